@@ -1,0 +1,151 @@
+// The autograd node of an operator, written once for all of them.
+#pragma once
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../check.h"
+
+namespace normops {
+
+using torch::autograd::variable_list;
+
+// `Gradient` supplies
+//   static constexpr const char* kName;
+//   static constexpr size_t kSaved, kInputs;   how many tensors it saves, and how many gradients it returns
+//   using Attributes = std::tuple<...>;        the other arguments it needs, of types that IValuePacker knows
+//   static variable_list backward(const variable_list& grad_outputs, const variable_list& saved, const Attributes&,
+//                                 const std::array<bool, kInputs>& needed);
+// The function works on its arguments alone, so that compiled autograd can trace it.
+template <class Gradient>
+class OperatorNode final : public torch::autograd::Node {
+  using Attributes = typename Gradient::Attributes;
+  using Needed = std::array<bool, Gradient::kInputs>;
+
+ public:
+  template <class... Inputs>
+  void connect(const Inputs&... inputs) {
+    set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  }
+
+  template <class... Tensors>
+  void save(Attributes attributes, const Tensors&... tensors) {
+    static_assert(sizeof...(Tensors) == Gradient::kSaved);
+    saved_ = {torch::autograd::SavedVariable(tensors, /*is_output=*/false)...};
+    attributes_ = std::move(attributes);
+  }
+
+  std::string name() const override { return Gradient::kName; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& variable : saved_) variable.reset_data();
+  }
+
+  variable_list apply(variable_list&& grad_outputs) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return Gradient::backward(grad_outputs, unpack_saved(), attributes_, needed());
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    for (const auto& variable : saved_) args.collect(variable, /*is_output=*/false);
+    std::apply([&](const auto&... attribute) { (args.collect(attribute), ...); }, attributes_);
+  }
+
+  variable_list apply_with_saved(const variable_list& grad_outputs,
+                                 torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    using namespace torch::dynamo::autograd;
+    for (auto& variable : saved_) swap.before(variable);
+    PackedArgs packed;
+    packed.pack(unpack_saved());
+    packed.pack(needed());
+    std::apply([&](const auto&... attribute) { (packed.pack(attribute), ...); }, attributes_);
+    for (auto& variable : saved_) swap.after(variable);
+
+    const auto& compiler = getPyCompilerInterface();
+    const std::string function =
+        compiler->bind_function(swap.get_py_compiler(), Gradient::kName, apply_packed, packed_types());
+    const auto input_metadata =
+        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges()));
+    return compiler->call_function(swap.get_py_compiler(), "apply_functional", function, grad_outputs, packed.vec(),
+                                   input_metadata);
+  }
+
+ private:
+  variable_list unpack_saved() const {
+    variable_list tensors;
+    tensors.reserve(saved_.size());
+    for (const auto& variable : saved_) tensors.push_back(variable.unpack());
+    return tensors;
+  }
+
+  Needed needed() const {
+    Needed needed;
+    for (size_t i = 0; i < needed.size(); i++) needed[i] = task_should_compute_output(i);
+    return needed;
+  }
+
+  static variable_list apply_packed(const variable_list& grad_outputs, const std::vector<c10::IValue>& values) {
+    torch::dynamo::autograd::PackedArgs packed(values);
+    const auto saved = packed.unpack<variable_list>();
+    const auto needed = packed.unpack<Needed>();
+    Attributes attributes;
+    std::apply([&](auto&... attribute) { ((attribute = packed.unpack<std::decay_t<decltype(attribute)>>()), ...); },
+               attributes);
+    return Gradient::backward(grad_outputs, saved, attributes, needed);
+  }
+
+  static std::vector<at::TypePtr> packed_types() {
+    using namespace torch::dynamo::autograd;
+    std::vector<at::TypePtr> types = {IValuePacker<variable_list>::packed_type(), IValuePacker<Needed>::packed_type()};
+    std::apply(
+        [&](const auto&... attribute) {
+          (types.push_back(IValuePacker<std::decay_t<decltype(attribute)>>::packed_type()), ...);
+        },
+        Attributes{});
+    return types;
+  }
+
+  std::array<torch::autograd::SavedVariable, Gradient::kSaved> saved_;
+  Attributes attributes_;
+};
+
+// torch holds nodes by std::shared_ptr up to 2.12 and by c10::intrusive_ptr from 2.13, where deleteNode (found by its argument) is
+// gone.
+template <class Node>
+auto make_node() {
+  using Held = decltype(torch::autograd::Edge::function);
+  if constexpr (std::is_same_v<Held, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<Node>(new Node(), [](Node* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<Node>();
+  }
+}
+
+// Runs an operator below autograd.
+template <class Signature, class... Arguments>
+auto redispatch(const c10::TypedOperatorHandle<Signature>& op, c10::DispatchKeySet keys, Arguments&&... arguments)
+    -> decltype(op.redispatch(keys, std::forward<Arguments>(arguments)...)) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return op.redispatch(keys & c10::after_autograd_keyset, std::forward<Arguments>(arguments)...);
+}
+
+// `.out` overloads are not differentiable: says so, as torch's own do, if an argument asks for it.
+template <class... Tensors>
+void check_no_grad(const char* op, const Tensors&... tensors) {
+  const auto asks = [](const Tensor& tensor) {
+    return torch::autograd::isFwGradDefined(tensor) || torch::autograd::compute_requires_grad(tensor);
+  };
+  TORCH_CHECK(!(asks(tensors) || ...), op,
+              ": expected no argument to require a gradient, as an .out overload does not support automatic "
+              "differentiation, but got one that does; call it under torch.no_grad()");
+}
+
+}  // namespace normops

@@ -1,0 +1,87 @@
+#include "check.h"
+
+#include <ATen/ATen.h>
+
+#include "overlap.h"
+#include "problem.h"
+
+namespace normops {
+namespace {
+
+std::string_view dtype_name(const Tensor& tensor) { return c10::getDtypeNames(tensor.scalar_type()).first; }
+
+void check_tensor(const char* op, const char* name, const Tensor& tensor) {
+  TORCH_CHECK(tensor.layout() == at::kStrided, op, ": expected ", name, " to be a dense (strided) tensor, but got layout ",
+              tensor.layout());
+  TORCH_CHECK(find_dtype(tensor.scalar_type()).has_value(), op, ": expected ", name,
+              " to be float16, bfloat16, float32 or float64, but got ", dtype_name(tensor));
+}
+
+void check_shape(const char* op, const char* name, const Tensor& tensor, c10::SymIntArrayRef shape, const char* whose) {
+  const auto message = [&] {
+    return c10::str(op, ": expected ", name, " to have shape ", shape, ", ", whose, ", but got ", tensor.sym_sizes());
+  };
+  TORCH_CHECK(tensor.dim() == static_cast<int64_t>(shape.size()), message());
+  for (size_t d = 0; d < shape.size(); d++) TORCH_SYM_CHECK(tensor.sym_size(d).sym_eq(shape[d]), message());
+}
+
+}  // namespace
+
+void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  TORCH_CHECK(tensor.device() == input.device(), op, ": expected ", name, " to be on ", input.device(),
+              ", the device of input, but got ", tensor.device());
+}
+
+void check_norm(const char* op, const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                  std::optional<double> eps) {
+  check_tensor(op, "input", input);
+  const int64_t leading = input.dim() - static_cast<int64_t>(normalized_shape.size());
+  TORCH_CHECK(!normalized_shape.empty(), op, ": expected normalized_shape to have at least one dimension, but got []");
+  const auto message = [&] {
+    return c10::str(op, ": expected normalized_shape to be the last dimensions of input, whose shape is ",
+                    input.sym_sizes(), ", but got ", normalized_shape);
+  };
+  TORCH_CHECK(leading >= 0, message());
+  for (size_t d = 0; d < normalized_shape.size(); d++) {
+    TORCH_SYM_CHECK(input.sym_size(leading + d).sym_eq(normalized_shape[d]), message());
+  }
+  if (is_given(weight)) {
+    check_device(op, "weight", *weight, input);
+    check_tensor(op, "weight", *weight);
+    check_shape(op, "weight", *weight, normalized_shape, "the normalized_shape");
+  }
+  TORCH_CHECK(!eps.has_value() || *eps >= 0, op, ": expected eps to be at least 0, but got ", eps.value_or(0));
+}
+
+void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  check_device(op, name, tensor, input);
+  check_tensor(op, name, tensor);
+  TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": expected ", name, " to be ", dtype_name(input),
+              ", the dtype of input, but got ", dtype_name(tensor));
+  check_shape(op, name, tensor, input.sym_sizes(), "the shape of input");
+}
+
+void check_out(const char* op, const Named& out, const Tensor& result, std::initializer_list<Named> inputs) {
+  check_device(op, out.name, out.tensor, result);
+  check_tensor(op, out.name, out.tensor);
+  TORCH_CHECK(out.tensor.scalar_type() == result.scalar_type(), op, ": expected ", out.name, " to be ", dtype_name(result),
+              ", but got ", dtype_name(out.tensor));
+  check_shape(op, out.name, out.tensor, result.sym_sizes(), "the shape of the result");
+  if (out.tensor.is_meta()) return;
+  for (int64_t d = 0; d < out.tensor.dim(); d++) {
+    TORCH_CHECK(out.tensor.stride(d) != 0 || out.tensor.size(d) <= 1, op, ": expected ", out.name,
+                " to have an element of memory for each of its own, but got an expanded tensor with strides ",
+                out.tensor.strides());
+  }
+  for (const Named& input : inputs) {
+    TORCH_CHECK(overlap(out.tensor, input.tensor) != Overlap::partial, op, ": expected ", out.name, " to be exactly ",
+                input.name, " or to share no memory with it, but got a partial overlap");
+  }
+}
+
+void check_disjoint(const char* op, const Named& out, const Named& other_out) {
+  TORCH_CHECK(overlap(out.tensor, other_out.tensor) == Overlap::none, op, ": expected ", out.name, " and ",
+              other_out.name, " to share no memory, but got an overlap");
+}
+
+}  // namespace normops

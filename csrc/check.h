@@ -1,0 +1,37 @@
+// What the operators' checks are made of. Every check throws c10::Error (a RuntimeError in Python) with a message that names
+// the argument, what was expected and what came; `op` is the operator's name, `name` the argument's. All but those on
+// overlap hold for symbolic sizes and fake tensors too.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace normops {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;  // a schema's `Tensor?`
+
+inline bool is_given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+inline Tensor value_or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
+
+void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
+
+// input, normalized_shape, weight and eps, which all norms have.
+void check_norm(const char* op, const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                std::optional<double> eps);
+
+// A tensor that has to look like `input`.
+void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
+
+struct Named {
+  const char* name;
+  Tensor tensor;  // may be undefined
+};
+
+// The target of an `.out` overload: it must look like `result`, and share memory with an input only by being that input.
+void check_out(const char* op, const Named& out, const Tensor& result, std::initializer_list<Named> inputs);
+
+// Two outputs of one call.
+void check_disjoint(const char* op, const Named& out, const Named& other_out);
+
+}  // namespace normops

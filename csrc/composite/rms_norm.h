@@ -1,0 +1,25 @@
+// rms_norm and rms_norm_backward written in ATen operators, which differentiate: forward-mode AD and devices without a kernel
+// run these.
+#pragma once
+#include "../rms_norm.h"
+
+namespace normops {
+
+RmsNorm rms_norm_composite;
+RmsNormBackward rms_norm_backward_composite;
+
+// Pieces of the definition that higher derivatives share.
+
+// `tensor` in the type that input's dtype is computed in.
+Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input);
+
+// Mean over the last `normalized_dims` dimensions, which are kept with size 1.
+Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims);
+
+// Sum over all but the last `normalized_dims` dimensions.
+Tensor sum_over_rows(const Tensor& tensor, int64_t normalized_dims);
+
+// 1 / sqrt(mean(h^2) + eps)
+Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps);
+
+}  // namespace normops

@@ -1,0 +1,66 @@
+// Compiles the kernel source named by NORMOPS_KERNEL_SOURCE once per instruction set, each time into a namespace of its own,
+// normops::cpu::NORMOPS_ISA. Standard headers come first: an inline function of theirs that was compiled for a wide
+// instruction set could be the copy that the linker keeps for everybody.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "../dispatch.h"
+#include "../rows.h"
+#include "isa.h"
+
+#if defined(__x86_64__)
+
+#define NORMOPS_ISA baseline
+#define NORMOPS_VECTOR_BYTES 16
+#include "simd.h"
+#include NORMOPS_KERNEL_SOURCE
+#undef NORMOPS_ISA
+#undef NORMOPS_VECTOR_BYTES
+
+#define NORMOPS_F16C
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define NORMOPS_ISA avx2
+#define NORMOPS_VECTOR_BYTES 32
+#include "simd.h"
+#include NORMOPS_KERNEL_SOURCE
+#undef NORMOPS_ISA
+#undef NORMOPS_VECTOR_BYTES
+#pragma GCC pop_options
+
+// GCC's own AVX-512 headers read undefined registers on purpose and warn about it (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#define NORMOPS_ISA avx512
+#define NORMOPS_VECTOR_BYTES 64
+#include "simd.h"
+#include NORMOPS_KERNEL_SOURCE
+#undef NORMOPS_ISA
+#undef NORMOPS_VECTOR_BYTES
+#pragma GCC pop_options
+#undef NORMOPS_F16C
+
+// The variants of the table `name` that the kernel source defines, in the order of the enumeration Isa.
+#define NORMOPS_EACH_ISA(name) {&baseline::name, &avx2::name, &avx512::name}
+
+#else
+
+#if defined(__aarch64__)
+#define NORMOPS_ISA neon
+#else
+#define NORMOPS_ISA baseline
+#endif
+#define NORMOPS_VECTOR_BYTES 16
+#include "simd.h"
+#include NORMOPS_KERNEL_SOURCE
+#define NORMOPS_EACH_ISA(name) {&NORMOPS_ISA::name}
+
+#endif

@@ -1,0 +1,82 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace normops::cpu {
+namespace {
+
+#if defined(__x86_64__)
+constexpr Isa kCompiled[] = {Isa::baseline, Isa::avx2, Isa::avx512};
+#elif defined(__aarch64__)
+constexpr Isa kCompiled[] = {Isa::neon};
+#else
+constexpr Isa kCompiled[] = {Isa::baseline};
+#endif
+
+// Every feature that foreach_isa.h enables for the variant is probed here (the probes include the operating system's
+// consent to save the wide registers).
+bool machine_runs(Isa isa) {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (isa == Isa::avx2) return avx2;
+  if (isa == Isa::avx512) {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  }
+#endif
+  return isa == kCompiled[0];
+}
+
+Isa choose_isa() {
+  const char* forced = std::getenv("NORMOPS_CPU_ISA");
+  const bool is_forced = forced != nullptr && *forced != '\0';
+  Isa best = kCompiled[0];
+  std::string usable;
+  for (Isa isa : kCompiled) {
+    if (!machine_runs(isa)) continue;
+    if (is_forced && isa_name(isa) == std::string(forced)) return isa;
+    usable += (usable.empty() ? "" : ", ") + std::string(isa_name(isa));
+    best = isa;
+  }
+  if (is_forced) {
+    throw std::runtime_error("expected NORMOPS_CPU_ISA to be an instruction set that this machine runs (" + usable +
+                             "), but got " + forced);
+  }
+  return best;
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+    case Isa::baseline:
+      return "baseline";
+    case Isa::avx2:
+      return "avx2";
+    case Isa::avx512:
+      return "avx512";
+#elif defined(__aarch64__)
+    case Isa::neon:
+      return "neon";
+#else
+    case Isa::baseline:
+      return "baseline";
+#endif
+  }
+  return "unknown";
+}
+
+std::vector<std::string> compiled_isas() {
+  std::vector<std::string> names;
+  for (Isa isa : kCompiled) names.emplace_back(isa_name(isa));
+  return names;
+}
+
+Isa current_isa() {
+  static const Isa isa = choose_isa();
+  return isa;
+}
+
+}  // namespace normops::cpu

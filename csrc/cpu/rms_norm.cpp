@@ -1,0 +1,221 @@
+// rms_norm and rms_norm_backward on CPU tensors: lays the problem out for the kernels and shares it among the threads.
+#include "../rms_norm.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty_native.h>
+#include <c10/util/SmallBuffer.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "../problem.h"
+#include "rms_norm_kernel.h"
+
+namespace normops::cpu {
+namespace {
+
+// Elements below which a second thread costs more than it saves.
+constexpr int64_t kGrainElements = 32768;
+
+int64_t grain(int64_t elements_each) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each)); }
+
+Tensor empty_contiguous(const Tensor& like) { return at::native::empty_cpu(like.sizes(), like.scalar_type()); }
+
+// Uninitialised memory for `count` numbers of the compute type; small amounts lie on the stack.
+class Scratch {
+ public:
+  Scratch(DType dtype, int64_t count) : buffer_(compute_dtype(dtype) == DType::float64 ? count : (count + 1) / 2) {}
+  void* data() { return buffer_.data(); }
+
+ private:
+  c10::SmallBuffer<double, 2048> buffer_;
+};
+
+// weight + weight_offset in the compute type: the weight's own memory where it is that already.
+class Scale {
+ public:
+  Scale(const OptionalTensor& weight, double weight_offset, DType input_dtype, int64_t cols)
+      : scratch_(input_dtype, is_given(weight) ? cols : 0) {
+    if (!is_given(weight)) return;
+    const DType compute = compute_dtype(input_dtype), weight_dtype = dtype_of(*weight);
+    contiguous_ = weight->contiguous();
+    const void* source = contiguous_.const_data_ptr();
+    if (weight_dtype == compute && weight_offset == 0) {
+      data_ = source;
+      return;
+    }
+    at::parallel_for(0, cols, kGrainElements, [&](int64_t begin, int64_t end) {
+      rms_norm_kernels().scale(compute, weight_dtype, source, weight_offset, scratch_.data(), begin, end);
+    });
+    data_ = scratch_.data();
+  }
+  Scale(const Scale&) = delete;
+
+  const void* data() const { return data_; }
+
+ private:
+  Scratch scratch_;
+  Tensor contiguous_;
+  const void* data_ = nullptr;
+};
+
+// Memory that a kernel can write rows to: the target's own, or, where its normalized dimensions are not contiguous, that of a
+// copy which finish() moves over.
+class Target {
+ public:
+  Target(const Tensor& target, size_t normalized_dims) : target_(target), rows_(make_rows(target, normalized_dims)) {
+    if (!is_in_place()) rows_ = make_rows(empty_contiguous(target), normalized_dims);
+  }
+
+  void* data() const { return rows_.tensor.mutable_data_ptr(); }
+  const RowLayout& layout() const { return rows_.layout; }
+  void finish() const {
+    if (!is_in_place()) target_.copy_(rows_.tensor);
+  }
+
+ private:
+  bool is_in_place() const { return rows_.tensor.is_same(target_); }
+
+  Tensor target_;
+  Rows rows_;
+};
+
+void launch_rms_norm(const Tensor& input, size_t normalized_dims, const OptionalTensor& weight,
+                     std::optional<double> eps, double weight_offset, const Tensor& output) {
+  const Problem problem = make_problem(input, normalized_dims, eps);
+  if (problem.rows == 0 || problem.cols == 0) return;
+  const DType dtype = dtype_of(input);
+  const Rows x = make_rows(input, normalized_dims);
+  const Target y(output, normalized_dims);
+  const Scale scale(weight, weight_offset, dtype, problem.cols);
+  const RmsNormArgs args = {
+      .dtype = dtype,
+      .cols = problem.cols,
+      .eps = problem.eps,
+      .input = x.tensor.const_data_ptr(),
+      .input_rows = x.layout,
+      .scale = scale.data(),
+      .output = y.data(),
+      .output_rows = y.layout(),
+  };
+  at::parallel_for(0, problem.rows, grain(problem.cols),
+                   [&](int64_t begin, int64_t end) { rms_norm_kernels().forward(args, begin, end); });
+  y.finish();
+}
+
+// grad_weight is summed within chunks of rows and then over the chunks. Chunks of about sqrt(rows) keep both sums, hence the
+// bound on their rounding error, shortest; and as they depend on the number of rows alone, so do the bits of the result.
+int64_t grad_weight_chunk_rows(int64_t rows) {
+  constexpr int64_t kMultiple = 4;  // the kernel's row group
+  const auto root = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(rows))));
+  return (root + kMultiple - 1) / kMultiple * kMultiple;
+}
+
+// grad_input and grad_weight may be undefined: then they are not wanted.
+void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_t normalized_dims,
+                              const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
+                              const OptionalTensor& grad_residual, const Tensor& grad_input, const Tensor& grad_weight) {
+  const Problem problem = make_problem(input, normalized_dims, eps);
+  if (problem.rows == 0 || problem.cols == 0) {
+    if (grad_weight.defined()) grad_weight.zero_();
+    return;
+  }
+  const DType dtype = dtype_of(input);
+  const Rows dy = make_rows(grad_output, normalized_dims);
+  const Rows x = make_rows(input, normalized_dims);
+  const Scale scale(weight, weight_offset, dtype, problem.cols);
+  RmsNormBackwardArgs args = {
+      .dtype = dtype,
+      .rows = problem.rows,
+      .cols = problem.cols,
+      .eps = problem.eps,
+      .grad_output = dy.tensor.const_data_ptr(),
+      .grad_output_rows = dy.layout,
+      .input = x.tensor.const_data_ptr(),
+      .input_rows = x.layout,
+      .scale = scale.data(),
+      .rows_per_chunk = grad_weight_chunk_rows(problem.rows),
+  };
+  Rows residual;
+  if (is_given(grad_residual)) {
+    residual = make_rows(*grad_residual, normalized_dims);
+    args.grad_residual = residual.tensor.const_data_ptr();
+    args.grad_residual_rows = residual.layout;
+  }
+  std::optional<Target> dx;
+  if (grad_input.defined()) {
+    dx.emplace(grad_input, normalized_dims);
+    args.grad_input = dx->data();
+    args.grad_input_rows = dx->layout();
+  }
+  const int64_t chunks = (problem.rows + args.rows_per_chunk - 1) / args.rows_per_chunk;
+  Scratch partials(dtype, grad_weight.defined() ? chunks * problem.cols : 0);
+  if (grad_weight.defined()) args.grad_weight_partials = partials.data();
+
+  at::parallel_for(0, chunks, grain(args.rows_per_chunk * problem.cols),
+                   [&](int64_t begin, int64_t end) { rms_norm_kernels().backward(args, begin, end); });
+  if (dx.has_value()) dx->finish();
+
+  if (grad_weight.defined()) {
+    const bool is_in_place = grad_weight.is_contiguous();
+    const Tensor dw = is_in_place ? grad_weight : empty_contiguous(grad_weight);
+    at::parallel_for(0, problem.cols, grain(chunks), [&](int64_t begin, int64_t end) {
+      rms_norm_kernels().grad_weight(compute_dtype(dtype), dtype_of(dw), partials.data(), chunks, problem.cols,
+                                     dw.mutable_data_ptr(), begin, end);
+    });
+    if (!is_in_place) grad_weight.copy_(dw);
+  }
+}
+
+Tensor rms_norm_cpu(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                    std::optional<double> eps, double weight_offset) {
+  check_rms_norm(input, normalized_shape, weight, eps);
+  Tensor output = empty_contiguous(input);
+  launch_rms_norm(input, normalized_shape.size(), weight, eps, weight_offset, output);
+  return output;
+}
+
+Tensor& rms_norm_out_cpu(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                         std::optional<double> eps, double weight_offset, Tensor& out) {
+  check_rms_norm_out(input, normalized_shape, weight, eps, out);
+  launch_rms_norm(input, normalized_shape.size(), weight, eps, weight_offset, out);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward_cpu(const Tensor& grad_output, const Tensor& input,
+                                                 c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                                                 std::optional<double> eps, double weight_offset,
+                                                 const OptionalTensor& grad_residual, OutputMask output_mask) {
+  check_rms_norm_backward(grad_output, input, normalized_shape, weight, eps, grad_residual);
+  Tensor grad_input, grad_weight;
+  if (output_mask[0]) grad_input = empty_contiguous(input);
+  if (output_mask[1] && is_given(weight)) grad_weight = empty_contiguous(*weight);
+  launch_rms_norm_backward(grad_output, input, normalized_shape.size(), weight, eps, weight_offset, grad_residual,
+                           grad_input, grad_weight);
+  return {grad_input, grad_weight};
+}
+
+std::tuple<Tensor&, Tensor&> rms_norm_backward_out_cpu(const Tensor& grad_output, const Tensor& input,
+                                                       c10::SymIntArrayRef normalized_shape,
+                                                       const OptionalTensor& weight, std::optional<double> eps,
+                                                       double weight_offset, const OptionalTensor& grad_residual,
+                                                       OutputMask output_mask, Tensor& grad_input,
+                                                       Tensor& grad_weight) {
+  check_rms_norm_backward_out(grad_output, input, normalized_shape, weight, eps, grad_residual, output_mask, grad_input,
+                              grad_weight);
+  const bool wants_weight = output_mask[1] && is_given(weight);
+  launch_rms_norm_backward(grad_output, input, normalized_shape.size(), weight, eps, weight_offset, grad_residual,
+                           output_mask[0] ? grad_input : Tensor(), wants_weight ? grad_weight : Tensor());
+  return {grad_input, grad_weight};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(normops, CPU, m) {
+  m.impl("rms_norm", rms_norm_cpu);
+  m.impl("rms_norm.out", rms_norm_out_cpu);
+  m.impl("rms_norm_backward", rms_norm_backward_cpu);
+  m.impl("rms_norm_backward.out", rms_norm_backward_out_cpu);
+}
+
+}  // namespace normops::cpu

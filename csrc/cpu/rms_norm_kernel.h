@@ -1,0 +1,59 @@
+// The kernels of rms_norm and rms_norm_backward on raw pointers: what they take, and where to get those for this machine.
+// No torch header.
+#pragma once
+#include <cstdint>
+
+#include "../dispatch.h"
+#include "../rows.h"
+
+namespace normops::cpu {
+
+// Data pointers are of `dtype`, those called compute of compute_dtype(dtype). Rows of the outputs may coincide with rows of
+// the inputs: each element is read before it is written.
+
+struct RmsNormArgs {
+  DType dtype;
+  int64_t cols;
+  double eps;
+  const void* input;  // [rows, cols]
+  RowLayout input_rows;
+  const void* scale;  // compute [cols]: weight + weight_offset, or null for 1
+  void* output;       // [rows, cols]
+  RowLayout output_rows;
+};
+
+struct RmsNormBackwardArgs {
+  DType dtype;
+  int64_t rows;
+  int64_t cols;
+  double eps;
+  const void* grad_output;  // [rows, cols]
+  RowLayout grad_output_rows;
+  const void* input;  // [rows, cols]
+  RowLayout input_rows;
+  const void* scale;          // compute [cols], or null for 1
+  const void* grad_residual;  // [rows, cols], or null for 0
+  RowLayout grad_residual_rows;
+  void* grad_input;  // [rows, cols], or null if not wanted
+  RowLayout grad_input_rows;
+  void* grad_weight_partials;  // compute [chunks, cols], or null if not wanted
+  int64_t rows_per_chunk;
+};
+
+struct RmsNormKernels {
+  // scale[begin:end] = weight[begin:end] + weight_offset, as `compute` type.
+  void (*scale)(DType compute, DType weight_dtype, const void* weight, double weight_offset, void* scale, int64_t begin,
+                int64_t end);
+  // output[begin:end]
+  void (*forward)(const RmsNormArgs& args, int64_t begin, int64_t end);
+  // grad_input of the rows of chunks [begin:end], and grad_weight_partials[begin:end]
+  void (*backward)(const RmsNormBackwardArgs& args, int64_t begin, int64_t end);
+  // grad_weight[begin:end] = sum over chunks of partials[:, begin:end]
+  void (*grad_weight)(DType compute, DType weight_dtype, const void* partials, int64_t chunks, int64_t cols,
+                      void* grad_weight, int64_t begin, int64_t end);
+};
+
+// Those for current_isa().
+const RmsNormKernels& rms_norm_kernels();
+
+}  // namespace normops::cpu

@@ -1,0 +1,259 @@
+// Vectors of the compute types and the conversions from and to the storage types. Included once per instruction set, by
+// foreach_isa.h, hence no include guard.
+//
+// A Block is 64 bytes of compute type on every instruction set: 16 floats or 8 doubles, held in 4, 2 or 1 registers. The
+// kernels count in blocks, so that sums are formed in the same order everywhere: AVX2, AVX-512 and NEON give the same bits.
+// Arithmetic uses the compiler's vector extension; only what it cannot express is written with intrinsics.
+
+namespace normops::cpu::NORMOPS_ISA {
+namespace {
+
+#define NORMOPS_INLINE inline __attribute__((always_inline))
+
+typedef float f32_vector __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
+typedef double f64_vector __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
+typedef uint32_t u32_vector __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
+typedef uint16_t u16_vector __attribute__((vector_size(NORMOPS_VECTOR_BYTES / 2)));  // as many lanes as f32_vector
+
+template <class Compute>
+struct Block {
+  using vector = std::conditional_t<std::is_same_v<Compute, double>, f64_vector, f32_vector>;
+  static constexpr int kVectors = 64 / NORMOPS_VECTOR_BYTES;
+  static constexpr int kVectorLanes = NORMOPS_VECTOR_BYTES / sizeof(Compute);
+  vector v[kVectors];
+};
+
+template <class Compute>
+constexpr int kLanes = 64 / sizeof(Compute);
+
+template <class To, class From>
+NORMOPS_INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <class Vector>
+NORMOPS_INLINE Vector load_vector(const void* source) {
+  Vector v;
+  std::memcpy(&v, source, sizeof v);
+  return v;
+}
+
+NORMOPS_INLINE f32_vector fma_vector(f32_vector a, f32_vector b, f32_vector c) {
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(NORMOPS_F16C)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
+NORMOPS_INLINE f64_vector fma_vector(f64_vector a, f64_vector b, f64_vector c) {
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  return _mm512_fmadd_pd(a, b, c);
+#elif defined(NORMOPS_F16C)
+  return _mm256_fmadd_pd(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f64(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
+NORMOPS_INLINE f32_vector bfloat16_to_float(u16_vector h) {
+  return bit_cast<f32_vector>(__builtin_convertvector(h, u32_vector) << 16);
+}
+
+// Round to nearest, ties to even; a NaN becomes quiet and keeps the upper bits of its payload.
+NORMOPS_INLINE u16_vector float_to_bfloat16(f32_vector f) {
+  const u32_vector bits = bit_cast<u32_vector>(f);
+  const u32_vector rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  const u32_vector result = f == f ? rounded : bits | 0x400000;
+  return __builtin_convertvector(result >> 16, u16_vector);
+}
+
+NORMOPS_INLINE f32_vector float16_to_float(u16_vector h) {
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  return _mm512_cvtph_ps(bit_cast<__m256i>(h));
+#elif defined(NORMOPS_F16C)
+  return _mm256_cvtph_ps(bit_cast<__m128i>(h));
+#elif defined(__aarch64__)
+  return vcvt_f32_f16(bit_cast<float16x4_t>(h));
+#else
+  const u32_vector bits = __builtin_convertvector(h, u32_vector);
+  const u32_vector magnitude = bits & 0x7fff;
+  const u32_vector rebias = u32_vector{} + ((127u - 15u) << 23);
+  const u32_vector special = magnitude >= 0x7c00 ? rebias : u32_vector{};  // infinity and NaN: the exponent becomes 255
+  const u32_vector quiet = magnitude > 0x7c00 ? u32_vector{} + 0x400000u : u32_vector{};
+  const u32_vector normal = ((magnitude << 13) + rebias + special) | quiet;
+  typedef int32_t i32_vector __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
+  const f32_vector subnormal = __builtin_convertvector(bit_cast<i32_vector>(magnitude), f32_vector) * 0x1p-24f;
+  const u32_vector result = magnitude < 0x400 ? bit_cast<u32_vector>(subnormal) : normal;
+  return bit_cast<f32_vector>(result | ((bits & 0x8000) << 16));
+#endif
+}
+
+// Round to nearest, ties to even; a NaN becomes quiet and keeps the upper bits of its payload.
+NORMOPS_INLINE u16_vector float_to_float16(f32_vector f) {
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  return bit_cast<u16_vector>(_mm512_maskz_cvtps_ph(0xffff, f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(NORMOPS_F16C)
+  return bit_cast<u16_vector>(_mm256_cvtps_ph(f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__aarch64__)
+  return bit_cast<u16_vector>(vcvt_f16_f32(f));
+#else
+  const u32_vector bits = bit_cast<u32_vector>(f);
+  const u32_vector magnitude = bits & 0x7fffffff;
+  const u32_vector rebias = u32_vector{} + ((127u - 15u) << 23);
+  const u32_vector normal = (magnitude - rebias + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Adding 0.5, whose last bit is worth 2^-24, lets the addition round to the spacing of float16's subnormals.
+  const u32_vector subnormal = bit_cast<u32_vector>(bit_cast<f32_vector>(magnitude) + 0.5f) - 0x3f000000u;
+  const u32_vector nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
+  u32_vector result = magnitude < 0x38800000u ? subnormal : normal;                   // below 2^-14
+  result = magnitude >= 0x47800000u ? u32_vector{} + 0x7c00u : result;                // from 2^16 on: infinity
+  result = magnitude > 0x7f800000u ? nan : result;
+  return __builtin_convertvector(result | ((bits >> 16) & 0x8000), u16_vector);
+#endif
+}
+
+template <class T>
+NORMOPS_INLINE Block<compute_t<T>> load(const T* source) {
+  using B = Block<compute_t<T>>;
+  B block;
+  for (int i = 0; i < B::kVectors; i++) {
+    const T* lanes = source + i * B::kVectorLanes;
+    if constexpr (std::is_same_v<T, float16>) {
+      block.v[i] = float16_to_float(load_vector<u16_vector>(lanes));
+    } else if constexpr (std::is_same_v<T, bfloat16>) {
+      block.v[i] = bfloat16_to_float(load_vector<u16_vector>(lanes));
+    } else {
+      block.v[i] = load_vector<typename B::vector>(lanes);
+    }
+  }
+  return block;
+}
+
+template <class T>
+NORMOPS_INLINE void store(T* target, const Block<compute_t<T>>& block) {
+  using B = Block<compute_t<T>>;
+  for (int i = 0; i < B::kVectors; i++) {
+    T* lanes = target + i * B::kVectorLanes;
+    if constexpr (std::is_same_v<T, float16>) {
+      const u16_vector half = float_to_float16(block.v[i]);
+      std::memcpy(lanes, &half, sizeof half);
+    } else if constexpr (std::is_same_v<T, bfloat16>) {
+      const u16_vector half = float_to_bfloat16(block.v[i]);
+      std::memcpy(lanes, &half, sizeof half);
+    } else {
+      std::memcpy(lanes, &block.v[i], sizeof block.v[i]);
+    }
+  }
+}
+
+// How much of a block is inside the row. Lanes outside are read as zero and not written.
+struct Whole {};
+struct Part {
+  int64_t lanes;
+};
+
+template <class T>
+NORMOPS_INLINE Block<compute_t<T>> load(const T* source, Whole) {
+  return load(source);
+}
+
+template <class T>
+NORMOPS_INLINE Block<compute_t<T>> load(const T* source, Part part) {
+  T lanes[kLanes<compute_t<T>>] = {};
+  std::memcpy(lanes, source, part.lanes * sizeof(T));
+  return load(lanes);
+}
+
+template <class T>
+NORMOPS_INLINE void store(T* target, const Block<compute_t<T>>& block, Whole) {
+  store(target, block);
+}
+
+template <class T>
+NORMOPS_INLINE void store(T* target, const Block<compute_t<T>>& block, Part part) {
+  T lanes[kLanes<compute_t<T>>];
+  store(lanes, block);
+  std::memcpy(target, lanes, part.lanes * sizeof(T));
+}
+
+template <class Compute>
+NORMOPS_INLINE int64_t lanes_of(Whole) {
+  return kLanes<Compute>;
+}
+
+template <class Compute>
+NORMOPS_INLINE int64_t lanes_of(Part part) {
+  return part.lanes;
+}
+
+// Calls visit(column, Whole or Part) for each block of a row.
+template <class Compute, class Visit>
+NORMOPS_INLINE void for_each_block(int64_t begin, int64_t end, Visit visit) {
+  for (; begin + kLanes<Compute> <= end; begin += kLanes<Compute>) visit(begin, Whole{});
+  if (begin < end) visit(begin, Part{end - begin});
+}
+
+template <class Compute>
+NORMOPS_INLINE Block<Compute> broadcast(Compute value) {
+  Block<Compute> block;
+  for (auto& v : block.v) v = value - typename Block<Compute>::vector{};  // keeps the sign of a zero
+  return block;
+}
+
+// One number, from or to a type whose compute type may be another.
+template <class Compute, class T>
+NORMOPS_INLINE Compute load_number(const T* source) {
+  return static_cast<Compute>(load(source, Part{1}).v[0][0]);
+}
+
+template <class T, class Compute>
+NORMOPS_INLINE void store_number(T* target, Compute value) {
+  store(target, broadcast(static_cast<compute_t<T>>(value)), Part{1});
+}
+
+template <class Compute>
+NORMOPS_INLINE Block<Compute> operator*(const Block<Compute>& a, const Block<Compute>& b) {
+  Block<Compute> block;
+  for (int i = 0; i < block.kVectors; i++) block.v[i] = a.v[i] * b.v[i];
+  return block;
+}
+
+template <class Compute>
+NORMOPS_INLINE Block<Compute> operator+(const Block<Compute>& a, const Block<Compute>& b) {
+  Block<Compute> block;
+  for (int i = 0; i < block.kVectors; i++) block.v[i] = a.v[i] + b.v[i];
+  return block;
+}
+
+// a * b + c, rounded once where the instruction set has it (everywhere but on x86's baseline).
+template <class Compute>
+NORMOPS_INLINE Block<Compute> fma(const Block<Compute>& a, const Block<Compute>& b, const Block<Compute>& c) {
+  Block<Compute> block;
+  for (int i = 0; i < block.kVectors; i++) block.v[i] = fma_vector(a.v[i], b.v[i], c.v[i]);
+  return block;
+}
+
+// The sum over the lanes, folded in halves.
+template <class Compute>
+NORMOPS_INLINE Compute sum(const Block<Compute>& block) {
+  Compute lanes[kLanes<Compute>];
+  std::memcpy(lanes, &block, sizeof block);
+#pragma GCC unroll 4
+  for (int width = kLanes<Compute> / 2; width > 0; width /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
+}  // namespace
+}  // namespace normops::cpu::NORMOPS_ISA

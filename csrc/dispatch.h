@@ -1,0 +1,40 @@
+// The element types of normops: this is the only list of them. No torch header, so that kernels can include it.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+namespace normops {
+
+struct float16 {
+  uint16_t bits;
+};
+struct bfloat16 {
+  uint16_t bits;
+};
+
+enum class DType : uint8_t { float16, bfloat16, float32, float64 };
+
+// Calls `function.template operator()<T>()` with the C++ type of `dtype`.
+template <class Function>
+decltype(auto) dispatch(DType dtype, Function&& function) {
+  switch (dtype) {
+    case DType::float16:
+      return std::forward<Function>(function).template operator()<float16>();
+    case DType::bfloat16:
+      return std::forward<Function>(function).template operator()<bfloat16>();
+    case DType::float32:
+      return std::forward<Function>(function).template operator()<float>();
+    case DType::float64:
+      break;
+  }
+  return std::forward<Function>(function).template operator()<double>();
+}
+
+// The type in which everything between load and store is computed.
+template <class T>
+using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+inline DType compute_dtype(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
+
+}  // namespace normops

@@ -1,0 +1,65 @@
+// The Python module normops._C: what this build is, and the operators' checks for implementations written in Python. Loading
+// it registers the operators.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include "cpu/isa.h"
+#include "problem.h"
+#include "rms_norm.h"
+#ifdef NORMOPS_WITH_CUDA
+#include "cuda/build_info.h"
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = NORMOPS_VERSION;
+  info["torch"] = TORCH_VERSION;
+  info["compiler"] = __VERSION__;
+  info["cpu_isas"] = normops::cpu::compiled_isas();
+  info["cpu_isa"] = normops::cpu::isa_name(normops::cpu::current_isa());
+#ifdef NORMOPS_WITH_CUDA
+  info["cuda_archs"] = normops::cuda::compiled_archs();
+  info["cuda_version"] = normops::cuda::compiled_version();
+#else
+  info["cuda_archs"] = std::vector<std::string>();
+  info["cuda_version"] = py::none();
+#endif
+  return info;
+}
+
+std::vector<c10::SymInt> to_sym_ints(const std::vector<int64_t>& shape) { return {shape.begin(), shape.end()}; }
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  normops::cpu::current_isa();  // a wrong NORMOPS_CPU_ISA is an error of the import, not of the first call
+
+  py::class_<normops::Problem>(m, "Problem")
+      .def_readonly("rows", &normops::Problem::rows)
+      .def_readonly("cols", &normops::Problem::cols)
+      .def_readonly("eps", &normops::Problem::eps);
+
+  m.def("build_info", build_info);
+  m.def(
+      "rms_norm_problem",
+      [](const at::Tensor& input, const std::vector<int64_t>& normalized_shape, const std::optional<at::Tensor>& weight,
+         std::optional<double> eps) {
+        normops::check_rms_norm(input, to_sym_ints(normalized_shape), weight, eps);
+        return normops::make_problem(input, normalized_shape.size(), eps);
+      },
+      py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(), py::arg("eps") = py::none());
+  m.def(
+      "rms_norm_backward_problem",
+      [](const at::Tensor& grad_output, const at::Tensor& input, const std::vector<int64_t>& normalized_shape,
+         const std::optional<at::Tensor>& weight, std::optional<double> eps,
+         const std::optional<at::Tensor>& grad_residual) {
+        normops::check_rms_norm_backward(grad_output, input, to_sym_ints(normalized_shape), weight, eps, grad_residual);
+        return normops::make_problem(input, normalized_shape.size(), eps);
+      },
+      py::arg("grad_output"), py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
+      py::arg("eps") = py::none(), py::arg("grad_residual") = py::none());
+}

@@ -1,0 +1,82 @@
+#include "problem.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+
+namespace normops {
+
+double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype) {
+  return eps.value_or(input_dtype == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                                 : std::numeric_limits<float>::epsilon());
+}
+
+Problem make_problem(const at::Tensor& input, size_t normalized_dims, std::optional<double> eps) {
+  const auto sizes = input.sizes();
+  const auto first_normalized = sizes.end() - static_cast<int64_t>(normalized_dims);
+  Problem problem{1, 1, resolve_eps(eps, input.scalar_type())};
+  for (auto size = sizes.begin(); size != first_normalized; size++) problem.rows *= *size;
+  for (auto size = first_normalized; size != sizes.end(); size++) problem.cols *= *size;
+  return problem;
+}
+
+std::optional<DType> find_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return DType::float16;
+    case at::kBFloat16:
+      return DType::bfloat16;
+    case at::kFloat:
+      return DType::float32;
+    case at::kDouble:
+      return DType::float64;
+    default:
+      return std::nullopt;
+  }
+}
+
+DType dtype_of(const at::Tensor& tensor) {
+  const auto dtype = find_dtype(tensor.scalar_type());
+  TORCH_INTERNAL_ASSERT(dtype.has_value(), "not a dtype that passes the check: ", tensor.scalar_type());
+  return *dtype;
+}
+
+Rows make_rows(const at::Tensor& tensor, size_t normalized_dims) {
+  const int64_t leading = tensor.dim() - static_cast<int64_t>(normalized_dims);
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+
+  bool rows_are_contiguous = true;
+  int64_t cols = 1;
+  for (int64_t d = tensor.dim() - 1; d >= leading; d--) {
+    rows_are_contiguous &= strides[d] == cols || sizes[d] <= 1;
+    cols *= sizes[d];
+  }
+
+  RowLayout layout;
+  for (int64_t d = 0; d < leading; d++) {
+    if (sizes[d] == 1) continue;
+    const int last = layout.dims - 1;
+    if (layout.dims > 0 && layout.strides[last] == strides[d] * sizes[d]) {
+      layout.sizes[last] *= sizes[d];
+      layout.strides[last] = strides[d];
+    } else if (layout.dims == RowLayout::kMaxDims) {
+      rows_are_contiguous = false;  // more dimensions than a layout holds: a copy has one
+      break;
+    } else {
+      layout.sizes[layout.dims] = sizes[d];
+      layout.strides[layout.dims] = strides[d];
+      layout.dims++;
+    }
+  }
+  if (rows_are_contiguous) return {tensor, layout};
+
+  at::Tensor once = tensor;
+  for (int64_t d = 0; d < leading; d++) {
+    if (strides[d] == 0 && sizes[d] > 1) once = once.narrow(d, 0, 1);
+  }
+  const at::Tensor copy = once.contiguous().expand(sizes);
+  return make_rows(copy, normalized_dims);
+}
+
+}  // namespace normops

@@ -1,0 +1,37 @@
+// The flat problem that every backend computes, of arguments that passed the operator's check.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "dispatch.h"
+#include "rows.h"
+
+namespace normops {
+
+struct Problem {
+  int64_t rows;
+  int64_t cols;
+  double eps;
+};
+
+Problem make_problem(const at::Tensor& input, size_t normalized_dims, std::optional<double> eps);
+
+// eps, or by default the machine epsilon of the compute type, as in torch.nn.functional.rms_norm.
+double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype);
+
+// The element type, if it is one of normops'.
+std::optional<DType> find_dtype(at::ScalarType dtype);
+DType dtype_of(const at::Tensor& tensor);
+
+// Rows as a kernel reads them. `tensor` holds the memory: it is the given tensor itself (same storage) unless its normalized
+// dimensions are not contiguous; then it is a copy, in which an expanded batch is still stored once.
+struct Rows {
+  at::Tensor tensor;
+  RowLayout layout;
+};
+
+Rows make_rows(const at::Tensor& tensor, size_t normalized_dims);
+
+}  // namespace normops

@@ -1,0 +1,26 @@
+// The schema is the contract: every operator of normops, and nothing else, is declared here.
+#include <torch/library.h>
+
+TORCH_LIBRARY(normops, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+
+  m.def(
+      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
+      "float weight_offset=0.0) -> Tensor",
+      tags);
+  m.def(
+      "rms_norm.out(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
+      "float weight_offset=0.0, Tensor(a!) out) -> Tensor(a!)",
+      tags);
+
+  m.def(
+      "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, float weight_offset=0.0, Tensor? grad_residual=None, bool[2] output_mask=[True, True]) "
+      "-> (Tensor grad_input, Tensor grad_weight)",
+      tags);
+  m.def(
+      "rms_norm_backward.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, float weight_offset=0.0, Tensor? grad_residual=None, bool[2] output_mask=[True, True], "
+      "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
+      tags);
+}

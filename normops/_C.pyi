@@ -1,0 +1,28 @@
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from normops._info import BuildInfo
+
+class Problem:
+    """The flat problem of arguments that passed the check: [rows, cols] and the epsilon in force."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+
+def build_info() -> BuildInfo: ...
+def rms_norm_problem(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Problem: ...
+def rms_norm_backward_problem(
+    grad_output: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    grad_residual: Tensor | None = None,
+) -> Problem: ...

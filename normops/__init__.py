@@ -1,0 +1,22 @@
+"""Fused RMSNorm for PyTorch: one operator, forward and backward, on every device and in every execution mode.
+
+Importing normops registers ``torch.ops.normops.rms_norm`` and ``torch.ops.normops.rms_norm_backward``.
+"""
+
+import torch as _torch
+
+from normops._built_with import TORCH_MINOR as _TORCH_MINOR
+
+if _torch.__version__.split(".")[:2] != _TORCH_MINOR.split("."):
+    raise ImportError(
+        f"expected torch {_TORCH_MINOR}, which this normops was built with, but got torch {_torch.__version__}: "
+        "reinstall normops (pip install --force-reinstall --no-deps --no-build-isolation normops)"
+    )
+
+from normops._info import BuildInfo, build_info
+from normops.functional import rms_norm
+from normops.modules import RMSNorm
+
+__version__ = build_info()["version"]
+
+__all__ = ["BuildInfo", "RMSNorm", "build_info", "rms_norm"]

@@ -1,0 +1,63 @@
+"""The operators as modules."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from normops.functional import rms_norm
+
+
+class RMSNorm(nn.RMSNorm):
+    """Drop-in for :class:`torch.nn.RMSNorm` that runs :func:`normops.rms_norm`.
+
+    It takes the same arguments, has the same parameter (``weight``) and so the same ``state_dict``, in both directions.
+
+    Args:
+        normalized_shape: the last dimensions of the input, over which the mean is taken. An ``int`` means one dimension.
+        eps: see :func:`normops.rms_norm`.
+        elementwise_affine: whether there is a ``weight``.
+        device: of the weight.
+        dtype: of the weight; it may differ from that of the input.
+        weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``. The weight starts at ``1 - weight_offset``.
+
+    Shape:
+        Input ``[*, *normalized_shape]``, output the same.
+
+    Example:
+        >>> import torch, normops
+        >>> norm = normops.RMSNorm(64)
+        >>> norm(torch.randn(2, 3, 64)).shape
+        torch.Size([2, 3, 64])
+        >>> norm.load_state_dict(torch.nn.RMSNorm(64).state_dict())
+        <All keys matched successfully>
+    """
+
+    weight_offset: float
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+    ) -> None:
+        self.weight_offset = weight_offset  # before reset_parameters, which the base class calls
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ``1 - weight_offset``, so that the module starts without scaling."""
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the normalized ``x``; see :func:`normops.rms_norm`."""
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset)
+
+    def extra_repr(self) -> str:
+        """As in the base class, with ``weight_offset`` where there is one."""
+        base: str = super().extra_repr()
+        return base if self.weight_offset == 0.0 else f"{base}, weight_offset={self.weight_offset}"

@@ -1,0 +1,122 @@
+"""Builds normops._C: the operators and CPU kernels always, CUDA kernels where nvcc is found.
+
+Environment variables:
+    NORMOPS_CUDA        auto (default: if nvcc is found), 0 (never) or 1 (fail without nvcc)
+    NORMOPS_CUDA_ARCHS  compute capabilities to compile for, default 80;90;100
+    CUDA_HOME           the CUDA toolkit, default: the one that the nvcc on PATH belongs to
+    MAX_JOBS            compilers to run at a time
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from setuptools import setup
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError as error:
+    raise SystemExit(
+        "normops is built against the torch that is installed: install torch first, "
+        "then run pip with --no-build-isolation"
+    ) from error
+
+ROOT = Path(__file__).parent
+TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
+
+
+class Cuda(NamedTuple):
+    nvcc: str
+    version: str
+    archs: list[str]
+    library_dirs: list[str]
+
+
+def find_cuda() -> Cuda | None:
+    wanted = os.environ.get("NORMOPS_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        raise SystemExit(f"expected NORMOPS_CUDA to be auto, 0 or 1, but got {wanted}")
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    if wanted == "0" or (wanted == "auto" and nvcc is None):
+        return None
+    if nvcc is None:
+        raise SystemExit("expected nvcc on PATH or in CUDA_HOME/bin because NORMOPS_CUDA=1, but found none")
+    # nvcc itself tells its version and where the toolkit's libraries are, which holds for wrappers and wheels as well.
+    version = re.search(r"release ([\d.]+)", subprocess.check_output([nvcc, "--version"], text=True))
+    plan = subprocess.run([nvcc, "--dryrun", "-c", "any.cu"], capture_output=True, text=True, check=True).stderr
+    libraries = re.search(r"^#\$ LIBRARIES=(.*)$", plan, re.MULTILINE)
+    if version is None or libraries is None:
+        raise SystemExit(f"expected {nvcc} to print its version and library folders, but it did not")
+    archs = os.environ.get("NORMOPS_CUDA_ARCHS", "80;90;100").replace(",", ";").split(";")
+    return Cuda(nvcc, version[1], archs, re.findall(r'"-L([^"]+)"', libraries[1]))
+
+
+CUDA = find_cuda()
+
+
+def compile_cuda(sources: list[Path], folder: Path, cuda: Cuda) -> list[str]:
+    """Compiles with nvcc alone: the kernels include no torch header, so any build of torch will do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = ["-O3", "-std=c++20", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Werror=all-warnings"]
+    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in cuda.archs]
+    flags += [f"-gencode=arch=compute_{cuda.archs[-1]},code=compute_{cuda.archs[-1]}"]
+
+    def compile_one(source: Path) -> str:
+        target = folder / f"{source.stem}.cu.o"
+        subprocess.run([cuda.nvcc, *flags, "-c", str(source), "-o", str(target)], check=True)
+        return str(target)
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        return list(pool.map(compile_one, sources))
+
+
+class Build(BuildExtension):
+    def run(self) -> None:
+        print(f"normops {self.distribution.get_version()} against torch {torch.__version__}")
+        print("  CPU:  every instruction set of this architecture, chosen at run time")
+        if CUDA is None:
+            print(f"  CUDA: no (NORMOPS_CUDA={os.environ.get('NORMOPS_CUDA', 'auto')}, nvcc {shutil.which('nvcc')})")
+        else:
+            print(f"  CUDA: {CUDA.nvcc} {CUDA.version} for {' '.join(f'sm_{arch}' for arch in CUDA.archs)}")
+        super().run()
+        # What normops/__init__.py compares before it loads the extension.
+        (Path(self.get_ext_fullpath("normops._C")).parent / "_built_with.py").write_text(f'TORCH_MINOR = "{TORCH_MINOR}"\n')
+
+    def build_extension(self, ext: CppExtension) -> None:
+        ext.define_macros.append(("NORMOPS_VERSION", f'"{self.distribution.get_version()}"'))
+        if CUDA is not None:
+            sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
+            ext.extra_objects += compile_cuda(sources, Path(self.build_temp).absolute() / "cuda", CUDA)
+        super().build_extension(ext)
+
+
+def extension() -> CppExtension:
+    folders = ["csrc/*.cpp", "csrc/[!c]*/*.cpp", "csrc/composite/*.cpp", "csrc/cpu/*.cpp"]
+    if CUDA is not None:
+        folders.append("csrc/cuda/*.cpp")
+    return CppExtension(
+        "normops._C",
+        sorted(str(path.relative_to(ROOT)) for folder in folders for path in ROOT.glob(folder)),
+        depends=[str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*")],
+        define_macros=[("NORMOPS_WITH_CUDA", None)] if CUDA is not None else [],
+        # -fopenmp is for the compiler alone: at::parallel_for then runs on torch's own OpenMP, not on a second one.
+        # Contraction would let the compiler round the same line differently in different places.
+        extra_compile_args=["-std=c++20", "-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"]
+        + ["-fvisibility=hidden", "-Wall"],
+        library_dirs=CUDA.library_dirs if CUDA is not None else [],
+        libraries=["cudart_static", "rt", "dl", "pthread"] if CUDA is not None else [],
+    )
+
+
+setup(
+    ext_modules=[extension()],
+    cmdclass={"build_ext": Build},
+    # A build fits the minor version of torch that it was made with, and no other.
+    install_requires=[f"torch=={TORCH_MINOR}.*"],
+)

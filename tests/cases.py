@@ -1,0 +1,206 @@
+"""The inputs that the operators are tested on: shapes, dtypes, memory layouts, flags."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+EPS = 0.01  # large enough that a kernel which dropped it would be far out of bounds
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, scale: float = 0.2) -> Tensor:
+    """Random numbers whose rows differ in size by powers of two, so that no row's statistics pass for another's.
+
+    Their mean of squares is around EPS, where neither of the two may be left out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+    if len(shape) > 1:
+        numbers *= torch.exp2(torch.randint(-2, 3, (*shape[:-1], 1), generator=generator))
+    return numbers.to(dtype)
+
+
+def _strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """A view with these strides into memory that is NaN wherever the view does not reach."""
+    size = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if math.prod(shape) else offset
+    memory = torch.full((size + 8,), math.nan, dtype=dtype)
+    view = memory.as_strided(shape, strides, offset)
+    stored_once = memory.as_strided([n if s else min(n, 1) for n, s in zip(shape, strides, strict=True)], strides, offset)
+    stored_once.copy_(values(tuple(stored_once.shape), dtype, seed))
+    return view
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(max(n, 1) for n in shape[d + 1 :]) for d in range(len(shape))]
+
+
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    return values(shape, dtype, seed)
+
+
+def misaligned(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Contiguous, but one element off any alignment."""
+    return _strided(shape, tuple(_contiguous_strides(shape)), 1, dtype, seed)
+
+
+def qkv_slice(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """The keys in a fused projection [batch, sequence, 3, heads, head_dim]: [b, s, h, d] of stride (3shd, 3hd, d, 1)."""
+    strides = _contiguous_strides(shape)
+    strides[:-2] = [3 * s for s in strides[:-2]]
+    return _strided(shape, tuple(strides), math.prod(shape[-2:]), dtype, seed)
+
+
+def padded_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Rows with three unused elements after each."""
+    return _strided(shape, (*_contiguous_strides((*shape[:-1], shape[-1] + 3))[:-1], 1), 0, dtype, seed)
+
+
+def transposed(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """The first two dimensions swapped in memory."""
+    if len(shape) < 3:
+        return contiguous(shape, dtype, seed)
+    return contiguous((shape[1], shape[0], *shape[2:]), dtype, seed).transpose(0, 1)
+
+
+def expanded(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """The first dimension has stride 0."""
+    return contiguous((1, *shape[1:]), dtype, seed).expand(shape)
+
+
+def expanded_scalar(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Every stride is 0: the gradient that .sum().backward() sends."""
+    return values((1,), dtype, seed).expand(shape)
+
+
+def strided_columns(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Every other column: the normalized dimension itself is not contiguous."""
+    return _strided(shape, tuple(2 * s for s in _contiguous_strides(shape)), 0, dtype, seed)
+
+
+def transposed_columns(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """The columns are the slowest dimension in memory."""
+    return contiguous((shape[-1], *shape[:-1]), dtype, seed).movedim(0, -1)
+
+
+Layout = Callable[[tuple[int, ...], torch.dtype, int], Tensor]
+
+LAYOUTS: tuple[Layout, ...] = (
+    contiguous,
+    misaligned,
+    qkv_slice,
+    padded_rows,
+    transposed,
+    expanded,
+    expanded_scalar,
+    strided_columns,
+    transposed_columns,
+)
+
+
+def on(device: str, tensor: Tensor | None) -> Tensor | None:
+    """The tensor on the device, with its strides."""
+    if tensor is None or device == "cpu":
+        return tensor
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
+    memory = tensor.as_strided((tensor.storage_offset() + reach,), (1,), 0).to(device)
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class Case(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    normalized_dims: int = 1
+    weight_dtype: torch.dtype | None = None  # None: no weight
+    eps: float | None = EPS
+    weight_offset: float = 0.0
+    layout: Layout = contiguous
+    grad_layout: Layout = contiguous
+    has_residual: bool = False
+
+    @property
+    def normalized_shape(self) -> tuple[int, ...]:
+        return self.shape[len(self.shape) - self.normalized_dims :]
+
+    def input(self) -> Tensor:
+        return self.layout(self.shape, self.dtype, 1)
+
+    def grad_output(self) -> Tensor:
+        return self.grad_layout(self.shape, self.dtype, 2)
+
+    def weight(self) -> Tensor | None:
+        if self.weight_dtype is None:
+            return None
+        return (values(self.normalized_shape, torch.float64, 3, scale=0.5) + 1 - self.weight_offset).to(self.weight_dtype)
+
+    def grad_residual(self) -> Tensor | None:
+        return self.grad_layout(self.shape, self.dtype, 4) if self.has_residual else None
+
+    def __str__(self) -> str:
+        parts = ["x".join(map(str, self.shape)), _short(self.dtype), f"w:{_short(self.weight_dtype)}"]
+        parts += [f"{self.normalized_dims}d"] if self.normalized_dims != 1 else []
+        parts += [f"eps:{self.eps}"] if self.eps != EPS else []
+        parts += [f"offset:{self.weight_offset}"] if self.weight_offset else []
+        parts += [self.layout.__name__, f"dy:{self.grad_layout.__name__}"]
+        parts += ["residual"] if self.has_residual else []
+        return "-".join(parts)
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sizes() -> Iterator[Case]:
+    for cols in (0, 1, 5, 63, 64, 769, 1025, 4096):
+        for rows in (0, 1, 3, 4, 7, 37):
+            for dtype in DTYPES:
+                yield Case((rows, cols), dtype, weight_dtype=dtype)
+    for dtype in DTYPES:
+        yield Case((2, 65537), dtype, weight_dtype=dtype)
+        yield Case((1500, 8), dtype, weight_dtype=dtype)
+
+
+def _dtypes() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for weight_dtype in (None, *DTYPES):
+            for weight_offset in (0.0, 1.0):
+                yield Case((5, 77), dtype, 1, weight_dtype, weight_offset=weight_offset, has_residual=True)
+
+
+def _layouts() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for layout in LAYOUTS:
+            for grad_layout in LAYOUTS:
+                yield Case((2, 3, 4, 36), dtype, 1, torch.float32, EPS, 0.0, layout, grad_layout, True)
+
+
+def _shapes() -> Iterator[Case]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for layout in (contiguous, transposed, strided_columns, expanded):
+            yield Case((3, 2, 5, 4), dtype, 2, dtype, layout=layout, grad_layout=layout)
+            yield Case((3, 2, 5, 4), dtype, 3, dtype, layout=layout)
+        yield Case((3, 5, 4), dtype, 3, dtype)
+        yield Case((19,), dtype, 1, dtype)
+        yield Case((2, 1, 2, 1, 2, 1, 2, 2, 2, 2, 2, 2, 3), dtype, 1, dtype, layout=transposed)
+        yield Case((6, 50), dtype, 1, dtype, eps=None)
+        yield Case((6, 50), dtype, 1, dtype, eps=0.0)
+
+
+SIZES = tuple(_sizes())
+CASES = (*SIZES, *_dtypes(), *_layouts(), *_shapes())
+
+# A few of each kind, for tests that take long per case.
+FEW_CASES = tuple(
+    Case(shape, dtype, normalized_dims, weight_dtype, EPS, weight_offset, layout, grad_layout, has_residual)
+    for shape, dtype, normalized_dims, weight_dtype, weight_offset, layout, grad_layout, has_residual in (
+        ((4, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False),
+        ((4, 8), torch.float32, 1, None, 0.0, contiguous, contiguous, True),
+        ((2, 3, 8), torch.bfloat16, 1, torch.float32, 1.0, transposed, expanded_scalar, True),
+        ((2, 3, 2, 8), torch.float16, 1, torch.float16, 0.0, qkv_slice, padded_rows, False),
+        ((3, 2, 4), torch.float64, 2, torch.float64, 0.0, strided_columns, contiguous, True),
+        ((0, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False),
+    )
+)

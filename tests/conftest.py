@@ -1,0 +1,38 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import normops  # noqa: F401  registers torch.ops.normops
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="the device that the operators are tested on")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.config.getoption("--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        if os.environ.get("NORMOPS_REQUIRE_CUDA") == "1":
+            pytest.fail("NORMOPS_REQUIRE_CUDA=1, but torch sees no GPU")
+        pytest.skip("torch sees no GPU")
+    return name
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory holds NaN, so that an element that is never written is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)

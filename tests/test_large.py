@@ -1,0 +1,28 @@
+"""Tensors with more elements than a 32-bit integer counts."""
+
+import cases
+import oracle
+import torch
+from cases import on
+
+ops = torch.ops.normops
+
+COLS = 2**20
+ROWS = 2**11 + 1  # 2^31 + 2^20 elements, of which one row is stored
+
+
+def test_forward(device: str) -> None:
+    row = cases.values((1, COLS), torch.bfloat16, 1)
+    output = ops.rms_norm(on(device, row.expand(ROWS, COLS)), (COLS,), None, cases.EPS)
+    oracle.assert_within(output[-1:], oracle.rms_norm(row, (COLS,), None, cases.EPS))
+    assert torch.equal(output[0], output[-1])
+
+
+def test_backward(device: str) -> None:
+    row, gradient = cases.values((1, COLS), torch.bfloat16, 1), cases.values((1, COLS), torch.bfloat16, 2)
+    grad_input, _ = ops.rms_norm_backward(
+        on(device, gradient.expand(ROWS, COLS)), on(device, row.expand(ROWS, COLS)), (COLS,), None, cases.EPS
+    )
+    expected = oracle.rms_norm_backward(gradient, row, (COLS,), None, cases.EPS)
+    oracle.assert_within(grad_input[-1:], expected.grad_input, "grad_input")
+    assert torch.equal(grad_input[0], grad_input[-1])
