@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 try:
     import torch
@@ -77,6 +77,10 @@ def compile_cuda(sources: list[Path], folder: Path, cuda: Cuda) -> list[str]:
 
 
 class Build(BuildExtension):
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.build_temp = str(ROOT / "build" / "ext")  # pip's editable builds use a new folder each time otherwise
+
     def run(self) -> None:
         print(f"normops {self.distribution.get_version()} against torch {torch.__version__}")
         print("  CPU:  every instruction set of this architecture, chosen at run time")
@@ -86,9 +90,11 @@ class Build(BuildExtension):
             print(f"  CUDA: {CUDA.nvcc} {CUDA.version} for {' '.join(f'sm_{arch}' for arch in CUDA.archs)}")
         super().run()
         # What normops/__init__.py compares before it loads the extension.
-        (Path(self.get_ext_fullpath("normops._C")).parent / "_built_with.py").write_text(f'TORCH_MINOR = "{TORCH_MINOR}"\n')
+        (Path(self.get_ext_fullpath("normops._C")).parent / "_built_with.py").write_text(
+            f'TORCH_MINOR = "{TORCH_MINOR}"\n'
+        )
 
-    def build_extension(self, ext: CppExtension) -> None:
+    def build_extension(self, ext: Extension) -> None:
         ext.define_macros.append(("NORMOPS_VERSION", f'"{self.distribution.get_version()}"'))
         if CUDA is not None:
             sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
@@ -96,7 +102,7 @@ class Build(BuildExtension):
         super().build_extension(ext)
 
 
-def extension() -> CppExtension:
+def extension() -> Extension:
     folders = ["csrc/*.cpp", "csrc/[!c]*/*.cpp", "csrc/composite/*.cpp", "csrc/cpu/*.cpp"]
     if CUDA is not None:
         folders.append("csrc/cuda/*.cpp")
@@ -107,8 +113,10 @@ def extension() -> CppExtension:
         define_macros=[("NORMOPS_WITH_CUDA", None)] if CUDA is not None else [],
         # -fopenmp is for the compiler alone: at::parallel_for then runs on torch's own OpenMP, not on a second one.
         # Contraction would let the compiler round the same line differently in different places.
-        extra_compile_args=["-std=c++20", "-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"]
-        + ["-fvisibility=hidden", "-Wall"],
+        extra_compile_args=[
+            *("-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall"),
+            *("-fopenmp", "-ffp-contract=off", "-fno-math-errno"),
+        ],
         library_dirs=CUDA.library_dirs if CUDA is not None else [],
         libraries=["cudart_static", "rt", "dl", "pthread"] if CUDA is not None else [],
     )

@@ -11,8 +11,8 @@ namespace {
 std::string_view dtype_name(const Tensor& tensor) { return c10::getDtypeNames(tensor.scalar_type()).first; }
 
 void check_tensor(const char* op, const char* name, const Tensor& tensor) {
-  TORCH_CHECK(tensor.layout() == at::kStrided, op, ": expected ", name, " to be a dense (strided) tensor, but got layout ",
-              tensor.layout());
+  TORCH_CHECK(tensor.layout() == at::kStrided, op, ": expected ", name,
+              " to be a dense (strided) tensor, but got layout ", tensor.layout());
   TORCH_CHECK(find_dtype(tensor.scalar_type()).has_value(), op, ": expected ", name,
               " to be float16, bfloat16, float32 or float64, but got ", dtype_name(tensor));
 }
@@ -33,7 +33,7 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
 }
 
 void check_norm(const char* op, const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                  std::optional<double> eps) {
+                std::optional<double> eps) {
   check_tensor(op, "input", input);
   const int64_t leading = input.dim() - static_cast<int64_t>(normalized_shape.size());
   TORCH_CHECK(!normalized_shape.empty(), op, ": expected normalized_shape to have at least one dimension, but got []");
@@ -64,10 +64,10 @@ void check_like_input(const char* op, const char* name, const Tensor& tensor, co
 void check_out(const char* op, const Named& out, const Tensor& result, std::initializer_list<Named> inputs) {
   check_device(op, out.name, out.tensor, result);
   check_tensor(op, out.name, out.tensor);
-  TORCH_CHECK(out.tensor.scalar_type() == result.scalar_type(), op, ": expected ", out.name, " to be ", dtype_name(result),
-              ", but got ", dtype_name(out.tensor));
+  TORCH_CHECK(out.tensor.scalar_type() == result.scalar_type(), op, ": expected ", out.name, " to be ",
+              dtype_name(result), ", but got ", dtype_name(out.tensor));
   check_shape(op, out.name, out.tensor, result.sym_sizes(), "the shape of the result");
-  if (out.tensor.is_meta()) return;
+  if (!has_memory(out.tensor)) return;
   for (int64_t d = 0; d < out.tensor.dim(); d++) {
     TORCH_CHECK(out.tensor.stride(d) != 0 || out.tensor.size(d) <= 1, op, ": expected ", out.name,
                 " to have an element of memory for each of its own, but got an expanded tensor with strides ",

@@ -1,6 +1,6 @@
-// What the operators' checks are made of. Every check throws c10::Error (a RuntimeError in Python) with a message that names
-// the argument, what was expected and what came; `op` is the operator's name, `name` the argument's. All but those on
-// overlap hold for symbolic sizes and fake tensors too.
+// What the operators' checks are made of. Every check throws c10::Error (a RuntimeError in Python) with a message that
+// names the argument, what was expected and what came; `op` is the operator's name, `name` the argument's. All but
+// those on overlap hold for symbolic sizes and fake tensors too.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -28,7 +28,8 @@ struct Named {
   Tensor tensor;  // may be undefined
 };
 
-// The target of an `.out` overload: it must look like `result`, and share memory with an input only by being that input.
+// The target of an `.out` overload: it must look like `result`, and share memory with an input only by being that
+// input.
 void check_out(const char* op, const Named& out, const Tensor& result, std::initializer_list<Named> inputs);
 
 // Two outputs of one call.

@@ -1,5 +1,5 @@
-// The Python module normops._C: what this build is, and the operators' checks for implementations written in Python. Loading
-// it registers the operators.
+// The Python module normops._C: what this build is, and the operators' checks for implementations written in Python.
+// Loading it registers the operators.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 

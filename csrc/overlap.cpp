@@ -7,8 +7,12 @@
 
 namespace normops {
 
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_meta() && !tensor.key_set().has(c10::DispatchKey::Python);
+}
+
 Overlap overlap(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return Overlap::none;
+  if (!has_memory(a) || !has_memory(b) || a.numel() == 0 || b.numel() == 0) return Overlap::none;
   const auto range = [](const at::Tensor& t) {
     int64_t last = 0;
     for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
@@ -29,8 +33,9 @@ Overlap overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!same) return Overlap::partial;
   if (a_begin == b_begin) return Overlap::exact;
 
-  // They meet where the distance between their first elements is a sum of d_i * stride_i with |d_i| < size_i. With nested
-  // strides each d_i can only be the quotient rounded down or up, as what the smaller strides reach is less than one stride.
+  // They meet where the distance between their first elements is a sum of d_i * stride_i with |d_i| < size_i. With
+  // nested strides each d_i can only be the quotient rounded down or up, as what the smaller strides reach is less than
+  // one stride.
   const int64_t bytes = std::abs(a_begin - b_begin);
   const auto element_size = static_cast<int64_t>(a.element_size());
   if (bytes % element_size != 0) return Overlap::partial;

@@ -25,8 +25,8 @@ double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype);
 std::optional<DType> find_dtype(at::ScalarType dtype);
 DType dtype_of(const at::Tensor& tensor);
 
-// Rows as a kernel reads them. `tensor` holds the memory: it is the given tensor itself (same storage) unless its normalized
-// dimensions are not contiguous; then it is a copy, in which an expanded batch is still stored once.
+// Rows as a kernel reads them. `tensor` holds the memory: it is the given tensor itself (same storage) unless its
+// normalized dimensions are not contiguous; then it is a copy, in which an expanded batch is still stored once.
 struct Rows {
   at::Tensor tensor;
   RowLayout layout;

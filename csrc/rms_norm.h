@@ -1,4 +1,5 @@
-// rms_norm and rms_norm_backward as the rest of the C++ code sees them: their arguments' checks and their dispatcher entries.
+// rms_norm and rms_norm_backward as the rest of the C++ code sees them: their arguments' checks and their dispatcher
+// entries.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -18,7 +19,8 @@ void check_rms_norm_out(const Tensor& input, c10::SymIntArrayRef normalized_shap
                         std::optional<double> eps, const Tensor& out);
 
 void check_rms_norm_backward(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
-                             const OptionalTensor& weight, std::optional<double> eps, const OptionalTensor& grad_residual);
+                             const OptionalTensor& weight, std::optional<double> eps,
+                             const OptionalTensor& grad_residual);
 
 // A gradient that output_mask leaves out, or that has no weight to belong to, is neither checked nor written.
 void check_rms_norm_backward_out(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
@@ -43,7 +45,8 @@ using RmsNormBackwardOut = std::tuple<Tensor&, Tensor&>(const Tensor& grad_outpu
                                                         c10::SymIntArrayRef normalized_shape,
                                                         const OptionalTensor& weight, std::optional<double> eps,
                                                         double weight_offset, const OptionalTensor& grad_residual,
-                                                        OutputMask output_mask, Tensor& grad_input, Tensor& grad_weight);
+                                                        OutputMask output_mask, Tensor& grad_input,
+                                                        Tensor& grad_weight);
 
 const c10::TypedOperatorHandle<RmsNorm>& rms_norm_op();
 const c10::TypedOperatorHandle<RmsNormOut>& rms_norm_out_op();

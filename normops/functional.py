@@ -25,7 +25,7 @@ def rms_norm(
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
-        normalized_shape: the last dimensions of ``input``, over which the mean is taken. An ``int`` means one dimension.
+        normalized_shape: the last dimensions of ``input``, over which the mean is taken. An ``int`` means one.
         weight: shape ``normalized_shape``, any of the four dtypes, not necessarily that of ``input``. None means 1, and
             then ``weight_offset`` does not apply.
         eps: added to the mean of squares; at least 0. None means the machine epsilon of the type computed in:

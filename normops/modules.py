@@ -14,7 +14,7 @@ class RMSNorm(nn.RMSNorm):
     It takes the same arguments, has the same parameter (``weight``) and so the same ``state_dict``, in both directions.
 
     Args:
-        normalized_shape: the last dimensions of the input, over which the mean is taken. An ``int`` means one dimension.
+        normalized_shape: the last dimensions of the input, over which the mean is taken. An ``int`` means one.
         eps: see :func:`normops.rms_norm`.
         elementwise_affine: whether there is a ``weight``.
         device: of the weight.

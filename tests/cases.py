@@ -29,7 +29,9 @@ def _strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtyp
     size = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if math.prod(shape) else offset
     memory = torch.full((size + 8,), math.nan, dtype=dtype)
     view = memory.as_strided(shape, strides, offset)
-    stored_once = memory.as_strided([n if s else min(n, 1) for n, s in zip(shape, strides, strict=True)], strides, offset)
+    stored_once = memory.as_strided(
+        [n if s else min(n, 1) for n, s in zip(shape, strides, strict=True)], strides, offset
+    )
     stored_once.copy_(values(tuple(stored_once.shape), dtype, seed))
     return view
 
@@ -48,7 +50,7 @@ def misaligned(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def qkv_slice(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """The keys in a fused projection [batch, sequence, 3, heads, head_dim]: [b, s, h, d] of stride (3shd, 3hd, d, 1)."""
+    """The keys in a fused projection [batch, sequence, 3, heads, head_dim]."""
     strides = _contiguous_strides(shape)
     strides[:-2] = [3 * s for s in strides[:-2]]
     return _strided(shape, tuple(strides), math.prod(shape[-2:]), dtype, seed)
@@ -134,7 +136,9 @@ class Case(NamedTuple):
     def weight(self) -> Tensor | None:
         if self.weight_dtype is None:
             return None
-        return (values(self.normalized_shape, torch.float64, 3, scale=0.5) + 1 - self.weight_offset).to(self.weight_dtype)
+        return (values(self.normalized_shape, torch.float64, 3, scale=0.5) + 1 - self.weight_offset).to(
+            self.weight_dtype
+        )
 
     def grad_residual(self) -> Tensor | None:
         return self.grad_layout(self.shape, self.dtype, 4) if self.has_residual else None

@@ -1,8 +1,8 @@
-"""The definition of the operators in wider arithmetic, and how far from it a result may be. These are the only tolerances.
+"""The definition of the operators in wider arithmetic, and how far from it a result may be: the only tolerances.
 
-A bound is not tuned: it counts roundings. One rounding to the result's type (half an ulp), plus a number of roundoffs of the
-type computed in (2^-24 for float32, 2^-53 for float64), relative to the magnitudes of the terms that were added up. For
-half types that is less than one ulp wherever terms do not cancel. docs/numerics.md explains the counts.
+A bound is not tuned, it counts roundings: one to the result's type (half an ulp), plus a number of roundoffs of the
+type computed in (2^-24 for float32, 2^-53 for float64), relative to the magnitudes of the terms that were added up.
+For half types that is less than one ulp wherever terms do not cancel. docs/numerics.md explains the counts.
 """
 
 import math
@@ -67,7 +67,9 @@ class _Terms(NamedTuple):
     rstd_roundings: float
 
 
-def _terms(input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None, eps: float | None, weight_offset: float) -> _Terms:
+def _terms(
+    input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None, eps: float | None, weight_offset: float
+) -> _Terms:
     compute = _compute_dtype(input)
     cols = math.prod(normalized_shape)
     rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
@@ -91,9 +93,11 @@ def rms_norm(
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     with np.errstate(all="ignore"):
         output = (t.h * t.rstd * t.w).reshape(input.shape)
-        # x * rstd, the weight's conversion, weight + offset (relative to the weight, which may exceed the sum), the product.
+        # x * rstd and the product with w; the conversion of the weight and its sum with the offset, which may cancel.
         weight_magnitude = np.abs(t.w) + abs(weight_offset) if weight is not None else t.w
-        roundoffs = np.abs(output) * (t.rstd_roundings + 2) + np.abs(t.h * t.rstd * weight_magnitude).reshape(input.shape) * 2
+        roundoffs = (
+            np.abs(output) * (t.rstd_roundings + 2) + np.abs(t.h * t.rstd * weight_magnitude).reshape(input.shape) * 2
+        )
         return _bounded(output, roundoffs, input.dtype, t.compute)
 
 
@@ -150,16 +154,19 @@ def violation(actual: Tensor, expected: Bounded) -> str | None:
     with np.errstate(all="ignore"):
         # Beyond the largest number of the type, infinity is the right rounding.
         info = torch.finfo(actual.dtype)
-        overflows = np.isinf(computed) & (np.abs(value) + expected.bound >= info.max) & (np.sign(computed) == np.sign(value))
+        overflows = (
+            np.isinf(computed) & (np.abs(value) + expected.bound >= info.max) & (np.sign(computed) == np.sign(value))
+        )
         same = (computed == value) | (np.isnan(computed) & np.isnan(value)) | overflows
         error = np.where(same, 0.0, np.abs(computed - value))
         wrong = ~same & ~(error <= expected.bound)
     if not wrong.any():
         return None
-    at = np.unravel_index(np.argmax(np.where(wrong, np.nan_to_num(error / expected.bound, nan=np.inf), 0)), value.shape)
+    excess = np.where(wrong, np.nan_to_num(error / expected.bound, nan=np.inf), 0)
+    at = np.unravel_index(np.argmax(excess), value.shape)
     return (
-        f"{int(wrong.sum())} of {wrong.size} elements out of bounds; worst at {tuple(map(int, at))}: got {computed[at]!r}, "
-        f"expected {value[at]!r} within {expected.bound[at]!r}"
+        f"{int(wrong.sum())} of {wrong.size} elements out of bounds; worst at {tuple(map(int, at))}: "
+        f"got {computed[at]!r}, expected {value[at]!r} within {expected.bound[at]!r}"
     )
 
 

@@ -26,7 +26,9 @@ FORWARD_MUTANTS: dict[str, Forward] = {
     "no reduction": lambda x, w: x.double() * scale(w),
     "eps dropped": lambda x, w: x.double() * rstd(x, 0.0) * scale(w),
     "eps of another type": lambda x, w: x.double() * rstd(x, EPS + torch.finfo(torch.bfloat16).eps) * scale(w),
-    "eps outside the root": lambda x, w: x.double() / (x.double().square().mean(-1, keepdim=True).sqrt() + EPS) * scale(w),
+    "eps outside the root": lambda x, w: (
+        x.double() / (x.double().square().mean(-1, keepdim=True).sqrt() + EPS) * scale(w)
+    ),
     "mean over one column too few": lambda x, w: (
         x.double() * torch.rsqrt(x.double().square().sum(-1, keepdim=True) / 95 + EPS) * scale(w)
     ),
@@ -79,7 +81,8 @@ def half_sum(terms: Tensor) -> Tensor:
 BACKWARD_MUTANTS: dict[str, Backward] = {
     "rstd taken for a constant": lambda dy, x, w, s: backward(dy, x, w, s, projection=0.0),
     "weight left out of the projection": lambda dy, x, w, s: (
-        rstd(x) * (dy.double() * scale(w) - x.double() * rstd(x) ** 2 * (dy * x).double().mean(-1, keepdim=True)) + s.double(),
+        rstd(x) * (dy.double() * scale(w) - x.double() * rstd(x) ** 2 * (dy * x).double().mean(-1, keepdim=True))
+        + s.double(),
         backward(dy, x, w, s)[1],
     ),
     "projection not squared": lambda dy, x, w, s: (

@@ -70,10 +70,11 @@ class OperatorNode final : public torch::autograd::Node {
     for (auto& variable : saved_) swap.after(variable);
 
     const auto& compiler = getPyCompilerInterface();
-    const std::string function =
+    // Compiled autograd keeps one table of functions for the whole process.
+    static const std::string function =
         compiler->bind_function(swap.get_py_compiler(), Gradient::kName, apply_packed, packed_types());
-    const auto input_metadata =
-        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges()));
+    const auto input_metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        get_input_metadata(next_edges()));
     return compiler->call_function(swap.get_py_compiler(), "apply_functional", function, grad_outputs, packed.vec(),
                                    input_metadata);
   }
@@ -117,8 +118,8 @@ class OperatorNode final : public torch::autograd::Node {
   Attributes attributes_;
 };
 
-// torch holds nodes by std::shared_ptr up to 2.12 and by c10::intrusive_ptr from 2.13, where deleteNode (found by its argument) is
-// gone.
+// torch holds nodes by std::shared_ptr up to 2.12 and by c10::intrusive_ptr from 2.13, where deleteNode (found by its
+// argument) is gone.
 template <class Node>
 auto make_node() {
   using Held = decltype(torch::autograd::Edge::function);

@@ -1,4 +1,5 @@
-// The derivatives of rms_norm and rms_norm_backward. Nothing is saved but the arguments; rms_norm_backward recomputes rstd.
+// The derivatives of rms_norm and rms_norm_backward. Nothing is saved but the arguments; rms_norm_backward recomputes
+// rstd.
 #include "../rms_norm.h"
 
 #include <ATen/ATen.h>
@@ -40,8 +41,8 @@ struct RmsNormGradient {
   }
 };
 
-// The derivative of rms_norm_backward, with respect to (grad_output, input, weight, grad_residual), in differentiable ATen
-// operators; docs/derivation.md derives it. m is the mean over a row, w the weight with its offset, h the input:
+// The derivative of rms_norm_backward, with respect to (grad_output, input, weight, grad_residual), in differentiable
+// ATen operators; docs/derivation.md derives it. m is the mean over a row, w the weight with its offset, h the input:
 //     grad_input  = r (g - r^2 h m(g h)) + grad_residual    g = dy w,  r = 1 / sqrt(m(h^2) + eps)
 //     grad_weight = sum over rows of dy h r
 // u and v are the incoming gradients of grad_input and grad_weight.
@@ -66,7 +67,8 @@ struct RmsNormBackwardGradient {
     if (grad_outputs[0].defined()) {
       const Tensor u = to_compute_dtype(grad_outputs[0], input);
       const Tensor r2 = r * r;
-      const Tensor projected = r * (u - r2 * h * mean(u * h));  // what g receives: the map from g to grad_input is symmetric
+      const Tensor projected =
+          r * (u - r2 * h * mean(u * h));  // what g receives: the map from g to grad_input is symmetric
       const Tensor g = w.defined() ? dy * w : dy;
       const Tensor gh = mean(g * h), uh = mean(u * h), ug = mean(u * g);
       for_grad_output = w.defined() ? projected * w : projected;
@@ -130,8 +132,8 @@ std::tuple<Tensor, Tensor> rms_norm_backward_autograd(c10::DispatchKeySet keys, 
     return rms_norm_backward_composite(grad_output, input, normalized_shape, weight, eps, weight_offset, grad_residual,
                                        output_mask);
   }
-  auto [grad_input, grad_weight] = redispatch(rms_norm_backward_op(), keys, grad_output, input, normalized_shape, weight,
-                                              eps, weight_offset, grad_residual, output_mask);
+  auto [grad_input, grad_weight] = redispatch(rms_norm_backward_op(), keys, grad_output, input, normalized_shape,
+                                              weight, eps, weight_offset, grad_residual, output_mask);
   const Tensor given_weight = value_or_undefined(weight), given_residual = value_or_undefined(grad_residual);
   if (compute_requires_grad(grad_output, input, given_weight, given_residual)) {
     auto node = make_node<OperatorNode<RmsNormBackwardGradient>>();
@@ -143,10 +145,12 @@ std::tuple<Tensor, Tensor> rms_norm_backward_autograd(c10::DispatchKeySet keys, 
   return {std::move(grad_input), std::move(grad_weight)};
 }
 
-std::tuple<Tensor&, Tensor&> rms_norm_backward_out_autograd(
-    c10::DispatchKeySet keys, const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
-    const OptionalTensor& weight, std::optional<double> eps, double weight_offset, const OptionalTensor& grad_residual,
-    OutputMask output_mask, Tensor& grad_input, Tensor& grad_weight) {
+std::tuple<Tensor&, Tensor&> rms_norm_backward_out_autograd(c10::DispatchKeySet keys, const Tensor& grad_output,
+                                                            const Tensor& input, c10::SymIntArrayRef normalized_shape,
+                                                            const OptionalTensor& weight, std::optional<double> eps,
+                                                            double weight_offset, const OptionalTensor& grad_residual,
+                                                            OutputMask output_mask, Tensor& grad_input,
+                                                            Tensor& grad_weight) {
   check_rms_norm_backward_devices(grad_output, input, weight, grad_residual);
   check_no_grad("rms_norm_backward", grad_output, input, value_or_undefined(weight), value_or_undefined(grad_residual),
                 grad_input, grad_weight);

@@ -28,18 +28,21 @@ Tensor& rms_norm_out_fallback(const Tensor& input, c10::SymIntArrayRef normalize
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward_fallback(const Tensor& grad_output, const Tensor& input,
-                                                      c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                                                      std::optional<double> eps, double weight_offset,
-                                                      const OptionalTensor& grad_residual, OutputMask output_mask) {
+                                                      c10::SymIntArrayRef normalized_shape,
+                                                      const OptionalTensor& weight, std::optional<double> eps,
+                                                      double weight_offset, const OptionalTensor& grad_residual,
+                                                      OutputMask output_mask) {
   const auto [grad_input, grad_weight] = rms_norm_backward_composite(grad_output, input, normalized_shape, weight, eps,
                                                                      weight_offset, grad_residual, output_mask);
   return {contiguous_or_undefined(grad_input), contiguous_or_undefined(grad_weight)};
 }
 
-std::tuple<Tensor&, Tensor&> rms_norm_backward_out_fallback(
-    const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-    std::optional<double> eps, double weight_offset, const OptionalTensor& grad_residual, OutputMask output_mask,
-    Tensor& grad_input, Tensor& grad_weight) {
+std::tuple<Tensor&, Tensor&> rms_norm_backward_out_fallback(const Tensor& grad_output, const Tensor& input,
+                                                            c10::SymIntArrayRef normalized_shape,
+                                                            const OptionalTensor& weight, std::optional<double> eps,
+                                                            double weight_offset, const OptionalTensor& grad_residual,
+                                                            OutputMask output_mask, Tensor& grad_input,
+                                                            Tensor& grad_weight) {
   check_rms_norm_backward_out(grad_output, input, normalized_shape, weight, eps, grad_residual, output_mask, grad_input,
                               grad_weight);
   const auto [dx, dw] = rms_norm_backward_composite(grad_output, input, normalized_shape, weight, eps, weight_offset,

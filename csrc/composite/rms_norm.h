@@ -1,5 +1,5 @@
-// rms_norm and rms_norm_backward written in ATen operators, which differentiate: forward-mode AD and devices without a kernel
-// run these.
+// rms_norm and rms_norm_backward written in ATen operators, which differentiate: forward-mode AD and devices without a
+// kernel run these.
 #pragma once
 #include "../rms_norm.h"
 

@@ -1,6 +1,6 @@
-// Compiles the kernel source named by NORMOPS_KERNEL_SOURCE once per instruction set, each time into a namespace of its own,
-// normops::cpu::NORMOPS_ISA. Standard headers come first: an inline function of theirs that was compiled for a wide
-// instruction set could be the copy that the linker keeps for everybody.
+// Compiles the kernel source named by NORMOPS_KERNEL_SOURCE once per instruction set, each time into a namespace of its
+// own, normops::cpu::NORMOPS_ISA. Standard headers come first: an inline function of theirs that was compiled for a
+// wide instruction set could be the copy that the linker keeps for everybody.
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -19,8 +19,8 @@ const char* isa_name(Isa isa);
 // What this build holds, in rising order of preference.
 std::vector<std::string> compiled_isas();
 
-// The best one that this machine runs, or the one that the environment variable NORMOPS_CPU_ISA names; fixed at the first
-// call. Throws std::runtime_error when that name is unknown or the machine lacks a feature it needs.
+// The best one that this machine runs, or the one that the environment variable NORMOPS_CPU_ISA names; fixed at the
+// first call. Throws std::runtime_error when that name is unknown or the machine lacks a feature it needs.
 Isa current_isa();
 
 }  // namespace normops::cpu

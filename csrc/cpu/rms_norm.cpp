@@ -17,7 +17,9 @@ namespace {
 // Elements below which a second thread costs more than it saves.
 constexpr int64_t kGrainElements = 32768;
 
-int64_t grain(int64_t elements_each) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each)); }
+int64_t grain(int64_t elements_each) {
+  return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each));
+}
 
 Tensor empty_contiguous(const Tensor& like) { return at::native::empty_cpu(like.sizes(), like.scalar_type()); }
 
@@ -59,8 +61,8 @@ class Scale {
   const void* data_ = nullptr;
 };
 
-// Memory that a kernel can write rows to: the target's own, or, where its normalized dimensions are not contiguous, that of a
-// copy which finish() moves over.
+// Memory that a kernel can write rows to: the target's own, or, where its normalized dimensions are not contiguous,
+// that of a copy which finish() moves over.
 class Target {
  public:
   Target(const Tensor& target, size_t normalized_dims) : target_(target), rows_(make_rows(target, normalized_dims)) {
@@ -103,8 +105,9 @@ void launch_rms_norm(const Tensor& input, size_t normalized_dims, const Optional
   y.finish();
 }
 
-// grad_weight is summed within chunks of rows and then over the chunks. Chunks of about sqrt(rows) keep both sums, hence the
-// bound on their rounding error, shortest; and as they depend on the number of rows alone, so do the bits of the result.
+// grad_weight is summed within chunks of rows and then over the chunks. Chunks of about sqrt(rows) keep both sums,
+// hence the bound on their rounding error, shortest; and as they depend on the number of rows alone, so do the bits of
+// the result.
 int64_t grad_weight_chunk_rows(int64_t rows) {
   constexpr int64_t kMultiple = 4;  // the kernel's row group
   const auto root = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(rows))));
@@ -114,7 +117,8 @@ int64_t grad_weight_chunk_rows(int64_t rows) {
 // grad_input and grad_weight may be undefined: then they are not wanted.
 void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_t normalized_dims,
                               const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
-                              const OptionalTensor& grad_residual, const Tensor& grad_input, const Tensor& grad_weight) {
+                              const OptionalTensor& grad_residual, const Tensor& grad_input,
+                              const Tensor& grad_weight) {
   const Problem problem = make_problem(input, normalized_dims, eps);
   if (problem.rows == 0 || problem.cols == 0) {
     if (grad_weight.defined()) grad_weight.zero_();

@@ -1,5 +1,5 @@
-// The kernels of rms_norm and rms_norm_backward on raw pointers: what they take, and where to get those for this machine.
-// No torch header.
+// The kernels of rms_norm and rms_norm_backward on raw pointers: what they take, and where to get those for this
+// machine. No torch header.
 #pragma once
 #include <cstdint>
 
@@ -8,8 +8,8 @@
 
 namespace normops::cpu {
 
-// Data pointers are of `dtype`, those called compute of compute_dtype(dtype). Rows of the outputs may coincide with rows of
-// the inputs: each element is read before it is written.
+// Data pointers are of `dtype`, those called compute of compute_dtype(dtype). Rows of the outputs may coincide with
+// rows of the inputs: each element is read before it is written.
 
 struct RmsNormArgs {
   DType dtype;

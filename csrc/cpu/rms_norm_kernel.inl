@@ -1,6 +1,6 @@
 // The kernels of rms_norm and rms_norm_backward, compiled once per instruction set by foreach_isa.h.
-// What a row gets depends on that row, the scale, eps and cols alone; every multiply-add is written out as fma (the build
-// turns contraction off), so that no two instances of the same line round differently.
+// What a row gets depends on that row, the scale, eps and cols alone; every multiply-add is written out as fma (the
+// build turns contraction off), so that no two instances of the same line round differently.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
@@ -8,12 +8,13 @@ namespace {
 // Independent chains of additions per sum: enough to hide the latency of an fma on every instruction set.
 constexpr int kChains = 4;
 
-// Columns that are summed in the chains before the chains are folded into one number. It bounds the length of a chain, and
-// with it the rounding error, whatever the width.
+// Columns that are summed in the chains before the chains are folded into one number. It bounds the length of a chain,
+// and with it the rounding error, whatever the width.
 constexpr int64_t kSpan = 1024;
 
-// sum over columns of a term, where term(column, whole_or_part, accumulator) adds one block of it to the accumulator. What is
-// done once per span or row is done in double: it costs nothing there, and the error bound stays that of one span.
+// sum over columns of a term, where term(column, whole_or_part, accumulator) adds one block of it to the accumulator.
+// What is done once per span or row is done in double: it costs nothing there, and the error bound stays that of one
+// span.
 template <class Compute, class Term>
 NORMOPS_INLINE double sum_row(int64_t cols, Term term) {
   constexpr int64_t kStep = kChains * kLanes<Compute>;
@@ -73,8 +74,8 @@ void forward_rows(const RmsNormArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// Rows that go through the second pass of the backward together: the scale and the partial of grad_weight are loaded once
-// for all of them. It does not show in the results: rows enter grad_weight one after another.
+// Rows that go through the second pass of the backward together: the scale and the partial of grad_weight are loaded
+// once for all of them. It does not show in the results: rows enter grad_weight one after another.
 constexpr int kRowGroup = 4;
 
 template <class T>
@@ -156,8 +157,8 @@ void backward_chunks(const RmsNormBackwardArgs& args, int64_t begin, int64_t end
   }
 }
 
-// The weight's type may need another compute type than the input's (a float64 weight with a float32 input, or the other way
-// round). Those pairs are converted number by number: they are rare, and this is one row.
+// The weight's type may need another compute type than the input's (a float64 weight with a float32 input, or the other
+// way round). Those pairs are converted number by number: they are rare, and this is one row.
 
 template <class Compute, class W>
 void scale_columns(const W* weight, double weight_offset, Compute* scale, int64_t begin, int64_t end) {

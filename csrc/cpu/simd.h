@@ -1,9 +1,9 @@
 // Vectors of the compute types and the conversions from and to the storage types. Included once per instruction set, by
 // foreach_isa.h, hence no include guard.
 //
-// A Block is 64 bytes of compute type on every instruction set: 16 floats or 8 doubles, held in 4, 2 or 1 registers. The
-// kernels count in blocks, so that sums are formed in the same order everywhere: AVX2, AVX-512 and NEON give the same bits.
-// Arithmetic uses the compiler's vector extension; only what it cannot express is written with intrinsics.
+// A Block is 64 bytes of compute type on every instruction set: 16 floats or 8 doubles, held in 4, 2 or 1 registers.
+// The kernels count in blocks, so that sums are formed in the same order everywhere: AVX2, AVX-512 and NEON give the
+// same bits. Arithmetic uses the compiler's vector extension; only what it cannot express is written with intrinsics.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
@@ -114,8 +114,8 @@ NORMOPS_INLINE u16_vector float_to_float16(f32_vector f) {
   // Adding 0.5, whose last bit is worth 2^-24, lets the addition round to the spacing of float16's subnormals.
   const u32_vector subnormal = bit_cast<u32_vector>(bit_cast<f32_vector>(magnitude) + 0.5f) - 0x3f000000u;
   const u32_vector nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
-  u32_vector result = magnitude < 0x38800000u ? subnormal : normal;                   // below 2^-14
-  result = magnitude >= 0x47800000u ? u32_vector{} + 0x7c00u : result;                // from 2^16 on: infinity
+  u32_vector result = magnitude < 0x38800000u ? subnormal : normal;     // below 2^-14
+  result = magnitude >= 0x47800000u ? u32_vector{} + 0x7c00u : result;  // from 2^16 on: infinity
   result = magnitude > 0x7f800000u ? nan : result;
   return __builtin_convertvector(result | ((bits >> 16) & 0x8000), u16_vector);
 #endif

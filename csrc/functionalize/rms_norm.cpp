@@ -1,5 +1,5 @@
-// How the `.out` overloads of rms_norm and rms_norm_backward trace: as the functional operator followed by a copy into the
-// caller's tensor, so that a compiled graph holds the same operators whichever overload the program called.
+// How the `.out` overloads of rms_norm and rms_norm_backward trace: as the functional operator followed by a copy into
+// the caller's tensor, so that a compiled graph holds the same operators whichever overload the program called.
 #include "../rms_norm.h"
 
 #include <ATen/FunctionalTensorWrapper.h>

@@ -1,0 +1,51 @@
+# Every target starts from a bare machine: python3 with venv, a C++20 compiler and make. Everything else goes into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu')
+
+.PHONY: install test lint format demo bench package clean
+
+install: $(VENV)/installed
+
+$(VENV)/required: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --requirement requirements-dev.txt
+	touch $@
+
+$(VENV)/installed: $(VENV)/required $(SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/mypy
+
+format: $(VENV)/required
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP)
+
+demo: install
+	$(BIN)/python examples/baby_llama.py $(ARGS)
+
+bench: install
+	$(BIN)/python -m bench $(ARGS)
+
+# An sdist, a wheel made from it, and that wheel installed into a fresh environment and imported from elsewhere.
+package: $(VENV)/required
+	rm -rf dist build/fresh
+	$(BIN)/python -m build --no-isolation
+	$(PYTHON) -m venv build/fresh
+	build/fresh/bin/pip install --quiet torch==2.13.0 numpy
+	build/fresh/bin/pip install --quiet dist/*.whl
+	cd build/fresh && bin/python -c "import torch, normops; print(normops.build_info()); normops.rms_norm(torch.ones(2, 8), 8)"
+
+clean:
+	rm -rf build dist *.egg-info normops/*.so normops/_built_with.py $(VENV)/installed

@@ -1,0 +1,94 @@
+"""The bits of a result depend on what the contract names, and on nothing else."""
+
+from collections.abc import Callable
+
+import cases
+import pytest
+import torch
+from cases import EPS, on
+from torch import Tensor
+
+ops = torch.ops.normops
+
+THREADS = (1, 2, 3, 7)
+COLS = (5, 64, 100, 769, 4096, 9000)
+
+
+def problem(rows: int, cols: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    made = (cases.values((rows, cols), dtype, seed) for seed in (1, 2))
+    dy, x = (tensor.to(device) for tensor in made)
+    return dy, x, cases.values((cols,), torch.float32, 3).to(device)
+
+
+def compute(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    cols = x.shape[-1]
+    return (ops.rms_norm(x, [cols], w, EPS), *ops.rms_norm_backward(dy, x, [cols], w, EPS))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("cols", COLS)
+def test_a_row_does_not_know_its_batch(cols: int, dtype: torch.dtype, device: str) -> None:
+    """Alone, or anywhere in a batch of any size: the same bits."""
+    dy, x, w = problem(37, cols, dtype, device)
+    output, grad_input, _ = compute(dy, x, w)
+    for begin, end in ((0, 1), (36, 37), (3, 10), (0, 8), (1, 37), (5, 7)):
+        part_output, part_grad_input, _ = compute(dy[begin:end].clone(), x[begin:end].clone(), w)
+        assert torch.equal(part_output, output[begin:end])
+        assert torch.equal(part_grad_input, grad_input[begin:end])
+
+
+LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda t: torch.cat([t.new_full((1,), torch.nan), t.flatten()])[1:].view(t.shape),  # misaligned
+    lambda t: torch.nn.functional.pad(t, (0, 3), value=torch.nan)[:, : t.shape[1]],  # longer rows
+    lambda t: t.t().contiguous().t(),  # columns not contiguous
+    lambda t: torch.stack([torch.full_like(t, torch.nan), t], 1)[:, 1],  # rows interleaved with others
+)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("cols", COLS)
+def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device: str) -> None:
+    dy, x, w = problem(11, cols, dtype, device)
+    expected = compute(dy, x, w)
+    for layout in LAYOUTS:
+        for actual, reference in zip(compute(layout(dy), layout(x), w), expected, strict=True):
+            assert torch.equal(actual, reference)
+    misaligned_weight = torch.cat([w.new_zeros(1), w])[1:]
+    for actual, reference in zip(compute(dy, x, misaligned_weight), expected, strict=True):
+        assert torch.equal(actual, reference)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "cols"), [(1000, 64), (123, 769), (37, 4096), (2, 70000), (4000, 16)])
+@pytest.mark.usefixtures("restored_threads")
+def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, device: str) -> None:
+    dy, x, w = problem(rows, cols, dtype, device)
+    torch.set_num_threads(1)
+    expected = compute(dy, x, w)
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        for _ in range(3):
+            for actual, reference in zip(compute(dy, x, w), expected, strict=True):
+                assert torch.equal(actual, reference), threads
+
+
+def test_grad_weight_alone_has_the_same_bits(device: str) -> None:
+    dy, x, w = problem(130, 100, torch.bfloat16, device)
+    _, both = ops.rms_norm_backward(dy, x, [100], w, EPS)
+    _, alone = ops.rms_norm_backward(dy, x, [100], w, EPS, output_mask=[False, True])
+    assert torch.equal(both, alone)
+
+
+def test_repeated_under_deterministic_algorithms(device: str) -> None:
+    """The operators need no exception and no other path there."""
+    dy, x, w = (on(device, t) for t in problem(50, 64, torch.float32, "cpu"))
+    assert dy is not None
+    assert x is not None
+    assert w is not None
+    expected = compute(dy, x, w)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for actual, reference in zip(compute(dy, x, w), expected, strict=True):
+            assert torch.equal(actual, reference)
+    finally:
+        torch.use_deterministic_algorithms(False)

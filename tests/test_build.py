@@ -1,0 +1,158 @@
+"""The build: instruction sets kept apart and chosen at run time, build_info, and what a wrong environment gives."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import normops
+from normops import _C
+
+ROOT = Path(__file__).parent.parent
+X86 = platform.machine() == "x86_64"
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
+def machine_flags() -> set[str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return set(next((line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features"))), []))
+
+
+def test_build_info() -> None:
+    info = normops.build_info()
+    assert info["version"] == normops.__version__
+    assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert info["cpu_isa"] in info["cpu_isas"]
+    assert (info["cuda_version"] is None) == (not info["cuda_archs"])
+    assert info["cpu_isas"] == (["baseline", "avx2", "avx512"] if X86 else info["cpu_isas"])
+
+
+@pytest.mark.skipif(not X86, reason="x86's instruction sets")
+def test_the_best_instruction_set_is_chosen() -> None:
+    flags = machine_flags()
+    expected = "baseline"
+    if {"avx2", "fma", "f16c"} <= flags:
+        expected = "avx2"
+        if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
+            expected = "avx512"
+    chosen = python("import normops; print(normops.build_info()['cpu_isa'])", NORMOPS_CPU_ISA="")
+    assert chosen.stdout.strip() == expected
+
+
+@pytest.mark.parametrize("isa", normops.build_info()["cpu_isas"])
+def test_values_on_each_instruction_set(isa: str) -> None:
+    """The whole oracle test again, on the kernels that this machine would not choose."""
+    if isa == normops.build_info()["cpu_isa"]:
+        pytest.skip("tested by test_values itself")
+    probe = python("import normops", NORMOPS_CPU_ISA=isa)
+    if "that this machine runs" in probe.stderr:
+        pytest.skip(f"this machine does not run {isa}")
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_values.py"],
+        cwd=ROOT,
+        env=os.environ | {"NORMOPS_CPU_ISA": isa},
+        check=True,
+    )
+
+
+def test_an_unknown_instruction_set_is_an_error_of_the_import() -> None:
+    result = python("import normops", NORMOPS_CPU_ISA="sse9")
+    assert result.returncode != 0
+    assert re.search(
+        r"ImportError: expected NORMOPS_CPU_ISA to be an instruction set that this machine runs \([a-z0-9, ]+\), "
+        "but got sse9",
+        result.stderr,
+    )
+
+
+def instructions_by_function(library: str) -> dict[str, list[str]]:
+    disassembly = subprocess.run(
+        ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", library],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    functions: dict[str, list[str]] = defaultdict(list)
+    name = ""
+    for line in disassembly.splitlines():
+        if start := re.match(r"[0-9a-f]+ <(.*)>:$", line):
+            name = start[1]
+        elif line.startswith(" ") and "\t" in line:
+            functions[name].append(line.split("\t", 1)[1])
+    return functions
+
+
+VEX = re.compile(r"v[a-z]")  # AVX and later; every such mnemonic begins with a v, and verr, verw, vm* do not occur
+AVX512_ONLY = re.compile(r"%zmm|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7]")
+
+
+@pytest.mark.skipif(not X86 or shutil.which("objdump") is None, reason="reads x86 code with objdump")
+def test_wide_instructions_stay_in_their_namespace() -> None:
+    """Code that runs on every machine holds no AVX, and the AVX2 kernels hold no AVX-512."""
+    functions = instructions_by_function(_C.__file__)
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, instructions in functions.items():
+        room = next((isa for isa in ("avx512", "avx2") if f"normops::cpu::{isa}::" in name), "baseline")
+        for instruction in instructions:
+            if AVX512_ONLY.search(instruction):
+                found[room].add("avx512")
+            elif VEX.match(instruction):
+                found[room].add("avx2")
+                assert room != "baseline", f"{name}: {instruction}"
+        assert room == "avx512" or "avx512" not in found[room], name
+    # The test would be worthless if the names or the patterns did not match what is there.
+    assert dict(found) == {"baseline": set(), "avx2": {"avx2"}, "avx512": {"avx2", "avx512"}}
+    assert any("normops::cpu::baseline::" in name for name in functions)
+
+
+def test_another_torch_is_one_clear_sentence() -> None:
+    result = python("import torch; torch.__version__ = '2.99.1'; import normops")
+    assert result.returncode != 0
+    assert result.stderr.strip().splitlines()[-1] == (
+        f"ImportError: expected torch {'.'.join(torch.__version__.split('.')[:2])}, which this normops was built with, "
+        "but got torch 2.99.1: reinstall normops (pip install --force-reinstall --no-deps --no-build-isolation normops)"
+    )
+
+
+def setup_py(**environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_cuda_switch() -> None:
+    assert setup_py(NORMOPS_CUDA="0").returncode == 0
+    wrong = setup_py(NORMOPS_CUDA="yes")
+    assert wrong.returncode != 0
+    assert "expected NORMOPS_CUDA to be auto, 0 or 1, but got yes" in wrong.stderr
+    missing = setup_py(NORMOPS_CUDA="1", CUDA_HOME="/nowhere")
+    assert missing.returncode != 0
+    assert "expected nvcc on PATH or in CUDA_HOME/bin because NORMOPS_CUDA=1, but found none" in missing.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_cuda_is_built_where_nvcc_is() -> None:
+    info = normops.build_info()
+    wanted = os.environ.get("NORMOPS_CUDA", "auto")
+    if wanted == "0":
+        pytest.skip("NORMOPS_CUDA=0")
+    assert info["cuda_archs"] == os.environ.get("NORMOPS_CUDA_ARCHS", "80;90;100").split(";")
+    release = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    assert f"release {info['cuda_version']}," in release

@@ -1,0 +1,81 @@
+"""normops.rms_norm and normops.RMSNorm take the place of torch's."""
+
+import copy
+import inspect
+import pickle
+
+import cases
+import pytest
+import torch
+from torch import nn
+
+import normops
+
+
+def test_the_first_arguments_are_those_of_torch() -> None:
+    ours = list(inspect.signature(normops.rms_norm).parameters.values())
+    theirs = list(inspect.signature(nn.functional.rms_norm).parameters.values())
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    module = list(inspect.signature(normops.RMSNorm.__init__).parameters.values())
+    torch_module = list(inspect.signature(nn.RMSNorm.__init__).parameters.values())
+    assert [(p.name, p.default) for p in module[: len(torch_module)]] == [(p.name, p.default) for p in torch_module]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [8, (8,), [3, 8]])
+def test_same_as_torch(
+    shape: int | tuple[int, ...] | list[int], affine: bool, eps: float | None, dtype: torch.dtype, device: str
+) -> None:
+    ours = normops.RMSNorm(shape, eps, affine, device, dtype)
+    theirs = nn.RMSNorm(shape, eps, affine, device, dtype)
+    if affine:
+        nn.init.normal_(theirs.weight)
+    assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
+    assert str(theirs.load_state_dict(ours.state_dict())) == "<All keys matched successfully>"
+    assert repr(ours) == repr(theirs)
+    x = cases.values((2, 3, 8), dtype).to(device)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.testing.assert_close(ours(a), theirs(b))
+    ours(a).square().sum().backward()
+    theirs(b).square().sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_weight_offset_starts_without_scaling() -> None:
+    norm = normops.RMSNorm(8, weight_offset=1.0)
+    assert torch.equal(norm.weight, torch.zeros(8))
+    assert repr(norm) == "RMSNorm((8,), eps=None, elementwise_affine=True, weight_offset=1.0)"
+    x = cases.values((3, 8), torch.float32)
+    assert torch.equal(norm(x), normops.RMSNorm(8)(x))
+
+
+def test_copies_pickles_and_moves() -> None:
+    norm = normops.RMSNorm(8, 1e-3, weight_offset=1.0)
+    nn.init.normal_(norm.weight)
+    x = cases.values((3, 8), torch.float32)
+    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert torch.equal(other(x), norm(x))
+    assert norm.to(torch.bfloat16)(x.to(torch.bfloat16)).dtype == torch.bfloat16
+    meta = normops.RMSNorm(8, device="meta", weight_offset=1.0)
+    assert meta(x.to("meta")).shape == (3, 8)
+    meta.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(meta.weight, torch.zeros(8))
+
+
+def test_the_module_can_be_swapped_into_a_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8))
+    model[1] = normops.RMSNorm(8)
+    assert isinstance(model[1], nn.RMSNorm)
+    model(torch.ones(2, 8)).sum().backward()
+    assert model[1].weight.grad is not None
+
+
+def test_autocast_keeps_the_dtype_of_the_input(device: str) -> None:
+    norm = normops.RMSNorm(8).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        for dtype in cases.DTYPES:
+            assert norm(torch.ones(2, 8, dtype=dtype, device=device)).dtype == dtype
