@@ -8,6 +8,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -62,9 +63,9 @@ def overhead() -> None:
         needs_grad = mode != "no_grad"
         a, b = x.clone().requires_grad_(needs_grad), w.clone().requires_grad_(needs_grad)
         calls: dict[str, Call] = {
-            "F.layer_norm": lambda a=a, b=b: F.layer_norm(a, shape, b, None, EPS),
-            "normops": lambda a=a, b=b: rms_norm(a, shape, b, EPS),
-            "F.rms_norm": lambda a=a, b=b: F.rms_norm(a, shape, b, EPS),
+            "F.layer_norm": partial(F.layer_norm, a, shape, b, None, EPS),
+            "normops": partial(rms_norm, a, shape, b, EPS),
+            "F.rms_norm": partial(F.rms_norm, a, shape, b, EPS),
         }
         if mode == "forward + backward":
             calls = {
@@ -110,12 +111,10 @@ def speed(threads: int, repeats: int) -> None:
             dy = torch.randn(rows, cols).to(dtype)
             check(norms, x, w, dy)
             target = torch.empty_like(dy)
-            calls = {"copy": lambda target=target, dy=dy: target.copy_(dy)}
+            calls: dict[str, Call] = {"copy": partial(target.copy_, dy)}
             calls |= {name: forward_backward(norm, x, w, dy) for name, norm in norms.items()}
             rows_of_table.append((f"{rows} x {cols} {str(dtype)[6:]}", alternate(calls, repeats=repeats)))
-    print(
-        f"\nForward + backward with fresh outputs, {threads} threads: milliseconds; in brackets, how much faster normops is"
-    )
+    print(f"\nForward + backward with fresh outputs, {threads} threads: milliseconds (in brackets: over normops')")
     print(f"{'':20}{'copy':>9}{'normops':>9}{'F.rms_norm':>19}{'compiled F.rms_norm':>21}")
     for name, medians in rows_of_table:
         ours_time = medians["normops"]

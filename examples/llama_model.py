@@ -1,0 +1,78 @@
+"""A small Llama, with RMSNorm, rotary attention and SwiGLU, that reads and writes bytes."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, DIM, LAYERS, HEADS, CONTEXT = 256, 192, 4, 4, 128
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        query, key, value = (
+            projection(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(attended.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = DIM * 8 // 3
+        self.gate, self.up = (nn.Linear(DIM, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.RMSNorm]) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = norm(DIM, eps=1e-5), Attention()
+        self.feed_forward_norm, self.feed_forward = norm(DIM, eps=1e-5), FeedForward()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Llama(nn.Module):
+    """Maps tokens (batch, length) to logits (batch, length, VOCABULARY); length is at most CONTEXT."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, norm: type[nn.RMSNorm]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(LAYERS))
+        self.norm, self.head = norm(DIM, eps=1e-5), nn.Linear(DIM, VOCABULARY, bias=False)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=DIM**-0.5)
+        pairs = DIM // HEADS // 2
+        angles = torch.outer(torch.arange(CONTEXT), 10_000 ** (-torch.arange(pairs) / pairs))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(self.norm(x))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embedding to x (batch, heads, length, head dimension)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

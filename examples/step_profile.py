@@ -1,0 +1,67 @@
+"""Profile training steps: the time inside their norms, and the memory that a step takes."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+NORM_OPERATORS = {"aten::rms_norm", "normops::rms_norm", "normops::rms_norm_backward"}
+AUTOGRAD_NODE = "autograd::engine::evaluate_function"
+
+
+class StepProfile(NamedTuple):
+    milliseconds: float
+    norm_milliseconds: float
+    peak_bytes: int
+
+
+def profile_steps(step: Callable[[], object], device: str, steps: int = 3) -> StepProfile:
+    """Return the means of the times of a step, and the most bytes in tensors beyond those at its start."""
+    activities = [ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.reset_peak_memory_stats()
+        bytes_at_start = torch.cuda.memory_allocated()
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        milliseconds = (time.perf_counter() - start) * 1e3 / steps
+    if device == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated() - bytes_at_start
+    else:
+        changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes.sort(key=lambda event: event.start_ns())
+        peak_bytes = max(accumulate(event.nbytes() for event in changes))
+    return StepProfile(milliseconds, norm_microseconds(profiler.events(), device) / 1e3 / steps, peak_bytes)
+
+
+def norm_microseconds(events: Iterable[FunctionEvent], device: str) -> float:
+    """Add up the time in NORM_OPERATORS and in the autograd nodes that were recorded inside them."""
+    # An operator's event has the number that the next autograd node will get. Where the operator records no
+    # node, the one after it has the same number: the last event with a number is the one that recorded it.
+    recorded_in_norm: dict[int, bool] = {}
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        names = [each.name for each in with_ancestors(event)]
+        if event.sequence_nr >= 0 and not any(name.startswith(AUTOGRAD_NODE) for name in names):
+            recorded_in_norm[event.sequence_nr] = not NORM_OPERATORS.isdisjoint(names)
+
+    def counts(event: FunctionEvent) -> bool:
+        if event.name.startswith(AUTOGRAD_NODE):
+            return recorded_in_norm.get(event.sequence_nr, False)
+        return event.name in NORM_OPERATORS
+
+    counted = [event for event in events if counts(event)]
+    outermost = [event for event in counted if not any(map(counts, with_ancestors(event.cpu_parent)))]
+    times = (event.device_time_total if device == "cuda" else event.cpu_time_total for event in outermost)
+    return sum(times)
+
+
+def with_ancestors(event: FunctionEvent | None) -> Iterator[FunctionEvent]:
+    while event is not None:
+        yield event
+        event = event.cpu_parent
