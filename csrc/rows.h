@@ -18,6 +18,7 @@ template <class T>
 class RowIterator {
  public:
   RowIterator(T* data, const RowLayout& layout, int64_t row) : data_(data), layout_(layout) {
+#pragma GCC unroll 1
     for (int d = layout.dims - 1; d >= 0; d--) {
       index_[d] = row % layout.sizes[d];
       row /= layout.sizes[d];
@@ -28,6 +29,7 @@ class RowIterator {
   // The current row; moves on to the next one.
   T* next() {
     T* const row = data_;
+#pragma GCC unroll 1
     for (int d = layout_.dims - 1; d >= 0; d--) {
       data_ += layout_.strides[d];
       if (++index_[d] < layout_.sizes[d]) break;

@@ -27,38 +27,38 @@ Tensor empty_contiguous(const Tensor& like) { return at::native::empty_cpu(like.
 class Scratch {
  public:
   Scratch(DType dtype, int64_t count) : buffer_(compute_dtype(dtype) == DType::float64 ? count : (count + 1) / 2) {}
+  Scratch(const Scratch&) = delete;
   void* data() { return buffer_.data(); }
 
  private:
   c10::SmallBuffer<double, 2048> buffer_;
 };
 
-// weight + weight_offset in the compute type: the weight's own memory where it is that already.
-class Scale {
+// Shares a vector over the columns among the threads, in whole blocks.
+template <class Function>
+void parallel_for_columns(int64_t cols, int64_t grain_columns, const Function& function) {
+  constexpr int64_t kBlock = 16;
+  at::parallel_for(0, padded_cols(cols) / kBlock, std::max<int64_t>(1, grain_columns / kBlock),
+                   [&](int64_t begin, int64_t end) { function(begin * kBlock, std::min(end * kBlock, cols)); });
+}
+
+// weight + weight_offset as the kernels read it, or ones without a weight.
+class Scale : public Scratch {
  public:
-  Scale(const OptionalTensor& weight, double weight_offset, DType input_dtype, int64_t cols)
-      : scratch_(input_dtype, is_given(weight) ? cols : 0) {
-    if (!is_given(weight)) return;
-    const DType compute = compute_dtype(input_dtype), weight_dtype = dtype_of(*weight);
-    contiguous_ = weight->contiguous();
-    const void* source = contiguous_.const_data_ptr();
-    if (weight_dtype == compute && weight_offset == 0) {
-      data_ = source;
-      return;
+  Scale(const OptionalTensor& weight, double weight_offset, DType dtype, int64_t cols)
+      : Scratch(dtype, padded_cols(cols)) {
+    if (is_given(weight)) {
+      const Tensor contiguous = weight->contiguous();
+      parallel_for_columns(cols, kGrainElements, [&](int64_t begin, int64_t end) {
+        rms_norm_kernels().scale(dtype, dtype_of(contiguous), contiguous.const_data_ptr(), weight_offset, data(), begin,
+                                 end);
+      });
+    } else if (compute_dtype(dtype) == DType::float64) {
+      std::fill_n(static_cast<double*>(data()), padded_cols(cols), 1.0);
+    } else {
+      std::fill_n(static_cast<float*>(data()), padded_cols(cols), 1.0f);
     }
-    at::parallel_for(0, cols, kGrainElements, [&](int64_t begin, int64_t end) {
-      rms_norm_kernels().scale(compute, weight_dtype, source, weight_offset, scratch_.data(), begin, end);
-    });
-    data_ = scratch_.data();
   }
-  Scale(const Scale&) = delete;
-
-  const void* data() const { return data_; }
-
- private:
-  Scratch scratch_;
-  Tensor contiguous_;
-  const void* data_ = nullptr;
 };
 
 // Memory that a kernel can write rows to: the target's own, or, where its normalized dimensions are not contiguous,
@@ -89,7 +89,7 @@ void launch_rms_norm(const Tensor& input, size_t normalized_dims, const Optional
   const DType dtype = dtype_of(input);
   const Rows x = make_rows(input, normalized_dims);
   const Target y(output, normalized_dims);
-  const Scale scale(weight, weight_offset, dtype, problem.cols);
+  Scale scale(weight, weight_offset, dtype, problem.cols);
   const RmsNormArgs args = {
       .dtype = dtype,
       .cols = problem.cols,
@@ -127,7 +127,7 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   const DType dtype = dtype_of(input);
   const Rows dy = make_rows(grad_output, normalized_dims);
   const Rows x = make_rows(input, normalized_dims);
-  const Scale scale(weight, weight_offset, dtype, problem.cols);
+  Scale scale(weight, weight_offset, dtype, problem.cols);
   RmsNormBackwardArgs args = {
       .dtype = dtype,
       .rows = problem.rows,
@@ -153,7 +153,7 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
     args.grad_input_rows = dx->layout();
   }
   const int64_t chunks = (problem.rows + args.rows_per_chunk - 1) / args.rows_per_chunk;
-  Scratch partials(dtype, grad_weight.defined() ? chunks * problem.cols : 0);
+  Scratch partials(dtype, grad_weight.defined() ? chunks * padded_cols(problem.cols) : 0);
   if (grad_weight.defined()) args.grad_weight_partials = partials.data();
 
   at::parallel_for(0, chunks, grain(args.rows_per_chunk * problem.cols),
@@ -163,9 +163,9 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   if (grad_weight.defined()) {
     const bool is_in_place = grad_weight.is_contiguous();
     const Tensor dw = is_in_place ? grad_weight : empty_contiguous(grad_weight);
-    at::parallel_for(0, problem.cols, grain(chunks), [&](int64_t begin, int64_t end) {
-      rms_norm_kernels().grad_weight(compute_dtype(dtype), dtype_of(dw), partials.data(), chunks, problem.cols,
-                                     dw.mutable_data_ptr(), begin, end);
+    parallel_for_columns(problem.cols, grain(chunks), [&](int64_t begin, int64_t end) {
+      rms_norm_kernels().grad_weight(dtype, dtype_of(dw), partials.data(), chunks, problem.cols, dw.mutable_data_ptr(),
+                                     begin, end);
     });
     if (!is_in_place) grad_weight.copy_(dw);
   }

@@ -9,7 +9,9 @@
 namespace normops::cpu {
 
 // Data pointers are of `dtype`, those called compute of compute_dtype(dtype). Rows of the outputs may coincide with
-// rows of the inputs: each element is read before it is written.
+// rows of the inputs: each element is read before it is written. Vectors over the columns that only kernels read and
+// write (scale, partials) are padded to whole blocks and hold the columns in an order of the kernels' own.
+inline int64_t padded_cols(int64_t cols) { return (cols + 15) / 16 * 16; }
 
 struct RmsNormArgs {
   DType dtype;
@@ -17,7 +19,7 @@ struct RmsNormArgs {
   double eps;
   const void* input;  // [rows, cols]
   RowLayout input_rows;
-  const void* scale;  // compute [cols]: weight + weight_offset, or null for 1
+  const void* scale;  // compute [padded_cols]: weight + weight_offset
   void* output;       // [rows, cols]
   RowLayout output_rows;
 };
@@ -31,25 +33,25 @@ struct RmsNormBackwardArgs {
   RowLayout grad_output_rows;
   const void* input;  // [rows, cols]
   RowLayout input_rows;
-  const void* scale;          // compute [cols], or null for 1
-  const void* grad_residual;  // [rows, cols], or null for 0
+  const void* scale;          // compute [padded_cols]
+  const void* grad_residual;  // [rows, cols], or null for 0; only with grad_input
   RowLayout grad_residual_rows;
   void* grad_input;  // [rows, cols], or null if not wanted
   RowLayout grad_input_rows;
-  void* grad_weight_partials;  // compute [chunks, cols], or null if not wanted
+  void* grad_weight_partials;  // compute [chunks, padded_cols], or null if not wanted
   int64_t rows_per_chunk;
 };
 
 struct RmsNormKernels {
-  // scale[begin:end] = weight[begin:end] + weight_offset, as `compute` type.
-  void (*scale)(DType compute, DType weight_dtype, const void* weight, double weight_offset, void* scale, int64_t begin,
+  // scale[begin:end] = weight[begin:end] + weight_offset; begin is a multiple of 16.
+  void (*scale)(DType dtype, DType weight_dtype, const void* weight, double weight_offset, void* scale, int64_t begin,
                 int64_t end);
   // output[begin:end]
   void (*forward)(const RmsNormArgs& args, int64_t begin, int64_t end);
   // grad_input of the rows of chunks [begin:end], and grad_weight_partials[begin:end]
   void (*backward)(const RmsNormBackwardArgs& args, int64_t begin, int64_t end);
-  // grad_weight[begin:end] = sum over chunks of partials[:, begin:end]
-  void (*grad_weight)(DType compute, DType weight_dtype, const void* partials, int64_t chunks, int64_t cols,
+  // grad_weight[begin:end] = sum over chunks of partials[:, begin:end]; begin is a multiple of 16.
+  void (*grad_weight)(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t cols,
                       void* grad_weight, int64_t begin, int64_t end);
 };
 

@@ -65,16 +65,35 @@ NORMOPS_INLINE f64_vector fma_vector(f64_vector a, f64_vector b, f64_vector c) {
 #endif
 }
 
-NORMOPS_INLINE f32_vector bfloat16_to_float(u16_vector h) {
-  return bit_cast<f32_vector>(__builtin_convertvector(h, u32_vector) << 16);
+// The next two are __builtin_convertvector, for which GCC 12 finds twice the instructions on AVX2.
+NORMOPS_INLINE u32_vector widen(u16_vector v) {
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  return bit_cast<u32_vector>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(v)));
+#elif defined(NORMOPS_F16C)
+  return bit_cast<u32_vector>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(v)));
+#else
+  return __builtin_convertvector(v, u32_vector);
+#endif
 }
 
-// Round to nearest, ties to even; a NaN becomes quiet and keeps the upper bits of its payload.
-NORMOPS_INLINE u16_vector float_to_bfloat16(f32_vector f) {
+// Of numbers below 2^16.
+NORMOPS_INLINE u16_vector narrow(u32_vector v) {
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  return bit_cast<u16_vector>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(v)));
+#elif defined(NORMOPS_F16C)
+  const __m256i wide = bit_cast<__m256i>(v);
+  return bit_cast<u16_vector>(_mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
+#else
+  return __builtin_convertvector(v, u16_vector);
+#endif
+}
+
+// A bfloat16 in the upper half of each lane: rounded to nearest, ties to even. Every NaN becomes 0xffff, as rounding
+// could carry a NaN's payload into its sign. The lower halves are undefined.
+NORMOPS_INLINE u32_vector round_to_bfloat16(f32_vector f) {
   const u32_vector bits = bit_cast<u32_vector>(f);
   const u32_vector rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  const u32_vector result = f == f ? rounded : bits | 0x400000;
-  return __builtin_convertvector(result >> 16, u16_vector);
+  return rounded | bit_cast<u32_vector>(f != f);
 }
 
 NORMOPS_INLINE f32_vector float16_to_float(u16_vector h) {
@@ -85,7 +104,7 @@ NORMOPS_INLINE f32_vector float16_to_float(u16_vector h) {
 #elif defined(__aarch64__)
   return vcvt_f32_f16(bit_cast<float16x4_t>(h));
 #else
-  const u32_vector bits = __builtin_convertvector(h, u32_vector);
+  const u32_vector bits = widen(h);
   const u32_vector magnitude = bits & 0x7fff;
   const u32_vector rebias = u32_vector{} + ((127u - 15u) << 23);
   const u32_vector special = magnitude >= 0x7c00 ? rebias : u32_vector{};  // infinity and NaN: the exponent becomes 255
@@ -117,20 +136,47 @@ NORMOPS_INLINE u16_vector float_to_float16(f32_vector f) {
   u32_vector result = magnitude < 0x38800000u ? subnormal : normal;     // below 2^-14
   result = magnitude >= 0x47800000u ? u32_vector{} + 0x7c00u : result;  // from 2^16 on: infinity
   result = magnitude > 0x7f800000u ? nan : result;
-  return __builtin_convertvector(result | ((bits >> 16) & 0x8000), u16_vector);
+  return narrow(result | ((bits >> 16) & 0x8000));
 #endif
+}
+
+// Widening 16-bit lanes costs a shuffle per register, and AVX2 has few ports for those. For bfloat16 it is cheaper to
+// take the even elements of a block into its first register and the odd ones into its second.
+template <class T>
+constexpr bool kEvenOdd = std::is_same_v<T, bfloat16> && NORMOPS_VECTOR_BYTES == 32;
+
+// From the order in which a block of From holds its elements to that of To.
+template <class To, class From, class Compute>
+NORMOPS_INLINE Block<Compute> reorder(const Block<Compute>& block) {
+  if constexpr (kEvenOdd<To> == kEvenOdd<From>) {
+    return block;
+  } else if constexpr (kEvenOdd<To>) {
+    const auto& [low, high] = block.v;
+    return {__builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14),
+            __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15)};
+  } else {
+    const auto& [even, odd] = block.v;
+    return {__builtin_shufflevector(even, odd, 0, 8, 1, 9, 2, 10, 3, 11),
+            __builtin_shufflevector(even, odd, 4, 12, 5, 13, 6, 14, 7, 15)};
+  }
 }
 
 template <class T>
 NORMOPS_INLINE Block<compute_t<T>> load(const T* source) {
   using B = Block<compute_t<T>>;
   B block;
+  if constexpr (kEvenOdd<T>) {
+    const auto pairs = load_vector<u32_vector>(source);
+    block.v[0] = bit_cast<f32_vector>(pairs << 16);
+    block.v[1] = bit_cast<f32_vector>(pairs & 0xffff0000);
+    return block;
+  }
   for (int i = 0; i < B::kVectors; i++) {
     const T* lanes = source + i * B::kVectorLanes;
     if constexpr (std::is_same_v<T, float16>) {
       block.v[i] = float16_to_float(load_vector<u16_vector>(lanes));
     } else if constexpr (std::is_same_v<T, bfloat16>) {
-      block.v[i] = bfloat16_to_float(load_vector<u16_vector>(lanes));
+      block.v[i] = bit_cast<f32_vector>(widen(load_vector<u16_vector>(lanes)) << 16);
     } else {
       block.v[i] = load_vector<typename B::vector>(lanes);
     }
@@ -141,13 +187,18 @@ NORMOPS_INLINE Block<compute_t<T>> load(const T* source) {
 template <class T>
 NORMOPS_INLINE void store(T* target, const Block<compute_t<T>>& block) {
   using B = Block<compute_t<T>>;
+  if constexpr (kEvenOdd<T>) {
+    const u32_vector pairs = round_to_bfloat16(block.v[0]) >> 16 | (round_to_bfloat16(block.v[1]) & 0xffff0000);
+    std::memcpy(target, &pairs, sizeof pairs);
+    return;
+  }
   for (int i = 0; i < B::kVectors; i++) {
     T* lanes = target + i * B::kVectorLanes;
     if constexpr (std::is_same_v<T, float16>) {
       const u16_vector half = float_to_float16(block.v[i]);
       std::memcpy(lanes, &half, sizeof half);
     } else if constexpr (std::is_same_v<T, bfloat16>) {
-      const u16_vector half = float_to_bfloat16(block.v[i]);
+      const u16_vector half = narrow(round_to_bfloat16(block.v[i]) >> 16);
       std::memcpy(lanes, &half, sizeof half);
     } else {
       std::memcpy(lanes, &block.v[i], sizeof block.v[i]);
@@ -209,15 +260,32 @@ NORMOPS_INLINE Block<Compute> broadcast(Compute value) {
   return block;
 }
 
-// One number, from or to a type whose compute type may be another.
-template <class Compute, class T>
-NORMOPS_INLINE Compute load_number(const T* source) {
-  return static_cast<Compute>(load(source, Part{1}).v[0][0]);
+// A block of Compute, in the order of the elements, from or to a type whose compute type may be another: those pairs (a
+// float64 weight with a float32 input, or the other way round) are rare and converted number by number.
+template <class Compute, class T, class Extent>
+NORMOPS_INLINE Block<Compute> load_elements(const T* source, Extent extent) {
+  if constexpr (std::is_same_v<Compute, compute_t<T>>) {
+    return reorder<Compute, T>(load(source, extent));
+  } else {
+    Compute elements[kLanes<Compute>] = {};
+    for (int64_t i = 0; i < lanes_of<Compute>(extent); i++) {
+      elements[i] = static_cast<Compute>(load(source + i, Part{1}).v[0][0]);
+    }
+    return load(elements);
+  }
 }
 
-template <class T, class Compute>
-NORMOPS_INLINE void store_number(T* target, Compute value) {
-  store(target, broadcast(static_cast<compute_t<T>>(value)), Part{1});
+template <class T, class Compute, class Extent>
+NORMOPS_INLINE void store_elements(T* target, const Block<Compute>& block, Extent extent) {
+  if constexpr (std::is_same_v<Compute, compute_t<T>>) {
+    store(target, reorder<T, Compute>(block), extent);
+  } else {
+    Compute elements[kLanes<Compute>];
+    store(elements, block);
+    for (int64_t i = 0; i < lanes_of<Compute>(extent); i++) {
+      store(target + i, broadcast(static_cast<compute_t<T>>(elements[i])), Part{1});
+    }
+  }
 }
 
 template <class Compute>
@@ -242,11 +310,12 @@ NORMOPS_INLINE Block<Compute> fma(const Block<Compute>& a, const Block<Compute>&
   return block;
 }
 
-// The sum over the lanes, folded in halves.
-template <class Compute>
-NORMOPS_INLINE Compute sum(const Block<Compute>& block) {
+// The sum over the lanes of a block of T, folded in halves: always in the same order of elements.
+template <class T>
+NORMOPS_INLINE compute_t<T> sum(const Block<compute_t<T>>& block) {
+  using Compute = compute_t<T>;
   Compute lanes[kLanes<Compute>];
-  std::memcpy(lanes, &block, sizeof block);
+  store(lanes, reorder<Compute, T>(block));
 #pragma GCC unroll 4
   for (int width = kLanes<Compute> / 2; width > 0; width /= 2) {
 #pragma GCC unroll 8
