@@ -9,9 +9,7 @@ namespace normops {
 namespace {
 
 // torch 2.11 returns strings, later versions views of them.
-std::string dtype_name(const Tensor& tensor) {
-  return std::string(c10::getDtypeNames(tensor.scalar_type()).first);
-}
+std::string dtype_name(const Tensor& tensor) { return std::string(c10::getDtypeNames(tensor.scalar_type()).first); }
 
 void check_tensor(const char* op, const char* name, const Tensor& tensor) {
   TORCH_CHECK(tensor.layout() == at::kStrided, op, ": expected ", name,
