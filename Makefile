@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu')
+CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu')
 
 .PHONY: install test lint format demo bench package clean
 

@@ -103,12 +103,10 @@ class Build(BuildExtension):
 
 
 def extension() -> Extension:
-    folders = ["csrc/*.cpp", "csrc/[!c]*/*.cpp", "csrc/composite/*.cpp", "csrc/cpu/*.cpp"]
-    if CUDA is not None:
-        folders.append("csrc/cuda/*.cpp")
+    sources = [path for path in ROOT.glob("csrc/**/*.cpp") if CUDA is not None or path.parent.name != "cuda"]
     return CppExtension(
         "normops._C",
-        sorted(str(path.relative_to(ROOT)) for folder in folders for path in ROOT.glob(folder)),
+        sorted(str(path.relative_to(ROOT)) for path in sources),
         depends=[str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*")],
         define_macros=[("NORMOPS_WITH_CUDA", None)] if CUDA is not None else [],
         # -fopenmp is for the compiler alone: at::parallel_for then runs on torch's own OpenMP, not on a second one.
