@@ -14,6 +14,14 @@ class Problem:
     @property
     def eps(self) -> float: ...
 
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    /,
+) -> Tensor: ...
 def build_info() -> BuildInfo: ...
 def rms_norm_problem(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None

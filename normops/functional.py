@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from normops import _C
+
 
 def rms_norm(
     input: Tensor,
@@ -44,6 +46,10 @@ def rms_norm(
         >>> normops.rms_norm(torch.tensor([[3.0, 4.0]]), 2, torch.tensor([1.0, 10.0]), eps=0.0)
         tensor([[ 0.8485, 11.3137]])
     """
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset)
+        if output is not NotImplemented:
+            return output
     if isinstance(normalized_shape, (int, torch.SymInt)):
         normalized_shape = (normalized_shape,)
     return torch.ops.normops.rms_norm(input, normalized_shape, weight, eps, weight_offset=weight_offset)

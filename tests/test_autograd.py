@@ -71,11 +71,16 @@ def doubles(*shapes: tuple[int, ...], device: str) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize(("shape", "normalized_shape"), [((3, 5), (5,)), ((2, 3, 4, 2), (4, 2)), ((4,), (4,))])
 @pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize("call", [ops.rms_norm, normops.rms_norm])
 def test_gradcheck_forward_operator(
-    shape: tuple[int, ...], normalized_shape: tuple[int, ...], has_weight: bool, device: str
+    call: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    normalized_shape: tuple[int, ...],
+    has_weight: bool,
+    device: str,
 ) -> None:
     def norm(x: Tensor, w: Tensor | None = None) -> Tensor:
-        return ops.rms_norm(x, normalized_shape, w, cases.EPS, weight_offset=1.0)
+        return call(x, normalized_shape, w, cases.EPS, weight_offset=1.0)
 
     inputs = tuple(doubles(shape, normalized_shape, device=device))[: 1 + has_weight]
     assert torch.autograd.gradcheck(norm, inputs, check_forward_ad=True, check_batched_grad=True)

@@ -156,6 +156,21 @@ def test_checks_are_those_of_the_python_problem() -> None:
     assert (problem.rows, problem.cols, problem.eps) == (2, 12, torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.parametrize(("changes", "expected"), FORWARD, ids=lambda p: p if isinstance(p, str) else "")
+def test_function(changes: Arguments, expected: str) -> None:
+    """normops.rms_norm calls the operator past torch.ops where it can."""
+    assert_same_everywhere(normops.rms_norm, forward_arguments(**changes), f"rms_norm: {expected}")
+
+
+def test_arguments_of_another_type_are_told_by_the_schema() -> None:
+    x = torch.ones(2, 4)
+    for arguments in ((x.tolist(), 4), (x, "4"), (x, 4.0), (x, (4, None)), (x, 4, 1.0), (x, 4, None, "1e-5")):
+        with pytest.raises((RuntimeError, TypeError), match="rms_norm"):
+            normops.rms_norm(*arguments)
+    with pytest.raises((RuntimeError, OverflowError)):
+        normops.rms_norm(x, 2**70)
+
+
 def test_function_and_module_pass_the_message_on() -> None:
     expected = (
         "rms_norm: expected normalized_shape to be the last dimensions of input, whose shape is [2, 5], but got [4]"

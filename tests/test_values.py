@@ -8,6 +8,8 @@ import pytest
 import torch
 from cases import CASES, Case, on
 
+import normops
+
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ops = torch.ops.normops
@@ -22,6 +24,10 @@ def test_forward(case: Case, device: str) -> None:
     assert output.dtype == input.dtype
     assert output.is_contiguous()
     oracle.assert_within(output, oracle.rms_norm(input, case.normalized_shape, weight, case.eps, case.weight_offset))
+    direct = normops.rms_norm(
+        on(device, input), case.normalized_shape, on(device, weight), case.eps, weight_offset=case.weight_offset
+    )
+    assert torch.equal(direct.view(torch.uint8), output.view(torch.uint8))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

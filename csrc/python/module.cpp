@@ -3,11 +3,12 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-#include "cpu/isa.h"
-#include "problem.h"
-#include "rms_norm.h"
+#include "../cpu/isa.h"
+#include "../problem.h"
+#include "../rms_norm.h"
+#include "direct_call.h"
 #ifdef NORMOPS_WITH_CUDA
-#include "cuda/build_info.h"
+#include "../cuda/build_info.h"
 #endif
 
 namespace py = pybind11;
@@ -31,12 +32,20 @@ py::dict build_info() {
   return info;
 }
 
+PyMethodDef direct_calls[] = {
+    {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(normops::python::rms_norm)), METH_FASTCALL,
+     nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 std::vector<c10::SymInt> to_sym_ints(const std::vector<int64_t>& shape) { return {shape.begin(), shape.end()}; }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   normops::cpu::current_isa();  // a wrong NORMOPS_CPU_ISA is an error of the import, not of the first call
+
+  if (PyModule_AddFunctions(m.ptr(), direct_calls) != 0) throw py::error_already_set();
 
   py::class_<normops::Problem>(m, "Problem")
       .def_readonly("rows", &normops::Problem::rows)

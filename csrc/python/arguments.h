@@ -1,0 +1,58 @@
+// Conversion of Python arguments for direct calls. Each function returns false for what it does not recognise.
+#pragma once
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include <optional>
+
+#include "../check.h"
+
+namespace normops::python {
+
+inline bool somebody_looks_on() { return at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing(); }
+
+// Tensors and parameters, not subclasses: those may define __torch_function__.
+inline bool parse(PyObject* object, Tensor& tensor) {
+  if (!THPVariable_CheckExact(object)) return false;
+  tensor = THPVariable_Unpack(object);
+  return true;
+}
+
+inline bool parse(PyObject* object, OptionalTensor& tensor) {
+  if (object == Py_None) return true;
+  return parse(object, tensor.emplace());
+}
+
+inline bool parse(PyObject* object, double& number) {
+  if (!PyFloat_CheckExact(object)) return false;
+  number = PyFloat_AS_DOUBLE(object);
+  return true;
+}
+
+inline bool parse(PyObject* object, std::optional<double>& number) {
+  if (object == Py_None) return true;
+  return parse(object, number.emplace());
+}
+
+inline bool parse(PyObject* object, c10::SymInt& number) {
+  if (!PyLong_CheckExact(object)) return false;
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  number = c10::SymInt(static_cast<int64_t>(value));
+  return overflow == 0;
+}
+
+using Shape = c10::SmallVector<c10::SymInt, 4>;
+
+inline bool parse(PyObject* object, Shape& shape) {
+  if (PyLong_CheckExact(object)) return parse(object, shape.emplace_back());
+  if (!PyTuple_Check(object) && !PyList_CheckExact(object)) return false;
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
+  for (Py_ssize_t i = 0; i < size; i++) {
+    if (!parse(PySequence_Fast_GET_ITEM(object, i), shape.emplace_back())) return false;
+  }
+  return true;
+}
+
+}  // namespace normops::python

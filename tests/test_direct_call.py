@@ -1,0 +1,92 @@
+"""normops.rms_norm goes past torch.ops, and through it where somebody has to see the call."""
+
+import cases
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import normops
+from normops import _C
+
+OP = torch.ops.normops.rms_norm.default
+
+
+def goes_direct(*arguments: object) -> bool:
+    return _C.rms_norm(*arguments) is not NotImplemented  # type: ignore[arg-type]
+
+
+def test_direct_for_plain_arguments() -> None:
+    x, w = cases.values((3, 8), torch.float32), nn.Parameter(torch.ones(8))
+    for shape in (8, (8,), [8], torch.Size([8])):
+        assert goes_direct(x, shape, w, 1e-5, 0.0)
+    assert goes_direct(x, (3, 8), None, None, 1.0)
+    for arguments in ((x, 8), (x, 8, w, 1, 0.0), (x, 8, w, 1e-5, 0), (x, True, w, 1e-5, 0.0), (8, 8, w, 1e-5, 0.0)):
+        assert not goes_direct(*arguments)
+
+
+class Logged(Tensor):
+    calls: list[object] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        cls.calls.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_sees_the_operator() -> None:
+    Logged.calls.clear()
+    x = cases.values((3, 8), torch.float32)
+    output = normops.rms_norm(x.as_subclass(Logged), 8)
+    assert type(output) is Logged
+    assert torch.ops.normops.rms_norm in Logged.calls or OP in Logged.calls
+    assert torch.equal(output.as_subclass(Tensor), normops.rms_norm(x, 8))
+
+
+def test_a_function_mode_sees_the_operator() -> None:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        normops.rms_norm(torch.ones(3, 8), 8)
+    assert torch.ops.normops.rms_norm in seen or OP in seen
+
+
+def test_a_dispatch_mode_sees_the_operator() -> None:
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, 8, requires_grad=True)
+    with Mode():
+        normops.rms_norm(x, 8).sum().backward()
+    assert OP in seen
+    assert torch.ops.normops.rms_norm_backward.default in seen
+
+
+def test_jit_trace_records_the_operator() -> None:
+    x = cases.values((3, 8), torch.float32)
+    traced = torch.jit.trace(lambda x: normops.rms_norm(x, 8, None, 1e-3), x, check_trace=False)  # type: ignore[no-untyped-call]
+    assert "normops::rms_norm" in str(traced.graph)
+    other = cases.values((3, 8), torch.float32, 1)
+    assert torch.equal(traced(other), normops.rms_norm(other, 8, None, 1e-3))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_records_the_operator(strict: bool) -> None:
+    exported = torch.export.export(normops.RMSNorm(8), (torch.ones(3, 8),), strict=strict)
+    assert [node.target for node in exported.graph.nodes if node.op == "call_function"] == [OP]
+
+
+def test_the_profiler_names_the_operator() -> None:
+    with torch.profiler.profile() as profile:
+        normops.rms_norm(torch.ones(3, 8), 8)
+    assert "normops::rms_norm" in {event.key for event in profile.key_averages()}
