@@ -32,7 +32,7 @@ class Logged(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         cls.calls.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def test_a_subclass_sees_the_operator() -> None:
@@ -66,7 +66,7 @@ def test_a_dispatch_mode_sees_the_operator() -> None:
             return func(*args, **(kwargs or {}))
 
     x = torch.ones(3, 8, requires_grad=True)
-    with Mode():
+    with Mode():  # type: ignore[no-untyped-call]
         normops.rms_norm(x, 8).sum().backward()
     assert OP in seen
     assert torch.ops.normops.rms_norm_backward.default in seen
@@ -74,7 +74,7 @@ def test_a_dispatch_mode_sees_the_operator() -> None:
 
 def test_jit_trace_records_the_operator() -> None:
     x = cases.values((3, 8), torch.float32)
-    traced = torch.jit.trace(lambda x: normops.rms_norm(x, 8, None, 1e-3), x, check_trace=False)  # type: ignore[no-untyped-call]
+    traced = torch.jit.trace(lambda x: normops.rms_norm(x, 8, None, 1e-3), x, check_trace=False)
     assert "normops::rms_norm" in str(traced.graph)
     other = cases.values((3, 8), torch.float32, 1)
     assert torch.equal(traced(other), normops.rms_norm(other, 8, None, 1e-3))

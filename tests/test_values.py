@@ -18,15 +18,12 @@ ops = torch.ops.normops
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward(case: Case, device: str) -> None:
     input, weight = case.input(), case.weight()
-    output = ops.rms_norm(
-        on(device, input), case.normalized_shape, on(device, weight), case.eps, weight_offset=case.weight_offset
-    )
+    arguments = (on(device, input), case.normalized_shape, on(device, weight), case.eps)
+    output = ops.rms_norm(*arguments, weight_offset=case.weight_offset)
     assert output.dtype == input.dtype
     assert output.is_contiguous()
     oracle.assert_within(output, oracle.rms_norm(input, case.normalized_shape, weight, case.eps, case.weight_offset))
-    direct = normops.rms_norm(
-        on(device, input), case.normalized_shape, on(device, weight), case.eps, weight_offset=case.weight_offset
-    )
+    direct = normops.rms_norm(*arguments, weight_offset=case.weight_offset)  # type: ignore[arg-type]
     assert torch.equal(direct.view(torch.uint8), output.view(torch.uint8))
 
 
