@@ -10,6 +10,7 @@ import torch
 from cases import FEW_CASES, Case, on
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import normops
 
@@ -144,13 +145,27 @@ def test_third_derivative(device: str) -> None:
     torch.testing.assert_close(third(lambda x, w: normops.rms_norm(x, 3, w, cases.EPS)), third(reference_norm))
 
 
+class OutputMasks(TorchDispatchMode):
+    """Collects what rms_norm_backward is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.masks: list[list[bool]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is ops.rms_norm_backward.default:
+            self.masks.append((kwargs or {}).get("output_mask", [True, True]))
+        return func(*args, **(kwargs or {}))
+
+
 def test_only_the_gradients_that_are_needed_are_computed(device: str) -> None:
     x, w = (cases.values(shape, torch.float32).to(device) for shape in ((4, 8), (8,)))
-    for needs_x, needs_w in ((True, False), (False, True)):
-        a, b = x.clone().requires_grad_(needs_x), w.clone().requires_grad_(needs_w)
-        normops.rms_norm(a, 8, b).sum().backward()
-        assert (a.grad is not None) == needs_x
-        assert (b.grad is not None) == needs_w
+    for needed in ([True, False], [False, True], [True, True]):
+        a, b = x.clone().requires_grad_(needed[0]), w.clone().requires_grad_(needed[1])
+        with OutputMasks() as seen:
+            normops.rms_norm(a, 8, b).sum().backward()
+        assert seen.masks == [needed]
+        assert [a.grad is not None, b.grad is not None] == needed
 
 
 def test_an_input_changed_after_the_forward_is_noticed(device: str) -> None:

@@ -29,47 +29,89 @@ NORMOPS_INLINE double sum_row(int64_t cols, Term term) {
         chain[i] = term(column + i * kLanes<Compute>, Whole{}, chain[i]);
       }
     }
-    // Unrolled, so that the chains stay in registers.
+    if (column < end) {
+      // Unrolled, so that the chains stay in registers.
 #pragma GCC unroll 4
-    for (int i = 0; i < kChains; i++) {
-      if (column + kLanes<Compute> <= end) {
-        chain[i] = term(column, Whole{}, chain[i]);
-      } else if (column < end) {
-        chain[i] = term(column, Part{end - column}, chain[i]);
+      for (int i = 0; i < kChains; i++) {
+        if (column + kLanes<Compute> <= end) {
+          chain[i] = term(column, Whole{}, chain[i]);
+        } else if (column < end) {
+          chain[i] = term(column, Part{end - column}, chain[i]);
+        }
+        column += kLanes<Compute>;
       }
-      column += kLanes<Compute>;
     }
     total += sum<T>((chain[0] + chain[1]) + (chain[2] + chain[3]));
   }
   return total;
 }
 
-// rstd = 1 / sqrt(mean(x^2) + eps): forward and backward call this one function, so that both see the same bits.
-template <class T>
-NORMOPS_INLINE compute_t<T> row_rstd(const T* x, int64_t cols, double eps) {
+// rstd = 1 / sqrt(mean(x^2) + eps) of each row: forward and backward call this one function, so that both see the same
+// bits. The roots and divisions of several rows go through the pipeline, or one vector, together.
+template <class T, int kRows>
+NORMOPS_INLINE void row_rstds(const T* const (&x)[kRows], int64_t cols, double eps, compute_t<T> (&rstd)[kRows]) {
   using Compute = compute_t<T>;
-  const double sum_of_squares = sum_row<T>(cols, [&](int64_t column, auto extent, const Block<Compute>& sum) {
-    const Block<Compute> h = load(x + column, extent);
-    return fma(h, h, sum);
-  });
-  return static_cast<Compute>(1 / std::sqrt(sum_of_squares / static_cast<double>(cols) + eps));
+  double mean[kRows];
+  for (int r = 0; r < kRows; r++) {
+    const T* const row = x[r];
+    const double sum_of_squares = sum_row<T>(cols, [&](int64_t column, auto extent, const Block<Compute>& sum) {
+      const Block<Compute> h = load(row + column, extent);
+      return fma(h, h, sum);
+    });
+    mean[r] = sum_of_squares / static_cast<double>(cols);
+  }
+  for (int r = 0; r < kRows; r++) rstd[r] = static_cast<Compute>(1 / std::sqrt(mean[r] + eps));
 }
 
 template <class T>
-void forward_rows(const RmsNormArgs& args, int64_t begin, int64_t end) {
+class ForwardRows {
+ public:
   using Compute = compute_t<T>;
-  const auto* scale = static_cast<const Compute*>(args.scale);
-  RowIterator inputs(static_cast<const T*>(args.input), args.input_rows, begin);
-  RowIterator outputs(static_cast<T*>(args.output), args.output_rows, begin);
-  for (int64_t row = begin; row < end; row++) {
-    const T* x = inputs.next();
-    T* y = outputs.next();
-    const Block<Compute> rstd = broadcast(row_rstd(x, args.cols, args.eps));
-    for_each_block<Compute>(0, args.cols, [&](int64_t column, auto extent) {
-      // y = x * rstd * w
-      store(y + column, load(x + column, extent) * rstd * load(scale + column), extent);
-    });
+
+  ForwardRows(const RmsNormArgs& args, int64_t row)
+      : args_(args),
+        inputs_(static_cast<const T*>(args.input), args.input_rows, row),
+        outputs_(static_cast<T*>(args.output), args.output_rows, row) {}
+
+  // The next kRows rows.
+  template <int kRows>
+  void process() {
+    const int64_t cols = args_.cols;
+    const auto* scale = static_cast<const Compute*>(args_.scale);
+    const T* x[kRows];
+    for (int r = 0; r < kRows; r++) x[r] = inputs_.next();
+    Compute rstd[kRows];
+    row_rstds(x, cols, args_.eps, rstd);
+    for (int r = 0; r < kRows; r++) {
+      const T* const row = x[r];
+      T* const y = outputs_.next();
+      const Block<Compute> row_rstd = broadcast(rstd[r]);
+      for_each_block<Compute>(0, cols, [&](int64_t column, auto extent) {
+        // y = x * rstd * w
+        store(y + column, load(row + column, extent) * row_rstd * load(scale + column), extent);
+      });
+    }
   }
+
+ private:
+  const RmsNormArgs& args_;
+  RowIterator<const T> inputs_;
+  RowIterator<T> outputs_;
+};
+
+// Narrow rows go through the forward in groups, to overlap what is done once per row; wider ones alone, to find the row
+// in the cache in the second pass.
+constexpr int kNarrowGroup = 4;
+constexpr int64_t kNarrowBytes = 2048;
+
+template <class T>
+void forward_rows(const RmsNormArgs& args, int64_t begin, int64_t end) {
+  ForwardRows<T> rows(args, begin);
+  int64_t row = begin;
+  if (args.cols * static_cast<int64_t>(sizeof(T)) <= kNarrowBytes) {
+    for (; row + kNarrowGroup <= end; row += kNarrowGroup) rows.template process<kNarrowGroup>();
+  }
+  for (; row < end; row++) rows.template process<1>();
 }
 
 // Rows that go through the second pass of the backward together: the scale and the partial of grad_weight are loaded
@@ -97,39 +139,43 @@ class BackwardRows {
   // The next kRows rows; adds their share of grad_weight to `partial`.
   template <int kRows>
   void process(Compute* partial) {
+    const int64_t cols = args_.cols;
     const auto* scale = static_cast<const Compute*>(args_.scale);
     const T *dy[kRows], *x[kRows], *residual[kRows] = {};
     T* dx[kRows] = {};
-    Block<Compute> rstd[kRows], minus_c[kRows] = {};
     for (int r = 0; r < kRows; r++) {
       dy[r] = grad_outputs_.next();
       x[r] = inputs_.next();
       if (Wants::residual) residual[r] = grad_residuals_.next();
       if (Wants::grad_input) dx[r] = grad_inputs_.next();
-      const Compute row_rstd_value = row_rstd(x[r], args_.cols, args_.eps);
-      rstd[r] = broadcast(row_rstd_value);
-      // c = rstd^2 * mean(g * x)
-      if (Wants::grad_input) {
-        const double dot = sum_row<T>(args_.cols, [&](int64_t column, auto extent, const Block<Compute>& sum) {
-          const Block<Compute> g = load(dy[r] + column, extent) * load(scale + column);
-          return fma(g, load(x[r] + column, extent), sum);
-        });
-        const double rstd_squared = static_cast<double>(row_rstd_value) * row_rstd_value;
-        minus_c[r] = broadcast(static_cast<Compute>(-rstd_squared * dot / static_cast<double>(args_.cols)));
-      }
     }
-    for_each_block<Compute>(0, args_.cols, [&](int64_t column, auto extent) {
+    Compute row_rstd[kRows];
+    row_rstds(x, cols, args_.eps, row_rstd);
+    Block<Compute> rstd[kRows], minus_c[kRows] = {};
+    for (int r = 0; r < kRows; r++) {
+      rstd[r] = broadcast(row_rstd[r]);
+      if (!Wants::grad_input) continue;
+      // c = rstd^3 * mean(dy * w * x)
+      const double dot = sum_row<T>(cols, [&](int64_t column, auto extent, const Block<Compute>& sum) {
+        const Block<Compute> g = load(dy[r] + column, extent) * load(scale + column);
+        return fma(g, load(x[r] + column, extent), sum);
+      });
+      const double rstd_cubed = static_cast<double>(row_rstd[r]) * row_rstd[r] * row_rstd[r];
+      minus_c[r] = broadcast(static_cast<Compute>(-rstd_cubed * (dot / static_cast<double>(cols))));
+    }
+    for_each_block<Compute>(0, cols, [&](int64_t column, auto extent) {
       const Block<Compute> w = load(scale + column);
       Block<Compute> dw = Wants::grad_weight ? load(partial + column) : Block<Compute>{};
       Block<Compute> result[kRows];
       for (int r = 0; r < kRows; r++) {
-        const Block<Compute> dy_block = load(dy[r] + column, extent);
+        const Block<Compute> scaled_dy = load(dy[r] + column, extent) * rstd[r];
         const Block<Compute> x_block = load(x[r] + column, extent);
-        // dw += dy * x * rstd
-        dw = fma(dy_block, x_block * rstd[r], dw);
-        // dx = rstd * (dy * w - x * c) + residual
-        const Block<Compute> t = fma(minus_c[r], x_block, dy_block * w);
-        result[r] = Wants::residual ? fma(rstd[r], t, load(residual[r] + column, extent)) : rstd[r] * t;
+        // dw += dy * rstd * x
+        dw = fma(scaled_dy, x_block, dw);
+        // dx = dy * rstd * w - x * c + residual
+        const Block<Compute> rest =
+            Wants::residual ? fma(minus_c[r], x_block, load(residual[r] + column, extent)) : minus_c[r] * x_block;
+        result[r] = fma(scaled_dy, w, rest);
       }
       // After the last load: rows often lie a multiple of 4096 bytes apart, and a load that follows a store with the
       // same low address bits waits for it.

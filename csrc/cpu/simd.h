@@ -310,18 +310,38 @@ NORMOPS_INLINE Block<Compute> fma(const Block<Compute>& a, const Block<Compute>&
   return block;
 }
 
-// The sum over the lanes of a block of T, folded in halves: always in the same order of elements.
+template <class Scalar, int kCount>
+struct VectorOf {
+  typedef Scalar type __attribute__((vector_size(kCount * sizeof(Scalar))));
+};
+
+// The sum over the lanes of a vector, folded in halves.
+template <class Scalar, int kCount>
+NORMOPS_INLINE Scalar fold(const typename VectorOf<Scalar, kCount>::type& lanes) {
+  if constexpr (kCount == 2) {
+    return lanes[0] + lanes[1];
+  } else {
+    typename VectorOf<Scalar, kCount / 2>::type halves[2];
+    std::memcpy(halves, &lanes, sizeof lanes);
+    return fold<Scalar, kCount / 2>(halves[0] + halves[1]);
+  }
+}
+
+// The sum over the lanes of a block of T: on every instruction set in the same order of elements.
 template <class T>
 NORMOPS_INLINE compute_t<T> sum(const Block<compute_t<T>>& block) {
   using Compute = compute_t<T>;
-  Compute lanes[kLanes<Compute>];
-  store(lanes, reorder<Compute, T>(block));
-#pragma GCC unroll 4
-  for (int width = kLanes<Compute> / 2; width > 0; width /= 2) {
-#pragma GCC unroll 8
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  using B = Block<Compute>;
+  const auto& v = block.v;
+  if constexpr (kEvenOdd<T>) {
+    return fold<Compute, B::kVectorLanes>(v[0]) + fold<Compute, B::kVectorLanes>(v[1]);
+  } else if constexpr (B::kVectors == 4) {
+    return fold<Compute, B::kVectorLanes>((v[0] + v[2]) + (v[1] + v[3]));
+  } else if constexpr (B::kVectors == 2) {
+    return fold<Compute, B::kVectorLanes>(v[0] + v[1]);
+  } else {
+    return fold<Compute, B::kVectorLanes>(v[0]);
   }
-  return lanes[0];
 }
 
 }  // namespace
