@@ -14,8 +14,8 @@
 namespace normops::cpu {
 namespace {
 
-// Elements below which a second thread costs more than it saves.
-constexpr int64_t kGrainElements = 32768;
+// Elements a thread should at least have: waking a second one costs about as much as a thread needs for these.
+constexpr int64_t kGrainElements = 16384;
 
 int64_t grain(int64_t elements_each) {
   return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each));
