@@ -36,6 +36,7 @@ demo: install
 	$(BIN)/python examples/baby_llama.py $(ARGS)
 
 bench: install
+	$(BIN)/pip install --quiet onnx==1.23.2 onnxruntime==1.31.1
 	$(BIN)/python -m bench $(ARGS)
 
 # An sdist, a wheel made from it, and that wheel installed into a fresh environment and imported from elsewhere.

@@ -1,0 +1,101 @@
+"""The command line."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.operators import MEMORIES, OPERATORS, Operator
+from bench.peers import NORMOPS, PEERS, Peer
+from bench.problems import SHAPES, Problem, Size, parse_shapes
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+OVERHEAD = "overhead"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    device: str
+    overhead: bool
+    operators: list[Operator]
+    sizes: list[Size]
+    peers: list[Peer]
+    memories: tuple[str, ...]
+    cache: str
+    threads: int
+    turns: int
+    seconds: float
+    save: Path | None
+
+    def problems(self) -> dict[Size, list[Problem]]:
+        return {
+            size: [
+                Problem(operator, size, memory)
+                for operator in self.operators
+                for memory in self.memories
+                if memory in operator.memories
+            ]
+            for size in self.sizes
+        }
+
+
+def parse_arguments(description: str | None) -> Arguments:
+    parser = _parser(description)
+    given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU")
+    try:
+        shapes = [shape for name in given.shapes or ["llama"] for shape in parse_shapes(name)]
+    except ValueError as error:
+        parser.error(f"argument --shapes: {error}")
+    names = given.op or ["all"]
+    return Arguments(
+        device=given.device,
+        overhead=OVERHEAD in names or "all" in names,
+        operators=[operator for operator in OPERATORS if operator.name in names or "all" in names],
+        sizes=[
+            Size(rows, cols, getattr(torch, dtype), given.device)
+            for dtype in dict.fromkeys(given.dtype or DTYPES[:2])
+            for rows, cols in dict.fromkeys(shapes)
+        ],
+        peers=[peer for peer in PEERS if peer is NORMOPS or not given.peers or peer.name in given.peers],
+        memories=MEMORIES if given.memory == "both" else (given.memory,),
+        cache=given.cache,
+        threads=given.threads,
+        turns=given.turns,
+        seconds=given.seconds,
+        save=given.save,
+    )
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    operators = [OVERHEAD, *(operator.name for operator in OPERATORS), "all"]
+    peers = [peer.name for peer in PEERS if peer is not NORMOPS]
+
+    def add_names(flag: str, text: str, choices: Sequence[str] | None = None) -> None:
+        parser.add_argument(flag, nargs="+", action="extend", choices=choices, help=text, metavar="NAME")
+
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    add_names("--op", f"{', '.join(operators)} (default)", operators)
+    add_names("--dtype", f"{', '.join(DTYPES)}; default: float32 bfloat16", DTYPES)
+    add_names("--shapes", f"{', '.join(SHAPES)}, all or ROWSxCOLS; default: llama")
+    add_names("--peers", f"beside normops and the copy: {', '.join(peers)}; default: all that are installed", peers)
+    parser.add_argument("--memory", choices=(*MEMORIES, "both"), default="both", help="the outputs'; default: both")
+    parser.add_argument(
+        "--cache",
+        choices=("warm", "cold"),
+        default="warm",
+        help="warm (default): the same buffers again; cold: each call on the next of so many that no cache holds them",
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
+    parser.add_argument("--turns", type=int, default=15, metavar="N", help="at least so many of each call; default: 15")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, metavar="S", help="and at least so long for each problem; default: 0.3"
+    )
+    parser.add_argument("--save", type=Path, metavar="DIR", help="writes results.json, results.md and charts")
+    return parser

@@ -1,0 +1,128 @@
+"""Charts of the measurements of one operator in one kind of memory."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, NullFormatter
+
+from bench.measure import COPY, Measurement
+from bench.peers import NORMOPS, PEERS
+from bench.problems import dtype_name
+
+Dimension = Literal["rows", "cols"]
+
+COLORS = {peer.name: f"C{index}" for index, peer in enumerate(PEERS)} | {COPY: "black"}
+
+
+def save_charts(measurements: Sequence[Measurement], stem: str, folder: Path) -> list[Path]:
+    """Writes the charts that have more than one point to a line."""
+    figures = {
+        "over_width": _ratios(measurements, along="cols", fixed="rows"),
+        "over_rows": _ratios(measurements, along="rows", fixed="cols"),
+        "roofline": _roofline(measurements),
+    }
+    paths = []
+    for name, figure in figures.items():
+        if figure is not None:
+            path = folder / f"{stem}_{name}.png"
+            figure.suptitle(stem.replace("_", " "))
+            figure.savefig(path, dpi=120)
+            paths.append(path)
+    return paths
+
+
+def _ratios(measurements: Sequence[Measurement], *, along: Dimension, fixed: Dimension) -> Figure | None:
+    """Time over the copy's along one dimension: a panel for each dtype and value of the other dimension."""
+    panels = [
+        (f"{dtype_name(dtype)}, {value} {fixed}", panel)
+        for dtype, of_dtype in _by_dtype(measurements)
+        for value in sorted({getattr(m.problem.size, fixed) for m in of_dtype})
+        if len(panel := _sorted([m for m in of_dtype if getattr(m.problem.size, fixed) == value], along)) > 1
+    ]
+    if not panels:
+        return None
+    figure, axes = _subplots(len(panels))
+    for ax, (title, panel) in zip(axes, panels, strict=True):
+        sizes = [getattr(m.problem.size, along) for m in panel]
+        for name in _names(panel):
+            timed = [(size, m.ratio(name, COPY)) for size, m in zip(sizes, panel, strict=True) if name in m.timings]
+            _draw(ax, name, timed)
+        # What the operator would take if it moved its bytes as fast as the copy moves its own.
+        least = [(s, m.problem.bytes / (2 * m.problem.size.tensor_bytes)) for s, m in zip(sizes, panel, strict=True)]
+        ax.plot(*zip(*least, strict=True), color="black", linestyle="--", label="at the copy's GB/s")
+        ax.set(title=title, xlabel=along, ylabel="time / time of copy", xscale="log", yscale="log")
+        ax.set_xticks(sizes, [str(size) for size in sizes])
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        _plain_numbers(ax)
+    _legend(figure, axes)
+    return figure
+
+
+def _roofline(measurements: Sequence[Measurement]) -> Figure | None:
+    """Achieved GB/s over bytes moved, a panel for each dtype, under the roof that the copies make."""
+    panels = [
+        (dtype_name(dtype), sorted(panel, key=lambda m: m.problem.bytes))
+        for dtype, panel in _by_dtype(measurements)
+        if len({m.problem.bytes for m in panel}) > 1
+    ]
+    if not panels:
+        return None
+    figure, axes = _subplots(len(panels))
+    for ax, (title, panel) in zip(axes, panels, strict=True):
+        for name in _names(panel):
+            _draw(ax, name, [(m.problem.bytes, m.gb_per_s(name)) for m in panel if name in m.timings], linestyle="")
+        roof = [(m.problem.bytes, m.gb_per_s(COPY)) for m in panel]
+        _draw(ax, COPY, roof)
+        ax.set(title=title, xlabel="bytes that have to move", ylabel="GB/s", xscale="log", yscale="log")
+        ax.xaxis.set_major_formatter(EngFormatter(unit="B", sep=" "))
+        _plain_numbers(ax)
+    _legend(figure, axes)
+    return figure
+
+
+def _by_dtype(measurements: Sequence[Measurement]) -> Iterator[tuple[torch.dtype, list[Measurement]]]:
+    for dtype in dict.fromkeys(m.problem.size.dtype for m in measurements):
+        yield dtype, [m for m in measurements if m.problem.size.dtype == dtype]
+
+
+def _sorted(measurements: Sequence[Measurement], along: Dimension) -> list[Measurement]:
+    return sorted(measurements, key=lambda m: int(getattr(m.problem.size, along)))
+
+
+def _names(measurements: Sequence[Measurement]) -> list[str]:
+    return [peer.name for peer in PEERS if any(peer.name in m.timings for m in measurements)]
+
+
+def _subplots(count: int) -> tuple[Figure, list[Axes]]:
+    columns = min(count, 3)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(1.5 + 4.2 * columns, 1.2 + 3.4 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(grid)
+    for ax in axes[count:]:
+        ax.remove()
+    return figure, axes[:count]
+
+
+def _draw(ax: Axes, name: str, points: Sequence[tuple[float, float]], linestyle: str = "-") -> None:
+    width = 2.5 if name == NORMOPS.name else 1.2
+    xs, ys = zip(*points, strict=True)
+    ax.plot(xs, ys, color=COLORS[name], linewidth=width, marker="o", markersize=5, linestyle=linestyle, label=name)
+
+
+def _plain_numbers(ax: Axes) -> None:
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    ax.yaxis.set_major_formatter(plain)
+    low, high = ax.get_ylim()
+    # Within a decade or so, powers of ten alone would leave the axis almost without numbers.
+    ax.yaxis.set_minor_formatter(plain if high / low < 20 else NullFormatter())
+    ax.grid(alpha=0.3, which="both")
+
+
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    by_label = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", ncols=4, frameon=False)

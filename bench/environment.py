@@ -1,0 +1,78 @@
+"""The machine and the software that figures were measured with."""
+
+import os
+import platform
+import re
+import shlex
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import normops
+
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def describe() -> dict[str, str]:
+    build = normops.build_info()
+    threads = torch.get_num_threads()
+    environment = {
+        "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "CPU": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores, {_memory()}",
+        "load": f"{os.getloadavg()[0]:.1f} before the run",
+        "caches": ", ".join(f"{name} {size >> 10} KiB" for name, size in cpu_caches().items()) or "unknown",
+        "normops": f"{build['version']}, kernels {build['cpu_isa']}, compiler {build['compiler']}",
+        "torch": f"{torch.__version__}, {threads} {'thread' if threads == 1 else 'threads'}",
+        "peers": ", ".join(f"{name} {version}" for name, version in _versions()) or "of torch alone",
+        "python": f"{platform.python_version()} on {platform.system()} {platform.release()}",
+    }
+    if torch.cuda.is_available():
+        environment["GPU"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    return environment
+
+
+def cpu_caches() -> dict[str, int]:
+    """The bytes of each level that holds data, of the first core, the smallest first."""
+    sizes = {}
+    for folder in sorted(CACHES.glob("index*")):
+        kind, level, size = ((folder / name).read_text().strip() for name in ("type", "level", "size"))
+        if kind != "Instruction":
+            sizes[f"L{level}"] = int(size[:-1]) * UNITS[size[-1]] if size[-1] in UNITS else int(size)
+    return sizes
+
+
+def cold_bytes(device: str) -> int:
+    """How much memory to go through before a buffer can be taken to be in no cache."""
+    if device == "cuda":
+        last_level = torch.cuda.get_device_properties(device).L2_cache_size
+    else:
+        last_level = max(cpu_caches().values(), default=0)
+    return max(4 * last_level, 128 << 20)
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()  # aarch64's cpuinfo names no model
+
+
+def _memory() -> str:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"{pages / (1 << 30):.0f} GiB"
+
+
+def _versions() -> list[tuple[str, str]]:
+    versions = []
+    for name in ("onnx", "onnxruntime"):
+        try:
+            versions.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,67 @@
+"""The operators that are measured. A new one is an entry in OPERATORS, and entries in the peers that have it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import oracle
+from oracle import Bounded
+from torch import Tensor
+
+EPS = 1e-5
+
+# Where outputs are: in memory that calls are given, or in memory that they allocate.
+MEMORIES = ("preallocated", "fresh")
+
+# Every other tensor has rows x cols elements.
+VECTORS = ("weight", "grad_weight")
+
+
+@dataclass(frozen=True)
+class Operator:
+    name: str
+    reads: tuple[str, ...]
+    """The tensors that have to be read, as often as they have to be: twice if the operator is two operators."""
+    writes: tuple[str, ...]
+    expected: Callable[[Mapping[str, Tensor]], tuple[Bounded, ...]]
+    """The oracle's values and bounds of the results, in their order."""
+    memories: tuple[str, ...] = MEMORIES
+
+    def elements(self, rows: int, cols: int) -> int:
+        return sum(cols if name in VECTORS else rows * cols for name in self.reads + self.writes)
+
+
+# The same inputs are checked for several operators and memories, and the oracle takes longer than they do.
+@lru_cache(maxsize=1)
+def _forward(input: Tensor, weight: Tensor) -> Bounded:
+    return oracle.rms_norm(input, tuple(weight.shape), weight, EPS)
+
+
+@lru_cache(maxsize=1)
+def _backward(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Bounded, Bounded]:
+    grad_input, grad_weight = oracle.rms_norm_backward(grad_output, input, tuple(weight.shape), weight, EPS)
+    assert grad_weight is not None
+    return grad_input, grad_weight
+
+
+def _expected_forward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
+    return (_forward(inputs["input"], inputs["weight"]),)
+
+
+def _expected_backward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
+    return _backward(inputs["grad_output"], inputs["input"], inputs["weight"])
+
+
+OPERATORS = (
+    Operator("rms_norm", ("input", "weight"), ("output",), _expected_forward),
+    Operator(
+        "rms_norm_backward", ("grad_output", "input", "weight"), ("grad_input", "grad_weight"), _expected_backward
+    ),
+    Operator(
+        "forward_backward",
+        ("input", "weight", "grad_output", "input", "weight"),
+        ("output", "grad_input", "grad_weight"),
+        lambda inputs: (*_expected_forward(inputs), *_expected_backward(inputs)),
+        memories=("fresh",),  # autograd allocates its gradients itself
+    ),
+)

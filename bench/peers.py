@@ -1,0 +1,183 @@
+"""What is measured side by side. A peer is one entry in PEERS: how it runs each operator, in each kind of memory.
+
+A builder prepares a call on given inputs; the call returns the operator's results in the order of Operator.writes.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import normops
+from bench import onnx_runtime
+from bench.operators import EPS
+from bench.problems import Problem, Tensors
+
+Norm = Callable[[Tensor, Tensor], Tensor]
+Builder = Callable[[Tensors], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    fresh: Mapping[str, Builder]
+    """By operator: calls that allocate their results."""
+    preallocated: Mapping[str, Builder] = field(default_factory=dict)
+    """By operator: calls that write into memory that the builder allocated."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    packages: tuple[str, ...] = ()
+    """What has to be installed."""
+    has_bounds: bool = False
+    """Whether the oracle's bounds hold, not just a tolerance."""
+    own_definition: bool = False
+    """Whether it computes something else, for scale: it is checked against itself in float64."""
+
+    def builder(self, problem: Problem) -> Builder | None:
+        builders = self.fresh if problem.memory == "fresh" else self.preallocated
+        return builders.get(problem.operator.name)
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Why the problem cannot be measured, or None."""
+        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        if missing:
+            return f"{' and '.join(missing)} not installed"
+        if problem.size.device not in self.devices:
+            return f"not for {problem.size.device}"
+        if problem.operator.name not in self.fresh:
+            return f"has no {problem.operator.name}"
+        return None if self.builder(problem) else "cannot write into given memory"
+
+
+def layer_norm(input: Tensor, weight: Tensor) -> Tensor:
+    return F.layer_norm(input, weight.shape, weight, None, EPS)
+
+
+def rms_norm(input: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(input, weight.shape, weight, EPS)
+
+
+def llama_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
+    """LlamaRMSNorm.forward in Hugging Face's transformers."""
+    hidden = input.to(torch.float32)
+    hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * hidden.to(input.dtype)
+
+
+def normops_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
+    return normops.rms_norm(input, weight.shape, weight, EPS)
+
+
+def _forward(norm: Norm) -> Builder:
+    return lambda inputs: partial(norm, inputs["input"], inputs["weight"])
+
+
+def _leaves(inputs: Tensors) -> tuple[Tensor, Tensor]:
+    return inputs["input"].detach().requires_grad_(), inputs["weight"].detach().requires_grad_()
+
+
+def _backward(norm: Norm) -> Builder:
+    def build(inputs: Tensors) -> Callable[[], object]:
+        leaves = _leaves(inputs)
+        output = norm(*leaves)
+        return lambda: torch.autograd.grad(output, leaves, inputs["grad_output"], retain_graph=True)
+
+    return build
+
+
+def _forward_backward(norm: Norm) -> Builder:
+    def build(inputs: Tensors) -> Callable[[], object]:
+        leaves = _leaves(inputs)
+
+        def call() -> tuple[Tensor, ...]:
+            output = norm(*leaves)
+            return output.detach(), *torch.autograd.grad(output, leaves, inputs["grad_output"])
+
+        return call
+
+    return build
+
+
+def _with_autograd(norm: Norm) -> dict[str, Builder]:
+    return {
+        "rms_norm": _forward(norm),
+        "rms_norm_backward": _backward(norm),
+        "forward_backward": _forward_backward(norm),
+    }
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _compiled(norm: Norm) -> dict[str, Builder]:
+    def build(operator: str) -> Builder:
+        # torch.compile only here: it takes seconds to import what it needs.
+        return lambda inputs: _with_autograd(_compile(norm))[operator](inputs)
+
+    return {operator: build(operator) for operator in _with_autograd(norm)}
+
+
+def _compiled_into(norm: Norm) -> dict[str, Builder]:
+    """The compiler fuses a copy into given memory with what computes the values."""
+
+    def write(output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        return output.copy_(norm(input, weight))
+
+    def write_gradients(
+        grad_input: Tensor, grad_weight: Tensor, input: Tensor, weight: Tensor, grad_output: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        gradients = torch.func.vjp(norm, input, weight)[1](grad_output)
+        return grad_input.copy_(gradients[0]), grad_weight.copy_(gradients[1])
+
+    def forward(inputs: Tensors) -> Callable[[], object]:
+        input, weight = inputs["input"], inputs["weight"]
+        return partial(_compile(write), torch.empty_like(input), input, weight)
+
+    def backward(inputs: Tensors) -> Callable[[], object]:
+        input, weight = inputs["input"], inputs["weight"]
+        targets = torch.empty_like(input), torch.empty_like(weight)
+        return partial(_compile(write_gradients), *targets, input, weight, inputs["grad_output"])
+
+    return {"rms_norm": forward, "rms_norm_backward": backward}
+
+
+def _normops_out(inputs: Tensors) -> Callable[[], object]:
+    input, weight = inputs["input"], inputs["weight"]
+    out = torch.empty_like(input)
+    return partial(torch.ops.normops.rms_norm.out, input, weight.shape, weight, EPS, out=out)
+
+
+def _normops_backward_out(inputs: Tensors) -> Callable[[], object]:
+    input, weight = inputs["input"], inputs["weight"]
+    targets = {"grad_input": torch.empty_like(input), "grad_weight": torch.empty_like(weight)}
+    operator = torch.ops.normops.rms_norm_backward.out
+    return partial(operator, inputs["grad_output"], input, weight.shape, weight, EPS, **targets)
+
+
+NORMOPS = Peer(
+    "normops",
+    _with_autograd(normops_rms_norm),
+    {"rms_norm": _normops_out, "rms_norm_backward": _normops_backward_out},
+    has_bounds=True,
+)
+
+PEERS = (
+    NORMOPS,
+    Peer("F.rms_norm", _with_autograd(rms_norm)),
+    Peer("F.rms_norm-compiled", _compiled(rms_norm), _compiled_into(rms_norm)),
+    Peer("LlamaRMSNorm", _with_autograd(llama_rms_norm)),
+    Peer("LlamaRMSNorm-compiled", _compiled(llama_rms_norm), _compiled_into(llama_rms_norm)),
+    Peer(
+        "onnxruntime",
+        {"rms_norm": onnx_runtime.fresh},
+        {"rms_norm": onnx_runtime.preallocated},
+        devices=("cpu",),
+        packages=("onnx", "onnxruntime"),
+    ),
+    Peer("F.layer_norm", _with_autograd(layer_norm), own_definition=True),
+)

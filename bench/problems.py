@@ -1,0 +1,85 @@
+"""What is measured: an operator on one size, dtype and device, and the tensors that it reads."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.operators import Operator
+
+Tensors = Mapping[str, Tensor]
+
+SHAPES = {
+    "llama": ((512, 4096), (512, 8192), (2048, 5120), (4096, 4096)),
+    "qk": ((8, 64), (1024, 64), (16384, 64), (16384, 128)),
+    "wide": ((64, 16384), (8, 65536), (1, 1048576)),
+    "decode": ((1, 64), (1, 4096), (8, 4096), (64, 4096)),
+}
+
+# Beyond this many sets of buffers, keeping them costs more time than what they are for.
+MOST_SETS = 8192
+
+
+@dataclass(frozen=True)
+class Size:
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols} {dtype_name(self.dtype)}"
+
+    @property
+    def tensor_bytes(self) -> int:
+        return self.rows * self.cols * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Problem:
+    operator: Operator
+    size: Size
+    memory: str
+
+    def __str__(self) -> str:
+        return f"{self.operator.name} {self.size} {self.memory}"
+
+    @property
+    def bytes(self) -> int:
+        """What has to move, however the operator is computed."""
+        return self.operator.elements(self.size.rows, self.size.cols) * self.size.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_shapes(name: str) -> tuple[tuple[int, int], ...]:
+    """The shapes behind an argument of --shapes: a set's name, ``all`` or ROWSxCOLS."""
+    if name == "all":
+        return tuple(shape for shapes in SHAPES.values() for shape in shapes)
+    if name in SHAPES:
+        return SHAPES[name]
+    try:
+        rows, cols = map(int, name.split("x"))
+    except ValueError:
+        raise ValueError(f"expected {', '.join(SHAPES)}, all or ROWSxCOLS, but got {name}") from None
+    return ((rows, cols),)
+
+
+def make_inputs(size: Size, names: Iterable[str], seed: int) -> Tensors:
+    generator = torch.Generator(size.device).manual_seed(seed)
+
+    def make(name: str) -> Tensor:
+        if name == "weight":
+            return torch.randn(size.cols, generator=generator, device=size.device).mul_(0.1).add_(1).to(size.dtype)
+        return torch.randn(size.rows, size.cols, generator=generator, device=size.device).to(size.dtype)
+
+    return {name: make(name) for name in sorted(names)}
+
+
+def count_sets(size: Size, cold_bytes: int) -> int:
+    """The sets of buffers to rotate among: one where caches may stay warm (0 bytes)."""
+    return max(1, math.ceil(cold_bytes / size.tensor_bytes))

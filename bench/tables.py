@@ -1,0 +1,127 @@
+"""The tables of a run, for the terminal and as Markdown."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import rich.box
+import rich.table
+
+from bench.measure import COPY, Measurement
+from bench.overhead import BASE
+from bench.peers import NORMOPS, PEERS
+from bench.timing import Timing
+
+Row = tuple[str, ...]
+
+
+@dataclass
+class Table:
+    title: str
+    header: Row
+    groups: list[list[Row]]
+    """Rows, with a line after each group."""
+    notes: list[str] = field(default_factory=list)
+
+    def rich(self) -> rich.table.Table:
+        table = rich.table.Table(
+            title=self.title, title_justify="left", caption_justify="left", box=rich.box.SIMPLE_HEAD
+        )
+        table.caption = "\n".join(self.notes)
+        for index, name in enumerate(self.header):
+            table.add_column(name, justify="right" if index else "left", no_wrap=True)
+        for group in self.groups:
+            for row in group:
+                table.add_row(*row, style="bold" if NORMOPS.name in row else None)
+            table.add_section()
+        return table
+
+    def markdown(self) -> str:
+        ruler = ("---", *("---:" for _ in self.header[1:]))
+        rows = (row for group in self.groups for row in group)
+        lines = ["| " + " | ".join(row) + " |" for row in (self.header, ruler, *rows)]
+        notes = [f"* {note}" for note in self.notes]
+        return "\n".join([f"### {self.title}", "", *lines, *([""] if notes else []), *notes, ""])
+
+
+def format_seconds(seconds: float) -> str:
+    """To three digits, which is more than timings repeat to."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def overhead_table(timings: Mapping[str, Mapping[str, Timing]]) -> Table:
+    names = list(next(iter(timings.values())))
+
+    def row(mode: str) -> Row:
+        of_mode = timings[mode]
+        base = of_mode[BASE].median
+        multiples = (f"{format_seconds(t.median)} ({t.median / base:.2f}x)" for n, t in of_mode.items() if n != BASE)
+        return mode, format_seconds(base), *multiples
+
+    title = f"Overhead: a call on 1x64 float32 with 1 thread, in brackets as a multiple of {BASE}'s"
+    return Table(title, ("", *names), [[row(mode) for mode in timings]])
+
+
+def summary_table(measurements: Sequence[Measurement], cache: str) -> Table:
+    names = [peer.name for peer in PEERS if any(peer.name in m.timings or peer.name in m.wrong for m in measurements)]
+    peers = [name for name in names if name != NORMOPS.name]
+
+    def row(measurement: Measurement) -> Row:
+        cells = [format_seconds(measurement.timings[COPY].median), _normops_cell(measurement)]
+        for name in peers:
+            if name in measurement.timings and NORMOPS.name in measurement.timings:
+                cells.append(f"{measurement.ratio(name, NORMOPS.name):.2f}x")
+            else:
+                cells.append("wrong" if name in measurement.wrong else "-")
+        return str(measurement.problem.size), *cells
+
+    title = f"{_title(measurements, cache)}: normops over copy, peers over normops"
+    return Table(title, ("", COPY, NORMOPS.name, *peers), [[row(m) for m in measurements]])
+
+
+def details_table(measurements: Sequence[Measurement], cache: str) -> Table:
+    header = ("problem", "call", "median", "p20", "p80", "GB/s", "over copy", "over normops")
+    return Table(
+        _title(measurements, cache), header, [list(_details(m)) for m in measurements], list(_notes(measurements))
+    )
+
+
+def _title(measurements: Sequence[Measurement], cache: str) -> str:
+    problem = measurements[0].problem
+    return f"{problem.operator.name}, {problem.memory} outputs, {cache} caches"
+
+
+def _details(measurement: Measurement) -> Iterator[Row]:
+    label = str(measurement.problem.size)
+    for name, timing in measurement.timings.items():
+        times = (format_seconds(seconds) for seconds in (timing.median, timing.p20, timing.p80))
+        over_normops = f"{measurement.ratio(name, NORMOPS.name):.2f}x" if NORMOPS.name in measurement.timings else "-"
+        over_copy = f"{measurement.ratio(name, COPY):.2f}x"
+        yield label, name, *times, f"{measurement.gb_per_s(name):.1f}", over_copy, over_normops
+        label = ""
+    for name in measurement.wrong:
+        yield label, name, "wrong", *["-"] * 5
+
+
+def _notes(measurements: Sequence[Measurement]) -> Iterator[str]:
+    # What is left out is so for all sizes alike.
+    for name, reason in measurements[0].left_out.items():
+        yield f"{name} left out: {reason}"
+    for measurement in measurements:
+        for name, reason in measurement.wrong.items():
+            yield f"{name} on {measurement.problem.size} is wrong: {reason}"
+    for peer in PEERS:
+        if peer.own_definition and peer.name in measurements[0].timings:
+            yield f"{peer.name} computes something else; it is here for scale"
+
+
+def _normops_cell(measurement: Measurement) -> str:
+    if NORMOPS.name not in measurement.timings:
+        return "wrong"
+    return f"{format_seconds(measurement.timings[NORMOPS.name].median)} ({measurement.ratio(NORMOPS.name, COPY):.2f}x)"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"

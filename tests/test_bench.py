@@ -1,0 +1,45 @@
+"""The benchmark runs, refuses what is wrong, and saves what it says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    quick = ("--turns", "2", "--seconds", "0", "--peers", "F.rms_norm", "F.layer_norm", "--dtype", "float32")
+    operators = ("--op", "rms_norm", "rms_norm_backward", "forward_backward")
+    result = bench(*operators, "--shapes", "4x64", "8x64", *quick, "--save", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "wrong" not in result.stdout
+    saved = json.loads((tmp_path / "results.json").read_text())
+    problems = {(m["operator"], m["memory"], m["rows"]): m for m in saved["measurements"]}
+    assert len(problems) == 10
+    forward = problems["rms_norm", "fresh", 8]
+    assert forward["bytes"] == (2 * 8 * 64 + 64) * 4
+    assert set(forward["calls"]) == {"copy", "normops", "F.rms_norm", "F.layer_norm"}
+    assert "| 8x64 float32 |" in (tmp_path / "results.md").read_text()
+    assert (tmp_path / "rms_norm_fresh_roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shapes", "4by64"), "expected llama, qk, wide, decode, all or ROWSxCOLS, but got 4by64"),
+        (("--op", "softmax"), "invalid choice: 'softmax'"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
+    result = bench(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
