@@ -1,4 +1,4 @@
-# Every target starts from a bare machine: python3 with venv, a C++20 compiler and make. Everything else goes into .venv.
+# Every target starts from a bare machine: python3 with venv, GCC 12 and make. Everything else goes into .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
