@@ -68,6 +68,12 @@ def transposed(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return contiguous((shape[1], shape[0], *shape[2:]), dtype, seed).transpose(0, 1)
 
 
+def reversed_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """The dimensions before the last in the opposite order in memory: no two of them merge."""
+    rows = len(shape) - 1
+    return contiguous((*shape[:-1][::-1], shape[-1]), dtype, seed).permute(*range(rows)[::-1], rows)
+
+
 def expanded(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """The first dimension has stride 0."""
     return contiguous((1, *shape[1:]), dtype, seed).expand(shape)
@@ -188,7 +194,8 @@ def _shapes() -> Iterator[Case]:
             yield Case((3, 2, 5, 4), dtype, 3, dtype, layout=layout)
         yield Case((3, 5, 4), dtype, 3, dtype)
         yield Case((19,), dtype, 1, dtype)
-        yield Case((2, 1, 2, 1, 2, 1, 2, 2, 2, 2, 2, 2, 3), dtype, 1, dtype, layout=transposed)
+        for dims in (3, 8, 9, 11):  # a row layout holds 8
+            yield Case((2,) * dims + (3,), dtype, 1, dtype, layout=reversed_rows, grad_layout=transposed)
         yield Case((6, 50), dtype, 1, dtype, eps=None)
         yield Case((6, 50), dtype, 1, dtype, eps=0.0)
 
