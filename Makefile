@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu')
+CPP := $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu')
 
-.PHONY: install test lint format demo bench package clean
+.PHONY: install test lint format demo bench bench-instructions package clean
 
 install: $(VENV)/installed
 
@@ -38,6 +38,10 @@ demo: install
 bench: install
 	$(BIN)/pip install --quiet onnx==1.23.2 onnxruntime==1.31.1
 	$(BIN)/python -m bench $(ARGS)
+
+# Needs valgrind.
+bench-instructions: install
+	$(BIN)/python -m bench.instructions $(ARGS)
 
 # An sdist, a wheel made from it, and that wheel installed into a fresh environment and imported from elsewhere.
 package: $(VENV)/required

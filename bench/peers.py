@@ -83,7 +83,9 @@ def _leaves(inputs: Tensors) -> tuple[Tensor, Tensor]:
 def _backward(norm: Norm) -> Builder:
     def build(inputs: Tensors) -> Callable[[], object]:
         leaves = _leaves(inputs)
-        output = norm(*leaves)
+        # A compiled backward is not to consume what the forward saved: it runs again and again.
+        with torch._functorch.config.patch(donated_buffer=False):
+            output = norm(*leaves)
         return lambda: torch.autograd.grad(output, leaves, inputs["grad_output"], retain_graph=True)
 
     return build

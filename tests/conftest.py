@@ -1,5 +1,6 @@
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ def device(request: pytest.FixtureRequest) -> str:
             pytest.fail("NORMOPS_REQUIRE_CUDA=1, but torch sees no GPU")
         pytest.skip("torch sees no GPU")
     return name
+
+
+@pytest.fixture(scope="session")
+def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernel_programs.build builds, so that the kernels are compiled once."""
+    return tmp_path_factory.mktemp("programs")
 
 
 @pytest.fixture

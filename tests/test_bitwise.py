@@ -72,6 +72,29 @@ def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, de
                 assert torch.equal(actual, reference), threads
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [32768, 40003])
+@pytest.mark.usefixtures("restored_threads")
+def test_threads_that_share_a_row_do_not_show(cols: int, dtype: torch.dtype, device: str) -> None:
+    """Fewer rows than threads: each row is split among them."""
+    dy, x, w = problem(6, cols, dtype, device)
+    residual = cases.values((6, cols), dtype, 4).to(device)
+
+    def compute_all() -> list[Tensor]:
+        results = [ops.rms_norm(x, [cols], w, EPS), ops.rms_norm(x, [cols])]
+        for mask in ([True, True], [True, False], [False, True]):
+            for grad_residual in (None, residual) if mask[0] else (None,):
+                gradients = ops.rms_norm_backward(dy, x, [cols], w, EPS, grad_residual=grad_residual, output_mask=mask)
+                results += [gradient for gradient in gradients if gradient is not None]
+        return results
+
+    torch.set_num_threads(6)
+    expected = compute_all()
+    torch.set_num_threads(7)
+    for actual, reference in zip(compute_all(), expected, strict=True):
+        assert torch.equal(actual, reference)
+
+
 def test_grad_weight_alone_has_the_same_bits(device: str) -> None:
     dy, x, w = problem(130, 100, torch.bfloat16, device)
     _, both = ops.rms_norm_backward(dy, x, [100], w, EPS)

@@ -5,21 +5,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import kernel_programs
 import pytest
 
 import normops
 
-TESTS = Path(__file__).parent
-KERNELS = TESTS.parent / "csrc" / "cpu"
-
-
-def build(compiler: str, folder: Path) -> Path:
-    """The kernel layer includes no torch header: a C++ compiler is all it takes."""
-    program = folder / compiler
-    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-static", f"-I{KERNELS}"]
-    sources = [TESTS / "kernel_bits.cpp", KERNELS / "isa.cpp", KERNELS / "rms_norm_kernel.cpp"]
-    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
-    return program
+PROGRAM = kernel_programs.TESTS / "kernel_bits.cpp"
 
 
 def hashes(*command: str, isa: str = "") -> tuple[str, list[str]]:
@@ -31,10 +22,10 @@ def hashes(*command: str, isa: str = "") -> tuple[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def native(program_folder: Path) -> Path:
     if shutil.which("g++") is None:
         pytest.skip("no g++ on this machine")
-    return build("g++", tmp_path_factory.mktemp("native"))
+    return kernel_programs.build(PROGRAM, program_folder)
 
 
 def test_avx2_and_avx512(native: Path) -> None:
@@ -46,10 +37,12 @@ def test_avx2_and_avx512(native: Path) -> None:
     assert hashes(str(native), isa="avx2") == ("avx2", expected)
 
 
-def test_neon(native: Path, tmp_path: Path) -> None:
+def test_neon(native: Path, program_folder: Path) -> None:
     if shutil.which("aarch64-linux-gnu-g++") is None or shutil.which("qemu-aarch64-static") is None:
         pytest.skip("no compiler and emulator for aarch64 (packages g++-aarch64-linux-gnu, qemu-user-static)")
     best, expected = hashes(str(native))
     if best == "baseline":
         pytest.skip("this machine does not fuse multiply-adds")
-    assert hashes("qemu-aarch64-static", str(build("aarch64-linux-gnu-g++", tmp_path))) == ("neon", expected)
+    assert hashes(
+        "qemu-aarch64-static", str(kernel_programs.build(PROGRAM, program_folder, "aarch64-linux-gnu-g++"))
+    ) == ("neon", expected)

@@ -136,3 +136,24 @@ def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) 
     ones = torch.ones(numbers.numel(), dtype=dtype, device=device)
     output = ops.rms_norm(ones, (numbers.numel(),), on(device, numbers), 0.0)
     assert torch.equal(output.cpu(), numbers.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("where", ["weight", "input", "grad_output"])
+def test_a_nan_of_any_payload_stays_one(where: str, dtype: torch.dtype, device: str) -> None:
+    """Rounding must not carry a payload into the exponent, wherever the NaN comes from and whatever it is stored in."""
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
+    payloads = bits.view(torch.float32)
+    # The payloads are float32's; what they meet has `dtype`.
+    weight_dtype, row_dtype = (torch.float32, dtype) if where == "weight" else (dtype, torch.float32)
+    t = {name: torch.ones(4, dtype=row_dtype, device=device) for name in ("input", "grad_output")}
+    t["weight"] = torch.ones(4, dtype=weight_dtype, device=device)
+    for index in range(4):
+        t[where] = torch.where(torch.arange(4) == index, payloads, torch.ones(4)).to(device)
+        output = ops.rms_norm(t["input"], (4,), t["weight"], 0.0)
+        grad_input, grad_weight = ops.rms_norm_backward(t["grad_output"], t["input"], (4,), t["weight"], 0.0)
+        if where != "grad_output":
+            assert output[index].isnan()
+        assert grad_input.isnan().all()
+        if where != "weight":
+            assert grad_weight[index].isnan()

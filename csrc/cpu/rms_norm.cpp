@@ -6,7 +6,9 @@
 #include <c10/util/SmallBuffer.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "../problem.h"
 #include "rms_norm_kernel.h"
@@ -43,22 +45,32 @@ void parallel_for_columns(int64_t cols, int64_t grain_columns, const Function& f
 }
 
 // weight + weight_offset as the kernels read it, or ones without a weight.
-class Scale : public Scratch {
+class Scale {
  public:
   Scale(const OptionalTensor& weight, double weight_offset, DType dtype, int64_t cols)
-      : Scratch(dtype, padded_cols(cols)) {
-    if (is_given(weight)) {
-      const Tensor contiguous = weight->contiguous();
+      : weight_(is_given(weight) ? weight->contiguous() : Tensor()),
+        is_weight_itself_(weight_.defined() && weight_offset == 0 && dtype_of(weight_) == dtype &&
+                          compute_dtype(dtype) == dtype && padded_cols(cols) == cols),
+        converted_(dtype, is_weight_itself_ ? 0 : padded_cols(cols)) {
+    if (is_weight_itself_) return;
+    void* const target = converted_.data();
+    if (weight_.defined()) {
       parallel_for_columns(cols, kGrainElements, [&](int64_t begin, int64_t end) {
-        rms_norm_kernels().scale(dtype, dtype_of(contiguous), contiguous.const_data_ptr(), weight_offset, data(), begin,
-                                 end);
+        rms_norm_kernels().scale(dtype, dtype_of(weight_), weight_.const_data_ptr(), weight_offset, target, begin, end);
       });
     } else if (compute_dtype(dtype) == DType::float64) {
-      std::fill_n(static_cast<double*>(data()), padded_cols(cols), 1.0);
+      std::fill_n(static_cast<double*>(target), padded_cols(cols), 1.0);
     } else {
-      std::fill_n(static_cast<float*>(data()), padded_cols(cols), 1.0f);
+      std::fill_n(static_cast<float*>(target), padded_cols(cols), 1.0f);
     }
   }
+
+  const void* data() { return is_weight_itself_ ? weight_.const_data_ptr() : converted_.data(); }
+
+ private:
+  Tensor weight_;
+  bool is_weight_itself_;
+  Scratch converted_;
 };
 
 // Memory that a kernel can write rows to: the target's own, or, where its normalized dimensions are not contiguous,
@@ -82,6 +94,50 @@ class Target {
   Rows rows_;
 };
 
+// Whether threads share each row: there are fewer rows than threads, and a row is long enough to be worth it.
+bool shares_rows(const Problem& problem) {
+  return problem.cols >= 2 * kGrainElements && problem.rows < at::get_num_threads();
+}
+
+// Sums over the spans of a row, one after another as a kernel that has the row to itself adds them.
+class SpanSums {
+ public:
+  explicit SpanSums(int64_t cols) : count_((cols + kSpan - 1) / kSpan), sums_(DType::float64, count_) {}
+  double* data() { return static_cast<double*>(sums_.data()); }
+  int64_t count() const { return count_; }
+  double total() { return std::accumulate(data(), data() + count_, 0.0); }
+
+ private:
+  int64_t count_;
+  Scratch sums_;
+};
+
+void forward_shared_rows(const RmsNormArgs& args, int64_t rows) {
+  SpanSums squares(args.cols);
+  for (int64_t row = 0; row < rows; row++) {
+    at::parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) {
+      rms_norm_kernels().forward_sums(args, row, begin, end, squares.data());
+    });
+    const double square_sum = squares.total();
+    parallel_for_columns(args.cols, kGrainElements, [&](int64_t begin, int64_t end) {
+      rms_norm_kernels().forward_columns(args, row, square_sum, begin, end);
+    });
+  }
+}
+
+void backward_shared_rows(const RmsNormBackwardArgs& args) {
+  SpanSums squares(args.cols), dots(args.cols);
+  for (int64_t row = 0; row < args.rows; row++) {
+    at::parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) {
+      rms_norm_kernels().backward_sums(args, row, begin, end, squares.data(), dots.data());
+    });
+    const double square_sum = squares.total(), dot = args.grad_input != nullptr ? dots.total() : 0;
+    parallel_for_columns(args.cols, kGrainElements, [&](int64_t begin, int64_t end) {
+      rms_norm_kernels().backward_columns(args, row, square_sum, dot, begin, end);
+    });
+  }
+}
+
 void launch_rms_norm(const Tensor& input, size_t normalized_dims, const OptionalTensor& weight,
                      std::optional<double> eps, double weight_offset, const Tensor& output) {
   const Problem problem = make_problem(input, normalized_dims, eps);
@@ -100,8 +156,12 @@ void launch_rms_norm(const Tensor& input, size_t normalized_dims, const Optional
       .output = y.data(),
       .output_rows = y.layout(),
   };
-  at::parallel_for(0, problem.rows, grain(problem.cols),
-                   [&](int64_t begin, int64_t end) { rms_norm_kernels().forward(args, begin, end); });
+  if (shares_rows(problem)) {
+    forward_shared_rows(args, problem.rows);
+  } else {
+    at::parallel_for(0, problem.rows, grain(problem.cols),
+                     [&](int64_t begin, int64_t end) { rms_norm_kernels().forward(args, begin, end); });
+  }
   y.finish();
 }
 
@@ -156,8 +216,12 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   Scratch partials(dtype, grad_weight.defined() ? chunks * padded_cols(problem.cols) : 0);
   if (grad_weight.defined()) args.grad_weight_partials = partials.data();
 
-  at::parallel_for(0, chunks, grain(args.rows_per_chunk * problem.cols),
-                   [&](int64_t begin, int64_t end) { rms_norm_kernels().backward(args, begin, end); });
+  if (shares_rows(problem)) {
+    backward_shared_rows(args);
+  } else {
+    at::parallel_for(0, chunks, grain(args.rows_per_chunk * problem.cols),
+                     [&](int64_t begin, int64_t end) { rms_norm_kernels().backward(args, begin, end); });
+  }
   if (dx.has_value()) dx->finish();
 
   if (grad_weight.defined()) {

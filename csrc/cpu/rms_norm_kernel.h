@@ -13,6 +13,9 @@ namespace normops::cpu {
 // write (scale, partials) are padded to whole blocks and hold the columns in an order of the kernels' own.
 inline int64_t padded_cols(int64_t cols) { return (cols + 15) / 16 * 16; }
 
+// Sums over a row are formed in spans of so many columns, then over the spans from left to right in float64.
+constexpr int64_t kSpan = 1024;
+
 struct RmsNormArgs {
   DType dtype;
   int64_t cols;
@@ -48,8 +51,19 @@ struct RmsNormKernels {
                 int64_t end);
   // output[begin:end]
   void (*forward)(const RmsNormArgs& args, int64_t begin, int64_t end);
+  // The same for one row that threads share: squares[begin:end], the sums over these spans of x^2, and, when their
+  // total is known, output[row, begin:end]; there begin is a multiple of 16.
+  void (*forward_sums)(const RmsNormArgs& args, int64_t row, int64_t begin, int64_t end, double* squares);
+  void (*forward_columns)(const RmsNormArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end);
   // grad_input of the rows of chunks [begin:end], and grad_weight_partials[begin:end]
   void (*backward)(const RmsNormBackwardArgs& args, int64_t begin, int64_t end);
+  // The same for one row that threads share: squares[begin:end] and dots[begin:end], the sums over these spans of x^2
+  // and dy * scale * x (dots only if grad_input is wanted); then grad_input[row, begin:end] and what the row adds to
+  // its chunk's partial, rows being taken in order.
+  void (*backward_sums)(const RmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t end, double* squares,
+                        double* dots);
+  void (*backward_columns)(const RmsNormBackwardArgs& args, int64_t row, double square_sum, double dot, int64_t begin,
+                           int64_t end);
   // grad_weight[begin:end] = sum over chunks of partials[:, begin:end]; begin is a multiple of 16.
   void (*grad_weight)(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t cols,
                       void* grad_weight, int64_t begin, int64_t end);

@@ -88,12 +88,12 @@ NORMOPS_INLINE u16_vector narrow(u32_vector v) {
 #endif
 }
 
-// A bfloat16 in the upper half of each lane: rounded to nearest, ties to even. Every NaN becomes 0xffff, as rounding
-// could carry a NaN's payload into its sign. The lower halves are undefined.
+// A bfloat16 in the upper half of each lane: rounded to nearest, ties to even. The lower halves are undefined. The
+// carry would turn a NaN with a large payload into a number. The kernels have none: the payloads of bfloat16 inputs and
+// of the NaN that hardware makes end in 16 zeros; whatever else gets in goes through canonical_nans first.
 NORMOPS_INLINE u32_vector round_to_bfloat16(f32_vector f) {
   const u32_vector bits = bit_cast<u32_vector>(f);
-  const u32_vector rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  return rounded | bit_cast<u32_vector>(f != f);
+  return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
 NORMOPS_INLINE f32_vector float16_to_float(u16_vector h) {
@@ -188,7 +188,10 @@ template <class T>
 NORMOPS_INLINE void store(T* target, const Block<compute_t<T>>& block) {
   using B = Block<compute_t<T>>;
   if constexpr (kEvenOdd<T>) {
-    const u32_vector pairs = round_to_bfloat16(block.v[0]) >> 16 | (round_to_bfloat16(block.v[1]) & 0xffff0000);
+    typedef uint16_t halves __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
+    const auto even = bit_cast<halves>(round_to_bfloat16(block.v[0]) >> 16);
+    const auto odd = bit_cast<halves>(round_to_bfloat16(block.v[1]));
+    const halves pairs = __builtin_shufflevector(even, odd, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31);
     std::memcpy(target, &pairs, sizeof pairs);
     return;
   }
@@ -260,6 +263,14 @@ NORMOPS_INLINE Block<Compute> broadcast(Compute value) {
   return block;
 }
 
+// The same numbers, every NaN being the one of std::numeric_limits.
+template <class Compute>
+NORMOPS_INLINE Block<Compute> canonical_nans(const Block<Compute>& block) {
+  Block<Compute> result = broadcast(std::numeric_limits<Compute>::quiet_NaN());
+  for (int i = 0; i < block.kVectors; i++) result.v[i] = block.v[i] == block.v[i] ? block.v[i] : result.v[i];
+  return result;
+}
+
 // A block of Compute, in the order of the elements, from or to a type whose compute type may be another: those pairs (a
 // float64 weight with a float32 input, or the other way round) are rare and converted number by number.
 template <class Compute, class T, class Extent>
@@ -278,12 +289,12 @@ NORMOPS_INLINE Block<Compute> load_elements(const T* source, Extent extent) {
 template <class T, class Compute, class Extent>
 NORMOPS_INLINE void store_elements(T* target, const Block<Compute>& block, Extent extent) {
   if constexpr (std::is_same_v<Compute, compute_t<T>>) {
-    store(target, reorder<T, Compute>(block), extent);
+    store(target, reorder<T, Compute>(canonical_nans(block)), extent);
   } else {
     Compute elements[kLanes<Compute>];
     store(elements, block);
     for (int64_t i = 0; i < lanes_of<Compute>(extent); i++) {
-      store(target + i, broadcast(static_cast<compute_t<T>>(elements[i])), Part{1});
+      store(target + i, canonical_nans(broadcast(static_cast<compute_t<T>>(elements[i]))), Part{1});
     }
   }
 }

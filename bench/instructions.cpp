@@ -1,0 +1,51 @@
+// Runs each CPU kernel once, without torch, under callgrind: a dump of its counters for each, labelled. Prints the
+// labels and the numbers of elements that the kernels went through.
+#include <valgrind/callgrind.h>
+
+#include <cinttypes>
+#include <cstdio>
+#include <string>
+
+#include "kernel_problem.h"
+
+namespace {
+
+using namespace normops;
+using namespace normops::cpu;
+
+constexpr const char* kDTypeNames[] = {"float16", "bfloat16", "float32", "float64"};
+
+template <class Run>
+void count(const char* kernel, DType dtype, int64_t rows, int64_t cols, int64_t elements, Run run) {
+  const std::string label = std::string(kernel) + " " + std::to_string(rows) + "x" + std::to_string(cols) + " " +
+                            kDTypeNames[static_cast<int>(dtype)];
+  CALLGRIND_ZERO_STATS;
+  run();
+  CALLGRIND_DUMP_STATS_AT(label.c_str());
+  std::printf("%s: %" PRId64 "\n", label.c_str(), elements);
+}
+
+void count_kernels(DType dtype, int64_t rows, int64_t cols) {
+  const RmsNormKernels& kernels = rms_norm_kernels();
+  KernelProblem p(dtype, dtype, rows, cols, 8);
+  const int64_t elements = rows * cols;
+  RmsNormBackwardArgs without_residual = p.backward;
+  without_residual.grad_residual = nullptr;
+  count("scale", dtype, rows, cols, cols,
+        [&] { kernels.scale(dtype, dtype, p.weight.data(), 0.0, p.scale.data(), 0, cols); });
+  count("forward", dtype, rows, cols, elements, [&] { kernels.forward(p.forward, 0, rows); });
+  count("backward", dtype, rows, cols, elements, [&] { kernels.backward(without_residual, 0, p.chunks); });
+  count("backward+residual", dtype, rows, cols, elements, [&] { kernels.backward(p.backward, 0, p.chunks); });
+  count("grad_weight", dtype, rows, cols, p.chunks * cols,
+        [&] { kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, cols, p.grad_weight.data(), 0, cols); });
+}
+
+}  // namespace
+
+int main() {
+  for (const DType dtype : kDTypes) {
+    count_kernels(dtype, 64, 4096);
+    count_kernels(dtype, 64, 64);
+    count_kernels(dtype, 64, 100);
+  }
+}

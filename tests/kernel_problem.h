@@ -1,0 +1,96 @@
+// Pseudo-random problems for the programs that run the CPU kernels without torch.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "rms_norm_kernel.h"
+
+namespace normops::cpu {
+
+constexpr DType kDTypes[] = {DType::float16, DType::bfloat16, DType::float32, DType::float64};
+
+inline uint64_t random_bits() {  // xorshift64
+  static uint64_t state = 88172645463325252u;
+  state ^= state << 13;
+  state ^= state >> 7;
+  return state ^= state << 17;
+}
+
+inline size_t size_of(DType dtype) {
+  return dispatch(dtype, []<class T>() { return sizeof(T); });
+}
+
+inline std::vector<char> random_numbers(DType dtype, int64_t count) {
+  std::vector<char> bytes(count * size_of(dtype));
+  dispatch(dtype, [&]<class T>() {
+    for (int64_t i = 0; i < count; i++) {
+      const float number = static_cast<float>(static_cast<int64_t>(random_bits() >> 40) - (1 << 23)) / (1 << 21);
+      T value;
+      if constexpr (std::is_same_v<T, bfloat16>) {
+        uint32_t bits;
+        std::memcpy(&bits, &number, sizeof bits);
+        value.bits = bits >> 16;
+      } else if constexpr (std::is_same_v<T, float16>) {
+        value.bits = (random_bits() & 0x8fff) | 0x3000;  // magnitudes from 1/8 to 2
+      } else {
+        value = number;
+      }
+      std::memcpy(bytes.data() + i * sizeof(T), &value, sizeof(T));
+    }
+  });
+  return bytes;
+}
+
+// A row-major problem with all of its inputs and outputs, and the kernels' arguments for it.
+struct KernelProblem {
+  KernelProblem(DType dtype, DType weight_dtype, int64_t rows, int64_t cols, int64_t rows_per_chunk)
+      : input(random_numbers(dtype, rows * cols)),
+        grad_output(random_numbers(dtype, rows * cols)),
+        grad_residual(random_numbers(dtype, rows * cols)),
+        weight(random_numbers(weight_dtype, cols)),
+        output(input.size()),
+        grad_input(input.size()),
+        grad_weight(weight.size()),
+        chunks((rows + rows_per_chunk - 1) / rows_per_chunk),
+        scale(padded_cols(cols)),
+        partials(chunks * padded_cols(cols)) {
+    RowLayout layout;
+    layout.dims = 1;
+    layout.sizes[0] = rows;
+    layout.strides[0] = cols;
+    forward = {.dtype = dtype,
+               .cols = cols,
+               .eps = 1e-5,
+               .input = input.data(),
+               .input_rows = layout,
+               .scale = scale.data(),
+               .output = output.data(),
+               .output_rows = layout};
+    backward = {.dtype = dtype,
+                .rows = rows,
+                .cols = cols,
+                .eps = 1e-5,
+                .grad_output = grad_output.data(),
+                .grad_output_rows = layout,
+                .input = input.data(),
+                .input_rows = layout,
+                .scale = scale.data(),
+                .grad_residual = grad_residual.data(),
+                .grad_residual_rows = layout,
+                .grad_input = grad_input.data(),
+                .grad_input_rows = layout,
+                .grad_weight_partials = partials.data(),
+                .rows_per_chunk = rows_per_chunk};
+  }
+  KernelProblem(const KernelProblem&) = delete;
+
+  std::vector<char> input, grad_output, grad_residual, weight, output, grad_input, grad_weight;
+  int64_t chunks;
+  std::vector<double> scale, partials;
+  RmsNormArgs forward;
+  RmsNormBackwardArgs backward;
+};
+
+}  // namespace normops::cpu
