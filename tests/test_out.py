@@ -127,19 +127,33 @@ def test_exact_aliasing(cols: int, dtype: torch.dtype, layout: cases.Layout, dev
         assert torch.equal(grad_weight, expected_weight), over
 
 
-def test_exact_aliasing_of_a_single_row_with_the_weight(device: str) -> None:
-    case = Case((70,), torch.float32, weight_dtype=torch.float32)
-    dy, x, w = (on(device, t) for t in (case.grad_output(), case.input(), case.weight()))
-    assert w is not None
-    expected = ops.rms_norm(x, [70], w, EPS)
-    assert torch.equal(ops.rms_norm.out(x, [70], w.clone(), EPS, out=w.clone()), expected)
-    shared = w.clone()
-    assert torch.equal(ops.rms_norm.out(x, [70], shared, EPS, out=shared), expected)
-    expected_gradients = ops.rms_norm_backward(dy, x, [70], w, EPS)
-    shared = w.clone()
-    gradients = ops.rms_norm_backward.out(dy, x, [70], shared, EPS, grad_input=torch.empty_like(w), grad_weight=shared)
-    for actual, expected in zip(gradients, expected_gradients, strict=True):
-        assert torch.equal(actual, expected)
+@pytest.mark.parametrize("cols", [64, 70, 40000])
+@pytest.mark.parametrize("over", ["grad_output", "input", "weight", "grad_residual"])
+def test_exact_aliasing_of_a_single_row_with_a_vector(over: str, cols: int, device: str) -> None:
+    """Where there is one row, the weight has the shape of the output, and grad_weight that of every input."""
+    case = Case((cols,), torch.float32, weight_dtype=torch.float32, has_residual=True)
+    made = {"grad_output": case.grad_output(), "input": case.input(), "grad_residual": case.grad_residual()}
+    made["weight"] = case.weight()
+
+    def tensors() -> dict[str, Tensor]:
+        return {name: tensor.to(device, copy=True) for name, tensor in made.items() if tensor is not None}
+
+    def gradients(t: dict[str, Tensor], **targets: Tensor) -> tuple[Tensor, Tensor]:
+        operator = ops.rms_norm_backward.out if targets else ops.rms_norm_backward
+        return operator(
+            t["grad_output"], t["input"], [cols], t["weight"], EPS, grad_residual=t["grad_residual"], **targets
+        )
+
+    t = tensors()
+    expected = ops.rms_norm(t["input"], [cols], t["weight"], EPS)
+    expected_gradients = gradients(t)
+    if over in ("input", "weight"):
+        assert torch.equal(ops.rms_norm.out(t["input"], [cols], t["weight"], EPS, out=t[over]), expected)
+    for target, other in (("grad_input", "grad_weight"), ("grad_weight", "grad_input")):
+        t = tensors()
+        results = gradients(t, **{target: t[over], other: torch.empty_like(t["weight"])})
+        for actual, reference in zip(results, expected_gradients, strict=True):
+            assert torch.equal(actual, reference)
 
 
 def refused(memory: Tensor, input: Tensor, out: Tensor) -> bool:

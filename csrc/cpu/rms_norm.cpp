@@ -10,6 +10,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "../overlap.h"
 #include "../problem.h"
 #include "rms_norm_kernel.h"
 
@@ -174,6 +175,15 @@ int64_t grad_weight_chunk_rows(int64_t rows) {
   return (root + kMultiple - 1) / kMultiple * kMultiple;
 }
 
+// Whether the partial of a single chunk can be formed in grad_weight itself: it is laid out in the same way, and is
+// none of these inputs, which are read until the end.
+bool is_partial_layout(const Tensor& grad_weight, DType dtype, int64_t cols, std::initializer_list<Tensor> inputs) {
+  return dtype_of(grad_weight) == dtype && compute_dtype(dtype) == dtype && grad_weight.is_contiguous() &&
+         padded_cols(cols) == cols && std::all_of(inputs.begin(), inputs.end(), [&](const Tensor& input) {
+           return overlap(grad_weight, input) == Overlap::none;
+         });
+}
+
 // grad_input and grad_weight may be undefined: then they are not wanted.
 void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_t normalized_dims,
                               const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
@@ -213,8 +223,14 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
     args.grad_input_rows = dx->layout();
   }
   const int64_t chunks = (problem.rows + args.rows_per_chunk - 1) / args.rows_per_chunk;
-  Scratch partials(dtype, grad_weight.defined() ? chunks * padded_cols(problem.cols) : 0);
-  if (grad_weight.defined()) args.grad_weight_partials = partials.data();
+  const bool is_partial =
+      chunks == 1 && grad_weight.defined() &&
+      is_partial_layout(grad_weight, dtype, problem.cols,
+                        {grad_output, input, value_or_undefined(weight), value_or_undefined(grad_residual)});
+  Scratch partials(dtype, grad_weight.defined() && !is_partial ? chunks * padded_cols(problem.cols) : 0);
+  if (grad_weight.defined()) {
+    args.grad_weight_partials = is_partial ? grad_weight.mutable_data_ptr() : partials.data();
+  }
 
   if (shares_rows(problem)) {
     backward_shared_rows(args);
@@ -224,7 +240,7 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   }
   if (dx.has_value()) dx->finish();
 
-  if (grad_weight.defined()) {
+  if (grad_weight.defined() && !is_partial) {
     const bool is_in_place = grad_weight.is_contiguous();
     const Tensor dw = is_in_place ? grad_weight : empty_contiguous(grad_weight);
     parallel_for_columns(problem.cols, grain(chunks), [&](int64_t begin, int64_t end) {

@@ -377,9 +377,13 @@ void backward_columns(const RmsNormBackwardArgs& args, int64_t row, double squar
     dispatch_wants(args, [&]<class Wants>() {
       auto group = BackwardRows<T, Wants>(args, row).template next<1>();
       auto* const partial = partial_of<T>(args, row / args.rows_per_chunk);
-      if (Wants::grad_weight && row % args.rows_per_chunk == 0) clear(partial, begin, end);
       group.set_sums(0, rstd_of<T>(square_sum, args.cols, args.eps), dot, args.cols);
-      group.write(begin, end, partial);
+      // In spans, to find in the cache what was cleared.
+      for (; begin < end; begin += kSpan) {
+        const int64_t last = begin + kSpan < end ? begin + kSpan : end;
+        if (Wants::grad_weight && row % args.rows_per_chunk == 0) clear(partial, begin, last);
+        group.write(begin, last, partial);
+      }
     });
   });
 }
