@@ -13,6 +13,7 @@ from bench.problems import SHAPES, Problem, Size, parse_shapes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OVERHEAD = "overhead"
+DEFAULT_SHAPES = ("512x4096", "4096x4096")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def parse_arguments(description: str | None) -> Arguments:
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no GPU")
     try:
-        shapes = [shape for name in given.shapes or ["llama"] for shape in parse_shapes(name)]
+        shapes = [shape for name in given.shapes or DEFAULT_SHAPES for shape in parse_shapes(name)]
     except ValueError as error:
         parser.error(f"argument --shapes: {error}")
     names = given.op or ["all"]
@@ -83,7 +84,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_names("--op", f"{', '.join(operators)} (default)", operators)
     add_names("--dtype", f"{', '.join(DTYPES)}; default: float32 bfloat16", DTYPES)
-    add_names("--shapes", f"{', '.join(SHAPES)}, all or ROWSxCOLS; default: llama")
+    add_names("--shapes", f"{', '.join(SHAPES)}, all or ROWSxCOLS; default: {' '.join(DEFAULT_SHAPES)}")
     add_names("--peers", f"beside normops and the copy: {', '.join(peers)}; default: all that are installed", peers)
     parser.add_argument("--memory", choices=(*MEMORIES, "both"), default="both", help="the outputs'; default: both")
     parser.add_argument(

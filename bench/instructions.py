@@ -17,6 +17,7 @@ from pathlib import Path
 import kernel_programs
 from rich.console import Console
 
+from bench.report import print_tables
 from bench.tables import Table
 
 PROGRAM = Path(__file__).with_suffix(".cpp")
@@ -102,8 +103,7 @@ def main() -> None:
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as folder, console.status("compiling, counting"):
         counts = count_instructions(Path(folder))
-    for table in tables(counts, None if given.record else ratios(counts, recorded())):
-        console.print(table.rich())
+    print_tables(console, tables(counts, None if given.record else ratios(counts, recorded())))
     if given.record:
         RECORDED.write_text(json.dumps(counts, indent=1) + "\n")
         console.print(f"wrote {RECORDED}")

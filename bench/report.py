@@ -33,10 +33,10 @@ class Report:
         console.print(self.header(), soft_wrap=True)
 
     def print_overhead(self, console: Console) -> None:
-        _print(console, self.overhead_tables())
+        print_tables(console, self.overhead_tables())
 
     def print_measurements(self, console: Console) -> None:
-        _print(console, [*self.details(), *self.summaries()])
+        print_tables(console, [*self.details(), *self.summaries()])
         for reason in self.skipped:
             console.print(f"skipped {reason}", soft_wrap=True)
 
@@ -97,7 +97,7 @@ class Report:
         }
 
 
-def _print(console: Console, tables: Sequence[Table]) -> None:
+def print_tables(console: Console, tables: Sequence[Table]) -> None:
     # In a narrow terminal lines that wrap say more than columns that are cut off.
     wide = Console(width=max(console.width, TABLE_WIDTH), highlight=False)
     for table in tables:
