@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-CPP := $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu')
+CPP := $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install test lint format demo bench bench-instructions package clean
+.PHONY: install test lint format demo bench bench-instructions check-cuda-compile package clean
 
 install: $(VENV)/installed
 
@@ -38,6 +38,11 @@ demo: install
 bench: install
 	$(BIN)/pip install --quiet onnx==1.23.2 onnxruntime==1.31.1
 	$(BIN)/python -m bench $(ARGS)
+
+# Needs nvcc on PATH, and no GPU: compiles every CUDA kernel, and reads what became of it.
+check-cuda-compile:
+	NORMOPS_CUDA=1 $(MAKE) install
+	NORMOPS_CUDA=1 $(BIN)/python -m pytest tests/test_cuda_compile.py
 
 # Needs valgrind.
 bench-instructions: install

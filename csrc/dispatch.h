@@ -17,7 +17,7 @@ enum class DType : uint8_t { float16, bfloat16, float32, float64 };
 
 // Calls `function.template operator()<T>()` with the C++ type of `dtype`.
 template <class Function>
-decltype(auto) dispatch(DType dtype, Function&& function) {
+constexpr decltype(auto) dispatch(DType dtype, Function&& function) {
   switch (dtype) {
     case DType::float16:
       return std::forward<Function>(function).template operator()<float16>();

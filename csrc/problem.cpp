@@ -79,4 +79,15 @@ Rows make_rows(const at::Tensor& tensor, size_t normalized_dims) {
   return make_rows(copy, normalized_dims);
 }
 
+Target::Target(const at::Tensor& target, size_t normalized_dims)
+    : target_(target), rows_(make_rows(target, normalized_dims)) {
+  if (!rows_.tensor.is_same(target)) {
+    rows_ = make_rows(at::empty_like(target, at::MemoryFormat::Contiguous), normalized_dims);
+  }
+}
+
+void Target::finish() const {
+  if (!rows_.tensor.is_same(target_)) target_.copy_(rows_.tensor);
+}
+
 }  // namespace normops

@@ -34,4 +34,19 @@ struct Rows {
 
 Rows make_rows(const at::Tensor& tensor, size_t normalized_dims);
 
+// Memory that a kernel can write rows to: the target's own, or, where its normalized dimensions are not contiguous,
+// that of a copy which finish() moves over.
+class Target {
+ public:
+  Target(const at::Tensor& target, size_t normalized_dims);
+
+  void* data() const { return rows_.tensor.mutable_data_ptr(); }
+  const RowLayout& layout() const { return rows_.layout; }
+  void finish() const;
+
+ private:
+  at::Tensor target_;
+  Rows rows_;
+};
+
 }  // namespace normops

@@ -74,27 +74,6 @@ class Scale {
   Scratch converted_;
 };
 
-// Memory that a kernel can write rows to: the target's own, or, where its normalized dimensions are not contiguous,
-// that of a copy which finish() moves over.
-class Target {
- public:
-  Target(const Tensor& target, size_t normalized_dims) : target_(target), rows_(make_rows(target, normalized_dims)) {
-    if (!is_in_place()) rows_ = make_rows(empty_contiguous(target), normalized_dims);
-  }
-
-  void* data() const { return rows_.tensor.mutable_data_ptr(); }
-  const RowLayout& layout() const { return rows_.layout; }
-  void finish() const {
-    if (!is_in_place()) target_.copy_(rows_.tensor);
-  }
-
- private:
-  bool is_in_place() const { return rows_.tensor.is_same(target_); }
-
-  Tensor target_;
-  Rows rows_;
-};
-
 // Whether threads share each row: there are fewer rows than threads, and a row is long enough to be worth it.
 bool shares_rows(const Problem& problem) {
   return problem.cols >= 2 * kGrainElements && problem.rows < at::get_num_threads();

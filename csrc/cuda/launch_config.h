@@ -1,0 +1,71 @@
+// Which threads hold which part of a row: the one table of launch configurations. It depends on the width of a row and
+// the device, never on the number of rows, so that a row's arithmetic does not either.
+#pragma once
+#include <cstdint>
+
+#include "rms_norm_launch.h"
+
+namespace normops::cuda {
+
+// A row is held in registers, in packs of 16 bytes: pack p of a thread is the row's pack
+// (p * blocks of the cluster + block) * threads + thread, so that neighbouring threads access neighbouring packs.
+struct RowConfig {
+  int64_t packs_of_row;  // at most so many
+  int packs;             // of a thread: 1, 2, 4 or 16, a template argument of the kernels; 0: the row is read twice
+  int threads;           // of a row in one block: a power of two
+  int cluster;           // blocks that share a row
+};
+
+// Threads of a block that rows of at most a warp share.
+constexpr int kBlockThreads = 128;
+
+// Rows of any width, which are read twice.
+constexpr RowConfig kAnyWidth = {INT64_MAX, 0, 512, 1};
+
+// For forward and backward alike, so that both sum a row in the same order. As few threads as possible share a row: up
+// to 2 KiB it is at most a warp, whose sums need no barrier. Beyond that a thread has 4 packs, which is enough to keep
+// memory busy and leaves the backward registers for its sums of grad_weight: 128 registers, hence blocks of at most 512
+// threads. Wider rows are shared by a cluster of blocks. The widest take 16 packs, which with two tensors are 128
+// registers, hence 256 threads.
+constexpr RowConfig kConfigs[] = {
+    {8, 1, 8, 1},      {16, 1, 16, 1},     {32, 1, 32, 1},      {64, 2, 32, 1},    {128, 4, 32, 1},
+    {256, 4, 64, 1},   {512, 4, 128, 1},   {1024, 4, 256, 1},   {2048, 4, 512, 1}, {4096, 4, 512, 2},
+    {8192, 4, 512, 4}, {16384, 4, 512, 8}, {32768, 16, 256, 8},
+};
+// The widest that are held where there are no clusters.
+constexpr RowConfig kWidestWithoutClusters = {4096, 16, 256, 1};
+
+// Rows that a thread has in flight at once: enough bytes to keep memory busy where a row has few.
+constexpr int rows_in_flight(int packs) { return packs == 1 ? 4 : packs == 2 ? 2 : 1; }
+constexpr int backward_rows_in_flight(int packs) { return packs == 1 ? 2 : 1; }
+
+constexpr int max_threads(int packs) { return packs <= 2 ? kBlockThreads : packs == 4 ? 512 : 256; }
+
+// Blocks that a multiprocessor should have room for: without a number the compiler aims for more of them, and spills.
+constexpr int min_blocks(int packs) { return packs <= 2 ? 4 : 1; }
+
+// Blocks of the backward's grid for each multiprocessor: as many as run at once, to make few partial sums.
+constexpr int blocks_of_multiprocessor(int packs, int block_threads) {
+  return packs <= 2 ? 8 : packs == 4 ? 512 / block_threads : 1;
+}
+
+// With 16 packs, the backward's sums of grad_weight are in shared memory: 128 KiB for 256 threads.
+constexpr bool sums_in_shared(int packs) { return packs == 16; }
+
+inline const RowConfig& row_config(int64_t packs_of_row, const Device& device) {
+  for (const RowConfig& config : kConfigs) {
+    if (packs_of_row <= config.packs_of_row && (device.clusters || config.cluster == 1)) return config;
+  }
+  const bool held = !device.clusters && packs_of_row <= kWidestWithoutClusters.packs_of_row;
+  return held ? kWidestWithoutClusters : kAnyWidth;
+}
+
+inline const RowConfig& backward_config(int64_t packs_of_row, int64_t pack_elements, int64_t compute_bytes,
+                                        const Device& device) {
+  const RowConfig& config = row_config(packs_of_row, device);
+  constexpr int64_t kOtherBytes = 4096;  // at least what the kernel declares for the sums of rows
+  const int64_t sums_bytes = kOtherBytes + config.packs * config.threads * pack_elements * compute_bytes;
+  return sums_in_shared(config.packs) && sums_bytes > device.shared_bytes ? kAnyWidth : config;
+}
+
+}  // namespace normops::cuda

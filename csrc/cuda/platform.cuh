@@ -1,0 +1,132 @@
+// What the kernels take from CUDA, and the one place that knows of the emulation in tests/, which runs the same sources
+// on the CPU. What it cannot emulate (clusters) has a plain fallback here.
+#pragma once
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#if defined(NORMOPS_CUDA_EMULATION)
+#include "cuda_emulation.h"
+#define NORMOPS_CLUSTERS 0
+#else
+#include <cooperative_groups.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define NORMOPS_CLUSTERS 1
+#else
+#define NORMOPS_CLUSTERS 0
+#endif
+#endif
+
+namespace normops::cuda {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// The block's dynamic shared memory.
+template <class T>
+__device__ T* dynamic_shared() {
+#if defined(NORMOPS_CUDA_EMULATION)
+  return static_cast<T*>(emulation::dynamic_shared());
+#else
+  extern __shared__ uint4 normops_dynamic_shared[];
+  return reinterpret_cast<T*>(normops_dynamic_shared);
+#endif
+}
+
+// Memory accesses stay on their side of it: the compiler would else load ahead, and run out of registers.
+__device__ inline void keep_order() {
+#if !defined(NORMOPS_CUDA_EMULATION)
+  asm volatile("" ::: "memory");
+#endif
+}
+
+// The same for the assembler, at the cost of an instruction. All threads of the warp call it alike.
+__device__ inline void keep_order_of_warp() {
+#if !defined(NORMOPS_CUDA_EMULATION)
+  __syncwarp();
+#endif
+}
+
+// A cluster: the blocks that hold one row. Without clusters every block is one of its own.
+__device__ inline unsigned cluster_blocks() {
+#if NORMOPS_CLUSTERS
+  return cooperative_groups::cluster_group::num_blocks();
+#else
+  return 1;
+#endif
+}
+
+__device__ inline unsigned cluster_rank() {
+#if NORMOPS_CLUSTERS
+  return cooperative_groups::cluster_group::block_rank();
+#else
+  return 0;
+#endif
+}
+
+__device__ inline void cluster_sync() {
+#if NORMOPS_CLUSTERS
+  cooperative_groups::cluster_group::sync();
+#else
+  __syncthreads();
+#endif
+}
+
+// Where the block `rank` of the cluster has what this block has at `shared`.
+template <class T>
+__device__ const T* in_block_of_cluster(T* shared, unsigned rank) {
+#if NORMOPS_CLUSTERS
+  return cooperative_groups::cluster_group::map_shared_rank(shared, rank);
+#else
+  return shared;
+#endif
+}
+
+struct LaunchShape {
+  dim3 grid;
+  dim3 block;
+  int64_t shared_bytes;
+  int cluster;
+};
+
+#if defined(NORMOPS_CUDA_EMULATION)
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), const LaunchShape& shape, void*, const Args&... args) {
+  emulation::launch([&] { kernel(args...); }, shape.grid, shape.block, shape.shared_bytes);
+}
+
+#else
+
+inline void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("normops: CUDA: ") + cudaGetErrorString(error));
+}
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, const Args&... args) {
+  // Beyond this much a kernel has to ask for shared memory.
+  constexpr int64_t kSharedBytesOfAll = 48 << 10;
+  if (shape.shared_bytes > kSharedBytesOfAll) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shape.shared_bytes)));
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = shape.cluster;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = shape.cluster > 1 ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+#endif
+
+}  // namespace normops::cuda

@@ -1,0 +1,324 @@
+// rms_norm_backward: dx = dy * rstd * w - x * c + residual with c = rstd^3 * mean(dy * w * x), and dw = sum over rows
+// of dy * rstd * x
+#include "rms_norm_row.cuh"
+
+namespace normops::cuda {
+namespace {
+
+template <class T>
+struct Backward {
+  int64_t rows;
+  int64_t cols;
+  double inverse_cols;
+  double eps;
+  ScaleOf<T> scale;
+  RowsOf<const T> grad_output;
+  RowsOf<const T> input;
+  RowsOf<const T> grad_residual;  // data is null without one
+  RowsOf<T> grad_input;           // data is null if not wanted
+  compute_t<T>* partials;         // [partials, cols], or null if not wanted
+};
+
+// What of a row goes into its gradients.
+template <class Compute>
+struct RowFactors {
+  Compute rstd;
+  Compute c;
+};
+
+template <class Compute>
+__device__ RowFactors<Compute> factors_of(Compute square_sum, Compute dot, double inverse_cols, double eps) {
+  const Compute rstd = rstd_of(square_sum, inverse_cols, eps);
+  return {rstd, static_cast<Compute>(dot * inverse_cols) * rstd * rstd * rstd};
+}
+
+// squares += x^2, dots += dy * w * x
+template <class T>
+__device__ void add_terms(const Pack<T>& dy_pack, const Pack<T>& x_pack, const Numbers<T>& scale,
+                          compute_t<T> (&squares)[kChains<T>], compute_t<T> (&dots)[kChains<T>]) {
+  add_squares<T>(x_pack, squares);
+  const Numbers<T> dy = to_compute<T>(dy_pack), x = to_compute<T>(x_pack);
+#pragma unroll
+  for (int i = 0; i < kPack<T>; i++) {
+    compute_t<T>& chain = dots[i % kChains<T>];
+    chain = fma_rn(dy.element[i] * scale.element[i], x.element[i], chain);
+  }
+}
+
+// grad_input of a pack, without the residual; adds dy * rstd * x to dw.
+template <class T, class AddToWeight>
+__device__ Numbers<T> gradients(const Pack<T>& dy_pack, const Pack<T>& x_pack, const Numbers<T>& scale,
+                                const Numbers<T>& residual, const RowFactors<compute_t<T>>& row, AddToWeight add) {
+  const Numbers<T> dy = to_compute<T>(dy_pack), x = to_compute<T>(x_pack);
+  Numbers<T> dx;
+#pragma unroll
+  for (int i = 0; i < kPack<T>; i++) {
+    const compute_t<T> scaled_dy = dy.element[i] * row.rstd;
+    add(i, scaled_dy, x.element[i]);
+    dx.element[i] = fma_rn(scaled_dy, scale.element[i], fma_rn(-row.c, x.element[i], residual.element[i]));
+  }
+  return dx;
+}
+
+template <class T, class Index>
+__device__ Numbers<T> load_residual(const RowsOf<const T>& grad_residual, int64_t row, Index column, Index count) {
+  if (grad_residual.data == nullptr) return {};
+  return to_compute<T>(load_pack(grad_residual.row(row) + column, count, grad_residual.aligned));
+}
+
+// The sums of grad_weight over the rows that a block takes, for the columns of a thread's packs: in registers, or in
+// shared memory where there are too many.
+template <class T, int kPacks>
+class WeightSums {
+ public:
+  using Compute = compute_t<T>;
+  static constexpr bool kInShared = sums_in_shared(kPacks);
+
+  __device__ WeightSums() {
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) {
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) at(p, i) = 0;
+    }
+  }
+
+  __device__ Compute& at(int pack, int i) {
+    if constexpr (kInShared) {
+      // A stride that is known when it is compiled costs no register.
+      return dynamic_shared<Compute>()[(pack * kPack<T> + i) * max_threads(kPacks) + threadIdx.x];
+    } else {
+      return registers_[pack][i];
+    }
+  }
+
+  // Adds up what the rows that share the block have, in their order.
+  __device__ void write(const Columns<T, int>& columns, Compute* partial) {
+    if (blockDim.y == 1) {
+#pragma unroll
+      for (int p = 0; p < kPacks; p++) {
+#pragma unroll
+        for (int i = 0; i < kPack<T>; i++) {
+          if (i < columns.count(p)) partial[columns.column(p) + i] = at(p, i);
+        }
+      }
+      return;
+    }
+    Compute* const shared = dynamic_shared<Compute>();  // [blockDim.y, width]
+    const int width = blockDim.x * kPacks * kPack<T>;
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) {
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) shared[threadIdx.y * width + columns.column(p) + i] = at(p, i);
+    }
+    __syncthreads();
+    for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < columns.cols;
+         column += blockDim.x * blockDim.y) {
+      Compute sum = 0;
+      for (unsigned y = 0; y < blockDim.y; y++) sum += shared[y * width + column];
+      partial[column] = sum;
+    }
+  }
+
+ private:
+  Compute registers_[kInShared ? 1 : kPacks][kPack<T>];
+};
+
+// Rows that fit into registers: each element is read once. A block takes rows until none is left, and then writes its
+// share of grad_weight.
+template <class T, int kPacks>
+__global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
+    rms_norm_backward_kernel(const Backward<T> args) {
+  using Compute = compute_t<T>;
+  constexpr int kRows = backward_rows_in_flight(kPacks);
+  __shared__ RowSumShared<Compute, 2 * kRows> shared;
+  const Columns<T, int> columns(args.cols);
+  const int64_t rows_at_once = static_cast<int64_t>(kRows) * blockDim.y;
+  const int64_t block = blockIdx.x / cluster_blocks(), blocks = gridDim.x / cluster_blocks();
+  WeightSums<T, kPacks> dw;
+
+  unsigned turn = 0;
+  for (int64_t base = block * rows_at_once; base < args.rows; base += blocks * rows_at_once) {
+    const int64_t first_row = base + threadIdx.y;
+    Pack<T> x[kRows][kPacks], dy[kRows][kPacks];
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      const int64_t row = first_row + r * blockDim.y;
+      load_packs<T>(x[r], row < args.rows ? args.input.row(row) : nullptr, columns, args.input.aligned);
+      load_packs<T>(dy[r], row < args.rows ? args.grad_output.row(row) : nullptr, columns, args.grad_output.aligned);
+    }
+
+    Compute sums[2 * kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      Compute squares[kChains<T>] = {}, dots[kChains<T>] = {};
+#pragma unroll
+      for (int p = 0; p < kPacks; p++) {
+        add_terms<T>(dy[r][p], x[r][p], args.scale.load(columns.column(p), columns.count(p)), squares, dots);
+        keep_few_registers<kPacks>();
+      }
+      sums[2 * r] = fold(squares);
+      sums[2 * r + 1] = fold(dots);
+    }
+    sum_row(sums, shared, turn);
+    turn ^= 1;
+
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      const int64_t row = first_row + r * blockDim.y;
+      if (row >= args.rows) break;
+      const auto factors = factors_of(sums[2 * r], sums[2 * r + 1], args.inverse_cols, args.eps);
+#pragma unroll
+      for (int p = 0; p < kPacks; p++) {
+        const int column = columns.column(p), count = columns.count(p);
+        const Numbers<T> dx = gradients<T>(dy[r][p], x[r][p], args.scale.load(column, count),
+                                           load_residual(args.grad_residual, row, column, count), factors,
+                                           [&](int i, Compute scaled_dy, Compute x_element) {
+                                             dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
+                                           });
+        if (args.grad_input.data != nullptr) {
+          store_pack(args.grad_input.row(row) + column, from_compute<T>(dx), count, args.grad_input.aligned);
+        }
+        keep_few_registers<kPacks>();
+      }
+    }
+  }
+  if (args.partials != nullptr) dw.write(columns, args.partials + block * args.cols);
+  end_row_sums();
+}
+
+// Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
+template <class T>
+__global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width_kernel(const Backward<T> args) {
+  using Compute = compute_t<T>;
+  __shared__ RowSumShared<double, 2> shared;
+  const Columns<T, int64_t> columns(args.cols);
+  Compute* const partial = args.partials != nullptr ? args.partials + blockIdx.x * args.cols : nullptr;
+
+  unsigned turn = 0;
+  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    const T* const x_row = args.input.row(row);
+    const T* const dy_row = args.grad_output.row(row);
+    double sums[2] = {};
+    for (int64_t first = 0; columns.count(first) > 0; first += kPacksOfChain) {
+      Compute squares[kChains<T>] = {}, dots[kChains<T>] = {};
+      for (int p = 0; p < kPacksOfChain; p++) {
+        const int64_t column = columns.column(first + p), count = columns.count(first + p);
+        add_terms<T>(load_pack(dy_row + column, count, args.grad_output.aligned),
+                     load_pack(x_row + column, count, args.input.aligned), args.scale.load(column, count), squares,
+                     dots);
+      }
+      sums[0] += fold(squares);
+      sums[1] += fold(dots);
+    }
+    sum_row(sums, shared, turn);
+    turn ^= 1;
+    const auto factors =
+        factors_of(static_cast<Compute>(sums[0]), static_cast<Compute>(sums[1]), args.inverse_cols, args.eps);
+
+    for (int64_t p = 0; columns.count(p) > 0; p++) {
+      const int64_t column = columns.column(p), count = columns.count(p);
+      const Numbers<T> dx =
+          gradients<T>(load_pack(dy_row + column, count, args.grad_output.aligned),
+                       load_pack(x_row + column, count, args.input.aligned), args.scale.load(column, count),
+                       load_residual(args.grad_residual, row, column, count), factors,
+                       [&](int i, Compute scaled_dy, Compute x_element) {
+                         if (partial == nullptr || i >= count) return;
+                         const Compute sum = row == blockIdx.x ? 0 : partial[column + i];
+                         partial[column + i] = fma_rn(scaled_dy, x_element, sum);
+                       });
+      if (args.grad_input.data != nullptr) {
+        store_pack(args.grad_input.row(row) + column, from_compute<T>(dx), count, args.grad_input.aligned);
+      }
+    }
+  }
+}
+
+// grad_weight = sum over the partials, in chains that neighbouring threads of y share: a block sums 32 columns.
+template <class Compute, class W>
+__global__ void __launch_bounds__(1024)
+    grad_weight_kernel(const Compute* partials, int64_t count, int64_t cols, W* grad_weight) {
+  __shared__ Compute sums[kWarp][kWarp + 1];
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  Compute sum = 0;
+  if (column < cols) {
+    for (int64_t i = threadIdx.y; i < count; i += kWarp) sum += partials[i * cols + column];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  // Transposed, so that a warp folds one column.
+  Compute column_sum[1] = {sums[threadIdx.x][threadIdx.y]};
+  sum_lanes(column_sum, kWarp);
+  const int64_t target = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.y;
+  if (threadIdx.x == 0 && target < cols) {
+    grad_weight[target] = from_compute<W>(static_cast<compute_t<W>>(column_sum[0]));
+  }
+}
+
+struct Grid {
+  RowConfig config;
+  dim3 block;
+  int64_t blocks;  // clusters of blocks, where a row has one: each makes a partial sum
+};
+
+Grid grid_of(DType dtype, int64_t rows, int64_t cols, const Device& device) {
+  return dispatch(dtype, [&]<class T>() -> Grid {
+    const RowConfig& config = backward_config((cols + kPack<T> - 1) / kPack<T>, kPack<T>, sizeof(compute_t<T>), device);
+    const dim3 block = block_of(config);
+    const int threads = static_cast<int>(block.x * block.y);
+    const int64_t rows_at_once = static_cast<int64_t>(block.y) * backward_rows_in_flight(config.packs);
+    const int64_t at_once =
+        static_cast<int64_t>(device.multiprocessors) * blocks_of_multiprocessor(config.packs, threads) / config.cluster;
+    const int64_t blocks = blocks_of_rows(rows, rows_at_once);
+    return {config, block, blocks < at_once ? blocks : at_once < 1 ? 1 : at_once};
+  });
+}
+
+}  // namespace
+
+int64_t rms_norm_backward_partials(DType dtype, int64_t rows, int64_t cols, const Device& device) {
+  return grid_of(dtype, rows, cols, device).blocks;
+}
+
+void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& device, Stream stream) {
+  const Grid grid = grid_of(args.dtype, args.rows, args.cols, device);
+  dispatch(args.dtype, [&]<class T>() {
+    const Backward<T> backward = {args.rows,
+                                  args.cols,
+                                  1.0 / static_cast<double>(args.cols),
+                                  args.eps,
+                                  scale_of<T>(args.weight, args.cols),
+                                  rows_of<const T>(args.grad_output, args.grad_output_rows, args.cols),
+                                  rows_of<const T>(args.input, args.input_rows, args.cols),
+                                  rows_of<const T>(args.grad_residual, args.grad_residual_rows, args.cols),
+                                  rows_of<T>(args.grad_input, args.grad_input_rows, args.cols),
+                                  static_cast<compute_t<T>*>(args.grad_weight_partials)};
+    dispatch_packs(grid.config.packs, [&]<int kPacks>() {
+      if constexpr (kPacks == 0) {
+        const LaunchShape shape = {dim3(static_cast<unsigned>(grid.blocks)), grid.block, 0, 1};
+        launch(rms_norm_backward_any_width_kernel<T>, shape, stream, backward);
+      } else {
+        const bool sums = sums_in_shared(kPacks) || grid.block.y > 1;
+        const LaunchShape shape = {
+            dim3(static_cast<unsigned>(grid.blocks * grid.config.cluster)), grid.block,
+            sums ? static_cast<int64_t>(grid.block.x * grid.block.y * kPacks * sizeof(Numbers<T>)) : 0,
+            grid.config.cluster};
+        launch(rms_norm_backward_kernel<T, kPacks>, shape, stream, backward);
+      }
+    });
+  });
+}
+
+void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
+                        void* grad_weight, Stream stream) {
+  const LaunchShape shape = {dim3(static_cast<unsigned>((cols + kWarp - 1) / kWarp)), dim3(kWarp, kWarp), 0, 1};
+  dispatch(weight_dtype, [&]<class W>() {
+    W* const target = static_cast<W*>(grad_weight);
+    if (compute_dtype(dtype) == DType::float64) {
+      launch(grad_weight_kernel<double, W>, shape, stream, static_cast<const double*>(partials), count, cols, target);
+    } else {
+      launch(grad_weight_kernel<float, W>, shape, stream, static_cast<const float*>(partials), count, cols, target);
+    }
+  });
+}
+
+}  // namespace normops::cuda

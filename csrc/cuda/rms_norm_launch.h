@@ -1,0 +1,70 @@
+// The kernels of rms_norm and rms_norm_backward on raw device pointers: what they take, and how to launch them. No
+// torch header.
+#pragma once
+#include <cstdint>
+
+#include "../dispatch.h"
+#include "../rows.h"
+
+namespace normops::cuda {
+
+// What launch configurations depend on.
+struct Device {
+  int multiprocessors;
+  int64_t shared_bytes;  // that a block can have
+  bool clusters;         // compute capability 9.0 or later
+};
+
+// The current one. Throws std::runtime_error.
+Device current_device();
+
+using Stream = void*;  // a cudaStream_t
+
+struct Weight {
+  const void* data;  // [cols], or null for ones
+  DType dtype;
+  double offset;
+};
+
+// Rows of the outputs may coincide with rows of the inputs: each element is read before it is written.
+struct RmsNormArgs {
+  DType dtype;
+  int64_t rows;
+  int64_t cols;
+  double eps;
+  Weight weight;
+  const void* input;  // dtype [rows, cols]
+  RowLayout input_rows;
+  void* output;  // dtype [rows, cols]
+  RowLayout output_rows;
+};
+
+struct RmsNormBackwardArgs {
+  DType dtype;
+  int64_t rows;
+  int64_t cols;
+  double eps;
+  Weight weight;
+  const void* grad_output;  // dtype [rows, cols]
+  RowLayout grad_output_rows;
+  const void* input;  // dtype [rows, cols]
+  RowLayout input_rows;
+  const void* grad_residual;  // dtype [rows, cols], or null for 0; only with grad_input
+  RowLayout grad_residual_rows;
+  void* grad_input;  // dtype [rows, cols], or null if not wanted
+  RowLayout grad_input_rows;
+  void* grad_weight_partials;  // compute [rms_norm_backward_partials, cols], or null if not wanted
+};
+
+// All of these need rows > 0 and cols > 0, and throw std::runtime_error if the launch fails.
+void launch_rms_norm(const RmsNormArgs& args, const Device& device, Stream stream);
+void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& device, Stream stream);
+
+// How many partial sums of grad_weight the backward makes.
+int64_t rms_norm_backward_partials(DType dtype, int64_t rows, int64_t cols, const Device& device);
+
+// grad_weight [cols] = sum of partials [count, cols]
+void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
+                        void* grad_weight, Stream stream);
+
+}  // namespace normops::cuda

@@ -1,0 +1,146 @@
+// What the kernels of forward and backward have in common: where a thread's packs of a row are, and rstd.
+#pragma once
+#include "launch_config.h"
+#include "reduce.cuh"
+#include "rms_norm_launch.h"
+#include "vector.cuh"
+
+namespace normops::cuda {
+
+// A tensor's rows as kernels access them.
+template <class T>
+struct RowsOf {
+  T* data;
+  RowLayout layout;
+  bool aligned;  // see load_elements
+
+  __device__ T* row(int64_t index) const {
+    T* row = data;
+    if (layout.dims == 1) return row + index * layout.strides[0];
+    for (int d = layout.dims - 1; d >= 0; d--) {
+      row += index % layout.sizes[d] * layout.strides[d];
+      index /= layout.sizes[d];
+    }
+    return row;
+  }
+};
+
+template <class T, class Void>
+RowsOf<T> rows_of(Void* data, const RowLayout& layout, int64_t cols) {
+  int64_t bytes = reinterpret_cast<intptr_t>(data) | (cols * static_cast<int64_t>(sizeof(T)));
+  for (int d = 0; d < layout.dims; d++) bytes |= layout.strides[d] * static_cast<int64_t>(sizeof(T));
+  return {static_cast<T*>(data), layout, bytes % 16 == 0};
+}
+
+// The scale of the columns, for packs of T.
+template <class T>
+struct ScaleOf {
+  Weight weight;
+  bool aligned;
+
+  template <class Index>
+  __device__ Numbers<T> load(Index column, Index count) const {
+    return load_scale<T>(weight.data, weight.dtype, weight.offset, column, count, aligned);
+  }
+};
+
+template <class T>
+ScaleOf<T> scale_of(const Weight& weight, int64_t cols) {
+  return {weight, reinterpret_cast<intptr_t>(weight.data) % 16 == 0 && cols % kPack<T> == 0};
+}
+
+// The columns of a thread's packs. Index is as wide as the row needs: 32 bits take fewer registers.
+template <class T, class Index>
+struct Columns {
+  Index cols;
+  Index first = static_cast<Index>((cluster_rank() * blockDim.x + threadIdx.x) * kPack<T>);
+  Index step = static_cast<Index>(cluster_blocks() * blockDim.x * kPack<T>);
+
+  __device__ explicit Columns(int64_t cols) : cols(static_cast<Index>(cols)) {}
+  __device__ Index column(Index pack) const { return first + pack * step; }
+  // How many elements of the pack are inside the row: none or less if it is behind it.
+  __device__ Index count(Index pack) const { return cols - column(pack); }
+};
+
+// Between the packs of a thread: what is loaded for one of them is not to wait in registers while others are dealt
+// with.
+template <int kPacks>
+__device__ void keep_few_registers() {
+  if (kPacks == 4) keep_order();
+  if (kPacks == 16) keep_order_of_warp();
+}
+
+// A thread's packs of a row; zeros without one. The choice is made once: the loads then follow one another.
+template <class T, int kPacks>
+__device__ void load_packs(Pack<T> (&packs)[kPacks], const T* row, const Columns<T, int>& columns, bool aligned) {
+  if (row == nullptr) {
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) packs[p] = {};
+  } else if (aligned) {
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) packs[p] = load_pack(row + columns.column(p), columns.count(p), true);
+  } else {
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) {
+      packs[p] = load_pack(row + columns.column(p), columns.count(p), false);
+      if (kPacks == 16) keep_few_registers<kPacks>();  // elements that are loaded one by one take one each
+    }
+  }
+}
+
+// Rows that are read twice are summed in float64 after so many packs.
+constexpr int kPacksOfChain = 4;
+
+// rstd = 1 / sqrt(mean(x^2) + eps): forward and backward form it of the same sums, so that both see the same bits.
+__device__ inline float rstd_of(float square_sum, double inverse_cols, double eps) {
+  return __frsqrt_rn(static_cast<float>(square_sum * inverse_cols + eps));
+}
+
+__device__ inline double rstd_of(double square_sum, double inverse_cols, double eps) {
+  return 1 / sqrt(square_sum * inverse_cols + eps);
+}
+
+// Chains of additions in a thread: element i of a pack goes to chain i % kChains.
+template <class T>
+constexpr int kChains = kPack<T> < 4 ? kPack<T> : 4;
+
+// chains += x^2
+template <class T>
+__device__ void add_squares(const Pack<T>& pack, compute_t<T> (&chains)[kChains<T>]) {
+  const Numbers<T> x = to_compute<T>(pack);
+#pragma unroll
+  for (int i = 0; i < kPack<T>; i++) {
+    compute_t<T>& chain = chains[i % kChains<T>];
+    chain = fma_rn(x.element[i], x.element[i], chain);
+  }
+}
+
+// Blocks of threads for `rows` rows, of which each block takes so many at once.
+constexpr int64_t blocks_of_rows(int64_t rows, int64_t rows_at_once) {
+  return (rows + rows_at_once - 1) / rows_at_once;
+}
+
+// Rows of at most a warp share a block, along its y dimension; wider ones have it to themselves, see sum_row.
+inline dim3 block_of(const RowConfig& config) {
+  const unsigned threads = config.threads;
+  return dim3(threads, threads <= kWarp ? kBlockThreads / threads : 1);
+}
+
+// Calls launch.template operator()<kPacks>() with the configuration's packs; 0 is any width.
+template <class Launch>
+void dispatch_packs(int packs, Launch launch) {
+  switch (packs) {
+    case 1:
+      return launch.template operator()<1>();
+    case 2:
+      return launch.template operator()<2>();
+    case 4:
+      return launch.template operator()<4>();
+    case 16:
+      return launch.template operator()<16>();
+    default:
+      return launch.template operator()<0>();
+  }
+}
+
+}  // namespace normops::cuda

@@ -1,0 +1,192 @@
+// Conversions, and packs: 16 bytes of a row, the most that one instruction loads or stores.
+#pragma once
+#include <cstring>
+#include <type_traits>
+
+#include "../dispatch.h"
+#include "platform.cuh"
+
+namespace normops::cuda {
+
+template <class Compute>
+__device__ Compute fma_rn(Compute a, Compute b, Compute c) {
+  if constexpr (std::is_same_v<Compute, double>) {
+    return __fma_rn(a, b, c);
+  } else {
+    return __fmaf_rn(a, b, c);
+  }
+}
+
+__device__ inline float to_compute(float value) { return value; }
+__device__ inline double to_compute(double value) { return value; }
+__device__ inline float to_compute(float16 value) { return __half2float(__ushort_as_half(value.bits)); }
+__device__ inline float to_compute(bfloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
+
+template <class T>
+__device__ T from_compute(compute_t<T> value) {
+  if constexpr (std::is_same_v<T, float16>) {
+    return {__half_as_ushort(__float2half_rn(value))};
+  } else if constexpr (std::is_same_v<T, bfloat16>) {
+    return {__bfloat16_as_ushort(__float2bfloat16_rn(value))};
+  } else {
+    return value;
+  }
+}
+
+// Two 16-bit elements in one register, as a load leaves them. Taken apart too early, each would take one of its own.
+template <class T>
+__device__ unsigned pair_from_compute(float low, float high) {
+  unsigned pair;
+  if constexpr (std::is_same_v<T, float16>) {
+    const __half2 halves = __floats2half2_rn(low, high);
+    std::memcpy(&pair, &halves, sizeof pair);
+  } else {
+    const __nv_bfloat162 halves = __floats2bfloat162_rn(low, high);
+    std::memcpy(&pair, &halves, sizeof pair);
+  }
+  return pair;
+}
+
+// Elements of a pack.
+template <class T>
+constexpr int kPack = 16 / sizeof(T);
+
+template <class W, int kCount>
+struct Elements {
+  static constexpr bool kPairs = sizeof(W) == 2;
+  using Word = std::conditional_t<kPairs, unsigned, W>;
+  static constexpr int kWords = kPairs ? kCount / 2 : kCount;
+
+  Word words[kWords];
+
+  __device__ W element(int i) const {
+    if constexpr (kPairs) {
+      return {static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16))};
+    } else {
+      return words[i];
+    }
+  }
+
+  // For elements that were zero.
+  __device__ void set(int i, W value) {
+    if constexpr (kPairs) {
+      words[i / 2] |= static_cast<unsigned>(value.bits) << (i % 2 * 16);
+    } else {
+      words[i] = value;
+    }
+  }
+};
+
+template <class T>
+using Pack = Elements<T, kPack<T>>;
+
+// Numbers of the compute type for the elements of a pack of T.
+template <class T>
+struct Numbers {
+  compute_t<T> element[kPack<T>];
+};
+
+// What one instruction accesses of kBytes that lie on a multiple of 16, or of kBytes if that is less.
+template <int kBytes>
+using Aligned = std::conditional_t<kBytes % 16 == 0, uint4, std::conditional_t<kBytes == 8, uint2, unsigned>>;
+
+// The elements at `source`, `count` of which are inside the row; the others are read as zero. `aligned` says that all
+// are, and that they lie on a multiple of 16 bytes, or of their own size if that is less.
+template <class W, int kCount, class Index>
+__device__ Elements<W, kCount> load_elements(const W* source, Index count, bool aligned) {
+  Elements<W, kCount> elements = {};
+  if (aligned) {
+    using Word = Aligned<sizeof elements>;
+    constexpr int kWords = sizeof elements / sizeof(Word);
+    if (count > 0) {
+      Word words[kWords];
+#pragma unroll
+      for (int i = 0; i < kWords; i++) words[i] = reinterpret_cast<const Word*>(source)[i];
+      std::memcpy(&elements, words, sizeof elements);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      if (i < count) elements.set(i, source[i]);
+    }
+  }
+  return elements;
+}
+
+template <class T, class Index>
+__device__ Pack<T> load_pack(const T* source, Index count, bool aligned) {
+  return load_elements<T, kPack<T>>(source, count, aligned);
+}
+
+template <class T, class Index>
+__device__ void store_pack(T* target, const Pack<T>& pack, Index count, bool aligned) {
+  if (aligned) {
+    uint4 word;
+    std::memcpy(&word, &pack, sizeof word);
+    if (count > 0) *reinterpret_cast<uint4*>(target) = word;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPack<T>; i++) {
+      if (i < count) target[i] = pack.element(i);
+    }
+  }
+}
+
+template <class T>
+__device__ Numbers<T> to_compute(const Elements<T, kPack<T>>& pack) {
+  Numbers<T> numbers;
+#pragma unroll
+  for (int i = 0; i < kPack<T>; i++) numbers.element[i] = to_compute(pack.element(i));
+  return numbers;
+}
+
+template <class T>
+__device__ Pack<T> from_compute(const Numbers<T>& numbers) {
+  Pack<T> pack;
+#pragma unroll
+  for (int i = 0; i < Pack<T>::kWords; i++) {
+    if constexpr (Pack<T>::kPairs) {
+      pack.words[i] = pair_from_compute<T>(numbers.element[2 * i], numbers.element[2 * i + 1]);
+    } else {
+      pack.words[i] = numbers.element[i];
+    }
+  }
+  return pack;
+}
+
+// weight + offset for a pack of T, or ones without a weight. The weight's dtype is the same for all threads, so that
+// the choice costs a jump, not a kernel for each pair of dtypes.
+template <class T, class Index>
+__device__ Numbers<T> load_scale(const void* weight, DType weight_dtype, double offset, Index column, Index count,
+                                 bool aligned) {
+  Numbers<T> scale;
+  if (weight == nullptr) {
+#pragma unroll
+    for (int i = 0; i < kPack<T>; i++) scale.element[i] = 1;
+    return scale;
+  }
+  dispatch(weight_dtype, [&]<class W>() {
+    const W* const source = static_cast<const W*>(weight) + column;
+    if constexpr (sizeof(W) > sizeof(compute_t<T>)) {
+      // Rare, and not worth the registers of a whole pack at once.
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) {
+        scale.element[i] = i < count ? static_cast<compute_t<T>>(source[i]) : 0;
+        keep_order();
+      }
+    } else {
+      const auto elements = load_elements<W, kPack<T>>(source, count, aligned);
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) {
+        scale.element[i] = static_cast<compute_t<T>>(to_compute(elements.element(i)));
+      }
+    }
+  });
+  if (offset != 0) {
+#pragma unroll
+    for (int i = 0; i < kPack<T>; i++) scale.element[i] += static_cast<compute_t<T>>(offset);
+  }
+  return scale;
+}
+
+}  // namespace normops::cuda

@@ -1,0 +1,91 @@
+// Runs the CUDA kernels by cuda_emulation.h on buffers of exactly the bytes that they may access, for the sanitizers.
+#include <cstdio>
+#include <vector>
+
+#include "rms_norm.cu"
+#include "rms_norm_backward.cu"
+
+namespace {
+
+using namespace normops;
+using namespace normops::cuda;
+
+constexpr DType kDTypes[] = {DType::float16, DType::bfloat16, DType::float32, DType::float64};
+
+size_t size_of(DType dtype) {
+  return dispatch(dtype, []<class T>() { return sizeof(T); });
+}
+
+// Rows of `stride` elements, the last one no longer than it must be, `offset` elements away from an aligned address.
+class Buffer {
+ public:
+  Buffer(DType dtype, int64_t rows, int64_t cols, int64_t stride, int64_t offset)
+      : offset_(offset * size_of(dtype)), bytes_(offset_ + ((rows - 1) * stride + cols) * size_of(dtype), 0x3c) {
+    layout.dims = 1;
+    layout.sizes[0] = rows;
+    layout.strides[0] = stride;
+  }
+  void* data() { return bytes_.data() + offset_; }
+
+  RowLayout layout;
+
+ private:
+  size_t offset_;
+  std::vector<char> bytes_;
+};
+
+void run(DType dtype, DType weight_dtype, int64_t rows, int64_t cols, int64_t padding, int64_t offset,
+         const Device& device) {
+  const auto rows_buffer = [&] { return Buffer(dtype, rows, cols, cols + padding, offset); };
+  Buffer grad_output = rows_buffer(), input = rows_buffer(), grad_residual = rows_buffer(), output = rows_buffer(),
+         grad_input = rows_buffer(), weight(weight_dtype, 1, cols, cols, offset),
+         grad_weight(weight_dtype, 1, cols, cols, 0);
+  const int64_t count = rms_norm_backward_partials(dtype, rows, cols, device);
+  Buffer partials(compute_dtype(dtype), count, cols, cols, 0);
+
+  launch_rms_norm({.dtype = dtype,
+                   .rows = rows,
+                   .cols = cols,
+                   .eps = 1e-5,
+                   .weight = {weight.data(), weight_dtype, 1},
+                   .input = input.data(),
+                   .input_rows = input.layout,
+                   .output = output.data(),
+                   .output_rows = output.layout},
+                  device, nullptr);
+  launch_rms_norm_backward({.dtype = dtype,
+                            .rows = rows,
+                            .cols = cols,
+                            .eps = 1e-5,
+                            .weight = {weight.data(), weight_dtype, 1},
+                            .grad_output = grad_output.data(),
+                            .grad_output_rows = grad_output.layout,
+                            .input = input.data(),
+                            .input_rows = input.layout,
+                            .grad_residual = grad_residual.data(),
+                            .grad_residual_rows = grad_residual.layout,
+                            .grad_input = grad_input.data(),
+                            .grad_input_rows = grad_input.layout,
+                            .grad_weight_partials = partials.data()},
+                           device, nullptr);
+  // Its blocks differ in nothing but the columns; many of them would take long.
+  if (cols < 200) launch_grad_weight(dtype, weight_dtype, partials.data(), count, cols, grad_weight.data(), nullptr);
+}
+
+}  // namespace
+
+int main() {
+  const Device with_shared = {1, 227 << 10, false}, without_shared = {1, 0, false};
+  for (const DType dtype : kDTypes) {
+    const int64_t pack = 16 / size_of(dtype);
+    for (const DType weight_dtype : kDTypes) {
+      for (const int64_t cols : {1, 5, 63, 64, 65, 100, 769}) run(dtype, weight_dtype, 5, cols, 0, 0, with_shared);
+    }
+    for (const int64_t packs : {64, 512, 2048, 4096, 4097}) {
+      run(dtype, dtype, 2, packs * pack, 0, 0, with_shared);
+      run(dtype, dtype, 2, packs * pack, 1, 1, with_shared);
+      run(dtype, dtype, 2, packs * pack - 1, pack + 1, 0, without_shared);
+    }
+    run(dtype, dtype, 300, 8 * pack, 0, 0, with_shared);
+  }
+}

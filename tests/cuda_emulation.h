@@ -1,0 +1,320 @@
+// Runs CUDA kernels on the CPU: what csrc/cuda/platform.cuh needs in place of the CUDA runtime. Each CUDA thread is a
+// fiber, and blocks run one after another. Who runs when between two barriers is drawn at random, so that a missing
+// barrier shows as a wrong result; a barrier or shuffle that not all threads reach makes launch() throw.
+#pragma once
+#include <link.h>
+#include <setjmp.h>
+#include <ucontext.h>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <source_location>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <vector_types.h>
+
+#undef __global__
+#undef __device__
+#undef __shared__
+#undef __launch_bounds__
+#define __global__
+#define __device__
+#define __launch_bounds__(...)
+// As blocks run one after another, what they share is static. That it is thread-local puts it together in memory, where
+// it can be found and overwritten: GCC has no section for the variables of a template.
+#define __shared__ static thread_local
+
+// Of the thread that runs.
+inline uint3 threadIdx, blockIdx;
+inline dim3 blockDim, gridDim;
+
+namespace normops::cuda::emulation {
+
+constexpr unsigned kLanes = 32;
+constexpr int64_t kMaxThreads = 1024;
+
+// The scheduler, or the fiber of a thread, while another one runs.
+struct Context {
+  jmp_buf registers;
+  const void* stack_bottom = nullptr;
+  size_t stack_bytes = 0;
+  void* fake_stack = nullptr;  // the address sanitizer's
+};
+
+// The address sanitizer has to be told of every change of stack.
+inline void before_switch([[maybe_unused]] Context& left, [[maybe_unused]] const Context& entered) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(&left.fake_stack, entered.stack_bottom, entered.stack_bytes);
+#endif
+}
+
+inline void after_switch([[maybe_unused]] const Context& entered, [[maybe_unused]] Context& left) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(entered.fake_stack, &left.stack_bottom, &left.stack_bytes);
+#endif
+}
+
+enum class Stop { kStart, kShuffle, kBarrier, kExit };
+
+struct Thread {
+  Context context;
+  std::unique_ptr<char[]> stack;  // null before the fiber is made
+  uint3 index;
+  Stop stop;
+  std::source_location where;
+  // Of a shuffle:
+  unsigned mask;
+  unsigned distance;
+  uint64_t bits;
+};
+
+// All thread-local memory of this program or library.
+inline std::span<char> thread_local_memory() {
+  static thread_local char one_byte_of_it = 0;
+  struct Search {
+    char* byte;
+    std::span<char> found;
+  } search = {&one_byte_of_it, {}};
+  dl_iterate_phdr(
+      [](dl_phdr_info* module, size_t, void* data) {
+        Search& search = *static_cast<Search*>(data);
+        for (int i = 0; i < module->dlpi_phnum; i++) {
+          if (module->dlpi_phdr[i].p_type != PT_TLS) continue;
+          const std::span memory(static_cast<char*>(module->dlpi_tls_data), module->dlpi_phdr[i].p_memsz);
+          if (search.byte >= memory.data() && search.byte < memory.data() + memory.size()) search.found = memory;
+        }
+        return 0;
+      },
+      &search);
+  return search.found;
+}
+
+class Machine {
+ public:
+  void seed(uint64_t value) { random_.seed(value); }
+
+  void launch(const std::function<void()>& body, dim3 grid, dim3 block, int64_t shared_bytes) {
+    // What the CUDA runtime would refuse on every device.
+    constexpr int64_t kMaxSharedBytes = 227 << 10;
+    const int64_t threads = int64_t{block.x} * block.y * block.z, blocks = int64_t{grid.x} * grid.y * grid.z;
+    if (threads < 1 || threads > kMaxThreads || blocks < 1 || shared_bytes < 0 || shared_bytes > kMaxSharedBytes) {
+      throw std::runtime_error("CUDA emulation: cannot launch " + std::to_string(blocks) + " blocks of " +
+                               std::to_string(threads) + " threads with " + std::to_string(shared_bytes) +
+                               " bytes of shared memory");
+    }
+    body_ = &body;
+    static_shared_ = thread_local_memory();
+    gridDim = grid;
+    blockDim = block;
+    // Allocated for each launch, so that the address sanitizer knows its size.
+    shared_bytes_ = shared_bytes;
+    dynamic_shared_.reset(new char[shared_bytes]);
+    for (unsigned i = 0; i < threads; i++) {
+      threads_[i].index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
+    }
+    count_ = threads;
+
+    std::vector<unsigned> order(blocks);
+    std::iota(order.begin(), order.end(), 0u);
+    std::shuffle(order.begin(), order.end(), random_);
+    for (const unsigned number : order) {
+      blockIdx = {number % grid.x, number / grid.x % grid.y, number / (grid.x * grid.y)};
+      try {
+        run_block();
+      } catch (...) {
+        threads_ = std::vector<Thread>(kMaxThreads);  // those that were are somewhere inside the kernel
+        throw;
+      }
+    }
+  }
+
+  void* dynamic_shared() const { return dynamic_shared_.get(); }
+
+  // The running thread waits there, until the scheduler resumes it.
+  void stop(Stop stop, const std::source_location& where) {
+    running_->stop = stop;
+    running_->where = where;
+    jump(running_->context, scheduler_);
+  }
+
+  uint64_t shuffle(unsigned mask, uint64_t bits, unsigned distance, const std::source_location& where) {
+    running_->mask = mask;
+    running_->bits = bits;
+    running_->distance = distance;
+    stop(Stop::kShuffle, where);
+    return running_->bits;
+  }
+
+ private:
+  void run_block() {
+    fill_shared();
+    for (unsigned i = 0; i < count_; i++) threads_[i].stop = Stop::kStart;
+    do {
+      std::vector<unsigned> warps((count_ + kLanes - 1) / kLanes);
+      std::iota(warps.begin(), warps.end(), 0u);
+      for (size_t at = random_() % warps.size(); !warps.empty();) {
+        // A warp mostly goes on, so that some get far ahead of others.
+        if (random_() % 16 == 0) at = random_() % warps.size();
+        if (run_warp(warps[at])) continue;
+        warps.erase(warps.begin() + at);
+        if (!warps.empty()) at = random_() % warps.size();
+      }
+      expect_same_stop(0, count_);
+    } while (threads_[0].stop == Stop::kBarrier);
+  }
+
+  // What a block shares is garbage at first, and NaN if it is read.
+  void fill_shared() {
+    std::ranges::fill(static_shared_, -1);
+    std::fill_n(dynamic_shared_.get(), shared_bytes_, -1);
+  }
+
+  // Resumes the warp's threads until each is at its next stop; false if that is not a shuffle.
+  bool run_warp(unsigned warp) {
+    const unsigned first = warp * kLanes, lanes = std::min(kLanes, count_ - first);
+    std::array<unsigned, kLanes> order;
+    std::iota(order.begin(), order.end(), 0u);
+    std::shuffle(order.begin(), order.begin() + lanes, random_);
+    for (unsigned i = 0; i < lanes; i++) resume(threads_[first + order[i]]);
+
+    Thread* const thread = &threads_[first];
+    if (std::none_of(thread, thread + lanes, [](const Thread& t) { return t.stop == Stop::kShuffle; })) return false;
+    expect_same_stop(first, first + lanes);
+    std::array<uint64_t, kLanes> bits;
+    for (unsigned lane = 0; lane < lanes; lane++) {
+      const unsigned source = lane ^ thread[lane].distance;
+      if (thread[lane].mask != 0xffffffffu || source >= lanes) {
+        throw std::runtime_error("CUDA emulation: " + describe(thread[lane]) + " which is not among all 32 lanes");
+      }
+      bits[lane] = thread[source].bits;
+    }
+    for (unsigned lane = 0; lane < lanes; lane++) thread[lane].bits = bits[lane];
+    return true;
+  }
+
+  void expect_same_stop(unsigned begin, unsigned end) const {
+    const Thread& a = threads_[begin];
+    for (unsigned i = begin + 1; i < end; i++) {
+      const Thread& b = threads_[i];
+      const bool same_place = a.where.line() == b.where.line() && a.where.column() == b.where.column() &&
+                              std::strcmp(a.where.file_name(), b.where.file_name()) == 0;
+      if (a.stop == b.stop && same_place && (a.stop != Stop::kShuffle || a.distance == b.distance)) continue;
+      throw std::runtime_error("CUDA emulation: " + describe(a) + " but " + describe(b));
+    }
+  }
+
+  static std::string describe(const Thread& thread) {
+    const auto triple = [](const uint3& index) {
+      return "(" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z) + ")";
+    };
+    const std::string name = "thread " + triple(thread.index) + " of block " + triple(blockIdx);
+    if (thread.stop == Stop::kExit) return name + " has ended";
+    const std::string place = std::string(thread.where.file_name()) + ":" + std::to_string(thread.where.line());
+    if (thread.stop == Stop::kBarrier) return name + " is at the barrier in " + place;
+    return name + " is at the shuffle over " + std::to_string(thread.distance) + " in " + place;
+  }
+
+  void resume(Thread& thread) {
+    running_ = &thread;
+    threadIdx = thread.index;
+    if (thread.stack != nullptr) {
+      jump(scheduler_, thread.context);
+    } else {
+      start(thread);
+    }
+  }
+
+  // Not swapcontext, which calls the operating system for the signal mask, and would take most of the time.
+  [[gnu::noinline]] void jump(Context& from, Context& to) {
+    before_switch(from, to);
+    if (_setjmp(from.registers) == 0) _longjmp(to.registers, 1);
+    after_switch(from, to);
+  }
+
+  [[gnu::noinline]] void start(Thread& thread) {
+    constexpr size_t kStackBytes = 64 << 10;
+    thread.stack.reset(new char[kStackBytes]);
+    thread.context.stack_bottom = thread.stack.get();
+    // Not the same for all: the tops of all stacks would lie in the same few lines of the cache.
+    thread.context.stack_bytes = kStackBytes - (&thread - threads_.data()) % 64 * 64;
+    ucontext_t fiber;
+    getcontext(&fiber);
+    fiber.uc_stack.ss_sp = thread.stack.get();
+    fiber.uc_stack.ss_size = thread.context.stack_bytes;
+    makecontext(&fiber, &Machine::run_thread, 0);
+    before_switch(scheduler_, thread.context);
+    if (_setjmp(scheduler_.registers) == 0) setcontext(&fiber);
+    after_switch(scheduler_, thread.context);
+  }
+
+  // A fiber stays, and runs the thread of its number in one block after another.
+  static void run_thread();
+
+  std::mt19937_64 random_;
+  const std::function<void()>* body_ = nullptr;
+  std::span<char> static_shared_;
+  int64_t shared_bytes_ = 0;
+  std::unique_ptr<char[]> dynamic_shared_;
+  std::vector<Thread> threads_{kMaxThreads};
+  unsigned count_ = 0;  // of them in a block
+  Context scheduler_;
+  Thread* running_ = nullptr;
+};
+
+inline Machine machine;
+
+inline void Machine::run_thread() {
+  after_switch(machine.running_->context, machine.scheduler_);
+  while (true) {
+    (*machine.body_)();
+    machine.stop(Stop::kExit, std::source_location());
+  }
+}
+
+// Throws std::runtime_error if not all threads reach a barrier or shuffle.
+inline void launch(const std::function<void()>& body, dim3 grid, dim3 block, int64_t shared_bytes) {
+  machine.launch(body, grid, block, shared_bytes);
+}
+
+inline void* dynamic_shared() { return machine.dynamic_shared(); }
+
+}  // namespace normops::cuda::emulation
+
+inline void __syncthreads(const std::source_location where = std::source_location::current()) {
+  using namespace normops::cuda::emulation;
+  machine.stop(Stop::kBarrier, where);
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, unsigned distance,
+                  const std::source_location where = std::source_location::current()) {
+  static_assert(std::is_arithmetic_v<T> && sizeof(T) <= sizeof(uint64_t));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  bits = normops::cuda::emulation::machine.shuffle(mask, bits, distance, where);
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+
+// Rounded twice, but no root is closer to the middle between two floats than 2^-29 of their distance.
+inline float __frsqrt_rn(float value) { return static_cast<float>(1 / std::sqrt(static_cast<long double>(value))); }

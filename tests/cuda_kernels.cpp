@@ -1,0 +1,72 @@
+// The CUDA kernels, run on the CPU by cuda_emulation.h, as functions of C. Those that return a string return null, or
+// what went wrong.
+#include <algorithm>
+#include <string>
+
+#include "rms_norm.cu"
+#include "rms_norm_backward.cu"
+
+namespace normops::cuda {
+namespace {
+
+template <class Function>
+const char* message_of(uint64_t seed, Function function) {
+  static std::string message;
+  emulation::machine.seed(seed);
+  try {
+    function();
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+  return nullptr;
+}
+
+// A GPU refuses to launch more threads than a kernel was compiled for; the emulation does not know for how many.
+constexpr auto kFits = [](const RowConfig& config) {
+  return std::max(config.threads, kBlockThreads) <= max_threads(config.packs);
+};
+static_assert(std::ranges::all_of(kConfigs, kFits) && kFits(kWidestWithoutClusters));
+
+}  // namespace
+}  // namespace normops::cuda
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+using namespace normops;
+using namespace normops::cuda;
+
+// Of the structures that emulated_cuda.py mirrors.
+extern const int64_t structure_bytes[];
+const int64_t structure_bytes[] = {sizeof(RowLayout),           sizeof(Weight), sizeof(RmsNormArgs),
+                                   sizeof(RmsNormBackwardArgs), sizeof(Device), sizeof(RowConfig)};
+
+const char* rms_norm(const RmsNormArgs* args, const Device* device, uint64_t seed) {
+  return message_of(seed, [&] { launch_rms_norm(*args, *device, nullptr); });
+}
+
+const char* rms_norm_backward(const RmsNormBackwardArgs* args, const Device* device, uint64_t seed) {
+  return message_of(seed, [&] { launch_rms_norm_backward(*args, *device, nullptr); });
+}
+
+int64_t partials(DType dtype, int64_t rows, int64_t cols, const Device* device) {
+  return rms_norm_backward_partials(dtype, rows, cols, *device);
+}
+
+const char* grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
+                        void* grad_weight, uint64_t seed) {
+  return message_of(seed,
+                    [&] { launch_grad_weight(dtype, weight_dtype, partials, count, cols, grad_weight, nullptr); });
+}
+
+RowConfig forward_config_of(int64_t packs_of_row, const Device* device) { return row_config(packs_of_row, *device); }
+
+RowConfig backward_config_of(DType dtype, int64_t packs_of_row, const Device* device) {
+  return dispatch(dtype, [&]<class T>() -> RowConfig {
+    return backward_config(packs_of_row, kPack<T>, sizeof(compute_t<T>), *device);
+  });
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

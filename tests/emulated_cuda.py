@@ -1,0 +1,293 @@
+"""Builds the CUDA kernels for the CPU, on cuda_emulation.h, and calls them with tensors."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from cases import DTYPES, EPS
+from torch import Tensor
+
+TESTS = Path(__file__).parent
+CSRC = TESTS.parent / "csrc"
+KERNELS = TESTS / "cuda_kernels.cpp"
+SANITIZED = ("-fsanitize=address,alignment,bounds", "-fno-sanitize-recover=all", "-g", "-O1")
+
+
+def toolkit_includes() -> list[str]:
+    """Compiler options for the headers of the CUDA toolkit; none if it is not found."""
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    folders = []
+    if nvcc is not None:
+        # As in setup.py, nvcc itself tells, which holds for wrappers and wheels as well.
+        plan = subprocess.run([nvcc, "--dryrun", "-c", "any.cu"], capture_output=True, text=True, check=True).stderr
+        for name, option in (("INCLUDES", "-I"), ("SYSTEM_INCLUDES", '-isystem" "')):
+            line = re.search(rf"^#\$ {name}=(.*)$", plan, re.MULTILINE)
+            folders += re.findall(rf'"{option}([^"]+)"', line[1]) if line is not None else []
+    else:
+        folders += [f"{root}/include{cccl}" for root in (home, "/usr/local/cuda") if root for cccl in ("", "/cccl")]
+    found = any((Path(folder) / "cuda_bf16.h").is_file() for folder in folders)
+    # As system headers, which are compiled without warnings.
+    return [option for folder in folders for option in ("-isystem", folder)] if found else []
+
+
+def build(source: Path, target: Path, *options: str, csrc: Path = CSRC) -> Path:
+    """Compiles a program, or with -shared a library, that includes the kernels in ``csrc``."""
+    command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
+    command += ["-fno-strict-aliasing"]  # as for nvcc, a pack may be copied as other types than it is read
+    command += ["-U_FORTIFY_SOURCE"]  # which takes a jump from one stack to another for an error
+    command += ["-DNORMOPS_CUDA_EMULATION", *toolkit_includes(), f"-I{TESTS}", f"-I{csrc}/cuda"]
+    subprocess.run([*command, *options, str(source), "-o", str(target)], check=True)
+    return target
+
+
+def build_library(target: Path, csrc: Path = CSRC) -> Path:
+    # Hidden: symbols of one library must not pass for those of another.
+    return build(KERNELS, target, "-shared", "-fPIC", "-fvisibility=hidden", csrc=csrc)
+
+
+class RowLayout(ctypes.Structure):
+    _fields_ = (("dims", ctypes.c_int), ("sizes", ctypes.c_int64 * 8), ("strides", ctypes.c_int64 * 8))
+
+
+class Weight(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("dtype", ctypes.c_uint8), ("offset", ctypes.c_double))
+
+
+class RmsNormArgs(ctypes.Structure):
+    _fields_ = (
+        ("dtype", ctypes.c_uint8),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("eps", ctypes.c_double),
+        ("weight", Weight),
+        ("input", ctypes.c_void_p),
+        ("input_rows", RowLayout),
+        ("output", ctypes.c_void_p),
+        ("output_rows", RowLayout),
+    )
+
+
+class RmsNormBackwardArgs(ctypes.Structure):
+    _fields_ = (
+        ("dtype", ctypes.c_uint8),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("eps", ctypes.c_double),
+        ("weight", Weight),
+        ("grad_output", ctypes.c_void_p),
+        ("grad_output_rows", RowLayout),
+        ("input", ctypes.c_void_p),
+        ("input_rows", RowLayout),
+        ("grad_residual", ctypes.c_void_p),
+        ("grad_residual_rows", RowLayout),
+        ("grad_input", ctypes.c_void_p),
+        ("grad_input_rows", RowLayout),
+        ("grad_weight_partials", ctypes.c_void_p),
+    )
+
+
+class Device(ctypes.Structure):
+    _fields_ = (("multiprocessors", ctypes.c_int), ("shared_bytes", ctypes.c_int64), ("clusters", ctypes.c_bool))
+
+
+class RowConfig(ctypes.Structure):
+    _fields_ = (
+        ("packs_of_row", ctypes.c_int64),
+        ("packs", ctypes.c_int),
+        ("threads", ctypes.c_int),
+        ("cluster", ctypes.c_int),
+    )
+
+
+def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10) -> Device:
+    return Device(multiprocessors, shared_bytes, False)
+
+
+GUARD = 64  # elements before and after an output; a multiple of any alignment
+UNTOUCHED = 0x5A
+
+
+class Output:
+    """Rows to write, in memory of which nothing else may be written."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0, padding: int = 0) -> None:
+        cols = shape[-1]
+        strides = [1]
+        for size in (cols + padding, *shape[-2:0:-1]):
+            strides.append(strides[-1] * size)
+        strides = strides[: len(shape)][::-1]
+        reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+        self.memory = torch.full(((2 * GUARD + offset + reach) * dtype.itemsize,), UNTOUCHED, dtype=torch.uint8)
+        self.place = (shape, strides, GUARD + offset)
+        self.rows = self.memory.view(dtype).as_strided(*self.place)
+
+    def result(self) -> Tensor:
+        """A copy of the rows, when all that is around them is untouched."""
+        result = self.rows.clone()
+        around = self.memory.clone()
+        around.view(self.rows.dtype).as_strided(*self.place).view(torch.uint8).fill_(UNTOUCHED)
+        assert (around == UNTOUCHED).all(), "written outside of the rows"
+        return result
+
+
+def row_layout(tensor: Tensor) -> RowLayout | None:
+    """What make_rows of csrc/problem.cpp makes of a tensor whose last dimension is normalized; None: a copy of it."""
+    layout = RowLayout()
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        return None
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        last = layout.dims - 1
+        if size == 1:
+            continue
+        if layout.dims > 0 and layout.strides[last] == stride * size:
+            layout.sizes[last] *= size
+            layout.strides[last] = stride
+        elif layout.dims == 8:
+            return None
+        else:
+            layout.sizes[layout.dims] = size
+            layout.strides[layout.dims] = stride
+            layout.dims += 1
+    return layout
+
+
+class Rows(NamedTuple):
+    """An input as kernels take it; ``tensor`` keeps its memory."""
+
+    tensor: Tensor | None
+    data: int | None
+    layout: RowLayout
+
+
+def rows_of(tensor: Tensor | None) -> Rows:
+    if tensor is None:
+        return Rows(None, None, RowLayout())
+    layout = row_layout(tensor)
+    if layout is None:
+        tensor = tensor.contiguous()
+        layout = row_layout(tensor)
+        assert layout is not None
+    return Rows(tensor, tensor.data_ptr(), layout)
+
+
+class Kernels:
+    """The functions of cuda_kernels.cpp. ``seed`` says in which order threads run."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        mirrors = (RowLayout, Weight, RmsNormArgs, RmsNormBackwardArgs, Device, RowConfig)
+        sizes = (ctypes.c_int64 * len(mirrors)).in_dll(self._library, "structure_bytes")
+        assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
+        for name in ("rms_norm", "rms_norm_backward", "grad_weight"):
+            getattr(self._library, name).restype = ctypes.c_char_p
+        self._library.partials.restype = ctypes.c_int64
+        self._library.forward_config_of.restype = RowConfig
+        self._library.backward_config_of.restype = RowConfig
+
+    def forward_config(self, packs_of_row: int, on: Device) -> RowConfig:
+        return self._library.forward_config_of(ctypes.c_int64(packs_of_row), ctypes.byref(on))
+
+    def backward_config(self, dtype: torch.dtype, packs_of_row: int, on: Device) -> RowConfig:
+        return self._library.backward_config_of(DTYPES.index(dtype), ctypes.c_int64(packs_of_row), ctypes.byref(on))
+
+    def rms_norm(
+        self,
+        input: Tensor,
+        weight: Tensor | None = None,
+        weight_offset: float = 0.0,
+        *,
+        eps: float = EPS,
+        output: Output | None = None,
+        on: Device | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        output = output or Output(tuple(input.shape), input.dtype)
+        x, y = rows_of(input), rows_of(output.rows)
+        cols = input.shape[-1]
+        args = RmsNormArgs(
+            DTYPES.index(input.dtype),
+            input.numel() // cols,
+            cols,
+            eps,
+            self._weight(weight, weight_offset),
+            *x[1:],
+            *y[1:],
+        )
+        self._check(self._library.rms_norm(ctypes.byref(args), ctypes.byref(on or device()), ctypes.c_uint64(seed)))
+        return output.result()
+
+    def rms_norm_backward(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        weight: Tensor | None = None,
+        weight_offset: float = 0.0,
+        grad_residual: Tensor | None = None,
+        *,
+        eps: float = EPS,
+        output_mask: tuple[bool, bool] = (True, True),
+        grad_input: Output | None = None,
+        on: Device | None = None,
+        seed: int = 0,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        on = on or device()
+        dtype = DTYPES.index(input.dtype)
+        cols = input.shape[-1]
+        rows = input.numel() // cols
+        if output_mask[0]:
+            grad_input = grad_input or Output(tuple(input.shape), input.dtype)
+        partials = None
+        if output_mask[1] and weight is not None:
+            count = self._library.partials(dtype, ctypes.c_int64(rows), ctypes.c_int64(cols), ctypes.byref(on))
+            compute = torch.float64 if input.dtype == torch.float64 else torch.float32
+            partials = Output((count, cols), compute)
+        dy, x, dz = rows_of(grad_output), rows_of(input), rows_of(grad_residual)
+        dx = rows_of(grad_input.rows if grad_input is not None else None)
+        args = RmsNormBackwardArgs(
+            dtype,
+            rows,
+            cols,
+            eps,
+            self._weight(weight, weight_offset),
+            *dy[1:],
+            *x[1:],
+            *dz[1:],
+            *dx[1:],
+            partials.rows.data_ptr() if partials is not None else None,
+        )
+        self._check(self._library.rms_norm_backward(ctypes.byref(args), ctypes.byref(on), ctypes.c_uint64(seed)))
+        grad_weight = None
+        if partials is not None and weight is not None:
+            partials.result()
+            grad_weight = Output((cols,), weight.dtype)
+            self._check(
+                self._library.grad_weight(
+                    dtype,
+                    DTYPES.index(weight.dtype),
+                    ctypes.c_void_p(partials.rows.data_ptr()),
+                    ctypes.c_int64(len(partials.rows)),
+                    ctypes.c_int64(cols),
+                    ctypes.c_void_p(grad_weight.rows.data_ptr()),
+                    ctypes.c_uint64(seed),
+                )
+            )
+        return (
+            grad_input.result() if grad_input is not None else None,
+            grad_weight.result() if grad_weight is not None else None,
+        )
+
+    @staticmethod
+    def _weight(weight: Tensor | None, offset: float) -> Weight:
+        if weight is None:
+            return Weight(None, 0, offset)
+        return Weight(weight.data_ptr(), DTYPES.index(weight.dtype), offset)
+
+    @staticmethod
+    def _check(message: bytes | None) -> None:
+        assert message is None, message.decode()

@@ -1,0 +1,297 @@
+"""The CUDA kernels on the CPU: their own sources, every launch configuration without clusters, threads in any order."""
+
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import cases
+import emulated_cuda
+import oracle
+import pytest
+import torch
+from cases import CASES, EPS, Case, values
+from emulated_cuda import SANITIZED, Device, Kernels, Output, RowConfig, device
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine"),
+    pytest.mark.skipif(not emulated_cuda.toolkit_includes(), reason="no headers of the CUDA toolkit on this machine"),
+]
+
+# Rows and columns that a kernel gets: the operator returns before it if there are none.
+KERNEL_CASES = [case for case in CASES if math.prod(case.shape) > 0]
+RAGGED = (1, 5, 63, 64, 65, 100, 769, 4096, 4097)
+PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thread has more of them, then any width
+SEEDS = range(4)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(restored_threads: None) -> None:
+    """The emulation has no more, and the tensors are small: waiting for others would take most of the time."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def kernels(program_folder: Path) -> Kernels:
+    return Kernels(emulated_cuda.build_library(program_folder / "cuda_kernels.so"))
+
+
+def pack_elements(dtype: torch.dtype) -> int:
+    return 16 // dtype.itemsize
+
+
+def widths(kernels: Kernels, dtype: torch.dtype, on: Device) -> list[int]:
+    """The narrowest and the widest row of every configuration of forward and backward, and one of any width."""
+    found = []
+    configs: tuple[Callable[[int], RowConfig], ...] = (
+        lambda packs: kernels.forward_config(packs, on),
+        lambda packs: kernels.backward_config(dtype, packs, on),
+    )
+    for config_of in configs:
+        packs = 1
+        while (config := config_of(packs)).packs > 0:
+            assert config.cluster == 1
+            found += [(packs - 1) * pack_elements(dtype) + 1, config.packs_of_row * pack_elements(dtype)]
+            packs = config.packs_of_row + 1
+        found.append((packs - 1) * pack_elements(dtype) + 1)
+    return sorted(set(found))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def flat(tensor: Tensor, normalized_dims: int) -> Tensor:
+    """The normalized dimensions as one, as a view where there is one."""
+    return tensor.flatten(tensor.dim() - normalized_dims)
+
+
+def check(kernels: Kernels, case: Case, on: Device, seed: int = 0, offset: int = 0, padding: int = 0) -> None:
+    """Forward and backward are within the oracle's bounds; outputs have an offset and padding, in elements."""
+    dims = case.normalized_dims
+    grad_output, input = flat(case.grad_output(), dims), flat(case.input(), dims)
+    weight, grad_residual = case.weight(), case.grad_residual()
+    weight = weight.flatten() if weight is not None else None
+    grad_residual = flat(grad_residual, dims) if grad_residual is not None else None
+    cols, shape = (input.shape[-1],), tuple(input.shape)
+    eps = torch.finfo(torch.float64 if case.dtype == torch.float64 else torch.float32).eps
+    eps = case.eps if case.eps is not None else eps
+
+    output = Output(shape, case.dtype, offset, padding)
+    actual = kernels.rms_norm(input, weight, case.weight_offset, eps=eps, output=output, on=on, seed=seed)
+    oracle.assert_within(actual, oracle.rms_norm(input, cols, weight, eps, case.weight_offset), f"output of {case}")
+
+    output = Output(shape, case.dtype, offset, padding)
+    grad_input, grad_weight = kernels.rms_norm_backward(
+        grad_output,
+        input,
+        weight,
+        case.weight_offset,
+        grad_residual,
+        eps=eps,
+        grad_input=output,
+        on=on,
+        seed=seed,
+    )
+    expected = oracle.rms_norm_backward(grad_output, input, cols, weight, eps, case.weight_offset, grad_residual)
+    assert grad_input is not None
+    oracle.assert_within(grad_input, expected.grad_input, f"grad_input of {case}")
+    if grad_weight is not None:
+        assert expected.grad_weight is not None
+        oracle.assert_within(grad_weight, expected.grad_weight, f"grad_weight of {case}")
+
+
+@pytest.mark.parametrize("number", range(len(KERNEL_CASES)), ids=lambda number: str(KERNEL_CASES[number]))
+def test_values(number: int, kernels: Kernels) -> None:
+    check(kernels, KERNEL_CASES[number], device(number % 3 + 1), number, number % 2, number % 4)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize(("multiprocessors", "shared_kib"), [(1, 227), (2, 99)])
+def test_every_configuration(kernels: Kernels, multiprocessors: int, shared_kib: int, dtype: torch.dtype) -> None:
+    """On one multiprocessor, the blocks of the backward take several rows one after another."""
+    on = device(multiprocessors, shared_kib << 10)
+    for number, cols in enumerate({*RAGGED, *widths(kernels, dtype, on)}):
+        rows = max(min(600, 40_000 // cols), 5) + number % 3
+        case = Case((rows, cols), dtype, weight_dtype=torch.float32, has_residual=number % 2 == 0)
+        check(kernels, case, on, seed=number)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("packs", PACKS)
+def test_masked_gradients(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
+    """Either gradient alone has the bits that it has with the other, and without both nothing is written."""
+    case = Case((5, packs * pack_elements(dtype) - 1), dtype, weight_dtype=torch.float32)
+    arguments = (case.grad_output(), case.input(), case.weight())
+    grad_input, grad_weight = kernels.rms_norm_backward(*arguments)
+    assert grad_input is not None
+    assert grad_weight is not None
+    alone, none = kernels.rms_norm_backward(*arguments, output_mask=(True, False))
+    assert alone is not None
+    assert same_bits(alone, grad_input)
+    assert none is None
+    none, alone = kernels.rms_norm_backward(*arguments, output_mask=(False, True))
+    assert none is None
+    assert alone is not None
+    assert same_bits(alone, grad_weight)
+    assert kernels.rms_norm_backward(*arguments, output_mask=(False, False)) == (None, None)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("packs", PACKS)
+def test_outputs_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: torch.dtype) -> None:
+    shape = (7, packs * pack_elements(dtype))
+    weight = values(shape[1:], dtype, 3)
+    inputs = {name: values(shape, dtype, seed) for seed, name in enumerate(("grad_output", "input", "grad_residual"))}
+
+    def grad_input_of(inputs: dict[str, Tensor], grad_input: Output | None = None) -> Tensor:
+        dy, x, residual = inputs["grad_output"], inputs["input"], inputs["grad_residual"]
+        mask = (True, False)
+        result, _ = kernels.rms_norm_backward(dy, x, weight, 0.0, residual, output_mask=mask, grad_input=grad_input)
+        assert result is not None
+        return result
+
+    output, grad_input = kernels.rms_norm(inputs["input"], weight), grad_input_of(inputs)
+    memory = Output(shape, dtype, offset)
+    memory.rows.copy_(inputs["input"])
+    assert same_bits(kernels.rms_norm(memory.rows, weight, output=memory), output)
+    for name, tensor in inputs.items():
+        memory = Output(shape, dtype, offset)
+        memory.rows.copy_(tensor)
+        assert same_bits(grad_input_of(inputs | {name: memory.rows}, memory), grad_input), name
+
+
+def compute(
+    kernels: Kernels, dy: Tensor, x: Tensor, w: Tensor, seed: int = 0, multiprocessors: int = 1
+) -> tuple[Tensor, ...]:
+    """The output and grad_input, and grad_weight as well unless that would take long."""
+    mask = (True, x.shape[1] < 1000)
+    gradients = kernels.rms_norm_backward(dy, x, w, on=device(multiprocessors), seed=seed, output_mask=mask)
+    return kernels.rms_norm(x, w, seed=seed), *(gradient for gradient in gradients if gradient is not None)
+
+
+def same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_what_does_not_show_in_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
+    """The order of threads, the batch around a row, the number of multiprocessors, strides and alignment."""
+    for cols in (*RAGGED, *(packs * pack_elements(dtype) for packs in PACKS)):
+        shape = (11, cols)
+        dy, x = values(shape, dtype, 1), values(shape, dtype, 2)
+        w = values((cols,), torch.float32, 3)
+        expected = compute(kernels, dy, x, w)
+        for seed in SEEDS:
+            assert same(compute(kernels, dy, x, w, seed), expected), (cols, seed)
+        for begin, end in ((0, 1), (10, 11), (3, 8)):
+            part = compute(kernels, dy[begin:end], x[begin:end], w)[:2]
+            assert same(part, tuple(t[begin:end] for t in expected[:2])), (cols, begin, end)
+        assert same(compute(kernels, dy, x, w, multiprocessors=132)[:2], expected[:2]), cols
+        for layout in (cases.misaligned, cases.padded_rows):
+            strided_dy, strided_x = (layout(shape, dtype, 0).copy_(t) for t in (dy, x))
+            assert same(compute(kernels, strided_dy, strided_x, w), expected), (cols, layout.__name__)
+        misaligned_weight = torch.cat([w.new_zeros(1), w])[1:]
+        assert same(compute(kernels, dy, x, misaligned_weight), expected), cols
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_forward_and_backward_have_the_same_rstd(kernels: Kernels, dtype: torch.dtype) -> None:
+    """With dy = x in one half of each pack, dy = -x in the other, and x alike in both, dx is dy * rstd alone."""
+    pack, on = pack_elements(dtype), device()
+    for cols in widths(kernels, dtype, on):
+        packs = -(-cols // pack)
+        halves = values((3, packs, 1, pack // 2), dtype)
+        x, dy = (torch.cat([halves, sign * halves], 2).flatten(1) for sign in (1, -1))
+        grad_input, _ = kernels.rms_norm_backward(dy, x, on=on)
+        assert grad_input is not None
+        sign = torch.tensor([1, -1], dtype=dtype).repeat_interleave(pack // 2).repeat(packs)
+        assert same_bits(grad_input * sign, kernels.rms_norm(x, on=on)), cols
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_specials_poison_their_row_alone(kernels: Kernels, dtype: torch.dtype, special: float) -> None:
+    case = Case((19, 70), dtype, weight_dtype=torch.float32)
+    grad_output, input, weight = case.grad_output(), case.input(), case.weight()
+    input[4, 66] = special
+    expected = oracle.rms_norm_backward(grad_output, input, (70,), weight, EPS)
+    grad_input, grad_weight = kernels.rms_norm_backward(grad_output, input, weight, on=device(1))
+    assert grad_input is not None
+    assert grad_weight is not None
+    assert expected.grad_weight is not None
+    oracle.assert_within(kernels.rms_norm(input, weight), oracle.rms_norm(input, (70,), weight, EPS))
+    oracle.assert_within(grad_input, expected.grad_input)
+    oracle.assert_within(grad_weight, expected.grad_weight)
+
+
+def test_memory_that_kernels_access(program_folder: Path) -> None:
+    """Under the address sanitizer, with buffers that are as long as they must be and no longer."""
+    program = emulated_cuda.build(emulated_cuda.TESTS / "cuda_bounds.cpp", program_folder / "cuda_bounds", *SANITIZED)
+    subprocess.run([str(program)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong"),
+    [
+        ("reduce.cuh", "  __syncthreads();\n#pragma unroll\n  for (int i = 0; i < kCount; i++) sums[i] = lane", None),
+        ("rms_norm_backward.cu", "turn ^= 1;", ""),
+    ],
+    ids=["missing barrier", "one set of sums for all turns"],
+)
+def test_races_show(file: str, right: str, wrong: str | None, kernels: Kernels, tmp_path: Path) -> None:
+    csrc = tmp_path / "csrc"
+    shutil.copytree(emulated_cuda.CSRC, csrc)
+    source = (csrc / "cuda" / file).read_text()
+    assert right in source
+    (csrc / "cuda" / file).write_text(source.replace(right, wrong if wrong is not None else right.partition("\n")[2]))
+    broken = Kernels(emulated_cuda.build_library(tmp_path / "broken.so", csrc))
+    dy, x = values((40, 1000), torch.float32, 1), values((40, 1000), torch.float32, 2)
+    w = torch.ones(1000)
+    expected = compute(kernels, dy, x, w)
+    for seed in SEEDS:
+        assert same(compute(kernels, dy, x, w, seed), expected), seed
+        assert not same(compute(broken, dy, x, w, seed), expected), seed
+
+
+@pytest.fixture(scope="module")
+def misuse(program_folder: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    source, program = emulated_cuda.TESTS / "cuda_misuse.cpp", program_folder / "cuda_misuse"
+    emulated_cuda.build(source, program)
+    return lambda kernel: subprocess.run([str(program), kernel], capture_output=True, text=True)
+
+
+Misuse = Callable[[str], subprocess.CompletedProcess[str]]
+
+
+def test_the_emulation_runs_threads_between_barriers_in_any_order(misuse: Misuse) -> None:
+    # Warp w exchanges neighbouring lanes w + 1 times.
+    numbers = [100 * warp + (lane ^ 1 if warp % 2 == 0 else lane) for warp in (1, 2, 0) for lane in range(32)]
+    assert list(map(int, misuse("rotate").stdout.split())) == numbers * 3
+    assert list(map(int, misuse("rotate_without_barrier").stdout.split())) != numbers * 3
+
+
+def test_shared_memory_is_garbage_at_first(misuse: Misuse) -> None:
+    assert set(misuse("read_unwritten").stdout.split()) == {"-1"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ("barrier_of_some", r"is at the barrier in .*cuda_misuse.cpp:\d+ but thread \(\d+, 0, 0\) .* has ended"),
+        ("exit_before_barrier", r"is at the barrier in .* but thread \(40, 0, 0\) of block \(\d, 0, 0\) has ended"),
+        ("two_barriers", r"is at the barrier in .* but thread \(32, 0, 0\) of .* is at the barrier in"),
+        ("shuffle_of_some", r"is at the shuffle over 1 in .* but thread \(\d+, 0, 0\) .* has ended"),
+        ("shuffle_or_barrier", r"is at the shuffle over 2 in .* but thread \(\d+, 0, 0\) .* is at the barrier in"),
+        ("two_distances", r"is at the shuffle over 1 in .* but thread \(\d+, 0, 0\) .* is at the shuffle over 2 in"),
+        ("part_of_mask", r"is at the shuffle over 1 in .* which is not among all 32 lanes"),
+    ],
+)
+def test_the_emulation_reports_misuse(kernel: str, message: str, misuse: Misuse) -> None:
+    result = misuse(kernel)
+    assert result.returncode != 0
+    assert re.search(message, result.stderr), result.stderr
