@@ -1,10 +1,9 @@
 // rms_norm and rms_norm_backward on CPU tensors: lays the problem out for the kernels and shares it among the threads.
-#include "../rms_norm.h"
+#include "../rms_norm_backend.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_native.h>
 #include <c10/util/SmallBuffer.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -230,55 +229,17 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   }
 }
 
-Tensor rms_norm_cpu(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                    std::optional<double> eps, double weight_offset) {
-  check_rms_norm(input, normalized_shape, weight, eps);
-  Tensor output = empty_contiguous(input);
-  launch_rms_norm(input, normalized_shape.size(), weight, eps, weight_offset, output);
-  return output;
-}
-
-Tensor& rms_norm_out_cpu(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                         std::optional<double> eps, double weight_offset, Tensor& out) {
-  check_rms_norm_out(input, normalized_shape, weight, eps, out);
-  launch_rms_norm(input, normalized_shape.size(), weight, eps, weight_offset, out);
-  return out;
-}
-
-std::tuple<Tensor, Tensor> rms_norm_backward_cpu(const Tensor& grad_output, const Tensor& input,
-                                                 c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                                                 std::optional<double> eps, double weight_offset,
-                                                 const OptionalTensor& grad_residual, OutputMask output_mask) {
-  check_rms_norm_backward(grad_output, input, normalized_shape, weight, eps, grad_residual);
-  Tensor grad_input, grad_weight;
-  if (output_mask[0]) grad_input = empty_contiguous(input);
-  if (output_mask[1] && is_given(weight)) grad_weight = empty_contiguous(*weight);
-  launch_rms_norm_backward(grad_output, input, normalized_shape.size(), weight, eps, weight_offset, grad_residual,
-                           grad_input, grad_weight);
-  return {grad_input, grad_weight};
-}
-
-std::tuple<Tensor&, Tensor&> rms_norm_backward_out_cpu(const Tensor& grad_output, const Tensor& input,
-                                                       c10::SymIntArrayRef normalized_shape,
-                                                       const OptionalTensor& weight, std::optional<double> eps,
-                                                       double weight_offset, const OptionalTensor& grad_residual,
-                                                       OutputMask output_mask, Tensor& grad_input,
-                                                       Tensor& grad_weight) {
-  check_rms_norm_backward_out(grad_output, input, normalized_shape, weight, eps, grad_residual, output_mask, grad_input,
-                              grad_weight);
-  const bool wants_weight = output_mask[1] && is_given(weight);
-  launch_rms_norm_backward(grad_output, input, normalized_shape.size(), weight, eps, weight_offset, grad_residual,
-                           output_mask[0] ? grad_input : Tensor(), wants_weight ? grad_weight : Tensor());
-  return {grad_input, grad_weight};
-}
+struct Backend {
+  struct Guard {
+    explicit Guard(c10::Device) {}
+  };
+  static constexpr auto empty_contiguous = cpu::empty_contiguous;
+  static constexpr auto launch = launch_rms_norm;
+  static constexpr auto launch_backward = launch_rms_norm_backward;
+};
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normops, CPU, m) {
-  m.impl("rms_norm", rms_norm_cpu);
-  m.impl("rms_norm.out", rms_norm_out_cpu);
-  m.impl("rms_norm_backward", rms_norm_backward_cpu);
-  m.impl("rms_norm_backward.out", rms_norm_backward_out_cpu);
-}
+TORCH_LIBRARY_IMPL(normops, CPU, m) { RmsNormOperators<Backend>::register_in(m); }
 
 }  // namespace normops::cpu

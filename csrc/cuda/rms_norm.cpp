@@ -1,10 +1,9 @@
 // rms_norm and rms_norm_backward on CUDA tensors: lays the problem out for the kernels and launches them on the current
 // stream, through torch's device-neutral interface: this file builds against any build of torch.
-#include "../rms_norm.h"
+#include "../rms_norm_backend.h"
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
 
 #include "../problem.h"
 #include "rms_norm_launch.h"
@@ -106,59 +105,15 @@ void run_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_
   }
 }
 
-Tensor rms_norm_cuda(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                     std::optional<double> eps, double weight_offset) {
-  check_rms_norm(input, normalized_shape, weight, eps);
-  const c10::DeviceGuard guard(input.device());
-  Tensor output = empty_contiguous(input);
-  run_rms_norm(input, normalized_shape.size(), weight, eps, weight_offset, output);
-  return output;
-}
-
-Tensor& rms_norm_out_cuda(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                          std::optional<double> eps, double weight_offset, Tensor& out) {
-  check_rms_norm_out(input, normalized_shape, weight, eps, out);
-  const c10::DeviceGuard guard(input.device());
-  run_rms_norm(input, normalized_shape.size(), weight, eps, weight_offset, out);
-  return out;
-}
-
-std::tuple<Tensor, Tensor> rms_norm_backward_cuda(const Tensor& grad_output, const Tensor& input,
-                                                  c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                                                  std::optional<double> eps, double weight_offset,
-                                                  const OptionalTensor& grad_residual, OutputMask output_mask) {
-  check_rms_norm_backward(grad_output, input, normalized_shape, weight, eps, grad_residual);
-  const c10::DeviceGuard guard(input.device());
-  Tensor grad_input, grad_weight;
-  if (output_mask[0]) grad_input = empty_contiguous(input);
-  if (output_mask[1] && is_given(weight)) grad_weight = empty_contiguous(*weight);
-  run_rms_norm_backward(grad_output, input, normalized_shape.size(), weight, eps, weight_offset, grad_residual,
-                        grad_input, grad_weight);
-  return {grad_input, grad_weight};
-}
-
-std::tuple<Tensor&, Tensor&> rms_norm_backward_out_cuda(const Tensor& grad_output, const Tensor& input,
-                                                        c10::SymIntArrayRef normalized_shape,
-                                                        const OptionalTensor& weight, std::optional<double> eps,
-                                                        double weight_offset, const OptionalTensor& grad_residual,
-                                                        OutputMask output_mask, Tensor& grad_input,
-                                                        Tensor& grad_weight) {
-  check_rms_norm_backward_out(grad_output, input, normalized_shape, weight, eps, grad_residual, output_mask, grad_input,
-                              grad_weight);
-  const c10::DeviceGuard guard(input.device());
-  const bool wants_weight = output_mask[1] && is_given(weight);
-  run_rms_norm_backward(grad_output, input, normalized_shape.size(), weight, eps, weight_offset, grad_residual,
-                        output_mask[0] ? grad_input : Tensor(), wants_weight ? grad_weight : Tensor());
-  return {grad_input, grad_weight};
-}
+struct Backend {
+  using Guard = c10::DeviceGuard;
+  static constexpr auto empty_contiguous = cuda::empty_contiguous;
+  static constexpr auto launch = run_rms_norm;
+  static constexpr auto launch_backward = run_rms_norm_backward;
+};
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normops, CUDA, m) {
-  m.impl("rms_norm", rms_norm_cuda);
-  m.impl("rms_norm.out", rms_norm_out_cuda);
-  m.impl("rms_norm_backward", rms_norm_backward_cuda);
-  m.impl("rms_norm_backward.out", rms_norm_backward_out_cuda);
-}
+TORCH_LIBRARY_IMPL(normops, CUDA, m) { RmsNormOperators<Backend>::register_in(m); }
 
 }  // namespace normops::cuda

@@ -91,7 +91,8 @@ __device__ void load_packs(Pack<T> (&packs)[kPacks], const T* row, const Columns
 // Rows that are read twice are summed in float64 after so many packs.
 constexpr int kPacksOfChain = 4;
 
-// rstd = 1 / sqrt(mean(x^2) + eps): forward and backward form it of the same sums, so that both see the same bits.
+// rstd = 1 / sqrt(mean(x^2) + eps): forward and backward form it of the same sums, so that both see the same bits where
+// both hold the row (backward_config says where the backward cannot).
 __device__ inline float rstd_of(float square_sum, double inverse_cols, double eps) {
   return __frsqrt_rn(static_cast<float>(square_sum * inverse_cols + eps));
 }
