@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+OUT ?= build/gpu
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CPP := $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install test lint format demo bench bench-instructions check-cuda-compile package clean
+.PHONY: install test lint format demo bench bench-instructions check-cuda-compile package clean \
+	check-gpu gpu-build gpu-test gpu-memcheck gpu-racecheck gpu-bench
 
 install: $(VENV)/installed
 
@@ -43,6 +45,31 @@ bench: install
 check-cuda-compile:
 	NORMOPS_CUDA=1 $(MAKE) install
 	NORMOPS_CUDA=1 $(BIN)/python -m pytest tests/test_cuda_compile.py
+
+# Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, pytest, hypothesis, rich and matplotlib, and
+# downloads nothing. What was found is left in $(OUT); a failure of one part does not keep the others from running.
+check-gpu:
+	$(MAKE) --keep-going gpu-test gpu-memcheck gpu-racecheck gpu-bench
+
+GPU_ARCH = $(shell $(PYTHON) -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
+SANITIZED := tests/test_cuda.py -k 'every_configuration and bfloat16'
+
+gpu-build:
+	mkdir -p $(OUT)
+	NORMOPS_CUDA=1 NORMOPS_CUDA_ARCHS=$(GPU_ARCH) $(PYTHON) setup.py build_ext --inplace > $(OUT)/build.txt
+
+gpu-test: gpu-build
+	NORMOPS_REQUIRE_CUDA=1 $(PYTHON) -m pytest --device cuda --durations 10 > $(OUT)/tests.txt; \
+	status=$$?; tail -n 40 $(OUT)/tests.txt; exit $$status
+
+gpu-memcheck gpu-racecheck: gpu-%: gpu-build
+	NORMOPS_REQUIRE_CUDA=1 compute-sanitizer --tool $* --error-exitcode 1 \
+		$(PYTHON) -m pytest --device cuda $(SANITIZED) > $(OUT)/$*.txt; \
+	status=$$?; tail -n 3 $(OUT)/$*.txt; exit $$status
+
+gpu-bench: gpu-build
+	$(PYTHON) -m bench --device cuda --op overhead rms_norm rms_norm_backward --memory fresh --seconds 0.1 \
+		--peers F.rms_norm F.rms_norm-compiled Liger quack --save $(OUT)
 
 # Needs valgrind.
 bench-instructions: install

@@ -41,6 +41,8 @@ def measure_problems(arguments: Arguments, report: Report, progress: Progress) -
 def main() -> None:
     arguments = parse_arguments(__doc__)
     torch.set_num_threads(arguments.threads)
+    if arguments.device == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
     console = Console(highlight=False)
     report = Report(environment.describe(), arguments.cache)
     report.print_header(console)

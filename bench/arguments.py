@@ -9,11 +9,11 @@ import torch
 
 from bench.operators import MEMORIES, OPERATORS, Operator
 from bench.peers import NORMOPS, PEERS, Peer
-from bench.problems import SHAPES, Problem, Size, parse_shapes
+from bench.problems import FILL, SHAPES, Problem, Size, parse_shapes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OVERHEAD = "overhead"
-DEFAULT_SHAPES = ("512x4096", "4096x4096")
+DEFAULT_SHAPES = {"cpu": ("512x4096", "4096x4096"), "cuda": (FILL, "decode")}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,12 @@ def parse_arguments(description: str | None) -> Arguments:
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no GPU")
     try:
-        shapes = [shape for name in given.shapes or DEFAULT_SHAPES for shape in parse_shapes(name)]
+        sizes = [
+            Size(rows, cols, dtype, given.device)
+            for dtype in (getattr(torch, name) for name in given.dtype or DTYPES[:2])
+            for shapes in given.shapes or DEFAULT_SHAPES[given.device]
+            for rows, cols in parse_shapes(shapes, dtype.itemsize)
+        ]
     except ValueError as error:
         parser.error(f"argument --shapes: {error}")
     names = given.op or ["all"]
@@ -56,11 +61,7 @@ def parse_arguments(description: str | None) -> Arguments:
         device=given.device,
         overhead=OVERHEAD in names or "all" in names,
         operators=[operator for operator in OPERATORS if operator.name in names or "all" in names],
-        sizes=[
-            Size(rows, cols, getattr(torch, dtype), given.device)
-            for dtype in dict.fromkeys(given.dtype or DTYPES[:2])
-            for rows, cols in dict.fromkeys(shapes)
-        ],
+        sizes=list(dict.fromkeys(sizes)),
         peers=[peer for peer in PEERS if peer is NORMOPS or not given.peers or peer.name in given.peers],
         memories=MEMORIES if given.memory == "both" else (given.memory,),
         cache=given.cache,
@@ -84,7 +85,10 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_names("--op", f"{', '.join(operators)} (default)", operators)
     add_names("--dtype", f"{', '.join(DTYPES)}; default: float32 bfloat16", DTYPES)
-    add_names("--shapes", f"{', '.join(SHAPES)}, all or ROWSxCOLS; default: {' '.join(DEFAULT_SHAPES)}")
+    defaults = "; ".join(f"{' '.join(shapes)} on {device}" for device, shapes in DEFAULT_SHAPES.items())
+    add_names(
+        "--shapes", f"{', '.join(SHAPES)}, all of them, {FILL} (512 MiB of each width), ROWSxCOLS; default: {defaults}"
+    )
     add_names("--peers", f"beside normops and the copy: {', '.join(peers)}; default: all that are installed", peers)
     parser.add_argument("--memory", choices=(*MEMORIES, "both"), default="both", help="the outputs'; default: both")
     parser.add_argument(

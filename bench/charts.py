@@ -23,6 +23,7 @@ def save_charts(measurements: Sequence[Measurement], stem: str, folder: Path) ->
     figures = {
         "over_width": _ratios(measurements, along="cols", fixed="rows"),
         "over_rows": _ratios(measurements, along="rows", fixed="cols"),
+        "bandwidth": _bandwidths(measurements),
         "roofline": _roofline(measurements),
     }
     paths = []
@@ -60,6 +61,35 @@ def _ratios(measurements: Sequence[Measurement], *, along: Dimension, fixed: Dim
         _plain_numbers(ax)
     _legend(figure, axes)
     return figure
+
+
+def _bandwidths(measurements: Sequence[Measurement]) -> Figure | None:
+    """The share of the copy's GB/s over width: a panel for each dtype and size of tensors."""
+    panels = [
+        (f"{dtype_name(dtype)}, {size >> 20} MiB to a tensor", panel)
+        for dtype, of_dtype in _by_dtype(measurements)
+        for size in sorted({m.problem.size.tensor_bytes for m in of_dtype})
+        if len(panel := _sorted([m for m in of_dtype if m.problem.size.tensor_bytes == size], "cols")) > 2
+    ]
+    if not panels:
+        return None
+    figure, axes = _subplots(len(panels))
+    for ax, (title, panel) in zip(axes, panels, strict=True):
+        sizes = [m.problem.size.cols for m in panel]
+        for name in _names(panel):
+            timed = [(size, m.of_copy(name)) for size, m in zip(sizes, panel, strict=True) if name in m.timings]
+            _draw(ax, name, timed)
+        ax.axhline(1, color="black", linestyle="--", label="copy")
+        ax.set(title=title, xlabel="cols", ylabel="GB/s / GB/s of copy", xscale="log", ylim=(0, None))
+        ax.set_xticks(sizes, [_short_number(size) for size in sizes])
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.grid(alpha=0.3)
+    _legend(figure, axes)
+    return figure
+
+
+def _short_number(number: int) -> str:
+    return f"{number >> 10}K" if number % 1024 == 0 else str(number)
 
 
 def _roofline(measurements: Sequence[Measurement]) -> Figure | None:

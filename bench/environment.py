@@ -32,7 +32,11 @@ def describe() -> dict[str, str]:
         "python": f"{platform.python_version()} on {platform.system()} {platform.release()}",
     }
     if torch.cuda.is_available():
-        environment["GPU"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+        gpu = torch.cuda.get_device_properties()
+        environment["GPU"] = (
+            f"{gpu.name}, {gpu.multi_processor_count} multiprocessors, L2 {gpu.L2_cache_size >> 20} MiB, "
+            f"{gpu.total_memory / (1 << 30):.0f} GiB, CUDA {torch.version.cuda}"
+        )
     return environment
 
 
@@ -70,7 +74,7 @@ def _memory() -> str:
 
 def _versions() -> list[tuple[str, str]]:
     versions = []
-    for name in ("onnx", "onnxruntime"):
+    for name in ("onnx", "onnxruntime", "triton", "liger-kernel", "quack-kernels"):
         try:
             versions.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:

@@ -10,7 +10,7 @@ import torch
 from bench.checks import find_error
 from bench.peers import Builder, Peer
 from bench.problems import Problem, Tensors
-from bench.timing import Call, Timing, alternate
+from bench.timing import Call, Timer, Timing, alternate, device_timer
 
 COPY = "copy"
 
@@ -27,6 +27,10 @@ class Measurement:
         moved = 2 * self.problem.size.tensor_bytes if name == COPY else self.problem.bytes
         return moved / self.timings[name].median / 1e9
 
+    def of_copy(self, name: str) -> float:
+        """The share of the copy's GB/s."""
+        return self.gb_per_s(name) / self.gb_per_s(COPY)
+
     def ratio(self, name: str, base: str) -> float:
         return self.timings[name].median / self.timings[base].median
 
@@ -37,20 +41,29 @@ def measure(
     """Measures on these sets of inputs, each call on the next of them."""
     measurement = Measurement(problem)
     position = cycle(range(len(sets)))
-    calls = {COPY: _rotate(_copy(problem.memory), sets, position)}
+    device = problem.size.device
+    timers = {COPY: device_timer(_rotate(_copy(problem.memory), sets, position), device)}
     torch.compiler.reset()  # beyond a number of shapes, torch.compile gives up on a function
     for peer in peers:
         build = peer.builder(problem)
         if reason := peer.why_not(problem):
             measurement.left_out[peer.name] = reason
         elif build is not None:
-            error = find_error(peer, build, problem.operator, sets[0], build(sets[0])())
-            if error is None:
-                calls[peer.name] = _rotate(build, sets, position)
-            else:
+            try:
+                error = find_error(peer, build, problem.operator, sets[0], build(sets[0])())
+                if error is None:
+                    timers[peer.name] = _tried(device_timer(_rotate(build, sets, position), device))
+            except Exception as failure:  # a peer that fails is reported, and the others are measured
+                error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            if error is not None:
                 measurement.wrong[peer.name] = error
-    measurement.timings = alternate(calls, problem.size.device, turns=turns, seconds=seconds)
+    measurement.timings = alternate(timers, turns=turns, seconds=seconds, period=len(sets))
     return measurement
+
+
+def _tried(timer: Timer) -> Timer:
+    timer(1)
+    return timer
 
 
 def _copy(memory: str) -> Builder:

@@ -1,6 +1,7 @@
-"""What a call costs when there is nothing to compute: 1 x 64 float32 on one thread."""
+"""What a call costs the host when there is little to compute, on one thread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -9,31 +10,43 @@ from torch import Tensor
 
 import normops
 from bench.operators import EPS
-from bench.timing import Call, Timing, alternate
+from bench.problems import Size
+from bench.timing import Call, Timing, alternate, host_timer
 
 MODES = ("no_grad", "forward", "forward + backward")
 BASE = "F.layer_norm"
 TURNS = 101
 
+# On a GPU, kernels of this size still take less time than their launch.
+COLS = {"cpu": 64, "cuda": 4096}
 
-def measure_overhead(device: str) -> dict[str, dict[str, Timing]]:
+
+@dataclass(frozen=True)
+class Overhead:
+    size: Size
+    timings: Mapping[str, Mapping[str, Timing]]
     """By mode and name."""
+
+
+def measure_overhead(device: str) -> Overhead:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    size = Size(1, COLS[device], torch.float32, device)
     timings = {}
     for mode in MODES:
         with torch.set_grad_enabled(mode != "no_grad"):
-            timings[mode] = alternate(_calls(mode, device), device, turns=TURNS, seconds=0)
+            timers = {name: host_timer(call, device) for name, call in _calls(mode, size).items()}
+            timings[mode] = alternate(timers, turns=TURNS, seconds=0)
     torch.set_num_threads(threads)
-    return timings
+    return Overhead(size, timings)
 
 
-def _calls(mode: str, device: str) -> dict[str, Call]:
+def _calls(mode: str, size: Size) -> dict[str, Call]:
     needs_grad = mode != "no_grad"
-    input = torch.randn(1, 64, device=device, requires_grad=needs_grad)
-    weight = torch.ones(64, device=device, requires_grad=needs_grad)
-    grad_output = torch.randn(1, 64, device=device)
-    arguments = (input, [64], weight)
+    input = torch.randn(size.rows, size.cols, device=size.device, requires_grad=needs_grad)
+    weight = torch.ones(size.cols, device=size.device, requires_grad=needs_grad)
+    grad_output = torch.randn(size.rows, size.cols, device=size.device)
+    arguments = (input, [size.cols], weight)
     forward: dict[str, Callable[[], Tensor]] = {
         BASE: partial(F.layer_norm, *arguments, None, EPS),
         "torch.ops.normops.rms_norm": partial(torch.ops.normops.rms_norm, *arguments, EPS),

@@ -3,6 +3,7 @@
 A builder prepares a call on given inputs; the call returns the operator's results in the order of Operator.writes.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -66,6 +68,15 @@ def llama_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
     hidden = input.to(torch.float32)
     hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * hidden.to(input.dtype)
+
+
+def liger_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
+    function = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+    return function.apply(input, weight, EPS, 0.0, "llama", False)  # offset, rounding as in Llama, not in place
+
+
+def quack_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
+    return importlib.import_module("quack").rmsnorm(input, weight, eps=EPS)
 
 
 def normops_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
@@ -181,5 +192,7 @@ PEERS = (
         devices=("cpu",),
         packages=("onnx", "onnxruntime"),
     ),
+    Peer("Liger", _with_autograd(liger_rms_norm), devices=("cuda",), packages=("liger_kernel",)),
+    Peer("quack", _with_autograd(quack_rms_norm), devices=("cuda",), packages=("quack",)),
     Peer("F.layer_norm", _with_autograd(layer_norm), own_definition=True),
 )

@@ -15,8 +15,13 @@ SHAPES = {
     "llama": ((512, 4096), (512, 8192), (2048, 5120), (4096, 4096)),
     "qk": ((8, 64), (1024, 64), (16384, 64), (16384, 128)),
     "wide": ((64, 16384), (8, 65536), (1, 1048576)),
-    "decode": ((1, 64), (1, 4096), (8, 4096), (64, 4096)),
+    "decode": ((1, 64), (1, 4096), (8, 4096), (64, 4096), (512, 4096)),
 }
+
+# Tensors of so many bytes, which no cache holds, in rows of these widths.
+FILL = "fill"
+FILL_BYTES = 512 << 20
+FILL_COLS = tuple(64 << n for n in range(13))
 
 # Beyond this many sets of buffers, keeping them costs more time than what they are for.
 MOST_SETS = 8192
@@ -56,16 +61,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_shapes(name: str) -> tuple[tuple[int, int], ...]:
+def parse_shapes(name: str, itemsize: int) -> tuple[tuple[int, int], ...]:
     """The shapes behind an argument of --shapes: a set's name, ``all`` or ROWSxCOLS."""
     if name == "all":
         return tuple(shape for shapes in SHAPES.values() for shape in shapes)
+    if name == FILL:
+        return tuple((FILL_BYTES // (cols * itemsize), cols) for cols in FILL_COLS)
     if name in SHAPES:
         return SHAPES[name]
     try:
         rows, cols = map(int, name.split("x"))
     except ValueError:
-        raise ValueError(f"expected {', '.join(SHAPES)}, all or ROWSxCOLS, but got {name}") from None
+        raise ValueError(f"expected {', '.join(SHAPES)}, {FILL}, all or ROWSxCOLS, but got {name}") from None
     return ((rows, cols),)
 
 

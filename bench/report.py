@@ -11,6 +11,7 @@ from rich.console import Console
 
 from bench.charts import save_charts
 from bench.measure import Measurement
+from bench.overhead import Overhead
 from bench.problems import dtype_name
 from bench.tables import Table, details_table, overhead_table, summary_table
 from bench.timing import Timing
@@ -22,7 +23,7 @@ TABLE_WIDTH = 160
 class Report:
     environment: Mapping[str, str]
     cache: str
-    overhead: Mapping[str, Mapping[str, Timing]] = field(default_factory=dict)
+    overhead: Overhead | None = None
     measurements: list[Measurement] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
@@ -41,7 +42,7 @@ class Report:
             console.print(f"skipped {reason}", soft_wrap=True)
 
     def overhead_tables(self) -> list[Table]:
-        return [overhead_table(self.overhead)] if self.overhead else []
+        return [overhead_table(self.overhead)] if self.overhead is not None else []
 
     def summaries(self) -> list[Table]:
         return [summary_table(group, self.cache) for group in self._groups().values()]
@@ -90,7 +91,7 @@ class Report:
             "cache": self.cache,
             "overhead": {
                 mode: {name: _timing_json(timing) for name, timing in timings.items()}
-                for mode, timings in self.overhead.items()
+                for mode, timings in (self.overhead.timings if self.overhead is not None else {}).items()
             },
             "measurements": [_measurement_json(measurement) for measurement in self.measurements],
             "skipped": self.skipped,
@@ -126,7 +127,7 @@ def _measurement_json(measurement: Measurement) -> dict[str, Any]:
         "bytes": problem.bytes,
         "calls": {
             name: _timing_json(timing)
-            | {"gb_per_s": measurement.gb_per_s(name)}
+            | {"gb_per_s": measurement.gb_per_s(name), "of_copy": measurement.of_copy(name)}
             | {
                 f"over_{base}": measurement.ratio(name, base)
                 for base in ("copy", "normops")

@@ -1,15 +1,14 @@
 """The tables of a run, for the terminal and as Markdown."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import rich.box
 import rich.table
 
 from bench.measure import COPY, Measurement
-from bench.overhead import BASE
+from bench.overhead import BASE, Overhead
 from bench.peers import NORMOPS, PEERS
-from bench.timing import Timing
 
 Row = tuple[str, ...]
 
@@ -51,17 +50,17 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
-def overhead_table(timings: Mapping[str, Mapping[str, Timing]]) -> Table:
-    names = list(next(iter(timings.values())))
+def overhead_table(overhead: Overhead) -> Table:
+    names = list(next(iter(overhead.timings.values())))
 
     def row(mode: str) -> Row:
-        of_mode = timings[mode]
+        of_mode = overhead.timings[mode]
         base = of_mode[BASE].median
         multiples = (f"{format_seconds(t.median)} ({t.median / base:.2f}x)" for n, t in of_mode.items() if n != BASE)
         return mode, format_seconds(base), *multiples
 
-    title = f"Overhead: a call on 1x64 float32 with 1 thread, in brackets as a multiple of {BASE}'s"
-    return Table(title, ("", *names), [[row(mode) for mode in timings]])
+    title = f"Overhead: a call on {overhead.size} with 1 thread, in brackets as a multiple of {BASE}'s"
+    return Table(title, ("", *names), [[row(mode) for mode in overhead.timings]])
 
 
 def summary_table(measurements: Sequence[Measurement], cache: str) -> Table:
@@ -82,7 +81,7 @@ def summary_table(measurements: Sequence[Measurement], cache: str) -> Table:
 
 
 def details_table(measurements: Sequence[Measurement], cache: str) -> Table:
-    header = ("problem", "call", "median", "p20", "p80", "GB/s", "over copy", "over normops")
+    header = ("problem", "call", "median", "p20", "p80", "GB/s", "of copy", "over copy", "over normops")
     return Table(
         _title(measurements, cache), header, [list(_details(m)) for m in measurements], list(_notes(measurements))
     )
@@ -99,10 +98,11 @@ def _details(measurement: Measurement) -> Iterator[Row]:
         times = (format_seconds(seconds) for seconds in (timing.median, timing.p20, timing.p80))
         over_normops = f"{measurement.ratio(name, NORMOPS.name):.2f}x" if NORMOPS.name in measurement.timings else "-"
         over_copy = f"{measurement.ratio(name, COPY):.2f}x"
-        yield label, name, *times, f"{measurement.gb_per_s(name):.1f}", over_copy, over_normops
+        bandwidth = f"{measurement.gb_per_s(name):.1f}", f"{measurement.of_copy(name):.0%}"
+        yield label, name, *times, *bandwidth, over_copy, over_normops
         label = ""
     for name in measurement.wrong:
-        yield label, name, "wrong", *["-"] * 5
+        yield label, name, "wrong", *["-"] * 6
 
 
 def _notes(measurements: Sequence[Measurement]) -> Iterator[str]:

@@ -4,9 +4,9 @@ import math
 import random
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from timeit import Timer
 
 import torch
 
@@ -39,26 +39,61 @@ class Timing:
         return statistics.quantiles(self.seconds, n=5, method="inclusive")[3]
 
 
-def clock(device: str) -> Callable[[], float]:
-    if device == "cpu":
-        return time.perf_counter
+# Times so many calls in a row, in seconds.
+Timer = Callable[[int], float]
 
-    def synchronized() -> float:
-        torch.accelerator.synchronize()
+
+def host_timer(call: Call, device: str) -> Timer:
+    """By the host's clock, with what it costs to make the calls."""
+
+    def clock() -> float:
+        if device != "cpu":
+            torch.accelerator.synchronize()
         return time.perf_counter()
 
-    return synchronized
+    return timeit.Timer(call, timer=clock).timeit
 
 
-def alternate(calls: Mapping[str, Call], device: str, *, turns: int, seconds: float) -> dict[str, Timing]:
-    """Times each of the calls at least ``turns`` times, and all of them for at least ``seconds``."""
-    timers = {name: Timer(call, timer=clock(device)) for name, call in calls.items()}
+def device_timer(call: Call, device: str) -> Timer:
+    """By the device's clock, of calls that were captured into a CUDA graph; on the CPU, the host's."""
+    if device == "cpu":
+        return host_timer(call, device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def capture(count: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # On the current stream, as autograd runs a backward on the stream of its forward.
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for _ in range(count):
+                call()
+        return graph
+
+    def timer(count: int) -> float:
+        if count not in graphs:
+            call()
+            graphs[count] = capture(count)
+        start.record()
+        graphs[count].replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    return timer
+
+
+def alternate(timers: Mapping[str, Timer], *, turns: int, seconds: float, period: int = 1) -> dict[str, Timing]:
+    """Takes at least ``turns`` turns of each timer, and of all for at least ``seconds``.
+
+    A turn has a multiple of ``period`` calls.
+    """
     counts = {}
     for name, timer in timers.items():
-        timer.timeit(1)
-        counts[name] = max(1, math.ceil(TURN_SECONDS / min(timer.repeat(repeat=3, number=1))))
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
+        timer(1)
+        shortest = min(timer(1) for _ in range(3))
+        counts[name] = max(1, math.ceil(TURN_SECONDS / shortest / period)) * period
+    taken: dict[str, list[float]] = {name: [] for name in timers}
+    order = list(timers)
     shuffle = random.Random(0).shuffle
     start = time.perf_counter()
     turn = 0
@@ -67,11 +102,11 @@ def alternate(calls: Mapping[str, Call], device: str, *, turns: int, seconds: fl
         for name in order:
             taken[name].append(_take_turn(timers[name], counts[name]))
         turn += 1
-    return {name: Timing(taken[name], counts[name]) for name in calls}
+    return {name: Timing(taken[name], counts[name]) for name in timers}
 
 
 def _take_turn(timer: Timer, count: int) -> float:
-    seconds = timer.timeit(count)
+    seconds = timer(count)
     if seconds < SETTLE_SECONDS:
-        seconds = timer.timeit(count)
+        seconds = timer(count)
     return seconds / count

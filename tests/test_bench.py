@@ -6,6 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from bench import checks
+from bench.operators import OPERATORS
+from bench.peers import NORMOPS, PEERS, Peer
+from bench.problems import Problem, Size, make_inputs
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,7 +41,7 @@ def test_a_small_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shapes", "4by64"), "expected llama, qk, wide, decode, all or ROWSxCOLS, but got 4by64"),
+        (("--shapes", "4by64"), "expected llama, qk, wide, decode, fill, all or ROWSxCOLS, but got 4by64"),
         (("--op", "softmax"), "invalid choice: 'softmax'"),
     ],
 )
@@ -43,3 +49,26 @@ def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
     result = bench(*arguments)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    "peer", [NORMOPS, *(peer for peer in PEERS if peer.name == "F.rms_norm")], ids=lambda p: p.name
+)
+def test_of_large_results_a_sample_is_checked(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "MOST_ELEMENTS", 1000)
+    monkeypatch.setattr(checks, "SAMPLED_ELEMENTS", 1000)
+    (operator,) = (operator for operator in OPERATORS if operator.name == "rms_norm_backward")
+    problem = Problem(operator, Size(300, 64, torch.float32, "cpu"), "fresh")
+    inputs = make_inputs(problem.size, operator.reads, seed=0)
+    build = peer.builder(problem)
+    assert build is not None
+
+    def error_with(index: int, *position: int) -> str | None:
+        output = [tensor.clone() for tensor in checks.tensors_of(build(inputs)())]
+        output[index][position] += 1
+        return checks.find_error(peer, build, operator, inputs, tuple(output))
+
+    assert checks.find_error(peer, build, operator, inputs, build(inputs)()) is None
+    for row in (0, 299):
+        assert str(error_with(0, row, 5)).startswith("grad_input: ")
+    assert str(error_with(1, 63)).startswith("grad_weight: ")

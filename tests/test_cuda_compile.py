@@ -29,19 +29,7 @@ def kernel_name(mangled: str) -> str:
     return name
 
 
-ARCHS = [
-    "80",
-    "90",
-    pytest.param(
-        "100",
-        marks=pytest.mark.xfail(
-            strict=True, reason="open: the backward of 16-bit rows with 4 and 16 packs spills up to 240 bytes on sm_100"
-        ),
-    ),
-]
-
-
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["80", "90", "100"])
 def test_no_kernel_spills_registers(arch: str) -> None:
     if not REPORTS.exists() or arch not in normops.build_info()["cuda_archs"]:
         if os.environ.get("NORMOPS_CUDA") == "1":

@@ -50,6 +50,14 @@ __device__ inline void keep_order_of_warp() {
 #endif
 }
 
+// From here on the compiler takes the register for one that it knows nothing of: it would else keep what it made of it
+// before.
+__device__ inline void forget(unsigned& word) {
+#if !defined(NORMOPS_CUDA_EMULATION)
+  asm volatile("" : "+r"(word));
+#endif
+}
+
 // A cluster: the blocks that hold one row. Without clusters every block is one of its own.
 __device__ inline unsigned cluster_blocks() {
 #if NORMOPS_CLUSTERS

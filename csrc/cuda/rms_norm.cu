@@ -49,7 +49,10 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks)) rms_n
   }
   sum_row(rstd, shared, 0);
 #pragma unroll
-  for (int r = 0; r < kRows; r++) rstd[r] = rstd_of(rstd[r], args.inverse_cols, args.eps);
+  for (int r = 0; r < kRows; r++) {
+    rstd[r] = rstd_of(rstd[r], args.inverse_cols, args.eps);
+    keep_packed<T>(x[r]);
+  }
 
 #pragma unroll
   for (int p = 0; p < kPacks; p++) {

@@ -61,9 +61,9 @@ __device__ Numbers<T> gradients(const Pack<T>& dy_pack, const Pack<T>& x_pack, c
 }
 
 template <class T, class Index>
-__device__ Numbers<T> load_residual(const RowsOf<const T>& grad_residual, int64_t row, Index column, Index count) {
-  if (grad_residual.data == nullptr) return {};
-  return to_compute<T>(load_pack(grad_residual.row(row) + column, count, grad_residual.aligned));
+__device__ Numbers<T> load_residual(const T* row, bool aligned, Index column, Index count) {
+  if (row == nullptr) return {};
+  return to_compute<T>(load_pack(row + column, count, aligned));
 }
 
 // The sums of grad_weight over the rows that a block takes, for the columns of a thread's packs: in registers, or in
@@ -140,9 +140,13 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   for (int64_t base = block * rows_at_once; base < args.rows; base += blocks * rows_at_once) {
     const int64_t first_row = base + threadIdx.y;
     Pack<T> x[kRows][kPacks], dy[kRows][kPacks];
+    const T* residual_rows[kRows] = {};
+    T* target_rows[kRows] = {};
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       const int64_t row = first_row + r * blockDim.y;
+      if (row < args.rows && args.grad_residual.data != nullptr) residual_rows[r] = args.grad_residual.row(row);
+      if (row < args.rows && args.grad_input.data != nullptr) target_rows[r] = args.grad_input.row(row);
       load_packs<T>(x[r], row < args.rows ? args.input.row(row) : nullptr, columns, args.input.aligned);
       load_packs<T>(dy[r], row < args.rows ? args.grad_output.row(row) : nullptr, columns, args.grad_output.aligned);
     }
@@ -167,16 +171,18 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
       const int64_t row = first_row + r * blockDim.y;
       if (row >= args.rows) break;
       const auto factors = factors_of(sums[2 * r], sums[2 * r + 1], args.inverse_cols, args.eps);
+      keep_packed<T>(x[r]);
+      keep_packed<T>(dy[r]);
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
         const int column = columns.column(p), count = columns.count(p);
         const Numbers<T> dx = gradients<T>(dy[r][p], x[r][p], args.scale.load(column, count),
-                                           load_residual(args.grad_residual, row, column, count), factors,
-                                           [&](int i, Compute scaled_dy, Compute x_element) {
+                                           load_residual(residual_rows[r], args.grad_residual.aligned, column, count),
+                                           factors, [&](int i, Compute scaled_dy, Compute x_element) {
                                              dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
                                            });
-        if (args.grad_input.data != nullptr) {
-          store_pack(args.grad_input.row(row) + column, from_compute<T>(dx), count, args.grad_input.aligned);
+        if (target_rows[r] != nullptr) {
+          store_pack(target_rows[r] + column, from_compute<T>(dx), count, args.grad_input.aligned);
         }
         keep_few_registers<kPacks>();
       }
@@ -198,6 +204,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     const T* const x_row = args.input.row(row);
     const T* const dy_row = args.grad_output.row(row);
+    const T* const residual_row = args.grad_residual.data != nullptr ? args.grad_residual.row(row) : nullptr;
     double sums[2] = {};
     for (int64_t first = 0; columns.count(first) > 0; first += kPacksOfChain) {
       Compute squares[kChains<T>] = {}, dots[kChains<T>] = {};
@@ -220,7 +227,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width
       const Numbers<T> dx =
           gradients<T>(load_pack(dy_row + column, count, args.grad_output.aligned),
                        load_pack(x_row + column, count, args.input.aligned), args.scale.load(column, count),
-                       load_residual(args.grad_residual, row, column, count), factors,
+                       load_residual(residual_row, args.grad_residual.aligned, column, count), factors,
                        [&](int i, Compute scaled_dy, Compute x_element) {
                          if (partial == nullptr || i >= count) return;
                          const Compute sum = row == blockIdx.x ? 0 : partial[column + i];

@@ -17,6 +17,7 @@ struct RowsOf {
   __device__ T* row(int64_t index) const {
     T* row = data;
     if (layout.dims == 1) return row + index * layout.strides[0];
+#pragma unroll 1  // divisions are long
     for (int d = layout.dims - 1; d >= 0; d--) {
       row += index % layout.sizes[d] * layout.strides[d];
       index /= layout.sizes[d];
@@ -84,6 +85,19 @@ __device__ void load_packs(Pack<T> (&packs)[kPacks], const T* row, const Columns
     for (int p = 0; p < kPacks; p++) {
       packs[p] = load_pack(row + columns.column(p), columns.count(p), false);
       if (kPacks == 16) keep_few_registers<kPacks>();  // elements that are loaded one by one take one each
+    }
+  }
+}
+
+// Between two passes over packs: numbers of 16 bits take half the registers that they take once converted, so that
+// they are to be converted again.
+template <class T, int kPacks>
+__device__ void keep_packed(Pack<T> (&packs)[kPacks]) {
+  if constexpr (Pack<T>::kPairs) {
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) {
+#pragma unroll
+      for (int i = 0; i < Pack<T>::kWords; i++) forget(packs[p].words[i]);
     }
   }
 }

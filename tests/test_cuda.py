@@ -1,0 +1,94 @@
+"""What only a GPU shows: every launch configuration on the device itself, streams, graphs, many rows."""
+
+import cases
+import oracle
+import pytest
+import torch
+from cases import EPS
+from torch import Tensor
+
+ops = torch.ops.normops
+
+# Around the widths at which a row is held otherwise: in bytes, as a configuration holds so many packs of 16.
+WIDTHS = tuple(128 << n for n in range(14))
+
+
+@pytest.fixture(autouse=True)
+def _gpu(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("needs --device cuda")
+
+
+def problem(rows: int, cols: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((rows, cols), (rows, cols), (cols,))
+    dy, x, w = (cases.values(shape, dtype, seed).to(device) for seed, shape in enumerate(shapes))
+    return dy, x, w
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("extra", [-1, 0, 8], ids=["odd", "full", "beyond"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_configuration(width: int, extra: int, dtype: torch.dtype, device: str) -> None:
+    cols = width // dtype.itemsize + extra
+    dy, x, w = problem(3, cols, dtype, "cpu")
+    dy_there, x_there, w_there = (tensor.to(device) for tensor in (dy, x, w))
+    oracle.assert_within(ops.rms_norm(x_there, [cols], w_there, EPS), oracle.rms_norm(x, (cols,), w, EPS))
+    expected = oracle.rms_norm_backward(dy, x, (cols,), w, EPS)
+    grad_input, grad_weight = ops.rms_norm_backward(dy_there, x_there, [cols], w_there, EPS)
+    oracle.assert_within(grad_input, expected.grad_input, "grad_input")
+    assert expected.grad_weight is not None
+    oracle.assert_within(grad_weight, expected.grad_weight, "grad_weight")
+
+
+@pytest.mark.parametrize("cols", [64, 1000, 4096, 65536, 262144])
+def test_rows_beyond_the_grid_are_as_alone(cols: int, device: str) -> None:
+    """The backward's blocks take several rows each."""
+    rows = max(300, (1 << 22) // cols)
+    dy, x, w = problem(rows, cols, torch.bfloat16, device)
+    y = ops.rms_norm(x, [cols], w, EPS)
+    dx, dw = ops.rms_norm_backward(dy, x, [cols], w, EPS)
+    again = ops.rms_norm_backward(dy, x, [cols], w, EPS)
+    assert torch.equal(dx, again[0])
+    assert torch.equal(dw, again[1])
+    for row in (0, 1, rows // 2, rows - 1):
+        one = slice(row, row + 1)
+        assert torch.equal(y[one], ops.rms_norm(x[one], [cols], w, EPS))
+        assert torch.equal(dx[one], ops.rms_norm_backward(dy[one], x[one], [cols], w, EPS)[0])
+
+
+@pytest.mark.parametrize("cols", [128, 4096, 65536])
+def test_captured_into_a_graph(cols: int, device: str) -> None:
+    dy, x, w = problem(9, cols, torch.bfloat16, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.rms_norm(x, [cols], w, EPS)
+        dx, dw = ops.rms_norm_backward(dy, x, [cols], w, EPS)
+    for factor in (2, 0.5):
+        x.mul_(factor)
+        graph.replay()
+        assert torch.equal(y, ops.rms_norm(x, [cols], w, EPS))
+        for actual, expected in zip((dx, dw), ops.rms_norm_backward(dy, x, [cols], w, EPS), strict=True):
+            assert torch.equal(actual, expected)
+
+
+def test_the_current_stream_is_used(device: str) -> None:
+    """The operator has to wait for what comes before it on the stream, and only there."""
+    _, x, w = problem(64, 4096, torch.float32, device)
+    expected = ops.rms_norm(x * 2, [4096], w, EPS)
+    changed = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        changed.copy_(x * 2)
+        actual = ops.rms_norm(changed, [4096], w, EPS)
+        torch.cuda.current_stream().synchronize()
+    assert torch.equal(actual, expected)
+
+
+def test_another_device_than_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    _, x, w = problem(5, 100, torch.float32, "cpu")
+    first, second = (ops.rms_norm(x.to(name), [100], w.to(name), EPS) for name in ("cuda:0", "cuda:1"))
+    assert second.device.index == 1
+    assert torch.equal(first.cpu(), second.cpu())
