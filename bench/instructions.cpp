@@ -27,13 +27,14 @@ void count(const char* kernel, DType dtype, int64_t rows, int64_t cols, int64_t 
 
 void count_kernels(DType dtype, int64_t rows, int64_t cols) {
   const RmsNormKernels& kernels = rms_norm_kernels();
-  KernelProblem p(dtype, dtype, rows, cols, 8);
+  KernelProblem p(dtype, dtype, dtype, rows, cols, 8);
   const int64_t elements = rows * cols;
   RmsNormBackwardArgs without_residual = p.backward;
   without_residual.grad_residual = nullptr;
   count("scale", dtype, rows, cols, cols,
         [&] { kernels.scale(dtype, dtype, p.weight.data(), 0.0, p.scale.data(), 0, cols); });
-  count("forward", dtype, rows, cols, elements, [&] { kernels.forward(p.forward, 0, rows); });
+  count("forward", dtype, rows, cols, elements, [&] { kernels.forward.rows(p.forward, 0, rows); });
+  count("add_forward", dtype, rows, cols, elements, [&] { add_rms_norm_kernels().rows(p.add, 0, rows); });
   count("backward", dtype, rows, cols, elements, [&] { kernels.backward(without_residual, 0, p.chunks); });
   count("backward+residual", dtype, rows, cols, elements, [&] { kernels.backward(p.backward, 0, p.chunks); });
   count("grad_weight", dtype, rows, cols, p.chunks * cols,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import oracle
 from oracle import Bounded
 from torch import Tensor
@@ -38,10 +39,20 @@ def _forward(input: Tensor, weight: Tensor) -> Bounded:
 
 
 @lru_cache(maxsize=1)
-def _backward(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Bounded, Bounded]:
-    grad_input, grad_weight = oracle.rms_norm_backward(grad_output, input, tuple(weight.shape), weight, EPS)
+def _backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor, grad_residual: Tensor | None = None
+) -> tuple[Bounded, Bounded]:
+    grad_input, grad_weight = oracle.rms_norm_backward(
+        grad_output, input, tuple(weight.shape), weight, EPS, grad_residual=grad_residual
+    )
     assert grad_weight is not None
     return grad_input, grad_weight
+
+
+@lru_cache(maxsize=1)
+def _add(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Bounded, Bounded]:
+    h = input + residual
+    return _forward(h, weight), Bounded(h.double().cpu().numpy(), np.zeros(h.shape))
 
 
 def _expected_forward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
@@ -50,6 +61,14 @@ def _expected_forward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
 
 def _expected_backward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
     return _backward(inputs["grad_output"], inputs["input"], inputs["weight"])
+
+
+def _expected_add(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
+    return _add(inputs["input"], inputs["residual"], inputs["weight"])
+
+
+def _expected_add_backward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
+    return _backward(inputs["grad_output"], inputs["input"], inputs["weight"], inputs["grad_residual"])
 
 
 OPERATORS = (
@@ -63,5 +82,13 @@ OPERATORS = (
         ("output", "grad_input", "grad_weight"),
         lambda inputs: (*_expected_forward(inputs), *_expected_backward(inputs)),
         memories=("fresh",),  # autograd allocates its gradients itself
+    ),
+    Operator("add_rms_norm", ("input", "residual", "weight"), ("output", "residual_out"), _expected_add),
+    # Of the sum, which it reads as input.
+    Operator(
+        "add_rms_norm_backward",
+        ("grad_output", "input", "weight", "grad_residual"),
+        ("grad_input", "grad_weight"),
+        _expected_add_backward,
     ),
 )

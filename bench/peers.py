@@ -21,6 +21,7 @@ from bench.operators import EPS
 from bench.problems import Problem, Tensors
 
 Norm = Callable[[Tensor, Tensor], Tensor]
+AddNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Builder = Callable[[Tensors], Callable[[], object]]
 
 
@@ -79,6 +80,29 @@ def quack_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
     return importlib.import_module("quack").rmsnorm(input, weight, eps=EPS)
 
 
+def unfused(norm: Norm) -> AddNorm:
+    """An addition, then the norm."""
+
+    def add_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        residual_out = input + residual
+        return norm(residual_out, weight), residual_out
+
+    return add_norm
+
+
+def liger_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    function = importlib.import_module("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction
+    return function.apply(input, residual, weight, EPS, 0.0, "llama", False)
+
+
+def quack_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return importlib.import_module("quack").rmsnorm(input, weight, residual=residual, eps=EPS, prenorm=True)
+
+
+def normops_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return normops.add_rms_norm(input, residual, weight.shape, weight, EPS)
+
+
 def normops_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
     return normops.rms_norm(input, weight.shape, weight, EPS)
 
@@ -115,11 +139,35 @@ def _forward_backward(norm: Norm) -> Builder:
     return build
 
 
-def _with_autograd(norm: Norm) -> dict[str, Builder]:
+def _add_forward(norm: AddNorm) -> Builder:
+    return lambda inputs: partial(norm, inputs["input"], inputs["residual"], inputs["weight"])
+
+
+def _add_backward(norm: AddNorm) -> Builder:
+    def build(inputs: Tensors) -> Callable[[], object]:
+        input, weight = _leaves(inputs)
+        residual = torch.zeros_like(input).requires_grad_()  # so that the sum is the input
+        with torch._functorch.config.patch(donated_buffer=False):
+            outputs = norm(input, residual, weight)
+        gradients = inputs["grad_output"], inputs["grad_residual"]
+
+        def call() -> tuple[Tensor, Tensor]:
+            grads = torch.autograd.grad(outputs, (input, residual, weight), gradients, retain_graph=True)
+            return grads[0], grads[2]
+
+        return call
+
+    return build
+
+
+def _with_autograd(norm: Norm, add_norm: AddNorm | None = None) -> dict[str, Builder]:
+    add_norm = add_norm or unfused(norm)
     return {
         "rms_norm": _forward(norm),
         "rms_norm_backward": _backward(norm),
         "forward_backward": _forward_backward(norm),
+        "add_rms_norm": _add_forward(add_norm),
+        "add_rms_norm_backward": _add_backward(add_norm),
     }
 
 
@@ -130,7 +178,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 def _compiled(norm: Norm) -> dict[str, Builder]:
     def build(operator: str) -> Builder:
         # torch.compile only here: it takes seconds to import what it needs.
-        return lambda inputs: _with_autograd(_compile(norm))[operator](inputs)
+        return lambda inputs: _with_autograd(_compile(norm), _compile(unfused(norm)))[operator](inputs)
 
     return {operator: build(operator) for operator in _with_autograd(norm)}
 
@@ -147,16 +195,49 @@ def _compiled_into(norm: Norm) -> dict[str, Builder]:
         gradients = torch.func.vjp(norm, input, weight)[1](grad_output)
         return grad_input.copy_(gradients[0]), grad_weight.copy_(gradients[1])
 
+    def write_sum(
+        output: Tensor, residual_out: Tensor, input: Tensor, residual: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        h = input + residual
+        return output.copy_(norm(h, weight)), residual_out.copy_(h)
+
+    def write_gradients_of_sum(
+        grad_input: Tensor,
+        grad_weight: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        grad_output: Tensor,
+        grad_residual: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        gradients = torch.func.vjp(norm, input, weight)[1](grad_output)
+        return grad_input.copy_(gradients[0] + grad_residual), grad_weight.copy_(gradients[1])
+
     def forward(inputs: Tensors) -> Callable[[], object]:
         input, weight = inputs["input"], inputs["weight"]
         return partial(_compile(write), torch.empty_like(input), input, weight)
+
+    def add_forward(inputs: Tensors) -> Callable[[], object]:
+        input, residual, weight = inputs["input"], inputs["residual"], inputs["weight"]
+        targets = torch.empty_like(input), torch.empty_like(residual)
+        return partial(_compile(write_sum), *targets, input, residual, weight)
+
+    def add_backward(inputs: Tensors) -> Callable[[], object]:
+        input, weight = inputs["input"], inputs["weight"]
+        targets = torch.empty_like(input), torch.empty_like(weight)
+        gradients = inputs["grad_output"], inputs["grad_residual"]
+        return partial(_compile(write_gradients_of_sum), *targets, input, weight, *gradients)
 
     def backward(inputs: Tensors) -> Callable[[], object]:
         input, weight = inputs["input"], inputs["weight"]
         targets = torch.empty_like(input), torch.empty_like(weight)
         return partial(_compile(write_gradients), *targets, input, weight, inputs["grad_output"])
 
-    return {"rms_norm": forward, "rms_norm_backward": backward}
+    return {
+        "rms_norm": forward,
+        "rms_norm_backward": backward,
+        "add_rms_norm": add_forward,
+        "add_rms_norm_backward": add_backward,
+    }
 
 
 def _normops_out(inputs: Tensors) -> Callable[[], object]:
@@ -165,22 +246,67 @@ def _normops_out(inputs: Tensors) -> Callable[[], object]:
     return partial(torch.ops.normops.rms_norm.out, input, weight.shape, weight, EPS, out=out)
 
 
-def _normops_backward_out(inputs: Tensors) -> Callable[[], object]:
+def _normops_backward_out(inputs: Tensors) -> Callable[..., tuple[Tensor, Tensor]]:
     input, weight = inputs["input"], inputs["weight"]
     targets = {"grad_input": torch.empty_like(input), "grad_weight": torch.empty_like(weight)}
     operator = torch.ops.normops.rms_norm_backward.out
     return partial(operator, inputs["grad_output"], input, weight.shape, weight, EPS, **targets)
 
 
+def _normops_add_out(inputs: Tensors) -> Callable[[], object]:
+    input, residual, weight = inputs["input"], inputs["residual"], inputs["weight"]
+    targets = {"out": torch.empty_like(input), "residual_out": torch.empty_like(residual)}
+    return partial(torch.ops.normops.add_rms_norm.out, input, residual, weight.shape, weight, EPS, **targets)
+
+
+def _normops_add_backward_out(inputs: Tensors) -> Callable[[], object]:
+    return partial(_normops_backward_out(inputs), grad_residual=inputs["grad_residual"])
+
+
+def _unfused_out(inputs: Tensors) -> Callable[[], object]:
+    input, residual, weight = inputs["input"], inputs["residual"], inputs["weight"]
+    out, residual_out = torch.empty_like(input), torch.empty_like(residual)
+
+    def call() -> tuple[Tensor, Tensor]:
+        torch.add(input, residual, out=residual_out)
+        return torch.ops.normops.rms_norm.out(residual_out, weight.shape, weight, EPS, out=out), residual_out
+
+    return call
+
+
+def _unfused_backward_out(inputs: Tensors) -> Callable[[], object]:
+    backward = _normops_backward_out(inputs)
+    grad_residual = inputs["grad_residual"]
+
+    def call() -> tuple[Tensor, Tensor]:
+        grad_input, grad_weight = backward()
+        return grad_input.add_(grad_residual), grad_weight
+
+    return call
+
+
 NORMOPS = Peer(
     "normops",
-    _with_autograd(normops_rms_norm),
-    {"rms_norm": _normops_out, "rms_norm_backward": _normops_backward_out},
+    _with_autograd(normops_rms_norm, normops_add_rms_norm),
+    {
+        "rms_norm": _normops_out,
+        "rms_norm_backward": _normops_backward_out,
+        "add_rms_norm": _normops_add_out,
+        "add_rms_norm_backward": _normops_add_backward_out,
+    },
     has_bounds=True,
+)
+
+# What the fused operators save.
+UNFUSED = Peer(
+    "add, normops",
+    {name: build for name, build in _with_autograd(normops_rms_norm).items() if name.startswith("add_")},
+    {"add_rms_norm": _unfused_out, "add_rms_norm_backward": _unfused_backward_out},
 )
 
 PEERS = (
     NORMOPS,
+    UNFUSED,
     Peer("F.rms_norm", _with_autograd(rms_norm)),
     Peer("F.rms_norm-compiled", _compiled(rms_norm), _compiled_into(rms_norm)),
     Peer("LlamaRMSNorm", _with_autograd(llama_rms_norm)),
@@ -192,7 +318,7 @@ PEERS = (
         devices=("cpu",),
         packages=("onnx", "onnxruntime"),
     ),
-    Peer("Liger", _with_autograd(liger_rms_norm), devices=("cuda",), packages=("liger_kernel",)),
-    Peer("quack", _with_autograd(quack_rms_norm), devices=("cuda",), packages=("quack",)),
+    Peer("Liger", _with_autograd(liger_rms_norm, liger_add_rms_norm), devices=("cuda",), packages=("liger_kernel",)),
+    Peer("quack", _with_autograd(quack_rms_norm, quack_add_rms_norm), devices=("cuda",), packages=("quack",)),
     Peer("F.layer_norm", _with_autograd(layer_norm), own_definition=True),
 )

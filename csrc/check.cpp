@@ -26,6 +26,20 @@ void check_shape(const char* op, const char* name, const Tensor& tensor, c10::Sy
   for (size_t d = 0; d < shape.size(); d++) TORCH_SYM_CHECK(tensor.sym_size(d).sym_eq(shape[d]), message());
 }
 
+// `or_else` says for the message which other dtypes are welcome, `is_else` whether the tensor has one of them.
+void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input, const char* or_else,
+                      bool is_else) {
+  normops::check_device(op, name, tensor, input);
+  check_tensor(op, name, tensor);
+  TORCH_CHECK(is_else || tensor.scalar_type() == input.scalar_type(), op, ": expected ", name, " to be ",
+              dtype_name(input), ", the dtype of input", or_else, ", but got ", dtype_name(tensor));
+  check_shape(op, name, tensor, input.sym_sizes(), "the shape of input");
+}
+
+bool is_16_bits(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
 }  // namespace
 
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
@@ -55,11 +69,19 @@ void check_norm(const char* op, const Tensor& input, c10::SymIntArrayRef normali
 }
 
 void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
-  check_device(op, name, tensor, input);
-  check_tensor(op, name, tensor);
-  TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": expected ", name, " to be ", dtype_name(input),
-              ", the dtype of input, but got ", dtype_name(tensor));
-  check_shape(op, name, tensor, input.sym_sizes(), "the shape of input");
+  check_like_input(op, name, tensor, input, "", false);
+}
+
+void check_narrower_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  const bool may_differ = input.scalar_type() == at::kFloat;
+  check_like_input(op, name, tensor, input, may_differ ? ", or float16 or bfloat16" : "",
+                   may_differ && is_16_bits(tensor));
+}
+
+void check_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  const bool may_differ = is_16_bits(input);
+  check_like_input(op, name, tensor, input, may_differ ? ", or float32" : "",
+                   may_differ && tensor.scalar_type() == at::kFloat);
 }
 
 void check_out(const char* op, const Named& out, const Tensor& result, std::initializer_list<Named> inputs) {

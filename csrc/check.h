@@ -23,6 +23,12 @@ void check_norm(const char* op, const Tensor& input, c10::SymIntArrayRef normali
 // A tensor that has to look like `input`.
 void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
+// The same, but with float32 as input's dtype it may have 16 bits.
+void check_narrower_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
+
+// A tensor that has to look like `input`, but may be float32 if input has 16 bits.
+void check_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
+
 struct Named {
   const char* name;
   Tensor tensor;  // may be undefined

@@ -35,6 +35,18 @@ constexpr decltype(auto) dispatch(DType dtype, Function&& function) {
 template <class T>
 using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+// Calls `function.template operator()<T, R>()` for a pair of dtypes that may meet in one operator: the same, or 16 bits
+// beside float32.
+template <class Function>
+constexpr decltype(auto) dispatch_pair(DType dtype, DType wider_dtype, Function&& function) {
+  return dispatch(dtype, [&]<class T>() -> decltype(auto) {
+    if constexpr (sizeof(T) == 2) {
+      if (wider_dtype == DType::float32) return std::forward<Function>(function).template operator()<T, float>();
+    }
+    return std::forward<Function>(function).template operator()<T, T>();
+  });
+}
+
 inline DType compute_dtype(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
 }  // namespace normops

@@ -1,14 +1,6 @@
 #include "rms_norm.h"
 
 namespace normops {
-namespace {
-
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name, const char* overload) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Signature>();
-}
-
-}  // namespace
 
 void check_rms_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                     std::optional<double> eps) {
@@ -21,12 +13,19 @@ void check_rms_norm_out(const Tensor& input, c10::SymIntArrayRef normalized_shap
   check_out("rms_norm", {"out", out}, input, {{"input", input}, {"weight", value_or_undefined(weight)}});
 }
 
+void check_rms_norm_inplace(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                            std::optional<double> eps) {
+  constexpr const char* op = "rms_norm_";
+  check_norm(op, input, normalized_shape, weight, eps);
+  check_out(op, {"input", input}, input, {{"weight", value_or_undefined(weight)}});
+}
+
 void check_rms_norm_backward(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
                              const OptionalTensor& weight, std::optional<double> eps,
                              const OptionalTensor& grad_residual) {
   constexpr const char* op = "rms_norm_backward";
   check_norm(op, input, normalized_shape, weight, eps);
-  check_like_input(op, "grad_output", grad_output, input);
+  check_narrower_input(op, "grad_output", grad_output, input);
   if (is_given(grad_residual)) check_like_input(op, "grad_residual", *grad_residual, input);
 }
 
@@ -59,22 +58,27 @@ void check_rms_norm_backward_devices(const Tensor& grad_output, const Tensor& in
 }
 
 const c10::TypedOperatorHandle<RmsNorm>& rms_norm_op() {
-  static const auto op = find<RmsNorm>("normops::rms_norm", "");
+  static const auto op = find_operator<RmsNorm>("normops::rms_norm");
   return op;
 }
 
 const c10::TypedOperatorHandle<RmsNormOut>& rms_norm_out_op() {
-  static const auto op = find<RmsNormOut>("normops::rms_norm", "out");
+  static const auto op = find_operator<RmsNormOut>("normops::rms_norm", "out");
+  return op;
+}
+
+const c10::TypedOperatorHandle<RmsNormInplace>& rms_norm_inplace_op() {
+  static const auto op = find_operator<RmsNormInplace>("normops::rms_norm_");
   return op;
 }
 
 const c10::TypedOperatorHandle<RmsNormBackward>& rms_norm_backward_op() {
-  static const auto op = find<RmsNormBackward>("normops::rms_norm_backward", "");
+  static const auto op = find_operator<RmsNormBackward>("normops::rms_norm_backward");
   return op;
 }
 
 const c10::TypedOperatorHandle<RmsNormBackwardOut>& rms_norm_backward_out_op() {
-  static const auto op = find<RmsNormBackwardOut>("normops::rms_norm_backward", "out");
+  static const auto op = find_operator<RmsNormBackwardOut>("normops::rms_norm_backward", "out");
   return op;
 }
 

@@ -1,12 +1,11 @@
 // rms_norm and rms_norm_backward as the rest of the C++ code sees them: their arguments' checks and their dispatcher
 // entries.
 #pragma once
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include <array>
 #include <tuple>
 
 #include "check.h"
+#include "operator.h"
 
 namespace normops {
 
@@ -17,6 +16,10 @@ void check_rms_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape, c
 
 void check_rms_norm_out(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                         std::optional<double> eps, const Tensor& out);
+
+// For rms_norm_, whose output is its input.
+void check_rms_norm_inplace(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                            std::optional<double> eps);
 
 void check_rms_norm_backward(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
                              const OptionalTensor& weight, std::optional<double> eps,
@@ -37,6 +40,8 @@ using RmsNorm = Tensor(const Tensor& input, c10::SymIntArrayRef normalized_shape
                        std::optional<double> eps, double weight_offset);
 using RmsNormOut = Tensor&(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            std::optional<double> eps, double weight_offset, Tensor& out);
+using RmsNormInplace = Tensor&(Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                               std::optional<double> eps, double weight_offset);
 using RmsNormBackward = std::tuple<Tensor, Tensor>(const Tensor& grad_output, const Tensor& input,
                                                    c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                                                    std::optional<double> eps, double weight_offset,
@@ -50,6 +55,7 @@ using RmsNormBackwardOut = std::tuple<Tensor&, Tensor&>(const Tensor& grad_outpu
 
 const c10::TypedOperatorHandle<RmsNorm>& rms_norm_op();
 const c10::TypedOperatorHandle<RmsNormOut>& rms_norm_out_op();
+const c10::TypedOperatorHandle<RmsNormInplace>& rms_norm_inplace_op();
 const c10::TypedOperatorHandle<RmsNormBackward>& rms_norm_backward_op();
 const c10::TypedOperatorHandle<RmsNormBackwardOut>& rms_norm_backward_out_op();
 

@@ -32,6 +32,14 @@ struct RmsNormOperators {
     return out;
   }
 
+  static Tensor& rms_norm_inplace(Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                                  std::optional<double> eps, double weight_offset) {
+    check_rms_norm_inplace(input, normalized_shape, weight, eps);
+    const typename Backend::Guard guard(input.device());
+    Backend::launch(input, normalized_shape.size(), weight, eps, weight_offset, input);
+    return input;
+  }
+
   static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_output, const Tensor& input,
                                                       c10::SymIntArrayRef normalized_shape,
                                                       const OptionalTensor& weight, std::optional<double> eps,
@@ -65,6 +73,7 @@ struct RmsNormOperators {
   static void register_in(torch::Library& m) {
     m.impl("rms_norm", &rms_norm);
     m.impl("rms_norm.out", &rms_norm_out);
+    m.impl("rms_norm_", &rms_norm_inplace);
     m.impl("rms_norm_backward", &rms_norm_backward);
     m.impl("rms_norm_backward.out", &rms_norm_backward_out);
   }

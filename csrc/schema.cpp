@@ -12,6 +12,10 @@ TORCH_LIBRARY(normops, m) {
       "rms_norm.out(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
       "float weight_offset=0.0, Tensor(a!) out) -> Tensor(a!)",
       tags);
+  m.def(
+      "rms_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
+      "float weight_offset=0.0) -> Tensor(a!)",
+      tags);
 
   m.def(
       "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
@@ -22,5 +26,20 @@ TORCH_LIBRARY(normops, m) {
       "rms_norm_backward.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
       "float? eps=None, *, float weight_offset=0.0, Tensor? grad_residual=None, bool[2] output_mask=[True, True], "
       "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
+      tags);
+
+  m.def(
+      "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
+      "float weight_offset=0.0) -> (Tensor output, Tensor residual_out)",
+      tags);
+  m.def(
+      "add_rms_norm.out(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, float weight_offset=0.0, Tensor(a!) out, Tensor(b!) residual_out) "
+      "-> (Tensor(a!), Tensor(b!))",
+      tags);
+  // Returns nothing: the dispatcher cannot box a call that returns several of its first arguments.
+  m.def(
+      "add_rms_norm_(Tensor(a!) input, Tensor(b!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, float weight_offset=0.0) -> ()",
       tags);
 }

@@ -1,12 +1,13 @@
 """Train a small Llama from scratch with torch.nn.RMSNorm and with normops.RMSNorm, and compare the two.
 
-    python examples/baby_llama.py [--norm all|torch|eager|compiled] [--steps N] [--device cpu|cuda]
+    python examples/baby_llama.py [--norm all|torch|eager|fused|compiled] [--steps N] [--device cpu|cuda]
                                   [--dtype float32|bfloat16] [--out DIR]
 
 It needs tqdm and matplotlib besides normops, and nothing is downloaded: the text is the source code of the
-Python standard library, byte by byte. The model takes the class of its norms as an argument, and this class
-and torch.compile are all that differs between the variants: they start from the same weights and see the same
-batches. In bfloat16 the norms keep float32 weights; a CPU without instructions for bfloat16 is very slow.
+Python standard library, byte by byte. The model takes the class of its norms as an argument, and whether they
+add to the residual stream as well, one operator for both. This and torch.compile are all that differs between
+the variants: they start from the same weights and see the same batches. In bfloat16 the norms keep float32
+weights; a CPU without instructions for bfloat16 is very slow.
 
 The script prints the operators that torch.compile finds in the model, trains the variants, prints a table,
 draws the loss curves to DIR/loss.png and lets the last model write some text. The columns of the table:
@@ -16,10 +17,11 @@ draws the loss curves to DIR/loss.png and lets the last model write some text. T
     tokens/s     from the median step, the first ones left out
     compile s    how much longer the first step took than the median step (less where an earlier run has left
                  its compiled code in Inductor's cache)
-    norms ms     time in the norms of a step, forward and backward, from torch.profiler: on the CPU the time
-                 spent, on CUDA that of the kernels. Backward it is, in eager mode, the time of the autograd
-                 nodes that the norms recorded, with the sums of gradients that autograd makes for them; in
-                 compiled code, which has no such nodes, that of the operator normops::rms_norm_backward.
+    norms ms     time in the norms of a step and in the additions before them, forward and backward, from
+                 torch.profiler: on the CPU the time spent, on CUDA that of the kernels. Backward it is, in
+                 eager mode, the time of the autograd nodes that they recorded, with the sums of gradients that
+                 autograd makes for them; in compiled code, which has no such nodes, that of the operator
+                 normops::rms_norm_backward.
     norms %      the same as a share of the wall time of a step under the profiler
     peak MB      parameters, buffers and optimizer state, plus the most bytes in all other tensors, gradients
                  among them, at any one time in a step; what libraries allocate for themselves is not counted
@@ -39,7 +41,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from llama_model import CONTEXT, DIM, Llama
+from llama_model import CONTEXT, DIM, AddNorm, Llama
 from matplotlib.figure import Figure
 from step_profile import profile_steps
 from torch import Tensor, nn
@@ -60,13 +62,15 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idleli
 class Variant:
     label: str
     norm: type[nn.RMSNorm]
+    fused: bool
     compiled: bool
 
 
 VARIANTS = {
-    "torch": Variant("torch.nn.RMSNorm", nn.RMSNorm, compiled=False),
-    "eager": Variant("normops.RMSNorm", normops.RMSNorm, compiled=False),
-    "compiled": Variant("normops.RMSNorm, compiled", normops.RMSNorm, compiled=True),
+    "torch": Variant("torch.nn.RMSNorm", nn.RMSNorm, fused=False, compiled=False),
+    "eager": Variant("normops.RMSNorm", normops.RMSNorm, fused=False, compiled=False),
+    "fused": Variant("normops, fused add", normops.RMSNorm, fused=True, compiled=False),
+    "compiled": Variant("normops, fused add, compiled", normops.RMSNorm, fused=True, compiled=True),
 }
 
 
@@ -108,11 +112,11 @@ def batches(windows: Tensor, device: str) -> Iterator[Tensor]:
         yield windows[torch.randint(len(windows), (BATCH,), generator=generator)].long().to(device)
 
 
-def build_model(norm: type[nn.RMSNorm], device: str, dtype: torch.dtype) -> Llama:
+def build_model(variant: Variant, device: str, dtype: torch.dtype) -> Llama:
     torch.manual_seed(0)
-    model = Llama(norm).to(device, dtype)
+    model = Llama(variant.norm, variant.fused).to(device, dtype)
     for module in model.modules():
-        if isinstance(module, norm):
+        if isinstance(module, nn.RMSNorm):
             # Near 1, where these weights are, bfloat16 is too coarse for the steps of the optimizer.
             module.float()
     return model
@@ -144,7 +148,7 @@ def train(
     seconds: list[float] = []
     # In a file or a pipe the bar cannot be drawn over itself, so it is drawn less often.
     interval = 0.1 if sys.stderr.isatty() else 10
-    progress = tqdm(range(steps), desc=f"{label:25}", unit="step", mininterval=interval)
+    progress = tqdm(range(steps), desc=f"{label:28}", unit="step", mininterval=interval)
     for _ in progress:
         start = time.perf_counter()
         losses.append(train_step())
@@ -156,7 +160,7 @@ def train(
 
 
 def run(variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dtype) -> tuple[Result, Llama]:
-    model = build_model(variant.norm, device, dtype)
+    model = build_model(variant, device, dtype)
     forward = torch.compile(model, fullgraph=True) if variant.compiled else model
     optimizer = AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
@@ -173,7 +177,8 @@ def run(variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dt
     losses, seconds = train(variant.label, train_step, schedule, steps)
     median = statistics.median(seconds[min(3, steps - 1) :])
     held_out = validation_loss(model, data.validation, device)
-    profiled = profile_steps(train_step, device)
+    norms = [] if variant.compiled else [module for module in model.modules() if isinstance(module, AddNorm)]
+    profiled = profile_steps(train_step, norms, device)
     state = [value for values in optimizer.state.values() for value in values.values()]
     resident = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *state))
     result = Result(
@@ -194,7 +199,7 @@ def traced_operators(device: str) -> dict[str, Counter[str]]:
     x = torch.randn(BATCH, DIM, device=device, requires_grad=True)
     tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.long, device=device)
     layer = trace(normops.RMSNorm(DIM, device=device), x)
-    model = trace(Llama(normops.RMSNorm).to(device), tokens)
+    model = trace(Llama(normops.RMSNorm, fused=True).to(device), tokens)
     return {
         f"{name} {direction}": Counter(called for called in operators(graph) if called.startswith(prefix))
         for name, graphs, prefix in (("RMSNorm", layer, ""), ("Llama", model, "normops."))
@@ -211,13 +216,13 @@ def print_operators() -> None:
         texts = (", ".join(f"{count} {name}" for name, count in tally.items()) for tally in tallies)
         rows.append([graph, *texts, yes_or_no(tallies[0] == tallies[1])])
     print_table(rows)
-    norms = sum(isinstance(module, normops.RMSNorm) for module in Llama(normops.RMSNorm).modules())
+    norms = sum(isinstance(module, AddNorm) for module in Llama(normops.RMSNorm, fused=True).modules())
     one_each = all(
-        tallies["Llama forward"] == {"normops.rms_norm.default": norms}
+        tallies["Llama forward"] == {"normops.rms_norm.default": 1, "normops.add_rms_norm.default": norms - 1}
         and tallies["Llama backward"] == {"normops.rms_norm_backward.default": norms}
         for tallies in found.values()
     )
-    print(f"one rms_norm and one rms_norm_backward for each of the {norms} norms: {yes_or_no(one_each)}\n")
+    print(f"one operator forward and one rms_norm_backward for each of the {norms} norms: {yes_or_no(one_each)}\n")
 
 
 def yes_or_no(condition: bool) -> str:
@@ -248,7 +253,7 @@ def plot_losses(results: list[Result], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     # The curves all but coincide, so each is drawn thinner than those below it.
-    for width, result in zip((6.0, 3.0, 1.0), results, strict=False):
+    for width, result in zip((7.0, 4.0, 2.0, 0.8), results, strict=False):
         steps = len(result.losses)
         (line,) = axes.plot(range(1, steps + 1), result.losses, linewidth=width, label=result.label)
         ring, color = 5 + 2 * width, line.get_color()
@@ -271,7 +276,7 @@ def sample(model: Llama, prompt: str, length: int, device: str, temperature: flo
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small Llama with three RMSNorms and compare.")
+    parser = argparse.ArgumentParser(description="Train a small Llama with different RMSNorms and compare.")
     parser.add_argument("--norm", choices=("all", *VARIANTS), default="all", help="which variants to train")
     parser.add_argument("--steps", type=int, default=200, help="of training, for each variant (default: 200)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -291,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # What torch.nn.RMSNorm says about a bfloat16 input and a float32 weight, which are meant here.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     data = Corpus.standard_library()
-    parameters = sum(parameter.numel() for parameter in Llama(nn.RMSNorm).parameters())
+    parameters = sum(parameter.numel() for parameter in Llama(nn.RMSNorm, fused=False).parameters())
     print(
         f"Llama of {parameters / 1e6:.1f} M parameters, {len(data.training) / 1e6:.1f} MB of Python source,"
         f" {options.device}, {options.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}\n"
@@ -304,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result, model = run(variant, data, options.steps, options.device, getattr(torch, options.dtype))
         results.append(result)
     print()
-    header = ["norm", "train loss", "val. loss", "tokens/s", "compile s", "norms ms", "norms %", "peak MB"]
+    header = ["norms", "train loss", "val. loss", "tokens/s", "compile s", "norms ms", "norms %", "peak MB"]
     print_table([header, *map(table_row, results)])
 
     options.out.mkdir(parents=True, exist_ok=True)

@@ -33,15 +33,32 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
-    def __init__(self, norm: type[nn.RMSNorm]) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = norm(DIM, eps=1e-5), Attention()
-        self.feed_forward_norm, self.feed_forward = norm(DIM, eps=1e-5), FeedForward()
+class AddNorm(nn.Module):
+    """Adds x to the residual stream, where there is one yet, and normalizes the sum; returns both."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+    def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
+        super().__init__()
+        self.norm, self.fused = norm(DIM, eps=1e-5), fused
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return self.norm(x), x
+        if self.fused:  # normops.RMSNorm adds, too
+            return self.norm(x, residual)
+        residual = residual + x
+        return self.norm(residual), residual
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = AddNorm(norm, fused), Attention()
+        self.feed_forward_norm, self.feed_forward = AddNorm(norm, fused), FeedForward()
+
+    def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x, residual = self.feed_forward_norm(self.attention(x, cos, sin), residual)
+        return self.feed_forward(x), residual
 
 
 class Llama(nn.Module):
@@ -50,11 +67,11 @@ class Llama(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, norm: type[nn.RMSNorm]) -> None:
+    def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.ModuleList(Block(norm) for _ in range(LAYERS))
-        self.norm, self.head = norm(DIM, eps=1e-5), nn.Linear(DIM, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(Block(norm, fused) for _ in range(LAYERS))
+        self.norm, self.head = AddNorm(norm, fused), nn.Linear(DIM, VOCABULARY, bias=False)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=DIM**-0.5)
@@ -66,10 +83,10 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         cos, sin = self.cos[:length], self.sin[:length]
-        x = self.embedding(tokens)
+        x, residual = self.embedding(tokens), None
         for block in self.blocks:
-            x = block(x, cos, sin)
-        return self.head(self.norm(x))
+            x, residual = block(x, residual, cos, sin)
+        return self.head(self.norm(x, residual)[0])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,14 +2,18 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-NORM_OPERATORS = {"aten::rms_norm", "normops::rms_norm", "normops::rms_norm_backward"}
+NORM_OPERATORS = {"aten::rms_norm", "normops::rms_norm", "normops::add_rms_norm", "normops::rms_norm_backward"}
+# What calls of the modules that count are named.
+RANGE = "norm"
 AUTOGRAD_NODE = "autograd::engine::evaluate_function"
 
 
@@ -19,14 +23,19 @@ class StepProfile(NamedTuple):
     peak_bytes: int
 
 
-def profile_steps(step: Callable[[], object], device: str, steps: int = 3) -> StepProfile:
-    """Return the means of the times of a step, and the most bytes in tensors beyond those at its start."""
+def profile_steps(step: Callable[[], object], norms: Iterable[nn.Module], device: str, steps: int = 3) -> StepProfile:
+    """Return the means of the times of a step, and the most bytes in tensors beyond those at its start.
+
+    What runs inside the modules `norms` counts as time in norms; compiled code has none, there NORM_OPERATORS count.
+    """
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.reset_peak_memory_stats()
         bytes_at_start = torch.cuda.memory_allocated()
-    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+    with ExitStack() as stack, profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        for norm in norms:
+            stack.enter_context(named(norm))
         start = time.perf_counter()
         for _ in range(steps):
             step()
@@ -40,25 +49,48 @@ def profile_steps(step: Callable[[], object], device: str, steps: int = 3) -> St
     return StepProfile(milliseconds, norm_microseconds(profiler.events(), device) / 1e3 / steps, peak_bytes)
 
 
+@contextmanager
+def named(module: nn.Module) -> Iterator[None]:
+    """Give the profiler a RANGE for each call of the module."""
+    ranges: list[record_function] = []
+
+    def enter(module: nn.Module, arguments: object) -> None:
+        ranges.append(record_function(RANGE))
+        ranges[-1].__enter__()
+
+    def leave(module: nn.Module, arguments: object, output: object) -> None:
+        ranges.pop().__exit__(None, None, None)
+
+    hooks = module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
 def norm_microseconds(events: Iterable[FunctionEvent], device: str) -> float:
-    """Add up the time in NORM_OPERATORS and in the autograd nodes that were recorded inside them."""
+    """Add up the time in what is_norm says, and in the autograd nodes that were recorded there."""
     # An operator's event has the number that the next autograd node will get. Where the operator records no
     # node, the one after it has the same number: the last event with a number is the one that recorded it.
     recorded_in_norm: dict[int, bool] = {}
     for event in sorted(events, key=lambda event: event.time_range.start):
         names = [each.name for each in with_ancestors(event)]
         if event.sequence_nr >= 0 and not any(name.startswith(AUTOGRAD_NODE) for name in names):
-            recorded_in_norm[event.sequence_nr] = not NORM_OPERATORS.isdisjoint(names)
+            recorded_in_norm[event.sequence_nr] = any(map(is_norm, with_ancestors(event)))
 
     def counts(event: FunctionEvent) -> bool:
         if event.name.startswith(AUTOGRAD_NODE):
             return recorded_in_norm.get(event.sequence_nr, False)
-        return event.name in NORM_OPERATORS
+        return is_norm(event)
 
     counted = [event for event in events if counts(event)]
     outermost = [event for event in counted if not any(map(counts, with_ancestors(event.cpu_parent)))]
     times = (event.device_time_total if device == "cuda" else event.cpu_time_total for event in outermost)
     return sum(times)
+
+
+def is_norm(event: FunctionEvent) -> bool:
+    """An operator of a norm, or any inside a RANGE."""
+    return event.name in NORM_OPERATORS or any(ancestor.name == RANGE for ancestor in with_ancestors(event.cpu_parent))
 
 
 def with_ancestors(event: FunctionEvent | None) -> Iterator[FunctionEvent]:

@@ -24,8 +24,8 @@ class TracedGraphs(NamedTuple):
     backward: fx.GraphModule | None
 
 
-def trace(fn: Callable[..., Tensor], *args: object, dynamic: bool = False) -> TracedGraphs:
-    """Return the graphs of `fn(*args)`; the backward one is None where the output needs no gradient.
+def trace(fn: Callable[..., Tensor | tuple[Tensor, ...]], *args: object, dynamic: bool = False) -> TracedGraphs:
+    """Return the graphs of `fn(*args)`; the backward one is None where no output needs a gradient.
 
     Gradients accumulate in the leaves that `fn` uses, as in any backward pass.
     """
@@ -42,9 +42,10 @@ def trace(fn: Callable[..., Tensor], *args: object, dynamic: bool = False) -> Tr
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=keep_as("forward"), bw_compiler=keep_as("backward"))
     output = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
-    if output.requires_grad:
+    differentiable = [tensor for tensor in (output if isinstance(output, tuple) else (output,)) if tensor.requires_grad]
+    if differentiable:
         # The backward graph is compiled only when it is first run.
-        torch.autograd.backward(output, torch.ones_like(output))
+        torch.autograd.backward(differentiable, [torch.ones_like(tensor) for tensor in differentiable])
     return TracedGraphs(graphs["forward"], graphs.get("backward"))
 
 

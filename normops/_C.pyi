@@ -22,9 +22,25 @@ def rms_norm(
     weight_offset: float,
     /,
 ) -> Tensor: ...
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    /,
+) -> tuple[Tensor, Tensor]: ...
 def build_info() -> BuildInfo: ...
 def rms_norm_problem(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Problem: ...
+def add_rms_norm_problem(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Problem: ...
 def rms_norm_backward_problem(
     grad_output: Tensor,

@@ -1,6 +1,7 @@
 """Fused RMSNorm for PyTorch: one operator, forward and backward, on every device and in every execution mode.
 
-Importing normops registers ``torch.ops.normops.rms_norm`` and ``torch.ops.normops.rms_norm_backward``.
+Importing normops registers the operators of ``torch.ops.normops``: ``rms_norm``, ``add_rms_norm``,
+``rms_norm_backward``, their ``.out`` overloads, ``rms_norm_`` and ``add_rms_norm_``.
 """
 
 import torch as _torch
@@ -14,9 +15,9 @@ if _torch.__version__.split(".")[:2] != _TORCH_MINOR.split("."):
     )
 
 from normops._info import BuildInfo, build_info
-from normops.functional import rms_norm
+from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_
 from normops.modules import RMSNorm
 
 __version__ = build_info()["version"]
 
-__all__ = ["BuildInfo", "RMSNorm", "build_info", "rms_norm"]
+__all__ = ["BuildInfo", "RMSNorm", "add_rms_norm", "add_rms_norm_", "build_info", "rms_norm", "rms_norm_"]

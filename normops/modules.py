@@ -1,11 +1,12 @@
 """The operators as modules."""
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
-from normops.functional import rms_norm
+from normops.functional import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
@@ -22,7 +23,8 @@ class RMSNorm(nn.RMSNorm):
         weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``. The weight starts at ``1 - weight_offset``.
 
     Shape:
-        Input ``[*, *normalized_shape]``, output the same.
+        Input ``[*, *normalized_shape]``, output the same. With a second argument, the residual, of the same shape, the
+        output is a pair: the normalized sum and the sum, which is the residual of the next norm.
 
     Example:
         >>> import torch, normops
@@ -31,6 +33,7 @@ class RMSNorm(nn.RMSNorm):
         torch.Size([2, 3, 64])
         >>> norm.load_state_dict(torch.nn.RMSNorm(64).state_dict())
         <All keys matched successfully>
+        >>> output, residual = norm(torch.randn(2, 3, 64), torch.randn(2, 3, 64))
     """
 
     weight_offset: float
@@ -53,9 +56,21 @@ class RMSNorm(nn.RMSNorm):
         if self.elementwise_affine:
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the normalized ``x``; see :func:`normops.rms_norm`."""
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset)
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the normalized ``x``, or with a residual the normalized sum and the sum.
+
+        See :func:`normops.rms_norm` and :func:`normops.add_rms_norm`.
+        """
+        shape, weight, eps, weight_offset = self.normalized_shape, self.weight, self.eps, self.weight_offset
+        if residual is None:
+            return rms_norm(x, shape, weight, eps, weight_offset=weight_offset)
+        return add_rms_norm(x, residual, shape, weight, eps, weight_offset=weight_offset)
 
     def extra_repr(self) -> str:
         """As in the base class, with ``weight_offset`` where there is one."""

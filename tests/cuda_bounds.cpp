@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <vector>
 
+#include "add_rms_norm.cu"
 #include "rms_norm.cu"
 #include "rms_norm_backward.cu"
 
@@ -34,34 +35,53 @@ class Buffer {
   std::vector<char> bytes_;
 };
 
-void run(DType dtype, DType weight_dtype, int64_t rows, int64_t cols, int64_t padding, int64_t offset,
-         const Device& device) {
-  const auto rows_buffer = [&] { return Buffer(dtype, rows, cols, cols + padding, offset); };
-  Buffer grad_output = rows_buffer(), input = rows_buffer(), grad_residual = rows_buffer(), output = rows_buffer(),
-         grad_input = rows_buffer(), weight(weight_dtype, 1, cols, cols, offset),
-         grad_weight(weight_dtype, 1, cols, cols, 0);
-  const int64_t count = rms_norm_backward_partials(dtype, rows, cols, device);
+// With a residual of `residual_dtype`, which is also the dtype of the backward's input.
+void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, int64_t cols, int64_t padding,
+         int64_t offset, const Device& device) {
+  const auto rows_buffer = [&](DType dtype) { return Buffer(dtype, rows, cols, cols + padding, offset); };
+  Buffer grad_output = rows_buffer(dtype), input = rows_buffer(dtype), residual = rows_buffer(residual_dtype),
+         grad_residual = rows_buffer(residual_dtype), output = rows_buffer(dtype),
+         residual_out = rows_buffer(residual_dtype), grad_input = rows_buffer(residual_dtype),
+         weight(weight_dtype, 1, cols, cols, offset), grad_weight(weight_dtype, 1, cols, cols, 0);
+  const Weight w = {weight.data(), weight_dtype, 1};
+  const int64_t count = rms_norm_backward_partials(residual_dtype, rows, cols, device);
   Buffer partials(compute_dtype(dtype), count, cols, cols, 0);
 
   launch_rms_norm({.dtype = dtype,
                    .rows = rows,
                    .cols = cols,
                    .eps = 1e-5,
-                   .weight = {weight.data(), weight_dtype, 1},
+                   .weight = w,
                    .input = input.data(),
                    .input_rows = input.layout,
                    .output = output.data(),
                    .output_rows = output.layout},
                   device, nullptr);
-  launch_rms_norm_backward({.dtype = dtype,
+  launch_add_rms_norm({.dtype = dtype,
+                       .residual_dtype = residual_dtype,
+                       .rows = rows,
+                       .cols = cols,
+                       .eps = 1e-5,
+                       .weight = w,
+                       .input = input.data(),
+                       .input_rows = input.layout,
+                       .residual = residual.data(),
+                       .residual_rows = residual.layout,
+                       .output = output.data(),
+                       .output_rows = output.layout,
+                       .residual_out = residual_out.data(),
+                       .residual_out_rows = residual_out.layout},
+                      device, nullptr);
+  launch_rms_norm_backward({.dtype = residual_dtype,
+                            .grad_output_dtype = dtype,
                             .rows = rows,
                             .cols = cols,
                             .eps = 1e-5,
-                            .weight = {weight.data(), weight_dtype, 1},
+                            .weight = w,
                             .grad_output = grad_output.data(),
                             .grad_output_rows = grad_output.layout,
-                            .input = input.data(),
-                            .input_rows = input.layout,
+                            .input = residual.data(),
+                            .input_rows = residual.layout,
                             .grad_residual = grad_residual.data(),
                             .grad_residual_rows = grad_residual.layout,
                             .grad_input = grad_input.data(),
@@ -76,16 +96,22 @@ void run(DType dtype, DType weight_dtype, int64_t rows, int64_t cols, int64_t pa
 
 int main() {
   const Device with_shared = {1, 227 << 10, false}, without_shared = {1, 0, false};
-  for (const DType dtype : kDTypes) {
-    const int64_t pack = 16 / size_of(dtype);
+  const auto run_all = [&](DType dtype, DType residual_dtype) {
+    const int64_t pack = 16 / size_of(residual_dtype);
     for (const DType weight_dtype : kDTypes) {
-      for (const int64_t cols : {1, 5, 63, 64, 65, 100, 769}) run(dtype, weight_dtype, 5, cols, 0, 0, with_shared);
+      for (const int64_t cols : {1, 5, 63, 64, 65, 100, 769}) {
+        run(dtype, residual_dtype, weight_dtype, 5, cols, 0, 0, with_shared);
+      }
     }
     for (const int64_t packs : {64, 512, 2048, 4096, 4097}) {
-      run(dtype, dtype, 2, packs * pack, 0, 0, with_shared);
-      run(dtype, dtype, 2, packs * pack, 1, 1, with_shared);
-      run(dtype, dtype, 2, packs * pack - 1, pack + 1, 0, without_shared);
+      run(dtype, residual_dtype, dtype, 2, packs * pack, 0, 0, with_shared);
+      run(dtype, residual_dtype, dtype, 2, packs * pack, 1, 1, with_shared);
+      run(dtype, residual_dtype, dtype, 2, packs * pack - 1, pack + 1, 0, without_shared);
     }
-    run(dtype, dtype, 300, 8 * pack, 0, 0, with_shared);
+    run(dtype, residual_dtype, dtype, 300, 8 * pack, 0, 0, with_shared);
+  };
+  for (const DType dtype : kDTypes) {
+    run_all(dtype, dtype);
+    if (size_of(dtype) == 2) run_all(dtype, DType::float32);
   }
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "add_rms_norm.cu"
 #include "rms_norm.cu"
 #include "rms_norm_backward.cu"
 
@@ -39,11 +40,16 @@ using namespace normops::cuda;
 
 // Of the structures that emulated_cuda.py mirrors.
 extern const int64_t structure_bytes[];
-const int64_t structure_bytes[] = {sizeof(RowLayout),           sizeof(Weight), sizeof(RmsNormArgs),
-                                   sizeof(RmsNormBackwardArgs), sizeof(Device), sizeof(RowConfig)};
+const int64_t structure_bytes[] = {
+    sizeof(RowLayout),      sizeof(Weight), sizeof(RmsNormArgs), sizeof(RmsNormBackwardArgs),
+    sizeof(AddRmsNormArgs), sizeof(Device), sizeof(RowConfig)};
 
 const char* rms_norm(const RmsNormArgs* args, const Device* device, uint64_t seed) {
   return message_of(seed, [&] { launch_rms_norm(*args, *device, nullptr); });
+}
+
+const char* add_rms_norm(const AddRmsNormArgs* args, const Device* device, uint64_t seed) {
+  return message_of(seed, [&] { launch_add_rms_norm(*args, *device, nullptr); });
 }
 
 const char* rms_norm_backward(const RmsNormBackwardArgs* args, const Device* device, uint64_t seed) {

@@ -73,9 +73,29 @@ class RmsNormArgs(ctypes.Structure):
     )
 
 
+class AddRmsNormArgs(ctypes.Structure):
+    _fields_ = (
+        ("dtype", ctypes.c_uint8),
+        ("residual_dtype", ctypes.c_uint8),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("eps", ctypes.c_double),
+        ("weight", Weight),
+        ("input", ctypes.c_void_p),
+        ("input_rows", RowLayout),
+        ("residual", ctypes.c_void_p),
+        ("residual_rows", RowLayout),
+        ("output", ctypes.c_void_p),
+        ("output_rows", RowLayout),
+        ("residual_out", ctypes.c_void_p),
+        ("residual_out_rows", RowLayout),
+    )
+
+
 class RmsNormBackwardArgs(ctypes.Structure):
     _fields_ = (
         ("dtype", ctypes.c_uint8),
+        ("grad_output_dtype", ctypes.c_uint8),
         ("rows", ctypes.c_int64),
         ("cols", ctypes.c_int64),
         ("eps", ctypes.c_double),
@@ -181,10 +201,10 @@ class Kernels:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        mirrors = (RowLayout, Weight, RmsNormArgs, RmsNormBackwardArgs, Device, RowConfig)
+        mirrors = (RowLayout, Weight, RmsNormArgs, RmsNormBackwardArgs, AddRmsNormArgs, Device, RowConfig)
         sizes = (ctypes.c_int64 * len(mirrors)).in_dll(self._library, "structure_bytes")
         assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
-        for name in ("rms_norm", "rms_norm_backward", "grad_weight"):
+        for name in ("rms_norm", "rms_norm_backward", "add_rms_norm", "grad_weight"):
             getattr(self._library, name).restype = ctypes.c_char_p
         self._library.partials.restype = ctypes.c_int64
         self._library.forward_config_of.restype = RowConfig
@@ -222,6 +242,38 @@ class Kernels:
         self._check(self._library.rms_norm(ctypes.byref(args), ctypes.byref(on or device()), ctypes.c_uint64(seed)))
         return output.result()
 
+    def add_rms_norm(
+        self,
+        input: Tensor,
+        residual: Tensor,
+        weight: Tensor | None = None,
+        weight_offset: float = 0.0,
+        *,
+        eps: float = EPS,
+        output: Output | None = None,
+        residual_out: Output | None = None,
+        on: Device | None = None,
+        seed: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        output = output or Output(tuple(input.shape), input.dtype)
+        residual_out = residual_out or Output(tuple(input.shape), residual.dtype)
+        x, r, y, h = (rows_of(tensor) for tensor in (input, residual, output.rows, residual_out.rows))
+        cols = input.shape[-1]
+        args = AddRmsNormArgs(
+            DTYPES.index(input.dtype),
+            DTYPES.index(residual.dtype),
+            input.numel() // cols,
+            cols,
+            eps,
+            self._weight(weight, weight_offset),
+            *x[1:],
+            *r[1:],
+            *y[1:],
+            *h[1:],
+        )
+        self._check(self._library.add_rms_norm(ctypes.byref(args), ctypes.byref(on or device()), ctypes.c_uint64(seed)))
+        return output.result(), residual_out.result()
+
     def rms_norm_backward(
         self,
         grad_output: Tensor,
@@ -251,6 +303,7 @@ class Kernels:
         dx = rows_of(grad_input.rows if grad_input is not None else None)
         args = RmsNormBackwardArgs(
             dtype,
+            DTYPES.index(grad_output.dtype),
             rows,
             cols,
             eps,

@@ -17,17 +17,24 @@ uint64_t hash(const std::vector<char>& bytes) {  // FNV-1a
   return value;
 }
 
-void run(DType dtype, DType weight_dtype, int64_t cols) {
+void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols) {
   constexpr int64_t kRows = 7, kRowsPerChunk = 4;
-  KernelProblem p(dtype, weight_dtype, kRows, cols, kRowsPerChunk);
+  KernelProblem p(dtype, residual_dtype, weight_dtype, kRows, cols, kRowsPerChunk);
   const RmsNormKernels& kernels = rms_norm_kernels();
   kernels.scale(dtype, weight_dtype, p.weight.data(), 1.0, p.scale.data(), 0, cols);
-  kernels.forward(p.forward, 0, kRows);
+  kernels.forward.rows(p.forward, 0, kRows);
+  const uint64_t forward = hash(p.output);
+  kernels.scale(residual_dtype, weight_dtype, p.weight.data(), 1.0, p.scale.data(), 0, cols);
+  add_rms_norm_kernels().rows(p.add, 0, kRows);
   kernels.backward(p.backward, 0, p.chunks);
-  kernels.grad_weight(dtype, weight_dtype, p.partials.data(), p.chunks, cols, p.grad_weight.data(), 0, cols);
-  std::printf("dtype %d weight %d cols %" PRId64 ": %016" PRIx64 " %016" PRIx64 " %016" PRIx64 "\n",
-              static_cast<int>(dtype), static_cast<int>(weight_dtype), cols, hash(p.output), hash(p.grad_input),
-              hash(p.grad_weight));
+  kernels.grad_weight(residual_dtype, weight_dtype, p.partials.data(), p.chunks, cols, p.grad_weight.data(), 0, cols);
+  std::printf("dtype %d residual %d weight %d cols %" PRId64 ":", static_cast<int>(dtype),
+              static_cast<int>(residual_dtype), static_cast<int>(weight_dtype), cols);
+  for (const uint64_t result :
+       {forward, hash(p.output), hash(p.residual_out), hash(p.grad_input), hash(p.grad_weight)}) {
+    std::printf(" %016" PRIx64, result);
+  }
+  std::printf("\n");
 }
 
 }  // namespace
@@ -36,7 +43,10 @@ int main() {
   std::printf("%s\n", isa_name(current_isa()));
   for (const DType dtype : kDTypes) {
     for (const DType weight_dtype : kDTypes) {
-      for (const int64_t cols : {1, 5, 16, 63, 64, 100, 769, 1025, 4096}) run(dtype, weight_dtype, cols);
+      for (const int64_t cols : {1, 5, 16, 63, 64, 100, 769, 1025, 4096}) {
+        run(dtype, dtype, weight_dtype, cols);
+        if (size_of(dtype) == 2) run(dtype, DType::float32, weight_dtype, cols);
+      }
     }
   }
 }

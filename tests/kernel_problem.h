@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "rms_norm_kernel.h"
+#include "add_rms_norm_kernel.h"
 
 namespace normops::cpu {
 
@@ -43,15 +43,19 @@ inline std::vector<char> random_numbers(DType dtype, int64_t count) {
   return bytes;
 }
 
-// A row-major problem with all of its inputs and outputs, and the kernels' arguments for it.
+// Row-major problems with all of their inputs and outputs, and the kernels' arguments for them. The residual, which is
+// also the backward's input, may be of a wider type.
 struct KernelProblem {
-  KernelProblem(DType dtype, DType weight_dtype, int64_t rows, int64_t cols, int64_t rows_per_chunk)
+  KernelProblem(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, int64_t cols,
+                int64_t rows_per_chunk)
       : input(random_numbers(dtype, rows * cols)),
         grad_output(random_numbers(dtype, rows * cols)),
-        grad_residual(random_numbers(dtype, rows * cols)),
+        residual(random_numbers(residual_dtype, rows * cols)),
+        grad_residual(random_numbers(residual_dtype, rows * cols)),
         weight(random_numbers(weight_dtype, cols)),
         output(input.size()),
-        grad_input(input.size()),
+        residual_out(residual.size()),
+        grad_input(residual.size()),
         grad_weight(weight.size()),
         chunks((rows + rows_per_chunk - 1) / rows_per_chunk),
         scale(padded_cols(cols)),
@@ -68,13 +72,15 @@ struct KernelProblem {
                .scale = scale.data(),
                .output = output.data(),
                .output_rows = layout};
-    backward = {.dtype = dtype,
+    add = {forward, residual_dtype, residual.data(), layout, residual_out.data(), layout};
+    backward = {.dtype = residual_dtype,
+                .grad_output_dtype = dtype,
                 .rows = rows,
                 .cols = cols,
                 .eps = 1e-5,
                 .grad_output = grad_output.data(),
                 .grad_output_rows = layout,
-                .input = input.data(),
+                .input = residual.data(),
                 .input_rows = layout,
                 .scale = scale.data(),
                 .grad_residual = grad_residual.data(),
@@ -86,10 +92,11 @@ struct KernelProblem {
   }
   KernelProblem(const KernelProblem&) = delete;
 
-  std::vector<char> input, grad_output, grad_residual, weight, output, grad_input, grad_weight;
+  std::vector<char> input, grad_output, residual, grad_residual, weight, output, residual_out, grad_input, grad_weight;
   int64_t chunks;
   std::vector<double> scale, partials;
   RmsNormArgs forward;
+  AddRmsNormArgs add;
   RmsNormBackwardArgs backward;
 };
 

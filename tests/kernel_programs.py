@@ -14,7 +14,7 @@ def build(source: Path, folder: Path, compiler: str = "g++") -> Path:
     """
     command = (compiler, "-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", f"-I{KERNELS}", f"-I{TESTS}")
     objects = []
-    for kernel_source in (KERNELS / "isa.cpp", KERNELS / "rms_norm_kernel.cpp"):
+    for kernel_source in (KERNELS / "isa.cpp", *sorted(KERNELS.glob("*_kernel.cpp"))):
         target = folder / f"{kernel_source.stem}-{compiler}.o"
         if not target.exists():
             subprocess.run([*command, "-c", str(kernel_source), "-o", str(target)], check=True)

@@ -89,7 +89,9 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    dtype: torch.dtype | None = None,
 ) -> Bounded:
+    """``dtype``: of the output, by default that of the input."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     with np.errstate(all="ignore"):
         output = (t.h * t.rstd * t.w).reshape(input.shape)
@@ -98,7 +100,7 @@ def rms_norm(
         roundoffs = (
             np.abs(output) * (t.rstd_roundings + 2) + np.abs(t.h * t.rstd * weight_magnitude).reshape(input.shape) * 2
         )
-        return _bounded(output, roundoffs, input.dtype, t.compute)
+        return _bounded(output, roundoffs, dtype or input.dtype, t.compute)
 
 
 def rms_norm_backward(

@@ -14,18 +14,21 @@ ROOT = Path(__file__).parent.parent
 REPORTS = ROOT / "build" / "ext" / "cuda"
 SOURCES = ROOT / "csrc" / "cuda"
 
-# By kernel: what a template is instantiated for. Four dtypes, and 1, 2, 4 or 16 packs to a thread.
+# By source, how many of each kernel: for four dtypes or six pairs of them, and for 1, 2, 4 or 16 packs to a thread.
 KERNELS = {
-    "rms_norm_kernel": 4 * 4,
-    "rms_norm_any_width_kernel": 4,
-    "rms_norm_backward_kernel": 4 * 4,
-    "rms_norm_backward_any_width_kernel": 4,
-    "grad_weight_kernel": 2 * 4,
+    "rms_norm.cu": {"rms_norm_kernel": 4 * 4, "rms_norm_any_width_kernel": 4},
+    "add_rms_norm.cu": {"add_rms_norm_kernel": 6 * 4, "add_rms_norm_any_width_kernel": 6},
+    "rms_norm_backward.cu": {
+        "rms_norm_backward_kernel": 6 * 4,
+        "rms_norm_backward_any_width_kernel": 6,
+        "grad_weight_kernel": 2 * 4,
+    },
 }
+ALL_KERNELS = {name: count for of_source in KERNELS.values() for name, count in of_source.items()}
 
 
 def kernel_name(mangled: str) -> str:
-    (name,) = (name for name in KERNELS if re.search(rf"\d{name}I", mangled))
+    (name,) = (name for name in ALL_KERNELS if re.search(rf"\d{name}I", mangled))
     return name
 
 
@@ -43,11 +46,11 @@ def test_no_kernel_spills_registers(arch: str) -> None:
         re.DOTALL,
     )
     names = [kernel_name(mangled) for mangled, *_ in entries]
-    assert {kernel: names.count(kernel) for kernel in KERNELS} == KERNELS
+    assert {kernel: names.count(kernel) for kernel in ALL_KERNELS} == ALL_KERNELS
     assert not [entry for entry in entries if entry[1:] != ("0", "0", "0")]
 
 
-@pytest.mark.parametrize("source", ["rms_norm.cu", "rms_norm_backward.cu"])
+@pytest.mark.parametrize("source", KERNELS)
 def test_rows_are_accessed_16_bytes_at_a_time(source: str, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
@@ -57,7 +60,7 @@ def test_rows_are_accessed_16_bytes_at_a_time(source: str, tmp_path: Path) -> No
     subprocess.run([nvcc, *flags, str(SOURCES / source), "-o", str(target)], check=True)
     kernels = re.split(r"^(?:\.visible )?\.entry ", target.read_text(), flags=re.MULTILINE)[1:]
     rows_kernels = [kernel for kernel in kernels if "grad_weight_kernel" not in kernel.split("(")[0]]
-    assert len(rows_kernels) == 20
+    assert len(rows_kernels) == sum(n for name, n in KERNELS[source].items() if name != "grad_weight_kernel")
     for kernel in rows_kernels:
         name = kernel.split("(")[0]
         assert re.search(r"\bld\.global(\.nc)?\.(v4\.[buf]32|v2\.[buf]64)", kernel), name

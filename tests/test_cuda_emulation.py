@@ -23,6 +23,7 @@ pytestmark = [
 
 # Rows and columns that a kernel gets: the operator returns before it if there are none.
 KERNEL_CASES = [case for case in CASES if math.prod(case.shape) > 0]
+HALVES = (torch.float16, torch.bfloat16)
 RAGGED = (1, 5, 63, 64, 65, 100, 769, 4096, 4097)
 PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thread has more of them, then any width
 SEEDS = range(4)
@@ -104,9 +105,46 @@ def check(kernels: Kernels, case: Case, on: Device, seed: int = 0, offset: int =
         oracle.assert_within(grad_weight, expected.grad_weight, f"grad_weight of {case}")
 
 
+def check_add(
+    kernels: Kernels,
+    case: Case,
+    residual_dtype: torch.dtype,
+    on: Device,
+    seed: int = 0,
+    offset: int = 0,
+    padding: int = 0,
+) -> None:
+    """The same for add_rms_norm and, for a residual of another dtype, the backward of the sum."""
+    dims = case.normalized_dims
+    grad_output, input = flat(case.grad_output(), dims), flat(case.input(), dims)
+    residual = flat(case.grad_layout(case.shape, residual_dtype, 4), dims)
+    weight = case.weight()
+    weight = weight.flatten() if weight is not None else None
+    shape = tuple(input.shape)
+    targets = [Output(shape, dtype, offset, padding) for dtype in (case.dtype, residual_dtype)]
+    output, h = kernels.add_rms_norm(
+        input, residual, weight, case.weight_offset, output=targets[0], residual_out=targets[1], on=on, seed=seed
+    )
+    assert torch.equal(h, (input + residual).to(residual_dtype))
+    expected = oracle.rms_norm(h, shape[-1:], weight, EPS, case.weight_offset, case.dtype)
+    oracle.assert_within(output, expected, f"output of {case}")
+    if residual_dtype == case.dtype:
+        assert same_bits(output, kernels.rms_norm(h, weight, case.weight_offset, on=on, seed=seed))
+        return
+    grad_input, grad_weight = kernels.rms_norm_backward(grad_output, h, weight, case.weight_offset, h, on=on, seed=seed)
+    gradients = oracle.rms_norm_backward(grad_output, h, shape[-1:], weight, EPS, case.weight_offset, h)
+    assert grad_input is not None
+    oracle.assert_within(grad_input, gradients.grad_input, f"grad_input of {case}")
+    if grad_weight is not None:
+        assert gradients.grad_weight is not None
+        oracle.assert_within(grad_weight, gradients.grad_weight, f"grad_weight of {case}")
+
+
 @pytest.mark.parametrize("number", range(len(KERNEL_CASES)), ids=lambda number: str(KERNEL_CASES[number]))
 def test_values(number: int, kernels: Kernels) -> None:
-    check(kernels, KERNEL_CASES[number], device(number % 3 + 1), number, number % 2, number % 4)
+    case, place = KERNEL_CASES[number], (device(number % 3 + 1), number, number % 2, number % 4)
+    check(kernels, case, *place)
+    check_add(kernels, case, torch.float32 if case.dtype in HALVES and number % 2 else case.dtype, *place)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -118,6 +156,9 @@ def test_every_configuration(kernels: Kernels, multiprocessors: int, shared_kib:
         rows = max(min(600, 40_000 // cols), 5) + number % 3
         case = Case((rows, cols), dtype, weight_dtype=torch.float32, has_residual=number % 2 == 0)
         check(kernels, case, on, seed=number)
+        check_add(kernels, case, dtype, on, seed=number)
+        if dtype in HALVES:
+            check_add(kernels, case, torch.float32, on, seed=number)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -163,6 +204,22 @@ def test_outputs_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtyp
         memory = Output(shape, dtype, offset)
         memory.rows.copy_(tensor)
         assert same_bits(grad_input_of(inputs | {name: memory.rows}, memory), grad_input), name
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("packs", PACKS)
+def test_sums_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: torch.dtype) -> None:
+    shape = (7, packs * pack_elements(dtype))
+    x, residual, weight = values(shape, dtype, 1), values(shape, dtype, 2), values(shape[1:], dtype, 3)
+    expected = kernels.add_rms_norm(x, residual, weight)
+    for is_swapped in (False, True):
+        memory = Output(shape, dtype, offset), Output(shape, dtype, offset)
+        memory[0].rows.copy_(x)
+        memory[1].rows.copy_(residual)
+        output, residual_out = memory[::-1] if is_swapped else memory
+        results = kernels.add_rms_norm(memory[0].rows, memory[1].rows, weight, output=output, residual_out=residual_out)
+        assert same(results, expected), is_swapped
 
 
 def compute(

@@ -86,7 +86,7 @@ BACKWARD: list[tuple[Arguments, str]] = [
     ),
     (
         {"grad_output": torch.ones(2, 3, 4, dtype=torch.float64)},
-        "expected grad_output to be float32, the dtype of input, but got float64",
+        "expected grad_output to be float32, the dtype of input, or float16 or bfloat16, but got float64",
     ),
     (
         {"grad_output": torch.ones(2, 3, 4, device="meta")},

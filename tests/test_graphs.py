@@ -3,32 +3,11 @@
 import cases
 import pytest
 import torch
-from torch import Tensor, fx
-from torch.fx.operator_schemas import normalize_function
+from graphs import assert_one_operator_each_way
+from torch import Tensor
 from traced_graphs import TracedGraphs, operators, trace
 
 import normops
-
-
-def devices(device: str) -> tuple[str, ...]:
-    return ("cpu", "meta") if device == "cpu" else ("cpu", "meta", device)
-
-
-def canonical(graph: fx.GraphModule) -> list[str]:
-    """The graph line by line, names replaced by numbers, arguments completed from the schema, devices left out."""
-    numbers: dict[fx.Node, str] = {}
-    lines = []
-    for node in graph.graph.nodes:
-        numbers[node] = f"%{len(numbers)}"
-        args, kwargs = node.args, node.kwargs
-        if isinstance(node.target, torch._ops.OpOverload):
-            normalized = normalize_function(node.target, args, kwargs, normalize_to_only_use_kwargs=True)
-            assert normalized is not None
-            args, kwargs = normalized
-        shown = fx.map_arg((args, dict(sorted(kwargs.items()))), lambda n: numbers[n])
-        target = node.target if node.op == "call_function" else ""
-        lines.append(f"{numbers[node]} = {node.op} {target} {shown}")
-    return lines
 
 
 def traced(device: str, has_weight: bool, dynamic: bool) -> TracedGraphs:
@@ -44,19 +23,7 @@ def traced(device: str, has_weight: bool, dynamic: bool) -> TracedGraphs:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_one_operator_each_way(has_weight: bool, dynamic: bool, device: str) -> None:
-    graphs = {name: traced(name, has_weight, dynamic) for name in devices(device)}
-    for forward, backward in graphs.values():
-        assert backward is not None
-        computed_forward = [name for name in operators(forward) if not name.startswith("aten.sym_size")]
-        computed_backward = [name for name in operators(backward) if not name.startswith("aten.sym_size")]
-        assert computed_forward == ["normops.rms_norm.default"]
-        assert computed_backward == ["normops.rms_norm_backward.default"]
-    expected = graphs["cpu"]
-    for forward, backward in graphs.values():
-        assert canonical(forward) == canonical(expected.forward)
-        assert backward is not None
-        assert expected.backward is not None
-        assert canonical(backward) == canonical(expected.backward)
+    assert_one_operator_each_way(lambda name: traced(name, has_weight, dynamic), device, "normops.rms_norm.default")
 
 
 class Block(torch.nn.Module):

@@ -26,3 +26,13 @@ def test_backward(device: str) -> None:
     expected = oracle.rms_norm_backward(gradient, row, (COLS,), None, cases.EPS)
     oracle.assert_within(grad_input[-1:], expected.grad_input, "grad_input")
     assert torch.equal(grad_input[0], grad_input[-1])
+
+
+def test_add(device: str) -> None:
+    row, residual = cases.values((1, COLS), torch.bfloat16, 1), cases.values((1, COLS), torch.bfloat16, 2)
+    output, residual_out = ops.add_rms_norm(
+        on(device, row.expand(ROWS, COLS)), on(device, residual.expand(ROWS, COLS)), (COLS,), None, cases.EPS
+    )
+    assert torch.equal(residual_out[-1:].cpu(), row + residual)
+    oracle.assert_within(output[-1:], oracle.rms_norm(row + residual, (COLS,), None, cases.EPS))
+    assert torch.equal(output[0], output[-1])

@@ -248,7 +248,7 @@ def test_targets_are_checked(device: str) -> None:
 def test_out_refuses_gradients_and_bumps_the_version(device: str) -> None:
     x = torch.ones(3, 4, device=device, requires_grad=True)
     out = torch.empty(3, 4, device=device)
-    with pytest.raises(RuntimeError, match=r"an \.out overload does not support automatic differentiation"):
+    with pytest.raises(RuntimeError, match="does not support automatic differentiation"):
         ops.rms_norm.out(x, [4], out=out)
     version = out._version
     with torch.no_grad():

@@ -83,6 +83,33 @@ def test_within_the_oracle(problem: tuple[Case, Tensor, Tensor, Tensor | None], 
         oracle.assert_within(grad_weight, expected.grad_weight, "grad_weight")
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(problem=problems(), residual_is_wide=st.booleans(), data=st.data())
+def test_add_within_the_oracle(
+    problem: tuple[Case, Tensor, Tensor, Tensor | None], residual_is_wide: bool, data: st.DataObject, device: str
+) -> None:
+    case, dy, x, _ = problem
+    wide = residual_is_wide and case.dtype in (torch.float16, torch.bfloat16)
+    residual = data.draw(strided(case.shape, torch.float32 if wide else case.dtype, 4))
+    weight, shape = case.weight(), case.normalized_shape
+    keywords = {"weight_offset": case.weight_offset}
+    output, residual_out = ops.add_rms_norm(
+        on(device, x), on(device, residual), shape, on(device, weight), case.eps, **keywords
+    )
+    assert torch.equal(residual_out.cpu(), (x + residual).to(residual.dtype))
+    h = residual_out.cpu()
+    expected = oracle.rms_norm(h, shape, weight, case.eps, case.weight_offset, case.dtype)
+    oracle.assert_within(output, expected, "output")
+    grad_input, _ = ops.rms_norm_backward(
+        on(device, dy), residual_out, shape, on(device, weight), case.eps, **keywords, grad_residual=residual_out
+    )
+    gradients = oracle.rms_norm_backward(dy, h, shape, weight, case.eps, case.weight_offset, h)
+    oracle.assert_within(grad_input, gradients.grad_input, "grad_input")
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 5),

@@ -20,6 +20,7 @@ using torch::autograd::variable_list;
 // `Gradient` supplies
 //   static constexpr const char* kName;
 //   static constexpr size_t kSaved, kInputs;   how many tensors it saves, and how many gradients it returns
+//   static constexpr size_t kSavedOutputs;     how many of the tensors are the operator's outputs; they come first
 //   using Attributes = std::tuple<...>;        the other arguments it needs, of types that IValuePacker knows
 //   static variable_list backward(const variable_list& grad_outputs, const variable_list& saved, const Attributes&,
 //                                 const std::array<bool, kInputs>& needed);
@@ -35,10 +36,12 @@ class OperatorNode final : public torch::autograd::Node {
     set_next_edges(torch::autograd::collect_next_edges(inputs...));
   }
 
+  // Once the outputs among the tensors have their history.
   template <class... Tensors>
   void save(Attributes attributes, const Tensors&... tensors) {
     static_assert(sizeof...(Tensors) == Gradient::kSaved);
-    saved_ = {torch::autograd::SavedVariable(tensors, /*is_output=*/false)...};
+    size_t index = 0;
+    saved_ = {torch::autograd::SavedVariable(tensors, is_output(index++))...};
     attributes_ = std::move(attributes);
   }
 
@@ -55,7 +58,7 @@ class OperatorNode final : public torch::autograd::Node {
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    for (const auto& variable : saved_) args.collect(variable, /*is_output=*/false);
+    for (size_t i = 0; i < saved_.size(); i++) args.collect(saved_[i], is_output(i));
     std::apply([&](const auto&... attribute) { (args.collect(attribute), ...); }, attributes_);
   }
 
@@ -80,10 +83,12 @@ class OperatorNode final : public torch::autograd::Node {
   }
 
  private:
-  variable_list unpack_saved() const {
+  static constexpr bool is_output(size_t index) { return index < Gradient::kSavedOutputs; }
+
+  variable_list unpack_saved() {
     variable_list tensors;
     tensors.reserve(saved_.size());
-    for (const auto& variable : saved_) tensors.push_back(variable.unpack());
+    for (const auto& variable : saved_) tensors.push_back(variable.unpack(this->getptr()));
     return tensors;
   }
 
@@ -130,6 +135,14 @@ auto make_node() {
   }
 }
 
+inline c10::SymIntArrayRef last_sizes(const Tensor& tensor, int64_t dims) {
+  return tensor.sym_sizes().slice(tensor.dim() - dims, dims);
+}
+
+inline OptionalTensor if_defined(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
 // Runs an operator below autograd.
 template <class Signature, class... Arguments>
 auto redispatch(const c10::TypedOperatorHandle<Signature>& op, c10::DispatchKeySet keys, Arguments&&... arguments)
@@ -138,15 +151,15 @@ auto redispatch(const c10::TypedOperatorHandle<Signature>& op, c10::DispatchKeyS
   return op.redispatch(keys & c10::after_autograd_keyset, std::forward<Arguments>(arguments)...);
 }
 
-// `.out` overloads are not differentiable: says so, as torch's own do, if an argument asks for it.
+// Operators that write into given tensors are not differentiable: says so if an argument asks for it.
 template <class... Tensors>
 void check_no_grad(const char* op, const Tensors&... tensors) {
   const auto asks = [](const Tensor& tensor) {
     return torch::autograd::isFwGradDefined(tensor) || torch::autograd::compute_requires_grad(tensor);
   };
   TORCH_CHECK(!(asks(tensors) || ...), op,
-              ": expected no argument to require a gradient, as an .out overload does not support automatic "
-              "differentiation, but got one that does; call it under torch.no_grad()");
+              ": expected no argument to require a gradient, as an operator that writes into its arguments does not "
+              "support automatic differentiation, but got one that does; call it under torch.no_grad()");
 }
 
 }  // namespace normops

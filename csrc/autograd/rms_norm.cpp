@@ -17,16 +17,10 @@ using torch::autograd::isFwGradDefined;
 
 using Attributes = std::tuple<int64_t, std::optional<double>, double>;  // normalized_dims, eps, weight_offset
 
-c10::SymIntArrayRef last_sizes(const Tensor& tensor, int64_t dims) {
-  return tensor.sym_sizes().slice(tensor.dim() - dims, dims);
-}
-
-OptionalTensor if_defined(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
-
 // The derivative of rms_norm is the operator rms_norm_backward.
 struct RmsNormGradient {
   static constexpr const char* kName = "RmsNormBackward";
-  static constexpr size_t kSaved = 2, kInputs = 2;  // input, weight
+  static constexpr size_t kSaved = 2, kSavedOutputs = 0, kInputs = 2;  // input, weight
   using Attributes = normops::Attributes;
 
   static variable_list backward(const variable_list& grad_outputs, const variable_list& saved,
@@ -48,7 +42,7 @@ struct RmsNormGradient {
 // u and v are the incoming gradients of grad_input and grad_weight.
 struct RmsNormBackwardGradient {
   static constexpr const char* kName = "RmsNormBackwardBackward";
-  static constexpr size_t kSaved = 3, kInputs = 4;
+  static constexpr size_t kSaved = 3, kSavedOutputs = 0, kInputs = 4;
   using Attributes = normops::Attributes;
 
   static variable_list backward(const variable_list& grad_outputs, const variable_list& saved,
@@ -111,6 +105,15 @@ Tensor rms_norm_autograd(c10::DispatchKeySet keys, const Tensor& input, c10::Sym
   return output;
 }
 
+Tensor& rms_norm_inplace_autograd(c10::DispatchKeySet keys, Tensor& input, c10::SymIntArrayRef normalized_shape,
+                                  const OptionalTensor& weight, std::optional<double> eps, double weight_offset) {
+  check_rms_norm_devices(input, weight);
+  check_no_grad("rms_norm_", input, value_or_undefined(weight));
+  redispatch(rms_norm_inplace_op(), keys, input, normalized_shape, weight, eps, weight_offset);
+  torch::autograd::impl::bump_version(input);
+  return input;
+}
+
 Tensor& rms_norm_out_autograd(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef normalized_shape,
                               const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
                               Tensor& out) {
@@ -166,6 +169,7 @@ std::tuple<Tensor&, Tensor&> rms_norm_backward_out_autograd(c10::DispatchKeySet 
 TORCH_LIBRARY_IMPL(normops, Autograd, m) {
   m.impl("rms_norm", rms_norm_autograd);
   m.impl("rms_norm.out", rms_norm_out_autograd);
+  m.impl("rms_norm_", rms_norm_inplace_autograd);
   m.impl("rms_norm_backward", rms_norm_backward_autograd);
   m.impl("rms_norm_backward.out", rms_norm_backward_out_autograd);
 }

@@ -27,6 +27,12 @@ Tensor& rms_norm_out_fallback(const Tensor& input, c10::SymIntArrayRef normalize
   return out.copy_(rms_norm_composite(input, normalized_shape, weight, eps, weight_offset));
 }
 
+Tensor& rms_norm_inplace_fallback(Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                                  std::optional<double> eps, double weight_offset) {
+  check_rms_norm_inplace(input, normalized_shape, weight, eps);
+  return input.copy_(rms_norm_composite(input, normalized_shape, weight, eps, weight_offset));
+}
+
 std::tuple<Tensor, Tensor> rms_norm_backward_fallback(const Tensor& grad_output, const Tensor& input,
                                                       c10::SymIntArrayRef normalized_shape,
                                                       const OptionalTensor& weight, std::optional<double> eps,
@@ -109,6 +115,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward_composite(const Tensor& grad_output
 TORCH_LIBRARY_IMPL(normops, CompositeExplicitAutograd, m) {
   m.impl("rms_norm", rms_norm_fallback);
   m.impl("rms_norm.out", rms_norm_out_fallback);
+  m.impl("rms_norm_", rms_norm_inplace_fallback);
   m.impl("rms_norm_backward", rms_norm_backward_fallback);
   m.impl("rms_norm_backward.out", rms_norm_backward_out_fallback);
 }

@@ -37,6 +37,7 @@
 #pragma GCC pop_options
 
 // GCC's own AVX-512 headers read undefined registers on purpose and warn about it (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")

@@ -1,108 +1,13 @@
 // rms_norm and rms_norm_backward on CPU tensors: lays the problem out for the kernels and shares it among the threads.
 #include "../rms_norm_backend.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty_native.h>
-#include <c10/util/SmallBuffer.h>
-
-#include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "../overlap.h"
-#include "../problem.h"
-#include "rms_norm_kernel.h"
+#include "launch.h"
 
 namespace normops::cpu {
 namespace {
-
-// Elements a thread should at least have: waking a second one costs about as much as a thread needs for these.
-constexpr int64_t kGrainElements = 16384;
-
-int64_t grain(int64_t elements_each) {
-  return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each));
-}
-
-Tensor empty_contiguous(const Tensor& like) { return at::native::empty_cpu(like.sizes(), like.scalar_type()); }
-
-// Uninitialised memory for `count` numbers of the compute type; small amounts lie on the stack.
-class Scratch {
- public:
-  Scratch(DType dtype, int64_t count) : buffer_(compute_dtype(dtype) == DType::float64 ? count : (count + 1) / 2) {}
-  Scratch(const Scratch&) = delete;
-  void* data() { return buffer_.data(); }
-
- private:
-  c10::SmallBuffer<double, 2048> buffer_;
-};
-
-// Shares a vector over the columns among the threads, in whole blocks.
-template <class Function>
-void parallel_for_columns(int64_t cols, int64_t grain_columns, const Function& function) {
-  constexpr int64_t kBlock = 16;
-  at::parallel_for(0, padded_cols(cols) / kBlock, std::max<int64_t>(1, grain_columns / kBlock),
-                   [&](int64_t begin, int64_t end) { function(begin * kBlock, std::min(end * kBlock, cols)); });
-}
-
-// weight + weight_offset as the kernels read it, or ones without a weight.
-class Scale {
- public:
-  Scale(const OptionalTensor& weight, double weight_offset, DType dtype, int64_t cols)
-      : weight_(is_given(weight) ? weight->contiguous() : Tensor()),
-        is_weight_itself_(weight_.defined() && weight_offset == 0 && dtype_of(weight_) == dtype &&
-                          compute_dtype(dtype) == dtype && padded_cols(cols) == cols),
-        converted_(dtype, is_weight_itself_ ? 0 : padded_cols(cols)) {
-    if (is_weight_itself_) return;
-    void* const target = converted_.data();
-    if (weight_.defined()) {
-      parallel_for_columns(cols, kGrainElements, [&](int64_t begin, int64_t end) {
-        rms_norm_kernels().scale(dtype, dtype_of(weight_), weight_.const_data_ptr(), weight_offset, target, begin, end);
-      });
-    } else if (compute_dtype(dtype) == DType::float64) {
-      std::fill_n(static_cast<double*>(target), padded_cols(cols), 1.0);
-    } else {
-      std::fill_n(static_cast<float*>(target), padded_cols(cols), 1.0f);
-    }
-  }
-
-  const void* data() { return is_weight_itself_ ? weight_.const_data_ptr() : converted_.data(); }
-
- private:
-  Tensor weight_;
-  bool is_weight_itself_;
-  Scratch converted_;
-};
-
-// Whether threads share each row: there are fewer rows than threads, and a row is long enough to be worth it.
-bool shares_rows(const Problem& problem) {
-  return problem.cols >= 2 * kGrainElements && problem.rows < at::get_num_threads();
-}
-
-// Sums over the spans of a row, one after another as a kernel that has the row to itself adds them.
-class SpanSums {
- public:
-  explicit SpanSums(int64_t cols) : count_((cols + kSpan - 1) / kSpan), sums_(DType::float64, count_) {}
-  double* data() { return static_cast<double*>(sums_.data()); }
-  int64_t count() const { return count_; }
-  double total() { return std::accumulate(data(), data() + count_, 0.0); }
-
- private:
-  int64_t count_;
-  Scratch sums_;
-};
-
-void forward_shared_rows(const RmsNormArgs& args, int64_t rows) {
-  SpanSums squares(args.cols);
-  for (int64_t row = 0; row < rows; row++) {
-    at::parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) {
-      rms_norm_kernels().forward_sums(args, row, begin, end, squares.data());
-    });
-    const double square_sum = squares.total();
-    parallel_for_columns(args.cols, kGrainElements, [&](int64_t begin, int64_t end) {
-      rms_norm_kernels().forward_columns(args, row, square_sum, begin, end);
-    });
-  }
-}
 
 void backward_shared_rows(const RmsNormBackwardArgs& args) {
   SpanSums squares(args.cols), dots(args.cols);
@@ -135,12 +40,7 @@ void launch_rms_norm(const Tensor& input, size_t normalized_dims, const Optional
       .output = y.data(),
       .output_rows = y.layout(),
   };
-  if (shares_rows(problem)) {
-    forward_shared_rows(args, problem.rows);
-  } else {
-    at::parallel_for(0, problem.rows, grain(problem.cols),
-                     [&](int64_t begin, int64_t end) { rms_norm_kernels().forward(args, begin, end); });
-  }
+  run_forward(rms_norm_kernels().forward, args, problem);
   y.finish();
 }
 
@@ -178,6 +78,7 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   Scale scale(weight, weight_offset, dtype, problem.cols);
   RmsNormBackwardArgs args = {
       .dtype = dtype,
+      .grad_output_dtype = dtype_of(grad_output),
       .rows = problem.rows,
       .cols = problem.cols,
       .eps = problem.eps,
@@ -220,7 +121,7 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
 
   if (grad_weight.defined() && !is_partial) {
     const bool is_in_place = grad_weight.is_contiguous();
-    const Tensor dw = is_in_place ? grad_weight : empty_contiguous(grad_weight);
+    const Tensor dw = is_in_place ? grad_weight : CpuBackend::empty_contiguous(grad_weight);
     parallel_for_columns(problem.cols, grain(chunks), [&](int64_t begin, int64_t end) {
       rms_norm_kernels().grad_weight(dtype, dtype_of(dw), partials.data(), chunks, problem.cols, dw.mutable_data_ptr(),
                                      begin, end);
@@ -229,11 +130,7 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   }
 }
 
-struct Backend {
-  struct Guard {
-    explicit Guard(c10::Device) {}
-  };
-  static constexpr auto empty_contiguous = cpu::empty_contiguous;
+struct Backend : CpuBackend {
   static constexpr auto launch = launch_rms_norm;
   static constexpr auto launch_backward = launch_rms_norm_backward;
 };

@@ -29,10 +29,11 @@ struct RmsNormArgs {
 
 struct RmsNormBackwardArgs {
   DType dtype;
+  DType grad_output_dtype;  // dtype, or with float32 one of 16 bits
   int64_t rows;
   int64_t cols;
   double eps;
-  const void* grad_output;  // [rows, cols]
+  const void* grad_output;  // grad_output_dtype [rows, cols]
   RowLayout grad_output_rows;
   const void* input;  // [rows, cols]
   RowLayout input_rows;
@@ -45,16 +46,22 @@ struct RmsNormBackwardArgs {
   int64_t rows_per_chunk;
 };
 
+// The kernels of a forward.
+template <class Args>
+struct ForwardKernels {
+  // output[begin:end]
+  void (*rows)(const Args& args, int64_t begin, int64_t end);
+  // The same for one row that threads share: squares[begin:end], the sums over these spans of x^2, and, when their
+  // total is known, output[row, begin:end]; there begin is a multiple of 16.
+  void (*sums)(const Args& args, int64_t row, int64_t begin, int64_t end, double* squares);
+  void (*columns)(const Args& args, int64_t row, double square_sum, int64_t begin, int64_t end);
+};
+
 struct RmsNormKernels {
   // scale[begin:end] = weight[begin:end] + weight_offset; begin is a multiple of 16.
   void (*scale)(DType dtype, DType weight_dtype, const void* weight, double weight_offset, void* scale, int64_t begin,
                 int64_t end);
-  // output[begin:end]
-  void (*forward)(const RmsNormArgs& args, int64_t begin, int64_t end);
-  // The same for one row that threads share: squares[begin:end], the sums over these spans of x^2, and, when their
-  // total is known, output[row, begin:end]; there begin is a multiple of 16.
-  void (*forward_sums)(const RmsNormArgs& args, int64_t row, int64_t begin, int64_t end, double* squares);
-  void (*forward_columns)(const RmsNormArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end);
+  ForwardKernels<RmsNormArgs> forward;
   // grad_input of the rows of chunks [begin:end], and grad_weight_partials[begin:end]
   void (*backward)(const RmsNormBackwardArgs& args, int64_t begin, int64_t end);
   // The same for one row that threads share: squares[begin:end] and dots[begin:end], the sums over these spans of x^2

@@ -299,6 +299,25 @@ NORMOPS_INLINE void store_elements(T* target, const Block<Compute>& block, Exten
   }
 }
 
+// A block of T in the order of R, and back: R is T or the compute type, whose NaNs may have any payload.
+template <class R, class T, class Extent>
+NORMOPS_INLINE Block<compute_t<R>> load_as(const T* source, Extent extent) {
+  if constexpr (std::is_same_v<R, T>) {
+    return load(source, extent);
+  } else {
+    return load_elements<R>(source, extent);
+  }
+}
+
+template <class R, class T, class Extent>
+NORMOPS_INLINE void store_from(T* target, const Block<compute_t<R>>& block, Extent extent) {
+  if constexpr (std::is_same_v<R, T>) {
+    store(target, block, extent);
+  } else {
+    store_elements(target, block, extent);
+  }
+}
+
 template <class Compute>
 NORMOPS_INLINE Block<Compute> operator*(const Block<Compute>& a, const Block<Compute>& b) {
   Block<Compute> block;

@@ -1,32 +1,11 @@
 // rms_norm and rms_norm_backward on CUDA tensors: lays the problem out for the kernels and launches them on the current
-// stream, through torch's device-neutral interface: this file builds against any build of torch.
+// stream.
 #include "../rms_norm_backend.h"
 
-#include <ATen/Functions.h>
-#include <c10/core/DeviceGuard.h>
-
-#include "../problem.h"
-#include "rms_norm_launch.h"
+#include "binding.h"
 
 namespace normops::cuda {
 namespace {
-
-Stream current_stream(const Tensor& tensor) {
-  const c10::Device device = tensor.device();
-  return c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle();
-}
-
-Tensor empty_contiguous(const Tensor& like) { return at::empty_like(like, at::MemoryFormat::Contiguous); }
-
-// The tensor keeps the memory until the kernel is launched; after that the stream's order does.
-Weight make_weight(const Tensor& contiguous, double weight_offset) {
-  if (!contiguous.defined()) return {nullptr, DType::float32, 0.0};
-  return {contiguous.const_data_ptr(), dtype_of(contiguous), weight_offset};
-}
-
-Tensor contiguous_or_undefined(const OptionalTensor& weight) {
-  return is_given(weight) ? weight->contiguous() : Tensor();
-}
 
 void run_rms_norm(const Tensor& input, size_t normalized_dims, const OptionalTensor& weight, std::optional<double> eps,
                   double weight_offset, const Tensor& output) {
@@ -67,6 +46,7 @@ void run_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_
   const Tensor w = contiguous_or_undefined(weight);
   RmsNormBackwardArgs args = {
       .dtype = dtype,
+      .grad_output_dtype = dtype_of(grad_output),
       .rows = problem.rows,
       .cols = problem.cols,
       .eps = problem.eps,
@@ -98,16 +78,14 @@ void run_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_
   launch_rms_norm_backward(args, device, stream);
   if (dx.has_value()) dx->finish();
   if (grad_weight.defined()) {
-    const Tensor dw = grad_weight.is_contiguous() ? grad_weight : empty_contiguous(grad_weight);
+    const Tensor dw = grad_weight.is_contiguous() ? grad_weight : CudaBackend::empty_contiguous(grad_weight);
     launch_grad_weight(dtype, dtype_of(dw), partials.const_data_ptr(), count, problem.cols, dw.mutable_data_ptr(),
                        stream);
     if (!dw.is_same(grad_weight)) grad_weight.copy_(dw);
   }
 }
 
-struct Backend {
-  using Guard = c10::DeviceGuard;
-  static constexpr auto empty_contiguous = cuda::empty_contiguous;
+struct Backend : CudaBackend {
   static constexpr auto launch = run_rms_norm;
   static constexpr auto launch_backward = run_rms_norm_backward;
 };

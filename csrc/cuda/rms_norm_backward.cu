@@ -5,18 +5,19 @@
 namespace normops::cuda {
 namespace {
 
-template <class T>
+// T is the type of grad_output, R that of everything else with rows.
+template <class T, class R>
 struct Backward {
   int64_t rows;
   int64_t cols;
   double inverse_cols;
   double eps;
-  ScaleOf<T> scale;
+  ScaleOf<R> scale;
   RowsOf<const T> grad_output;
-  RowsOf<const T> input;
-  RowsOf<const T> grad_residual;  // data is null without one
-  RowsOf<T> grad_input;           // data is null if not wanted
-  compute_t<T>* partials;         // [partials, cols], or null if not wanted
+  RowsOf<const R> input;
+  RowsOf<const R> grad_residual;  // data is null without one
+  RowsOf<R> grad_input;           // data is null if not wanted
+  compute_t<R>* partials;         // [partials, cols], or null if not wanted
 };
 
 // What of a row goes into its gradients.
@@ -33,37 +34,37 @@ __device__ RowFactors<Compute> factors_of(Compute square_sum, Compute dot, doubl
 }
 
 // squares += x^2, dots += dy * w * x
-template <class T>
-__device__ void add_terms(const Pack<T>& dy_pack, const Pack<T>& x_pack, const Numbers<T>& scale,
-                          compute_t<T> (&squares)[kChains<T>], compute_t<T> (&dots)[kChains<T>]) {
-  add_squares<T>(x_pack, squares);
-  const Numbers<T> dy = to_compute<T>(dy_pack), x = to_compute<T>(x_pack);
+template <class R, class T>
+__device__ void add_terms(const Elements<T, kPack<R>>& dy_pack, const Pack<R>& x_pack, const Numbers<R>& scale,
+                          compute_t<R> (&squares)[kChains<R>], compute_t<R> (&dots)[kChains<R>]) {
+  add_squares<R>(x_pack, squares);
+  const Numbers<R> dy = to_compute<R>(dy_pack), x = to_compute<R>(x_pack);
 #pragma unroll
-  for (int i = 0; i < kPack<T>; i++) {
-    compute_t<T>& chain = dots[i % kChains<T>];
+  for (int i = 0; i < kPack<R>; i++) {
+    compute_t<R>& chain = dots[i % kChains<R>];
     chain = fma_rn(dy.element[i] * scale.element[i], x.element[i], chain);
   }
 }
 
 // grad_input of a pack, without the residual; adds dy * rstd * x to dw.
-template <class T, class AddToWeight>
-__device__ Numbers<T> gradients(const Pack<T>& dy_pack, const Pack<T>& x_pack, const Numbers<T>& scale,
-                                const Numbers<T>& residual, const RowFactors<compute_t<T>>& row, AddToWeight add) {
-  const Numbers<T> dy = to_compute<T>(dy_pack), x = to_compute<T>(x_pack);
-  Numbers<T> dx;
+template <class R, class T, class AddToWeight>
+__device__ Numbers<R> gradients(const Elements<T, kPack<R>>& dy_pack, const Pack<R>& x_pack, const Numbers<R>& scale,
+                                const Numbers<R>& residual, const RowFactors<compute_t<R>>& row, AddToWeight add) {
+  const Numbers<R> dy = to_compute<R>(dy_pack), x = to_compute<R>(x_pack);
+  Numbers<R> dx;
 #pragma unroll
-  for (int i = 0; i < kPack<T>; i++) {
-    const compute_t<T> scaled_dy = dy.element[i] * row.rstd;
+  for (int i = 0; i < kPack<R>; i++) {
+    const compute_t<R> scaled_dy = dy.element[i] * row.rstd;
     add(i, scaled_dy, x.element[i]);
     dx.element[i] = fma_rn(scaled_dy, scale.element[i], fma_rn(-row.c, x.element[i], residual.element[i]));
   }
   return dx;
 }
 
-template <class T, class Index>
-__device__ Numbers<T> load_residual(const T* row, bool aligned, Index column, Index count) {
+template <class R, class Index>
+__device__ Numbers<R> load_residual(const RowsOf<const R>& rows, const R* row, Index column, Index count) {
   if (row == nullptr) return {};
-  return to_compute<T>(load_pack(row + column, count, aligned));
+  return to_compute<R>(rows.template load<kPack<R>>(row, column, count));
 }
 
 // The sums of grad_weight over the rows that a block takes, for the columns of a thread's packs: in registers, or in
@@ -125,39 +126,40 @@ class WeightSums {
 
 // Rows that fit into registers: each element is read once. A block takes rows until none is left, and then writes its
 // share of grad_weight.
-template <class T, int kPacks>
+template <class T, class R, int kPacks>
 __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
-    rms_norm_backward_kernel(const Backward<T> args) {
-  using Compute = compute_t<T>;
+    rms_norm_backward_kernel(const Backward<T, R> args) {
+  using Compute = compute_t<R>;
   constexpr int kRows = backward_rows_in_flight(kPacks);
   __shared__ RowSumShared<Compute, 2 * kRows> shared;
-  const Columns<T, int> columns(args.cols);
+  const Columns<R, int> columns(args.cols);
   const int64_t rows_at_once = static_cast<int64_t>(kRows) * blockDim.y;
   const int64_t block = blockIdx.x / cluster_blocks(), blocks = gridDim.x / cluster_blocks();
-  WeightSums<T, kPacks> dw;
+  WeightSums<R, kPacks> dw;
 
   unsigned turn = 0;
   for (int64_t base = block * rows_at_once; base < args.rows; base += blocks * rows_at_once) {
     const int64_t first_row = base + threadIdx.y;
-    Pack<T> x[kRows][kPacks], dy[kRows][kPacks];
-    const T* residual_rows[kRows] = {};
-    T* target_rows[kRows] = {};
+    Pack<R> x[kRows][kPacks];
+    Elements<T, kPack<R>> dy[kRows][kPacks];
+    const R* residual_rows[kRows] = {};
+    R* target_rows[kRows] = {};
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       const int64_t row = first_row + r * blockDim.y;
       if (row < args.rows && args.grad_residual.data != nullptr) residual_rows[r] = args.grad_residual.row(row);
       if (row < args.rows && args.grad_input.data != nullptr) target_rows[r] = args.grad_input.row(row);
-      load_packs<T>(x[r], row < args.rows ? args.input.row(row) : nullptr, columns, args.input.aligned);
-      load_packs<T>(dy[r], row < args.rows ? args.grad_output.row(row) : nullptr, columns, args.grad_output.aligned);
+      load_packs(x[r], args.input, row < args.rows ? args.input.row(row) : nullptr, columns);
+      load_packs(dy[r], args.grad_output, row < args.rows ? args.grad_output.row(row) : nullptr, columns);
     }
 
     Compute sums[2 * kRows];
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      Compute squares[kChains<T>] = {}, dots[kChains<T>] = {};
+      Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
-        add_terms<T>(dy[r][p], x[r][p], args.scale.load(columns.column(p), columns.count(p)), squares, dots);
+        add_terms<R>(dy[r][p], x[r][p], args.scale.load(columns.column(p), columns.count(p)), squares, dots);
         keep_few_registers<kPacks>();
       }
       sums[2 * r] = fold(squares);
@@ -171,18 +173,18 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
       const int64_t row = first_row + r * blockDim.y;
       if (row >= args.rows) break;
       const auto factors = factors_of(sums[2 * r], sums[2 * r + 1], args.inverse_cols, args.eps);
-      keep_packed<T>(x[r]);
-      keep_packed<T>(dy[r]);
+      keep_packed(x[r]);
+      keep_packed(dy[r]);
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
         const int column = columns.column(p), count = columns.count(p);
-        const Numbers<T> dx = gradients<T>(dy[r][p], x[r][p], args.scale.load(column, count),
-                                           load_residual(residual_rows[r], args.grad_residual.aligned, column, count),
-                                           factors, [&](int i, Compute scaled_dy, Compute x_element) {
+        const Numbers<R> dx = gradients<R>(dy[r][p], x[r][p], args.scale.load(column, count),
+                                           load_residual(args.grad_residual, residual_rows[r], column, count), factors,
+                                           [&](int i, Compute scaled_dy, Compute x_element) {
                                              dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
                                            });
         if (target_rows[r] != nullptr) {
-          store_pack(target_rows[r] + column, from_compute<T>(dx), count, args.grad_input.aligned);
+          args.grad_input.store(target_rows[r], column, count, from_compute<R>(dx));
         }
         keep_few_registers<kPacks>();
       }
@@ -193,25 +195,25 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
 }
 
 // Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
-template <class T>
-__global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width_kernel(const Backward<T> args) {
-  using Compute = compute_t<T>;
+template <class T, class R>
+__global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width_kernel(const Backward<T, R> args) {
+  using Compute = compute_t<R>;
   __shared__ RowSumShared<double, 2> shared;
-  const Columns<T, int64_t> columns(args.cols);
+  const Columns<R, int64_t> columns(args.cols);
   Compute* const partial = args.partials != nullptr ? args.partials + blockIdx.x * args.cols : nullptr;
 
   unsigned turn = 0;
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    const T* const x_row = args.input.row(row);
+    const R* const x_row = args.input.row(row);
     const T* const dy_row = args.grad_output.row(row);
-    const T* const residual_row = args.grad_residual.data != nullptr ? args.grad_residual.row(row) : nullptr;
+    const R* const residual_row = args.grad_residual.data != nullptr ? args.grad_residual.row(row) : nullptr;
     double sums[2] = {};
     for (int64_t first = 0; columns.count(first) > 0; first += kPacksOfChain) {
-      Compute squares[kChains<T>] = {}, dots[kChains<T>] = {};
+      Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
       for (int p = 0; p < kPacksOfChain; p++) {
         const int64_t column = columns.column(first + p), count = columns.count(first + p);
-        add_terms<T>(load_pack(dy_row + column, count, args.grad_output.aligned),
-                     load_pack(x_row + column, count, args.input.aligned), args.scale.load(column, count), squares,
+        add_terms<R>(args.grad_output.template load<kPack<R>>(dy_row, column, count),
+                     args.input.template load<kPack<R>>(x_row, column, count), args.scale.load(column, count), squares,
                      dots);
       }
       sums[0] += fold(squares);
@@ -224,17 +226,17 @@ __global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width
 
     for (int64_t p = 0; columns.count(p) > 0; p++) {
       const int64_t column = columns.column(p), count = columns.count(p);
-      const Numbers<T> dx =
-          gradients<T>(load_pack(dy_row + column, count, args.grad_output.aligned),
-                       load_pack(x_row + column, count, args.input.aligned), args.scale.load(column, count),
-                       load_residual(residual_row, args.grad_residual.aligned, column, count), factors,
+      const Numbers<R> dx =
+          gradients<R>(args.grad_output.template load<kPack<R>>(dy_row, column, count),
+                       args.input.template load<kPack<R>>(x_row, column, count), args.scale.load(column, count),
+                       load_residual(args.grad_residual, residual_row, column, count), factors,
                        [&](int i, Compute scaled_dy, Compute x_element) {
                          if (partial == nullptr || i >= count) return;
                          const Compute sum = row == blockIdx.x ? 0 : partial[column + i];
                          partial[column + i] = fma_rn(scaled_dy, x_element, sum);
                        });
       if (args.grad_input.data != nullptr) {
-        store_pack(args.grad_input.row(row) + column, from_compute<T>(dx), count, args.grad_input.aligned);
+        args.grad_input.store(args.grad_input.row(row), column, count, from_compute<R>(dx));
       }
     }
   }
@@ -288,28 +290,28 @@ int64_t rms_norm_backward_partials(DType dtype, int64_t rows, int64_t cols, cons
 
 void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& device, Stream stream) {
   const Grid grid = grid_of(args.dtype, args.rows, args.cols, device);
-  dispatch(args.dtype, [&]<class T>() {
-    const Backward<T> backward = {args.rows,
-                                  args.cols,
-                                  1.0 / static_cast<double>(args.cols),
-                                  args.eps,
-                                  scale_of<T>(args.weight, args.cols),
-                                  rows_of<const T>(args.grad_output, args.grad_output_rows, args.cols),
-                                  rows_of<const T>(args.input, args.input_rows, args.cols),
-                                  rows_of<const T>(args.grad_residual, args.grad_residual_rows, args.cols),
-                                  rows_of<T>(args.grad_input, args.grad_input_rows, args.cols),
-                                  static_cast<compute_t<T>*>(args.grad_weight_partials)};
+  dispatch_pair(args.grad_output_dtype, args.dtype, [&]<class T, class R>() {
+    const Backward<T, R> backward = {args.rows,
+                                     args.cols,
+                                     1.0 / static_cast<double>(args.cols),
+                                     args.eps,
+                                     scale_of<R>(args.weight, args.cols),
+                                     rows_of<const T, R>(args.grad_output, args.grad_output_rows, args.cols),
+                                     rows_of<const R, R>(args.input, args.input_rows, args.cols),
+                                     rows_of<const R, R>(args.grad_residual, args.grad_residual_rows, args.cols),
+                                     rows_of<R, R>(args.grad_input, args.grad_input_rows, args.cols),
+                                     static_cast<compute_t<R>*>(args.grad_weight_partials)};
     dispatch_packs(grid.config.packs, [&]<int kPacks>() {
       if constexpr (kPacks == 0) {
         const LaunchShape shape = {dim3(static_cast<unsigned>(grid.blocks)), grid.block, 0, 1};
-        launch(rms_norm_backward_any_width_kernel<T>, shape, stream, backward);
+        launch(rms_norm_backward_any_width_kernel<T, R>, shape, stream, backward);
       } else {
         const bool sums = sums_in_shared(kPacks) || grid.block.y > 1;
         const LaunchShape shape = {
             dim3(static_cast<unsigned>(grid.blocks * grid.config.cluster)), grid.block,
-            sums ? static_cast<int64_t>(grid.block.x * grid.block.y * kPacks * sizeof(Numbers<T>)) : 0,
+            sums ? static_cast<int64_t>(grid.block.x * grid.block.y * kPacks * sizeof(Numbers<R>)) : 0,
             grid.config.cluster};
-        launch(rms_norm_backward_kernel<T, kPacks>, shape, stream, backward);
+        launch(rms_norm_backward_kernel<T, R, kPacks>, shape, stream, backward);
       }
     });
   });

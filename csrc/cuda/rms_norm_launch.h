@@ -41,11 +41,12 @@ struct RmsNormArgs {
 
 struct RmsNormBackwardArgs {
   DType dtype;
+  DType grad_output_dtype;  // dtype, or beside float32 one of 16 bits
   int64_t rows;
   int64_t cols;
   double eps;
   Weight weight;
-  const void* grad_output;  // dtype [rows, cols]
+  const void* grad_output;  // grad_output_dtype [rows, cols]
   RowLayout grad_output_rows;
   const void* input;  // dtype [rows, cols]
   RowLayout input_rows;

@@ -14,6 +14,16 @@ struct RowsOf {
   RowLayout layout;
   bool aligned;  // see load_elements
 
+  template <int kCount, class Index>
+  __device__ Elements<std::remove_const_t<T>, kCount> load(const T* row, Index column, Index count) const {
+    return load_elements<std::remove_const_t<T>, kCount>(row + column, count, aligned);
+  }
+
+  template <int kCount, class Index>
+  __device__ void store(T* row, Index column, Index count, const Elements<T, kCount>& elements) const {
+    store_elements(row + column, elements, count, aligned);
+  }
+
   __device__ T* row(int64_t index) const {
     T* row = data;
     if (layout.dims == 1) return row + index * layout.strides[0];
@@ -26,11 +36,12 @@ struct RowsOf {
   }
 };
 
-template <class T, class Void>
+// Of T, in packs of as many elements as one of R has.
+template <class T, class R, class Void>
 RowsOf<T> rows_of(Void* data, const RowLayout& layout, int64_t cols) {
   int64_t bytes = reinterpret_cast<intptr_t>(data) | (cols * static_cast<int64_t>(sizeof(T)));
   for (int d = 0; d < layout.dims; d++) bytes |= layout.strides[d] * static_cast<int64_t>(sizeof(T));
-  return {static_cast<T*>(data), layout, bytes % 16 == 0};
+  return {static_cast<T*>(data), layout, bytes % static_cast<int64_t>(kPack<R> * sizeof(T)) == 0};
 }
 
 // The scale of the columns, for packs of T.
@@ -72,18 +83,21 @@ __device__ void keep_few_registers() {
 }
 
 // A thread's packs of a row; zeros without one. The choice is made once: the loads then follow one another.
-template <class T, int kPacks>
-__device__ void load_packs(Pack<T> (&packs)[kPacks], const T* row, const Columns<T, int>& columns, bool aligned) {
+template <class T, class R, int kPacks>
+__device__ void load_packs(Elements<T, kPack<R>> (&packs)[kPacks], const RowsOf<const T>& rows, const T* row,
+                           const Columns<R, int>& columns) {
   if (row == nullptr) {
 #pragma unroll
     for (int p = 0; p < kPacks; p++) packs[p] = {};
-  } else if (aligned) {
+  } else if (rows.aligned) {
 #pragma unroll
-    for (int p = 0; p < kPacks; p++) packs[p] = load_pack(row + columns.column(p), columns.count(p), true);
+    for (int p = 0; p < kPacks; p++) {
+      packs[p] = load_elements<T, kPack<R>>(row + columns.column(p), columns.count(p), true);
+    }
   } else {
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
-      packs[p] = load_pack(row + columns.column(p), columns.count(p), false);
+      packs[p] = load_elements<T, kPack<R>>(row + columns.column(p), columns.count(p), false);
       if (kPacks == 16) keep_few_registers<kPacks>();  // elements that are loaded one by one take one each
     }
   }
@@ -91,13 +105,13 @@ __device__ void load_packs(Pack<T> (&packs)[kPacks], const T* row, const Columns
 
 // Between two passes over packs: numbers of 16 bits take half the registers that they take once converted, so that
 // they are to be converted again.
-template <class T, int kPacks>
-__device__ void keep_packed(Pack<T> (&packs)[kPacks]) {
-  if constexpr (Pack<T>::kPairs) {
+template <class T, int kCount, int kPacks>
+__device__ void keep_packed(Elements<T, kCount> (&packs)[kPacks]) {
+  if constexpr (Elements<T, kCount>::kPairs) {
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
 #pragma unroll
-      for (int i = 0; i < Pack<T>::kWords; i++) forget(packs[p].words[i]);
+      for (int i = 0; i < Elements<T, kCount>::kWords; i++) forget(packs[p].words[i]);
     }
   }
 }

@@ -1,4 +1,5 @@
-// Conversions, and packs: 16 bytes of a row, the most that one instruction loads or stores.
+// Conversions, and packs: 16 bytes of a row, the most that one instruction loads or stores. A row of a narrower type
+// beside it has as many elements to a pack.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -113,45 +114,44 @@ __device__ Elements<W, kCount> load_elements(const W* source, Index count, bool 
   return elements;
 }
 
-template <class T, class Index>
-__device__ Pack<T> load_pack(const T* source, Index count, bool aligned) {
-  return load_elements<T, kPack<T>>(source, count, aligned);
-}
-
-template <class T, class Index>
-__device__ void store_pack(T* target, const Pack<T>& pack, Index count, bool aligned) {
+template <class W, int kCount, class Index>
+__device__ void store_elements(W* target, const Elements<W, kCount>& elements, Index count, bool aligned) {
   if (aligned) {
-    uint4 word;
-    std::memcpy(&word, &pack, sizeof word);
-    if (count > 0) *reinterpret_cast<uint4*>(target) = word;
+    using Word = Aligned<sizeof elements>;
+    static_assert(sizeof(Word) == sizeof elements);
+    Word word;
+    std::memcpy(&word, &elements, sizeof word);
+    if (count > 0) *reinterpret_cast<Word*>(target) = word;
   } else {
 #pragma unroll
-    for (int i = 0; i < kPack<T>; i++) {
-      if (i < count) target[i] = pack.element(i);
+    for (int i = 0; i < kCount; i++) {
+      if (i < count) target[i] = elements.element(i);
     }
   }
 }
 
-template <class T>
-__device__ Numbers<T> to_compute(const Elements<T, kPack<T>>& pack) {
-  Numbers<T> numbers;
+// Between as many elements of T, which may be narrower, as a pack of R has, and their numbers.
+template <class R, class T>
+__device__ Numbers<R> to_compute(const Elements<T, kPack<R>>& elements) {
+  Numbers<R> numbers;
 #pragma unroll
-  for (int i = 0; i < kPack<T>; i++) numbers.element[i] = to_compute(pack.element(i));
+  for (int i = 0; i < kPack<R>; i++) numbers.element[i] = to_compute(elements.element(i));
   return numbers;
 }
 
-template <class T>
-__device__ Pack<T> from_compute(const Numbers<T>& numbers) {
-  Pack<T> pack;
+template <class T, class R>
+__device__ Elements<T, kPack<R>> from_compute(const Numbers<R>& numbers) {
+  using Result = Elements<T, kPack<R>>;
+  Result elements;
 #pragma unroll
-  for (int i = 0; i < Pack<T>::kWords; i++) {
-    if constexpr (Pack<T>::kPairs) {
-      pack.words[i] = pair_from_compute<T>(numbers.element[2 * i], numbers.element[2 * i + 1]);
+  for (int i = 0; i < Result::kWords; i++) {
+    if constexpr (Result::kPairs) {
+      elements.words[i] = pair_from_compute<T>(numbers.element[2 * i], numbers.element[2 * i + 1]);
     } else {
-      pack.words[i] = numbers.element[i];
+      elements.words[i] = numbers.element[i];
     }
   }
-  return pack;
+  return elements;
 }
 
 // weight + offset for a pack of T, or ones without a weight. The weight's dtype is the same for all threads, so that

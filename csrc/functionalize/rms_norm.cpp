@@ -1,36 +1,13 @@
-// How the `.out` overloads of rms_norm and rms_norm_backward trace: as the functional operator followed by a copy into
-// the caller's tensor, so that a compiled graph holds the same operators whichever overload the program called.
+// How the operators of rms_norm and rms_norm_backward trace that write into given tensors.
 #include "../rms_norm.h"
 
-#include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
+#include "functional.h"
+
 namespace normops {
 namespace {
-
-namespace functional = at::functionalization::impl;
-
-Tensor unwrap(const Tensor& tensor) {
-  if (!tensor.defined() || !functional::isFunctionalTensor(tensor)) return tensor;
-  functional::sync(tensor);
-  return functional::from_functional_tensor(tensor);
-}
-
-OptionalTensor unwrap(const OptionalTensor& tensor) {
-  return is_given(tensor) ? OptionalTensor(unwrap(*tensor)) : std::nullopt;
-}
-
-void replace(const Tensor& target, const Tensor& value) {
-  functional::replace_(target, value);
-  functional::commit_update(target);
-  functional::sync(target);
-}
-
-void check_functional(const char* op, const char* name, const Tensor& target) {
-  TORCH_CHECK(functional::isFunctionalTensor(target), op, ": expected ", name,
-              " to be a tensor that is traced like the other arguments, but got one from outside the traced function");
-}
 
 Tensor& rms_norm_out_functionalize(const Tensor& input, c10::SymIntArrayRef normalized_shape,
                                    const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
@@ -42,6 +19,17 @@ Tensor& rms_norm_out_functionalize(const Tensor& input, c10::SymIntArrayRef norm
   check_rms_norm_out(plain_input, normalized_shape, plain_weight, eps, plain_out);
   replace(out, rms_norm_op().call(plain_input, normalized_shape, plain_weight, eps, weight_offset));
   return out;
+}
+
+Tensor& rms_norm_inplace_functionalize(Tensor& input, c10::SymIntArrayRef normalized_shape,
+                                       const OptionalTensor& weight, std::optional<double> eps, double weight_offset) {
+  check_functional("rms_norm_", "input", input);
+  const Tensor plain_input = unwrap(input);
+  const OptionalTensor plain_weight = unwrap(weight);
+  at::AutoDispatchSkipFunctionalize guard;
+  check_rms_norm_inplace(plain_input, normalized_shape, plain_weight, eps);
+  replace(input, rms_norm_op().call(plain_input, normalized_shape, plain_weight, eps, weight_offset));
+  return input;
 }
 
 std::tuple<Tensor&, Tensor&> rms_norm_backward_out_functionalize(
@@ -68,6 +56,7 @@ std::tuple<Tensor&, Tensor&> rms_norm_backward_out_functionalize(
 
 TORCH_LIBRARY_IMPL(normops, Functionalize, m) {
   m.impl("rms_norm.out", rms_norm_out_functionalize);
+  m.impl("rms_norm_", rms_norm_inplace_functionalize);
   m.impl("rms_norm_backward.out", rms_norm_backward_out_functionalize);
 }
 

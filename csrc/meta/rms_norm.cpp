@@ -1,13 +1,11 @@
 // Shapes, dtypes and strides of rms_norm and rms_norm_backward: fake tensors, torch.export and device="meta" run these.
-#include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include "../rms_norm.h"
+#include "empty.h"
 
 namespace normops {
 namespace {
-
-Tensor empty_like_contiguous(const Tensor& tensor) { return at::empty_symint(tensor.sym_sizes(), tensor.options()); }
 
 Tensor rms_norm_meta(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                      std::optional<double> eps, double) {
@@ -19,6 +17,12 @@ Tensor& rms_norm_out_meta(const Tensor& input, c10::SymIntArrayRef normalized_sh
                           std::optional<double> eps, double, Tensor& out) {
   check_rms_norm_out(input, normalized_shape, weight, eps, out);
   return out;
+}
+
+Tensor& rms_norm_inplace_meta(Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                              std::optional<double> eps, double) {
+  check_rms_norm_inplace(input, normalized_shape, weight, eps);
+  return input;
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward_meta(const Tensor& grad_output, const Tensor& input,
@@ -45,6 +49,7 @@ std::tuple<Tensor&, Tensor&> rms_norm_backward_out_meta(const Tensor& grad_outpu
 TORCH_LIBRARY_IMPL(normops, Meta, m) {
   m.impl("rms_norm", rms_norm_meta);
   m.impl("rms_norm.out", rms_norm_out_meta);
+  m.impl("rms_norm_", rms_norm_inplace_meta);
   m.impl("rms_norm_backward", rms_norm_backward_meta);
   m.impl("rms_norm_backward.out", rms_norm_backward_out_meta);
 }

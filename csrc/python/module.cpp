@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "../add_rms_norm.h"
 #include "../cpu/isa.h"
 #include "../problem.h"
 #include "../rms_norm.h"
@@ -32,9 +33,15 @@ py::dict build_info() {
   return info;
 }
 
+using FastCall = PyObject*(PyObject*, PyObject* const*, Py_ssize_t);
+
+PyCFunction as_method(FastCall* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
 PyMethodDef direct_calls[] = {
-    {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(normops::python::rms_norm)), METH_FASTCALL,
-     nullptr},
+    {"rms_norm", as_method(normops::python::rms_norm), METH_FASTCALL, nullptr},
+    {"add_rms_norm", as_method(normops::python::add_rms_norm), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -61,6 +68,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return normops::make_problem(input, normalized_shape.size(), eps);
       },
       py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(), py::arg("eps") = py::none());
+  m.def(
+      "add_rms_norm_problem",
+      [](const at::Tensor& input, const at::Tensor& residual, const std::vector<int64_t>& normalized_shape,
+         const std::optional<at::Tensor>& weight, std::optional<double> eps) {
+        normops::check_add_rms_norm(input, residual, to_sym_ints(normalized_shape), weight, eps);
+        return normops::make_problem(input, normalized_shape.size(), eps);
+      },
+      py::arg("input"), py::arg("residual"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
+      py::arg("eps") = py::none());
   m.def(
       "rms_norm_backward_problem",
       [](const at::Tensor& grad_output, const at::Tensor& input, const std::vector<int64_t>& normalized_shape,

@@ -1,0 +1,45 @@
+// add_rms_norm on CPU tensors.
+#include "../add_rms_norm_backend.h"
+
+#include "add_rms_norm_kernel.h"
+#include "launch.h"
+
+namespace normops::cpu {
+namespace {
+
+void launch_add_rms_norm(const Tensor& input, const Tensor& residual, size_t normalized_dims,
+                         const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
+                         const Tensor& output, const Tensor& residual_out) {
+  const Problem problem = make_problem(input, normalized_dims, eps);
+  if (problem.rows == 0 || problem.cols == 0) return;
+  const Rows x = make_rows(input, normalized_dims), r = make_rows(residual, normalized_dims);
+  const Target y(output, normalized_dims), h(residual_out, normalized_dims);
+  Scale scale(weight, weight_offset, dtype_of(residual), problem.cols);
+  AddRmsNormArgs args;
+  args.dtype = dtype_of(input);
+  args.cols = problem.cols;
+  args.eps = problem.eps;
+  args.input = x.tensor.const_data_ptr();
+  args.input_rows = x.layout;
+  args.scale = scale.data();
+  args.output = y.data();
+  args.output_rows = y.layout();
+  args.residual_dtype = dtype_of(residual);
+  args.residual = r.tensor.const_data_ptr();
+  args.residual_rows = r.layout;
+  args.residual_out = h.data();
+  args.residual_out_rows = h.layout();
+  run_forward(add_rms_norm_kernels(), args, problem);
+  y.finish();
+  h.finish();
+}
+
+struct Backend : CpuBackend {
+  static constexpr auto launch = launch_add_rms_norm;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(normops, CPU, m) { AddRmsNormOperators<Backend>::register_in(m); }
+
+}  // namespace normops::cpu

@@ -1,0 +1,64 @@
+// The kernels of add_rms_norm, compiled once per instruction set by foreach_isa.h: those of rms_norm, on rows that are
+// formed while they are summed.
+#include "forward_rows.inl"
+
+namespace normops::cpu::NORMOPS_ISA {
+namespace {
+
+// h = x + residual, rounded to residual's type R: what is written is what is summed and normalized.
+template <class T, class R>
+class SumRows {
+ public:
+  using Number = R;
+  using Args = AddRmsNormArgs;
+
+  struct Row {
+    const T* x;
+    const R* residual;
+    R* h;
+
+    auto squares() const {
+      return [x = x, residual = residual, h = h](int64_t column, auto extent, const Block<compute_t<R>>& sum) {
+        store(h + column, load_as<R>(x + column, extent) + load(residual + column, extent), extent);
+        const Block<compute_t<R>> rounded = load(h + column, extent);
+        return fma(rounded, rounded, sum);
+      };
+    }
+
+    const R* numbers() const { return h; }
+  };
+
+  SumRows(const AddRmsNormArgs& args, int64_t row)
+      : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
+        residuals_(static_cast<const R*>(args.residual), args.residual_rows, row),
+        sums_(static_cast<R*>(args.residual_out), args.residual_out_rows, row) {}
+
+  Row next() { return {inputs_.next(), residuals_.next(), sums_.next()}; }
+
+ private:
+  RowIterator<const T> inputs_;
+  RowIterator<const R> residuals_;
+  RowIterator<R> sums_;
+};
+
+void rows(const AddRmsNormArgs& args, int64_t begin, int64_t end) {
+  dispatch_pair(args.dtype, args.residual_dtype,
+                [&]<class T, class R>() { forward_rows<T, SumRows<T, R>>(args, begin, end); });
+}
+
+void sums(const AddRmsNormArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
+  dispatch_pair(args.dtype, args.residual_dtype,
+                [&]<class T, class R>() { forward_sums<SumRows<T, R>>(args, row, begin, end, squares); });
+}
+
+void columns(const AddRmsNormArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
+  dispatch_pair(args.dtype, args.residual_dtype,
+                [&]<class T, class R>() { forward_columns<T, SumRows<T, R>>(args, row, square_sum, begin, end); });
+}
+
+}  // namespace
+
+extern const AddRmsNormKernels kAddRmsNormKernels;
+const AddRmsNormKernels kAddRmsNormKernels = {rows, sums, columns};
+
+}  // namespace normops::cpu::NORMOPS_ISA

@@ -1,0 +1,47 @@
+// add_rms_norm on CUDA tensors.
+#include "../add_rms_norm_backend.h"
+
+#include "add_rms_norm_launch.h"
+#include "binding.h"
+
+namespace normops::cuda {
+namespace {
+
+void run_add_rms_norm(const Tensor& input, const Tensor& residual, size_t normalized_dims, const OptionalTensor& weight,
+                      std::optional<double> eps, double weight_offset, const Tensor& output,
+                      const Tensor& residual_out) {
+  const Problem problem = make_problem(input, normalized_dims, eps);
+  if (problem.rows == 0 || problem.cols == 0) return;
+  const Rows x = make_rows(input, normalized_dims), r = make_rows(residual, normalized_dims);
+  const Target y(output, normalized_dims), h(residual_out, normalized_dims);
+  const Tensor w = contiguous_or_undefined(weight);
+  const AddRmsNormArgs args = {
+      .dtype = dtype_of(input),
+      .residual_dtype = dtype_of(residual),
+      .rows = problem.rows,
+      .cols = problem.cols,
+      .eps = problem.eps,
+      .weight = make_weight(w, weight_offset),
+      .input = x.tensor.const_data_ptr(),
+      .input_rows = x.layout,
+      .residual = r.tensor.const_data_ptr(),
+      .residual_rows = r.layout,
+      .output = y.data(),
+      .output_rows = y.layout(),
+      .residual_out = h.data(),
+      .residual_out_rows = h.layout(),
+  };
+  launch_add_rms_norm(args, current_device(), current_stream(input));
+  y.finish();
+  h.finish();
+}
+
+struct Backend : CudaBackend {
+  static constexpr auto launch = run_add_rms_norm;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(normops, CUDA, m) { AddRmsNormOperators<Backend>::register_in(m); }
+
+}  // namespace normops::cuda

@@ -1,0 +1,117 @@
+// What the kernels of the forwards have in common: from rows of R, which one of them loads or forms, to outputs of T.
+#pragma once
+#include "rms_norm_row.cuh"
+
+namespace normops::cuda {
+
+template <class T, class R>
+struct Forward {
+  int64_t rows;
+  int64_t cols;
+  double inverse_cols;
+  double eps;
+  ScaleOf<R> scale;
+  RowsOf<T> output;
+};
+
+template <class T, class R, class Args>
+Forward<T, R> forward_of(const Args& args) {
+  return {args.rows,
+          args.cols,
+          1.0 / static_cast<double>(args.cols),
+          args.eps,
+          scale_of<R>(args.weight, args.cols),
+          rows_of<T, R>(args.output, args.output_rows, args.cols)};
+}
+
+// y = h * rstd * w
+template <class T, class R>
+__device__ Elements<T, kPack<R>> normalized(const Pack<R>& pack, compute_t<R> rstd, const Numbers<R>& scale) {
+  Numbers<R> numbers = to_compute<R>(pack);
+#pragma unroll
+  for (int i = 0; i < kPack<R>; i++) numbers.element[i] = numbers.element[i] * rstd * scale.element[i];
+  return from_compute<T>(numbers);
+}
+
+// Of the rows that a block takes, the first one that this thread has a part of; the others follow blockDim.y apart.
+template <int kRows>
+__device__ int64_t first_row_of_thread() {
+  return static_cast<int64_t>(blockIdx.x / cluster_blocks()) * kRows * blockDim.y + threadIdx.y;
+}
+
+// Rows that are held in registers, kPacks packs of each to a thread.
+template <class T, class R, int kRows, int kPacks>
+__device__ void normalize_rows(const Forward<T, R>& args, const Columns<R, int>& columns, Pack<R> (&h)[kRows][kPacks],
+                               RowSumShared<compute_t<R>, kRows>& shared) {
+  using Compute = compute_t<R>;
+  Compute rstd[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; r++) {
+    Compute chains[kChains<R>] = {};
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) add_squares<R>(h[r][p], chains);
+    rstd[r] = fold(chains);
+  }
+  sum_row(rstd, shared, 0);
+#pragma unroll
+  for (int r = 0; r < kRows; r++) {
+    rstd[r] = rstd_of(rstd[r], args.inverse_cols, args.eps);
+    keep_packed(h[r]);
+  }
+
+#pragma unroll
+  for (int p = 0; p < kPacks; p++) {
+    const int column = columns.column(p), count = columns.count(p);
+    const Numbers<R> scale = args.scale.load(column, count);
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      const int64_t row = first_row_of_thread<kRows>() + r * blockDim.y;
+      if (row >= args.rows) break;
+      args.output.store(args.output.row(row), column, count, normalized<T, R>(h[r][p], rstd[r], scale));
+    }
+    keep_few_registers<kPacks>();
+  }
+  end_row_sums();
+}
+
+// A row of any width, for blocks of kAnyWidth that have one each. load(column, count) returns a pack of the row, and is
+// called twice for each, the second time when the row has been summed.
+template <class T, class R, class LoadFirst, class LoadAgain>
+__device__ void normalize_any_width(const Forward<T, R>& args, LoadFirst load_first, LoadAgain load_again) {
+  using Compute = compute_t<R>;
+  __shared__ RowSumShared<double, 1> shared;
+  const Columns<R, int64_t> columns(args.cols);
+  double square_sum[1] = {};
+  for (int64_t first = 0; columns.count(first) > 0; first += kPacksOfChain) {
+    Compute chains[kChains<R>] = {};
+#pragma unroll
+    for (int p = 0; p < kPacksOfChain; p++) {
+      add_squares<R>(load_first(columns.column(first + p), columns.count(first + p)), chains);
+    }
+    square_sum[0] += fold(chains);
+  }
+  sum_row(square_sum, shared, 0);
+  const Compute rstd = rstd_of(static_cast<Compute>(square_sum[0]), args.inverse_cols, args.eps);
+
+  T* const target = args.output.row(blockIdx.x);
+  for (int64_t p = 0; columns.count(p) > 0; p++) {
+    const int64_t column = columns.column(p), count = columns.count(p);
+    const Pack<R> h = load_again(column, count);
+    args.output.store(target, column, count, normalized<T, R>(h, rstd, args.scale.load(column, count)));
+  }
+}
+
+// Calls launch.template operator()<kPacks>(shape) with the launch configuration for rows of R.
+template <class R, class Launch>
+void dispatch_forward(int64_t rows, int64_t cols, const Device& device, Launch launch) {
+  const RowConfig& config = row_config((cols + kPack<R> - 1) / kPack<R>, device);
+  const dim3 block = block_of(config);
+  dispatch_packs(config.packs, [&]<int kPacks>() {
+    const int64_t blocks =
+        kPacks == 0 ? rows : blocks_of_rows(rows, static_cast<int64_t>(block.y) * rows_in_flight(kPacks));
+    launch.template operator()<kPacks>(
+        LaunchShape{dim3(static_cast<unsigned>(blocks * config.cluster)), block, 0, config.cluster});
+  });
+}
+
+}  // namespace normops::cuda
