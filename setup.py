@@ -70,17 +70,18 @@ def compile_cuda(sources: list[Path], folder: Path, cuda: Cuda) -> list[str]:
     flags += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-Werror=all-warnings"]
     flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in cuda.archs]
     flags += [f"-gencode=arch=compute_{cuda.archs[-1]},code=compute_{cuda.archs[-1]}"]
-    headers = [str(path) for path in (*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*.*h"))]
 
     def compile_one(source: Path) -> str:
         target = folder / f"{source.stem}.cu.o"
-        command = [cuda.nvcc, *flags, "-Xptxas=-v", "-c", str(source), "-o", str(target)]
+        included = target.with_suffix(".d")
+        command = [cuda.nvcc, *flags, "-Xptxas=-v", "-MD", "-MF", str(included), "-c", str(source), "-o", str(target)]
         # The command, then the registers and the stack of every kernel, which tests/test_cuda_compile.py reads.
         report = target.with_suffix(".ptxas")
         first_line = shlex.join(command) + "\n"
-        made_so = report.exists() and report.read_text().startswith(first_line)
-        if made_so and not newer_group([str(source), *headers], str(target)):
-            return str(target)
+        if included.exists() and report.exists() and report.read_text().startswith(first_line):
+            files = included.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+            if not newer_group(files, str(target), missing="newer"):
+                return str(target)
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if result.returncode != 0:
             raise SystemExit(result.stdout)

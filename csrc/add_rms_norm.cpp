@@ -26,6 +26,8 @@ void check_add_rms_norm_out(const Tensor& input, const Tensor& residual, c10::Sy
   check_out(op, {"out", out}, input, inputs);
   check_out(op, {"residual_out", residual_out}, residual, inputs);
   check_disjoint(op, {"out", out}, {"residual_out", residual_out});
+  // It is written before the weight is read.
+  check_disjoint(op, {"residual_out", residual_out}, {"weight", value_or_undefined(weight)});
 }
 
 void check_add_rms_norm_inplace(const Tensor& input, const Tensor& residual, c10::SymIntArrayRef normalized_shape,
@@ -33,12 +35,13 @@ void check_add_rms_norm_inplace(const Tensor& input, const Tensor& residual, c10
   constexpr const char* op = "add_rms_norm_";
   check(op, input, residual, normalized_shape, weight, eps);
   check_out(op, {"input", input}, input, {{"weight", value_or_undefined(weight)}});
-  check_out(op, {"residual", residual}, residual, {{"weight", value_or_undefined(weight)}});
+  check_out(op, {"residual", residual}, residual, {});
   check_disjoint(op, {"input", input}, {"residual", residual});
+  check_disjoint(op, {"residual", residual}, {"weight", value_or_undefined(weight)});
 }
 
-void check_add_rms_norm_devices(const Tensor& input, const Tensor& residual, const OptionalTensor& weight) {
-  constexpr const char* op = "add_rms_norm";
+void check_add_rms_norm_devices(const char* op, const Tensor& input, const Tensor& residual,
+                                const OptionalTensor& weight) {
   if (is_given(weight)) check_device(op, "weight", *weight, input);
   check_device(op, "residual", residual, input);
 }

@@ -19,7 +19,8 @@ void check_add_rms_norm_out(const Tensor& input, const Tensor& residual, c10::Sy
 void check_add_rms_norm_inplace(const Tensor& input, const Tensor& residual, c10::SymIntArrayRef normalized_shape,
                                 const OptionalTensor& weight, std::optional<double> eps);
 
-void check_add_rms_norm_devices(const Tensor& input, const Tensor& residual, const OptionalTensor& weight);
+void check_add_rms_norm_devices(const char* op, const Tensor& input, const Tensor& residual,
+                                const OptionalTensor& weight);
 
 using AddRmsNorm = std::tuple<Tensor, Tensor>(const Tensor& input, const Tensor& residual,
                                               c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,

@@ -45,8 +45,8 @@ void check_rms_norm_backward_out(const Tensor& grad_output, const Tensor& input,
   if (output_mask[0] && has_grad_weight) check_disjoint(op, {"grad_input", grad_input}, {"grad_weight", grad_weight});
 }
 
-void check_rms_norm_devices(const Tensor& input, const OptionalTensor& weight) {
-  if (is_given(weight)) check_device("rms_norm", "weight", *weight, input);
+void check_rms_norm_devices(const char* op, const Tensor& input, const OptionalTensor& weight) {
+  if (is_given(weight)) check_device(op, "weight", *weight, input);
 }
 
 void check_rms_norm_backward_devices(const Tensor& grad_output, const Tensor& input, const OptionalTensor& weight,

@@ -32,7 +32,7 @@ void check_rms_norm_backward_out(const Tensor& grad_output, const Tensor& input,
                                  const Tensor& grad_weight);
 
 // The part of the checks that autograd's kernels make, as below them a fake tensor no longer shows its device.
-void check_rms_norm_devices(const Tensor& input, const OptionalTensor& weight);
+void check_rms_norm_devices(const char* op, const Tensor& input, const OptionalTensor& weight);
 void check_rms_norm_backward_devices(const Tensor& grad_output, const Tensor& input, const OptionalTensor& weight,
                                      const OptionalTensor& grad_residual);
 

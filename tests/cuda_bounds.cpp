@@ -47,31 +47,19 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, in
   const int64_t count = rms_norm_backward_partials(residual_dtype, rows, cols, device);
   Buffer partials(compute_dtype(dtype), count, cols, cols, 0);
 
-  launch_rms_norm({.dtype = dtype,
-                   .rows = rows,
-                   .cols = cols,
-                   .eps = 1e-5,
-                   .weight = w,
-                   .input = input.data(),
-                   .input_rows = input.layout,
-                   .output = output.data(),
-                   .output_rows = output.layout},
-                  device, nullptr);
-  launch_add_rms_norm({.dtype = dtype,
-                       .residual_dtype = residual_dtype,
-                       .rows = rows,
-                       .cols = cols,
-                       .eps = 1e-5,
-                       .weight = w,
-                       .input = input.data(),
-                       .input_rows = input.layout,
-                       .residual = residual.data(),
-                       .residual_rows = residual.layout,
-                       .output = output.data(),
-                       .output_rows = output.layout,
-                       .residual_out = residual_out.data(),
-                       .residual_out_rows = residual_out.layout},
-                      device, nullptr);
+  const RmsNormArgs forward = {.dtype = dtype,
+                               .rows = rows,
+                               .cols = cols,
+                               .eps = 1e-5,
+                               .weight = w,
+                               .input = input.data(),
+                               .input_rows = input.layout,
+                               .output = output.data(),
+                               .output_rows = output.layout};
+  launch_rms_norm(forward, device, nullptr);
+  launch_add_rms_norm(
+      {forward, residual_dtype, residual.data(), residual.layout, residual_out.data(), residual_out.layout}, device,
+      nullptr);
   launch_rms_norm_backward({.dtype = residual_dtype,
                             .grad_output_dtype = dtype,
                             .rows = rows,

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from cases import DTYPES, EPS
@@ -60,7 +60,7 @@ class Weight(ctypes.Structure):
 
 
 class RmsNormArgs(ctypes.Structure):
-    _fields_ = (
+    _fields_: ClassVar[tuple[tuple[str, type], ...]] = (
         ("dtype", ctypes.c_uint8),
         ("rows", ctypes.c_int64),
         ("cols", ctypes.c_int64),
@@ -73,20 +73,11 @@ class RmsNormArgs(ctypes.Structure):
     )
 
 
-class AddRmsNormArgs(ctypes.Structure):
-    _fields_ = (
-        ("dtype", ctypes.c_uint8),
+class AddRmsNormArgs(RmsNormArgs):
+    _fields_: ClassVar[tuple[tuple[str, type], ...]] = (
         ("residual_dtype", ctypes.c_uint8),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("eps", ctypes.c_double),
-        ("weight", Weight),
-        ("input", ctypes.c_void_p),
-        ("input_rows", RowLayout),
         ("residual", ctypes.c_void_p),
         ("residual_rows", RowLayout),
-        ("output", ctypes.c_void_p),
-        ("output_rows", RowLayout),
         ("residual_out", ctypes.c_void_p),
         ("residual_out_rows", RowLayout),
     )
@@ -261,14 +252,14 @@ class Kernels:
         cols = input.shape[-1]
         args = AddRmsNormArgs(
             DTYPES.index(input.dtype),
-            DTYPES.index(residual.dtype),
             input.numel() // cols,
             cols,
             eps,
             self._weight(weight, weight_offset),
             *x[1:],
-            *r[1:],
             *y[1:],
+            DTYPES.index(residual.dtype),
+            *r[1:],
             *h[1:],
         )
         self._check(self._library.add_rms_norm(ctypes.byref(args), ctypes.byref(on or device()), ctypes.c_uint64(seed)))

@@ -314,24 +314,6 @@ def test_module(dtype: torch.dtype, device: str) -> None:
         assert same_bits(actual, reference)
 
 
-class Logged(Tensor):
-    calls: list[object] = []  # noqa: RUF012
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        cls.calls.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-def test_a_subclass_sees_the_operator() -> None:
-    Logged.calls.clear()
-    x = cases.values((3, 8), torch.float32)
-    output, residual_out = normops.add_rms_norm(x.as_subclass(Logged), x, 8)
-    assert type(output) is type(residual_out) is Logged
-    assert {ops.add_rms_norm, ops.add_rms_norm.default} & set(Logged.calls)
-    assert _C.add_rms_norm(x, x, 8, None, None, 0.0) is not NotImplemented
-
-
 ERRORS: list[tuple[dict[str, Tensor], str]] = [
     (
         {"residual": torch.ones(2, 4, 4)},
@@ -378,9 +360,7 @@ def test_errors(changes: dict[str, Tensor], expected: str) -> None:
         ("add_rms_norm", _C.add_rms_norm_problem),
         ("add_rms_norm_", ops.add_rms_norm_),
     ):
-        message = message_of(partial(op, *arguments))
-        # autograd's part of the check, of devices, knows the operator without the underscore
-        assert message in {f"{name}: {expected}", f"add_rms_norm: {expected}"}
+        assert message_of(partial(op, *arguments)) == f"{name}: {expected}"
     torch._dynamo.reset()
     compiled = torch.compile(ops.add_rms_norm, backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError) as raised:

@@ -70,14 +70,23 @@ def test_exact_aliasing(cols: int, dtype: torch.dtype, layout: cases.Layout, dev
             assert same_bits(actual, reference)
 
 
-@pytest.mark.parametrize("over", ["out", "residual_out"])
-def test_a_weight_may_be_written_over(over: str, device: str) -> None:
+@pytest.mark.parametrize("cols", [64, 100, 40000])
+def test_a_weight_may_be_written_over_by_the_output_alone(cols: int, device: str) -> None:
     """Where there is one row, the weight has the shape of the outputs."""
-    x, residual, w = problem((100,), torch.float32, device)
-    expected = ops.add_rms_norm(x, residual, (100,), w, EPS)
-    targets = {"out": torch.empty_like(x), "residual_out": torch.empty_like(x)} | {over: w}
-    results = ops.add_rms_norm.out(x, residual, (100,), w, EPS, **targets)
+    x, residual, w = problem((cols,), torch.float32, device)
+    expected = ops.add_rms_norm(x, residual, (cols,), w, EPS)
+    with pytest.raises(RuntimeError, match="expected residual_out and weight to share no memory, but got an overlap"):
+        ops.add_rms_norm.out(x, residual, (cols,), w, EPS, out=torch.empty_like(x), residual_out=w)
+    with pytest.raises(RuntimeError, match="expected residual and weight to share no memory, but got an overlap"):
+        ops.add_rms_norm_(x, w, (cols,), w, EPS)
+    results = ops.add_rms_norm.out(x, residual, (cols,), w, EPS, out=w, residual_out=torch.empty_like(x))
     for actual, reference in zip(results, expected, strict=True):
+        assert same_bits(actual, reference)
+
+    x, residual, w = problem((cols,), torch.float32, device)
+    expected = ops.add_rms_norm(w, residual, (cols,), w, EPS)
+    ops.add_rms_norm_(w, residual, (cols,), w, EPS)  # the input is the weight
+    for actual, reference in zip((w, residual), expected, strict=True):
         assert same_bits(actual, reference)
 
 

@@ -44,6 +44,15 @@ def test_a_subclass_sees_the_operator() -> None:
     assert torch.equal(output.as_subclass(Tensor), normops.rms_norm(x, 8))
 
 
+def test_a_subclass_sees_the_addition_too() -> None:
+    Logged.calls.clear()
+    x = cases.values((3, 8), torch.float32)
+    outputs = normops.add_rms_norm(x.as_subclass(Logged), x, 8)
+    assert all(type(output) is Logged for output in outputs)
+    assert {torch.ops.normops.add_rms_norm, torch.ops.normops.add_rms_norm.default} & set(Logged.calls)
+    assert _C.add_rms_norm(x, x, 8, None, None, 0.0) is not NotImplemented
+
+
 def test_a_function_mode_sees_the_operator() -> None:
     seen = []
 

@@ -43,7 +43,7 @@ struct AddRmsNormGradient {
 std::tuple<Tensor, Tensor> add_rms_norm_autograd(c10::DispatchKeySet keys, const Tensor& input, const Tensor& residual,
                                                  c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                                                  std::optional<double> eps, double weight_offset) {
-  check_add_rms_norm_devices(input, residual, weight);
+  check_add_rms_norm_devices("add_rms_norm", input, residual, weight);
   if (isFwGradDefined(input) || isFwGradDefined(residual) || isFwGradDefined(weight)) {
     return add_rms_norm_composite(input, residual, normalized_shape, weight, eps, weight_offset);
   }
@@ -66,8 +66,9 @@ std::tuple<Tensor&, Tensor&> add_rms_norm_out_autograd(c10::DispatchKeySet keys,
                                                        const Tensor& residual, c10::SymIntArrayRef normalized_shape,
                                                        const OptionalTensor& weight, std::optional<double> eps,
                                                        double weight_offset, Tensor& out, Tensor& residual_out) {
-  check_add_rms_norm_devices(input, residual, weight);
-  check_no_grad("add_rms_norm", input, residual, value_or_undefined(weight), out, residual_out);
+  constexpr const char* op = "add_rms_norm";
+  check_add_rms_norm_devices(op, input, residual, weight);
+  check_no_grad(op, input, residual, value_or_undefined(weight), out, residual_out);
   redispatch(add_rms_norm_out_op(), keys, input, residual, normalized_shape, weight, eps, weight_offset, out,
              residual_out);
   torch::autograd::impl::bump_version(out);
@@ -78,8 +79,9 @@ std::tuple<Tensor&, Tensor&> add_rms_norm_out_autograd(c10::DispatchKeySet keys,
 void add_rms_norm_inplace_autograd(c10::DispatchKeySet keys, Tensor& input, Tensor& residual,
                                    c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                                    std::optional<double> eps, double weight_offset) {
-  check_add_rms_norm_devices(input, residual, weight);
-  check_no_grad("add_rms_norm_", input, residual, value_or_undefined(weight));
+  constexpr const char* op = "add_rms_norm_";
+  check_add_rms_norm_devices(op, input, residual, weight);
+  check_no_grad(op, input, residual, value_or_undefined(weight));
   redispatch(add_rms_norm_inplace_op(), keys, input, residual, normalized_shape, weight, eps, weight_offset);
   torch::autograd::impl::bump_version(input);
   torch::autograd::impl::bump_version(residual);

@@ -90,7 +90,7 @@ Attributes make_attributes(c10::SymIntArrayRef normalized_shape, std::optional<d
 
 Tensor rms_norm_autograd(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef normalized_shape,
                          const OptionalTensor& weight, std::optional<double> eps, double weight_offset) {
-  check_rms_norm_devices(input, weight);
+  check_rms_norm_devices("rms_norm", input, weight);
   if (isFwGradDefined(input) || isFwGradDefined(weight)) {
     return rms_norm_composite(input, normalized_shape, weight, eps, weight_offset);
   }
@@ -107,7 +107,7 @@ Tensor rms_norm_autograd(c10::DispatchKeySet keys, const Tensor& input, c10::Sym
 
 Tensor& rms_norm_inplace_autograd(c10::DispatchKeySet keys, Tensor& input, c10::SymIntArrayRef normalized_shape,
                                   const OptionalTensor& weight, std::optional<double> eps, double weight_offset) {
-  check_rms_norm_devices(input, weight);
+  check_rms_norm_devices("rms_norm_", input, weight);
   check_no_grad("rms_norm_", input, value_or_undefined(weight));
   redispatch(rms_norm_inplace_op(), keys, input, normalized_shape, weight, eps, weight_offset);
   torch::autograd::impl::bump_version(input);
@@ -117,7 +117,7 @@ Tensor& rms_norm_inplace_autograd(c10::DispatchKeySet keys, Tensor& input, c10::
 Tensor& rms_norm_out_autograd(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef normalized_shape,
                               const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
                               Tensor& out) {
-  check_rms_norm_devices(input, weight);
+  check_rms_norm_devices("rms_norm", input, weight);
   check_no_grad("rms_norm", input, value_or_undefined(weight), out);
   redispatch(rms_norm_out_op(), keys, input, normalized_shape, weight, eps, weight_offset, out);
   torch::autograd::impl::bump_version(out);

@@ -15,20 +15,12 @@ void launch_add_rms_norm(const Tensor& input, const Tensor& residual, size_t nor
   const Rows x = make_rows(input, normalized_dims), r = make_rows(residual, normalized_dims);
   const Target y(output, normalized_dims), h(residual_out, normalized_dims);
   Scale scale(weight, weight_offset, dtype_of(residual), problem.cols);
-  AddRmsNormArgs args;
-  args.dtype = dtype_of(input);
-  args.cols = problem.cols;
-  args.eps = problem.eps;
-  args.input = x.tensor.const_data_ptr();
-  args.input_rows = x.layout;
-  args.scale = scale.data();
-  args.output = y.data();
-  args.output_rows = y.layout();
-  args.residual_dtype = dtype_of(residual);
-  args.residual = r.tensor.const_data_ptr();
-  args.residual_rows = r.layout;
-  args.residual_out = h.data();
-  args.residual_out_rows = h.layout();
+  const AddRmsNormArgs args = {forward_args(problem, x, scale.data(), y),
+                               dtype_of(residual),
+                               r.tensor.const_data_ptr(),
+                               r.layout,
+                               h.data(),
+                               h.layout()};
   run_forward(add_rms_norm_kernels(), args, problem);
   y.finish();
   h.finish();

@@ -95,6 +95,19 @@ class SpanSums {
   Scratch sums_;
 };
 
+inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const void* scale, const Target& y) {
+  return {
+      .dtype = dtype_of(x.tensor),
+      .cols = problem.cols,
+      .eps = problem.eps,
+      .input = x.tensor.const_data_ptr(),
+      .input_rows = x.layout,
+      .scale = scale,
+      .output = y.data(),
+      .output_rows = y.layout(),
+  };
+}
+
 template <class Args>
 void run_forward(const ForwardKernels<Args>& kernels, const Args& args, const Problem& problem) {
   if (!shares_rows(problem)) {

@@ -26,21 +26,10 @@ void launch_rms_norm(const Tensor& input, size_t normalized_dims, const Optional
                      std::optional<double> eps, double weight_offset, const Tensor& output) {
   const Problem problem = make_problem(input, normalized_dims, eps);
   if (problem.rows == 0 || problem.cols == 0) return;
-  const DType dtype = dtype_of(input);
   const Rows x = make_rows(input, normalized_dims);
   const Target y(output, normalized_dims);
-  Scale scale(weight, weight_offset, dtype, problem.cols);
-  const RmsNormArgs args = {
-      .dtype = dtype,
-      .cols = problem.cols,
-      .eps = problem.eps,
-      .input = x.tensor.const_data_ptr(),
-      .input_rows = x.layout,
-      .scale = scale.data(),
-      .output = y.data(),
-      .output_rows = y.layout(),
-  };
-  run_forward(rms_norm_kernels().forward, args, problem);
+  Scale scale(weight, weight_offset, dtype_of(input), problem.cols);
+  run_forward(rms_norm_kernels().forward, forward_args(problem, x, scale.data(), y), problem);
   y.finish();
 }
 

@@ -15,22 +15,12 @@ void run_add_rms_norm(const Tensor& input, const Tensor& residual, size_t normal
   const Rows x = make_rows(input, normalized_dims), r = make_rows(residual, normalized_dims);
   const Target y(output, normalized_dims), h(residual_out, normalized_dims);
   const Tensor w = contiguous_or_undefined(weight);
-  const AddRmsNormArgs args = {
-      .dtype = dtype_of(input),
-      .residual_dtype = dtype_of(residual),
-      .rows = problem.rows,
-      .cols = problem.cols,
-      .eps = problem.eps,
-      .weight = make_weight(w, weight_offset),
-      .input = x.tensor.const_data_ptr(),
-      .input_rows = x.layout,
-      .residual = r.tensor.const_data_ptr(),
-      .residual_rows = r.layout,
-      .output = y.data(),
-      .output_rows = y.layout(),
-      .residual_out = h.data(),
-      .residual_out_rows = h.layout(),
-  };
+  const AddRmsNormArgs args = {forward_args(problem, x, w, weight_offset, y),
+                               dtype_of(residual),
+                               r.tensor.const_data_ptr(),
+                               r.layout,
+                               h.data(),
+                               h.layout()};
   launch_add_rms_norm(args, current_device(), current_stream(input));
   y.finish();
   h.finish();

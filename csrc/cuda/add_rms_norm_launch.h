@@ -4,19 +4,11 @@
 
 namespace normops::cuda {
 
-struct AddRmsNormArgs {
-  DType dtype;
+// Of RmsNormArgs, dtype is that of input and output.
+struct AddRmsNormArgs : RmsNormArgs {
   DType residual_dtype;  // dtype, or float32 beside one of 16 bits
-  int64_t rows;
-  int64_t cols;
-  double eps;
-  Weight weight;
-  const void* input;  // dtype [rows, cols]
-  RowLayout input_rows;
   const void* residual;  // residual_dtype [rows, cols]
   RowLayout residual_rows;
-  void* output;  // dtype [rows, cols]
-  RowLayout output_rows;
   void* residual_out;  // residual_dtype [rows, cols]: input + residual
   RowLayout residual_out_rows;
 };

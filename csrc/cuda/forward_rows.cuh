@@ -14,8 +14,8 @@ struct Forward {
   RowsOf<T> output;
 };
 
-template <class T, class R, class Args>
-Forward<T, R> forward_of(const Args& args) {
+template <class T, class R>
+Forward<T, R> forward_of(const RmsNormArgs& args) {
   return {args.rows,
           args.cols,
           1.0 / static_cast<double>(args.cols),

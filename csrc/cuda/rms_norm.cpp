@@ -14,18 +14,7 @@ void run_rms_norm(const Tensor& input, size_t normalized_dims, const OptionalTen
   const Rows x = make_rows(input, normalized_dims);
   const Target y(output, normalized_dims);
   const Tensor w = contiguous_or_undefined(weight);
-  const RmsNormArgs args = {
-      .dtype = dtype_of(input),
-      .rows = problem.rows,
-      .cols = problem.cols,
-      .eps = problem.eps,
-      .weight = make_weight(w, weight_offset),
-      .input = x.tensor.const_data_ptr(),
-      .input_rows = x.layout,
-      .output = y.data(),
-      .output_rows = y.layout(),
-  };
-  launch_rms_norm(args, current_device(), current_stream(input));
+  launch_rms_norm(forward_args(problem, x, w, weight_offset, y), current_device(), current_stream(input));
   y.finish();
 }
 
