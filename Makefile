@@ -7,7 +7,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CPP := $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: install test lint format demo bench bench-instructions check-cuda-compile package clean \
-	check-gpu gpu-build gpu-test gpu-memcheck gpu-racecheck gpu-bench
+	check-gpu gpu-build gpu-test gpu-test-triton gpu-memcheck gpu-racecheck gpu-bench
 
 install: $(VENV)/installed
 
@@ -20,8 +20,14 @@ $(VENV)/installed: $(VENV)/required $(SOURCES)
 	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
+# What tests the Triton kernels in their interpreter, and on a GPU.
+TRITON_TESTS := tests/test_values.py tests/test_out.py tests/test_inplace.py tests/test_add_rms_norm.py \
+	tests/test_add_rms_norm_out.py \
+	-k '(test_values or test_forward or wider_sum or aliasing or replaces) and not 40000'
+
 test: install
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --triton $(TRITON_TESTS)
 
 lint: install
 	$(BIN)/ruff check
@@ -49,7 +55,7 @@ check-cuda-compile:
 # Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, pytest, hypothesis, rich and matplotlib, and
 # downloads nothing. What was found is left in $(OUT); a failure of one part does not keep the others from running.
 check-gpu:
-	$(MAKE) --keep-going gpu-test gpu-memcheck gpu-racecheck gpu-bench
+	$(MAKE) --keep-going gpu-test gpu-test-triton gpu-memcheck gpu-racecheck gpu-bench
 
 GPU_ARCH = $(shell $(PYTHON) -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
 SANITIZED := tests/test_cuda.py -k 'every_configuration and bfloat16'
@@ -62,6 +68,11 @@ gpu-test: gpu-build
 	NORMOPS_REQUIRE_CUDA=1 $(PYTHON) -m pytest --device cuda --durations 10 > $(OUT)/tests.txt; \
 	status=$$?; tail -n 40 $(OUT)/tests.txt; exit $$status
 
+gpu-test-triton: gpu-build
+	NORMOPS_REQUIRE_CUDA=1 NORMOPS_BACKEND=triton $(PYTHON) -m pytest --device cuda $(TRITON_TESTS) \
+		> $(OUT)/tests-triton.txt; \
+	status=$$?; tail -n 40 $(OUT)/tests-triton.txt; exit $$status
+
 gpu-memcheck gpu-racecheck: gpu-%: gpu-build
 	NORMOPS_REQUIRE_CUDA=1 compute-sanitizer --tool $* --error-exitcode 1 \
 		$(PYTHON) -m pytest --device cuda $(SANITIZED) > $(OUT)/$*.txt; \
@@ -69,7 +80,7 @@ gpu-memcheck gpu-racecheck: gpu-%: gpu-build
 
 gpu-bench: gpu-build
 	$(PYTHON) -m bench --device cuda --op overhead rms_norm rms_norm_backward --memory fresh --seconds 0.1 \
-		--peers F.rms_norm F.rms_norm-compiled Liger quack --save $(OUT)
+		--peers normops-triton F.rms_norm F.rms_norm-compiled Liger quack --save $(OUT)
 
 # Needs valgrind.
 bench-instructions: install

@@ -304,8 +304,31 @@ UNFUSED = Peer(
     {"add_rms_norm": _unfused_out, "add_rms_norm_backward": _unfused_backward_out},
 )
 
+
+def _in_triton(build: Builder) -> Builder:
+    def build_in_triton(inputs: Tensors) -> Callable[[], object]:
+        call = build(inputs)
+
+        def call_in_triton() -> object:
+            with normops.use_backend("triton"):
+                return call()
+
+        return call_in_triton
+
+    return build_in_triton
+
+
 PEERS = (
     NORMOPS,
+    # On a GPU calls are captured into graphs, so that the choice takes no time.
+    Peer(
+        "normops-triton",
+        {name: _in_triton(build) for name, build in NORMOPS.fresh.items()},
+        {name: _in_triton(build) for name, build in NORMOPS.preallocated.items()},
+        devices=("cuda",),
+        packages=("triton",),
+        has_bounds=True,
+    ),
     UNFUSED,
     Peer("F.rms_norm", _with_autograd(rms_norm)),
     Peer("F.rms_norm-compiled", _compiled(rms_norm), _compiled_into(rms_norm)),

@@ -41,7 +41,7 @@ DType dtype_of(const at::Tensor& tensor) {
   return *dtype;
 }
 
-Rows make_rows(const at::Tensor& tensor, size_t normalized_dims) {
+Rows make_rows(const at::Tensor& tensor, size_t normalized_dims, int max_dims) {
   const int64_t leading = tensor.dim() - static_cast<int64_t>(normalized_dims);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
@@ -60,9 +60,8 @@ Rows make_rows(const at::Tensor& tensor, size_t normalized_dims) {
     if (layout.dims > 0 && layout.strides[last] == strides[d] * sizes[d]) {
       layout.sizes[last] *= sizes[d];
       layout.strides[last] = strides[d];
-    } else if (layout.dims == RowLayout::kMaxDims) {
-      rows_are_contiguous = false;  // more dimensions than a layout holds: a copy has one
-      break;
+    } else if (layout.dims == max_dims) {
+      return make_rows(tensor.contiguous(), normalized_dims, max_dims);  // whose rows are all in one dimension
     } else {
       layout.sizes[layout.dims] = sizes[d];
       layout.strides[layout.dims] = strides[d];
@@ -76,13 +75,13 @@ Rows make_rows(const at::Tensor& tensor, size_t normalized_dims) {
     if (strides[d] == 0 && sizes[d] > 1) once = once.narrow(d, 0, 1);
   }
   const at::Tensor copy = once.contiguous().expand(sizes);
-  return make_rows(copy, normalized_dims);
+  return make_rows(copy, normalized_dims, max_dims);
 }
 
-Target::Target(const at::Tensor& target, size_t normalized_dims)
-    : target_(target), rows_(make_rows(target, normalized_dims)) {
+Target::Target(const at::Tensor& target, size_t normalized_dims, int max_dims)
+    : target_(target), rows_(make_rows(target, normalized_dims, max_dims)) {
   if (!rows_.tensor.is_same(target)) {
-    rows_ = make_rows(at::empty_like(target, at::MemoryFormat::Contiguous), normalized_dims);
+    rows_ = make_rows(at::empty_like(target, at::MemoryFormat::Contiguous), normalized_dims, max_dims);
   }
 }
 

@@ -32,16 +32,18 @@ struct Rows {
   RowLayout layout;
 };
 
-Rows make_rows(const at::Tensor& tensor, size_t normalized_dims);
+// The layout has at most `max_dims` dimensions; a tensor that needs more is copied, too.
+Rows make_rows(const at::Tensor& tensor, size_t normalized_dims, int max_dims = RowLayout::kMaxDims);
 
 // Memory that a kernel can write rows to: the target's own, or, where its normalized dimensions are not contiguous,
 // that of a copy which finish() moves over.
 class Target {
  public:
-  Target(const at::Tensor& target, size_t normalized_dims);
+  Target(const at::Tensor& target, size_t normalized_dims, int max_dims = RowLayout::kMaxDims);
 
   void* data() const { return rows_.tensor.mutable_data_ptr(); }
   const RowLayout& layout() const { return rows_.layout; }
+  const Rows& rows() const { return rows_; }
   void finish() const;
 
  private:

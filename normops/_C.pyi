@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from normops._info import BuildInfo
+from normops._info import CompiledInfo
 
 class Problem:
     """The flat problem of arguments that passed the check: [rows, cols] and the epsilon in force."""
@@ -13,6 +13,12 @@ class Problem:
     def cols(self) -> int: ...
     @property
     def eps(self) -> float: ...
+
+class TritonRegistration:
+    """As long as it is not closed, the launchers of normops.triton serve a dispatch key."""
+
+    def __init__(self, dispatch_key: str) -> None: ...
+    def close(self) -> None: ...
 
 def rms_norm(
     input: Tensor,
@@ -31,7 +37,7 @@ def add_rms_norm(
     weight_offset: float,
     /,
 ) -> tuple[Tensor, Tensor]: ...
-def build_info() -> BuildInfo: ...
+def build_info() -> CompiledInfo: ...
 def rms_norm_problem(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Problem: ...

@@ -15,9 +15,19 @@ if _torch.__version__.split(".")[:2] != _TORCH_MINOR.split("."):
     )
 
 from normops._info import BuildInfo, build_info
+from normops.backends import use_backend
 from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_
 from normops.modules import RMSNorm
 
 __version__ = build_info()["version"]
 
-__all__ = ["BuildInfo", "RMSNorm", "add_rms_norm", "add_rms_norm_", "build_info", "rms_norm", "rms_norm_"]
+__all__ = [
+    "BuildInfo",
+    "RMSNorm",
+    "add_rms_norm",
+    "add_rms_norm_",
+    "build_info",
+    "rms_norm",
+    "rms_norm_",
+    "use_backend",
+]

@@ -1,10 +1,11 @@
 from typing import TypedDict
 
 from normops import _C
+from normops.backends import Backend, current_backend
 
 
-class BuildInfo(TypedDict):
-    """What :func:`build_info` returns."""
+class CompiledInfo(TypedDict):
+    """What the extension knows of itself."""
 
     version: str
     """The version of normops."""
@@ -22,8 +23,15 @@ class BuildInfo(TypedDict):
     """The version of the CUDA toolkit, or None without CUDA."""
 
 
+class BuildInfo(CompiledInfo):
+    """What :func:`build_info` returns."""
+
+    cuda_backend: Backend | None
+    """What serves CUDA tensors, see :class:`use_backend`; None: a composition of PyTorch operators."""
+
+
 def build_info() -> BuildInfo:
-    """Tells how the extension was built and which CPU kernels are in use.
+    """Tells how the extension was built and which kernels are in use.
 
     Example:
         >>> import normops
@@ -31,4 +39,4 @@ def build_info() -> BuildInfo:
         >>> info["cpu_isa"] in info["cpu_isas"]
         True
     """
-    return _C.build_info()
+    return {**_C.build_info(), "cuda_backend": current_backend()}

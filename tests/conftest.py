@@ -13,6 +13,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", default="cpu", choices=("cpu", "cuda"), help="the device that the operators are tested on"
     )
 
+    parser.addoption("--triton", action="store_true", help="on the CPU, test the Triton kernels, in their interpreter")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--triton"):
+        import triton_interpreter
+
+        config.add_cleanup(triton_interpreter.serve_cpu().close)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--device") == "cpu":

@@ -8,6 +8,7 @@
 #include "../problem.h"
 #include "../rms_norm.h"
 #include "direct_call.h"
+#include "triton.h"
 #ifdef NORMOPS_WITH_CUDA
 #include "../cuda/build_info.h"
 #endif
@@ -58,6 +59,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("rows", &normops::Problem::rows)
       .def_readonly("cols", &normops::Problem::cols)
       .def_readonly("eps", &normops::Problem::eps);
+
+  py::class_<normops::python::TritonRegistration>(m, "TritonRegistration")
+      .def(py::init<const std::string&>(), py::arg("dispatch_key"))
+      .def("close", &normops::python::TritonRegistration::close);
 
   m.def("build_info", build_info);
   m.def(

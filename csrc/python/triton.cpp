@@ -1,0 +1,127 @@
+// The operators with kernels in Triton: the same operator functions as those of the C++ backends, whose launchers are
+// functions of the Python module normops.triton.
+#include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "../add_rms_norm_backend.h"
+#include "../problem.h"
+#include "../rms_norm_backend.h"
+#include "triton.h"
+
+namespace normops::python {
+namespace {
+
+namespace py = pybind11;
+
+constexpr int kMaxDims = 2;  // that the kernels tell rows apart by
+
+struct TritonBackend {
+  using Guard = c10::DeviceGuard;
+  static Tensor empty_contiguous(const Tensor& like) { return at::empty_like(like, at::MemoryFormat::Contiguous); }
+};
+
+// Imported when it is first needed: Triton takes a second.
+py::handle launchers() {
+  static const py::handle module = py::module_::import("normops.triton").release();
+  return module;
+}
+
+py::object to_python(const Tensor& tensor, const RowLayout& layout) {
+  const int64_t inner = layout.dims > 0 ? layout.sizes[layout.dims - 1] : 1;
+  const int64_t inner_stride = layout.dims > 0 ? layout.strides[layout.dims - 1] : 0;
+  const int64_t outer_stride = layout.dims > 1 ? layout.strides[0] : 0;
+  return launchers().attr("Rows")(tensor, inner, outer_stride, inner_stride);
+}
+
+py::object to_python(const Rows& rows) {
+  return rows.tensor.defined() ? to_python(rows.tensor, rows.layout) : py::object(py::none());
+}
+
+Rows make_rows_or_none(const OptionalTensor& tensor, size_t normalized_dims) {
+  return is_given(tensor) ? make_rows(*tensor, normalized_dims, kMaxDims) : Rows();
+}
+
+OptionalTensor contiguous(const OptionalTensor& weight) {
+  return is_given(weight) ? OptionalTensor(weight->contiguous()) : std::nullopt;
+}
+
+void launch_forward(const Tensor& input, const OptionalTensor& residual, size_t normalized_dims,
+                    const OptionalTensor& weight, std::optional<double> eps, double weight_offset, const Tensor& output,
+                    const OptionalTensor& residual_out) {
+  const Problem problem = make_problem(input, normalized_dims, eps);
+  if (problem.rows == 0 || problem.cols == 0) return;
+  const Target y(output, normalized_dims, kMaxDims);
+  std::optional<Target> h;
+  if (is_given(residual_out)) h.emplace(*residual_out, normalized_dims, kMaxDims);
+  {
+    py::gil_scoped_acquire gil;
+    launchers().attr("launch_forward")(to_python(make_rows(input, normalized_dims, kMaxDims)),
+                                       to_python(make_rows_or_none(residual, normalized_dims)), to_python(y.rows()),
+                                       h.has_value() ? to_python(h->rows()) : py::none(), contiguous(weight),
+                                       weight_offset, problem.eps, problem.rows, problem.cols);
+  }
+  y.finish();
+  if (h.has_value()) h->finish();
+}
+
+struct RmsNormBackend : TritonBackend {
+  static void launch(const Tensor& input, size_t normalized_dims, const OptionalTensor& weight,
+                     std::optional<double> eps, double weight_offset, const Tensor& output) {
+    launch_forward(input, std::nullopt, normalized_dims, weight, eps, weight_offset, output, std::nullopt);
+  }
+
+  // grad_input and grad_weight may be undefined: then they are not wanted.
+  static void launch_backward(const Tensor& grad_output, const Tensor& input, size_t normalized_dims,
+                              const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
+                              const OptionalTensor& grad_residual, const Tensor& grad_input,
+                              const Tensor& grad_weight) {
+    const Problem problem = make_problem(input, normalized_dims, eps);
+    if (problem.rows == 0 || problem.cols == 0) {
+      if (grad_weight.defined()) grad_weight.zero_();
+      return;
+    }
+    if (!grad_input.defined() && !grad_weight.defined()) return;
+    std::optional<Target> dx;
+    if (grad_input.defined()) dx.emplace(grad_input, normalized_dims, kMaxDims);
+    OptionalTensor dw;
+    {
+      py::gil_scoped_acquire gil;
+      dw = launchers()
+               .attr("launch_backward")(to_python(make_rows(grad_output, normalized_dims, kMaxDims)),
+                                        to_python(make_rows(input, normalized_dims, kMaxDims)),
+                                        to_python(make_rows_or_none(grad_residual, normalized_dims)),
+                                        dx.has_value() ? to_python(dx->rows()) : py::none(), grad_weight.defined(),
+                                        contiguous(weight), weight_offset, problem.eps, problem.rows, problem.cols)
+               .cast<OptionalTensor>();
+    }
+    if (dx.has_value()) dx->finish();
+    if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
+  }
+};
+
+struct AddRmsNormBackend : TritonBackend {
+  static void launch(const Tensor& input, const Tensor& residual, size_t normalized_dims, const OptionalTensor& weight,
+                     std::optional<double> eps, double weight_offset, const Tensor& output,
+                     const Tensor& residual_out) {
+    launch_forward(input, residual, normalized_dims, weight, eps, weight_offset, output, residual_out);
+  }
+};
+
+// Taking the place of other kernels is meant here.
+class NoWarning final : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+}  // namespace
+
+TritonRegistration::TritonRegistration(const std::string& dispatch_key) {
+  NoWarning handler;
+  const c10::WarningUtils::WarningHandlerGuard guard(&handler);
+  library_ = std::make_unique<torch::Library>(torch::Library::IMPL, "normops", c10::parseDispatchKey(dispatch_key),
+                                              __FILE__, __LINE__);
+  RmsNormOperators<RmsNormBackend>::register_in(*library_);
+  AddRmsNormOperators<AddRmsNormBackend>::register_in(*library_);
+}
+
+}  // namespace normops::python

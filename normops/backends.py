@@ -1,0 +1,98 @@
+"""Which kernels serve CUDA tensors: the compiled ones, those in Triton, or neither."""
+
+import importlib.util
+import os
+from types import TracebackType
+from typing import Literal, get_args
+
+from normops import _C
+
+Backend = Literal["cuda", "triton"]
+
+_registration: _C.TritonRegistration | None = None
+
+
+def current_backend() -> Backend | None:
+    """What serves CUDA tensors; None: a composition of PyTorch operators."""
+    if _registration is not None:
+        return "triton"
+    return "cuda" if _has_cuda() else None
+
+
+class use_backend:  # noqa: N801  called as a function
+    """Chooses the kernels that serve CUDA tensors, from this call on, or for the time of a ``with`` block.
+
+    It holds for all threads, in eager mode and in compiled code: graphs hold operators, not kernels. The environment
+    variable ``NORMOPS_BACKEND`` chooses at import. CPU tensors are not concerned.
+
+    Args:
+        name: ``"cuda"``, the compiled CUDA kernels; ``"triton"``; or ``"auto"``, the compiled ones if this build has
+            them, else those in Triton if it is installed, else a composition of PyTorch operators.
+
+    Raises:
+        ValueError: for any other name.
+        RuntimeError: if the backend is not there; the message says how to get it.
+
+    Example:
+        >>> import normops
+        >>> normops.use_backend("auto")
+        use_backend('auto')
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._before = name, current_backend()
+        _select(_resolve(name))
+
+    def __enter__(self) -> "use_backend":
+        """The choice is already made."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Goes back to what served before."""
+        _select(self._before)
+
+    def __repr__(self) -> str:
+        """As the call is written."""
+        return f"use_backend({self._name!r})"
+
+
+def _resolve(name: str) -> Backend | None:
+    if name == "auto":
+        return "cuda" if _has_cuda() else "triton" if _has_triton() else None
+    if name == "cuda":
+        if not _has_cuda():
+            raise RuntimeError(
+                "expected compiled CUDA kernels for backend 'cuda', but this build of normops has none: "
+                "reinstall it with nvcc on PATH and NORMOPS_CUDA=1"
+            )
+        return "cuda"
+    if name == "triton":
+        if not _has_triton():
+            raise RuntimeError(
+                "expected Triton to be installed for backend 'triton', but it is not: pip install triton, in the "
+                "version that belongs to the installed torch"
+            )
+        return "triton"
+    raise ValueError(f"expected backend to be one of {(*get_args(Backend), 'auto')}, but got {name!r}")
+
+
+def _select(backend: Backend | None) -> None:
+    global _registration
+    if _registration is not None:
+        _registration.close()
+        _registration = None
+    if backend == "triton":
+        _registration = _C.TritonRegistration("CUDA")
+
+
+def _has_cuda() -> bool:
+    return bool(_C.build_info()["cuda_archs"])
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+use_backend(os.environ.get("NORMOPS_BACKEND", "auto"))

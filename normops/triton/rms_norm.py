@@ -1,0 +1,265 @@
+"""The kernels of rms_norm, add_rms_norm and rms_norm_backward in Triton, and their launchers."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from normops.triton.launch_config import backward_programs, row_config
+
+
+class Rows(NamedTuple):
+    """The rows of a tensor: row r starts at element ``r // inner * outer_stride + r % inner * inner_stride``."""
+
+    tensor: Tensor
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+
+@triton.jit
+def _offsets(rows, inner, outer_stride, inner_stride):
+    """Of the first elements of ``rows``, which are 64 bits wide: one to a line of a block."""
+    return (rows // inner * outer_stride + rows % inner * inner_stride)[:, None]
+
+
+@triton.jit
+def _rstd(square_sum, cols, eps: tl.constexpr, compute: tl.constexpr):
+    """1 / sqrt(mean + eps), rounded to nearest at each step."""
+    if compute == tl.float64:
+        return 1.0 / tl.sqrt(square_sum / cols.to(tl.float64) + eps)
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square_sum, cols.to(tl.float32)) + eps))
+
+
+@triton.jit
+def _load_scale(weight, columns, is_column, weight_offset: tl.constexpr, compute: tl.constexpr):
+    if weight is None:
+        scale = tl.full(columns.shape, 1.0, compute)
+    else:
+        scale = tl.load(weight + columns, mask=is_column, other=0.0).to(compute)
+        if weight_offset != 0.0:  # adding 0 would change the sign of a weight that is -0
+            scale += weight_offset
+    return scale
+
+
+@triton.jit
+def _load_sum(x, residual, residual_out, offsets, residual_offsets, out_offsets, mask, compute: tl.constexpr):
+    """The numbers to normalize: x, or its sum with the residual, which is written and comes as it was rounded."""
+    h = tl.load(x + offsets, mask=mask, other=0.0).to(compute)
+    if residual is not None:
+        h += tl.load(residual + residual_offsets, mask=mask, other=0.0).to(compute)
+        rounded = h.to(residual_out.dtype.element_ty)
+        tl.store(residual_out + out_offsets, rounded, mask=mask)
+        h = rounded.to(compute)
+    return h
+
+
+@triton.jit
+def forward_kernel(
+    x, x_inner, x_outer_stride, x_inner_stride,
+    residual, residual_inner, residual_outer_stride, residual_inner_stride,
+    y, y_inner, y_outer_stride, y_inner_stride,
+    residual_out, out_inner, out_outer_stride, out_inner_stride,
+    weight, rows, cols,
+    weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
+    block_rows: tl.constexpr, block_cols: tl.constexpr, is_whole: tl.constexpr,
+):  # fmt: skip
+    """y = h * rstd * w, where h = x, or x + residual."""
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    is_row = (row < rows)[:, None]
+    x_offsets = _offsets(row, x_inner, x_outer_stride, x_inner_stride)
+    residual_offsets = _offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
+    out_offsets = _offsets(row, out_inner, out_outer_stride, out_inner_stride)
+    y_offsets = _offsets(row, y_inner, y_outer_stride, y_inner_stride)
+    first = tl.arange(0, block_cols)
+
+    if is_whole:
+        is_column = first < cols
+        mask = is_row & is_column[None, :]
+        columns = first[None, :]
+        h = _load_sum(
+            x,
+            residual,
+            residual_out,
+            x_offsets + columns,
+            residual_offsets + columns,
+            out_offsets + columns,
+            mask,
+            compute,
+        )
+        rstd = _rstd(tl.sum(h * h, 1, keep_dims=True), cols, eps, compute)
+        scale = _load_scale(weight, first, is_column, weight_offset, compute)[None, :]
+        tl.store(y + y_offsets + columns, (h * rstd * scale).to(y.dtype.element_ty), mask=mask)
+    else:
+        squares = tl.zeros((block_rows, block_cols), compute)
+        for start in range(0, cols, block_cols):
+            columns = start + first[None, :]
+            mask = is_row & (columns < cols)
+            h = _load_sum(
+                x,
+                residual,
+                residual_out,
+                x_offsets + columns,
+                residual_offsets + columns,
+                out_offsets + columns,
+                mask,
+                compute,
+            )
+            squares += h * h
+        rstd = _rstd(tl.sum(squares, 1, keep_dims=True), cols, eps, compute)
+        tl.debug_barrier()  # the sums that were written are read by whichever thread
+        for start in range(0, cols, block_cols):
+            columns = start + first[None, :]
+            mask = is_row & (columns < cols)
+            if residual is not None:
+                h = tl.load(residual_out + out_offsets + columns, mask=mask, other=0.0).to(compute)
+            else:
+                h = tl.load(x + x_offsets + columns, mask=mask, other=0.0).to(compute)
+            scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
+            tl.store(y + y_offsets + columns, (h * rstd * scale).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _factors(squares, dots, cols, eps: tl.constexpr, compute: tl.constexpr):
+    """rstd, and c = rstd^3 * mean(dy * w * x), of sums over a row."""
+    rstd = _rstd(squares, cols, eps, compute)
+    return rstd, rstd * rstd * rstd * (dots / cols.to(compute))
+
+
+@triton.jit
+def backward_kernel(
+    dy, dy_inner, dy_outer_stride, dy_inner_stride,
+    x, x_inner, x_outer_stride, x_inner_stride,
+    residual, residual_inner, residual_outer_stride, residual_inner_stride,
+    dx, dx_inner, dx_outer_stride, dx_inner_stride,
+    weight, partials, rows, cols,
+    weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
+    block_rows: tl.constexpr, block_cols: tl.constexpr, is_whole: tl.constexpr,
+):  # fmt: skip
+    """dx = dy * rstd * w - x * c + residual; this program's rows' part of dw = sum of dy * rstd * x."""
+    program = tl.program_id(0)
+    first = tl.arange(0, block_cols)
+    partial = partials
+    if partials is not None:
+        partial += program.to(tl.int64) * cols
+    if is_whole:
+        is_column = first < cols
+        columns = first[None, :]
+        scale = _load_scale(weight, first, is_column, weight_offset, compute)[None, :]
+        dw = tl.zeros((block_rows, block_cols), compute)
+    for start_row in range(program * block_rows, rows, tl.num_programs(0) * block_rows):
+        row = tl.cast(start_row, tl.int64) + tl.arange(0, block_rows)
+        is_row = (row < rows)[:, None]
+        dy_offsets = _offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
+        x_offsets = _offsets(row, x_inner, x_outer_stride, x_inner_stride)
+        residual_offsets = _offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
+        dx_offsets = _offsets(row, dx_inner, dx_outer_stride, dx_inner_stride)
+        if is_whole:
+            mask = is_row & is_column[None, :]
+            h = tl.load(x + x_offsets + columns, mask=mask, other=0.0).to(compute)
+            g = tl.load(dy + dy_offsets + columns, mask=mask, other=0.0).to(compute)
+            squares = tl.sum(h * h, 1, keep_dims=True)
+            dots = tl.sum(g * scale * h, 1, keep_dims=True)
+            rstd, c = _factors(squares, dots, cols, eps, compute)
+            g *= tl.where(is_row, rstd, 0.0)  # without rows behind the last one, whose rstd is infinite if eps is 0
+            dw += g * h
+            if dx is not None:
+                result = g * scale - h * c
+                if residual is not None:
+                    result += tl.load(residual + residual_offsets + columns, mask=mask, other=0.0).to(compute)
+                tl.store(dx + dx_offsets + columns, result.to(dx.dtype.element_ty), mask=mask)
+        else:
+            squares = tl.zeros((block_rows, block_cols), compute)
+            dots = tl.zeros((block_rows, block_cols), compute)
+            for start in range(0, cols, block_cols):
+                columns = start + first[None, :]
+                mask = is_row & (columns < cols)
+                h = tl.load(x + x_offsets + columns, mask=mask, other=0.0).to(compute)
+                g = tl.load(dy + dy_offsets + columns, mask=mask, other=0.0).to(compute)
+                scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
+                squares += h * h
+                dots += g * scale * h
+            squares, dots = tl.sum(squares, 1, keep_dims=True), tl.sum(dots, 1, keep_dims=True)
+            rstd, c = _factors(squares, dots, cols, eps, compute)
+            for start in range(0, cols, block_cols):
+                columns = start + first[None, :]
+                mask = is_row & (columns < cols)
+                h = tl.load(x + x_offsets + columns, mask=mask, other=0.0).to(compute)
+                g = tl.load(dy + dy_offsets + columns, mask=mask, other=0.0).to(compute) * rstd
+                scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
+                if dx is not None:
+                    result = g * scale - h * c
+                    if residual is not None:
+                        result += tl.load(residual + residual_offsets + columns, mask=mask, other=0.0).to(compute)
+                    tl.store(dx + dx_offsets + columns, result.to(dx.dtype.element_ty), mask=mask)
+                if partials is not None:
+                    # The row's part is added where it is stored: a program has no room for so wide a sum.
+                    is_column = start + first < cols
+                    is_added = is_column & (start_row != program * block_rows)
+                    sum_so_far = tl.load(partial + start + first, mask=is_added, other=0.0)
+                    tl.store(partial + start + first, sum_so_far + tl.sum(g * h, 0), mask=is_column)
+            tl.debug_barrier()  # before the next row adds to them
+    if is_whole and partials is not None:
+        tl.store(partial + first, tl.sum(dw, 0), mask=first < cols)
+
+
+def _arguments(rows: Rows | None) -> tuple[Tensor | None, int, int, int]:
+    return (None, 1, 0, 0) if rows is None else rows
+
+
+def _compute(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def launch_forward(
+    input: Rows,
+    residual: Rows | None,
+    output: Rows,
+    residual_out: Rows | None,
+    weight: Tensor | None,
+    weight_offset: float,
+    eps: float,
+    rows: int,
+    cols: int,
+) -> None:
+    """Of rms_norm, and with a residual of add_rms_norm."""
+    compute = _compute(input.tensor.dtype)
+    config = row_config(cols, compute.primitive_bitwidth // 8)
+    forward_kernel[triton.cdiv(rows, config.block_rows),](
+        *_arguments(input), *_arguments(residual), *_arguments(output), *_arguments(residual_out),
+        weight, rows, cols,
+        weight_offset=weight_offset, eps=eps, compute=compute,
+        block_rows=config.block_rows, block_cols=config.block_cols, is_whole=config.is_whole, num_warps=config.warps,
+    )  # fmt: skip
+
+
+def launch_backward(
+    grad_output: Rows,
+    input: Rows,
+    grad_residual: Rows | None,
+    grad_input: Rows | None,
+    wants_weight: bool,
+    weight: Tensor | None,
+    weight_offset: float,
+    eps: float,
+    rows: int,
+    cols: int,
+) -> Tensor | None:
+    """Writes grad_input; returns grad_weight in the compute type, if it is wanted."""
+    compute = _compute(input.tensor.dtype)
+    config = row_config(cols, compute.primitive_bitwidth // 8)
+    programs = backward_programs(rows, config, input.tensor.device)
+    partials = None
+    if wants_weight:
+        dtype = torch.float64 if compute == tl.float64 else torch.float32
+        partials = torch.empty((programs, cols), dtype=dtype, device=input.tensor.device)
+    backward_kernel[programs,](
+        *_arguments(grad_output), *_arguments(input), *_arguments(grad_residual), *_arguments(grad_input),
+        weight, partials, rows, cols,
+        weight_offset=weight_offset, eps=eps, compute=compute,
+        block_rows=config.block_rows, block_cols=config.block_cols, is_whole=config.is_whole, num_warps=config.warps,
+    )  # fmt: skip
+    return None if partials is None else partials.sum(0)

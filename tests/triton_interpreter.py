@@ -1,0 +1,27 @@
+"""Runs the Triton kernels on CPU tensors, in Triton's interpreter: TRITON_INTERPRET=1 must be set."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from normops import _C
+
+
+def serve_cpu() -> _C.TritonRegistration:
+    """Puts the Triton launchers in the place of the CPU kernels."""
+    interpreter._convert_float = _convert_float
+    return _C.TritonRegistration("CPU")
+
+
+_original = interpreter._convert_float
+
+
+def _convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
+    """The interpreter's own truncates to bfloat16, which GPUs do not, and loses the carry where it is told to round."""
+    if (input_dtype, output_dtype) != (tl.float32, tl.bfloat16):
+        return _original(input, input_dtype, output_dtype, rounding_mode)
+    numbers = torch.from_numpy(np.ascontiguousarray(input).view(np.float32))
+    return numbers.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
