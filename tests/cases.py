@@ -170,6 +170,7 @@ def _sizes() -> Iterator[Case]:
                 yield Case((rows, cols), dtype, weight_dtype=dtype)
     for dtype in DTYPES:
         yield Case((2, 65537), dtype, weight_dtype=dtype)
+        yield Case((7, 9001), dtype, weight_dtype=dtype)
         yield Case((1500, 8), dtype, weight_dtype=dtype)
 
 

@@ -20,8 +20,10 @@ _original = interpreter._convert_float
 
 
 def _convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
-    """The interpreter's own truncates to bfloat16, which GPUs do not, and loses the carry where it is told to round."""
-    if (input_dtype, output_dtype) != (tl.float32, tl.bfloat16):
-        return _original(input, input_dtype, output_dtype, rounding_mode)
-    numbers = torch.from_numpy(np.ascontiguousarray(input).view(np.float32))
-    return numbers.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    """The interpreter's own truncates to bfloat16, which GPUs do not, and has wrong subnormal numbers from it."""
+    if (input_dtype, output_dtype) == (tl.float32, tl.bfloat16):
+        numbers = torch.from_numpy(np.ascontiguousarray(input).view(np.float32))
+        return numbers.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    if (input_dtype, output_dtype) == (tl.bfloat16, tl.float32):
+        return np.ascontiguousarray(input).view(np.uint16).astype(np.uint32) << 16
+    return _original(input, input_dtype, output_dtype, rounding_mode)
