@@ -16,14 +16,13 @@ using torch::autograd::isFwGradDefined;
 
 struct AddRmsNormGradient {
   static constexpr const char* kName = "AddRmsNormBackward";
-  static constexpr size_t kSaved = 2, kSavedOutputs = 1;  // residual_out, weight
-  static constexpr size_t kInputs = 3;                    // input, residual, weight
-  // normalized_dims, eps, weight_offset, the dtype of input
-  using Attributes = std::tuple<int64_t, std::optional<double>, double, int64_t>;
+  static constexpr size_t kSaved = 2, kSavedOutputs = 1;                  // residual_out, weight
+  static constexpr size_t kInputs = 3;                                    // input, residual, weight
+  using Attributes = std::tuple<int64_t, std::optional<double>, double>;  // normalized_dims, eps, weight_offset
 
   static variable_list backward(const variable_list& grad_outputs, const variable_list& saved,
                                 const Attributes& attributes, const std::array<bool, kInputs>& needed) {
-    const auto& [normalized_dims, eps, weight_offset, input_dtype] = attributes;
+    const auto& [normalized_dims, eps, weight_offset] = attributes;
     const Tensor &grad_output = grad_outputs[0], &grad_residual_out = grad_outputs[1];
     const Tensor &residual_out = saved[0], &weight = saved[1];
     Tensor grad_sum = grad_residual_out, grad_weight;
@@ -32,11 +31,8 @@ struct AddRmsNormGradient {
           grad_output, residual_out, last_sizes(residual_out, normalized_dims), if_defined(weight), eps, weight_offset,
           if_defined(grad_residual_out), {needed[0] || needed[1], needed[2]});
     }
-    variable_list result(kInputs);
-    if (needed[0] && grad_sum.defined()) result[0] = grad_sum.to(static_cast<at::ScalarType>(input_dtype));
-    if (needed[1]) result[1] = grad_sum;
-    result[2] = grad_weight;
-    return result;
+    // Autograd converts it to the input's dtype, where that is another.
+    return {needed[0] ? grad_sum : Tensor(), needed[1] ? grad_sum : Tensor(), grad_weight};
   }
 };
 
@@ -55,9 +51,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_autograd(c10::DispatchKeySet keys, const
     node->connect(input, residual, given_weight);
     torch::autograd::set_history(output, node);
     torch::autograd::set_history(residual_out, node);
-    node->save(
-        {static_cast<int64_t>(normalized_shape.size()), eps, weight_offset, static_cast<int64_t>(input.scalar_type())},
-        residual_out, given_weight);
+    node->save({static_cast<int64_t>(normalized_shape.size()), eps, weight_offset}, residual_out, given_weight);
   }
   return {std::move(output), std::move(residual_out)};
 }
