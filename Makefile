@@ -81,6 +81,8 @@ gpu-memcheck gpu-racecheck: gpu-%: gpu-build
 gpu-bench: gpu-build
 	$(PYTHON) -m bench --device cuda --op overhead rms_norm rms_norm_backward --memory fresh --seconds 0.1 \
 		--peers normops-triton F.rms_norm F.rms_norm-compiled Liger quack --save $(OUT)
+	$(PYTHON) -m bench --device cuda --op add_rms_norm add_rms_norm_backward --memory fresh --seconds 0.1 \
+		--dtype bfloat16 --shapes fill --peers normops-triton F.rms_norm-compiled Liger quack --save $(OUT)/add
 
 # Needs valgrind.
 bench-instructions: install
