@@ -16,9 +16,9 @@ using torch::autograd::isFwGradDefined;
 
 struct AddRmsNormGradient {
   static constexpr const char* kName = "AddRmsNormBackward";
-  static constexpr size_t kSaved = 2, kSavedOutputs = 1;                  // residual_out, weight
-  static constexpr size_t kInputs = 3;                                    // input, residual, weight
-  using Attributes = std::tuple<int64_t, std::optional<double>, double>;  // normalized_dims, eps, weight_offset
+  static constexpr size_t kSaved = 2, kSavedOutputs = 1;  // residual_out, weight
+  static constexpr size_t kInputs = 3;                    // input, residual, weight
+  using Attributes = NormAttributes;
 
   static variable_list backward(const variable_list& grad_outputs, const variable_list& saved,
                                 const Attributes& attributes, const std::array<bool, kInputs>& needed) {
@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_autograd(c10::DispatchKeySet keys, const
     node->connect(input, residual, given_weight);
     torch::autograd::set_history(output, node);
     torch::autograd::set_history(residual_out, node);
-    node->save({static_cast<int64_t>(normalized_shape.size()), eps, weight_offset}, residual_out, given_weight);
+    node->save(make_attributes(normalized_shape, eps, weight_offset), residual_out, given_weight);
   }
   return {std::move(output), std::move(residual_out)};
 }

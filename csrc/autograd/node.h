@@ -135,6 +135,14 @@ auto make_node() {
   }
 }
 
+// What the gradients of all norms need besides tensors: normalized_dims, eps, weight_offset.
+using NormAttributes = std::tuple<int64_t, std::optional<double>, double>;
+
+inline NormAttributes make_attributes(c10::SymIntArrayRef normalized_shape, std::optional<double> eps,
+                                      double weight_offset) {
+  return {static_cast<int64_t>(normalized_shape.size()), eps, weight_offset};
+}
+
 inline c10::SymIntArrayRef last_sizes(const Tensor& tensor, int64_t dims) {
   return tensor.sym_sizes().slice(tensor.dim() - dims, dims);
 }

@@ -15,13 +15,11 @@ namespace {
 using torch::autograd::compute_requires_grad;
 using torch::autograd::isFwGradDefined;
 
-using Attributes = std::tuple<int64_t, std::optional<double>, double>;  // normalized_dims, eps, weight_offset
-
 // The derivative of rms_norm is the operator rms_norm_backward.
 struct RmsNormGradient {
   static constexpr const char* kName = "RmsNormBackward";
   static constexpr size_t kSaved = 2, kSavedOutputs = 0, kInputs = 2;  // input, weight
-  using Attributes = normops::Attributes;
+  using Attributes = NormAttributes;
 
   static variable_list backward(const variable_list& grad_outputs, const variable_list& saved,
                                 const Attributes& attributes, const std::array<bool, kInputs>& needed) {
@@ -43,7 +41,7 @@ struct RmsNormGradient {
 struct RmsNormBackwardGradient {
   static constexpr const char* kName = "RmsNormBackwardBackward";
   static constexpr size_t kSaved = 3, kSavedOutputs = 0, kInputs = 4;
-  using Attributes = normops::Attributes;
+  using Attributes = NormAttributes;
 
   static variable_list backward(const variable_list& grad_outputs, const variable_list& saved,
                                 const Attributes& attributes, const std::array<bool, kInputs>& needed) {
@@ -83,10 +81,6 @@ struct RmsNormBackwardGradient {
     return result;
   }
 };
-
-Attributes make_attributes(c10::SymIntArrayRef normalized_shape, std::optional<double> eps, double weight_offset) {
-  return {static_cast<int64_t>(normalized_shape.size()), eps, weight_offset};
-}
 
 Tensor rms_norm_autograd(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef normalized_shape,
                          const OptionalTensor& weight, std::optional<double> eps, double weight_offset) {
