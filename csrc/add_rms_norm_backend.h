@@ -6,7 +6,7 @@
 
 namespace normops {
 
-// Backend has Guard, empty_contiguous(like), and
+// Backend has Guard, empty_contiguous(like), and, on arguments that have elements,
 //   launch(input, residual, normalized_dims, weight, eps, weight_offset, output, residual_out)
 template <class Backend>
 struct AddRmsNormOperators {
@@ -16,7 +16,8 @@ struct AddRmsNormOperators {
     check_add_rms_norm(input, residual, normalized_shape, weight, eps);
     const typename Backend::Guard guard(input.device());
     Tensor output = Backend::empty_contiguous(input), residual_out = Backend::empty_contiguous(residual);
-    Backend::launch(input, residual, normalized_shape.size(), weight, eps, weight_offset, output, residual_out);
+    if (input.numel() > 0)
+      Backend::launch(input, residual, normalized_shape.size(), weight, eps, weight_offset, output, residual_out);
     return {output, residual_out};
   }
 
@@ -26,7 +27,8 @@ struct AddRmsNormOperators {
                                                        double weight_offset, Tensor& out, Tensor& residual_out) {
     check_add_rms_norm_out(input, residual, normalized_shape, weight, eps, out, residual_out);
     const typename Backend::Guard guard(input.device());
-    Backend::launch(input, residual, normalized_shape.size(), weight, eps, weight_offset, out, residual_out);
+    if (input.numel() > 0)
+      Backend::launch(input, residual, normalized_shape.size(), weight, eps, weight_offset, out, residual_out);
     return {out, residual_out};
   }
 
@@ -34,7 +36,8 @@ struct AddRmsNormOperators {
                                    const OptionalTensor& weight, std::optional<double> eps, double weight_offset) {
     check_add_rms_norm_inplace(input, residual, normalized_shape, weight, eps);
     const typename Backend::Guard guard(input.device());
-    Backend::launch(input, residual, normalized_shape.size(), weight, eps, weight_offset, input, residual);
+    if (input.numel() > 0)
+      Backend::launch(input, residual, normalized_shape.size(), weight, eps, weight_offset, input, residual);
   }
 
   static void register_in(torch::Library& m) {

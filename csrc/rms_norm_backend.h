@@ -9,7 +9,7 @@ namespace normops {
 // Backend has, besides
 //   Guard, made of the input's device and kept while kernels are launched, and
 //   empty_contiguous(like),
-// these, on arguments that passed the check, where an undefined gradient is not wanted:
+// these, on arguments that passed the check and have elements, where an undefined gradient is not wanted (not both):
 //   launch(input, normalized_dims, weight, eps, weight_offset, output)
 //   launch_backward(grad_output, input, normalized_dims, weight, eps, weight_offset, grad_residual, grad_input,
 //                   grad_weight)
@@ -20,7 +20,7 @@ struct RmsNormOperators {
     check_rms_norm(input, normalized_shape, weight, eps);
     const typename Backend::Guard guard(input.device());
     Tensor output = Backend::empty_contiguous(input);
-    Backend::launch(input, normalized_shape.size(), weight, eps, weight_offset, output);
+    if (input.numel() > 0) Backend::launch(input, normalized_shape.size(), weight, eps, weight_offset, output);
     return output;
   }
 
@@ -28,7 +28,7 @@ struct RmsNormOperators {
                               std::optional<double> eps, double weight_offset, Tensor& out) {
     check_rms_norm_out(input, normalized_shape, weight, eps, out);
     const typename Backend::Guard guard(input.device());
-    Backend::launch(input, normalized_shape.size(), weight, eps, weight_offset, out);
+    if (input.numel() > 0) Backend::launch(input, normalized_shape.size(), weight, eps, weight_offset, out);
     return out;
   }
 
@@ -36,7 +36,7 @@ struct RmsNormOperators {
                                   std::optional<double> eps, double weight_offset) {
     check_rms_norm_inplace(input, normalized_shape, weight, eps);
     const typename Backend::Guard guard(input.device());
-    Backend::launch(input, normalized_shape.size(), weight, eps, weight_offset, input);
+    if (input.numel() > 0) Backend::launch(input, normalized_shape.size(), weight, eps, weight_offset, input);
     return input;
   }
 
@@ -50,8 +50,8 @@ struct RmsNormOperators {
     Tensor grad_input, grad_weight;
     if (output_mask[0]) grad_input = Backend::empty_contiguous(input);
     if (output_mask[1] && is_given(weight)) grad_weight = Backend::empty_contiguous(*weight);
-    Backend::launch_backward(grad_output, input, normalized_shape.size(), weight, eps, weight_offset, grad_residual,
-                             grad_input, grad_weight);
+    run_backward(grad_output, input, normalized_shape.size(), weight, eps, weight_offset, grad_residual, grad_input,
+                 grad_weight);
     return {grad_input, grad_weight};
   }
 
@@ -65,9 +65,21 @@ struct RmsNormOperators {
                                 grad_input, grad_weight);
     const typename Backend::Guard guard(input.device());
     const bool wants_weight = output_mask[1] && is_given(weight);
-    Backend::launch_backward(grad_output, input, normalized_shape.size(), weight, eps, weight_offset, grad_residual,
-                             output_mask[0] ? grad_input : Tensor(), wants_weight ? grad_weight : Tensor());
+    run_backward(grad_output, input, normalized_shape.size(), weight, eps, weight_offset, grad_residual,
+                 output_mask[0] ? grad_input : Tensor(), wants_weight ? grad_weight : Tensor());
     return {grad_input, grad_weight};
+  }
+
+  static void run_backward(const Tensor& grad_output, const Tensor& input, size_t normalized_dims,
+                           const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
+                           const OptionalTensor& grad_residual, const Tensor& grad_input, const Tensor& grad_weight) {
+    if (!grad_input.defined() && !grad_weight.defined()) return;
+    if (input.numel() > 0) {
+      Backend::launch_backward(grad_output, input, normalized_dims, weight, eps, weight_offset, grad_residual,
+                               grad_input, grad_weight);
+    } else if (grad_weight.defined()) {
+      grad_weight.zero_();  // a sum over no rows
+    }
   }
 
   static void register_in(torch::Library& m) {

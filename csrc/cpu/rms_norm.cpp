@@ -25,7 +25,6 @@ void backward_shared_rows(const RmsNormBackwardArgs& args) {
 void launch_rms_norm(const Tensor& input, size_t normalized_dims, const OptionalTensor& weight,
                      std::optional<double> eps, double weight_offset, const Tensor& output) {
   const Problem problem = make_problem(input, normalized_dims, eps);
-  if (problem.rows == 0 || problem.cols == 0) return;
   const Rows x = make_rows(input, normalized_dims);
   const Target y(output, normalized_dims);
   Scale scale(weight, weight_offset, dtype_of(input), problem.cols);
@@ -57,10 +56,6 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
                               const OptionalTensor& grad_residual, const Tensor& grad_input,
                               const Tensor& grad_weight) {
   const Problem problem = make_problem(input, normalized_dims, eps);
-  if (problem.rows == 0 || problem.cols == 0) {
-    if (grad_weight.defined()) grad_weight.zero_();
-    return;
-  }
   const DType dtype = dtype_of(input);
   const Rows dy = make_rows(grad_output, normalized_dims);
   const Rows x = make_rows(input, normalized_dims);

@@ -10,7 +10,6 @@ namespace {
 void run_rms_norm(const Tensor& input, size_t normalized_dims, const OptionalTensor& weight, std::optional<double> eps,
                   double weight_offset, const Tensor& output) {
   const Problem problem = make_problem(input, normalized_dims, eps);
-  if (problem.rows == 0 || problem.cols == 0) return;
   const Rows x = make_rows(input, normalized_dims);
   const Target y(output, normalized_dims);
   const Tensor w = contiguous_or_undefined(weight);
@@ -23,10 +22,6 @@ void run_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_
                            const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
                            const OptionalTensor& grad_residual, const Tensor& grad_input, const Tensor& grad_weight) {
   const Problem problem = make_problem(input, normalized_dims, eps);
-  if (problem.rows == 0 || problem.cols == 0) {
-    if (grad_weight.defined()) grad_weight.zero_();
-    return;
-  }
   const DType dtype = dtype_of(input);
   const Device device = current_device();
   const Stream stream = current_stream(input);

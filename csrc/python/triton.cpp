@@ -50,7 +50,6 @@ void launch_forward(const Tensor& input, const OptionalTensor& residual, size_t 
                     const OptionalTensor& weight, std::optional<double> eps, double weight_offset, const Tensor& output,
                     const OptionalTensor& residual_out) {
   const Problem problem = make_problem(input, normalized_dims, eps);
-  if (problem.rows == 0 || problem.cols == 0) return;
   const Target y(output, normalized_dims, kMaxDims);
   std::optional<Target> h;
   if (is_given(residual_out)) h.emplace(*residual_out, normalized_dims, kMaxDims);
@@ -77,11 +76,6 @@ struct RmsNormBackend : TritonBackend {
                               const OptionalTensor& grad_residual, const Tensor& grad_input,
                               const Tensor& grad_weight) {
     const Problem problem = make_problem(input, normalized_dims, eps);
-    if (problem.rows == 0 || problem.cols == 0) {
-      if (grad_weight.defined()) grad_weight.zero_();
-      return;
-    }
-    if (!grad_input.defined() && !grad_weight.defined()) return;
     std::optional<Target> dx;
     if (grad_input.defined()) dx.emplace(grad_input, normalized_dims, kMaxDims);
     OptionalTensor dw;
