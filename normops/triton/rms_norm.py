@@ -26,6 +26,8 @@ def _offsets(rows, inner, outer_stride, inner_stride):
     return (rows // inner * outer_stride + rows % inner * inner_stride)[:, None]
 
 
+# eps and weight_offset are compile-time constants, as a float argument of a kernel is a float32, which float64 inputs
+# would feel; models use one or two values of each.
 @triton.jit
 def _rstd(square_sum, cols, eps: tl.constexpr, compute: tl.constexpr):
     """1 / sqrt(mean + eps), rounded to nearest at each step."""
@@ -95,7 +97,7 @@ def forward_kernel(
         tl.store(y + y_offsets + columns, (h * rstd * scale).to(y.dtype.element_ty), mask=mask)
     else:
         squares = tl.zeros((block_rows, block_cols), compute)
-        for start in range(0, cols, block_cols):
+        for start in range(0, tl.cast(cols, tl.int64), block_cols):
             columns = start + first[None, :]
             mask = is_row & (columns < cols)
             h = _load_sum(
@@ -111,7 +113,7 @@ def forward_kernel(
             squares += h * h
         rstd = _rstd(tl.sum(squares, 1, keep_dims=True), cols, eps, compute)
         tl.debug_barrier()  # the sums that were written are read by whichever thread
-        for start in range(0, cols, block_cols):
+        for start in range(0, tl.cast(cols, tl.int64), block_cols):
             columns = start + first[None, :]
             mask = is_row & (columns < cols)
             if residual is not None:
@@ -140,18 +142,19 @@ def backward_kernel(
     block_rows: tl.constexpr, block_cols: tl.constexpr, is_whole: tl.constexpr,
 ):  # fmt: skip
     """dx = dy * rstd * w - x * c + residual; this program's rows' part of dw = sum of dy * rstd * x."""
-    program = tl.program_id(0)
+    program = tl.program_id(0).to(tl.int64)
     first = tl.arange(0, block_cols)
     partial = partials
     if partials is not None:
-        partial += program.to(tl.int64) * cols
+        partial += program * cols
     if is_whole:
         is_column = first < cols
         columns = first[None, :]
         scale = _load_scale(weight, first, is_column, weight_offset, compute)[None, :]
         dw = tl.zeros((block_rows, block_cols), compute)
+    # 64 bits: behind 2^31 - 1 rows a step would wrap around.
     for start_row in range(program * block_rows, rows, tl.num_programs(0) * block_rows):
-        row = tl.cast(start_row, tl.int64) + tl.arange(0, block_rows)
+        row = start_row + tl.arange(0, block_rows)
         is_row = (row < rows)[:, None]
         dy_offsets = _offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
         x_offsets = _offsets(row, x_inner, x_outer_stride, x_inner_stride)
@@ -174,7 +177,7 @@ def backward_kernel(
         else:
             squares = tl.zeros((block_rows, block_cols), compute)
             dots = tl.zeros((block_rows, block_cols), compute)
-            for start in range(0, cols, block_cols):
+            for start in range(0, tl.cast(cols, tl.int64), block_cols):
                 columns = start + first[None, :]
                 mask = is_row & (columns < cols)
                 h = tl.load(x + x_offsets + columns, mask=mask, other=0.0).to(compute)
@@ -184,7 +187,7 @@ def backward_kernel(
                 dots += g * scale * h
             squares, dots = tl.sum(squares, 1, keep_dims=True), tl.sum(dots, 1, keep_dims=True)
             rstd, c = _factors(squares, dots, cols, eps, compute)
-            for start in range(0, cols, block_cols):
+            for start in range(0, tl.cast(cols, tl.int64), block_cols):
                 columns = start + first[None, :]
                 mask = is_row & (columns < cols)
                 h = tl.load(x + x_offsets + columns, mask=mask, other=0.0).to(compute)
