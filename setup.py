@@ -1,4 +1,6 @@
-"""Builds normops._C: the operators and CPU kernels always, CUDA kernels where nvcc is found.
+"""Builds normops/libnormops.so, the operators, and normops._C, what Python needs besides.
+
+The library holds CPU kernels always and CUDA kernels where nvcc is found. C++ programs load it, without Python.
 
 Environment variables:
     NORMOPS_CUDA        auto (default: if nvcc is found), 0 (never) or 1 (fail without nvcc)
@@ -12,9 +14,10 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.modified import newer_group
@@ -29,6 +32,7 @@ except ImportError as error:
     ) from error
 
 ROOT = Path(__file__).parent
+LIBRARY, MODULE = "normops.libnormops", "normops._C"
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
@@ -106,22 +110,30 @@ class Build(BuildExtension):
             print(f"  CUDA: {CUDA.nvcc} {CUDA.version} for {' '.join(f'sm_{arch}' for arch in CUDA.archs)}")
         super().run()
         # What normops/__init__.py compares before it loads the extension.
-        (Path(self.get_ext_fullpath("normops._C")).parent / "_built_with.py").write_text(
+        (Path(self.get_ext_fullpath(MODULE)).parent / "_built_with.py").write_text(
             f'TORCH_MINOR = "{TORCH_MINOR}"\n'
         )
 
+    def get_ext_filename(self, fullname: str) -> str:
+        name: str = super().get_ext_filename(fullname)  # type: ignore[no-untyped-call]
+        # Not for one version of Python, like a module. (The name comes with and without its package.)
+        return str(Path(name).with_name("libnormops.so")) if fullname.endswith("libnormops") else name
+
     def build_extension(self, ext: Extension) -> None:
         ext.define_macros.append(("NORMOPS_VERSION", f'"{self.distribution.get_version()}"'))
-        if CUDA is not None:
-            sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
-            ext.extra_objects += compile_cuda(sources, Path(self.build_temp).absolute() / "cuda", CUDA)
+        if ext.name == LIBRARY:
+            ext.libraries.remove("torch_python")
+            if CUDA is not None:
+                sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
+                ext.extra_objects += compile_cuda(sources, Path(self.build_temp).absolute() / "cuda", CUDA)
+        else:  # after the library, which comes first in the list
+            ext.extra_objects.append(self.get_ext_fullpath(LIBRARY))
         super().build_extension(ext)
 
 
-def extension() -> Extension:
-    sources = [path for path in ROOT.glob("csrc/**/*.cpp") if CUDA is not None or path.parent.name != "cuda"]
+def extension(name: str, sources: Iterable[Path], libraries: Sequence[str] = (), **options: Any) -> Extension:
     return CppExtension(
-        "normops._C",
+        name,
         sorted(str(path.relative_to(ROOT)) for path in sources),
         depends=[str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*")],
         define_macros=[("NORMOPS_WITH_CUDA", None)] if CUDA is not None else [],
@@ -131,13 +143,28 @@ def extension() -> Extension:
             *("-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall"),
             *("-fopenmp", "-ffp-contract=off", "-fno-math-errno"),
         ],
-        library_dirs=CUDA.library_dirs if CUDA is not None else [],
-        libraries=["cudart_static", "rt", "dl", "pthread"] if CUDA is not None else [],
+        libraries=list(libraries),
+        **options,
     )
 
 
+def extensions() -> list[Extension]:
+    sources = set(ROOT.glob("csrc/**/*.cpp"))
+    of_python = set(ROOT.glob("csrc/python/*.cpp"))
+    of_cuda = set(ROOT.glob("csrc/cuda/*.cpp"))
+    library = extension(
+        LIBRARY,
+        sources - of_python - (set() if CUDA is not None else of_cuda),
+        ["cudart_static", "rt", "dl", "pthread"] if CUDA is not None else [],
+        library_dirs=CUDA.library_dirs if CUDA is not None else [],
+        extra_link_args=["-Wl,-soname,libnormops.so"],
+    )
+    module = extension(MODULE, of_python, extra_link_args=["-Wl,-rpath,$ORIGIN"])
+    return [library, module]
+
+
 setup(
-    ext_modules=[extension()],
+    ext_modules=extensions(),
     cmdclass={"build_ext": Build},
     # A build fits the minor version of torch that it was made with, and no other.
     install_requires=[f"torch=={TORCH_MINOR}.*"],

@@ -6,7 +6,7 @@
 #include "check.h"
 #include "operator.h"
 
-namespace normops {
+namespace [[gnu::visibility("default")]] normops {
 
 void check_add_rms_norm(const Tensor& input, const Tensor& residual, c10::SymIntArrayRef normalized_shape,
                         const OptionalTensor& weight, std::optional<double> eps);

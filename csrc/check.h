@@ -6,7 +6,7 @@
 
 #include <optional>
 
-namespace normops {
+namespace [[gnu::visibility("default")]] normops {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;  // a schema's `Tensor?`

@@ -8,7 +8,7 @@
 #include "dispatch.h"
 #include "rows.h"
 
-namespace normops {
+namespace [[gnu::visibility("default")]] normops {
 
 struct Problem {
   int64_t rows;

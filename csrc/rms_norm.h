@@ -7,7 +7,7 @@
 #include "check.h"
 #include "operator.h"
 
-namespace normops {
+namespace [[gnu::visibility("default")]] normops {
 
 using OutputMask = std::array<bool, 2>;  // grad_input, grad_weight
 

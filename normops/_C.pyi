@@ -4,16 +4,6 @@ from torch import Tensor
 
 from normops._info import CompiledInfo
 
-class Problem:
-    """The flat problem of arguments that passed the check: [rows, cols] and the epsilon in force."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def cols(self) -> int: ...
-    @property
-    def eps(self) -> float: ...
-
 class TritonRegistration:
     """As long as it is not closed, the launchers of normops.triton serve a dispatch key."""
 
@@ -38,21 +28,21 @@ def add_rms_norm(
     /,
 ) -> tuple[Tensor, Tensor]: ...
 def build_info() -> CompiledInfo: ...
-def rms_norm_problem(
+def check_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Problem: ...
-def add_rms_norm_problem(
+) -> None: ...
+def check_add_rms_norm(
     input: Tensor,
     residual: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
-) -> Problem: ...
-def rms_norm_backward_problem(
+) -> None: ...
+def check_rms_norm_backward(
     grad_output: Tensor,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
     grad_residual: Tensor | None = None,
-) -> Problem: ...
+) -> None: ...

@@ -14,6 +14,7 @@ if _torch.__version__.split(".")[:2] != _TORCH_MINOR.split("."):
         "reinstall normops (pip install --force-reinstall --no-deps --no-build-isolation normops)"
     )
 
+from normops import vmap as _vmap  # noqa: F401  registers its rules
 from normops._info import BuildInfo, build_info
 from normops.backends import use_backend
 from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_

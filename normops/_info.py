@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import TypedDict
 
 from normops import _C
@@ -26,6 +27,8 @@ class CompiledInfo(TypedDict):
 class BuildInfo(CompiledInfo):
     """What :func:`build_info` returns."""
 
+    library: str
+    """The file that holds the operators, without Python: for C++ programs to load."""
     cuda_backend: Backend | None
     """What serves CUDA tensors, see :class:`use_backend`; None: a composition of PyTorch operators."""
 
@@ -39,4 +42,5 @@ def build_info() -> BuildInfo:
         >>> info["cpu_isa"] in info["cpu_isas"]
         True
     """
-    return {**_C.build_info(), "cuda_backend": current_backend()}
+    library = Path(_C.__file__).with_name("libnormops.so")
+    return {**_C.build_info(), "library": str(library), "cuda_backend": current_backend()}

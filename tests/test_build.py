@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import normops
-from normops import _C
 
 ROOT = Path(__file__).parent.parent
 X86 = platform.machine() == "x86_64"
@@ -36,6 +35,7 @@ def test_build_info() -> None:
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert info["cpu_isa"] in info["cpu_isas"]
     assert (info["cuda_version"] is None) == (not info["cuda_archs"])
+    assert Path(info["library"]).name == "libnormops.so"
     assert info["cpu_isas"] == (["baseline", "avx2", "avx512"] if X86 else info["cpu_isas"])
 
 
@@ -101,7 +101,7 @@ AVX512_ONLY = re.compile(r"%zmm|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7]")
 @pytest.mark.skipif(not X86 or shutil.which("objdump") is None, reason="reads x86 code with objdump")
 def test_wide_instructions_stay_in_their_namespace() -> None:
     """Code that runs on every machine holds no AVX, and the AVX2 kernels hold no AVX-512."""
-    functions = instructions_by_function(_C.__file__)
+    functions = instructions_by_function(normops.build_info()["library"])
     found: dict[str, set[str]] = defaultdict(set)
     for name, instructions in functions.items():
         room = next((isa for isa in ("avx512", "avx2") if f"normops::cpu::{isa}::" in name), "baseline")

@@ -88,14 +88,16 @@ Tensor rms_norm_autograd(c10::DispatchKeySet keys, const Tensor& input, c10::Sym
   if (isFwGradDefined(input) || isFwGradDefined(weight)) {
     return rms_norm_composite(input, normalized_shape, weight, eps, weight_offset);
   }
-  Tensor output = redispatch(rms_norm_op(), keys, input, normalized_shape, weight, eps, weight_offset);
   const Tensor given_weight = value_or_undefined(weight);
-  if (compute_requires_grad(input, given_weight)) {
-    auto node = make_node<OperatorNode<RmsNormGradient>>();
+  const bool requires_grad = compute_requires_grad(input, given_weight);
+  const auto node = requires_grad ? make_node<OperatorNode<RmsNormGradient>>() : nullptr;
+  if (requires_grad) {
     node->connect(input, given_weight);
+    // Before the operator runs: a checkpoint stops recomputing once everything is saved.
     node->save(make_attributes(normalized_shape, eps, weight_offset), input, given_weight);
-    torch::autograd::set_history(output, node);
   }
+  Tensor output = redispatch(rms_norm_op(), keys, input, normalized_shape, weight, eps, weight_offset);
+  if (requires_grad) torch::autograd::set_history(output, node);
   return output;
 }
 

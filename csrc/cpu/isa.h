@@ -14,13 +14,13 @@ enum class Isa { neon };
 enum class Isa { baseline };
 #endif
 
-const char* isa_name(Isa isa);
+[[gnu::visibility("default")]] const char* isa_name(Isa isa);
 
 // What this build holds, in rising order of preference.
-std::vector<std::string> compiled_isas();
+[[gnu::visibility("default")]] std::vector<std::string> compiled_isas();
 
 // The best one that this machine runs, or the one that the environment variable NORMOPS_CPU_ISA names; fixed at the
 // first call. Throws std::runtime_error when that name is unknown or the machine lacks a feature it needs.
-Isa current_isa();
+[[gnu::visibility("default")]] Isa current_isa();
 
 }  // namespace normops::cpu

@@ -5,7 +5,7 @@
 
 namespace normops::cuda {
 
-std::vector<std::string> compiled_archs();  // e.g. {"80", "90"}
-std::string compiled_version();             // the toolkit's, e.g. "13.0"
+[[gnu::visibility("default")]] std::vector<std::string> compiled_archs();  // e.g. {"80", "90"}
+[[gnu::visibility("default")]] std::string compiled_version();             // the toolkit's, e.g. "13.0"
 
 }  // namespace normops::cuda

@@ -1,11 +1,10 @@
-// The Python module normops._C: what this build is, and the operators' checks for implementations written in Python.
+// The Python module normops._C: what this build is, the operators' checks for rules written in Python, direct calls.
 // Loading it registers the operators.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include "../add_rms_norm.h"
 #include "../cpu/isa.h"
-#include "../problem.h"
 #include "../rms_norm.h"
 #include "direct_call.h"
 #include "triton.h"
@@ -46,8 +45,6 @@ PyMethodDef direct_calls[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-std::vector<c10::SymInt> to_sym_ints(const std::vector<int64_t>& shape) { return {shape.begin(), shape.end()}; }
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -55,40 +52,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   if (PyModule_AddFunctions(m.ptr(), direct_calls) != 0) throw py::error_already_set();
 
-  py::class_<normops::Problem>(m, "Problem")
-      .def_readonly("rows", &normops::Problem::rows)
-      .def_readonly("cols", &normops::Problem::cols)
-      .def_readonly("eps", &normops::Problem::eps);
-
   py::class_<normops::python::TritonRegistration>(m, "TritonRegistration")
       .def(py::init<const std::string&>(), py::arg("dispatch_key"))
       .def("close", &normops::python::TritonRegistration::close);
 
   m.def("build_info", build_info);
   m.def(
-      "rms_norm_problem",
-      [](const at::Tensor& input, const std::vector<int64_t>& normalized_shape, const std::optional<at::Tensor>& weight,
-         std::optional<double> eps) {
-        normops::check_rms_norm(input, to_sym_ints(normalized_shape), weight, eps);
-        return normops::make_problem(input, normalized_shape.size(), eps);
-      },
+      "check_rms_norm",
+      [](const at::Tensor& input, const std::vector<c10::SymInt>& normalized_shape,
+         const std::optional<at::Tensor>& weight,
+         std::optional<double> eps) { normops::check_rms_norm(input, normalized_shape, weight, eps); },
       py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(), py::arg("eps") = py::none());
   m.def(
-      "add_rms_norm_problem",
-      [](const at::Tensor& input, const at::Tensor& residual, const std::vector<int64_t>& normalized_shape,
+      "check_add_rms_norm",
+      [](const at::Tensor& input, const at::Tensor& residual, const std::vector<c10::SymInt>& normalized_shape,
          const std::optional<at::Tensor>& weight, std::optional<double> eps) {
-        normops::check_add_rms_norm(input, residual, to_sym_ints(normalized_shape), weight, eps);
-        return normops::make_problem(input, normalized_shape.size(), eps);
+        normops::check_add_rms_norm(input, residual, normalized_shape, weight, eps);
       },
       py::arg("input"), py::arg("residual"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
       py::arg("eps") = py::none());
   m.def(
-      "rms_norm_backward_problem",
-      [](const at::Tensor& grad_output, const at::Tensor& input, const std::vector<int64_t>& normalized_shape,
+      "check_rms_norm_backward",
+      [](const at::Tensor& grad_output, const at::Tensor& input, const std::vector<c10::SymInt>& normalized_shape,
          const std::optional<at::Tensor>& weight, std::optional<double> eps,
          const std::optional<at::Tensor>& grad_residual) {
-        normops::check_rms_norm_backward(grad_output, input, to_sym_ints(normalized_shape), weight, eps, grad_residual);
-        return normops::make_problem(input, normalized_shape.size(), eps);
+        normops::check_rms_norm_backward(grad_output, input, normalized_shape, weight, eps, grad_residual);
       },
       py::arg("grad_output"), py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
       py::arg("eps") = py::none(), py::arg("grad_residual") = py::none());

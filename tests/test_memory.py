@@ -1,0 +1,272 @@
+"""What is kept from the forward to the backward, what either allocates, what activation checkpointing recomputes."""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from add_cases import HALVES, Problem, same_bits
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+from traced_graphs import operators, trace
+
+import normops
+
+ops = torch.ops.normops
+
+# Of input, residual and weight: the same, or the weight or the residual wider than the input.
+DTYPES = [
+    *((dtype, dtype, dtype) for dtype in cases.DTYPES),
+    *((dtype, dtype, torch.float32) for dtype in HALVES),
+    *((dtype, torch.float32, torch.float32) for dtype in HALVES),
+]
+
+Block = Callable[[Problem], tuple[Tensor, ...]]
+
+
+def leaves(dtypes: tuple[torch.dtype, ...], device: str, shape: tuple[int, ...] = (6, 3, 16)) -> Problem:
+    shapes = (shape, shape, shape[-1:])
+    tensors = (cases.values(s, d, seed).to(device) for seed, (s, d) in enumerate(zip(shapes, dtypes, strict=True)))
+    return Problem(*(tensor.requires_grad_() for tensor in tensors))
+
+
+def norm(t: Problem) -> tuple[Tensor, ...]:
+    return (normops.rms_norm(t.input, t.input.shape[-1], t.weight, cases.EPS),)
+
+
+def add_norm(t: Problem) -> tuple[Tensor, ...]:
+    return normops.add_rms_norm(t.input, t.residual, t.input.shape[-1], t.weight, cases.EPS)
+
+
+def both_norms(t: Problem) -> tuple[Tensor, ...]:
+    """The last operator's inputs, or an output of it, are the last that the backward needs."""
+    return add_norm(t._replace(input=norm(t)[0] * 2))
+
+
+def norm_of_sum(t: Problem) -> tuple[Tensor, ...]:
+    return norm(t._replace(input=add_norm(t)[0] * 2))
+
+
+def gradients(outputs: tuple[Tensor, ...], inputs: Problem) -> tuple[Tensor | None, ...]:
+    grad_outputs = [cases.values(tuple(y.shape), y.dtype, seed).to(y.device) for seed, y in enumerate(outputs, 5)]
+    torch.autograd.backward(outputs, grad_outputs)
+    result = tuple(leaf.grad for leaf in inputs)
+    for leaf in inputs:
+        leaf.grad = None
+    return result
+
+
+def assert_same_bits(actual: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("call", [norm, add_norm])
+def test_saves_the_normalized_tensor_and_the_weight(call: Block, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    """The input of rms_norm, or residual_out, an output of add_rms_norm; neither in a wider dtype."""
+    t = leaves(dtypes, device)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
+        outputs = call(t)
+    expected = [t.input if call is norm else outputs[1], t.weight]
+    assert [s.data_ptr() for s in saved] == [e.data_ptr() for e in expected]
+    assert sum(s.untyped_storage().nbytes() for s in saved) == sum(e.nbytes for e in expected)
+
+
+def allocations(call: Callable[[], tuple[Tensor, ...]]) -> tuple[list[int], tuple[Tensor, ...]]:
+    """The bytes of each tensor that a call makes, sorted, and what it returns."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        result = call()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    return sorted(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0), result
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("call", [norm, add_norm])
+def test_allocates_what_it_returns(call: Block, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Nothing else, in the backward either."""
+    t = leaves(dtypes, "cpu", (64, 40))
+    made, outputs = allocations(lambda: call(t))
+    assert made == sorted(y.nbytes for y in outputs)
+    grad_outputs = [torch.ones_like(y) for y in outputs]
+    inputs = (t.input, t.weight) if call is norm else tuple(t)
+    made, gradients = allocations(lambda: torch.autograd.grad(outputs, inputs, grad_outputs))
+    # input and residual of one dtype receive the same tensor
+    assert made == sorted({g.data_ptr(): g.nbytes for g in gradients}.values())
+
+
+PEAKS = """
+import sys, torch, normops
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+def report(call):
+    before = peak()
+    result = call()
+    print(peak() - before)
+    return result
+
+def run(rows, report):
+    x, residual, dy = (torch.ones(rows, 4096, dtype=torch.bfloat16, requires_grad=r) for r in (True, True, False))
+    weight = torch.ones(4096, requires_grad=True)
+    y = report(lambda: normops.rms_norm(x, 4096, weight))
+    gradients = report(lambda: torch.autograd.grad(y, (x, weight), dy))
+    outputs = report(lambda: normops.add_rms_norm(x, residual, 4096, weight))
+    gradients += report(lambda: torch.autograd.grad(outputs, (x, residual, weight), (dy, dy)))
+
+run(1, lambda call: call())
+run(int(sys.argv[1]), report)
+"""
+
+
+def test_peak_of_all_memory() -> None:
+    """Beyond what it returns an operator takes little, here 0.75 MiB for grad_weight: no tensor in float32."""
+    rows = 2048
+    tensor = rows * 4096 * 2
+    peaks = map(int, subprocess.check_output([sys.executable, "-c", PEAKS, str(rows)], text=True).split())
+    for peak, tensors in zip(peaks, (1, 1, 2, 1), strict=True):
+        assert tensor * tensors * 0.9 < peak < tensor * (tensors + 0.25)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators of normops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace == "normops":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+BLOCKS = [norm, add_norm, both_norms, norm_of_sum]
+MIXED = (torch.bfloat16, torch.bfloat16, torch.float32)
+
+
+def counted(call: Callable[[], object]) -> Counter[str]:
+    with Calls() as calls:
+        call()
+    return calls.counts
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("use_reentrant", "early_stop"), [(True, False), (False, False), (False, True)])
+def test_activation_checkpointing(block: Block, use_reentrant: bool, early_stop: bool, device: str) -> None:
+    t = leaves(MIXED, device)
+    once = counted(lambda: block(t))
+    expected = gradients(block(t), t)
+    with set_checkpoint_early_stop(early_stop), Calls() as calls:
+        outputs = checkpoint(lambda *tensors: block(Problem(*tensors)), *t, use_reentrant=use_reentrant)
+        assert calls.counts == once
+        assert_same_bits(gradients(outputs, t), expected)
+    assert calls.counts.pop("rms_norm_backward") == once.total()
+    again = calls.counts - once
+    assert again <= once
+    # Stopping early, the last operator need not run again.
+    assert again.total() >= once.total() - early_stop
+
+
+def selective(block: Block, saved: Collection[object]) -> Callable[..., tuple[Tensor, ...]]:
+    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return checkpoint(
+            lambda *tensors: block(Problem(*tensors)),
+            *tensors,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, policy),
+        )
+
+    return call
+
+
+def followed(block: Block) -> Block:
+    """By an operator whose backward needs the outputs."""
+    return lambda t: tuple(y * y for y in block(t))
+
+
+SAVED = [(), (ops.rms_norm.default,), (ops.add_rms_norm.default,), (ops.rms_norm.default, ops.add_rms_norm.default)]
+
+
+@pytest.mark.parametrize("saved", SAVED, ids=str)
+@pytest.mark.parametrize("block", [both_norms, norm_of_sum])
+def test_selective_checkpointing(block: Block, saved: tuple[torch._ops.OpOverload, ...], device: str) -> None:
+    t = leaves(MIXED, device)
+    block = followed(block)
+    expected = gradients(block(t), t)
+    with Calls() as calls:
+        outputs = selective(block, saved)(*t)
+        assert calls.counts == {"rms_norm": 1, "add_rms_norm": 1}
+        calls.counts.clear()
+        assert_same_bits(gradients(outputs, t), expected)
+    assert calls.counts.pop("rms_norm_backward") == 2
+    assert calls.counts == {op._opname: 1 for op in SAVED[-1] if op not in saved}
+
+
+@pytest.mark.parametrize("saved", SAVED, ids=str)
+def test_selective_checkpointing_compiled(saved: tuple[torch._ops.OpOverload, ...], device: str) -> None:
+    t = leaves(MIXED, device)
+    block = followed(norm_of_sum)
+    expected = gradients(block(t), t)
+    forward, backward = trace(selective(block, saved), *t)
+    assert backward is not None
+    assert {str(op) for op in SAVED[-1]} <= set(operators(forward))
+    recomputed = [name for name in operators(backward) if "norm.default" in name]
+    assert recomputed == [str(op) for op in reversed(SAVED[-1]) if op not in saved]
+    for leaf in t:
+        leaf.grad = None
+    torch._dynamo.reset()
+    compiled = torch.compile(selective(block, saved), backend="aot_eager", fullgraph=True)
+    assert_same_bits(gradients(compiled(*t), t), expected)
+
+
+def derivatives(block: Block, t: Problem) -> tuple[Tensor | None, ...]:
+    """The gradients, and the gradients of their sum of squares."""
+    outputs = block(t)
+    grad_outputs = [y.detach().sin() for y in outputs]
+    first = torch.autograd.grad(outputs, t, grad_outputs, create_graph=True, allow_unused=True)
+    sum([g.float().square().sum() for g in first if g is not None], torch.tensor(0.0)).backward()
+    return (*first, *(leaf.grad for leaf in t))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("kind", ["file", "save_on_cpu", "strided"])
+def test_saved_tensors_hooks(block: Block, kind: str, device: str, tmp_path: Path) -> None:
+    """What they give back lies elsewhere, or in another layout."""
+    names = map(str, count())
+
+    def to_file(tensor: Tensor) -> Path:
+        path = tmp_path / next(names)
+        torch.save(tensor, path)
+        return path
+
+    hooks = {
+        "file": torch.autograd.graph.saved_tensors_hooks(to_file, torch.load),
+        "save_on_cpu": torch.autograd.graph.save_on_cpu(),
+        "strided": torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: torch.stack([t, t], -1)[..., 0]),
+    }
+    expected = derivatives(block, leaves(MIXED, device))
+    with hooks[kind]:
+        actual = derivatives(block, leaves(MIXED, device))
+    assert_same_bits(actual, expected)
