@@ -15,10 +15,14 @@ if _torch.__version__.split(".")[:2] != _TORCH_MINOR.split("."):
     )
 
 from normops import vmap as _vmap  # noqa: F401  registers its rules
+from normops._after_import import after_import as _after_import
 from normops._info import BuildInfo, build_info
 from normops.backends import use_backend
 from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_
 from normops.modules import RMSNorm
+
+_after_import("torch.utils.flop_counter", "normops.flops")
+_after_import("torch.nested._internal.ops", "normops.nested")
 
 __version__ = build_info()["version"]
 

@@ -51,7 +51,7 @@ def rms_norm(
         if output is not NotImplemented:
             return output
     shape = _as_shape(normalized_shape)
-    return torch.ops.normops.rms_norm(input, shape, weight, eps, weight_offset=weight_offset)
+    return torch.ops.normops.rms_norm.default(input, shape, weight, eps, weight_offset=weight_offset)
 
 
 def add_rms_norm(
@@ -96,7 +96,7 @@ def add_rms_norm(
         if outputs is not NotImplemented:
             return outputs
     shape = _as_shape(normalized_shape)
-    return torch.ops.normops.add_rms_norm(input, residual, shape, weight, eps, weight_offset=weight_offset)
+    return torch.ops.normops.add_rms_norm.default(input, residual, shape, weight, eps, weight_offset=weight_offset)
 
 
 def rms_norm_(
@@ -122,7 +122,7 @@ def rms_norm_(
         tensor([[0.8485, 1.1314]])
     """
     shape = _as_shape(normalized_shape)
-    return torch.ops.normops.rms_norm_(input, shape, weight, eps, weight_offset=weight_offset)
+    return torch.ops.normops.rms_norm_.default(input, shape, weight, eps, weight_offset=weight_offset)
 
 
 def add_rms_norm_(
@@ -148,7 +148,7 @@ def add_rms_norm_(
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     shape = _as_shape(normalized_shape)
-    torch.ops.normops.add_rms_norm_(input, residual, shape, weight, eps, weight_offset=weight_offset)
+    torch.ops.normops.add_rms_norm_.default(input, residual, shape, weight, eps, weight_offset=weight_offset)
 
 
 def _as_shape(normalized_shape: int | Sequence[int]) -> Sequence[int]:

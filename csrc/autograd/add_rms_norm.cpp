@@ -7,6 +7,7 @@
 #include "../composite/add_rms_norm.h"
 #include "../rms_norm.h"
 #include "node.h"
+#include "write.h"
 
 namespace normops {
 namespace {
@@ -65,8 +66,6 @@ std::tuple<Tensor&, Tensor&> add_rms_norm_out_autograd(c10::DispatchKeySet keys,
   check_no_grad(op, input, residual, value_or_undefined(weight), out, residual_out);
   redispatch(add_rms_norm_out_op(), keys, input, residual, normalized_shape, weight, eps, weight_offset, out,
              residual_out);
-  torch::autograd::impl::bump_version(out);
-  torch::autograd::impl::bump_version(residual_out);
   return {out, residual_out};
 }
 
@@ -77,11 +76,14 @@ void add_rms_norm_inplace_autograd(c10::DispatchKeySet keys, Tensor& input, Tens
   check_add_rms_norm_devices(op, input, residual, weight);
   check_no_grad(op, input, residual, value_or_undefined(weight));
   redispatch(add_rms_norm_inplace_op(), keys, input, residual, normalized_shape, weight, eps, weight_offset);
-  torch::autograd::impl::bump_version(input);
-  torch::autograd::impl::bump_version(residual);
 }
 
 }  // namespace
+
+TORCH_LIBRARY_IMPL(normops, ADInplaceOrView, m) {
+  m.impl("add_rms_norm.out", CountedWrite<add_rms_norm_out_op, AddRmsNormOut>::call);
+  m.impl("add_rms_norm_", CountedWrite<add_rms_norm_inplace_op, AddRmsNormInplace>::call);
+}
 
 TORCH_LIBRARY_IMPL(normops, Autograd, m) {
   m.impl("add_rms_norm", add_rms_norm_autograd);

@@ -8,6 +8,7 @@
 #include "../composite/rms_norm.h"
 #include "../problem.h"
 #include "node.h"
+#include "write.h"
 
 namespace normops {
 namespace {
@@ -106,7 +107,6 @@ Tensor& rms_norm_inplace_autograd(c10::DispatchKeySet keys, Tensor& input, c10::
   check_rms_norm_devices("rms_norm_", input, weight);
   check_no_grad("rms_norm_", input, value_or_undefined(weight));
   redispatch(rms_norm_inplace_op(), keys, input, normalized_shape, weight, eps, weight_offset);
-  torch::autograd::impl::bump_version(input);
   return input;
 }
 
@@ -116,7 +116,6 @@ Tensor& rms_norm_out_autograd(c10::DispatchKeySet keys, const Tensor& input, c10
   check_rms_norm_devices("rms_norm", input, weight);
   check_no_grad("rms_norm", input, value_or_undefined(weight), out);
   redispatch(rms_norm_out_op(), keys, input, normalized_shape, weight, eps, weight_offset, out);
-  torch::autograd::impl::bump_version(out);
   return out;
 }
 
@@ -155,12 +154,16 @@ std::tuple<Tensor&, Tensor&> rms_norm_backward_out_autograd(c10::DispatchKeySet 
                 grad_input, grad_weight);
   redispatch(rms_norm_backward_out_op(), keys, grad_output, input, normalized_shape, weight, eps, weight_offset,
              grad_residual, output_mask, grad_input, grad_weight);
-  torch::autograd::impl::bump_version(grad_input);
-  torch::autograd::impl::bump_version(grad_weight);
   return {grad_input, grad_weight};
 }
 
 }  // namespace
+
+TORCH_LIBRARY_IMPL(normops, ADInplaceOrView, m) {
+  m.impl("rms_norm.out", CountedWrite<rms_norm_out_op, RmsNormOut>::call);
+  m.impl("rms_norm_", CountedWrite<rms_norm_inplace_op, RmsNormInplace>::call);
+  m.impl("rms_norm_backward.out", CountedWrite<rms_norm_backward_out_op, RmsNormBackwardOut>::call);
+}
 
 TORCH_LIBRARY_IMPL(normops, Autograd, m) {
   m.impl("rms_norm", rms_norm_autograd);

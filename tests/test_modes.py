@@ -1,0 +1,154 @@
+"""What stands around a call: the profiler, deterministic algorithms, inference mode, modes that look on."""
+
+from collections.abc import Callable
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+import normops
+
+ops = torch.ops.normops
+
+
+def problem(device: str) -> tuple[Tensor, Tensor, Tensor]:
+    x, residual = (cases.values((5, 64), torch.float32, seed).to(device).requires_grad_() for seed in range(2))
+    return x, residual, cases.values((64,), torch.float32, 2).to(device).requires_grad_()
+
+
+def train(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y, h = normops.add_rms_norm(normops.rms_norm(x, 64, w), residual, 64, w)
+    return y.detach(), *torch.autograd.grad((y * h).sum(), (x, residual, w))
+
+
+def assert_equal(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_profiler_names_operators_and_nodes(device: str) -> None:
+    with torch.profiler.profile(record_shapes=True) as profile:
+        train(*problem(device))
+    shapes = {event.name: event.input_shapes for event in profile.events()}
+    x, w = [5, 64], [64]
+    assert shapes["normops::rms_norm"] == [x, [], w, [], []]
+    assert shapes["normops::add_rms_norm"] == [x, x, [], w, [], []]
+    assert shapes["normops::rms_norm_backward"][:4] == [x, x, [], w]
+    assert {"RmsNormBackward", "AddRmsNormBackward"} <= set(shapes)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["normops::rms_norm_backward"] == 2
+
+
+def test_deterministic_algorithms(device: str) -> None:
+    expected = train(*problem(device))
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(3):
+            assert_equal(train(*problem(device)), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_inference_mode(device: str) -> None:
+    x, residual, w = problem(device)
+    expected = normops.rms_norm(x, 64, w), *normops.add_rms_norm(x, residual, 64, w)
+    with torch.inference_mode():
+        outputs = normops.rms_norm(x, 64, w), *normops.add_rms_norm(x, residual, 64, w)
+    assert_equal(outputs, expected)
+    assert all(output.is_inference() for output in outputs)
+
+
+def test_inference_tensors_outside(device: str) -> None:
+    x, residual, w = problem(device)
+    with torch.inference_mode():
+        inference_x, inference_w = x.clone(), w.clone()
+    with torch.no_grad():
+        assert_equal((normops.rms_norm(inference_x, 64, inference_w),), (normops.rms_norm(x, 64, w),))
+    for arguments in ((x, 64, inference_w), (inference_x, 64, w)):
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            normops.rms_norm(*arguments)
+    y, _ = normops.add_rms_norm(inference_x, residual, 64, w)  # saves the sum, a tensor like any other
+    assert_equal(
+        torch.autograd.grad(y.sum(), w), torch.autograd.grad(normops.add_rms_norm(x, residual, 64, w)[0].sum(), w)
+    )
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "rms_norm_": lambda x, other: normops.rms_norm_(x, 64),
+    "rms_norm.out": lambda x, other: ops.rms_norm.out(other, [64], out=x),
+    "rms_norm_backward.out": lambda x, other: ops.rms_norm_backward.out(
+        other, other, [64], other[0], grad_input=x, grad_weight=other[1].clone()
+    ),
+    "add_rms_norm_": lambda x, other: normops.add_rms_norm_(other, x, 64),
+    "add_rms_norm.out": lambda x, other: ops.add_rms_norm.out(
+        other, other, [64], out=torch.empty_like(x), residual_out=x
+    ),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+def test_a_write_into_what_autograd_saved_is_noticed(
+    mode: Callable[[], torch.no_grad], write: Callable[[Tensor, Tensor], object], device: str
+) -> None:
+    x, other, w = problem(device)
+    saved = x * 1
+    product = saved * w
+    with mode():
+        write(saved, other.clone())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_writes_into_inference_tensors_stay_in_inference_mode(device: str) -> None:
+    with torch.inference_mode():
+        x = cases.values((5, 64), torch.float32).to(device)
+        assert normops.rms_norm_(x, 64).is_inference()
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode is not allowed"):
+        normops.rms_norm_(x, 64)
+
+
+def test_fake_tensors(device: str) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        results = train(*problem(device))
+    for fake, real in zip(results, train(*problem(device)), strict=True):
+        assert isinstance(fake, FakeTensor)
+        assert (fake.shape, fake.dtype, fake.device, fake.stride()) == (
+            real.shape,
+            real.dtype,
+            real.device,
+            real.stride(),
+        )
+
+
+def test_functionalization(device: str) -> None:
+    arguments = problem(device)[0].detach(), 64
+
+    def written(x: Tensor, cols: int) -> Tensor:
+        return normops.rms_norm_(x.clone(), cols) + normops.rms_norm(x, cols)
+
+    assert_equal((torch.func.functionalize(written)(*arguments),), (written(*arguments),))
+
+
+def test_a_function_mode_may_replace_the_operator() -> None:
+    class Twice(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is ops.rms_norm.default else result
+
+    x = torch.ones(2, 4)
+    with Twice():
+        doubled = normops.RMSNorm(4)(x)
+    assert torch.equal(doubled, normops.RMSNorm(4)(x) * 2)
+
+
+def test_symbolic_trace_holds_the_operator() -> None:
+    model = torch.nn.Sequential(normops.RMSNorm(8, 1e-3, weight_offset=1.0))
+    traced = torch.fx.symbolic_trace(model)
+    targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert targets == [ops.rms_norm.default]
+    x = cases.values((3, 8), torch.float32)
+    assert torch.equal(traced(x), model(x))
