@@ -1,0 +1,43 @@
+"""Registering with parts of torch that cost time to import, if and when somebody else imports them."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+
+def after_import(name: str, ours: str) -> None:
+    """Imports the module ``ours`` once the module ``name`` has been imported: now, if it already is."""
+    if name in sys.modules:
+        import_module(ours)
+    else:
+        _finder.waiting[name] = ours
+
+
+class _Finder(MetaPathFinder):
+    """Finds what waits, as the usual finder would, and nothing else."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, str] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        ours = self.waiting.get(fullname)  # not pop: importlib.util.find_spec asks without importing
+        spec = PathFinder.find_spec(fullname, path, target) if ours is not None else None
+        if ours is None or spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_both(module: ModuleType) -> None:
+            load(module)
+            import_module(ours)
+
+        spec.loader.exec_module = load_both  # type: ignore[method-assign]
+        return spec
+
+
+_finder = _Finder()
+sys.meta_path.insert(0, _finder)
