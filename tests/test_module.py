@@ -72,10 +72,3 @@ def test_the_module_can_be_swapped_into_a_model() -> None:
     assert isinstance(model[1], nn.RMSNorm)
     model(torch.ones(2, 8)).sum().backward()
     assert model[1].weight.grad is not None
-
-
-def test_autocast_keeps_the_dtype_of_the_input(device: str) -> None:
-    norm = normops.RMSNorm(8).to(device)
-    with torch.autocast(device, torch.bfloat16):
-        for dtype in cases.DTYPES:
-            assert norm(torch.ones(2, 8, dtype=dtype, device=device)).dtype == dtype

@@ -1,0 +1,107 @@
+"""Export to ONNX: what the operators become in :func:`torch.onnx.export`."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# A tensor of the graph that is being made: an onnx_ir.Value, which torch.onnx would not understand as an annotation.
+Value = Any
+
+
+def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """The ``custom_translation_table`` with which ``torch.onnx.export`` writes ONNX's ``RMSNormalization``.
+
+    It makes one of each ``rms_norm``, and an ``Add`` and one of each ``add_rms_norm``, with dynamic sizes where the
+    exported program has them. ``RMSNormalization`` came with version 23 of ONNX's operators.
+
+    ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
+    the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once),
+    other dtypes are converted before and after it. A weight that is a parameter is converted once, in the export. ONNX
+    stores ``eps`` as a float32, beside float64 inputs too.
+
+    Returns:
+        The functions that write ``torch.ops.normops.rms_norm.default`` and ``torch.ops.normops.add_rms_norm.default``.
+        Other operators of normops do not remain in an exported program, but for ``rms_norm_backward``, which has no
+        translation.
+
+    Raises:
+        ImportError: if onnxscript is not installed.
+
+    Example:
+        >>> import torch, normops
+        >>> from normops.onnx import translation_table
+        >>> model, example = normops.RMSNorm(64).eval(), torch.randn(8, 64)
+        >>> options = {"dynamo": True, "opset_version": 23, "verbose": False}
+        >>> program = torch.onnx.export(model, (example,), custom_translation_table=translation_table(), **options)
+        >>> [node.op_type for node in program.model.graph]
+        ['RMSNormalization']
+    """
+    if importlib.util.find_spec("onnxscript") is None:
+        raise ImportError(
+            "expected onnxscript to be installed for the export to ONNX, but it is not: pip install onnxscript"
+        )
+    return {torch.ops.normops.rms_norm.default: _rms_norm, torch.ops.normops.add_rms_norm.default: _add_rms_norm}
+
+
+def _rms_norm(
+    input: Value,
+    normalized_shape: Sequence[Any],
+    weight: Value | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+) -> Value:
+    compute = _compute_type(input.dtype)
+    h = _cast(input, input.dtype, compute)
+    output = _normalize(h, compute, len(normalized_shape), weight, eps, weight_offset)
+    return _cast(output, compute, input.dtype)
+
+
+def _add_rms_norm(
+    input: Value,
+    residual: Value,
+    normalized_shape: Sequence[Any],
+    weight: Value | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+) -> tuple[Value, Value]:
+    from onnxscript import opset23
+
+    compute = _compute_type(input.dtype)
+    total = opset23.Add(_cast(input, input.dtype, compute), _cast(residual, residual.dtype, compute))
+    residual_out = _cast(total, compute, residual.dtype)
+    h = _cast(residual_out, residual.dtype, compute)
+    output = _normalize(h, compute, len(normalized_shape), weight, eps, weight_offset)
+    return _cast(output, compute, input.dtype), residual_out
+
+
+def _normalize(
+    h: Value, compute: int, dims: int, weight: Value | None, eps: float | None, weight_offset: float
+) -> Value:
+    from onnxscript import ir, opset23
+
+    def constant(number: float) -> Value:
+        return opset23.Constant(value=ir.to_proto(ir.tensor(number, dtype=ir.DataType(compute))))
+
+    if weight is None:
+        scale = opset23.Expand(constant(1.0), opset23.Shape(h, start=-dims))
+    else:
+        scale = _cast(weight, weight.dtype, compute)
+        if weight_offset != 0.0:
+            scale = opset23.Add(scale, constant(weight_offset))
+    if eps is None:
+        eps = torch.finfo(torch.float64 if compute == ir.DataType.DOUBLE else torch.float32).eps
+    return opset23.RMSNormalization(h, scale, axis=-dims, epsilon=eps, stash_type=compute)
+
+
+def _compute_type(input_type: int) -> int:
+    from onnxscript import ir
+
+    return ir.DataType.DOUBLE if input_type == ir.DataType.DOUBLE else ir.DataType.FLOAT
+
+
+def _cast(value: Value, source: int, target: int) -> Value:
+    from onnxscript import opset23
+
+    return value if source == target else opset23.Cast(value, to=target)

@@ -1,0 +1,161 @@
+"""Autocast leaves the norms alone: what goes in keeps its dtype and bits, forward and backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+import torch
+from add_cases import HALVES, same_bits
+from graphs import computed
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from traced_graphs import trace
+
+import normops
+
+Call = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    return normops.rms_norm(x, 8, weight, cases.EPS)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return normops.add_rms_norm(x, residual, 8, weight, cases.EPS)
+
+
+def module(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    return torch.func.functional_call(normops.RMSNorm(8, cases.EPS), {"weight": weight}, (x, residual))
+
+
+def in_function(call: Call, device: str, dtype: torch.dtype) -> Call:
+    def function(*tensors: Tensor) -> Any:
+        with torch.autocast(device, dtype):
+            return call(*tensors)
+
+    return function
+
+
+def forward_and_backward(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> list[Tensor]:
+    """Outputs, and the gradients of input, residual and weight where there are."""
+    shapes = (3, 8), (3, 8), (8,)
+    leaves = [
+        cases.values(shape, dtype, seed).to(device).requires_grad_()
+        for seed, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    result = call(*leaves)
+    outputs = list(result) if isinstance(result, tuple) else [result]
+    torch.autograd.backward(outputs, [y.detach().sin() for y in outputs])
+    return [*(y.detach() for y in outputs), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
+    assert all(map(same_bits, actual, expected))
+
+
+DTYPES = [
+    *((dtype, dtype, dtype) for dtype in cases.DTYPES),
+    *((dtype, dtype, torch.float32) for dtype in HALVES),
+    *((dtype, torch.float32, torch.float32) for dtype in HALVES),
+]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("autocast_dtype", HALVES, ids=str)
+@pytest.mark.parametrize("call", [norm, add_norm, module])
+def test_eager(call: Call, autocast_dtype: torch.dtype, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    expected = forward_and_backward(call, dtypes, device)
+    assert expected[0].dtype == dtypes[0]
+    assert expected[-1].dtype == dtypes[-1]
+    assert_same(forward_and_backward(in_function(call, device, autocast_dtype), dtypes, device), expected)
+    with torch.autocast(device, autocast_dtype):  # around the backward, too
+        assert_same(forward_and_backward(call, dtypes, device), expected)
+        with torch.autocast(device, enabled=False):
+            assert_same(forward_and_backward(call, dtypes, device), expected)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("call", [norm, add_norm])
+def test_compiled(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    expected = forward_and_backward(call, dtypes, device)
+    for function in (call, in_function(call, device, torch.bfloat16)):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        with torch.autocast(device, torch.bfloat16):
+            assert_same(forward_and_backward(compiled, dtypes, device), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("call", [norm, add_norm])
+def test_compiled_graphs_hold_no_conversion(call: Call, dtype: torch.dtype, device: str) -> None:
+    tensors = (cases.values(shape, dtype).to(device).requires_grad_() for shape in ((3, 8), (3, 8), (8,)))
+    forward, backward = trace(in_function(call, device, torch.bfloat16), *tensors)
+    assert backward is not None
+    assert computed(forward) == ["normops.rms_norm.default" if call is norm else "normops.add_rms_norm.default"]
+    assert computed(backward) == ["normops.rms_norm_backward.default"]
+
+
+class Block(nn.Module):
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """With a dtype, the conversions that autocast would make."""
+        super().__init__()
+        self.up, self.norm, self.down, self.last = (
+            nn.Linear(8, 8, bias=False),
+            normops.RMSNorm(8),
+            nn.Linear(8, 8, bias=False),
+            normops.RMSNorm(8),
+        )
+        self.dtype = dtype
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        if self.dtype is None:
+            return layer(x)
+        return nn.functional.linear(x.to(self.dtype), layer.weight.to(self.dtype))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.norm(self.linear(self.up, x))
+        return (y, *self.last(self.linear(self.down, y), x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("cache_enabled", [True, False])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_model(dtype: torch.dtype, cache_enabled: bool, compiled: bool, device: str) -> None:
+    """Linear layers give 16 bits, the norms' weights and the residual stream are float32, and stay it."""
+    torch.manual_seed(0)
+    block, explicit = Block().to(device), Block(dtype).to(device)
+    explicit.load_state_dict(block.state_dict())
+    x = cases.values((5, 8), torch.float32).to(device)
+    torch._dynamo.reset()
+    run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+    with torch.autocast(device, dtype, cache_enabled=cache_enabled):
+        outputs = run(x)
+    expected = explicit(x)
+    assert [y.dtype for y in outputs] == [dtype, dtype, torch.float32]
+    for y in (outputs, expected):
+        torch.autograd.backward(y, [t.detach().sin() for t in y])
+    gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (block, explicit)]
+    assert [g.dtype for g in gradients[0]] == [torch.float32] * 4
+    assert_same([*outputs, *gradients[0]], [*expected, *gradients[1]])
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    """Autocast for CUDA, seen on fake tensors; a linear layer shows that it is on."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            x, weight = torch.empty(8, 8, device="cuda"), torch.empty(8, device="cuda")
+            assert nn.functional.linear(x, x).dtype == torch.bfloat16
+            for dtype in cases.DTYPES:
+                y = x.to(dtype)
+                assert norm(y, y, weight).dtype == dtype
+                assert [t.dtype for t in add_norm(y, y, weight)] == [dtype, dtype]
+                assert norm(y.cpu(), y, weight.cpu()).dtype == dtype
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+        torch.clear_autocast_cache()

@@ -1,0 +1,170 @@
+"""torch.onnx.export with normops.onnx.translation_table, run by onnxruntime."""
+
+import subprocess
+import sys
+from collections import Counter
+from typing import NamedTuple
+
+import cases
+import oracle
+import pytest
+import torch
+from add_cases import HALVES, exact_sum
+from torch import Tensor, nn
+
+import normops
+from normops.onnx import translation_table
+
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+onnx = pytest.importorskip("onnx")
+
+# torch warns of its own calls.
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+
+ops = torch.ops.normops
+
+EXPORTED, OTHER = (3, 5), (2, 7)  # batch and sequence
+# The sum of so few elements is within the oracle's bounds in whatever order onnxruntime adds them.
+COLS = (2, 8)
+EPS = 2.0**-7  # ONNX stores a float32
+
+
+class Norm(NamedTuple):
+    weight_dtype: torch.dtype | None
+    weight_offset: float = 0.0
+    dims: int = 1
+    eps: float | None = EPS
+
+    @property
+    def normalized_shape(self) -> tuple[int, ...]:
+        return COLS[-self.dims :]
+
+    def weight(self) -> Tensor | None:
+        if self.weight_dtype is None:
+            return None
+        seed = NORMS.index(self)  # torch.onnx merges nodes that compute the same
+        return cases.values(self.normalized_shape, self.weight_dtype, seed)
+
+
+NORMS = (
+    Norm(torch.float16),
+    Norm(torch.bfloat16, 1.1),
+    Norm(torch.float32),
+    Norm(torch.float64, 1.1),
+    Norm(torch.float32, 1.0, dims=2, eps=None),
+    Norm(None),
+    Norm(None, dims=2, eps=None),
+    Norm(None, eps=0.0),
+)
+
+
+class Norms(nn.Module):
+    """Each of NORMS by both operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([norm.weight() for norm in NORMS])
+
+    def forward(self, input: Tensor, residual: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        outputs = []
+        for norm, weight in zip(NORMS, self.weights, strict=True):
+            arguments, keywords = (norm.normalized_shape, weight, norm.eps), {"weight_offset": norm.weight_offset}
+            output = ops.rms_norm(input, *arguments, **keywords)
+            outputs.append((output, *ops.add_rms_norm(input, residual, *arguments, **keywords)))
+        return outputs
+
+
+def export(
+    module: nn.Module, *args: Tensor, opset_version: int = 23, optimize: bool = True
+) -> tuple[torch.onnx.ONNXProgram, Counter[str]]:
+    """With the first two sizes dynamic; and how many there are of each of ONNX's operators."""
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    program = torch.onnx.export(
+        module.eval(),
+        args,
+        dynamo=True,
+        opset_version=opset_version,
+        custom_translation_table=translation_table(),
+        dynamic_shapes=(sizes,) * len(args),
+        optimize=optimize,
+        verbose=False,
+    )
+    assert program is not None
+    onnx.checker.check_model(program.model_proto, full_check=True)
+    return program, Counter(node.op_type for node in program.model_proto.graph.node)
+
+
+def assert_within(output: Tensor, norm: Norm, h: Tensor, dtype: torch.dtype) -> None:
+    assert output.dtype == dtype
+    expected = oracle.rms_norm(h, norm.normalized_shape, norm.weight(), norm.eps, norm.weight_offset, dtype)
+    oracle.assert_within(output, expected, str(norm))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype", "optimize"),
+    [
+        *((dtype, dtype, True) for dtype in cases.DTYPES),
+        *((dtype, torch.float32, True) for dtype in HALVES),
+        (torch.bfloat16, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_operators(dtype: torch.dtype, residual_dtype: torch.dtype, optimize: bool) -> None:
+    """The sum has the bits of eager mode, and is normalized as it was rounded."""
+    dtypes = (dtype, residual_dtype)
+    program, nodes = export(Norms(), *(cases.values((*EXPORTED, *COLS), d) for d in dtypes), optimize=optimize)
+    assert nodes["RMSNormalization"] == 2 * len(NORMS)
+    assert not set(nodes) - {"RMSNormalization", "Cast", "Add", "Identity", "Constant", "Shape", "Expand"}
+    for sizes in (EXPORTED, OTHER):
+        x, residual = (cases.values((*sizes, *COLS), d, seed) for seed, d in enumerate(dtypes))
+        h = exact_sum(x, residual)
+        outputs = program(x, residual)
+        for norm, output, output_of_sum, residual_out in zip(
+            NORMS, outputs[::3], outputs[1::3], outputs[2::3], strict=True
+        ):
+            assert_within(output, norm, x, dtype)
+            assert residual_out.dtype == residual_dtype
+            assert torch.equal(residual_out, h)
+            assert_within(output_of_sum, norm, h, dtype)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = normops.RMSNorm(16, 1e-5), normops.RMSNorm(16, weight_offset=1.0)
+        self.last = normops.RMSNorm(16, elementwise_affine=False)
+        self.middle, self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, residual = self.second(self.middle(self.first(x)), x)
+        y, _ = self.last(self.down(nn.functional.silu(self.up(y))), residual)
+        return y
+
+
+@pytest.mark.parametrize("opset_version", [23, 24])
+def test_model(opset_version: int) -> None:
+    torch.manual_seed(0)
+    block = Block()
+    for norm in (block.first, block.second):
+        nn.init.normal_(norm.weight)
+    program, nodes = export(block, cases.values((*EXPORTED, 16), torch.float32), opset_version=opset_version)
+    assert nodes["RMSNormalization"] == 3
+    assert not set(nodes) & {"ReduceMean", "Sqrt", "Reciprocal", "Pow", "Cast"}
+    for sizes in (EXPORTED, OTHER):
+        x = cases.values((*sizes, 16), torch.float32, 1)
+        # torch's defaults: most of the difference is the matrix products'.
+        torch.testing.assert_close(program(x)[0], block(x).detach())
+
+
+def test_a_missing_onnxscript_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ImportError) as raised:
+        translation_table()
+    expected = "expected onnxscript to be installed for the export to ONNX, but it is not: pip install onnxscript"
+    assert str(raised.value) == expected
+
+
+def test_importing_does_not_import_onnx() -> None:
+    code = "import sys, normops.onnx; print({'onnx', 'onnx_ir', 'onnxscript'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
