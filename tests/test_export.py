@@ -1,0 +1,111 @@
+"""torch.export, AOTInductor packages called from Python and from C++, torch.jit.trace."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from torch import Tensor, nn
+from traced_graphs import operators
+
+import normops
+
+ROOT = Path(__file__).parent.parent
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.first, self.second = normops.RMSNorm(16, 1e-5), normops.RMSNorm(16, weight_offset=1.0)
+        nn.init.normal_(self.second.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, residual = self.first(self.linear(x), x)
+        return self.second(y) + residual
+
+
+@pytest.fixture
+def model(device: str) -> Model:
+    torch.manual_seed(0)
+    return Model().to(device).eval()
+
+
+def exported(model: Model, strict: bool, device: str) -> torch.export.ExportedProgram:
+    sizes = {0: torch.export.Dim("batch", max=512), 1: torch.export.Dim("sequence", max=512)}
+    x = torch.ones(4, 3, 16, device=device)
+    return torch.export.export(model, (x,), dynamic_shapes=(sizes,), strict=strict)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(model: Model, strict: bool, tmp_path: Path, device: str) -> None:
+    """With any batch and sequence, also after it was saved and loaded, and decomposed to core ATen."""
+    program = exported(model, strict, device)
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2")
+    for version in (program, loaded, loaded.run_decompositions()):
+        ours = [name for name in operators(version.graph_module) if name.startswith("normops.")]
+        assert ours == ["normops.add_rms_norm.default", "normops.rms_norm.default"]
+        for batch, sequence in ((4, 3), (1, 7), (9, 1)):
+            x = cases.values((batch, sequence, 16), torch.float32).to(device)
+            assert torch.equal(version.module()(x), model(x))
+
+
+def test_export_of_training(device: str) -> None:
+    """The program of torch.export still has its gradients."""
+    torch.manual_seed(0)
+    model = Model().to(device)
+    program = torch.export.export(model, (torch.ones(4, 3, 16, device=device),)).module()
+    x = cases.values((4, 3, 16), torch.float32).to(device)
+    for module in (model, program):
+        module(x).square().sum().backward()
+    for a, b in zip(model.parameters(), program.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+def test_compiled_package(model: Model, tmp_path: Path, device: str) -> None:
+    """Built once, called from Python in another process, and from a C++ program that never starts Python."""
+    package = torch._inductor.aoti_compile_and_package(
+        exported(model, False, device), package_path=str(tmp_path / "model.pt2")
+    )
+    code = "import sys, torch, normops; package = torch._inductor.aoti_load_package(sys.argv[1]); "
+    code += f"print(package(torch.ones(7, 2, 16, device='{device}')).double().sum().item())"
+    result = subprocess.run([sys.executable, "-c", code, package], capture_output=True, text=True, check=True)
+    x = torch.ones(7, 2, 16, device=device)
+    expected = model(x).double().sum().item()
+    torch.testing.assert_close(float(result.stdout), expected, rtol=1e-5, atol=0.0)
+    if device != "cpu":
+        return
+
+    folder = Path(torch.__path__[0])
+    program = tmp_path / "run_package"
+    command = ["g++", "-std=c++20", str(ROOT / "examples" / "run_package.cpp"), "-o", str(program)]
+    command += [f"-I{folder}/include", f"-I{folder}/include/torch/csrc/api/include", f"-L{folder}/lib"]
+    command += [f"-Wl,-rpath,{folder}/lib", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run(command, check=True)
+    library = normops.build_info()["library"]
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+    linked += subprocess.run(["ldd", library], capture_output=True, text=True, check=True).stdout
+    assert "python" not in "".join(line.split("=>")[0] for line in linked.splitlines())
+    result = subprocess.run([program, library, package, "7", "2", "16"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    torch.testing.assert_close(float(result.stdout), expected, rtol=1e-5, atol=0.0)
+    missing = subprocess.run([program, "/nowhere.so", package, "7"], capture_output=True, text=True, check=False)
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert "/nowhere.so" in missing.stderr
+
+
+def test_trace(model: Model, tmp_path: Path, device: str) -> None:
+    x = cases.values((4, 3, 16), torch.float32).to(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(model, x)
+        torch.jit.save(traced, tmp_path / "model.pt")
+        loaded = torch.jit.load(tmp_path / "model.pt")
+    assert str(traced.inlined_graph).count("normops::") == 2
+    other = cases.values((2, 5, 16), torch.float32, 1).to(device)
+    for version in (traced, loaded):
+        assert torch.equal(version(other), model(other))
