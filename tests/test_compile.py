@@ -1,0 +1,266 @@
+"""torch.compile beyond the graphs: how often it compiles, sizes that depend on data, backends, modes, caches."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
+from traced_graphs import trace
+
+import normops
+
+ops = torch.ops.normops
+
+
+def plain(x: Tensor, w: Tensor) -> Tensor:
+    return normops.rms_norm(x, x.shape[-1], w, 1e-5)
+
+
+def with_residual(x: Tensor, w: Tensor) -> Tensor:
+    y, h = normops.add_rms_norm(x, x * 2, x.shape[-1], w, weight_offset=1.0)
+    return y + h
+
+
+NORMS = pytest.mark.parametrize("norm", [plain, with_residual], ids=lambda norm: norm.__name__)
+
+
+def problem(shape: tuple[int, ...], device: str) -> tuple[Tensor, Tensor]:
+    x, w = cases.values(shape, torch.float32).to(device), cases.values(shape[-1:], torch.float32, 1).to(device)
+    return x.requires_grad_(), w.requires_grad_()
+
+
+def derivatives(call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    output = call(*inputs)
+    return output.detach(), *torch.autograd.grad(output.sum(), inputs)
+
+
+def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def compilations(
+    norm: Callable[..., Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    device: str,
+    mark: Callable[[Tensor, int], None] | None = None,
+    *,
+    dynamic: bool | None = None,
+) -> list[int]:
+    """How many graphs were compiled by the end of each call, forward and backward."""
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(norm, backend=backend, fullgraph=True, dynamic=dynamic)
+    counts = []
+    for shape in shapes:
+        x, w = problem(shape, device)
+        if mark is not None:
+            mark(x, 0)
+        assert_equal(derivatives(compiled, (x, w)), derivatives(norm, (x, w)))
+        counts.append(backend.frame_count)
+    return counts
+
+
+ROWS = [(rows, 16) for rows in (5, 9, 7, 33, 1024, 2, 3)]
+
+
+@NORMS
+def test_marked_rows_compile_once(norm: Callable[..., Tensor], device: str) -> None:
+    assert compilations(norm, ROWS, device, torch._dynamo.mark_dynamic) == [1] * len(ROWS)
+
+
+@NORMS
+def test_rows_compile_once_more_when_they_are_found_to_vary(norm: Callable[..., Tensor], device: str) -> None:
+    assert compilations(norm, ROWS, device) == [1] + [2] * (len(ROWS) - 1)
+
+
+@NORMS
+@pytest.mark.parametrize("shapes", [ROWS, [(5, 16), (5, 17), (9, 64), (3, 1000)], [(2, 5, 8), (3, 7, 8), (4, 2, 9)]])
+def test_dynamic_shapes_compile_once(norm: Callable[..., Tensor], shapes: list[tuple[int, ...]], device: str) -> None:
+    first, *others = compilations(norm, shapes, device, dynamic=True)
+    assert first <= 2  # torch traces a function again that has a float among its defaults, whatever it calls
+    assert set(others) == {first}
+
+
+@NORMS
+def test_unbacked_rows_compile_once_for_none_and_one_too(norm: Callable[..., Tensor], device: str) -> None:
+    """Dynamo compiles sizes 0 and 1 on their own; where it is kept from that, the operators do not ask for it."""
+    shapes = [(rows, 16) for rows in (5, 0, 1, 2, 33)]
+    assert compilations(norm, shapes, device, torch._dynamo.decorators.mark_unbacked) == [1] * len(shapes)
+
+
+def masked(norm: Callable[..., Tensor], x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
+    return norm(x[rows < rows[-1]], w)
+
+
+def nonzero(norm: Callable[..., Tensor], x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
+    return norm(x.index_select(0, (rows < rows[-1]).nonzero().squeeze(1)), w)
+
+
+def item(norm: Callable[..., Tensor], x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
+    count = rows[-1].item()
+    torch._check(count >= 0)
+    torch._check(count <= x.shape[0])
+    return norm(x[:count], w)
+
+
+@pytest.mark.parametrize(
+    ("norm", "select", "backend"),
+    [
+        *((norm, select, "aot_eager") for norm in (plain, with_residual) for select in (masked, nonzero, item)),
+        (plain, item, "inductor"),
+        (with_residual, masked, "inductor"),
+    ],
+)
+def test_sizes_that_depend_on_data(
+    norm: Callable[..., Tensor], select: Callable[..., Tensor], backend: str, device: str
+) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    x, w = problem((8, 16), device)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        compiled = torch.compile(select, backend=counter, fullgraph=True)
+        for count in (3, 1, 0, 7):
+            rows = torch.arange(8, device=device)
+            rows[-1] = count
+            actual, expected = (
+                derivatives(lambda x, w, call=call, rows=rows: call(norm, x, w, rows), (x, w))
+                for call in (compiled, select)
+            )
+            assert actual[0].shape == (count, 16)
+            torch.testing.assert_close(actual, expected)
+    assert counter.frame_count == 1
+
+
+def test_no_graph_breaks(device: str) -> None:
+    module = normops.RMSNorm(16, 1e-5, weight_offset=1.0).to(device)
+
+    def everything(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        x = normops.rms_norm(x, 16)
+        x, residual = normops.add_rms_norm(x, residual, [16])
+        x, residual = module(module(x), residual)
+        y, h = x.detach().clone(), residual.detach().clone()
+        normops.rms_norm_(y, (16,))
+        normops.add_rms_norm_(y, h, 16)
+        return x, residual, y, h
+
+    torch._dynamo.reset()
+    x = problem((4, 16), device)[0]
+    explained = torch._dynamo.explain(everything)(x, x * 2)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+    compiled = torch.compile(everything, backend="aot_eager", fullgraph=True)
+    assert_equal(compiled(x, x * 2), everything(x, x * 2))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "is_batched", "backend"),
+    [
+        *((norm, is_batched, "aot_eager") for norm in (plain, with_residual) for is_batched in (False, True)),
+        (plain, True, "inductor"),
+        (with_residual, False, "inductor"),
+    ],
+)
+def test_derivatives_taken_inside(
+    norm: Callable[..., Tensor], is_batched: bool, backend: str, dynamic: bool, device: str
+) -> None:
+    x, w = (tensor.detach() for tensor in problem((4, 3, 16), device))
+    gradient = torch.func.grad(lambda x, w: norm(x, w).pow(3).sum(), argnums=(0, 1))
+    if is_batched:
+        gradient = torch.vmap(gradient, in_dims=(0, None))
+    torch._dynamo.reset()
+    compiled = torch.compile(gradient, backend=backend, fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(compiled(x, w), gradient(x, w))
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode"), [("inductor", "reduce-overhead"), ("inductor", "max-autotune"), ("cudagraphs", None)]
+)
+def test_modes_and_cuda_graphs(backend: str, mode: str | None, device: str) -> None:
+    """On a GPU, all three record a CUDA graph and replay it."""
+    torch._dynamo.reset()
+    counters.clear()
+    module = normops.RMSNorm(64, 1e-5).to(device)
+    compiled = torch.compile(module, backend=backend, mode=mode, fullgraph=True)
+    for seed in range(4):
+        x = cases.values((5, 64), torch.float32, seed).to(device).requires_grad_()
+        torch.compiler.cudagraph_mark_step_begin()
+        for actual, expected in zip(derivatives(compiled, (x,)), derivatives(module, (x,)), strict=True):
+            assert torch.equal(actual, expected)
+    if device == "cuda":
+        assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@NORMS
+def test_graphs_hold_nothing_that_a_cuda_graph_cannot_capture(norm: Callable[..., Tensor], dynamic: bool) -> None:
+    """No number in a CPU tensor, no write into an input, nothing whose shape depends on data."""
+    x, w = (tensor.detach().to("meta").requires_grad_() for tensor in problem((6, 16), "cpu"))
+    for graph in trace(norm, x, w, dynamic=dynamic):
+        assert graph is not None
+        values = [node.meta["val"] for node in graph.graph.nodes if "val" in node.meta]
+        values += [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+        assert {value.device.type for value in tree_leaves(values) if isinstance(value, Tensor)} == {"meta"}
+    for op in (ops.rms_norm.default, ops.add_rms_norm.default, ops.rms_norm_backward.default):
+        assert not op._schema.is_mutable
+        assert op.tags == [torch.Tag.pt2_compliant_tag]
+
+
+def test_inference_mode(device: str) -> None:
+    torch._dynamo.reset()
+    module = normops.RMSNorm(16).to(device)
+    compiled = torch.compile(module, fullgraph=True)
+    x = problem((4, 16), device)[0]
+    with torch.inference_mode():
+        outputs = [compiled(x), *compiled(x, x)]
+        expected = [module(x), *module(x, x)]
+    assert_equal(outputs, expected)
+    for output in outputs:
+        assert output.is_inference()
+        assert not output.requires_grad
+
+
+def test_cpp_wrapper(device: str) -> None:
+    torch._dynamo.reset()
+    x, w = problem((4, 16), device)
+    with torch._inductor.config.patch(cpp_wrapper=True), torch.no_grad():
+        y = torch.compile(with_residual, fullgraph=True)(x, w)
+    torch.testing.assert_close(y, with_residual(x, w))
+
+
+TRAINING = """
+import json, torch, normops
+from torch._dynamo.utils import counters
+
+norm = normops.RMSNorm(16, 1e-3)
+step = torch.compile(lambda x, residual: norm(*norm(x, residual)), fullgraph=True)
+x, residual = (torch.randn(5, 16, requires_grad=True) for _ in range(2))
+torch.autograd.backward(step(x, residual), (x.detach(), residual.detach()))
+print(json.dumps([counters["aot_autograd"], counters["inductor"]]))
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }
+    command = [sys.executable, "-c", TRAINING]
+    first, second = (
+        json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+        for _ in range(2)
+    )
+    assert (first[0]["autograd_cache_miss"], first[0]["autograd_cache_saved"]) == (1, 1)
+    assert (second[0]["autograd_cache_hit"], second[1]["fxgraph_cache_hit"]) == (1, 2)  # the graphs each way
+    assert "autograd_cache_miss" not in second[0]
+    assert "fxgraph_cache_miss" not in second[1]
