@@ -189,7 +189,6 @@ def test_gradcheck(used: tuple[int, ...], has_weight: bool, device: str) -> None
 @pytest.mark.parametrize(
     "transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian], ids=lambda t: t.__name__
 )
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_func_transforms(transform: Callable[..., Callable[..., object]], device: str) -> None:
     x, residual, w = (t.detach() for t in doubles((2, 3), (2, 3), (3,), device=device))
 

@@ -52,11 +52,12 @@ def add_norm(t: Problem) -> tuple[Tensor, ...]:
 
 
 def both_norms(t: Problem) -> tuple[Tensor, ...]:
-    """The last operator's inputs, or an output of it, are the last that the backward needs."""
+    """The last that the backward needs is an output of the last operator."""
     return add_norm(t._replace(input=norm(t)[0] * 2))
 
 
 def norm_of_sum(t: Problem) -> tuple[Tensor, ...]:
+    """The last that the backward needs are the arguments of the last operator."""
     return norm(t._replace(input=add_norm(t)[0] * 2))
 
 
@@ -181,9 +182,9 @@ def test_activation_checkpointing(block: Block, use_reentrant: bool, early_stop:
         assert_same_bits(gradients(outputs, t), expected)
     assert calls.counts.pop("rms_norm_backward") == once.total()
     again = calls.counts - once
-    assert again <= once
-    # Stopping early, the last operator need not run again.
-    assert again.total() >= once.total() - early_stop
+    # Stopping early, the last operator need not run again if it saves nothing but its arguments.
+    spared = early_stop and block in (norm, norm_of_sum)
+    assert again == once - Counter(rms_norm=int(spared))
 
 
 def selective(block: Block, saved: Collection[object]) -> Callable[..., tuple[Tensor, ...]]:
