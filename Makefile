@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= build/gpu
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-CPP := $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+CPP := $(shell find csrc tests bench examples -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: install test lint format demo bench bench-instructions check-cuda-compile package clean \
 	check-gpu gpu-build gpu-test gpu-test-triton gpu-memcheck gpu-racecheck gpu-bench
@@ -45,7 +45,6 @@ demo: install
 	$(BIN)/python examples/baby_llama.py $(ARGS)
 
 bench: install
-	$(BIN)/pip install --quiet onnx==1.23.2 onnxruntime==1.31.1
 	$(BIN)/python -m bench $(ARGS)
 
 # Needs nvcc on PATH, and no GPU: compiles every CUDA kernel, and reads what became of it.

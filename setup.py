@@ -110,9 +110,7 @@ class Build(BuildExtension):
             print(f"  CUDA: {CUDA.nvcc} {CUDA.version} for {' '.join(f'sm_{arch}' for arch in CUDA.archs)}")
         super().run()
         # What normops/__init__.py compares before it loads the extension.
-        (Path(self.get_ext_fullpath(MODULE)).parent / "_built_with.py").write_text(
-            f'TORCH_MINOR = "{TORCH_MINOR}"\n'
-        )
+        (Path(self.get_ext_fullpath(MODULE)).parent / "_built_with.py").write_text(f'TORCH_MINOR = "{TORCH_MINOR}"\n')
 
     def get_ext_filename(self, fullname: str) -> str:
         name: str = super().get_ext_filename(fullname)  # type: ignore[no-untyped-call]

@@ -2,12 +2,14 @@
 
     python examples/baby_llama.py [--norm all|torch|eager|fused|compiled] [--steps N] [--device cpu|cuda]
                                   [--dtype float32|bfloat16] [--out DIR]
+    torchrun --nproc-per-node 2 examples/baby_llama.py ...
 
 It needs tqdm and matplotlib besides normops, and nothing is downloaded: the text is the source code of the
 Python standard library, byte by byte. The model takes the class of its norms as an argument, and whether they
 add to the residual stream as well, one operator for both. This and torch.compile are all that differs between
 the variants: they start from the same weights and see the same batches. In bfloat16 the norms keep float32
-weights; a CPU without instructions for bfloat16 is very slow.
+weights; a CPU without instructions for bfloat16 is very slow. Under torchrun, each process has its part of
+the same batches, and FSDP keeps a part of the parameters in each (data_parallel.py): the losses are the same.
 
 The script prints the operators that torch.compile finds in the model, trains the variants, prints a table,
 draws the loss curves to DIR/loss.png and lets the last model write some text. The columns of the table:
@@ -24,7 +26,8 @@ draws the loss curves to DIR/loss.png and lets the last model write some text. T
                  normops::rms_norm_backward.
     norms %      the same as a share of the wall time of a step under the profiler
     peak MB      parameters, buffers and optimizer state, plus the most bytes in all other tensors, gradients
-                 among them, at any one time in a step; what libraries allocate for themselves is not counted
+                 among them, at any one time in a step; what libraries allocate for themselves is not counted.
+                 Under torchrun it is that of the first process, as are the times.
 """
 
 import argparse
@@ -39,6 +42,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import data_parallel
 import torch
 import torch.nn.functional as F
 from llama_model import CONTEXT, DIM, AddNorm, Llama
@@ -106,10 +110,11 @@ class Corpus:
 
 
 def batches(windows: Tensor, device: str) -> Iterator[Tensor]:
-    """Yield batches of random windows without end, the same ones each time."""
+    """Yield this process's part of batches of random windows without end, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
     while True:
-        yield windows[torch.randint(len(windows), (BATCH,), generator=generator)].long().to(device)
+        batch = windows[torch.randint(len(windows), (BATCH,), generator=generator)]
+        yield data_parallel.part_of(batch).long().to(device)
 
 
 def build_model(variant: Variant, device: str, dtype: torch.dtype) -> Llama:
@@ -129,7 +134,7 @@ def loss_of(model: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
 @torch.no_grad()
 def validation_loss(model: Llama, windows: Tensor, device: str) -> float:
     stream = batches(windows, device)
-    return statistics.mean(loss_of(model, next(stream)).item() for _ in range(16))
+    return statistics.mean(data_parallel.mean(loss_of(model, next(stream))) for _ in range(16))
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -148,7 +153,8 @@ def train(
     seconds: list[float] = []
     # In a file or a pipe the bar cannot be drawn over itself, so it is drawn less often.
     interval = 0.1 if sys.stderr.isatty() else 10
-    progress = tqdm(range(steps), desc=f"{label:28}", unit="step", mininterval=interval)
+    quiet = not data_parallel.is_first()
+    progress = tqdm(range(steps), desc=f"{label:28}", unit="step", mininterval=interval, disable=quiet)
     for _ in progress:
         start = time.perf_counter()
         losses.append(train_step())
@@ -161,7 +167,10 @@ def train(
 
 def run(variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dtype) -> tuple[Result, Llama]:
     model = build_model(variant, device, dtype)
-    forward = torch.compile(model, fullgraph=True) if variant.compiled else model
+    data_parallel.shard(model, device)
+    # Where parameters are gathered from other processes, a graph ends.
+    whole = data_parallel.processes() == 1
+    forward = torch.compile(model, fullgraph=whole) if variant.compiled else model
     optimizer = AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
     stream = batches(data.training, device)
@@ -172,7 +181,7 @@ def run(variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dt
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return data_parallel.mean(loss)
 
     losses, seconds = train(variant.label, train_step, schedule, steps)
     median = statistics.median(seconds[min(3, steps - 1) :])
@@ -180,7 +189,7 @@ def run(variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dt
     norms = [] if variant.compiled else [module for module in model.modules() if isinstance(module, AddNorm)]
     profiled = profile_steps(train_step, norms, device)
     state = [value for values in optimizer.state.values() for value in values.values()]
-    resident = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *state))
+    resident = sum(map(data_parallel.nbytes, (*model.parameters(), *model.buffers(), *state)))
     result = Result(
         label=variant.label,
         losses=losses,
@@ -291,15 +300,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse_arguments(arguments)
+def compare(options: argparse.Namespace) -> None:
     # What torch.nn.RMSNorm says about a bfloat16 input and a float32 weight, which are meant here.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     data = Corpus.standard_library()
     parameters = sum(parameter.numel() for parameter in Llama(nn.RMSNorm, fused=False).parameters())
     print(
         f"Llama of {parameters / 1e6:.1f} M parameters, {len(data.training) / 1e6:.1f} MB of Python source,"
-        f" {options.device}, {options.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}\n"
+        f" {options.device}, {options.dtype}, processes: {data_parallel.processes()}, threads of each:"
+        f" {torch.get_num_threads()}, torch {torch.__version__}\n"
     )
     print_operators()
 
@@ -312,10 +321,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     header = ["norms", "train loss", "val. loss", "tokens/s", "compile s", "norms ms", "norms %", "peak MB"]
     print_table([header, *map(table_row, results)])
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    plot_losses(results, options.out / "loss.png")
+    if data_parallel.is_first():
+        options.out.mkdir(parents=True, exist_ok=True)
+        plot_losses(results, options.out / "loss.png")
     print(f"\nloss curves: {options.out / 'loss.png'}")
     print(f"\n{results[-1].label} wrote:\n{sample(model, 'def ', 400, options.device)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    with data_parallel.joined(options.device):
+        if BATCH % data_parallel.processes():
+            raise SystemExit(f"{data_parallel.processes()} processes cannot share batches of {BATCH} equally")
+        compare(options)
 
 
 if __name__ == "__main__":

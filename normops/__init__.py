@@ -22,6 +22,7 @@ from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_
 from normops.modules import RMSNorm
 
 _after_import("torch.utils.flop_counter", "normops.flops")
+_after_import("torch.distributed.tensor", "normops.sharding")
 _after_import("torch.nested._internal.ops", "normops.nested")
 
 __version__ = build_info()["version"]

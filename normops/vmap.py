@@ -83,20 +83,9 @@ def _rms_norm(
     return output.to(x.dtype)
 
 
-def _rms_norm_(
-    input: _Batch,
-    normalized_shape: _Shape,
-    weight: _OptionalBatch = None,
-    eps: float | None = None,
-    *,
-    weight_offset: float = 0.0,
-) -> None:
+def _rms_norm_(input: _Batch, *args: Any, **kwargs: Any) -> None:
     _check_target("rms_norm_", "input", input)
-    if weight is None or weight.is_shared:
-        _C.check_rms_norm(input.sample(), normalized_shape, _sample(weight), eps)
-        _ops.rms_norm_(input.tensor, normalized_shape, _tensor(weight), eps, weight_offset=weight_offset)
-    else:
-        input.tensor.copy_(_rms_norm(input, normalized_shape, weight, eps, weight_offset=weight_offset))
+    input.tensor.copy_(_rms_norm(input, *args, **kwargs))
 
 
 def _add_rms_norm(
@@ -117,26 +106,12 @@ def _add_rms_norm(
     return output.to(x.dtype), h
 
 
-def _add_rms_norm_(
-    input: _Batch,
-    residual: _Batch,
-    normalized_shape: _Shape,
-    weight: _OptionalBatch = None,
-    eps: float | None = None,
-    *,
-    weight_offset: float = 0.0,
-) -> None:
+def _add_rms_norm_(input: _Batch, residual: _Batch, *args: Any, **kwargs: Any) -> None:
     _check_target("add_rms_norm_", "input", input)
     _check_target("add_rms_norm_", "residual", residual)
-    if weight is None or weight.is_shared:
-        _C.check_add_rms_norm(input.sample(), residual.sample(), normalized_shape, _sample(weight), eps)
-        _ops.add_rms_norm_(
-            input.tensor, residual.tensor, normalized_shape, _tensor(weight), eps, weight_offset=weight_offset
-        )
-    else:
-        results = _add_rms_norm(input, residual, normalized_shape, weight, eps, weight_offset=weight_offset)
-        for target, result in zip((input, residual), results, strict=True):
-            target.tensor.copy_(result)
+    output, residual_out = _add_rms_norm(input, residual, *args, **kwargs)
+    input.tensor.copy_(output)
+    residual.tensor.copy_(residual_out)
 
 
 def _rms_norm_backward(
@@ -171,10 +146,10 @@ def _rms_norm_backward(
             )
             for i in range(input.size)
         ]
-        grad_inputs, grad_weights = zip(*results, strict=True)
-        return torch.stack(grad_inputs) if output_mask[0] else None, torch.stack(grad_weights) if output_mask[
-            1
-        ] else None
+        of_inputs, of_weights = zip(*results, strict=True)
+        grad_input = torch.stack(of_inputs) if output_mask[0] else None
+        grad_weight = torch.stack(of_weights) if output_mask[1] else None
+        return grad_input, grad_weight
 
     compute = _compute_dtype(x)
     grad_input = grad_weight = None

@@ -1,29 +1,69 @@
-"""The example runs as a user would run it."""
+"""The example says what it is said to show, and trains the same in several processes."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def test_baby_llama(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/baby_llama.py", "--steps", "3", "--out", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def run(*command: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def table(output: str) -> dict[str, dict[str, str]]:
+    """The rows of the table by their first column."""
+    lines = [re.split(r"  +", line) for line in output.splitlines()]
+    start = next(i for i, cells in enumerate(lines) if cells[0] == "norms")
+    rows = (cells for cells in lines[start + 1 :] if len(cells) == len(lines[start]))
+    return {cells[0]: dict(zip(lines[start], cells, strict=True)) for cells in rows}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the example prints in one process, for all variants."""
+    folder = tmp_path_factory.mktemp("baby_llama")
+    result = run(sys.executable, "examples/baby_llama.py", "--steps", "3", "--out", str(folder))
     assert result.returncode == 0, result.stderr
-    assert "one operator forward and one rms_norm_backward for each of the 9 norms: yes" in result.stdout
-    lines = result.stdout.splitlines()
-    graphs = [line for line in lines if line.startswith(("RMSNorm ", "Llama forward", "Llama backward"))]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    return result.stdout
+
+
+def test_baby_llama(alone: str) -> None:
+    assert "one operator forward and one rms_norm_backward for each of the 9 norms: yes" in alone
+    graphs = [line for line in alone.splitlines() if line.startswith(("RMSNorm ", "Llama forward", "Llama backward"))]
     assert [line.split()[-1] for line in graphs] == ["yes"] * 4
-    header = next(i for i, line in enumerate(lines) if line.startswith("norms  "))
-    losses = [float(line.split()[-7]) for line in lines[header + 1 : header + 5]]
+    losses = [float(row["train loss"]) for row in table(alone).values()]
+    assert len(losses) == 4
     assert all(5 < loss < 6 for loss in losses)
     assert max(losses) - min(losses) < 0.01
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_baby_llama_says_what_is_missing() -> None:
-    command = [sys.executable, "examples/baby_llama.py", "--steps", "1"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert "--steps must be at least 2" in result.stderr
+def test_baby_llama_in_two_processes(alone: str, tmp_path: Path) -> None:
+    result = run(*TORCHRUN, "examples/baby_llama.py", "--norm", "fused", "--steps", "3", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "processes: 2" in result.stdout
+    ((label, actual),) = table(result.stdout).items()
+    expected = table(alone)[label]
+    for loss in ("train loss", "val. loss"):
+        # Printed with four digits, of which the last may be rounded either way.
+        assert abs(float(actual[loss]) - float(expected[loss])) < 0.00015
+    # Each keeps a part of the parameters.
+    assert float(actual["peak MB"]) < 0.75 * float(expected["peak MB"])
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ((sys.executable, "examples/baby_llama.py", "--steps", "1"), "--steps must be at least 2"),
+        ((*TORCHRUN[:-1], "3", "examples/baby_llama.py"), "3 processes cannot share batches of 8 equally"),
+    ],
+)
+def test_baby_llama_says_what_is_missing(command: tuple[str, ...], message: str) -> None:
+    result = run(*command)
+    assert result.returncode != 0
+    assert message in result.stderr

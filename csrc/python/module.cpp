@@ -66,9 +66,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "check_add_rms_norm",
       [](const at::Tensor& input, const at::Tensor& residual, const std::vector<c10::SymInt>& normalized_shape,
-         const std::optional<at::Tensor>& weight, std::optional<double> eps) {
-        normops::check_add_rms_norm(input, residual, normalized_shape, weight, eps);
-      },
+         const std::optional<at::Tensor>& weight,
+         std::optional<double> eps) { normops::check_add_rms_norm(input, residual, normalized_shape, weight, eps); },
       py::arg("input"), py::arg("residual"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
       py::arg("eps") = py::none());
   m.def(

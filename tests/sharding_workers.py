@@ -1,0 +1,556 @@
+"""What test_sharding runs in several processes at once: each function here that is a case, in every one of them."""
+
+import itertools
+import random
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cases
+import oracle
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
+from traced_graphs import operators, trace
+
+import normops
+from normops import _C
+from normops.sharding import SequenceParallel
+
+ops = torch.ops.normops
+rms_norm: Callable[..., Any] = normops.rms_norm
+add_rms_norm: Callable[..., Any] = normops.add_rms_norm
+
+Placements = tuple[Placement, ...]
+
+
+class Case(NamedTuple):
+    function: Callable[[], None]
+    processes: int
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(*processes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Names a function as a case, for each of these numbers of processes."""
+
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        CASES.update({f"{function.__name__}-{number}": Case(function, number) for number in processes})
+        return function
+
+    return register
+
+
+def run(rank: int, names: list[str], processes: int, folder: Path) -> None:
+    """Runs cases and writes what each raised to a file; stops after one that fails in some processes, not in all."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store-{processes}"), processes)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=timedelta(seconds=60))
+    for name in names:
+        try:
+            CASES[name].function()
+            error = ""
+        except Exception:
+            error = traceback.format_exc()
+        (folder / f"{name}.{rank}").write_text(error)
+        store.set(f"{name}.{rank}", "failed" if error else "passed")
+        if len({store.get(f"{name}.{other}") for other in range(processes)}) > 1:
+            return
+    dist.destroy_process_group()
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape or (dist.get_world_size(),))
+
+
+def placed(tensor: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    """The tensor, which all processes have, distributed; where it is to be Partial, as equal parts of the sum."""
+    parts = [i for i, p in enumerate(placements) if p.is_partial()]
+    whole = distribute_tensor(
+        tensor.clone(), mesh, [Replicate() if i in parts else p for i, p in enumerate(placements)]
+    )
+    local = whole.to_local()
+    for i in parts:  # by a power of two, which is exact
+        local = local / mesh.size(i)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def grad_of(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor.grad, DTensor)
+    return tensor.grad
+
+
+def communicated(call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    with CommDebugMode() as mode:
+        result = call()
+    return result, {str(op).rpartition(".")[2]: count for op, count in mode.get_comm_counts().items()}
+
+
+def assert_equal(actual: Any, expected: Tensor) -> None:
+    assert isinstance(actual, DTensor)
+    assert (actual.dtype, actual.shape, actual.stride()) == (expected.dtype, expected.shape, expected.stride())
+    assert torch.equal(actual.full_tensor(), expected)
+
+
+def normalized(shape: tuple[int, ...], dims: int) -> tuple[int, ...]:
+    return shape[len(shape) - dims :]
+
+
+ROWS = (
+    # shape, normalized dimensions, the sharded one; uneven and empty shards among them
+    ((4, 3, 8), 1, 0),
+    ((4, 3, 8), 1, 1),
+    ((5, 2, 3, 4), 2, 0),
+    ((2, 7, 3, 4), 2, 1),
+    ((1, 8), 1, 0),
+    ((3, 8), 1, 0),
+)
+
+
+@case(2, 4)
+def shards_of_rows_stay_where_they_are() -> None:
+    mesh = mesh_of()
+    for (shape, dims, d), dtype, has_weight in itertools.product(ROWS, (torch.float32, torch.bfloat16), (True, False)):
+        shard, replicate, ns = (Shard(d),), (Replicate(),), normalized(shape, dims)
+        x, dy = cases.values(shape, dtype, 1), cases.values(shape, dtype, 2)
+        w = cases.values(ns, torch.float32, 3) if has_weight else None
+        given = placed(x, mesh, shard).requires_grad_()
+        weight = placed(w, mesh, replicate).requires_grad_() if w is not None else None
+        grad = placed(dy, mesh, shard)
+
+        output, sent = communicated(lambda: rms_norm(given, ns, weight, cases.EPS))  # noqa: B023
+        assert sent == {}
+        assert output.placements == shard
+        assert_equal(output, rms_norm(x, ns, w, cases.EPS))
+
+        _, sent = communicated(lambda: output.backward(grad))  # noqa: B023
+        assert sent == {}
+        expected = oracle.rms_norm_backward(dy, x, ns, w, cases.EPS)
+        assert grad_of(given).placements == shard
+        assert_equal(given.grad, ops.rms_norm_backward(dy, x, ns, w, cases.EPS)[0])
+        if weight is not None:
+            assert grad_of(weight).placements == (Partial(),)
+            assert expected.grad_weight is not None
+            oracle.assert_within(grad_of(weight).full_tensor(), expected.grad_weight, "grad_weight")
+
+
+@case(2, 4)
+def a_sharded_normalized_dimension_is_gathered() -> None:
+    mesh = mesh_of()
+    x, dy, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((5, 3, 8), (5, 3, 8), (3, 8))))
+    for d in (1, 2):
+        given = placed(x, mesh, (Shard(d),)).requires_grad_()
+        weight = placed(w, mesh, (Replicate(),)).requires_grad_()
+        output, sent = communicated(lambda: rms_norm(given, (3, 8), weight))  # noqa: B023
+        assert sent == {"all_gather_into_tensor": 1}
+        assert output.placements == (Replicate(),)
+        assert_equal(output, rms_norm(x, (3, 8), w))
+        grad = placed(dy, mesh, (Replicate(),))
+        _, sent = communicated(lambda: output.backward(grad))  # noqa: B023
+        assert sent == {"all_gather_into_tensor": 1}
+        grad_input, grad_weight = ops.rms_norm_backward(dy, x, (3, 8), w)
+        assert_equal(given.grad, grad_input)
+        assert_equal(weight.grad, grad_weight)
+
+
+@case(2)
+def what_is_not_sharded_by_rows_is_replicated() -> None:
+    mesh = mesh_of()
+    x, h, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((4, 3, 8), (4, 3, 8), (8,))))
+    rows, replicate, partial = (Shard(0),), (Replicate(),), (Partial(),)
+    norm, add = ops.rms_norm.default, ops.add_rms_norm.default
+    for op, operands, weight, sent, output in (
+        (norm, (partial,), replicate, {"all_reduce": 1}, replicate),
+        (norm, (rows,), (Shard(0),), {"all_gather_into_tensor": 1}, rows),
+        (norm, (rows,), partial, {"all_reduce": 1}, rows),
+        (add, (rows, rows), replicate, {}, rows),
+        (add, (rows, replicate), replicate, {}, rows),
+        (add, (replicate, rows), replicate, {}, rows),
+        (add, (partial, rows), replicate, {"reduce_scatter_tensor": 1}, rows),
+        (add, (partial, replicate), replicate, {"all_reduce": 1}, replicate),
+        (add, ((Shard(2),), rows), replicate, {"all_gather_into_tensor": 1}, rows),
+        (add, ((Shard(2),), (Shard(2),)), replicate, {"all_gather_into_tensor": 2}, replicate),
+    ):
+        whole = (x, h)[: len(operands)]
+        given = [placed(t, mesh, p) for t, p in zip((*whole, w), (*operands, weight), strict=True)]
+        outputs, actually_sent = communicated(lambda: op(*given[:-1], [8], given[-1]))  # noqa: B023
+        assert actually_sent == sent, (op, operands, weight)
+        expected = op(*whole, [8], w)
+        for actual, wanted in zip(*((r,) if op is norm else r for r in (outputs, expected)), strict=True):
+            assert actual.placements == output, (op, operands, weight)
+            assert_equal(actual, wanted)
+
+
+@case(2)
+def any_combination_of_outputs_is_computed() -> None:
+    mesh = mesh_of()
+    x, dy, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((5, 8), (5, 8), (8,))))
+    given = placed(dy, mesh, (Shard(0),)), placed(x, mesh, (Shard(0),))
+    weight = placed(w, mesh, (Replicate(),))
+    # Each must be a key of its own in the cache of shardings.
+    for mask, has_weight in itertools.product(((True, False), (True, True), (False, True)), (True, False)):
+        actual = ops.rms_norm_backward(*given, [8], weight if has_weight else None, output_mask=mask)
+        expected = ops.rms_norm_backward(dy, x, [8], w if has_weight else None, output_mask=mask)
+        assert [a is None for a in actual] == [e is None for e in expected]
+        if mask[0]:
+            assert_equal(actual[0], expected[0])
+        if mask[1] and has_weight:
+            assert actual[1].placements == (Partial(),)
+            torch.testing.assert_close(actual[1].full_tensor(), expected[1])
+
+
+@case(2)
+def the_gradient_of_the_residual_is_added_wherever_it_is() -> None:
+    mesh = mesh_of()
+    x, dy, s, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate((*[(5, 3, 8)] * 3, (8,))))
+    weight = placed(w, mesh, (Replicate(),))
+    anywhere = Shard(0), Shard(1), Shard(2), Replicate(), Partial()
+    for of_input, of_residual in itertools.product((Shard(0), Replicate()), (*anywhere, None)):
+        given = [placed(t, mesh, (of_input,)) for t in (dy, x)]
+        grad_residual = None if of_residual is None else placed(s, mesh, (of_residual,))
+        (grad_input, grad_weight), sent = communicated(
+            lambda: ops.rms_norm_backward(*given, [8], weight, grad_residual=grad_residual)  # noqa: B023
+        )
+        if of_residual in (None, of_input, Replicate()):
+            assert sent == {}
+        expected = ops.rms_norm_backward(dy, x, [8], w, grad_residual=s if of_residual else None)
+        assert_equal(grad_input, expected[0])
+        torch.testing.assert_close(grad_weight.full_tensor(), expected[1])
+
+
+def placements_at_random(dims: int, mesh: DeviceMesh, choose: random.Random) -> Placements:
+    return tuple(choose.choice([Replicate(), Partial(), *map(Shard, range(dims))]) for _ in range(mesh.ndim))
+
+
+@case(2, 4)
+def any_placements_give_the_same_values() -> None:
+    meshes = [mesh_of()] if dist.get_world_size() == 2 else [mesh_of(2, 2), mesh_of(2, 1, 2)]
+    choose = random.Random(0)
+    for seed in range(40):
+        mesh = choose.choice(meshes)
+        shape = tuple(choose.randint(1, 5) for _ in range(choose.randint(2, 4)))
+        ns = normalized(shape, choose.randint(1, len(shape) - 1))
+        whole = [cases.values(size, torch.float32, seed + i) for i, size in enumerate((shape, shape, ns))]
+        grads = [cases.values(shape, torch.float32, seed + i) for i in (3, 4)]
+        given: list[Any] = [
+            placed(t, mesh, placements_at_random(t.dim(), mesh, choose)).requires_grad_() for t in whole
+        ]
+        dys = [placed(t, mesh, placements_at_random(t.dim(), mesh, choose)) for t in grads]
+        leaves = [t.requires_grad_() for t in whole]
+
+        outputs = add_rms_norm(*given[:2], ns, given[2], cases.EPS)
+        expected = add_rms_norm(*leaves[:2], ns, leaves[2], cases.EPS)
+        described = seed, shape, ns, [t.placements for t in (*given, *dys)]
+        for actual, wanted in zip(outputs, expected, strict=True):
+            assert torch.equal(actual.full_tensor(), wanted), described
+        gradients: tuple[Any, ...] = torch.autograd.grad(outputs, given, dys)
+        for actual, wanted in zip(gradients, torch.autograd.grad(expected, leaves, grads), strict=True):
+            torch.testing.assert_close(actual.full_tensor(), wanted, msg=lambda m: f"{described}: {m}")  # noqa: B023
+
+
+@case(4)
+def each_dimension_of_the_mesh_is_sharded_for_itself() -> None:
+    mesh = mesh_of(2, 2)
+    x, w = cases.values((5, 3, 8), torch.float32, 1), cases.values((8,), torch.float32, 2)
+    for given, output, of_weight, count in (
+        ((Shard(0), Shard(1)), (Shard(0), Shard(1)), (Partial(), Partial()), 0),
+        ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (Partial(), Partial()), 0),
+        ((Shard(0), Replicate()), (Shard(0), Replicate()), (Partial(), Replicate()), 0),
+        ((Shard(0), Shard(2)), (Shard(0), Replicate()), (Partial(), Replicate()), 1),
+        ((Partial(), Shard(1)), (Replicate(), Shard(1)), (Replicate(), Partial()), 1),
+    ):
+        weight = placed(w, mesh, (Replicate(), Replicate())).requires_grad_()
+        y, sent = communicated(lambda: rms_norm(placed(x, mesh, given), 8, weight))  # noqa: B023
+        setup = communicated(lambda: placed(x, mesh, given))[1]  # noqa: B023
+        assert sum(sent.values()) - sum(setup.values()) == count, (given, sent, setup)
+        assert y.placements == output
+        assert_equal(y, rms_norm(x, 8, w))
+        y.backward(placed(x, mesh, output))
+        assert grad_of(weight).placements == of_weight
+        torch.testing.assert_close(grad_of(weight).full_tensor(), ops.rms_norm_backward(x, x, [8], w)[1])
+
+
+@case(2)
+def dtypes_are_those_of_one_process() -> None:
+    mesh = mesh_of()
+    x, h = cases.values((3, 8), torch.bfloat16, 1), cases.values((3, 8), torch.float32, 2)
+    w = cases.values((8,), torch.float64, 3)
+    given = [placed(t, mesh, (Shard(0),)) for t in (x, h)]
+    weight = placed(w, mesh, (Replicate(),))
+    for actual, expected in zip(
+        add_rms_norm(*given, 8, weight, weight_offset=1.0),
+        add_rms_norm(x, h, 8, w, weight_offset=1.0),
+        strict=True,
+    ):
+        assert_equal(actual, expected)
+
+
+def message_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+    raise AssertionError("expected an error")
+
+
+@case(2)
+def in_place_keeps_the_placements_or_refuses() -> None:
+    mesh = mesh_of()
+    x, h, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((5, 8), (5, 8), (8,))))
+    rows, replicate, columns = (Shard(0),), (Replicate(),), (Shard(1),)
+    weight = placed(w, mesh, (Shard(0),))
+    kept: tuple[Placements, ...] = (rows, replicate)
+    for placements in kept:
+        given, residual = placed(x, mesh, placements), placed(h, mesh, placements)
+        local = given.to_local()
+        assert normops.rms_norm_(given, 8, weight) is given
+        assert_equal(given, rms_norm(x, 8, w))
+        assert given.placements == placements
+        assert given.to_local().data_ptr() == local.data_ptr()
+        given = placed(x, mesh, placements)
+        normops.add_rms_norm_(given, residual, 8, weight)
+        for actual, expected in zip((given, residual), add_rms_norm(x, h, 8, w), strict=True):
+            assert actual.placements == placements
+            assert_equal(actual, expected)
+    refused: tuple[Placements, ...] = (columns, (Partial(),))
+    for placements in refused:
+        given = placed(x, mesh, placements)
+        assert message_of(lambda: normops.rms_norm_(given, 8)) == (  # noqa: B023
+            f"rms_norm_: expected input, which is written to, to be placed as (Replicate(),), but got {placements}"
+        )
+        assert_equal(given, x)
+    for of_input, of_residual, named, wanted in (
+        (rows, replicate, "residual", rows),
+        (replicate, rows, "input", rows),
+        (columns, columns, "input", replicate),
+        (replicate, (Partial(),), "residual", replicate),
+    ):
+        given, residual = placed(x, mesh, of_input), placed(h, mesh, of_residual)
+        got = of_input if named == "input" else of_residual
+        assert message_of(lambda: normops.add_rms_norm_(given, residual, 8)) == (  # noqa: B023
+            f"add_rms_norm_: expected {named}, which is written to, to be placed as {wanted}, but got {got}"
+        )
+        assert_equal(given, x)
+        assert_equal(residual, h)
+
+
+@case(2)
+def out_overloads_refuse() -> None:
+    mesh = mesh_of()
+    x, y, h = (placed(cases.values((4, 8), torch.float32, i), mesh, (Shard(0),)) for i in range(3))
+    w = placed(torch.zeros(8), mesh, (Replicate(),))
+    for op, arguments, targets in (
+        (ops.rms_norm.out, (x, [8]), {"out": y}),
+        (ops.add_rms_norm.out, (x, x, [8]), {"out": y, "residual_out": h}),
+        (ops.rms_norm_backward.out, (x, x, [8]), {"grad_input": y, "grad_weight": w}),
+    ):
+        assert "does not have a sharding strategy registered" in message_of(lambda: op(*arguments, **targets))  # noqa: B023
+
+
+@case(2)
+def the_module_takes_dtensors() -> None:
+    mesh = mesh_of()
+    norm = normops.RMSNorm(8)
+    x = cases.values((3, 8), torch.float32)
+    expected = norm(x)
+    given = placed(x, mesh, (Shard(0),))
+    assert _C.rms_norm(given, 8, None, None, 0.0) is NotImplemented
+    assert "got mixed torch.Tensor and DTensor" in message_of(lambda: norm(given))
+    norm.weight = nn.Parameter(placed(norm.weight.detach(), mesh, (Replicate(),)))
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_equal(norm(given), expected)
+
+
+@case(2)
+def derivatives_of_second_order() -> None:
+    mesh = mesh_of()
+    x, w = cases.values((4, 8), torch.float64, 1), cases.values((8,), torch.float64, 2)
+
+    def second(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(rms_norm(x, 8, w, cases.EPS).pow(3).sum(), (x, w), create_graph=True)
+        return torch.autograd.grad([gradient.square().sum() for gradient in first], (x, w))
+
+    expected = second(x.requires_grad_(), w.requires_grad_())
+    given = placed(x.detach(), mesh, (Shard(0),)), placed(w.detach(), mesh, (Replicate(),))
+    for actual, wanted in zip(second(*(t.requires_grad_() for t in given)), expected, strict=True):
+        assert isinstance(actual, DTensor)
+        torch.testing.assert_close(actual.full_tensor(), wanted)
+
+
+@case(2)
+def compiled_it_is_one_operator_each_way() -> None:
+    mesh = mesh_of()
+    x, w = cases.values((4, 8), torch.float32, 1), cases.values((8,), torch.float32, 2)
+    given = placed(x, mesh, (Shard(0),)).requires_grad_()
+    weight = placed(w, mesh, (Replicate(),)).requires_grad_()
+    graphs = trace(lambda x, w: rms_norm(x, 8, w, cases.EPS), given, weight)
+    assert graphs.backward is not None
+    called = [
+        [name for name in operators(g) if not name.startswith("aten.")] for g in (graphs.forward, graphs.backward)
+    ]
+    assert called == [["normops.rms_norm.default"], ["normops.rms_norm_backward.default"]]
+
+    def block(x: Tensor, h: Tensor, w: Tensor) -> Any:
+        y, h = add_rms_norm(x, h, 8, w, cases.EPS)
+        return y * h
+
+    torch._dynamo.reset()
+    residual = placed(x, mesh, (Replicate(),)).requires_grad_()
+    gradients = []
+    for function in (block, torch.compile(block, fullgraph=True)):
+        # The key of the cache has no rank in it, the graph has (https://github.com/pytorch/pytorch/issues/188390).
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            output = function(given, residual, weight)
+        assert output.placements == (Shard(0),)
+        gradients.append((output, *torch.autograd.grad(output.sum(), (given, residual, weight))))
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual.full_tensor(), expected.full_tensor())
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.RMSNorm] = normops.RMSNorm) -> None:
+        super().__init__()
+        self.norm, self.after = norm(16), norm(16)
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(self.norm(x)).square())
+        if isinstance(self.after, normops.RMSNorm):
+            y, h = self.after(y, x)
+        else:
+            h = x + y
+            y = self.after(h)
+        return y + h
+
+
+def model(norm: type[nn.RMSNorm] = normops.RMSNorm) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(norm) for _ in range(2))).double()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert None not in found.values()
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items() if g is not None}
+
+
+def tensor_parallel(blocks: nn.Sequential, mesh: DeviceMesh, style: type[TorchSequenceParallel]) -> None:
+    for block in blocks:
+        plan = {
+            "norm": style(),
+            "after": style(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(block, mesh, plan)
+
+
+@case(2, 4)
+def tensor_parallel_sequence_parallel() -> None:
+    mesh = mesh_of()
+    x = cases.values((2, 8, 16), torch.float64)
+    alone = model()
+    expected = alone(x)
+    expected.square().sum().backward()
+
+    sent = {}
+    for norm, style in ((normops.RMSNorm, SequenceParallel), (nn.RMSNorm, TorchSequenceParallel)):
+        shared = model(norm)
+        tensor_parallel(shared, mesh, style)
+        given = placed(x, mesh, (Shard(1),))
+        output, forward = communicated(lambda: shared(given))  # noqa: B023
+        _, backward = communicated(lambda: output.square().sum().backward())  # noqa: B023
+        sent[norm] = forward, backward
+        assert output.placements == (Shard(1),)
+        torch.testing.assert_close(output.full_tensor(), expected)
+        torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
+    # The norms add nothing to what the linear layers need.
+    assert sent[normops.RMSNorm] == sent[nn.RMSNorm]
+    assert sent[normops.RMSNorm][0] == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+
+
+@case(2)
+def pytorchs_sequence_parallel() -> None:
+    mesh = mesh_of()
+    norm = parallelize_module(normops.RMSNorm(16), mesh, TorchSequenceParallel())
+    x = cases.values((2, 6, 16), torch.float32)
+    assert_equal(norm(placed(x, mesh, (Shard(1),))), rms_norm(x, 16, torch.ones(16)))
+
+
+def shard_fully(blocks: nn.Sequential, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(blocks, mesh=mesh, mp_policy=policy)
+
+
+@case(2)
+def fully_sharded() -> None:
+    mesh = mesh_of()
+    x = cases.values((4, 6, 16), torch.float64)
+    alone = model()
+    expected = alone(x)
+    expected.square().mean().backward()
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        shared = model()
+        shard_fully(shared, mesh, MixedPrecisionPolicy())
+        output = (torch.compile(shared, backend="aot_eager") if compiled else shared)(x.chunk(2)[dist.get_rank()])
+        output.square().mean().backward()
+        torch.testing.assert_close(output, expected.chunk(2)[dist.get_rank()])
+        torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
+
+
+@case(2)
+def fully_sharded_in_bfloat16() -> None:
+    mesh = mesh_of()
+    norms = [normops.RMSNorm(16), normops.RMSNorm(16)]
+    for seed, norm in enumerate(norms):
+        norm.weight = nn.Parameter(1 + cases.values((16,), torch.float32, seed))
+    low = [norm.weight.detach().bfloat16() for norm in norms]
+    shared = nn.Sequential(*norms)
+    x, dy = (cases.values((4, 6, 16), torch.bfloat16, i) for i in range(2))
+    shard_fully(shared, mesh, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        output = (torch.compile(shared) if compiled else shared)(x.chunk(2)[dist.get_rank()])
+        shared.zero_grad()
+        output.backward(dy.chunk(2)[dist.get_rank()])
+        between = rms_norm(x, 16, low[0])
+        assert torch.equal(output, rms_norm(between, 16, low[1]).chunk(2)[dist.get_rank()])
+        # What each process has is in bfloat16, the mean of it in float32.
+        first, second = [], []
+        for part, grad in zip(x.chunk(2), dy.chunk(2), strict=True):
+            grad_between, of_second = ops.rms_norm_backward(grad, rms_norm(part, 16, low[0]), [16], low[1])
+            first.append(ops.rms_norm_backward(grad_between, part, [16], low[0])[1].float())
+            second.append(of_second.float())
+        for norm, parts in zip(norms, (first, second), strict=True):
+            assert grad_of(norm.weight).dtype == torch.float32
+            assert torch.equal(grad_of(norm.weight).full_tensor(), (parts[0] + parts[1]) / 2)
+
+
+@case(4)
+def fully_sharded_and_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    x = cases.values((4, 6, 16), torch.float64)
+    alone = model()
+    expected = alone(x)
+    expected.square().mean().backward()
+    shared = model()
+    tensor_parallel(shared, mesh["tensor"], SequenceParallel)
+    shard_fully(shared, mesh["data"], MixedPrecisionPolicy())
+    index = mesh["data"].get_local_rank()
+    output = shared(placed(x.chunk(2)[index], mesh["tensor"], (Shard(1),)))
+    output.square().mean().backward()
+    torch.testing.assert_close(output.full_tensor(), expected.chunk(2)[index])
+    torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
