@@ -17,11 +17,11 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def describe() -> dict[str, str]:
+def describe(module: str = "bench") -> dict[str, str]:
     build = normops.build_info()
     threads = torch.get_num_threads()
     environment = {
-        "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "CPU": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores, {_memory()}",
         "load": f"{os.getloadavg()[0]:.1f} before the run",

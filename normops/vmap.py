@@ -34,6 +34,18 @@ class _Batch(NamedTuple):
     def unshared(self) -> Tensor:
         return self.tensor.expand(self.size, *self.tensor.shape) if self.is_shared else self.tensor
 
+    def samples(self) -> Sequence[Tensor]:
+        return self.unshared().unbind()
+
+    def is_large(self) -> bool:
+        """Whether a call per sample takes less time than the passes over memory that one for all would need besides.
+
+        Compiled, those passes are fused with what stands around them.
+        """
+        if self.is_shared or not self.size or torch.compiler.is_compiling():
+            return False
+        return self.tensor.numel() >= self.size << 15
+
 
 _OptionalBatch = _Batch | None
 _Shape = Sequence[int]
@@ -78,6 +90,9 @@ def _rms_norm(
     _C.check_rms_norm(input.sample(), normalized_shape, _sample(weight), eps)
     if weight is None or weight.is_shared:
         return _ops.rms_norm(input.tensor, normalized_shape, _tensor(weight), eps, weight_offset=weight_offset)
+    if input.is_large():
+        pairs = zip(input.samples(), weight.samples(), strict=True)
+        return torch.stack([_ops.rms_norm(x, normalized_shape, w, eps, weight_offset=weight_offset) for x, w in pairs])
     x = input.tensor[None] if input.is_shared else input.tensor
     output = _normalize(x, normalized_shape, eps) * _scale(weight, weight_offset, x)
     return output.to(x.dtype)
@@ -102,8 +117,8 @@ def _add_rms_norm(
     if weight is None or weight.is_shared:
         return _ops.add_rms_norm(x, r, normalized_shape, _tensor(weight), eps, weight_offset=weight_offset)
     h = x + r  # of the wider of the two types, which is the residual's
-    output = _normalize(h, normalized_shape, eps) * _scale(weight, weight_offset, h)
-    return output.to(x.dtype), h
+    of_sum = _Batch(h, False, input.size)
+    return _rms_norm(of_sum, normalized_shape, weight, eps, weight_offset=weight_offset).to(x.dtype), h
 
 
 def _add_rms_norm_(input: _Batch, residual: _Batch, *args: Any, **kwargs: Any) -> None:
@@ -132,19 +147,12 @@ def _rms_norm_backward(
     keywords = {"weight_offset": weight_offset, "output_mask": output_mask}
     if weight is None or (weight.is_shared and not output_mask[1]):
         return _ops.rms_norm_backward(dy, x, normalized_shape, _tensor(weight), eps, grad_residual=residual, **keywords)
-    if _is_large(x):
-        weights = weight.unshared()
+    if input.is_large():
+        residuals = [None] * input.size if residual is None else residual.unbind()
+        samples = zip(dy.unbind(), x.unbind(), weight.samples(), residuals, strict=True)
         results = [
-            _ops.rms_norm_backward(
-                dy[i],
-                x[i],
-                normalized_shape,
-                weights[i],
-                eps,
-                grad_residual=None if residual is None else residual[i],
-                **keywords,
-            )
-            for i in range(input.size)
+            _ops.rms_norm_backward(dy, x, normalized_shape, w, eps, grad_residual=residual, **keywords)
+            for dy, x, w, residual in samples
         ]
         of_inputs, of_weights = zip(*results, strict=True)
         grad_input = torch.stack(of_inputs) if output_mask[0] else None
@@ -171,13 +179,6 @@ def _rms_norm_backward(
         row_dims = range(1, x.dim() - len(normalized_shape))
         grad_weight = (terms.sum(tuple(row_dims)) if row_dims else terms).to(weight.tensor.dtype)
     return grad_input, grad_weight
-
-
-def _is_large(batch: Tensor) -> bool:
-    """Whether one call per sample costs less than the passes over memory that one call for all would need besides."""
-    if torch.compiler.is_compiling() or not batch.shape[0]:
-        return False
-    return batch.numel() >= batch.shape[0] << 15
 
 
 def _check_target(op: str, name: str, target: _Batch) -> None:

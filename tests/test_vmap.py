@@ -153,7 +153,7 @@ def test_backward(
 @pytest.mark.parametrize("weight_dim", [None, 0])
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_large_samples(has_residual: bool, weight_dim: int | None, device: str) -> None:
-    """A gradient of the weight for each: the operator is called for each, with its bits."""
+    """With a weight, or a gradient of it, for each: the operator is called for each, with its bits."""
     shape = (8, 4096)
     dy, x, residual = (batched(shape, 0, torch.bfloat16, seed, device) for seed in (1, 2, 3))
     w = batched(shape[1:], weight_dim, torch.float32, 4, device)
@@ -168,6 +168,14 @@ def test_large_samples(has_residual: bool, weight_dim: int | None, device: str) 
     expected = zip(*per_sample(backward, [dy, x, w, residual], dims), strict=True)
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, torch.stack(b))
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return normops.rms_norm(x, shape[1:], w, EPS)
+
+    with Calls() as calls:
+        output = torch.vmap(norm, (0, weight_dim))(x, w)
+    assert calls.names == ["rms_norm"] * (1 if weight_dim is None else SIZE)
+    assert torch.equal(output, torch.stack(per_sample(norm, [x, w], (0, weight_dim))))
 
 
 def test_nested(device: str) -> None:
