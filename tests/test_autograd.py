@@ -122,6 +122,24 @@ def test_func_transforms(transform: Callable[..., Callable[..., tuple[Tensor, Te
     torch.testing.assert_close(actual, expected)
 
 
+def test_jvp_of_jvp(device: str) -> None:
+    primals = tuple(t.detach() for t in doubles((3, 5), (3, 5), (5,), device=device))
+    tangents = tuple(t.flip(0) for t in primals)
+
+    def twice(norm: Callable[..., Tensor]) -> object:
+        return torch.func.jvp(lambda *t: torch.func.jvp(norm, t, tangents)[1], primals, tangents)
+
+    def fused(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
+        y, h = normops.add_rms_norm(normops.rms_norm(x, 5, w, cases.EPS), residual, 5, w, cases.EPS)
+        return y * h
+
+    def reference(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
+        h = reference_norm(x, w) + residual
+        return reference_norm(h, w) * h
+
+    torch.testing.assert_close(twice(fused), twice(reference))
+
+
 def test_third_derivative(device: str) -> None:
     x, w = doubles((2, 3), (3,), device=device)
 
