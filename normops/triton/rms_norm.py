@@ -37,11 +37,21 @@ def _rstd(square_sum, cols, eps: tl.constexpr, compute: tl.constexpr):
 
 
 @triton.jit
+def _load(pointer, offsets, mask, compute: tl.constexpr):
+    return tl.load(pointer + offsets, mask=mask, other=0.0).to(compute)
+
+
+@triton.jit
+def _store(pointer, offsets, numbers, mask):
+    tl.store(pointer + offsets, numbers.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _load_scale(weight, columns, is_column, weight_offset: tl.constexpr, compute: tl.constexpr):
     if weight is None:
         scale = tl.full(columns.shape, 1.0, compute)
     else:
-        scale = tl.load(weight + columns, mask=is_column, other=0.0).to(compute)
+        scale = _load(weight, columns, is_column, compute)
         if weight_offset != 0.0:  # adding 0 would change the sign of a weight that is -0
             scale += weight_offset
     return scale
@@ -50,9 +60,9 @@ def _load_scale(weight, columns, is_column, weight_offset: tl.constexpr, compute
 @triton.jit
 def _load_sum(x, residual, residual_out, offsets, residual_offsets, out_offsets, mask, compute: tl.constexpr):
     """The numbers to normalize: x, or its sum with the residual, which is written and comes as it was rounded."""
-    h = tl.load(x + offsets, mask=mask, other=0.0).to(compute)
+    h = _load(x, offsets, mask, compute)
     if residual is not None:
-        h += tl.load(residual + residual_offsets, mask=mask, other=0.0).to(compute)
+        h += _load(residual, residual_offsets, mask, compute)
         rounded = h.to(residual_out.dtype.element_ty)
         tl.store(residual_out + out_offsets, rounded, mask=mask)
         h = rounded.to(compute)
@@ -94,7 +104,7 @@ def forward_kernel(
         )
         rstd = _rstd(tl.sum(h * h, 1, keep_dims=True), cols, eps, compute)
         scale = _load_scale(weight, first, is_column, weight_offset, compute)[None, :]
-        tl.store(y + y_offsets + columns, (h * rstd * scale).to(y.dtype.element_ty), mask=mask)
+        _store(y, y_offsets + columns, h * rstd * scale, mask)
     else:
         squares = tl.zeros((block_rows, block_cols), compute)
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
@@ -117,11 +127,11 @@ def forward_kernel(
             columns = start + first[None, :]
             mask = is_row & (columns < cols)
             if residual is not None:
-                h = tl.load(residual_out + out_offsets + columns, mask=mask, other=0.0).to(compute)
+                h = _load(residual_out, out_offsets + columns, mask, compute)
             else:
-                h = tl.load(x + x_offsets + columns, mask=mask, other=0.0).to(compute)
+                h = _load(x, x_offsets + columns, mask, compute)
             scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
-            tl.store(y + y_offsets + columns, (h * rstd * scale).to(y.dtype.element_ty), mask=mask)
+            _store(y, y_offsets + columns, h * rstd * scale, mask)
 
 
 @triton.jit
@@ -162,8 +172,8 @@ def backward_kernel(
         dx_offsets = _offsets(row, dx_inner, dx_outer_stride, dx_inner_stride)
         if is_whole:
             mask = is_row & is_column[None, :]
-            h = tl.load(x + x_offsets + columns, mask=mask, other=0.0).to(compute)
-            g = tl.load(dy + dy_offsets + columns, mask=mask, other=0.0).to(compute)
+            h = _load(x, x_offsets + columns, mask, compute)
+            g = _load(dy, dy_offsets + columns, mask, compute)
             squares = tl.sum(h * h, 1, keep_dims=True)
             dots = tl.sum(g * scale * h, 1, keep_dims=True)
             rstd, c = _factors(squares, dots, cols, eps, compute)
@@ -172,16 +182,16 @@ def backward_kernel(
             if dx is not None:
                 result = g * scale - h * c
                 if residual is not None:
-                    result += tl.load(residual + residual_offsets + columns, mask=mask, other=0.0).to(compute)
-                tl.store(dx + dx_offsets + columns, result.to(dx.dtype.element_ty), mask=mask)
+                    result += _load(residual, residual_offsets + columns, mask, compute)
+                _store(dx, dx_offsets + columns, result, mask)
         else:
             squares = tl.zeros((block_rows, block_cols), compute)
             dots = tl.zeros((block_rows, block_cols), compute)
             for start in range(0, tl.cast(cols, tl.int64), block_cols):
                 columns = start + first[None, :]
                 mask = is_row & (columns < cols)
-                h = tl.load(x + x_offsets + columns, mask=mask, other=0.0).to(compute)
-                g = tl.load(dy + dy_offsets + columns, mask=mask, other=0.0).to(compute)
+                h = _load(x, x_offsets + columns, mask, compute)
+                g = _load(dy, dy_offsets + columns, mask, compute)
                 scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
                 squares += h * h
                 dots += g * scale * h
@@ -190,14 +200,14 @@ def backward_kernel(
             for start in range(0, tl.cast(cols, tl.int64), block_cols):
                 columns = start + first[None, :]
                 mask = is_row & (columns < cols)
-                h = tl.load(x + x_offsets + columns, mask=mask, other=0.0).to(compute)
-                g = tl.load(dy + dy_offsets + columns, mask=mask, other=0.0).to(compute) * rstd
+                h = _load(x, x_offsets + columns, mask, compute)
+                g = _load(dy, dy_offsets + columns, mask, compute) * rstd
                 scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
                 if dx is not None:
                     result = g * scale - h * c
                     if residual is not None:
-                        result += tl.load(residual + residual_offsets + columns, mask=mask, other=0.0).to(compute)
-                    tl.store(dx + dx_offsets + columns, result.to(dx.dtype.element_ty), mask=mask)
+                        result += _load(residual, residual_offsets + columns, mask, compute)
+                    _store(dx, dx_offsets + columns, result, mask)
                 if partials is not None:
                     # The row's part is added where it is stored: a program has no room for so wide a sum.
                     is_column = start + first < cols
