@@ -1,11 +1,16 @@
-"""The operators on several processes: DTensor, tensor parallelism, FSDP. The cases are in sharding_workers."""
+"""The operators on several processes: DTensor, tensor parallelism, FSDP.
+
+The cases are in sharded_operators.py and sharded_models.py, which are imported for that.
+"""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from sharding_workers import CASES, run
+import sharded_models  # noqa: F401
+import sharded_operators  # noqa: F401
+from processes import CASES, run
 from torch.multiprocessing.spawn import spawn
 
 
@@ -15,9 +20,11 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("sharding")
     wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     for processes in sorted({case.processes for case in CASES.values()}):
-        names = [name for name, case in CASES.items() if case.processes == processes and name in wanted]
-        if names:
-            spawn(run, (names, processes, folder), processes)
+        functions = {
+            name: case.function for name, case in CASES.items() if case.processes == processes and name in wanted
+        }
+        if functions:
+            spawn(run, (functions, processes, folder), processes)
     return folder
 
 

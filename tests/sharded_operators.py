@@ -1,104 +1,26 @@
-"""What test_sharding runs in several processes at once: each function here that is a case, in every one of them."""
+"""What test_sharding runs in several processes: the operators on DTensors."""
 
 import itertools
 import random
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cases
 import oracle
 import torch
 import torch.distributed as dist
+from processes import Placements, assert_equal, case, communicated, grad_of, mesh_of, placed
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from traced_graphs import operators, trace
 
 import normops
 from normops import _C
-from normops.sharding import SequenceParallel
 
 ops = torch.ops.normops
 rms_norm: Callable[..., Any] = normops.rms_norm
 add_rms_norm: Callable[..., Any] = normops.add_rms_norm
-
-Placements = tuple[Placement, ...]
-
-
-class Case(NamedTuple):
-    function: Callable[[], None]
-    processes: int
-
-
-CASES: dict[str, Case] = {}
-
-
-def case(*processes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Names a function as a case, for each of these numbers of processes."""
-
-    def register(function: Callable[[], None]) -> Callable[[], None]:
-        CASES.update({f"{function.__name__}-{number}": Case(function, number) for number in processes})
-        return function
-
-    return register
-
-
-def run(rank: int, names: list[str], processes: int, folder: Path) -> None:
-    """Runs cases and writes what each raised to a file; stops after one that fails in some processes, not in all."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store-{processes}"), processes)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=timedelta(seconds=60))
-    for name in names:
-        try:
-            CASES[name].function()
-            error = ""
-        except Exception:
-            error = traceback.format_exc()
-        (folder / f"{name}.{rank}").write_text(error)
-        store.set(f"{name}.{rank}", "failed" if error else "passed")
-        if len({store.get(f"{name}.{other}") for other in range(processes)}) > 1:
-            return
-    dist.destroy_process_group()
-
-
-def mesh_of(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape or (dist.get_world_size(),))
-
-
-def placed(tensor: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """The tensor, which all processes have, distributed; where it is to be Partial, as equal parts of the sum."""
-    parts = [i for i, p in enumerate(placements) if p.is_partial()]
-    whole = distribute_tensor(
-        tensor.clone(), mesh, [Replicate() if i in parts else p for i, p in enumerate(placements)]
-    )
-    local = whole.to_local()
-    for i in parts:  # by a power of two, which is exact
-        local = local / mesh.size(i)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-
-
-def grad_of(tensor: Tensor) -> DTensor:
-    assert isinstance(tensor.grad, DTensor)
-    return tensor.grad
-
-
-def communicated(call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    with CommDebugMode() as mode:
-        result = call()
-    return result, {str(op).rpartition(".")[2]: count for op, count in mode.get_comm_counts().items()}
-
-
-def assert_equal(actual: Any, expected: Tensor) -> None:
-    assert isinstance(actual, DTensor)
-    assert (actual.dtype, actual.shape, actual.stride()) == (expected.dtype, expected.shape, expected.stride())
-    assert torch.equal(actual.full_tensor(), expected)
 
 
 def normalized(shape: tuple[int, ...], dims: int) -> tuple[int, ...]:
@@ -415,142 +337,3 @@ def compiled_it_is_one_operator_each_way() -> None:
         gradients.append((output, *torch.autograd.grad(output.sum(), (given, residual, weight))))
     for actual, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(actual.full_tensor(), expected.full_tensor())
-
-
-class Block(nn.Module):
-    def __init__(self, norm: type[nn.RMSNorm] = normops.RMSNorm) -> None:
-        super().__init__()
-        self.norm, self.after = norm(16), norm(16)
-        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.down(self.up(self.norm(x)).square())
-        if isinstance(self.after, normops.RMSNorm):
-            y, h = self.after(y, x)
-        else:
-            h = x + y
-            y = self.after(h)
-        return y + h
-
-
-def model(norm: type[nn.RMSNorm] = normops.RMSNorm) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block(norm) for _ in range(2))).double()
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert None not in found.values()
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items() if g is not None}
-
-
-def tensor_parallel(blocks: nn.Sequential, mesh: DeviceMesh, style: type[TorchSequenceParallel]) -> None:
-    for block in blocks:
-        plan = {
-            "norm": style(),
-            "after": style(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-        }
-        parallelize_module(block, mesh, plan)
-
-
-@case(2, 4)
-def tensor_parallel_sequence_parallel() -> None:
-    mesh = mesh_of()
-    x = cases.values((2, 8, 16), torch.float64)
-    alone = model()
-    expected = alone(x)
-    expected.square().sum().backward()
-
-    sent = {}
-    for norm, style in ((normops.RMSNorm, SequenceParallel), (nn.RMSNorm, TorchSequenceParallel)):
-        shared = model(norm)
-        tensor_parallel(shared, mesh, style)
-        given = placed(x, mesh, (Shard(1),))
-        output, forward = communicated(lambda: shared(given))  # noqa: B023
-        _, backward = communicated(lambda: output.square().sum().backward())  # noqa: B023
-        sent[norm] = forward, backward
-        assert output.placements == (Shard(1),)
-        torch.testing.assert_close(output.full_tensor(), expected)
-        torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
-    # The norms add nothing to what the linear layers need.
-    assert sent[normops.RMSNorm] == sent[nn.RMSNorm]
-    assert sent[normops.RMSNorm][0] == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
-
-
-@case(2)
-def pytorchs_sequence_parallel() -> None:
-    mesh = mesh_of()
-    norm = parallelize_module(normops.RMSNorm(16), mesh, TorchSequenceParallel())
-    x = cases.values((2, 6, 16), torch.float32)
-    assert_equal(norm(placed(x, mesh, (Shard(1),))), rms_norm(x, 16, torch.ones(16)))
-
-
-def shard_fully(blocks: nn.Sequential, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(blocks, mesh=mesh, mp_policy=policy)
-
-
-@case(2)
-def fully_sharded() -> None:
-    mesh = mesh_of()
-    x = cases.values((4, 6, 16), torch.float64)
-    alone = model()
-    expected = alone(x)
-    expected.square().mean().backward()
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        shared = model()
-        shard_fully(shared, mesh, MixedPrecisionPolicy())
-        output = (torch.compile(shared, backend="aot_eager") if compiled else shared)(x.chunk(2)[dist.get_rank()])
-        output.square().mean().backward()
-        torch.testing.assert_close(output, expected.chunk(2)[dist.get_rank()])
-        torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
-
-
-@case(2)
-def fully_sharded_in_bfloat16() -> None:
-    mesh = mesh_of()
-    norms = [normops.RMSNorm(16), normops.RMSNorm(16)]
-    for seed, norm in enumerate(norms):
-        norm.weight = nn.Parameter(1 + cases.values((16,), torch.float32, seed))
-    low = [norm.weight.detach().bfloat16() for norm in norms]
-    shared = nn.Sequential(*norms)
-    x, dy = (cases.values((4, 6, 16), torch.bfloat16, i) for i in range(2))
-    shard_fully(shared, mesh, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        output = (torch.compile(shared) if compiled else shared)(x.chunk(2)[dist.get_rank()])
-        shared.zero_grad()
-        output.backward(dy.chunk(2)[dist.get_rank()])
-        between = rms_norm(x, 16, low[0])
-        assert torch.equal(output, rms_norm(between, 16, low[1]).chunk(2)[dist.get_rank()])
-        # What each process has is in bfloat16, the mean of it in float32.
-        first, second = [], []
-        for part, grad in zip(x.chunk(2), dy.chunk(2), strict=True):
-            grad_between, of_second = ops.rms_norm_backward(grad, rms_norm(part, 16, low[0]), [16], low[1])
-            first.append(ops.rms_norm_backward(grad_between, part, [16], low[0])[1].float())
-            second.append(of_second.float())
-        for norm, parts in zip(norms, (first, second), strict=True):
-            assert grad_of(norm.weight).dtype == torch.float32
-            assert torch.equal(grad_of(norm.weight).full_tensor(), (parts[0] + parts[1]) / 2)
-
-
-@case(4)
-def fully_sharded_and_tensor_parallel() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    x = cases.values((4, 6, 16), torch.float64)
-    alone = model()
-    expected = alone(x)
-    expected.square().mean().backward()
-    shared = model()
-    tensor_parallel(shared, mesh["tensor"], SequenceParallel)
-    shard_fully(shared, mesh["data"], MixedPrecisionPolicy())
-    index = mesh["data"].get_local_rank()
-    output = shared(placed(x.chunk(2)[index], mesh["tensor"], (Shard(1),)))
-    output.square().mean().backward()
-    torch.testing.assert_close(output.full_tensor(), expected.chunk(2)[index])
-    torch.testing.assert_close(gradients_of(shared), gradients_of(alone))

@@ -1,0 +1,156 @@
+"""What test_sharding runs in several processes: models, tensor parallel and fully sharded."""
+
+import cases
+import torch
+import torch.distributed as dist
+from processes import assert_equal, case, communicated, grad_of, mesh_of, placed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
+
+import normops
+from normops.sharding import SequenceParallel
+
+ops = torch.ops.normops
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.RMSNorm] = normops.RMSNorm) -> None:
+        super().__init__()
+        self.norm, self.after = norm(16), norm(16)
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(self.norm(x)).square())
+        if isinstance(self.after, normops.RMSNorm):
+            y, h = self.after(y, x)
+        else:
+            h = x + y
+            y = self.after(h)
+        return y + h
+
+
+def model(norm: type[nn.RMSNorm] = normops.RMSNorm) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(norm) for _ in range(2))).double()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert None not in found.values()
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items() if g is not None}
+
+
+def tensor_parallel(blocks: nn.Sequential, mesh: DeviceMesh, style: type[TorchSequenceParallel]) -> None:
+    for block in blocks:
+        plan = {
+            "norm": style(),
+            "after": style(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(block, mesh, plan)
+
+
+@case(2, 4)
+def tensor_parallel_sequence_parallel() -> None:
+    mesh = mesh_of()
+    x = cases.values((2, 8, 16), torch.float64)
+    alone = model()
+    expected = alone(x)
+    expected.square().sum().backward()
+
+    sent = {}
+    for norm, style in ((normops.RMSNorm, SequenceParallel), (nn.RMSNorm, TorchSequenceParallel)):
+        shared = model(norm)
+        tensor_parallel(shared, mesh, style)
+        given = placed(x, mesh, (Shard(1),))
+        output, forward = communicated(lambda: shared(given))  # noqa: B023
+        _, backward = communicated(lambda: output.square().sum().backward())  # noqa: B023
+        sent[norm] = forward, backward
+        assert output.placements == (Shard(1),)
+        torch.testing.assert_close(output.full_tensor(), expected)
+        torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
+    # The norms add nothing to what the linear layers need.
+    assert sent[normops.RMSNorm] == sent[nn.RMSNorm]
+    assert sent[normops.RMSNorm][0] == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+
+
+@case(2)
+def pytorchs_sequence_parallel() -> None:
+    mesh = mesh_of()
+    norm = parallelize_module(normops.RMSNorm(16), mesh, TorchSequenceParallel())
+    x = cases.values((2, 6, 16), torch.float32)
+    assert_equal(norm(placed(x, mesh, (Shard(1),))), normops.rms_norm(x, 16, torch.ones(16)))
+
+
+def shard_fully(blocks: nn.Sequential, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(blocks, mesh=mesh, mp_policy=policy)
+
+
+@case(2)
+def fully_sharded() -> None:
+    mesh = mesh_of()
+    x = cases.values((4, 6, 16), torch.float64)
+    alone = model()
+    expected = alone(x)
+    expected.square().mean().backward()
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        shared = model()
+        shard_fully(shared, mesh, MixedPrecisionPolicy())
+        output = (torch.compile(shared, backend="aot_eager") if compiled else shared)(x.chunk(2)[dist.get_rank()])
+        output.square().mean().backward()
+        torch.testing.assert_close(output, expected.chunk(2)[dist.get_rank()])
+        torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
+
+
+@case(2)
+def fully_sharded_in_bfloat16() -> None:
+    mesh = mesh_of()
+    norms = [normops.RMSNorm(16), normops.RMSNorm(16)]
+    for seed, norm in enumerate(norms):
+        norm.weight = nn.Parameter(1 + cases.values((16,), torch.float32, seed))
+    low = [norm.weight.detach().bfloat16() for norm in norms]
+    shared = nn.Sequential(*norms)
+    x, dy = (cases.values((4, 6, 16), torch.bfloat16, i) for i in range(2))
+    shard_fully(shared, mesh, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        output = (torch.compile(shared) if compiled else shared)(x.chunk(2)[dist.get_rank()])
+        shared.zero_grad()
+        output.backward(dy.chunk(2)[dist.get_rank()])
+        between = normops.rms_norm(x, 16, low[0])
+        assert torch.equal(output, normops.rms_norm(between, 16, low[1]).chunk(2)[dist.get_rank()])
+        # What each process has is in bfloat16, the mean of it in float32.
+        first, second = [], []
+        for part, grad in zip(x.chunk(2), dy.chunk(2), strict=True):
+            grad_between, of_second = ops.rms_norm_backward(grad, normops.rms_norm(part, 16, low[0]), [16], low[1])
+            first.append(ops.rms_norm_backward(grad_between, part, [16], low[0])[1].float())
+            second.append(of_second.float())
+        for norm, parts in zip(norms, (first, second), strict=True):
+            assert grad_of(norm.weight).dtype == torch.float32
+            assert torch.equal(grad_of(norm.weight).full_tensor(), (parts[0] + parts[1]) / 2)
+
+
+@case(4)
+def fully_sharded_and_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    x = cases.values((4, 6, 16), torch.float64)
+    alone = model()
+    expected = alone(x)
+    expected.square().mean().backward()
+    shared = model()
+    tensor_parallel(shared, mesh["tensor"], SequenceParallel)
+    shard_fully(shared, mesh["data"], MixedPrecisionPolicy())
+    index = mesh["data"].get_local_rank()
+    output = shared(placed(x.chunk(2)[index], mesh["tensor"], (Shard(1),)))
+    output.square().mean().backward()
+    torch.testing.assert_close(output.full_tensor(), expected.chunk(2)[index])
+    torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
