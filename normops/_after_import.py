@@ -1,6 +1,7 @@
 """Registering with parts of torch that cost time to import, if and when somebody else imports them."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -11,9 +12,16 @@ from types import ModuleType
 def after_import(name: str, ours: str) -> None:
     """Imports the module ``ours`` once the module ``name`` has been imported: now, if it already is."""
     if name in sys.modules:
-        import_module(ours)
+        _import(ours, name)
     else:
         _finder.waiting[name] = ours
+
+
+def _import(ours: str, name: str) -> None:
+    try:
+        import_module(ours)
+    except Exception as error:  # whoever imports that part of torch may not need ours
+        warnings.warn(f"expected to import {ours} after {name}, but got {error!r}", RuntimeWarning, stacklevel=2)
 
 
 class _Finder(MetaPathFinder):
@@ -33,7 +41,7 @@ class _Finder(MetaPathFinder):
 
         def load_both(module: ModuleType) -> None:
             load(module)
-            import_module(ours)
+            _import(ours, fullname)
 
         spec.loader.exec_module = load_both  # type: ignore[method-assign]
         return spec

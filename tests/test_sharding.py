@@ -79,3 +79,15 @@ def test_a_torch_without_dtensor() -> None:
         "import normops\n"
         "assert normops.rms_norm(torch.ones(2, 8), 8).shape == (2, 8)"
     )
+
+
+def test_an_import_that_fails_is_a_warning() -> None:
+    """Who imports DTensor for other reasons is not kept from it."""
+    run_python(
+        "import sys, warnings, torch, normops\n"
+        "sys.modules['normops.sharding'] = None\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    import torch.distributed.tensor\n"
+        "(text,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]\n"
+        "assert text.startswith('expected to import normops.sharding after torch.distributed.tensor, but got')"
+    )
