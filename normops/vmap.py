@@ -161,16 +161,26 @@ def _rms_norm_backward(
 
     compute = _compute_dtype(x)
     grad_input = grad_weight = None
-    if output_mask[0]:
-        scaled = dy if weight.is_shared else dy.to(compute) * _scale(weight, weight_offset, x)
+    if output_mask[0] and weight.is_shared:
         grad_input, _ = _ops.rms_norm_backward(
-            scaled,
-            x if weight.is_shared else x.to(compute),
+            dy,
+            x,
             normalized_shape,
-            weight.tensor if weight.is_shared else None,
+            weight.tensor,
             eps,
-            grad_residual=residual if residual is None or weight.is_shared else residual.to(compute),
             weight_offset=weight_offset,
+            grad_residual=residual,
+            output_mask=[True, False],
+        )
+    elif output_mask[0]:
+        # A weight is to grad_input a factor of grad_output.
+        grad_input, _ = _ops.rms_norm_backward(
+            dy.to(compute) * _scale(weight, weight_offset, x),
+            x.to(compute),
+            normalized_shape,
+            None,
+            eps,
+            grad_residual=None if residual is None else residual.to(compute),
             output_mask=[True, False],
         )
         grad_input = grad_input.to(x.dtype)
