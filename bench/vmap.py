@@ -18,14 +18,14 @@ from bench.timing import alternate, host_timer
 SHAPES = ((512, 1, 64), (64, 16, 256), (16, 128, 1024), (8, 512, 4096))  # samples, rows of each, columns
 HEADER = ("samples x rows x cols", "operator", "weight", "rule", "loop", "loop over rule")
 
+_library = torch.library.Library("normops_bench", "DEF")  # holds as long as it lives
+
 
 def _without_rules() -> torch._ops._OpNamespace:
-    library = torch.library.Library("normops_bench", "FRAGMENT")
     for name in ("rms_norm", "rms_norm_backward"):
         op = getattr(torch.ops.normops, name).default
-        library.define(str(op._schema).removeprefix("normops::"))
-        library.impl(name, op, "CompositeExplicitAutograd")
-    torch.library._libraries_kept = library  # type: ignore[attr-defined]
+        _library.define(str(op._schema).removeprefix("normops::"))
+        _library.impl(name, op, "CompositeExplicitAutograd")
     return torch.ops.normops_bench
 
 

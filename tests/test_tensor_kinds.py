@@ -5,6 +5,7 @@ from collections.abc import Callable
 import cases
 import pytest
 import torch
+from add_cases import message_of
 from torch import Tensor, nn
 from torch.testing._internal.logging_tensor import LoggingTensor, capture_logs
 from torch.testing._internal.two_tensor import TwoTensor
@@ -129,12 +130,6 @@ def test_zero_tensors() -> None:
     zeros = torch._efficientzerotensor((5, 8))
     assert torch.equal(normops.rms_norm(zeros, 8, eps=1e-3), torch.zeros(5, 8))
     assert torch.equal(normops.rms_norm(values(), 8, torch._efficientzerotensor(8)), torch.zeros(5, 8))
-
-
-def message_of(call: Callable[[], object]) -> str:
-    with pytest.raises(RuntimeError) as raised:
-        call()
-    return str(raised.value).splitlines()[0]
 
 
 def test_conjugates_are_refused_as_complex() -> None:

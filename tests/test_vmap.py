@@ -8,9 +8,9 @@ import cases
 import oracle
 import pytest
 import torch
+from calls import Calls
 from cases import EPS
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import normops
 
@@ -20,19 +20,6 @@ SIZE = 5
 DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64))
 
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators of normops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func.namespace == "normops":
-            self.names.append(func._schema.name.removeprefix("normops::"))
-        return func(*args, **(kwargs or {}))
 
 
 def batched(shape: tuple[int, ...], dim: int | None, dtype: torch.dtype, seed: int, device: str) -> Tensor:
