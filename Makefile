@@ -1,23 +1,31 @@
-# Every target starts from a bare machine: python3 with venv, GCC 12 and make. Everything else goes into .venv.
+# Every target starts from a bare machine: python3 with venv, a C++ compiler and make. Everything else goes into .venv.
 PYTHON ?= python3
+TORCH ?= 2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= build/gpu
-SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CPP := $(shell find csrc tests bench examples -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+# The CUDA builds of torch bring their Triton.
+TRITON_OF_2.13.0 := triton==3.7.1
 
-.PHONY: install test lint format demo bench bench-instructions check-cuda-compile package clean \
-	check-gpu gpu-build gpu-test gpu-test-triton gpu-memcheck gpu-racecheck gpu-bench
+.PHONY: install install-dev test test-torch lint format demo bench bench-instructions check-cuda-compile package wheels \
+	clean check-gpu gpu-build gpu-test gpu-test-triton gpu-memcheck gpu-racecheck gpu-bench
 
-install: $(VENV)/installed
+# Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
+install: $(VENV)/required
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	test -f $(VENV)/installed || $(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $(VENV)/installed
 
-$(VENV)/required: requirements-dev.txt
+install-dev: $(VENV)/required-dev install
+
+$(VENV)/required: requirements-demo.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --requirement requirements-dev.txt
+	$(BIN)/pip install --quiet torch==$(TORCH) $(TRITON_OF_$(TORCH)) --requirement requirements-demo.txt
 	touch $@
 
-$(VENV)/installed: $(VENV)/required $(SOURCES)
-	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+$(VENV)/required-dev: requirements-dev.txt $(VENV)/required
+	$(BIN)/pip install --quiet --requirement requirements-dev.txt
 	touch $@
 
 # What tests the Triton kernels in their interpreter, and on a GPU.
@@ -26,17 +34,21 @@ TRITON_TESTS := tests/test_values.py tests/test_out.py tests/test_inplace.py tes
 	-k '(test_values or test_forward or wider_sum or aliasing or replaces) and not 40000 \
 		or (its_batch or alignment) and (100 or 9000) and (bfloat16 or float32)'
 
-test: install
+test: install-dev
 	$(BIN)/python -m pytest
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --triton $(TRITON_TESTS)
 
-lint: install
+# The same with another torch, in an environment of its own: a CUDA build of several GB.
+test-torch:
+	$(MAKE) test TORCH=$(TORCH) VENV=.venv-torch-$(TORCH)
+
+lint: install-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
 
-format: $(VENV)/required
+format: $(VENV)/required-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
@@ -44,12 +56,12 @@ format: $(VENV)/required
 demo: install
 	$(BIN)/python examples/baby_llama.py $(ARGS)
 
-bench: install
+bench: install-dev
 	$(BIN)/python -m bench $(ARGS)
 
 # Needs nvcc on PATH, and no GPU: compiles every CUDA kernel, and reads what became of it.
 check-cuda-compile:
-	NORMOPS_CUDA=1 $(MAKE) install
+	NORMOPS_CUDA=1 NORMOPS_CUDA_ARCHS=all $(MAKE) install-dev
 	NORMOPS_CUDA=1 $(BIN)/python -m pytest tests/test_cuda_compile.py
 
 # Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, pytest, hypothesis, rich and matplotlib, and
@@ -85,17 +97,17 @@ gpu-bench: gpu-build
 		--dtype bfloat16 --shapes fill --peers normops-triton F.rms_norm-compiled Liger quack --save $(OUT)/add
 
 # Needs valgrind.
-bench-instructions: install
+bench-instructions: install-dev
 	$(BIN)/python -m bench.instructions $(ARGS)
 
 # An sdist, a wheel made from it, and that wheel installed into a fresh environment and imported from elsewhere.
-package: $(VENV)/required
+package: $(VENV)/required-dev
 	rm -rf dist build/fresh
 	$(BIN)/python -m build --no-isolation
 	$(PYTHON) -m venv build/fresh
-	build/fresh/bin/pip install --quiet torch==2.13.0 numpy
+	build/fresh/bin/pip install --quiet torch==$(TORCH) numpy
 	build/fresh/bin/pip install --quiet dist/*.whl
-	cd build/fresh && bin/python -c "import torch, normops; print(normops.build_info()); normops.rms_norm(torch.ones(2, 8), 8)"
+	cd build/fresh && bin/python -m normops
 
 clean:
-	rm -rf build dist *.egg-info normops/*.so normops/_built_with.py $(VENV)/installed
+	rm -rf build dist *.egg-info normops/*.so normops/torch-* $(VENV)/installed

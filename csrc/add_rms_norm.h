@@ -6,7 +6,8 @@
 #include "check.h"
 #include "operator.h"
 
-namespace [[gnu::visibility("default")]] normops {
+#pragma GCC visibility push(default)  // for the Python module
+namespace normops {
 
 void check_add_rms_norm(const Tensor& input, const Tensor& residual, c10::SymIntArrayRef normalized_shape,
                         const OptionalTensor& weight, std::optional<double> eps);
@@ -37,3 +38,4 @@ const c10::TypedOperatorHandle<AddRmsNormOut>& add_rms_norm_out_op();
 const c10::TypedOperatorHandle<AddRmsNormInplace>& add_rms_norm_inplace_op();
 
 }  // namespace normops
+#pragma GCC visibility pop

@@ -1,6 +1,6 @@
 #include "check.h"
 
-#include <ATen/ATen.h>
+#include <c10/core/ScalarType.h>
 
 #include "overlap.h"
 #include "problem.h"

@@ -6,7 +6,8 @@
 
 #include <optional>
 
-namespace [[gnu::visibility("default")]] normops {
+#pragma GCC visibility push(default)  // for the Python module
+namespace normops {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;  // a schema's `Tensor?`
@@ -42,3 +43,4 @@ void check_out(const char* op, const Named& out, const Tensor& result, std::init
 void check_disjoint(const char* op, const Named& out, const Named& other_out);
 
 }  // namespace normops
+#pragma GCC visibility pop

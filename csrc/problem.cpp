@@ -1,6 +1,6 @@
 #include "problem.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty_like.h>
 
 #include <limits>
 

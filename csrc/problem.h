@@ -8,7 +8,8 @@
 #include "dispatch.h"
 #include "rows.h"
 
-namespace [[gnu::visibility("default")]] normops {
+#pragma GCC visibility push(default)  // for the Python module
+namespace normops {
 
 struct Problem {
   int64_t rows;
@@ -52,3 +53,4 @@ class Target {
 };
 
 }  // namespace normops
+#pragma GCC visibility pop

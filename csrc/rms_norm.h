@@ -7,7 +7,8 @@
 #include "check.h"
 #include "operator.h"
 
-namespace [[gnu::visibility("default")]] normops {
+#pragma GCC visibility push(default)  // for the Python module
+namespace normops {
 
 using OutputMask = std::array<bool, 2>;  // grad_input, grad_weight
 
@@ -60,3 +61,4 @@ const c10::TypedOperatorHandle<RmsNormBackward>& rms_norm_backward_op();
 const c10::TypedOperatorHandle<RmsNormBackwardOut>& rms_norm_backward_out_op();
 
 }  // namespace normops
+#pragma GCC visibility pop

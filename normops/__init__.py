@@ -6,21 +6,16 @@ Importing normops registers the operators of ``torch.ops.normops``: ``rms_norm``
 
 import torch as _torch
 
-from normops._built_with import TORCH_MINOR as _TORCH_MINOR
-
-if _torch.__version__.split(".")[:2] != _TORCH_MINOR.split("."):
-    raise ImportError(
-        f"expected torch {_TORCH_MINOR}, which this normops was built with, but got torch {_torch.__version__}: "
-        "reinstall normops (pip install --force-reinstall --no-deps --no-build-isolation normops)"
-    )
-
-from normops import vmap as _vmap  # noqa: F401  registers its rules
+from normops import _binding as _binding  # first: finds normops._C
 from normops._after_import import after_import as _after_import
 from normops._info import BuildInfo, build_info
+from normops._private_torch import warn_if_newer as _warn_if_newer
 from normops.backends import use_backend
 from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_
 from normops.modules import RMSNorm
 
+_warn_if_newer(_torch.__version__)
+_after_import("torch", "normops.vmap")
 _after_import("torch.utils.flop_counter", "normops.flops")
 _after_import("torch.distributed.tensor", "normops.sharding")
 _after_import("torch.nested._internal.ops", "normops.nested")

@@ -16,6 +16,7 @@ import normops
 
 ROOT = Path(__file__).parent.parent
 X86 = platform.machine() == "x86_64"
+KERNELS = Path(normops.__file__).parent / "libnormops_kernels.so"
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -101,7 +102,7 @@ AVX512_ONLY = re.compile(r"%zmm|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7]")
 @pytest.mark.skipif(not X86 or shutil.which("objdump") is None, reason="reads x86 code with objdump")
 def test_wide_instructions_stay_in_their_namespace() -> None:
     """Code that runs on every machine holds no AVX, and the AVX2 kernels hold no AVX-512."""
-    functions = instructions_by_function(normops.build_info()["library"])
+    functions = instructions_by_function(str(KERNELS))
     found: dict[str, set[str]] = defaultdict(set)
     for name, instructions in functions.items():
         room = next((isa for isa in ("avx512", "avx2") if f"normops::cpu::{isa}::" in name), "baseline")
@@ -115,44 +116,18 @@ def test_wide_instructions_stay_in_their_namespace() -> None:
     # The test would be worthless if the names or the patterns did not match what is there.
     assert dict(found) == {"baseline": set(), "avx2": {"avx2"}, "avx512": {"avx2", "avx512"}}
     assert any("normops::cpu::baseline::" in name for name in functions)
-
-
-def test_another_torch_is_one_clear_sentence() -> None:
-    result = python("import torch; torch.__version__ = '2.99.1'; import normops")
-    assert result.returncode != 0
-    assert result.stderr.strip().splitlines()[-1] == (
-        f"ImportError: expected torch {'.'.join(torch.__version__.split('.')[:2])}, which this normops was built with, "
-        "but got torch 2.99.1: reinstall normops (pip install --force-reinstall --no-deps --no-build-isolation normops)"
-    )
-
-
-def setup_py(**environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "setup.py", "--version"],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_cuda_switch() -> None:
-    assert setup_py(NORMOPS_CUDA="0").returncode == 0
-    wrong = setup_py(NORMOPS_CUDA="yes")
-    assert wrong.returncode != 0
-    assert "expected NORMOPS_CUDA to be auto, 0 or 1, but got yes" in wrong.stderr
-    missing = setup_py(NORMOPS_CUDA="1", CUDA_HOME="/nowhere")
-    assert missing.returncode != 0
-    assert "expected nvcc on PATH or in CUDA_HOME/bin because NORMOPS_CUDA=1, but found none" in missing.stderr
+    around = instructions_by_function(normops.build_info()["library"])
+    assert not [name for name, code in around.items() for line in code if VEX.match(line) or AVX512_ONLY.search(line)]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
-def test_cuda_is_built_where_nvcc_is() -> None:
+def test_cuda_is_built_as_asked() -> None:
     info = normops.build_info()
-    wanted = os.environ.get("NORMOPS_CUDA", "auto")
-    if wanted == "0":
-        pytest.skip("NORMOPS_CUDA=0")
-    assert info["cuda_archs"] == os.environ.get("NORMOPS_CUDA_ARCHS", "80;90;100").split(";")
+    if not info["cuda_archs"]:
+        assert os.environ.get("NORMOPS_CUDA", "auto") != "1"
+        pytest.skip("built without CUDA")
+    archs = os.environ.get("NORMOPS_CUDA_ARCHS")
+    if archs:
+        assert info["cuda_archs"] == (["80", "90", "100"] if archs == "all" else archs.split(";"))
     release = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
     assert f"release {info['cuda_version']}," in release

@@ -2,7 +2,7 @@
 // rstd.
 #include "../rms_norm.h"
 
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
 #include "../composite/rms_norm.h"

@@ -1,6 +1,6 @@
 #include "add_rms_norm.h"
 
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
 #include "rms_norm.h"

@@ -1,6 +1,7 @@
 #include "rms_norm.h"
 
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/rsqrt.h>
 #include <torch/library.h>
 
 #include "../problem.h"

@@ -16,6 +16,6 @@ struct AddRmsNormArgs : RmsNormArgs {
 using AddRmsNormKernels = ForwardKernels<AddRmsNormArgs>;
 
 // Those for current_isa().
-const AddRmsNormKernels& add_rms_norm_kernels();
+[[gnu::visibility("default")]] const AddRmsNormKernels& add_rms_norm_kernels();
 
 }  // namespace normops::cpu

@@ -18,6 +18,17 @@
 
 #if defined(__x86_64__)
 
+// What follows is compiled for these features besides the baseline's, until the end.
+#define NORMOPS_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define NORMOPS_BEGIN_TARGET(features) \
+  NORMOPS_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define NORMOPS_END_TARGET NORMOPS_PRAGMA(clang attribute pop)
+#else
+#define NORMOPS_BEGIN_TARGET(features) NORMOPS_PRAGMA(GCC push_options) NORMOPS_PRAGMA(GCC target(features))
+#define NORMOPS_END_TARGET NORMOPS_PRAGMA(GCC pop_options)
+#endif
+
 #define NORMOPS_ISA baseline
 #define NORMOPS_VECTOR_BYTES 16
 #include "simd.h"
@@ -26,28 +37,28 @@
 #undef NORMOPS_VECTOR_BYTES
 
 #define NORMOPS_F16C
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+NORMOPS_BEGIN_TARGET("avx2,fma,f16c")
 #define NORMOPS_ISA avx2
 #define NORMOPS_VECTOR_BYTES 32
 #include "simd.h"
 #include NORMOPS_KERNEL_SOURCE
 #undef NORMOPS_ISA
 #undef NORMOPS_VECTOR_BYTES
-#pragma GCC pop_options
+NORMOPS_END_TARGET
 
 // GCC's own AVX-512 headers read undefined registers on purpose and warn about it (GCC bug 105593).
+#if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
+NORMOPS_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define NORMOPS_ISA avx512
 #define NORMOPS_VECTOR_BYTES 64
 #include "simd.h"
 #include NORMOPS_KERNEL_SOURCE
 #undef NORMOPS_ISA
 #undef NORMOPS_VECTOR_BYTES
-#pragma GCC pop_options
+NORMOPS_END_TARGET
 #undef NORMOPS_F16C
 
 // The variants of the table `name` that the kernel source defines, in the order of the enumeration Isa.

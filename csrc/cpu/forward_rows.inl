@@ -74,7 +74,7 @@ NORMOPS_INLINE compute_t<T> rstd_of(double square_sum, int64_t cols, double eps)
 
 // The same for several rows, whose roots and divisions go through the pipeline, or one vector, together.
 template <class T, int kRows>
-NORMOPS_INLINE void row_rstds(const T* const (&x)[kRows], int64_t cols, double eps, compute_t<T> (&rstd)[kRows]) {
+[[gnu::noinline]] void row_rstds(const T* const (&x)[kRows], int64_t cols, double eps, compute_t<T> (&rstd)[kRows]) {
   double square_sum[kRows];
   for (int r = 0; r < kRows; r++) square_sum[r] = sum_row<T>(cols, squares_of(x[r]));
   for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<T>(square_sum[r], cols, eps);

@@ -1,7 +1,6 @@
 // What the launchers on CPU tensors have in common: memory, the scale, and how the rows of a forward are shared among
 // threads.
 #pragma once
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty_native.h>
 #include <c10/util/SmallBuffer.h>
 
@@ -10,6 +9,7 @@
 
 #include "../check.h"
 #include "../problem.h"
+#include "parallel.h"
 #include "rms_norm_kernel.h"
 
 namespace normops::cpu {
@@ -44,8 +44,8 @@ class Scratch {
 template <class Function>
 void parallel_for_columns(int64_t cols, int64_t grain_columns, const Function& function) {
   constexpr int64_t kBlock = 16;
-  at::parallel_for(0, padded_cols(cols) / kBlock, std::max<int64_t>(1, grain_columns / kBlock),
-                   [&](int64_t begin, int64_t end) { function(begin * kBlock, std::min(end * kBlock, cols)); });
+  parallel_for(0, padded_cols(cols) / kBlock, std::max<int64_t>(1, grain_columns / kBlock),
+               [&](int64_t begin, int64_t end) { function(begin * kBlock, std::min(end * kBlock, cols)); });
 }
 
 // weight + weight_offset as the kernels read it, or ones without a weight.
@@ -59,8 +59,9 @@ class Scale {
     if (is_weight_itself_) return;
     void* const target = converted_.data();
     if (weight_.defined()) {
+      const auto convert = rms_norm_kernels().scale;
       parallel_for_columns(cols, kGrainElements, [&](int64_t begin, int64_t end) {
-        rms_norm_kernels().scale(dtype, dtype_of(weight_), weight_.const_data_ptr(), weight_offset, target, begin, end);
+        convert(dtype, dtype_of(weight_), weight_.const_data_ptr(), weight_offset, target, begin, end);
       });
     } else if (compute_dtype(dtype) == DType::float64) {
       std::fill_n(static_cast<double*>(target), padded_cols(cols), 1.0);
@@ -111,14 +112,14 @@ inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const voi
 template <class Args>
 void run_forward(const ForwardKernels<Args>& kernels, const Args& args, const Problem& problem) {
   if (!shares_rows(problem)) {
-    at::parallel_for(0, problem.rows, grain(problem.cols),
-                     [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
+    parallel_for(0, problem.rows, grain(problem.cols),
+                 [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
     return;
   }
   SpanSums squares(problem.cols);
   for (int64_t row = 0; row < problem.rows; row++) {
-    at::parallel_for(0, squares.count(), kGrainElements / kSpan,
-                     [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data()); });
+    parallel_for(0, squares.count(), kGrainElements / kSpan,
+                 [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data()); });
     const double square_sum = squares.total();
     parallel_for_columns(problem.cols, kGrainElements,
                          [&](int64_t begin, int64_t end) { kernels.columns(args, row, square_sum, begin, end); });

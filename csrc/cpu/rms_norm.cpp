@@ -9,15 +9,15 @@
 namespace normops::cpu {
 namespace {
 
-void backward_shared_rows(const RmsNormBackwardArgs& args) {
+void backward_shared_rows(const RmsNormKernels& kernels, const RmsNormBackwardArgs& args) {
   SpanSums squares(args.cols), dots(args.cols);
   for (int64_t row = 0; row < args.rows; row++) {
-    at::parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) {
-      rms_norm_kernels().backward_sums(args, row, begin, end, squares.data(), dots.data());
+    parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) {
+      kernels.backward_sums(args, row, begin, end, squares.data(), dots.data());
     });
     const double square_sum = squares.total(), dot = args.grad_input != nullptr ? dots.total() : 0;
     parallel_for_columns(args.cols, kGrainElements, [&](int64_t begin, int64_t end) {
-      rms_norm_kernels().backward_columns(args, row, square_sum, dot, begin, end);
+      kernels.backward_columns(args, row, square_sum, dot, begin, end);
     });
   }
 }
@@ -95,11 +95,12 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
     args.grad_weight_partials = is_partial ? grad_weight.mutable_data_ptr() : partials.data();
   }
 
+  const RmsNormKernels& kernels = rms_norm_kernels();
   if (shares_rows(problem)) {
-    backward_shared_rows(args);
+    backward_shared_rows(kernels, args);
   } else {
-    at::parallel_for(0, chunks, grain(args.rows_per_chunk * problem.cols),
-                     [&](int64_t begin, int64_t end) { rms_norm_kernels().backward(args, begin, end); });
+    parallel_for(0, chunks, grain(args.rows_per_chunk * problem.cols),
+                 [&](int64_t begin, int64_t end) { kernels.backward(args, begin, end); });
   }
   if (dx.has_value()) dx->finish();
 
@@ -107,8 +108,8 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
     const bool is_in_place = grad_weight.is_contiguous();
     const Tensor dw = is_in_place ? grad_weight : CpuBackend::empty_contiguous(grad_weight);
     parallel_for_columns(problem.cols, grain(chunks), [&](int64_t begin, int64_t end) {
-      rms_norm_kernels().grad_weight(dtype, dtype_of(dw), partials.data(), chunks, problem.cols, dw.mutable_data_ptr(),
-                                     begin, end);
+      kernels.grad_weight(dtype, dtype_of(dw), partials.data(), chunks, problem.cols, dw.mutable_data_ptr(), begin,
+                          end);
     });
     if (!is_in_place) grad_weight.copy_(dw);
   }

@@ -77,6 +77,6 @@ struct RmsNormKernels {
 };
 
 // Those for current_isa().
-const RmsNormKernels& rms_norm_kernels();
+[[gnu::visibility("default")]] const RmsNormKernels& rms_norm_kernels();
 
 }  // namespace normops::cpu

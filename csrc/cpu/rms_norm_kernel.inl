@@ -14,6 +14,22 @@ struct Wants {
   static constexpr bool grad_input = kGradInput, grad_weight = kGradWeight, residual = kResidual;
 };
 
+// The terms of mean(dy * w * x).
+template <class T, class R>
+NORMOPS_INLINE auto dots_of(const T* dy, const R* x, const compute_t<R>* scale) {
+  return [=](int64_t column, auto extent, const Block<compute_t<R>>& sum) {
+    const Block<compute_t<R>> g = load_as<R>(dy + column, extent) * load(scale + column);
+    return fma(g, load(x + column, extent), sum);
+  };
+}
+
+// Not inlined, like row_rstds: one copy serves whatever else is wanted.
+template <class T, class R, int kRows>
+[[gnu::noinline]] void row_dots(const T* const (&dy)[kRows], const R* const (&x)[kRows], const compute_t<R>* scale,
+                                int64_t cols, double (&dots)[kRows]) {
+  for (int r = 0; r < kRows; r++) dots[r] = sum_row<R>(cols, dots_of(dy[r], x[r], scale));
+}
+
 // T is the type of grad_output, R that of everything else with rows.
 template <class T, class R, class Wants, int kRows>
 struct BackwardGroup {
@@ -25,15 +41,7 @@ struct BackwardGroup {
   R* dx[kRows] = {};
   Block<Compute> rstd[kRows], minus_c[kRows] = {};
 
-  // The terms of mean(dy * w * x) of row r.
-  auto dots(int r) const {
-    return [scale = scale, dy = dy[r], x = x[r]](int64_t column, auto extent, const Block<Compute>& sum) {
-      const Block<Compute> g = load_as<R>(dy + column, extent) * load(scale + column);
-      return fma(g, load(x + column, extent), sum);
-    };
-  }
-
-  // `dot` is the sum of dots(r), and not used if grad_input is not wanted.
+  // `dot` is the sum of dots_of row r, and not used if grad_input is not wanted.
   void set_sums(int r, Compute row_rstd, double dot, int64_t cols) {
     rstd[r] = broadcast(row_rstd);
     if (!Wants::grad_input) return;
@@ -43,7 +51,7 @@ struct BackwardGroup {
   }
 
   // grad_input[:, begin:end]; adds the rows' share of grad_weight to `partial`.
-  void write(int64_t begin, int64_t end, Compute* partial) const {
+  NORMOPS_INLINE void write(int64_t begin, int64_t end, Compute* partial) const {
     for_each_block<Compute>(begin, end, [&](int64_t column, auto extent) {
       const Block<Compute> w = load(scale + column);
       Block<Compute> dw = Wants::grad_weight ? load(partial + column) : Block<Compute>{};
@@ -100,10 +108,10 @@ class BackwardRows {
     const int64_t cols = args_.cols;
     BackwardGroup<T, R, Wants, kRows> group = next<kRows>();
     Compute rstd[kRows];
+    double dots[kRows] = {};
     row_rstds(group.x, cols, args_.eps, rstd);
-    for (int r = 0; r < kRows; r++) {
-      group.set_sums(r, rstd[r], Wants::grad_input ? sum_row<R>(cols, group.dots(r)) : 0, cols);
-    }
+    if (Wants::grad_input) row_dots<T, R>(group.dy, group.x, group.scale, cols, dots);
+    for (int r = 0; r < kRows; r++) group.set_sums(r, rstd[r], dots[r], cols);
     group.write(0, cols, partial);
   }
 
@@ -207,10 +215,12 @@ void backward(const RmsNormBackwardArgs& args, int64_t begin, int64_t end) {
 
 void backward_sums(const RmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t end, double* squares,
                    double* dots) {
-  dispatch_backward(args, [&]<class T, class R, class Wants>() {
-    const auto group = BackwardRows<T, R, Wants>(args, row).template next<1>();
+  dispatch_pair(args.grad_output_dtype, args.dtype, [&]<class T, class R>() {
+    using Group = BackwardRows<T, R, Wants<false, false, false>>;
+    const auto group = Group(args, row).template next<1>();
     sum_spans<R>(args.cols, begin, end, squares, squares_of(group.x[0]));
-    if (Wants::grad_input) sum_spans<R>(args.cols, begin, end, dots, group.dots(0));
+    if (args.grad_input != nullptr)
+      sum_spans<R>(args.cols, begin, end, dots, dots_of(group.dy[0], group.x[0], group.scale));
   });
 }
 

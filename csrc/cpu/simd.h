@@ -34,6 +34,18 @@ NORMOPS_INLINE To bit_cast(const From& from) {
   return to;
 }
 
+// The elements of a and b, numbered from a's first to b's last, in the order of `kFrom`.
+template <int... kFrom, class Vector>
+NORMOPS_INLINE Vector shuffle(Vector a, Vector b) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(a, b, kFrom...);
+#else  // GCC 11
+  typedef std::conditional_t<sizeof(a[0]) == 4, uint32_t, uint16_t> Indices
+      __attribute__((vector_size(sizeof(Vector))));
+  return __builtin_shuffle(a, b, Indices{kFrom...});
+#endif
+}
+
 template <class Vector>
 NORMOPS_INLINE Vector load_vector(const void* source) {
   Vector v;
@@ -152,12 +164,10 @@ NORMOPS_INLINE Block<Compute> reorder(const Block<Compute>& block) {
     return block;
   } else if constexpr (kEvenOdd<To>) {
     const auto& [low, high] = block.v;
-    return {__builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14),
-            __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15)};
+    return {shuffle<0, 2, 4, 6, 8, 10, 12, 14>(low, high), shuffle<1, 3, 5, 7, 9, 11, 13, 15>(low, high)};
   } else {
     const auto& [even, odd] = block.v;
-    return {__builtin_shufflevector(even, odd, 0, 8, 1, 9, 2, 10, 3, 11),
-            __builtin_shufflevector(even, odd, 4, 12, 5, 13, 6, 14, 7, 15)};
+    return {shuffle<0, 8, 1, 9, 2, 10, 3, 11>(even, odd), shuffle<4, 12, 5, 13, 6, 14, 7, 15>(even, odd)};
   }
 }
 
@@ -191,7 +201,7 @@ NORMOPS_INLINE void store(T* target, const Block<compute_t<T>>& block) {
     typedef uint16_t halves __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
     const auto even = bit_cast<halves>(round_to_bfloat16(block.v[0]) >> 16);
     const auto odd = bit_cast<halves>(round_to_bfloat16(block.v[1]));
-    const halves pairs = __builtin_shufflevector(even, odd, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31);
+    const halves pairs = shuffle<0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31>(even, odd);
     std::memcpy(target, &pairs, sizeof pairs);
     return;
   }

@@ -2,6 +2,7 @@
 #pragma once
 #include "rms_norm_launch.h"
 
+#pragma GCC visibility push(default)  // for the operators, which are another library
 namespace normops::cuda {
 
 // Of RmsNormArgs, dtype is that of input and output.
@@ -16,3 +17,4 @@ struct AddRmsNormArgs : RmsNormArgs {
 void launch_add_rms_norm(const AddRmsNormArgs& args, const Device& device, Stream stream);
 
 }  // namespace normops::cuda
+#pragma GCC visibility pop

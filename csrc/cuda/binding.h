@@ -1,7 +1,7 @@
 // What the operators on CUDA tensors have in common. They reach the device through torch's device-neutral interface, so
 // that they build against any build of torch.
 #pragma once
-#include <ATen/Functions.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "../check.h"

@@ -2,6 +2,8 @@
 // stream.
 #include "../rms_norm_backend.h"
 
+#include <ATen/ops/empty.h>
+
 #include "binding.h"
 
 namespace normops::cuda {

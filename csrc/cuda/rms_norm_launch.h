@@ -6,13 +6,14 @@
 #include "../dispatch.h"
 #include "../rows.h"
 
+#pragma GCC visibility push(default)  // for the operators, which are another library
 namespace normops::cuda {
 
 // What launch configurations depend on.
 struct Device {
   int multiprocessors;
   int64_t shared_bytes;  // that a block can have
-  bool clusters;         // compute capability 9.0 or later
+  bool clusters;         // compute capability 9.0 or later, and code compiled for it
 };
 
 // The current one. Throws std::runtime_error.
@@ -69,3 +70,4 @@ void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, i
                         void* grad_weight, Stream stream);
 
 }  // namespace normops::cuda
+#pragma GCC visibility pop

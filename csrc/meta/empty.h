@@ -1,5 +1,5 @@
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
 
 namespace normops {
 

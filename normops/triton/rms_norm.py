@@ -10,6 +10,9 @@ from torch import Tensor
 
 from normops.triton.launch_config import backward_programs, row_config
 
+# Bits are those of the operations as they are written, in every version of Triton; the default is to change.
+COMPILE_OPTIONS = {"enable_fp_fusion": False}
+
 
 class Rows(NamedTuple):
     """The rows of a tensor: row r starts at element ``r // inner * outer_stride + r % inner * inner_stride``."""
@@ -211,7 +214,7 @@ def backward_kernel(
                 if partials is not None:
                     # The row's part is added where it is stored: a program has no room for so wide a sum.
                     is_column = start + first < cols
-                    is_added = is_column & (start_row != program * block_rows)
+                    is_added = is_column & (row != program * block_rows)  # one row: a block of its own
                     sum_so_far = tl.load(partial + start + first, mask=is_added, other=0.0)
                     tl.store(partial + start + first, sum_so_far + tl.sum(g * h, 0), mask=is_column)
             tl.debug_barrier()  # before the next row adds to them
@@ -246,6 +249,7 @@ def launch_forward(
         weight, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute,
         block_rows=config.block_rows, block_cols=config.block_cols, is_whole=config.is_whole, num_warps=config.warps,
+        **COMPILE_OPTIONS,
     )  # fmt: skip
 
 
@@ -274,5 +278,6 @@ def launch_backward(
         weight, partials, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute,
         block_rows=config.block_rows, block_cols=config.block_cols, is_whole=config.is_whole, num_warps=config.warps,
+        **COMPILE_OPTIONS,
     )  # fmt: skip
     return None if partials is None else partials.sum(0)

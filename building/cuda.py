@@ -1,0 +1,133 @@
+"""nvcc, and which architectures it compiles for."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from building.errors import first_error, stop
+from building.torch_headers import Torch
+
+ALL_ARCHS = ("80", "90", "100")
+OLDEST_ARCH = 80  # the first with bfloat16
+# Without contraction, as on the CPU. dispatch() is constexpr and runs on the device too.
+FLAGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+
+
+class Cuda(NamedTuple):
+    nvcc: str
+    version: str
+    archs: list[str]
+    library_dirs: list[str]
+
+    @property
+    def arch_flags(self) -> list[str]:
+        """Code for every architecture; GPUs newer than all of them compile the last one's for themselves."""
+        flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
+        return [*flags, f"-gencode=arch=compute_{self.archs[-1]},code=compute_{self.archs[-1]}"]
+
+
+class UnfitError(Exception):
+    """Why nvcc cannot be used: an error if CUDA code was asked for, a notice otherwise."""
+
+
+def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
+    """What to compile CUDA code with, if at all, and what to say of it."""
+    wanted = os.environ.get("NORMOPS_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        stop(f"expected NORMOPS_CUDA to be auto, 0 or 1, but got {wanted}")
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    if wanted == "0":
+        return None, "no (NORMOPS_CUDA=0)"
+    if nvcc is None:
+        if wanted == "1":
+            stop("expected nvcc on PATH or in CUDA_HOME/bin because NORMOPS_CUDA=1, but found none")
+        return None, "no: there is no nvcc on PATH or in CUDA_HOME/bin"
+    if wanted == "auto" and not any(torch.has_cuda for torch in torches):
+        return (
+            None,
+            f"no: torch {torches[0].version} does not run on GPUs (NORMOPS_CUDA=1 compiles for them all the same)",
+        )
+    try:
+        cuda, why = _examine(nvcc)
+    except UnfitError as unfit:
+        if wanted == "1" or "NORMOPS_CUDA_ARCHS" in os.environ:
+            stop(f"{unfit}; NORMOPS_CUDA=0 builds without CUDA kernels")
+        return None, f"no: {unfit}; this build has CPU kernels alone, NORMOPS_CUDA=1 makes this an error"
+    return cuda, f"{' '.join(f'sm_{arch}' for arch in cuda.archs)} ({why}), with {cuda.nvcc} {cuda.version}"
+
+
+def _examine(nvcc: str) -> tuple[Cuda, str]:
+    # nvcc itself tells its version and where the toolkit's libraries are, which holds for wrappers and wheels as well.
+    version = re.search(r"release ([\d.]+)", _output(nvcc, "--version"))
+    libraries = re.search(r"^#\$ LIBRARIES=(.*)$", _output(nvcc, "--dryrun", "-c", "any.cu"), re.MULTILINE)
+    if version is None or libraries is None:
+        raise UnfitError(f"expected {nvcc} to print its version and library folders, but it did not")
+    known = re.findall(r"compute_(\d+)", _output(nvcc, "--list-gpu-arch"))
+    archs, why = _archs(known)
+    if unknown := [arch for arch in archs if arch not in known]:
+        known_too = ";".join(arch for arch in ALL_ARCHS if arch in known)
+        raise UnfitError(
+            f"expected an nvcc that compiles for sm_{unknown[0]} ({why}), but {nvcc} is {version[1]}, which does not: "
+            + (f"NORMOPS_CUDA_ARCHS={known_too} names what it compiles for" if known_too else "install a newer one")
+        )
+    cuda = Cuda(nvcc, version[1], archs, re.findall(r'"-L([^"]+)"', libraries[1]))
+    _try(cuda)
+    return cuda, why
+
+
+def _archs(known: Sequence[str]) -> tuple[list[str], str]:
+    """The architectures to compile for, in rising order, and where they come from."""
+    named = os.environ.get("NORMOPS_CUDA_ARCHS")
+    if named:
+        archs = list(ALL_ARCHS) if named == "all" else re.split("[;,]", named)
+        if not all(arch.isdigit() and int(arch) >= OLDEST_ARCH for arch in archs):
+            stop(f"expected NORMOPS_CUDA_ARCHS to be all, or numbers from {OLDEST_ARCH} like 80;90, but got {named}")
+        return sorted(set(archs), key=int), f"NORMOPS_CUDA_ARCHS={named}"
+    here = _gpus_here()
+    if not here:
+        return [str(OLDEST_ARCH)], "no GPU here; later ones compile it when they first run it; NORMOPS_CUDA_ARCHS=all"
+    newest = max(int(arch) for arch in known)
+    usable = sorted({min(arch, newest) for arch in here if arch >= OLDEST_ARCH})
+    if not usable:
+        raise UnfitError(f"expected a GPU of sm_{OLDEST_ARCH} or later, but the one here is sm_{max(here)}")
+    return [str(arch) for arch in usable], "of the GPUs here"
+
+
+def _gpus_here() -> list[int]:
+    try:
+        result = subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True
+        )
+    except OSError:
+        return []
+    return [int(line.replace(".", "")) for line in result.stdout.split() if re.fullmatch(r"\d+\.\d+", line)]
+
+
+def _try(cuda: Cuda) -> None:
+    """Compiles a few lines: the host compiler may be too new for nvcc, or missing."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cu"
+        source.write_text("#include <concepts>\n#include <cuda_bf16.h>\n__global__ void probe() {}\n")
+        command = [cuda.nvcc, *FLAGS, *cuda.arch_flags, "-c", str(source), "-o", f"{folder}/probe.o"]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode != 0:
+        raise UnfitError(
+            f"expected {cuda.nvcc} {cuda.version} to compile C++20 (12.0 and later do, with a host compiler that it "
+            f"supports, which NVCC_CCBIN names), but got: {first_error(result.stdout)}"
+        )
+
+
+def _output(*command: str) -> str:
+    try:
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except OSError as error:
+        raise UnfitError(f"expected {command[0]} to run, but got: {error}") from error
+    if result.returncode != 0:
+        raise UnfitError(f"expected {' '.join(command)} to succeed, but got: {first_error(result.stdout)}")
+    return result.stdout

@@ -1,0 +1,148 @@
+"""What is compiled and linked, as a file for ninja, which runs as many compilers at a time as it is told to.
+
+The kernels know nothing of torch: they are compiled once, into ``libnormops_kernels.so``. Beside it, for each torch, a
+folder like ``torch-2.13`` has ``libnormops.so``, the operators, and ``_C``, what Python needs besides.
+"""
+
+import shlex
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ninja.ninja_syntax import Writer
+
+from building.compiler import Compiler
+from building.cuda import FLAGS as CUDA_FLAGS
+from building.cuda import Cuda
+from building.torch_headers import Torch
+
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
+CPU_KERNELS = [CSRC / "cpu" / "isa.cpp", *sorted(CSRC.glob("cpu/*_kernel.cpp"))]
+CUDA_KERNELS = sorted(CSRC.glob("cuda/*.cu"))
+
+
+class Plan(NamedTuple):
+    version: str
+    """Of normops."""
+    folder: Path
+    """For what is made on the way; kept, so that only what changed is compiled again."""
+    package: Path
+    """Where the libraries go."""
+    compiler: Compiler
+    torches: Sequence[Torch]
+    cuda: Cuda | None
+
+
+def units(cuda: bool) -> dict[str, list[Path]]:
+    """Sources that are compiled together, as most of the time goes to torch's headers: all those of an operator."""
+    rooms = {path.parent.name for path in CSRC.glob("*/*.cpp")} - {"python"} - (set() if cuda else {"cuda"})
+    in_rooms = [path for room in sorted(rooms) for path in sorted((CSRC / room).glob("*.cpp"))]
+    operators = {path.stem for path in in_rooms if path not in CPU_KERNELS}
+    above = sorted(CSRC.glob("*.cpp"))
+    return {  # the longest first
+        "python": sorted(CSRC.glob("python/*.cpp")),
+        **{stem: [path for path in [*above, *in_rooms] if path.stem == stem] for stem in sorted(operators)},
+        "shared": [path for path in above if path.stem not in operators],
+    }
+
+
+def write(plan: Plan) -> Path:
+    """Writes the file and the sources that include others, if they are not yet the same."""
+    target = plan.folder / "build.ninja"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("w") as file:
+        writer = Writer(file)  # type: ignore[arg-type]
+        writer.variable("builddir", str(plan.folder))  # of ninja's own files
+        _write_rules(writer, plan)
+        objects = [_compile_cuda(writer, plan, plan.cuda, path) for path in CUDA_KERNELS] if plan.cuda else []
+        objects += [_compile(writer, plan, "kernel", path, plan.folder / "kernels", ["-O3"]) for path in CPU_KERNELS]
+        kernels = plan.package / "libnormops_kernels.so"
+        writer.build([str(kernels)], "link", objects, variables={"flags": _join(_kernel_libraries(plan.cuda))})
+        for torch in plan.torches:
+            _build_operators(writer, plan, torch, kernels)
+    return target
+
+
+def _write_rules(writer: Writer, plan: Plan) -> None:
+    compiler = _join(plan.compiler.command)
+    for rule in ("kernel", "operators"):
+        writer.rule(
+            rule,
+            f"{compiler} -MD -MF $out.d {_join(plan.compiler.flags)} $flags -c $in -o $out",
+            depfile="$out.d",
+            deps="gcc",
+            description=f"{rule} $name",
+        )
+    if plan.cuda is not None:
+        # Beside the object, the registers and the stack of every kernel, which tests/test_cuda_compile.py reads.
+        nvcc = _join([plan.cuda.nvcc, *CUDA_FLAGS, *plan.cuda.arch_flags, "-Xptxas=-v"])
+        writer.rule(
+            "cuda",
+            f"{nvcc} -MD -MF $out.d -c $in -o $out > $out.ptxas 2>&1 || (cat $out.ptxas; exit 1)",
+            depfile="$out.d",
+            deps="gcc",
+            description="cuda $name",
+        )
+    writer.rule("link", f"{compiler} -shared $in $flags -o $out", description="link $out")
+
+
+def _compile(writer: Writer, plan: Plan, rule: str, source: Path, folder: Path, flags: Iterable[str]) -> str:
+    target = str(folder / f"{source.stem}.o")
+    variables = {"flags": _join(flags), "name": f"{folder.name}/{source.stem}"}
+    writer.build([target], rule, [str(source)], variables=variables)
+    return target
+
+
+def _compile_cuda(writer: Writer, plan: Plan, cuda: Cuda, source: Path) -> str:
+    target = str(plan.folder / "cuda" / f"{source.stem}.o")
+    writer.build([target], "cuda", [str(source)], variables={"name": source.stem})
+    return target
+
+
+def _kernel_libraries(cuda: Cuda | None) -> list[str]:
+    flags = ["-Wl,-soname,libnormops_kernels.so"]
+    if cuda is not None:
+        flags += [f"-L{folder}" for folder in cuda.library_dirs]
+        flags += ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
+    return flags
+
+
+def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path) -> None:
+    objects, package = plan.folder / f"torch-{torch.minor}", plan.package / f"torch-{torch.minor}"
+    # The headers of torch's single functions instead of all: half the time.
+    flags = ["-O2", "-DAT_PER_OPERATOR_HEADERS", f'-DNORMOPS_VERSION="{plan.version}"']
+    flags += ["-DNORMOPS_WITH_CUDA"] if plan.cuda is not None else []
+    flags += ["-Wno-maybe-uninitialized"] if plan.compiler.name == "GCC" else []  # in torch's headers
+    flags += [option for folder in torch.include_dirs for option in ("-isystem", str(folder))]
+    flags_of_python = ["-DTORCH_EXTENSION_NAME=_C", "-isystem", sysconfig.get_path("include")]
+    made = {}
+    for name, sources in units(plan.cuda is not None).items():
+        unit = plan.folder / "units" / f"{name}.cpp"
+        _write_if_changed(unit, "".join(f'#include "{path}"\n' for path in sources))
+        extra = flags_of_python if name == "python" else []
+        made[name] = _compile(writer, plan, "operators", unit, objects, [*flags, *extra])
+    module = made.pop("python")
+    libraries = [f"-L{torch.folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
+
+    operators = package / "libnormops.so"
+    rpath = ["-Wl,-soname,libnormops.so", "-Wl,-rpath,$ORIGIN/.."]
+    variables = {"flags": _join([str(kernels), *libraries, *rpath])}
+    writer.build([str(operators)], "link", list(made.values()), implicit=[str(kernels)], variables=variables)
+
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    rpath = ["-Wl,-rpath,$ORIGIN:$ORIGIN/.."]
+    variables = {"flags": _join([str(operators), str(kernels), *libraries, "-ltorch_python", *rpath])}
+    writer.build([str(package / f"_C{suffix}")], "link", [module], implicit=[str(operators)], variables=variables)
+
+
+def _write_if_changed(file: Path, text: str) -> None:
+    if not file.is_file() or file.read_text() != text:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def _join(words: Iterable[str]) -> str:
+    """For a shell, in ninja's spelling."""
+    return shlex.join(words).replace("$", "$$")

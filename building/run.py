@@ -1,0 +1,59 @@
+"""Runs a build: says what will be made and about how long it takes, then how far it is."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from building.compiler import find_compiler
+from building.cuda import find_cuda
+from building.errors import stop
+from building.ninja_file import ROOT, Plan, write
+from building.torch_headers import find_torches
+
+# Seconds of one core of an AMD EPYC (Zen 3), by what a step of ninja is called; for CUDA, for each architecture.
+SECONDS = {
+    "kernel": {"rms_norm_kernel": 65, "add_rms_norm_kernel": 12, "": 2},
+    "operators": {"shared": 11, "": 22},
+    "cuda": {"rms_norm_backward": 60, "add_rms_norm": 50, "rms_norm": 30, "": 5},
+    "link": {"": 1},
+}
+
+
+def build(version: str, package: Path, folder: Path = ROOT / "build" / "ext") -> None:
+    """Builds the libraries into ``package``; what was built before and has not changed stays."""
+    torches = find_torches()
+    compiler = find_compiler()
+    cuda, about_cuda = find_cuda(torches)
+    jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    file = write(Plan(version, folder, package.absolute(), compiler, torches, cuda))
+    ninja = [sys.executable, "-m", "ninja", "-f", str(file)]
+    pending = subprocess.run([*ninja, "-n"], env=os.environ | {"NINJA_STATUS": ""}, capture_output=True, text=True)
+    seconds = sum(_seconds(step, len(cuda.archs) if cuda else 0) for step in pending.stdout.splitlines()) / jobs
+    print(f"normops {version}, built with {compiler.name} {compiler.version}")
+    print(f"  torch: {', '.join(torch.version for torch in torches)}")
+    print("  CPU:   kernels for every instruction set of this architecture, chosen at run time")
+    print(f"  CUDA:  {about_cuda}")
+    print(f"  about {_spoken(seconds)} with {jobs} compiler{'s' * (jobs > 1)} at a time (MAX_JOBS)", flush=True)
+    result = subprocess.run([*ninja, "-j", str(jobs)], env=os.environ | {"NINJA_STATUS": "  [%f/%t, %es] "})
+    if result.returncode != 0:
+        stop(
+            f"expected normops to compile for torch {', '.join(torch.version for torch in torches)} with "
+            f"{compiler.name} {compiler.version}, but got the error above; NORMOPS_CUDA=0 leaves CUDA out, CXX names "
+            "another compiler"
+        )
+    # What an earlier build left there belongs to other kernels.
+    for old in package.glob("torch-*"):
+        if old.name not in {f"torch-{torch.minor}" for torch in torches}:
+            shutil.rmtree(old)
+
+
+def _seconds(step: str, archs: int) -> float:
+    kind, _, name = step.partition(" ")
+    of_kind = SECONDS.get(kind, {})
+    return of_kind.get(Path(name).name, of_kind.get("", 0)) * (archs if kind == "cuda" else 1)
+
+
+def _spoken(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds >= 100 else f"{max(1, round(seconds / 10)) * 10} seconds"

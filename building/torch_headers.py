@@ -1,0 +1,54 @@
+"""The torch, or several of them, that the operators are built against. It is not imported: headers and libraries do."""
+
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from building.errors import stop
+
+OLDEST = (2, 11)
+
+
+class Torch(NamedTuple):
+    version: str
+    folder: Path
+    has_cuda: bool
+
+    @property
+    def minor(self) -> str:
+        return ".".join(self.version.split(".")[:2])
+
+    @property
+    def include_dirs(self) -> list[Path]:
+        return [self.folder / "include", self.folder / "include" / "torch" / "csrc" / "api" / "include"]
+
+
+def find_torches() -> list[Torch]:
+    """The installed one, or those whose folders NORMOPS_TORCH_FOLDERS names, separated by colons."""
+    named = os.environ.get("NORMOPS_TORCH_FOLDERS")
+    if named:
+        return sorted((_read(Path(folder)) for folder in named.split(":")), key=lambda torch: torch.version)
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        stop(
+            "normops is built against the torch that is installed: install torch first (pip install torch), "
+            "then run pip with --no-build-isolation"
+        )
+    return [_read(Path(spec.submodule_search_locations[0]))]
+
+
+def _read(folder: Path) -> Torch:
+    file = folder / "version.py"
+    text = file.read_text() if file.is_file() else ""
+    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    if version is None or not (folder / "include" / "torch" / "library.h").is_file():
+        stop(f"expected {folder} to be a torch with its version and its headers, but they are not there")
+    numbers = tuple(int(number) for number in version[1].split(".")[:2])
+    if numbers < OLDEST:
+        stop(
+            f"expected torch {'.'.join(map(str, OLDEST))} or later, but got torch {version[1]}: "
+            "pip install --upgrade torch"
+        )
+    return Torch(version[1], folder, re.search(r"^cuda\b.* = '", text, re.MULTILINE) is not None)

@@ -1,0 +1,148 @@
+"""``python -m normops`` tells whether this installation works: what to run after installing, and to paste in a report.
+
+It prints what was built and what serves, runs each operator forward and backward on every device that is there, beside
+its definition in float64, and times it. The exit code is 0 if all results are right, else 1.
+"""
+
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import normops
+
+ROWS, COLS = 64, 4096
+EPS = 1e-5
+# In halves of the dtype's epsilon times the largest magnitude of a result, or of the sum that it is. Rounding once is
+# one of them; what is computed in float32 shows in float32 alone.
+ALLOWED = {torch.float32: 8, torch.bfloat16: 2}
+
+
+class Check(NamedTuple):
+    """An operator, its definition, and how many tensors of rows it takes."""
+
+    name: str
+    inputs: int
+    run: Callable[..., Sequence[Tensor]]
+    define: Callable[..., Sequence[Tensor]]
+
+
+def _norm(h: Tensor, weight: Tensor) -> Tensor:
+    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+CHECKS = (
+    Check("rms_norm", 1, lambda x, w: [normops.rms_norm(x, COLS, w, EPS)], lambda x, w: [_norm(x, w)]),
+    Check(
+        "add_rms_norm",
+        2,
+        lambda x, residual, w: normops.add_rms_norm(x, residual, COLS, w, EPS),
+        lambda x, residual, w: [_norm(x + residual, w), x + residual],
+    ),
+)
+
+
+def devices() -> list[str]:
+    """Every device that torch sees."""
+    found = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    other = torch.accelerator.current_accelerator(check_available=True)
+    return found + ([str(other)] if other is not None and other.type != "cuda" else [])
+
+
+def kernels_of(device: str) -> str:
+    """What serves the operators there."""
+    if device == "cpu":
+        return f"C++, {normops.build_info()['cpu_isa']}"
+    backend = normops.build_info()["cuda_backend"] if device.startswith("cuda") else None
+    return {"cuda": "CUDA C++", "triton": "Triton"}.get(backend or "", "PyTorch operators")
+
+
+def _tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The arguments, of which sums of two are exact, and the gradients of the results."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(-64, 65, (ROWS, COLS), generator=generator) / 32 for _ in range(check.inputs)]
+    grads = [torch.randint(-64, 65, (ROWS, COLS), generator=generator) / 32 for _ in range(check.inputs)]
+    weight = 1 + torch.randint(-64, 65, (COLS,), generator=generator) / 128
+    return [t.to(device, dtype).requires_grad_() for t in [*rows, weight]], [t.to(device, dtype) for t in grads]
+
+
+Run = Callable[..., Sequence[Tensor]]
+
+
+def _all_results(run: Run, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    outputs = run(*tensors)
+    return [*outputs, *torch.autograd.grad(outputs, tensors, grads)]
+
+
+def largest_error(check: Check, dtype: torch.dtype, device: str) -> float:
+    """Over all outputs and gradients, in the units of ALLOWED."""
+    tensors, grads = _tensors(check, dtype, device)
+    results = _all_results(check.run, tensors, grads)
+    exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
+    expected = _all_results(check.define, exact, [g.cpu().double() for g in grads])
+    worst = 0.0
+    for result, right in zip(results, expected, strict=True):
+        terms = ROWS**0.5 if right.dim() == 1 else 1.0  # the weight's gradient: a sum over rows
+        unit = torch.finfo(dtype).eps / 2 * right.abs().max() * terms
+        error = ((result.detach().cpu().double() - right).abs().max() / unit).item()
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def _microseconds(call: Callable[[], object], device: str) -> float:
+    """The median of calls, each waited for."""
+    times: list[float] = []
+    stop = time.perf_counter() + 0.2
+    while time.perf_counter() < stop or len(times) < 5:
+        start = time.perf_counter()
+        call()
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def _row(check: Check, dtype: torch.dtype, device: str) -> tuple[list[str], bool]:
+    name = [device, check.name, str(dtype).removeprefix("torch."), kernels_of(device)]
+    try:
+        error = largest_error(check, dtype, device)
+        tensors, grads = _tensors(check, dtype, device)
+        forward = _microseconds(lambda: check.run(*(t.detach() for t in tensors)), device)
+        both = _microseconds(lambda: _all_results(check.run, tensors, grads), device)
+    except Exception as failure:  # the table goes on: what else works is a part of the report
+        return [*name, f"failed: {type(failure).__name__}: {failure}"], False
+    is_right = error <= ALLOWED[dtype]
+    return [*name, f"{forward:.0f} us", f"{both:.0f} us", f"{error:.2g}", "ok" if is_right else "WRONG"], is_right
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows if len(row) > i + 1) for i in range(max(map(len, rows)) - 1)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, [*widths[: len(row) - 1], 0], strict=False)]
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def _shown(value: object) -> str:
+    return ", ".join(value) or "none" if isinstance(value, list) else "none" if value is None else str(value)
+
+
+def main() -> int:
+    """Prints the report; returns the exit code."""
+    info = {"python": platform.python_version(), "torch installed": torch.__version__, **normops.build_info()}
+    print("\n".join(_lines([[name, _shown(value)] for name, value in info.items()])))
+    header = ["device", "operator", "dtype", "kernels", "forward", "and backward", "error", ""]
+    results = [_row(check, dtype, device) for device in devices() for check in CHECKS for dtype in ALLOWED]
+    print(f"\n  {ROWS} x {COLS}, beside the definition in float64; error in half units of the last place")
+    print("\n".join(_lines([header, *(row for row, _ in results)])))
+    wrong = sum(not is_right for _, is_right in results)
+    print(f"\n  {'all right' if not wrong else f'{wrong} of {len(results)} WRONG: please report all of the above'}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

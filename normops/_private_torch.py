@@ -1,0 +1,70 @@
+"""The private parts of torch that normops uses: what a new version of torch may change without saying so.
+
+Elsewhere in this package nothing private is used; tests/test_torch_versions.py compares this list with the sources.
+"""
+
+import warnings
+
+SEEN_IN = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""The versions of torch that all of these were seen in, and all tests with them."""
+
+USES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "normops.vmap": (
+        "the rules of vmap",
+        (
+            "torch._functorch.autograd_function.VmapInfo",
+            "torch._functorch.autograd_function.custom_function_call_vmap_helper",
+            "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
+            "torch.utils._pytree.tree_map",
+            "_ops",
+            "_schema",
+        ),
+    ),
+    "normops.sharding": (
+        "DTensor",
+        (
+            "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+            "torch.distributed.tensor._op_schema.OpSchema",
+            "torch.distributed.tensor._op_schema.OpSpec",
+            "torch.distributed.tensor._op_schema.OpStrategy",
+            "torch.distributed.tensor._op_schema.RuntimeSchemaInfo",
+            "torch.distributed.tensor._ops.utils.register_op_strategy",
+            "torch.distributed.tensor.placement_types._StridedShard",
+            "_custom_op_handlers",
+            "_dispatch_get_local_results_slow_path",
+            "_op_dispatcher",
+            "_ops",
+            "_prepare_input_fn",
+            "_prepare_output_fn",
+            "_schema",
+            "_spec",
+        ),
+    ),
+    "normops.nested": (
+        "nested tensors",
+        (
+            "torch._ops.OpOverload",
+            "torch.nested._internal.nested_tensor.NestedTensor",
+            "torch.nested._internal.ops.extract_kwargs",
+            "torch.nested._internal.ops.raggedness_matches",
+            "torch.nested._internal.ops.register_jagged_func",
+            "_ragged_idx",
+            "_values",
+        ),
+    ),
+}
+"""By module of normops, what it is for, and what it imports or, without a dot, which attributes it asks for."""
+
+
+def warn_if_newer(torch_version: str) -> None:
+    """Warns of a torch that is newer than all that :data:`USES` was seen in."""
+    major, minor = (int(number) for number in torch_version.split(".")[:2])
+    last_major, last_minor = (int(number) for number in SEEN_IN[-1].split("."))
+    if (major, minor) > (last_major, last_minor):
+        features = ", ".join(feature for feature, _ in USES.values())
+        warnings.warn(
+            f"expected torch {SEEN_IN[0]} to {SEEN_IN[-1]}, with which normops was tested, but got torch "
+            f"{torch_version}: {features} rest on private parts of torch and may not work; the rest should",
+            RuntimeWarning,
+            stacklevel=3,
+        )
