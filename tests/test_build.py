@@ -6,9 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
+import machine_code
 import pytest
 import torch
 
@@ -78,46 +78,10 @@ def test_an_unknown_instruction_set_is_an_error_of_the_import() -> None:
     )
 
 
-def instructions_by_function(library: str) -> dict[str, list[str]]:
-    disassembly = subprocess.run(
-        ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", library],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    functions: dict[str, list[str]] = defaultdict(list)
-    name = ""
-    for line in disassembly.splitlines():
-        if start := re.match(r"[0-9a-f]+ <(.*)>:$", line):
-            name = start[1]
-        elif line.startswith(" ") and "\t" in line:
-            functions[name].append(line.split("\t", 1)[1])
-    return functions
-
-
-VEX = re.compile(r"v[a-z]")  # AVX and later; every such mnemonic begins with a v, and verr, verw, vm* do not occur
-AVX512_ONLY = re.compile(r"%zmm|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7]")
-
-
 @pytest.mark.skipif(not X86 or shutil.which("objdump") is None, reason="reads x86 code with objdump")
 def test_wide_instructions_stay_in_their_namespace() -> None:
-    """Code that runs on every machine holds no AVX, and the AVX2 kernels hold no AVX-512."""
-    functions = instructions_by_function(str(KERNELS))
-    found: dict[str, set[str]] = defaultdict(set)
-    for name, instructions in functions.items():
-        room = next((isa for isa in ("avx512", "avx2") if f"normops::cpu::{isa}::" in name), "baseline")
-        for instruction in instructions:
-            if AVX512_ONLY.search(instruction):
-                found[room].add("avx512")
-            elif VEX.match(instruction):
-                found[room].add("avx2")
-                assert room != "baseline", f"{name}: {instruction}"
-        assert room == "avx512" or "avx512" not in found[room], name
-    # The test would be worthless if the names or the patterns did not match what is there.
-    assert dict(found) == {"baseline": set(), "avx2": {"avx2"}, "avx512": {"avx2", "avx512"}}
-    assert any("normops::cpu::baseline::" in name for name in functions)
-    around = instructions_by_function(normops.build_info()["library"])
-    assert not [name for name, code in around.items() for line in code if VEX.match(line) or AVX512_ONLY.search(line)]
+    machine_code.check_wide_instructions(KERNELS)
+    assert machine_code.instruction_sets(Path(normops.build_info()["library"])) == {"baseline": set()}
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")

@@ -1,11 +1,13 @@
 """The kernels give the same bits on every instruction set that fuses multiply-adds: AVX2, AVX-512, NEON."""
 
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 import kernel_programs
+import machine_code
 import pytest
 
 import normops
@@ -35,6 +37,19 @@ def test_avx2_and_avx512(native: Path) -> None:
     if best != "avx512":
         pytest.skip(f"this machine's best is {best}")
     assert hashes(str(native), isa="avx2") == ("avx2", expected)
+
+
+@pytest.mark.parametrize("compiler", ["g++-11", "clang"])
+def test_other_compilers(compiler: str, native: Path, program_folder: Path) -> None:
+    """And what they make for wide instruction sets stays apart."""
+    if shutil.which(compiler) is None and compiler != "clang":
+        pytest.skip(f"no {compiler} on this machine")
+    command = kernel_programs.CLANG if compiler == "clang" else (compiler,)
+    program = kernel_programs.build(PROGRAM, program_folder, kernels=command)
+    for isa in ("", "baseline"):
+        assert hashes(str(program), isa=isa) == hashes(str(native), isa=isa)
+    if platform.machine() == "x86_64":
+        machine_code.check_wide_instructions(*kernel_programs.build_kernels(program_folder, *command))
 
 
 def test_neon(native: Path, program_folder: Path) -> None:

@@ -1,5 +1,9 @@
 #include "isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 
@@ -14,11 +18,19 @@ constexpr Isa kCompiled[] = {Isa::neon};
 constexpr Isa kCompiled[] = {Isa::baseline};
 #endif
 
+#if defined(__x86_64__)
+// __builtin_cpu_supports, which clang 17 does not have for this feature.
+bool cpu_supports_f16c() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 // Every feature that foreach_isa.h enables for the variant is probed here (the probes include the operating system's
 // consent to save the wide registers).
 bool machine_runs(Isa isa) {
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_supports_f16c();
   if (isa == Isa::avx2) return avx2;
   if (isa == Isa::avx512) {
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

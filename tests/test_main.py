@@ -1,0 +1,40 @@
+"""python -m normops: the report, and its exit code."""
+
+import subprocess
+import sys
+
+import pytest
+from torch import Tensor
+
+from normops import __main__ as report
+
+
+def test_the_report_of_this_installation() -> None:
+    result = subprocess.run([sys.executable, "-m", "normops"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[-1].strip() == "all right"
+    rows = [line.split() for line in lines if line.startswith("  cpu ")]
+    assert [(row[1], row[2], row[-1]) for row in rows] == [
+        (operator, dtype, "ok") for operator in ("rms_norm", "add_rms_norm") for dtype in ("float32", "bfloat16")
+    ]
+
+
+def test_a_wrong_result_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    check = report.CHECKS[0]
+    wrong = check._replace(define=lambda x, w: [check.define(x, w)[0] * 1.01])
+    monkeypatch.setattr(report, "CHECKS", (wrong, report.CHECKS[1]))
+    monkeypatch.setattr(report, "_microseconds", lambda call, device: 1.0)
+    assert report.main() == 1
+    output = capsys.readouterr().out
+    assert output.count("WRONG\n") == 2
+    assert output.splitlines()[-1] == f"  2 of {4 * len(report.devices())} WRONG: please report all of the above"
+
+
+def test_an_operator_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*tensors: object) -> list[Tensor]:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(report, "CHECKS", (report.CHECKS[0]._replace(run=fail),))
+    assert report.main() == 1
+    assert "failed: RuntimeError: no kernel image" in capsys.readouterr().out
