@@ -21,11 +21,11 @@ install-dev: $(VENV)/required-dev install
 
 $(VENV)/required: requirements-demo.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==$(TORCH) $(TRITON_OF_$(TORCH)) --requirement requirements-demo.txt
+	$(BIN)/pip install --quiet torch==$(TORCH) --requirement requirements-demo.txt
 	touch $@
 
 $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
-	$(BIN)/pip install --quiet --requirement requirements-dev.txt
+	$(BIN)/pip install --quiet $(TRITON_OF_$(TORCH)) --requirement requirements-dev.txt
 	touch $@
 
 # What tests the Triton kernels in their interpreter, and on a GPU.
@@ -35,8 +35,8 @@ TRITON_TESTS := tests/test_values.py tests/test_out.py tests/test_inplace.py tes
 		or (its_batch or alignment) and (100 or 9000) and (bfloat16 or float32)'
 
 test: install-dev
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --triton $(TRITON_TESTS)
+	$(BIN)/python -m pytest --numprocesses auto
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses auto --triton $(TRITON_TESTS)
 
 # The same with another torch, in an environment of its own: a CUDA build of several GB.
 test-torch:
@@ -108,6 +108,26 @@ package: $(VENV)/required-dev
 	build/fresh/bin/pip install --quiet torch==$(TORCH) numpy
 	build/fresh/bin/pip install --quiet dist/*.whl
 	cd build/fresh && bin/python -m normops
+
+# One wheel for all of these, into wheels/: for the $(PYTHON) of this environment, with CUDA code for every architecture
+# if there is nvcc. Of each torch the headers and libraries are fetched; the oldest and the newest one are installed, with
+# the CUDA packages that they want, to try the wheel.
+TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0
+TRIED ?= $(firstword $(TORCHES)) $(lastword $(TORCHES))
+nothing :=
+space := $(nothing) $(nothing)
+
+wheels: $(VENV)/required-dev
+	for torch in $(TORCHES); do test -d build/torches/$$torch || \
+		$(BIN)/pip install --quiet --no-deps --target build/torches/$$torch torch==$$torch || exit 1; done
+	rm -rf build/wheel build/lib.* && mkdir -p wheels
+	NORMOPS_CUDA_ARCHS=all NORMOPS_TORCH_FOLDERS=$(subst $(space),:,$(foreach torch,$(TORCHES),build/torches/$(torch)/torch)) \
+		$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
+	PATH=$(CURDIR)/$(BIN):$$PATH auditwheel repair --strip --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir wheels build/wheel/*.whl
+	for torch in $(TRIED); do rm -rf build/tried && $(PYTHON) -m venv build/tried && \
+		build/tried/bin/pip install --quiet torch==$$torch numpy && \
+		build/tried/bin/pip install --quiet --no-index --find-links wheels normops && \
+		(cd build/tried && bin/python -m normops) || exit 1; done
 
 clean:
 	rm -rf build dist *.egg-info normops/*.so normops/torch-* $(VENV)/installed

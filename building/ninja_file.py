@@ -58,10 +58,11 @@ def write(plan: Plan) -> Path:
         _write_rules(writer, plan)
         objects = [_compile_cuda(writer, plan, plan.cuda, path) for path in CUDA_KERNELS] if plan.cuda else []
         objects += [_compile(writer, plan, "kernel", path, plan.folder / "kernels", ["-O3"]) for path in CPU_KERNELS]
+        everywhere = _compile(writer, plan, "kernel", Path(__file__).with_name("glibc.cpp"), plan.folder, [])
         kernels = plan.package / "libnormops_kernels.so"
-        writer.build([str(kernels)], "link", objects, variables={"flags": _join(_kernel_libraries(plan.cuda))})
+        writer.build([str(kernels)], "link", [*objects, everywhere], variables={"flags": _join(_kernel_libraries(plan.cuda))})
         for torch in plan.torches:
-            _build_operators(writer, plan, torch, kernels)
+            _build_operators(writer, plan, torch, kernels, everywhere)
     return target
 
 
@@ -109,7 +110,7 @@ def _kernel_libraries(cuda: Cuda | None) -> list[str]:
     return flags
 
 
-def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path) -> None:
+def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path, everywhere: str) -> None:
     objects, package = plan.folder / f"torch-{torch.minor}", plan.package / f"torch-{torch.minor}"
     # The headers of torch's single functions instead of all: half the time.
     flags = ["-O2", "-DAT_PER_OPERATOR_HEADERS", f'-DNORMOPS_VERSION="{plan.version}"']
@@ -129,12 +130,12 @@ def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path) ->
     operators = package / "libnormops.so"
     rpath = ["-Wl,-soname,libnormops.so", "-Wl,-rpath,$ORIGIN/.."]
     variables = {"flags": _join([str(kernels), *libraries, *rpath])}
-    writer.build([str(operators)], "link", list(made.values()), implicit=[str(kernels)], variables=variables)
+    writer.build([str(operators)], "link", [*made.values(), everywhere], implicit=[str(kernels)], variables=variables)
 
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     rpath = ["-Wl,-rpath,$ORIGIN:$ORIGIN/.."]
     variables = {"flags": _join([str(operators), str(kernels), *libraries, "-ltorch_python", *rpath])}
-    writer.build([str(package / f"_C{suffix}")], "link", [module], implicit=[str(operators)], variables=variables)
+    writer.build([str(package / f"_C{suffix}")], "link", [module, everywhere], implicit=[str(operators)], variables=variables)
 
 
 def _write_if_changed(file: Path, text: str) -> None:

@@ -130,4 +130,4 @@ def test_an_installed_normops_is_checked_before_it_is_loaded() -> None:
         text=True,
         check=False,
     )
-    assert f"expected torch {MINOR}, which this normops was built for, but got torch 2.99.1" in result.stderr
+    assert "which this normops was built for, but got torch 2.99.1: " in result.stderr
