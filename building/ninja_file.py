@@ -60,7 +60,9 @@ def write(plan: Plan) -> Path:
         objects += [_compile(writer, plan, "kernel", path, plan.folder / "kernels", ["-O3"]) for path in CPU_KERNELS]
         everywhere = _compile(writer, plan, "kernel", Path(__file__).with_name("glibc.cpp"), plan.folder, [])
         kernels = plan.package / "libnormops_kernels.so"
-        writer.build([str(kernels)], "link", [*objects, everywhere], variables={"flags": _join(_kernel_libraries(plan.cuda))})
+        writer.build(
+            [str(kernels)], "link", [*objects, everywhere], variables={"flags": _join(_kernel_libraries(plan.cuda))}
+        )
         for torch in plan.torches:
             _build_operators(writer, plan, torch, kernels, everywhere)
     return target
@@ -135,7 +137,9 @@ def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path, ev
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     rpath = ["-Wl,-rpath,$ORIGIN:$ORIGIN/.."]
     variables = {"flags": _join([str(operators), str(kernels), *libraries, "-ltorch_python", *rpath])}
-    writer.build([str(package / f"_C{suffix}")], "link", [module, everywhere], implicit=[str(operators)], variables=variables)
+    writer.build(
+        [str(package / f"_C{suffix}")], "link", [module, everywhere], implicit=[str(operators)], variables=variables
+    )
 
 
 def _write_if_changed(file: Path, text: str) -> None:
