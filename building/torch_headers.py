@@ -29,7 +29,7 @@ def find_torches() -> list[Torch]:
     """The installed one, or those whose folders NORMOPS_TORCH_FOLDERS names, separated by colons."""
     named = os.environ.get("NORMOPS_TORCH_FOLDERS")
     if named:
-        return sorted((_read(Path(folder)) for folder in named.split(":")), key=lambda torch: torch.version)
+        return [_read(Path(folder)) for folder in named.split(":")]
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         stop(

@@ -195,8 +195,8 @@ def test_no_torch(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torches_by_their_folders(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [
-        torch_folder(tmp_path / "b", "2.15.0+cu132", "'13.2'"),
         torch_folder(tmp_path / "a", "2.11.0+cpu"),
+        torch_folder(tmp_path / "b", "2.15.0+cu132", "'13.2'"),
     ]
     monkeypatch.setenv("NORMOPS_TORCH_FOLDERS", ":".join(map(str, folders)))
     assert [(t.version, t.minor, t.has_cuda) for t in find_torches()] == [

@@ -70,6 +70,32 @@ print(normops.rms_norm(torch.ones(2, 4), 4).sum().item())
     assert float(value) == pytest.approx(8, abs=1e-5)
 
 
+def copied_package(folder: Path) -> Path:
+    package = folder / "normops"
+    package.mkdir()
+    for source in PACKAGE.glob("*.py"):
+        (package / source.name).write_text(source.read_text())
+    return package
+
+
+def test_on_a_newer_torch_the_rest_works(tmp_path: Path) -> None:
+    package = copied_package(tmp_path)
+    for name, target in (("libnormops_kernels.so", "libnormops_kernels.so"), ("torch-2.99", f"torch-{MINOR}")):
+        (package / name).symlink_to(PACKAGE / target)
+    code = """
+import torch, warnings
+torch.__version__ = "2.99.0"
+with warnings.catch_warnings(record=True) as caught:
+    import normops
+print([warning.category.__name__ for warning in caught if "normops was tested" in str(warning.message)])
+print(normops.rms_norm(torch.ones(2, 4), 4).sum().item())
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    warned, value = result.stdout.splitlines()
+    assert warned == "['RuntimeWarning']"
+    assert float(value) == pytest.approx(8, abs=1e-5)
+
+
 def binding(package: Path, *files: str) -> Path:
     for file in files:
         (package / file).parent.mkdir(parents=True, exist_ok=True)
@@ -108,10 +134,7 @@ def test_another_python_is_one_clear_sentence(tmp_path: Path) -> None:
 
 def test_an_unbuilt_checkout_is_one_clear_sentence(tmp_path: Path) -> None:
     """What Python finds when it is started in a checkout whose normops was installed elsewhere."""
-    checkout = tmp_path / "normops"
-    checkout.mkdir()
-    for source in PACKAGE.glob("*.py"):
-        (checkout / source.name).write_text(source.read_text())
+    checkout = copied_package(tmp_path)
     (tmp_path / "setup.py").touch()
     result = subprocess.run(
         [sys.executable, "-c", "import normops"], cwd=tmp_path, capture_output=True, text=True, check=False
