@@ -118,7 +118,7 @@ nothing :=
 space := $(nothing) $(nothing)
 
 wheels: $(VENV)/required-dev
-	for torch in $(TORCHES); do test -d build/torches/$$torch || \
+	for torch in $(TORCHES); do test -f build/torches/$$torch/torch/version.py || \
 		$(BIN)/pip install --quiet --no-deps --target build/torches/$$torch torch==$$torch || exit 1; done
 	rm -rf build/wheel build/lib.* && mkdir -p wheels
 	NORMOPS_CUDA_ARCHS=all NORMOPS_TORCH_FOLDERS=$(subst $(space),:,$(foreach torch,$(TORCHES),build/torches/$(torch)/torch)) \

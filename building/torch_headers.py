@@ -40,6 +40,7 @@ def find_torches() -> list[Torch]:
 
 
 def _read(folder: Path) -> Torch:
+    folder = folder.absolute()
     file = folder / "version.py"
     text = file.read_text() if file.is_file() else ""
     version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
