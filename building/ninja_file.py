@@ -56,9 +56,10 @@ def write(plan: Plan) -> Path:
         writer = Writer(file)  # type: ignore[arg-type]
         writer.variable("builddir", str(plan.folder))  # of ninja's own files
         _write_rules(writer, plan)
-        objects = [_compile_cuda(writer, plan, plan.cuda, path) for path in CUDA_KERNELS] if plan.cuda else []
-        objects += [_compile(writer, plan, "kernel", path, plan.folder / "kernels", ["-O3"]) for path in CPU_KERNELS]
-        everywhere = _compile(writer, plan, "kernel", Path(__file__).with_name("glibc.cpp"), plan.folder, [])
+        cuda_kernels = CUDA_KERNELS if plan.cuda is not None else []
+        objects = [_compile(writer, "cuda", path, plan.folder / "cuda", []) for path in cuda_kernels]
+        objects += [_compile(writer, "kernel", path, plan.folder / "kernels", ["-O3"]) for path in CPU_KERNELS]
+        everywhere = _compile(writer, "kernel", Path(__file__).with_name("glibc.cpp"), plan.folder, [])
         kernels = plan.package / "libnormops_kernels.so"
         writer.build(
             [str(kernels)], "link", [*objects, everywhere], variables={"flags": _join(_kernel_libraries(plan.cuda))}
@@ -91,16 +92,10 @@ def _write_rules(writer: Writer, plan: Plan) -> None:
     writer.rule("link", f"{compiler} -shared $in $flags -o $out", description="link $out")
 
 
-def _compile(writer: Writer, plan: Plan, rule: str, source: Path, folder: Path, flags: Iterable[str]) -> str:
+def _compile(writer: Writer, rule: str, source: Path, folder: Path, flags: Iterable[str]) -> str:
     target = str(folder / f"{source.stem}.o")
     variables = {"flags": _join(flags), "name": f"{folder.name}/{source.stem}"}
     writer.build([target], rule, [str(source)], variables=variables)
-    return target
-
-
-def _compile_cuda(writer: Writer, plan: Plan, cuda: Cuda, source: Path) -> str:
-    target = str(plan.folder / "cuda" / f"{source.stem}.o")
-    writer.build([target], "cuda", [str(source)], variables={"name": source.stem})
     return target
 
 
@@ -115,17 +110,18 @@ def _kernel_libraries(cuda: Cuda | None) -> list[str]:
 def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path, everywhere: str) -> None:
     objects, package = plan.folder / f"torch-{torch.minor}", plan.package / f"torch-{torch.minor}"
     # The headers of torch's single functions instead of all: half the time.
-    flags = ["-O2", "-DAT_PER_OPERATOR_HEADERS", f'-DNORMOPS_VERSION="{plan.version}"']
-    flags += ["-DNORMOPS_WITH_CUDA"] if plan.cuda is not None else []
+    flags = ["-O2", "-DAT_PER_OPERATOR_HEADERS"]
     flags += ["-Wno-maybe-uninitialized"] if plan.compiler.name == "GCC" else []  # in torch's headers
     flags += [option for folder in torch.include_dirs for option in ("-isystem", str(folder))]
     flags_of_python = ["-DTORCH_EXTENSION_NAME=_C", "-isystem", sysconfig.get_path("include")]
+    flags_of_python += [f'-DNORMOPS_VERSION="{plan.version}"']  # for build_info, like the next
+    flags_of_python += ["-DNORMOPS_WITH_CUDA"] if plan.cuda is not None else []
     made = {}
     for name, sources in units(plan.cuda is not None).items():
         unit = plan.folder / "units" / f"{name}.cpp"
         _write_if_changed(unit, "".join(f'#include "{path}"\n' for path in sources))
         extra = flags_of_python if name == "python" else []
-        made[name] = _compile(writer, plan, "operators", unit, objects, [*flags, *extra])
+        made[name] = _compile(writer, "operators", unit, objects, [*flags, *extra])
     module = made.pop("python")
     libraries = [f"-L{torch.folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
 

@@ -24,7 +24,7 @@ def toolkit_includes() -> list[str]:
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
     folders = []
     if nvcc is not None:
-        # As in setup.py, nvcc itself tells, which holds for wrappers and wheels as well.
+        # As in building/cuda.py, nvcc itself tells, which holds for wrappers and wheels as well.
         plan = subprocess.run([nvcc, "--dryrun", "-c", "any.cu"], capture_output=True, text=True, check=True).stderr
         for name, option in (("INCLUDES", "-I"), ("SYSTEM_INCLUDES", '-isystem" "')):
             line = re.search(rf"^#\$ {name}=(.*)$", plan, re.MULTILINE)
