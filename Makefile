@@ -19,9 +19,10 @@ install: $(VENV)/required
 
 install-dev: $(VENV)/required-dev install
 
+# Of torch most modules are never imported: Python compiles those that are.
 $(VENV)/required: requirements-demo.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==$(TORCH) --requirement requirements-demo.txt
+	$(BIN)/pip install --quiet --no-compile torch==$(TORCH) --requirement requirements-demo.txt
 	touch $@
 
 $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
