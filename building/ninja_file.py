@@ -41,9 +41,10 @@ def units(cuda: bool) -> dict[str, list[Path]]:
     in_rooms = [path for room in sorted(rooms) for path in sorted((CSRC / room).glob("*.cpp"))]
     operators = {path.stem for path in in_rooms if path not in CPU_KERNELS}
     above = sorted(CSRC.glob("*.cpp"))
-    return {  # the longest first
+    of_operators = {stem: [path for path in [*above, *in_rooms] if path.stem == stem] for stem in sorted(operators)}
+    return {  # the longest first, more or less
         "python": sorted(CSRC.glob("python/*.cpp")),
-        **{stem: [path for path in [*above, *in_rooms] if path.stem == stem] for stem in sorted(operators)},
+        **dict(sorted(of_operators.items(), key=lambda unit: -sum(path.stat().st_size for path in unit[1]))),
         "shared": [path for path in above if path.stem not in operators],
     }
 
@@ -128,7 +129,16 @@ def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path, ev
     operators = package / "libnormops.so"
     rpath = ["-Wl,-soname,libnormops.so", "-Wl,-rpath,$ORIGIN/.."]
     variables = {"flags": _join([str(kernels), *libraries, *rpath])}
-    writer.build([str(operators)], "link", [*made.values(), everywhere], implicit=[str(kernels)], variables=variables)
+    # It does not need the module. But ninja begins with what the longest chain waits for, and would leave it for last,
+    # with the other cores idle.
+    writer.build(
+        [str(operators)],
+        "link",
+        [*made.values(), everywhere],
+        implicit=[str(kernels)],
+        order_only=[module],
+        variables=variables,
+    )
 
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     rpath = ["-Wl,-rpath,$ORIGIN:$ORIGIN/.."]
