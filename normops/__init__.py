@@ -13,6 +13,7 @@ from normops._private_torch import warn_if_newer as _warn_if_newer
 from normops.backends import use_backend
 from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_
 from normops.modules import RMSNorm
+from normops.patching import PatchReport, patch, unpatch
 
 _warn_if_newer(_torch.__version__)
 _after_import("torch", "normops.vmap")
@@ -24,11 +25,14 @@ __version__ = build_info()["version"]
 
 __all__ = [
     "BuildInfo",
+    "PatchReport",
     "RMSNorm",
     "add_rms_norm",
     "add_rms_norm_",
     "build_info",
+    "patch",
     "rms_norm",
     "rms_norm_",
+    "unpatch",
     "use_backend",
 ]

@@ -1,0 +1,179 @@
+"""RMSNorms as other people write them, for the tests of normops.patch."""
+
+import torch
+from torch import Tensor, nn
+
+
+class LlamaNorm(nn.Module):
+    """Rounds twice; a float32 weight makes float32 of bfloat16."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(dtype)
+
+
+class GemmaNorm(nn.Module):
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normalized * (1.0 + self.weight.float())).type_as(x)
+
+
+class T5Norm(nn.Module):
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            hidden_states = hidden_states.to(self.weight.dtype)
+        return self.weight * hidden_states
+
+
+class WideNorm(nn.Module):
+    """Multiplies in float32, by a weight with another name than weight, and rounds once."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normalized = wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (self.scale.float() * normalized).to(x.dtype)
+
+
+class WeightlessNorm(nn.Module):
+    """With its eps in the code."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("unused", torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x)
+
+
+class GroupedNorm(GemmaNorm):
+    def __init__(self, size: int, group_size: int = 16) -> None:
+        super().__init__(size)
+        self.group_size = group_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float().unflatten(-1, (-1, self.group_size))
+        normalized = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)
+        return (normalized * (1.0 + self.weight.float())).type_as(x)
+
+
+class FactorNorm(nn.Module):
+    """Multiplies by a rounded factor: an order of rounding that normops does not have."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+
+def torch_norm(size: int) -> nn.Module:
+    return nn.RMSNorm(size, eps=1e-6)
+
+
+def torch_norm_of_two(size: int) -> nn.Module:
+    return nn.RMSNorm((2, size))
+
+
+def torch_norm_without_weight(size: int) -> nn.Module:
+    return nn.RMSNorm(size, elementwise_affine=False)
+
+
+NORMS = (
+    LlamaNorm,
+    GemmaNorm,
+    T5Norm,
+    WideNorm,
+    WeightlessNorm,
+    GroupedNorm,
+    torch_norm,
+    torch_norm_of_two,
+    torch_norm_without_weight,
+)
+
+
+class GatedNorm(LlamaNorm):
+    """As in Mamba2."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * nn.functional.silu(gate))
+
+
+class BiasedNorm(LlamaNorm):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.bias = nn.Parameter(torch.ones(size))
+
+
+class MeanNorm(LlamaNorm):
+    """A LayerNorm without bias."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+
+class FirstRowsNorm(LlamaNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states)[:1]
+
+
+class ScaledNorm(LlamaNorm):
+    """By a tensor that could change."""
+
+    factor: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.factor * super().forward(hidden_states)
+
+
+class Block(nn.Module):
+    """Two linear layers with norms before and after."""
+
+    def __init__(self, norm: type[nn.Module] = LlamaNorm, size: int = 32) -> None:
+        super().__init__()
+        self.input_norm = norm(size)
+        self.up = nn.Linear(size, size)
+        self.down = nn.Linear(size, size)
+        self.output_norm = norm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output_norm(x + self.down(torch.relu(self.up(self.input_norm(x)))))
+
+
+def model(norm: type[nn.Module] = LlamaNorm, layers: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block(norm) for _ in range(layers)))
+    for name, parameter in blocks.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, -0.5, 1.5)
+    return blocks

@@ -1,0 +1,461 @@
+"""normops.patch on modules alone, and on what else is done with modules."""
+
+import copy
+import io
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import norms_of_others as others
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from graphs import computed
+from norms_of_others import Block, LlamaNorm, model
+from torch import Tensor, nn
+from traced_graphs import trace
+
+import normops
+from normops.recognition import DTYPES
+
+SIZE = 64
+ROUNDED = (torch.float16, torch.bfloat16)
+
+
+def pair(norm: Callable[[int], nn.Module], dtype: torch.dtype, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A norm with a random weight, and the same patched."""
+    torch.manual_seed(0)
+    original = norm(SIZE)
+    for parameter in original.parameters():
+        nn.init.uniform_(parameter, -0.5, 1.5)
+    original.to(dtype)
+    patched = copy.deepcopy(original)
+    assert len(normops.patch(patched, strict=True, **options).patched) == 1
+    return original, patched
+
+
+def rows(*batch: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(*batch, 2, SIZE).to(dtype)
+
+
+def uses_normops(module: nn.Module, x: Tensor) -> bool:
+    with torch.profiler.profile() as profile:
+        module(x)
+    return any(event.key.startswith("normops::") for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("norm", others.NORMS)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_computes_the_same(norm: Callable[[int], nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    original, patched = pair(norm, weight_dtype)
+    x = rows(8, dtype=dtype)
+    y, expected = patched(x), original(x)
+    assert uses_normops(patched, x)
+    assert y.dtype == expected.dtype
+    # Half a unit in the last place of the least precise dtype from us, two times that from an original that rounds
+    # twice; and up to five roundings of each in float32, in which most originals compute, float64 included.
+    coarse = max(torch.finfo(each).eps for each in (dtype, weight_dtype, torch.float32))
+    rtol = 1.5 * coarse + 5 * torch.finfo(torch.float32).eps
+    # Products below 2^-14 are subnormal in float16.
+    atol = 2**-24 if torch.float16 in (dtype, weight_dtype) else 0.0
+    torch.testing.assert_close(y.double(), expected.double(), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("norm", others.NORMS)
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_original_rounding_has_the_original_bits(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
+    original, patched = pair(norm, dtype, rounding="original")
+    x = rows(256, dtype=dtype)
+    assert uses_normops(patched, x)
+    assert float((patched(x) != original(x)).float().mean()) < 5e-4
+    # torch's own and those that round once have them in either way.
+    _, once = pair(norm, dtype)
+    rounds_twice = norm in (others.LlamaNorm, others.T5Norm)
+    assert (float((once(x) != original(x)).float().mean()) > 0.1) == rounds_twice
+
+
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_one_rounding_is_nearer_to_the_exact_result(dtype: torch.dtype) -> None:
+    original, patched = pair(LlamaNorm, dtype)
+    x = rows(256, dtype=dtype)
+    weight = patched.get_parameter("weight")
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    normal = exact.abs() > torch.finfo(dtype).tiny
+    errors = [((y.double() - exact) / exact)[normal].abs().max() for y in (patched(x), original(x))]
+    assert errors[0] <= 0.502 * torch.finfo(dtype).eps < errors[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", others.NORMS)
+def test_gradients(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
+    original, patched = pair(norm, dtype)
+    grads = []
+    for module in (original, patched):
+        x = rows(8, dtype=dtype).requires_grad_()
+        module(x).backward(rows(8, dtype=dtype).sin())
+        grads.append([x.grad, *(parameter.grad for parameter in module.parameters())])
+    # Eight rows are added up, whose terms cancel: relative to the largest of them.
+    eps = max(torch.finfo(each).eps for each in (dtype, torch.float32))
+    for actual, expected in zip(grads[1], grads[0], strict=True):
+        assert actual is not None
+        assert expected is not None
+        assert actual.dtype == expected.dtype
+        largest = float(expected.abs().max())
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=8 * eps * largest)
+
+
+def test_report() -> None:
+    blocks = model()
+    blocks.append(nn.LayerNorm(32)).append(others.GatedNorm(32)).append(normops.RMSNorm(32))
+    report = normops.patch(blocks)
+    assert list(report.patched) == ["0.input_norm", "0.output_norm", "1.input_norm", "1.output_norm"]
+    llama = "LlamaNorm: weight, eps: variance_epsilon, dtype: promoted, rounds twice"
+    assert set(report.patched.values()) == {llama}
+    assert report.skipped == {"3": "GatedNorm: gated: its forward takes hidden_states, gate"}
+    assert report.others == {"2": "LayerNorm"}
+    assert report.already == {"4": "RMSNorm"}
+    assert str(report).splitlines() == [
+        "norms: 4 patched, 1 skipped, 1 not RMSNorms, 1 ran normops before",
+        f"patched:            2 x *.input_norm   {llama}",
+        f"patched:            2 x *.output_norm  {llama}",
+        "skipped:                3              GatedNorm: gated: its forward takes hidden_states, gate",
+        "not RMSNorms:           2              LayerNorm",
+        "ran normops before:     4              RMSNorm",
+    ]
+
+
+def test_nothing_to_patch() -> None:
+    assert str(normops.patch(nn.Linear(2, 2))) == "norms: 0 patched"
+
+
+def with_foreign_forward() -> nn.Module:
+    norm = LlamaNorm(32)
+    norm.forward = lambda hidden_states: hidden_states  # type: ignore[method-assign]
+    return norm
+
+
+class Int8Norm(LlamaNorm):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.int8), requires_grad=False)
+
+
+class QuantizedWeight(nn.Parameter):
+    pass
+
+
+class QuantizedNorm(LlamaNorm):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.weight = QuantizedWeight(torch.ones(size))
+
+
+class PreNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.inner = nn.Linear(32, 32)
+
+
+REFUSED = {
+    "GatedNorm: gated: its forward takes hidden_states, gate": lambda: others.GatedNorm(32),
+    "BiasedNorm: has the parameters weight, bias, not a weight alone": lambda: others.BiasedNorm(32),
+    "MeanNorm: computes something else than an RMSNorm": lambda: others.MeanNorm(32),
+    "FirstRowsNorm: returns something else than a tensor of its input's shape": lambda: others.FirstRowsNorm(32),
+    "ScaledNorm: computes something else than an RMSNorm": lambda: others.ScaledNorm(32),
+    "Int8Norm: its weight is int8": lambda: Int8Norm(32),
+    "QuantizedNorm: its weight is a QuantizedWeight, not a plain parameter": lambda: QuantizedNorm(32),
+    "PreNorm: has submodules": PreNorm,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refused(reason: str) -> None:
+    module = REFUSED[reason]()
+    before = dict(vars(module))
+    assert normops.patch(module).skipped == {"": reason}
+    assert vars(module) == before
+
+
+def test_forward_of_somebody_else_is_left() -> None:
+    report = normops.patch(with_foreign_forward())
+    assert report.skipped == {"": "LlamaNorm: was given another forward than its class's"}
+
+
+def test_original_rounding_that_cannot_be_had() -> None:
+    report = normops.patch(others.FactorNorm(32), rounding="original")
+    assert list(report.skipped.values()) == [
+        'FactorNorm: rounds in an order of its own, which rounding="original" does not have'
+    ]
+    assert normops.patch(others.FactorNorm(32)).patched
+
+
+def test_strict_changes_nothing() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.good, self.gated, self.layer = LlamaNorm(32), others.GatedNorm(32), nn.LayerNorm(32)
+
+    two = Two()
+    with pytest.raises(RuntimeError) as error:
+        normops.patch(two, strict=True)
+    assert str(error.value) == (
+        "expected to patch every norm (strict=True), but cannot, and changed nothing:\n"
+        "norms: 0 patched, 1 skipped\n"
+        "skipped:  gated  GatedNorm: gated: its forward takes hidden_states, gate"
+    )
+    assert "forward" not in vars(two.good)
+
+
+def test_arguments() -> None:
+    with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, but got Tensor$"):
+        normops.patch(torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r'^rounding: expected "once" or "original", but got \'twice\'$'):
+        normops.patch(nn.RMSNorm(2), rounding="twice")  # type: ignore[arg-type]
+
+
+def test_twice_and_back() -> None:
+    blocks, original = model(), model()
+    norm: Any = blocks[0].input_norm
+    before = [dict(vars(module)) for module in blocks.modules()]
+    hooks: list[str] = []
+    norm.register_forward_hook(lambda *_: hooks.append("called"))
+    normops.patch(blocks)
+    forward = norm.forward
+    assert not normops.patch(blocks).patched
+    assert norm.forward == forward
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(blocks(x), original(x), rtol=1e-5, atol=1e-5)
+    assert hooks == ["called"]
+    assert blocks.state_dict().keys() == original.state_dict().keys()
+    assert normops.unpatch(blocks) == 4
+    assert normops.unpatch(blocks) == 0
+    assert [dict(vars(module)) for module in blocks.modules()] == before
+    assert torch.equal(blocks(x), original(x))
+
+
+def test_another_rounding_takes_the_place_of_the_first() -> None:
+    norm = LlamaNorm(32)
+    normops.patch(norm)
+    assert len(normops.patch(norm, rounding="original").patched) == 1
+    assert not normops.patch(norm, rounding="original").patched
+    normops.unpatch(norm)
+    assert "forward" not in vars(norm)
+
+
+def test_probing_leaves_no_trace() -> None:
+    class CountingNorm(LlamaNorm):
+        calls = 0
+
+    norm = CountingNorm(32)
+    norm.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
+    state = torch.get_rng_state()
+    normops.patch(norm)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert norm.weight.grad is None
+    assert torch.equal(norm.weight, torch.ones(32))
+
+
+def test_eps_is_read_when_it_is_called() -> None:
+    norm = LlamaNorm(2)
+    normops.patch(norm)
+    norm.variance_epsilon = 12.0
+    torch.testing.assert_close(norm(torch.tensor([2.0, 2.0])), torch.tensor([0.5, 0.5]))
+
+
+def test_other_dtypes_go_to_the_module() -> None:
+    norm = nn.RMSNorm(4, dtype=torch.complex64)
+    assert not normops.patch(norm).patched  # a complex weight is not of ours
+
+    norm = nn.RMSNorm(4, elementwise_affine=False)
+    normops.patch(norm)
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    assert torch.equal(norm(x), nn.RMSNorm(4, elementwise_affine=False)(x))
+
+
+def test_keyword_argument() -> None:
+    norm = LlamaNorm(4)
+    normops.patch(norm)
+    x = torch.randn(3, 4)
+    assert torch.equal(norm(hidden_states=x), norm(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_default_device_does_not_matter(device: str) -> None:
+    norm = LlamaNorm(32).to(device)
+    with torch.device("meta"):
+        assert len(normops.patch(norm).patched) == 1
+    assert norm(torch.empty(2, 32, device=device)).shape == (2, 32)
+
+
+def test_parameters_sharded_in_place() -> None:
+    """As DeepSpeed's ZeRO-3 does: empty, with the shape beside them, gathered by hooks."""
+    norm = LlamaNorm(32)
+    weight = norm.weight.data
+    norm.weight.ds_shape = torch.Size([32])  # type: ignore[attr-defined]
+    norm.weight.data = torch.empty(0)
+    assert len(normops.patch(norm).patched) == 1
+    norm.weight.data = weight
+    x = torch.randn(2, 32)
+    torch.testing.assert_close(norm(x), LlamaNorm(32)(x))
+
+
+def round_trip_pickle(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))
+
+
+def round_trip_save(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [round_trip_pickle, round_trip_save, copy.deepcopy])
+def test_copies_are_patched(copied: Callable[[nn.Module], nn.Module]) -> None:
+    blocks = model()
+    normops.patch(blocks)
+    again = copied(copied(blocks))
+    assert isinstance(again, nn.Sequential)
+    norm: Any = again[0].input_norm
+    assert norm.forward.__self__ is norm
+    x = torch.randn(4, 32)
+    assert torch.equal(again(x), blocks(x))
+    assert uses_normops(again, x)
+    norm.weight.data.zero_()
+    assert not torch.equal(again(x), blocks(x))
+    assert normops.unpatch(again) == 4
+    assert normops.unpatch(blocks) == 4
+
+
+@pytest.mark.parametrize("first", ["hooks", "patch"])
+def test_hooks_of_accelerate(first: str) -> None:
+    norm, calls = LlamaNorm(32), []
+
+    class Hook(ModelHook):  # type: ignore[misc]
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            calls.append(module)
+            return args, kwargs
+
+    x = torch.randn(2, 32)
+    if first == "patch":
+        normops.patch(norm)
+    add_hook_to_module(norm, Hook())
+    if first == "hooks":
+        assert len(normops.patch(norm).patched) == 1
+    assert len(normops.patch(norm).already) == 1
+    assert uses_normops(norm, x)
+    assert normops.unpatch(norm) == 1
+    assert not uses_normops(norm, x)
+    normops.patch(norm)
+    remove_hook_from_module(norm)
+    assert uses_normops(norm, x)
+    assert calls == [norm, norm]
+    assert normops.unpatch(norm) == 1
+    assert not uses_normops(norm, x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("norm", others.NORMS)
+def test_one_operator_in_compiled_graphs(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
+    _, patched = pair(norm, torch.float32)
+    graphs = trace(patched, rows(8).requires_grad_(), dynamic=dynamic)
+    assert graphs.backward is not None
+    names = computed(graphs.forward), computed(graphs.backward)
+    assert [[name for name in each if name.startswith("normops")] for each in names] == [
+        ["normops.rms_norm.default"],
+        ["normops.rms_norm_backward.default"],
+    ]
+    if norm is not others.GroupedNorm:  # whose weight is not of the operator
+        assert [len(each) for each in names] == [1, 1]
+
+
+def test_compiled_code_notices() -> None:
+    blocks, frames = model(layers=1), []
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        frames.append(any("normops" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    compiled = torch.compile(blocks, backend=backend, fullgraph=True)
+    x = torch.randn(4, 32)
+    compiled(x)
+    normops.patch(blocks)
+    compiled(x)
+    compiled(x)
+    normops.unpatch(blocks)
+    compiled(x)
+    assert frames == [False, True]  # unpatched, the first one serves again
+
+
+def test_layers_that_are_alike_are_compiled_once() -> None:
+    blocks, frames = model(layers=4), []
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        frames.append(graph)
+        return graph.forward
+
+    normops.patch(blocks)
+    for block in blocks:
+        block.compile(backend=backend, fullgraph=True)
+    blocks(torch.randn(4, 32, requires_grad=True))
+    assert len(frames) == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    blocks = model()
+    normops.patch(blocks)
+    x = torch.randn(4, 32)
+    program = torch.export.export(blocks, (x,), strict=strict, dynamic_shapes=({0: torch.export.Dim("rows")},))
+    names = [str(node.target) for node in program.graph.nodes if "normops" in str(node.target)]
+    assert names == ["normops.rms_norm.default"] * 4
+    assert torch.equal(program.module()(x), blocks(x))
+
+
+def test_export_of_a_norm_alone_has_its_argument() -> None:
+    norm = LlamaNorm(8)
+    normops.patch(norm)
+    rows = torch.export.Dim("rows")
+    program = torch.export.export(norm, (torch.randn(4, 8),), dynamic_shapes={"hidden_states": {0: rows}})
+    assert program.module()(torch.randn(5, 8)).shape == (5, 8)
+
+
+def test_checkpointing() -> None:
+    blocks, plain = model(), model()
+    normops.patch(blocks)
+    x = torch.randn(4, 32, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(blocks, x, use_reentrant=False).sum().backward()
+    plain(x.detach().requires_grad_()).sum().backward()
+    for actual, expected in zip(blocks.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_has_the_dtypes_of_the_model(dtype: torch.dtype) -> None:
+    blocks, plain = model(), model()
+    normops.patch(blocks)
+    x = torch.randn(4, 32)
+    with torch.autocast("cpu", dtype):
+        y, expected = blocks(x), plain(x)
+    assert y.dtype == expected.dtype
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+
+
+def test_traceback_shows_the_source() -> None:
+    norm = LlamaNorm(8)
+    normops.patch(norm)
+    assert isinstance(norm.forward, types.MethodType)
+    with pytest.raises(RuntimeError) as error:
+        norm(torch.randn(2, 4))
+    assert "return rms_norm(hidden_states" in str(error.traceback[-2].statement)
+
+
+def test_block_in_module_list() -> None:
+    """A norm that is in two places is one."""
+    norm = LlamaNorm(8)
+    report = normops.patch(nn.ModuleList([norm, norm, Block(size=8)]))
+    assert list(report.patched) == ["0", "2.input_norm", "2.output_norm"]
