@@ -107,7 +107,6 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
         raise RuntimeError(f"expected to patch every norm (strict=True), but cannot, and changed nothing:\n{left}")
     patched = {name: f"{type(module).__name__}: {norm}" for name, (module, norm) in found.items()}
     for module, norm in found.values():
-        give_back(module)
         give(module, norm, rounding)
     return PatchReport(patched, skipped, others, already)
 

@@ -77,6 +77,20 @@ def test_original_rounding_has_the_original_bits(norm: Callable[[int], nn.Module
     assert (float((once(x) != original(x)).float().mean()) > 0.1) == rounds_twice
 
 
+@pytest.mark.parametrize("norm", [others.LlamaNorm, others.T5Norm, others.GroupedNorm])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_original_rounding_where_dtypes_differ(
+    norm: Callable[[int], nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    original, patched = pair(norm, weight_dtype, rounding="original")
+    x = rows(256, dtype=dtype)
+    y, expected = patched(x), original(x)
+    assert y.dtype == expected.dtype
+    # Bits, where the last rounding is to bfloat16; else what comes of the roundings to bfloat16 before, which are many
+    # times as large as those to float32.
+    assert float(((y.double() - expected.double()).abs() > 1e-6 * expected.double().abs()).float().mean()) < 5e-4
+
+
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 def test_one_rounding_is_nearer_to_the_exact_result(dtype: torch.dtype) -> None:
     original, patched = pair(LlamaNorm, dtype)
@@ -210,6 +224,10 @@ def test_strict_changes_nothing() -> None:
     assert "forward" not in vars(two.good)
 
 
+def test_strict_is_about_rms_norms() -> None:
+    assert normops.patch(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), strict=True).patched
+
+
 def test_arguments() -> None:
     with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, but got Tensor$"):
         normops.patch(torch.ones(2))  # type: ignore[arg-type]
@@ -247,10 +265,12 @@ def test_another_rounding_takes_the_place_of_the_first() -> None:
 
 
 def test_probing_leaves_no_trace() -> None:
-    class CountingNorm(LlamaNorm):
-        calls = 0
+    class NoisyNorm(LlamaNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            torch.rand(3)
+            return super().forward(hidden_states)
 
-    norm = CountingNorm(32)
+    norm = NoisyNorm(32)
     norm.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
     state = torch.get_rng_state()
     normops.patch(norm)
