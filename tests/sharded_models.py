@@ -1,6 +1,7 @@
 """What test_sharding runs in several processes: models, tensor parallel and fully sharded."""
 
 import cases
+import norms_of_others
 import torch
 import torch.distributed as dist
 from processes import assert_equal, case, communicated, grad_of, mesh_of, placed
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
+from torch.nn.parallel import DistributedDataParallel
 
 import normops
 from normops.sharding import SequenceParallel
@@ -154,3 +156,29 @@ def fully_sharded_and_tensor_parallel() -> None:
     output.square().mean().backward()
     torch.testing.assert_close(output.full_tensor(), expected.chunk(2)[index])
     torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
+
+
+@case(2)
+def patched_and_sharded() -> None:
+    """Models of others: FSDP2 before and after normops.patch, eager and compiled, and DDP."""
+    mesh, rank = mesh_of(), dist.get_rank()
+    x = cases.values((4, 6, 32), torch.float32)
+    alone = norms_of_others.model()
+    expected = alone(x)
+    expected.square().mean().backward()
+    for way in ("patched, FSDP2", "FSDP2, patched", "patched, FSDP2, compiled", "patched, DDP"):
+        torch._dynamo.reset()
+        shared = norms_of_others.model()
+        if way.startswith("patched"):
+            assert len(normops.patch(shared, strict=True).patched) == 4
+        if "FSDP2" in way:
+            shard_fully(shared, mesh, MixedPrecisionPolicy())
+        if way.endswith("patched"):
+            assert len(normops.patch(shared, strict=True).patched) == 4
+        wrapped = DistributedDataParallel(shared) if "DDP" in way else shared
+        run = torch.compile(wrapped, backend="aot_eager") if way.endswith("compiled") else wrapped
+        output = run(x.chunk(2)[rank])
+        output.square().mean().backward()
+        torch.testing.assert_close(output, expected.chunk(2)[rank], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradients_of(shared), gradients_of(alone), rtol=1e-4, atol=1e-5)
+        assert normops.unpatch(shared) == 4
