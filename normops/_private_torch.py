@@ -52,6 +52,7 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "_values",
         ),
     ),
+    "normops.recognition": ("normops.patch", ("_buffers", "_parameters")),
 }
 """By module of normops, what it is for, and what it imports or, without a dot, which attributes it asks for."""
 

@@ -60,7 +60,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
         model: any module; a single norm, too. On any device, meta included, sharded or not.
         rounding: how 16-bit results are rounded. ``"once"``: the exact result, rounded, which is nearer to that of the
             model in float32 than the model's own. ``"original"``: in the model's own order, so that its bits are those
-            of the model but for a few in a million (Llama rounds the normalized input, then its product with the
+            of the model but for a few in ten thousand (Llama rounds the normalized input, then its product with the
             weight); a norm with an order of its own is skipped.
         strict: raise, and change nothing, if a norm would be left as it is. torch's own norms of another kind, such as
             LayerNorm, do not count.
@@ -143,15 +143,16 @@ def _key(module: nn.Module) -> Any:
     """Equal for modules that compute the same."""
     values = {name: value for name, value in vars(module).items() if name not in _NOT_SETTINGS}
     settings = [(name, v if isinstance(v, (int, float, str, torch.Size)) else id(v)) for name, v in values.items()]
-    sizes = [(name, type(p), whole_shape(p)) for name, p in module._parameters.items() if p is not None]
-    forward = type(module).forward
-    return type(module), forward, module.training, *settings, *sizes, *module._buffers, *module._modules
+    sizes = [(name, type(p), whole_shape(p)) for name, p in module.named_parameters(recurse=False)]
+    parts = [name for name, _ in (*module.named_buffers(recurse=False), *module.named_children())]
+    return type(module), type(module).forward, module.training, *settings, *sizes, *parts
 
 
 def _is_called_norm(name: str, module: nn.Module) -> bool:
     """Containers are not norms, their parts may be."""
     names = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
-    return "norm" in names and (next(module.children(), None) is None or bool(module._parameters))
+    is_container = next(module.children(), None) is not None and next(module.parameters(recurse=False), None) is None
+    return "norm" in names and not is_container
 
 
 def _alike(modules: Mapping[str, str]) -> dict[tuple[str, str], list[str]]:

@@ -113,7 +113,7 @@ def _argument_of(module: nn.Module) -> str:
 
 
 def _weight_of(module: nn.Module) -> str | None:
-    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    parameters = dict(module.named_parameters(recurse=False))
     if len(parameters) > 1:
         raise Unfit(f"has the parameters {', '.join(parameters)}, not a weight alone")
     others = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
