@@ -14,7 +14,7 @@ TRITON_OF_2.13.0 := triton==3.7.1
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
 install: $(VENV)/required
 	$(BIN)/python setup.py --quiet build_ext --inplace
-	test -f $(VENV)/installed || $(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	test $(VENV)/installed -nt pyproject.toml || $(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $(VENV)/installed
 
 install-dev: $(VENV)/required-dev install

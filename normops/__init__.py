@@ -12,6 +12,7 @@ from normops._info import BuildInfo, build_info
 from normops._private_torch import warn_if_newer as _warn_if_newer
 from normops.backends import use_backend
 from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_
+from normops.inductor import inductor_options
 from normops.modules import RMSNorm
 from normops.patching import PatchReport, patch, unpatch
 
@@ -30,6 +31,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_",
     "build_info",
+    "inductor_options",
     "patch",
     "rms_norm",
     "rms_norm_",

@@ -52,6 +52,15 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "_values",
         ),
     ),
+    "normops.inductor.passes": (
+        "normops.inductor_options",
+        (
+            "torch._inductor.compile_fx.compile_fx",
+            "torch._inductor.custom_graph_pass.CustomGraphPass",
+            "torch._inductor.custom_graph_pass.get_hash_for_files",
+            "torch._inductor.list_mode_options",
+        ),
+    ),
     "normops.recognition": ("normops.patch", ("_buffers", "_parameters")),
 }
 """By module of normops, what it is for, and what it imports or, without a dot, which attributes it asks for."""
@@ -62,7 +71,7 @@ def warn_if_newer(torch_version: str) -> None:
     major, minor = (int(number) for number in torch_version.split(".")[:2])
     last_major, last_minor = (int(number) for number in SEEN_IN[-1].split("."))
     if (major, minor) > (last_major, last_minor):
-        features = ", ".join(feature for feature, _ in USES.values())
+        features = ", ".join(dict.fromkeys(feature for feature, _ in USES.values()))
         warnings.warn(
             f"expected torch {SEEN_IN[0]} to {SEEN_IN[-1]}, with which normops was tested, but got torch "
             f"{torch_version}: {features} rest on private parts of torch and may not work; the rest should",

@@ -1,0 +1,131 @@
+"""Reading the graph that Dynamo makes of a program: what a node computes, whichever way it was written.
+
+Such a graph holds the functions and methods of torch that the program called. It is not functional: nodes may write
+into tensors, or switch autograd and autocast, so that not every two neighbours may change places.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+class Call(NamedTuple):
+    """One of the operations that RMSNorms are made of: elementwise, or a sum or mean, or a cast."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+class _Spellings(NamedTuple):
+    functions: tuple[Callable[..., Any], ...]
+    methods: tuple[str, ...]
+    parameters: tuple[str, ...] = ("input", "other")
+
+
+_REDUCTION = ("input", "dim", "keepdim")
+_SPELLINGS = {
+    "add": _Spellings((torch.add, operator.add), ("add", "__add__", "__radd__")),
+    "mul": _Spellings((torch.mul, torch.multiply, operator.mul), ("mul", "multiply", "__mul__", "__rmul__")),
+    "div": _Spellings((torch.div, torch.divide, torch.true_divide, operator.truediv), ("div", "divide", "__truediv__")),
+    "pow": _Spellings((torch.pow, operator.pow), ("pow", "__pow__"), ("input", "exponent")),
+    "square": _Spellings((torch.square,), ("square",), ("input",)),
+    "sqrt": _Spellings((torch.sqrt,), ("sqrt",), ("input",)),
+    "rsqrt": _Spellings((torch.rsqrt,), ("rsqrt",), ("input",)),
+    "reciprocal": _Spellings((torch.reciprocal,), ("reciprocal",), ("input",)),
+    "mean": _Spellings((torch.mean,), ("mean",), _REDUCTION),
+    "sum": _Spellings((torch.sum,), ("sum",), _REDUCTION),
+}
+_BY_TARGET = {target: name for name, (functions, methods, _) in _SPELLINGS.items() for target in (*functions, *methods)}
+_POWERS = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt"}
+
+_CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_VIEWS = {"size", "view", "reshape", "flatten", "unflatten", "transpose", "permute", getattr, operator.getitem}
+
+
+def value_of(node: Any) -> Tensor | None:
+    """A tensor without data, of the dtype, shape, strides and device of the one that the node returns."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def call_of(node: Any) -> Call | None:
+    """What the node computes, into a tensor of its own; None if that is something else."""
+    if value_of(node) is None or node.op not in ("call_function", "call_method"):
+        return None
+    name = _BY_TARGET.get(node.target)
+    if name is None:
+        return Call("cast", node.args[:1]) if _is_cast(node) else None
+    parameters = _SPELLINGS[name].parameters
+    given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
+    if parameters == _REDUCTION:
+        given = {"keepdim": False, "dim": given.pop("axis", None)} | given
+        given.pop("dtype", None)  # the value has it
+    if given.keys() != {*parameters} or len(node.args) > len(parameters):
+        return None
+    return _simplest(Call(name, tuple(given[parameter] for parameter in parameters)))
+
+
+def _simplest(call: Call) -> Call | None:
+    """Squares, roots and quotients have one name each."""
+    a, *others = call.arguments
+    if call.name == "pow":
+        power = _POWERS.get(number(others[0]) or 0.0)
+        return None if power is None else Call(power, (a,))
+    if call.name == "mul" and a is others[0]:
+        return Call("square", (a,))
+    return Call("div", (1.0, a)) if call.name == "reciprocal" else call
+
+
+def _is_cast(node: Node) -> bool:
+    """To another dtype, or to the same; not to another device or layout."""
+    if node.op != "call_method" or node.target not in _CASTS or not node.kwargs.keys() <= {"dtype", "device"}:
+        return False
+    before, after = value_of(node.args[0]), value_of(node)
+    has_flags = any(isinstance(argument, bool) for argument in node.args)
+    return before is not None and after is not None and before.device == after.device and not has_flags
+
+
+def is_harmless(node: Node) -> bool:
+    """Whether its neighbours may change places over it: it writes nowhere and switches nothing."""
+    if node.op in ("placeholder", "get_attr") or node.target in (*_VIEWS, torch.ops.normops.rms_norm.default):
+        return True
+    return isinstance(node.meta.get("example_value"), (int, float, *_SYMBOLS)) or call_of(node) is not None
+
+
+def number(argument: Any) -> float | None:
+    """The argument, if it is a number that is known now."""
+    return float(argument) if isinstance(argument, (int, float)) and not isinstance(argument, bool) else None
+
+
+def specialized(argument: Any) -> float | None:
+    """The argument, if it is a number; one that torch.compile left open is what it is now, and guarded."""
+    value = argument.meta.get("example_value") if isinstance(argument, Node) else None
+    return float(value) if isinstance(value, torch.SymFloat) else number(argument)
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two sizes, or nodes of them, are equal for every size of the inputs. Asking adds no guard."""
+    a, b = (size.meta.get("example_value") if isinstance(size, Node) else size for size in (a, b))
+    return bool(statically_known_true(a == b))
+
+
+def have_one_shape(a: Tensor, b: Tensor) -> bool:
+    """As :func:`is_equal`."""
+    return a.dim() == b.dim() and all(map(is_equal, a.shape, b.shape))
+
+
+def is_contiguous(tensor: Tensor) -> bool:
+    """As :func:`is_equal`."""
+    expected: Any = 1
+    for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
+        if not is_equal(size, 1):
+            if not is_equal(stride, expected):
+                return False
+            expected = expected * size
+    return True

@@ -1,0 +1,234 @@
+"""Finding the RMSNorms that somebody wrote with the operations of torch, in a graph of Dynamo's."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from normops.inductor.calls import (
+    call_of,
+    have_one_shape,
+    is_contiguous,
+    is_equal,
+    is_harmless,
+    number,
+    specialized,
+    value_of,
+)
+from normops.recognition import DTYPES
+
+
+class Weight(NamedTuple):
+    """What multiplies the normalized input, the offset added."""
+
+    node: Node
+    offset: float
+
+
+class Match(NamedTuple):
+    """An RMSNorm: what it takes, and the nodes in whose place normops can compute it."""
+
+    input: Node
+    weight: Weight | None
+    eps: float
+    dtype: torch.dtype
+    """That of the input, or a wider one: of the result, or float64 if anything was computed in it."""
+    last: Node
+    """The result."""
+    nodes: frozenset[Node]
+    """The result and all on the way to it. They only compute."""
+
+
+class _NoMatch(Exception):  # noqa: N818  nothing failed
+    pass
+
+
+def match_norm(node: Node) -> Match | None:
+    """The norm of which a node is the inverted root, or the division by the root.
+
+    One that normops can compute in the place of its last node: nothing on the way is used elsewhere, nothing between
+    its nodes may write to tensors or switch autograd or autocast, and the result has the strides that normops gives it.
+    """
+    call = call_of(node)
+    if call is None or call.name not in ("rsqrt", "div"):
+        return None
+    try:
+        return _Search().match(node)
+    except _NoMatch:
+        return None
+
+
+def _value(node: Any) -> Tensor:
+    value = value_of(node)
+    if value is None:
+        raise _NoMatch
+    return value
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise _NoMatch
+
+
+def _widens(before: Tensor, after: Tensor) -> bool:
+    """Whether a cast keeps every value."""
+    return torch.promote_types(before.dtype, after.dtype) == after.dtype
+
+
+class _Search:
+    """From the root up to the input, and from there down to the result."""
+
+    def __init__(self) -> None:
+        self._inner: list[Node] = []
+        # What others may use, too: casts of the input and of the weight, and 1 + weight.
+        self._bypassed: list[Node] = []
+
+    def match(self, node: Node) -> Match:
+        dividend, root = self._dividend_and_root(node)
+        open_eps, squared = self._mean_square(root)
+        input = self._above_widening(squared)
+        if dividend is None:
+            node, dividend = self._product(self._below_narrowing(node))
+        weight = self._times_input(dividend, input)
+        last = self._below_narrowing(node)
+        if weight is None:
+            last, weight = self._weighted(last, input)
+        nodes = frozenset((*self._inner, *self._bypassed))
+        self._check(input, last, nodes)
+        eps = specialized(open_eps)
+        if eps is None or not 0.0 <= eps < math.inf:
+            raise _NoMatch
+        return Match(input, weight, eps, self._dtype(input, last), last, nodes)
+
+    def _check(self, input: Node, last: Node, nodes: frozenset[Node]) -> None:
+        x, y = _value(input), _value(last)
+        _require(x.device.type in ("cpu", "cuda") and have_one_shape(x, y) and is_contiguous(y))
+        _require(all(_value(node).dtype in DTYPES for node in (input, *nodes)))
+        inner = {*self._inner}
+        _require(all(user in inner for node in inner - {last} for user in node.users))
+        above, node = set(nodes), last
+        while above:
+            _require(node in nodes or is_harmless(node))
+            above.discard(node)
+            node = node.prev
+
+    def _dtype(self, input: Node, last: Node) -> torch.dtype:
+        if any(_value(node).dtype is torch.float64 for node in self._inner):
+            return torch.float64
+        return torch.promote_types(_value(input).dtype, _value(last).dtype)
+
+    def _take(self, node: Any, *names: str) -> tuple[Any, ...]:
+        """The arguments of a node, which must be one of these and becomes part of the norm."""
+        call = call_of(node)
+        if call is None or call.name not in names:
+            raise _NoMatch
+        self._inner.append(node)
+        return call.arguments
+
+    def _above_casts(self, node: Any) -> Any:
+        while (call := call_of(node)) is not None and call.name == "cast":
+            (node,) = self._take(node, "cast")
+        return node
+
+    def _above_widening(self, node: Any) -> Any:
+        while (call := call_of(node)) is not None and call.name == "cast":
+            (above,) = call.arguments
+            if not _widens(_value(above), _value(node)):
+                break
+            self._bypassed.append(node)
+            node = above
+        return node
+
+    def _below_narrowing(self, node: Node) -> Node:
+        """The cast of the node, if nothing else uses it."""
+        user = next(iter(node.users), None)
+        call = call_of(user)
+        if user is None or len(node.users) > 1 or call is None or call.name != "cast":
+            return node
+        if not _widens(_value(user), _value(node)):
+            return node
+        self._inner.append(user)
+        return user
+
+    def _dividend_and_root(self, node: Node) -> tuple[Node | None, Any]:
+        """x and v of x / sqrt(v); x is None for 1 / sqrt(v)."""
+        arguments = self._take(node, "rsqrt", "div")
+        if len(arguments) == 1:
+            return None, arguments[0]
+        dividend, divisor = arguments
+        _require(isinstance(dividend, Node) or number(dividend) == 1.0)
+        (root,) = self._take(self._above_casts(divisor), "sqrt")
+        return dividend if isinstance(dividend, Node) else None, root
+
+    def _mean_square(self, node: Any) -> tuple[Any, Any]:
+        """eps and x of mean(x * x) + eps over the last dimension."""
+        eps: Any = 0.0
+        node = self._above_casts(node)
+        call = call_of(node)
+        if call is not None and call.name == "add":
+            a, eps = self._take(node, "add")
+            a, eps = (eps, a) if value_of(a) is None else (a, eps)
+            _require(value_of(eps) is None)
+            node = self._above_casts(a)
+        squares, dim, keepdim = self._mean(node)
+        last_dims: tuple[Any, ...] = (-1, [-1], (-1,), _value(squares).dim() - 1)
+        _require(keepdim is True and dim in last_dims)
+        (x,) = self._take(self._above_casts(squares), "square")
+        return eps, x
+
+    def _mean(self, node: Any) -> tuple[Any, ...]:
+        call = call_of(node)
+        if call is None or call.name != "div":
+            return self._take(node, "mean")
+        total, size = self._take(node, "div")
+        arguments = self._take(self._above_casts(total), "sum")
+        shape = _value(arguments[0]).shape
+        _require(len(shape) > 0 and value_of(size) is None and is_equal(shape[-1], size))
+        return arguments
+
+    def _product(self, factor: Node) -> tuple[Node, Any]:
+        """What alone uses a factor, which must be a product, and what it multiplies."""
+        _require(len(factor.users) == 1)
+        product = next(iter(factor.users))
+        a, b = self._take(product, "mul")
+        return product, b if a is factor else a
+
+    def _times_input(self, node: Any, input: Node) -> Weight | None:
+        """Of weight * input the weight; None for the input alone."""
+        if self._above_widening(node) is input:
+            return None
+        for weight, x in (arguments := self._take(node, "mul")), arguments[::-1]:
+            if self._above_widening(x) is input and (found := self._weight(weight, input)) is not None:
+                return found
+        raise _NoMatch
+
+    def _weighted(self, normalized: Node, input: Node) -> tuple[Node, Weight | None]:
+        """The product with a weight, if that is all that uses the normalized input."""
+        user = next(iter(normalized.users), None)
+        call = call_of(user)
+        if user is None or len(normalized.users) > 1 or call is None or call.name != "mul":
+            return normalized, None
+        a, b = call.arguments
+        weight = self._weight(b if a is normalized else a, input)
+        if weight is None:
+            return normalized, None
+        self._inner.append(user)
+        return self._below_narrowing(user), weight
+
+    def _weight(self, node: Any, input: Node) -> Weight | None:
+        """One number for every column."""
+        offset = 0.0
+        above = self._above_widening(node)
+        call = call_of(above)
+        if call is not None and call.name == "add":
+            a, b = call.arguments
+            a, b = (b, a) if number(b) is None else (a, b)
+            if (constant := number(b)) is not None and math.isfinite(constant):
+                self._bypassed.append(above)
+                offset, above = constant, self._above_widening(a)
+        weight, x = value_of(above), _value(input)
+        if weight is None or weight.dtype not in DTYPES or weight.dim() != 1 or weight.device != x.device:
+            return None
+        return Weight(above, offset) if is_equal(weight.shape[0], x.shape[-1]) else None

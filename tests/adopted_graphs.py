@@ -1,0 +1,57 @@
+"""What becomes of a function that torch.compile compiles with the passes of normops, without generating code for it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition  # type: ignore[import-untyped]
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from traced_graphs import operators
+
+from normops.inductor.passes import AfterAutograd, BeforeAutograd
+
+
+class Graphs(NamedTuple):
+    of_dynamo: list[str]
+    """The graph that Dynamo made, before the passes and after them."""
+    forward: list[str]
+    """The operators that were called, of all graphs."""
+    backward: list[str]
+
+
+def compiled_with_passes(fn: Callable[..., Any], *, dynamic: bool = False) -> tuple[Callable[..., Any], Graphs]:
+    """The function compiled as a whole, and what is known of its graphs once it has run."""
+    graphs = Graphs([], [], [])
+
+    def after_autograd(names: list[str]) -> Callable[[fx.GraphModule, list[Tensor]], Any]:
+        def compiler(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+            AfterAutograd()(graph.graph)
+            graph.graph.lint()
+            graph.recompile()
+            names.extend(operators(graph))
+            return make_boxed_func(graph)
+
+        return compiler
+
+    aot = aot_autograd(
+        fw_compiler=after_autograd(graphs.forward),
+        bw_compiler=after_autograd(graphs.backward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.of_dynamo.append(str(graph.graph))
+        BeforeAutograd()(graph.graph)
+        graph.graph.lint()
+        graph.recompile()
+        graphs.of_dynamo.append(str(graph.graph))
+        return aot(graph, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic), graphs
+
+
+def norms(names: list[str]) -> list[str]:
+    """The operators of normops among them, without their overloads."""
+    return [name.split(".")[1] for name in names if name.startswith("normops.")]

@@ -1,0 +1,535 @@
+"""The passes for torch.compile: which norms they find, and what they leave alone."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import norms_of_others as others
+import pytest
+import torch
+import torch.nn.functional as F
+from adopted_graphs import compiled_with_passes, norms
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import normops
+
+Norm = Callable[[Tensor, Tensor], Tensor]
+
+EPS = 1e-3
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+SPELLINGS: dict[str, Norm] = {
+    "F.rms_norm": lambda x, w: F.rms_norm(x, (32,), w, EPS),
+    "torch.rms_norm": lambda x, w: torch.rms_norm(x, [32], weight=w),
+    "F.rms_norm without weight": lambda x, w: F.rms_norm(x, (x.shape[-1],), eps=EPS) * w[0],
+    "two dimensions": lambda x, w: F.rms_norm(x, x.shape[-2:], torch.stack([w, w]), EPS),
+    "rsqrt": lambda x, w: w * (x * torch.rsqrt(mean_square(x) + EPS)),
+    "methods": lambda x, w: x.mul(x.square().mean(dim=-1, keepdim=True).add(EPS).rsqrt()).mul(w),
+    "left to right": lambda x, w: x * torch.rsqrt(torch.mean(x * x, dim=2, keepdim=True) + EPS) * w,
+    "weight first": lambda x, w: w * x * torch.rsqrt(mean_square(x) + EPS),
+    "power": lambda x, w: x * torch.pow(EPS + mean_square(x), -0.5) * w,
+    "**": lambda x, w: x * (mean_square(x) + EPS) ** -0.5 * w,
+    "division": lambda x, w: x / torch.sqrt(mean_square(x) + EPS) * w,
+    "division by a power": lambda x, w: x / (mean_square(x) + EPS) ** 0.5 * w,
+    "weight over root": lambda x, w: (w * x) / (mean_square(x) + EPS).sqrt(),
+    "inverse": lambda x, w: x * (1 / torch.sqrt(mean_square(x) + EPS)) * w,
+    "reciprocal": lambda x, w: x * torch.sqrt(mean_square(x) + EPS).reciprocal() * w,
+    "torch functions": lambda x, w: torch.mul(w, torch.div(x, torch.sqrt(torch.add(mean_square(x), EPS)))),
+    "sum": lambda x, w: x * torch.rsqrt((x * x).sum([-1], keepdim=True) / x.shape[-1] + EPS) * w,
+    "axis": lambda x, w: x * torch.rsqrt(torch.square(x).mean(axis=(-1,), keepdim=True) + EPS) * w,  # type: ignore[call-overload]
+    "mean in float32": lambda x, w: (
+        (x * torch.rsqrt((x * x).mean(-1, True, dtype=torch.float32) + EPS)).to(x.dtype) * w
+    ),
+    "without eps": lambda x, w: x * torch.rsqrt(mean_square(x)) * w,
+    "float32": lambda x, w: (x.float() * torch.rsqrt(mean_square(x.float()) + EPS)).type_as(x) * w,
+    "float64": lambda x, w: (w.double() * (x.double() / (mean_square(x.double()) + EPS).sqrt())).to(x.dtype),
+    "offset": lambda x, w: (x.float() * torch.rsqrt(mean_square(x.float()) + EPS) * (1 + w.float())).to(x),
+    "offset -2": lambda x, w: x * torch.rsqrt(mean_square(x) + EPS) * (w + -2),
+}
+
+
+def problem(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*(shape or (4, 2, 32)), generator=generator)
+    w = torch.rand(32, generator=generator) + 0.5
+    return x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
+
+
+def results(fn: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor | None]:
+    """Outputs, and gradients where there are any."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out = fn(*leaves)
+    outputs = [y for y in (out if isinstance(out, tuple) else (out,)) if y.requires_grad]
+    gradients = [torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y).to(y.dtype) for y in outputs]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)]
+
+
+def assert_close(actual: list[Tensor | None], expected: list[Tensor | None], dtype: torch.dtype) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        if a is None or b is None:
+            assert a is b
+            continue
+        assert a.dtype == b.dtype
+        assert a.stride() == b.stride()
+        error = (a.double() - b.double()).abs().max() / b.double().abs().max()
+        # The originals round several times to 16 bits.
+        assert error <= (2e-6 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_one_operator_each_way(spelling: str, dtype: torch.dtype, dynamic: bool) -> None:
+    norm, inputs = SPELLINGS[spelling], problem(dtype)
+    compiled, graphs = compiled_with_passes(norm, dynamic=dynamic)
+    assert_close(results(compiled, inputs), results(norm, inputs), dtype)
+    assert norms(graphs.forward) == ["rms_norm"]
+    assert norms(graphs.backward) == ["rms_norm_backward"]
+    leftovers = ("rsqrt", "sqrt", "mean", "pow", "reciprocal", "sum")
+    assert not [name for name in graphs.forward if name.split(".")[1] in leftovers]
+
+
+def test_the_result_is_that_of_the_operator() -> None:
+    x, w = problem(torch.bfloat16)
+    compiled, _ = compiled_with_passes(SPELLINGS["offset"])
+    assert torch.equal(compiled(x, w), normops.rms_norm(x, 32, w, EPS, weight_offset=1.0))
+    compiled, _ = compiled_with_passes(SPELLINGS["float64"])
+    assert torch.equal(compiled(x, w), normops.rms_norm(x.double(), 32, w, EPS).bfloat16())
+    compiled, _ = compiled_with_passes(SPELLINGS["torch.rms_norm"])
+    assert torch.equal(compiled(x, w), normops.rms_norm(x, 32, w))
+
+
+@pytest.mark.parametrize("norm", others.NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modules_of_others(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
+    module = norm(32).to(dtype)
+    x = problem(dtype)[0]
+    compiled, graphs = compiled_with_passes(module)
+    assert_close(results(compiled, (x,)), results(module, (x,)), dtype)
+    assert norms(graphs.forward) == ["rms_norm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weight_of_another_dtype(dtype: torch.dtype) -> None:
+    x, w = problem(torch.bfloat16)[0], problem(dtype)[1]
+    compiled, graphs = compiled_with_passes(SPELLINGS["float32"])
+    y = compiled(x, w)
+    assert y.dtype == dtype
+    assert norms(graphs.forward) == ["rms_norm"]
+    assert torch.equal(y, normops.rms_norm(x.to(dtype), 32, w, EPS))
+
+
+OTHERS: dict[str, Norm] = {
+    "layer norm": lambda x, w: w * (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + EPS).sqrt(),
+    "centered": lambda x, w: (x - x.mean(-1, True)) * torch.rsqrt(mean_square(x) + EPS) * w,
+    "L2 norm": lambda x, w: w * x / torch.sqrt(x.square().sum(-1, keepdim=True) + EPS),
+    "another size": lambda x, w: x * torch.rsqrt((x * x).sum(-1, keepdim=True) / 31 + EPS) * w,
+    "clamped": lambda x, w: x * torch.rsqrt(mean_square(x).clamp(min=EPS)) * w,
+    "negative eps": lambda x, w: x * torch.rsqrt(mean_square(x) + -EPS) * w,
+    "negative eps of torch's": lambda x, w: F.rms_norm(x, (32,), w, -EPS),
+    "infinite eps": lambda x, w: x * torch.rsqrt(mean_square(x) + float("inf")) * w,
+    "eps in a tensor": lambda x, w: x * torch.rsqrt(mean_square(x) + torch.tensor(EPS)) * w,
+    "eps scaled": lambda x, w: x * torch.rsqrt(torch.add(mean_square(x), 0.001, alpha=2)) * w,
+    "another dimension": lambda x, w: x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + EPS) * w,
+    "two dimensions": lambda x, w: x * torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True) + EPS) * w,
+    "another dimension broadcast": lambda x, w: x * torch.rsqrt(x[:, 0].pow(2).mean(-1, keepdim=True) + EPS)[:, None],
+    "cubes": lambda x, w: x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + EPS) * w,
+    "another power": lambda x, w: x * (mean_square(x) + EPS) ** -0.25 * w,
+    "two over root": lambda x, w: x * (2 / torch.sqrt(mean_square(x) + EPS)) * w,
+    "another input": lambda x, w: (x + 1) * torch.rsqrt(mean_square(x) + EPS) * w,
+    "detached": lambda x, w: x * torch.rsqrt(mean_square(x) + EPS).detach() * w,
+    "rounded input": lambda x, w: x * torch.rsqrt(mean_square(x.to(torch.float16)).float() + EPS) * w,
+    "factor alone": lambda x, w: torch.rsqrt(mean_square(x) + EPS) * w,
+    "factor used twice": lambda x, w: (r := torch.rsqrt(mean_square(x) + EPS)) * x * w + r,
+    "mean used twice": lambda x, w: (m := mean_square(x)) + x * torch.rsqrt(m + EPS) * w,
+    "divisor of a number": lambda x, w: 2.0 / torch.sqrt(mean_square(x) + EPS) * w,
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_is_no_norm_is_not_touched(other: str, dynamic: bool) -> None:
+    fn, inputs = OTHERS[other], problem(torch.float32)
+    compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
+    torch.testing.assert_close(results(compiled, inputs), results(fn, inputs), equal_nan=True)
+    assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
+
+
+def norm(x: Tensor, w: Tensor) -> Tensor:
+    return x * torch.rsqrt(mean_square(x) + EPS) * w
+
+
+def writes_to_the_input(x: Tensor, w: Tensor) -> Tensor:
+    x = x * 1
+    factor = torch.rsqrt(mean_square(x) + EPS)
+    x.add_(1)
+    return x * factor * w
+
+
+def writes_to_the_input_through_a_view(x: Tensor, w: Tensor) -> Tensor:
+    x = x * 1
+    wide, factor = x.float(), torch.rsqrt(mean_square(x.float()) + EPS)
+    x[0] = 0
+    return wide * factor * w
+
+
+def writes_to_the_weight(x: Tensor, w: Tensor) -> Tensor:
+    w = w * 1
+    weight = w.float() + 1
+    w += 1
+    return x * torch.rsqrt(mean_square(x) + EPS) * weight
+
+
+def writes_by_a_function(x: Tensor, w: Tensor) -> Tensor:
+    x = x * 1
+    factor = torch.rsqrt(mean_square(x) + EPS)
+    F.relu(x, inplace=True)
+    return x * factor * w
+
+
+def writes_to_an_out(x: Tensor, w: Tensor) -> Tensor:
+    x = x * 1
+    with torch.no_grad():
+        y = x.detach()
+    factor = torch.rsqrt(mean_square(y) + EPS)
+    torch.add(y.clone(), 1, out=y)
+    return y * factor * w
+
+
+def without_gradient_of_the_factor(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        factor = torch.rsqrt(mean_square(x) + EPS)
+    return x * factor * w
+
+
+def under_autocast_in_part(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        factor = torch.rsqrt(mean_square(x) + EPS)
+    return x * factor * w
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        writes_to_the_input,
+        writes_to_the_input_through_a_view,
+        writes_to_the_weight,
+        writes_by_a_function,
+        writes_to_an_out,
+        without_gradient_of_the_factor,
+        under_autocast_in_part,
+    ],
+)
+def test_what_may_not_change_places(fn: Norm, dynamic: bool) -> None:
+    x, w = problem(torch.float32)
+    compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
+    with torch.set_grad_enabled(fn is without_gradient_of_the_factor):  # autograd refuses some writes
+        torch.testing.assert_close(compiled(x, w), fn(x, w))
+    assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
+
+
+def writes_before(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = x * 1, w * 1
+    x.mul_(2)
+    w[0] = 2
+    return norm(x, w), x * w
+
+
+def writes_to_the_result(x: Tensor, w: Tensor) -> Tensor:
+    y = norm(x, w)
+    y[0] += 1
+    y.mul_(2)
+    return y
+
+
+def two_between_each_other(x: Tensor, w: Tensor) -> Tensor:
+    a, b = x * 2, x + 1
+    of_a, of_b = mean_square(a), mean_square(b)
+    return (a * torch.rsqrt(of_a + EPS) * w).view(-1, 32) + (b * torch.rsqrt(of_b + EPS) * w).view(-1, 32)
+
+
+def wholly_under_autocast(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return norm(x, w)
+
+
+def returns_the_unweighted(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    normalized = x * torch.rsqrt(mean_square(x) + EPS)
+    return normalized * w, normalized
+
+
+def input_and_weight_are_used_elsewhere(x: Tensor, w: Tensor) -> Tensor:
+    wide, weight = x.float() * 1, 1 + w
+    return (wide * torch.rsqrt(mean_square(wide) + EPS)).to(x.dtype) * weight + wide + weight
+
+
+def biased(x: Tensor, w: Tensor) -> Tensor:
+    return norm(x, w) + w
+
+
+def wider_afterwards(x: Tensor, w: Tensor) -> Tensor:
+    return (x * torch.rsqrt(mean_square(x) + EPS)).double().mul(3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("fn", "count"),
+    [
+        (writes_before, 1),
+        (writes_to_the_result, 1),
+        (two_between_each_other, 2),
+        (wholly_under_autocast, 1),
+        (returns_the_unweighted, 1),
+        (input_and_weight_are_used_elsewhere, 1),
+        (biased, 1),
+        (wider_afterwards, 1),
+    ],
+)
+def test_what_is_around_a_norm_stays(fn: Callable[..., Any], count: int, dynamic: bool) -> None:
+    inputs = problem(torch.float32)
+    compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
+    assert_close(results(compiled, inputs), results(fn, inputs), torch.float32)
+    assert len(norms(graphs.forward)) == count
+
+
+def test_the_result_is_rounded_before_it_is_widened() -> None:
+    x, w = problem(torch.bfloat16)
+    compiled, graphs = compiled_with_passes(wider_afterwards)
+    assert torch.equal(compiled(x, w), normops.rms_norm(x, 32, None, EPS).double().mul(3))
+    assert norms(graphs.forward) == ["rms_norm"]
+
+
+def test_other_strides_are_left_alone() -> None:
+    """The result would be contiguous, and what follows may view it."""
+
+    def transposed(x: Tensor, w: Tensor) -> Tensor:
+        return norm(x.transpose(0, 1), w).transpose(0, 1).view(4, 64)
+
+    inputs = problem(torch.float32)
+    compiled, graphs = compiled_with_passes(transposed)
+    assert_close(results(compiled, inputs), results(transposed, inputs), torch.float32)
+    assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
+
+
+def test_an_open_eps_is_guarded() -> None:
+    module = others.LlamaNorm(32)
+    compiled, graphs = compiled_with_passes(module, dynamic=True)
+    x = problem(torch.float32)[0]
+    for eps in (1e-6, 1.0, 2.0):
+        module.variance_epsilon = eps
+        torch.testing.assert_close(compiled(x), module(x))
+    assert set(norms(graphs.forward)) == {"rms_norm"}
+
+
+def test_bodies_of_checkpoints() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return norm(x, w).sin()
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return checkpoint(body, x, w, use_reentrant=False)
+
+    inputs = problem(torch.float32)
+    compiled, graphs = compiled_with_passes(fn)
+    assert_close(results(compiled, inputs), results(fn, inputs), torch.float32)
+    assert norms(graphs.forward) == ["rms_norm"]
+    assert norms(graphs.backward) == ["rms_norm", "rms_norm_backward"]  # recomputed
+
+
+class Block(nn.Module):
+    """A norm, a projection, and an addition that belongs to the next norm."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(32)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+def stack(norm: Callable[[int], nn.Module] = others.LlamaNorm) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(norm) for _ in range(3)), norm(32))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("norm", [others.LlamaNorm, others.GemmaNorm, nn.RMSNorm, normops.RMSNorm])
+def test_additions_join_the_norms_across_layers(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
+    model = stack(norm)
+    x = problem(torch.float32)[0]
+    compiled, graphs = compiled_with_passes(model, dynamic=dynamic)
+    assert_close(results(compiled, (x,)), results(model, (x,)), torch.float32)
+    assert norms(graphs.forward) == ["rms_norm", *["add_rms_norm"] * 3]
+    assert norms(graphs.backward) == ["rms_norm_backward"] * 4
+    assert not [name for name in graphs.forward + graphs.backward if name.startswith("aten.add.")]
+
+
+Sum = Callable[[Tensor, Tensor, Tensor], Any]
+
+SUMS: dict[str, tuple[Sum, list[str]]] = {
+    "returned": (lambda x, r, w: (F.rms_norm(h := x + r, (32,), w), h), ["add_rms_norm"]),
+    "used alone": (lambda x, r, w: F.rms_norm(torch.add(r, x), (32,), w), ["add_rms_norm"]),
+    "to itself": (lambda x, r, w: F.rms_norm(x + x, (32,), w), ["add_rms_norm"]),
+    "two norms of it": (
+        lambda x, r, w: F.rms_norm(h := x + r, (32,), w) * F.rms_norm(h, (32,)),
+        ["add_rms_norm", "rms_norm"],
+    ),
+    "used first": (lambda x, r, w: ((h := x + r).mm(h.T), F.rms_norm(h, (32,), w)), ["add_rms_norm"]),
+    "weight from it": (lambda x, r, w: F.rms_norm(h := x + r, (32,), w + h.sum(0)), ["rms_norm"]),
+    "weight after a use": (lambda x, r, w: ((h := x + r).sum(), F.rms_norm(h, (32,), w.sin())), ["rms_norm"]),
+    "scaled": (lambda x, r, w: F.rms_norm(torch.add(x, r, alpha=2), (32,), w), ["rms_norm"]),
+    "number": (lambda x, r, w: F.rms_norm(x + 1, (32,), w), ["rms_norm"]),
+    "broadcast": (lambda x, r, w: F.rms_norm(x + r[:1], (32,), w), ["rms_norm"]),
+    "another dtype": (lambda x, r, w: F.rms_norm(x + r.mm(r.T).mm(r).double(), (32,), w.double()), ["rms_norm"]),
+    "transposed": (lambda x, r, w: F.rms_norm((x.T + r.T).T, (32,), w), ["rms_norm"]),
+    "elementwise": (lambda x, r, w: F.rms_norm(x.sin() + r, (32,), w), ["rms_norm"]),
+    "elementwise, used elsewhere": (
+        lambda x, r, w: (F.rms_norm((s := x.sin()) + r, (32,), w), s.mm(s)),
+        ["add_rms_norm"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_additions(case: str) -> None:
+    fn, expected = SUMS[case]
+    x, w = problem(torch.float32, 32, 32)
+    compiled, graphs = compiled_with_passes(fn)
+    inputs = (x, x.detach().cos(), w)
+    for actual, other in zip(results(compiled, inputs), results(fn, inputs), strict=True):
+        torch.testing.assert_close(actual, other)
+    assert norms(graphs.forward) == expected
+
+
+def test_a_written_summand_stays_where_it_is() -> None:
+    def fn(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
+        h = x + r
+        x.zero_()
+        return F.rms_norm(h, (32,), w)
+
+    x, w = (tensor.detach() for tensor in problem(torch.float32))
+    expected = fn(x.clone(), x.cos(), w)
+    compiled, _ = compiled_with_passes(fn)
+    written = x.clone()
+    torch.testing.assert_close(compiled(written, x.cos(), w), expected)
+    assert not written.any()
+
+
+GRADIENTS: dict[str, tuple[Norm, int]] = {
+    "residual": (lambda x, w: F.rms_norm(x, (32,), w).sin() + x.mm(x.detach()), 0),
+    "residual first": (lambda x, w: x.mm(x.detach()) + F.rms_norm(x, (32,), w).sin(), 0),
+    "two norms": (lambda x, w: F.rms_norm(x, (32,), w).sin() + F.rms_norm(x, (32,)).cos(), 0),
+    "through a transpose": (lambda x, w: F.rms_norm(x.T, (32,), w).sin() + x.mm(x.detach()), 1),
+    "alone": (lambda x, w: F.rms_norm(x, (32,), w).sin(), 0),
+    "another shape": (lambda x, w: F.rms_norm(x.expand(2, 32, 32), (32,), w).sin() + x, 1),
+    "residual from grad_weight": (lambda x, w: F.rms_norm(x, (32,), w + x.mean(0)).sin(), 1),
+}
+
+
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_additions_of_gradients(case: str) -> None:
+    fn, additions = GRADIENTS[case]
+    inputs = problem(torch.float32, 32, 32)
+    compiled, graphs = compiled_with_passes(fn)
+    for actual, other in zip(results(compiled, inputs), results(fn, inputs), strict=True):
+        torch.testing.assert_close(actual, other, rtol=1e-5, atol=1e-5)
+    assert len([name for name in graphs.backward if name == "aten.add.Tensor"]) == additions
+
+
+def operators_run(fn: Callable[[], object]) -> list[str]:
+    with torch.profiler.profile() as profile:
+        fn()
+    return [event.name for event in profile.events() if event.name.startswith("normops::")]
+
+
+@pytest.mark.parametrize("arguments", [{"options": normops.inductor_options()}, {"backend": "normops"}])
+def test_inductor(arguments: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    model = stack()
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, **arguments)
+    for rows in (4, 7):
+        x = problem(torch.float32, rows, 2, 32)[0]
+        assert_close(results(compiled, (x,)), results(model, (x,)), torch.float32)
+    ran = operators_run(lambda: results(compiled, (x,)))
+    assert ran == [
+        "normops::rms_norm",
+        *["normops::add_rms_norm"] * 3,
+        *["normops::rms_norm_backward"] * 4,
+    ]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        assert operators_run(lambda: compiled(x)) == ["normops::rms_norm", *["normops::add_rms_norm"] * 3]
+
+
+def test_the_backend_takes_a_mode_and_options() -> None:
+    torch._dynamo.reset()
+    model, x = stack(), problem(torch.float32)[0]
+    for arguments in ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": False}}):
+        compiled = torch.compile(model, backend="normops", **arguments)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x))
+            assert len(operators_run(lambda compiled=compiled: compiled(x))) == 4  # type: ignore[misc]
+    with pytest.raises(Exception, match="Unrecognized mode=fast"):
+        torch.compile(stack(), backend="normops", mode="fast")(x)
+
+
+def test_options_are_equal_to_themselves() -> None:
+    """torch.compile compiles once for those that are."""
+    assert normops.inductor_options() == normops.inductor_options()
+    assert len(set(normops.inductor_options().values())) == 2
+    assert len({each.uuid() for each in normops.inductor_options().values()}) == 2
+
+
+TRAINING = """
+import json, sys, torch, normops
+from torch._dynamo.utils import counters
+
+norm = torch.nn.RMSNorm(16)
+options = normops.inductor_options() if "normops" in sys.argv else None
+step = torch.compile(lambda x, residual: norm(x + norm(residual)), fullgraph=True, options=options)
+x, residual = (torch.randn(5, 16, requires_grad=True) for _ in range(2))
+step(x, residual).sum().backward()
+with torch.profiler.profile() as profile:
+    step(x, residual).sum().backward()
+ran = [event.name for event in profile.events() if event.name.startswith("normops::")]
+print(json.dumps([counters["aot_autograd"], counters["inductor"], ran]))
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }
+    without, first, second = (
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", TRAINING, argument], env=environment, check=True, stdout=subprocess.PIPE
+            ).stdout
+        )
+        for argument in ("", "normops", "normops")
+    )
+    assert without[2] == []
+    assert first[0]["autograd_cache_miss"] == 1
+    assert (second[0]["autograd_cache_hit"], second[1]["fxgraph_cache_hit"]) == (1, 2)  # the graphs each way
+    assert "autograd_cache_miss" not in second[0]
+    expected = ["normops::rms_norm", "normops::add_rms_norm", *["normops::rms_norm_backward"] * 2]
+    assert first[2] == second[2] == expected
+
+
+def test_importing_normops_does_not_import_inductor() -> None:
+    code = "import sys, normops; print('torch._inductor' in sys.modules, 'torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == ["False", "False"]
