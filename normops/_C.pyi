@@ -4,12 +4,13 @@ from torch import Tensor
 
 from normops._info import CompiledInfo
 
-class TritonRegistration:
-    """As long as it is not closed, the launchers of normops.triton serve a dispatch key."""
+class Registration:
+    """As long as it is not closed, its kernels serve in the place of what was registered before."""
 
-    def __init__(self, dispatch_key: str) -> None: ...
     def close(self) -> None: ...
 
+def register_triton(dispatch_key: str) -> Registration: ...
+def override_torch() -> Registration: ...
 def rms_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],

@@ -14,6 +14,7 @@ from normops.backends import use_backend
 from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_
 from normops.inductor import inductor_options
 from normops.modules import RMSNorm
+from normops.override import override_torch
 from normops.patching import PatchReport, patch, unpatch
 
 _warn_if_newer(_torch.__version__)
@@ -32,6 +33,7 @@ __all__ = [
     "add_rms_norm_",
     "build_info",
     "inductor_options",
+    "override_torch",
     "patch",
     "rms_norm",
     "rms_norm_",

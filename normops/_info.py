@@ -3,6 +3,7 @@ from typing import TypedDict
 
 from normops import _C
 from normops.backends import Backend, current_backend
+from normops.override import overrides_torch
 
 
 class CompiledInfo(TypedDict):
@@ -31,6 +32,8 @@ class BuildInfo(CompiledInfo):
     """The file that holds the operators, without Python: for C++ programs to load."""
     cuda_backend: Backend | None
     """What serves CUDA tensors, see :class:`use_backend`; None: a composition of PyTorch operators."""
+    overrides_torch: bool
+    """Whether torch's own rms_norm runs normops, see :class:`override_torch`."""
 
 
 def build_info() -> BuildInfo:
@@ -43,4 +46,9 @@ def build_info() -> BuildInfo:
         True
     """
     library = Path(_C.__file__).with_name("libnormops.so")
-    return {**_C.build_info(), "library": str(library), "cuda_backend": current_backend()}
+    return {
+        **_C.build_info(),
+        "library": str(library),
+        "cuda_backend": current_backend(),
+        "overrides_torch": overrides_torch(),
+    }

@@ -2,14 +2,14 @@
 
 import importlib.util
 import os
-from types import TracebackType
 from typing import Literal, get_args
 
 from normops import _C
+from normops._switch import Switch
 
 Backend = Literal["cuda", "triton"]
 
-_registration: _C.TritonRegistration | None = None
+_registration: _C.Registration | None = None
 
 
 def current_backend() -> Backend | None:
@@ -19,7 +19,7 @@ def current_backend() -> Backend | None:
     return "cuda" if _has_cuda() else None
 
 
-class use_backend:  # noqa: N801  called as a function
+class use_backend(Switch):  # noqa: N801  called as a function
     """Chooses the kernels that serve CUDA tensors, from this call on, or for the time of a ``with`` block.
 
     It holds for all threads, in eager mode and in compiled code: graphs hold operators, not kernels. The environment
@@ -40,18 +40,10 @@ class use_backend:  # noqa: N801  called as a function
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._before = name, current_backend()
+        before = current_backend()
+        super().__init__(lambda: _select(before))
+        self._name = name
         _select(_resolve(name))
-
-    def __enter__(self) -> "use_backend":
-        """The choice is already made."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Goes back to what served before."""
-        _select(self._before)
 
     def __repr__(self) -> str:
         """As the call is written."""
@@ -84,7 +76,7 @@ def _select(backend: Backend | None) -> None:
         _registration.close()
         _registration = None
     if backend == "triton":
-        _registration = _C.TritonRegistration("CUDA")
+        _registration = _C.register_triton("CUDA")
 
 
 def _has_cuda() -> bool:

@@ -96,7 +96,7 @@ def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(monkeypat
     x = torch.ones(2, 4)
     expected = normops.rms_norm(x, 4)
     monkeypatch.setattr(normops.triton, "launch_forward", refuse)
-    registration = _C.TritonRegistration("CPU")
+    registration = _C.register_triton("CPU")
     try:
         for call in (normops.rms_norm, lambda x, cols: normops.add_rms_norm(x, x, cols)):
             with pytest.raises(RuntimeError, match="the Triton launcher was called"):

@@ -10,10 +10,10 @@ from triton.runtime import interpreter
 from normops import _C
 
 
-def serve_cpu() -> _C.TritonRegistration:
+def serve_cpu() -> _C.Registration:
     """Puts the Triton launchers in the place of the CPU kernels."""
     interpreter._convert_float = _convert_float
-    return _C.TritonRegistration("CPU")
+    return _C.register_triton("CPU")
 
 
 _original = interpreter._convert_float

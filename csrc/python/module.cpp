@@ -7,7 +7,7 @@
 #include "../cpu/isa.h"
 #include "../rms_norm.h"
 #include "direct_call.h"
-#include "triton.h"
+#include "registration.h"
 #ifdef NORMOPS_WITH_CUDA
 #include "../cuda/build_info.h"
 #endif
@@ -52,9 +52,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   if (PyModule_AddFunctions(m.ptr(), direct_calls) != 0) throw py::error_already_set();
 
-  py::class_<normops::python::TritonRegistration>(m, "TritonRegistration")
-      .def(py::init<const std::string&>(), py::arg("dispatch_key"))
-      .def("close", &normops::python::TritonRegistration::close);
+  py::class_<normops::python::Registration>(m, "Registration").def("close", &normops::python::Registration::close);
+  m.def("register_triton", normops::python::register_triton, py::arg("dispatch_key"));
+  m.def("override_torch", normops::python::override_torch);
 
   m.def("build_info", build_info);
   m.def(

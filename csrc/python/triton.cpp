@@ -7,7 +7,7 @@
 #include "../add_rms_norm_backend.h"
 #include "../problem.h"
 #include "../rms_norm_backend.h"
-#include "triton.h"
+#include "registration.h"
 
 namespace normops::python {
 namespace {
@@ -102,20 +102,13 @@ struct AddRmsNormBackend : TritonBackend {
   }
 };
 
-// Taking the place of other kernels is meant here.
-class NoWarning final : public c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
 }  // namespace
 
-TritonRegistration::TritonRegistration(const std::string& dispatch_key) {
-  NoWarning handler;
-  const c10::WarningUtils::WarningHandlerGuard guard(&handler);
-  library_ = std::make_unique<torch::Library>(torch::Library::IMPL, "normops", c10::parseDispatchKey(dispatch_key),
-                                              __FILE__, __LINE__);
-  RmsNormOperators<RmsNormBackend>::register_in(*library_);
-  AddRmsNormOperators<AddRmsNormBackend>::register_in(*library_);
+Registration register_triton(const std::string& dispatch_key) {
+  return register_kernels("normops", c10::parseDispatchKey(dispatch_key), [](torch::Library& library) {
+    RmsNormOperators<RmsNormBackend>::register_in(library);
+    AddRmsNormOperators<AddRmsNormBackend>::register_in(library);
+  });
 }
 
 }  // namespace normops::python

@@ -1,0 +1,32 @@
+// aten::rms_norm, which F.rms_norm and torch.nn.RMSNorm call, as a call of normops::rms_norm.
+#include <ATen/ops/rms_norm_compositeimplicitautograd_dispatch.h>
+
+#include "../rms_norm.h"
+#include "registration.h"
+
+namespace normops::python {
+namespace {
+
+bool has_kernels_for(const Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  const bool is_float = dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
+  return is_float && tensor.layout() == at::kStrided && (tensor.is_cpu() || tensor.is_cuda());
+}
+
+// What torch's own may take and ours does not is torch's: it computes, or refuses in its own words.
+Tensor rms_norm_of_torch(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                         std::optional<double> eps) {
+  const bool is_ours =
+      has_kernels_for(input) && (!is_given(weight) || has_kernels_for(*weight)) && (!eps.has_value() || *eps >= 0.0);
+  if (!is_ours) return at::compositeimplicitautograd::rms_norm_symint(input, normalized_shape, weight, eps);
+  return rms_norm_op().call(input, normalized_shape, weight, eps, 0.0);
+}
+
+}  // namespace
+
+Registration override_torch() {
+  return register_kernels("aten", c10::DispatchKey::CompositeImplicitAutograd,
+                          [](torch::Library& library) { library.impl("rms_norm", TORCH_FN(rms_norm_of_torch)); });
+}
+
+}  // namespace normops::python

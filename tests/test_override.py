@@ -1,0 +1,197 @@
+"""normops under torch's own rms_norm."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import normops
+
+
+@pytest.fixture
+def overridden() -> Iterator[None]:
+    with normops.override_torch():
+        yield
+
+
+def operators_run(fn: Callable[[], object]) -> set[str]:
+    with torch.profiler.profile() as profile:
+        fn()
+    names = {event.name for event in profile.events()}
+    return {name for name in names if name.startswith("normops::") or name == "aten::_fused_rms_norm"}
+
+
+FORWARD, BACKWARD, OWN = "normops::rms_norm", "normops::rms_norm_backward", "aten::_fused_rms_norm"
+
+
+def rows(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def test_the_switch() -> None:
+    norm, x = nn.RMSNorm(64), rows().requires_grad_()
+
+    def step() -> None:
+        norm(x).sum().backward()
+
+    assert operators_run(step) == {OWN}
+    with normops.override_torch() as switch:
+        assert repr(switch) == "override_torch()"
+        assert operators_run(step) == {FORWARD, BACKWARD}
+        assert normops.build_info()["overrides_torch"]
+        with normops.override_torch(False):
+            assert operators_run(step) == {OWN}
+        with normops.override_torch():
+            assert operators_run(step) == {FORWARD, BACKWARD}
+        assert operators_run(step) == {FORWARD, BACKWARD}
+    assert operators_run(step) == {OWN}
+    assert not normops.build_info()["overrides_torch"]
+    normops.override_torch()
+    assert operators_run(step) == {FORWARD, BACKWARD}
+    normops.override_torch(False)
+    assert operators_run(step) == {OWN}
+
+
+def test_the_switch_is_silent() -> None:
+    code = "import normops, torch; normops.override_torch(); normops.override_torch(False); print('done')"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_environment(value: str) -> None:
+    code = "import normops; print(normops.build_info()['overrides_torch'])"
+    environment = os.environ | {"NORMOPS_OVERRIDE_TORCH": value}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout == f"{value == '1'}\n"
+
+
+@pytest.mark.usefixtures("overridden")
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_bits_are_those_of_normops(dtype: torch.dtype, weight_dtype: torch.dtype | None, eps: float | None) -> None:
+    x = rows(dtype)
+    weight = None if weight_dtype is None else torch.rand(64, dtype=weight_dtype)
+    y = F.rms_norm(x, (64,), weight, eps)
+    assert y.dtype == dtype
+    assert torch.equal(y, normops.rms_norm(x, 64, weight, eps))
+
+
+OUTSIDE: dict[str, Callable[[], Tensor]] = {
+    "complex": lambda: F.rms_norm(torch.complex(rows(), rows()), (64,)),
+    "meta": lambda: F.rms_norm(rows().to("meta"), (64,)),
+    "negative eps": lambda: F.rms_norm(rows(), (64,), None, -0.25),
+    "vmap": lambda: torch.vmap(nn.RMSNorm(64))(rows()),
+    "nested": lambda: nn.RMSNorm(64)(torch.nested.nested_tensor([rows(), rows()[:2]], layout=torch.jagged)),
+    "double weight of a meta input": lambda: F.rms_norm(rows().to("meta"), (64,), torch.ones(64, device="meta")),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_the_rest_is_torchs_own(case: str) -> None:
+    torch.manual_seed(0)
+    expected = OUTSIDE[case]()
+    torch.manual_seed(0)
+    with normops.override_torch():
+        actual = OUTSIDE[case]()
+        assert FORWARD not in operators_run(OUTSIDE[case])
+    assert actual.dtype == expected.dtype
+    if actual.is_nested:
+        actual, expected = actual.values(), expected.values()
+    if actual.device.type != "meta":
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.usefixtures("overridden")
+def test_errors() -> None:
+    with pytest.raises(RuntimeError, match="rms_norm: expected"):
+        F.rms_norm(rows(), (63,))
+    with pytest.raises(RuntimeError, match="not implemented for 'Long'"):
+        F.rms_norm(rows().long(), (64,))
+
+
+@pytest.mark.usefixtures("overridden")
+def test_gradients() -> None:
+    x, weight = rows(torch.float64).requires_grad_(), torch.rand(64, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: F.rms_norm(x, (64,), w), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w: F.rms_norm(x[:1], (64,), w), (x, weight))
+
+
+@pytest.mark.usefixtures("overridden")
+def test_functional_transforms() -> None:
+    x = rows(torch.float64)
+    gradient = torch.func.grad(lambda x: F.rms_norm(x, (64,)).pow(3).sum())
+    expected = torch.func.grad(lambda x: normops.rms_norm(x, 64).pow(3).sum())
+    torch.testing.assert_close(gradient(x), expected(x))
+    tangent = torch.func.jvp(lambda x: F.rms_norm(x, (64,)), (x,), (x.cos(),))[1]
+    expected_tangent = torch.func.jvp(lambda x: normops.rms_norm(x, 64), (x,), (x.cos(),))[1]
+    torch.testing.assert_close(tangent, expected_tangent)
+
+
+@pytest.mark.usefixtures("overridden")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = nn.RMSNorm(64)(rows(dtype))
+    with normops.override_torch(False), torch.autocast("cpu", torch.bfloat16):
+        assert nn.RMSNorm(64)(rows(dtype)).dtype == y.dtype
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_compiled_code_notices(context: Callable[[], Any]) -> None:
+    norm, x = nn.RMSNorm(64), rows()
+    compiled = torch.compile(norm, fullgraph=True)
+    with context():
+        for enabled in (False, True, False, True):
+            with normops.override_torch(enabled):
+                compiled(x)
+                assert (FORWARD in operators_run(lambda: compiled(x))) == enabled
+
+
+PROGRAM = """
+import json, sys, torch, normops
+from torch._dynamo.utils import counters
+
+step = torch.compile(torch.nn.RMSNorm(16), fullgraph=True)
+x = torch.randn(5, 16, requires_grad=True)
+step(x).sum().backward()
+with torch.profiler.profile() as profile:
+    step(x).sum().backward()
+ran = sorted({event.name for event in profile.events() if event.name.startswith("normops::")})
+print(json.dumps([ran, counters["aot_autograd"]]))
+"""
+
+
+def test_caches_keep_both_apart(tmp_path: Path) -> None:
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    runs = [
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", PROGRAM],
+                env=environment | {"NORMOPS_OVERRIDE_TORCH": value},
+                check=True,
+                stdout=subprocess.PIPE,
+            ).stdout
+        )
+        for value in ("0", "1", "0", "1")
+    ]
+    assert [ran for ran, _ in runs] == [[], [FORWARD, BACKWARD]] * 2
+    assert ["autograd_cache_hit" in counts for _, counts in runs] == [False, False, True, True]
+
+
+@pytest.mark.usefixtures("overridden")
+def test_export() -> None:
+    norm, x = nn.RMSNorm(64), rows()
+    program = torch.export.export(norm, (x,))
+    torch.testing.assert_close(program.module()(x), norm(x))
+    decomposed = program.run_decompositions()
+    assert operators_run(lambda: decomposed.module()(x)) == {FORWARD}
