@@ -12,6 +12,7 @@ from normops._info import BuildInfo, build_info
 from normops._private_torch import warn_if_newer as _warn_if_newer
 from normops.backends import use_backend
 from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_
+from normops.hugging_face import register_kernels
 from normops.inductor import inductor_options
 from normops.modules import RMSNorm
 from normops.override import override_torch
@@ -35,6 +36,7 @@ __all__ = [
     "inductor_options",
     "override_torch",
     "patch",
+    "register_kernels",
     "rms_norm",
     "rms_norm_",
     "unpatch",

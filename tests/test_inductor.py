@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adopted_graphs import compiled_with_passes, norms
+from profiles import operators_run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -445,12 +446,6 @@ def test_additions_of_gradients(case: str) -> None:
     for actual, other in zip(results(compiled, inputs), results(fn, inputs), strict=True):
         torch.testing.assert_close(actual, other, rtol=1e-5, atol=1e-5)
     assert len([name for name in graphs.backward if name == "aten.add.Tensor"]) == additions
-
-
-def operators_run(fn: Callable[[], object]) -> list[str]:
-    with torch.profiler.profile() as profile:
-        fn()
-    return [event.name for event in profile.events() if event.name.startswith("normops::")]
 
 
 @pytest.mark.parametrize("arguments", [{"options": normops.inductor_options()}, {"backend": "normops"}])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from profiles import operators_run
 from torch import Tensor, nn
 
 import normops
@@ -20,13 +21,6 @@ import normops
 def overridden() -> Iterator[None]:
     with normops.override_torch():
         yield
-
-
-def operators_run(fn: Callable[[], object]) -> set[str]:
-    with torch.profiler.profile() as profile:
-        fn()
-    names = {event.name for event in profile.events()}
-    return {name for name in names if name.startswith("normops::") or name == "aten::_fused_rms_norm"}
 
 
 FORWARD, BACKWARD, OWN = "normops::rms_norm", "normops::rms_norm_backward", "aten::_fused_rms_norm"
@@ -42,22 +36,22 @@ def test_the_switch() -> None:
     def step() -> None:
         norm(x).sum().backward()
 
-    assert operators_run(step) == {OWN}
+    assert operators_run(step) == [OWN]
     with normops.override_torch() as switch:
         assert repr(switch) == "override_torch()"
-        assert operators_run(step) == {FORWARD, BACKWARD}
+        assert operators_run(step) == [FORWARD, BACKWARD]
         assert normops.build_info()["overrides_torch"]
         with normops.override_torch(False):
-            assert operators_run(step) == {OWN}
+            assert operators_run(step) == [OWN]
         with normops.override_torch():
-            assert operators_run(step) == {FORWARD, BACKWARD}
-        assert operators_run(step) == {FORWARD, BACKWARD}
-    assert operators_run(step) == {OWN}
+            assert operators_run(step) == [FORWARD, BACKWARD]
+        assert operators_run(step) == [FORWARD, BACKWARD]
+    assert operators_run(step) == [OWN]
     assert not normops.build_info()["overrides_torch"]
     normops.override_torch()
-    assert operators_run(step) == {FORWARD, BACKWARD}
+    assert operators_run(step) == [FORWARD, BACKWARD]
     normops.override_torch(False)
-    assert operators_run(step) == {OWN}
+    assert operators_run(step) == [OWN]
 
 
 def test_the_switch_is_silent() -> None:
@@ -194,4 +188,4 @@ def test_export() -> None:
     program = torch.export.export(norm, (x,))
     torch.testing.assert_close(program.module()(x), norm(x))
     decomposed = program.run_decompositions()
-    assert operators_run(lambda: decomposed.module()(x)) == {FORWARD}
+    assert operators_run(lambda: decomposed.module()(x)) == [FORWARD]

@@ -1,0 +1,104 @@
+"""The mapping of Hugging Face's kernels. Models of transformers need a pair of versions that is not installed here."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import kernels
+import pytest
+import torch
+from norms_of_others import GemmaNorm, LlamaNorm
+from profiles import operators_run
+from torch import Tensor, nn
+
+import normops
+from normops import hugging_face
+
+
+@kernels.use_kernel_forward_from_hub("RMSNorm")
+class NamedNorm(LlamaNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states)
+
+
+@kernels.use_kernel_forward_from_hub("RMSNormZeroCentered")
+class NamedZeroCenteredNorm(GemmaNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = hugging_face._version
+    monkeypatch.setattr(hugging_face, "_version", lambda package: None if package == "transformers" else of(package))
+
+
+@pytest.fixture
+def mapping() -> Iterator[None]:
+    with kernels.use_kernel_mapping({}, inherit_mapping=False):
+        yield
+
+
+MODES = {
+    "training": kernels.Mode.TRAINING,
+    "inference": kernels.Mode.INFERENCE,
+    "compiled training": kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE,
+    "compiled inference": kernels.Mode.INFERENCE | kernels.Mode.TORCH_COMPILE,
+}
+
+
+@pytest.mark.usefixtures("without_transformers", "mapping")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("norm", [NamedNorm, NamedZeroCenteredNorm])
+def test_layers_with_a_name(norm: type[nn.Module], mode: str) -> None:
+    assert normops.register_kernels() == ("RMSNorm", "RMSNormZeroCentered")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), norm(32)).train("training" in mode)
+    nn.init.uniform_(model[1].weight)  # type: ignore[arg-type]
+    original = copy.deepcopy(model)
+    kernels.kernelize(model, mode=MODES[mode], device="cpu", use_fallback=False)
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(model(x), original(x))
+    assert operators_run(lambda: original(x)) == []
+    assert operators_run(lambda: model(x).sum().backward()) == ["normops::rms_norm", "normops::rms_norm_backward"]
+    if "compiled" in mode:
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), original(x))
+
+
+@pytest.mark.usefixtures("without_transformers", "mapping")
+@pytest.mark.parametrize("device", hugging_face.DEVICES)
+def test_both_devices_have_all_modes(device: str) -> None:
+    registered: Any = hugging_face._mapping()["RMSNorm"][device]
+    assert set(registered) == set(MODES.values())
+    repository = registered[kernels.Mode.TRAINING]
+    assert copy.deepcopy(repository) == repository
+    assert len(set(registered.values())) == 1
+    assert str(repository) == "normops (_RMSNorm)"
+
+
+@pytest.mark.usefixtures("without_transformers", "mapping")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_weight_of_another_dtype_is_left_to_the_class(dtype: torch.dtype) -> None:
+    normops.register_kernels()
+    norm, x = NamedNorm(32), torch.randn(4, 32, dtype=dtype)
+    expected = norm(x)
+    kernels.kernelize(norm, mode=kernels.Mode.INFERENCE, device="cpu")
+    assert torch.equal(norm(x), expected)
+    assert norm(x).dtype == expected.dtype
+    assert operators_run(lambda: norm(x.float())) == ["normops::rms_norm"]
+
+
+def test_versions_that_do_not_work_together() -> None:
+    expected = (
+        r"expected kernels >=[\d.]+,<[\d.]+, with which transformers [\d.]+ works, but got [\d.]+: its layers then "
+        r"carry no names, and nothing would run normops. pip install 'kernels>=[\d.]+,<[\d.]+' if there is one, or use "
+        r"normops.patch\(model\), which needs neither"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        normops.register_kernels()
+
+
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugging_face, "_version", lambda package: None)
+    with pytest.raises(RuntimeError, match="expected the package kernels to be installed, but it is not: pip install"):
+        normops.register_kernels()
