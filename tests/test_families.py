@@ -1,13 +1,15 @@
-"""normops.patch on all families of causal language models that transformers has."""
+"""normops.patch on all families of causal language models that transformers has, and the passes on some of them."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from adopted_graphs import compiled_with_passes, norms
 from families import FAMILIES, VOCABULARY, CannotBuild, build
+from profiles import operators_run
 from torch import Tensor, nn
 
 import normops
@@ -44,10 +46,10 @@ def built(family: str) -> nn.Module:
         pytest.skip(str(reason))
 
 
-def step(model: nn.Module) -> Step:
+def step(model: nn.Module, run: Callable[..., Any] | None = None) -> Step:
     """Logits and gradients of all parameters, in float32."""
     model.zero_grad()
-    logits: Tensor = model(input_ids=IDS, use_cache=False).logits
+    logits: Tensor = (model if run is None else run)(input_ids=IDS, use_cache=False).logits
     (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
     return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -59,11 +61,24 @@ def generated(model: Any) -> Tensor | None:
         return None
 
 
+def assert_near(actual: Step, expected: Step) -> None:
+    (logits, grads), (expected_logits, expected_grads) = actual, expected
+    # Two layers of a hundred operations or so, each with an error of 2^-24: models whose activations cancel multiply
+    # them. The largest found are 1e-5 (gemma4_text) and 1.3e-4.
+    assert (logits - expected_logits).abs().max() <= 2e-5 * expected_logits.abs().max()
+    assert grads.keys() == expected_grads.keys()
+    largest = max(float(grad.abs().max()) for grad in expected_grads.values())
+    for name, grad in expected_grads.items():
+        # Gradients that would be zero in exact arithmetic are noise.
+        bound = 3e-4 * grad.abs().max() + 1e-6 * largest
+        assert (grads[name] - grad).abs().max() <= bound, name
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str) -> None:
     model = built(family)
     try:
-        logits, grads = step(model)
+        expected = step(model)
     except Exception as error:
         pytest.skip(f"unpatched, it does not run: {type(error).__name__}: {str(error)[:80]}")
     tokens = generated(model)
@@ -72,22 +87,64 @@ def test_family(family: str) -> None:
     for reason in report.skipped.values():
         assert any(re.fullmatch(pattern, reason) for pattern in LEFT), reason
     assert model.state_dict().keys() == before
-    patched_logits, patched_grads = step(model)
-    # Two layers of a hundred operations or so, each with an error of 2^-24: models whose activations cancel multiply
-    # them. The largest found are 1e-5 (gemma4_text) and 1.3e-4.
-    assert (patched_logits - logits).abs().max() <= 2e-5 * logits.abs().max()
-    assert patched_grads.keys() == grads.keys()
-    largest = max(float(grad.abs().max()) for grad in grads.values())
-    for name, grad in grads.items():
-        # Gradients that would be zero in exact arithmetic are noise.
-        bound = 3e-4 * grad.abs().max() + 1e-6 * largest
-        assert (patched_grads[name] - grad).abs().max() <= bound, name
+    assert_near(step(model), expected)
     if tokens is not None:
         patched_tokens = generated(model)
         assert patched_tokens is not None
         assert torch.equal(patched_tokens, tokens)
     normops.unpatch(model)
-    assert torch.equal(step(model)[0], logits)
+    assert torch.equal(step(model)[0], expected[0])
+
+
+# The norms of a model as it is, those of gated norms among them, and how many additions become a part of one. Left are
+# additions of what Inductor computes in a loop with them: scaled (granite), by dropout (phi3), after a norm (olmo2).
+COMPILED = {
+    "bamba": (7, 4),
+    "bitnet": (9, 4),
+    "deepseek_v4": (16, 0),
+    "dots1": (9, 3),
+    "ernie4_5": (5, 4),
+    "gemma": (5, 4),
+    "gemma2": (9, 4),
+    "gemma3_text": (13, 4),
+    "gemma4_text": (18, 2),
+    "glm4": (9, 4),
+    "gpt_oss": (5, 4),
+    "granite": (5, 0),
+    "lfm2": (9, 4),
+    "llama": (5, 4),
+    "mamba2": (5, 2),
+    "mistral": (5, 4),
+    "mixtral": (5, 4),
+    "nemotron_h": (6, 3),
+    "olmo2": (9, 1),
+    "phi3": (5, 0),
+    "qwen3": (9, 4),
+    "qwen3_moe": (9, 4),
+    "recurrent_gemma": (5, 2),
+}
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_compiled_with_passes(family: str) -> None:
+    model = built(family)
+    expected = step(model)
+    compiled, graphs = compiled_with_passes(model)
+    assert_near(step(model, compiled), expected)
+    forward = Counter(norms(graphs.forward))
+    assert (forward.total(), forward["add_rms_norm"]) == COMPILED[family]
+    assert not [name for name in graphs.forward if name.startswith("aten.rsqrt")]
+    assert norms(graphs.backward) == ["rms_norm_backward"] * forward.total()
+
+
+def test_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    model = built("qwen3")
+    expected = step(model)
+    compiled = torch.compile(model, fullgraph=True, options=normops.inductor_options())
+    assert_near(step(model, compiled), expected)
+    ran = Counter(operators_run(lambda: step(model, compiled)))
+    assert ran == {"normops::rms_norm": 5, "normops::add_rms_norm": 4, "normops::rms_norm_backward": 9}
 
 
 def test_how_many(capsys: pytest.CaptureFixture[str]) -> None:

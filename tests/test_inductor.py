@@ -311,15 +311,29 @@ def test_the_result_is_rounded_before_it_is_widened() -> None:
     assert norms(graphs.forward) == ["rms_norm"]
 
 
-def test_other_strides_are_left_alone() -> None:
-    """The result would be contiguous, and what follows may view it."""
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("norm", [norm, SPELLINGS["float32"], SPELLINGS["F.rms_norm"]])
+def test_permuted_inputs(norm: Norm, dynamic: bool) -> None:
+    """The strides stay, as what follows may view the result in a way that needs them."""
 
     def transposed(x: Tensor, w: Tensor) -> Tensor:
-        return norm(x.transpose(0, 1), w).transpose(0, 1).view(4, 64)
+        return norm(x.view(4, 3, 2, 32).transpose(1, 2), w)
 
-    inputs = problem(torch.float32)
-    compiled, graphs = compiled_with_passes(transposed)
-    assert_close(results(compiled, inputs), results(transposed, inputs), torch.float32)
+    inputs = problem(torch.bfloat16, 4, 6, 32)
+    compiled, graphs = compiled_with_passes(transposed, dynamic=dynamic)
+    assert_close(results(compiled, inputs), results(transposed, inputs), torch.bfloat16)
+    assert norms(graphs.forward) == ["rms_norm"]
+    assert norms(graphs.backward) == ["rms_norm_backward"]
+    assert "aten.clone.default" not in graphs.forward
+
+
+def test_results_whose_rows_are_apart_are_left_alone() -> None:
+    def columns(x: Tensor, w: Tensor) -> Tensor:
+        return norm(x.transpose(1, 2), w)
+
+    inputs = problem(torch.float32, 4, 32, 32)
+    compiled, graphs = compiled_with_passes(columns)
+    torch.testing.assert_close(results(compiled, inputs), results(columns, inputs))
     assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
 
 

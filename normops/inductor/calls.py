@@ -6,6 +6,7 @@ into tensors, or switch autograd and autocast, so that not every two neighbours 
 
 import operator
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +119,14 @@ def is_equal(a: Any, b: Any) -> bool:
 def have_one_shape(a: Tensor, b: Tensor) -> bool:
     """As :func:`is_equal`."""
     return a.dim() == b.dim() and all(map(is_equal, a.shape, b.shape))
+
+
+def order_in_memory(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
+    """The dimensions in the order that makes the tensor contiguous, of which the last ones stay where they are."""
+    dims = range(tensor.dim())
+    leading = len(dims) - last_dims
+    orders = ((*order, *dims[leading:]) for order in permutations(dims[:leading]))
+    return next((order for order in orders if is_contiguous(tensor.permute(order))), None)
 
 
 def is_contiguous(tensor: Tensor) -> bool:

@@ -10,10 +10,10 @@ from torch.fx import Node
 from normops.inductor.calls import (
     call_of,
     have_one_shape,
-    is_contiguous,
     is_equal,
     is_harmless,
     number,
+    order_in_memory,
     specialized,
     value_of,
 )
@@ -49,7 +49,7 @@ def match_norm(node: Node) -> Match | None:
     """The norm of which a node is the inverted root, or the division by the root.
 
     One that normops can compute in the place of its last node: nothing on the way is used elsewhere, nothing between
-    its nodes may write to tensors or switch autograd or autocast, and the result has the strides that normops gives it.
+    its nodes may write to tensors or switch autograd or autocast, and the result is dense, its rows' elements together.
     """
     call = call_of(node)
     if call is None or call.name not in ("rsqrt", "div"):
@@ -67,7 +67,7 @@ def _value(node: Any) -> Tensor:
     return value
 
 
-def _require(holds: bool) -> None:
+def _require(holds: object) -> None:
     if not holds:
         raise _NoMatch
 
@@ -104,7 +104,7 @@ class _Search:
 
     def _check(self, input: Node, last: Node, nodes: frozenset[Node]) -> None:
         x, y = _value(input), _value(last)
-        _require(x.device.type in ("cpu", "cuda") and have_one_shape(x, y) and is_contiguous(y))
+        _require(x.device.type in ("cpu", "cuda") and have_one_shape(x, y) and order_in_memory(y, 1))
         _require(all(_value(node).dtype in DTYPES for node in (input, *nodes)))
         inner = {*self._inner}
         _require(all(user in inner for node in inner - {last} for user in node.users))

@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 
 from normops.inductor import inductor_options
-from normops.inductor.calls import is_contiguous, specialized, value_of
+from normops.inductor.calls import order_in_memory, specialized, value_of
 from normops.inductor.handwritten import match_norm
 from normops.inductor.residuals import fuse_additions
 from normops.recognition import DTYPES
@@ -78,7 +78,7 @@ def _replace_norm_of_torch(node: Node) -> None:
     arguments: dict[str, Any] = dict.fromkeys(parameters) | dict(zip(parameters, node.args, strict=False)) | node.kwargs
     input, shape, weight, eps = (arguments[name] for name in parameters)
     x, w, y = value_of(input), value_of(weight), value_of(node)
-    if x is None or y is None or x.device.type not in ("cpu", "cuda") or not is_contiguous(y):
+    if x is None or y is None or x.device.type not in ("cpu", "cuda") or order_in_memory(y, _length(shape)) is None:
         return
     if any(tensor is not None and tensor.dtype not in DTYPES for tensor in (x, w, y)):
         return
@@ -87,6 +87,10 @@ def _replace_norm_of_torch(node: Node) -> None:
         dtype = torch.promote_types(x.dtype, y.dtype)
         _compute_instead(node, input, dtype, shape, weight, number, 0.0)
         node.graph.erase_node(node)
+
+
+def _length(shape: Any) -> int:
+    return len(shape.meta["example_value"] if isinstance(shape, Node) else shape)
 
 
 def _compute_instead(
@@ -98,14 +102,20 @@ def _compute_instead(
     eps: float | None,
     weight_offset: float,
 ) -> None:
-    """Computes in a dtype that is none narrower than the input's and the result's."""
+    """Computes in a dtype that is none narrower than the input's and the result's, into the strides of the result."""
     x, y, graph = value_of(input), value_of(node), node.graph
     assert x is not None
     assert y is not None
+    order = order_in_memory(y, _length(normalized_shape))
+    assert order is not None
+    is_permuted = list(order) != sorted(order)
     with graph.inserting_before(node):
         input = input if x.dtype == dtype else graph.call_method("to", (input, dtype))
+        input = graph.call_method("permute", (input, order)) if is_permuted else input
         arguments = (input, normalized_shape, weight, eps)
         result = graph.call_function(torch.ops.normops.rms_norm.default, arguments, {"weight_offset": weight_offset})
+        if is_permuted:
+            result = graph.call_method("permute", (result, tuple(map(order.index, range(len(order))))))
         result = result if y.dtype == dtype else graph.call_method("to", (result, y.dtype))
     result.meta = dict(node.meta)
     node.replace_all_uses_with(result)
