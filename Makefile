@@ -8,7 +8,7 @@ CPP := $(shell find csrc tests bench examples -name '*.cpp' -o -name '*.h' -o -n
 # The CUDA builds of torch bring their Triton.
 TRITON_OF_2.13.0 := triton==3.7.1
 
-.PHONY: install install-dev test test-torch lint format demo bench bench-instructions check-cuda-compile package wheels \
+.PHONY: install install-dev test test-torch lint format demo demo-patch bench bench-instructions check-cuda-compile package wheels \
 	clean check-gpu gpu-build gpu-test gpu-test-triton gpu-memcheck gpu-racecheck gpu-bench
 
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
@@ -56,6 +56,9 @@ format: $(VENV)/required-dev
 
 demo: install
 	$(BIN)/python examples/baby_llama.py $(ARGS)
+
+demo-patch: install-dev
+	$(BIN)/python examples/patched_model.py $(ARGS)
 
 bench: install-dev
 	$(BIN)/python -m bench $(ARGS)

@@ -48,6 +48,7 @@ import torch.nn.functional as F
 from llama_model import CONTEXT, DIM, AddNorm, Llama
 from matplotlib.figure import Figure
 from step_profile import profile_steps
+from tables import print_table
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -236,13 +237,6 @@ def print_operators() -> None:
 
 def yes_or_no(condition: bool) -> str:
     return "yes" if condition else "no"
-
-
-def print_table(rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        print("  ".join((first.ljust(widths[0]), *cells)))
 
 
 def table_row(result: Result) -> list[str]:

@@ -41,19 +41,19 @@ class _Here:
     """What ``kernels`` calls a repository; nothing has to be fetched."""
 
     def __init__(self, layer: type[nn.Module]) -> None:
-        self._layer = layer
+        self.layer = layer
 
     def load(self) -> type[nn.Module]:
-        return self._layer
+        return self.layer
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Here) and other._layer is self._layer
+        return isinstance(other, _Here) and other.layer is self.layer
 
     def __hash__(self) -> int:
-        return hash(self._layer)
+        return hash(self.layer)
 
     def __str__(self) -> str:
-        return f"normops ({self._layer.__name__})"
+        return f"normops ({self.layer.__name__})"
 
 
 LAYERS: dict[str, type[nn.Module]] = {"RMSNorm": _RMSNorm, "RMSNormZeroCentered": _RMSNormZeroCentered}

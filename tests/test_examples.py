@@ -15,10 +15,10 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def table(output: str) -> dict[str, dict[str, str]]:
+def table(output: str, corner: str = "norms") -> dict[str, dict[str, str]]:
     """The rows of the table by their first column."""
     lines = [re.split(r"  +", line) for line in output.splitlines()]
-    start = next(i for i, cells in enumerate(lines) if cells[0] == "norms")
+    start = next(i for i, cells in enumerate(lines) if cells[0] == corner and len(cells) > 2)
     rows = (cells for cells in lines[start + 1 :] if len(cells) == len(lines[start]))
     return {cells[0]: dict(zip(lines[start], cells, strict=True)) for cells in rows}
 
@@ -61,9 +61,29 @@ def test_baby_llama_in_two_processes(alone: str, tmp_path: Path) -> None:
     [
         ((sys.executable, "examples/baby_llama.py", "--steps", "1"), "--steps must be at least 2"),
         ((*TORCHRUN[:-1], "3", "examples/baby_llama.py"), "3 processes cannot share batches of 8 equally"),
+        ((sys.executable, "examples/patched_model.py", "--hidden", "65"), "--hidden must be a multiple of 64"),
+        ((sys.executable, "examples/patched_model.py", "--length", "31"), "--length must be at least 32"),
+        ((sys.executable, "examples/patched_model.py", "--rounds", "0"), "--rounds must be at least 1"),
     ],
 )
-def test_baby_llama_says_what_is_missing(command: tuple[str, ...], message: str) -> None:
+def test_examples_say_what_is_wrong(command: tuple[str, ...], message: str) -> None:
     result = run(*command)
     assert result.returncode != 0
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("model", ["qwen3", "llama"])
+def test_patched_model(model: str, tmp_path: Path) -> None:
+    sizes = ("--hidden", "64", "--layers", "1", "--batch", "1", "--length", "32", "--rounds", "1")
+    command = ("examples/patched_model.py", "--model", model, *sizes, "--dtype", "float32", "bfloat16")
+    result = run(sys.executable, *command, "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    norms = {"qwen3": 5, "llama": 3}[model]
+    assert f"norms: {norms} patched" in result.stdout
+    rows = table(result.stdout, "model")
+    assert list(rows) == [f"{d}, {v}" for d in ("float32", "bfloat16") for v in ("as it was", "patched")]
+    assert float(rows["float32, as it was"]["logits off"]) == 0
+    assert 0 < float(rows["float32, patched"]["logits off"]) < 1e-5
+    assert 1e-4 < float(rows["bfloat16, patched"]["logits off"]) < 0.1
+    assert rows["float32, patched"]["training"].endswith("x)")
+    assert (tmp_path / "patched_model.png").read_bytes().startswith(b"\x89PNG")
