@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import normops
 
+pytestmark = pytest.mark.slow
+
 # What is left as it is, by the name of its class and the reason.
 LEFT = (
     r".*Gated: gated: its forward takes hidden_states, gate",
