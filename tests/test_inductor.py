@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import normops
+from normops.inductor.residuals import fuse_additions
 
 Norm = Callable[[Tensor, Tensor], Tensor]
 
@@ -104,10 +105,16 @@ def test_the_result_is_that_of_the_operator() -> None:
     x, w = problem(torch.bfloat16)
     compiled, _ = compiled_with_passes(SPELLINGS["offset"])
     assert torch.equal(compiled(x, w), normops.rms_norm(x, 32, w, EPS, weight_offset=1.0))
-    compiled, _ = compiled_with_passes(SPELLINGS["float64"])
-    assert torch.equal(compiled(x, w), normops.rms_norm(x.double(), 32, w, EPS).bfloat16())
     compiled, _ = compiled_with_passes(SPELLINGS["torch.rms_norm"])
     assert torch.equal(compiled(x, w), normops.rms_norm(x, 32, w))
+
+
+def test_what_was_computed_in_float64_is() -> None:
+    x, w = problem(torch.float32)
+    compiled, _ = compiled_with_passes(SPELLINGS["float64"])
+    expected = normops.rms_norm(x.double(), 32, w, EPS).float()
+    assert torch.equal(compiled(x, w), expected)
+    assert not torch.equal(normops.rms_norm(x, 32, w, EPS), expected)
 
 
 @pytest.mark.parametrize("norm", others.NORMS)
@@ -279,6 +286,10 @@ def biased(x: Tensor, w: Tensor) -> Tensor:
     return norm(x, w) + w
 
 
+def weight_of_more_dimensions(x: Tensor, w: Tensor) -> Tensor:
+    return norm(x.view(-1, 1, 32).expand(8, 32, 32) * 1, w.outer(w))
+
+
 def wider_afterwards(x: Tensor, w: Tensor) -> Tensor:
     return (x * torch.rsqrt(mean_square(x) + EPS)).double().mul(3)
 
@@ -294,6 +305,7 @@ def wider_afterwards(x: Tensor, w: Tensor) -> Tensor:
         (returns_the_unweighted, 1),
         (input_and_weight_are_used_elsewhere, 1),
         (biased, 1),
+        (weight_of_more_dimensions, 1),
         (wider_afterwards, 1),
     ],
 )
@@ -407,7 +419,7 @@ SUMS: dict[str, tuple[Sum, list[str]]] = {
     "number": (lambda x, r, w: F.rms_norm(x + 1, (32,), w), ["rms_norm"]),
     "broadcast": (lambda x, r, w: F.rms_norm(x + r[:1], (32,), w), ["rms_norm"]),
     "another dtype": (lambda x, r, w: F.rms_norm(x + r.mm(r.T).mm(r).double(), (32,), w.double()), ["rms_norm"]),
-    "transposed": (lambda x, r, w: F.rms_norm((x.T + r.T).T, (32,), w), ["rms_norm"]),
+    "transposed": (lambda x, r, w: F.rms_norm(x.T + r.T, (32,), w), ["rms_norm"]),
     "elementwise": (lambda x, r, w: F.rms_norm(x.sin() + r, (32,), w), ["rms_norm"]),
     "elementwise, used elsewhere": (
         lambda x, r, w: (F.rms_norm((s := x.sin()) + r, (32,), w), s.mm(s)),
@@ -439,6 +451,23 @@ def test_a_written_summand_stays_where_it_is() -> None:
     written = x.clone()
     torch.testing.assert_close(compiled(written, x.cos(), w), expected)
     assert not written.any()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_additions_do_not_pass_a_write(writes: bool) -> None:
+    """Graphs of ATen's are functional, but for writes to inputs that other passes have put there."""
+    graph, value = torch.fx.Graph(), torch.empty(4, 32, device="meta")
+    x, residual, weight = (graph.placeholder(name) for name in ("x", "residual", "weight"))
+    total = graph.call_function(torch.ops.aten.add.Tensor, (x, residual))
+    between = torch.ops.aten.copy_.default if writes else torch.ops.aten.mul.Tensor
+    other = graph.call_function(between, (x, residual))
+    norm = graph.call_function(torch.ops.normops.rms_norm.default, (total, [32], weight))
+    for node in (x, residual, total, other, norm):
+        node.meta["val"] = value
+    graph.output((norm, other))
+    fuse_additions(graph)
+    graph.lint()
+    assert norms([str(node.target) for node in graph.nodes]) == ["rms_norm" if writes else "add_rms_norm"]
 
 
 GRADIENTS: dict[str, tuple[Norm, int]] = {

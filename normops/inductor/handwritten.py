@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from normops.inductor.calls import (
     call_of,
-    have_one_shape,
     is_equal,
     is_harmless,
     number,
@@ -104,7 +103,7 @@ class _Search:
 
     def _check(self, input: Node, last: Node, nodes: frozenset[Node]) -> None:
         x, y = _value(input), _value(last)
-        _require(x.device.type in ("cpu", "cuda") and have_one_shape(x, y) and order_in_memory(y, 1))
+        _require(x.device.type in ("cpu", "cuda") and order_in_memory(y, 1))
         _require(all(_value(node).dtype in DTYPES for node in (input, *nodes)))
         inner = {*self._inner}
         _require(all(user in inner for node in inner - {last} for user in node.users))
