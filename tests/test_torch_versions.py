@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -73,11 +74,7 @@ print(normops.rms_norm(torch.ones(2, 4), 4).sum().item())
 
 
 def copied_package(folder: Path) -> Path:
-    package = folder / "normops"
-    package.mkdir()
-    for source in PACKAGE.glob("*.py"):
-        (package / source.name).write_text(source.read_text())
-    return package
+    return shutil.copytree(PACKAGE, folder / "normops", ignore=shutil.ignore_patterns("*.so", "torch-*", "__pycache__"))
 
 
 def test_on_a_newer_torch_the_rest_works(tmp_path: Path) -> None:
