@@ -349,6 +349,15 @@ def test_results_whose_rows_are_apart_are_left_alone() -> None:
     assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
 
 
+@pytest.mark.parametrize("norm", [norm, SPELLINGS["F.rms_norm"]])
+def test_nested_tensors_are_left_alone(norm: Norm) -> None:
+    _, w = problem(torch.float32)
+    x = torch.nested.nested_tensor([torch.randn(2, 32), torch.randn(3, 32)], layout=torch.jagged)
+    compiled, graphs = compiled_with_passes(norm)
+    torch.testing.assert_close(compiled(x, w).values(), norm(x, w).values())
+    assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
+
+
 def test_an_open_eps_is_guarded() -> None:
     module = others.LlamaNorm(32)
     compiled, graphs = compiled_with_passes(module, dynamic=True)

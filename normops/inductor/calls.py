@@ -5,7 +5,7 @@ into tensors, or switch autograd and autocast, so that not every two neighbours 
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -50,9 +50,12 @@ _VIEWS = {"size", "view", "reshape", "flatten", "unflatten", "transpose", "permu
 
 
 def value_of(node: Any) -> Tensor | None:
-    """A tensor without data, of the dtype, shape, strides and device of the one that the node returns."""
+    """A tensor without data, of the dtype, shape, strides and device of the one that the node returns.
+
+    None if that is no tensor, or one that is not strided.
+    """
     value = node.meta.get("example_value") if isinstance(node, Node) else None
-    return value if isinstance(value, Tensor) else None
+    return value if isinstance(value, Tensor) and value.layout is torch.strided else None
 
 
 def call_of(node: Any) -> Call | None:
@@ -126,15 +129,16 @@ def order_in_memory(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
     dims = range(tensor.dim())
     leading = len(dims) - last_dims
     orders = ((*order, *dims[leading:]) for order in permutations(dims[:leading]))
-    return next((order for order in orders if is_contiguous(tensor.permute(order))), None)
+    return next((order for order in orders if is_contiguous(tensor, order)), None)
 
 
-def is_contiguous(tensor: Tensor) -> bool:
-    """As :func:`is_equal`."""
+def is_contiguous(tensor: Tensor, order: Sequence[int] | None = None) -> bool:
+    """As :func:`is_equal`; with the dimensions in another order."""
     expected: Any = 1
-    for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
+    for dim in reversed(order or range(tensor.dim())):
+        size = tensor.shape[dim]
         if not is_equal(size, 1):
-            if not is_equal(stride, expected):
+            if not is_equal(tensor.stride(dim), expected):
                 return False
             expected = expected * size
     return True
