@@ -4,11 +4,12 @@ import cases
 import norms_of_others
 import torch
 import torch.distributed as dist
+from adopted_graphs import compiled_with_passes, norms
 from processes import assert_equal, case, communicated, grad_of, mesh_of, placed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -182,3 +183,23 @@ def patched_and_sharded() -> None:
         torch.testing.assert_close(output, expected.chunk(2)[rank], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gradients_of(shared), gradients_of(alone), rtol=1e-4, atol=1e-5)
         assert normops.unpatch(shared) == 4
+
+
+@case(2)
+def compiled_with_the_passes() -> None:
+    """A norm written by hand, on DTensors, in all placements."""
+    mesh = mesh_of()
+    x, w = cases.values((4, 6, 16), torch.float32), cases.values((16,), torch.float32, 1)
+    norm = norms_of_others.LlamaNorm(16)
+    norm.weight = nn.Parameter(placed(w, mesh, (Replicate(),)))
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        given = placed(x, mesh, (placement,)).requires_grad_()
+        compiled, graphs = compiled_with_passes(norm)
+        results = []
+        for run in (norm, compiled):
+            output = run(given)
+            gradients = torch.autograd.grad(output.square().sum(), (given, norm.weight))
+            results.append([tensor.full_tensor() for tensor in (output, *gradients)])
+        torch.testing.assert_close(*results)
+        assert norms(graphs.forward) == ["rms_norm"]
+        assert norms(graphs.backward) == ["rms_norm_backward"]
