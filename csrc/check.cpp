@@ -65,7 +65,7 @@ void check_norm(const char* op, const Tensor& input, c10::SymIntArrayRef normali
     check_tensor(op, "weight", *weight);
     check_shape(op, "weight", *weight, normalized_shape, "the normalized_shape");
   }
-  TORCH_CHECK(!eps.has_value() || *eps >= 0, op, ": expected eps to be at least 0, but got ", eps.value_or(0));
+  TORCH_CHECK(!eps.has_value() || !std::isnan(*eps), op, ": expected eps to be a number, but got nan");
 }
 
 void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {

@@ -30,7 +30,7 @@ def rms_norm(
         normalized_shape: the last dimensions of ``input``, over which the mean is taken. An ``int`` means one.
         weight: shape ``normalized_shape``, any of the four dtypes, not necessarily that of ``input``. None means 1, and
             then ``weight_offset`` does not apply.
-        eps: added to the mean of squares; at least 0. None means the machine epsilon of the type computed in:
+        eps: added to the mean of squares. None means the machine epsilon of the type computed in:
             that of float64 for float64 inputs, that of float32 otherwise.
         weight_offset: added to the weight. 1.0 is Gemma's ``1 + w``.
 
@@ -39,7 +39,7 @@ def rms_norm(
 
     Raises:
         RuntimeError: the message names the argument, what was expected and what came: a wrong shape, dtype, device or
-            layout, or a negative ``eps``.
+            layout, or an ``eps`` that is NaN.
 
     Example:
         >>> import torch, normops

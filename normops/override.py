@@ -24,7 +24,7 @@ class override_torch(Switch):  # noqa: N801  called as a function
     That is ``torch.nn.functional.rms_norm``, and with it ``torch.nn.RMSNorm``, of the whole process: programs stay as
     they are. The environment variable ``NORMOPS_OVERRIDE_TORCH=1`` does it when torch is imported. What normops has no
     kernels for is computed by torch as ever: another device than CPU and CUDA, another dtype than float16, bfloat16,
-    float32 and float64, a layout that is not strided, a negative eps; and so is what runs under ``torch.vmap``.
+    float32 and float64, a layout that is not strided, an eps that is NaN; and so is what runs under ``torch.vmap``.
 
     Code that torch.compile has compiled notices: a switch calls ``torch.compiler.reset()``, and graphs in Inductor's
     caches, which hold one operator or the other, are found with the switch as it was.

@@ -52,6 +52,7 @@ SPELLINGS: dict[str, Norm] = {
     "mean in float32": lambda x, w: (
         (x * torch.rsqrt((x * x).mean(-1, True, dtype=torch.float32) + EPS)).to(x.dtype) * w
     ),
+    "negative eps": lambda x, w: x * torch.rsqrt(mean_square(x) + -EPS) * w,
     "without eps": lambda x, w: x * torch.rsqrt(mean_square(x)) * w,
     "float32": lambda x, w: (x.float() * torch.rsqrt(mean_square(x.float()) + EPS)).type_as(x) * w,
     "float64": lambda x, w: (w.double() * (x.double() / (mean_square(x.double()) + EPS).sqrt())).to(x.dtype),
@@ -143,8 +144,7 @@ OTHERS: dict[str, Norm] = {
     "L2 norm": lambda x, w: w * x / torch.sqrt(x.square().sum(-1, keepdim=True) + EPS),
     "another size": lambda x, w: x * torch.rsqrt((x * x).sum(-1, keepdim=True) / 31 + EPS) * w,
     "clamped": lambda x, w: x * torch.rsqrt(mean_square(x).clamp(min=EPS)) * w,
-    "negative eps": lambda x, w: x * torch.rsqrt(mean_square(x) + -EPS) * w,
-    "negative eps of torch's": lambda x, w: F.rms_norm(x, (32,), w, -EPS),
+    "infinite eps of torch's": lambda x, w: F.rms_norm(x, (32,), w, float("inf")),
     "infinite eps": lambda x, w: x * torch.rsqrt(mean_square(x) + float("inf")) * w,
     "eps in a tensor": lambda x, w: x * torch.rsqrt(mean_square(x) + torch.tensor(EPS)) * w,
     "eps scaled": lambda x, w: x * torch.rsqrt(torch.add(mean_square(x), 0.001, alpha=2)) * w,

@@ -1,6 +1,8 @@
 // aten::rms_norm, which F.rms_norm and torch.nn.RMSNorm call, as a call of normops::rms_norm.
 #include <ATen/ops/rms_norm_compositeimplicitautograd_dispatch.h>
 
+#include <cmath>
+
 #include "../rms_norm.h"
 #include "registration.h"
 
@@ -17,7 +19,7 @@ bool has_kernels_for(const Tensor& tensor) {
 Tensor rms_norm_of_torch(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                          std::optional<double> eps) {
   const bool is_ours =
-      has_kernels_for(input) && (!is_given(weight) || has_kernels_for(*weight)) && (!eps.has_value() || *eps >= 0.0);
+      has_kernels_for(input) && (!is_given(weight) || has_kernels_for(*weight)) && !(eps.has_value() && std::isnan(*eps));
   if (!is_ours) return at::compositeimplicitautograd::rms_norm_symint(input, normalized_shape, weight, eps);
   return rms_norm_op().call(input, normalized_shape, weight, eps, 0.0);
 }

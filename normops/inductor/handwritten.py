@@ -97,7 +97,7 @@ class _Search:
         nodes = frozenset((*self._inner, *self._bypassed))
         self._check(input, last, nodes)
         eps = specialized(open_eps)
-        if eps is None or not 0.0 <= eps < math.inf:
+        if eps is None or not math.isfinite(eps):
             raise _NoMatch
         return Match(input, weight, eps, self._dtype(input, last), last, nodes)
 

@@ -83,7 +83,7 @@ def _replace_norm_of_torch(node: Node) -> None:
     if any(tensor is not None and tensor.dtype not in DTYPES for tensor in (x, w, y)):
         return
     number = specialized(eps)
-    if eps is None or (number is not None and 0.0 <= number < math.inf):
+    if eps is None or (number is not None and math.isfinite(number)):
         dtype = torch.promote_types(x.dtype, y.dtype)
         _compute_instead(node, input, dtype, shape, weight, number, 0.0)
         node.graph.erase_node(node)
