@@ -58,8 +58,8 @@ struct KernelProblem {
         grad_input(residual.size()),
         grad_weight(weight.size()),
         chunks((rows + rows_per_chunk - 1) / rows_per_chunk),
-        scale(padded_cols(cols)),
-        partials(chunks * padded_cols(cols)) {
+        scale(padded_cols(residual_dtype, cols)),
+        partials(chunks * padded_cols(residual_dtype, cols)) {
     RowLayout layout;
     layout.dims = 1;
     layout.sizes[0] = rows;

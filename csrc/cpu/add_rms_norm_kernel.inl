@@ -18,9 +18,9 @@ class SumRows {
     R* h;
 
     auto squares() const {
-      return [x = x, residual = residual, h = h](int64_t column, auto extent, const Block<compute_t<R>>& sum) {
-        store(h + column, load_as<R>(x + column, extent) + load(residual + column, extent), extent);
-        const Block<compute_t<R>> rounded = load(h + column, extent);
+      return [x = x, residual = residual, h = h](int64_t column, auto extent, const Block<R>& sum) {
+        store(h + column, load<R>(x + column, extent) + load<R>(residual + column, extent), extent);
+        const Block<R> rounded = load<R>(h + column, extent);
         return fma(rounded, rounded, sum);
       };
     }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -16,7 +17,18 @@
 #include "../rows.h"
 #include "isa.h"
 
-#if defined(__x86_64__)
+// Registers wider than the baseline's are only passed between functions that are inlined.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+#if defined(NORMOPS_EMULATION)
+
+// For tests: an instruction set that this machine may not have, which the header names and emulates.
+#include NORMOPS_EMULATION
+#include "block.h"
+#include NORMOPS_KERNEL_SOURCE
+#define NORMOPS_EACH_ISA(name) {&NORMOPS_ISA::name}
+
+#elif defined(__x86_64__)
 
 // What follows is compiled for these features besides the baseline's, until the end.
 #define NORMOPS_PRAGMA(text) _Pragma(#text)
@@ -31,7 +43,7 @@
 
 #define NORMOPS_ISA baseline
 #define NORMOPS_VECTOR_BYTES 16
-#include "simd.h"
+#include "block.h"
 #include NORMOPS_KERNEL_SOURCE
 #undef NORMOPS_ISA
 #undef NORMOPS_VECTOR_BYTES
@@ -40,7 +52,7 @@
 NORMOPS_BEGIN_TARGET("avx2,fma,f16c")
 #define NORMOPS_ISA avx2
 #define NORMOPS_VECTOR_BYTES 32
-#include "simd.h"
+#include "block.h"
 #include NORMOPS_KERNEL_SOURCE
 #undef NORMOPS_ISA
 #undef NORMOPS_VECTOR_BYTES
@@ -54,7 +66,7 @@ NORMOPS_END_TARGET
 NORMOPS_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define NORMOPS_ISA avx512
 #define NORMOPS_VECTOR_BYTES 64
-#include "simd.h"
+#include "block.h"
 #include NORMOPS_KERNEL_SOURCE
 #undef NORMOPS_ISA
 #undef NORMOPS_VECTOR_BYTES
@@ -72,7 +84,7 @@ NORMOPS_END_TARGET
 #define NORMOPS_ISA baseline
 #endif
 #define NORMOPS_VECTOR_BYTES 16
-#include "simd.h"
+#include "block.h"
 #include NORMOPS_KERNEL_SOURCE
 #define NORMOPS_EACH_ISA(name) {&NORMOPS_ISA::name}
 

@@ -5,85 +5,79 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// Independent chains of additions per sum: enough to hide the latency of an fma on every instruction set.
-constexpr int kChains = 4;
+NORMOPS_INLINE int64_t span_end(int64_t begin, int64_t cols) { return begin + kSpan < cols ? begin + kSpan : cols; }
 
-// The sum over the columns of a span of a term, where term(column, whole_or_part, accumulator) adds one block of it to
-// the accumulator. The chains are folded after every span: that bounds their length, and with it the rounding error,
+// kSums sums over the columns of a span, where term(column, whole_or_part, accumulators) adds one block to each of the
+// accumulators. The chains are folded after every span: that bounds their length, and with it the rounding error,
 // whatever the width.
-template <class T, class Term>
-NORMOPS_INLINE compute_t<T> sum_span(int64_t begin, int64_t end, Term term) {
-  using Compute = compute_t<T>;
-  constexpr int64_t kStep = kChains * kLanes<Compute>;
-  Block<Compute> chain[kChains] = {};
+template <class R, int kSums, class Term>
+NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kSums], Term term) {
+  constexpr int kBlocks = kChainBlocks<R>;
+  constexpr int64_t kStep = kBlocks * kLanes<R>;
+  Block<R> chains[kBlocks][kSums] = {};
   int64_t column = begin;
   for (; column + kStep <= end; column += kStep) {
-    for (int i = 0; i < kChains; i++) {
-      chain[i] = term(column + i * kLanes<Compute>, Whole{}, chain[i]);
-    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; i++) term(column + i * kLanes<R>, Whole{}, chains[i]);
   }
   if (column < end) {
     // Unrolled, so that the chains stay in registers.
 #pragma GCC unroll 4
-    for (int i = 0; i < kChains; i++) {
-      if (column + kLanes<Compute> <= end) {
-        chain[i] = term(column, Whole{}, chain[i]);
+    for (int i = 0; i < kBlocks; i++) {
+      if (column + kLanes<R> <= end) {
+        term(column, Whole{}, chains[i]);
       } else if (column < end) {
-        chain[i] = term(column, Part{end - column}, chain[i]);
+        term(column, Part{end - column}, chains[i]);
       }
-      column += kLanes<Compute>;
+      column += kLanes<R>;
     }
   }
-  return sum<T>((chain[0] + chain[1]) + (chain[2] + chain[3]));
+#pragma GCC unroll 4
+  for (int k = 0; k < kSums; k++) {
+    Block<R> chain[kBlocks];
+    for (int i = 0; i < kBlocks; i++) chain[i] = chains[i][k];
+    folded[k] = fold_chains<R>(chain);
+  }
 }
 
-// The sum over all columns. What is done once per span or row is done in double: it costs nothing there, and the error
-// bound stays that of one span.
-template <class T, class Term>
-NORMOPS_INLINE double sum_row(int64_t cols, Term term) {
-  double total = 0;
-  for (int64_t begin = 0; begin < cols; begin += kSpan) {
-    total += sum_span<T>(begin, begin + kSpan < cols ? begin + kSpan : cols, term);
-  }
-  return total;
+// One sum, where term(column, whole_or_part, accumulator) returns what it becomes.
+template <class R, class Term>
+NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
+  Folded<R> folded[1];
+  fold_span<R>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sum)[1]) NORMOPS_INLINE_LAMBDA {
+    sum[0] = term(column, extent, sum[0]);
+  });
+  return folded[0];
 }
 
 // The sums over the spans [begin, end), for threads that share a row.
-template <class T, class Term>
+template <class R, class Term>
 NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* sums, Term term) {
   for (int64_t span = begin; span < end; span++) {
-    const int64_t first = span * kSpan;
-    sums[span] = sum_span<T>(first, first + kSpan < cols ? first + kSpan : cols, term);
+    sums[span] = sum_of(fold_span<R>(span * kSpan, span_end(span * kSpan, cols), term));
   }
 }
 
 // The terms of mean(x^2). Forward and backward form rstd of the same sums, so that both see the same bits.
-template <class T>
-NORMOPS_INLINE auto squares_of(const T* x) {
-  return [x](int64_t column, auto extent, const Block<compute_t<T>>& sum) {
-    const Block<compute_t<T>> h = load(x + column, extent);
+template <class R>
+NORMOPS_INLINE auto squares_of(const R* x) {
+  return [x](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+    const Block<R> h = load<R>(x + column, extent);
     return fma(h, h, sum);
   };
 }
 
-// rstd = 1 / sqrt(mean(x^2) + eps)
-template <class T>
-NORMOPS_INLINE compute_t<T> rstd_of(double square_sum, int64_t cols, double eps) {
-  return static_cast<compute_t<T>>(1 / std::sqrt(square_sum / static_cast<double>(cols) + eps));
-}
-
-// The same for several rows, whose roots and divisions go through the pipeline, or one vector, together.
-template <class T, int kRows>
-[[gnu::noinline]] void row_rstds(const T* const (&x)[kRows], int64_t cols, double eps, compute_t<T> (&rstd)[kRows]) {
-  double square_sum[kRows];
-  for (int r = 0; r < kRows; r++) square_sum[r] = sum_row<T>(cols, squares_of(x[r]));
-  for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<T>(square_sum[r], cols, eps);
+// rstd = 1 / sqrt(mean(x^2) + eps). What is done once per span or row is done in double: it costs nothing there, and
+// the error bound stays that of one span.
+template <class R>
+NORMOPS_INLINE compute_t<R> rstd_of(double square_sum, int64_t cols, double eps) {
+  return static_cast<compute_t<R>>(1 / std::sqrt(square_sum / static_cast<double>(cols) + eps));
 }
 
 // Where the rows come from that are summed and normalized. Such a class has
 //   using Number, their type;   using Args;
 //   a constructor of (const Args&, row), and next(), which returns the next row:
-//     squares()   adds the squares of a block to an accumulator, see sum_span
+//     squares()   adds the squares of a block to an accumulator, see fold_span
 //     numbers()   where the row lies, once its squares have been summed
 template <class T>
 class InputRows {
@@ -105,72 +99,115 @@ class InputRows {
   RowIterator<const T> inputs_;
 };
 
-// A block of y = h * rstd * w.
-template <class R>
-NORMOPS_INLINE auto normalized(const RmsNormArgs& args, const R* h, compute_t<R> rstd) {
-  using Compute = compute_t<R>;
-  const auto* scale = static_cast<const Compute*>(args.scale);
-  const Block<Compute> row_rstd = broadcast(rstd);
-  return [=](int64_t column, auto extent) { return load(h + column, extent) * row_rstd * load(scale + column); };
-}
+// Rows with their rstd, to be written: y = h * rstd * w.
+template <class T, class R, int kRows, class Way>
+struct NormalizedRows {
+  const compute_t<R>* scale;
+  const R* h[kRows];
+  T* y[kRows];
+  Block<R> rstd[kRows];
 
-template <class T, class R>
-NORMOPS_INLINE void write_columns(const RmsNormArgs& args, const R* h, compute_t<R> rstd, T* y, int64_t begin,
-                                  int64_t end) {
-  const auto result = normalized(args, h, rstd);
-  for_each_block<compute_t<R>>(
-      begin, end, [&](int64_t column, auto extent) { store_from<R>(y + column, result(column, extent), extent); });
-}
+  // A block of each. In between it calls meanwhile(), as loads come before stores, see BackwardRows::write.
+  template <class Extent, class Meanwhile>
+  NORMOPS_INLINE void write(int64_t column, Extent extent, Meanwhile meanwhile) const {
+    const Block<R> w = load_held<R>(scale + column);
+    Block<R> result[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r++) result[r] = load<R>(h[r] + column, extent) * rstd[r] * w;
+    meanwhile();
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r++) store(y[r] + column, result[r], extent, Way{});
+  }
+
+  NORMOPS_INLINE void write_columns(int64_t begin, int64_t end) const {
+    for_each_block<R>(begin, end,
+                      [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA { write(column, extent, [] {}); });
+  }
+};
 
 // From the rows of a Source to outputs of type T.
-template <class T, class Source>
+template <class T, class Source, class Way>
 class ForwardRows {
  public:
   using Args = typename Source::Args;
   using R = typename Source::Number;
-  using Compute = compute_t<R>;
+  using Row = typename Source::Row;
 
   ForwardRows(const Args& args, int64_t row)
       : args_(args), source_(args, row), outputs_(static_cast<T*>(args.output), args.output_rows, row) {}
 
-  // The next kRows rows, to overlap what is done once per row. Not inlined, nor is the other way: each has the
-  // registers for itself.
+  // The next kRows rows, of a span at most: their sums are folded together, and their roots and divisions go through
+  // the pipeline, or one vector, together. Not inlined, nor is the other way: each has the registers for itself.
   template <int kRows>
   [[gnu::noinline]] void process_group() {
-    typename Source::Row rows[kRows];
-    double square_sum[kRows];
-    Compute rstd[kRows];
-    for (int r = 0; r < kRows; r++) rows[r] = source_.next();
-    for (int r = 0; r < kRows; r++) square_sum[r] = sum_row<R>(args_.cols, rows[r].squares());
-    // Roots and divisions go through the pipeline, or one vector, together.
-    for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(square_sum[r], args_.cols, args_.eps);
+    Row rows[kRows];
+    Folded<R> folded[kRows];
+    compute_t<R> sums[kRows], rstd[kRows];
     for (int r = 0; r < kRows; r++) {
-      write_columns(args_, rows[r].numbers(), rstd[r], outputs_.next(), 0, args_.cols);
+      rows[r] = source_.next();
+      folded[r] = fold_span<R>(0, args_.cols, rows[r].squares());
     }
+    for (int r = 0; r < kRows; r += 4) sums_of<R>(folded + r, sums + r);
+    for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(sums[r], args_.cols, args_.eps);
+    for (int r = 0; r < kRows; r++) normalized<1>(rows + r, rstd + r).write_columns(0, args_.cols);
   }
 
-  // The next `rows` rows, at least one: each is written while the one after it is summed, so that memory is read and
-  // written all the time.
-  [[gnu::noinline]] void process_in_turn(int64_t rows) {
-    auto row = source_.next();
-    double square_sum = sum_row<R>(args_.cols, row.squares());
-    for (; rows > 1; rows--) {
-      const auto result = normalized(args_, row.numbers(), rstd_of<R>(square_sum, args_.cols, args_.eps));
-      T* const y = outputs_.next();
-      row = source_.next();
-      const auto add_square = row.squares();
-      square_sum = sum_row<R>(args_.cols, [&](int64_t column, auto extent, const Block<Compute>& sum) {
-        // Loads before stores, see BackwardGroup::write.
-        const Block<Compute> block = result(column, extent);
-        const Block<Compute> new_sum = add_square(column, extent, sum);
-        store_from<R>(y + column, block, extent);
-        return new_sum;
+  // The next `groups` groups of kRows rows, at least one: each is written while the one after it is summed, so that
+  // memory is read and written all the time. Several rows share the loads of the scale.
+  template <int kRows>
+  [[gnu::noinline]] void process_in_turn(int64_t groups) {
+    Row rows[kRows];
+    compute_t<R> rstd[kRows];
+    for (auto& row : rows) row = source_.next();
+    sum_squares<kRows>(rows, rstd, [](int64_t, auto, auto sum) NORMOPS_INLINE_LAMBDA { sum(); });
+    for (; groups > 1; groups--) {
+      const auto last = normalized<kRows>(rows, rstd);
+      for (auto& row : rows) row = source_.next();
+      sum_squares<kRows>(rows, rstd, [&](int64_t column, auto extent, auto sum) NORMOPS_INLINE_LAMBDA {
+        last.write(column, extent, sum);
       });
     }
-    write_columns(args_, row.numbers(), rstd_of<R>(square_sum, args_.cols, args_.eps), outputs_.next(), 0, args_.cols);
+    normalized<kRows>(rows, rstd).write_columns(0, args_.cols);
+  }
+
+  // Columns of the next row, whose sum is known.
+  void write_columns(double square_sum, int64_t begin, int64_t end) {
+    const Row row = source_.next();
+    const compute_t<R> rstd = rstd_of<R>(square_sum, args_.cols, args_.eps);
+    normalized<1>(&row, &rstd).write_columns(begin, end);
   }
 
  private:
+  template <int kRows>
+  NORMOPS_INLINE NormalizedRows<T, R, kRows, Way> normalized(const Row* rows, const compute_t<R>* rstd) {
+    NormalizedRows<T, R, kRows, Way> result;
+    result.scale = static_cast<const compute_t<R>*>(args_.scale);
+    for (int r = 0; r < kRows; r++) {
+      result.h[r] = rows[r].numbers();
+      result.y[r] = outputs_.next();
+      result.rstd[r] = broadcast<R>(rstd[r]);
+    }
+    return result;
+  }
+
+  // rstd of kRows rows; each block is summed when visit(column, whole_or_part, sum) calls sum().
+  template <int kRows, class Visit>
+  NORMOPS_INLINE void sum_squares(const Row* rows, compute_t<R>* rstd, Visit visit) const {
+    double totals[kRows] = {};
+    for (int64_t begin = 0; begin < args_.cols; begin += kSpan) {
+      Folded<R> folded[kRows];
+      fold_span<R>(begin, span_end(begin, args_.cols), folded,
+                   [&](int64_t column, auto extent, Block<R>(&sums)[kRows]) NORMOPS_INLINE_LAMBDA {
+                     visit(column, extent, [&] {
+#pragma GCC unroll 4
+                       for (int r = 0; r < kRows; r++) sums[r] = rows[r].squares()(column, extent, sums[r]);
+                     });
+                   });
+      for (int r = 0; r < kRows; r++) totals[r] += sum_of(folded[r]);
+    }
+    for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(totals[r], args_.cols, args_.eps);
+  }
+
   const Args& args_;
   Source source_;
   RowIterator<T> outputs_;
@@ -178,17 +215,39 @@ class ForwardRows {
 
 // Rows of at most so many bytes go through the forward in groups: there the sums' folds, roots and divisions take the
 // time, not memory.
-constexpr int kNarrowGroup = 4;
 constexpr int64_t kNarrowBytes = 2048;
+constexpr int kNarrowGroup = 8;
+// Wider rows are read and written in turn, two at a time where there are 32 registers.
+constexpr int kTurnRows = NORMOPS_VECTOR_BYTES == 64 ? 2 : 1;
 
-template <class T, class Source>
+// Whether every row begins with a cache line.
+template <class T>
+bool begins_with_lines(const T* data, const RowLayout& layout) {
+  bool result = reinterpret_cast<uintptr_t>(data) % 64 == 0;
+  for (int d = 0; d < layout.dims; d++) result &= layout.strides[d] * static_cast<int64_t>(sizeof(T)) % 64 == 0;
+  return result;
+}
+
+template <class T, class Source, class Way>
 void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
-  ForwardRows<T, Source> rows(args, begin);
+  ForwardRows<T, Source, Way> rows(args, begin);
   int64_t row = begin;
   if (args.cols * static_cast<int64_t>(sizeof(T)) <= kNarrowBytes) {
     for (; row + kNarrowGroup <= end; row += kNarrowGroup) rows.template process_group<kNarrowGroup>();
   }
-  if (row < end) rows.process_in_turn(end - row);
+  const int64_t turns = (end - row) / kTurnRows;
+  if (turns > 0) rows.template process_in_turn<kTurnRows>(turns);
+  if (row + turns * kTurnRows < end) rows.template process_in_turn<1>(1);
+}
+
+template <class T, class Source>
+void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
+  if (args.stream && begins_with_lines(static_cast<const T*>(args.output), args.output_rows)) {
+    forward_rows<T, Source, Stream>(args, begin, end);
+    finish_stream();
+  } else {
+    forward_rows<T, Source, Cached>(args, begin, end);
+  }
 }
 
 template <class Source>
@@ -198,9 +257,7 @@ void forward_sums(const typename Source::Args& args, int64_t row, int64_t begin,
 
 template <class T, class Source>
 void forward_columns(const typename Source::Args& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
-  using R = typename Source::Number;
-  T* y = RowIterator(static_cast<T*>(args.output), args.output_rows, row).next();
-  write_columns(args, Source(args, row).next().numbers(), rstd_of<R>(square_sum, args.cols, args.eps), y, begin, end);
+  ForwardRows<T, Source, Cached>(args, row).write_columns(square_sum, begin, end);
 }
 
 }  // namespace

@@ -43,9 +43,9 @@ class Scratch {
 // Shares a vector over the columns among the threads, in whole blocks.
 template <class Function>
 void parallel_for_columns(int64_t cols, int64_t grain_columns, const Function& function) {
-  constexpr int64_t kBlock = 16;
-  parallel_for(0, padded_cols(cols) / kBlock, std::max<int64_t>(1, grain_columns / kBlock),
-               [&](int64_t begin, int64_t end) { function(begin * kBlock, std::min(end * kBlock, cols)); });
+  parallel_for(
+      0, (cols + kLongestBlock - 1) / kLongestBlock, std::max<int64_t>(1, grain_columns / kLongestBlock),
+      [&](int64_t begin, int64_t end) { function(begin * kLongestBlock, std::min(end * kLongestBlock, cols)); });
 }
 
 // weight + weight_offset as the kernels read it, or ones without a weight.
@@ -54,8 +54,8 @@ class Scale {
   Scale(const OptionalTensor& weight, double weight_offset, DType dtype, int64_t cols)
       : weight_(is_given(weight) ? weight->contiguous() : Tensor()),
         is_weight_itself_(weight_.defined() && weight_offset == 0 && dtype_of(weight_) == dtype &&
-                          compute_dtype(dtype) == dtype && padded_cols(cols) == cols),
-        converted_(dtype, is_weight_itself_ ? 0 : padded_cols(cols)) {
+                          compute_dtype(dtype) == dtype && padded_cols(dtype, cols) == cols),
+        converted_(dtype, is_weight_itself_ ? 0 : padded_cols(dtype, cols)) {
     if (is_weight_itself_) return;
     void* const target = converted_.data();
     if (weight_.defined()) {
@@ -64,9 +64,9 @@ class Scale {
         convert(dtype, dtype_of(weight_), weight_.const_data_ptr(), weight_offset, target, begin, end);
       });
     } else if (compute_dtype(dtype) == DType::float64) {
-      std::fill_n(static_cast<double*>(target), padded_cols(cols), 1.0);
+      std::fill_n(static_cast<double*>(target), padded_cols(dtype, cols), 1.0);
     } else {
-      std::fill_n(static_cast<float*>(target), padded_cols(cols), 1.0f);
+      std::fill_n(static_cast<float*>(target), padded_cols(dtype, cols), 1.0f);
     }
   }
 
@@ -96,6 +96,14 @@ class SpanSums {
   Scratch sums_;
 };
 
+// Whether so many tensors of the input's size fill the caches, so that nobody would find an output there.
+inline bool exceeds_caches(const Problem& problem, DType dtype, int64_t tensors) {
+  // Not sysconf(_SC_LEVEL3_CACHE_SIZE): in virtual machines it may name ten times what there is.
+  constexpr int64_t kCacheBytes = int64_t{32} << 20;
+  const int64_t size = dispatch(dtype, []<class T>() -> int64_t { return sizeof(T); });
+  return problem.rows * problem.cols * size * tensors > kCacheBytes;
+}
+
 inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const void* scale, const Target& y) {
   return {
       .dtype = dtype_of(x.tensor),
@@ -106,6 +114,7 @@ inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const voi
       .scale = scale,
       .output = y.data(),
       .output_rows = y.layout(),
+      .stream = exceeds_caches(problem, dtype_of(x.tensor), 2),
   };
 }
 

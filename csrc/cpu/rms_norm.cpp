@@ -9,16 +9,14 @@
 namespace normops::cpu {
 namespace {
 
-void backward_shared_rows(const RmsNormKernels& kernels, const RmsNormBackwardArgs& args) {
+void backward_shared_rows(const RmsNormBackwardKernels& kernels, const RmsNormBackwardArgs& args) {
   SpanSums squares(args.cols), dots(args.cols);
   for (int64_t row = 0; row < args.rows; row++) {
-    parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) {
-      kernels.backward_sums(args, row, begin, end, squares.data(), dots.data());
-    });
+    parallel_for(0, squares.count(), kGrainElements / kSpan,
+                 [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data(), dots.data()); });
     const double square_sum = squares.total(), dot = args.grad_input != nullptr ? dots.total() : 0;
-    parallel_for_columns(args.cols, kGrainElements, [&](int64_t begin, int64_t end) {
-      kernels.backward_columns(args, row, square_sum, dot, begin, end);
-    });
+    parallel_for_columns(args.cols, kGrainElements,
+                         [&](int64_t begin, int64_t end) { kernels.columns(args, row, square_sum, dot, begin, end); });
   }
 }
 
@@ -45,7 +43,7 @@ int64_t grad_weight_chunk_rows(int64_t rows) {
 // none of these inputs, which are read until the end.
 bool is_partial_layout(const Tensor& grad_weight, DType dtype, int64_t cols, std::initializer_list<Tensor> inputs) {
   return dtype_of(grad_weight) == dtype && compute_dtype(dtype) == dtype && grad_weight.is_contiguous() &&
-         padded_cols(cols) == cols && std::all_of(inputs.begin(), inputs.end(), [&](const Tensor& input) {
+         padded_cols(dtype, cols) == cols && std::all_of(inputs.begin(), inputs.end(), [&](const Tensor& input) {
            return overlap(grad_weight, input) == Overlap::none;
          });
 }
@@ -72,6 +70,7 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
       .input_rows = x.layout,
       .scale = scale.data(),
       .rows_per_chunk = grad_weight_chunk_rows(problem.rows),
+      .stream = exceeds_caches(problem, dtype, 3),
   };
   Rows residual;
   if (is_given(grad_residual)) {
@@ -90,17 +89,17 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
       chunks == 1 && grad_weight.defined() &&
       is_partial_layout(grad_weight, dtype, problem.cols,
                         {grad_output, input, value_or_undefined(weight), value_or_undefined(grad_residual)});
-  Scratch partials(dtype, grad_weight.defined() && !is_partial ? chunks * padded_cols(problem.cols) : 0);
+  Scratch partials(dtype, grad_weight.defined() && !is_partial ? chunks * padded_cols(dtype, problem.cols) : 0);
   if (grad_weight.defined()) {
     args.grad_weight_partials = is_partial ? grad_weight.mutable_data_ptr() : partials.data();
   }
 
-  const RmsNormKernels& kernels = rms_norm_kernels();
+  const RmsNormBackwardKernels& kernels = rms_norm_backward_kernels();
   if (shares_rows(problem)) {
     backward_shared_rows(kernels, args);
   } else {
     parallel_for(0, chunks, grain(args.rows_per_chunk * problem.cols),
-                 [&](int64_t begin, int64_t end) { kernels.backward(args, begin, end); });
+                 [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
   }
   if (dx.has_value()) dx->finish();
 

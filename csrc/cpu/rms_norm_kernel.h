@@ -11,7 +11,11 @@ namespace normops::cpu {
 // Data pointers are of `dtype`, those called compute of compute_dtype(dtype). Rows of the outputs may coincide with
 // rows of the inputs: each element is read before it is written. Vectors over the columns that only kernels read and
 // write (scale, partials) are padded to whole blocks and hold the columns in an order of the kernels' own.
-inline int64_t padded_cols(int64_t cols) { return (cols + 15) / 16 * 16; }
+constexpr int64_t kLongestBlock = 32;
+inline int64_t padded_cols(DType dtype, int64_t cols) {
+  const int64_t block = dtype == DType::bfloat16 ? kLongestBlock : 16;
+  return (cols + block - 1) / block * block;
+}
 
 // Sums over a row are formed in spans of so many columns, then over the spans from left to right in float64.
 constexpr int64_t kSpan = 1024;
@@ -25,6 +29,7 @@ struct RmsNormArgs {
   const void* scale;  // compute [padded_cols]: weight + weight_offset
   void* output;       // [rows, cols]
   RowLayout output_rows;
+  bool stream;  // whether output is too large for the caches
 };
 
 struct RmsNormBackwardArgs {
@@ -44,6 +49,7 @@ struct RmsNormBackwardArgs {
   RowLayout grad_input_rows;
   void* grad_weight_partials;  // compute [chunks, padded_cols], or null if not wanted
   int64_t rows_per_chunk;
+  bool stream;  // whether grad_input is too large for the caches
 };
 
 // The kernels of a forward.
@@ -52,31 +58,34 @@ struct ForwardKernels {
   // output[begin:end]
   void (*rows)(const Args& args, int64_t begin, int64_t end);
   // The same for one row that threads share: squares[begin:end], the sums over these spans of x^2, and, when their
-  // total is known, output[row, begin:end]; there begin is a multiple of 16.
+  // total is known, output[row, begin:end]; there begin is a multiple of kLongestBlock.
   void (*sums)(const Args& args, int64_t row, int64_t begin, int64_t end, double* squares);
   void (*columns)(const Args& args, int64_t row, double square_sum, int64_t begin, int64_t end);
 };
 
 struct RmsNormKernels {
-  // scale[begin:end] = weight[begin:end] + weight_offset; begin is a multiple of 16.
+  // scale[begin:end] = weight[begin:end] + weight_offset; begin is a multiple of kLongestBlock.
   void (*scale)(DType dtype, DType weight_dtype, const void* weight, double weight_offset, void* scale, int64_t begin,
                 int64_t end);
   ForwardKernels<RmsNormArgs> forward;
+};
+
+struct RmsNormBackwardKernels {
   // grad_input of the rows of chunks [begin:end], and grad_weight_partials[begin:end]
-  void (*backward)(const RmsNormBackwardArgs& args, int64_t begin, int64_t end);
+  void (*rows)(const RmsNormBackwardArgs& args, int64_t begin, int64_t end);
   // The same for one row that threads share: squares[begin:end] and dots[begin:end], the sums over these spans of x^2
   // and dy * scale * x (dots only if grad_input is wanted); then grad_input[row, begin:end] and what the row adds to
   // its chunk's partial, rows being taken in order.
-  void (*backward_sums)(const RmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t end, double* squares,
-                        double* dots);
-  void (*backward_columns)(const RmsNormBackwardArgs& args, int64_t row, double square_sum, double dot, int64_t begin,
-                           int64_t end);
-  // grad_weight[begin:end] = sum over chunks of partials[:, begin:end]; begin is a multiple of 16.
+  void (*sums)(const RmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
+  void (*columns)(const RmsNormBackwardArgs& args, int64_t row, double square_sum, double dot, int64_t begin,
+                  int64_t end);
+  // grad_weight[begin:end] = sum over chunks of partials[:, begin:end]; begin is a multiple of kLongestBlock.
   void (*grad_weight)(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t cols,
                       void* grad_weight, int64_t begin, int64_t end);
 };
 
 // Those for current_isa().
 [[gnu::visibility("default")]] const RmsNormKernels& rms_norm_kernels();
+[[gnu::visibility("default")]] const RmsNormBackwardKernels& rms_norm_backward_kernels();
 
 }  // namespace normops::cpu

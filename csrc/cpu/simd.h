@@ -1,30 +1,17 @@
-// Vectors of the compute types and the conversions from and to the storage types. Included once per instruction set, by
-// foreach_isa.h, hence no include guard.
-//
-// A Block is 64 bytes of compute type on every instruction set: 16 floats or 8 doubles, held in 4, 2 or 1 registers.
-// The kernels count in blocks, so that sums are formed in the same order everywhere: AVX2, AVX-512 and NEON give the
-// same bits. Arithmetic uses the compiler's vector extension; only what it cannot express is written with intrinsics.
+// Registers of the compute types and the conversions from and to the storage types. Included once per instruction set,
+// by foreach_isa.h, hence no include guard. Arithmetic uses the compiler's vector extension; only what it cannot
+// express, or not as well, is written with intrinsics.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
 #define NORMOPS_INLINE inline __attribute__((always_inline))
+#define NORMOPS_INLINE_LAMBDA __attribute__((always_inline))
 
 typedef float f32_vector __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
 typedef double f64_vector __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
 typedef uint32_t u32_vector __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
 typedef uint16_t u16_vector __attribute__((vector_size(NORMOPS_VECTOR_BYTES / 2)));  // as many lanes as f32_vector
-
-template <class Compute>
-struct Block {
-  using vector = std::conditional_t<std::is_same_v<Compute, double>, f64_vector, f32_vector>;
-  static constexpr int kVectors = 64 / NORMOPS_VECTOR_BYTES;
-  static constexpr int kVectorLanes = NORMOPS_VECTOR_BYTES / sizeof(Compute);
-  vector v[kVectors];
-};
-
-template <class Compute>
-constexpr int kLanes = 64 / sizeof(Compute);
 
 template <class To, class From>
 NORMOPS_INLINE To bit_cast(const From& from) {
@@ -36,12 +23,12 @@ NORMOPS_INLINE To bit_cast(const From& from) {
 
 // The elements of a and b, numbered from a's first to b's last, in the order of `kFrom`.
 template <int... kFrom, class Vector>
-NORMOPS_INLINE Vector shuffle(Vector a, Vector b) {
+NORMOPS_INLINE Vector shuffle(const Vector& a, const Vector& b) {
 #if __has_builtin(__builtin_shufflevector)
   return __builtin_shufflevector(a, b, kFrom...);
 #else  // GCC 11
-  typedef std::conditional_t<sizeof(a[0]) == 4, uint32_t, uint16_t> Indices
-      __attribute__((vector_size(sizeof(Vector))));
+  using Wide = std::conditional_t<sizeof(a[0]) == 8, uint64_t, uint32_t>;
+  typedef std::conditional_t<sizeof(a[0]) == 2, uint16_t, Wide> Indices __attribute__((vector_size(sizeof(Vector))));
   return __builtin_shuffle(a, b, Indices{kFrom...});
 #endif
 }
@@ -108,6 +95,33 @@ NORMOPS_INLINE u32_vector round_to_bfloat16(f32_vector f) {
   return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
+// The elements of a in the lower halves of the lanes and those of b in the upper halves.
+template <int... kHalf>
+NORMOPS_INLINE u32_vector blend_halves(u32_vector a, u32_vector b, std::integer_sequence<int, kHalf...>) {
+  typedef uint16_t halves __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
+  constexpr int kCount = sizeof...(kHalf);
+  return bit_cast<u32_vector>(shuffle<kHalf + kHalf % 2 * kCount...>(bit_cast<halves>(a), bit_cast<halves>(b)));
+}
+
+// round_to_bfloat16 of two registers, in pairs: the first one's in the lower halves of the lanes.
+NORMOPS_INLINE u32_vector round_to_pairs(f32_vector first, f32_vector second) {
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  // The upper and the lower halves are gathered first, so that all are rounded at once: half the instructions.
+  const __m512i a = bit_cast<__m512i>(first), b = bit_cast<__m512i>(second);
+  const __m512i to_lower =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10, 11, 14, 15, 14, 15));
+  const __m512i to_upper = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13));
+  const __m512i upper = _mm512_mask_shuffle_epi8(b, 0x3333333333333333, a, to_lower);
+  const __m512i lower = _mm512_mask_shuffle_epi8(a, 0xcccccccccccccccc, b, to_upper);
+  const __m512i rest = _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(1), 0xf8);  // lower | (upper & 1)
+  const __mmask32 is_up = _mm512_cmpgt_epu16_mask(rest, _mm512_set1_epi16(static_cast<short>(0x8000)));
+  return bit_cast<u32_vector>(_mm512_mask_add_epi16(upper, is_up, upper, _mm512_set1_epi16(1)));
+#else
+  return blend_halves(round_to_bfloat16(first) >> 16, round_to_bfloat16(second),
+                      std::make_integer_sequence<int, NORMOPS_VECTOR_BYTES / 2>{});
+#endif
+}
+
 NORMOPS_INLINE f32_vector float16_to_float(u16_vector h) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
   return _mm512_cvtph_ps(bit_cast<__m256i>(h));
@@ -150,238 +164,6 @@ NORMOPS_INLINE u16_vector float_to_float16(f32_vector f) {
   result = magnitude > 0x7f800000u ? nan : result;
   return narrow(result | ((bits >> 16) & 0x8000));
 #endif
-}
-
-// Widening 16-bit lanes costs a shuffle per register, and AVX2 has few ports for those. For bfloat16 it is cheaper to
-// take the even elements of a block into its first register and the odd ones into its second.
-template <class T>
-constexpr bool kEvenOdd = std::is_same_v<T, bfloat16> && NORMOPS_VECTOR_BYTES == 32;
-
-// From the order in which a block of From holds its elements to that of To.
-template <class To, class From, class Compute>
-NORMOPS_INLINE Block<Compute> reorder(const Block<Compute>& block) {
-  if constexpr (kEvenOdd<To> == kEvenOdd<From>) {
-    return block;
-  } else if constexpr (kEvenOdd<To>) {
-    const auto& [low, high] = block.v;
-    return {shuffle<0, 2, 4, 6, 8, 10, 12, 14>(low, high), shuffle<1, 3, 5, 7, 9, 11, 13, 15>(low, high)};
-  } else {
-    const auto& [even, odd] = block.v;
-    return {shuffle<0, 8, 1, 9, 2, 10, 3, 11>(even, odd), shuffle<4, 12, 5, 13, 6, 14, 7, 15>(even, odd)};
-  }
-}
-
-template <class T>
-NORMOPS_INLINE Block<compute_t<T>> load(const T* source) {
-  using B = Block<compute_t<T>>;
-  B block;
-  if constexpr (kEvenOdd<T>) {
-    const auto pairs = load_vector<u32_vector>(source);
-    block.v[0] = bit_cast<f32_vector>(pairs << 16);
-    block.v[1] = bit_cast<f32_vector>(pairs & 0xffff0000);
-    return block;
-  }
-  for (int i = 0; i < B::kVectors; i++) {
-    const T* lanes = source + i * B::kVectorLanes;
-    if constexpr (std::is_same_v<T, float16>) {
-      block.v[i] = float16_to_float(load_vector<u16_vector>(lanes));
-    } else if constexpr (std::is_same_v<T, bfloat16>) {
-      block.v[i] = bit_cast<f32_vector>(widen(load_vector<u16_vector>(lanes)) << 16);
-    } else {
-      block.v[i] = load_vector<typename B::vector>(lanes);
-    }
-  }
-  return block;
-}
-
-template <class T>
-NORMOPS_INLINE void store(T* target, const Block<compute_t<T>>& block) {
-  using B = Block<compute_t<T>>;
-  if constexpr (kEvenOdd<T>) {
-    typedef uint16_t halves __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
-    const auto even = bit_cast<halves>(round_to_bfloat16(block.v[0]) >> 16);
-    const auto odd = bit_cast<halves>(round_to_bfloat16(block.v[1]));
-    const halves pairs = shuffle<0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31>(even, odd);
-    std::memcpy(target, &pairs, sizeof pairs);
-    return;
-  }
-  for (int i = 0; i < B::kVectors; i++) {
-    T* lanes = target + i * B::kVectorLanes;
-    if constexpr (std::is_same_v<T, float16>) {
-      const u16_vector half = float_to_float16(block.v[i]);
-      std::memcpy(lanes, &half, sizeof half);
-    } else if constexpr (std::is_same_v<T, bfloat16>) {
-      const u16_vector half = narrow(round_to_bfloat16(block.v[i]) >> 16);
-      std::memcpy(lanes, &half, sizeof half);
-    } else {
-      std::memcpy(lanes, &block.v[i], sizeof block.v[i]);
-    }
-  }
-}
-
-// How much of a block is inside the row. Lanes outside are read as zero and not written.
-struct Whole {};
-struct Part {
-  int64_t lanes;
-};
-
-template <class T>
-NORMOPS_INLINE Block<compute_t<T>> load(const T* source, Whole) {
-  return load(source);
-}
-
-template <class T>
-NORMOPS_INLINE Block<compute_t<T>> load(const T* source, Part part) {
-  T lanes[kLanes<compute_t<T>>] = {};
-  std::memcpy(lanes, source, part.lanes * sizeof(T));
-  return load(lanes);
-}
-
-template <class T>
-NORMOPS_INLINE void store(T* target, const Block<compute_t<T>>& block, Whole) {
-  store(target, block);
-}
-
-template <class T>
-NORMOPS_INLINE void store(T* target, const Block<compute_t<T>>& block, Part part) {
-  T lanes[kLanes<compute_t<T>>];
-  store(lanes, block);
-  std::memcpy(target, lanes, part.lanes * sizeof(T));
-}
-
-template <class Compute>
-NORMOPS_INLINE int64_t lanes_of(Whole) {
-  return kLanes<Compute>;
-}
-
-template <class Compute>
-NORMOPS_INLINE int64_t lanes_of(Part part) {
-  return part.lanes;
-}
-
-// Calls visit(column, Whole or Part) for each block of a row.
-template <class Compute, class Visit>
-NORMOPS_INLINE void for_each_block(int64_t begin, int64_t end, Visit visit) {
-  for (; begin + kLanes<Compute> <= end; begin += kLanes<Compute>) visit(begin, Whole{});
-  if (begin < end) visit(begin, Part{end - begin});
-}
-
-template <class Compute>
-NORMOPS_INLINE Block<Compute> broadcast(Compute value) {
-  Block<Compute> block;
-  for (auto& v : block.v) v = value - typename Block<Compute>::vector{};  // keeps the sign of a zero
-  return block;
-}
-
-// The same numbers, every NaN being the one of std::numeric_limits.
-template <class Compute>
-NORMOPS_INLINE Block<Compute> canonical_nans(const Block<Compute>& block) {
-  Block<Compute> result = broadcast(std::numeric_limits<Compute>::quiet_NaN());
-  for (int i = 0; i < block.kVectors; i++) result.v[i] = block.v[i] == block.v[i] ? block.v[i] : result.v[i];
-  return result;
-}
-
-// A block of Compute, in the order of the elements, from or to a type whose compute type may be another: those pairs (a
-// float64 weight with a float32 input, or the other way round) are rare and converted number by number.
-template <class Compute, class T, class Extent>
-NORMOPS_INLINE Block<Compute> load_elements(const T* source, Extent extent) {
-  if constexpr (std::is_same_v<Compute, compute_t<T>>) {
-    return reorder<Compute, T>(load(source, extent));
-  } else {
-    Compute elements[kLanes<Compute>] = {};
-    for (int64_t i = 0; i < lanes_of<Compute>(extent); i++) {
-      elements[i] = static_cast<Compute>(load(source + i, Part{1}).v[0][0]);
-    }
-    return load(elements);
-  }
-}
-
-template <class T, class Compute, class Extent>
-NORMOPS_INLINE void store_elements(T* target, const Block<Compute>& block, Extent extent) {
-  if constexpr (std::is_same_v<Compute, compute_t<T>>) {
-    store(target, reorder<T, Compute>(canonical_nans(block)), extent);
-  } else {
-    Compute elements[kLanes<Compute>];
-    store(elements, block);
-    for (int64_t i = 0; i < lanes_of<Compute>(extent); i++) {
-      store(target + i, canonical_nans(broadcast(static_cast<compute_t<T>>(elements[i]))), Part{1});
-    }
-  }
-}
-
-// A block of T in the order of R, and back: R is T or the compute type, whose NaNs may have any payload.
-template <class R, class T, class Extent>
-NORMOPS_INLINE Block<compute_t<R>> load_as(const T* source, Extent extent) {
-  if constexpr (std::is_same_v<R, T>) {
-    return load(source, extent);
-  } else {
-    return load_elements<R>(source, extent);
-  }
-}
-
-template <class R, class T, class Extent>
-NORMOPS_INLINE void store_from(T* target, const Block<compute_t<R>>& block, Extent extent) {
-  if constexpr (std::is_same_v<R, T>) {
-    store(target, block, extent);
-  } else {
-    store_elements(target, block, extent);
-  }
-}
-
-template <class Compute>
-NORMOPS_INLINE Block<Compute> operator*(const Block<Compute>& a, const Block<Compute>& b) {
-  Block<Compute> block;
-  for (int i = 0; i < block.kVectors; i++) block.v[i] = a.v[i] * b.v[i];
-  return block;
-}
-
-template <class Compute>
-NORMOPS_INLINE Block<Compute> operator+(const Block<Compute>& a, const Block<Compute>& b) {
-  Block<Compute> block;
-  for (int i = 0; i < block.kVectors; i++) block.v[i] = a.v[i] + b.v[i];
-  return block;
-}
-
-// a * b + c, rounded once where the instruction set has it (everywhere but on x86's baseline).
-template <class Compute>
-NORMOPS_INLINE Block<Compute> fma(const Block<Compute>& a, const Block<Compute>& b, const Block<Compute>& c) {
-  Block<Compute> block;
-  for (int i = 0; i < block.kVectors; i++) block.v[i] = fma_vector(a.v[i], b.v[i], c.v[i]);
-  return block;
-}
-
-template <class Scalar, int kCount>
-struct VectorOf {
-  typedef Scalar type __attribute__((vector_size(kCount * sizeof(Scalar))));
-};
-
-// The sum over the lanes of a vector, folded in halves.
-template <class Scalar, int kCount>
-NORMOPS_INLINE Scalar fold(const typename VectorOf<Scalar, kCount>::type& lanes) {
-  if constexpr (kCount == 2) {
-    return lanes[0] + lanes[1];
-  } else {
-    typename VectorOf<Scalar, kCount / 2>::type halves[2];
-    std::memcpy(halves, &lanes, sizeof lanes);
-    return fold<Scalar, kCount / 2>(halves[0] + halves[1]);
-  }
-}
-
-// The sum over the lanes of a block of T: on every instruction set in the same order of elements.
-template <class T>
-NORMOPS_INLINE compute_t<T> sum(const Block<compute_t<T>>& block) {
-  using Compute = compute_t<T>;
-  using B = Block<Compute>;
-  const auto& v = block.v;
-  if constexpr (kEvenOdd<T>) {
-    return fold<Compute, B::kVectorLanes>(v[0]) + fold<Compute, B::kVectorLanes>(v[1]);
-  } else if constexpr (B::kVectors == 4) {
-    return fold<Compute, B::kVectorLanes>((v[0] + v[2]) + (v[1] + v[3]));
-  } else if constexpr (B::kVectors == 2) {
-    return fold<Compute, B::kVectorLanes>(v[0] + v[1]);
-  } else {
-    return fold<Compute, B::kVectorLanes>(v[0]);
-  }
 }
 
 }  // namespace

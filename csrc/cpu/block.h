@@ -1,0 +1,325 @@
+// Blocks of a row in the compute type: how they are read, written and summed. Included once per instruction set, like
+// simd.h.
+//
+// A block is 64 bytes of compute type, 16 floats or 8 doubles, held in 4, 2 or 1 registers. The kernels count in blocks
+// (where one is longer, its parts count), so that sums are formed in the same order everywhere: AVX2, AVX-512 and NEON
+// give the same bits.
+#include "simd.h"
+
+namespace normops::cpu::NORMOPS_ISA {
+namespace {
+
+// Widening 16-bit lanes costs a shuffle per register, and x86 has few ports for those. For bfloat16 it is cheaper to
+// take the even elements of a block into its first register and the odd ones into its second. On AVX-512 this makes a
+// block of 32 elements.
+template <class R>
+constexpr bool kEvenOdd = std::is_same_v<R, bfloat16> && NORMOPS_VECTOR_BYTES >= 32;
+
+// A block of a row of R, in the order in which R is held.
+template <class R>
+struct Block {
+  using vector = std::conditional_t<std::is_same_v<R, double>, f64_vector, f32_vector>;
+  static constexpr int kVectors = kEvenOdd<R> ? 2 : 64 / NORMOPS_VECTOR_BYTES;
+  static constexpr int kVectorLanes = NORMOPS_VECTOR_BYTES / sizeof(compute_t<R>);
+  vector v[kVectors];
+};
+
+template <class R>
+constexpr int kLanes = Block<R>::kVectors * Block<R>::kVectorLanes;
+
+// How much of a block is inside the row. Lanes outside are read as zero and not written.
+struct Whole {};
+struct Part {
+  int64_t lanes;
+};
+
+// How to write: as usual, or around the caches. The latter wants targets aligned to what is written at once, and
+// finish_stream() after the last one.
+struct Cached {};
+struct Stream {};
+
+template <class Bits>
+NORMOPS_INLINE void write(void* target, const Bits& bits, Cached) {
+  std::memcpy(target, &bits, sizeof bits);
+}
+
+template <class Bits>
+NORMOPS_INLINE void write(void* target, const Bits& bits, Stream) {
+#if defined(__x86_64__)
+  if constexpr (sizeof bits == 16) {
+    _mm_stream_si128(static_cast<__m128i*>(target), bit_cast<__m128i>(bits));
+#if NORMOPS_VECTOR_BYTES >= 32
+  } else if constexpr (sizeof bits == 32) {
+    _mm256_stream_si256(static_cast<__m256i*>(target), bit_cast<__m256i>(bits));
+#endif
+#if NORMOPS_VECTOR_BYTES == 64
+  } else if constexpr (sizeof bits == 64) {
+    _mm512_stream_si512(static_cast<__m512i*>(target), bit_cast<__m512i>(bits));
+#endif
+  } else {
+    write(target, bits, Cached{});
+  }
+#else
+  write(target, bits, Cached{});
+#endif
+}
+
+NORMOPS_INLINE void finish_stream() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// A register of elements of T, in their order.
+template <class T>
+NORMOPS_INLINE auto load_register(const T* source) {
+  if constexpr (std::is_same_v<T, float16>) {
+    return float16_to_float(load_vector<u16_vector>(source));
+  } else if constexpr (std::is_same_v<T, bfloat16>) {
+    return bit_cast<f32_vector>(widen(load_vector<u16_vector>(source)) << 16);
+  } else {
+    return load_vector<typename Block<T>::vector>(source);
+  }
+}
+
+template <class T, class Way>
+NORMOPS_INLINE void store_register(T* target, const typename Block<T>::vector& v, Way way) {
+  if constexpr (std::is_same_v<T, float16>) {
+    write(target, float_to_float16(v), way);
+  } else if constexpr (std::is_same_v<T, bfloat16>) {
+    write(target, narrow(round_to_bfloat16(v) >> 16), way);
+  } else {
+    write(target, v, way);
+  }
+}
+
+using RegisterLanes = std::make_integer_sequence<int, NORMOPS_VECTOR_BYTES / 4>;
+
+// The even and the odd lanes of a pair of registers.
+template <int... kLane>
+NORMOPS_INLINE Block<bfloat16> separate(f32_vector low, f32_vector high, std::integer_sequence<int, kLane...>) {
+  return {shuffle<2 * kLane...>(low, high), shuffle<2 * kLane + 1 ...>(low, high)};
+}
+
+// The way back: of the elements in their order, a register of those from kFirst on.
+template <int kFirst, int... kLane>
+NORMOPS_INLINE f32_vector interleave(const Block<bfloat16>& block, std::integer_sequence<int, kLane...>) {
+  return shuffle<(kFirst + kLane) / 2 + kLane % 2 * static_cast<int>(sizeof...(kLane))...>(block.v[0], block.v[1]);
+}
+
+template <class R>
+NORMOPS_INLINE Block<R> broadcast(compute_t<R> value) {
+  Block<R> block;
+  for (auto& v : block.v) v = value - typename Block<R>::vector{};  // keeps the sign of a zero
+  return block;
+}
+
+// The same numbers, every NaN being the one of std::numeric_limits.
+template <class R>
+NORMOPS_INLINE Block<R> canonical_nans(const Block<R>& block) {
+  Block<R> result = broadcast<R>(std::numeric_limits<compute_t<R>>::quiet_NaN());
+  for (int i = 0; i < block.kVectors; i++) result.v[i] = block.v[i] == block.v[i] ? block.v[i] : result.v[i];
+  return result;
+}
+
+// Numbers of the compute type that lie in the order in which R is held.
+template <class R>
+NORMOPS_INLINE Block<R> load_held(const compute_t<R>* source) {
+  using B = Block<R>;
+  B block;
+  for (int i = 0; i < B::kVectors; i++) block.v[i] = load_vector<typename B::vector>(source + i * B::kVectorLanes);
+  return block;
+}
+
+template <class R>
+NORMOPS_INLINE void store_held(compute_t<R>* target, const Block<R>& block) {
+  using B = Block<R>;
+  for (int i = 0; i < B::kVectors; i++) write(target + i * B::kVectorLanes, block.v[i], Cached{});
+}
+
+// A block of R from elements of T: the same type, or another one that is kept beside it. Pairs that differ in the
+// compute type (a float64 weight with a float32 input, or the other way round) are rare and converted number by number.
+template <class R, class T>
+NORMOPS_INLINE Block<R> load(const T* source, Whole = {}) {
+  constexpr int kRegister = Block<R>::kVectorLanes;
+  if constexpr (!std::is_same_v<compute_t<R>, compute_t<T>>) {
+    compute_t<R> numbers[kLanes<R>];
+    for (int i = 0; i < kLanes<R>; i++) {
+      T lanes[kLanes<T>] = {source[i]};
+      numbers[i] = static_cast<compute_t<R>>(load<T>(lanes).v[0][0]);
+    }
+    return load<R>(numbers);
+  } else if constexpr (kEvenOdd<R> && std::is_same_v<R, T>) {
+    const auto pairs = load_vector<u32_vector>(source);
+    return {bit_cast<f32_vector>(pairs << 16), bit_cast<f32_vector>(pairs & 0xffff0000)};
+  } else if constexpr (kEvenOdd<R>) {
+    return separate(load_register(source), load_register(source + kRegister), RegisterLanes{});
+  } else {
+    Block<R> block;
+    for (int i = 0; i < block.kVectors; i++) block.v[i] = load_register(source + i * kRegister);
+    return block;
+  }
+}
+
+template <class R, class T>
+NORMOPS_INLINE Block<R> load(const T* source, Part part) {
+  T lanes[kLanes<R>] = {};
+  std::memcpy(lanes, source, part.lanes * sizeof(T));
+  return load<R>(lanes);
+}
+
+// The way back. Where T is another type, the numbers may be NaNs with any payload.
+template <class R, class T, class Way = Cached>
+NORMOPS_INLINE void store(T* target, const Block<R>& block, Whole = {}, Way way = {}) {
+  constexpr int kRegister = Block<R>::kVectorLanes;
+  if constexpr (!std::is_same_v<compute_t<R>, compute_t<T>>) {
+    compute_t<R> numbers[kLanes<R>];
+    store(numbers, block);
+    for (int i = 0; i < kLanes<R>; i++) {
+      T lanes[kLanes<T>];
+      store(lanes, canonical_nans(broadcast<T>(static_cast<compute_t<T>>(numbers[i]))));
+      target[i] = lanes[0];
+    }
+  } else if constexpr (kEvenOdd<R> && std::is_same_v<R, T>) {
+    write(target, round_to_pairs(block.v[0], block.v[1]), way);
+  } else {
+    const Block<R> numbers = std::is_same_v<R, T> ? block : canonical_nans(block);
+    if constexpr (kEvenOdd<R>) {
+      store_register(target, interleave<0>(numbers, RegisterLanes{}), way);
+      store_register(target + kRegister, interleave<kRegister>(numbers, RegisterLanes{}), way);
+    } else {
+      for (int i = 0; i < block.kVectors; i++) store_register(target + i * kRegister, numbers.v[i], way);
+    }
+  }
+}
+
+template <class R, class T, class Way = Cached>
+NORMOPS_INLINE void store(T* target, const Block<R>& block, Part part, Way = {}) {
+  T lanes[kLanes<R>];
+  store(lanes, block);
+  std::memcpy(target, lanes, part.lanes * sizeof(T));
+}
+
+// Calls visit(column, Whole or Part) for each block of a row of R.
+template <class R, class Visit>
+NORMOPS_INLINE void for_each_block(int64_t begin, int64_t end, Visit visit) {
+  for (; begin + kLanes<R> <= end; begin += kLanes<R>) visit(begin, Whole{});
+  if (begin < end) visit(begin, Part{end - begin});
+}
+
+template <class R>
+NORMOPS_INLINE Block<R> operator*(const Block<R>& a, const Block<R>& b) {
+  Block<R> block;
+  for (int i = 0; i < block.kVectors; i++) block.v[i] = a.v[i] * b.v[i];
+  return block;
+}
+
+template <class R>
+NORMOPS_INLINE Block<R> operator+(const Block<R>& a, const Block<R>& b) {
+  Block<R> block;
+  for (int i = 0; i < block.kVectors; i++) block.v[i] = a.v[i] + b.v[i];
+  return block;
+}
+
+// a * b + c, rounded once where the instruction set has it (everywhere but on x86's baseline).
+template <class R>
+NORMOPS_INLINE Block<R> fma(const Block<R>& a, const Block<R>& b, const Block<R>& c) {
+  Block<R> block;
+  for (int i = 0; i < block.kVectors; i++) block.v[i] = fma_vector(a.v[i], b.v[i], c.v[i]);
+  return block;
+}
+
+template <class Scalar, int kCount>
+struct VectorOf {
+  typedef Scalar type __attribute__((vector_size(kCount * sizeof(Scalar))));
+};
+
+template <class R>
+using quad_t = typename VectorOf<compute_t<R>, 4>::type;
+
+// The lanes of a vector folded in halves, until four are left.
+template <class R, class Vector>
+NORMOPS_INLINE quad_t<R> fold(const Vector& lanes) {
+  if constexpr (sizeof(Vector) == sizeof(quad_t<R>)) {
+    return bit_cast<quad_t<R>>(lanes);
+  } else {
+    typename VectorOf<compute_t<R>, sizeof(Vector) / sizeof(compute_t<R>) / 2>::type halves[2];
+    std::memcpy(halves, &lanes, sizeof lanes);
+    return fold<R>(halves[0] + halves[1]);
+  }
+}
+
+// Independent chains of additions per sum, of 64 bytes each: enough to hide the latency of an fma on every instruction
+// set.
+constexpr int kChains = 4;
+
+// The blocks that hold them.
+template <class R>
+constexpr int kChainBlocks = kChains * 64 / static_cast<int>(sizeof(Block<R>));
+
+// The lanes of a sum's chains folded to quads: of the elements, or of the even and of the odd ones.
+template <class R>
+struct Folded {
+  quad_t<R> quads[kEvenOdd<R> ? 2 : 1];
+};
+
+template <class R>
+NORMOPS_INLINE Folded<R> fold_chains(const Block<R> (&chain)[kChainBlocks<R>]) {
+  using B = Block<R>;
+  if constexpr (kChainBlocks<R> == 2) {  // each half of a register is a chain's
+    Folded<R> folded;
+    for (int i = 0; i < 2; i++) {
+      typename VectorOf<float, B::kVectorLanes / 2>::type first[2], second[2];
+      std::memcpy(first, &chain[0].v[i], sizeof first);
+      std::memcpy(second, &chain[1].v[i], sizeof second);
+      folded.quads[i] = fold<R>((first[0] + first[1]) + (second[0] + second[1]));
+    }
+    return folded;
+  } else {
+    const B block = (chain[0] + chain[1]) + (chain[2] + chain[3]);
+    const auto& v = block.v;
+    if constexpr (kEvenOdd<R>) {
+      return {fold<R>(v[0]), fold<R>(v[1])};
+    } else if constexpr (B::kVectors == 4) {
+      const typename B::vector halves[2] = {v[0] + v[2], v[1] + v[3]};
+      if constexpr (sizeof(quad_t<R>) == sizeof halves)
+        return {bit_cast<quad_t<R>>(halves)};
+      else
+        return {fold<R>(halves[0] + halves[1])};
+    } else if constexpr (B::kVectors == 2) {
+      return {fold<R>(v[0] + v[1])};
+    } else {
+      return {fold<R>(v[0])};
+    }
+  }
+}
+
+// The sums over the lanes of each of four quads, ((0 + 2) + (1 + 3)), by two steps that transpose as they fold.
+template <class Quad>
+NORMOPS_INLINE void sum_quads(const Quad& a, const Quad& b, const Quad& c, const Quad& d, Quad& sums) {
+  const Quad ab = shuffle<0, 1, 4, 5>(a, b) + shuffle<2, 3, 6, 7>(a, b);
+  const Quad cd = shuffle<0, 1, 4, 5>(c, d) + shuffle<2, 3, 6, 7>(c, d);
+  sums = shuffle<0, 2, 4, 6>(ab, cd) + shuffle<1, 3, 5, 7>(ab, cd);
+}
+
+// The sums of what was folded: of four at a time, which cost little more than one.
+template <class R>
+NORMOPS_INLINE void sums_of(const Folded<R>* folded, compute_t<R>* sums) {
+  quad_t<R> result[2];
+  for (int i = 0; i < (kEvenOdd<R> ? 2 : 1); i++) {
+    sum_quads(folded[0].quads[i], folded[1].quads[i], folded[2].quads[i], folded[3].quads[i], result[i]);
+  }
+  if constexpr (kEvenOdd<R>) result[0] = result[0] + result[1];
+  std::memcpy(sums, &result[0], sizeof result[0]);
+}
+
+template <class R>
+NORMOPS_INLINE compute_t<R> sum_of(const Folded<R>& folded) {
+  const Folded<R> same[] = {folded, folded, folded, folded};
+  compute_t<R> sums[4];
+  sums_of(same, sums);
+  return sums[0];
+}
+
+}  // namespace
+}  // namespace normops::cpu::NORMOPS_ISA

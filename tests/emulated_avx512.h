@@ -1,0 +1,137 @@
+// The intrinsics of AVX-512 that the CPU kernels use, for csrc/cpu/foreach_isa.h: machines without AVX-512 can run what
+// is written for it. The compiler lowers the vectors themselves to AVX2's.
+#pragma GCC target("avx2,fma,f16c")
+#pragma GCC diagnostic ignored "-Wpsabi"
+#define NORMOPS_ISA avx512
+#define NORMOPS_VECTOR_BYTES 64
+#define NORMOPS_F16C
+
+namespace emulated {
+
+// The lanes of a register, which converts from and to any type of its size.
+template <class T, int kCount>
+struct Lanes {
+  Lanes() = default;
+  template <class Register>
+  explicit Lanes(const Register& v) {
+    static_assert(sizeof v == sizeof lane);
+    std::memcpy(lane, &v, sizeof lane);
+  }
+  template <class Register>
+  operator Register() const {
+    static_assert(sizeof(Register) == sizeof lane);
+    Register v;
+    std::memcpy(&v, lane, sizeof lane);
+    return v;
+  }
+  T& operator[](int i) { return lane[i]; }
+  T lane[kCount] = {};
+};
+
+using Floats = Lanes<float, 16>;
+using Doubles = Lanes<double, 8>;
+using Integers = Lanes<uint32_t, 16>;
+using Words = Lanes<uint16_t, 32>;
+using HalfWords = Lanes<uint16_t, 16>;
+using Bytes = Lanes<unsigned char, 64>;
+
+inline __m512 fmadd(Floats a, Floats b, Floats c) {
+  for (int i = 0; i < 16; i++) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+}
+
+inline __m512d fmadd(Doubles a, Doubles b, Doubles c) {
+  for (int i = 0; i < 8; i++) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+}
+
+inline __m512i widen(HalfWords v) {
+  Integers result;
+  for (int i = 0; i < 16; i++) result[i] = v[i];
+  return result;
+}
+
+inline __m256i narrow(Integers v) {
+  HalfWords result;
+  for (int i = 0; i < 16; i++) result[i] = static_cast<uint16_t>(v[i]);
+  return result;
+}
+
+inline __m512 from_float16(HalfWords v) {
+  Floats result;
+  for (int i = 0; i < 16; i++) result[i] = _cvtsh_ss(v[i]);
+  return result;
+}
+
+inline __m256i to_float16(Floats v) {
+  HalfWords result;
+  for (int i = 0; i < 16; i++) result[i] = _cvtss_sh(v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return result;
+}
+
+inline __m512i broadcast(const __m128i& v) {
+  Bytes result;
+  for (int i = 0; i < 4; i++) std::memcpy(result.lane + 16 * i, &v, sizeof v);
+  return result;
+}
+
+inline __m512i shuffle_bytes(Bytes otherwise, uint64_t mask, Bytes v, Bytes from) {
+  for (int i = 0; i < 64; i++) {
+    if (mask >> i & 1) otherwise[i] = v[i / 16 * 16 + from[i] % 16];
+  }
+  return otherwise;
+}
+
+inline __m512i set_words(short value) {
+  Words result;
+  for (uint16_t& word : result.lane) word = static_cast<uint16_t>(value);
+  return result;
+}
+
+// Each bit of the result is the one of the table that the bits of a, b and c number.
+inline __m512i look_up_bits(Bytes a, Bytes b, Bytes c, int table) {
+  Bytes result;
+  for (int i = 0; i < 512; i++) {
+    const auto bit = [i](Bytes& v) { return v[i / 8] >> i % 8 & 1; };
+    result[i / 8] |= (table >> (4 * bit(a) + 2 * bit(b) + bit(c)) & 1) << i % 8;
+  }
+  return result;
+}
+
+inline uint32_t greater_words(Words a, Words b) {
+  uint32_t mask = 0;
+  for (int i = 0; i < 32; i++) mask |= uint32_t{a[i] > b[i]} << i;
+  return mask;
+}
+
+inline __m512i add_words(Words otherwise, uint32_t mask, Words a, Words b) {
+  for (int i = 0; i < 32; i++) {
+    if (mask >> i & 1) otherwise[i] = static_cast<uint16_t>(a[i] + b[i]);
+  }
+  return otherwise;
+}
+
+// Of aligned targets alone, as the instruction.
+inline void stream(void* target, const __m512i& v) {
+  if (reinterpret_cast<uintptr_t>(target) % sizeof v != 0) __builtin_trap();
+  std::memcpy(target, &v, sizeof v);
+}
+
+}  // namespace emulated
+
+#define _mm512_fmadd_ps(a, b, c) emulated::fmadd(emulated::Floats(a), emulated::Floats(b), emulated::Floats(c))
+#define _mm512_fmadd_pd(a, b, c) emulated::fmadd(emulated::Doubles(a), emulated::Doubles(b), emulated::Doubles(c))
+#define _mm512_cvtepu16_epi32(v) emulated::widen(emulated::HalfWords(v))
+#define _mm512_cvtepi32_epi16(v) emulated::narrow(emulated::Integers(v))
+#define _mm512_cvtph_ps(v) emulated::from_float16(emulated::HalfWords(v))
+#define _mm512_maskz_cvtps_ph(mask, v, rounding) emulated::to_float16(emulated::Floats(v))
+#define _mm512_broadcast_i32x4 emulated::broadcast
+#define _mm512_mask_shuffle_epi8(otherwise, mask, v, from) \
+  emulated::shuffle_bytes(emulated::Bytes(otherwise), mask, emulated::Bytes(v), emulated::Bytes(from))
+#define _mm512_set1_epi16 emulated::set_words
+#define _mm512_ternarylogic_epi32(a, b, c, table) \
+  emulated::look_up_bits(emulated::Bytes(a), emulated::Bytes(b), emulated::Bytes(c), table)
+#define _mm512_cmpgt_epu16_mask(a, b) emulated::greater_words(emulated::Words(a), emulated::Words(b))
+#define _mm512_mask_add_epi16(otherwise, mask, a, b) \
+  emulated::add_words(emulated::Words(otherwise), mask, emulated::Words(a), emulated::Words(b))
+#define _mm512_stream_si512 emulated::stream
