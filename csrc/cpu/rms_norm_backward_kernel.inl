@@ -137,12 +137,14 @@ class BackwardRows {
   using Compute = compute_t<R>;
   using Group = BackwardGroup<T, R>;
   using Row = BackwardRow<T, R>;
+  // Not on the narrow registers of old processors: it would double their kernels.
+  static constexpr bool kMayPrefetch = Wants::grad_input && NORMOPS_VECTOR_BYTES > 16;
 
   // Of `rows` rows from `row` on.
   BackwardRows(const RmsNormBackwardArgs& args, int64_t row, int64_t rows)
       : args_(args),
         scale_(static_cast<const Compute*>(args.scale)),
-        prefetches_(Wants::grad_input &&
+        prefetches_(kMayPrefetch &&
                     rows * args.cols * static_cast<int64_t>(sizeof(T) + 2 * sizeof(R)) > kPrefetchBytes),
         streams_(prefetches_ && args.stream && kLanes<R> * sizeof(R) == 64 &&
                  begins_with_lines(static_cast<const R*>(args.grad_input), args.grad_input_rows)),
@@ -164,32 +166,29 @@ class BackwardRows {
   }
 
   void sum(Group& group) const {
-    if (Wants::grad_input && prefetches_ && !streams_) {
-      sum_group<T, R, Wants::grad_input, Wants::grad_input>(args_, group);
+    if (kMayPrefetch && prefetches_ && !streams_) {
+      sum_group<T, R, Wants::grad_input, kMayPrefetch>(args_, group);
     } else {
       sum_group<T, R, Wants::grad_input, false>(args_, group);
     }
   }
 
   // grad_input[:, begin:end]; adds the rows' share of grad_weight to `partial`.
-  NORMOPS_INLINE void write(const Group& group, const Group& ahead, int64_t begin, int64_t end,
-                            Compute* partial) const {
-    int r = 0;
-    for (; r + kWriteRows <= group.count; r += kWriteRows) {
-      if (Wants::grad_input && prefetches_) {
-        write_rows<kWriteRows, Wants::grad_input>(group, ahead, r, begin, end, partial);
-      } else {
-        write_rows<kWriteRows, false>(group, ahead, r, begin, end, partial);
+  [[gnu::noinline]] void write(const Group& group, const Group& ahead, int64_t begin, int64_t end,
+                               Compute* partial) const {
+    for (; begin < end; begin += kSpan) {
+      const int64_t last = span_end(begin, end);
+      int r = 0;
+      for (; r + kWriteRows <= group.count; r += kWriteRows) {
+        if (kMayPrefetch && prefetches_) {
+          write_rows<kWriteRows, kMayPrefetch>(group, ahead, r, begin, last, partial);
+        } else {
+          write_rows<kWriteRows, false>(group, ahead, r, begin, last, partial);
+        }
       }
+      for (; r < group.count; r++) write_rows<1, false>(group, ahead, r, begin, last, partial);
     }
-    for (; r < group.count; r++) write_rows<1, false>(group, ahead, r, begin, end, partial);
-  }
-
-  [[gnu::noinline]] void write(const Group& group, const Group& ahead, Compute* partial) const {
-    for (int64_t begin = 0; begin < args_.cols; begin += kSpan) {
-      write(group, ahead, begin, span_end(begin, args_.cols), partial);
-    }
-    if (streams_) finish_stream();
+    if (kMayPrefetch && streams_) finish_stream();
   }
 
  private:
@@ -203,7 +202,7 @@ class BackwardRows {
     Block<R> rstd[kRows], minus_c[kRows];
     for (int r = 0; r < kRows; r++) {
       rows[r] = group.rows[first + r];
-      if (kPrefetches) ahead[r] = next_group.rows[first + r];
+      if (kPrefetches) ahead[r] = (first + r < next_group.count ? next_group : group).rows[first + r];
       rstd[r] = broadcast<R>(group.rstd[first + r]);
       minus_c[r] = broadcast<R>(group.minus_c[first + r]);
     }
@@ -283,7 +282,7 @@ void backward_chunks(const RmsNormBackwardArgs& args, int64_t begin, int64_t end
     row += group.count;
     next(ahead, row);
     rows.sum(group);
-    rows.write(group, ahead, partial);
+    rows.write(group, ahead, 0, args.cols, partial);
   }
 }
 
