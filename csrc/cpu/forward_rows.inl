@@ -125,6 +125,11 @@ struct NormalizedRows {
   }
 };
 
+// Rows of at most so many bytes go through the forward in groups: there the sums' folds, roots and divisions take the
+// time, not memory.
+constexpr int64_t kNarrowBytes = 2048;
+constexpr int kNarrowGroup = 8;
+
 // From the rows of a Source to outputs of type T.
 template <class T, class Source, class Way>
 class ForwardRows {
@@ -136,20 +141,33 @@ class ForwardRows {
   ForwardRows(const Args& args, int64_t row)
       : args_(args), source_(args, row), outputs_(static_cast<T*>(args.output), args.output_rows, row) {}
 
-  // The next kRows rows, of a span at most: their sums are folded together, and their roots and divisions go through
-  // the pipeline, or one vector, together. Not inlined, nor is the other way: each has the registers for itself.
-  template <int kRows>
-  [[gnu::noinline]] void process_group() {
-    Row rows[kRows];
-    Folded<R> folded[kRows];
-    compute_t<R> sums[kRows], rstd[kRows];
-    for (int r = 0; r < kRows; r++) {
-      rows[r] = source_.next();
-      folded[r] = fold_span<R>(0, args_.cols, rows[r].squares());
+  // The next `groups` groups of kNarrowGroup rows, of a span at most: their sums are folded together, and their roots
+  // and divisions go through the pipeline, or one vector, together. While those take their time, the group before is
+  // written. Not inlined, nor is the other way: each has the registers for itself.
+  [[gnu::noinline]] void process_groups(int64_t groups) {
+    struct {
+      Row rows[kNarrowGroup];
+      compute_t<R> rstd[kNarrowGroup];
+    } turns[2];
+    for (int64_t i = 0; i <= groups; i++) {
+      if (i < groups) {
+        auto& group = turns[i % 2];
+        Folded<R> folded[kNarrowGroup];
+        compute_t<R> sums[kNarrowGroup];
+        for (int r = 0; r < kNarrowGroup; r++) {
+          group.rows[r] = source_.next();
+          folded[r] = fold_span<R>(0, args_.cols, group.rows[r].squares());
+        }
+        for (int r = 0; r < kNarrowGroup; r += 4) sums_of<R>(folded + r, sums + r);
+        for (int r = 0; r < kNarrowGroup; r++) group.rstd[r] = rstd_of<R>(sums[r], args_.cols, args_.eps);
+      }
+      if (i > 0) {
+        const auto& group = turns[(i - 1) % 2];
+        for (int r = 0; r < kNarrowGroup; r++) {
+          normalized<1>(group.rows + r, group.rstd + r).write_columns(0, args_.cols);
+        }
+      }
     }
-    for (int r = 0; r < kRows; r += 4) sums_of<R>(folded + r, sums + r);
-    for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(sums[r], args_.cols, args_.eps);
-    for (int r = 0; r < kRows; r++) normalized<1>(rows + r, rstd + r).write_columns(0, args_.cols);
   }
 
   // The next `groups` groups of kRows rows, at least one: each is written while the one after it is summed, so that
@@ -213,10 +231,6 @@ class ForwardRows {
   RowIterator<T> outputs_;
 };
 
-// Rows of at most so many bytes go through the forward in groups: there the sums' folds, roots and divisions take the
-// time, not memory.
-constexpr int64_t kNarrowBytes = 2048;
-constexpr int kNarrowGroup = 8;
 // Wider rows are read and written in turn, two at a time where there are 32 registers.
 constexpr int kTurnRows = NORMOPS_VECTOR_BYTES == 64 ? 2 : 1;
 
@@ -233,7 +247,9 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
   ForwardRows<T, Source, Way> rows(args, begin);
   int64_t row = begin;
   if (args.cols * static_cast<int64_t>(sizeof(T)) <= kNarrowBytes) {
-    for (; row + kNarrowGroup <= end; row += kNarrowGroup) rows.template process_group<kNarrowGroup>();
+    const int64_t groups = (end - begin) / kNarrowGroup;
+    rows.process_groups(groups);
+    row += groups * kNarrowGroup;
   }
   const int64_t turns = (end - row) / kTurnRows;
   if (turns > 0) rows.template process_in_turn<kTurnRows>(turns);
