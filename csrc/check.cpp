@@ -2,6 +2,8 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <cmath>
+
 #include "overlap.h"
 #include "problem.h"
 

@@ -1,7 +1,6 @@
 // The intrinsics of AVX-512 that the CPU kernels use, for csrc/cpu/foreach_isa.h: machines without AVX-512 can run what
 // is written for it. The compiler lowers the vectors themselves to AVX2's.
 #pragma GCC target("avx2,fma,f16c")
-#pragma GCC diagnostic ignored "-Wpsabi"
 #define NORMOPS_ISA avx512
 #define NORMOPS_VECTOR_BYTES 64
 #define NORMOPS_F16C

@@ -1,5 +1,6 @@
 // Pseudo-random problems for the programs that run the CPU kernels without torch.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -58,8 +59,8 @@ struct KernelProblem {
         grad_input(residual.size()),
         grad_weight(weight.size()),
         chunks((rows + rows_per_chunk - 1) / rows_per_chunk),
-        scale(padded_cols(residual_dtype, cols)),
-        partials(chunks * padded_cols(residual_dtype, cols)) {
+        scale(std::max(padded_cols(dtype, cols), padded_cols(residual_dtype, cols)) * size_of(compute_dtype(dtype))),
+        partials(chunks * padded_cols(residual_dtype, cols) * size_of(compute_dtype(dtype))) {
     RowLayout layout;
     layout.dims = 1;
     layout.sizes[0] = rows;
@@ -94,7 +95,7 @@ struct KernelProblem {
 
   std::vector<char> input, grad_output, residual, grad_residual, weight, output, residual_out, grad_input, grad_weight;
   int64_t chunks;
-  std::vector<double> scale, partials;
+  std::vector<char> scale, partials;
   RmsNormArgs forward;
   AddRmsNormArgs add;
   RmsNormBackwardArgs backward;

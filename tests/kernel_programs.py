@@ -2,31 +2,59 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+LIBRARY = TESTS.parent / "normops" / "libnormops_kernels.so"
 CSRC = TESTS.parent / "csrc" / "cpu"
 FLAGS = ("-std=c++20", "-O3", "-Wall", "-ffp-contract=off", "-fno-math-errno", f"-I{CSRC}", f"-I{TESTS}")
 
+
+@dataclass(frozen=True)
+class Kernels:
+    """How kernels are compiled, and the programs linked that run them."""
+
+    name: str
+    compiler: tuple[str, ...] = ("g++",)
+    linker: str = "g++"
+    flags: tuple[str, ...] = ()  # of both
+    isa: Path = CSRC / "isa.cpp"
+
+
+NATIVE = Kernels("native")  # those of the build that is tested
+# Where they are only compared with those of the build, they need not be fast: that halves the time to compile them.
+QUICK = ("-O1",)
 # clang 17 as a Python package, which has no library to ask for the machine's instruction set: for kernels alone.
-CLANG = (sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline", "-fno-sanitize=all")
+CLANG = Kernels("clang", (sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline", "-fno-sanitize=all"), flags=QUICK)
+GCC_11 = Kernels("g++-11", ("g++-11",), "g++-11", QUICK)
+NEON = Kernels("neon", ("aarch64-linux-gnu-g++",), "aarch64-linux-gnu-g++")
+# On machines with AVX2.
+EMULATED_AVX512 = Kernels(
+    "emulated-avx512",
+    flags=(*QUICK, "-Wno-psabi", '-DNORMOPS_EMULATION="emulated_avx512.h"'),
+    isa=TESTS / "emulated_isa.cpp",
+)
 
 
-def build_kernels(folder: Path, *compiler: str) -> list[Path]:
-    """Compiles the kernels as setup.py does, once for each folder and compiler, as that takes the time."""
+def build_kernels(folder: Path, kernels: Kernels) -> list[Path]:
+    """Compiles the kernels as setup.py does, once for each folder, as that takes the time."""
     targets = []
     for source in sorted(CSRC.glob("*_kernel.cpp")):
-        target = folder / f"{source.stem}-{Path(compiler[-1]).name if len(compiler) == 1 else 'clang'}.o"
+        target = folder / f"{source.stem}-{kernels.name}.o"
         if not target.exists():
-            subprocess.run([*compiler, *FLAGS, "-c", str(source), "-o", str(target)], check=True)
+            command = (*kernels.compiler, *FLAGS, *kernels.flags, "-c", str(source), "-o", str(target))
+            subprocess.run(command, check=True)
         targets.append(target)
     return targets
 
 
-def build(source: Path, folder: Path, compiler: str = "g++", kernels: tuple[str, ...] = ()) -> Path:
-    """Compiles ``source``, and the kernels perhaps with another compiler, into a program in ``folder``."""
-    objects = build_kernels(folder, *(kernels or (compiler,)))
-    program = folder / f"{source.stem}-{objects[0].stem.split('-', 1)[1]}"
-    files = [str(source), str(CSRC / "isa.cpp"), *map(str, objects)]
-    subprocess.run([compiler, *FLAGS, "-static", *files, "-o", str(program)], check=True)
+def build(source: Path, folder: Path, kernels: Kernels = NATIVE) -> Path:
+    """Compiles ``source``, and the kernels if need be, into a program in ``folder``."""
+    program = folder / f"{source.stem}-{kernels.name}"
+    if kernels is NATIVE:
+        objects = [str(LIBRARY), f"-Wl,-rpath,{LIBRARY.parent}"]
+    else:
+        objects = ["-static", str(kernels.isa), *map(str, build_kernels(folder, kernels))]
+    subprocess.run([kernels.linker, *FLAGS, *kernels.flags, str(source), *objects, "-o", str(program)], check=True)
     return program

@@ -9,6 +9,7 @@
 
 #include "../check.h"
 #include "../problem.h"
+#include "huge_pages.h"
 #include "parallel.h"
 #include "rms_norm_kernel.h"
 
@@ -19,7 +20,11 @@ struct CpuBackend {
   struct Guard {
     explicit Guard(c10::Device) {}
   };
-  static Tensor empty_contiguous(const Tensor& like) { return at::native::empty_cpu(like.sizes(), like.scalar_type()); }
+  static Tensor empty_contiguous(const Tensor& like) {
+    Tensor tensor = at::native::empty_cpu(like.sizes(), like.scalar_type());
+    advise_huge_pages(tensor.mutable_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
+    return tensor;
+  }
 };
 
 // Elements a thread should at least have: waking a second one costs about as much as a thread needs for these.

@@ -1,0 +1,148 @@
+// Runs the CPU kernels on buffers of exactly the bytes that they may access, between pages that nobody may: one byte
+// beyond ends the program. With the argument "short", one output lacks its last byte.
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+
+#include "isa.h"
+#include "kernel_problem.h"
+
+namespace {
+
+using namespace normops;
+using namespace normops::cpu;
+
+enum class Side { begin, end };
+
+bool is_short = false;
+
+// Memory of which one side lies at a page that nobody may access.
+class Memory {
+ public:
+  Memory(Side side, DType dtype, int64_t count, int64_t missing = 0) {
+    constexpr size_t kPage = 4096;
+    const size_t bytes = count * size_of(dtype) - missing;
+    const size_t room = (bytes + kPage - 1) / kPage * kPage;
+    size_ = room + 2 * kPage;
+    pages_ = static_cast<char*>(mmap(nullptr, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (pages_ == MAP_FAILED || mprotect(pages_ + kPage, room, PROT_READ | PROT_WRITE) != 0) std::abort();
+    data_ = pages_ + kPage + (side == Side::begin ? 0 : room - bytes);
+    std::memset(data_, 0x3c, bytes);
+  }
+  Memory(const Memory&) = delete;
+  ~Memory() { munmap(pages_, size_); }
+  char* data() const { return data_; }
+
+ private:
+  size_t size_;
+  char *pages_, *data_;
+};
+
+// Rows of `stride` elements, the last one no longer than it must be.
+struct Rows : Memory {
+  Rows(Side side, DType dtype, int64_t rows, int64_t cols, int64_t padding, int64_t missing = 0)
+      : Memory(side, dtype, (rows - 1) * (cols + padding) + cols, missing) {
+    layout.dims = 1;
+    layout.sizes[0] = rows;
+    layout.strides[0] = cols + padding;
+  }
+  RowLayout layout;
+};
+
+struct Shape {
+  int64_t rows, cols, padding;
+};
+
+// With a residual of `residual_dtype`, which is also the dtype of the backward's input.
+void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const Shape& shape) {
+  const auto [rows, cols, padding] = shape;
+  const auto rows_of = [&](DType dtype) { return Rows(side, dtype, rows, cols, padding); };
+  const Rows input = rows_of(dtype), grad_output = rows_of(dtype), residual = rows_of(residual_dtype),
+             grad_residual = rows_of(residual_dtype), residual_out = rows_of(residual_dtype),
+             grad_input = rows_of(residual_dtype);
+  const Memory weight(side, weight_dtype, cols), grad_weight(side, weight_dtype, cols);
+  const Memory scale(side, compute_dtype(dtype), padded_cols(dtype, cols));
+  const Memory residual_scale(side, compute_dtype(dtype), padded_cols(residual_dtype, cols));
+  constexpr int64_t kRowsPerChunk = 12;
+  const int64_t chunks = (rows + kRowsPerChunk - 1) / kRowsPerChunk;
+  const Memory partials(side, compute_dtype(dtype), chunks * padded_cols(residual_dtype, cols));
+  const Rows output(side, dtype, rows, cols, padding, is_short);
+
+  const RmsNormKernels& kernels = rms_norm_kernels();
+  kernels.scale(dtype, weight_dtype, weight.data(), 1.0, scale.data(), 0, cols);
+  kernels.scale(residual_dtype, weight_dtype, weight.data(), 1.0, residual_scale.data(), 0, cols);
+  const RmsNormArgs forward = {.dtype = dtype,
+                               .cols = cols,
+                               .eps = 1e-5,
+                               .input = input.data(),
+                               .input_rows = input.layout,
+                               .scale = scale.data(),
+                               .output = output.data(),
+                               .output_rows = output.layout,
+                               .stream = true};
+  AddRmsNormArgs add = {forward,         residual_dtype,      residual.data(),
+                        residual.layout, residual_out.data(), residual_out.layout};
+  add.scale = residual_scale.data();
+  const int64_t spans = (cols + kSpan - 1) / kSpan;
+  std::vector<double> squares(spans), dots(spans);
+  const auto run_forward = [&](const auto& kernels, const auto& args) {
+    kernels.rows(args, 0, rows);
+    kernels.sums(args, rows - 1, 0, spans, squares.data());
+    kernels.columns(args, rows - 1, 1.0, 0, cols);
+  };
+  run_forward(kernels.forward, forward);
+  run_forward(add_rms_norm_kernels(), add);
+
+  const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
+  for (const int wants : {1, 2, 3, 5, 7}) {  // grad_input, grad_weight, grad_residual
+    const RmsNormBackwardArgs backward = {.dtype = residual_dtype,
+                                          .grad_output_dtype = dtype,
+                                          .rows = rows,
+                                          .cols = cols,
+                                          .eps = 1e-5,
+                                          .grad_output = grad_output.data(),
+                                          .grad_output_rows = grad_output.layout,
+                                          .input = residual.data(),
+                                          .input_rows = residual.layout,
+                                          .scale = residual_scale.data(),
+                                          .grad_residual = wants & 4 ? grad_residual.data() : nullptr,
+                                          .grad_residual_rows = grad_residual.layout,
+                                          .grad_input = wants & 1 ? grad_input.data() : nullptr,
+                                          .grad_input_rows = grad_input.layout,
+                                          .grad_weight_partials = wants & 2 ? partials.data() : nullptr,
+                                          .rows_per_chunk = kRowsPerChunk,
+                                          .stream = true};
+    backward_kernels.rows(backward, 0, chunks);
+    backward_kernels.sums(backward, 0, 0, spans, squares.data(), dots.data());
+    backward_kernels.columns(backward, 0, 1.0, 1.0, 0, cols);
+  }
+  backward_kernels.grad_weight(residual_dtype, weight_dtype, partials.data(), chunks, cols, grad_weight.data(), 0,
+                               cols);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  std::printf("%s\n", isa_name(current_isa()));
+  is_short = count > 1 && std::string_view(arguments[1]) == "short";
+  std::vector<Shape> shapes;
+  for (const int64_t cols : {1, 5, 16, 31, 63, 64, 100, 769, 1025}) {
+    for (const int64_t rows : {1, 21}) {
+      for (const int64_t padding : {0, 3}) shapes.push_back({rows, cols, padding});
+    }
+  }
+  // What is read ahead, and written around the caches.
+  for (const int64_t cols : {4096, 4100}) shapes.push_back({99, cols, 0});
+  for (const Side side : {Side::begin, Side::end}) {
+    for (const DType dtype : kDTypes) {
+      for (const Shape& shape : shapes) {
+        for (const DType weight_dtype : kDTypes) {
+          run(side, dtype, dtype, weight_dtype, shape);
+          if (size_of(dtype) == 2) run(side, dtype, DType::float32, weight_dtype, shape);
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,89 @@
+"""The CPU kernels give the same bits wherever multiply-adds are fused, and access no memory but theirs."""
+
+import os
+import platform
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import kernel_programs
+import machine_code
+import pytest
+
+import normops
+
+PROGRAM = kernel_programs.TESTS / "kernel_bits.cpp"
+BOUNDS = kernel_programs.TESTS / "cpu_bounds.cpp"
+
+
+def hashes(*command: str, isa: str = "") -> tuple[str, list[str]]:
+    output = subprocess.run(
+        command, env=os.environ | {"NORMOPS_CPU_ISA": isa}, capture_output=True, text=True, check=True
+    ).stdout
+    name, *lines = output.splitlines()
+    return name, lines
+
+
+@pytest.fixture(scope="module")
+def native(program_folder: Path) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ on this machine")
+    return kernel_programs.build(PROGRAM, program_folder)
+
+
+def test_avx2_and_avx512(native: Path) -> None:
+    best, expected = hashes(str(native))
+    assert best == normops.build_info()["cpu_isa"]
+    assert len(expected) == len(set(expected)) == 216
+    if best != "avx512":
+        pytest.skip(f"this machine's best is {best}")
+    assert hashes(str(native), isa="avx2") == ("avx2", expected)
+
+
+def test_emulated_avx512(native: Path, program_folder: Path) -> None:
+    """What is written for AVX-512, where the machine does not have it, too."""
+    best, expected = hashes(str(native))
+    if best == "baseline":
+        pytest.skip("this machine does not fuse multiply-adds")
+    emulated = kernel_programs.build(PROGRAM, program_folder, kernel_programs.EMULATED_AVX512)
+    assert hashes(str(emulated)) == ("avx512", expected)
+
+
+@pytest.mark.parametrize("kernels", [kernel_programs.GCC_11, kernel_programs.CLANG], ids=lambda kernels: kernels.name)
+def test_other_compilers(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
+    """And what they make for wide instruction sets stays apart."""
+    if shutil.which(kernels.compiler[0]) is None:
+        pytest.skip(f"no {kernels.compiler[0]} on this machine")
+    program = kernel_programs.build(PROGRAM, program_folder, kernels)
+    for isa in ("", "baseline"):
+        assert hashes(str(program), isa=isa) == hashes(str(native), isa=isa)
+    if platform.machine() == "x86_64":
+        machine_code.check_wide_instructions(*kernel_programs.build_kernels(program_folder, kernels))
+
+
+def test_neon(native: Path, program_folder: Path) -> None:
+    if shutil.which(kernel_programs.NEON.linker) is None or shutil.which("qemu-aarch64-static") is None:
+        pytest.skip("no compiler and emulator for aarch64 (packages g++-aarch64-linux-gnu, qemu-user-static)")
+    best, expected = hashes(str(native))
+    if best == "baseline":
+        pytest.skip("this machine does not fuse multiply-adds")
+    program = kernel_programs.build(PROGRAM, program_folder, kernel_programs.NEON)
+    assert hashes("qemu-aarch64-static", str(program)) == ("neon", expected)
+
+
+@pytest.mark.parametrize("kernels", [kernel_programs.NATIVE, kernel_programs.EMULATED_AVX512], ids=lambda k: k.name)
+def test_memory_that_kernels_access(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
+    """Each buffer ends, or begins, at a page that nobody may access."""
+    best, _ = hashes(str(native))
+    if kernels is kernel_programs.NATIVE:
+        isas = [best, *(isa for isa in ("avx2", "baseline") if best == "avx512" or isa == "baseline" != best)]
+    elif best == "baseline":
+        pytest.skip("this machine does not fuse multiply-adds")
+    else:
+        isas = ["avx512"]
+    program = kernel_programs.build(BOUNDS, program_folder, kernels)
+    for isa in isas:
+        assert hashes(str(program), isa=isa) == (isa, [])
+    environment = os.environ | {"NORMOPS_CPU_ISA": isas[0]}
+    assert subprocess.run([str(program), "short"], env=environment).returncode == -signal.SIGSEGV

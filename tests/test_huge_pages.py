@@ -1,0 +1,59 @@
+"""Large new outputs ask for huge pages, as /proc/self/smaps tells of the memory that they lie in."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc/self/smaps on this system")
+
+MIB = 2**20
+PROGRAM = """
+import sys, torch, normops
+
+def mapping(tensor):
+    inside = False
+    values = {}
+    for line in open("/proc/self/smaps"):
+        name, *words = line.split()
+        if "-" in name and not name.endswith(":"):
+            begin, end = (int(number, 16) for number in name.split("-"))
+            inside = begin <= tensor.data_ptr() + tensor.nbytes // 2 < end
+        elif inside:
+            values[name] = " ".join(words)
+    return values
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+rows = int(sys.argv[1]) // 4096
+x, w = torch.ones(rows, 1024), torch.ones(1024)
+normops.rms_norm(x[:1], 1024, w)
+before = resident()
+y = normops.rms_norm(x, 1024, w)
+grown = resident() - before
+print("hg" in mapping(y)["VmFlags:"].split(), grown - y.nbytes)
+dx = torch.ops.normops.rms_norm_backward(x, x, [1024], w, output_mask=[True, False])[0]
+print("hg" in mapping(dx)["VmFlags:"].split())
+"""
+
+
+def run(size: int, setting: str = "") -> tuple[list[str], int]:
+    environment = os.environ | {"NORMOPS_HUGE_PAGES": setting}
+    command = (sys.executable, "-c", PROGRAM, str(size))
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    forward, beyond, backward = printed.split()
+    return [forward, backward], int(beyond)
+
+
+def test_large_outputs_ask_for_huge_pages_and_commit_no_more_than_they_have() -> None:
+    advised, beyond = run(33 * MIB)
+    assert advised == ["True", "True"]
+    assert beyond < MIB  # half a huge page
+
+
+@pytest.mark.parametrize(("size", "setting"), [(16 * MIB, ""), (33 * MIB, "0")], ids=["smaller", "turned off"])
+def test_others_do_not(size: int, setting: str) -> None:
+    assert run(size, setting)[0] == ["False", "False"]
