@@ -13,6 +13,8 @@ from bench.operators import EPS
 from bench.problems import Size
 from bench.timing import Call, Timing, alternate, host_timer
 
+ops = torch.ops.normops
+
 MODES = ("no_grad", "forward", "forward + backward")
 BASE = "F.layer_norm"
 TURNS = 101
@@ -46,14 +48,25 @@ def _calls(mode: str, size: Size) -> dict[str, Call]:
     input = torch.randn(size.rows, size.cols, device=size.device, requires_grad=needs_grad)
     weight = torch.ones(size.cols, device=size.device, requires_grad=needs_grad)
     grad_output = torch.randn(size.rows, size.cols, device=size.device)
-    arguments = (input, [size.cols], weight)
+    residual = torch.randn_like(input, requires_grad=needs_grad)
+    arguments = ([size.cols], weight, EPS)
     forward: dict[str, Callable[[], Tensor]] = {
-        BASE: partial(F.layer_norm, *arguments, None, EPS),
-        "torch.ops.normops.rms_norm": partial(torch.ops.normops.rms_norm, *arguments, EPS),
-        "normops.rms_norm": partial(normops.rms_norm, *arguments, EPS),
-        "F.rms_norm": partial(F.rms_norm, *arguments, EPS),
+        BASE: partial(F.layer_norm, input, [size.cols], weight, None, EPS),
+        "torch.ops.normops.rms_norm": partial(ops.rms_norm, input, *arguments),
+        "normops.rms_norm": partial(normops.rms_norm, input, *arguments),
+        "F.rms_norm": partial(F.rms_norm, input, *arguments),
+        "torch.ops.normops.add_rms_norm": lambda: ops.add_rms_norm(input, residual, *arguments)[0],
+        "normops.add_rms_norm": lambda: normops.add_rms_norm(input, residual, *arguments)[0],
     }
-    if mode != "forward + backward":
+    if mode == "no_grad":
+        out, residual_out = torch.empty_like(input), torch.empty_like(input)
+        return forward | {
+            "torch.ops.normops.rms_norm.out": partial(ops.rms_norm.out, input, *arguments, out=out),
+            "torch.ops.normops.add_rms_norm.out": partial(
+                ops.add_rms_norm.out, input, residual, *arguments, out=out, residual_out=residual_out
+            ),
+        }
+    if mode == "forward":
         return dict(forward)
 
     def with_backward(call: Callable[[], Tensor]) -> Call:

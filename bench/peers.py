@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import normops
-from bench import onnx_runtime
+from bench import hugging_face, onnx_runtime
 from bench.operators import EPS
 from bench.problems import Problem, Tensors
 
@@ -33,8 +33,8 @@ class Peer:
     preallocated: Mapping[str, Builder] = field(default_factory=dict)
     """By operator: calls that write into memory that the builder allocated."""
     devices: tuple[str, ...] = ("cpu", "cuda")
-    packages: tuple[str, ...] = ()
-    """What has to be installed."""
+    missing: Callable[[], str | None] = lambda: None
+    """Why it cannot be used here, or None."""
     has_bounds: bool = False
     """Whether the oracle's bounds hold, not just a tolerance."""
     own_definition: bool = False
@@ -46,14 +46,18 @@ class Peer:
 
     def why_not(self, problem: Problem) -> str | None:
         """Why the problem cannot be measured, or None."""
-        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
-        if missing:
-            return f"{' and '.join(missing)} not installed"
+        if reason := self.missing():
+            return reason
         if problem.size.device not in self.devices:
             return f"not for {problem.size.device}"
         if problem.operator.name not in self.fresh:
             return f"has no {problem.operator.name}"
         return None if self.builder(problem) else "cannot write into given memory"
+
+
+def _not_installed(*names: str) -> Callable[[], str | None]:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return lambda: f"{' and '.join(missing)} not installed" if missing else None
 
 
 def layer_norm(input: Tensor, weight: Tensor) -> Tensor:
@@ -326,7 +330,7 @@ PEERS = (
         {name: _in_triton(build) for name, build in NORMOPS.fresh.items()},
         {name: _in_triton(build) for name, build in NORMOPS.preallocated.items()},
         devices=("cuda",),
-        packages=("triton",),
+        missing=_not_installed("triton"),
         has_bounds=True,
     ),
     UNFUSED,
@@ -339,9 +343,22 @@ PEERS = (
         {"rms_norm": onnx_runtime.fresh},
         {"rms_norm": onnx_runtime.preallocated},
         devices=("cpu",),
-        packages=("onnx", "onnxruntime"),
+        missing=_not_installed("onnx", "onnxruntime"),
     ),
-    Peer("Liger", _with_autograd(liger_rms_norm, liger_add_rms_norm), devices=("cuda",), packages=("liger_kernel",)),
-    Peer("quack", _with_autograd(quack_rms_norm, quack_add_rms_norm), devices=("cuda",), packages=("quack",)),
+    Peer(
+        "HF rmsnorm",
+        {name: build for name, build in _with_autograd(hugging_face.rms_norm).items() if not name.startswith("add_")},
+        devices=("cpu",),
+        missing=hugging_face.missing,
+    ),
+    Peer(
+        "Liger",
+        _with_autograd(liger_rms_norm, liger_add_rms_norm),
+        devices=("cuda",),
+        missing=_not_installed("liger_kernel"),
+    ),
+    Peer(
+        "quack", _with_autograd(quack_rms_norm, quack_add_rms_norm), devices=("cuda",), missing=_not_installed("quack")
+    ),
     Peer("F.layer_norm", _with_autograd(layer_norm), own_definition=True),
 )

@@ -51,16 +51,19 @@ def format_seconds(seconds: float) -> str:
 
 
 def overhead_table(overhead: Overhead) -> Table:
-    names = list(next(iter(overhead.timings.values())))
+    names = dict.fromkeys(name for timings in overhead.timings.values() for name in timings)
 
-    def row(mode: str) -> Row:
-        of_mode = overhead.timings[mode]
-        base = of_mode[BASE].median
-        multiples = (f"{format_seconds(t.median)} ({t.median / base:.2f}x)" for n, t in of_mode.items() if n != BASE)
-        return mode, format_seconds(base), *multiples
+    def cell(name: str, mode: str) -> str:
+        timings = overhead.timings[mode]
+        if name not in timings:
+            return ""
+        median = timings[name].median
+        return format_seconds(median) + (f" ({median / timings[BASE].median:.2f}x)" if name != BASE else "")
 
     title = f"Overhead: a call on {overhead.size} with 1 thread, in brackets as a multiple of {BASE}'s"
-    return Table(title, ("", *names), [[row(mode) for mode in overhead.timings]])
+    return Table(
+        title, ("", *overhead.timings), [[(name, *(cell(name, mode) for mode in overhead.timings)) for name in names]]
+    )
 
 
 def summary_table(measurements: Sequence[Measurement], cache: str) -> Table:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import checks
+from bench import checks, hugging_face
 from bench.operators import OPERATORS
 from bench.peers import NORMOPS, PEERS, Peer
 from bench.problems import Problem, Size, make_inputs
@@ -72,3 +72,18 @@ def test_of_large_results_a_sample_is_checked(peer: Peer, monkeypatch: pytest.Mo
     for row in (0, 299):
         assert str(error_with(0, row, 5)).startswith("grad_input: ")
     assert str(error_with(1, 63)).startswith("grad_weight: ")
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (None, "NORMOPS_BENCH_RMSNORM names no folder that has it, nor hub"),
+        ("/nowhere", "NORMOPS_BENCH_RMSNORM=/nowhere: No module named 'rmsnorm'"),
+    ],
+)
+def test_a_peer_that_is_not_there_says_why(place: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv(hugging_face.VARIABLE, raising=False)
+    if place is not None:
+        monkeypatch.setenv(hugging_face.VARIABLE, place)
+    assert hugging_face.missing.__wrapped__() == reason
