@@ -49,12 +49,14 @@ def build_kernels(folder: Path, kernels: Kernels) -> list[Path]:
     return targets
 
 
-def build(source: Path, folder: Path, kernels: Kernels = NATIVE) -> Path:
-    """Compiles ``source``, and the kernels if need be, into a program in ``folder``."""
+def build(source: Path, folder: Path, kernels: Kernels = NATIVE, *flags: str) -> Path:
+    """Compiles ``source`` with ``flags``, and the kernels if need be, into a program in ``folder``."""
     program = folder / f"{source.stem}-{kernels.name}"
     if kernels is NATIVE:
         objects = [str(LIBRARY), f"-Wl,-rpath,{LIBRARY.parent}"]
     else:
         objects = ["-static", str(kernels.isa), *map(str, build_kernels(folder, kernels))]
-    subprocess.run([kernels.linker, *FLAGS, *kernels.flags, str(source), *objects, "-o", str(program)], check=True)
+    subprocess.run(
+        [kernels.linker, *FLAGS, *kernels.flags, *flags, str(source), *objects, "-o", str(program)], check=True
+    )
     return program

@@ -87,3 +87,18 @@ def test_memory_that_kernels_access(kernels: kernel_programs.Kernels, native: Pa
         assert hashes(str(program), isa=isa) == (isa, [])
     environment = os.environ | {"NORMOPS_CPU_ISA": isas[0]}
     assert subprocess.run([str(program), "short"], env=environment).returncode == -signal.SIGSEGV
+
+
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="no valgrind on this machine")
+def test_threads_do_not_race(program_folder: Path) -> None:
+    """By valgrind's race detector, on the kernels as they are; and what threads share has the bits of one thread."""
+    source = kernel_programs.TESTS / "cpu_threads.cpp"
+    flags = (f"-I{kernel_programs.TESTS / 'threads'}", "-pthread")
+    program = kernel_programs.build(source, program_folder, kernel_programs.NATIVE, *flags)
+    detector = ("valgrind", "--tool=helgrind", "--error-exitcode=9", "--quiet", str(program))
+    isa = "avx2" if normops.build_info()["cpu_isa"] == "avx512" else ""  # valgrind does not run AVX-512
+    assert hashes(*detector, isa=isa)[1] == []
+    environment = os.environ | {"NORMOPS_CPU_ISA": isa}
+    racy = subprocess.run([*detector, "racy"], env=environment, capture_output=True, text=True)
+    assert racy.returncode == 9
+    assert "Possible data race" in racy.stderr

@@ -1,17 +1,13 @@
-// What the launchers on CPU tensors have in common: memory, the scale, and how the rows of a forward are shared among
-// threads.
+// What the launchers on CPU tensors have in common: new memory, the scale, and the arguments of a forward.
 #pragma once
 #include <ATen/ops/empty_native.h>
-#include <c10/util/SmallBuffer.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "../check.h"
 #include "../problem.h"
 #include "huge_pages.h"
-#include "parallel.h"
-#include "rms_norm_kernel.h"
+#include "sharing.h"
 
 namespace normops::cpu {
 
@@ -26,32 +22,6 @@ struct CpuBackend {
     return tensor;
   }
 };
-
-// Elements a thread should at least have: waking a second one costs about as much as a thread needs for these.
-constexpr int64_t kGrainElements = 16384;
-
-inline int64_t grain(int64_t elements_each) {
-  return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each));
-}
-
-// Uninitialised memory for `count` numbers of the compute type; small amounts lie on the stack.
-class Scratch {
- public:
-  Scratch(DType dtype, int64_t count) : buffer_(compute_dtype(dtype) == DType::float64 ? count : (count + 1) / 2) {}
-  Scratch(const Scratch&) = delete;
-  void* data() { return buffer_.data(); }
-
- private:
-  c10::SmallBuffer<double, 2048> buffer_;
-};
-
-// Shares a vector over the columns among the threads, in whole blocks.
-template <class Function>
-void parallel_for_columns(int64_t cols, int64_t grain_columns, const Function& function) {
-  parallel_for(
-      0, (cols + kLongestBlock - 1) / kLongestBlock, std::max<int64_t>(1, grain_columns / kLongestBlock),
-      [&](int64_t begin, int64_t end) { function(begin * kLongestBlock, std::min(end * kLongestBlock, cols)); });
-}
 
 // weight + weight_offset as the kernels read it, or ones without a weight.
 class Scale {
@@ -83,24 +53,6 @@ class Scale {
   Scratch converted_;
 };
 
-// Whether threads share each row: there are fewer rows than threads, and a row is long enough to be worth it.
-inline bool shares_rows(const Problem& problem) {
-  return problem.cols >= 2 * kGrainElements && problem.rows < at::get_num_threads();
-}
-
-// Sums over the spans of a row, one after another as a kernel that has the row to itself adds them.
-class SpanSums {
- public:
-  explicit SpanSums(int64_t cols) : count_((cols + kSpan - 1) / kSpan), sums_(DType::float64, count_) {}
-  double* data() { return static_cast<double*>(sums_.data()); }
-  int64_t count() const { return count_; }
-  double total() { return std::accumulate(data(), data() + count_, 0.0); }
-
- private:
-  int64_t count_;
-  Scratch sums_;
-};
-
 // Whether so many tensors of the input's size fill the caches, so that nobody would find an output there.
 inline bool exceeds_caches(const Problem& problem, DType dtype, int64_t tensors) {
   // Not sysconf(_SC_LEVEL3_CACHE_SIZE): in virtual machines it may name ten times what there is.
@@ -121,23 +73,6 @@ inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const voi
       .output_rows = y.layout(),
       .stream = exceeds_caches(problem, dtype_of(x.tensor), 2),
   };
-}
-
-template <class Args>
-void run_forward(const ForwardKernels<Args>& kernels, const Args& args, const Problem& problem) {
-  if (!shares_rows(problem)) {
-    parallel_for(0, problem.rows, grain(problem.cols),
-                 [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
-    return;
-  }
-  SpanSums squares(problem.cols);
-  for (int64_t row = 0; row < problem.rows; row++) {
-    parallel_for(0, squares.count(), kGrainElements / kSpan,
-                 [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data()); });
-    const double square_sum = squares.total();
-    parallel_for_columns(problem.cols, kGrainElements,
-                         [&](int64_t begin, int64_t end) { kernels.columns(args, row, square_sum, begin, end); });
-  }
 }
 
 }  // namespace normops::cpu

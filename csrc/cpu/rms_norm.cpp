@@ -9,24 +9,13 @@
 namespace normops::cpu {
 namespace {
 
-void backward_shared_rows(const RmsNormBackwardKernels& kernels, const RmsNormBackwardArgs& args) {
-  SpanSums squares(args.cols), dots(args.cols);
-  for (int64_t row = 0; row < args.rows; row++) {
-    parallel_for(0, squares.count(), kGrainElements / kSpan,
-                 [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data(), dots.data()); });
-    const double square_sum = squares.total(), dot = args.grad_input != nullptr ? dots.total() : 0;
-    parallel_for_columns(args.cols, kGrainElements,
-                         [&](int64_t begin, int64_t end) { kernels.columns(args, row, square_sum, dot, begin, end); });
-  }
-}
-
 void launch_rms_norm(const Tensor& input, size_t normalized_dims, const OptionalTensor& weight,
                      std::optional<double> eps, double weight_offset, const Tensor& output) {
   const Problem problem = make_problem(input, normalized_dims, eps);
   const Rows x = make_rows(input, normalized_dims);
   const Target y(output, normalized_dims);
   Scale scale(weight, weight_offset, dtype_of(input), problem.cols);
-  run_forward(rms_norm_kernels().forward, forward_args(problem, x, scale.data(), y), problem);
+  run_forward(rms_norm_kernels().forward, forward_args(problem, x, scale.data(), y), problem.rows);
   y.finish();
 }
 
@@ -95,12 +84,7 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   }
 
   const RmsNormBackwardKernels& kernels = rms_norm_backward_kernels();
-  if (shares_rows(problem)) {
-    backward_shared_rows(kernels, args);
-  } else {
-    parallel_for(0, chunks, grain(args.rows_per_chunk * problem.cols),
-                 [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
-  }
+  run_backward(kernels, args);
   if (dx.has_value()) dx->finish();
 
   if (grad_weight.defined() && !is_partial) {

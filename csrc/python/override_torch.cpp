@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "../problem.h"
 #include "../rms_norm.h"
 #include "registration.h"
 
@@ -10,9 +11,8 @@ namespace normops::python {
 namespace {
 
 bool has_kernels_for(const Tensor& tensor) {
-  const auto dtype = tensor.scalar_type();
-  const bool is_float = dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
-  return is_float && tensor.layout() == at::kStrided && (tensor.is_cpu() || tensor.is_cuda());
+  return find_dtype(tensor.scalar_type()).has_value() && tensor.layout() == at::kStrided &&
+         (tensor.is_cpu() || tensor.is_cuda());
 }
 
 // What torch's own may take and ours does not is torch's: it computes, or refuses in its own words.

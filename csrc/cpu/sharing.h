@@ -1,0 +1,90 @@
+// How threads share the rows of a call, or the columns of its rows if they are few and wide.
+#pragma once
+#include <c10/util/SmallBuffer.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "parallel.h"
+#include "rms_norm_kernel.h"
+
+namespace normops::cpu {
+
+// Elements a thread should at least have: waking a second one costs about as much as a thread needs for these.
+constexpr int64_t kGrainElements = 16384;
+
+inline int64_t grain(int64_t elements_each) {
+  return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each));
+}
+
+// Uninitialised memory for `count` numbers of the compute type; small amounts lie on the stack.
+class Scratch {
+ public:
+  Scratch(DType dtype, int64_t count) : buffer_(compute_dtype(dtype) == DType::float64 ? count : (count + 1) / 2) {}
+  Scratch(const Scratch&) = delete;
+  void* data() { return buffer_.data(); }
+
+ private:
+  c10::SmallBuffer<double, 2048> buffer_;
+};
+
+// Shares a vector over the columns among the threads, in whole blocks.
+template <class Function>
+void parallel_for_columns(int64_t cols, int64_t grain_columns, const Function& function) {
+  parallel_for(
+      0, (cols + kLongestBlock - 1) / kLongestBlock, std::max<int64_t>(1, grain_columns / kLongestBlock),
+      [&](int64_t begin, int64_t end) { function(begin * kLongestBlock, std::min(end * kLongestBlock, cols)); });
+}
+
+// Whether threads share each row: there are fewer rows than threads, and a row is long enough to be worth it.
+inline bool shares_rows(int64_t rows, int64_t cols) {
+  return cols >= 2 * kGrainElements && rows < at::get_num_threads();
+}
+
+// Sums over the spans of a row, one after another as a kernel that has the row to itself adds them.
+class SpanSums {
+ public:
+  explicit SpanSums(int64_t cols) : count_((cols + kSpan - 1) / kSpan), sums_(DType::float64, count_) {}
+  double* data() { return static_cast<double*>(sums_.data()); }
+  int64_t count() const { return count_; }
+  double total() { return std::accumulate(data(), data() + count_, 0.0); }
+
+ private:
+  int64_t count_;
+  Scratch sums_;
+};
+
+template <class Args>
+void run_forward(const ForwardKernels<Args>& kernels, const Args& args, int64_t rows) {
+  if (!shares_rows(rows, args.cols)) {
+    parallel_for(0, rows, grain(args.cols), [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
+    return;
+  }
+  SpanSums squares(args.cols);
+  for (int64_t row = 0; row < rows; row++) {
+    parallel_for(0, squares.count(), kGrainElements / kSpan,
+                 [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data()); });
+    const double square_sum = squares.total();
+    parallel_for_columns(args.cols, kGrainElements,
+                         [&](int64_t begin, int64_t end) { kernels.columns(args, row, square_sum, begin, end); });
+  }
+}
+
+inline void run_backward(const RmsNormBackwardKernels& kernels, const RmsNormBackwardArgs& args) {
+  if (!shares_rows(args.rows, args.cols)) {
+    const int64_t chunks = (args.rows + args.rows_per_chunk - 1) / args.rows_per_chunk;
+    parallel_for(0, chunks, grain(args.rows_per_chunk * args.cols),
+                 [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
+    return;
+  }
+  SpanSums squares(args.cols), dots(args.cols);
+  for (int64_t row = 0; row < args.rows; row++) {
+    parallel_for(0, squares.count(), kGrainElements / kSpan,
+                 [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data(), dots.data()); });
+    const double square_sum = squares.total(), dot = args.grad_input != nullptr ? dots.total() : 0;
+    parallel_for_columns(args.cols, kGrainElements,
+                         [&](int64_t begin, int64_t end) { kernels.columns(args, row, square_sum, dot, begin, end); });
+  }
+}
+
+}  // namespace normops::cpu

@@ -1,0 +1,2 @@
+#pragma once
+#define AT_PARALLEL_OPENMP 1
