@@ -27,6 +27,7 @@ void count(const char* kernel, DType dtype, int64_t rows, int64_t cols, int64_t 
 
 void count_kernels(DType dtype, int64_t rows, int64_t cols) {
   const RmsNormKernels& kernels = rms_norm_kernels();
+  const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
   KernelProblem p(dtype, dtype, dtype, rows, cols, 8);
   const int64_t elements = rows * cols;
   RmsNormBackwardArgs without_residual = p.backward;
@@ -35,13 +36,10 @@ void count_kernels(DType dtype, int64_t rows, int64_t cols) {
         [&] { kernels.scale(dtype, dtype, p.weight.data(), 0.0, p.scale.data(), 0, cols); });
   count("forward", dtype, rows, cols, elements, [&] { kernels.forward.rows(p.forward, 0, rows); });
   count("add_forward", dtype, rows, cols, elements, [&] { add_rms_norm_kernels().rows(p.add, 0, rows); });
-  count("backward", dtype, rows, cols, elements,
-        [&] { rms_norm_backward_kernels().rows(without_residual, 0, p.chunks); });
-  count("backward+residual", dtype, rows, cols, elements,
-        [&] { rms_norm_backward_kernels().rows(p.backward, 0, p.chunks); });
+  count("backward", dtype, rows, cols, elements, [&] { backward_kernels.rows(without_residual, 0, p.chunks); });
+  count("backward+residual", dtype, rows, cols, elements, [&] { backward_kernels.rows(p.backward, 0, p.chunks); });
   count("grad_weight", dtype, rows, cols, p.chunks * cols, [&] {
-    rms_norm_backward_kernels().grad_weight(dtype, dtype, p.partials.data(), p.chunks, cols, p.grad_weight.data(), 0,
-                                            cols);
+    backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, cols, p.grad_weight.data(), 0, cols);
   });
 }
 

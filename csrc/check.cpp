@@ -20,12 +20,23 @@ void check_tensor(const char* op, const char* name, const Tensor& tensor) {
               " to be float16, bfloat16, float32 or float64, but got ", dtype_name(tensor));
 }
 
+template <class Message>
+void check_equal(c10::SymIntArrayRef sizes, c10::SymIntArrayRef expected, const Message& message) {
+  TORCH_CHECK(sizes.size() == expected.size(), message());
+  for (size_t d = 0; d < sizes.size(); d++) {
+    const auto size = sizes[d].maybe_as_int(), expected_size = expected[d].maybe_as_int();
+    if (size.has_value() && expected_size.has_value()) {  // not for a symbol to say: that would take longer
+      TORCH_CHECK(*size == *expected_size, message());
+    } else {
+      TORCH_SYM_CHECK(sizes[d].sym_eq(expected[d]), message());
+    }
+  }
+}
+
 void check_shape(const char* op, const char* name, const Tensor& tensor, c10::SymIntArrayRef shape, const char* whose) {
-  const auto message = [&] {
+  check_equal(tensor.sym_sizes(), shape, [&] {
     return c10::str(op, ": expected ", name, " to have shape ", shape, ", ", whose, ", but got ", tensor.sym_sizes());
-  };
-  TORCH_CHECK(tensor.dim() == static_cast<int64_t>(shape.size()), message());
-  for (size_t d = 0; d < shape.size(); d++) TORCH_SYM_CHECK(tensor.sym_size(d).sym_eq(shape[d]), message());
+  });
 }
 
 // `or_else` says for the message which other dtypes are welcome, `is_else` whether the tensor has one of them.
@@ -59,9 +70,7 @@ void check_norm(const char* op, const Tensor& input, c10::SymIntArrayRef normali
                     input.sym_sizes(), ", but got ", normalized_shape);
   };
   TORCH_CHECK(leading >= 0, message());
-  for (size_t d = 0; d < normalized_shape.size(); d++) {
-    TORCH_SYM_CHECK(input.sym_size(leading + d).sym_eq(normalized_shape[d]), message());
-  }
+  check_equal(input.sym_sizes().slice(leading), normalized_shape, message);
   if (is_given(weight)) {
     check_device(op, "weight", *weight, input);
     check_tensor(op, "weight", *weight);
@@ -93,10 +102,10 @@ void check_out(const char* op, const Named& out, const Tensor& result, std::init
               dtype_name(result), ", but got ", dtype_name(out.tensor));
   check_shape(op, out.name, out.tensor, result.sym_sizes(), "the shape of the result");
   if (!has_memory(out.tensor)) return;
-  for (int64_t d = 0; d < out.tensor.dim(); d++) {
-    TORCH_CHECK(out.tensor.stride(d) != 0 || out.tensor.size(d) <= 1, op, ": expected ", out.name,
-                " to have an element of memory for each of its own, but got an expanded tensor with strides ",
-                out.tensor.strides());
+  const auto sizes = out.tensor.sizes(), strides = out.tensor.strides();
+  for (size_t d = 0; d < sizes.size(); d++) {
+    TORCH_CHECK(strides[d] != 0 || sizes[d] <= 1, op, ": expected ", out.name,
+                " to have an element of memory for each of its own, but got an expanded tensor with strides ", strides);
   }
   for (const Named& input : inputs) {
     TORCH_CHECK(overlap(out.tensor, input.tensor) != Overlap::partial, op, ": expected ", out.name, " to be exactly ",

@@ -13,7 +13,13 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;  // a schema's `Tensor?`
 
 inline bool is_given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-inline Tensor value_or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
+
+// Tensors are lent where they can be: counting a reference to one costs a call as much as checking it.
+inline const Tensor& value_or_undefined(const OptionalTensor& tensor) {
+  static const Tensor undefined;
+  return tensor.has_value() ? *tensor : undefined;
+}
+const Tensor& value_or_undefined(OptionalTensor&&) = delete;
 
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
@@ -32,7 +38,7 @@ void check_wider_input(const char* op, const char* name, const Tensor& tensor, c
 
 struct Named {
   const char* name;
-  Tensor tensor;  // may be undefined
+  const Tensor& tensor;  // may be undefined
 };
 
 // The target of an `.out` overload: it must look like `result`, and share memory with an input only by being that

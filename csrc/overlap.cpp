@@ -6,6 +6,18 @@
 #include <vector>
 
 namespace normops {
+namespace {
+
+// Of a tensor that has elements.
+std::pair<const char*, const char*> address_range(const at::Tensor& tensor) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  int64_t last = 0;
+  for (size_t d = 0; d < sizes.size(); d++) last += (sizes[d] - 1) * strides[d];
+  const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+  return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
+}
+
+}  // namespace
 
 bool has_memory(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_meta() && !tensor.key_set().has(c10::DispatchKey::Python);
@@ -13,14 +25,8 @@ bool has_memory(const at::Tensor& tensor) {
 
 Overlap overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!has_memory(a) || !has_memory(b) || a.numel() == 0 || b.numel() == 0) return Overlap::none;
-  const auto range = [](const at::Tensor& t) {
-    int64_t last = 0;
-    for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
-    const auto* begin = static_cast<const char*>(t.const_data_ptr());
-    return std::pair(begin, begin + (last + 1) * static_cast<int64_t>(t.element_size()));
-  };
-  const auto [a_begin, a_end] = range(a);
-  const auto [b_begin, b_end] = range(b);
+  const auto [a_begin, a_end] = address_range(a);
+  const auto [b_begin, b_end] = address_range(b);
   if (a_end <= b_begin || b_end <= a_begin) return Overlap::none;
 
   std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size), without those of size 1

@@ -41,7 +41,10 @@ DType dtype_of(const at::Tensor& tensor) {
   return *dtype;
 }
 
-Rows make_rows(const at::Tensor& tensor, size_t normalized_dims, int max_dims) {
+namespace {
+
+Rows make_rows(c10::MaybeOwned<at::Tensor> lent, size_t normalized_dims, int max_dims) {
+  const at::Tensor& tensor = *lent;
   const int64_t leading = tensor.dim() - static_cast<int64_t>(normalized_dims);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
@@ -61,32 +64,41 @@ Rows make_rows(const at::Tensor& tensor, size_t normalized_dims, int max_dims) {
       layout.sizes[last] *= sizes[d];
       layout.strides[last] = strides[d];
     } else if (layout.dims == max_dims) {
-      return make_rows(tensor.contiguous(), normalized_dims, max_dims);  // whose rows are all in one dimension
+      return normops::make_rows(tensor.contiguous(), normalized_dims, max_dims);  // whose rows are all in one dimension
     } else {
       layout.sizes[layout.dims] = sizes[d];
       layout.strides[layout.dims] = strides[d];
       layout.dims++;
     }
   }
-  if (rows_are_contiguous) return {tensor, layout};
+  if (rows_are_contiguous) return {std::move(lent), layout};
 
   at::Tensor once = tensor;
   for (int64_t d = 0; d < leading; d++) {
     if (strides[d] == 0 && sizes[d] > 1) once = once.narrow(d, 0, 1);
   }
-  const at::Tensor copy = once.contiguous().expand(sizes);
-  return make_rows(copy, normalized_dims, max_dims);
+  return normops::make_rows(once.contiguous().expand(sizes), normalized_dims, max_dims);
+}
+
+}  // namespace
+
+Rows make_rows(const at::Tensor& tensor, size_t normalized_dims, int max_dims) {
+  return make_rows(c10::MaybeOwned<at::Tensor>::borrowed(tensor), normalized_dims, max_dims);
+}
+
+Rows make_rows(at::Tensor&& tensor, size_t normalized_dims, int max_dims) {
+  return make_rows(c10::MaybeOwned<at::Tensor>::owned(std::move(tensor)), normalized_dims, max_dims);
 }
 
 Target::Target(const at::Tensor& target, size_t normalized_dims, int max_dims)
     : target_(target), rows_(make_rows(target, normalized_dims, max_dims)) {
-  if (!rows_.tensor.is_same(target)) {
+  if (!rows_.tensor->is_same(target)) {
     rows_ = make_rows(at::empty_like(target, at::MemoryFormat::Contiguous), normalized_dims, max_dims);
   }
 }
 
 void Target::finish() const {
-  if (!rows_.tensor.is_same(target_)) target_.copy_(rows_.tensor);
+  if (!rows_.tensor->is_same(target_)) target_.copy_(*rows_.tensor);
 }
 
 }  // namespace normops

@@ -1,6 +1,7 @@
 // The flat problem that every backend computes, of arguments that passed the operator's check.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/util/MaybeOwned.h>
 
 #include <cstdint>
 #include <optional>
@@ -26,15 +27,16 @@ double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype);
 std::optional<DType> find_dtype(at::ScalarType dtype);
 DType dtype_of(const at::Tensor& tensor);
 
-// Rows as a kernel reads them. `tensor` holds the memory: it is the given tensor itself (same storage) unless its
-// normalized dimensions are not contiguous; then it is a copy, in which an expanded batch is still stored once.
+// Rows as a kernel reads them. `tensor` holds the memory: it is the given tensor itself, lent, unless its normalized
+// dimensions are not contiguous; then it is a copy, in which an expanded batch is still stored once.
 struct Rows {
-  at::Tensor tensor;
+  c10::MaybeOwned<at::Tensor> tensor;
   RowLayout layout;
 };
 
 // The layout has at most `max_dims` dimensions; a tensor that needs more is copied, too.
 Rows make_rows(const at::Tensor& tensor, size_t normalized_dims, int max_dims = RowLayout::kMaxDims);
+Rows make_rows(at::Tensor&& tensor, size_t normalized_dims, int max_dims = RowLayout::kMaxDims);
 
 // Memory that a kernel can write rows to: the target's own, or, where its normalized dimensions are not contiguous,
 // that of a copy which finish() moves over.
@@ -42,13 +44,13 @@ class Target {
  public:
   Target(const at::Tensor& target, size_t normalized_dims, int max_dims = RowLayout::kMaxDims);
 
-  void* data() const { return rows_.tensor.mutable_data_ptr(); }
+  void* data() const { return rows_.tensor->mutable_data_ptr(); }
   const RowLayout& layout() const { return rows_.layout; }
   const Rows& rows() const { return rows_; }
   void finish() const;
 
  private:
-  at::Tensor target_;
+  const at::Tensor& target_;
   Rows rows_;
 };
 

@@ -66,7 +66,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   const Memory scale(side, compute_dtype(dtype), padded_cols(dtype, cols));
   const Memory residual_scale(side, compute_dtype(dtype), padded_cols(residual_dtype, cols));
   constexpr int64_t kRowsPerChunk = 12;
-  const int64_t chunks = (rows + kRowsPerChunk - 1) / kRowsPerChunk;
+  const int64_t chunks = chunk_count(rows, kRowsPerChunk);
   const Memory partials(side, compute_dtype(dtype), chunks * padded_cols(residual_dtype, cols));
   const Rows output(side, dtype, rows, cols, padding, is_short);
 

@@ -21,14 +21,15 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols) {
   constexpr int64_t kRows = 21, kRowsPerChunk = 12;
   KernelProblem p(dtype, residual_dtype, weight_dtype, kRows, cols, kRowsPerChunk);
   const RmsNormKernels& kernels = rms_norm_kernels();
+  const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
   kernels.scale(dtype, weight_dtype, p.weight.data(), 1.0, p.scale.data(), 0, cols);
   kernels.forward.rows(p.forward, 0, kRows);
   const uint64_t forward = hash(p.output);
   kernels.scale(residual_dtype, weight_dtype, p.weight.data(), 1.0, p.scale.data(), 0, cols);
   add_rms_norm_kernels().rows(p.add, 0, kRows);
-  rms_norm_backward_kernels().rows(p.backward, 0, p.chunks);
-  rms_norm_backward_kernels().grad_weight(residual_dtype, weight_dtype, p.partials.data(), p.chunks, cols,
-                                          p.grad_weight.data(), 0, cols);
+  backward_kernels.rows(p.backward, 0, p.chunks);
+  backward_kernels.grad_weight(residual_dtype, weight_dtype, p.partials.data(), p.chunks, cols, p.grad_weight.data(), 0,
+                               cols);
   std::printf("dtype %d residual %d weight %d cols %" PRId64 ":", static_cast<int>(dtype),
               static_cast<int>(residual_dtype), static_cast<int>(weight_dtype), cols);
   for (const uint64_t result :

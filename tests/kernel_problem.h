@@ -58,7 +58,7 @@ struct KernelProblem {
         residual_out(residual.size()),
         grad_input(residual.size()),
         grad_weight(weight.size()),
-        chunks((rows + rows_per_chunk - 1) / rows_per_chunk),
+        chunks(chunk_count(rows, rows_per_chunk)),
         scale(std::max(padded_cols(dtype, cols), padded_cols(residual_dtype, cols)) * size_of(compute_dtype(dtype))),
         partials(chunks * padded_cols(residual_dtype, cols) * size_of(compute_dtype(dtype))) {
     RowLayout layout;

@@ -13,7 +13,6 @@ namespace normops {
 namespace {
 
 using torch::autograd::compute_requires_grad;
-using torch::autograd::isFwGradDefined;
 
 struct AddRmsNormGradient {
   static constexpr const char* kName = "AddRmsNormBackward";
@@ -41,12 +40,12 @@ std::tuple<Tensor, Tensor> add_rms_norm_autograd(c10::DispatchKeySet keys, const
                                                  c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                                                  std::optional<double> eps, double weight_offset) {
   check_add_rms_norm_devices("add_rms_norm", input, residual, weight);
-  if (isFwGradDefined(input) || isFwGradDefined(residual) || isFwGradDefined(weight)) {
+  const Tensor& given_weight = value_or_undefined(weight);
+  if (has_tangent(input, residual, given_weight)) {
     return add_rms_norm_composite(input, residual, normalized_shape, weight, eps, weight_offset);
   }
   auto [output, residual_out] =
       redispatch(add_rms_norm_op(), keys, input, residual, normalized_shape, weight, eps, weight_offset);
-  const Tensor given_weight = value_or_undefined(weight);
   if (compute_requires_grad(input, residual, given_weight)) {
     auto node = make_node<OperatorNode<AddRmsNormGradient>>();
     node->connect(input, residual, given_weight);

@@ -159,13 +159,16 @@ auto redispatch(const c10::TypedOperatorHandle<Signature>& op, c10::DispatchKeyS
   return op.redispatch(keys & c10::after_autograd_keyset, std::forward<Arguments>(arguments)...);
 }
 
+// Whether any of them has a tangent of forward mode. Not isFwGradDefined, which takes copies.
+template <class... Tensors>
+bool has_tangent(const Tensors&... tensors) {
+  return ((tensors.defined() && tensors._fw_grad(/*level=*/0).defined()) || ...);
+}
+
 // Operators that write into given tensors are not differentiable: says so if an argument asks for it.
 template <class... Tensors>
 void check_no_grad(const char* op, const Tensors&... tensors) {
-  const auto asks = [](const Tensor& tensor) {
-    return torch::autograd::isFwGradDefined(tensor) || torch::autograd::compute_requires_grad(tensor);
-  };
-  TORCH_CHECK(!(asks(tensors) || ...), op,
+  TORCH_CHECK(!torch::autograd::compute_requires_grad(tensors...) && !has_tangent(tensors...), op,
               ": expected no argument to require a gradient, as an operator that writes into its arguments does not "
               "support automatic differentiation, but got one that does; call it under torch.no_grad()");
 }

@@ -14,7 +14,6 @@ namespace normops {
 namespace {
 
 using torch::autograd::compute_requires_grad;
-using torch::autograd::isFwGradDefined;
 
 // The derivative of rms_norm is the operator rms_norm_backward.
 struct RmsNormGradient {
@@ -86,10 +85,10 @@ struct RmsNormBackwardGradient {
 Tensor rms_norm_autograd(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef normalized_shape,
                          const OptionalTensor& weight, std::optional<double> eps, double weight_offset) {
   check_rms_norm_devices("rms_norm", input, weight);
-  if (isFwGradDefined(input) || isFwGradDefined(weight)) {
+  const Tensor& given_weight = value_or_undefined(weight);
+  if (has_tangent(input, given_weight)) {
     return rms_norm_composite(input, normalized_shape, weight, eps, weight_offset);
   }
-  const Tensor given_weight = value_or_undefined(weight);
   const bool requires_grad = compute_requires_grad(input, given_weight);
   const auto node = requires_grad ? make_node<OperatorNode<RmsNormGradient>>() : nullptr;
   if (requires_grad) {
@@ -125,14 +124,13 @@ std::tuple<Tensor, Tensor> rms_norm_backward_autograd(c10::DispatchKeySet keys, 
                                                       double weight_offset, const OptionalTensor& grad_residual,
                                                       OutputMask output_mask) {
   check_rms_norm_backward_devices(grad_output, input, weight, grad_residual);
-  if (isFwGradDefined(grad_output) || isFwGradDefined(input) || isFwGradDefined(weight) ||
-      isFwGradDefined(grad_residual)) {
+  const Tensor &given_weight = value_or_undefined(weight), &given_residual = value_or_undefined(grad_residual);
+  if (has_tangent(grad_output, input, given_weight, given_residual)) {
     return rms_norm_backward_composite(grad_output, input, normalized_shape, weight, eps, weight_offset, grad_residual,
                                        output_mask);
   }
   auto [grad_input, grad_weight] = redispatch(rms_norm_backward_op(), keys, grad_output, input, normalized_shape,
                                               weight, eps, weight_offset, grad_residual, output_mask);
-  const Tensor given_weight = value_or_undefined(weight), given_residual = value_or_undefined(grad_residual);
   if (compute_requires_grad(grad_output, input, given_weight, given_residual)) {
     auto node = make_node<OperatorNode<RmsNormBackwardGradient>>();
     node->connect(grad_output, input, given_weight, given_residual);

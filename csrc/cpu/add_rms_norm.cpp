@@ -16,7 +16,7 @@ void launch_add_rms_norm(const Tensor& input, const Tensor& residual, size_t nor
   Scale scale(weight, weight_offset, dtype_of(residual), problem.cols);
   const AddRmsNormArgs args = {forward_args(problem, x, scale.data(), y),
                                dtype_of(residual),
-                               r.tensor.const_data_ptr(),
+                               r.tensor->const_data_ptr(),
                                r.layout,
                                h.data(),
                                h.layout()};

@@ -237,13 +237,13 @@ struct VectorOf {
 template <class R>
 using quad_t = typename VectorOf<compute_t<R>, 4>::type;
 
-// The lanes of a vector folded in halves, until four are left.
-template <class R, class Vector>
-NORMOPS_INLINE quad_t<R> fold(const Vector& lanes) {
-  if constexpr (sizeof(Vector) == sizeof(quad_t<R>)) {
+// The lanes of one or several vectors folded in halves, until four are left.
+template <class R, class Lanes>
+NORMOPS_INLINE quad_t<R> fold(const Lanes& lanes) {
+  if constexpr (sizeof(Lanes) == sizeof(quad_t<R>)) {
     return bit_cast<quad_t<R>>(lanes);
   } else {
-    typename VectorOf<compute_t<R>, sizeof(Vector) / sizeof(compute_t<R>) / 2>::type halves[2];
+    typename VectorOf<compute_t<R>, sizeof(Lanes) / 2 / sizeof(compute_t<R>)>::type halves[2];
     std::memcpy(halves, &lanes, sizeof lanes);
     return fold<R>(halves[0] + halves[1]);
   }
@@ -277,19 +277,10 @@ NORMOPS_INLINE Folded<R> fold_chains(const Block<R> (&chain)[kChainBlocks<R>]) {
     return folded;
   } else {
     const B block = (chain[0] + chain[1]) + (chain[2] + chain[3]);
-    const auto& v = block.v;
     if constexpr (kEvenOdd<R>) {
-      return {fold<R>(v[0]), fold<R>(v[1])};
-    } else if constexpr (B::kVectors == 4) {
-      const typename B::vector halves[2] = {v[0] + v[2], v[1] + v[3]};
-      if constexpr (sizeof(quad_t<R>) == sizeof halves)
-        return {bit_cast<quad_t<R>>(halves)};
-      else
-        return {fold<R>(halves[0] + halves[1])};
-    } else if constexpr (B::kVectors == 2) {
-      return {fold<R>(v[0] + v[1])};
+      return {fold<R>(block.v[0]), fold<R>(block.v[1])};
     } else {
-      return {fold<R>(v[0])};
+      return {fold<R>(block.v)};
     }
   }
 }

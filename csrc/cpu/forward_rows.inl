@@ -107,7 +107,7 @@ struct NormalizedRows {
   T* y[kRows];
   Block<R> rstd[kRows];
 
-  // A block of each. In between it calls meanwhile(), as loads come before stores, see BackwardRows::write.
+  // A block of each. In between it calls meanwhile(), as loads come before stores, see BackwardRows::write_rows.
   template <class Extent, class Meanwhile>
   NORMOPS_INLINE void write(int64_t column, Extent extent, Meanwhile meanwhile) const {
     const Block<R> w = load_held<R>(scale + column);

@@ -21,8 +21,9 @@ bool is_wanted() {
 void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__)
   constexpr int64_t kMappedBytes = int64_t{32} << 20;
+  if (bytes < kMappedBytes) return;
   static const bool wanted = is_wanted();
-  if (bytes < kMappedBytes || !wanted) return;
+  if (!wanted) return;
   // Whole pages of this memory alone: its neighbours keep their own.
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uintptr_t>(data);

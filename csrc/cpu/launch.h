@@ -27,16 +27,16 @@ struct CpuBackend {
 class Scale {
  public:
   Scale(const OptionalTensor& weight, double weight_offset, DType dtype, int64_t cols)
-      : weight_(is_given(weight) ? weight->contiguous() : Tensor()),
-        is_weight_itself_(weight_.defined() && weight_offset == 0 && dtype_of(weight_) == dtype &&
+      : weight_(is_given(weight) ? weight->expect_contiguous() : c10::MaybeOwned<Tensor>()),
+        is_weight_itself_(weight_->defined() && weight_offset == 0 && dtype_of(*weight_) == dtype &&
                           compute_dtype(dtype) == dtype && padded_cols(dtype, cols) == cols),
         converted_(dtype, is_weight_itself_ ? 0 : padded_cols(dtype, cols)) {
     if (is_weight_itself_) return;
     void* const target = converted_.data();
-    if (weight_.defined()) {
+    if (weight_->defined()) {
       const auto convert = rms_norm_kernels().scale;
       parallel_for_columns(cols, kGrainElements, [&](int64_t begin, int64_t end) {
-        convert(dtype, dtype_of(weight_), weight_.const_data_ptr(), weight_offset, target, begin, end);
+        convert(dtype, dtype_of(*weight_), weight_->const_data_ptr(), weight_offset, target, begin, end);
       });
     } else if (compute_dtype(dtype) == DType::float64) {
       std::fill_n(static_cast<double*>(target), padded_cols(dtype, cols), 1.0);
@@ -45,33 +45,32 @@ class Scale {
     }
   }
 
-  const void* data() { return is_weight_itself_ ? weight_.const_data_ptr() : converted_.data(); }
+  const void* data() { return is_weight_itself_ ? weight_->const_data_ptr() : converted_.data(); }
 
  private:
-  Tensor weight_;
+  c10::MaybeOwned<Tensor> weight_;
   bool is_weight_itself_;
   Scratch converted_;
 };
 
 // Whether so many tensors of the input's size fill the caches, so that nobody would find an output there.
-inline bool exceeds_caches(const Problem& problem, DType dtype, int64_t tensors) {
+inline bool exceeds_caches(const Tensor& input, int64_t tensors) {
   // Not sysconf(_SC_LEVEL3_CACHE_SIZE): in virtual machines it may name ten times what there is.
   constexpr int64_t kCacheBytes = int64_t{32} << 20;
-  const int64_t size = dispatch(dtype, []<class T>() -> int64_t { return sizeof(T); });
-  return problem.rows * problem.cols * size * tensors > kCacheBytes;
+  return static_cast<int64_t>(input.nbytes()) * tensors > kCacheBytes;
 }
 
 inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const void* scale, const Target& y) {
   return {
-      .dtype = dtype_of(x.tensor),
+      .dtype = dtype_of(*x.tensor),
       .cols = problem.cols,
       .eps = problem.eps,
-      .input = x.tensor.const_data_ptr(),
+      .input = x.tensor->const_data_ptr(),
       .input_rows = x.layout,
       .scale = scale,
       .output = y.data(),
       .output_rows = y.layout(),
-      .stream = exceeds_caches(problem, dtype_of(x.tensor), 2),
+      .stream = exceeds_caches(*x.tensor, 2),
   };
 }
 

@@ -30,10 +30,11 @@ int64_t grad_weight_chunk_rows(int64_t rows) {
 
 // Whether the partial of a single chunk can be formed in grad_weight itself: it is laid out in the same way, and is
 // none of these inputs, which are read until the end.
-bool is_partial_layout(const Tensor& grad_weight, DType dtype, int64_t cols, std::initializer_list<Tensor> inputs) {
+bool is_partial_layout(const Tensor& grad_weight, DType dtype, int64_t cols,
+                       std::initializer_list<const Tensor*> inputs) {
   return dtype_of(grad_weight) == dtype && compute_dtype(dtype) == dtype && grad_weight.is_contiguous() &&
-         padded_cols(dtype, cols) == cols && std::all_of(inputs.begin(), inputs.end(), [&](const Tensor& input) {
-           return overlap(grad_weight, input) == Overlap::none;
+         padded_cols(dtype, cols) == cols && std::all_of(inputs.begin(), inputs.end(), [&](const Tensor* input) {
+           return overlap(grad_weight, *input) == Overlap::none;
          });
 }
 
@@ -53,18 +54,18 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
       .rows = problem.rows,
       .cols = problem.cols,
       .eps = problem.eps,
-      .grad_output = dy.tensor.const_data_ptr(),
+      .grad_output = dy.tensor->const_data_ptr(),
       .grad_output_rows = dy.layout,
-      .input = x.tensor.const_data_ptr(),
+      .input = x.tensor->const_data_ptr(),
       .input_rows = x.layout,
       .scale = scale.data(),
       .rows_per_chunk = grad_weight_chunk_rows(problem.rows),
-      .stream = exceeds_caches(problem, dtype, 3),
+      .stream = exceeds_caches(input, 3),
   };
   Rows residual;
   if (is_given(grad_residual)) {
     residual = make_rows(*grad_residual, normalized_dims);
-    args.grad_residual = residual.tensor.const_data_ptr();
+    args.grad_residual = residual.tensor->const_data_ptr();
     args.grad_residual_rows = residual.layout;
   }
   std::optional<Target> dx;
@@ -73,11 +74,11 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
     args.grad_input = dx->data();
     args.grad_input_rows = dx->layout();
   }
-  const int64_t chunks = (problem.rows + args.rows_per_chunk - 1) / args.rows_per_chunk;
+  const int64_t chunks = chunk_count(args.rows, args.rows_per_chunk);
   const bool is_partial =
       chunks == 1 && grad_weight.defined() &&
       is_partial_layout(grad_weight, dtype, problem.cols,
-                        {grad_output, input, value_or_undefined(weight), value_or_undefined(grad_residual)});
+                        {&grad_output, &input, &value_or_undefined(weight), &value_or_undefined(grad_residual)});
   Scratch partials(dtype, grad_weight.defined() && !is_partial ? chunks * padded_cols(dtype, problem.cols) : 0);
   if (grad_weight.defined()) {
     args.grad_weight_partials = is_partial ? grad_weight.mutable_data_ptr() : partials.data();

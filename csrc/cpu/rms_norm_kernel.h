@@ -11,10 +11,15 @@ namespace normops::cpu {
 // Data pointers are of `dtype`, those called compute of compute_dtype(dtype). Rows of the outputs may coincide with
 // rows of the inputs: each element is read before it is written. Vectors over the columns that only kernels read and
 // write (scale, partials) are padded to whole blocks and hold the columns in an order of the kernels' own.
-constexpr int64_t kLongestBlock = 32;
+constexpr int64_t kLongestBlock = 32;  // columns
 inline int64_t padded_cols(DType dtype, int64_t cols) {
   const int64_t block = dtype == DType::bfloat16 ? kLongestBlock : 16;
   return (cols + block - 1) / block * block;
+}
+
+// The partials of grad_weight, each of so many rows.
+inline int64_t chunk_count(int64_t rows, int64_t rows_per_chunk) {
+  return (rows + rows_per_chunk - 1) / rows_per_chunk;
 }
 
 // Sums over a row are formed in spans of so many columns, then over the spans from left to right in float64.

@@ -72,8 +72,7 @@ void run_forward(const ForwardKernels<Args>& kernels, const Args& args, int64_t 
 
 inline void run_backward(const RmsNormBackwardKernels& kernels, const RmsNormBackwardArgs& args) {
   if (!shares_rows(args.rows, args.cols)) {
-    const int64_t chunks = (args.rows + args.rows_per_chunk - 1) / args.rows_per_chunk;
-    parallel_for(0, chunks, grain(args.rows_per_chunk * args.cols),
+    parallel_for(0, chunk_count(args.rows, args.rows_per_chunk), grain(args.rows_per_chunk * args.cols),
                  [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
     return;
   }

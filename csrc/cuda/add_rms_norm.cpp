@@ -16,7 +16,7 @@ void run_add_rms_norm(const Tensor& input, const Tensor& residual, size_t normal
   const Tensor w = contiguous_or_undefined(weight);
   const AddRmsNormArgs args = {forward_args(problem, x, w, weight_offset, y),
                                dtype_of(residual),
-                               r.tensor.const_data_ptr(),
+                               r.tensor->const_data_ptr(),
                                r.layout,
                                h.data(),
                                h.layout()};

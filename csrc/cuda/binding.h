@@ -34,12 +34,12 @@ inline Tensor contiguous_or_undefined(const OptionalTensor& weight) {
 inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const Tensor& contiguous_weight,
                                 double weight_offset, const Target& y) {
   return {
-      .dtype = dtype_of(x.tensor),
+      .dtype = dtype_of(*x.tensor),
       .rows = problem.rows,
       .cols = problem.cols,
       .eps = problem.eps,
       .weight = make_weight(contiguous_weight, weight_offset),
-      .input = x.tensor.const_data_ptr(),
+      .input = x.tensor->const_data_ptr(),
       .input_rows = x.layout,
       .output = y.data(),
       .output_rows = y.layout(),

@@ -37,15 +37,15 @@ void run_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_
       .cols = problem.cols,
       .eps = problem.eps,
       .weight = make_weight(w, weight_offset),
-      .grad_output = dy.tensor.const_data_ptr(),
+      .grad_output = dy.tensor->const_data_ptr(),
       .grad_output_rows = dy.layout,
-      .input = x.tensor.const_data_ptr(),
+      .input = x.tensor->const_data_ptr(),
       .input_rows = x.layout,
   };
   Rows residual;
   if (is_given(grad_residual)) {
     residual = make_rows(*grad_residual, normalized_dims);
-    args.grad_residual = residual.tensor.const_data_ptr();
+    args.grad_residual = residual.tensor->const_data_ptr();
     args.grad_residual_rows = residual.layout;
   }
   std::optional<Target> dx;

@@ -35,7 +35,7 @@ py::object to_python(const Tensor& tensor, const RowLayout& layout) {
 }
 
 py::object to_python(const Rows& rows) {
-  return rows.tensor.defined() ? to_python(rows.tensor, rows.layout) : py::object(py::none());
+  return rows.tensor->defined() ? to_python(*rows.tensor, rows.layout) : py::object(py::none());
 }
 
 Rows make_rows_or_none(const OptionalTensor& tensor, size_t normalized_dims) {
