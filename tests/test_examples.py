@@ -1,6 +1,7 @@
 """The example says what it is said to show, and trains the same in several processes."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -57,19 +58,27 @@ def test_baby_llama_in_two_processes(alone: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("example", "arguments", "message"),
     [
-        ((sys.executable, "examples/baby_llama.py", "--steps", "1"), "--steps must be at least 2"),
-        ((*TORCHRUN[:-1], "3", "examples/baby_llama.py"), "3 processes cannot share batches of 8 equally"),
-        ((sys.executable, "examples/patched_model.py", "--hidden", "65"), "--hidden must be a multiple of 64"),
-        ((sys.executable, "examples/patched_model.py", "--length", "31"), "--length must be at least 32"),
-        ((sys.executable, "examples/patched_model.py", "--rounds", "0"), "--rounds must be at least 1"),
+        ("baby_llama.py", ("--steps", "1"), "--steps must be at least 2"),
+        ("patched_model.py", ("--hidden", "65"), "--hidden must be a multiple of 64"),
+        ("patched_model.py", ("--length", "31"), "--length must be at least 32"),
+        ("patched_model.py", ("--rounds", "0"), "--rounds must be at least 1"),
     ],
 )
-def test_examples_say_what_is_wrong(command: tuple[str, ...], message: str) -> None:
-    result = run(*command)
+def test_examples_say_what_is_wrong(
+    example: str, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = runpy.run_path(str(ROOT / "examples" / example))["main"]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_processes_that_cannot_share_batches() -> None:
+    result = run(*TORCHRUN[:-1], "3", "examples/baby_llama.py")
     assert result.returncode != 0
-    assert message in result.stderr
+    assert "3 processes cannot share batches of 8 equally" in result.stderr
 
 
 @pytest.mark.parametrize("model", ["qwen3", "llama"])
