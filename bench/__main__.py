@@ -35,6 +35,8 @@ def measure_problems(arguments: Arguments, report: Report, progress: Progress) -
             report.measurements.append(
                 measure(problem, inputs, arguments.peers, turns=arguments.turns, seconds=arguments.seconds)
             )
+            if arguments.save is not None:
+                report.save_results(arguments.save)
             progress.advance(task)
 
 

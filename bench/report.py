@@ -51,15 +51,19 @@ class Report:
         return [details_table(group, self.cache) for group in self._groups().values()]
 
     def save(self, folder: Path) -> list[Path]:
-        folder.mkdir(parents=True, exist_ok=True)
         charts = [
             path
             for (operator, memory), group in self._groups().items()
             for path in save_charts(group, f"{operator}_{memory}", folder)
         ]
+        return [*self.save_results(folder, charts), *charts]
+
+    def save_results(self, folder: Path, charts: Sequence[Path] = ()) -> list[Path]:
+        """So far: what follows may fail."""
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(self._json(), indent=1) + "\n")
         (folder / "results.md").write_text(self._markdown(charts))
-        return [folder / "results.json", folder / "results.md", *charts]
+        return [folder / "results.json", folder / "results.md"]
 
     def _groups(self) -> dict[tuple[str, str], list[Measurement]]:
         def key(measurement: Measurement) -> tuple[str, str]:

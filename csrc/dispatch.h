@@ -15,6 +15,12 @@ struct bfloat16 {
 
 enum class DType : uint8_t { float16, bfloat16, float32, float64 };
 
+template <class T>
+constexpr DType kDType = std::is_same_v<T, float16>    ? DType::float16
+                         : std::is_same_v<T, bfloat16> ? DType::bfloat16
+                         : std::is_same_v<T, float>    ? DType::float32
+                                                       : DType::float64;
+
 // Calls `function.template operator()<T>()` with the C++ type of `dtype`.
 template <class Function>
 constexpr decltype(auto) dispatch(DType dtype, Function&& function) {

@@ -44,7 +44,7 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, in
          residual_out = rows_buffer(residual_dtype), grad_input = rows_buffer(residual_dtype),
          weight(weight_dtype, 1, cols, cols, offset), grad_weight(weight_dtype, 1, cols, cols, 0);
   const Weight w = {weight.data(), weight_dtype, 1};
-  const int64_t count = rms_norm_backward_partials(residual_dtype, rows, cols, device);
+  const int64_t count = rms_norm_backward_partials(residual_dtype, dtype, rows, cols, device);
   Buffer partials(compute_dtype(dtype), count, cols, cols, 0);
 
   const RmsNormArgs forward = {.dtype = dtype,
@@ -83,7 +83,7 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, in
 }  // namespace
 
 int main() {
-  const Device with_shared = {1, 227 << 10, false}, without_shared = {1, 0, false};
+  const Device with_shared = {1, 227 << 10, 1}, without_shared = {1, 0, 1};
   const auto run_all = [&](DType dtype, DType residual_dtype) {
     const int64_t pack = 16 / size_of(residual_dtype);
     for (const DType weight_dtype : kDTypes) {

@@ -104,7 +104,7 @@ class RmsNormBackwardArgs(ctypes.Structure):
 
 
 class Device(ctypes.Structure):
-    _fields_ = (("multiprocessors", ctypes.c_int), ("shared_bytes", ctypes.c_int64), ("clusters", ctypes.c_bool))
+    _fields_ = (("multiprocessors", ctypes.c_int), ("shared_bytes", ctypes.c_int64), ("cluster", ctypes.c_int))
 
 
 class RowConfig(ctypes.Structure):
@@ -116,8 +116,8 @@ class RowConfig(ctypes.Structure):
     )
 
 
-def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10) -> Device:
-    return Device(multiprocessors, shared_bytes, False)
+def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1) -> Device:
+    return Device(multiprocessors, shared_bytes, cluster)
 
 
 GUARD = 64  # elements before and after an output; a multiple of any alignment
@@ -207,6 +207,13 @@ class Kernels:
     def backward_config(self, dtype: torch.dtype, packs_of_row: int, on: Device) -> RowConfig:
         return self._library.backward_config_of(DTYPES.index(dtype), ctypes.c_int64(packs_of_row), ctypes.byref(on))
 
+    def partials(
+        self, dtype: torch.dtype, rows: int, cols: int, on: Device, grad_output_dtype: torch.dtype | None = None
+    ) -> int:
+        pair = (DTYPES.index(dtype), DTYPES.index(grad_output_dtype or dtype))
+        count: int = self._library.partials(*pair, ctypes.c_int64(rows), ctypes.c_int64(cols), ctypes.byref(on))
+        return count
+
     def rms_norm(
         self,
         input: Tensor,
@@ -287,7 +294,7 @@ class Kernels:
             grad_input = grad_input or Output(tuple(input.shape), input.dtype)
         partials = None
         if output_mask[1] and weight is not None:
-            count = self._library.partials(dtype, ctypes.c_int64(rows), ctypes.c_int64(cols), ctypes.byref(on))
+            count = self.partials(input.dtype, rows, cols, on, grad_output.dtype)
             compute = torch.float64 if input.dtype == torch.float64 else torch.float32
             partials = Output((count, cols), compute)
         dy, x, dz = rows_of(grad_output), rows_of(input), rows_of(grad_residual)

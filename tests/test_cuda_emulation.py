@@ -154,7 +154,10 @@ def test_every_configuration(kernels: Kernels, multiprocessors: int, shared_kib:
     on = device(multiprocessors, shared_kib << 10)
     for number, cols in enumerate({*RAGGED, *widths(kernels, dtype, on)}):
         rows = max(min(600, 40_000 // cols), 5) + number % 3
-        case = Case((rows, cols), dtype, weight_dtype=torch.float32, has_residual=number % 2 == 0)
+        is_plain = cols % pack_elements(dtype) == 0  # see Plain in rms_norm_row.cuh; the others take the general access
+        case = Case(
+            (rows, cols), dtype, weight_dtype=dtype if is_plain else torch.float32, has_residual=number % 2 == 0
+        )
         check(kernels, case, on, seed=number)
         check_add(kernels, case, dtype, on, seed=number)
         if dtype in HALVES:
@@ -241,7 +244,7 @@ def test_what_does_not_show_in_the_bits(kernels: Kernels, dtype: torch.dtype) ->
     for cols in (*RAGGED, *(packs * pack_elements(dtype) for packs in PACKS)):
         shape = (11, cols)
         dy, x = values(shape, dtype, 1), values(shape, dtype, 2)
-        w = values((cols,), torch.float32, 3)
+        w = values((cols,), dtype, 3)
         expected = compute(kernels, dy, x, w)
         for seed in SEEDS:
             assert same(compute(kernels, dy, x, w, seed), expected), (cols, seed)
@@ -268,6 +271,23 @@ def test_forward_and_backward_have_the_same_rstd(kernels: Kernels, dtype: torch.
         assert grad_input is not None
         sign = torch.tensor([1, -1], dtype=dtype).repeat_interleave(pack // 2).repeat(packs)
         assert same_bits(grad_input * sign, kernels.rms_norm(x, on=on)), cols
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+def test_no_cluster_is_larger_than_the_device_runs(kernels: Kernels, cluster: int) -> None:
+    on = device(cluster=cluster)
+    configs = {packs: kernels.forward_config(packs, on) for packs in (1 << n for n in range(18))}
+    assert max(config.cluster for config in configs.values()) == cluster
+    assert all(packs <= config.packs_of_row for packs, config in configs.items())
+
+
+def test_partial_sums_are_bounded(kernels: Kernels) -> None:
+    """They are as many as there are blocks at once, and of rows of any width 64 MiB."""
+    on = device(132, cluster=8)
+    assert kernels.partials(torch.float32, 1 << 20, 4096, on) == 132
+    assert kernels.partials(torch.float32, 5, 4096, on) == 5
+    assert kernels.partials(torch.float32, 1 << 20, 1 << 20, on) == 16
+    assert kernels.partials(torch.float64, 2, 1 << 30, on) == 1
 
 
 @pytest.mark.parametrize("special", [math.nan, math.inf])

@@ -6,11 +6,17 @@ namespace normops::cuda {
 namespace {
 
 // The sum, rounded to R, which is what is written and normalized.
-template <class T, class R>
+template <class T, class R, class Access>
 struct Addition {
-  RowsOf<const T> input;
-  RowsOf<const R> residual;
-  RowsOf<R> residual_out;
+  typename Access::template Rows<const T> input;
+  typename Access::template Rows<const R> residual;
+  typename Access::template Rows<R> residual_out;
+
+  template <class Other>
+  Addition<T, R, Other> as() const {
+    return {typename Other::template Rows<const T>(input), typename Other::template Rows<const R>(residual),
+            typename Other::template Rows<R>(residual_out)};
+  }
 };
 
 template <class T, class R>
@@ -23,40 +29,38 @@ __device__ Pack<R> sum_of(const Elements<T, kPack<R>>& x_pack, const Pack<R>& re
 }
 
 // Rows that fit into registers: each element is read once.
-template <class T, class R, int kPacks>
+template <class T, class R, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
-    add_rms_norm_kernel(const Forward<T, R> args, const Addition<T, R> addition) {
+    add_rms_norm_kernel(const Forward<T, R, Access> args, const Addition<T, R, Access> addition) {
   constexpr int kRows = rows_in_flight(kPacks);
   __shared__ RowSumShared<compute_t<R>, kRows> shared;
   const Columns<R, int> columns(args.cols);
+  const TakenRows rows = taken_rows<kRows>(args.rows);
   Pack<R> h[kRows][kPacks];
   Elements<T, kPack<R>> x[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
-    const int64_t row = first_row_of_thread<kRows>() + r * blockDim.y;
-    const bool is_row = row < args.rows;
-    load_packs(x[r], addition.input, is_row ? addition.input.row(row) : nullptr, columns);
-    load_packs(h[r], addition.residual, is_row ? addition.residual.row(row) : nullptr, columns);
+    load_packs<R>(x[r], addition.input, addition.input.row(rows.first, rows.further(r)), rows.has(r), columns);
+    load_packs<R>(h[r], addition.residual, addition.residual.row(rows.first, rows.further(r)), rows.has(r), columns);
   }
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
-    const int64_t row = first_row_of_thread<kRows>() + r * blockDim.y;
-    R* const target = row < args.rows ? addition.residual_out.row(row) : nullptr;
+    R* const target = columns.of_row(addition.residual_out.row(rows.first, rows.further(r)));
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
       h[r][p] = sum_of<T, R>(x[r][p], h[r][p]);
-      if (target != nullptr) addition.residual_out.store(target, columns.column(p), columns.count(p), h[r][p]);
+      if (rows.has(r)) addition.residual_out.store(target, columns.offset(p), columns.count(p), h[r][p]);
       keep_few_registers<kPacks>();
     }
     keep_packed(h[r]);
   }
-  normalize_rows(args, columns, h, shared);
+  normalize_rows(args, rows, columns, h, shared);
 }
 
 // Rows of any width: the sum is read again where it was written.
 template <class T, class R>
 __global__ void __launch_bounds__(kAnyWidth.threads)
-    add_rms_norm_any_width_kernel(const Forward<T, R> args, const Addition<T, R> addition) {
+    add_rms_norm_any_width_kernel(const Forward<T, R, General> args, const Addition<T, R, General> addition) {
   const T* const x = addition.input.row(blockIdx.x);
   const R* const residual = addition.residual.row(blockIdx.x);
   R* const h = addition.residual_out.row(blockIdx.x);
@@ -77,14 +81,19 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
 void launch_add_rms_norm(const AddRmsNormArgs& args, const Device& device, Stream stream) {
   dispatch_pair(args.dtype, args.residual_dtype, [&]<class T, class R>() {
     const auto forward = forward_of<T, R>(args);
-    const Addition<T, R> addition = {rows_of<const T, R>(args.input, args.input_rows, args.cols),
-                                     rows_of<const R, R>(args.residual, args.residual_rows, args.cols),
-                                     rows_of<R, R>(args.residual_out, args.residual_out_rows, args.cols)};
+    const Addition<T, R, General> addition = {rows_of<const T, R>(args.input, args.input_rows, args.cols),
+                                              rows_of<const R, R>(args.residual, args.residual_rows, args.cols),
+                                              rows_of<R, R>(args.residual_out, args.residual_out_rows, args.cols)};
     dispatch_forward<R>(args.rows, args.cols, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {
         launch(add_rms_norm_any_width_kernel<T, R>, shape, stream, forward, addition);
       } else {
-        launch(add_rms_norm_kernel<T, R, kPacks>, shape, stream, forward, addition);
+        const auto launch_with = [&]<class Access>() {
+          launch(add_rms_norm_kernel<T, R, kPacks, Access>, shape, stream, forward.template as<Access>(),
+                 addition.template as<Access>());
+        };
+        dispatch_access<kPacks>(forward.scale, launch_with, forward.output, addition.input, addition.residual,
+                                addition.residual_out);
       }
     });
   });

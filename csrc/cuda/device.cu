@@ -8,15 +8,11 @@ namespace {
 
 __global__ void any_kernel() {}
 
-// Whether the device runs code that was compiled for clusters: on a GPU newer than all that was compiled for, the
-// driver compiles what was written for an older one. All kernels are compiled for the same architectures.
-bool runs_cluster_code(int device) {
-  int current = 0;
-  check(cudaGetDevice(&current));
-  check(cudaSetDevice(device));
+// Whether the current device runs code that was compiled for clusters: on a GPU newer than all that was compiled for,
+// the driver compiles what was written for an older one. All kernels are compiled for the same architectures.
+bool runs_cluster_code() {
   cudaFuncAttributes attributes = {};
   check(cudaFuncGetAttributes(&attributes, any_kernel));
-  check(cudaSetDevice(current));
   return attributes.ptxVersion >= 90;
 }
 
@@ -26,15 +22,34 @@ int attribute(cudaDeviceAttr name, int device) {
   return value;
 }
 
+// Blocks of the largest cluster that the device runs: a part of a GPU may have no room for large ones. Asked of blocks
+// that have a multiprocessor to themselves.
+int largest_cluster(int multiprocessors, int64_t shared_bytes) {
+  for (int blocks = 8; blocks > 1; blocks /= 2) {
+    const LaunchShape shape = {dim3(1, blocks), dim3(512), shared_bytes};
+    if (clusters_at_once(any_kernel, shape, multiprocessors) > 0) return blocks;
+  }
+  return 1;
+}
+
+Device describe(int device) {
+  int current = 0;
+  check(cudaGetDevice(&current));
+  check(cudaSetDevice(device));
+  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
+  const int64_t shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const bool clusters = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 && runs_cluster_code();
+  const Device described = {multiprocessors, shared_bytes,
+                            clusters ? largest_cluster(multiprocessors, shared_bytes) : 1};
+  check(cudaSetDevice(current));
+  return described;
+}
+
 std::vector<Device> all_devices() {
   int count = 0;
   check(cudaGetDeviceCount(&count));
   std::vector<Device> devices;
-  for (int device = 0; device < count; device++) {
-    devices.push_back({attribute(cudaDevAttrMultiProcessorCount, device),
-                       attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-                       attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 && runs_cluster_code(device)});
-  }
+  for (int device = 0; device < count; device++) devices.push_back(describe(device));
   return devices;
 }
 

@@ -4,18 +4,28 @@
 
 namespace normops::cuda {
 
-template <class T, class R>
+template <class T, class R, class Access>
 struct Forward {
   int64_t rows;
   int64_t cols;
   double inverse_cols;
   double eps;
-  ScaleOf<R> scale;
-  RowsOf<T> output;
+  typename Access::template Scale<R> scale;
+  typename Access::template Rows<T> output;
+
+  template <class Other>
+  Forward<T, R, Other> as() const {
+    return {rows,
+            cols,
+            inverse_cols,
+            eps,
+            typename Other::template Scale<R>(scale),
+            typename Other::template Rows<T>(output)};
+  }
 };
 
 template <class T, class R>
-Forward<T, R> forward_of(const RmsNormArgs& args) {
+Forward<T, R, General> forward_of(const RmsNormArgs& args) {
   return {args.rows,
           args.cols,
           1.0 / static_cast<double>(args.cols),
@@ -33,17 +43,19 @@ __device__ Elements<T, kPack<R>> normalized(const Pack<R>& pack, compute_t<R> rs
   return from_compute<T>(numbers);
 }
 
-// Of the rows that a block takes, the first one that this thread has a part of; the others follow blockDim.y apart.
 template <int kRows>
-__device__ int64_t first_row_of_thread() {
-  return static_cast<int64_t>(blockIdx.x / cluster_blocks()) * kRows * blockDim.y + threadIdx.y;
+__device__ TakenRows taken_rows(int64_t rows) {
+  return TakenRows(static_cast<int64_t>(blockIdx.x) * (kRows * blockDim.y), rows);
 }
 
 // Rows that are held in registers, kPacks packs of each to a thread.
-template <class T, class R, int kRows, int kPacks>
-__device__ void normalize_rows(const Forward<T, R>& args, const Columns<R, int>& columns, Pack<R> (&h)[kRows][kPacks],
-                               RowSumShared<compute_t<R>, kRows>& shared) {
+template <class T, class R, class Access, int kRows, int kPacks>
+__device__ void normalize_rows(const Forward<T, R, Access>& args, const TakenRows& rows, const Columns<R, int>& columns,
+                               Pack<R> (&h)[kRows][kPacks], RowSumShared<compute_t<R>, kRows>& shared) {
   using Compute = compute_t<R>;
+  typename Access::template Scale<R>::Held held[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; p++) held[p] = args.scale.hold(columns.column(p), columns.count(p));
   Compute rstd[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
@@ -58,16 +70,19 @@ __device__ void normalize_rows(const Forward<T, R>& args, const Columns<R, int>&
     rstd[r] = rstd_of(rstd[r], args.inverse_cols, args.eps);
     keep_packed(h[r]);
   }
+  keep_packed(held);
+  T* target[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; r++) target[r] = columns.of_row(args.output.row(rows.first, rows.further(r)));
 
 #pragma unroll
   for (int p = 0; p < kPacks; p++) {
     const int column = columns.column(p), count = columns.count(p);
-    const Numbers<R> scale = args.scale.load(column, count);
+    const Numbers<R> scale = args.scale.numbers(held[p], column, count);
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      const int64_t row = first_row_of_thread<kRows>() + r * blockDim.y;
-      if (row >= args.rows) break;
-      args.output.store(args.output.row(row), column, count, normalized<T, R>(h[r][p], rstd[r], scale));
+      args.output.store(target[r], columns.offset(p), rows.has(r) ? count : 0,
+                        normalized<T, R>(h[r][p], rstd[r], scale));
     }
     keep_few_registers<kPacks>();
   }
@@ -77,7 +92,7 @@ __device__ void normalize_rows(const Forward<T, R>& args, const Columns<R, int>&
 // A row of any width, for blocks of kAnyWidth that have one each. load(column, count) returns a pack of the row, and is
 // called twice for each, the second time when the row has been summed.
 template <class T, class R, class LoadFirst, class LoadAgain>
-__device__ void normalize_any_width(const Forward<T, R>& args, LoadFirst load_first, LoadAgain load_again) {
+__device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirst load_first, LoadAgain load_again) {
   using Compute = compute_t<R>;
   __shared__ RowSumShared<double, 1> shared;
   const Columns<R, int64_t> columns(args.cols);
@@ -97,7 +112,7 @@ __device__ void normalize_any_width(const Forward<T, R>& args, LoadFirst load_fi
   for (int64_t p = 0; columns.count(p) > 0; p++) {
     const int64_t column = columns.column(p), count = columns.count(p);
     const Pack<R> h = load_again(column, count);
-    args.output.store(target, column, count, normalized<T, R>(h, rstd, args.scale.load(column, count)));
+    args.output.store(target, column, count, normalized<T, R>(h, rstd, args.scale.numbers({}, column, count)));
   }
 }
 
@@ -109,8 +124,7 @@ void dispatch_forward(int64_t rows, int64_t cols, const Device& device, Launch l
   dispatch_packs(config.packs, [&]<int kPacks>() {
     const int64_t blocks =
         kPacks == 0 ? rows : blocks_of_rows(rows, static_cast<int64_t>(block.y) * rows_in_flight(kPacks));
-    launch.template operator()<kPacks>(
-        LaunchShape{dim3(static_cast<unsigned>(blocks * config.cluster)), block, 0, config.cluster});
+    launch.template operator()<kPacks>(LaunchShape{dim3(static_cast<unsigned>(blocks), config.cluster), block, 0});
   });
 }
 

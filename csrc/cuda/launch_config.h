@@ -44,19 +44,17 @@ constexpr int max_threads(int packs) { return packs <= 2 ? kBlockThreads : packs
 // Blocks that a multiprocessor should have room for: without a number the compiler aims for more of them, and spills.
 constexpr int min_blocks(int packs) { return packs <= 2 ? 4 : 1; }
 
-// Blocks of the backward's grid for each multiprocessor: as many as run at once, to make few partial sums.
-constexpr int blocks_of_multiprocessor(int packs, int block_threads) {
-  return packs <= 2 ? 8 : packs == 4 ? 512 / block_threads : 1;
-}
+// Of rows of any width, the partial sums of grad_weight take no more than this, or one does.
+constexpr int64_t kPartialsBytes = int64_t{64} << 20;
 
 // With 16 packs, the backward's sums of grad_weight are in shared memory: 128 KiB for 256 threads.
 constexpr bool sums_in_shared(int packs) { return packs == 16; }
 
 inline const RowConfig& row_config(int64_t packs_of_row, const Device& device) {
   for (const RowConfig& config : kConfigs) {
-    if (packs_of_row <= config.packs_of_row && (device.clusters || config.cluster == 1)) return config;
+    if (packs_of_row <= config.packs_of_row && config.cluster <= device.cluster) return config;
   }
-  const bool held = !device.clusters && packs_of_row <= kWidestWithoutClusters.packs_of_row;
+  const bool held = device.cluster == 1 && packs_of_row <= kWidestWithoutClusters.packs_of_row;
   return held ? kWidestWithoutClusters : kAnyWidth;
 }
 

@@ -1,9 +1,13 @@
 // What the kernels take from CUDA, and the one place that knows of the emulation in tests/, which runs the same sources
 // on the CPU. What it cannot emulate (clusters) has a plain fallback here.
 #pragma once
+#include <algorithm>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #if defined(NORMOPS_CUDA_EMULATION)
 #include "cuda_emulation.h"
@@ -51,29 +55,25 @@ __device__ inline void keep_order_of_warp() {
 }
 
 // From here on the compiler takes the register for one that it knows nothing of: it would else keep what it made of it
-// before.
+// before, or make it anew wherever it is used.
 __device__ inline void forget(unsigned& word) {
 #if !defined(NORMOPS_CUDA_EMULATION)
   asm volatile("" : "+r"(word));
 #endif
 }
 
-// A cluster: the blocks that hold one row. Without clusters every block is one of its own.
-__device__ inline unsigned cluster_blocks() {
-#if NORMOPS_CLUSTERS
-  return cooperative_groups::cluster_group::num_blocks();
-#else
-  return 1;
+// A pointer to global memory.
+template <class T>
+__device__ void forget(T*& pointer) {
+#if !defined(NORMOPS_CUDA_EMULATION)
+  asm volatile("" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
 #endif
 }
 
-__device__ inline unsigned cluster_rank() {
-#if NORMOPS_CLUSTERS
-  return cooperative_groups::cluster_group::block_rank();
-#else
-  return 0;
-#endif
-}
+// A cluster: the blocks that hold one row, which are those along y. Without clusters every block is one of its own.
+__device__ inline unsigned cluster_blocks() { return gridDim.y; }
+__device__ inline unsigned cluster_rank() { return blockIdx.y; }
 
 __device__ inline void cluster_sync() {
 #if NORMOPS_CLUSTERS
@@ -94,10 +94,9 @@ __device__ const T* in_block_of_cluster(T* shared, unsigned rank) {
 }
 
 struct LaunchShape {
-  dim3 grid;
+  dim3 grid;  // clusters, blocks of a cluster
   dim3 block;
   int64_t shared_bytes;
-  int cluster;
 };
 
 #if defined(NORMOPS_CUDA_EMULATION)
@@ -107,14 +106,20 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, void*, const Ar
   emulation::launch([&] { kernel(args...); }, shape.grid, shape.block, shape.shared_bytes);
 }
 
+template <class... Params>
+int64_t clusters_at_once(void (*)(Params...), const LaunchShape& shape, int multiprocessors) {
+  return multiprocessors / shape.grid.y;
+}
+
 #else
 
 inline void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("normops: CUDA: ") + cudaGetErrorString(error));
 }
 
-template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, const Args&... args) {
+// Calls use(config), which points to what lives no longer.
+template <class... Params, class Use>
+void with_launch_config(void (*kernel)(Params...), const LaunchShape& shape, Use use) {
   // Beyond this much a kernel has to ask for shared memory.
   constexpr int64_t kSharedBytesOfAll = 48 << 10;
   if (shape.shared_bytes > kSharedBytesOfAll) {
@@ -125,14 +130,46 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, c
   config.gridDim = shape.grid;
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = shape.cluster;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cluster.val.clusterDim.x = cluster.val.clusterDim.z = 1;
+  cluster.val.clusterDim.y = shape.grid.y;
   config.attrs = &cluster;
-  config.numAttrs = shape.cluster > 1 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, args...));
+  config.numAttrs = shape.grid.y > 1 ? 1 : 0;
+  use(config);
+}
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, const Args&... args) {
+  with_launch_config(kernel, shape, [&](cudaLaunchConfig_t& config) {
+    config.stream = static_cast<cudaStream_t>(stream);
+    check(cudaLaunchKernelEx(&config, kernel, args...));
+  });
+}
+
+// How many clusters of this shape (blocks, where a cluster has one) the current device runs at once; asked once for
+// each kernel.
+template <class... Params>
+int64_t clusters_at_once(void (*kernel)(Params...), const LaunchShape& shape, int multiprocessors) {
+  static std::mutex mutex;
+  static std::map<std::tuple<void (*)(Params...), int, unsigned, unsigned>, int64_t> known;
+  int device = 0;
+  check(cudaGetDevice(&device));
+  const std::lock_guard lock(mutex);
+  int64_t& count = known[{kernel, device, shape.block.x * shape.block.y, shape.grid.y}];
+  if (count > 0) return count;
+  with_launch_config(kernel, shape, [&](cudaLaunchConfig_t& config) {
+    int found = 0;
+    if (shape.grid.y > 1) {
+      check(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
+      count = found;
+    } else {
+      const int threads = static_cast<int>(shape.block.x * shape.block.y);
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, threads, shape.shared_bytes));
+      count = static_cast<int64_t>(found) * multiprocessors;
+    }
+  });
+  return count;
 }
 
 #endif

@@ -54,7 +54,7 @@ void run_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_
     args.grad_input = dx->data();
     args.grad_input_rows = dx->layout();
   }
-  const int64_t count = rms_norm_backward_partials(dtype, problem.rows, problem.cols, device);
+  const int64_t count = rms_norm_backward_partials(dtype, args.grad_output_dtype, problem.rows, problem.cols, device);
   Tensor partials;
   if (grad_weight.defined()) {
     const auto compute = compute_dtype(dtype) == DType::float64 ? at::kDouble : at::kFloat;

@@ -5,25 +5,25 @@ namespace normops::cuda {
 namespace {
 
 // Rows that fit into registers: each element is read once.
-template <class T, int kPacks>
+template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
-    rms_norm_kernel(const Forward<T, T> args, const RowsOf<const T> input) {
+    rms_norm_kernel(const Forward<T, T, Access> args, const typename Access::template Rows<const T> input) {
   constexpr int kRows = rows_in_flight(kPacks);
   __shared__ RowSumShared<compute_t<T>, kRows> shared;
   const Columns<T, int> columns(args.cols);
+  const TakenRows rows = taken_rows<kRows>(args.rows);
   Pack<T> x[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
-    const int64_t row = first_row_of_thread<kRows>() + r * blockDim.y;
-    load_packs(x[r], input, row < args.rows ? input.row(row) : nullptr, columns);
+    load_packs<T>(x[r], input, input.row(rows.first, rows.further(r)), rows.has(r), columns);
   }
-  normalize_rows(args, columns, x, shared);
+  normalize_rows(args, rows, columns, x, shared);
 }
 
 // Rows of any width: read twice, the second time from the L2 cache as far as it holds them.
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads)
-    rms_norm_any_width_kernel(const Forward<T, T> args, const RowsOf<const T> input) {
+    rms_norm_any_width_kernel(const Forward<T, T, General> args, const RowsOf<const T> input) {
   const T* const row = input.row(blockIdx.x);
   const auto load = [&](int64_t column, int64_t count) { return input.template load<kPack<T>>(row, column, count); };
   normalize_any_width(args, load, load);
@@ -39,7 +39,11 @@ void launch_rms_norm(const RmsNormArgs& args, const Device& device, Stream strea
       if constexpr (kPacks == 0) {
         launch(rms_norm_any_width_kernel<T>, shape, stream, forward, input);
       } else {
-        launch(rms_norm_kernel<T, kPacks>, shape, stream, forward, input);
+        const auto launch_with = [&]<class Access>() {
+          launch(rms_norm_kernel<T, kPacks, Access>, shape, stream, forward.template as<Access>(),
+                 typename Access::template Rows<const T>(input));
+        };
+        dispatch_access<kPacks>(forward.scale, launch_with, forward.output, input);
       }
     });
   });

@@ -6,18 +6,36 @@ namespace normops::cuda {
 namespace {
 
 // T is the type of grad_output, R that of everything else with rows.
-template <class T, class R>
+template <class T, class R, class Access>
 struct Backward {
+  template <class W>
+  using Rows = typename Access::template Rows<W>;
+
   int64_t rows;
   int64_t cols;
   double inverse_cols;
   double eps;
-  ScaleOf<R> scale;
-  RowsOf<const T> grad_output;
-  RowsOf<const R> input;
-  RowsOf<const R> grad_residual;  // data is null without one
-  RowsOf<R> grad_input;           // data is null if not wanted
-  compute_t<R>* partials;         // [partials, cols], or null if not wanted
+  typename Access::template Scale<R> scale;
+  Rows<const T> grad_output;
+  Rows<const R> input;
+  Rows<const R> grad_residual;  // data is null without one
+  Rows<R> grad_input;           // data is null if not wanted
+  compute_t<R>* partials;       // [partials, cols], or null if not wanted
+
+  template <class Other>
+  Backward<T, R, Other> as() const {
+    using To = Backward<T, R, Other>;
+    return {rows,
+            cols,
+            inverse_cols,
+            eps,
+            typename Other::template Scale<R>(scale),
+            typename To::template Rows<const T>(grad_output),
+            typename To::template Rows<const R>(input),
+            typename To::template Rows<const R>(grad_residual),
+            typename To::template Rows<R>(grad_input),
+            partials};
+  }
 };
 
 // What of a row goes into its gradients.
@@ -61,9 +79,9 @@ __device__ Numbers<R> gradients(const Elements<T, kPack<R>>& dy_pack, const Pack
   return dx;
 }
 
-template <class R, class Index>
-__device__ Numbers<R> load_residual(const RowsOf<const R>& rows, const R* row, Index column, Index count) {
-  if (row == nullptr) return {};
+template <class R, class Rows, class Index>
+__device__ Numbers<R> load_residual(const Rows& rows, const R* row, Index column, Index count) {
+  if (rows.data == nullptr) return {};
   return to_compute<R>(rows.template load<kPack<R>>(row, column, count));
 }
 
@@ -126,31 +144,45 @@ class WeightSums {
 
 // Rows that fit into registers: each element is read once. A block takes rows until none is left, and then writes its
 // share of grad_weight.
-template <class T, class R, int kPacks>
+template <class T, class R, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
-    rms_norm_backward_kernel(const Backward<T, R> args) {
+    rms_norm_backward_kernel(const Backward<T, R, Access> args) {
   using Compute = compute_t<R>;
   constexpr int kRows = backward_rows_in_flight(kPacks);
   __shared__ RowSumShared<Compute, 2 * kRows> shared;
   const Columns<R, int> columns(args.cols);
   const int64_t rows_at_once = static_cast<int64_t>(kRows) * blockDim.y;
-  const int64_t block = blockIdx.x / cluster_blocks(), blocks = gridDim.x / cluster_blocks();
+  // All rows have the same; where registers are scarce it comes from the L1 cache again.
+  constexpr bool kHoldScale = kPacks <= 2;
+  typename Access::template Scale<R>::Held held[kHoldScale ? kPacks : 1];
+  const auto scale_of_pack = [&](int p) {
+    const int column = columns.column(p), count = columns.count(p);
+    if constexpr (kHoldScale) {
+      return args.scale.numbers(held[p], column, count);
+    } else {
+      return args.scale.numbers(args.scale.hold(column, count), column, count);
+    }
+  };
+  if constexpr (kHoldScale) {
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) held[p] = args.scale.hold(columns.column(p), columns.count(p));
+  }
   WeightSums<R, kPacks> dw;
 
   unsigned turn = 0;
-  for (int64_t base = block * rows_at_once; base < args.rows; base += blocks * rows_at_once) {
-    const int64_t first_row = base + threadIdx.y;
+  for (int64_t base = blockIdx.x * rows_at_once; base < args.rows; base += gridDim.x * rows_at_once) {
+    const TakenRows rows(base, args.rows);
     Pack<R> x[kRows][kPacks];
     Elements<T, kPack<R>> dy[kRows][kPacks];
-    const R* residual_rows[kRows] = {};
-    R* target_rows[kRows] = {};
+    const R* residual_rows[kRows];  // of data that may be null
+    R* target_rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      const int64_t row = first_row + r * blockDim.y;
-      if (row < args.rows && args.grad_residual.data != nullptr) residual_rows[r] = args.grad_residual.row(row);
-      if (row < args.rows && args.grad_input.data != nullptr) target_rows[r] = args.grad_input.row(row);
-      load_packs(x[r], args.input, row < args.rows ? args.input.row(row) : nullptr, columns);
-      load_packs(dy[r], args.grad_output, row < args.rows ? args.grad_output.row(row) : nullptr, columns);
+      const unsigned further = rows.further(r);
+      residual_rows[r] = columns.of_row(args.grad_residual.row(rows.first, further));
+      target_rows[r] = columns.of_row(args.grad_input.row(rows.first, further));
+      load_packs<R>(x[r], args.input, args.input.row(rows.first, further), rows.has(r), columns);
+      load_packs<R>(dy[r], args.grad_output, args.grad_output.row(rows.first, further), rows.has(r), columns);
     }
 
     Compute sums[2 * kRows];
@@ -159,7 +191,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
-        add_terms<R>(dy[r][p], x[r][p], args.scale.load(columns.column(p), columns.count(p)), squares, dots);
+        add_terms<R>(dy[r][p], x[r][p], scale_of_pack(p), squares, dots);
         keep_few_registers<kPacks>();
       }
       sums[2 * r] = fold(squares);
@@ -167,36 +199,37 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
     }
     sum_row(sums, shared, turn);
     turn ^= 1;
+    keep_packed(held);
 
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      const int64_t row = first_row + r * blockDim.y;
-      if (row >= args.rows) break;
+      if (!rows.has(r)) break;
       const auto factors = factors_of(sums[2 * r], sums[2 * r + 1], args.inverse_cols, args.eps);
       keep_packed(x[r]);
       keep_packed(dy[r]);
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
-        const int column = columns.column(p), count = columns.count(p);
-        const Numbers<R> dx = gradients<R>(dy[r][p], x[r][p], args.scale.load(column, count),
-                                           load_residual(args.grad_residual, residual_rows[r], column, count), factors,
+        const int offset = columns.offset(p), count = columns.count(p);
+        const Numbers<R> dx = gradients<R>(dy[r][p], x[r][p], scale_of_pack(p),
+                                           load_residual(args.grad_residual, residual_rows[r], offset, count), factors,
                                            [&](int i, Compute scaled_dy, Compute x_element) {
                                              dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
                                            });
-        if (target_rows[r] != nullptr) {
-          args.grad_input.store(target_rows[r], column, count, from_compute<R>(dx));
+        if (args.grad_input.data != nullptr) {
+          args.grad_input.store(target_rows[r], offset, count, from_compute<R>(dx));
         }
         keep_few_registers<kPacks>();
       }
     }
   }
-  if (args.partials != nullptr) dw.write(columns, args.partials + block * args.cols);
+  if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols);
   end_row_sums();
 }
 
 // Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
 template <class T, class R>
-__global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width_kernel(const Backward<T, R> args) {
+__global__ void __launch_bounds__(kAnyWidth.threads)
+    rms_norm_backward_any_width_kernel(const Backward<T, R, General> args) {
   using Compute = compute_t<R>;
   __shared__ RowSumShared<double, 2> shared;
   const Columns<R, int64_t> columns(args.cols);
@@ -206,15 +239,15 @@ __global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     const R* const x_row = args.input.row(row);
     const T* const dy_row = args.grad_output.row(row);
-    const R* const residual_row = args.grad_residual.data != nullptr ? args.grad_residual.row(row) : nullptr;
+    const R* const residual_row = args.grad_residual.row(row);
     double sums[2] = {};
     for (int64_t first = 0; columns.count(first) > 0; first += kPacksOfChain) {
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
       for (int p = 0; p < kPacksOfChain; p++) {
         const int64_t column = columns.column(first + p), count = columns.count(first + p);
         add_terms<R>(args.grad_output.template load<kPack<R>>(dy_row, column, count),
-                     args.input.template load<kPack<R>>(x_row, column, count), args.scale.load(column, count), squares,
-                     dots);
+                     args.input.template load<kPack<R>>(x_row, column, count), args.scale.numbers({}, column, count),
+                     squares, dots);
       }
       sums[0] += fold(squares);
       sums[1] += fold(dots);
@@ -228,7 +261,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width
       const int64_t column = columns.column(p), count = columns.count(p);
       const Numbers<R> dx =
           gradients<R>(args.grad_output.template load<kPack<R>>(dy_row, column, count),
-                       args.input.template load<kPack<R>>(x_row, column, count), args.scale.load(column, count),
+                       args.input.template load<kPack<R>>(x_row, column, count), args.scale.numbers({}, column, count),
                        load_residual(args.grad_residual, residual_row, column, count), factors,
                        [&](int i, Compute scaled_dy, Compute x_element) {
                          if (partial == nullptr || i >= count) return;
@@ -263,63 +296,81 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-struct Grid {
-  RowConfig config;
-  dim3 block;
-  int64_t blocks;  // clusters of blocks, where a row has one: each makes a partial sum
-};
+// Each cluster (or block, where a row has one) makes a partial sum: no more of them than run at once, so that there are
+// few, and none waits for others to end. Either access has as many, as it must not show in the sum.
+template <class T, class R, int kPacks>
+LaunchShape shape_of(const RowConfig& config, int64_t rows, int64_t cols, const Device& device) {
+  LaunchShape shape = {dim3(1, config.cluster), block_of(config), 0};
+  int64_t at_once;
+  if constexpr (kPacks == 0) {
+    at_once = std::min(clusters_at_once(rms_norm_backward_any_width_kernel<T, R>, shape, device.multiprocessors),
+                       kPartialsBytes / (cols * static_cast<int64_t>(sizeof(compute_t<R>))));
+  } else {
+    if (sums_in_shared(kPacks) || shape.block.y > 1) {
+      shape.shared_bytes = static_cast<int64_t>(shape.block.x * shape.block.y * kPacks * sizeof(Numbers<R>));
+    }
+    at_once = clusters_at_once(rms_norm_backward_kernel<T, R, kPacks, General>, shape, device.multiprocessors);
+    if constexpr (kHasPlain<kPacks, R>) {
+      const auto plain = rms_norm_backward_kernel<T, R, kPacks, Plain>;
+      at_once = std::min(at_once, clusters_at_once(plain, shape, device.multiprocessors));
+    }
+  }
+  const int64_t rows_at_once = static_cast<int64_t>(shape.block.y) * backward_rows_in_flight(kPacks);
+  shape.grid.x = static_cast<unsigned>(std::clamp<int64_t>(at_once, 1, blocks_of_rows(rows, rows_at_once)));
+  return shape;
+}
 
-Grid grid_of(DType dtype, int64_t rows, int64_t cols, const Device& device) {
-  return dispatch(dtype, [&]<class T>() -> Grid {
-    const RowConfig& config = backward_config((cols + kPack<T> - 1) / kPack<T>, kPack<T>, sizeof(compute_t<T>), device);
-    const dim3 block = block_of(config);
-    const int threads = static_cast<int>(block.x * block.y);
-    const int64_t rows_at_once = static_cast<int64_t>(block.y) * backward_rows_in_flight(config.packs);
-    const int64_t at_once =
-        static_cast<int64_t>(device.multiprocessors) * blocks_of_multiprocessor(config.packs, threads) / config.cluster;
-    const int64_t blocks = blocks_of_rows(rows, rows_at_once);
-    return {config, block, blocks < at_once ? blocks : at_once < 1 ? 1 : at_once};
+// Calls launch.template operator()<T, R, kPacks>(shape).
+template <class Launch>
+void dispatch_backward(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, const Device& device,
+                       Launch launch) {
+  dispatch_pair(grad_output_dtype, dtype, [&]<class T, class R>() {
+    const RowConfig& config = backward_config((cols + kPack<R> - 1) / kPack<R>, kPack<R>, sizeof(compute_t<R>), device);
+    dispatch_packs(config.packs, [&]<int kPacks>() {
+      launch.template operator()<T, R, kPacks>(shape_of<T, R, kPacks>(config, rows, cols, device));
+    });
   });
 }
 
 }  // namespace
 
-int64_t rms_norm_backward_partials(DType dtype, int64_t rows, int64_t cols, const Device& device) {
-  return grid_of(dtype, rows, cols, device).blocks;
+int64_t rms_norm_backward_partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols,
+                                   const Device& device) {
+  int64_t count = 0;
+  dispatch_backward(dtype, grad_output_dtype, rows, cols, device,
+                    [&]<class T, class R, int kPacks>(const LaunchShape& shape) { count = shape.grid.x; });
+  return count;
 }
 
 void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& device, Stream stream) {
-  const Grid grid = grid_of(args.dtype, args.rows, args.cols, device);
-  dispatch_pair(args.grad_output_dtype, args.dtype, [&]<class T, class R>() {
-    const Backward<T, R> backward = {args.rows,
-                                     args.cols,
-                                     1.0 / static_cast<double>(args.cols),
-                                     args.eps,
-                                     scale_of<R>(args.weight, args.cols),
-                                     rows_of<const T, R>(args.grad_output, args.grad_output_rows, args.cols),
-                                     rows_of<const R, R>(args.input, args.input_rows, args.cols),
-                                     rows_of<const R, R>(args.grad_residual, args.grad_residual_rows, args.cols),
-                                     rows_of<R, R>(args.grad_input, args.grad_input_rows, args.cols),
-                                     static_cast<compute_t<R>*>(args.grad_weight_partials)};
-    dispatch_packs(grid.config.packs, [&]<int kPacks>() {
-      if constexpr (kPacks == 0) {
-        const LaunchShape shape = {dim3(static_cast<unsigned>(grid.blocks)), grid.block, 0, 1};
-        launch(rms_norm_backward_any_width_kernel<T, R>, shape, stream, backward);
-      } else {
-        const bool sums = sums_in_shared(kPacks) || grid.block.y > 1;
-        const LaunchShape shape = {
-            dim3(static_cast<unsigned>(grid.blocks * grid.config.cluster)), grid.block,
-            sums ? static_cast<int64_t>(grid.block.x * grid.block.y * kPacks * sizeof(Numbers<R>)) : 0,
-            grid.config.cluster};
-        launch(rms_norm_backward_kernel<T, R, kPacks>, shape, stream, backward);
-      }
-    });
-  });
+  const auto launch_shape = [&]<class T, class R, int kPacks>(const LaunchShape& shape) {
+    const Backward<T, R, General> backward = {
+        args.rows,
+        args.cols,
+        1.0 / static_cast<double>(args.cols),
+        args.eps,
+        scale_of<R>(args.weight, args.cols),
+        rows_of<const T, R>(args.grad_output, args.grad_output_rows, args.cols),
+        rows_of<const R, R>(args.input, args.input_rows, args.cols),
+        rows_of<const R, R>(args.grad_residual, args.grad_residual_rows, args.cols),
+        rows_of<R, R>(args.grad_input, args.grad_input_rows, args.cols),
+        static_cast<compute_t<R>*>(args.grad_weight_partials)};
+    if constexpr (kPacks == 0) {
+      launch(rms_norm_backward_any_width_kernel<T, R>, shape, stream, backward);
+    } else {
+      const auto launch_with = [&]<class Access>() {
+        launch(rms_norm_backward_kernel<T, R, kPacks, Access>, shape, stream, backward.template as<Access>());
+      };
+      dispatch_access<kPacks>(backward.scale, launch_with, backward.grad_output, backward.input, backward.grad_residual,
+                              backward.grad_input);
+    }
+  };
+  dispatch_backward(args.dtype, args.grad_output_dtype, args.rows, args.cols, device, launch_shape);
 }
 
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
                         void* grad_weight, Stream stream) {
-  const LaunchShape shape = {dim3(static_cast<unsigned>((cols + kWarp - 1) / kWarp)), dim3(kWarp, kWarp), 0, 1};
+  const LaunchShape shape = {dim3(static_cast<unsigned>((cols + kWarp - 1) / kWarp)), dim3(kWarp, kWarp), 0};
   dispatch(weight_dtype, [&]<class W>() {
     W* const target = static_cast<W*>(grad_weight);
     if (compute_dtype(dtype) == DType::float64) {

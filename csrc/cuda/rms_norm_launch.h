@@ -13,7 +13,7 @@ namespace normops::cuda {
 struct Device {
   int multiprocessors;
   int64_t shared_bytes;  // that a block can have
-  bool clusters;         // compute capability 9.0 or later, and code compiled for it
+  int cluster;           // blocks of the largest one that it runs; 1 without clusters
 };
 
 // The current one. Throws std::runtime_error.
@@ -63,7 +63,8 @@ void launch_rms_norm(const RmsNormArgs& args, const Device& device, Stream strea
 void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& device, Stream stream);
 
 // How many partial sums of grad_weight the backward makes.
-int64_t rms_norm_backward_partials(DType dtype, int64_t rows, int64_t cols, const Device& device);
+int64_t rms_norm_backward_partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols,
+                                   const Device& device);
 
 // grad_weight [cols] = sum of partials [count, cols]
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,

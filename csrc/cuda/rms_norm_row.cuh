@@ -7,7 +7,10 @@
 
 namespace normops::cuda {
 
-// A tensor's rows as kernels access them.
+// How kernels access tensors: any of them (General), or those that models have (Plain), with fewer decisions to take
+// for each row. They compute the same.
+
+// A tensor's rows.
 template <class T>
 struct RowsOf {
   T* data;
@@ -24,8 +27,10 @@ struct RowsOf {
     store_elements(row + column, elements, count, aligned);
   }
 
-  __device__ T* row(int64_t index) const {
+  // Row first + further.
+  __device__ T* row(int64_t first, unsigned further = 0) const {
     T* row = data;
+    int64_t index = first + further;
     if (layout.dims == 1) return row + index * layout.strides[0];
 #pragma unroll 1  // divisions are long
     for (int d = layout.dims - 1; d >= 0; d--) {
@@ -44,17 +49,101 @@ RowsOf<T> rows_of(Void* data, const RowLayout& layout, int64_t cols) {
   return {static_cast<T*>(data), layout, bytes % static_cast<int64_t>(kPack<R> * sizeof(T)) == 0};
 }
 
-// The scale of the columns, for packs of T.
+// Aligned rows, at equal distances.
+template <class T>
+struct PlainRowsOf {
+  static constexpr bool aligned = true;
+  T* data;
+  int64_t stride;
+
+  explicit PlainRowsOf(const RowsOf<T>& rows)
+      : data(rows.data), stride(rows.layout.dims == 0 ? 0 : rows.layout.strides[0]) {}
+
+  template <int kCount, class Index>
+  __device__ Elements<std::remove_const_t<T>, kCount> load(const T* row, Index column, Index count) const {
+    return load_elements<std::remove_const_t<T>, kCount>(row + column, count, aligned);
+  }
+
+  template <int kCount, class Index>
+  __device__ void store(T* row, Index column, Index count, const Elements<T, kCount>& elements) const {
+    store_elements(row + column, elements, count, aligned);
+  }
+
+  __device__ T* row(int64_t first, unsigned further = 0) const { return data + first * stride + further * stride; }
+};
+
+// The scale of the columns, for packs of T: what hold() loads before a row is summed, numbers() takes after it.
 template <class T>
 struct ScaleOf {
+  struct Held {};
   Weight weight;
   bool aligned;
 
   template <class Index>
-  __device__ Numbers<T> load(Index column, Index count) const {
+  __device__ Held hold(Index, Index) const {
+    return {};
+  }
+
+  template <class Index>
+  __device__ Numbers<T> numbers(Held, Index column, Index count) const {
     return load_scale<T>(weight.data, weight.dtype, weight.offset, column, count, aligned);
   }
 };
+
+// An aligned weight of T.
+template <class T>
+struct PlainScaleOf {
+  using Held = Pack<T>;
+  const T* weight;
+  compute_t<T> offset;
+
+  explicit PlainScaleOf(const ScaleOf<T>& scale)
+      : weight(static_cast<const T*>(scale.weight.data)), offset(static_cast<compute_t<T>>(scale.weight.offset)) {}
+
+  template <class Index>
+  __device__ Held hold(Index column, Index count) const {
+    return load_elements<T, kPack<T>>(weight + column, count, true);
+  }
+
+  template <class Index>
+  __device__ Numbers<T> numbers(const Held& held, Index, Index) const {
+    Numbers<T> scale = to_compute<T>(held);
+    if (offset != 0) {
+      keep_order();  // a jump: else there would be additions that are not carried out
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) scale.element[i] += offset;
+    }
+    return scale;
+  }
+};
+
+struct General {
+  template <class T>
+  using Rows = RowsOf<T>;
+  template <class T>
+  using Scale = ScaleOf<T>;
+};
+
+struct Plain {
+  template <class T>
+  using Rows = PlainRowsOf<T>;
+  template <class T>
+  using Scale = PlainScaleOf<T>;
+};
+
+// float64 has no speed to gain, and 16 packs no registers to hold the scale of.
+template <int kPacks, class R>
+constexpr bool kHasPlain = kPacks > 0 && kPacks <= 4 && !std::is_same_v<R, double>;
+
+// Calls launch.template operator()<Access>() with the access that serves a thread's packs of these.
+template <int kPacks, class R, class Launch, class... Rows>
+void dispatch_access(const ScaleOf<R>& scale, Launch launch, const Rows&... rows) {
+  if constexpr (kHasPlain<kPacks, R>) {
+    const bool is_plain = scale.weight.data != nullptr && scale.weight.dtype == kDType<R> && scale.aligned;
+    if (is_plain && ((rows.aligned && rows.layout.dims <= 1) && ...)) return launch.template operator()<Plain>();
+  }
+  launch.template operator()<General>();
+}
 
 template <class T>
 ScaleOf<T> scale_of(const Weight& weight, int64_t cols) {
@@ -70,8 +159,28 @@ struct Columns {
 
   __device__ explicit Columns(int64_t cols) : cols(static_cast<Index>(cols)) {}
   __device__ Index column(Index pack) const { return first + pack * step; }
+  // From where of_row() says.
+  __device__ Index offset(Index pack) const { return pack * step; }
   // How many elements of the pack are inside the row: none or less if it is behind it.
   __device__ Index count(Index pack) const { return cols - column(pack); }
+
+  // The first of the thread's elements, of a row that begins there. The address is made once.
+  template <class W>
+  __device__ W* of_row(W* row) const {
+    W* place = row + first;
+    forget(place);
+    return place;
+  }
+};
+
+// The rows that a thread has a part of, blockDim.y apart, of those that the block takes.
+struct TakenRows {
+  int64_t first;
+  int64_t left;  // in the tensor, from there on
+
+  __device__ TakenRows(int64_t block_first, int64_t rows) : first(block_first + threadIdx.y), left(rows - first) {}
+  __device__ unsigned further(int r) const { return r * blockDim.y; }
+  __device__ bool has(int r) const { return further(r) < left; }
 };
 
 // Between the packs of a thread: what is loaded for one of them is not to wait in registers while others are dealt
@@ -82,22 +191,23 @@ __device__ void keep_few_registers() {
   if (kPacks == 16) keep_order_of_warp();
 }
 
-// A thread's packs of a row; zeros without one. The choice is made once: the loads then follow one another.
-template <class T, class R, int kPacks>
-__device__ void load_packs(Elements<T, kPack<R>> (&packs)[kPacks], const RowsOf<const T>& rows, const T* row,
+// A thread's packs of a row; zeros unless it is one. The choice is made once: the loads then follow one another.
+template <class R, class Rows, class T, int kPacks>
+__device__ void load_packs(Elements<T, kPack<R>> (&packs)[kPacks], const Rows& rows, const T* row, bool is_row,
                            const Columns<R, int>& columns) {
-  if (row == nullptr) {
-#pragma unroll
-    for (int p = 0; p < kPacks; p++) packs[p] = {};
-  } else if (rows.aligned) {
+  const T* const place = columns.of_row(row);
+  if (rows.aligned) {
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
-      packs[p] = load_elements<T, kPack<R>>(row + columns.column(p), columns.count(p), true);
+      packs[p] = load_elements<T, kPack<R>>(place + columns.offset(p), is_row ? columns.count(p) : 0, true);
     }
+  } else if (!is_row) {
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) packs[p] = {};
   } else {
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
-      packs[p] = load_elements<T, kPack<R>>(row + columns.column(p), columns.count(p), false);
+      packs[p] = load_elements<T, kPack<R>>(place + columns.offset(p), columns.count(p), false);
       if (kPacks == 16) keep_few_registers<kPacks>();  // elements that are loaded one by one take one each
     }
   }
@@ -115,6 +225,10 @@ __device__ void keep_packed(Elements<T, kCount> (&packs)[kPacks]) {
     }
   }
 }
+
+// What is not loaded yet.
+template <class Nothing, int kPacks>
+__device__ void keep_packed(Nothing (&)[kPacks]) {}
 
 // Rows that are read twice are summed in float64 after so many packs.
 constexpr int kPacksOfChain = 4;

@@ -18,11 +18,6 @@ __device__ Compute fma_rn(Compute a, Compute b, Compute c) {
   }
 }
 
-__device__ inline float to_compute(float value) { return value; }
-__device__ inline double to_compute(double value) { return value; }
-__device__ inline float to_compute(float16 value) { return __half2float(__ushort_as_half(value.bits)); }
-__device__ inline float to_compute(bfloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
-
 template <class T>
 __device__ T from_compute(compute_t<T> value) {
   if constexpr (std::is_same_v<T, float16>) {
@@ -63,6 +58,17 @@ struct Elements {
   __device__ W element(int i) const {
     if constexpr (kPairs) {
       return {static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16))};
+    } else {
+      return words[i];
+    }
+  }
+
+  // In an instruction each: bfloat16 is the upper half of float32.
+  __device__ compute_t<W> number(int i) const {
+    if constexpr (std::is_same_v<W, bfloat16>) {
+      return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+    } else if constexpr (std::is_same_v<W, float16>) {
+      return __half2float(__ushort_as_half(element(i).bits));
     } else {
       return words[i];
     }
@@ -135,7 +141,7 @@ template <class R, class T>
 __device__ Numbers<R> to_compute(const Elements<T, kPack<R>>& elements) {
   Numbers<R> numbers;
 #pragma unroll
-  for (int i = 0; i < kPack<R>; i++) numbers.element[i] = to_compute(elements.element(i));
+  for (int i = 0; i < kPack<R>; i++) numbers.element[i] = elements.number(i);
   return numbers;
 }
 
@@ -178,7 +184,7 @@ __device__ Numbers<T> load_scale(const void* weight, DType weight_dtype, double 
       const auto elements = load_elements<W, kPack<T>>(source, count, aligned);
 #pragma unroll
       for (int i = 0; i < kPack<T>; i++) {
-        scale.element[i] = static_cast<compute_t<T>>(to_compute(elements.element(i)));
+        scale.element[i] = static_cast<compute_t<T>>(elements.number(i));
       }
     }
   });
