@@ -9,7 +9,7 @@ CPP := $(shell find csrc tests bench examples -name '*.cpp' -o -name '*.h' -o -n
 TRITON_OF_2.13.0 := triton==3.7.1
 
 .PHONY: install install-dev test test-torch lint format demo demo-patch bench bench-instructions check-cuda-compile package wheels \
-	clean check-gpu gpu-build gpu-test gpu-test-triton gpu-memcheck gpu-racecheck gpu-bench
+	clean check-gpu
 
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
 install: $(VENV)/required
@@ -29,15 +29,9 @@ $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
 	$(BIN)/pip install --quiet $(TRITON_OF_$(TORCH)) --requirement requirements-dev.txt
 	touch $@
 
-# What tests the Triton kernels in their interpreter, and on a GPU.
-TRITON_TESTS := tests/test_values.py tests/test_out.py tests/test_inplace.py tests/test_add_rms_norm.py \
-	tests/test_add_rms_norm_out.py tests/test_bitwise.py \
-	-k '(test_values or test_forward or wider_sum or aliasing or replaces) and not 40000 \
-		or (its_batch or alignment) and (100 or 9000) and (bfloat16 or float32)'
-
 test: install-dev
 	$(BIN)/python -m pytest --numprocesses auto
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses auto --triton $(TRITON_TESTS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses auto --triton @tests/triton.args
 
 # The same with another torch, in an environment of its own: a CUDA build of several GB.
 test-torch:
@@ -68,37 +62,13 @@ check-cuda-compile:
 	NORMOPS_CUDA=1 NORMOPS_CUDA_ARCHS=all $(MAKE) install-dev
 	NORMOPS_CUDA=1 $(BIN)/python -m pytest tests/test_cuda_compile.py
 
-# Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, pytest, hypothesis, rich and matplotlib, and
-# downloads nothing. What was found is left in $(OUT); a failure of one part does not keep the others from running.
+# Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, pytest, hypothesis and rich, and downloads
+# nothing. Three steps of nine minutes at most, or those of STEP; with DEVICE=cpu a rehearsal.
+STEP ?= 1 2 3
+DEVICE ?= cuda
 check-gpu:
-	$(MAKE) --keep-going gpu-test gpu-test-triton gpu-memcheck gpu-racecheck gpu-bench
-
-GPU_ARCH = $(shell $(PYTHON) -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
-SANITIZED := tests/test_cuda.py -k 'every_configuration and bfloat16'
-
-gpu-build:
-	mkdir -p $(OUT)
-	NORMOPS_CUDA=1 NORMOPS_CUDA_ARCHS=$(GPU_ARCH) $(PYTHON) setup.py build_ext --inplace > $(OUT)/build.txt
-
-gpu-test: gpu-build
-	NORMOPS_REQUIRE_CUDA=1 $(PYTHON) -m pytest --device cuda --durations 10 > $(OUT)/tests.txt; \
-	status=$$?; tail -n 40 $(OUT)/tests.txt; exit $$status
-
-gpu-test-triton: gpu-build
-	NORMOPS_REQUIRE_CUDA=1 NORMOPS_BACKEND=triton $(PYTHON) -m pytest --device cuda $(TRITON_TESTS) \
-		> $(OUT)/tests-triton.txt; \
-	status=$$?; tail -n 40 $(OUT)/tests-triton.txt; exit $$status
-
-gpu-memcheck gpu-racecheck: gpu-%: gpu-build
-	NORMOPS_REQUIRE_CUDA=1 compute-sanitizer --tool $* --error-exitcode 1 \
-		$(PYTHON) -m pytest --device cuda $(SANITIZED) > $(OUT)/$*.txt; \
-	status=$$?; tail -n 3 $(OUT)/$*.txt; exit $$status
-
-gpu-bench: gpu-build
-	$(PYTHON) -m bench --device cuda --op overhead rms_norm rms_norm_backward --memory fresh --seconds 0.1 \
-		--peers normops-triton F.rms_norm F.rms_norm-compiled Liger quack --save $(OUT)
-	$(PYTHON) -m bench --device cuda --op add_rms_norm add_rms_norm_backward --memory fresh --seconds 0.1 \
-		--dtype bfloat16 --shapes fill --peers normops-triton F.rms_norm-compiled Liger quack --save $(OUT)/add
+	status=0; for step in $(STEP); do \
+		$(PYTHON) tests/check_gpu.py --step $$step --device $(DEVICE) --out $(OUT) || status=1; done; exit $$status
 
 # Needs valgrind.
 bench-instructions: install-dev

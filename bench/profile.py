@@ -38,7 +38,9 @@ def events(device: str, cols: int) -> list[dict[str, Any]]:
         profiler.stop()
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == CATEGORIES[device]]
+        return [
+            event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == CATEGORIES[device]
+        ]
 
 
 def main() -> None:

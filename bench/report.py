@@ -3,13 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from bench.charts import save_charts
 from bench.measure import Measurement
 from bench.overhead import Overhead
 from bench.problems import dtype_name
@@ -51,6 +51,10 @@ class Report:
         return [details_table(group, self.cache) for group in self._groups().values()]
 
     def save(self, folder: Path) -> list[Path]:
+        if find_spec("matplotlib") is None:
+            return self.save_results(folder)
+        from bench.charts import save_charts
+
         charts = [
             path
             for (operator, memory), group in self._groups().items()

@@ -154,7 +154,7 @@ def test_every_configuration(kernels: Kernels, multiprocessors: int, shared_kib:
     on = device(multiprocessors, shared_kib << 10)
     for number, cols in enumerate({*RAGGED, *widths(kernels, dtype, on)}):
         rows = max(min(600, 40_000 // cols), 5) + number % 3
-        is_plain = cols % pack_elements(dtype) == 0  # see Plain in rms_norm_row.cuh; the others take the general access
+        is_plain = cols % pack_elements(dtype) == 0  # see Plain in access.cuh; the others take the general access
         case = Case(
             (rows, cols), dtype, weight_dtype=dtype if is_plain else torch.float32, has_residual=number % 2 == 0
         )

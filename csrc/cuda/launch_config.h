@@ -42,7 +42,8 @@ constexpr int backward_rows_in_flight(int packs) { return packs == 1 ? 2 : 1; }
 constexpr int max_threads(int packs) { return packs <= 2 ? kBlockThreads : packs == 4 ? 512 : 256; }
 
 // Blocks that a multiprocessor should have room for: without a number the compiler aims for more of them, and spills.
-constexpr int min_blocks(int packs) { return packs <= 2 ? 4 : 1; }
+constexpr int min_blocks(int packs) { return packs <= 2 ? 4 : packs == 4 ? 2 : 1; }
+constexpr int backward_min_blocks(int packs) { return packs <= 2 ? 4 : 1; }
 
 // Of rows of any width, the partial sums of grad_weight take no more than this, or one does.
 constexpr int64_t kPartialsBytes = int64_t{64} << 20;

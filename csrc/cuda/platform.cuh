@@ -83,6 +83,16 @@ __device__ inline void cluster_sync() {
 #endif
 }
 
+// The same for a block that ends, but that writes before it need not be seen: waiting for them would take a barrier of
+// all memory. What was read before has to be used before.
+__device__ inline void cluster_end() {
+#if NORMOPS_CLUSTERS
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
 // Where the block `rank` of the cluster has what this block has at `shared`.
 template <class T>
 __device__ const T* in_block_of_cluster(T* shared, unsigned rank) {

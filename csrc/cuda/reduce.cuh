@@ -68,7 +68,7 @@ __device__ void sum_row(Number (&sums)[kCount], RowSumShared<Number, kCount>& sh
 
 // To be called before a block ends that summed rows: others of its cluster may still read its memory.
 __device__ inline void end_row_sums() {
-  if (cluster_blocks() > 1) cluster_sync();
+  if (cluster_blocks() > 1) cluster_end();
 }
 
 }  // namespace normops::cuda

@@ -145,7 +145,7 @@ class WeightSums {
 // Rows that fit into registers: each element is read once. A block takes rows until none is left, and then writes its
 // share of grad_weight.
 template <class T, class R, int kPacks, class Access>
-__global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
+__global__ void __launch_bounds__(max_threads(kPacks), backward_min_blocks(kPacks))
     rms_norm_backward_kernel(const Backward<T, R, Access> args) {
   using Compute = compute_t<R>;
   constexpr int kRows = backward_rows_in_flight(kPacks);
@@ -174,13 +174,9 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
     const TakenRows rows(base, args.rows);
     Pack<R> x[kRows][kPacks];
     Elements<T, kPack<R>> dy[kRows][kPacks];
-    const R* residual_rows[kRows];  // of data that may be null
-    R* target_rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       const unsigned further = rows.further(r);
-      residual_rows[r] = columns.of_row(args.grad_residual.row(rows.first, further));
-      target_rows[r] = columns.of_row(args.grad_input.row(rows.first, further));
       load_packs<R>(x[r], args.input, args.input.row(rows.first, further), rows.has(r), columns);
       load_packs<R>(dy[r], args.grad_output, args.grad_output.row(rows.first, further), rows.has(r), columns);
     }
@@ -204,6 +200,8 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       if (!rows.has(r)) break;
+      const R* const residual = columns.of_row(args.grad_residual.row(rows.first, rows.further(r)));  // maybe of null
+      R* const target = columns.of_row(args.grad_input.row(rows.first, rows.further(r)));
       const auto factors = factors_of(sums[2 * r], sums[2 * r + 1], args.inverse_cols, args.eps);
       keep_packed(x[r]);
       keep_packed(dy[r]);
@@ -211,12 +209,12 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
       for (int p = 0; p < kPacks; p++) {
         const int offset = columns.offset(p), count = columns.count(p);
         const Numbers<R> dx = gradients<R>(dy[r][p], x[r][p], scale_of_pack(p),
-                                           load_residual(args.grad_residual, residual_rows[r], offset, count), factors,
+                                           load_residual(args.grad_residual, residual, offset, count), factors,
                                            [&](int i, Compute scaled_dy, Compute x_element) {
                                              dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
                                            });
         if (args.grad_input.data != nullptr) {
-          args.grad_input.store(target_rows[r], offset, count, from_compute<R>(dx));
+          args.grad_input.store(target, offset, count, from_compute<R>(dx));
         }
         keep_few_registers<kPacks>();
       }

@@ -1,0 +1,157 @@
+"""Traces the CUDA kernels as built in place for sm_90: python -m bench.cuda_traces.
+
+For every configuration: the instructions that a warp executes (of a backward, which is a loop over rows, in an
+iteration), and what share of a copy's speed the multiprocessors could ask for. Instructions are counted; the shares are
+estimates that rest on assumed latencies (bench/sass), not measurements. --record writes registers and instructions of
+all kernels, which a test compares with.
+"""
+
+import argparse
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.report import print_tables
+from bench.sass.estimate import LAUNCH_GAP, estimate
+from bench.sass.machine_code import Kernel, load_kernels
+from bench.sass.trace import LOAD_FROM_L1, LOAD_FROM_L2, Launch, Parameters, Trace, trace
+from bench.tables import Row, Table
+
+ROOT = Path(__file__).parent.parent
+OBJECTS = ROOT / "build" / "ext" / "cuda"
+SOURCES = ("rms_norm", "add_rms_norm", "rms_norm_backward")
+RECORDED = ROOT / "tests" / "cuda_counts.json"
+DTYPE_BYTES = {"bfloat16": 2, "float": 4}
+HEADER = ("columns", "blocks", "registers", "instructions", "of a copy, by the multiprocessors", "and memory")
+
+# Where tensors are taken to be.
+WEIGHT, GRAD_OUTPUT, INPUT, OUTPUT, PARTIALS = 0x7000000, 0x10000000, 0x20000000, 0x40000000, 0x50000000
+MANY_ROWS, EPS = 1 << 20, 1e-5
+
+
+@dataclass(frozen=True)
+class Config:
+    """A line of kConfigs in csrc/cuda/launch_config.h."""
+
+    packs_of_row: int
+    packs: int
+    threads: int
+    cluster: int
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """As block_of in csrc/cuda/rms_norm_row.cuh."""
+        return self.threads, 128 // self.threads if self.threads <= 32 else 1
+
+
+def configs() -> list[Config]:
+    header = (ROOT / "csrc" / "cuda" / "launch_config.h").read_text()
+    table = header.split("kConfigs[] = {")[1].split("};")[0]
+    return [Config(*map(int, numbers)) for numbers in re.findall(r"\{(\d+), (\d+), (\d+), (\d+)\}", table)]
+
+
+def all_kernels() -> dict[str, Kernel]:
+    return {name: kernel for source in SOURCES for name, kernel in load_kernels(OBJECTS / f"{source}.o").items()}
+
+
+def counts(kernels: dict[str, Kernel]) -> dict[str, dict[str, int]]:
+    return {
+        name: {"registers": kernel.registers, "instructions": len(kernel.instructions)}
+        for name, kernel in sorted(kernels.items())
+    }
+
+
+def _parameters(rows: int, cols: int, *tensors: int) -> Parameters:
+    """Forward and its input, or Backward, with plain access."""
+    parameters: Parameters = [
+        (0, rows, 8),
+        (8, cols, 8),
+        (16, 1 / cols, 8),
+        (24, EPS, 8),
+        (32, WEIGHT, 8),
+        (40, 0.0, 4),
+    ]
+    for number, data in enumerate(tensors):
+        parameters += [(48 + 16 * number, data, 8), (56 + 16 * number, cols, 8)]
+    return [*parameters, (48 + 16 * len(tensors), PARTIALS, 8)]
+
+
+def _follow(kernel: Kernel, config: Config, parameters: Parameters) -> Trace:
+    # Where several blocks share a row, a multiprocessor sees too little of the weight to keep it.
+    cycles = LOAD_FROM_L1 if config.cluster == 1 else LOAD_FROM_L2
+    near = {"weight": (WEIGHT, cycles), "partials": (PARTIALS, cycles)}
+    result = trace(kernel, Launch(config.block, (1, config.cluster), parameters, near, config.cluster))
+    if result.ended != "exit":
+        raise SystemExit(f"{kernel.name}: ended by {result.ended}")
+    return result
+
+
+def _row(
+    dtype: str, config: Config, kernel: Kernel, of_iteration: tuple[int, int, int], traffic: tuple[int, int]
+) -> Row:
+    instructions, cycles, shared_bytes = of_iteration
+    threads, gap = config.block[0] * config.block[1], 0 if "backward" in kernel.name else LAUNCH_GAP
+    shared_bytes += kernel.shared_bytes
+    found = estimate(instructions, cycles, *traffic, kernel.registers, threads, shared_bytes, gap)
+    cols = config.packs_of_row * 16 // DTYPE_BYTES[dtype]
+    shares = f"{found.share:.2f}", f"{found.estimate:.2f}"
+    return str(cols), str(config.cluster), str(kernel.registers), str(instructions), *shares
+
+
+def _forward(dtype: str, config: Config, kernels: dict[str, Kernel]) -> Row:
+    kernel = kernels[f"rms_norm_kernel<{dtype}, {config.packs}, {_access(config)}>"]
+    cols = config.packs_of_row * 16 // DTYPE_BYTES[dtype]
+    asked = 512 * config.packs * {1: 4, 2: 2}.get(config.packs, 1)  # rows_in_flight
+    result = _follow(kernel, config, _parameters(MANY_ROWS, cols, OUTPUT, INPUT))
+    return _row(dtype, config, kernel, (result.instructions, result.cycles, 0), (2 * asked, asked))
+
+
+def _backward(dtype: str, config: Config, kernels: dict[str, Kernel]) -> Row:
+    kernel = kernels[f"rms_norm_backward_kernel<{dtype}, {dtype}, {config.packs}, {_access(config)}>"]
+    cols = config.packs_of_row * 16 // DTYPE_BYTES[dtype]
+    rows_in_flight = 2 if config.packs == 1 else 1
+    rows, asked = rows_in_flight * config.block[1], 512 * config.packs * rows_in_flight
+    fewer, more = (
+        _follow(kernel, config, _parameters(count * rows, cols, GRAD_OUTPUT, INPUT, 0, OUTPUT)) for count in (2, 3)
+    )
+    sums = config.block[0] * config.block[1] * config.packs * 64 // DTYPE_BYTES[dtype] if config.block[1] > 1 else 0
+    of_iteration = (more.instructions - fewer.instructions, more.cycles - fewer.cycles, sums)
+    return _row(dtype, config, kernel, of_iteration, (3 * asked, 2 * asked))
+
+
+def _access(config: Config) -> str:
+    return "Plain" if config.packs <= 4 else "General"
+
+
+def tables(kernels: dict[str, Kernel]) -> list[Table]:
+    traced = [config for config in configs() if _access(config) == "Plain"]
+    return [
+        Table(f"{name}, {dtype}, traced", HEADER, [[row(dtype, config, kernels) for config in traced]])
+        for name, row in (("Forward", _forward), ("Backward with grad_weight, an iteration", _backward))
+        for dtype in DTYPE_BYTES
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cuda_traces", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--record", action="store_true", help=f"writes {RECORDED.name}, which the test compares with")
+    parser.add_argument("--markdown", action="store_true", help="prints the tables for docs/performance-gpu.md")
+    given = parser.parse_args()
+    if not (OBJECTS / f"{SOURCES[0]}.o").exists():
+        parser.error("expected a build in place with NORMOPS_CUDA=1 and sm_90 in NORMOPS_CUDA_ARCHS, but found none")
+    kernels = all_kernels()
+    if given.markdown:
+        print("\n".join(table.markdown() for table in tables(kernels)))
+    else:
+        print_tables(Console(highlight=False), tables(kernels))
+    if given.record:
+        RECORDED.write_text(json.dumps(counts(kernels), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+// How kernels access tensors: any of them (General), or those that models have (Plain), with fewer decisions to take
+// for each row. Both compute the same.
+#pragma once
+#include "rms_norm_launch.h"
+#include "vector.cuh"
+
+namespace normops::cuda {
+
+// A tensor's rows.
+template <class T>
+struct RowsOf {
+  T* data;
+  RowLayout layout;
+  bool aligned;  // see load_elements
+
+  template <int kCount, class Index>
+  __device__ Elements<std::remove_const_t<T>, kCount> load(const T* row, Index column, Index count) const {
+    return load_elements<std::remove_const_t<T>, kCount>(row + column, count, aligned);
+  }
+
+  template <int kCount, class Index>
+  __device__ void store(T* row, Index column, Index count, const Elements<T, kCount>& elements) const {
+    store_elements(row + column, elements, count, aligned);
+  }
+
+  // Row first + further.
+  __device__ T* row(int64_t first, unsigned further = 0) const {
+    T* row = data;
+    int64_t index = first + further;
+    if (layout.dims == 1) return row + index * layout.strides[0];
+#pragma unroll 1  // divisions are long
+    for (int d = layout.dims - 1; d >= 0; d--) {
+      row += index % layout.sizes[d] * layout.strides[d];
+      index /= layout.sizes[d];
+    }
+    return row;
+  }
+};
+
+// Of T, in packs of as many elements as one of R has.
+template <class T, class R, class Void>
+RowsOf<T> rows_of(Void* data, const RowLayout& layout, int64_t cols) {
+  int64_t bytes = reinterpret_cast<intptr_t>(data) | (cols * static_cast<int64_t>(sizeof(T)));
+  for (int d = 0; d < layout.dims; d++) bytes |= layout.strides[d] * static_cast<int64_t>(sizeof(T));
+  return {static_cast<T*>(data), layout, bytes % static_cast<int64_t>(kPack<R> * sizeof(T)) == 0};
+}
+
+// Aligned rows, at equal distances.
+template <class T>
+struct PlainRowsOf {
+  static constexpr bool aligned = true;
+  T* data;
+  int64_t stride;
+
+  explicit PlainRowsOf(const RowsOf<T>& rows)
+      : data(rows.data), stride(rows.layout.dims == 0 ? 0 : rows.layout.strides[0]) {}
+
+  template <int kCount, class Index>
+  __device__ Elements<std::remove_const_t<T>, kCount> load(const T* row, Index column, Index count) const {
+    return load_elements<std::remove_const_t<T>, kCount>(row + column, count, aligned);
+  }
+
+  template <int kCount, class Index>
+  __device__ void store(T* row, Index column, Index count, const Elements<T, kCount>& elements) const {
+    store_elements(row + column, elements, count, aligned);
+  }
+
+  __device__ T* row(int64_t first, unsigned further = 0) const { return data + first * stride + further * stride; }
+};
+
+// The scale of the columns, for packs of T: what hold() loads before a row is summed, numbers() takes after it.
+template <class T>
+struct ScaleOf {
+  struct Held {};
+  Weight weight;
+  bool aligned;
+
+  template <class Index>
+  __device__ Held hold(Index, Index) const {
+    return {};
+  }
+
+  template <class Index>
+  __device__ Numbers<T> numbers(Held, Index column, Index count) const {
+    return load_scale<T>(weight.data, weight.dtype, weight.offset, column, count, aligned);
+  }
+};
+
+// An aligned weight of T.
+template <class T>
+struct PlainScaleOf {
+  using Held = Pack<T>;
+  const T* weight;
+  compute_t<T> offset;
+
+  explicit PlainScaleOf(const ScaleOf<T>& scale)
+      : weight(static_cast<const T*>(scale.weight.data)), offset(static_cast<compute_t<T>>(scale.weight.offset)) {}
+
+  template <class Index>
+  __device__ Held hold(Index column, Index count) const {
+    return load_elements<T, kPack<T>>(weight + column, count, true);
+  }
+
+  template <class Index>
+  __device__ Numbers<T> numbers(const Held& held, Index, Index) const {
+    Numbers<T> scale = to_compute<T>(held);
+    if (offset != 0) {
+      keep_order();  // a jump: else there would be additions that are not carried out
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) scale.element[i] += offset;
+    }
+    return scale;
+  }
+};
+
+struct General {
+  template <class T>
+  using Rows = RowsOf<T>;
+  template <class T>
+  using Scale = ScaleOf<T>;
+};
+
+struct Plain {
+  template <class T>
+  using Rows = PlainRowsOf<T>;
+  template <class T>
+  using Scale = PlainScaleOf<T>;
+};
+
+// float64 has no speed to gain, and 16 packs no registers to hold the scale of.
+template <int kPacks, class R>
+constexpr bool kHasPlain = kPacks > 0 && kPacks <= 4 && !std::is_same_v<R, double>;
+
+// Calls launch.template operator()<Access>() with the access that serves a thread's packs of these.
+template <int kPacks, class R, class Launch, class... Rows>
+void dispatch_access(const ScaleOf<R>& scale, Launch launch, const Rows&... rows) {
+  if constexpr (kHasPlain<kPacks, R>) {
+    const bool is_plain = scale.weight.data != nullptr && scale.weight.dtype == kDType<R> && scale.aligned;
+    if (is_plain && ((rows.aligned && rows.layout.dims <= 1) && ...)) return launch.template operator()<Plain>();
+  }
+  launch.template operator()<General>();
+}
+
+template <class T>
+ScaleOf<T> scale_of(const Weight& weight, int64_t cols) {
+  return {weight, reinterpret_cast<intptr_t>(weight.data) % 16 == 0 && cols % kPack<T> == 0};
+}
+
+}  // namespace normops::cuda
