@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def compiled_ptx(kernel: Any, without: tuple[str, ...], dtype: str, is_whole: bool, arch: int) -> str:
-    """Compiled for pointers and strides that are multiples of 16, without the optional tensors named."""
+    """Compiled for rows at equal distances, pointers and strides that are multiples of 16, without these tensors."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -29,11 +29,12 @@ def compiled_ptx(kernel: Any, without: tuple[str, ...], dtype: str, is_whole: bo
 
     constants = {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.float32, "is_whole": is_whole}
     constants |= {"block_rows": 1, "block_cols": 4096, **dict.fromkeys(without)}
+    constants |= {name: 1 for name in kernel.arg_names if name.endswith("_inner")}  # as Triton makes it of that number
 
     def type_of(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in ("rows", "cols") or name.endswith(("_inner", "_stride")):
+        if name in ("rows", "cols") or name.endswith("_stride"):
             return "i32"
         return "*fp32" if name in ("weight", "partials") else f"*{dtype}"
 
@@ -69,6 +70,7 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, is_
     assert re.search(r"\bld\.global\.v4\.b32", ptx)
     assert re.search(r"\bst\.global\.v4\.b32", ptx)
     assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)  # whatever the default of this Triton
+    assert not re.search(r"\b(div|rem)\.[su]64", ptx)
 
 
 def test_backends_are_chosen_and_given_back() -> None:
@@ -104,6 +106,22 @@ def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(monkeypat
     finally:
         registration.close()
     assert torch.equal(normops.rms_norm(x, 4), expected)
+
+
+def test_rows_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import normops.triton
+
+    got = []
+    monkeypatch.setattr(normops.triton, "launch_forward", lambda x, residual, y, *rest: got.append((x[1:], y[1:])))
+    registration = _C.register_triton("CPU")
+    try:
+        normops.rms_norm(torch.ones(6, 4), 4)
+        normops.rms_norm(torch.ones(6, 3, 4)[:, :2], 4)
+        normops.rms_norm(torch.ones(4), 4)
+    finally:
+        registration.close()
+    inner, outer_stride, inner_stride = 2, 12, 4
+    assert got == [((1, 4, 0), (1, 4, 0)), ((inner, outer_stride, inner_stride), (1, 4, 0)), ((1, 0, 0), (1, 0, 0))]
 
 
 def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,10 @@ py::handle launchers() {
 }
 
 py::object to_python(const Tensor& tensor, const RowLayout& layout) {
-  const int64_t inner = layout.dims > 0 ? layout.sizes[layout.dims - 1] : 1;
-  const int64_t inner_stride = layout.dims > 0 ? layout.strides[layout.dims - 1] : 0;
-  const int64_t outer_stride = layout.dims > 1 ? layout.strides[0] : 0;
-  return launchers().attr("Rows")(tensor, inner, outer_stride, inner_stride);
+  // For inner = 1 Triton makes code that does not divide.
+  const bool is_nested = layout.dims > 1;
+  return launchers().attr("Rows")(tensor, is_nested ? layout.sizes[1] : 1, layout.strides[0],
+                                  is_nested ? layout.strides[1] : 0);
 }
 
 py::object to_python(const Rows& rows) {
