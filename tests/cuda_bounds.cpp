@@ -83,7 +83,7 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, in
 }  // namespace
 
 int main() {
-  const Device with_shared = {1, 227 << 10, 1}, without_shared = {1, 0, 1};
+  const Device with_shared = {1, 227 << 10, 1}, without_shared = {1, 0, 1}, with_clusters = {1, 227 << 10, 8};
   const auto run_all = [&](DType dtype, DType residual_dtype) {
     const int64_t pack = 16 / size_of(residual_dtype);
     for (const DType weight_dtype : kDTypes) {
@@ -97,6 +97,7 @@ int main() {
       run(dtype, residual_dtype, dtype, 2, packs * pack - 1, pack + 1, 0, without_shared);
     }
     run(dtype, residual_dtype, dtype, 300, 8 * pack, 0, 0, with_shared);
+    run(dtype, residual_dtype, dtype, 1, 2049 * pack, 0, 0, with_clusters);
   };
   for (const DType dtype : kDTypes) {
     run_all(dtype, dtype);

@@ -1,6 +1,7 @@
 // Runs CUDA kernels on the CPU: what csrc/cuda/platform.cuh needs in place of the CUDA runtime. Each CUDA thread is a
-// fiber, and blocks run one after another. Who runs when between two barriers is drawn at random, so that a missing
-// barrier shows as a wrong result; a barrier or shuffle that not all threads reach makes launch() throw.
+// fiber. Clusters of blocks run one after another, the blocks of one in turns. Who runs when between two barriers is
+// drawn at random, so that a missing barrier shows as a wrong result; a barrier or shuffle that not all threads reach
+// makes launch() throw.
 #pragma once
 #include <link.h>
 #include <setjmp.h>
@@ -36,8 +37,8 @@
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
-// As blocks run one after another, what they share is static. That it is thread-local puts it together in memory, where
-// it can be found and overwritten: GCC has no section for the variables of a template.
+// As one block runs at a time, what it shares is static. That it is thread-local puts it together in memory, where it
+// can be found, and exchanged for another block's: GCC has no section for the variables of a template.
 #define __shared__ static thread_local
 
 // Of the thread that runs.
@@ -70,18 +71,26 @@ inline void after_switch([[maybe_unused]] const Context& entered, [[maybe_unused
 #endif
 }
 
-enum class Stop { kStart, kShuffle, kBarrier, kExit };
+enum class Stop { kStart, kShuffle, kBarrier, kClusterBarrier, kExit };
 
 struct Thread {
   Context context;
   std::unique_ptr<char[]> stack;  // null before the fiber is made
-  uint3 index;
+  uint3 index, block;
   Stop stop;
   std::source_location where;
   // Of a shuffle:
   unsigned mask;
   unsigned distance;
   uint64_t bits;
+};
+
+struct Block {
+  uint3 index;
+  std::vector<Thread> threads{kMaxThreads};
+  // While others of its cluster run:
+  std::vector<char> static_shared;
+  std::vector<char> dynamic_shared;
 };
 
 // All thread-local memory of this program or library.
@@ -118,33 +127,48 @@ class Machine {
                                std::to_string(threads) + " threads with " + std::to_string(shared_bytes) +
                                " bytes of shared memory");
     }
+    constexpr unsigned kMostBlocksOfCluster = 8;
+    if (grid.y > kMostBlocksOfCluster || grid.z != 1) {
+      throw std::runtime_error("CUDA emulation: cannot launch clusters of " + std::to_string(grid.y) + " blocks");
+    }
     body_ = &body;
     static_shared_ = thread_local_memory();
     gridDim = grid;
     blockDim = block;
-    // Allocated for each launch, so that the address sanitizer knows its size.
-    shared_bytes_ = shared_bytes;
-    dynamic_shared_.reset(new char[shared_bytes]);
-    for (unsigned i = 0; i < threads; i++) {
-      threads_[i].index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
-    }
     count_ = threads;
+    if (blocks_.size() < grid.y) blocks_.resize(grid.y);
+    blocks_of_cluster_ = grid.y;
+    // Allocated for each launch, so that the address sanitizer knows its size.
+    dynamic_shared_.reset(new char[shared_bytes]);
+    shared_bytes_ = shared_bytes;
+    for (unsigned rank = 0; rank < blocks_of_cluster_; rank++) {
+      for (unsigned i = 0; i < threads; i++) {
+        blocks_[rank].threads[i].index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
+      }
+    }
 
-    std::vector<unsigned> order(blocks);
+    std::vector<unsigned> order(grid.x);
     std::iota(order.begin(), order.end(), 0u);
     std::shuffle(order.begin(), order.end(), random_);
     for (const unsigned number : order) {
-      blockIdx = {number % grid.x, number / grid.x % grid.y, number / (grid.x * grid.y)};
+      for (unsigned rank = 0; rank < blocks_of_cluster_; rank++) blocks_[rank].index = {number, rank, 0};
       try {
-        run_block();
+        run_cluster();
       } catch (...) {
-        threads_ = std::vector<Thread>(kMaxThreads);  // those that were are somewhere inside the kernel
+        blocks_.clear();  // their threads are somewhere inside the kernel
         throw;
       }
     }
   }
 
   void* dynamic_shared() const { return dynamic_shared_.get(); }
+
+  // Where the block `rank` of the cluster has what the running one has at `address`, of static shared memory.
+  void* in_block_of_cluster(void* address, unsigned rank) {
+    Block& other = blocks_.at(rank);
+    if (&other == block_) return address;
+    return other.static_shared.data() + (static_cast<char*>(address) - static_shared_.data());
+  }
 
   // The running thread waits there, until the scheduler resumes it.
   void stop(Stop stop, const std::source_location& where) {
@@ -162,9 +186,52 @@ class Machine {
   }
 
  private:
+  // The blocks of a cluster, each to its next barrier of all of them, in any order.
+  void run_cluster() {
+    std::vector<unsigned> order(blocks_of_cluster_);
+    std::iota(order.begin(), order.end(), 0u);
+    for (Block* block : cluster()) {
+      for (unsigned i = 0; i < count_; i++) block->threads[i].stop = Stop::kStart;
+      // What a block shares is garbage at first, and NaN if it is read.
+      block->static_shared.assign(static_shared_.size(), -1);
+      block->dynamic_shared.assign(shared_bytes_, -1);
+    }
+    do {
+      std::shuffle(order.begin(), order.end(), random_);
+      for (const unsigned rank : order) {
+        enter(blocks_[rank]);
+        run_block();
+        leave();
+      }
+      for (Block* block : cluster()) expect_same_stop(blocks_[0].threads[0], block->threads[0]);
+    } while (blocks_[0].threads[0].stop == Stop::kClusterBarrier);
+  }
+
+  std::vector<Block*> cluster() {
+    std::vector<Block*> blocks;
+    for (unsigned rank = 0; rank < blocks_of_cluster_; rank++) blocks.push_back(&blocks_[rank]);
+    return blocks;
+  }
+
+  void enter(Block& block) {
+    block_ = &block;
+    blockIdx = block.index;
+    std::ranges::copy(block.static_shared, static_shared_.data());
+    std::ranges::copy(block.dynamic_shared, dynamic_shared_.get());
+  }
+
+  // A block that has ended has no memory that others could read.
+  void leave() {
+    const bool has_ended = block_->threads[0].stop == Stop::kExit;
+    if (has_ended) {
+      std::ranges::fill(block_->static_shared, -1);
+    } else {
+      std::ranges::copy(static_shared_, block_->static_shared.data());
+      std::copy_n(dynamic_shared_.get(), shared_bytes_, block_->dynamic_shared.data());
+    }
+  }
+
   void run_block() {
-    fill_shared();
-    for (unsigned i = 0; i < count_; i++) threads_[i].stop = Stop::kStart;
     do {
       std::vector<unsigned> warps((count_ + kLanes - 1) / kLanes);
       std::iota(warps.begin(), warps.end(), 0u);
@@ -176,13 +243,7 @@ class Machine {
         if (!warps.empty()) at = random_() % warps.size();
       }
       expect_same_stop(0, count_);
-    } while (threads_[0].stop == Stop::kBarrier);
-  }
-
-  // What a block shares is garbage at first, and NaN if it is read.
-  void fill_shared() {
-    std::ranges::fill(static_shared_, -1);
-    std::fill_n(dynamic_shared_.get(), shared_bytes_, -1);
+    } while (block_->threads[0].stop == Stop::kBarrier);
   }
 
   // Resumes the warp's threads until each is at its next stop; false if that is not a shuffle.
@@ -191,9 +252,9 @@ class Machine {
     std::array<unsigned, kLanes> order;
     std::iota(order.begin(), order.end(), 0u);
     std::shuffle(order.begin(), order.begin() + lanes, random_);
-    for (unsigned i = 0; i < lanes; i++) resume(threads_[first + order[i]]);
+    for (unsigned i = 0; i < lanes; i++) resume(block_->threads[first + order[i]]);
 
-    Thread* const thread = &threads_[first];
+    Thread* const thread = &block_->threads[first];
     if (std::none_of(thread, thread + lanes, [](const Thread& t) { return t.stop == Stop::kShuffle; })) return false;
     expect_same_stop(first, first + lanes);
     std::array<uint64_t, kLanes> bits;
@@ -209,30 +270,32 @@ class Machine {
   }
 
   void expect_same_stop(unsigned begin, unsigned end) const {
-    const Thread& a = threads_[begin];
-    for (unsigned i = begin + 1; i < end; i++) {
-      const Thread& b = threads_[i];
-      const bool same_place = a.where.line() == b.where.line() && a.where.column() == b.where.column() &&
-                              std::strcmp(a.where.file_name(), b.where.file_name()) == 0;
-      if (a.stop == b.stop && same_place && (a.stop != Stop::kShuffle || a.distance == b.distance)) continue;
-      throw std::runtime_error("CUDA emulation: " + describe(a) + " but " + describe(b));
-    }
+    for (unsigned i = begin + 1; i < end; i++) expect_same_stop(block_->threads[begin], block_->threads[i]);
+  }
+
+  static void expect_same_stop(const Thread& a, const Thread& b) {
+    const bool same_place = a.where.line() == b.where.line() && a.where.column() == b.where.column() &&
+                            std::strcmp(a.where.file_name(), b.where.file_name()) == 0;
+    if (a.stop == b.stop && same_place && (a.stop != Stop::kShuffle || a.distance == b.distance)) return;
+    throw std::runtime_error("CUDA emulation: " + describe(a) + " but " + describe(b));
   }
 
   static std::string describe(const Thread& thread) {
     const auto triple = [](const uint3& index) {
       return "(" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z) + ")";
     };
-    const std::string name = "thread " + triple(thread.index) + " of block " + triple(blockIdx);
+    const std::string name = "thread " + triple(thread.index) + " of block " + triple(thread.block);
     if (thread.stop == Stop::kExit) return name + " has ended";
     const std::string place = std::string(thread.where.file_name()) + ":" + std::to_string(thread.where.line());
     if (thread.stop == Stop::kBarrier) return name + " is at the barrier in " + place;
+    if (thread.stop == Stop::kClusterBarrier) return name + " is at the barrier of the cluster in " + place;
     return name + " is at the shuffle over " + std::to_string(thread.distance) + " in " + place;
   }
 
   void resume(Thread& thread) {
     running_ = &thread;
     threadIdx = thread.index;
+    thread.block = blockIdx;
     if (thread.stack != nullptr) {
       jump(scheduler_, thread.context);
     } else {
@@ -252,7 +315,7 @@ class Machine {
     thread.stack.reset(new char[kStackBytes]);
     thread.context.stack_bottom = thread.stack.get();
     // Not the same for all: the tops of all stacks would lie in the same few lines of the cache.
-    thread.context.stack_bytes = kStackBytes - (&thread - threads_.data()) % 64 * 64;
+    thread.context.stack_bytes = kStackBytes - (&thread - block_->threads.data()) % 64 * 64;
     ucontext_t fiber;
     getcontext(&fiber);
     fiber.uc_stack.ss_sp = thread.stack.get();
@@ -271,8 +334,10 @@ class Machine {
   std::span<char> static_shared_;
   int64_t shared_bytes_ = 0;
   std::unique_ptr<char[]> dynamic_shared_;
-  std::vector<Thread> threads_{kMaxThreads};
-  unsigned count_ = 0;  // of them in a block
+  std::vector<Block> blocks_;
+  unsigned blocks_of_cluster_ = 0;
+  Block* block_ = nullptr;  // that runs
+  unsigned count_ = 0;      // threads of a block
   Context scheduler_;
   Thread* running_ = nullptr;
 };
@@ -295,6 +360,11 @@ inline void launch(const std::function<void()>& body, dim3 grid, dim3 block, int
 inline void* dynamic_shared() { return machine.dynamic_shared(); }
 
 }  // namespace normops::cuda::emulation
+
+// Of all threads of a cluster.
+inline void cluster_barrier(const std::source_location where = std::source_location::current()) {
+  normops::cuda::emulation::machine.stop(normops::cuda::emulation::Stop::kClusterBarrier, where);
+}
 
 inline void __syncthreads(const std::source_location where = std::source_location::current()) {
   using namespace normops::cuda::emulation;

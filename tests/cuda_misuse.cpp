@@ -62,6 +62,18 @@ void shuffle_or_barrier() {
 
 void two_distances() { __shfl_xor_sync(kAllLanes, 1, 1 + threadIdx.x / 8 % 2); }
 
+void barrier_of_some_blocks() {
+  if (blockIdx.y == 1) cluster_barrier();
+}
+
+void two_barriers_of_clusters() {
+  if (blockIdx.y == 1) {
+    cluster_barrier();
+  } else {
+    cluster_barrier();
+  }
+}
+
 void part_of_mask() { __shfl_xor_sync(0xffu, 1, 1u); }
 
 }  // namespace
@@ -70,6 +82,7 @@ int main(int, char** arguments) {
   const struct {
     std::string_view name;
     void (*kernel)();
+    unsigned cluster = 1;
   } kernels[] = {{"rotate", rotate<true>},
                  {"rotate_without_barrier", rotate<false>},
                  {"read_unwritten", read_unwritten},
@@ -79,10 +92,13 @@ int main(int, char** arguments) {
                  {"shuffle_of_some", shuffle_of_some},
                  {"shuffle_or_barrier", shuffle_or_barrier},
                  {"two_distances", two_distances},
-                 {"part_of_mask", part_of_mask}};
-  for (const auto& [name, kernel] : kernels) {
+                 {"part_of_mask", part_of_mask},
+                 {"barrier_of_some_blocks", barrier_of_some_blocks, 2},
+                 {"two_barriers_of_clusters", two_barriers_of_clusters, 2},
+                 {"nine_blocks", read_unwritten, 9}};
+  for (const auto& [name, kernel, cluster] : kernels) {
     if (name == arguments[1]) {
-      normops::cuda::emulation::launch(kernel, dim3(kBlocks), dim3(kThreads), kThreads * sizeof(int));
+      normops::cuda::emulation::launch(kernel, dim3(kBlocks, cluster), dim3(kThreads), kThreads * sizeof(int));
     }
   }
   for (const auto& block : result) {

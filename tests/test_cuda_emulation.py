@@ -1,4 +1,4 @@
-"""The CUDA kernels on the CPU: their own sources, every launch configuration without clusters, threads in any order."""
+"""The CUDA kernels on the CPU: their own sources, every launch configuration, threads in any order."""
 
 import math
 import re
@@ -165,6 +165,21 @@ def test_every_configuration(kernels: Kernels, multiprocessors: int, shared_kib:
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize(("cluster", "packs"), [(2, 2049), (4, 8192), (8, 9000)])
+def test_clusters(kernels: Kernels, cluster: int, packs: int, dtype: torch.dtype) -> None:
+    on = device(cluster, cluster=8)
+    assert kernels.forward_config(packs, on).cluster == cluster
+    is_plain = packs % 2 == 0
+    cols = packs * pack_elements(dtype) - (0 if is_plain else 1)
+    case = Case((2, cols), dtype, weight_dtype=dtype if is_plain else torch.float32, has_residual=is_plain)
+    check(kernels, case, on)
+    if cluster == 2:
+        check_add(kernels, case, torch.float32 if dtype in HALVES else dtype, on)
+    expected = compute(kernels, case.grad_output(), case.input(), values((cols,), dtype, 3), 1, on)
+    assert same(compute(kernels, case.grad_output(), case.input(), values((cols,), dtype, 3), 2, on), expected)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("packs", PACKS)
 def test_masked_gradients(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
     """Either gradient alone has the bits that it has with the other, and without both nothing is written."""
@@ -226,12 +241,12 @@ def test_sums_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: 
 
 
 def compute(
-    kernels: Kernels, dy: Tensor, x: Tensor, w: Tensor, seed: int = 0, multiprocessors: int = 1
+    kernels: Kernels, dy: Tensor, x: Tensor, w: Tensor, seed: int = 0, on: Device | None = None
 ) -> tuple[Tensor, ...]:
     """The output and grad_input, and grad_weight as well unless that would take long."""
-    mask = (True, x.shape[1] < 1000)
-    gradients = kernels.rms_norm_backward(dy, x, w, on=device(multiprocessors), seed=seed, output_mask=mask)
-    return kernels.rms_norm(x, w, seed=seed), *(gradient for gradient in gradients if gradient is not None)
+    on, mask = on or device(1), (True, x.shape[1] < 1000)
+    gradients = kernels.rms_norm_backward(dy, x, w, on=on, seed=seed, output_mask=mask)
+    return kernels.rms_norm(x, w, on=on, seed=seed), *(gradient for gradient in gradients if gradient is not None)
 
 
 def same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
@@ -251,7 +266,7 @@ def test_what_does_not_show_in_the_bits(kernels: Kernels, dtype: torch.dtype) ->
         for begin, end in ((0, 1), (10, 11), (3, 8)):
             part = compute(kernels, dy[begin:end], x[begin:end], w)[:2]
             assert same(part, tuple(t[begin:end] for t in expected[:2])), (cols, begin, end)
-        assert same(compute(kernels, dy, x, w, multiprocessors=132)[:2], expected[:2]), cols
+        assert same(compute(kernels, dy, x, w, on=device(132))[:2], expected[:2]), cols
         for layout in (cases.misaligned, cases.padded_rows):
             strided_dy, strided_x = (layout(shape, dtype, 0).copy_(t) for t in (dy, x))
             assert same(compute(kernels, strided_dy, strided_x, w), expected), (cols, layout.__name__)
@@ -313,26 +328,35 @@ def test_memory_that_kernels_access(program_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "right", "wrong"),
+    ("file", "right", "wrong", "shape"),
     [
-        ("reduce.cuh", "  __syncthreads();\n#pragma unroll\n  for (int i = 0; i < kCount; i++) sums[i] = lane", None),
-        ("rms_norm_backward.cu", "turn ^= 1;", ""),
+        (
+            "reduce.cuh",
+            "  __syncthreads();\n#pragma unroll\n  for (int i = 0; i < kCount; i++) sums[i] = lane",
+            None,
+            (40, 1000),
+        ),
+        ("rms_norm_backward.cu", "turn ^= 1;", "", (40, 1000)),
+        ("reduce.cuh", "  cluster_sync();\n", "", (3, 2049 * 4)),
+        ("reduce.cuh", "if (cluster_blocks() > 1) cluster_end();", "", (3, 2049 * 4)),
     ],
-    ids=["missing barrier", "one set of sums for all turns"],
+    ids=["missing barrier", "one set of sums for all turns", "clusters do not wait", "blocks end before others read"],
 )
-def test_races_show(file: str, right: str, wrong: str | None, kernels: Kernels, tmp_path: Path) -> None:
+def test_races_show(
+    file: str, right: str, wrong: str | None, shape: tuple[int, int], kernels: Kernels, tmp_path: Path
+) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(emulated_cuda.CSRC, csrc)
     source = (csrc / "cuda" / file).read_text()
     assert right in source
     (csrc / "cuda" / file).write_text(source.replace(right, wrong if wrong is not None else right.partition("\n")[2]))
     broken = Kernels(emulated_cuda.build_library(tmp_path / "broken.so", csrc))
-    dy, x = values((40, 1000), torch.float32, 1), values((40, 1000), torch.float32, 2)
-    w = torch.ones(1000)
-    expected = compute(kernels, dy, x, w)
+    dy, x = values(shape, torch.float32, 1), values(shape, torch.float32, 2)
+    w, on = torch.ones(shape[1]), device(1, cluster=8)
+    expected = compute(kernels, dy, x, w, 0, on)
     for seed in SEEDS:
-        assert same(compute(kernels, dy, x, w, seed), expected), seed
-        assert not same(compute(broken, dy, x, w, seed), expected), seed
+        assert same(compute(kernels, dy, x, w, seed, on), expected), seed
+        assert not same(compute(broken, dy, x, w, seed, on), expected), seed
 
 
 @pytest.fixture(scope="module")
@@ -366,6 +390,15 @@ def test_shared_memory_is_garbage_at_first(misuse: Misuse) -> None:
         ("shuffle_or_barrier", r"is at the shuffle over 2 in .* but thread \(\d+, 0, 0\) .* is at the barrier in"),
         ("two_distances", r"is at the shuffle over 1 in .* but thread \(\d+, 0, 0\) .* is at the shuffle over 2 in"),
         ("part_of_mask", r"is at the shuffle over 1 in .* which is not among all 32 lanes"),
+        (
+            "barrier_of_some_blocks",
+            r"block \(\d, 0, 0\) has ended but .* block \(\d, 1, 0\) is at the barrier of the cl",
+        ),
+        (
+            "two_barriers_of_clusters",
+            r"is at the barrier of the cluster in .* but .* is at the barrier of the cluster in",
+        ),
+        ("nine_blocks", r"cannot launch clusters of 9 blocks"),
     ],
 )
 def test_the_emulation_reports_misuse(kernel: str, message: str, misuse: Misuse) -> None:

@@ -13,16 +13,6 @@ struct RowsOf {
   RowLayout layout;
   bool aligned;  // see load_elements
 
-  template <int kCount, class Index>
-  __device__ Elements<std::remove_const_t<T>, kCount> load(const T* row, Index column, Index count) const {
-    return load_elements<std::remove_const_t<T>, kCount>(row + column, count, aligned);
-  }
-
-  template <int kCount, class Index>
-  __device__ void store(T* row, Index column, Index count, const Elements<T, kCount>& elements) const {
-    store_elements(row + column, elements, count, aligned);
-  }
-
   // Row first + further.
   __device__ T* row(int64_t first, unsigned further = 0) const {
     T* row = data;
@@ -55,18 +45,19 @@ struct PlainRowsOf {
   explicit PlainRowsOf(const RowsOf<T>& rows)
       : data(rows.data), stride(rows.layout.dims == 0 ? 0 : rows.layout.strides[0]) {}
 
-  template <int kCount, class Index>
-  __device__ Elements<std::remove_const_t<T>, kCount> load(const T* row, Index column, Index count) const {
-    return load_elements<std::remove_const_t<T>, kCount>(row + column, count, aligned);
-  }
-
-  template <int kCount, class Index>
-  __device__ void store(T* row, Index column, Index count, const Elements<T, kCount>& elements) const {
-    store_elements(row + column, elements, count, aligned);
-  }
-
   __device__ T* row(int64_t first, unsigned further = 0) const { return data + first * stride + further * stride; }
 };
+
+// Of a row of these, which begins at `row`.
+template <int kCount, class Rows, class T, class Index>
+__device__ Elements<std::remove_const_t<T>, kCount> load(const Rows& rows, const T* row, Index column, Index count) {
+  return load_elements<std::remove_const_t<T>, kCount>(row + column, count, rows.aligned);
+}
+
+template <class Rows, class T, class Index, int kCount>
+__device__ void store(const Rows& rows, T* row, Index column, Index count, const Elements<T, kCount>& elements) {
+  store_elements(row + column, elements, count, rows.aligned);
+}
 
 // The scale of the columns, for packs of T: what hold() loads before a row is summed, numbers() takes after it.
 template <class T>

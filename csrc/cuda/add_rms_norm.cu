@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
       h[r][p] = sum_of<T, R>(x[r][p], h[r][p]);
-      if (rows.has(r)) addition.residual_out.store(target, columns.offset(p), columns.count(p), h[r][p]);
+      if (rows.has(r)) store(addition.residual_out, target, columns.offset(p), columns.count(p), h[r][p]);
       keep_few_registers<kPacks>();
     }
     keep_packed(h[r]);
@@ -65,15 +65,15 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
   const R* const residual = addition.residual.row(blockIdx.x);
   R* const h = addition.residual_out.row(blockIdx.x);
   const auto add = [&](int64_t column, int64_t count) {
-    const Pack<R> sum = sum_of<T, R>(addition.input.template load<kPack<R>>(x, column, count),
-                                     addition.residual.template load<kPack<R>>(residual, column, count));
-    addition.residual_out.store(h, column, count, sum);
+    const Pack<R> sum = sum_of<T, R>(load<kPack<R>>(addition.input, x, column, count),
+                                     load<kPack<R>>(addition.residual, residual, column, count));
+    store(addition.residual_out, h, column, count, sum);
     return sum;
   };
-  const auto load = [&](int64_t column, int64_t count) {
-    return addition.residual_out.template load<kPack<R>>(h, column, count);
+  const auto load_sum = [&](int64_t column, int64_t count) {
+    return load<kPack<R>>(addition.residual_out, h, column, count);
   };
-  normalize_any_width(args, add, load);
+  normalize_any_width(args, add, load_sum);
 }
 
 }  // namespace

@@ -81,8 +81,8 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const TakenRow
     const Numbers<R> scale = args.scale.numbers(held[p], column, count);
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      args.output.store(target[r], columns.offset(p), rows.has(r) ? count : 0,
-                        normalized<T, R>(h[r][p], rstd[r], scale));
+      store(args.output, target[r], columns.offset(p), rows.has(r) ? count : 0,
+            normalized<T, R>(h[r][p], rstd[r], scale));
     }
     keep_few_registers<kPacks>();
   }
@@ -112,7 +112,7 @@ __device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirs
   for (int64_t p = 0; columns.count(p) > 0; p++) {
     const int64_t column = columns.column(p), count = columns.count(p);
     const Pack<R> h = load_again(column, count);
-    args.output.store(target, column, count, normalized<T, R>(h, rstd, args.scale.numbers({}, column, count)));
+    store(args.output, target, column, count, normalized<T, R>(h, rstd, args.scale.numbers({}, column, count)));
   }
 }
 

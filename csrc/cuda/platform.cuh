@@ -1,5 +1,5 @@
 // What the kernels take from CUDA, and the one place that knows of the emulation in tests/, which runs the same sources
-// on the CPU. What it cannot emulate (clusters) has a plain fallback here.
+// on the CPU.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,6 @@
 
 #if defined(NORMOPS_CUDA_EMULATION)
 #include "cuda_emulation.h"
-#define NORMOPS_CLUSTERS 0
 #else
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
@@ -76,27 +75,29 @@ __device__ inline unsigned cluster_blocks() { return gridDim.y; }
 __device__ inline unsigned cluster_rank() { return blockIdx.y; }
 
 __device__ inline void cluster_sync() {
-#if NORMOPS_CLUSTERS
+#if defined(NORMOPS_CUDA_EMULATION)
+  cluster_barrier();
+#elif NORMOPS_CLUSTERS
   cooperative_groups::cluster_group::sync();
-#else
-  __syncthreads();
 #endif
 }
 
 // The same for a block that ends, but that writes before it need not be seen: waiting for them would take a barrier of
 // all memory. What was read before has to be used before.
 __device__ inline void cluster_end() {
-#if NORMOPS_CLUSTERS
+#if defined(NORMOPS_CUDA_EMULATION)
+  cluster_barrier();
+#elif NORMOPS_CLUSTERS
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
-#else
-  __syncthreads();
 #endif
 }
 
 // Where the block `rank` of the cluster has what this block has at `shared`.
 template <class T>
 __device__ const T* in_block_of_cluster(T* shared, unsigned rank) {
-#if NORMOPS_CLUSTERS
+#if defined(NORMOPS_CUDA_EMULATION)
+  return static_cast<const T*>(emulation::machine.in_block_of_cluster(shared, rank));
+#elif NORMOPS_CLUSTERS
   return cooperative_groups::cluster_group::map_shared_rank(shared, rank);
 #else
   return shared;

@@ -25,8 +25,8 @@ template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads)
     rms_norm_any_width_kernel(const Forward<T, T, General> args, const RowsOf<const T> input) {
   const T* const row = input.row(blockIdx.x);
-  const auto load = [&](int64_t column, int64_t count) { return input.template load<kPack<T>>(row, column, count); };
-  normalize_any_width(args, load, load);
+  const auto load_pack = [&](int64_t column, int64_t count) { return load<kPack<T>>(input, row, column, count); };
+  normalize_any_width(args, load_pack, load_pack);
 }
 
 }  // namespace

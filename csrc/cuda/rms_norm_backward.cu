@@ -82,7 +82,7 @@ __device__ Numbers<R> gradients(const Elements<T, kPack<R>>& dy_pack, const Pack
 template <class R, class Rows, class Index>
 __device__ Numbers<R> load_residual(const Rows& rows, const R* row, Index column, Index count) {
   if (rows.data == nullptr) return {};
-  return to_compute<R>(rows.template load<kPack<R>>(row, column, count));
+  return to_compute<R>(load<kPack<R>>(rows, row, column, count));
 }
 
 // The sums of grad_weight over the rows that a block takes, for the columns of a thread's packs: in registers, or in
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), backward_min_blocks(kPack
                                              dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
                                            });
         if (args.grad_input.data != nullptr) {
-          args.grad_input.store(target, offset, count, from_compute<R>(dx));
+          store(args.grad_input, target, offset, count, from_compute<R>(dx));
         }
         keep_few_registers<kPacks>();
       }
@@ -243,9 +243,9 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
       for (int p = 0; p < kPacksOfChain; p++) {
         const int64_t column = columns.column(first + p), count = columns.count(first + p);
-        add_terms<R>(args.grad_output.template load<kPack<R>>(dy_row, column, count),
-                     args.input.template load<kPack<R>>(x_row, column, count), args.scale.numbers({}, column, count),
-                     squares, dots);
+        add_terms<R>(load<kPack<R>>(args.grad_output, dy_row, column, count),
+                     load<kPack<R>>(args.input, x_row, column, count), args.scale.numbers({}, column, count), squares,
+                     dots);
       }
       sums[0] += fold(squares);
       sums[1] += fold(dots);
@@ -257,17 +257,16 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
 
     for (int64_t p = 0; columns.count(p) > 0; p++) {
       const int64_t column = columns.column(p), count = columns.count(p);
-      const Numbers<R> dx =
-          gradients<R>(args.grad_output.template load<kPack<R>>(dy_row, column, count),
-                       args.input.template load<kPack<R>>(x_row, column, count), args.scale.numbers({}, column, count),
-                       load_residual(args.grad_residual, residual_row, column, count), factors,
-                       [&](int i, Compute scaled_dy, Compute x_element) {
-                         if (partial == nullptr || i >= count) return;
-                         const Compute sum = row == blockIdx.x ? 0 : partial[column + i];
-                         partial[column + i] = fma_rn(scaled_dy, x_element, sum);
-                       });
+      const Numbers<R> dx = gradients<R>(
+          load<kPack<R>>(args.grad_output, dy_row, column, count), load<kPack<R>>(args.input, x_row, column, count),
+          args.scale.numbers({}, column, count), load_residual(args.grad_residual, residual_row, column, count),
+          factors, [&](int i, Compute scaled_dy, Compute x_element) {
+            if (partial == nullptr || i >= count) return;
+            const Compute sum = row == blockIdx.x ? 0 : partial[column + i];
+            partial[column + i] = fma_rn(scaled_dy, x_element, sum);
+          });
       if (args.grad_input.data != nullptr) {
-        args.grad_input.store(args.grad_input.row(row), column, count, from_compute<R>(dx));
+        store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));
       }
     }
   }
