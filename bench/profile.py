@@ -29,18 +29,18 @@ def events(device: str, cols: int) -> list[dict[str, Any]]:
     def both() -> None:
         torch.ops.normops.rms_norm(x, [cols], w)
         torch.ops.normops.rms_norm_backward(dy, x, [cols], w)
-        torch.accelerator.synchronize() if device == "cuda" else None
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     both()
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with tempfile.TemporaryDirectory() as folder, profile(activities=[activity]) as profiler:
+    with profile(activities=[activity]) as profiler:
         both()
-        profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return [
-            event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == CATEGORIES[device]
-        ]
+        trace = json.loads(path.read_text())
+    return [event for event in trace["traceEvents"] if event.get("cat") == CATEGORIES[device]]
 
 
 def main() -> None:
