@@ -46,9 +46,9 @@ def build(source: Path, target: Path, *options: str, csrc: Path = CSRC) -> Path:
     return target
 
 
-def build_library(target: Path, csrc: Path = CSRC) -> Path:
+def build_library(target: Path, *options: str, csrc: Path = CSRC) -> Path:
     # Hidden: symbols of one library must not pass for those of another.
-    return build(KERNELS, target, "-shared", "-fPIC", "-fvisibility=hidden", csrc=csrc)
+    return build(KERNELS, target, "-shared", "-fPIC", "-fvisibility=hidden", *options, csrc=csrc)
 
 
 class RowLayout(ctypes.Structure):
