@@ -88,7 +88,7 @@ __device__ inline void cluster_end() {
 #if defined(NORMOPS_CUDA_EMULATION)
   cluster_barrier();
 #elif NORMOPS_CLUSTERS
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
 #endif
 }
 
