@@ -46,6 +46,10 @@ class Config:
         """As block_of in csrc/cuda/rms_norm_row.cuh."""
         return self.threads, 128 // self.threads if self.threads <= 32 else 1
 
+    def cols(self, dtype: str) -> int:
+        """At most."""
+        return self.packs_of_row * 16 // DTYPE_BYTES[dtype]
+
 
 def configs() -> list[Config]:
     header = (ROOT / "csrc" / "cuda" / "launch_config.h").read_text()
@@ -82,7 +86,7 @@ def _parameters(rows: int, cols: int, *tensors: int) -> Parameters:
 def _follow(kernel: Kernel, config: Config, parameters: Parameters) -> Trace:
     # Where several blocks share a row, a multiprocessor sees too little of the weight to keep it.
     cycles = LOAD_FROM_L1 if config.cluster == 1 else LOAD_FROM_L2
-    near = {"weight": (WEIGHT, cycles), "partials": (PARTIALS, cycles)}
+    near = [(WEIGHT, cycles), (PARTIALS, cycles)]
     result = trace(kernel, Launch(config.block, (1, config.cluster), parameters, near, config.cluster))
     if result.ended != "exit":
         raise SystemExit(f"{kernel.name}: ended by {result.ended}")
@@ -96,22 +100,20 @@ def _row(
     threads, gap = config.block[0] * config.block[1], 0 if "backward" in kernel.name else LAUNCH_GAP
     shared_bytes += kernel.shared_bytes
     found = estimate(instructions, cycles, *traffic, kernel.registers, threads, shared_bytes, gap)
-    cols = config.packs_of_row * 16 // DTYPE_BYTES[dtype]
     shares = f"{found.share:.2f}", f"{found.estimate:.2f}"
-    return str(cols), str(config.cluster), str(kernel.registers), str(instructions), *shares
+    return str(config.cols(dtype)), str(config.cluster), str(kernel.registers), str(instructions), *shares
 
 
 def _forward(dtype: str, config: Config, kernels: dict[str, Kernel]) -> Row:
-    kernel = kernels[f"rms_norm_kernel<{dtype}, {config.packs}, {_access(config)}>"]
-    cols = config.packs_of_row * 16 // DTYPE_BYTES[dtype]
+    kernel = kernels[f"rms_norm_kernel<{dtype}, {config.packs}, Plain>"]
     asked = 512 * config.packs * {1: 4, 2: 2}.get(config.packs, 1)  # rows_in_flight
-    result = _follow(kernel, config, _parameters(MANY_ROWS, cols, OUTPUT, INPUT))
+    result = _follow(kernel, config, _parameters(MANY_ROWS, config.cols(dtype), OUTPUT, INPUT))
     return _row(dtype, config, kernel, (result.instructions, result.cycles, 0), (2 * asked, asked))
 
 
 def _backward(dtype: str, config: Config, kernels: dict[str, Kernel]) -> Row:
-    kernel = kernels[f"rms_norm_backward_kernel<{dtype}, {dtype}, {config.packs}, {_access(config)}>"]
-    cols = config.packs_of_row * 16 // DTYPE_BYTES[dtype]
+    kernel = kernels[f"rms_norm_backward_kernel<{dtype}, {dtype}, {config.packs}, Plain>"]
+    cols = config.cols(dtype)
     rows_in_flight = 2 if config.packs == 1 else 1
     rows, asked = rows_in_flight * config.block[1], 512 * config.packs * rows_in_flight
     fewer, more = (
@@ -122,12 +124,8 @@ def _backward(dtype: str, config: Config, kernels: dict[str, Kernel]) -> Row:
     return _row(dtype, config, kernel, of_iteration, (3 * asked, 2 * asked))
 
 
-def _access(config: Config) -> str:
-    return "Plain" if config.packs <= 4 else "General"
-
-
 def tables(kernels: dict[str, Kernel]) -> list[Table]:
-    traced = [config for config in configs() if _access(config) == "Plain"]
+    traced = [config for config in configs() if config.packs <= 4]  # those with plain access: kHasPlain in access.cuh
     return [
         Table(f"{name}, {dtype}, traced", HEADER, [[row(dtype, config, kernels) for config in traced]])
         for name, row in (("Forward", _forward), ("Backward with grad_weight, an iteration", _backward))

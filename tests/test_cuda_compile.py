@@ -3,16 +3,12 @@
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 
 import normops
 from bench import cuda_traces
 from bench.sass.machine_code import Kernel
-
-ROOT = Path(__file__).parent.parent
-REPORTS = ROOT / "build" / "ext" / "cuda"
 
 # How many of each: for four dtypes or six pairs of them, and for 1, 2, 4 or 16 packs to a thread; and with plain access
 # for those without float64, and for 1, 2 or 4 packs.
@@ -38,11 +34,11 @@ def kernel_name(mangled: str) -> str:
 
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
 def test_no_kernel_spills_registers(arch: str) -> None:
-    if not REPORTS.exists() or arch not in normops.build_info()["cuda_archs"]:
+    if not cuda_traces.OBJECTS.exists() or arch not in normops.build_info()["cuda_archs"]:
         if os.environ.get("NORMOPS_CUDA") == "1":
             pytest.fail(f"NORMOPS_CUDA=1, but nothing was built in place for sm_{arch}")
         pytest.skip(f"not built in place for sm_{arch}")
-    report = "".join(path.read_text() for path in sorted(REPORTS.glob("*.ptxas")))
+    report = "".join(path.read_text() for path in sorted(cuda_traces.OBJECTS.glob("*.ptxas")))
     entries = re.findall(
         rf"Compiling entry function '(\w+)' for 'sm_{arch}'.*?(\d+) bytes stack frame, "
         r"(\d+) bytes spill stores, (\d+) bytes spill loads",

@@ -36,7 +36,7 @@ class Launch:
     block: tuple[int, int]
     grid: tuple[int, int]
     parameters: Parameters
-    near: dict[str, tuple[int, int]] = field(default_factory=dict)  # 16 MiB in a cache: address, cycles of a load
+    near: list[tuple[int, int]] = field(default_factory=list)  # 16 MiB in a cache: address, cycles of a load
     cluster: int = 1
 
 
@@ -227,7 +227,7 @@ def trace(kernel: Kernel, launch: Launch, most_instructions: int = 1_000_000) ->
         latency, arrival = LATENCY.get(opcode, OTHER_LATENCY), 0
         if opcode in LOADS:
             address = thread.address(next(operand for operand in operands if operand.startswith("desc[")))
-            near = (cycles for start, cycles in launch.near.values() if 0 <= address - start < 1 << 24)
+            near = (cycles for start, cycles in launch.near if 0 <= address - start < 1 << 24)
             arrival = next(near, LOAD_FROM_DRAM)
             latency = arrival if opcode == "LDG" else latency
         latency = latency if executes else SKIPPED_LATENCY
