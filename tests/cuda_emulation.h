@@ -137,13 +137,13 @@ class Machine {
     blockDim = block;
     count_ = threads;
     if (blocks_.size() < grid.y) blocks_.resize(grid.y);
-    blocks_of_cluster_ = grid.y;
+    const std::span cluster(blocks_.data(), grid.y);
     // Allocated for each launch, so that the address sanitizer knows its size.
     dynamic_shared_.reset(new char[shared_bytes]);
     shared_bytes_ = shared_bytes;
-    for (unsigned rank = 0; rank < blocks_of_cluster_; rank++) {
+    for (Block& of_cluster : cluster) {
       for (unsigned i = 0; i < threads; i++) {
-        blocks_[rank].threads[i].index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
+        of_cluster.threads[i].index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
       }
     }
 
@@ -151,9 +151,9 @@ class Machine {
     std::iota(order.begin(), order.end(), 0u);
     std::shuffle(order.begin(), order.end(), random_);
     for (const unsigned number : order) {
-      for (unsigned rank = 0; rank < blocks_of_cluster_; rank++) blocks_[rank].index = {number, rank, 0};
+      for (unsigned rank = 0; rank < grid.y; rank++) cluster[rank].index = {number, rank, 0};
       try {
-        run_cluster();
+        run_cluster(cluster);
       } catch (...) {
         blocks_.clear();  // their threads are somewhere inside the kernel
         throw;
@@ -187,30 +187,24 @@ class Machine {
 
  private:
   // The blocks of a cluster, each to its next barrier of all of them, in any order.
-  void run_cluster() {
-    std::vector<unsigned> order(blocks_of_cluster_);
+  void run_cluster(std::span<Block> cluster) {
+    std::vector<unsigned> order(cluster.size());
     std::iota(order.begin(), order.end(), 0u);
-    for (Block* block : cluster()) {
-      for (unsigned i = 0; i < count_; i++) block->threads[i].stop = Stop::kStart;
+    for (Block& block : cluster) {
+      for (unsigned i = 0; i < count_; i++) block.threads[i].stop = Stop::kStart;
       // What a block shares is garbage at first, and NaN if it is read.
-      block->static_shared.assign(static_shared_.size(), -1);
-      block->dynamic_shared.assign(shared_bytes_, -1);
+      block.static_shared.assign(static_shared_.size(), -1);
+      block.dynamic_shared.assign(shared_bytes_, -1);
     }
     do {
       std::shuffle(order.begin(), order.end(), random_);
       for (const unsigned rank : order) {
-        enter(blocks_[rank]);
+        enter(cluster[rank]);
         run_block();
         leave();
       }
-      for (Block* block : cluster()) expect_same_stop(blocks_[0].threads[0], block->threads[0]);
-    } while (blocks_[0].threads[0].stop == Stop::kClusterBarrier);
-  }
-
-  std::vector<Block*> cluster() {
-    std::vector<Block*> blocks;
-    for (unsigned rank = 0; rank < blocks_of_cluster_; rank++) blocks.push_back(&blocks_[rank]);
-    return blocks;
+      for (const Block& block : cluster) expect_same_stop(cluster[0].threads[0], block.threads[0]);
+    } while (cluster[0].threads[0].stop == Stop::kClusterBarrier);
   }
 
   void enter(Block& block) {
@@ -222,8 +216,7 @@ class Machine {
 
   // A block that has ended has no memory that others could read.
   void leave() {
-    const bool has_ended = block_->threads[0].stop == Stop::kExit;
-    if (has_ended) {
+    if (block_->threads[0].stop == Stop::kExit) {
       std::ranges::fill(block_->static_shared, -1);
     } else {
       std::ranges::copy(static_shared_, block_->static_shared.data());
@@ -335,7 +328,6 @@ class Machine {
   int64_t shared_bytes_ = 0;
   std::unique_ptr<char[]> dynamic_shared_;
   std::vector<Block> blocks_;
-  unsigned blocks_of_cluster_ = 0;
   Block* block_ = nullptr;  // that runs
   unsigned count_ = 0;      // threads of a block
   Context scheduler_;
