@@ -84,8 +84,10 @@ def _parameters(rows: int, cols: int, *tensors: int) -> Parameters:
 
 
 def _follow(kernel: Kernel, config: Config, parameters: Parameters) -> Trace:
-    # Where several blocks share a row, a multiprocessor sees too little of the weight to keep it.
-    cycles = LOAD_FROM_L1 if config.cluster == 1 else LOAD_FROM_L2
+    # A block of the backward reads the same part of the weight for row after row. One of a forward that shares a row
+    # with others finds what another block of its multiprocessor, another part, has read.
+    stays = config.cluster == 1 or "backward" in kernel.name
+    cycles = LOAD_FROM_L1 if stays else LOAD_FROM_L2
     near = [(WEIGHT, cycles), (PARTIALS, cycles)]
     result = trace(kernel, Launch(config.block, (1, config.cluster), parameters, near, config.cluster))
     if result.ended != "exit":
@@ -114,20 +116,19 @@ def _forward(dtype: str, config: Config, kernels: dict[str, Kernel]) -> Row:
 def _backward(dtype: str, config: Config, kernels: dict[str, Kernel]) -> Row:
     kernel = kernels[f"rms_norm_backward_kernel<{dtype}, {dtype}, {config.packs}, Plain>"]
     cols = config.cols(dtype)
-    rows_in_flight = 2 if config.packs == 1 else 1
-    rows, asked = rows_in_flight * config.block[1], 512 * config.packs * rows_in_flight
+    rows, asked = config.block[1], 512 * config.packs
     fewer, more = (
         _follow(kernel, config, _parameters(count * rows, cols, GRAD_OUTPUT, INPUT, 0, OUTPUT)) for count in (2, 3)
     )
-    sums = config.block[0] * config.block[1] * config.packs * 64 // DTYPE_BYTES[dtype] if config.block[1] > 1 else 0
+    has_sums = config.block[1] > 1 or config.packs == 16  # in shared memory
+    sums = config.block[0] * config.block[1] * config.packs * 64 // DTYPE_BYTES[dtype] if has_sums else 0
     of_iteration = (more.instructions - fewer.instructions, more.cycles - fewer.cycles, sums)
     return _row(dtype, config, kernel, of_iteration, (3 * asked, 2 * asked))
 
 
 def tables(kernels: dict[str, Kernel]) -> list[Table]:
-    traced = [config for config in configs() if config.packs <= 4]  # those with plain access: kHasPlain in access.cuh
     return [
-        Table(f"{name}, {dtype}, traced", HEADER, [[row(dtype, config, kernels) for config in traced]])
+        Table(f"{name}, {dtype}, traced", HEADER, [[row(dtype, config, kernels) for config in configs()]])
         for name, row in (("Forward", _forward), ("Backward with grad_weight, an iteration", _backward))
         for dtype in DTYPE_BYTES
     ]

@@ -1,7 +1,7 @@
 // Runs CUDA kernels on the CPU: what csrc/cuda/platform.cuh needs in place of the CUDA runtime. Each CUDA thread is a
 // fiber. Clusters of blocks run one after another, the blocks of one in turns. Who runs when between two barriers is
-// drawn at random, so that a missing barrier shows as a wrong result; a barrier or shuffle that not all threads reach
-// makes launch() throw.
+// drawn at random, and so is when a number arrives that one block sends to another, so that a missing barrier shows as
+// a wrong result; a barrier or shuffle that not all threads reach makes launch() throw.
 #pragma once
 #include <link.h>
 #include <setjmp.h>
@@ -71,7 +71,7 @@ inline void after_switch([[maybe_unused]] const Context& entered, [[maybe_unused
 #endif
 }
 
-enum class Stop { kStart, kShuffle, kBarrier, kClusterBarrier, kExit };
+enum class Stop { kStart, kShuffle, kBarrier, kClusterBarrier, kArrivals, kExit };
 
 struct Thread {
   Context context;
@@ -79,6 +79,9 @@ struct Thread {
   uint3 index, block;
   Stop stop;
   std::source_location where;
+  // Of a wait for arrivals: where they are counted, and which time it is.
+  ptrdiff_t arrivals;
+  unsigned time;
   // Of a shuffle:
   unsigned mask;
   unsigned distance;
@@ -91,6 +94,27 @@ struct Block {
   // While others of its cluster run:
   std::vector<char> static_shared;
   std::vector<char> dynamic_shared;
+};
+
+// What the shared memory of a block has where class Arrivals is.
+struct ArrivalCount {
+  int64_t missing;  // bytes; less than 0 if some came before they were expected
+  int32_t is_expected;
+  uint32_t times;  // that are over
+
+  void end_if_all_came() {
+    if (is_expected == 0 || missing != 0) return;
+    is_expected = 0;
+    times++;
+  }
+};
+
+// What a block has sent, until it arrives.
+struct Message {
+  Block* to;
+  ptrdiff_t place, arrivals;  // in static shared memory
+  std::array<char, 8> bytes;
+  unsigned size;
 };
 
 // All thread-local memory of this program or library.
@@ -127,7 +151,7 @@ class Machine {
                                std::to_string(threads) + " threads with " + std::to_string(shared_bytes) +
                                " bytes of shared memory");
     }
-    constexpr unsigned kMostBlocksOfCluster = 8;
+    constexpr unsigned kMostBlocksOfCluster = 16;
     if (grid.y > kMostBlocksOfCluster || grid.z != 1) {
       throw std::runtime_error("CUDA emulation: cannot launch clusters of " + std::to_string(grid.y) + " blocks");
     }
@@ -163,11 +187,17 @@ class Machine {
 
   void* dynamic_shared() const { return dynamic_shared_.get(); }
 
-  // Where the block `rank` of the cluster has what the running one has at `address`, of static shared memory.
-  void* in_block_of_cluster(void* address, unsigned rank) {
-    Block& other = blocks_.at(rank);
-    if (&other == block_) return address;
-    return other.static_shared.data() + (static_cast<char*>(address) - static_shared_.data());
+  // To the block `rank` of the cluster, where the running one has `place` and `arrivals`, of static shared memory.
+  void send(unsigned rank, const void* place, const void* arrivals, const void* bytes, unsigned size) {
+    Message message = {&blocks_.at(rank), offset_of(place), offset_of(arrivals), {}, size};
+    std::memcpy(message.bytes.data(), bytes, size);
+    messages_.push_back(message);
+  }
+
+  void wait_for_arrivals(const void* arrivals, unsigned time, const std::source_location& where) {
+    running_->arrivals = offset_of(arrivals);
+    running_->time = time;
+    stop(Stop::kArrivals, where);
   }
 
   // The running thread waits there, until the scheduler resumes it.
@@ -196,16 +226,62 @@ class Machine {
       block.static_shared.assign(static_shared_.size(), -1);
       block.dynamic_shared.assign(shared_bytes_, -1);
     }
-    do {
+    messages_.clear();
+    const auto is_at = [](Stop stop) { return [=](const Block& block) { return block.threads[0].stop == stop; }; };
+    while (!std::ranges::all_of(cluster, is_at(Stop::kExit))) {
       std::shuffle(order.begin(), order.end(), random_);
-      for (const unsigned rank : order) {
-        enter(cluster[rank]);
+      // Some of what is under way arrives, and all of it if nobody can go on without.
+      const auto ready = [&](unsigned rank) { return can_go_on(cluster[rank]); };
+      deliver(2);
+      if (std::ranges::none_of(order, ready)) deliver(1);
+      if (const auto next = std::ranges::find_if(order, ready); next != order.end()) {
+        enter(cluster[*next]);
         run_block();
         leave();
+        continue;
       }
-      for (const Block& block : cluster) expect_same_stop(cluster[0].threads[0], block.threads[0]);
-    } while (cluster[0].threads[0].stop == Stop::kClusterBarrier);
+      const auto waiting = std::ranges::find_if(cluster, is_at(Stop::kArrivals));
+      if (waiting != cluster.end()) {
+        throw std::runtime_error("CUDA emulation: " + describe(waiting->threads[0]) + " which nobody sends");
+      }
+      // All are at a barrier of all of them.
+      for (Block& block : cluster) expect_same_stop(cluster[0].threads[0], block.threads[0]);
+      for (Block& block : cluster) block.threads[0].stop = Stop::kStart;
+    }
+    if (!messages_.empty())
+      throw std::runtime_error("CUDA emulation: a block has ended before all arrived that was sent");
   }
+
+  static ArrivalCount& count_in(Block& block, ptrdiff_t arrivals) {
+    auto& count = reinterpret_cast<ArrivalCount&>(block.static_shared.at(arrivals));
+    if (count.is_expected < 0) throw std::runtime_error("CUDA emulation: arrivals are used before they begin");
+    return count;
+  }
+
+  bool can_go_on(Block& block) const {
+    const Thread& thread = block.threads[0];
+    // As a GPU, which knows whether a time is even or odd.
+    if (thread.stop == Stop::kArrivals) return (count_in(block, thread.arrivals).times - thread.time) % 2 == 1;
+    return thread.stop == Stop::kStart;
+  }
+
+  // One in `every` of what has been sent arrives, in any order.
+  void deliver(unsigned every) {
+    std::shuffle(messages_.begin(), messages_.end(), random_);
+    std::erase_if(messages_, [&](const Message& message) {
+      if (random_() % every != 0) return false;
+      if (message.to->threads[0].stop == Stop::kExit) {
+        throw std::runtime_error("CUDA emulation: a block has ended before all arrived that was sent");
+      }
+      ArrivalCount& count = count_in(*message.to, message.arrivals);
+      std::memcpy(&message.to->static_shared.at(message.place), message.bytes.data(), message.size);
+      count.missing -= message.size;
+      count.end_if_all_came();
+      return true;
+    });
+  }
+
+  ptrdiff_t offset_of(const void* address) const { return static_cast<const char*>(address) - static_shared_.data(); }
 
   void enter(Block& block) {
     block_ = &block;
@@ -214,14 +290,9 @@ class Machine {
     std::ranges::copy(block.dynamic_shared, dynamic_shared_.get());
   }
 
-  // A block that has ended has no memory that others could read.
   void leave() {
-    if (block_->threads[0].stop == Stop::kExit) {
-      std::ranges::fill(block_->static_shared, -1);
-    } else {
-      std::ranges::copy(static_shared_, block_->static_shared.data());
-      std::copy_n(dynamic_shared_.get(), shared_bytes_, block_->dynamic_shared.data());
-    }
+    std::ranges::copy(static_shared_, block_->static_shared.data());
+    std::copy_n(dynamic_shared_.get(), shared_bytes_, block_->dynamic_shared.data());
   }
 
   void run_block() {
@@ -269,7 +340,9 @@ class Machine {
   static void expect_same_stop(const Thread& a, const Thread& b) {
     const bool same_place = a.where.line() == b.where.line() && a.where.column() == b.where.column() &&
                             std::strcmp(a.where.file_name(), b.where.file_name()) == 0;
-    if (a.stop == b.stop && same_place && (a.stop != Stop::kShuffle || a.distance == b.distance)) return;
+    const bool same_distance = a.stop != Stop::kShuffle || a.distance == b.distance;
+    const bool same_arrivals = a.stop != Stop::kArrivals || (a.arrivals == b.arrivals && a.time == b.time);
+    if (a.stop == b.stop && same_place && same_distance && same_arrivals) return;
     throw std::runtime_error("CUDA emulation: " + describe(a) + " but " + describe(b));
   }
 
@@ -282,6 +355,7 @@ class Machine {
     const std::string place = std::string(thread.where.file_name()) + ":" + std::to_string(thread.where.line());
     if (thread.stop == Stop::kBarrier) return name + " is at the barrier in " + place;
     if (thread.stop == Stop::kClusterBarrier) return name + " is at the barrier of the cluster in " + place;
+    if (thread.stop == Stop::kArrivals) return name + " waits for arrivals in " + place;
     return name + " is at the shuffle over " + std::to_string(thread.distance) + " in " + place;
   }
 
@@ -329,7 +403,8 @@ class Machine {
   std::unique_ptr<char[]> dynamic_shared_;
   std::vector<Block> blocks_;
   Block* block_ = nullptr;  // that runs
-  unsigned count_ = 0;      // threads of a block
+  std::vector<Message> messages_;
+  unsigned count_ = 0;  // threads of a block
   Context scheduler_;
   Thread* running_ = nullptr;
 };
@@ -357,6 +432,34 @@ inline void* dynamic_shared() { return machine.dynamic_shared(); }
 inline void cluster_barrier(const std::source_location where = std::source_location::current()) {
   normops::cuda::emulation::machine.stop(normops::cuda::emulation::Stop::kClusterBarrier, where);
 }
+
+namespace normops::cuda {
+
+// As that of csrc/cuda/cluster.cuh.
+class Arrivals {
+ public:
+  void begin() { count_ = {}; }
+
+  void expect(unsigned bytes) {
+    count_.missing += bytes;
+    count_.is_expected = 1;
+    count_.end_if_all_came();
+  }
+
+  void wait(unsigned time, const std::source_location where = std::source_location::current()) {
+    emulation::machine.wait_for_arrivals(this, time, where);
+  }
+
+  template <class Bits>
+  void send(unsigned rank, Bits* place, Bits bits) const {
+    emulation::machine.send(rank, place, this, &bits, sizeof bits);
+  }
+
+ private:
+  emulation::ArrivalCount count_;
+};
+
+}  // namespace normops::cuda
 
 inline void __syncthreads(const std::source_location where = std::source_location::current()) {
   using namespace normops::cuda::emulation;

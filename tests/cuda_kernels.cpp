@@ -25,7 +25,9 @@ const char* message_of(uint64_t seed, Function function) {
 
 // A GPU refuses to launch more threads than a kernel was compiled for; the emulation does not know for how many.
 constexpr auto kFits = [](const RowConfig& config) {
-  return std::max(config.threads, kBlockThreads) <= max_threads(config.packs);
+  return std::max(config.threads, kBlockThreads) <= max_threads(config.packs) &&
+         (config.threads <= kWarp || !within_warp(config.packs)) &&
+         (config.cluster == 1 || !within_block(config.packs));
 };
 static_assert(std::ranges::all_of(kConfigs, kFits) && kFits(kWidestWithoutClusters));
 

@@ -74,6 +74,19 @@ void two_barriers_of_clusters() {
   }
 }
 
+// A block sends to the other one, which may not have begun, may not wait, or gets less than it expects.
+template <bool kBegins, unsigned kExpected>
+void send_one() {
+  __shared__ normops::cuda::Arrivals arrivals;
+  __shared__ uint32_t number;
+  if (kBegins && threadIdx.x == 0) arrivals.begin();
+  if (kBegins) cluster_barrier();
+  if (threadIdx.x == 0) arrivals.send(1 - blockIdx.y, &number, 1u);
+  if (kExpected == 0) return;
+  if (threadIdx.x == 0) arrivals.expect(kExpected);
+  arrivals.wait(0);
+}
+
 void part_of_mask() { __shfl_xor_sync(0xffu, 1, 1u); }
 
 }  // namespace
@@ -95,7 +108,10 @@ int main(int, char** arguments) {
                  {"part_of_mask", part_of_mask},
                  {"barrier_of_some_blocks", barrier_of_some_blocks, 2},
                  {"two_barriers_of_clusters", two_barriers_of_clusters, 2},
-                 {"nine_blocks", read_unwritten, 9}};
+                 {"arrivals_of_nothing", send_one<true, 8>, 2},
+                 {"end_before_arrivals", send_one<true, 0>, 2},
+                 {"send_before_begin", send_one<false, 4>, 2},
+                 {"seventeen_blocks", read_unwritten, 17}};
   for (const auto& [name, kernel, cluster] : kernels) {
     if (name == arguments[1]) {
       normops::cuda::emulation::launch(kernel, dim3(kBlocks, cluster), dim3(kThreads), kThreads * sizeof(int));

@@ -104,7 +104,12 @@ class RmsNormBackwardArgs(ctypes.Structure):
 
 
 class Device(ctypes.Structure):
-    _fields_ = (("multiprocessors", ctypes.c_int), ("shared_bytes", ctypes.c_int64), ("cluster", ctypes.c_int))
+    _fields_ = (
+        ("multiprocessors", ctypes.c_int),
+        ("shared_bytes", ctypes.c_int64),
+        ("cluster", ctypes.c_int),
+        ("early_start", ctypes.c_bool),
+    )
 
 
 class RowConfig(ctypes.Structure):
@@ -117,7 +122,7 @@ class RowConfig(ctypes.Structure):
 
 
 def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1) -> Device:
-    return Device(multiprocessors, shared_bytes, cluster)
+    return Device(multiprocessors, shared_bytes, cluster, False)
 
 
 GUARD = 64  # elements before and after an output; a multiple of any alignment

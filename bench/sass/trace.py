@@ -10,18 +10,19 @@ from bench.sass.machine_code import Instruction, Kernel
 PARAMETERS_AT = 0x210  # in constant bank 0
 
 # Cycles, all of them ASSUMPTIONS: until the barrier of an instruction is set, or for those of STOPS until the next one
-# is issued. DRAM is taken to be busy. LD is a load from another block of the cluster.
+# is issued. DRAM is taken to be busy. STAS sends to another block of the cluster, which a SYNCS waits for.
 LOAD_FROM_DRAM, LOAD_FROM_L2, LOAD_FROM_L1 = 900, 270, 40
 LATENCY = {
-    **{"LD": 220, "LDS": 29, "LDL": 40, "STG": 12, "STS": 12, "STL": 12, "LDC": 30, "S2R": 24, "S2UR": 24, "CCTL": 40},
+    **{"STAS": 220, "LDS": 29, "LDL": 40, "STG": 12, "STS": 12, "STL": 12, "LDC": 30, "S2R": 24, "S2UR": 24},
     **{"SHFL": 24, "MUFU": 22, "F2F": 24, "I2F": 20, "F2I": 20, "DADD": 18, "DMUL": 18, "DFMA": 18, "DSETP": 18},
-    **{"R2UR": 12, "VOTEU": 12, "P2R": 12, "BAR": 30, "MEMBAR": 600, "UCGABAR_WAIT": 200},
+    **{"R2UR": 12, "VOTEU": 12, "P2R": 12, "BAR": 30, "CCTL": 40, "MEMBAR": 600, "UCGABAR_WAIT": 200},
 }
 OTHER_LATENCY, SKIPPED_LATENCY, LONGEST_READ = 10, 4, 20  # skipped: its predicate is false; read: of source registers
 
-LOADS, STORES, STOPS = {"LDG", "LDGSTS"}, {"STG", "STS", "STL"}, {"BAR", "MEMBAR", "UCGABAR_WAIT"}
-WITHOUT_EFFECT = STORES | STOPS | {"BSSY", "BSYNC", "CCTL", "CGAERRBAR", "ERRBAR", "NOP", "UCGABAR_ARV", "WARPSYNC"}
-ZEROS = {"S2R", "S2UR", "CS2R", "LDG", "LD", "LDS", "LDL", "HADD2", "HMUL2", "HFMA2", "F2FP"}  # 16 bits: as loaded
+LOADS, STORES, STOPS = {"LDG", "LDGSTS"}, {"STAS", "STG", "STS", "STL"}, {"BAR", "MEMBAR", "UCGABAR_WAIT"}
+WITHOUT_EFFECT = STORES | STOPS
+WITHOUT_EFFECT |= {"ACQBULK", "BSSY", "BSYNC", "CCTL", "FENCE", "NOP", "PREEXIT", "UCGABAR_ARV", "WARPSYNC"}
+ZEROS = {"S2R", "S2UR", "CS2R", "LDG", "LDS", "LDL", "HADD2", "HMUL2", "HFMA2", "F2FP"}  # 16 bits: as loaded
 ONES = {"FADD", "FMUL", "FFMA", "DADD", "DMUL", "DFMA", "F2F", "MUFU"}
 COMPARISONS = {name: getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "EQ", "NE")}
 WORD = 0xFFFFFFFF
@@ -140,6 +141,8 @@ class Thread:
                 target, bits = instruction.operands[0], int(instruction.operands[5], 16) >> row & 1
             case "VOTE" | "VOTEU":  # VOTEU.ALL UP0, P0: all lanes agree
                 target, bits = instruction.operands[0], self.read(instruction.operands[-1])
+            case "SYNCS":  # SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2: what was waited for has come
+                target, bits = instruction.operands[0], int("PHASECHK" in modifiers)
             case "P2R":
                 bits = sum(self.read(f"P{number}") << number for number in range(7)) & self.read(sources[2])
             case "IABS":
@@ -211,6 +214,7 @@ def trace(kernel: Kernel, launch: Launch, most_instructions: int = 1_000_000) ->
     thread, result, place, barriers = Thread(launch), Trace(), 0, [0] * 6
     place_of = {instruction.address: place for place, instruction in enumerate(kernel.instructions)}
     copied, groups = 0, list[int]()  # when copies to shared memory arrive: those of no group yet, and groups
+    cluster = {"STAS": 0, "UCGABAR_ARV": 0}  # when they were issued
 
     def wait(until: int) -> None:
         result.cycles = max(result.cycles, until)
@@ -230,6 +234,12 @@ def trace(kernel: Kernel, launch: Launch, most_instructions: int = 1_000_000) ->
             near = (cycles for start, cycles in launch.near if 0 <= address - start < 1 << 24)
             arrival = next(near, LOAD_FROM_DRAM)
             latency = arrival if opcode == "LDG" else latency
+        if opcode in cluster and executes:
+            cluster[opcode] = issued
+        elif "PHASECHK" in instruction.modifiers:
+            latency = max(latency, cluster["STAS"] + LATENCY["STAS"] - issued)
+        elif opcode == "UCGABAR_WAIT":
+            latency = max(OTHER_LATENCY, cluster["UCGABAR_ARV"] + latency - issued)
         latency = latency if executes else SKIPPED_LATENCY
         for barrier, cycles in zip(instruction.sets, (latency, min(latency, LONGEST_READ)), strict=True):
             if barrier < 6:

@@ -118,9 +118,9 @@ struct Plain {
   using Scale = PlainScaleOf<T>;
 };
 
-// float64 has no speed to gain, and 16 packs no registers to hold the scale of.
+// float64 has no speed to gain, and rows of any width have kernels of their own.
 template <int kPacks, class R>
-constexpr bool kHasPlain = kPacks > 0 && kPacks <= 4 && !std::is_same_v<R, double>;
+constexpr bool kHasPlain = kPacks > 0 && !std::is_same_v<R, double>;
 
 // Calls launch.template operator()<Access>() with the access that serves a thread's packs of these.
 template <int kPacks, class R, class Launch, class... Rows>

@@ -34,8 +34,10 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
     add_rms_norm_kernel(const Forward<T, R, Access> args, const Addition<T, R, Access> addition) {
   constexpr int kRows = rows_in_flight(kPacks);
   __shared__ RowSumShared<compute_t<R>, kRows> shared;
+  RowSums<compute_t<R>, kRows, kPacks> sum_row(shared);
   const Columns<R, int> columns(args.cols);
   const TakenRows rows = taken_rows<kRows>(args.rows);
+  wait_for_previous_kernel();
   Pack<R> h[kRows][kPacks];
   Elements<T, kPack<R>> x[kRows][kPacks];
 #pragma unroll
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
     }
     keep_packed(h[r]);
   }
-  normalize_rows(args, rows, columns, h, shared);
+  normalize_rows(args, rows, columns, h, sum_row);
 }
 
 // Rows of any width: the sum is read again where it was written.

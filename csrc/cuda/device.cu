@@ -1,6 +1,6 @@
 #include <vector>
 
-#include "platform.cuh"
+#include "cluster.cuh"
 #include "rms_norm_launch.h"
 
 namespace normops::cuda {
@@ -8,9 +8,9 @@ namespace {
 
 __global__ void any_kernel() {}
 
-// Whether the current device runs code that was compiled for clusters: on a GPU newer than all that was compiled for,
-// the driver compiles what was written for an older one. All kernels are compiled for the same architectures.
-bool runs_cluster_code() {
+// Whether the current device runs code of sm_90 or later: on a GPU newer than all that was compiled for, the driver
+// compiles what was written for an older one. All kernels are compiled for the same architectures.
+bool runs_code_of_sm_90() {
   cudaFuncAttributes attributes = {};
   check(cudaFuncGetAttributes(&attributes, any_kernel));
   return attributes.ptxVersion >= 90;
@@ -25,9 +25,13 @@ int attribute(cudaDeviceAttr name, int device) {
 // Blocks of the largest cluster that the device runs: a part of a GPU may have no room for large ones. Asked of blocks
 // that have a multiprocessor to themselves.
 int largest_cluster(int multiprocessors, int64_t shared_bytes) {
-  for (int blocks = 8; blocks > 1; blocks /= 2) {
+  for (int blocks = kMostBlocksOfCluster; blocks > 1; blocks /= 2) {
     const LaunchShape shape = {dim3(1, blocks), dim3(512), shared_bytes};
-    if (clusters_at_once(any_kernel, shape, multiprocessors) > 0) return blocks;
+    try {
+      if (clusters_at_once(any_kernel, shape, multiprocessors) > 0) return blocks;
+    } catch (const std::runtime_error&) {  // no device of its kind runs them
+      cudaGetLastError();                  // which keeps the error else
+    }
   }
   return 1;
 }
@@ -38,9 +42,9 @@ Device describe(int device) {
   check(cudaSetDevice(device));
   const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
   const int64_t shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const bool clusters = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 && runs_cluster_code();
+  const bool is_sm_90 = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 && runs_code_of_sm_90();
   const Device described = {multiprocessors, shared_bytes,
-                            clusters ? largest_cluster(multiprocessors, shared_bytes) : 1};
+                            is_sm_90 ? largest_cluster(multiprocessors, shared_bytes) : 1, is_sm_90};
   check(cudaSetDevice(current));
   return described;
 }

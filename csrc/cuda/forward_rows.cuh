@@ -51,7 +51,7 @@ __device__ TakenRows taken_rows(int64_t rows) {
 // Rows that are held in registers, kPacks packs of each to a thread.
 template <class T, class R, class Access, int kRows, int kPacks>
 __device__ void normalize_rows(const Forward<T, R, Access>& args, const TakenRows& rows, const Columns<R, int>& columns,
-                               Pack<R> (&h)[kRows][kPacks], RowSumShared<compute_t<R>, kRows>& shared) {
+                               Pack<R> (&h)[kRows][kPacks], RowSums<compute_t<R>, kRows, kPacks>& sum_row) {
   using Compute = compute_t<R>;
   typename Access::template Scale<R>::Held held[kPacks];
 #pragma unroll
@@ -64,7 +64,7 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const TakenRow
     for (int p = 0; p < kPacks; p++) add_squares<R>(h[r][p], chains);
     rstd[r] = fold(chains);
   }
-  sum_row(rstd, shared, 0);
+  sum_row(rstd);
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
     rstd[r] = rstd_of(rstd[r], args.inverse_cols, args.eps);
@@ -86,7 +86,6 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const TakenRow
     }
     keep_few_registers<kPacks>();
   }
-  end_row_sums();
 }
 
 // A row of any width, for blocks of kAnyWidth that have one each. load(column, count) returns a pack of the row, and is
@@ -95,6 +94,8 @@ template <class T, class R, class LoadFirst, class LoadAgain>
 __device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirst load_first, LoadAgain load_again) {
   using Compute = compute_t<R>;
   __shared__ RowSumShared<double, 1> shared;
+  RowSums<double, 1, kAnyWidth.packs> sum_row(shared);
+  wait_for_previous_kernel();
   const Columns<R, int64_t> columns(args.cols);
   double square_sum[1] = {};
   for (int64_t first = 0; columns.count(first) > 0; first += kPacksOfChain) {
@@ -105,7 +106,7 @@ __device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirs
     }
     square_sum[0] += fold(chains);
   }
-  sum_row(square_sum, shared, 0);
+  sum_row(square_sum);
   const Compute rstd = rstd_of(static_cast<Compute>(square_sum[0]), args.inverse_cols, args.eps);
 
   T* const target = args.output.row(blockIdx.x);
@@ -124,7 +125,8 @@ void dispatch_forward(int64_t rows, int64_t cols, const Device& device, Launch l
   dispatch_packs(config.packs, [&]<int kPacks>() {
     const int64_t blocks =
         kPacks == 0 ? rows : blocks_of_rows(rows, static_cast<int64_t>(block.y) * rows_in_flight(kPacks));
-    launch.template operator()<kPacks>(LaunchShape{dim3(static_cast<unsigned>(blocks), config.cluster), block, 0});
+    launch.template operator()<kPacks>(
+        LaunchShape{dim3(static_cast<unsigned>(blocks), config.cluster), block, 0, device.early_start});
   });
 }
 

@@ -26,18 +26,22 @@ constexpr RowConfig kAnyWidth = {INT64_MAX, 0, 512, 1};
 // to 2 KiB it is at most a warp, whose sums need no barrier. Beyond that a thread has 4 packs, which is enough to keep
 // memory busy and leaves the backward registers for its sums of grad_weight: 128 registers, hence blocks of at most 512
 // threads. Wider rows are shared by a cluster of blocks. The widest take 16 packs, which with two tensors are 128
-// registers, hence 256 threads.
+// registers, hence 256 threads. A cluster of 16 has a part of the GPU to itself, and not every GPU has room for it.
 constexpr RowConfig kConfigs[] = {
-    {8, 1, 8, 1},      {16, 1, 16, 1},     {32, 1, 32, 1},      {64, 2, 32, 1},    {128, 4, 32, 1},
-    {256, 4, 64, 1},   {512, 4, 128, 1},   {1024, 4, 256, 1},   {2048, 4, 512, 1}, {4096, 4, 512, 2},
-    {8192, 4, 512, 4}, {16384, 4, 512, 8}, {32768, 16, 256, 8},
+    {8, 1, 8, 1},      {16, 1, 16, 1},     {32, 1, 32, 1},      {64, 2, 32, 1},       {128, 4, 32, 1},
+    {256, 4, 64, 1},   {512, 4, 128, 1},   {1024, 4, 256, 1},   {2048, 4, 512, 1},    {4096, 4, 512, 2},
+    {8192, 4, 512, 4}, {16384, 4, 512, 8}, {32768, 16, 256, 8}, {65536, 16, 256, 16},
 };
 // The widest that are held where there are no clusters.
 constexpr RowConfig kWidestWithoutClusters = {4096, 16, 256, 1};
 
-// Rows that a thread has in flight at once: enough bytes to keep memory busy where a row has few.
+// Whether rows of so many packs to a thread have at most a warp, or at most a block: what they need not wait for is
+// then left out of the code.
+constexpr bool within_warp(int packs) { return packs == 1 || packs == 2; }
+constexpr bool within_block(int packs) { return within_warp(packs) || packs == 0; }
+
+// Rows that a thread of a forward has in flight at once: enough bytes to keep memory busy where a row has few.
 constexpr int rows_in_flight(int packs) { return packs == 1 ? 4 : packs == 2 ? 2 : 1; }
-constexpr int backward_rows_in_flight(int packs) { return packs == 1 ? 2 : 1; }
 
 constexpr int max_threads(int packs) { return packs <= 2 ? kBlockThreads : packs == 4 ? 512 : 256; }
 

@@ -12,7 +12,6 @@
 #if defined(NORMOPS_CUDA_EMULATION)
 #include "cuda_emulation.h"
 #else
-#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -53,62 +52,42 @@ __device__ inline void keep_order_of_warp() {
 #endif
 }
 
-// From here on the compiler takes the register for one that it knows nothing of: it would else keep what it made of it
+// From here on the compiler takes the integer for one that it knows nothing of: it would else keep what it made of it
 // before, or make it anew wherever it is used.
-__device__ inline void forget(unsigned& word) {
+template <class Integer>
+__device__ void forget([[maybe_unused]] Integer& number) {
 #if !defined(NORMOPS_CUDA_EMULATION)
-  asm volatile("" : "+r"(word));
+  if constexpr (sizeof(Integer) == 4) {
+    asm volatile("" : "+r"(number));
+  } else {
+    asm volatile("" : "+l"(number));
+  }
 #endif
 }
 
 // A pointer to global memory.
 template <class T>
-__device__ void forget(T*& pointer) {
+__device__ void forget([[maybe_unused]] T*& pointer) {
 #if !defined(NORMOPS_CUDA_EMULATION)
   asm volatile("" : "+l"(pointer));
   __builtin_assume(__isGlobal(pointer));
 #endif
 }
 
-// A cluster: the blocks that hold one row, which are those along y. Without clusters every block is one of its own.
-__device__ inline unsigned cluster_blocks() { return gridDim.y; }
-__device__ inline unsigned cluster_rank() { return blockIdx.y; }
-
-__device__ inline void cluster_sync() {
-#if defined(NORMOPS_CUDA_EMULATION)
-  cluster_barrier();
-#elif NORMOPS_CLUSTERS
-  cooperative_groups::cluster_group::sync();
-#endif
-}
-
-// The same for a block that ends, but that writes before it need not be seen: waiting for them would take a barrier of
-// all memory. What was read before has to be used before.
-__device__ inline void cluster_end() {
-#if defined(NORMOPS_CUDA_EMULATION)
-  cluster_barrier();
-#elif NORMOPS_CLUSTERS
-  asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
-#endif
-}
-
-// Where the block `rank` of the cluster has what this block has at `shared`.
-template <class T>
-__device__ const T* in_block_of_cluster(T* shared, unsigned rank) {
-#if defined(NORMOPS_CUDA_EMULATION)
-  return static_cast<const T*>(emulation::machine.in_block_of_cluster(shared, rank));
-#elif NORMOPS_CLUSTERS
-  return cooperative_groups::cluster_group::map_shared_rank(shared, rank);
-#else
-  return shared;
-#endif
-}
-
 struct LaunchShape {
   dim3 grid;  // clusters, blocks of a cluster
   dim3 block;
-  int64_t shared_bytes;
+  int64_t shared_bytes = 0;
+  bool starts_early = false;  // while the kernel before it in the stream ends: see wait_for_previous_kernel
 };
+
+// What a kernel does before it accesses memory if it starts early. It lets the next one of the stream, if that starts
+// early as well, start now.
+__device__ inline void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 #if defined(NORMOPS_CUDA_EMULATION)
 
@@ -131,8 +110,13 @@ inline void check(cudaError_t error) {
 // Calls use(config), which points to what lives no longer.
 template <class... Params, class Use>
 void with_launch_config(void (*kernel)(Params...), const LaunchShape& shape, Use use) {
-  // Beyond this much a kernel has to ask for shared memory.
+  // Beyond these, a kernel has to ask.
   constexpr int64_t kSharedBytesOfAll = 48 << 10;
+  constexpr unsigned kBlocksOfAnyCluster = 8;
+  if (shape.grid.y > kBlocksOfAnyCluster) {
+    check(
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  }
   if (shape.shared_bytes > kSharedBytesOfAll) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shape.shared_bytes)));
@@ -141,12 +125,18 @@ void with_launch_config(void (*kernel)(Params...), const LaunchShape& shape, Use
   config.gridDim = shape.grid;
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.shared_bytes;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = cluster.val.clusterDim.z = 1;
-  cluster.val.clusterDim.y = shape.grid.y;
-  config.attrs = &cluster;
-  config.numAttrs = shape.grid.y > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2];
+  config.attrs = attributes;
+  if (shape.grid.y > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {1, shape.grid.y, 1};
+  }
+  if (shape.starts_early) {
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
   use(config);
 }
 

@@ -1,6 +1,10 @@
 // Sums over the threads that hold a row, in an order that depends on their number alone.
 #pragma once
-#include "platform.cuh"
+#include <cstring>
+#include <type_traits>
+
+#include "cluster.cuh"
+#include "launch_config.h"
 
 namespace normops::cuda {
 
@@ -26,49 +30,77 @@ __device__ void sum_lanes(Number (&sums)[kCount], unsigned width) {
   }
 }
 
-// The memory of sum_row: two sets, used in turns, so that a sum need not wait until all have read the one before it.
+// The memory of RowSums: two sets, used in turns, so that a sum need not wait until all have read the one before it.
 template <class Number, int kCount>
 struct RowSumShared {
   Number warps[2][kWarp][kCount];
-  Number blocks[2][kCount];
+  Number blocks[2][kMostBlocksOfCluster][kCount];
+  Arrivals arrivals[2];  // of blocks
 };
 
-// Over the threads of a row: blockDim.x of them in each block of the cluster; with more than a warp of them, the block
-// has no other row. All threads of the block call it alike; `turn` is 0, 1, 0, 1... from call to call.
-template <class Number, int kCount>
-__device__ void sum_row(Number (&sums)[kCount], RowSumShared<Number, kCount>& shared, unsigned turn) {
-  if (blockDim.x <= kWarp) {
-    sum_lanes(sums, blockDim.x);
-    return;
+// Sums over the threads of a row: blockDim.x of them in each block of the cluster; with more than a warp of them, the
+// block has no other row. These are powers of two. All threads of the block call it alike, at least once. Rows have so
+// many packs to a thread.
+template <class Number, int kCount, int kPacks>
+class RowSums {
+ public:
+  __device__ explicit RowSums(RowSumShared<Number, kCount>& shared) : shared_(shared) {
+    if (within_block(kPacks) || cluster_blocks() == 1) return;
+    if (threadIdx.x == 0) {
+      for (Arrivals& arrivals : shared_.arrivals) arrivals.begin();
+    }
+    arrive_at_cluster();
   }
-  sum_lanes(sums, kWarp);
-  const unsigned lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  if (lane == 0) {
-#pragma unroll
-    for (int i = 0; i < kCount; i++) shared.warps[turn][threadIdx.x / kWarp][i] = sums[i];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kCount; i++) sums[i] = lane < warps ? shared.warps[turn][lane][i] : Number(0);
-  sum_lanes(sums, kWarp);
 
-  const unsigned blocks = cluster_blocks();
-  if (blocks == 1) return;
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < kCount; i++) shared.blocks[turn][i] = sums[i];
+  __device__ void operator()(Number (&sums)[kCount]) {
+    if (within_warp(kPacks) || blockDim.x <= kWarp) return sum_lanes(sums, blockDim.x);
+    sum_block(sums);
+    if (!within_block(kPacks) && cluster_blocks() > 1) sum_cluster(sums);
+    calls_++;
   }
-  cluster_sync();
-#pragma unroll
-  for (int i = 0; i < kCount; i++) {
-    sums[i] = 0;
-    for (unsigned rank = 0; rank < blocks; rank++) sums[i] += *in_block_of_cluster(&shared.blocks[turn][i], rank);
-  }
-}
 
-// To be called before a block ends that summed rows: others of its cluster may still read its memory.
-__device__ inline void end_row_sums() {
-  if (cluster_blocks() > 1) cluster_end();
-}
+ private:
+  __device__ void sum_block(Number (&sums)[kCount]) {
+    sum_lanes(sums, kWarp);
+    const unsigned lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+    auto& of_warps = shared_.warps[calls_ % 2];
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < kCount; i++) of_warps[threadIdx.x / kWarp][i] = sums[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kCount; i++) sums[i] = lane < warps ? of_warps[lane][i] : Number(0);
+    sum_lanes(sums, kWarp);
+  }
+
+  // A block sends its sum before it waits for those of the others: none of them is more than a turn ahead, and what
+  // has been sent to a block has come before it ends.
+  __device__ void sum_cluster(Number (&sums)[kCount]) {
+    const unsigned blocks = cluster_blocks();
+    auto& of_blocks = shared_.blocks[calls_ % 2];
+    Arrivals& arrivals = shared_.arrivals[calls_ % 2];
+    if (calls_ == 0) wait_for_cluster();
+    if (threadIdx.x == 0) arrivals.expect(blocks * sizeof(sums));
+    if (threadIdx.x < blocks) {
+#pragma unroll
+      for (int i = 0; i < kCount; i++) send(arrivals, threadIdx.x, of_blocks[cluster_rank()][i], sums[i]);
+    }
+    arrivals.wait(calls_ / 2);
+#pragma unroll
+    for (int i = 0; i < kCount; i++) sums[i] = of_blocks[threadIdx.x & (blocks - 1)][i];
+    sum_lanes(sums, blocks);
+  }
+
+  static __device__ void send(const Arrivals& arrivals, unsigned rank, Number& place, Number number) {
+    using Bits = std::conditional_t<sizeof(Number) == 4, uint32_t, uint64_t>;
+    Bits bits;
+    std::memcpy(&bits, &number, sizeof number);
+    arrivals.send(rank, reinterpret_cast<Bits*>(&place), bits);
+  }
+
+  RowSumShared<Number, kCount>& shared_;
+  unsigned calls_ = 0;
+};
 
 }  // namespace normops::cuda

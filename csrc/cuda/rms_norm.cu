@@ -10,14 +10,16 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
     rms_norm_kernel(const Forward<T, T, Access> args, const typename Access::template Rows<const T> input) {
   constexpr int kRows = rows_in_flight(kPacks);
   __shared__ RowSumShared<compute_t<T>, kRows> shared;
+  RowSums<compute_t<T>, kRows, kPacks> sum_row(shared);
   const Columns<T, int> columns(args.cols);
   const TakenRows rows = taken_rows<kRows>(args.rows);
+  wait_for_previous_kernel();
   Pack<T> x[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
     load_packs<T>(x[r], input, input.row(rows.first, rows.further(r)), rows.has(r), columns);
   }
-  normalize_rows(args, rows, columns, x, shared);
+  normalize_rows(args, rows, columns, x, sum_row);
 }
 
 // Rows of any width: read twice, the second time from the L2 cache as far as it holds them.

@@ -148,80 +148,99 @@ template <class T, class R, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), backward_min_blocks(kPacks))
     rms_norm_backward_kernel(const Backward<T, R, Access> args) {
   using Compute = compute_t<R>;
-  constexpr int kRows = backward_rows_in_flight(kPacks);
-  __shared__ RowSumShared<Compute, 2 * kRows> shared;
+  __shared__ RowSumShared<Compute, 2> shared;
+  RowSums<Compute, 2, kPacks> sum_row(shared);
   const Columns<R, int> columns(args.cols);
-  const int64_t rows_at_once = static_cast<int64_t>(kRows) * blockDim.y;
-  // All rows have the same; where registers are scarce it comes from the L1 cache again.
-  constexpr bool kHoldScale = kPacks <= 2;
-  typename Access::template Scale<R>::Held held[kHoldScale ? kPacks : 1];
-  const auto scale_of_pack = [&](int p) {
+  Columns<R, int> written = columns;
+  if (args.grad_input.data == nullptr) written.cols = 0;
+
+  const auto load_scale_of = [&](int p) {
     const int column = columns.column(p), count = columns.count(p);
-    if constexpr (kHoldScale) {
-      return args.scale.numbers(held[p], column, count);
+    return args.scale.numbers(args.scale.hold(column, count), column, count);
+  };
+  // All rows have the same; where registers are scarce it comes from the L1 cache again.
+  constexpr bool kHoldsScale = kPacks * kPack<R> <= 16;
+  Numbers<R> scale[kHoldsScale ? kPacks : 1];
+  if constexpr (kHoldsScale) {
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) scale[p] = load_scale_of(p);
+  }
+  const auto scale_of = [&](int p) {
+    if constexpr (kHoldsScale) {
+      return scale[p];
     } else {
-      return args.scale.numbers(args.scale.hold(column, count), column, count);
+      return load_scale_of(p);
     }
   };
-  if constexpr (kHoldScale) {
-#pragma unroll
-    for (int p = 0; p < kPacks; p++) held[p] = args.scale.hold(columns.column(p), columns.count(p));
-  }
   WeightSums<R, kPacks> dw;
 
-  unsigned turn = 0;
-  for (int64_t base = blockIdx.x * rows_at_once; base < args.rows; base += gridDim.x * rows_at_once) {
-    const TakenRows rows(base, args.rows);
-    Pack<R> x[kRows][kPacks];
-    Elements<T, kPack<R>> dy[kRows][kPacks];
-#pragma unroll
-    for (int r = 0; r < kRows; r++) {
-      const unsigned further = rows.further(r);
-      load_packs<R>(x[r], args.input, args.input.row(rows.first, further), rows.has(r), columns);
-      load_packs<R>(dy[r], args.grad_output, args.grad_output.row(rows.first, further), rows.has(r), columns);
-    }
+  struct Loaded {
+    Pack<R> x[kPacks];
+    Elements<T, kPack<R>> dy[kPacks];
+  };
+  const auto load_row = [&](int64_t row) {
+    Loaded loaded;
+    load_packs<R>(loaded.x, args.input, args.input.row(row), row < args.rows, columns);
+    load_packs<R>(loaded.dy, args.grad_output, args.grad_output.row(row), row < args.rows, columns);
+    return loaded;
+  };
+  // A narrow row asks for too little memory at a time, so that it has to be asked for while the one before is dealt
+  // with.
+  constexpr bool kLoadsAhead = kPacks <= 2;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  Loaded next;
+  if constexpr (kLoadsAhead) next = load_row(first + threadIdx.y);
 
-    Compute sums[2 * kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; r++) {
-      Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
-#pragma unroll
-      for (int p = 0; p < kPacks; p++) {
-        add_terms<R>(dy[r][p], x[r][p], scale_of_pack(p), squares, dots);
-        keep_few_registers<kPacks>();
-      }
-      sums[2 * r] = fold(squares);
-      sums[2 * r + 1] = fold(dots);
+  for (int64_t base = first; base < args.rows; base += step) {
+    const int64_t row = base + threadIdx.y;
+    Loaded loaded;
+    if constexpr (kLoadsAhead) {
+      loaded = next;
+      next = load_row(row + step);
+    } else {
+      loaded = load_row(row);
     }
-    sum_row(sums, shared, turn);
-    turn ^= 1;
-    keep_packed(held);
+    auto& [x, dy] = loaded;
 
+    Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
-    for (int r = 0; r < kRows; r++) {
-      if (!rows.has(r)) break;
-      const R* const residual = columns.of_row(args.grad_residual.row(rows.first, rows.further(r)));  // maybe of null
-      R* const target = columns.of_row(args.grad_input.row(rows.first, rows.further(r)));
-      const auto factors = factors_of(sums[2 * r], sums[2 * r + 1], args.inverse_cols, args.eps);
-      keep_packed(x[r]);
-      keep_packed(dy[r]);
+    for (int p = 0; p < kPacks; p++) {
+      add_terms<R>(dy[p], x[p], scale_of(p), squares, dots);
+      keep_few_registers<kPacks>();
+    }
+    Compute sums[2] = {fold(squares), fold(dots)};
+    sum_row(sums);
+    if (row >= args.rows) continue;
+
+    R* const target = columns.of_row(args.grad_input.row(row));
+    const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
+    keep_packed(x);
+    keep_packed(dy);
+    const auto write = [&]<bool kHasResidual>() {
+      const R* residual = nullptr;
+      if constexpr (kHasResidual) residual = columns.of_row(args.grad_residual.row(row));
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
         const int offset = columns.offset(p), count = columns.count(p);
-        const Numbers<R> dx = gradients<R>(dy[r][p], x[r][p], scale_of_pack(p),
-                                           load_residual(args.grad_residual, residual, offset, count), factors,
-                                           [&](int i, Compute scaled_dy, Compute x_element) {
-                                             dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
-                                           });
-        if (args.grad_input.data != nullptr) {
-          store(args.grad_input, target, offset, count, from_compute<R>(dx));
-        }
+        Numbers<R> dz = {};
+        if constexpr (kHasResidual) dz = load_residual(args.grad_residual, residual, offset, count);
+        const Numbers<R> dx =
+            gradients<R>(dy[p], x[p], scale_of(p), dz, factors, [&](int i, Compute scaled_dy, Compute x_element) {
+              dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
+            });
+        store(args.grad_input, target, offset, written.count(p), from_compute<R>(dx));
         keep_few_registers<kPacks>();
       }
+    };
+    // Decided once a row, but where that would take twice as much code.
+    if (kPacks == 16 || args.grad_residual.data != nullptr) {
+      write.template operator()<true>();
+    } else {
+      write.template operator()<false>();
     }
   }
   if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols);
-  end_row_sums();
 }
 
 // Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
@@ -230,10 +249,10 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
     rms_norm_backward_any_width_kernel(const Backward<T, R, General> args) {
   using Compute = compute_t<R>;
   __shared__ RowSumShared<double, 2> shared;
+  RowSums<double, 2, kAnyWidth.packs> sum_row(shared);
   const Columns<R, int64_t> columns(args.cols);
   Compute* const partial = args.partials != nullptr ? args.partials + blockIdx.x * args.cols : nullptr;
 
-  unsigned turn = 0;
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     const R* const x_row = args.input.row(row);
     const T* const dy_row = args.grad_output.row(row);
@@ -250,8 +269,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
       sums[0] += fold(squares);
       sums[1] += fold(dots);
     }
-    sum_row(sums, shared, turn);
-    turn ^= 1;
+    sum_row(sums);
     const auto factors =
         factors_of(static_cast<Compute>(sums[0]), static_cast<Compute>(sums[1]), args.inverse_cols, args.eps);
 
@@ -312,8 +330,7 @@ LaunchShape shape_of(const RowConfig& config, int64_t rows, int64_t cols, const 
       at_once = std::min(at_once, clusters_at_once(plain, shape, device.multiprocessors));
     }
   }
-  const int64_t rows_at_once = static_cast<int64_t>(shape.block.y) * backward_rows_in_flight(kPacks);
-  shape.grid.x = static_cast<unsigned>(std::clamp<int64_t>(at_once, 1, blocks_of_rows(rows, rows_at_once)));
+  shape.grid.x = static_cast<unsigned>(std::clamp<int64_t>(at_once, 1, blocks_of_rows(rows, shape.block.y)));
   return shape;
 }
 

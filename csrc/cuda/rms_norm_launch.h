@@ -14,6 +14,7 @@ struct Device {
   int multiprocessors;
   int64_t shared_bytes;  // that a block can have
   int cluster;           // blocks of the largest one that it runs; 1 without clusters
+  bool early_start;      // whether a kernel can start while the one before it ends
 };
 
 // The current one. Throws std::runtime_error.

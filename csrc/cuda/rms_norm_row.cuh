@@ -13,7 +13,9 @@ struct Columns {
   Index first = static_cast<Index>((cluster_rank() * blockDim.x + threadIdx.x) * kPack<T>);
   Index step = static_cast<Index>(cluster_blocks() * blockDim.x * kPack<T>);
 
-  __device__ explicit Columns(int64_t cols) : cols(static_cast<Index>(cols)) {}
+  __device__ explicit Columns(int64_t cols) : cols(static_cast<Index>(cols)) {
+    forget(step);  // made once
+  }
   __device__ Index column(Index pack) const { return first + pack * step; }
   // From where of_row() says.
   __device__ Index offset(Index pack) const { return pack * step; }
@@ -119,7 +121,7 @@ constexpr int64_t blocks_of_rows(int64_t rows, int64_t rows_at_once) {
   return (rows + rows_at_once - 1) / rows_at_once;
 }
 
-// Rows of at most a warp share a block, along its y dimension; wider ones have it to themselves, see sum_row.
+// Rows of at most a warp share a block, along its y dimension; wider ones have it to themselves, see RowSums.
 inline dim3 block_of(const RowConfig& config) {
   const unsigned threads = config.threads;
   return dim3(threads, threads <= kWarp ? kBlockThreads / threads : 1);
