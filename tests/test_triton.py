@@ -27,7 +27,8 @@ def compiled_ptx(kernel: Any, without: tuple[str, ...], dtype: str, is_whole: bo
 
     from normops.triton.rms_norm import COMPILE_OPTIONS
 
-    constants = {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.float32, "is_whole": is_whole}
+    compute = "fp64" if dtype == "fp64" else "fp32"
+    constants = {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute), "is_whole": is_whole}
     constants |= {"block_rows": 1, "block_cols": 4096, **dict.fromkeys(without)}
     constants |= {name: 1 for name in kernel.arg_names if name.endswith("_inner")}  # as Triton makes it of that number
 
@@ -36,7 +37,7 @@ def compiled_ptx(kernel: Any, without: tuple[str, ...], dtype: str, is_whole: bo
             return "constexpr"
         if name in ("rows", "cols") or name.endswith("_stride"):
             return "i32"
-        return "*fp32" if name in ("weight", "partials") else f"*{dtype}"
+        return f"*{compute}" if name in ("weight", "partials") else f"*{dtype}"
 
     signature = {name: type_of(name) for name in kernel.arg_names}
     aligned = {
@@ -71,6 +72,17 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, is_
     assert re.search(r"\bst\.global\.v4\.b32", ptx)
     assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)  # whatever the default of this Triton
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "any width"])
+@pytest.mark.parametrize("kernel", ["forward_kernel", "backward_kernel"])
+def test_kernels_compile_for_float64(kernel: str, is_whole: bool) -> None:
+    """The interpreter does not see what Triton makes of the branches that are not taken."""
+    from normops.triton import rms_norm
+
+    ptx = compiled_ptx(getattr(rms_norm, kernel), (), "fp64", is_whole, 90)
+    assert re.search(r"\bld\.global\.v2\.b64", ptx)
+    assert not re.search(r"\bfma\.rn\.f64", ptx)
 
 
 def test_backends_are_chosen_and_given_back() -> None:

@@ -36,7 +36,8 @@ def _rstd(square_sum, cols, eps: tl.constexpr, compute: tl.constexpr):
     """1 / sqrt(mean + eps), rounded to nearest at each step."""
     if compute == tl.float64:
         return 1.0 / tl.sqrt(square_sum / cols.to(tl.float64) + eps)
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square_sum, cols.to(tl.float32)) + eps))
+    else:  # without it, Triton would compile these lines for float64, too, and refuse to
+        return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square_sum, cols.to(tl.float32)) + eps))
 
 
 @triton.jit
