@@ -171,6 +171,8 @@ def _sizes() -> Iterator[Case]:
     for dtype in DTYPES:
         yield Case((2, 65537), dtype, weight_dtype=dtype)
         yield Case((7, 9001), dtype, weight_dtype=dtype)
+        for cols in (8192, 16384):
+            yield Case((4, cols), dtype, weight_dtype=dtype)
         yield Case((1500, 8), dtype, weight_dtype=dtype)
 
 

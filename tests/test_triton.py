@@ -20,16 +20,31 @@ triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parent.parent
 
 
-def compiled_ptx(kernel: Any, without: tuple[str, ...], dtype: str, is_whole: bool, arch: int) -> str:
-    """Compiled for rows at equal distances, pointers and strides that are multiples of 16, without these tensors."""
+KERNELS = {
+    "rms_norm": ("forward_kernel", ("residual", "residual_out")),
+    "add_rms_norm": ("forward_kernel", ()),
+    "rms_norm_backward": ("backward_kernel", ("residual",)),
+    "rms_norm_backward with residual": ("backward_kernel", ()),
+    "grad_input alone": ("backward_kernel", ("partials", "weight")),
+    "grad_weight alone": ("backward_kernel", ("dx", "residual")),
+}
+
+
+def compiled(name: str, dtype: str, cols: int, arch: int) -> Any:
+    """Compiled for rows at equal distances, pointers and strides that are multiples of 16, a weight of compute type."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from normops.triton.rms_norm import COMPILE_OPTIONS
+    from normops.triton import launch_config, rms_norm
 
+    kernel_name, without = KERNELS[name]
+    kernel: Any = getattr(rms_norm, kernel_name)
     compute = "fp64" if dtype == "fp64" else "fp32"
-    constants = {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute), "is_whole": is_whole}
-    constants |= {"block_rows": 1, "block_cols": 4096, **dict.fromkeys(without)}
+    config_of = launch_config.forward_config if kernel_name == "forward_kernel" else launch_config.backward_config
+    config = config_of(cols, 8 if dtype == "fp64" else 4)
+
+    constants = {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute), "parts": config.parts}
+    constants |= {"block_rows": config.block_rows, "block_cols": config.block_cols, **dict.fromkeys(without)}
     constants |= {name: 1 for name in kernel.arg_names if name.endswith("_inner")}  # as Triton makes it of that number
 
     def type_of(name: str) -> str:
@@ -44,45 +59,73 @@ def compiled_ptx(kernel: Any, without: tuple[str, ...], dtype: str, is_whole: bo
         (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind != "constexpr"
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": 8, **COMPILE_OPTIONS}
-    ptx: str = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
-    return ptx
+    options = {"num_warps": config.warps, **rms_norm.COMPILE_OPTIONS}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-KERNELS = {
-    "rms_norm": ("forward_kernel", ("residual", "residual_out")),
-    "add_rms_norm": ("forward_kernel", ()),
-    "rms_norm_backward": ("backward_kernel", ("residual",)),
-    "rms_norm_backward with residual": ("backward_kernel", ()),
-    "grad_input alone": ("backward_kernel", ("partials", "weight")),
-    "grad_weight alone": ("backward_kernel", ("dx", "residual")),
-}
+WIDTHS = {"one block": 4096, "parts": 16384, "any width": 65536}
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "any width"])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, is_whole: bool, arch: int) -> None:
-    from normops.triton import rms_norm
-
-    kernel, without = KERNELS[name]
-    ptx = compiled_ptx(getattr(rms_norm, kernel), without, dtype, is_whole, arch)
+def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, width: str, arch: int) -> None:
+    ptx = compiled(name, dtype, WIDTHS[width], arch).asm["ptx"]
     assert re.search(r"\bld\.global\.v4\.b32", ptx)
     assert re.search(r"\bst\.global\.v4\.b32", ptx)
     assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)  # whatever the default of this Triton
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
 
 
-@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "any width"])
-@pytest.mark.parametrize("kernel", ["forward_kernel", "backward_kernel"])
-def test_kernels_compile_for_float64(kernel: str, is_whole: bool) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward with residual"])
+def test_kernels_compile_for_float64(name: str, width: str) -> None:
     """The interpreter does not see what Triton makes of the branches that are not taken."""
-    from normops.triton import rms_norm
-
-    ptx = compiled_ptx(getattr(rms_norm, kernel), (), "fp64", is_whole, 90)
+    ptx = compiled(name, "fp64", WIDTHS[width] // 2, 90).asm["ptx"]
     assert re.search(r"\bld\.global\.v2\.b64", ptx)
     assert not re.search(r"\bfma\.rn\.f64", ptx)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("name", "bytes"), [("add_rms_norm", 128 << 10), ("rms_norm_backward with residual", 64 << 10)]
+)
+def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str, arch: int, tmp_path: Path) -> None:
+    """With the operands that take most of them; a multiprocessor has 65536."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not cuobjdump.exists():
+        pytest.skip("this Triton comes without cuobjdump")
+    kernel = compiled(name, dtype, bytes // (8 if dtype == "fp64" else 4), arch)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    command = [str(cuobjdump), "--dump-resource-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, spilled, local = (int(re.findall(rf"\b{what}:(\d+)", usage)[0]) for what in ("REG", "STACK", "LOCAL"))
+    assert registers * 32 * kernel.metadata.num_warps <= 65536
+    assert local == 0
+    # The backward in float32 is at the limit of what a thread can have: two registers too many for sm_100.
+    at_limit = (name, dtype, arch) == ("rms_norm_backward with residual", "fp32", 100)
+    assert spilled <= (8 if at_limit else 0)
+
+
+@pytest.mark.parametrize("compute_bytes", [4, 8])
+def test_rows_are_held_up_to_a_width_that_does_not_depend_on_their_number(compute_bytes: int) -> None:
+    from normops.triton.launch_config import backward_config, forward_config
+
+    for config_of, most in (
+        (forward_config, (128 << 10) // compute_bytes),
+        (backward_config, (64 << 10) // compute_bytes),
+    ):
+        for cols in (1, 1000, 5120, (32 << 10) // compute_bytes, (32 << 10) // compute_bytes + 1, most - 1, most):
+            config = config_of(cols, compute_bytes)
+            assert (config.parts - 1) * config.block_cols < cols <= config.parts * config.block_cols
+        assert config_of(most + 1, compute_bytes).parts == 0
+    narrow = range(1, (32 << 10) // compute_bytes + 1, 97)
+    assert [forward_config(cols, compute_bytes) for cols in narrow] == [
+        backward_config(cols, compute_bytes) for cols in narrow
+    ]
 
 
 def test_backends_are_chosen_and_given_back() -> None:

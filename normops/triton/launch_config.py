@@ -11,37 +11,62 @@ class RowConfig(NamedTuple):
 
     block_rows: int
     block_cols: int
-    is_whole: bool
-    """Whether ``block_cols`` hold a row, which is then read once."""
+    parts: int
+    """How many blocks hold a row, which is then read once; 0: none do, and it is read twice."""
     warps: int
 
 
-# The widest rows that a program holds, in bytes of the compute type: with 16 warps, the backward's x, dy, scale and sum
-# of grad_weight are then 64 registers of a thread's 128. Wider rows are read twice, in blocks of half that size.
-MOST_BYTES = 32 << 10
+# Sizes of rows are in bytes of the compute type. Up to this, one block of at most 16 warps holds a row: the backward's
+# x, dy, scale and sum of grad_weight are then 64 registers of a thread's 128.
+BLOCK_BYTES = 32 << 10
 
 # Elements that keep a program busy; narrow rows come several at a time.
 LEAST_ELEMENTS = 1024
 ELEMENTS_OF_WARP = 512
 MOST_WARPS = 16
 
+# Wider rows are held in parts, of which a thread has this: of 16-bit tensors that is one access of 16 bytes. What is
+# needed for a part alone, like the scale, does not take registers for the others.
+PART_BYTES_OF_THREAD = 32
+MOST_PARTS = 8
 
-def row_config(cols: int, compute_bytes: int) -> RowConfig:
-    """For forward and backward alike, so that both sum a row in blocks of the same size."""
+# The forward holds one tensor, 64 registers of the 128 that 16 warps leave a thread: rows up to 128 KiB. The backward
+# holds x, dy and the sum of grad_weight, 192 registers of 255, the most that a thread can have, hence 8 warps: rows up
+# to 64 KiB. More warps with fewer registers each spill, as a thread also needs some for addresses and for what is in
+# flight, however little it holds. tests/test_triton.py asks the compiler.
+FORWARD_WARPS = 16
+BACKWARD_WARPS = 8
+
+
+def forward_config(cols: int, compute_bytes: int) -> RowConfig:
+    """The backward's, where both hold a row in one block."""
+    return _row_config(cols, compute_bytes, FORWARD_WARPS)
+
+
+def backward_config(cols: int, compute_bytes: int) -> RowConfig:
+    """Holds rows half as wide as the forward does: from BLOCK_BYTES on, the two sum a row in different orders."""
+    return _row_config(cols, compute_bytes, BACKWARD_WARPS)
+
+
+def _row_config(cols: int, compute_bytes: int, wide_warps: int) -> RowConfig:
     block_cols = triton.next_power_of_2(cols)
-    is_whole = block_cols * compute_bytes <= MOST_BYTES
-    if not is_whole:
-        block_cols = MOST_BYTES // compute_bytes // 2
-    block_rows = max(1, LEAST_ELEMENTS // block_cols)
-    warps = min(MOST_WARPS, max(2, block_rows * block_cols // ELEMENTS_OF_WARP))
-    return RowConfig(block_rows, block_cols, is_whole, warps)
+    if block_cols * compute_bytes <= BLOCK_BYTES:
+        block_rows = max(1, LEAST_ELEMENTS // block_cols)
+        warps = min(MOST_WARPS, max(2, block_rows * block_cols // ELEMENTS_OF_WARP))
+        return RowConfig(block_rows, block_cols, 1, warps)
+    block_cols = wide_warps * 32 * PART_BYTES_OF_THREAD // compute_bytes
+    parts = triton.cdiv(cols, block_cols)
+    if parts <= MOST_PARTS:
+        return RowConfig(1, block_cols, parts, wide_warps)
+    return RowConfig(1, BLOCK_BYTES // compute_bytes // 2, 0, MOST_WARPS)
 
 
 def backward_programs(rows: int, config: RowConfig, device: torch.device) -> int:
     """How many programs share the rows of a backward: as many as run at once, as each makes a sum of grad_weight."""
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        at_once = multiprocessors * MOST_WARPS // config.warps
+        # Beyond one block, a program takes the registers of a multiprocessor.
+        at_once = multiprocessors * (MOST_WARPS // config.warps if config.parts == 1 else 1)
     else:
         at_once = 3  # in the interpreter: enough to show how they share
     return min(triton.cdiv(rows, config.block_rows), at_once)

@@ -1,6 +1,6 @@
 """The kernels of rms_norm, add_rms_norm and rms_norm_backward in Triton, and their launchers."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from normops.triton.launch_config import backward_programs, row_config
+from normops.triton.launch_config import backward_config, backward_programs, forward_config
 
 # Bits are those of the operations as they are written, in every version of Triton; the default is to change.
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
@@ -62,15 +62,23 @@ def _load_scale(weight, columns, is_column, weight_offset: tl.constexpr, compute
 
 
 @triton.jit
-def _load_sum(x, residual, residual_out, offsets, residual_offsets, out_offsets, mask, compute: tl.constexpr):
-    """The numbers to normalize: x, or its sum with the residual, which is written and comes as it was rounded."""
+def _load_sum(x, residual, offsets, residual_offsets, mask, compute: tl.constexpr):
+    """The numbers to normalize: x, or its sum with the residual as it is rounded when it is written."""
     h = _load(x, offsets, mask, compute)
     if residual is not None:
         h += _load(residual, residual_offsets, mask, compute)
-        rounded = h.to(residual_out.dtype.element_ty)
-        tl.store(residual_out + out_offsets, rounded, mask=mask)
-        h = rounded.to(compute)
+        h = h.to(residual.dtype.element_ty).to(compute)
     return h
+
+
+@triton.jit
+def _part(first, part: tl.constexpr, parts: tl.constexpr, cols):
+    """The columns of a row's part, and which of them are there: all but those of the last part are."""
+    columns = part * first.shape[0] + first
+    if part + 1 < parts:
+        return columns, tl.full(columns.shape, True, tl.int1)
+    else:
+        return columns, columns < cols
 
 
 @triton.jit
@@ -81,7 +89,7 @@ def forward_kernel(
     residual_out, out_inner, out_outer_stride, out_inner_stride,
     weight, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
-    block_rows: tl.constexpr, block_cols: tl.constexpr, is_whole: tl.constexpr,
+    block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
     """y = h * rstd * w, where h = x, or x + residual."""
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
@@ -92,38 +100,32 @@ def forward_kernel(
     y_offsets = _offsets(row, y_inner, y_outer_stride, y_inner_stride)
     first = tl.arange(0, block_cols)
 
-    if is_whole:
-        is_column = first < cols
-        mask = is_row & is_column[None, :]
-        columns = first[None, :]
-        h = _load_sum(
-            x,
-            residual,
-            residual_out,
-            x_offsets + columns,
-            residual_offsets + columns,
-            out_offsets + columns,
-            mask,
-            compute,
-        )
-        rstd = _rstd(tl.sum(h * h, 1, keep_dims=True), cols, eps, compute)
-        scale = _load_scale(weight, first, is_column, weight_offset, compute)[None, :]
-        _store(y, y_offsets + columns, h * rstd * scale, mask)
+    if parts != 0:
+        held = ()
+        squares = tl.zeros((block_rows, block_cols), compute)
+        for part in tl.static_range(parts):
+            columns, is_column = _part(first, part, parts, cols)
+            columns, mask = columns[None, :], is_row & is_column[None, :]
+            h = _load_sum(x, residual, x_offsets + columns, residual_offsets + columns, mask, compute)
+            held += (h,)
+            squares += h * h
+        if residual is not None:  # not before all is asked for: what is loaded after a store waits for it
+            for part in tl.static_range(parts):
+                columns, is_column = _part(first, part, parts, cols)
+                _store(residual_out, out_offsets + columns[None, :], held[part], is_row & is_column[None, :])
+        rstd = _rstd(tl.sum(squares, 1, keep_dims=True), cols, eps, compute)
+        for part in tl.static_range(parts):
+            columns, is_column = _part(first, part, parts, cols)
+            scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
+            _store(y, y_offsets + columns[None, :], held[part] * rstd * scale, is_row & is_column[None, :])
     else:
         squares = tl.zeros((block_rows, block_cols), compute)
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
             columns = start + first[None, :]
             mask = is_row & (columns < cols)
-            h = _load_sum(
-                x,
-                residual,
-                residual_out,
-                x_offsets + columns,
-                residual_offsets + columns,
-                out_offsets + columns,
-                mask,
-                compute,
-            )
+            h = _load_sum(x, residual, x_offsets + columns, residual_offsets + columns, mask, compute)
+            if residual is not None:
+                _store(residual_out, out_offsets + columns, h, mask)
             squares += h * h
         rstd = _rstd(tl.sum(squares, 1, keep_dims=True), cols, eps, compute)
         tl.debug_barrier()  # the sums that were written are read by whichever thread
@@ -153,7 +155,7 @@ def backward_kernel(
     dx, dx_inner, dx_outer_stride, dx_inner_stride,
     weight, partials, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
-    block_rows: tl.constexpr, block_cols: tl.constexpr, is_whole: tl.constexpr,
+    block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
     """dx = dy * rstd * w - x * c + residual; this program's rows' part of dw = sum of dy * rstd * x."""
     program = tl.program_id(0).to(tl.int64)
@@ -161,11 +163,12 @@ def backward_kernel(
     partial = partials
     if partials is not None:
         partial += program * cols
-    if is_whole:
-        is_column = first < cols
-        columns = first[None, :]
-        scale = _load_scale(weight, first, is_column, weight_offset, compute)[None, :]
-        dw = tl.zeros((block_rows, block_cols), compute)
+    if parts != 0:
+        dw = ()
+        for _ in tl.static_range(parts):
+            dw += (tl.zeros((block_rows, block_cols), compute),)
+    if parts == 1:
+        scale = _load_scale(weight, first, first < cols, weight_offset, compute)[None, :]
     # 64 bits: behind 2^31 - 1 rows a step would wrap around.
     for start_row in range(program * block_rows, rows, tl.num_programs(0) * block_rows):
         row = start_row + tl.arange(0, block_rows)
@@ -174,20 +177,42 @@ def backward_kernel(
         x_offsets = _offsets(row, x_inner, x_outer_stride, x_inner_stride)
         residual_offsets = _offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
         dx_offsets = _offsets(row, dx_inner, dx_outer_stride, dx_inner_stride)
-        if is_whole:
-            mask = is_row & is_column[None, :]
-            h = _load(x, x_offsets + columns, mask, compute)
-            g = _load(dy, dy_offsets + columns, mask, compute)
-            squares = tl.sum(h * h, 1, keep_dims=True)
-            dots = tl.sum(g * scale * h, 1, keep_dims=True)
+        if parts != 0:
+            held_h = ()
+            held_g = ()
+            squares = tl.zeros((block_rows, block_cols), compute)
+            dots = tl.zeros((block_rows, block_cols), compute)
+            for part in tl.static_range(parts):
+                columns, is_column = _part(first, part, parts, cols)
+                mask = is_row & is_column[None, :]
+                h = _load(x, x_offsets + columns[None, :], mask, compute)
+                g = _load(dy, dy_offsets + columns[None, :], mask, compute)
+                if parts > 1:
+                    scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
+                squares += h * h
+                dots += g * scale * h
+                held_h += (h,)
+                held_g += (g,)
+            squares, dots = tl.sum(squares, 1, keep_dims=True), tl.sum(dots, 1, keep_dims=True)
             rstd, c = _factors(squares, dots, cols, eps, compute)
-            g *= tl.where(is_row, rstd, 0.0)  # without rows behind the last one, whose rstd is infinite if eps is 0
-            dw += g * h
-            if dx is not None:
-                result = g * scale - h * c
-                if residual is not None:
-                    result += _load(residual, residual_offsets + columns, mask, compute)
-                _store(dx, dx_offsets + columns, result, mask)
+            if parts > 1:
+                tl.debug_barrier()  # else Triton holds the scale, which is to be loaded again
+            dw_so_far = dw
+            dw = ()
+            for part in tl.static_range(parts):
+                columns, is_column = _part(first, part, parts, cols)
+                mask = is_row & is_column[None, :]
+                h = held_h[part]
+                # Without rows behind the last one, whose rstd is infinite if eps is 0.
+                g = held_g[part] * tl.where(is_row, rstd, 0.0)
+                dw += (dw_so_far[part] + g * h,)
+                if dx is not None:
+                    if parts > 1:
+                        scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
+                    result = g * scale - h * c
+                    if residual is not None:
+                        result += _load(residual, residual_offsets + columns[None, :], mask, compute)
+                    _store(dx, dx_offsets + columns[None, :], result, mask)
         else:
             squares = tl.zeros((block_rows, block_cols), compute)
             dots = tl.zeros((block_rows, block_cols), compute)
@@ -219,8 +244,10 @@ def backward_kernel(
                     sum_so_far = tl.load(partial + start + first, mask=is_added, other=0.0)
                     tl.store(partial + start + first, sum_so_far + tl.sum(g * h, 0), mask=is_column)
             tl.debug_barrier()  # before the next row adds to them
-    if is_whole and partials is not None:
-        tl.store(partial + first, tl.sum(dw, 0), mask=first < cols)
+    if parts != 0 and partials is not None:
+        for part in tl.static_range(parts):
+            columns, is_column = _part(first, part, parts, cols)
+            tl.store(partial + columns, tl.sum(dw[part], 0), mask=is_column)
 
 
 def _arguments(rows: Rows | None) -> tuple[Tensor | None, int, int, int]:
@@ -244,12 +271,12 @@ def launch_forward(
 ) -> None:
     """Of rms_norm, and with a residual of add_rms_norm."""
     compute = _compute(input.tensor.dtype)
-    config = row_config(cols, compute.primitive_bitwidth // 8)
+    config = forward_config(cols, compute.primitive_bitwidth // 8)
     forward_kernel[triton.cdiv(rows, config.block_rows),](
         *_arguments(input), *_arguments(residual), *_arguments(output), *_arguments(residual_out),
         weight, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute,
-        block_rows=config.block_rows, block_cols=config.block_cols, is_whole=config.is_whole, num_warps=config.warps,
+        block_rows=config.block_rows, block_cols=config.block_cols, parts=config.parts, num_warps=config.warps,
         **COMPILE_OPTIONS,
     )  # fmt: skip
 
@@ -268,7 +295,7 @@ def launch_backward(
 ) -> Tensor | None:
     """Writes grad_input; returns grad_weight in the compute type, if it is wanted."""
     compute = _compute(input.tensor.dtype)
-    config = row_config(cols, compute.primitive_bitwidth // 8)
+    config = backward_config(cols, compute.primitive_bitwidth // 8)
     programs = backward_programs(rows, config, input.tensor.device)
     partials = None
     if wants_weight:
@@ -278,7 +305,7 @@ def launch_backward(
         *_arguments(grad_output), *_arguments(input), *_arguments(grad_residual), *_arguments(grad_input),
         weight, partials, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute,
-        block_rows=config.block_rows, block_cols=config.block_cols, is_whole=config.is_whole, num_warps=config.warps,
+        block_rows=config.block_rows, block_cols=config.block_cols, parts=config.parts, num_warps=config.warps,
         **COMPILE_OPTIONS,
     )  # fmt: skip
     return None if partials is None else partials.sum(0)
