@@ -11,13 +11,18 @@ double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype) {
                                                  : std::numeric_limits<float>::epsilon());
 }
 
-Problem make_problem(const at::Tensor& input, size_t normalized_dims, std::optional<double> eps) {
-  const auto sizes = input.sizes();
-  const auto first_normalized = sizes.end() - static_cast<int64_t>(normalized_dims);
-  Problem problem{1, 1, resolve_eps(eps, input.scalar_type())};
-  for (auto size = sizes.begin(); size != first_normalized; size++) problem.rows *= *size;
-  for (auto size = first_normalized; size != sizes.end(); size++) problem.cols *= *size;
-  return problem;
+Problem make_problem(const at::Tensor& input, size_t normalized_dims, const std::optional<at::Tensor>& weight,
+                     std::optional<double> eps) {
+  const auto leading = [&](const at::Tensor& tensor) {
+    return tensor.sizes().slice(0, tensor.dim() - normalized_dims);
+  };
+  const bool has_weight = weight.has_value() && weight->defined();
+  return {
+      .rows = c10::multiply_integers(leading(input)),
+      .cols = c10::multiply_integers(input.sizes().slice(input.dim() - normalized_dims)),
+      .groups = has_weight ? c10::multiply_integers(leading(*weight)) : 1,
+      .eps = resolve_eps(eps, input.scalar_type()),
+  };
 }
 
 std::optional<DType> find_dtype(at::ScalarType dtype) {

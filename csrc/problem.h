@@ -15,10 +15,12 @@ namespace normops {
 struct Problem {
   int64_t rows;
   int64_t cols;
+  int64_t groups;  // rows of the weight, 1 without one: row r of the input has row r % groups
   double eps;
 };
 
-Problem make_problem(const at::Tensor& input, size_t normalized_dims, std::optional<double> eps);
+Problem make_problem(const at::Tensor& input, size_t normalized_dims, const std::optional<at::Tensor>& weight,
+                     std::optional<double> eps);
 
 // eps, or by default the machine epsilon of the compute type, as in torch.nn.functional.rms_norm.
 double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype);

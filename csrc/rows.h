@@ -13,20 +13,30 @@ struct RowLayout {
   int64_t strides[kMaxDims] = {};
 };
 
-// Walks over consecutive rows without a division per row.
+// Walks over rows without a division per row: from `row` on, or over each `step`-th one. There are so many rows in the
+// last of the tensor's dimensions, and `row` is a multiple of it.
 template <class T>
 class RowIterator {
  public:
-  RowIterator(T* data, const RowLayout& layout, int64_t row) : data_(data), layout_(layout) {
-    for (int d = layout.dims - 1; d >= 0; d--) {
-      index_[d] = row % layout.sizes[d];
-      row /= layout.sizes[d];
-      data_ += index_[d] * layout.strides[d];
+  RowIterator(T* data, const RowLayout& layout, int64_t row, int64_t step = 1)
+      : data_(data), layout_(&layout), last_(layout.dims - 1) {
+    row /= step;
+    for (; last_ >= 0 && step > 1 && step >= layout.sizes[last_]; last_--) step /= layout.sizes[last_];
+    if (last_ < 0) return;
+    stride_ = layout.strides[last_] * step;
+    size_ = layout.sizes[last_] / step;
+    int64_t index = row;
+    if (last_ > 0) {
+      index = row % size_;
+      row /= size_;
+      for (int d = last_ - 1; d >= 0; d--) {
+        index_[d] = row % layout.sizes[d];
+        row /= layout.sizes[d];
+        data_ += index_[d] * layout.strides[d];
+      }
     }
-    if (layout.dims > 0) {
-      stride_ = layout.strides[layout.dims - 1];
-      left_ = layout.sizes[layout.dims - 1] - index_[layout.dims - 1];
-    }
+    data_ += index * stride_;
+    left_ = size_ - index;
   }
 
   // The current row; moves on to the next one.
@@ -40,21 +50,22 @@ class RowIterator {
  private:
   // Behind the last row of the innermost dimension: back to its first, one on in the dimensions around it.
   [[gnu::noinline]] void carry() {
-    int d = layout_.dims - 1;
-    left_ = layout_.sizes[d];
+    left_ = size_;
     data_ -= left_ * stride_;
-    for (d--; d >= 0; d--) {
-      data_ += layout_.strides[d];
-      if (++index_[d] < layout_.sizes[d]) return;
-      data_ -= layout_.sizes[d] * layout_.strides[d];
+    for (int d = last_ - 1; d >= 0; d--) {
+      data_ += layout_->strides[d];
+      if (++index_[d] < layout_->sizes[d]) return;
+      data_ -= layout_->sizes[d] * layout_->strides[d];
       index_[d] = 0;
     }
   }
 
   T* data_;
-  int64_t stride_ = 0;  // of the innermost dimension
-  int64_t left_ = 2;    // rows to go in it; without dimensions there is one row, and nothing to carry
-  const RowLayout& layout_;
+  int64_t stride_ = 0;  // of the innermost dimension that steps go along
+  int64_t size_ = 0;    // steps in it
+  int64_t left_ = 2;    // of them, those to go; without dimensions there is one row, and nothing to carry
+  const RowLayout* layout_;
+  int last_;  // that dimension
   int64_t index_[RowLayout::kMaxDims] = {};
 };
 

@@ -52,33 +52,36 @@ struct Rows : Memory {
 };
 
 struct Shape {
-  int64_t rows, cols, padding;
+  int64_t rows, groups, cols, padding;
 };
 
 // With a residual of `residual_dtype`, which is also the dtype of the backward's input.
 void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const Shape& shape) {
-  const auto [rows, cols, padding] = shape;
+  const auto [rows, groups, cols, padding] = shape;
   const auto rows_of = [&](DType dtype) { return Rows(side, dtype, rows, cols, padding); };
   const Rows input = rows_of(dtype), grad_output = rows_of(dtype), residual = rows_of(residual_dtype),
              grad_residual = rows_of(residual_dtype), residual_out = rows_of(residual_dtype),
              grad_input = rows_of(residual_dtype);
-  const Memory weight(side, weight_dtype, cols), grad_weight(side, weight_dtype, cols);
-  const Memory scale(side, compute_dtype(dtype), padded_cols(dtype, cols));
-  const Memory residual_scale(side, compute_dtype(dtype), padded_cols(residual_dtype, cols));
+  const Memory weight(side, weight_dtype, groups * cols), grad_weight(side, weight_dtype, groups * cols);
+  const Memory scale(side, compute_dtype(dtype), groups * padded_cols(dtype, cols));
+  const Memory residual_scale(side, compute_dtype(dtype), groups * padded_cols(residual_dtype, cols));
   constexpr int64_t kRowsPerChunk = 12;
-  const int64_t chunks = chunk_count(rows, kRowsPerChunk);
-  const Memory partials(side, compute_dtype(dtype), chunks * padded_cols(residual_dtype, cols));
+  const int64_t chunks = chunk_count(rows / groups, kRowsPerChunk);
+  const Memory partials(side, compute_dtype(dtype), chunks * groups * padded_cols(residual_dtype, cols));
   const Rows output(side, dtype, rows, cols, padding, is_short);
 
   const RmsNormKernels& kernels = rms_norm_kernels();
-  kernels.scale(dtype, weight_dtype, weight.data(), 1.0, scale.data(), 0, cols);
-  kernels.scale(residual_dtype, weight_dtype, weight.data(), 1.0, residual_scale.data(), 0, cols);
+  for (int64_t group = 0; group < groups; group++) {
+    kernels.scale(dtype, weight_dtype, weight.data(), 1.0, cols, scale.data(), group, 0, cols);
+    kernels.scale(residual_dtype, weight_dtype, weight.data(), 1.0, cols, residual_scale.data(), group, 0, cols);
+  }
   const RmsNormArgs forward = {.dtype = dtype,
                                .cols = cols,
                                .eps = 1e-5,
                                .input = input.data(),
                                .input_rows = input.layout,
                                .scale = scale.data(),
+                               .groups = groups,
                                .output = output.data(),
                                .output_rows = output.layout,
                                .stream = true};
@@ -107,6 +110,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                                           .input = residual.data(),
                                           .input_rows = residual.layout,
                                           .scale = residual_scale.data(),
+                                          .groups = groups,
                                           .grad_residual = wants & 4 ? grad_residual.data() : nullptr,
                                           .grad_residual_rows = grad_residual.layout,
                                           .grad_input = wants & 1 ? grad_input.data() : nullptr,
@@ -114,12 +118,14 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                                           .grad_weight_partials = wants & 2 ? partials.data() : nullptr,
                                           .rows_per_chunk = kRowsPerChunk,
                                           .stream = true};
-    backward_kernels.rows(backward, 0, chunks);
-    backward_kernels.sums(backward, 0, 0, spans, squares.data(), dots.data());
-    backward_kernels.columns(backward, 0, 1.0, 1.0, 0, cols);
+    backward_kernels.rows(backward, 0, chunks * groups);
+    backward_kernels.sums(backward, rows - 1, 0, spans, squares.data(), dots.data());
+    backward_kernels.columns(backward, rows - 1, 1.0, 1.0, 0, cols);
   }
-  backward_kernels.grad_weight(residual_dtype, weight_dtype, partials.data(), chunks, cols, grad_weight.data(), 0,
-                               cols);
+  for (int64_t group = 0; group < groups; group++) {
+    backward_kernels.grad_weight(residual_dtype, weight_dtype, partials.data(), chunks, groups, cols,
+                                 grad_weight.data(), group, 0, cols);
+  }
 }
 
 }  // namespace
@@ -130,11 +136,13 @@ int main(int count, char** arguments) {
   std::vector<Shape> shapes;
   for (const int64_t cols : {1, 5, 16, 31, 63, 64, 100, 769, 1025}) {
     for (const int64_t rows : {1, 21}) {
-      for (const int64_t padding : {0, 3}) shapes.push_back({rows, cols, padding});
+      for (const int64_t padding : {0, 3}) shapes.push_back({rows, 1, cols, padding});
     }
+    shapes.push_back({42, 3, cols, 3});
   }
   // What is read ahead, and written around the caches.
-  for (const int64_t cols : {4096, 4100}) shapes.push_back({99, cols, 0});
+  for (const int64_t cols : {4096, 4100}) shapes.push_back({99, 1, cols, 0});
+  shapes.push_back({3300, 33, 128, 0});
   for (const Side side : {Side::begin, Side::end}) {
     for (const DType dtype : kDTypes) {
       for (const Shape& shape : shapes) {

@@ -1,5 +1,6 @@
 // Runs what threads share on the CPU with threads that a race detector knows, and compares the results with those of
 // one thread. With the argument "racy", two threads do the same work.
+#include <array>
 #include <cstdio>
 #include <string_view>
 #include <thread>
@@ -38,31 +39,30 @@ namespace {
 using namespace normops;
 using namespace normops::cpu;
 
-bool run(DType dtype, int64_t rows, int64_t cols) {
+bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
   constexpr int64_t kRowsPerChunk = 8;
-  KernelProblem p(dtype, dtype, dtype, rows, cols, kRowsPerChunk);
+  KernelProblem p(dtype, dtype, dtype, rows, cols, kRowsPerChunk, groups);
   const RmsNormKernels& kernels = rms_norm_kernels();
   const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
-  const auto scale = [&](int64_t begin, int64_t end) {
-    kernels.scale(dtype, dtype, p.weight.data(), 1.0, p.scale.data(), begin, end);
-  };
-  parallel_for_columns(cols, 1, scale);
+  parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) {
+    kernels.scale(dtype, dtype, p.weight.data(), 1.0, cols, p.scale.data(), group, begin, end);
+  });
   run_forward(kernels.forward, p.forward, rows);
   const std::vector<char> output = p.output;
   run_forward(add_rms_norm_kernels(), p.add, rows);
   run_backward(backward_kernels, p.backward);
-  const auto grad_weight = [&](int64_t begin, int64_t end) {
-    backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, cols, p.grad_weight.data(), begin, end);
-  };
-  parallel_for_columns(cols, 1, grad_weight);
+  parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) {
+    backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, groups, cols, p.grad_weight.data(), group,
+                                 begin, end);
+  });
   const std::vector<char> shared[] = {output, p.output, p.residual_out, p.grad_input, p.grad_weight};
 
-  scale(0, cols);
+  p.make_scale(dtype, 1.0);
   kernels.forward.rows(p.forward, 0, rows);
   bool is_same = shared[0] == p.output;
   add_rms_norm_kernels().rows(p.add, 0, rows);
-  backward_kernels.rows(p.backward, 0, p.chunks);
-  grad_weight(0, cols);
+  backward_kernels.rows(p.backward, 0, p.chunks * groups);
+  p.sum_grad_weight();
   const std::vector<char>* alone[] = {&p.output, &p.residual_out, &p.grad_input, &p.grad_weight};
   for (int i = 0; i < 4; i++) is_same &= shared[i + 1] == *alone[i];
   return is_same;
@@ -74,9 +74,9 @@ int main(int count, char** arguments) {
   is_racy = count > 1 && std::string_view(arguments[1]) == "racy";
   std::printf("%s\n", isa_name(current_isa()));
   for (const DType dtype : kDTypes) {
-    // Rows shared out, and rows shared.
-    for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{37, 2050}, {3, 40000}}) {
-      if (!run(dtype, rows, cols))
+    // Rows shared out, also those of one chunk, and rows shared.
+    for (const auto& [rows, groups, cols] : {std::array<int64_t, 3>{37, 1, 2050}, {33, 11, 2050}, {3, 1, 40000}}) {
+      if (!run(dtype, rows, groups, cols))
         std::printf("dtype %d, %d rows: not the bits of one thread\n", static_cast<int>(dtype), static_cast<int>(rows));
     }
   }

@@ -17,21 +17,18 @@ uint64_t hash(const std::vector<char>& bytes) {  // FNV-1a
   return value;
 }
 
-void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols) {
+void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, int64_t groups = 1) {
   constexpr int64_t kRows = 21, kRowsPerChunk = 12;
-  KernelProblem p(dtype, residual_dtype, weight_dtype, kRows, cols, kRowsPerChunk);
-  const RmsNormKernels& kernels = rms_norm_kernels();
-  const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
-  kernels.scale(dtype, weight_dtype, p.weight.data(), 1.0, p.scale.data(), 0, cols);
-  kernels.forward.rows(p.forward, 0, kRows);
+  KernelProblem p(dtype, residual_dtype, weight_dtype, kRows * groups, cols, kRowsPerChunk, groups);
+  p.make_scale(dtype, 1.0);
+  rms_norm_kernels().forward.rows(p.forward, 0, kRows * groups);
   const uint64_t forward = hash(p.output);
-  kernels.scale(residual_dtype, weight_dtype, p.weight.data(), 1.0, p.scale.data(), 0, cols);
-  add_rms_norm_kernels().rows(p.add, 0, kRows);
-  backward_kernels.rows(p.backward, 0, p.chunks);
-  backward_kernels.grad_weight(residual_dtype, weight_dtype, p.partials.data(), p.chunks, cols, p.grad_weight.data(), 0,
-                               cols);
-  std::printf("dtype %d residual %d weight %d cols %" PRId64 ":", static_cast<int>(dtype),
-              static_cast<int>(residual_dtype), static_cast<int>(weight_dtype), cols);
+  p.make_scale(residual_dtype, 1.0);
+  add_rms_norm_kernels().rows(p.add, 0, kRows * groups);
+  rms_norm_backward_kernels().rows(p.backward, 0, p.chunks * groups);
+  p.sum_grad_weight();
+  std::printf("dtype %d residual %d weight %d groups %" PRId64 " cols %" PRId64 ":", static_cast<int>(dtype),
+              static_cast<int>(residual_dtype), static_cast<int>(weight_dtype), groups, cols);
   for (const uint64_t result :
        {forward, hash(p.output), hash(p.residual_out), hash(p.grad_input), hash(p.grad_weight)}) {
     std::printf(" %016" PRIx64, result);
@@ -49,6 +46,12 @@ int main() {
         run(dtype, dtype, weight_dtype, cols);
         if (size_of(dtype) == 2) run(dtype, DType::float32, weight_dtype, cols);
       }
+    }
+  }
+  for (const DType dtype : kDTypes) {
+    for (const int64_t cols : {1, 64, 100, 1025}) {
+      run(dtype, dtype, dtype, cols, 3);
+      if (size_of(dtype) == 2) run(dtype, DType::float32, dtype, cols, 3);
     }
   }
 }

@@ -45,22 +45,26 @@ inline std::vector<char> random_numbers(DType dtype, int64_t count) {
 }
 
 // Row-major problems with all of their inputs and outputs, and the kernels' arguments for them. The residual, which is
-// also the backward's input, may be of a wider type.
+// also the backward's input, may be of a wider type. `rows_per_chunk` are those of a group.
 struct KernelProblem {
   KernelProblem(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, int64_t cols,
-                int64_t rows_per_chunk)
-      : input(random_numbers(dtype, rows * cols)),
+                int64_t rows_per_chunk, int64_t groups = 1)
+      : groups(groups),
+        cols(cols),
+        weight_dtype(weight_dtype),
+        input(random_numbers(dtype, rows * cols)),
         grad_output(random_numbers(dtype, rows * cols)),
         residual(random_numbers(residual_dtype, rows * cols)),
         grad_residual(random_numbers(residual_dtype, rows * cols)),
-        weight(random_numbers(weight_dtype, cols)),
+        weight(random_numbers(weight_dtype, groups * cols)),
         output(input.size()),
         residual_out(residual.size()),
         grad_input(residual.size()),
         grad_weight(weight.size()),
-        chunks(chunk_count(rows, rows_per_chunk)),
-        scale(std::max(padded_cols(dtype, cols), padded_cols(residual_dtype, cols)) * size_of(compute_dtype(dtype))),
-        partials(chunks * padded_cols(residual_dtype, cols) * size_of(compute_dtype(dtype))) {
+        chunks(chunk_count(rows / groups, rows_per_chunk)),
+        scale(groups * std::max(padded_cols(dtype, cols), padded_cols(residual_dtype, cols)) *
+              size_of(compute_dtype(dtype))),
+        partials(chunks * groups * padded_cols(residual_dtype, cols) * size_of(compute_dtype(dtype))) {
     RowLayout layout;
     layout.dims = 1;
     layout.sizes[0] = rows;
@@ -71,6 +75,7 @@ struct KernelProblem {
                .input = input.data(),
                .input_rows = layout,
                .scale = scale.data(),
+               .groups = groups,
                .output = output.data(),
                .output_rows = layout};
     add = {forward, residual_dtype, residual.data(), layout, residual_out.data(), layout};
@@ -84,6 +89,7 @@ struct KernelProblem {
                 .input = residual.data(),
                 .input_rows = layout,
                 .scale = scale.data(),
+                .groups = groups,
                 .grad_residual = grad_residual.data(),
                 .grad_residual_rows = layout,
                 .grad_input = grad_input.data(),
@@ -93,6 +99,21 @@ struct KernelProblem {
   }
   KernelProblem(const KernelProblem&) = delete;
 
+  // Of every group: the scale as kernels of `dtype` read it, and grad_weight.
+  void make_scale(DType dtype, double weight_offset) {
+    for (int64_t group = 0; group < groups; group++) {
+      rms_norm_kernels().scale(dtype, weight_dtype, weight.data(), weight_offset, cols, scale.data(), group, 0, cols);
+    }
+  }
+  void sum_grad_weight() {
+    for (int64_t group = 0; group < groups; group++) {
+      rms_norm_backward_kernels().grad_weight(backward.dtype, weight_dtype, partials.data(), chunks, groups, cols,
+                                              grad_weight.data(), group, 0, cols);
+    }
+  }
+
+  int64_t groups, cols;
+  DType weight_dtype;
   std::vector<char> input, grad_output, residual, grad_residual, weight, output, residual_out, grad_input, grad_weight;
   int64_t chunks;
   std::vector<char> scale, partials;

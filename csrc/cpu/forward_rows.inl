@@ -74,6 +74,11 @@ NORMOPS_INLINE compute_t<R> rstd_of(double square_sum, int64_t cols, double eps)
   return static_cast<compute_t<R>>(1 / std::sqrt(square_sum / static_cast<double>(cols) + eps));
 }
 
+template <class R, class Args>
+NORMOPS_INLINE const compute_t<R>* scale_of(const Args& args, int64_t group) {
+  return static_cast<const compute_t<R>*>(args.scale) + group * padded_cols(kDType<R>, args.cols);
+}
+
 // Where the rows come from that are summed and normalized. Such a class has
 //   using Number, their type;   using Args;
 //   a constructor of (const Args&, row), and next(), which returns the next row:
@@ -99,7 +104,7 @@ class InputRows {
   RowIterator<const T> inputs_;
 };
 
-// Rows with their rstd, to be written: y = h * rstd * w.
+// Rows with their rstd, to be written: y = h * rstd * w. They share the scale.
 template <class T, class R, int kRows, class Way>
 struct NormalizedRows {
   const compute_t<R>* scale;
@@ -139,7 +144,10 @@ class ForwardRows {
   using Row = typename Source::Row;
 
   ForwardRows(const Args& args, int64_t row)
-      : args_(args), source_(args, row), outputs_(static_cast<T*>(args.output), args.output_rows, row) {}
+      : args_(args),
+        source_(args, row),
+        outputs_(static_cast<T*>(args.output), args.output_rows, row),
+        group_(row % args.groups) {}
 
   // The next `groups` groups of kNarrowGroup rows, of a span at most: their sums are folded together, and their roots
   // and divisions go through the pipeline, or one vector, together. While those take their time, the group before is
@@ -199,7 +207,8 @@ class ForwardRows {
   template <int kRows>
   NORMOPS_INLINE NormalizedRows<T, R, kRows, Way> normalized(const Row* rows, const compute_t<R>* rstd) {
     NormalizedRows<T, R, kRows, Way> result;
-    result.scale = static_cast<const compute_t<R>*>(args_.scale);
+    result.scale = scale_of<R>(args_, group_);
+    if (++group_ == args_.groups) group_ = 0;
     for (int r = 0; r < kRows; r++) {
       result.h[r] = rows[r].numbers();
       result.y[r] = outputs_.next();
@@ -229,9 +238,10 @@ class ForwardRows {
   const Args& args_;
   Source source_;
   RowIterator<T> outputs_;
+  int64_t group_;  // of the next row that is written
 };
 
-// Wider rows are read and written in turn, two at a time where there are 32 registers.
+// Wider rows are read and written in turn, two at a time where there are 32 registers and one scale for all.
 constexpr int kTurnRows = NORMOPS_VECTOR_BYTES == 64 ? 2 : 1;
 
 // Whether every row begins with a cache line.
@@ -251,9 +261,10 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
     rows.process_groups(groups);
     row += groups * kNarrowGroup;
   }
-  const int64_t turns = (end - row) / kTurnRows;
+  const int64_t turns = args.groups == 1 ? (end - row) / kTurnRows : 0;
   if (turns > 0) rows.template process_in_turn<kTurnRows>(turns);
-  if (row + turns * kTurnRows < end) rows.template process_in_turn<1>(1);
+  row += turns * kTurnRows;
+  if (row < end) rows.template process_in_turn<1>(end - row);
 }
 
 template <class T, class Source>

@@ -26,17 +26,18 @@ struct CpuBackend {
 // weight + weight_offset as the kernels read it, or ones without a weight.
 class Scale {
  public:
-  Scale(const OptionalTensor& weight, double weight_offset, DType dtype, int64_t cols)
+  Scale(const OptionalTensor& weight, double weight_offset, DType dtype, const Problem& problem)
       : weight_(is_given(weight) ? weight->expect_contiguous() : c10::MaybeOwned<Tensor>()),
         is_weight_itself_(weight_->defined() && weight_offset == 0 && dtype_of(*weight_) == dtype &&
-                          compute_dtype(dtype) == dtype && padded_cols(dtype, cols) == cols),
-        converted_(dtype, is_weight_itself_ ? 0 : padded_cols(dtype, cols)) {
+                          compute_dtype(dtype) == dtype && padded_cols(dtype, problem.cols) == problem.cols),
+        converted_(dtype, is_weight_itself_ ? 0 : problem.groups * padded_cols(dtype, problem.cols)) {
     if (is_weight_itself_) return;
     void* const target = converted_.data();
+    const int64_t cols = problem.cols;
     if (weight_->defined()) {
       const auto convert = rms_norm_kernels().scale;
-      parallel_for_columns(cols, kGrainElements, [&](int64_t begin, int64_t end) {
-        convert(dtype, dtype_of(*weight_), weight_->const_data_ptr(), weight_offset, target, begin, end);
+      parallel_for_columns(problem.groups, cols, kGrainElements, [&](int64_t group, int64_t begin, int64_t end) {
+        convert(dtype, dtype_of(*weight_), weight_->const_data_ptr(), weight_offset, cols, target, group, begin, end);
       });
     } else if (compute_dtype(dtype) == DType::float64) {
       std::fill_n(static_cast<double*>(target), padded_cols(dtype, cols), 1.0);
@@ -68,6 +69,7 @@ inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const voi
       .input = x.tensor->const_data_ptr(),
       .input_rows = x.layout,
       .scale = scale,
+      .groups = problem.groups,
       .output = y.data(),
       .output_rows = y.layout(),
       .stream = exceeds_caches(*x.tensor, 2),

@@ -11,17 +11,17 @@ namespace {
 
 void launch_rms_norm(const Tensor& input, size_t normalized_dims, const OptionalTensor& weight,
                      std::optional<double> eps, double weight_offset, const Tensor& output) {
-  const Problem problem = make_problem(input, normalized_dims, eps);
+  const Problem problem = make_problem(input, normalized_dims, weight, eps);
   const Rows x = make_rows(input, normalized_dims);
   const Target y(output, normalized_dims);
-  Scale scale(weight, weight_offset, dtype_of(input), problem.cols);
+  Scale scale(weight, weight_offset, dtype_of(input), problem);
   run_forward(rms_norm_kernels().forward, forward_args(problem, x, scale.data(), y), problem.rows);
   y.finish();
 }
 
-// grad_weight is summed within chunks of rows and then over the chunks. Chunks of about sqrt(rows) keep both sums,
-// hence the bound on their rounding error, shortest; and as they depend on the number of rows alone, so do the bits of
-// the result.
+// grad_weight is summed, for each group of the weight, within chunks of rows and then over the chunks. Chunks of about
+// sqrt(rows) keep both sums, hence the bound on their rounding error, shortest; and as they depend on the number of
+// rows alone, so do the bits of the result.
 int64_t grad_weight_chunk_rows(int64_t rows) {
   constexpr int64_t kMultiple = 4;  // the kernel's row group
   const auto root = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(rows))));
@@ -43,11 +43,11 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
                               const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
                               const OptionalTensor& grad_residual, const Tensor& grad_input,
                               const Tensor& grad_weight) {
-  const Problem problem = make_problem(input, normalized_dims, eps);
+  const Problem problem = make_problem(input, normalized_dims, weight, eps);
   const DType dtype = dtype_of(input);
   const Rows dy = make_rows(grad_output, normalized_dims);
   const Rows x = make_rows(input, normalized_dims);
-  Scale scale(weight, weight_offset, dtype, problem.cols);
+  Scale scale(weight, weight_offset, dtype, problem);
   RmsNormBackwardArgs args = {
       .dtype = dtype,
       .grad_output_dtype = dtype_of(grad_output),
@@ -59,7 +59,8 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
       .input = x.tensor->const_data_ptr(),
       .input_rows = x.layout,
       .scale = scale.data(),
-      .rows_per_chunk = grad_weight_chunk_rows(problem.rows),
+      .groups = problem.groups,
+      .rows_per_chunk = grad_weight_chunk_rows(problem.rows / problem.groups),
       .stream = exceeds_caches(input, 3),
   };
   Rows residual;
@@ -74,12 +75,13 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
     args.grad_input = dx->data();
     args.grad_input_rows = dx->layout();
   }
-  const int64_t chunks = chunk_count(args.rows, args.rows_per_chunk);
+  const int64_t chunks = chunk_count(problem.rows / problem.groups, args.rows_per_chunk);
   const bool is_partial =
       chunks == 1 && grad_weight.defined() &&
       is_partial_layout(grad_weight, dtype, problem.cols,
                         {&grad_output, &input, &value_or_undefined(weight), &value_or_undefined(grad_residual)});
-  Scratch partials(dtype, grad_weight.defined() && !is_partial ? chunks * padded_cols(dtype, problem.cols) : 0);
+  const int64_t partial_size = problem.groups * padded_cols(dtype, problem.cols);
+  Scratch partials(dtype, grad_weight.defined() && !is_partial ? chunks * partial_size : 0);
   if (grad_weight.defined()) {
     args.grad_weight_partials = is_partial ? grad_weight.mutable_data_ptr() : partials.data();
   }
@@ -91,9 +93,9 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   if (grad_weight.defined() && !is_partial) {
     const bool is_in_place = grad_weight.is_contiguous();
     const Tensor dw = is_in_place ? grad_weight : CpuBackend::empty_contiguous(grad_weight);
-    parallel_for_columns(problem.cols, grain(chunks), [&](int64_t begin, int64_t end) {
-      kernels.grad_weight(dtype, dtype_of(dw), partials.data(), chunks, problem.cols, dw.mutable_data_ptr(), begin,
-                          end);
+    parallel_for_columns(problem.groups, problem.cols, grain(chunks), [&](int64_t group, int64_t begin, int64_t end) {
+      kernels.grad_weight(dtype, dtype_of(dw), partials.data(), chunks, problem.groups, problem.cols,
+                          dw.mutable_data_ptr(), group, begin, end);
     });
     if (!is_in_place) grad_weight.copy_(dw);
   }

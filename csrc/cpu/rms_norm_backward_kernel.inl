@@ -36,9 +36,13 @@ constexpr int kRowGroup = 8;
 // 256 KiB.
 constexpr int64_t kGroupBytes = (NORMOPS_VECTOR_BYTES == 64 ? 256 : 64) << 10;
 
+// They are of one group of the weight's, and so share its row of the scale and of the partial.
 template <class T, class R>
 struct BackwardGroup {
   int count = 0;
+  const compute_t<R>* scale;
+  compute_t<R>* partial;  // if grad_weight is wanted
+  bool begins_chunk;      // whether nothing has been added to it yet
   BackwardRow<T, R> rows[kRowGroup];
   compute_t<R> rstd[kRowGroup], minus_c[kRowGroup];
 
@@ -105,12 +109,11 @@ NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kRowGroup], double (&tota
 // Sums the rows of a group, dy * w * x only if kDots.
 template <class T, class R, bool kDots, bool kPrefetches>
 [[gnu::noinline]] void sum_group(const RmsNormBackwardArgs& args, BackwardGroup<T, R>& group) {
-  const auto* const scale = static_cast<const compute_t<R>*>(args.scale);
   double squares[kRowGroup] = {}, dots[kRowGroup] = {};
   Folded<R> square_folds[kRowGroup] = {}, dot_folds[kRowGroup] = {};
   for (int64_t begin = 0; begin < args.cols; begin += kSpan) {
     const auto fold = [&]<int kRows>(int r) NORMOPS_INLINE_LAMBDA {
-      fold_rows<T, R, kDots, kPrefetches, kRows>(group.rows + r, scale, begin, span_end(begin, args.cols),
+      fold_rows<T, R, kDots, kPrefetches, kRows>(group.rows + r, group.scale, begin, span_end(begin, args.cols),
                                                  square_folds + r, dot_folds + r);
     };
     int r = 0;
@@ -124,12 +127,56 @@ template <class T, class R, bool kDots, bool kPrefetches>
   group.set_sums(squares, dots, args.cols, args.eps);
 }
 
+template <class T>
+compute_t<T>* partial_of(const RmsNormBackwardArgs& args, int64_t chunk, int64_t group) {
+  return static_cast<compute_t<T>*>(args.grad_weight_partials) +
+         (chunk * args.groups + group) * padded_cols(kDType<T>, args.cols);
+}
+
 // Those that are written at once: they share the loads of the scale, and the partial.
 constexpr int kWriteRows = 2;
 
 // What a thread's share of the rows may take, of the second-level cache, before rows are prefetched into it: what is
 // written while a group is summed, and the next group while it is written.
 constexpr int64_t kPrefetchBytes = int64_t{3} << 20;
+
+// The rows of a tensor, up to kRowGroup at a time that are of one group: those of a group are `groups` rows apart.
+template <class T>
+class GroupedRows {
+ public:
+  GroupedRows(T* data, const RowLayout& layout, int64_t groups, int64_t row)
+      : data_(data),
+        layout_(layout),
+        groups_(groups),
+        row_(data, layout, row * groups, groups),
+        group_(data, layout, 0) {}
+
+  // The next `count` rows of all groups, of which `group` comes first.
+  void next_rows(int count, int64_t group) {
+    for (int r = 0; r < count; r++) rows_[r] = row_.next();
+    if (groups_ > 1) group_ = RowIterator<T>(data_, layout_, group);
+  }
+
+  void next_group() {
+    if (groups_ > 1) offset_ = group_.next() - data_;
+  }
+
+  T* operator[](int r) const { return rows_[r] + offset_; }
+
+ private:
+  T* data_;
+  const RowLayout& layout_;
+  int64_t groups_;
+  RowIterator<T> row_, group_;
+  T* rows_[kRowGroup];  // of the first group
+  int64_t offset_ = 0;  // from there to the current group
+};
+
+// What part of the problem: these rows of these groups.
+struct Region {
+  int64_t row, rows;
+  int64_t group, groups;
+};
 
 template <class T, class R, class Wants>
 class BackwardRows {
@@ -140,29 +187,43 @@ class BackwardRows {
   // Not on the narrow registers of old processors: it would double their kernels.
   static constexpr bool kMayPrefetch = Wants::grad_input && NORMOPS_VECTOR_BYTES > 16;
 
-  // Of `rows` rows from `row` on.
-  BackwardRows(const RmsNormBackwardArgs& args, int64_t row, int64_t rows)
+  BackwardRows(const RmsNormBackwardArgs& args, const Region& region)
       : args_(args),
-        scale_(static_cast<const Compute*>(args.scale)),
+        region_(region),
         prefetches_(kMayPrefetch &&
-                    rows * args.cols * static_cast<int64_t>(sizeof(T) + 2 * sizeof(R)) > kPrefetchBytes),
+                    region.rows * region.groups * args.cols * static_cast<int64_t>(sizeof(T) + 2 * sizeof(R)) >
+                        kPrefetchBytes),
         streams_(prefetches_ && args.stream && kLanes<R> * sizeof(R) == 64 &&
                  begins_with_lines(static_cast<const R*>(args.grad_input), args.grad_input_rows)),
-        grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, row),
-        inputs_(static_cast<const R*>(args.input), args.input_rows, row),
-        grad_residuals_(static_cast<const R*>(args.grad_residual), args.grad_residual_rows, row),
-        grad_inputs_(static_cast<R*>(args.grad_input), args.grad_input_rows, row) {}
+        row_(region.row),
+        group_(region.group + region.groups),
+        grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.groups, region.row),
+        inputs_(static_cast<const R*>(args.input), args.input_rows, args.groups, region.row),
+        grad_residuals_(static_cast<const R*>(args.grad_residual), args.grad_residual_rows, args.groups, region.row),
+        grad_inputs_(static_cast<R*>(args.grad_input), args.grad_input_rows, args.groups, region.row) {
+    constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
+    const int64_t rows = kGroupBytes / (args.cols * kRowBytes);
+    group_rows_ = rows < kWriteRows ? kWriteRows : rows < kRowGroup ? rows : kRowGroup;
+  }
 
-  // Makes the next `count` rows the group's, at most kRowGroup.
-  void next(Group& group, int64_t count) {
-    group.count = static_cast<int>(count);
-    for (int r = 0; r < group.count; r++) {
+  // The next rows: of another group of the weight's where there is one, of the first one else. None behind the last.
+  void next(Group& group) {
+    if (group_ == region_.group + region_.groups) next_rows();
+    group.count = count_;
+    if (count_ == 0) return;
+    each([](auto& rows) { rows.next_group(); });
+    for (int r = 0; r < count_; r++) {
       Row& row = group.rows[r];
-      row.dy = grad_outputs_.next();
-      row.x = inputs_.next();
-      if (Wants::residual) row.residual = grad_residuals_.next();
-      if (Wants::grad_input) row.dx = grad_inputs_.next();
+      row.dy = grad_outputs_[r];
+      row.x = inputs_[r];
+      if (Wants::residual) row.residual = grad_residuals_[r];
+      if (Wants::grad_input) row.dx = grad_inputs_[r];
     }
+    const int64_t chunk = row_ / args_.rows_per_chunk;
+    group.scale = scale_of<R>(args_, group_);
+    if (Wants::grad_weight) group.partial = partial_of<R>(args_, chunk, group_);
+    group.begins_chunk = row_ == chunk * args_.rows_per_chunk;
+    group_++;
   }
 
   void sum(Group& group) const {
@@ -173,30 +234,50 @@ class BackwardRows {
     }
   }
 
-  // grad_input[:, begin:end]; adds the rows' share of grad_weight to `partial`.
-  [[gnu::noinline]] void write(const Group& group, const Group& ahead, int64_t begin, int64_t end,
-                               Compute* partial) const {
+  // grad_input[:, begin:end]; adds the rows' share of grad_weight to the partial.
+  [[gnu::noinline]] void write(const Group& group, const Group& ahead, int64_t begin, int64_t end) const {
     for (; begin < end; begin += kSpan) {
       const int64_t last = span_end(begin, end);
       int r = 0;
       for (; r + kWriteRows <= group.count; r += kWriteRows) {
         if (kMayPrefetch && prefetches_) {
-          write_rows<kWriteRows, kMayPrefetch>(group, ahead, r, begin, last, partial);
+          write_rows<kWriteRows, kMayPrefetch>(group, ahead, r, begin, last);
         } else {
-          write_rows<kWriteRows, false>(group, ahead, r, begin, last, partial);
+          write_rows<kWriteRows, false>(group, ahead, r, begin, last);
         }
       }
-      for (; r < group.count; r++) write_rows<1, false>(group, ahead, r, begin, last, partial);
+      for (; r < group.count; r++) write_rows<1, false>(group, ahead, r, begin, last);
     }
     if (kMayPrefetch && streams_) finish_stream();
   }
 
  private:
+  // `visit` gets the rows of each tensor that there is.
+  template <class Visit>
+  void each(Visit visit) {
+    visit(grad_outputs_);
+    visit(inputs_);
+    if (Wants::residual) visit(grad_residuals_);
+    if (Wants::grad_input) visit(grad_inputs_);
+  }
+
+  void next_rows() {
+    row_ += count_;
+    group_ = region_.group;
+    // Groups of rows end with their chunk.
+    const int64_t chunk_end = (row_ / args_.rows_per_chunk + 1) * args_.rows_per_chunk;
+    const int64_t end = region_.row + region_.rows;
+    const int64_t left = (chunk_end < end ? chunk_end : end) - row_;
+    count_ = static_cast<int>(left < group_rows_ ? left : group_rows_);
+    each([&](auto& rows) { rows.next_rows(count_, group_); });
+  }
+
   template <int kRows, bool kPrefetches>
-  NORMOPS_INLINE void write_rows(const Group& group, const Group& next_group, int first, int64_t begin, int64_t end,
-                                 Compute* partial) const {
+  NORMOPS_INLINE void write_rows(const Group& group, const Group& next_group, int first, int64_t begin,
+                                 int64_t end) const {
     // Copies: what is stored could otherwise change them.
-    const Compute* const scale = scale_;
+    const Compute* const scale = group.scale;
+    Compute* const partial = group.partial;
     const bool streams = kPrefetches && streams_;
     Row rows[kRows], ahead[kRows];
     Block<R> rstd[kRows], minus_c[kRows];
@@ -241,48 +322,51 @@ class BackwardRows {
   }
 
   const RmsNormBackwardArgs& args_;
-  const Compute* scale_;
+  const Region region_;
   const bool prefetches_, streams_;
-  RowIterator<const T> grad_outputs_;
-  RowIterator<const R> inputs_, grad_residuals_;
-  RowIterator<R> grad_inputs_;
+  int64_t group_rows_;  // rows at a time
+  int64_t row_;         // the first of the current ones, of which there are:
+  int count_ = 0;
+  int64_t group_;  // that comes next for them
+  GroupedRows<const T> grad_outputs_;
+  GroupedRows<const R> inputs_, grad_residuals_;
+  GroupedRows<R> grad_inputs_;
 };
 
 template <class T>
-compute_t<T>* partial_of(const RmsNormBackwardArgs& args, int64_t chunk) {
-  if (args.grad_weight_partials == nullptr) return nullptr;
-  return static_cast<compute_t<T>*>(args.grad_weight_partials) + chunk * padded_cols(args.dtype, args.cols);
-}
-
-template <class T>
-void clear(const RmsNormBackwardArgs& args, compute_t<T>* partial, int64_t begin, int64_t end) {
-  std::memset(partial + begin, 0, (padded_cols(args.dtype, end) - begin) * sizeof(compute_t<T>));
+void clear(compute_t<T>* partial, int64_t begin, int64_t end) {
+  std::memset(partial + begin, 0, (padded_cols(kDType<T>, end) - begin) * sizeof(compute_t<T>));
 }
 
 template <class T, class R, class Wants>
-void backward_chunks(const RmsNormBackwardArgs& args, int64_t begin, int64_t end) {
-  const int64_t last = end * args.rows_per_chunk < args.rows ? end * args.rows_per_chunk : args.rows;
-  int64_t row = begin * args.rows_per_chunk;
-  BackwardRows<T, R, Wants> rows(args, row, last - row);
-  int64_t group_rows = kGroupBytes / (args.cols * static_cast<int64_t>(sizeof(T) + sizeof(R)));
-  group_rows = group_rows < kWriteRows ? kWriteRows : group_rows < kRowGroup ? group_rows : kRowGroup;
-  // Groups end with their chunk.
-  const auto next = [&](BackwardGroup<T, R>& group, int64_t first) {
-    const int64_t chunk_end = (first / args.rows_per_chunk + 1) * args.rows_per_chunk;
-    const int64_t left = (chunk_end < last ? chunk_end : last) - first;
-    rows.next(group, left < group_rows ? left : group_rows);
-  };
+void backward_region(const RmsNormBackwardArgs& args, const Region& region) {
+  BackwardRows<T, R, Wants> rows(args, region);
   // Two, of which the one is written while the other, which comes next, is prefetched.
   BackwardGroup<T, R> groups[2];
-  next(groups[0], row);
-  for (int current = 0; row < last; current ^= 1) {
+  rows.next(groups[0]);
+  for (int current = 0; groups[current].count > 0; current ^= 1) {
     BackwardGroup<T, R>&group = groups[current], &ahead = groups[current ^ 1];
-    auto* const partial = partial_of<R>(args, row / args.rows_per_chunk);
-    if (Wants::grad_weight && row % args.rows_per_chunk == 0) clear<R>(args, partial, 0, args.cols);
-    row += group.count;
-    next(ahead, row);
+    if (Wants::grad_weight && group.begins_chunk) clear<R>(group.partial, 0, args.cols);
+    rows.next(ahead);
     rows.sum(group);
-    rows.write(group, ahead, 0, args.cols, partial);
+    rows.write(group, ahead, 0, args.cols);
+  }
+}
+
+template <class T, class R, class Wants>
+void backward_parts(const RmsNormBackwardArgs& args, int64_t begin, int64_t end) {
+  const int64_t rows = args.rows / args.groups;
+  while (begin < end) {
+    const int64_t chunk = begin / args.groups, group = begin % args.groups;
+    // Whole chunks, or some groups of one.
+    int64_t chunks = group == 0 ? (end - begin) / args.groups : 0, groups = args.groups;
+    if (chunks == 0) {
+      chunks = 1;
+      groups = (groups - group < end - begin ? groups - group : end - begin);
+    }
+    const int64_t first = chunk * args.rows_per_chunk, last = first + chunks * args.rows_per_chunk;
+    backward_region<T, R, Wants>(args, {first, (last < rows ? last : rows) - first, group, groups});
+    begin += chunks * groups;
   }
 }
 
@@ -314,7 +398,7 @@ void grad_weight_columns(const compute_t<T>* partials, int64_t chunks, int64_t s
 }
 
 void rows(const RmsNormBackwardArgs& args, int64_t begin, int64_t end) {
-  dispatch_backward(args, [&]<class T, class R, class Wants>() { backward_chunks<T, R, Wants>(args, begin, end); });
+  dispatch_backward(args, [&]<class T, class R, class Wants>() { backward_parts<T, R, Wants>(args, begin, end); });
 }
 
 void sums(const RmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
@@ -323,32 +407,32 @@ void sums(const RmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t e
     sum_spans<R>(args.cols, begin, end, squares, squares_of(x));
     if (args.grad_input == nullptr) return;
     const T* const dy = RowIterator(static_cast<const T*>(args.grad_output), args.grad_output_rows, row).next();
-    sum_spans<R>(args.cols, begin, end, dots, dots_of(dy, x, static_cast<const compute_t<R>*>(args.scale)));
+    sum_spans<R>(args.cols, begin, end, dots, dots_of(dy, x, scale_of<R>(args, row % args.groups)));
   });
 }
 
 void columns(const RmsNormBackwardArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
   dispatch_backward(args, [&]<class T, class R, class Wants>() {
-    BackwardRows<T, R, Wants> rows(args, row, 1);
+    BackwardRows<T, R, Wants> rows(args, {row / args.groups, 1, row % args.groups, 1});
     BackwardGroup<T, R> group;
-    rows.next(group, 1);
+    rows.next(group);
     group.set_sums({square_sum}, {dot}, args.cols, args.eps);
-    auto* const partial = partial_of<R>(args, row / args.rows_per_chunk);
     // In spans, to find in the cache what was cleared.
     for (; begin < end; begin += kSpan) {
       const int64_t last = span_end(begin, end);
-      if (Wants::grad_weight && row % args.rows_per_chunk == 0) clear<R>(args, partial, begin, last);
-      rows.write(group, group, begin, last, partial);
+      if (Wants::grad_weight && group.begins_chunk) clear<R>(group.partial, begin, last);
+      rows.write(group, group, begin, last);
     }
   });
 }
 
-void grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t cols, void* grad_weight,
-                 int64_t begin, int64_t end) {
+void grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t groups, int64_t cols,
+                 void* grad_weight, int64_t group, int64_t begin, int64_t end) {
+  const int64_t stride = padded_cols(dtype, cols);
   dispatch(dtype, [&]<class T>() {
-    const auto* typed_partials = static_cast<const compute_t<T>*>(partials);
+    const auto* const of_group = static_cast<const compute_t<T>*>(partials) + group * stride;
     dispatch(weight_dtype, [&]<class W>() {
-      grad_weight_columns<T>(typed_partials, chunks, padded_cols(dtype, cols), static_cast<W*>(grad_weight), begin,
+      grad_weight_columns<T>(of_group, chunks, groups * stride, static_cast<W*>(grad_weight) + group * cols, begin,
                              end);
     });
   });

@@ -10,14 +10,15 @@ namespace normops::cpu {
 
 // Data pointers are of `dtype`, those called compute of compute_dtype(dtype). Rows of the outputs may coincide with
 // rows of the inputs: each element is read before it is written. Vectors over the columns that only kernels read and
-// write (scale, partials) are padded to whole blocks and hold the columns in an order of the kernels' own.
+// write (scale, partials) are padded to whole blocks and hold the columns in an order of the kernels' own. There is one
+// for each group: row r has the scale, and is summed into the partial, of group r % groups.
 constexpr int64_t kLongestBlock = 32;  // columns
 inline int64_t padded_cols(DType dtype, int64_t cols) {
   const int64_t block = dtype == DType::bfloat16 ? kLongestBlock : 16;
   return (cols + block - 1) / block * block;
 }
 
-// The partials of grad_weight, each of so many rows.
+// The partials of grad_weight of a group, each of so many of its rows.
 inline int64_t chunk_count(int64_t rows, int64_t rows_per_chunk) {
   return (rows + rows_per_chunk - 1) / rows_per_chunk;
 }
@@ -31,8 +32,9 @@ struct RmsNormArgs {
   double eps;
   const void* input;  // [rows, cols]
   RowLayout input_rows;
-  const void* scale;  // compute [padded_cols]: weight + weight_offset
-  void* output;       // [rows, cols]
+  const void* scale;  // compute [groups, padded_cols]: weight + weight_offset
+  int64_t groups;
+  void* output;  // [rows, cols]
   RowLayout output_rows;
   bool stream;  // whether output is too large for the caches
 };
@@ -47,14 +49,15 @@ struct RmsNormBackwardArgs {
   RowLayout grad_output_rows;
   const void* input;  // [rows, cols]
   RowLayout input_rows;
-  const void* scale;          // compute [padded_cols]
+  const void* scale;  // compute [groups, padded_cols]
+  int64_t groups;
   const void* grad_residual;  // [rows, cols], or null for 0; only with grad_input
   RowLayout grad_residual_rows;
   void* grad_input;  // [rows, cols], or null if not wanted
   RowLayout grad_input_rows;
-  void* grad_weight_partials;  // compute [chunks, padded_cols], or null if not wanted
-  int64_t rows_per_chunk;
-  bool stream;  // whether grad_input is too large for the caches
+  void* grad_weight_partials;  // compute [chunks, groups, padded_cols], or null if not wanted
+  int64_t rows_per_chunk;      // of each group
+  bool stream;                 // whether grad_input is too large for the caches
 };
 
 // The kernels of a forward.
@@ -69,14 +72,15 @@ struct ForwardKernels {
 };
 
 struct RmsNormKernels {
-  // scale[begin:end] = weight[begin:end] + weight_offset; begin is a multiple of kLongestBlock.
-  void (*scale)(DType dtype, DType weight_dtype, const void* weight, double weight_offset, void* scale, int64_t begin,
-                int64_t end);
+  // scale[group, begin:end] = weight[group, begin:end] + weight_offset; begin is a multiple of kLongestBlock.
+  void (*scale)(DType dtype, DType weight_dtype, const void* weight, double weight_offset, int64_t cols, void* scale,
+                int64_t group, int64_t begin, int64_t end);
   ForwardKernels<RmsNormArgs> forward;
 };
 
 struct RmsNormBackwardKernels {
-  // grad_input of the rows of chunks [begin:end], and grad_weight_partials[begin:end]
+  // grad_input of the rows of parts [begin:end], and what they add to grad_weight_partials; part p is that of chunk
+  // p / groups and group p % groups.
   void (*rows)(const RmsNormBackwardArgs& args, int64_t begin, int64_t end);
   // The same for one row that threads share: squares[begin:end] and dots[begin:end], the sums over these spans of x^2
   // and dy * scale * x (dots only if grad_input is wanted); then grad_input[row, begin:end] and what the row adds to
@@ -84,9 +88,10 @@ struct RmsNormBackwardKernels {
   void (*sums)(const RmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
   void (*columns)(const RmsNormBackwardArgs& args, int64_t row, double square_sum, double dot, int64_t begin,
                   int64_t end);
-  // grad_weight[begin:end] = sum over chunks of partials[:, begin:end]; begin is a multiple of kLongestBlock.
-  void (*grad_weight)(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t cols,
-                      void* grad_weight, int64_t begin, int64_t end);
+  // grad_weight[group, begin:end] = sum over chunks of partials[:, group, begin:end]; begin is a multiple of
+  // kLongestBlock.
+  void (*grad_weight)(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t groups,
+                      int64_t cols, void* grad_weight, int64_t group, int64_t begin, int64_t end);
 };
 
 // Those for current_isa().

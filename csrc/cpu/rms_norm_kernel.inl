@@ -13,12 +13,12 @@ void scale_columns(const W* weight, double weight_offset, compute_t<T>* scale, i
   });
 }
 
-void scale(DType dtype, DType weight_dtype, const void* weight, double weight_offset, void* scale, int64_t begin,
-           int64_t end) {
+void scale(DType dtype, DType weight_dtype, const void* weight, double weight_offset, int64_t cols, void* scale,
+           int64_t group, int64_t begin, int64_t end) {
   dispatch(dtype, [&]<class T>() {
-    auto* typed_scale = static_cast<compute_t<T>*>(scale);
+    auto* const scale_row = static_cast<compute_t<T>*>(scale) + group * padded_cols(dtype, cols);
     dispatch(weight_dtype, [&]<class W>() {
-      scale_columns<T>(static_cast<const W*>(weight), weight_offset, typed_scale, begin, end);
+      scale_columns<T>(static_cast<const W*>(weight) + group * cols, weight_offset, scale_row, begin, end);
     });
   });
 }

@@ -28,12 +28,19 @@ class Scratch {
   c10::SmallBuffer<double, 2048> buffer_;
 };
 
-// Shares a vector over the columns among the threads, in whole blocks.
+// Shares vectors over the columns, one for each group, among the threads, in whole blocks: calls
+// function(group, begin, end) for columns [begin, end).
 template <class Function>
-void parallel_for_columns(int64_t cols, int64_t grain_columns, const Function& function) {
+void parallel_for_columns(int64_t groups, int64_t cols, int64_t grain_columns, const Function& function) {
+  const int64_t blocks = (cols + kLongestBlock - 1) / kLongestBlock;
   parallel_for(
-      0, (cols + kLongestBlock - 1) / kLongestBlock, std::max<int64_t>(1, grain_columns / kLongestBlock),
-      [&](int64_t begin, int64_t end) { function(begin * kLongestBlock, std::min(end * kLongestBlock, cols)); });
+      0, groups * blocks, std::max<int64_t>(1, grain_columns / kLongestBlock), [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+          const int64_t group = begin / blocks, first = begin % blocks, last = std::min(blocks, first + end - begin);
+          function(group, first * kLongestBlock, std::min(last * kLongestBlock, cols));
+          begin += last - first;
+        }
+      });
 }
 
 // Whether threads share each row: there are fewer rows than threads, and a row is long enough to be worth it.
@@ -65,14 +72,16 @@ void run_forward(const ForwardKernels<Args>& kernels, const Args& args, int64_t 
     parallel_for(0, squares.count(), kGrainElements / kSpan,
                  [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data()); });
     const double square_sum = squares.total();
-    parallel_for_columns(args.cols, kGrainElements,
-                         [&](int64_t begin, int64_t end) { kernels.columns(args, row, square_sum, begin, end); });
+    parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) {
+      kernels.columns(args, row, square_sum, begin, end);
+    });
   }
 }
 
 inline void run_backward(const RmsNormBackwardKernels& kernels, const RmsNormBackwardArgs& args) {
   if (!shares_rows(args.rows, args.cols)) {
-    parallel_for(0, chunk_count(args.rows, args.rows_per_chunk), grain(args.rows_per_chunk * args.cols),
+    const int64_t parts = chunk_count(args.rows / args.groups, args.rows_per_chunk) * args.groups;
+    parallel_for(0, parts, grain(args.rows_per_chunk * args.cols),
                  [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
     return;
   }
@@ -81,8 +90,9 @@ inline void run_backward(const RmsNormBackwardKernels& kernels, const RmsNormBac
     parallel_for(0, squares.count(), kGrainElements / kSpan,
                  [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data(), dots.data()); });
     const double square_sum = squares.total(), dot = args.grad_input != nullptr ? dots.total() : 0;
-    parallel_for_columns(args.cols, kGrainElements,
-                         [&](int64_t begin, int64_t end) { kernels.columns(args, row, square_sum, dot, begin, end); });
+    parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) {
+      kernels.columns(args, row, square_sum, dot, begin, end);
+    });
   }
 }
 

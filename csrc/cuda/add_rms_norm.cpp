@@ -10,7 +10,7 @@ namespace {
 void run_add_rms_norm(const Tensor& input, const Tensor& residual, size_t normalized_dims, const OptionalTensor& weight,
                       std::optional<double> eps, double weight_offset, const Tensor& output,
                       const Tensor& residual_out) {
-  const Problem problem = make_problem(input, normalized_dims, eps);
+  const Problem problem = make_problem(input, normalized_dims, weight, eps);
   const Rows x = make_rows(input, normalized_dims), r = make_rows(residual, normalized_dims);
   const Target y(output, normalized_dims), h(residual_out, normalized_dims);
   const Tensor w = contiguous_or_undefined(weight);

@@ -11,7 +11,7 @@ namespace {
 
 void run_rms_norm(const Tensor& input, size_t normalized_dims, const OptionalTensor& weight, std::optional<double> eps,
                   double weight_offset, const Tensor& output) {
-  const Problem problem = make_problem(input, normalized_dims, eps);
+  const Problem problem = make_problem(input, normalized_dims, weight, eps);
   const Rows x = make_rows(input, normalized_dims);
   const Target y(output, normalized_dims);
   const Tensor w = contiguous_or_undefined(weight);
@@ -23,7 +23,7 @@ void run_rms_norm(const Tensor& input, size_t normalized_dims, const OptionalTen
 void run_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_t normalized_dims,
                            const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
                            const OptionalTensor& grad_residual, const Tensor& grad_input, const Tensor& grad_weight) {
-  const Problem problem = make_problem(input, normalized_dims, eps);
+  const Problem problem = make_problem(input, normalized_dims, weight, eps);
   const DType dtype = dtype_of(input);
   const Device device = current_device();
   const Stream stream = current_stream(input);

@@ -49,7 +49,7 @@ OptionalTensor contiguous(const OptionalTensor& weight) {
 void launch_forward(const Tensor& input, const OptionalTensor& residual, size_t normalized_dims,
                     const OptionalTensor& weight, std::optional<double> eps, double weight_offset, const Tensor& output,
                     const OptionalTensor& residual_out) {
-  const Problem problem = make_problem(input, normalized_dims, eps);
+  const Problem problem = make_problem(input, normalized_dims, weight, eps);
   const Target y(output, normalized_dims, kMaxDims);
   std::optional<Target> h;
   if (is_given(residual_out)) h.emplace(*residual_out, normalized_dims, kMaxDims);
@@ -75,7 +75,7 @@ struct RmsNormBackend : TritonBackend {
                               const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
                               const OptionalTensor& grad_residual, const Tensor& grad_input,
                               const Tensor& grad_weight) {
-    const Problem problem = make_problem(input, normalized_dims, eps);
+    const Problem problem = make_problem(input, normalized_dims, weight, eps);
     std::optional<Target> dx;
     if (grad_input.defined()) dx.emplace(grad_input, normalized_dims, kMaxDims);
     OptionalTensor dw;
