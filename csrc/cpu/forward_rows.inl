@@ -147,35 +147,43 @@ class ForwardRows {
       : args_(args),
         source_(args, row),
         outputs_(static_cast<T*>(args.output), args.output_rows, row),
-        group_(row % args.groups) {}
+        scale_stride_(padded_cols(kDType<R>, args.cols)),
+        group_(row % args.groups),
+        scale_(scale_of<R>(args, group_)) {}
 
-  // The next `groups` groups of kNarrowGroup rows, of a span at most: their sums are folded together, and their roots
-  // and divisions go through the pipeline, or one vector, together. While those take their time, the group before is
-  // written. Not inlined, nor is the other way: each has the registers for itself.
+  // The next `groups` groups of kNarrowGroup rows, at least one, of a span at most: their sums are folded together, and
+  // their roots and divisions go through the pipeline, or one vector, together. Each row is written while one of the
+  // group after it is summed, so that memory is read and written all the time. Not inlined, nor is the other way: each
+  // has the registers for itself.
   [[gnu::noinline]] void process_groups(int64_t groups) {
     struct {
       Row rows[kNarrowGroup];
       compute_t<R> rstd[kNarrowGroup];
     } turns[2];
-    for (int64_t i = 0; i <= groups; i++) {
-      if (i < groups) {
-        auto& group = turns[i % 2];
-        Folded<R> folded[kNarrowGroup];
-        compute_t<R> sums[kNarrowGroup];
-        for (int r = 0; r < kNarrowGroup; r++) {
-          group.rows[r] = source_.next();
-          folded[r] = fold_span<R>(0, args_.cols, group.rows[r].squares());
+    for (int64_t i = 0; i < groups; i++) {
+      auto &group = turns[i % 2], &last = turns[(i + 1) % 2];
+      Folded<R> folded[kNarrowGroup];
+      compute_t<R> sums[kNarrowGroup];
+      for (int r = 0; r < kNarrowGroup; r++) {
+        group.rows[r] = source_.next();
+        const auto squares = group.rows[r].squares();
+        if (i == 0) {
+          folded[r] = fold_span<R>(0, args_.cols, squares);
+          continue;
         }
-        for (int r = 0; r < kNarrowGroup; r += 4) sums_of<R>(folded + r, sums + r);
-        for (int r = 0; r < kNarrowGroup; r++) group.rstd[r] = rstd_of<R>(sums[r], args_.cols, args_.eps);
+        const auto written = normalized<1>(last.rows + r, last.rstd + r);
+        folded[r] =
+            fold_span<R>(0, args_.cols, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+              Block<R> result;
+              written.write(column, extent, [&] { result = squares(column, extent, sum); });
+              return result;
+            });
       }
-      if (i > 0) {
-        const auto& group = turns[(i - 1) % 2];
-        for (int r = 0; r < kNarrowGroup; r++) {
-          normalized<1>(group.rows + r, group.rstd + r).write_columns(0, args_.cols);
-        }
-      }
+      for (int r = 0; r < kNarrowGroup; r += 4) sums_of<R>(folded + r, sums + r);
+      for (int r = 0; r < kNarrowGroup; r++) group.rstd[r] = rstd_of<R>(sums[r], args_.cols, args_.eps);
     }
+    const auto& last = turns[(groups - 1) % 2];
+    for (int r = 0; r < kNarrowGroup; r++) normalized<1>(last.rows + r, last.rstd + r).write_columns(0, args_.cols);
   }
 
   // The next `groups` groups of kRows rows, at least one: each is written while the one after it is summed, so that
@@ -207,8 +215,12 @@ class ForwardRows {
   template <int kRows>
   NORMOPS_INLINE NormalizedRows<T, R, kRows, Way> normalized(const Row* rows, const compute_t<R>* rstd) {
     NormalizedRows<T, R, kRows, Way> result;
-    result.scale = scale_of<R>(args_, group_);
-    if (++group_ == args_.groups) group_ = 0;
+    result.scale = scale_;
+    scale_ += scale_stride_;
+    if (++group_ == args_.groups) {
+      group_ = 0;
+      scale_ = scale_of<R>(args_, 0);
+    }
     for (int r = 0; r < kRows; r++) {
       result.h[r] = rows[r].numbers();
       result.y[r] = outputs_.next();
@@ -238,7 +250,9 @@ class ForwardRows {
   const Args& args_;
   Source source_;
   RowIterator<T> outputs_;
-  int64_t group_;  // of the next row that is written
+  const int64_t scale_stride_;
+  int64_t group_;              // of the next row that is written, and
+  const compute_t<R>* scale_;  // its scale
 };
 
 // Wider rows are read and written in turn, two at a time where there are 32 registers and one scale for all.
@@ -258,7 +272,7 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
   int64_t row = begin;
   if (args.cols * static_cast<int64_t>(sizeof(T)) <= kNarrowBytes) {
     const int64_t groups = (end - begin) / kNarrowGroup;
-    rows.process_groups(groups);
+    if (groups > 0) rows.process_groups(groups);
     row += groups * kNarrowGroup;
   }
   const int64_t turns = args.groups == 1 ? (end - row) / kTurnRows : 0;

@@ -36,13 +36,15 @@ constexpr int kRowGroup = 8;
 // 256 KiB.
 constexpr int64_t kGroupBytes = (NORMOPS_VECTOR_BYTES == 64 ? 256 : 64) << 10;
 
-// They are of one group of the weight's, and so share its row of the scale and of the partial.
+// Of weights per group there are those of several: the first `sharing` rows have the first scale and partial, the next
+// ones those that follow.
 template <class T, class R>
 struct BackwardGroup {
-  int count = 0;
+  int count = 0, sharing = 1;
   const compute_t<R>* scale;
   compute_t<R>* partial;  // if grad_weight is wanted
-  bool begins_chunk;      // whether nothing has been added to it yet
+  int64_t stride;         // from a scale, or partial, to the next
+  bool begins_chunk;      // whether nothing has been added to the partials yet
   BackwardRow<T, R> rows[kRowGroup];
   compute_t<R> rstd[kRowGroup], minus_c[kRowGroup];
 
@@ -112,14 +114,21 @@ template <class T, class R, bool kDots, bool kPrefetches>
   double squares[kRowGroup] = {}, dots[kRowGroup] = {};
   Folded<R> square_folds[kRowGroup] = {}, dot_folds[kRowGroup] = {};
   for (int64_t begin = 0; begin < args.cols; begin += kSpan) {
-    const auto fold = [&]<int kRows>(int r) NORMOPS_INLINE_LAMBDA {
-      fold_rows<T, R, kDots, kPrefetches, kRows>(group.rows + r, group.scale, begin, span_end(begin, args.cols),
+    const auto fold = [&]<int kRows>(int r, const compute_t<R>* scale) NORMOPS_INLINE_LAMBDA {
+      fold_rows<T, R, kDots, kPrefetches, kRows>(group.rows + r, scale, begin, span_end(begin, args.cols),
                                                  square_folds + r, dot_folds + r);
     };
-    int r = 0;
-    for (; r + kSumRows <= group.count; r += kSumRows) fold.template operator()<kSumRows>(r);
-    if constexpr (kSumRows > 1) {
-      for (; r < group.count; r++) fold.template operator()<1>(r);
+    const compute_t<R>* scale = group.scale;
+    int left = group.sharing;  // of the rows with this scale
+    for (int r = 0; r < group.count;) {
+      if (kSumRows > 1 && left >= kSumRows) {
+        fold.template operator()<kSumRows>(r, scale);
+        r += kSumRows, left -= kSumRows;
+      } else {
+        fold.template operator()<1>(r, scale);
+        r++, left--;
+      }
+      if (left == 0) scale += group.stride, left = group.sharing;
     }
     add_sums(square_folds, squares);
     if (kDots) add_sums(dot_folds, dots);
@@ -140,6 +149,10 @@ constexpr int kWriteRows = 2;
 // written while a group is summed, and the next group while it is written.
 constexpr int64_t kPrefetchBytes = int64_t{3} << 20;
 
+// Those that a group has of rows that have weights per group: enough to share them, and few enough to stay in the
+// first-level cache, where rows a multiple of 4096 bytes apart have few places.
+constexpr int kSharingRows = 2;
+
 // The rows of a tensor, up to kRowGroup at a time that are of one group: those of a group are `groups` rows apart.
 template <class T>
 class GroupedRows {
@@ -153,15 +166,17 @@ class GroupedRows {
 
   // The next `count` rows of all groups, of which `group` comes first.
   void next_rows(int count, int64_t group) {
+    if (groups_ == 1) return;
     for (int r = 0; r < count; r++) rows_[r] = row_.next();
-    if (groups_ > 1) group_ = RowIterator<T>(data_, layout_, group);
+    group_ = RowIterator<T>(data_, layout_, group);
   }
 
   void next_group() {
     if (groups_ > 1) offset_ = group_.next() - data_;
   }
 
-  T* operator[](int r) const { return rows_[r] + offset_; }
+  // Of the current group, one after another.
+  T* next(int r) { return groups_ == 1 ? row_.next() : rows_[r] + offset_; }
 
  private:
   T* data_;
@@ -203,27 +218,30 @@ class BackwardRows {
         grad_inputs_(static_cast<R*>(args.grad_input), args.grad_input_rows, args.groups, region.row) {
     constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
     const int64_t rows = kGroupBytes / (args.cols * kRowBytes);
-    group_rows_ = rows < kWriteRows ? kWriteRows : rows < kRowGroup ? rows : kRowGroup;
+    group_rows_ = rows < kWriteRows ? kWriteRows : rows < kRowGroup ? static_cast<int>(rows) : kRowGroup;
   }
 
-  // The next rows: of another group of the weight's where there is one, of the first one else. None behind the last.
+  // The next rows, none behind the last.
   void next(Group& group) {
-    if (group_ == region_.group + region_.groups) next_rows();
-    group.count = count_;
+    const int64_t last_group = region_.group + region_.groups;
+    if (group_ == last_group) next_rows();
+    group.count = 0;
     if (count_ == 0) return;
-    each([](auto& rows) { rows.next_group(); });
-    for (int r = 0; r < count_; r++) {
-      Row& row = group.rows[r];
-      row.dy = grad_outputs_[r];
-      row.x = inputs_[r];
-      if (Wants::residual) row.residual = grad_residuals_[r];
-      if (Wants::grad_input) row.dx = grad_inputs_[r];
-    }
-    const int64_t chunk = row_ / args_.rows_per_chunk;
+    group.sharing = count_;
     group.scale = scale_of<R>(args_, group_);
-    if (Wants::grad_weight) group.partial = partial_of<R>(args_, chunk, group_);
-    group.begins_chunk = row_ == chunk * args_.rows_per_chunk;
-    group_++;
+    if (Wants::grad_weight) group.partial = partial_of<R>(args_, chunk_, group_);
+    group.stride = padded_cols(kDType<R>, args_.cols);
+    group.begins_chunk = row_ == chunk_ * args_.rows_per_chunk;
+    do {
+      each([](auto& rows) { rows.next_group(); });
+      for (int r = 0; r < count_; r++) {
+        Row& row = group.rows[group.count++];
+        row.dy = grad_outputs_.next(r);
+        row.x = inputs_.next(r);
+        if (Wants::residual) row.residual = grad_residuals_.next(r);
+        if (Wants::grad_input) row.dx = grad_inputs_.next(r);
+      }
+    } while (++group_ < last_group && group.count + count_ <= group_rows_);
   }
 
   void sum(Group& group) const {
@@ -234,24 +252,36 @@ class BackwardRows {
     }
   }
 
-  // grad_input[:, begin:end]; adds the rows' share of grad_weight to the partial.
-  [[gnu::noinline]] void write(const Group& group, const Group& ahead, int64_t begin, int64_t end) const {
-    for (; begin < end; begin += kSpan) {
-      const int64_t last = span_end(begin, end);
-      int r = 0;
-      for (; r + kWriteRows <= group.count; r += kWriteRows) {
-        if (kMayPrefetch && prefetches_) {
-          write_rows<kWriteRows, kMayPrefetch>(group, ahead, r, begin, last);
-        } else {
-          write_rows<kWriteRows, false>(group, ahead, r, begin, last);
-        }
-      }
-      for (; r < group.count; r++) write_rows<1, false>(group, ahead, r, begin, last);
+  // grad_input[:, begin:end]; adds the rows' share of grad_weight to the partials.
+  void write(const Group& group, const Group& ahead, int64_t begin, int64_t end) const {
+    const Compute* scale = group.scale;
+    Compute* partial = group.partial;
+    for (int r = 0; r < group.count; r += group.sharing) {
+      write_sharing(group, ahead, r, begin, end, scale, partial);
+      scale += group.stride;
+      partial += group.stride;
     }
     if (kMayPrefetch && streams_) finish_stream();
   }
 
  private:
+  // The rows from `first` on that share the scale and the partial.
+  [[gnu::noinline]] void write_sharing(const Group& group, const Group& ahead, int first, int64_t begin, int64_t end,
+                                       const Compute* scale, Compute* partial) const {
+    for (; begin < end; begin += kSpan) {
+      const int64_t last = span_end(begin, end);
+      int r = first;
+      for (; r + kWriteRows <= first + group.sharing; r += kWriteRows) {
+        if (kMayPrefetch && prefetches_) {
+          write_rows<kWriteRows, kMayPrefetch>(group, ahead, r, begin, last, scale, partial);
+        } else {
+          write_rows<kWriteRows, false>(group, ahead, r, begin, last, scale, partial);
+        }
+      }
+      for (; r < first + group.sharing; r++) write_rows<1, false>(group, ahead, r, begin, last, scale, partial);
+    }
+  }
+
   // `visit` gets the rows of each tensor that there is.
   template <class Visit>
   void each(Visit visit) {
@@ -265,19 +295,19 @@ class BackwardRows {
     row_ += count_;
     group_ = region_.group;
     // Groups of rows end with their chunk.
-    const int64_t chunk_end = (row_ / args_.rows_per_chunk + 1) * args_.rows_per_chunk;
+    chunk_ = row_ / args_.rows_per_chunk;
+    const int64_t chunk_end = (chunk_ + 1) * args_.rows_per_chunk;
     const int64_t end = region_.row + region_.rows;
     const int64_t left = (chunk_end < end ? chunk_end : end) - row_;
-    count_ = static_cast<int>(left < group_rows_ ? left : group_rows_);
+    const int most = args_.groups > 1 ? kSharingRows : group_rows_;
+    count_ = static_cast<int>(left < most ? left : most);
     each([&](auto& rows) { rows.next_rows(count_, group_); });
   }
 
   template <int kRows, bool kPrefetches>
-  NORMOPS_INLINE void write_rows(const Group& group, const Group& next_group, int first, int64_t begin,
-                                 int64_t end) const {
+  NORMOPS_INLINE void write_rows(const Group& group, const Group& next_group, int first, int64_t begin, int64_t end,
+                                 const Compute* scale, Compute* partial) const {
     // Copies: what is stored could otherwise change them.
-    const Compute* const scale = group.scale;
-    Compute* const partial = group.partial;
     const bool streams = kPrefetches && streams_;
     Row rows[kRows], ahead[kRows];
     Block<R> rstd[kRows], minus_c[kRows];
@@ -324,9 +354,10 @@ class BackwardRows {
   const RmsNormBackwardArgs& args_;
   const Region region_;
   const bool prefetches_, streams_;
-  int64_t group_rows_;  // rows at a time
-  int64_t row_;         // the first of the current ones, of which there are:
+  int group_rows_;  // at most so many
+  int64_t row_;     // the first of the current ones, of which there are:
   int count_ = 0;
+  int64_t chunk_;  // theirs
   int64_t group_;  // that comes next for them
   GroupedRows<const T> grad_outputs_;
   GroupedRows<const R> inputs_, grad_residuals_;
@@ -346,7 +377,9 @@ void backward_region(const RmsNormBackwardArgs& args, const Region& region) {
   rows.next(groups[0]);
   for (int current = 0; groups[current].count > 0; current ^= 1) {
     BackwardGroup<T, R>&group = groups[current], &ahead = groups[current ^ 1];
-    if (Wants::grad_weight && group.begins_chunk) clear<R>(group.partial, 0, args.cols);
+    if (Wants::grad_weight && group.begins_chunk) {
+      clear<R>(group.partial, 0, (group.count / group.sharing - 1) * group.stride + args.cols);
+    }
     rows.next(ahead);
     rows.sum(group);
     rows.write(group, ahead, 0, args.cols);
