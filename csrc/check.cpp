@@ -74,7 +74,15 @@ void check_norm(const char* op, const Tensor& input, c10::SymIntArrayRef normali
   if (is_given(weight)) {
     check_device(op, "weight", *weight, input);
     check_tensor(op, "weight", *weight);
-    check_shape(op, "weight", *weight, normalized_shape, "the normalized_shape");
+    const auto weight_message = [&] {
+      const auto& shape = input.sym_sizes();
+      const auto more = c10::str(", or more of the last dimensions of input, whose shape is ", shape);
+      return c10::str(op, ": expected weight to have shape ", normalized_shape, ", the normalized_shape",
+                      leading > 0 ? more : "", ", but got ", weight->sym_sizes());
+    };
+    const int64_t groups = weight->dim() - static_cast<int64_t>(normalized_shape.size());
+    TORCH_CHECK(0 <= groups && groups <= leading, weight_message());
+    check_equal(weight->sym_sizes(), input.sym_sizes().slice(leading - groups), weight_message);
   }
   TORCH_CHECK(!eps.has_value() || !std::isnan(*eps), op, ": expected eps to be a number, but got nan");
 }

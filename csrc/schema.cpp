@@ -1,6 +1,8 @@
 // The schema is the contract: every operator of normops, and nothing else, is declared here.
 #include <torch/library.h>
 
+// weight is [*normalized_shape], or with more of the last dimensions of input [*groups, *normalized_shape]; grad_weight
+// has its shape.
 TORCH_LIBRARY(normops, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 

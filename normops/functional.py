@@ -28,8 +28,9 @@ def rms_norm(
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
         normalized_shape: the last dimensions of ``input``, over which the mean is taken. An ``int`` means one.
-        weight: shape ``normalized_shape``, any of the four dtypes, not necessarily that of ``input``. None means 1, and
-            then ``weight_offset`` does not apply.
+        weight: shape ``normalized_shape``, or ``[*groups, *normalized_shape]``, the last dimensions of ``input``: a
+            weight for each head or group, which is normalized by itself. Any of the four dtypes, not necessarily that
+            of ``input``. None means 1, and then ``weight_offset`` does not apply.
         eps: added to the mean of squares. None means the machine epsilon of the type computed in:
             that of float64 for float64 inputs, that of float32 otherwise.
         weight_offset: added to the weight. 1.0 is Gemma's ``1 + w``.
@@ -45,6 +46,9 @@ def rms_norm(
         >>> import torch, normops
         >>> normops.rms_norm(torch.tensor([[3.0, 4.0]]), 2, torch.tensor([1.0, 10.0]), eps=0.0)
         tensor([[ 0.8485, 11.3137]])
+        >>> query, weight = torch.randn(7, 32, 128), torch.ones(32, 128)
+        >>> normops.rms_norm(query, 128, weight).shape  # 32 heads with a weight each
+        torch.Size([7, 32, 128])
     """
     if not torch.compiler.is_dynamo_compiling():
         output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset)

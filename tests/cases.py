@@ -128,10 +128,15 @@ class Case(NamedTuple):
     layout: Layout = contiguous
     grad_layout: Layout = contiguous
     has_residual: bool = False
+    group_dims: int = 0
 
     @property
     def normalized_shape(self) -> tuple[int, ...]:
         return self.shape[len(self.shape) - self.normalized_dims :]
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return self.shape[len(self.shape) - self.normalized_dims - self.group_dims :]
 
     def input(self) -> Tensor:
         return self.layout(self.shape, self.dtype, 1)
@@ -142,9 +147,7 @@ class Case(NamedTuple):
     def weight(self) -> Tensor | None:
         if self.weight_dtype is None:
             return None
-        return (values(self.normalized_shape, torch.float64, 3, scale=0.5) + 1 - self.weight_offset).to(
-            self.weight_dtype
-        )
+        return (values(self.weight_shape, torch.float64, 3, scale=0.5) + 1 - self.weight_offset).to(self.weight_dtype)
 
     def grad_residual(self) -> Tensor | None:
         return self.grad_layout(self.shape, self.dtype, 4) if self.has_residual else None
@@ -152,6 +155,7 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         parts = ["x".join(map(str, self.shape)), _short(self.dtype), f"w:{_short(self.weight_dtype)}"]
         parts += [f"{self.normalized_dims}d"] if self.normalized_dims != 1 else []
+        parts += [f"{self.group_dims}g"] if self.group_dims else []
         parts += [f"eps:{self.eps}"] if self.eps != EPS else []
         parts += [f"offset:{self.weight_offset}"] if self.weight_offset else []
         parts += [self.layout.__name__, f"dy:{self.grad_layout.__name__}"]
@@ -204,18 +208,31 @@ def _shapes() -> Iterator[Case]:
         yield Case((6, 50), dtype, 1, dtype, eps=0.0)
 
 
+def _groups() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for shape in ((37, 3, 5), (5, 11, 64), (3, 2, 769), (130, 8, 16), (0, 3, 8), (3, 0, 8), (2, 2, 9001)):
+            yield Case(shape, dtype, 1, dtype, group_dims=1, has_residual=True)
+        for layout in LAYOUTS:
+            for dims in (1, 2, 3):
+                yield Case((5, 3, 4, 36), dtype, 1, torch.float32, EPS, 1.0, layout, layout, True, dims)
+        yield Case((7, 3, 2, 5, 4), dtype, 2, torch.bfloat16, layout=transposed, group_dims=2)
+    for dims in (8, 9):
+        yield Case((2,) * dims + (3,), torch.float32, 1, torch.float32, layout=reversed_rows, group_dims=dims - 2)
+
+
 SIZES = tuple(_sizes())
-CASES = (*SIZES, *_dtypes(), *_layouts(), *_shapes())
+CASES = (*SIZES, *_dtypes(), *_layouts(), *_shapes(), *_groups())
 
 # A few of each kind, for tests that take long per case.
 FEW_CASES = tuple(
-    Case(shape, dtype, normalized_dims, weight_dtype, EPS, weight_offset, layout, grad_layout, has_residual)
-    for shape, dtype, normalized_dims, weight_dtype, weight_offset, layout, grad_layout, has_residual in (
-        ((4, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False),
-        ((4, 8), torch.float32, 1, None, 0.0, contiguous, contiguous, True),
-        ((2, 3, 8), torch.bfloat16, 1, torch.float32, 1.0, transposed, expanded_scalar, True),
-        ((2, 3, 2, 8), torch.float16, 1, torch.float16, 0.0, qkv_slice, padded_rows, False),
-        ((3, 2, 4), torch.float64, 2, torch.float64, 0.0, strided_columns, contiguous, True),
-        ((0, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False),
+    Case(shape, dtype, normalized_dims, weight_dtype, EPS, weight_offset, layout, grad_layout, has_residual, group_dims)
+    for shape, dtype, normalized_dims, weight_dtype, weight_offset, layout, grad_layout, has_residual, group_dims in (
+        ((4, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False, 0),
+        ((4, 8), torch.float32, 1, None, 0.0, contiguous, contiguous, True, 0),
+        ((2, 3, 8), torch.bfloat16, 1, torch.float32, 1.0, transposed, expanded_scalar, True, 0),
+        ((2, 3, 2, 8), torch.float16, 1, torch.float16, 0.0, qkv_slice, padded_rows, False, 0),
+        ((3, 2, 4), torch.float64, 2, torch.float64, 0.0, strided_columns, contiguous, True, 0),
+        ((0, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False, 0),
+        ((5, 3, 2, 8), torch.float32, 1, torch.bfloat16, 1.0, qkv_slice, transposed, True, 2),
     )
 )

@@ -57,6 +57,10 @@ def _sum_roundings(cols: int, compute: torch.dtype) -> float:
     return 16 + 6
 
 
+def _groups(weight: Tensor, normalized_shape: tuple[int, ...]) -> tuple[int, ...]:
+    return weight.shape[: weight.dim() - len(normalized_shape)]
+
+
 class _Terms(NamedTuple):
     """What forward and backward have in common, flattened to [rows, cols]."""
 
@@ -79,7 +83,11 @@ def _terms(
     with np.errstate(all="ignore"):
         mean = (h * h).sum(1, keepdims=True) / cols if cols else np.zeros((rows, 1))
         rstd = 1 / np.sqrt(mean + eps)
-    w = np.ones(cols, h.dtype) if weight is None else _wide(weight, compute).reshape(cols) + weight_offset
+    w = np.ones((1, cols), h.dtype)
+    if weight is not None:
+        groups = math.prod(_groups(weight, normalized_shape))
+        w = _wide(weight, compute).reshape(groups, cols) + weight_offset
+        w = np.tile(w, (rows // groups, 1)) if groups > 1 else w
     return _Terms(compute, h, rstd, w, _sum_roundings(cols, compute) / 2 + 3)
 
 
@@ -133,12 +141,13 @@ def rms_norm_backward(
         if weight is None:
             return Backward(grad_input, None)
 
-        terms = dy * t.h * t.rstd
+        rows_of_group = rows // max(math.prod(_groups(weight, normalized_shape)), 1)
+        terms = (dy * t.h * t.rstd).reshape(rows_of_group, *weight.shape)
         # Within chunks of about sqrt(rows) rows, and over the chunks.
-        row_roundings = 2 * (math.isqrt(rows) + 5)
+        row_roundings = 2 * (math.isqrt(rows_of_group) + 5)
         grad_weight = _bounded(
-            terms.sum(0).reshape(normalized_shape),
-            np.abs(terms).sum(0).reshape(normalized_shape) * (t.rstd_roundings + 3 + row_roundings),
+            terms.sum(0),
+            np.abs(terms).sum(0) * (t.rstd_roundings + 3 + row_roundings),
             weight.dtype,
             t.compute,
         )

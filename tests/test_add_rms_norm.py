@@ -174,14 +174,15 @@ def doubles(*shapes: tuple[int, ...], device: str) -> Iterator[Tensor]:
         yield cases.values(shape, torch.float64, seed).to(device).requires_grad_()
 
 
+@pytest.mark.parametrize("weight_shape", [(5,), (2, 5)])
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("used", [(0, 1), (0,), (1,)], ids=str)
-def test_gradcheck(used: tuple[int, ...], has_weight: bool, device: str) -> None:
+def test_gradcheck(used: tuple[int, ...], has_weight: bool, weight_shape: tuple[int, ...], device: str) -> None:
     def norm(x: Tensor, residual: Tensor, w: Tensor | None = None) -> tuple[Tensor, ...]:
         outputs = ops.add_rms_norm(x, residual, (5,), w, EPS, weight_offset=1.0)
         return tuple(outputs[index] for index in used)
 
-    inputs = tuple(doubles((3, 5), (3, 5), (5,), device=device))[: 2 + (has_weight and 0 in used)]
+    inputs = tuple(doubles((3, 2, 5), (3, 2, 5), weight_shape, device=device))[: 2 + (has_weight and 0 in used)]
     assert torch.autograd.gradcheck(norm, inputs, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(norm, inputs)
 
@@ -329,8 +330,9 @@ ERRORS: list[tuple[dict[str, Tensor], str]] = [
         "expected residual to be float16, bfloat16, float32 or float64, but got int64",
     ),
     (
-        {"weight": torch.ones(5)},
-        "expected weight to have shape [4], the normalized_shape, but got [5]",
+        {"weight": torch.ones(2, 4)},
+        "expected weight to have shape [4], the normalized_shape, or more of the last dimensions of input, whose shape "
+        "is [2, 3, 4], but got [2, 4]",
     ),
 ]
 

@@ -68,27 +68,40 @@ def doubles(*shapes: tuple[int, ...], device: str) -> Iterator[Tensor]:
         yield cases.values(shape, torch.float64, seed).to(device).requires_grad_()
 
 
-@pytest.mark.parametrize(("shape", "normalized_shape"), [((3, 5), (5,)), ((2, 3, 4, 2), (4, 2)), ((4,), (4,))])
+@pytest.mark.parametrize(
+    ("shape", "normalized_shape", "weight_shape"),
+    [
+        ((3, 5), (5,), (5,)),
+        ((2, 3, 4, 2), (4, 2), (4, 2)),
+        ((4,), (4,), (4,)),
+        ((2, 3, 4), (4,), (3, 4)),
+        ((2, 2, 1, 2), (2,), (2, 2, 1, 2)),
+    ],
+)
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("call", [ops.rms_norm, normops.rms_norm])
 def test_gradcheck_forward_operator(
     call: Callable[..., Tensor],
     shape: tuple[int, ...],
     normalized_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
     has_weight: bool,
     device: str,
 ) -> None:
     def norm(x: Tensor, w: Tensor | None = None) -> Tensor:
         return call(x, normalized_shape, w, cases.EPS, weight_offset=1.0)
 
-    inputs = tuple(doubles(shape, normalized_shape, device=device))[: 1 + has_weight]
+    inputs = tuple(doubles(shape, weight_shape, device=device))[: 1 + has_weight]
     assert torch.autograd.gradcheck(norm, inputs, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(norm, inputs)
 
 
+@pytest.mark.parametrize("weight_shape", [(5,), (2, 5)])
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("output_mask", [(True, True), (True, False), (False, True)])
-def test_gradcheck_backward_operator(output_mask: tuple[bool, bool], has_weight: bool, device: str) -> None:
+def test_gradcheck_backward_operator(
+    output_mask: tuple[bool, bool], has_weight: bool, weight_shape: tuple[int, ...], device: str
+) -> None:
     if output_mask == (False, True) and not has_weight:
         pytest.skip("computes nothing")
 
@@ -98,7 +111,7 @@ def test_gradcheck_backward_operator(output_mask: tuple[bool, bool], has_weight:
         )
         return tuple(g for g in gradients if g is not None)
 
-    inputs = tuple(doubles((3, 5), (3, 5), (3, 5), (5,), device=device))[: 3 + has_weight]
+    inputs = tuple(doubles(*[(3, 2, 5)] * 3, weight_shape, device=device))[: 3 + has_weight]
     assert torch.autograd.gradcheck(norm_backward, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(norm_backward, inputs)
 

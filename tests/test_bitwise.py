@@ -95,6 +95,23 @@ def test_threads_that_share_a_row_do_not_show(cols: int, dtype: torch.dtype, dev
         assert torch.equal(actual, reference)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "groups", "cols"), [(37, 3, 64), (130, 5, 100), (1, 7, 769), (5, 2, 4096)])
+@pytest.mark.usefixtures("restored_threads")
+def test_a_group_does_not_know_the_others(rows: int, groups: int, cols: int, dtype: torch.dtype, device: str) -> None:
+    """Each has the bits that its rows and its weight have alone, whatever the threads."""
+    dy, x = (cases.values((rows, groups, cols), dtype, seed).to(device) for seed in (1, 2))
+    w = cases.values((groups, cols), torch.float32, 3).to(device)
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        output, grad_input, grad_weight = compute(dy, x, w)
+        for g in range(groups):
+            for actual, reference in zip(
+                (output[:, g], grad_input[:, g], grad_weight[g]), compute(dy[:, g], x[:, g], w[g]), strict=True
+            ):
+                assert torch.equal(actual, reference)
+
+
 def test_grad_weight_alone_has_the_same_bits(device: str) -> None:
     dy, x, w = problem(130, 100, torch.bfloat16, device)
     _, both = ops.rms_norm_backward(dy, x, [100], w, EPS)

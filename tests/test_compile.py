@@ -30,7 +30,11 @@ def with_residual(x: Tensor, w: Tensor) -> Tensor:
     return y + h
 
 
-NORMS = pytest.mark.parametrize("norm", [plain, with_residual], ids=lambda norm: norm.__name__)
+def of_heads(x: Tensor, w: Tensor) -> Tensor:
+    return normops.rms_norm(torch.stack([x, x * 2], -2), x.shape[-1], torch.stack([w, w + 1]), 1e-5).sum(-2)
+
+
+NORMS = pytest.mark.parametrize("norm", [plain, with_residual, of_heads], ids=lambda norm: norm.__name__)
 
 
 def problem(shape: tuple[int, ...], device: str) -> tuple[Tensor, Tensor]:

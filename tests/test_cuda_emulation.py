@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 # Rows and columns that a kernel gets: the operator returns before it if there are none.
-KERNEL_CASES = [case for case in CASES if math.prod(case.shape) > 0]
+KERNEL_CASES = [case for case in CASES if math.prod(case.shape) > 0 and case.group_dims == 0]  # that they take for now
 HALVES = (torch.float16, torch.bfloat16)
 RAGGED = (1, 5, 63, 64, 65, 100, 769, 4096, 4097)
 PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thread has more of them, then any width

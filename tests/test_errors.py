@@ -25,14 +25,31 @@ def backward_arguments(**changes: object) -> Arguments:
     return forward_arguments(grad_output=torch.ones(2, 3, 4), grad_residual=torch.ones(2, 3, 4)) | changes
 
 
+WEIGHT = (
+    "expected weight to have shape [4], the normalized_shape, or more of the last dimensions of input, whose shape is "
+    "[2, 3, 4]"
+)
 COMMON: list[tuple[Arguments, str]] = [
     (
         {"weight": torch.ones(5)},
-        "expected weight to have shape [4], the normalized_shape, but got [5]",
+        f"{WEIGHT}, but got [5]",
     ),
     (
         {"weight": torch.ones(1, 4)},
-        "expected weight to have shape [4], the normalized_shape, but got [1, 4]",
+        f"{WEIGHT}, but got [1, 4]",
+    ),
+    (
+        {"weight": torch.ones(1, 2, 3, 4)},
+        f"{WEIGHT}, but got [1, 2, 3, 4]",
+    ),
+    (
+        {"weight": torch.ones(4), "normalized_shape": [3, 4]},
+        "expected weight to have shape [3, 4], the normalized_shape, or more of the last dimensions of input, whose "
+        "shape is [2, 3, 4], but got [4]",
+    ),
+    (
+        {"weight": torch.ones(4), "normalized_shape": [2, 3, 4]},
+        "expected weight to have shape [2, 3, 4], the normalized_shape, but got [4]",
     ),
     (
         {"normalized_shape": [5], "weight": None},

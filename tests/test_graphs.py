@@ -10,9 +10,9 @@ from traced_graphs import TracedGraphs, operators, trace
 import normops
 
 
-def traced(device: str, has_weight: bool, dynamic: bool) -> TracedGraphs:
+def traced(device: str, weight_shape: tuple[int, ...] | None, dynamic: bool) -> TracedGraphs:
     input = cases.values((6, 3, 16), torch.bfloat16).to(device).requires_grad_()
-    weight = torch.ones(16, device=device, requires_grad=True) if has_weight else None
+    weight = None if weight_shape is None else torch.ones(weight_shape, device=device, requires_grad=True)
 
     def norm(input: Tensor, weight: Tensor | None) -> Tensor:
         return normops.rms_norm(input, 16, weight, 1e-5, weight_offset=0.5)
@@ -21,9 +21,9 @@ def traced(device: str, has_weight: bool, dynamic: bool) -> TracedGraphs:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("has_weight", [False, True])
-def test_one_operator_each_way(has_weight: bool, dynamic: bool, device: str) -> None:
-    assert_one_operator_each_way(lambda name: traced(name, has_weight, dynamic), device, "normops.rms_norm.default")
+@pytest.mark.parametrize("weight_shape", [None, (16,), (3, 16)])
+def test_one_operator_each_way(weight_shape: tuple[int, ...] | None, dynamic: bool, device: str) -> None:
+    assert_one_operator_each_way(lambda name: traced(name, weight_shape, dynamic), device, "normops.rms_norm.default")
 
 
 class Block(torch.nn.Module):

@@ -110,6 +110,8 @@ def test_the_rest_is_torchs_own(case: str) -> None:
 def test_errors() -> None:
     with pytest.raises(RuntimeError, match="rms_norm: expected"):
         F.rms_norm(rows(), (63,))
+    with pytest.raises(RuntimeError, match="Expected weight to be of same shape as normalized_shape"):
+        F.rms_norm(rows(), (64,), torch.ones(4, 64))  # a weight per row, which is normops' alone
     with pytest.raises(RuntimeError, match="not implemented for 'Long'"):
         F.rms_norm(rows().long(), (64,))
 

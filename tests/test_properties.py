@@ -46,6 +46,7 @@ def problems(draw: st.DrawFn) -> tuple[Case, Tensor, Tensor, Tensor | None]:
         draw(st.none() | dtypes),
         draw(st.sampled_from([cases.EPS, None, 1e-6, 1.0])),
         draw(st.sampled_from([0.0, 1.0, -0.5])),
+        group_dims=draw(st.integers(0, len(leading))),
     )
     dy, x = draw(strided(shape, dtype, 1)), draw(strided(shape, dtype, 2))
     residual = draw(strided(shape, dtype, 3)) if draw(st.booleans()) else None

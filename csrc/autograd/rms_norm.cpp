@@ -65,7 +65,7 @@ struct RmsNormBackwardGradient {
       const Tensor gh = mean(g * h), uh = mean(u * h), ug = mean(u * g);
       for_grad_output = w.defined() ? projected * w : projected;
       for_input = -(r2 * r) * (h * (ug - 3 * r2 * gh * uh) + u * gh + g * uh);
-      if (weight.defined() && needed[2]) for_weight = sum_over_rows(dy * projected, normalized_dims);
+      if (weight.defined() && needed[2]) for_weight = sum_over_rows(dy * projected, weight);
       if (needed[3]) result[3] = grad_outputs[0];
     }
     if (grad_outputs[1].defined()) {

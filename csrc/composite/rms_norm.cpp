@@ -69,8 +69,8 @@ Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims) {
   return tensor.mean(dims_from(-normalized_dims, 0), /*keepdim=*/true);
 }
 
-Tensor sum_over_rows(const Tensor& tensor, int64_t normalized_dims) {
-  const auto dims = dims_from(0, tensor.dim() - normalized_dims);
+Tensor sum_over_rows(const Tensor& tensor, const Tensor& weight) {
+  const auto dims = dims_from(0, tensor.dim() - weight.dim());
   return dims.empty() ? tensor : tensor.sum(dims);  // a sum over no dimension would be one over all
 }
 
@@ -108,7 +108,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward_composite(const Tensor& grad_output
     grad_input = grad_input.to(input.scalar_type());
   }
   if (output_mask[1] && is_given(weight)) {
-    grad_weight = sum_over_rows(dy * h_hat, normalized_dims).to(weight->scalar_type());
+    grad_weight = sum_over_rows(dy * h_hat, *weight).to(weight->scalar_type());
   }
   return {grad_input, grad_weight};
 }

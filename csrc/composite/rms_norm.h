@@ -16,8 +16,8 @@ Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input);
 // Mean over the last `normalized_dims` dimensions, which are kept with size 1.
 Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims);
 
-// Sum over all but the last `normalized_dims` dimensions.
-Tensor sum_over_rows(const Tensor& tensor, int64_t normalized_dims);
+// Sum over all dimensions but those that the weight has, too.
+Tensor sum_over_rows(const Tensor& tensor, const Tensor& weight);
 
 // 1 / sqrt(mean(h^2) + eps)
 Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps);

@@ -18,8 +18,10 @@ bool has_kernels_for(const Tensor& tensor) {
 // What torch's own may take and ours does not is torch's: it computes, or refuses in its own words.
 Tensor rms_norm_of_torch(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                          std::optional<double> eps) {
-  const bool is_ours = has_kernels_for(input) && (!is_given(weight) || has_kernels_for(*weight)) &&
-                       !(eps.has_value() && std::isnan(*eps));
+  // torch's has no weight per group.
+  const bool has_our_weight =
+      !is_given(weight) || (has_kernels_for(*weight) && weight->dim() == static_cast<int64_t>(normalized_shape.size()));
+  const bool is_ours = has_kernels_for(input) && has_our_weight && !(eps.has_value() && std::isnan(*eps));
   if (!is_ours) return at::compositeimplicitautograd::rms_norm_symint(input, normalized_shape, weight, eps);
   return rms_norm_op().call(input, normalized_shape, weight, eps, 0.0);
 }
