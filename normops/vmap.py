@@ -1,7 +1,7 @@
 """vmap rules: one call of an operator for the whole batch, where PyTorch would make one call per sample.
 
-A batch is one more dimension of rows. Only what an operator has one of per call, the weight and its gradient, is dealt
-with outside it where every sample has its own: in the type that the operator computes in, and rounded where it rounds.
+A batch is one more dimension of rows. Where every sample has its own weight, or its own gradient of it, the batch is a
+dimension of the weight, too: the first of its groups, which stands right before the others in the other arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,18 +34,6 @@ class _Batch(NamedTuple):
     def unshared(self) -> Tensor:
         return self.tensor.expand(self.size, *self.tensor.shape) if self.is_shared else self.tensor
 
-    def samples(self) -> Sequence[Tensor]:
-        return self.unshared().unbind()
-
-    def is_large(self) -> bool:
-        """Whether a call per sample takes less time than the passes over memory that one for all would need besides.
-
-        Compiled, those passes are fused with what stands around them.
-        """
-        if self.is_shared or not self.size or torch.compiler.is_compiling():
-            return False
-        return self.tensor.numel() >= self.size << 15
-
 
 _OptionalBatch = _Batch | None
 _Shape = Sequence[int]
@@ -59,24 +47,14 @@ def _sample(batch: _OptionalBatch) -> Tensor | None:
     return None if batch is None else batch.sample()
 
 
-def _unshared(batch: _OptionalBatch) -> Tensor | None:
-    return None if batch is None else batch.unshared()
+def _before(weight: Tensor, batch: _Batch) -> Tensor:
+    """The samples along the dimension that is the first one of a weight for each."""
+    return batch.unshared().movedim(0, batch.unshared().dim() - weight.dim())
 
 
-def _compute_dtype(input: Tensor) -> torch.dtype:
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
-
-
-def _scale(weight: _Batch, weight_offset: float, input: Tensor) -> Tensor:
-    """What each sample's rows are multiplied by, in the type computed in; ``input`` has the batch."""
-    sizes = weight.tensor.shape
-    scale = weight.tensor.reshape(sizes[0], *[1] * (input.dim() - len(sizes)), *sizes[1:]).to(_compute_dtype(input))
-    return scale + weight_offset if weight_offset else scale
-
-
-def _normalize(input: Tensor, normalized_shape: _Shape, eps: float | None) -> Tensor:
-    """Without a weight, not rounded from the type computed in."""
-    return _ops.rms_norm(input.to(_compute_dtype(input)), normalized_shape, None, eps)
+def _first(weight: Tensor, result: Tensor) -> Tensor:
+    """The way back."""
+    return result.movedim(result.dim() - weight.dim(), 0).contiguous()
 
 
 def _rms_norm(
@@ -90,12 +68,8 @@ def _rms_norm(
     _C.check_rms_norm(input.sample(), normalized_shape, _sample(weight), eps)
     if weight is None or weight.is_shared:
         return _ops.rms_norm(input.tensor, normalized_shape, _tensor(weight), eps, weight_offset=weight_offset)
-    if input.is_large():
-        pairs = zip(input.samples(), weight.samples(), strict=True)
-        return torch.stack([_ops.rms_norm(x, normalized_shape, w, eps, weight_offset=weight_offset) for x, w in pairs])
-    x = input.tensor[None] if input.is_shared else input.tensor
-    output = _normalize(x, normalized_shape, eps) * _scale(weight, weight_offset, x)
-    return output.to(x.dtype)
+    w = weight.tensor
+    return _first(w, _ops.rms_norm(_before(w, input), normalized_shape, w, eps, weight_offset=weight_offset))
 
 
 def _rms_norm_(input: _Batch, *args: Any, **kwargs: Any) -> None:
@@ -113,12 +87,13 @@ def _add_rms_norm(
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     _C.check_add_rms_norm(input.sample(), residual.sample(), normalized_shape, _sample(weight), eps)
-    x, r = input.unshared(), residual.unshared()
     if weight is None or weight.is_shared:
+        x, r = input.unshared(), residual.unshared()
         return _ops.add_rms_norm(x, r, normalized_shape, _tensor(weight), eps, weight_offset=weight_offset)
-    h = x + r  # of the wider of the two types, which is the residual's
-    of_sum = _Batch(h, False, input.size)
-    return _rms_norm(of_sum, normalized_shape, weight, eps, weight_offset=weight_offset).to(x.dtype), h
+    w = weight.tensor
+    x, r = _before(w, input), _before(w, residual)
+    y, h = _ops.add_rms_norm(x, r, normalized_shape, w, eps, weight_offset=weight_offset)
+    return _first(w, y), _first(w, h)
 
 
 def _add_rms_norm_(input: _Batch, residual: _Batch, *args: Any, **kwargs: Any) -> None:
@@ -143,52 +118,17 @@ def _rms_norm_backward(
     _C.check_rms_norm_backward(
         grad_output.sample(), input.sample(), normalized_shape, _sample(weight), eps, _sample(grad_residual)
     )
-    dy, x, residual = grad_output.unshared(), input.unshared(), _unshared(grad_residual)
+    rows = grad_output, input, grad_residual
     keywords = {"weight_offset": weight_offset, "output_mask": output_mask}
     if weight is None or (weight.is_shared and not output_mask[1]):
+        dy, x, residual = (None if batch is None else batch.unshared() for batch in rows)
         return _ops.rms_norm_backward(dy, x, normalized_shape, _tensor(weight), eps, grad_residual=residual, **keywords)
-    if input.is_large():
-        residuals = [None] * input.size if residual is None else residual.unbind()
-        samples = zip(dy.unbind(), x.unbind(), weight.samples(), residuals, strict=True)
-        results = [
-            _ops.rms_norm_backward(dy, x, normalized_shape, w, eps, grad_residual=residual, **keywords)
-            for dy, x, w, residual in samples
-        ]
-        of_inputs, of_weights = zip(*results, strict=True)
-        grad_input = torch.stack(of_inputs) if output_mask[0] else None
-        grad_weight = torch.stack(of_weights) if output_mask[1] else None
-        return grad_input, grad_weight
-
-    compute = _compute_dtype(x)
-    grad_input = grad_weight = None
-    if output_mask[0] and weight.is_shared:
-        grad_input, _ = _ops.rms_norm_backward(
-            dy,
-            x,
-            normalized_shape,
-            weight.tensor,
-            eps,
-            weight_offset=weight_offset,
-            grad_residual=residual,
-            output_mask=[True, False],
-        )
-    elif output_mask[0]:
-        # A weight is to grad_input a factor of grad_output.
-        grad_input, _ = _ops.rms_norm_backward(
-            dy.to(compute) * _scale(weight, weight_offset, x),
-            x.to(compute),
-            normalized_shape,
-            None,
-            eps,
-            grad_residual=None if residual is None else residual.to(compute),
-            output_mask=[True, False],
-        )
-        grad_input = grad_input.to(x.dtype)
-    if output_mask[1]:
-        terms = dy.to(compute) * _normalize(x, normalized_shape, eps)
-        row_dims = range(1, x.dim() - len(normalized_shape))
-        grad_weight = (terms.sum(tuple(row_dims)) if row_dims else terms).to(weight.tensor.dtype)
-    return grad_input, grad_weight
+    w = weight.unshared()
+    dy, x, residual = (None if batch is None else _before(w, batch) for batch in rows)
+    grad_input, grad_weight = _ops.rms_norm_backward(
+        dy, x, normalized_shape, w, eps, grad_residual=residual, **keywords
+    )
+    return None if grad_input is None else _first(w, grad_input), grad_weight
 
 
 def _check_target(op: str, name: str, target: _Batch) -> None:

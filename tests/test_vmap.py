@@ -5,7 +5,6 @@ from itertools import product
 from typing import Any
 
 import cases
-import oracle
 import pytest
 import torch
 from calls import Calls
@@ -18,6 +17,17 @@ ops = torch.ops.normops
 
 SIZE = 5
 DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64))
+
+SHAPES = pytest.mark.parametrize(
+    ("shape", "normalized_shape", "weight_shape"),
+    [
+        ((3, 16), (16,), (16,)),
+        ((16,), (16,), (16,)),
+        ((2, 3, 4, 5), (4, 5), (4, 5)),
+        ((2, 3, 4, 5), (5,), (4, 5)),
+        ((3, 16), (16,), (3, 16)),
+    ],
+)
 
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
 
@@ -40,10 +50,11 @@ def per_sample(op: Callable[..., Any], tensors: list[Tensor | None], dims: tuple
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("dims", [d for d in product((0, 1, -1, None), (0, -1, None)) if d != (None, None)])
-@pytest.mark.parametrize(("shape", "normalized_shape"), [((3, 16), (16,)), ((16,), (16,)), ((2, 3, 4, 5), (4, 5))])
+@SHAPES
 def test_forward(
     shape: tuple[int, ...],
     normalized_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
     dims: tuple[int | None, int | None],
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
@@ -52,7 +63,7 @@ def test_forward(
     """Equal bit for bit, also where each sample has its own weight."""
     input_dim, weight_dim = dims
     x = batched(shape, input_dim, dtype, 1, device)
-    w = batched(normalized_shape, weight_dim, weight_dtype, 2, device)
+    w = batched(weight_shape, weight_dim, weight_dtype, 2, device)
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
         return normops.rms_norm(x, normalized_shape, w, EPS, weight_offset=0.5)
@@ -94,10 +105,11 @@ def test_add(dims: tuple[int | None, ...], residual_dtype: torch.dtype, device: 
     "dims", [(0, 0, None), (0, None, None), (None, 1, None), (0, 1, 0), (None, None, 0), (1, None, 1), (-1, -1, -1)]
 )
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "normalized_shape"), [((3, 16), (16,)), ((16,), (16,)), ((2, 3, 4, 5), (4, 5))])
+@SHAPES
 def test_backward(
     shape: tuple[int, ...],
     normalized_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     dims: tuple[int | None, ...],
@@ -105,10 +117,10 @@ def test_backward(
     mask: tuple[bool, bool],
     device: str,
 ) -> None:
-    """Within the operator's own bounds; grad_input bit for bit where the samples share the weight."""
+    """Equal bit for bit, also where each sample has its own weight, or gradient of it."""
     dy = batched(shape, dims[0], dtype, 1, device)
     x = batched(shape, dims[1], dtype, 2, device)
-    w = batched(normalized_shape, dims[2], weight_dtype, 3, device)
+    w = batched(weight_shape, dims[2], weight_dtype, 3, device)
     residual = batched(shape, dims[1], dtype, 4, device) if has_residual else None
     all_dims = (*dims, dims[1] if has_residual else None)
 
@@ -120,49 +132,13 @@ def test_backward(
     out_dims: Any = tuple(0 if wanted else None for wanted in mask)
     with Calls() as calls:
         grad_input, grad_weight = torch.vmap(backward, all_dims, out_dims=out_dims)(dy, x, w, residual)
-    assert calls.names == ["rms_norm_backward"] * mask[0] + ["rms_norm"] * mask[1]
-    assert [grad_input is not None, grad_weight is not None] == list(mask)
-    for i, sample in enumerate(zip(*map(samples, [dy, x, w, residual], all_dims), strict=True)):
-        bounded = oracle.rms_norm_backward(
-            sample[0], sample[1], normalized_shape, sample[2], EPS, weight_offset=0.5, grad_residual=sample[3]
-        )
-        alone = backward(*sample)
-        if grad_input is not None:
-            oracle.assert_within(grad_input[i], bounded.grad_input, "grad_input")
-            if dims[2] is None:
-                assert torch.equal(grad_input[i], alone[0])
-        if grad_weight is not None:
-            assert bounded.grad_weight is not None
-            assert grad_weight.dtype == weight_dtype
-            oracle.assert_within(grad_weight[i], bounded.grad_weight, "grad_weight")
-
-
-@pytest.mark.parametrize("weight_dim", [None, 0])
-@pytest.mark.parametrize("has_residual", [False, True])
-def test_large_samples(has_residual: bool, weight_dim: int | None, device: str) -> None:
-    """With a weight, or a gradient of it, for each: the operator is called for each, with its bits."""
-    shape = (8, 4096)
-    dy, x, residual = (batched(shape, 0, torch.bfloat16, seed, device) for seed in (1, 2, 3))
-    w = batched(shape[1:], weight_dim, torch.float32, 4, device)
-
-    def backward(dy: Tensor, x: Tensor, w: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.rms_norm_backward(dy, x, shape[1:], w, EPS, grad_residual=residual if has_residual else None)
-
-    dims = (0, 0, weight_dim, 0)
-    with Calls() as calls:
-        actual = torch.vmap(backward, dims)(dy, x, w, residual)
-    assert calls.names == ["rms_norm_backward"] * SIZE
-    expected = zip(*per_sample(backward, [dy, x, w, residual], dims), strict=True)
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, torch.stack(b))
-
-    def norm(x: Tensor, w: Tensor) -> Tensor:
-        return normops.rms_norm(x, shape[1:], w, EPS)
-
-    with Calls() as calls:
-        output = torch.vmap(norm, (0, weight_dim))(x, w)
-    assert calls.names == ["rms_norm"] * (1 if weight_dim is None else SIZE)
-    assert torch.equal(output, torch.stack(per_sample(norm, [x, w], (0, weight_dim))))
+    assert calls.names == ["rms_norm_backward"]
+    expected = zip(*per_sample(backward, [dy, x, w, residual], all_dims), strict=True)
+    for wanted, actual, of_samples in zip(mask, (grad_input, grad_weight), expected, strict=True):
+        assert (actual is not None) == wanted
+        if wanted:
+            assert actual.is_contiguous()
+            assert torch.equal(actual, torch.stack(of_samples))
 
 
 def test_nested(device: str) -> None:
@@ -272,7 +248,8 @@ ERRORS: tuple[tuple[Callable[..., Any], tuple[int | None, ...], tuple[tuple[int,
         lambda x, w: ops.rms_norm(x, [4], w),
         (0, 0),
         ((5, 3, 4), (5, 1)),
-        "rms_norm: expected weight to have shape [4], the normalized_shape, but got [1]",
+        "rms_norm: expected weight to have shape [4], the normalized_shape, or more of the last dimensions of input, "
+        "whose shape is [3, 4], but got [1]",
     ),
     (
         lambda dy, x, w: ops.rms_norm_backward(dy, x, [4], w),
