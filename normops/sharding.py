@@ -4,10 +4,12 @@ normops imports this module when ``torch.distributed.tensor`` is imported, by wh
 
 Rows are independent of each other, so **shards of rows stay where they are**: where ``input`` is ``Shard(d)`` and ``d``
 is not among the dimensions of ``normalized_shape``, the outputs are ``Shard(d)``, too, and nothing is communicated;
-``grad_weight`` is then ``Partial()``, a sum that is still to be taken over the ranks, by whoever needs it. **All else
-is replicated first**: a sharded normalized dimension is gathered, an ``input`` that is ``Partial()`` is summed up, a
-sharded ``weight`` is gathered. Of several arguments with the shape of ``input``, the first one that is sharded by rows
-on a dimension of the mesh decides for all. ``normalized_shape`` is that of the whole tensor, and so of its shards.
+``grad_weight`` is then ``Partial()``, a sum that is still to be taken over the ranks, by whoever needs it. A ``weight``
+of shape ``[*groups, *normalized_shape]`` and its gradient are sharded as ``input`` is on the dimensions that they have
+of it: heads beside heads, and nothing is communicated. **All else is replicated first**: a sharded normalized dimension
+is gathered, an ``input`` that is ``Partial()`` is summed up, a ``weight`` that is sharded otherwise is gathered. Of
+several arguments with the shape of ``input``, the first one that is sharded by rows on a dimension of the mesh decides
+for all. ``normalized_shape`` is that of the whole tensor, and so of its shards.
 
 ``rms_norm_`` and ``add_rms_norm_`` cannot change how the tensors that they write to are sharded, and refuse where they
 would have to. The ``.out`` overloads take no DTensor.
@@ -65,6 +67,18 @@ def _row_placements(specs: Mapping[str, DTensorSpec], normalized_shape: Sequence
     return tuple(map(decide, zip(*(spec.placements for spec in given), strict=True)))
 
 
+def _of_weight(rows: Placement, first_dim: int, otherwise: Placement) -> Placement:
+    """The placement of the weight, or its gradient, whose dimensions are those of the rows from ``first_dim`` on."""
+    if rows.is_replicate():
+        return Replicate()
+    assert isinstance(rows, (Shard, _StridedShard))
+    if rows.dim < first_dim:
+        return otherwise
+    if isinstance(rows, _StridedShard):
+        return _StridedShard(rows.dim - first_dim, split_factor=rows.split_factor)
+    return Shard(rows.dim - first_dim)
+
+
 def _strategy(schema: OpSchema) -> OpStrategy:
     """The one way to run an operator: all that has the shape of input sharded alike, by rows or not at all."""
     arguments = _by_name(schema.op, schema.args_schema, schema.kwargs_schema)
@@ -73,10 +87,11 @@ def _strategy(schema: OpSchema) -> OpStrategy:
     }
     mesh = schema.get_mesh_from_args()
     rows = _row_placements(specs, arguments["normalized_shape"])
-    others = {
-        "weight": tuple(Replicate() for _ in rows),
-        "grad_weight": tuple(Replicate() if p.is_replicate() else Partial() for p in rows),
-    }
+    others = {}
+    if "weight" in specs:
+        first_dim = specs["input"].ndim - specs["weight"].ndim
+        others["weight"] = tuple(_of_weight(p, first_dim, Replicate()) for p in rows)
+        others["grad_weight"] = tuple(_of_weight(p, first_dim, Partial()) for p in rows)
 
     def placed(name: str) -> DTensorSpec:
         return DTensorSpec(mesh, others.get(name, rows))

@@ -66,6 +66,33 @@ def shards_of_rows_stay_where_they_are() -> None:
 
 
 @case(2, 4)
+def weights_of_heads_stay_with_their_heads() -> None:
+    mesh = mesh_of() if dist.get_world_size() == 2 else mesh_of(2, 2)
+    shape, of_weight = (4, 5, 3, 8), (5, 3, 8)
+    x, dy, w = (cases.values(size, torch.float32, i) for i, size in enumerate((shape, shape, of_weight)))
+    rows = (Replicate(),) * (mesh.ndim - 1)
+    for d, inputs, weights in ((1, rows, rows), (2, rows, rows), (1, (Shard(0),) * len(rows), rows)):
+        by_heads = (*inputs, Shard(d))
+        given = placed(x, mesh, by_heads).requires_grad_()
+        residual = placed(dy, mesh, by_heads)
+        weight = placed(w, mesh, (*weights, Shard(d - 1))).requires_grad_()
+        (output, total), sent = communicated(lambda: add_rms_norm(given, residual, 8, weight, cases.EPS))  # noqa: B023
+        assert sent == {}
+        assert output.placements == total.placements == by_heads
+        expected = add_rms_norm(x, dy, 8, w, cases.EPS)
+        assert_equal(output, expected[0])
+        output, sent = communicated(lambda: rms_norm(given, 8, weight, cases.EPS))  # noqa: B023
+        assert sent == {}
+        assert_equal(output, rms_norm(x, 8, w, cases.EPS))
+        _, sent = communicated(lambda: output.backward(residual))  # noqa: B023
+        assert sent == {}
+        grad_input, grad_weight = ops.rms_norm_backward(dy, x, [8], w, cases.EPS)
+        assert_equal(given.grad, grad_input)
+        assert grad_of(weight).placements == (*(Partial() if p.is_shard() else p for p in inputs), Shard(d - 1))
+        torch.testing.assert_close(grad_of(weight).full_tensor(), grad_weight)
+
+
+@case(2, 4)
 def a_sharded_normalized_dimension_is_gathered() -> None:
     mesh = mesh_of()
     x, dy, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((5, 3, 8), (5, 3, 8), (3, 8))))
@@ -161,7 +188,8 @@ def any_placements_give_the_same_values() -> None:
         mesh = choose.choice(meshes)
         shape = tuple(choose.randint(1, 5) for _ in range(choose.randint(2, 4)))
         ns = normalized(shape, choose.randint(1, len(shape) - 1))
-        whole = [cases.values(size, torch.float32, seed + i) for i, size in enumerate((shape, shape, ns))]
+        of_weight = normalized(shape, choose.randint(len(ns), len(shape)))
+        whole = [cases.values(size, torch.float32, seed + i) for i, size in enumerate((shape, shape, of_weight))]
         grads = [cases.values(shape, torch.float32, seed + i) for i in (3, 4)]
         given: list[Any] = [
             placed(t, mesh, placements_at_random(t.dim(), mesh, choose)).requires_grad_() for t in whole
