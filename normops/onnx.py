@@ -14,7 +14,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """The ``custom_translation_table`` with which ``torch.onnx.export`` writes ONNX's ``RMSNormalization``.
 
     It makes one of each ``rms_norm``, and an ``Add`` and one of each ``add_rms_norm``, with dynamic sizes where the
-    exported program has them. ``RMSNormalization`` came with version 23 of ONNX's operators.
+    exported program has them. A weight per group becomes a ``Mul`` after it. ``RMSNormalization`` came with version 23
+    of ONNX's operators.
 
     ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
     the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once),
@@ -84,15 +85,17 @@ def _normalize(
     def constant(number: float) -> Value:
         return opset23.Constant(value=ir.to_proto(ir.tensor(number, dtype=ir.DataType(compute))))
 
-    if weight is None:
-        scale = opset23.Expand(constant(1.0), opset23.Shape(h, start=-dims))
-    else:
+    scale = None
+    if weight is not None:
         scale = _cast(weight, weight.dtype, compute)
         if weight_offset != 0.0:
             scale = opset23.Add(scale, constant(weight_offset))
+    has_groups = weight is not None and len(weight.shape) > dims  # which ONNX's scale cannot have
+    of_columns = opset23.Expand(constant(1.0), opset23.Shape(h, start=-dims)) if scale is None or has_groups else scale
     if eps is None:
         eps = torch.finfo(torch.float64 if compute == ir.DataType.DOUBLE else torch.float32).eps
-    return opset23.RMSNormalization(h, scale, axis=-dims, epsilon=eps, stash_type=compute)
+    output = opset23.RMSNormalization(h, of_columns, axis=-dims, epsilon=eps, stash_type=compute)
+    return opset23.Mul(output, scale) if has_groups else output
 
 
 def _compute_type(input_type: int) -> int:

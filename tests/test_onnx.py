@@ -35,6 +35,7 @@ class Norm(NamedTuple):
     weight_offset: float = 0.0
     dims: int = 1
     eps: float | None = EPS
+    group_dims: int = 0
 
     @property
     def normalized_shape(self) -> tuple[int, ...]:
@@ -44,7 +45,7 @@ class Norm(NamedTuple):
         if self.weight_dtype is None:
             return None
         seed = NORMS.index(self)  # torch.onnx merges nodes that compute the same
-        return cases.values(self.normalized_shape, self.weight_dtype, seed)
+        return cases.values(COLS[-self.dims - self.group_dims :], self.weight_dtype, seed)
 
 
 NORMS = (
@@ -56,6 +57,7 @@ NORMS = (
     Norm(None),
     Norm(None, dims=2, eps=None),
     Norm(None, eps=0.0),
+    Norm(torch.float32, 1.0, eps=2 * EPS, group_dims=1),
 )
 
 
@@ -115,7 +117,8 @@ def test_operators(dtype: torch.dtype, residual_dtype: torch.dtype, optimize: bo
     dtypes = (dtype, residual_dtype)
     program, nodes = export(Norms(), *(cases.values((*EXPORTED, *COLS), d) for d in dtypes), optimize=optimize)
     assert nodes["RMSNormalization"] == 2 * len(NORMS)
-    assert not set(nodes) - {"RMSNormalization", "Cast", "Add", "Identity", "Constant", "Shape", "Expand"}
+    assert nodes["Mul"] == 2  # by a weight per group
+    assert not set(nodes) - {"RMSNormalization", "Cast", "Add", "Mul", "Identity", "Constant", "Shape", "Expand"}
     for sizes in (EXPORTED, OTHER):
         x, residual = (cases.values((*sizes, *COLS), d, seed) for seed, d in enumerate(dtypes))
         h = exact_sum(x, residual)
