@@ -1,7 +1,7 @@
 """The operators on nested tensors of jagged layout: sequences of different lengths, packed into one tensor of values.
 
-A norm over dimensions behind the ragged one is the norm of the values. normops imports this module once nested tensors
-are used; derivatives and ``torch.compile`` are those of the operators.
+A norm over dimensions behind the ragged one, by a weight of such dimensions, is the norm of the values. normops imports
+this module once nested tensors are used; derivatives and ``torch.compile`` are those of the operators.
 
 Example:
     >>> import torch, normops
@@ -22,10 +22,17 @@ from torch.nested._internal.ops import extract_kwargs, raggedness_matches, regis
 _ops = torch.ops.normops
 
 
-def rms_norm(op: OpOverload, input: NestedTensor, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
+def rms_norm(
+    op: OpOverload,
+    input: NestedTensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     """``normops.rms_norm`` of the values."""
-    _check("rms_norm", input, normalized_shape)
-    return _like(input, op(input._values, normalized_shape, *args, **kwargs))
+    _check("rms_norm", input, normalized_shape, weight)
+    return _like(input, op(input._values, normalized_shape, weight, *args, **kwargs))
 
 
 def add_rms_norm(
@@ -33,12 +40,13 @@ def add_rms_norm(
     input: NestedTensor,
     residual: NestedTensor,
     normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """``normops.add_rms_norm`` of the values."""
-    _check("add_rms_norm", input, normalized_shape, residual=residual)
-    output, residual_out = op(input._values, residual._values, normalized_shape, *args, **kwargs)
+    _check("add_rms_norm", input, normalized_shape, weight, residual=residual)
+    output, residual_out = op(input._values, residual._values, normalized_shape, weight, *args, **kwargs)
     return _like(input, output), _like(input, residual_out)
 
 
@@ -47,23 +55,32 @@ def rms_norm_backward(
     grad_output: NestedTensor,
     input: NestedTensor,
     normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
     *args: Any,
     grad_residual: NestedTensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
     """``normops.rms_norm_backward`` of the values; ``grad_weight`` is the sum over all sequences."""
     others = {"grad_output": grad_output} | ({} if grad_residual is None else {"grad_residual": grad_residual})
-    _check("rms_norm_backward", input, normalized_shape, **others)
+    _check("rms_norm_backward", input, normalized_shape, weight, **others)
     kwargs["grad_residual"] = None if grad_residual is None else grad_residual._values
-    grad_input, grad_weight = op(grad_output._values, input._values, normalized_shape, *args, **kwargs)
+    grad_input, grad_weight = op(grad_output._values, input._values, normalized_shape, weight, *args, **kwargs)
     return None if grad_input is None else _like(input, grad_input), grad_weight
 
 
-def _check(name: str, input: NestedTensor, normalized_shape: Sequence[int], **others: NestedTensor) -> None:
-    if len(normalized_shape) >= input.dim() - input._ragged_idx:
+def _check(
+    name: str, input: NestedTensor, normalized_shape: Sequence[int], weight: Tensor | None, **others: NestedTensor
+) -> None:
+    dims = input.dim() - input._ragged_idx  # from the ragged one on
+    if len(normalized_shape) >= dims:
         raise RuntimeError(
             f"{name}: expected normalized_shape to be dimensions behind the ragged one of input, whose shape is "
             f"{list(input.shape)}, but got {list(normalized_shape)}"
+        )
+    if weight is not None and weight.dim() >= dims:
+        raise RuntimeError(
+            f"{name}: expected weight to have dimensions behind the ragged one of input, whose shape is "
+            f"{list(input.shape)}, but got {list(weight.shape)}"
         )
     for argument, tensor in others.items():
         if not raggedness_matches(input, tensor.shape):

@@ -67,6 +67,8 @@ def test_module_inference_and_transposed_heads(device: str) -> None:
         assert torch.equal(module(x).values(), module(x.values()))
     assert torch.equal(module(x.transpose(1, 2)).transpose(1, 2).values(), module(x.values()))
     assert torch.equal(normops.rms_norm(x, (3, 4)).values(), normops.rms_norm(x.values(), (3, 4)))
+    of_heads = cases.values((3, 4), torch.float32, 3).to(device)
+    assert torch.equal(normops.rms_norm(x, 4, of_heads).values(), normops.rms_norm(x.values(), 4, of_heads))
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:
@@ -75,8 +77,14 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         normops.rms_norm(x, (6, 8))
     with pytest.raises(RuntimeError, match=r"rms_norm: expected normalized_shape to be dimensions behind the ragged"):
         normops.rms_norm(x.transpose(1, 2), 8)
-    with pytest.raises(RuntimeError, match=r"expected weight to have shape \[8\], the normalized_shape, but got \[7\]"):
+    with pytest.raises(
+        RuntimeError, match=r"expected weight to have shape \[8\], the normalized_shape, or .* got \[7\]"
+    ):
         normops.rms_norm(x, 8, w[:7])
+    with pytest.raises(
+        RuntimeError, match=r"rms_norm: expected weight to have dimensions behind the ragged .* \[6, 8\]"
+    ):
+        normops.rms_norm(x, 8, w.expand(6, 8))
     other = nested.nested_tensor_from_jagged(x.values(), torch.tensor([0, 1, 2, 6], device=device))
     with pytest.raises(RuntimeError, match="add_rms_norm: expected residual to have the sequences of input"):
         normops.add_rms_norm(x, other, 8)
