@@ -21,10 +21,12 @@ class RMSNorm(nn.RMSNorm):
         device: of the weight.
         dtype: of the weight; it may differ from that of the input.
         weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``. The weight starts at ``1 - weight_offset``.
+        groups: the dimensions before those of ``normalized_shape`` that have a weight each: heads, or groups of columns
+            that are normalized by themselves. An ``int`` means one. The weight is ``[*groups, *normalized_shape]``.
 
     Shape:
-        Input ``[*, *normalized_shape]``, output the same. With a second argument, the residual, of the same shape, the
-        output is a pair: the normalized sum and the sum, which is the residual of the next norm.
+        Input ``[*, *groups, *normalized_shape]``, output the same. With a second argument, the residual, of the same
+        shape, the output is a pair: the normalized sum and the sum, which is the residual of the next norm.
 
     Example:
         >>> import torch, normops
@@ -34,9 +36,13 @@ class RMSNorm(nn.RMSNorm):
         >>> norm.load_state_dict(torch.nn.RMSNorm(64).state_dict())
         <All keys matched successfully>
         >>> output, residual = norm(torch.randn(2, 3, 64), torch.randn(2, 3, 64))
+        >>> of_queries = normops.RMSNorm(64, groups=8)  # a weight for each of 8 heads
+        >>> of_queries(torch.randn(2, 3, 8, 64)).shape
+        torch.Size([2, 3, 8, 64])
     """
 
     weight_offset: float
+    groups: tuple[int, ...]
 
     def __init__(
         self,
@@ -47,9 +53,14 @@ class RMSNorm(nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         weight_offset: float = 0.0,
+        groups: int | Sequence[int] = (),
     ) -> None:
         self.weight_offset = weight_offset  # before reset_parameters, which the base class calls
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.groups = (groups,) if isinstance(groups, int) else tuple(groups)
+        if self.groups and elementwise_affine:
+            self.weight = nn.Parameter(torch.empty((*self.groups, *self.normalized_shape), device=device, dtype=dtype))
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the weight to ``1 - weight_offset``, so that the module starts without scaling."""
@@ -73,6 +84,7 @@ class RMSNorm(nn.RMSNorm):
         return add_rms_norm(x, residual, shape, weight, eps, weight_offset=weight_offset)
 
     def extra_repr(self) -> str:
-        """As in the base class, with ``weight_offset`` where there is one."""
+        """As in the base class, with ``weight_offset`` and ``groups`` where there are any."""
         base: str = super().extra_repr()
-        return base if self.weight_offset == 0.0 else f"{base}, weight_offset={self.weight_offset}"
+        offset = "" if self.weight_offset == 0.0 else f", weight_offset={self.weight_offset}"
+        return base + offset + (f", groups={self.groups}" if self.groups else "")

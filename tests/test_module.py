@@ -60,6 +60,21 @@ def test_weight_offset_starts_without_scaling() -> None:
     assert torch.equal(norm(x), normops.RMSNorm(8)(x))
 
 
+@pytest.mark.parametrize(("groups", "shape"), [(3, (3, 8)), ((2, 3), (2, 3, 8)), ((), (8,))])
+def test_groups(groups: int | tuple[int, ...], shape: tuple[int, ...]) -> None:
+    norm = normops.RMSNorm(8, 1e-3, weight_offset=1.0, dtype=torch.bfloat16, groups=groups)
+    assert {name: tuple(value.shape) for name, value in norm.state_dict().items()} == {"weight": shape}
+    assert norm.weight.dtype == torch.bfloat16
+    assert torch.equal(norm.weight, torch.zeros(shape))
+    described = f", groups={shape[:-1]}" if groups else ""
+    assert repr(norm) == f"RMSNorm((8,), eps=0.001, elementwise_affine=True, weight_offset=1.0{described})"
+    nn.init.normal_(norm.weight)
+    x = cases.values((5, *shape), torch.float32)
+    assert torch.equal(norm(x), normops.rms_norm(x, 8, norm.weight, 1e-3, weight_offset=1.0))
+    assert torch.equal(copy.deepcopy(norm)(x), norm(x))
+    assert normops.RMSNorm(8, elementwise_affine=False, groups=groups).weight is None
+
+
 def test_copies_pickles_and_moves() -> None:
     norm = normops.RMSNorm(8, 1e-3, weight_offset=1.0)
     nn.init.normal_(norm.weight)
