@@ -75,12 +75,13 @@ def _parameters(rows: int, cols: int, *tensors: int) -> Parameters:
         (8, cols, 8),
         (16, 1 / cols, 8),
         (24, EPS, 8),
-        (32, WEIGHT, 8),
-        (40, 0.0, 4),
+        (32, 1, 8),
+        (40, WEIGHT, 8),
+        (48, 0.0, 4),
     ]
     for number, data in enumerate(tensors):
-        parameters += [(48 + 16 * number, data, 8), (56 + 16 * number, cols, 8)]
-    return [*parameters, (48 + 16 * len(tensors), PARTIALS, 8)]
+        parameters += [(56 + 16 * number, data, 8), (64 + 16 * number, cols, 8)]
+    return [*parameters, (56 + 16 * len(tensors), PARTIALS, 8)]
 
 
 def _follow(kernel: Kernel, config: Config, parameters: Parameters) -> Trace:

@@ -37,15 +37,15 @@ class Buffer {
 
 // With a residual of `residual_dtype`, which is also the dtype of the backward's input.
 void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, int64_t cols, int64_t padding,
-         int64_t offset, const Device& device) {
+         int64_t offset, const Device& device, int64_t groups = 1) {
   const auto rows_buffer = [&](DType dtype) { return Buffer(dtype, rows, cols, cols + padding, offset); };
   Buffer grad_output = rows_buffer(dtype), input = rows_buffer(dtype), residual = rows_buffer(residual_dtype),
          grad_residual = rows_buffer(residual_dtype), output = rows_buffer(dtype),
          residual_out = rows_buffer(residual_dtype), grad_input = rows_buffer(residual_dtype),
-         weight(weight_dtype, 1, cols, cols, offset), grad_weight(weight_dtype, 1, cols, cols, 0);
-  const Weight w = {weight.data(), weight_dtype, 1};
-  const int64_t count = rms_norm_backward_partials(residual_dtype, dtype, rows, cols, device);
-  Buffer partials(compute_dtype(dtype), count, cols, cols, 0);
+         weight(weight_dtype, groups, cols, cols, offset), grad_weight(weight_dtype, groups, cols, cols, 0);
+  const Weight w = {weight.data(), weight_dtype, 1, groups};
+  const int64_t count = rms_norm_backward_partials(residual_dtype, dtype, rows, cols, groups, device);
+  Buffer partials(compute_dtype(dtype), count * groups, cols, cols, 0);
 
   const RmsNormArgs forward = {.dtype = dtype,
                                .rows = rows,
@@ -77,7 +77,9 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, in
                             .grad_weight_partials = partials.data()},
                            device, nullptr);
   // Its blocks differ in nothing but the columns; many of them would take long.
-  if (cols < 200) launch_grad_weight(dtype, weight_dtype, partials.data(), count, cols, grad_weight.data(), nullptr);
+  if (cols < 200) {
+    launch_grad_weight(dtype, weight_dtype, partials.data(), count, groups * cols, grad_weight.data(), nullptr);
+  }
 }
 
 }  // namespace
@@ -89,6 +91,7 @@ int main() {
     for (const DType weight_dtype : kDTypes) {
       for (const int64_t cols : {1, 5, 63, 64, 65, 100, 769}) {
         run(dtype, residual_dtype, weight_dtype, 5, cols, 0, 0, with_shared);
+        run(dtype, residual_dtype, weight_dtype, 6, cols, 0, 0, with_shared, 3);
       }
     }
     for (const int64_t packs : {64, 512, 2048, 4096, 4097}) {
@@ -97,6 +100,9 @@ int main() {
       run(dtype, residual_dtype, dtype, 2, packs * pack - 1, pack + 1, 0, without_shared);
     }
     run(dtype, residual_dtype, dtype, 300, 8 * pack, 0, 0, with_shared);
+    for (const int64_t packs : {8, 64, 512, 4097}) {
+      run(dtype, residual_dtype, residual_dtype, 4, packs * pack, 0, 0, with_shared, 2);
+    }
     run(dtype, residual_dtype, dtype, 1, 2049 * pack, 0, 0, with_clusters);
   };
   for (const DType dtype : kDTypes) {

@@ -58,8 +58,9 @@ const char* rms_norm_backward(const RmsNormBackwardArgs* args, const Device* dev
   return message_of(seed, [&] { launch_rms_norm_backward(*args, *device, nullptr); });
 }
 
-int64_t partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, const Device* device) {
-  return rms_norm_backward_partials(dtype, grad_output_dtype, rows, cols, *device);
+int64_t partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, int64_t groups,
+                 const Device* device) {
+  return rms_norm_backward_partials(dtype, grad_output_dtype, rows, cols, groups, *device);
 }
 
 const char* grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,

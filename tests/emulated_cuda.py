@@ -56,7 +56,12 @@ class RowLayout(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("dtype", ctypes.c_uint8), ("offset", ctypes.c_double))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_uint8),
+        ("offset", ctypes.c_double),
+        ("groups", ctypes.c_int64),
+    )
 
 
 class RmsNormArgs(ctypes.Structure):
@@ -213,10 +218,17 @@ class Kernels:
         return self._library.backward_config_of(DTYPES.index(dtype), ctypes.c_int64(packs_of_row), ctypes.byref(on))
 
     def partials(
-        self, dtype: torch.dtype, rows: int, cols: int, on: Device, grad_output_dtype: torch.dtype | None = None
+        self,
+        dtype: torch.dtype,
+        rows: int,
+        cols: int,
+        on: Device,
+        grad_output_dtype: torch.dtype | None = None,
+        groups: int = 1,
     ) -> int:
         pair = (DTYPES.index(dtype), DTYPES.index(grad_output_dtype or dtype))
-        count: int = self._library.partials(*pair, ctypes.c_int64(rows), ctypes.c_int64(cols), ctypes.byref(on))
+        sizes = (ctypes.c_int64(size) for size in (rows, cols, groups))
+        count: int = self._library.partials(*pair, *sizes, ctypes.byref(on))
         return count
 
     def rms_norm(
@@ -299,9 +311,10 @@ class Kernels:
             grad_input = grad_input or Output(tuple(input.shape), input.dtype)
         partials = None
         if output_mask[1] and weight is not None:
-            count = self.partials(input.dtype, rows, cols, on, grad_output.dtype)
+            groups = weight.shape[:-1].numel()
+            count = self.partials(input.dtype, rows, cols, on, grad_output.dtype, groups)
             compute = torch.float64 if input.dtype == torch.float64 else torch.float32
-            partials = Output((count, cols), compute)
+            partials = Output((count, groups * cols), compute)
         dy, x, dz = rows_of(grad_output), rows_of(input), rows_of(grad_residual)
         dx = rows_of(grad_input.rows if grad_input is not None else None)
         args = RmsNormBackwardArgs(
@@ -321,14 +334,14 @@ class Kernels:
         grad_weight = None
         if partials is not None and weight is not None:
             partials.result()
-            grad_weight = Output((cols,), weight.dtype)
+            grad_weight = Output(tuple(weight.shape), weight.dtype)
             self._check(
                 self._library.grad_weight(
                     dtype,
                     DTYPES.index(weight.dtype),
                     ctypes.c_void_p(partials.rows.data_ptr()),
                     ctypes.c_int64(len(partials.rows)),
-                    ctypes.c_int64(cols),
+                    ctypes.c_int64(weight.numel()),
                     ctypes.c_void_p(grad_weight.rows.data_ptr()),
                     ctypes.c_uint64(seed),
                 )
@@ -341,8 +354,8 @@ class Kernels:
     @staticmethod
     def _weight(weight: Tensor | None, offset: float) -> Weight:
         if weight is None:
-            return Weight(None, 0, offset)
-        return Weight(weight.data_ptr(), DTYPES.index(weight.dtype), offset)
+            return Weight(None, 0, offset, 1)
+        return Weight(weight.data_ptr(), DTYPES.index(weight.dtype), offset, weight.shape[:-1].numel())
 
     @staticmethod
     def _check(message: bytes | None) -> None:

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 # Rows and columns that a kernel gets: the operator returns before it if there are none.
-KERNEL_CASES = [case for case in CASES if math.prod(case.shape) > 0 and case.group_dims == 0]  # that they take for now
+KERNEL_CASES = [case for case in CASES if math.prod(case.shape) > 0]
 HALVES = (torch.float16, torch.bfloat16)
 RAGGED = (1, 5, 63, 64, 65, 100, 769, 4096, 4097)
 PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thread has more of them, then any width
@@ -75,7 +75,7 @@ def check(kernels: Kernels, case: Case, on: Device, seed: int = 0, offset: int =
     dims = case.normalized_dims
     grad_output, input = flat(case.grad_output(), dims), flat(case.input(), dims)
     weight, grad_residual = case.weight(), case.grad_residual()
-    weight = weight.flatten() if weight is not None else None
+    weight = weight.flatten(case.group_dims) if weight is not None else None
     grad_residual = flat(grad_residual, dims) if grad_residual is not None else None
     cols, shape = (input.shape[-1],), tuple(input.shape)
     eps = torch.finfo(torch.float64 if case.dtype == torch.float64 else torch.float32).eps
@@ -119,7 +119,7 @@ def check_add(
     grad_output, input = flat(case.grad_output(), dims), flat(case.input(), dims)
     residual = flat(case.grad_layout(case.shape, residual_dtype, 4), dims)
     weight = case.weight()
-    weight = weight.flatten() if weight is not None else None
+    weight = weight.flatten(case.group_dims) if weight is not None else None
     shape = tuple(input.shape)
     targets = [Output(shape, dtype, offset, padding) for dtype in (case.dtype, residual_dtype)]
     output, h = kernels.add_rms_norm(
@@ -177,6 +177,27 @@ def test_clusters(kernels: Kernels, cluster: int, packs: int, dtype: torch.dtype
         check_add(kernels, case, torch.float32 if dtype in HALVES else dtype, on)
     expected = compute(kernels, case.grad_output(), case.input(), values((cols,), dtype, 3), 1, on)
     assert same(compute(kernels, case.grad_output(), case.input(), values((cols,), dtype, 3), 2, on), expected)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("packs", [7, 40, *PACKS])
+def test_groups(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
+    """Each group of rows has the bits that it has alone, whichever access serves it."""
+    cols, on = packs * pack_elements(dtype), device(5)
+    for layout in (cases.contiguous, cases.misaligned):
+        case = Case((5, 3, cols), dtype, weight_dtype=dtype, layout=layout, has_residual=True, group_dims=1)
+        check(kernels, case, on)
+        check_add(kernels, case, dtype, on)
+        dy, x, w = case.grad_output(), case.input(), case.weight()
+        assert w is not None
+        output, (grad_input, _) = kernels.rms_norm(x, w, on=on), kernels.rms_norm_backward(dy, x, w, on=on)
+        assert grad_input is not None
+        for group in range(3):
+            alone = (dy[:, group], x[:, group], w[group])
+            assert same_bits(kernels.rms_norm(*alone[1:], on=on), output[:, group])
+            of_group, _ = kernels.rms_norm_backward(*alone, on=on)
+            assert of_group is not None
+            assert same_bits(of_group, grad_input[:, group])
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -303,6 +324,9 @@ def test_partial_sums_are_bounded(kernels: Kernels) -> None:
     assert kernels.partials(torch.float32, 5, 4096, on) == 5
     assert kernels.partials(torch.float32, 1 << 20, 1 << 20, on) == 16
     assert kernels.partials(torch.float64, 2, 1 << 30, on) == 1
+    assert kernels.partials(torch.float32, 1 << 20, 4096, on, groups=32) == 132 // 32
+    assert kernels.partials(torch.float32, 1 << 20, 4096, on, groups=1024) == 1
+    assert kernels.partials(torch.float32, 96, 4096, on, groups=32) == 3
 
 
 @pytest.mark.parametrize("special", [math.nan, math.inf])

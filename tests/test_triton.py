@@ -45,7 +45,8 @@ def compiled(name: str, dtype: str, cols: int, arch: int) -> Any:
 
     constants = {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute), "parts": config.parts}
     constants |= {"block_rows": config.block_rows, "block_cols": config.block_cols, **dict.fromkeys(without)}
-    constants |= {name: 1 for name in kernel.arg_names if name.endswith("_inner")}  # as Triton makes it of that number
+    # As Triton makes it of that number.
+    constants |= {name: 1 for name in kernel.arg_names if name == "groups" or name.endswith("_inner")}
 
     def type_of(name: str) -> str:
         if name in constants:

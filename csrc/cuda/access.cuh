@@ -1,5 +1,5 @@
-// How kernels access tensors: any of them (General), or those that models have (Plain), with fewer decisions to take
-// for each row. Both compute the same.
+// How kernels access tensors: any of them (General), or those that models have (Plain; PlainOfGroups), with fewer
+// decisions to take for each row. All compute the same.
 #pragma once
 #include "rms_norm_launch.h"
 #include "vector.cuh"
@@ -14,7 +14,7 @@ struct RowsOf {
   bool aligned;  // see load_elements
 
   // Row first + further.
-  __device__ T* row(int64_t first, unsigned further = 0) const {
+  __device__ T* row(int64_t first, int64_t further = 0) const {
     T* row = data;
     int64_t index = first + further;
     if (layout.dims == 1) return row + index * layout.strides[0];
@@ -45,7 +45,7 @@ struct PlainRowsOf {
   explicit PlainRowsOf(const RowsOf<T>& rows)
       : data(rows.data), stride(rows.layout.dims == 0 ? 0 : rows.layout.strides[0]) {}
 
-  __device__ T* row(int64_t first, unsigned further = 0) const { return data + first * stride + further * stride; }
+  __device__ T* row(int64_t first, int64_t further = 0) const { return data + first * stride + further * stride; }
 };
 
 // Of a row of these, which begins at `row`.
@@ -65,6 +65,16 @@ struct ScaleOf {
   struct Held {};
   Weight weight;
   bool aligned;
+
+  // That of a group, which has so many columns.
+  __device__ ScaleOf of_group(int64_t group, int64_t cols) const {
+    ScaleOf scale = *this;
+    if (weight.data != nullptr) {
+      const int64_t bytes = weight.dtype == DType::float64 ? 8 : weight.dtype == DType::float32 ? 4 : 2;
+      scale.weight.data = static_cast<const char*>(weight.data) + group * cols * bytes;
+    }
+    return scale;
+  }
 
   template <class Index>
   __device__ Held hold(Index, Index) const {
@@ -87,6 +97,12 @@ struct PlainScaleOf {
   explicit PlainScaleOf(const ScaleOf<T>& scale)
       : weight(static_cast<const T*>(scale.weight.data)), offset(static_cast<compute_t<T>>(scale.weight.offset)) {}
 
+  __device__ PlainScaleOf of_group(int64_t group, int64_t cols) const {
+    PlainScaleOf scale = *this;
+    scale.weight += group * cols;
+    return scale;
+  }
+
   template <class Index>
   __device__ Held hold(Index column, Index count) const {
     return load_elements<T, kPack<T>>(weight + column, count, true);
@@ -104,11 +120,22 @@ struct PlainScaleOf {
   }
 };
 
+// How many groups of rows have a weight of their own.
+struct Groups {
+  int64_t count;
+};
+
+struct OneGroup {
+  static constexpr int64_t count = 1;
+  explicit OneGroup(const Groups&) {}
+};
+
 struct General {
   template <class T>
   using Rows = RowsOf<T>;
   template <class T>
   using Scale = ScaleOf<T>;
+  using Groups = cuda::Groups;
 };
 
 struct Plain {
@@ -116,18 +143,29 @@ struct Plain {
   using Rows = PlainRowsOf<T>;
   template <class T>
   using Scale = PlainScaleOf<T>;
+  using Groups = OneGroup;
+};
+
+struct PlainOfGroups : Plain {
+  using Groups = cuda::Groups;
 };
 
 // float64 has no speed to gain, and rows of any width have kernels of their own.
 template <int kPacks, class R>
 constexpr bool kHasPlain = kPacks > 0 && !std::is_same_v<R, double>;
+// Groups, such as heads, are narrow.
+template <int kPacks, class R>
+constexpr bool kHasPlainOfGroups = kHasPlain<kPacks, R> && kPacks <= 4;
 
 // Calls launch.template operator()<Access>() with the access that serves a thread's packs of these.
 template <int kPacks, class R, class Launch, class... Rows>
 void dispatch_access(const ScaleOf<R>& scale, Launch launch, const Rows&... rows) {
   if constexpr (kHasPlain<kPacks, R>) {
     const bool is_plain = scale.weight.data != nullptr && scale.weight.dtype == kDType<R> && scale.aligned;
-    if (is_plain && ((rows.aligned && rows.layout.dims <= 1) && ...)) return launch.template operator()<Plain>();
+    if (is_plain && ((rows.aligned && rows.layout.dims <= 1) && ...)) {
+      if (scale.weight.groups == 1) return launch.template operator()<Plain>();
+      if constexpr (kHasPlainOfGroups<kPacks, R>) return launch.template operator()<PlainOfGroups>();
+    }
   }
   launch.template operator()<General>();
 }

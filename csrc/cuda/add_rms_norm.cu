@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   __shared__ RowSumShared<compute_t<R>, kRows> shared;
   RowSums<compute_t<R>, kRows, kPacks> sum_row(shared);
   const Columns<R, int> columns(args.cols);
-  const TakenRows rows = taken_rows<kRows>(args.rows);
+  const BlockRows block(args.groups.count, kRows * blockDim.y);
+  const TakenRows rows(block, args.rows, args.groups.count);
   wait_for_previous_kernel();
   Pack<R> h[kRows][kPacks];
   Elements<T, kPack<R>> x[kRows][kPacks];
@@ -56,16 +57,17 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
     }
     keep_packed(h[r]);
   }
-  normalize_rows(args, rows, columns, h, sum_row);
+  normalize_rows(args, args.scale.of_group(block.group, args.cols), rows, columns, h, sum_row);
 }
 
 // Rows of any width: the sum is read again where it was written.
 template <class T, class R>
 __global__ void __launch_bounds__(kAnyWidth.threads)
     add_rms_norm_any_width_kernel(const Forward<T, R, General> args, const Addition<T, R, General> addition) {
-  const T* const x = addition.input.row(blockIdx.x);
-  const R* const residual = addition.residual.row(blockIdx.x);
-  R* const h = addition.residual_out.row(blockIdx.x);
+  const int64_t row = BlockRows(args.groups.count, 1).first;
+  const T* const x = addition.input.row(row);
+  const R* const residual = addition.residual.row(row);
+  R* const h = addition.residual_out.row(row);
   const auto add = [&](int64_t column, int64_t count) {
     const Pack<R> sum = sum_of<T, R>(load<kPack<R>>(addition.input, x, column, count),
                                      load<kPack<R>>(addition.residual, residual, column, count));
@@ -86,7 +88,7 @@ void launch_add_rms_norm(const AddRmsNormArgs& args, const Device& device, Strea
     const Addition<T, R, General> addition = {rows_of<const T, R>(args.input, args.input_rows, args.cols),
                                               rows_of<const R, R>(args.residual, args.residual_rows, args.cols),
                                               rows_of<R, R>(args.residual_out, args.residual_out_rows, args.cols)};
-    dispatch_forward<R>(args.rows, args.cols, device, [&]<int kPacks>(const LaunchShape& shape) {
+    dispatch_forward<R>(args, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {
         launch(add_rms_norm_any_width_kernel<T, R>, shape, stream, forward, addition);
       } else {

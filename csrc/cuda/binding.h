@@ -22,9 +22,9 @@ inline Stream current_stream(const Tensor& tensor) {
 }
 
 // The tensor keeps the memory until the kernel is launched; after that the stream's order does.
-inline Weight make_weight(const Tensor& contiguous, double weight_offset) {
-  if (!contiguous.defined()) return {nullptr, DType::float32, 0.0};
-  return {contiguous.const_data_ptr(), dtype_of(contiguous), weight_offset};
+inline Weight make_weight(const Tensor& contiguous, double weight_offset, int64_t groups) {
+  if (!contiguous.defined()) return {nullptr, DType::float32, 0.0, groups};
+  return {contiguous.const_data_ptr(), dtype_of(contiguous), weight_offset, groups};
 }
 
 inline Tensor contiguous_or_undefined(const OptionalTensor& weight) {
@@ -38,7 +38,7 @@ inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const Ten
       .rows = problem.rows,
       .cols = problem.cols,
       .eps = problem.eps,
-      .weight = make_weight(contiguous_weight, weight_offset),
+      .weight = make_weight(contiguous_weight, weight_offset, problem.groups),
       .input = x.tensor->const_data_ptr(),
       .input_rows = x.layout,
       .output = y.data(),

@@ -10,6 +10,7 @@ struct Forward {
   int64_t cols;
   double inverse_cols;
   double eps;
+  typename Access::Groups groups;
   typename Access::template Scale<R> scale;
   typename Access::template Rows<T> output;
 
@@ -19,6 +20,7 @@ struct Forward {
             cols,
             inverse_cols,
             eps,
+            typename Other::Groups(groups),
             typename Other::template Scale<R>(scale),
             typename Other::template Rows<T>(output)};
   }
@@ -30,6 +32,7 @@ Forward<T, R, General> forward_of(const RmsNormArgs& args) {
           args.cols,
           1.0 / static_cast<double>(args.cols),
           args.eps,
+          {args.weight.groups},
           scale_of<R>(args.weight, args.cols),
           rows_of<T, R>(args.output, args.output_rows, args.cols)};
 }
@@ -43,19 +46,15 @@ __device__ Elements<T, kPack<R>> normalized(const Pack<R>& pack, compute_t<R> rs
   return from_compute<T>(numbers);
 }
 
-template <int kRows>
-__device__ TakenRows taken_rows(int64_t rows) {
-  return TakenRows(static_cast<int64_t>(blockIdx.x) * (kRows * blockDim.y), rows);
-}
-
 // Rows that are held in registers, kPacks packs of each to a thread.
 template <class T, class R, class Access, int kRows, int kPacks>
-__device__ void normalize_rows(const Forward<T, R, Access>& args, const TakenRows& rows, const Columns<R, int>& columns,
-                               Pack<R> (&h)[kRows][kPacks], RowSums<compute_t<R>, kRows, kPacks>& sum_row) {
+__device__ void normalize_rows(const Forward<T, R, Access>& args, const typename Access::template Scale<R>& scale,
+                               const TakenRows& rows, const Columns<R, int>& columns, Pack<R> (&h)[kRows][kPacks],
+                               RowSums<compute_t<R>, kRows, kPacks>& sum_row) {
   using Compute = compute_t<R>;
   typename Access::template Scale<R>::Held held[kPacks];
 #pragma unroll
-  for (int p = 0; p < kPacks; p++) held[p] = args.scale.hold(columns.column(p), columns.count(p));
+  for (int p = 0; p < kPacks; p++) held[p] = scale.hold(columns.column(p), columns.count(p));
   Compute rstd[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
@@ -78,11 +77,10 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const TakenRow
 #pragma unroll
   for (int p = 0; p < kPacks; p++) {
     const int column = columns.column(p), count = columns.count(p);
-    const Numbers<R> scale = args.scale.numbers(held[p], column, count);
+    const Numbers<R> w = scale.numbers(held[p], column, count);
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      store(args.output, target[r], columns.offset(p), rows.has(r) ? count : 0,
-            normalized<T, R>(h[r][p], rstd[r], scale));
+      store(args.output, target[r], columns.offset(p), rows.has(r) ? count : 0, normalized<T, R>(h[r][p], rstd[r], w));
     }
     keep_few_registers<kPacks>();
   }
@@ -109,22 +107,24 @@ __device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirs
   sum_row(square_sum);
   const Compute rstd = rstd_of(static_cast<Compute>(square_sum[0]), args.inverse_cols, args.eps);
 
-  T* const target = args.output.row(blockIdx.x);
+  const BlockRows block(args.groups.count, 1);
+  const auto scale = args.scale.of_group(block.group, args.cols);
+  T* const target = args.output.row(block.first);
   for (int64_t p = 0; columns.count(p) > 0; p++) {
     const int64_t column = columns.column(p), count = columns.count(p);
     const Pack<R> h = load_again(column, count);
-    store(args.output, target, column, count, normalized<T, R>(h, rstd, args.scale.numbers({}, column, count)));
+    store(args.output, target, column, count, normalized<T, R>(h, rstd, scale.numbers({}, column, count)));
   }
 }
 
 // Calls launch.template operator()<kPacks>(shape) with the launch configuration for rows of R.
 template <class R, class Launch>
-void dispatch_forward(int64_t rows, int64_t cols, const Device& device, Launch launch) {
-  const RowConfig& config = row_config((cols + kPack<R> - 1) / kPack<R>, device);
+void dispatch_forward(const RmsNormArgs& args, const Device& device, Launch launch) {
+  const RowConfig& config = row_config((args.cols + kPack<R> - 1) / kPack<R>, device);
   const dim3 block = block_of(config);
   dispatch_packs(config.packs, [&]<int kPacks>() {
-    const int64_t blocks =
-        kPacks == 0 ? rows : blocks_of_rows(rows, static_cast<int64_t>(block.y) * rows_in_flight(kPacks));
+    const int64_t rows_at_once = kPacks == 0 ? 1 : static_cast<int64_t>(block.y) * rows_in_flight(kPacks);
+    const int64_t blocks = blocks_of_rows(args.rows, rows_at_once, args.weight.groups);
     launch.template operator()<kPacks>(
         LaunchShape{dim3(static_cast<unsigned>(blocks), config.cluster), block, 0, device.early_start});
   });

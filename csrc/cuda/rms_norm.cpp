@@ -36,7 +36,7 @@ void run_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_
       .rows = problem.rows,
       .cols = problem.cols,
       .eps = problem.eps,
-      .weight = make_weight(w, weight_offset),
+      .weight = make_weight(w, weight_offset, problem.groups),
       .grad_output = dy.tensor->const_data_ptr(),
       .grad_output_rows = dy.layout,
       .input = x.tensor->const_data_ptr(),
@@ -54,19 +54,20 @@ void run_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_
     args.grad_input = dx->data();
     args.grad_input_rows = dx->layout();
   }
-  const int64_t count = rms_norm_backward_partials(dtype, args.grad_output_dtype, problem.rows, problem.cols, device);
+  const int64_t count =
+      rms_norm_backward_partials(dtype, args.grad_output_dtype, problem.rows, problem.cols, problem.groups, device);
   Tensor partials;
   if (grad_weight.defined()) {
     const auto compute = compute_dtype(dtype) == DType::float64 ? at::kDouble : at::kFloat;
-    partials = at::empty({count, problem.cols}, input.options().dtype(compute));
+    partials = at::empty({count, problem.groups, problem.cols}, input.options().dtype(compute));
     args.grad_weight_partials = partials.mutable_data_ptr();
   }
   launch_rms_norm_backward(args, device, stream);
   if (dx.has_value()) dx->finish();
   if (grad_weight.defined()) {
     const Tensor dw = grad_weight.is_contiguous() ? grad_weight : CudaBackend::empty_contiguous(grad_weight);
-    launch_grad_weight(dtype, dtype_of(dw), partials.const_data_ptr(), count, problem.cols, dw.mutable_data_ptr(),
-                       stream);
+    launch_grad_weight(dtype, dtype_of(dw), partials.const_data_ptr(), count, problem.groups * problem.cols,
+                       dw.mutable_data_ptr(), stream);
     if (!dw.is_same(grad_weight)) grad_weight.copy_(dw);
   }
 }

@@ -12,21 +12,22 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   __shared__ RowSumShared<compute_t<T>, kRows> shared;
   RowSums<compute_t<T>, kRows, kPacks> sum_row(shared);
   const Columns<T, int> columns(args.cols);
-  const TakenRows rows = taken_rows<kRows>(args.rows);
+  const BlockRows block(args.groups.count, kRows * blockDim.y);
+  const TakenRows rows(block, args.rows, args.groups.count);
   wait_for_previous_kernel();
   Pack<T> x[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
     load_packs<T>(x[r], input, input.row(rows.first, rows.further(r)), rows.has(r), columns);
   }
-  normalize_rows(args, rows, columns, x, sum_row);
+  normalize_rows(args, args.scale.of_group(block.group, args.cols), rows, columns, x, sum_row);
 }
 
 // Rows of any width: read twice, the second time from the L2 cache as far as it holds them.
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads)
     rms_norm_any_width_kernel(const Forward<T, T, General> args, const RowsOf<const T> input) {
-  const T* const row = input.row(blockIdx.x);
+  const T* const row = input.row(BlockRows(args.groups.count, 1).first);
   const auto load_pack = [&](int64_t column, int64_t count) { return load<kPack<T>>(input, row, column, count); };
   normalize_any_width(args, load_pack, load_pack);
 }
@@ -37,7 +38,7 @@ void launch_rms_norm(const RmsNormArgs& args, const Device& device, Stream strea
   dispatch(args.dtype, [&]<class T>() {
     const auto forward = forward_of<T, T>(args);
     const auto input = rows_of<const T, T>(args.input, args.input_rows, args.cols);
-    dispatch_forward<T>(args.rows, args.cols, device, [&]<int kPacks>(const LaunchShape& shape) {
+    dispatch_forward<T>(args, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {
         launch(rms_norm_any_width_kernel<T>, shape, stream, forward, input);
       } else {

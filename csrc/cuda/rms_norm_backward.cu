@@ -15,12 +15,13 @@ struct Backward {
   int64_t cols;
   double inverse_cols;
   double eps;
+  typename Access::Groups groups;
   typename Access::template Scale<R> scale;
   Rows<const T> grad_output;
   Rows<const R> input;
   Rows<const R> grad_residual;  // data is null without one
   Rows<R> grad_input;           // data is null if not wanted
-  compute_t<R>* partials;       // [partials, cols], or null if not wanted
+  compute_t<R>* partials;       // [partials, groups, cols], or null if not wanted
 
   template <class Other>
   Backward<T, R, Other> as() const {
@@ -29,6 +30,7 @@ struct Backward {
             cols,
             inverse_cols,
             eps,
+            typename Other::Groups(groups),
             typename Other::template Scale<R>(scale),
             typename To::template Rows<const T>(grad_output),
             typename To::template Rows<const R>(input),
@@ -154,9 +156,11 @@ __global__ void __launch_bounds__(max_threads(kPacks), backward_min_blocks(kPack
   Columns<R, int> written = columns;
   if (args.grad_input.data == nullptr) written.cols = 0;
 
+  const BlockRows block(args.groups.count, blockDim.y);
+  const auto scale_of_group = args.scale.of_group(block.group, args.cols);
   const auto load_scale_of = [&](int p) {
     const int column = columns.column(p), count = columns.count(p);
-    return args.scale.numbers(args.scale.hold(column, count), column, count);
+    return scale_of_group.numbers(scale_of_group.hold(column, count), column, count);
   };
   // All rows have the same; where registers are scarce it comes from the L1 cache again.
   constexpr bool kHoldsScale = kPacks * kPack<R> <= 16;
@@ -187,13 +191,13 @@ __global__ void __launch_bounds__(max_threads(kPacks), backward_min_blocks(kPack
   // A narrow row asks for too little memory at a time, so that it has to be asked for while the one before is dealt
   // with.
   constexpr bool kLoadsAhead = kPacks <= 2;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y;
+  const int64_t row_in_block = threadIdx.y * args.groups.count;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   Loaded next;
-  if constexpr (kLoadsAhead) next = load_row(first + threadIdx.y);
+  if constexpr (kLoadsAhead) next = load_row(block.first + row_in_block);
 
-  for (int64_t base = first; base < args.rows; base += step) {
-    const int64_t row = base + threadIdx.y;
+  for (int64_t base = block.first; base < args.rows; base += step) {
+    const int64_t row = base + row_in_block;
     Loaded loaded;
     if constexpr (kLoadsAhead) {
       loaded = next;
@@ -252,8 +256,10 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
   RowSums<double, 2, kAnyWidth.packs> sum_row(shared);
   const Columns<R, int64_t> columns(args.cols);
   Compute* const partial = args.partials != nullptr ? args.partials + blockIdx.x * args.cols : nullptr;
+  const BlockRows block(args.groups.count, 1);
+  const auto scale = args.scale.of_group(block.group, args.cols);
 
-  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+  for (int64_t row = block.first; row < args.rows; row += gridDim.x) {
     const R* const x_row = args.input.row(row);
     const T* const dy_row = args.grad_output.row(row);
     const R* const residual_row = args.grad_residual.row(row);
@@ -263,8 +269,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
       for (int p = 0; p < kPacksOfChain; p++) {
         const int64_t column = columns.column(first + p), count = columns.count(first + p);
         add_terms<R>(load<kPack<R>>(args.grad_output, dy_row, column, count),
-                     load<kPack<R>>(args.input, x_row, column, count), args.scale.numbers({}, column, count), squares,
-                     dots);
+                     load<kPack<R>>(args.input, x_row, column, count), scale.numbers({}, column, count), squares, dots);
       }
       sums[0] += fold(squares);
       sums[1] += fold(dots);
@@ -277,10 +282,10 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
       const int64_t column = columns.column(p), count = columns.count(p);
       const Numbers<R> dx = gradients<R>(
           load<kPack<R>>(args.grad_output, dy_row, column, count), load<kPack<R>>(args.input, x_row, column, count),
-          args.scale.numbers({}, column, count), load_residual(args.grad_residual, residual_row, column, count),
-          factors, [&](int i, Compute scaled_dy, Compute x_element) {
+          scale.numbers({}, column, count), load_residual(args.grad_residual, residual_row, column, count), factors,
+          [&](int i, Compute scaled_dy, Compute x_element) {
             if (partial == nullptr || i >= count) return;
-            const Compute sum = row == blockIdx.x ? 0 : partial[column + i];
+            const Compute sum = row == block.first ? 0 : partial[column + i];
             partial[column + i] = fma_rn(scaled_dy, x_element, sum);
           });
       if (args.grad_input.data != nullptr) {
@@ -312,9 +317,10 @@ __global__ void __launch_bounds__(1024)
 }
 
 // Each cluster (or block, where a row has one) makes a partial sum: no more of them than run at once, so that there are
-// few, and none waits for others to end. Either access has as many, as it must not show in the sum.
+// few, and none waits for others to end; of each group of rows there is one at least. Either access has as many, as it
+// must not show in the sum.
 template <class T, class R, int kPacks>
-LaunchShape shape_of(const RowConfig& config, int64_t rows, int64_t cols, const Device& device) {
+LaunchShape shape_of(const RowConfig& config, int64_t rows, int64_t cols, int64_t groups, const Device& device) {
   LaunchShape shape = {dim3(1, config.cluster), block_of(config), 0};
   int64_t at_once;
   if constexpr (kPacks == 0) {
@@ -329,31 +335,37 @@ LaunchShape shape_of(const RowConfig& config, int64_t rows, int64_t cols, const 
       const auto plain = rms_norm_backward_kernel<T, R, kPacks, Plain>;
       at_once = std::min(at_once, clusters_at_once(plain, shape, device.multiprocessors));
     }
+    if constexpr (kHasPlainOfGroups<kPacks, R>) {
+      const auto plain = rms_norm_backward_kernel<T, R, kPacks, PlainOfGroups>;
+      at_once = std::min(at_once, clusters_at_once(plain, shape, device.multiprocessors));
+    }
   }
-  shape.grid.x = static_cast<unsigned>(std::clamp<int64_t>(at_once, 1, blocks_of_rows(rows, shape.block.y)));
+  const int64_t of_group =
+      std::clamp<int64_t>(at_once / groups, 1, blocks_of_rows(rows, shape.block.y, groups) / groups);
+  shape.grid.x = static_cast<unsigned>(of_group * groups);
   return shape;
 }
 
 // Calls launch.template operator()<T, R, kPacks>(shape).
 template <class Launch>
-void dispatch_backward(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, const Device& device,
-                       Launch launch) {
+void dispatch_backward(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, int64_t groups,
+                       const Device& device, Launch launch) {
   dispatch_pair(grad_output_dtype, dtype, [&]<class T, class R>() {
     const RowConfig& config = backward_config((cols + kPack<R> - 1) / kPack<R>, kPack<R>, sizeof(compute_t<R>), device);
     dispatch_packs(config.packs, [&]<int kPacks>() {
-      launch.template operator()<T, R, kPacks>(shape_of<T, R, kPacks>(config, rows, cols, device));
+      launch.template operator()<T, R, kPacks>(shape_of<T, R, kPacks>(config, rows, cols, groups, device));
     });
   });
 }
 
 }  // namespace
 
-int64_t rms_norm_backward_partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols,
+int64_t rms_norm_backward_partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, int64_t groups,
                                    const Device& device) {
-  int64_t count = 0;
-  dispatch_backward(dtype, grad_output_dtype, rows, cols, device,
-                    [&]<class T, class R, int kPacks>(const LaunchShape& shape) { count = shape.grid.x; });
-  return count;
+  int64_t blocks = 0;
+  dispatch_backward(dtype, grad_output_dtype, rows, cols, groups, device,
+                    [&]<class T, class R, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
+  return blocks / groups;
 }
 
 void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& device, Stream stream) {
@@ -363,6 +375,7 @@ void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& dev
         args.cols,
         1.0 / static_cast<double>(args.cols),
         args.eps,
+        {args.weight.groups},
         scale_of<R>(args.weight, args.cols),
         rows_of<const T, R>(args.grad_output, args.grad_output_rows, args.cols),
         rows_of<const R, R>(args.input, args.input_rows, args.cols),
@@ -379,7 +392,7 @@ void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& dev
                               backward.grad_input);
     }
   };
-  dispatch_backward(args.dtype, args.grad_output_dtype, args.rows, args.cols, device, launch_shape);
+  dispatch_backward(args.dtype, args.grad_output_dtype, args.rows, args.cols, args.weight.groups, device, launch_shape);
 }
 
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,

@@ -22,10 +22,12 @@ Device current_device();
 
 using Stream = void*;  // a cudaStream_t
 
+// Row r has that of group r % groups.
 struct Weight {
-  const void* data;  // [cols], or null for ones
+  const void* data;  // [groups, cols], or null for ones
   DType dtype;
   double offset;
+  int64_t groups;  // 1 without data
 };
 
 // Rows of the outputs may coincide with rows of the inputs: each element is read before it is written.
@@ -56,18 +58,18 @@ struct RmsNormBackwardArgs {
   RowLayout grad_residual_rows;
   void* grad_input;  // dtype [rows, cols], or null if not wanted
   RowLayout grad_input_rows;
-  void* grad_weight_partials;  // compute [rms_norm_backward_partials, cols], or null if not wanted
+  void* grad_weight_partials;  // compute [rms_norm_backward_partials, groups, cols], or null if not wanted
 };
 
 // All of these need rows > 0 and cols > 0, and throw std::runtime_error if the launch fails.
 void launch_rms_norm(const RmsNormArgs& args, const Device& device, Stream stream);
 void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& device, Stream stream);
 
-// How many partial sums of grad_weight the backward makes.
-int64_t rms_norm_backward_partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols,
+// How many partial sums of each group's grad_weight the backward makes.
+int64_t rms_norm_backward_partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, int64_t groups,
                                    const Device& device);
 
-// grad_weight [cols] = sum of partials [count, cols]
+// grad_weight [cols] = sum of partials [count, cols]; these are the columns of all groups
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
                         void* grad_weight, Stream stream);
 

@@ -31,13 +31,32 @@ struct Columns {
   }
 };
 
-// The rows that a thread has a part of, blockDim.y apart, of those that the block takes.
+// The first of the rows that a block takes. All of them are of the same group, and `groups` apart: as many blocks as
+// there are groups take rows beside each other.
+struct BlockRows {
+  int64_t group;
+  int64_t first;
+
+  // If the block takes so many rows of a group at once.
+  __device__ BlockRows(int64_t groups, unsigned rows_at_once) : group(0) {
+    int64_t turn = blockIdx.x;
+    if (groups > 1) {
+      group = blockIdx.x % static_cast<unsigned>(groups);
+      turn = blockIdx.x / static_cast<unsigned>(groups) * groups;
+    }
+    first = turn * rows_at_once + group;
+  }
+};
+
+// The rows that a thread has a part of, of those that the block takes.
 struct TakenRows {
   int64_t first;
   int64_t left;  // in the tensor, from there on
+  int64_t step;
 
-  __device__ TakenRows(int64_t block_first, int64_t rows) : first(block_first + threadIdx.y), left(rows - first) {}
-  __device__ unsigned further(int r) const { return r * blockDim.y; }
+  __device__ TakenRows(const BlockRows& block, int64_t rows, int64_t groups)
+      : first(block.first + threadIdx.y * groups), left(rows - first), step(blockDim.y * groups) {}
+  __device__ int64_t further(int r) const { return r * step; }
   __device__ bool has(int r) const { return further(r) < left; }
 };
 
@@ -116,9 +135,9 @@ __device__ void add_squares(const Pack<T>& pack, compute_t<T> (&chains)[kChains<
   }
 }
 
-// Blocks of threads for `rows` rows, of which each block takes so many at once.
-constexpr int64_t blocks_of_rows(int64_t rows, int64_t rows_at_once) {
-  return (rows + rows_at_once - 1) / rows_at_once;
+// Blocks of threads for the `rows` rows of all groups, of which each block takes so many of a group at once.
+constexpr int64_t blocks_of_rows(int64_t rows, int64_t rows_at_once, int64_t groups) {
+  return (rows / groups + rows_at_once - 1) / rows_at_once * groups;
 }
 
 // Rows of at most a warp share a block, along its y dimension; wider ones have it to themselves, see RowSums.

@@ -58,7 +58,7 @@ void launch_forward(const Tensor& input, const OptionalTensor& residual, size_t 
     launchers().attr("launch_forward")(to_python(make_rows(input, normalized_dims, kMaxDims)),
                                        to_python(make_rows_or_none(residual, normalized_dims)), to_python(y.rows()),
                                        h.has_value() ? to_python(h->rows()) : py::none(), contiguous(weight),
-                                       weight_offset, problem.eps, problem.rows, problem.cols);
+                                       weight_offset, problem.eps, problem.groups, problem.rows, problem.cols);
   }
   y.finish();
   if (h.has_value()) h->finish();
@@ -86,7 +86,8 @@ struct RmsNormBackend : TritonBackend {
                                         to_python(make_rows(input, normalized_dims, kMaxDims)),
                                         to_python(make_rows_or_none(grad_residual, normalized_dims)),
                                         dx.has_value() ? to_python(dx->rows()) : py::none(), grad_weight.defined(),
-                                        contiguous(weight), weight_offset, problem.eps, problem.rows, problem.cols)
+                                        contiguous(weight), weight_offset, problem.eps, problem.groups, problem.rows,
+                                        problem.cols)
                .cast<OptionalTensor>();
     }
     if (dx.has_value()) dx->finish();

@@ -61,12 +61,15 @@ def _row_config(cols: int, compute_bytes: int, wide_warps: int) -> RowConfig:
     return RowConfig(1, BLOCK_BYTES // compute_bytes // 2, 0, MOST_WARPS)
 
 
-def backward_programs(rows: int, config: RowConfig, device: torch.device) -> int:
-    """How many programs share the rows of a backward: as many as run at once, as each makes a sum of grad_weight."""
+def backward_programs(rows: int, groups: int, config: RowConfig, device: torch.device) -> int:
+    """How many programs share the rows of a backward: as many as run at once, as each makes a sum of grad_weight.
+
+    Each has rows of one group.
+    """
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         # Beyond one block, a program takes the registers of a multiprocessor.
         at_once = multiprocessors * (MOST_WARPS // config.warps if config.parts == 1 else 1)
     else:
         at_once = 3  # in the interpreter: enough to show how they share
-    return min(triton.cdiv(rows, config.block_rows), at_once)
+    return groups * min(triton.cdiv(rows // groups, config.block_rows), max(1, at_once // groups))

@@ -87,12 +87,16 @@ def forward_kernel(
     residual, residual_inner, residual_outer_stride, residual_inner_stride,
     y, y_inner, y_outer_stride, y_inner_stride,
     residual_out, out_inner, out_outer_stride, out_inner_stride,
-    weight, rows, cols,
+    weight, groups, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
-    """y = h * rstd * w, where h = x, or x + residual."""
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    """y = h * rstd * w, where h = x, or x + residual. Row r has the weight of group r % groups."""
+    program = tl.program_id(0).to(tl.int64)
+    group = program % groups
+    row = (program // groups * block_rows + tl.arange(0, block_rows)) * groups + group
+    if weight is not None:
+        weight += group * cols
     is_row = (row < rows)[:, None]
     x_offsets = _offsets(row, x_inner, x_outer_stride, x_inner_stride)
     residual_offsets = _offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
@@ -153,12 +157,15 @@ def backward_kernel(
     x, x_inner, x_outer_stride, x_inner_stride,
     residual, residual_inner, residual_outer_stride, residual_inner_stride,
     dx, dx_inner, dx_outer_stride, dx_inner_stride,
-    weight, partials, rows, cols,
+    weight, partials, groups, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
     """dx = dy * rstd * w - x * c + residual; this program's rows' part of dw = sum of dy * rstd * x."""
     program = tl.program_id(0).to(tl.int64)
+    group = program % groups
+    if weight is not None:
+        weight += group * cols
     first = tl.arange(0, block_cols)
     partial = partials
     if partials is not None:
@@ -170,8 +177,10 @@ def backward_kernel(
     if parts == 1:
         scale = _load_scale(weight, first, first < cols, weight_offset, compute)[None, :]
     # 64 bits: behind 2^31 - 1 rows a step would wrap around.
-    for start_row in range(program * block_rows, rows, tl.num_programs(0) * block_rows):
-        row = start_row + tl.arange(0, block_rows)
+    for start_sample in range(
+        program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows
+    ):
+        row = (start_sample + tl.arange(0, block_rows)) * groups + group
         is_row = (row < rows)[:, None]
         dy_offsets = _offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
         x_offsets = _offsets(row, x_inner, x_outer_stride, x_inner_stride)
@@ -240,7 +249,7 @@ def backward_kernel(
                 if partials is not None:
                     # The row's part is added where it is stored: a program has no room for so wide a sum.
                     is_column = start + first < cols
-                    is_added = is_column & (row != program * block_rows)  # one row: a block of its own
+                    is_added = is_column & (row != program)  # one row: a block of its own
                     sum_so_far = tl.load(partial + start + first, mask=is_added, other=0.0)
                     tl.store(partial + start + first, sum_so_far + tl.sum(g * h, 0), mask=is_column)
             tl.debug_barrier()  # before the next row adds to them
@@ -266,15 +275,16 @@ def launch_forward(
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
+    groups: int,
     rows: int,
     cols: int,
 ) -> None:
-    """Of rms_norm, and with a residual of add_rms_norm."""
+    """Of rms_norm, and with a residual of add_rms_norm. ``weight`` is ``[groups, cols]``."""
     compute = _compute(input.tensor.dtype)
     config = forward_config(cols, compute.primitive_bitwidth // 8)
-    forward_kernel[triton.cdiv(rows, config.block_rows),](
+    forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
         *_arguments(input), *_arguments(residual), *_arguments(output), *_arguments(residual_out),
-        weight, rows, cols,
+        weight, groups, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute,
         block_rows=config.block_rows, block_cols=config.block_cols, parts=config.parts, num_warps=config.warps,
         **COMPILE_OPTIONS,
@@ -290,22 +300,23 @@ def launch_backward(
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
+    groups: int,
     rows: int,
     cols: int,
 ) -> Tensor | None:
-    """Writes grad_input; returns grad_weight in the compute type, if it is wanted."""
+    """Writes grad_input; returns grad_weight in the compute type, flat, if it is wanted."""
     compute = _compute(input.tensor.dtype)
     config = backward_config(cols, compute.primitive_bitwidth // 8)
-    programs = backward_programs(rows, config, input.tensor.device)
+    programs = backward_programs(rows, groups, config, input.tensor.device)
     partials = None
     if wants_weight:
         dtype = torch.float64 if compute == tl.float64 else torch.float32
         partials = torch.empty((programs, cols), dtype=dtype, device=input.tensor.device)
     backward_kernel[programs,](
         *_arguments(grad_output), *_arguments(input), *_arguments(grad_residual), *_arguments(grad_input),
-        weight, partials, rows, cols,
+        weight, partials, groups, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute,
         block_rows=config.block_rows, block_cols=config.block_cols, parts=config.parts, num_warps=config.warps,
         **COMPILE_OPTIONS,
     )  # fmt: skip
-    return None if partials is None else partials.sum(0)
+    return None if partials is None else partials.view(-1, groups * cols).sum(0)
