@@ -10,14 +10,14 @@ import normops
 from bench import cuda_traces
 from bench.sass.machine_code import Kernel
 
-# How many of each: for four dtypes or six pairs of them, and for 1, 2, 4 or 16 packs to a thread; and with plain access
-# for those without float64.
+# How many of each: for four dtypes or six pairs of them, and for 1, 2, 4 or 16 packs to a thread; for those without
+# float64 with plain access, too, and with that of groups where rows are narrow enough: 1, 2 or 4 packs.
 ALL_KERNELS = {
-    "rms_norm_kernel": (4 + 3) * 4,
+    "rms_norm_kernel": (4 + 3) * 4 + 3 * 3,
     "rms_norm_any_width_kernel": 4,
-    "add_rms_norm_kernel": (6 + 5) * 4,
+    "add_rms_norm_kernel": (6 + 5) * 4 + 5 * 3,
     "add_rms_norm_any_width_kernel": 6,
-    "rms_norm_backward_kernel": (6 + 5) * 4,
+    "rms_norm_backward_kernel": (6 + 5) * 4 + 5 * 3,
     "rms_norm_backward_any_width_kernel": 6,
     "grad_weight_kernel": 2 * 4,
     "any_kernel": 1,  # of device.cu, which is asked about and never run

@@ -59,32 +59,45 @@ __device__ void store(const Rows& rows, T* row, Index column, Index count, const
   store_elements(row + column, elements, count, rows.aligned);
 }
 
-// The scale of the columns, for packs of T: what hold() loads before a row is summed, numbers() takes after it.
+// The scale of the columns, for packs of T. That of a group, which has so many columns, is of_group(): what its hold()
+// loads before a row is summed, numbers() takes after it.
 template <class T>
 struct ScaleOf {
-  struct Held {};
   Weight weight;
   bool aligned;
 
-  // That of a group, which has so many columns.
-  __device__ ScaleOf of_group(int64_t group, int64_t cols) const {
-    ScaleOf scale = *this;
-    if (weight.data != nullptr) {
-      const int64_t bytes = weight.dtype == DType::float64 ? 8 : weight.dtype == DType::float32 ? 4 : 2;
-      scale.weight.data = static_cast<const char*>(weight.data) + group * cols * bytes;
+  class OfGroup {
+   public:
+    struct Held {};
+
+    __device__ OfGroup(const ScaleOf& scale, int64_t group, int64_t cols) : scale_(scale) {
+      const DType dtype = scale.weight.dtype;
+      const int64_t bytes = dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
+      weight() = static_cast<const char*>(scale.weight.data) + group * cols * bytes;
     }
-    return scale;
-  }
 
-  template <class Index>
-  __device__ Held hold(Index, Index) const {
-    return {};
-  }
+    template <class Index>
+    __device__ Held hold(Index, Index) const {
+      return {};
+    }
 
-  template <class Index>
-  __device__ Numbers<T> numbers(Held, Index column, Index count) const {
-    return load_scale<T>(weight.data, weight.dtype, weight.offset, column, count, aligned);
-  }
+    template <class Index>
+    __device__ Numbers<T> numbers(Held, Index column, Index count) const {
+      return load_scale<T>(scale_.weight.data == nullptr ? nullptr : weight(), scale_.weight.dtype,
+                           scale_.weight.offset, column, count, scale_.aligned);
+    }
+
+   private:
+    // Where there are any number of dtypes registers are scarce; each thread reads what it wrote itself.
+    static __device__ const char* volatile& weight() {
+      __shared__ const char* volatile weight;
+      return weight;
+    }
+
+    const ScaleOf& scale_;
+  };
+
+  __device__ OfGroup of_group(int64_t group, int64_t cols) const { return {*this, group, cols}; }
 };
 
 // An aligned weight of T.

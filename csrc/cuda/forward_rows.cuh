@@ -47,12 +47,12 @@ __device__ Elements<T, kPack<R>> normalized(const Pack<R>& pack, compute_t<R> rs
 }
 
 // Rows that are held in registers, kPacks packs of each to a thread.
-template <class T, class R, class Access, int kRows, int kPacks>
-__device__ void normalize_rows(const Forward<T, R, Access>& args, const typename Access::template Scale<R>& scale,
-                               const TakenRows& rows, const Columns<R, int>& columns, Pack<R> (&h)[kRows][kPacks],
+template <class T, class R, class Access, class Scale, int kRows, int kPacks>
+__device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& scale, const TakenRows& rows,
+                               const Columns<R, int>& columns, Pack<R> (&h)[kRows][kPacks],
                                RowSums<compute_t<R>, kRows, kPacks>& sum_row) {
   using Compute = compute_t<R>;
-  typename Access::template Scale<R>::Held held[kPacks];
+  typename Scale::Held held[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; p++) held[p] = scale.hold(columns.column(p), columns.count(p));
   Compute rstd[kRows];
