@@ -36,8 +36,10 @@ void count_kernels(DType dtype, int64_t rows, int64_t cols) {
         [&] { kernels.scale(dtype, dtype, p.weight.data(), 0.0, cols, p.scale.data(), 0, 0, cols); });
   count("forward", dtype, rows, cols, elements, [&] { kernels.forward.rows(p.forward, 0, rows); });
   count("add_forward", dtype, rows, cols, elements, [&] { add_rms_norm_kernels().rows(p.add, 0, rows); });
-  count("backward", dtype, rows, cols, elements, [&] { backward_kernels.rows(without_residual, 0, p.chunks); });
-  count("backward+residual", dtype, rows, cols, elements, [&] { backward_kernels.rows(p.backward, 0, p.chunks); });
+  count("backward", dtype, rows, cols, elements,
+        [&] { backward_kernels.backward.rows(without_residual, 0, p.chunks); });
+  count("backward+residual", dtype, rows, cols, elements,
+        [&] { backward_kernels.backward.rows(p.backward, 0, p.chunks); });
   count("grad_weight", dtype, rows, cols, p.chunks * cols, [&] {
     backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, 1, cols, p.grad_weight.data(), 0, 0, cols);
   });

@@ -118,9 +118,9 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                                           .grad_weight_partials = wants & 2 ? partials.data() : nullptr,
                                           .rows_per_chunk = kRowsPerChunk,
                                           .stream = true};
-    backward_kernels.rows(backward, 0, chunks * groups);
-    backward_kernels.sums(backward, rows - 1, 0, spans, squares.data(), dots.data());
-    backward_kernels.columns(backward, rows - 1, 1.0, 1.0, 0, cols);
+    backward_kernels.backward.rows(backward, 0, chunks * groups);
+    backward_kernels.backward.sums(backward, rows - 1, 0, spans, squares.data(), dots.data());
+    backward_kernels.backward.columns(backward, rows - 1, 1.0, 1.0, 0, cols);
   }
   for (int64_t group = 0; group < groups; group++) {
     backward_kernels.grad_weight(residual_dtype, weight_dtype, partials.data(), chunks, groups, cols,

@@ -61,7 +61,7 @@ bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
   kernels.forward.rows(p.forward, 0, rows);
   bool is_same = shared[0] == p.output;
   add_rms_norm_kernels().rows(p.add, 0, rows);
-  backward_kernels.rows(p.backward, 0, p.chunks * groups);
+  backward_kernels.backward.rows(p.backward, 0, p.chunks * groups);
   p.sum_grad_weight();
   const std::vector<char>* alone[] = {&p.output, &p.residual_out, &p.grad_input, &p.grad_weight};
   for (int i = 0; i < 4; i++) is_same &= shared[i + 1] == *alone[i];

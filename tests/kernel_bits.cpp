@@ -25,7 +25,7 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
   const uint64_t forward = hash(p.output);
   p.make_scale(residual_dtype, 1.0);
   add_rms_norm_kernels().rows(p.add, 0, kRows * groups);
-  rms_norm_backward_kernels().rows(p.backward, 0, p.chunks * groups);
+  rms_norm_backward_kernels().backward.rows(p.backward, 0, p.chunks * groups);
   p.sum_grad_weight();
   std::printf("dtype %d residual %d weight %d groups %" PRId64 " cols %" PRId64 ":", static_cast<int>(dtype),
               static_cast<int>(residual_dtype), static_cast<int>(weight_dtype), groups, cols);

@@ -1,9 +1,7 @@
 // rms_norm and rms_norm_backward on CPU tensors: lays the problem out for the kernels and shares it among the threads.
 #include "../rms_norm_backend.h"
 
-#include <cmath>
-
-#include "../overlap.h"
+#include "grad_weight.h"
 #include "launch.h"
 
 namespace normops::cpu {
@@ -17,25 +15,6 @@ void launch_rms_norm(const Tensor& input, size_t normalized_dims, const Optional
   Scale scale(weight, weight_offset, dtype_of(input), problem);
   run_forward(rms_norm_kernels().forward, forward_args(problem, x, scale.data(), y), problem.rows);
   y.finish();
-}
-
-// grad_weight is summed, for each group of the weight, within chunks of rows and then over the chunks. Chunks of about
-// sqrt(rows) keep both sums, hence the bound on their rounding error, shortest; and as they depend on the number of
-// rows alone, so do the bits of the result.
-int64_t grad_weight_chunk_rows(int64_t rows) {
-  constexpr int64_t kMultiple = 4;  // the kernel's row group
-  const auto root = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(rows))));
-  return (root + kMultiple - 1) / kMultiple * kMultiple;
-}
-
-// Whether the partial of a single chunk can be formed in grad_weight itself: it is laid out in the same way, and is
-// none of these inputs, which are read until the end.
-bool is_partial_layout(const Tensor& grad_weight, DType dtype, int64_t cols,
-                       std::initializer_list<const Tensor*> inputs) {
-  return dtype_of(grad_weight) == dtype && compute_dtype(dtype) == dtype && grad_weight.is_contiguous() &&
-         padded_cols(dtype, cols) == cols && std::all_of(inputs.begin(), inputs.end(), [&](const Tensor* input) {
-           return overlap(grad_weight, *input) == Overlap::none;
-         });
 }
 
 // grad_input and grad_weight may be undefined: then they are not wanted.
@@ -75,30 +54,12 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
     args.grad_input = dx->data();
     args.grad_input_rows = dx->layout();
   }
-  const int64_t chunks = chunk_count(problem.rows / problem.groups, args.rows_per_chunk);
-  const bool is_partial =
-      chunks == 1 && grad_weight.defined() &&
-      is_partial_layout(grad_weight, dtype, problem.cols,
-                        {&grad_output, &input, &value_or_undefined(weight), &value_or_undefined(grad_residual)});
-  const int64_t partial_size = problem.groups * padded_cols(dtype, problem.cols);
-  Scratch partials(dtype, grad_weight.defined() && !is_partial ? chunks * partial_size : 0);
-  if (grad_weight.defined()) {
-    args.grad_weight_partials = is_partial ? grad_weight.mutable_data_ptr() : partials.data();
-  }
-
-  const RmsNormBackwardKernels& kernels = rms_norm_backward_kernels();
-  run_backward(kernels, args);
+  PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight,
+                       {&grad_output, &input, &value_or_undefined(weight), &value_or_undefined(grad_residual)});
+  args.grad_weight_partials = partials.data();
+  run_backward(rms_norm_backward_kernels().backward, args);
   if (dx.has_value()) dx->finish();
-
-  if (grad_weight.defined() && !is_partial) {
-    const bool is_in_place = grad_weight.is_contiguous();
-    const Tensor dw = is_in_place ? grad_weight : CpuBackend::empty_contiguous(grad_weight);
-    parallel_for_columns(problem.groups, problem.cols, grain(chunks), [&](int64_t group, int64_t begin, int64_t end) {
-      kernels.grad_weight(dtype, dtype_of(dw), partials.data(), chunks, problem.groups, problem.cols,
-                          dw.mutable_data_ptr(), group, begin, end);
-    });
-    if (!is_in_place) grad_weight.copy_(dw);
-  }
+  partials.finish();
 }
 
 struct Backend : CpuBackend {

@@ -78,16 +78,21 @@ struct RmsNormKernels {
   ForwardKernels<RmsNormArgs> forward;
 };
 
-struct RmsNormBackwardKernels {
-  // grad_input of the rows of parts [begin:end], and what they add to grad_weight_partials; part p is that of chunk
-  // p / groups and group p % groups.
-  void (*rows)(const RmsNormBackwardArgs& args, int64_t begin, int64_t end);
+// Those of a backward.
+template <class Args>
+struct BackwardKernels {
+  // What is written of the rows of parts [begin:end], and what they add to grad_weight_partials; part p is that of
+  // chunk p / groups and group p % groups.
+  void (*rows)(const Args& args, int64_t begin, int64_t end);
   // The same for one row that threads share: squares[begin:end] and dots[begin:end], the sums over these spans of x^2
-  // and dy * scale * x (dots only if grad_input is wanted); then grad_input[row, begin:end] and what the row adds to
-  // its chunk's partial, rows being taken in order.
-  void (*sums)(const RmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
-  void (*columns)(const RmsNormBackwardArgs& args, int64_t row, double square_sum, double dot, int64_t begin,
-                  int64_t end);
+  // and dy * scale * x (0 if no rows are written); then columns [begin:end] of the row and what it adds to its
+  // chunk's partial, rows being taken in order.
+  void (*sums)(const Args& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
+  void (*columns)(const Args& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end);
+};
+
+struct RmsNormBackwardKernels {
+  BackwardKernels<RmsNormBackwardArgs> backward;
   // grad_weight[group, begin:end] = sum over chunks of partials[:, group, begin:end]; begin is a multiple of
   // kLongestBlock.
   void (*grad_weight)(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t groups,

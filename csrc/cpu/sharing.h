@@ -78,7 +78,8 @@ void run_forward(const ForwardKernels<Args>& kernels, const Args& args, int64_t 
   }
 }
 
-inline void run_backward(const RmsNormBackwardKernels& kernels, const RmsNormBackwardArgs& args) {
+template <class Args>
+void run_backward(const BackwardKernels<Args>& kernels, const Args& args) {
   if (!shares_rows(args.rows, args.cols)) {
     const int64_t parts = chunk_count(args.rows / args.groups, args.rows_per_chunk) * args.groups;
     parallel_for(0, parts, grain(args.rows_per_chunk * args.cols),
@@ -89,7 +90,7 @@ inline void run_backward(const RmsNormBackwardKernels& kernels, const RmsNormBac
   for (int64_t row = 0; row < args.rows; row++) {
     parallel_for(0, squares.count(), kGrainElements / kSpan,
                  [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data(), dots.data()); });
-    const double square_sum = squares.total(), dot = args.grad_input != nullptr ? dots.total() : 0;
+    const double square_sum = squares.total(), dot = dots.total();
     parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) {
       kernels.columns(args, row, square_sum, dot, begin, end);
     });

@@ -1,0 +1,72 @@
+// How launchers get grad_weight out of the backward kernels, which write partial sums of it.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "../overlap.h"
+#include "launch.h"
+
+namespace normops::cpu {
+
+// grad_weight is summed, for each group of the weight, within chunks of rows and then over the chunks. Chunks of about
+// sqrt(rows) keep both sums, hence the bound on their rounding error, shortest; and as they depend on the number of
+// rows alone, so do the bits of the result.
+inline int64_t grad_weight_chunk_rows(int64_t rows) {
+  constexpr int64_t kMultiple = 4;  // the kernel's row group
+  const auto root = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(rows))));
+  return (root + kMultiple - 1) / kMultiple * kMultiple;
+}
+
+// Whether the partial of a single chunk can be formed in grad_weight itself: it is laid out in the same way, and is
+// none of these inputs, which are read until the end.
+inline bool is_partial_layout(const Tensor& grad_weight, DType dtype, int64_t cols,
+                              std::initializer_list<const Tensor*> inputs) {
+  return dtype_of(grad_weight) == dtype && compute_dtype(dtype) == dtype && grad_weight.is_contiguous() &&
+         padded_cols(dtype, cols) == cols && std::all_of(inputs.begin(), inputs.end(), [&](const Tensor* input) {
+           return overlap(grad_weight, *input) == Overlap::none;
+         });
+}
+
+// The partials of a call, if grad_weight is defined, and their sum over the chunks. `inputs` are what the kernels read.
+class PartialSums {
+ public:
+  PartialSums(const Problem& problem, int64_t rows_per_chunk, DType dtype, const Tensor& grad_weight,
+              std::initializer_list<const Tensor*> inputs)
+      : problem_(problem),
+        dtype_(dtype),
+        grad_weight_(grad_weight),
+        chunks_(chunk_count(problem.rows / problem.groups, rows_per_chunk)),
+        is_partial_(chunks_ == 1 && grad_weight.defined() &&
+                    is_partial_layout(grad_weight, dtype, problem.cols, inputs)),
+        partials_(dtype, grad_weight.defined() && !is_partial_
+                             ? chunks_ * problem.groups * padded_cols(dtype, problem.cols)
+                             : 0) {}
+
+  void* data() {
+    if (!grad_weight_.defined()) return nullptr;
+    return is_partial_ ? grad_weight_.mutable_data_ptr() : partials_.data();
+  }
+
+  void finish() {
+    if (!grad_weight_.defined() || is_partial_) return;
+    const bool is_in_place = grad_weight_.is_contiguous();
+    const Tensor sum = is_in_place ? grad_weight_ : CpuBackend::empty_contiguous(grad_weight_);
+    const auto add_up = rms_norm_backward_kernels().grad_weight;
+    parallel_for_columns(problem_.groups, problem_.cols, grain(chunks_),
+                         [&](int64_t group, int64_t begin, int64_t end) {
+                           add_up(dtype_, dtype_of(sum), partials_.data(), chunks_, problem_.groups, problem_.cols,
+                                  sum.mutable_data_ptr(), group, begin, end);
+                         });
+    if (!is_in_place) grad_weight_.copy_(sum);
+  }
+
+ private:
+  const Problem& problem_;
+  DType dtype_;
+  const Tensor& grad_weight_;
+  int64_t chunks_;
+  bool is_partial_;
+  Scratch partials_;
+};
+
+}  // namespace normops::cpu

@@ -1,0 +1,46 @@
+// Rows of tensors that have a weight per group, taken a few at a time.
+
+namespace normops::cpu::NORMOPS_ISA {
+namespace {
+
+// Rows of the backward that go through its two passes together. In each the scale and the partial of grad_weight stay
+// in the first-level cache for a span of columns while the rows go by, and what is done once per row is done for all.
+// It does not show in the results: rows enter grad_weight one after another.
+constexpr int kRowGroup = 8;
+
+// The rows of a tensor, up to kRowGroup at a time that are of one group: those of a group are `groups` rows apart.
+template <class T>
+class GroupedRows {
+ public:
+  GroupedRows(T* data, const RowLayout& layout, int64_t groups, int64_t row)
+      : data_(data),
+        layout_(layout),
+        groups_(groups),
+        row_(data, layout, row * groups, groups),
+        group_(data, layout, 0) {}
+
+  // The next `count` rows of all groups, of which `group` comes first.
+  void next_rows(int count, int64_t group) {
+    if (groups_ == 1) return;
+    for (int r = 0; r < count; r++) rows_[r] = row_.next();
+    group_ = RowIterator<T>(data_, layout_, group);
+  }
+
+  void next_group() {
+    if (groups_ > 1) offset_ = group_.next() - data_;
+  }
+
+  // Of the current group, one after another.
+  T* next(int r) { return groups_ == 1 ? row_.next() : rows_[r] + offset_; }
+
+ private:
+  T* data_;
+  const RowLayout& layout_;
+  int64_t groups_;
+  RowIterator<T> row_, group_;
+  T* rows_[kRowGroup];  // of the first group
+  int64_t offset_ = 0;  // from there to the current group
+};
+
+}  // namespace
+}  // namespace normops::cpu::NORMOPS_ISA
