@@ -25,7 +25,7 @@ class SumRows {
       };
     }
 
-    const R* numbers() const { return h; }
+    GivenNumbers<R> numbers() const { return {h}; }
   };
 
   SumRows(const AddRmsNormArgs& args, int64_t row)

@@ -12,9 +12,12 @@ namespace {
 //   static constexpr: kGradRows, whether rows are written (else grad_weight alone is wanted), kGradWeight,
 //     kOneSum, whether both sums of a row are formed at once because the one's terms cost much that the other's share,
 //     kRowBytes and kAllBytes, of a column: what is read of it, and what is read and written;
-//   a constructor of (const Args&, row), and what GroupedRows has, of all its tensors: next_rows, next_group, next(r),
-//     which returns a Row:
-//       x(column, extent), and terms(column, extent): x, dy and whatever outputs() needs
+//   a constructor of (const Args&, row), and what GroupedRows has, of all its tensors: next_rows, next_group, and
+//     next(r, position in its group), which returns a Row:
+//       x(column, extent), and summed(column, extent): x and dy, for the first pass; what that keeps for the second
+//       one,
+//         a row keeps by its position
+//       terms(column, extent), for the second pass: x, dy and whatever outputs() needs
 //       prefetch_read(column), prefetch_written(column)
 //       store(column, outputs, extent, way)
 //     Of terms: rest(minus_c), what is added to dy * rstd * w, and outputs(gradient, rstd, w): what is stored, made of
@@ -66,7 +69,7 @@ NORMOPS_INLINE auto squares_of_row(const Row& row) {
 template <class Row, class Compute>
 NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale) {
   return [row, scale]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
-    const auto terms = row.terms(column, extent);
+    const auto terms = row.summed(column, extent);
     return fma(terms.dy * load_held<R>(scale + column), terms.x, sum);
   };
 }
@@ -89,7 +92,7 @@ NORMOPS_INLINE void fold_rows(const typename Source::Row* rows, const compute_t<
 #pragma GCC unroll 4
                    for (int r = 0; r < kRows; r++) {
                      if (kPrefetches) rows[r].prefetch_written(column);
-                     const auto terms = rows[r].terms(column, extent);
+                     const auto terms = rows[r].summed(column, extent);
                      sums[r] = fma(terms.x, terms.x, sums[r]);
                      sums[kRows + r] = fma(terms.dy * w, terms.x, sums[kRows + r]);
                    }
@@ -207,7 +210,10 @@ class BackwardRows {
     group.begins_chunk = row_ == chunk_ * args_.rows_per_chunk;
     do {
       source_.next_group();
-      for (int r = 0; r < count_; r++) group.rows[group.count++] = source_.next(r);
+      for (int r = 0; r < count_; r++) {
+        group.rows[group.count] = source_.next(r, group.count);
+        group.count++;
+      }
     } while (++group_ < last_group && group.count + count_ <= group_rows_);
   }
 
@@ -363,7 +369,7 @@ void backward_sums(const typename Source::Args& args, int64_t row, int64_t begin
   Source source(args, row / args.groups);
   source.next_rows(1, group);
   source.next_group();
-  const typename Source::Row of_row = source.next(0);
+  const typename Source::Row of_row = source.next(0, 0);
   sum_spans<R>(args.cols, begin, end, squares, squares_of_row(of_row));
   if (Source::kGradRows) {
     sum_spans<R>(args.cols, begin, end, dots, dots_of_row(of_row, scale_of<R>(args, group)));

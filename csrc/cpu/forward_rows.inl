@@ -79,11 +79,27 @@ NORMOPS_INLINE const compute_t<R>* scale_of(const Args& args, int64_t group) {
   return static_cast<const compute_t<R>*>(args.scale) + group * padded_cols(kDType<R>, args.cols);
 }
 
+// Numbers that lie in memory, to be normalized and written as they are.
+template <class R>
+struct GivenNumbers {
+  const R* data;
+
+  template <class Extent>
+  NORMOPS_INLINE Block<R> block(int64_t column, Extent extent) const {
+    return load<R>(data + column, extent);
+  }
+  template <class Extent>
+  NORMOPS_INLINE Block<R> finished(const Block<R>& y, int64_t, Extent) const {
+    return y;
+  }
+};
+
 // Where the rows come from that are summed and normalized. Such a class has
 //   using Number, their type;   using Args;
 //   a constructor of (const Args&, row), and next(), which returns the next row:
 //     squares()   adds the squares of a block to an accumulator, see fold_span
-//     numbers()   where the row lies, once its squares have been summed
+//     numbers()   once its squares have been summed; of these, block() is what is normalized, and finished() what is
+//                 written, given the normalized block times the scale
 template <class T>
 class InputRows {
  public:
@@ -93,7 +109,7 @@ class InputRows {
   struct Row {
     const T* x;
     auto squares() const { return squares_of(x); }
-    const T* numbers() const { return x; }
+    GivenNumbers<T> numbers() const { return {x}; }
   };
 
   InputRows(const RmsNormArgs& args, int64_t row) : inputs_(static_cast<const T*>(args.input), args.input_rows, row) {}
@@ -104,11 +120,11 @@ class InputRows {
   RowIterator<const T> inputs_;
 };
 
-// Rows with their rstd, to be written: y = h * rstd * w. They share the scale.
-template <class T, class R, int kRows, class Way>
+// Rows with their rstd, to be written: y = h * rstd * w, finished. They share the scale.
+template <class T, class R, class Numbers, int kRows, class Way>
 struct NormalizedRows {
   const compute_t<R>* scale;
-  const R* h[kRows];
+  Numbers h[kRows];
   T* y[kRows];
   Block<R> rstd[kRows];
 
@@ -118,7 +134,9 @@ struct NormalizedRows {
     const Block<R> w = load_held<R>(scale + column);
     Block<R> result[kRows];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++) result[r] = load<R>(h[r] + column, extent) * rstd[r] * w;
+    for (int r = 0; r < kRows; r++) {
+      result[r] = h[r].finished(h[r].block(column, extent) * rstd[r] * w, column, extent);
+    }
     meanwhile();
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r++) store(y[r] + column, result[r], extent, Way{});
@@ -129,11 +147,6 @@ struct NormalizedRows {
                       [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA { write(column, extent, [] {}); });
   }
 };
-
-// Rows of at most so many bytes go through the forward in groups: there the sums' folds, roots and divisions take the
-// time, not memory.
-constexpr int64_t kNarrowBytes = 2048;
-constexpr int kNarrowGroup = 8;
 
 // From the rows of a Source to outputs of type T.
 template <class T, class Source, class Way>
@@ -151,7 +164,8 @@ class ForwardRows {
         group_(row % args.groups),
         scale_(scale_of<R>(args, group_)) {}
 
-  // The next `groups` groups of kNarrowGroup rows, at least one, of a span at most: their sums are folded together, and
+  // The next `groups` groups of kNarrowGroup rows, at least one, of a span at most. Folds, roots and divisions take the
+  // time there, not memory: those of a group's sums are taken together, and
   // their roots and divisions go through the pipeline, or one vector, together. Each row is written while one of the
   // group after it is summed, so that memory is read and written all the time. Not inlined, nor is the other way: each
   // has the registers for itself.
@@ -213,8 +227,8 @@ class ForwardRows {
 
  private:
   template <int kRows>
-  NORMOPS_INLINE NormalizedRows<T, R, kRows, Way> normalized(const Row* rows, const compute_t<R>* rstd) {
-    NormalizedRows<T, R, kRows, Way> result;
+  NORMOPS_INLINE auto normalized(const Row* rows, const compute_t<R>* rstd) {
+    NormalizedRows<T, R, decltype(rows->numbers()), kRows, Way> result;
     result.scale = scale_;
     scale_ += scale_stride_;
     if (++group_ == args_.groups) {
@@ -256,7 +270,7 @@ class ForwardRows {
 };
 
 // Wider rows are read and written in turn, two at a time where there are 32 registers and one scale for all.
-constexpr int kTurnRows = NORMOPS_VECTOR_BYTES == 64 ? 2 : 1;
+constexpr int kTurnRows = NORMOPS_VECTOR_BYTES == 64 ? kMostTurnRows : 1;
 
 // Whether every row begins with a cache line.
 template <class T>

@@ -3,11 +3,6 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// Rows of the backward that go through its two passes together. In each the scale and the partial of grad_weight stay
-// in the first-level cache for a span of columns while the rows go by, and what is done once per row is done for all.
-// It does not show in the results: rows enter grad_weight one after another.
-constexpr int kRowGroup = 8;
-
 // The rows of a tensor, up to kRowGroup at a time that are of one group: those of a group are `groups` rows apart.
 template <class T>
 class GroupedRows {

@@ -1,8 +1,8 @@
 // rms_norm and rms_norm_backward on CPU tensors: lays the problem out for the kernels and shares it among the threads.
 #include "../rms_norm_backend.h"
 
-#include "grad_weight.h"
 #include "launch.h"
+#include "launch_backward.h"
 
 namespace normops::cpu {
 namespace {
@@ -27,21 +27,7 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   const Rows dy = make_rows(grad_output, normalized_dims);
   const Rows x = make_rows(input, normalized_dims);
   Scale scale(weight, weight_offset, dtype, problem);
-  RmsNormBackwardArgs args = {
-      .dtype = dtype,
-      .grad_output_dtype = dtype_of(grad_output),
-      .rows = problem.rows,
-      .cols = problem.cols,
-      .eps = problem.eps,
-      .grad_output = dy.tensor->const_data_ptr(),
-      .grad_output_rows = dy.layout,
-      .input = x.tensor->const_data_ptr(),
-      .input_rows = x.layout,
-      .scale = scale.data(),
-      .groups = problem.groups,
-      .rows_per_chunk = grad_weight_chunk_rows(problem.rows / problem.groups),
-      .stream = exceeds_caches(input, 3),
-  };
+  RmsNormBackwardArgs args = backward_args(problem, dy, x, scale.data());
   Rows residual;
   if (is_given(grad_residual)) {
     residual = make_rows(*grad_residual, normalized_dims);

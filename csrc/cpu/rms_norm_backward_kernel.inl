@@ -44,6 +44,10 @@ class GivenRows {
     NORMOPS_INLINE Terms<Extent> terms(int64_t column, Extent extent) const {
       return {load<R>(dy + column, extent), x(column, extent), kResidual ? residual + column : nullptr, extent};
     }
+    template <class Extent>
+    NORMOPS_INLINE Terms<Extent> summed(int64_t column, Extent extent) const {
+      return terms(column, extent);
+    }
     NORMOPS_INLINE void prefetch_read(int64_t column) const {
       prefetch(x_ + column);
       prefetch(dy + column);
@@ -67,7 +71,7 @@ class GivenRows {
   void next_group() {
     each([](auto& rows) { rows.next_group(); });
   }
-  Row next(int r) {
+  Row next(int r, int) {
     Row row;
     row.dy = grad_outputs_.next(r);
     row.x_ = inputs_.next(r);

@@ -61,40 +61,61 @@ class SpanSums {
   Scratch sums_;
 };
 
+// Calls function(args), with memory for what the kernels hold of a row, where they do.
+template <class Args, class Function>
+void with_held(const Args& args, const Function& function) {
+  if constexpr (requires { args.held_rows(); }) {
+    Scratch held(args.dtype, args.held_rows() * padded_cols(args.dtype, args.cols));
+    Args own = args;
+    own.held = held.data();
+    function(own);
+  } else {
+    function(args);
+  }
+}
+
 template <class Args>
 void run_forward(const ForwardKernels<Args>& kernels, const Args& args, int64_t rows) {
   if (!shares_rows(rows, args.cols)) {
-    parallel_for(0, rows, grain(args.cols), [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
+    parallel_for(0, rows, grain(args.cols), [&](int64_t begin, int64_t end) {
+      with_held(args, [&](const Args& args) { kernels.rows(args, begin, end); });
+    });
     return;
   }
-  SpanSums squares(args.cols);
-  for (int64_t row = 0; row < rows; row++) {
-    parallel_for(0, squares.count(), kGrainElements / kSpan,
-                 [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data()); });
-    const double square_sum = squares.total();
-    parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) {
-      kernels.columns(args, row, square_sum, begin, end);
-    });
-  }
+  with_held(args, [&](const Args& args) {
+    SpanSums squares(args.cols);
+    for (int64_t row = 0; row < rows; row++) {
+      parallel_for(0, squares.count(), kGrainElements / kSpan,
+                   [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data()); });
+      const double square_sum = squares.total();
+      parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) {
+        kernels.columns(args, row, square_sum, begin, end);
+      });
+    }
+  });
 }
 
 template <class Args>
 void run_backward(const BackwardKernels<Args>& kernels, const Args& args) {
   if (!shares_rows(args.rows, args.cols)) {
     const int64_t parts = chunk_count(args.rows / args.groups, args.rows_per_chunk) * args.groups;
-    parallel_for(0, parts, grain(args.rows_per_chunk * args.cols),
-                 [&](int64_t begin, int64_t end) { kernels.rows(args, begin, end); });
+    parallel_for(0, parts, grain(args.rows_per_chunk * args.cols), [&](int64_t begin, int64_t end) {
+      with_held(args, [&](const Args& args) { kernels.rows(args, begin, end); });
+    });
     return;
   }
-  SpanSums squares(args.cols), dots(args.cols);
-  for (int64_t row = 0; row < args.rows; row++) {
-    parallel_for(0, squares.count(), kGrainElements / kSpan,
-                 [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data(), dots.data()); });
-    const double square_sum = squares.total(), dot = dots.total();
-    parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) {
-      kernels.columns(args, row, square_sum, dot, begin, end);
-    });
-  }
+  with_held(args, [&](const Args& args) {
+    SpanSums squares(args.cols), dots(args.cols);
+    for (int64_t row = 0; row < args.rows; row++) {
+      parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) {
+        kernels.sums(args, row, begin, end, squares.data(), dots.data());
+      });
+      const double square_sum = squares.total(), dot = dots.total();
+      parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) {
+        kernels.columns(args, row, square_sum, dot, begin, end);
+      });
+    }
+  });
 }
 
 }  // namespace normops::cpu

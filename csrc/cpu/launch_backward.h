@@ -1,4 +1,4 @@
-// How launchers get grad_weight out of the backward kernels, which write partial sums of it.
+// What the launchers of a backward have in common: its arguments, and grad_weight, of which kernels write partial sums.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -15,6 +15,25 @@ inline int64_t grad_weight_chunk_rows(int64_t rows) {
   constexpr int64_t kMultiple = 4;  // the kernel's row group
   const auto root = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(rows))));
   return (root + kMultiple - 1) / kMultiple * kMultiple;
+}
+
+// Without a gradient yet.
+inline RmsNormBackwardArgs backward_args(const Problem& problem, const Rows& dy, const Rows& x, const void* scale) {
+  return {
+      .dtype = dtype_of(*x.tensor),
+      .grad_output_dtype = dtype_of(*dy.tensor),
+      .rows = problem.rows,
+      .cols = problem.cols,
+      .eps = problem.eps,
+      .grad_output = dy.tensor->const_data_ptr(),
+      .grad_output_rows = dy.layout,
+      .input = x.tensor->const_data_ptr(),
+      .input_rows = x.layout,
+      .scale = scale,
+      .groups = problem.groups,
+      .rows_per_chunk = grad_weight_chunk_rows(problem.rows / problem.groups),
+      .stream = exceeds_caches(*x.tensor, 3),
+  };
 }
 
 // Whether the partial of a single chunk can be formed in grad_weight itself: it is laid out in the same way, and is

@@ -1,0 +1,169 @@
+// The kernels of gated_rms_norm_backward, compiled once per instruction set by foreach_isa.h: those of
+// rms_norm_backward for a gated grad_output, or a gated input. With a the activated gate,
+//   norm first: y = x * rstd * w * a    dy * a takes the place of dy, and grad_gate = dy * x * rstd * w * a'
+//   gate first: h = x * a               h takes that of x; of its gradient dh, grad_input = dh * a, grad_gate = dh * x
+//   * a'
+#include "activation.inl"
+#include "backward_rows.inl"
+
+namespace normops::cpu::NORMOPS_ISA {
+namespace {
+
+// T is the type of input, grad_output and grad_input.
+template <class T, bool kNormFirst, bool kGradWeight_>
+class GatedGradientRows {
+ public:
+  using Number = T;
+  using Args = GatedRmsNormBackwardArgs;
+  // Gates may be wider; and if grad_weight alone is wanted, which is rare, the rest is formed in vain.
+  static constexpr bool kGradRows = true, kGradWeight = kGradWeight_, kOneSum = !kNormFirst;
+  static constexpr int64_t kRowBytes = 3 * sizeof(T) + sizeof(compute_t<T>), kAllBytes = 5 * sizeof(T);
+
+  struct Row {
+    const T *grad_output, *input;
+    GateRow<T, const char> gate;
+    T* grad_input;  // null if not wanted
+    GateRow<T, char> grad_gate;
+    Activation activation;
+    compute_t<T>* held;  // the smaller parts of the gate's sigmoid
+
+    struct Outputs {
+      Block<T> grad_input, grad_gate;
+    };
+
+    struct Terms {
+      Block<T> dy, x;  // as the norm sees them
+      Block<T> given;  // grad_output or input, whichever is gated
+      Activated<T> gate;
+
+      NORMOPS_INLINE Block<T> rest(const Block<T>& minus_c) const { return minus_c * x; }
+      NORMOPS_INLINE Outputs outputs(const Block<T>& gradient, const Block<T>& rstd, const Block<T>& w) const {
+        if constexpr (kNormFirst) return {gradient, given * (x * rstd * w) * gate.slope};
+        return {gradient * gate.value, gradient * given * gate.slope};
+      }
+    };
+
+    template <class Extent>
+    NORMOPS_INLINE Block<T> x(int64_t column, Extent extent) const {
+      if constexpr (kNormFirst) return load<T>(input + column, extent);
+      return summed(column, extent).x;
+    }
+    template <class Extent>
+    NORMOPS_INLINE Terms summed(int64_t column, Extent extent) const {
+      const Block<T> g = gate.load(column, extent), smaller = smaller_part(g);
+      store_held<T>(held + column, smaller);
+      return gated(column, extent, activated(g, smaller, activation));
+    }
+    template <class Extent>
+    NORMOPS_INLINE Terms terms(int64_t column, Extent extent) const {
+      return gated(column, extent, activated(gate.load(column, extent), load_held<T>(held + column), activation));
+    }
+    NORMOPS_INLINE void prefetch_read(int64_t column) const {
+      prefetch(input + column);
+      prefetch(grad_output + column);
+      gate.prefetch(column);
+    }
+    NORMOPS_INLINE void prefetch_written(int64_t column) const {
+      prefetch(grad_input + column);
+      grad_gate.prefetch(column);
+    }
+    template <class Extent, class Way>
+    NORMOPS_INLINE void store(int64_t column, const Outputs& outputs, Extent extent, Way way) const {
+      if (grad_input != nullptr) NORMOPS_ISA::store(grad_input + column, outputs.grad_input, extent, way);
+      if (grad_gate.data != nullptr) grad_gate.store(column, outputs.grad_gate, extent, way);
+    }
+
+   private:
+    template <class Extent>
+    NORMOPS_INLINE Terms gated(int64_t column, Extent extent, const Activated<T>& a) const {
+      const Block<T> dy = load<T>(grad_output + column, extent), x = load<T>(input + column, extent);
+      if constexpr (kNormFirst) return {dy * a.value, x, dy, a};
+      return {dy, x * a.value, x, a};
+    }
+  };
+
+  GatedGradientRows(const Args& args, int64_t row)
+      : args_(args),
+        grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.groups, row),
+        inputs_(static_cast<const T*>(args.input), args.input_rows, args.groups, row),
+        gates_(static_cast<const char*>(args.gate), args.gate_rows, args.groups, row),
+        grad_inputs_(static_cast<T*>(args.grad_input), args.grad_input_rows, args.groups, row),
+        grad_gates_(static_cast<char*>(args.grad_gate), args.grad_gate_rows, args.groups, row) {}
+
+  void next_rows(int count, int64_t group) {
+    each([&](auto& rows) { rows.next_rows(count, group); });
+  }
+  void next_group() {
+    each([](auto& rows) { rows.next_group(); });
+  }
+  Row next(int r, int position) {
+    Row row;
+    row.grad_output = grad_outputs_.next(r);
+    row.input = inputs_.next(r);
+    row.gate = {gates_.next(r), args_.gate_dtype};
+    row.grad_input = args_.grad_input == nullptr ? nullptr : grad_inputs_.next(r);
+    row.grad_gate = {args_.grad_gate == nullptr ? nullptr : grad_gates_.next(r), args_.gate_dtype};
+    row.activation = args_.gating.activation;
+    row.held = static_cast<compute_t<T>*>(args_.held) + position * padded_cols(kDType<T>, args_.cols);
+    return row;
+  }
+
+  static bool begins_with_lines(const Args& args) {
+    return args.gate_dtype == args.dtype &&
+           NORMOPS_ISA::begins_with_lines(static_cast<const T*>(args.grad_input), args.grad_input_rows) &&
+           NORMOPS_ISA::begins_with_lines(static_cast<const char*>(args.grad_gate), args.grad_gate_rows);
+  }
+
+ private:
+  // `visit` gets the rows of each tensor that there is.
+  template <class Visit>
+  void each(Visit visit) {
+    visit(grad_outputs_);
+    visit(inputs_);
+    visit(gates_);
+    if (args_.grad_input != nullptr) visit(grad_inputs_);
+    if (args_.grad_gate != nullptr) visit(grad_gates_);
+  }
+
+  const Args& args_;
+  GroupedRows<const T> grad_outputs_, inputs_;
+  GroupedRows<const char> gates_;
+  GroupedRows<T> grad_inputs_;
+  GroupedRows<char> grad_gates_;
+};
+
+// Calls visit.template operator()<Source>() with the source that the arguments ask for.
+template <class Visit>
+void dispatch_gated(const GatedRmsNormBackwardArgs& args, Visit visit) {
+  const bool norm_first = args.gating.norm_before_gate;
+  dispatch(args.dtype, [&]<class T>() {
+    if (args.grad_weight_partials != nullptr) {
+      norm_first ? visit.template operator()<GatedGradientRows<T, true, true>>()
+                 : visit.template operator()<GatedGradientRows<T, false, true>>();
+    } else {
+      norm_first ? visit.template operator()<GatedGradientRows<T, true, false>>()
+                 : visit.template operator()<GatedGradientRows<T, false, false>>();
+    }
+  });
+}
+
+void rows(const GatedRmsNormBackwardArgs& args, int64_t begin, int64_t end) {
+  dispatch_gated(args, [&]<class Source>() { backward_parts<Source>(args, begin, end); });
+}
+
+void sums(const GatedRmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t end, double* squares,
+          double* dots) {
+  dispatch_gated(args, [&]<class Source>() { backward_sums<Source>(args, row, begin, end, squares, dots); });
+}
+
+void columns(const GatedRmsNormBackwardArgs& args, int64_t row, double square_sum, double dot, int64_t begin,
+             int64_t end) {
+  dispatch_gated(args, [&]<class Source>() { backward_columns<Source>(args, row, square_sum, dot, begin, end); });
+}
+
+}  // namespace
+
+extern const GatedRmsNormBackwardKernels kGatedRmsNormBackwardKernels;
+const GatedRmsNormBackwardKernels kGatedRmsNormBackwardKernels = {rows, sums, columns};
+
+}  // namespace normops::cpu::NORMOPS_ISA
