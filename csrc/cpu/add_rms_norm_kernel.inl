@@ -18,11 +18,12 @@ class SumRows {
     R* h;
 
     auto squares() const {
-      return [x = x, residual = residual, h = h](int64_t column, auto extent, const Block<R>& sum) {
-        store(h + column, load<R>(x + column, extent) + load<R>(residual + column, extent), extent);
-        const Block<R> rounded = load<R>(h + column, extent);
-        return fma(rounded, rounded, sum);
-      };
+      return [x = x, residual = residual, h = h](int64_t column, auto extent, const Block<R>& sum)
+                 NORMOPS_INLINE_LAMBDA {
+                   store(h + column, load<R>(x + column, extent) + load<R>(residual + column, extent), extent);
+                   const Block<R> rounded = load<R>(h + column, extent);
+                   return fma(rounded, rounded, sum);
+                 };
     }
 
     GivenNumbers<R> numbers() const { return {h}; }
