@@ -40,6 +40,17 @@ void count_kernels(DType dtype, int64_t rows, int64_t cols) {
         [&] { backward_kernels.backward.rows(without_residual, 0, p.chunks); });
   count("backward+residual", dtype, rows, cols, elements,
         [&] { backward_kernels.backward.rows(p.backward, 0, p.chunks); });
+  // The gate that is held, and the one that is not.
+  for (const bool norm_first : {true, false}) {
+    std::vector<char> held(2 * kNarrowGroup * p.scale.size());
+    p.gated.gating = p.gated_backward.gating = {Activation::silu, norm_first};
+    p.gated.held = p.gated_backward.held = held.data();
+    const std::string name = norm_first ? "norm first" : "gate first";
+    count(("gated_forward " + name).c_str(), dtype, rows, cols, elements,
+          [&] { gated_rms_norm_kernels().rows(p.gated, 0, rows); });
+    count(("gated_backward " + name).c_str(), dtype, rows, cols, elements,
+          [&] { gated_rms_norm_backward_kernels().rows(p.gated_backward, 0, p.chunks); });
+  }
   count("grad_weight", dtype, rows, cols, p.chunks * cols, [&] {
     backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, 1, cols, p.grad_weight.data(), 0, 0, cols);
   });

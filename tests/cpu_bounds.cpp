@@ -122,6 +122,49 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     backward_kernels.backward.sums(backward, rows - 1, 0, spans, squares.data(), dots.data());
     backward_kernels.backward.columns(backward, rows - 1, 1.0, 1.0, 0, cols);
   }
+  // The gate is of the residual's type.
+  const Rows gate = rows_of(residual_dtype), grad_gate = rows_of(residual_dtype), grad_gated = rows_of(dtype);
+  const auto in_bytes = [&](RowLayout layout) {
+    layout.strides[0] *= static_cast<int64_t>(size_of(residual_dtype));
+    return layout;
+  };
+  const Memory gated_partials(side, compute_dtype(dtype), chunks * groups * padded_cols(dtype, cols));
+  for (const Gating gating : {Gating{Activation::silu, true}, Gating{Activation::silu, false}}) {
+    GatedRmsNormArgs gated = {forward, gating, residual_dtype, gate.data(), in_bytes(gate.layout)};
+    const Memory held(side, compute_dtype(dtype), gated.held_rows() * padded_cols(dtype, cols));
+    gated.held = held.data();
+    run_forward(gated_rms_norm_kernels(), gated);
+    for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
+      GatedRmsNormBackwardArgs args = {{.dtype = dtype,
+                                        .grad_output_dtype = dtype,
+                                        .rows = rows,
+                                        .cols = cols,
+                                        .eps = 1e-5,
+                                        .grad_output = grad_output.data(),
+                                        .grad_output_rows = grad_output.layout,
+                                        .input = input.data(),
+                                        .input_rows = input.layout,
+                                        .scale = scale.data(),
+                                        .groups = groups,
+                                        .grad_input = wants & 1 ? grad_gated.data() : nullptr,
+                                        .grad_input_rows = grad_gated.layout,
+                                        .grad_weight_partials = wants & 4 ? gated_partials.data() : nullptr,
+                                        .rows_per_chunk = kRowsPerChunk,
+                                        .stream = true},
+                                       gating,
+                                       residual_dtype,
+                                       gate.data(),
+                                       in_bytes(gate.layout),
+                                       wants & 2 ? grad_gate.data() : nullptr,
+                                       in_bytes(grad_gate.layout)};
+      const Memory held(side, compute_dtype(dtype), args.held_rows() * padded_cols(dtype, cols));
+      args.held = held.data();
+      const GatedRmsNormBackwardKernels& gated_backward = gated_rms_norm_backward_kernels();
+      gated_backward.rows(args, 0, chunks * groups);
+      gated_backward.sums(args, rows - 1, 0, spans, squares.data(), dots.data());
+      gated_backward.columns(args, rows - 1, 1.0, 1.0, 0, cols);
+    }
+  }
   for (int64_t group = 0; group < groups; group++) {
     backward_kernels.grad_weight(residual_dtype, weight_dtype, partials.data(), chunks, groups, cols,
                                  grad_weight.data(), group, 0, cols);

@@ -50,21 +50,41 @@ bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
   run_forward(kernels.forward, p.forward, rows);
   const std::vector<char> output = p.output;
   run_forward(add_rms_norm_kernels(), p.add, rows);
-  run_backward(backward_kernels, p.backward);
+  run_backward(backward_kernels.backward, p.backward);
   parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) {
     backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, groups, cols, p.grad_weight.data(), group,
                                  begin, end);
   });
   const std::vector<char> shared[] = {output, p.output, p.residual_out, p.grad_input, p.grad_weight};
+  std::vector<std::vector<char>> gated_results;
+  const auto run_gated = [&](auto run) {
+    for (const Gating gating : kGatings) {
+      p.gated.gating = p.gated_backward.gating = gating;
+      run();
+      for (const auto* result : {&p.output, &p.grad_input, &p.grad_gate, &p.partials}) gated_results.push_back(*result);
+    }
+  };
+  run_gated([&] {
+    run_forward(gated_rms_norm_kernels(), p.gated, rows);
+    run_backward(gated_rms_norm_backward_kernels(), p.gated_backward);
+  });
 
   p.make_scale(dtype, 1.0);
   kernels.forward.rows(p.forward, 0, rows);
   bool is_same = shared[0] == p.output;
   add_rms_norm_kernels().rows(p.add, 0, rows);
   backward_kernels.backward.rows(p.backward, 0, p.chunks * groups);
-  p.sum_grad_weight();
+  p.sum_grad_weight(dtype);
   const std::vector<char>* alone[] = {&p.output, &p.residual_out, &p.grad_input, &p.grad_weight};
   for (int i = 0; i < 4; i++) is_same &= shared[i + 1] == *alone[i];
+
+  run_gated([&] {
+    with_held(p.gated, [&](const auto& args) { gated_rms_norm_kernels().rows(args, 0, rows); });
+    with_held(p.gated_backward,
+              [&](const auto& args) { gated_rms_norm_backward_kernels().rows(args, 0, p.chunks * groups); });
+  });
+  const auto half = gated_results.begin() + gated_results.size() / 2;
+  is_same &= std::equal(gated_results.begin(), half, half);
   return is_same;
 }
 

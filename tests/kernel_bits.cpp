@@ -26,13 +26,23 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
   p.make_scale(residual_dtype, 1.0);
   add_rms_norm_kernels().rows(p.add, 0, kRows * groups);
   rms_norm_backward_kernels().backward.rows(p.backward, 0, p.chunks * groups);
-  p.sum_grad_weight();
+  p.sum_grad_weight(residual_dtype);
+  std::vector<uint64_t> results = {forward, hash(p.output), hash(p.residual_out), hash(p.grad_input),
+                                   hash(p.grad_weight)};
+  p.make_scale(dtype, 1.0);
+  std::vector<char> held(std::max(p.gated.held_rows(), p.gated_backward.held_rows()) * 2 * padded_cols(dtype, cols) *
+                         8);
+  for (const Gating gating : kGatings) {
+    p.gated.gating = p.gated_backward.gating = gating;
+    p.gated.held = p.gated_backward.held = held.data();
+    gated_rms_norm_kernels().rows(p.gated, 0, kRows * groups);
+    gated_rms_norm_backward_kernels().rows(p.gated_backward, 0, p.chunks * groups);
+    p.sum_grad_weight(dtype);
+    results.insert(results.end(), {hash(p.output), hash(p.grad_input), hash(p.grad_gate), hash(p.grad_weight)});
+  }
   std::printf("dtype %d residual %d weight %d groups %" PRId64 " cols %" PRId64 ":", static_cast<int>(dtype),
               static_cast<int>(residual_dtype), static_cast<int>(weight_dtype), groups, cols);
-  for (const uint64_t result :
-       {forward, hash(p.output), hash(p.residual_out), hash(p.grad_input), hash(p.grad_weight)}) {
-    std::printf(" %016" PRIx64, result);
-  }
+  for (const uint64_t result : results) std::printf(" %016" PRIx64, result);
   std::printf("\n");
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "add_rms_norm_kernel.h"
+#include "gated_rms_norm_kernel.h"
 
 namespace normops::cpu {
 
@@ -45,7 +46,7 @@ inline std::vector<char> random_numbers(DType dtype, int64_t count) {
 }
 
 // Row-major problems with all of their inputs and outputs, and the kernels' arguments for them. The residual, which is
-// also the backward's input, may be of a wider type. `rows_per_chunk` are those of a group.
+// also the backward's input, and the gate may be of a wider type. `rows_per_chunk` are those of a group.
 struct KernelProblem {
   KernelProblem(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, int64_t cols,
                 int64_t rows_per_chunk, int64_t groups = 1)
@@ -56,15 +57,17 @@ struct KernelProblem {
         grad_output(random_numbers(dtype, rows * cols)),
         residual(random_numbers(residual_dtype, rows * cols)),
         grad_residual(random_numbers(residual_dtype, rows * cols)),
+        gate(random_numbers(residual_dtype, rows * cols)),
         weight(random_numbers(weight_dtype, groups * cols)),
         output(input.size()),
         residual_out(residual.size()),
         grad_input(residual.size()),
+        grad_gate(gate.size()),
         grad_weight(weight.size()),
         chunks(chunk_count(rows / groups, rows_per_chunk)),
         scale(groups * std::max(padded_cols(dtype, cols), padded_cols(residual_dtype, cols)) *
               size_of(compute_dtype(dtype))),
-        partials(chunks * groups * padded_cols(residual_dtype, cols) * size_of(compute_dtype(dtype))) {
+        partials(chunks * scale.size()) {
     RowLayout layout;
     layout.dims = 1;
     layout.sizes[0] = rows;
@@ -96,30 +99,44 @@ struct KernelProblem {
                 .grad_input_rows = layout,
                 .grad_weight_partials = partials.data(),
                 .rows_per_chunk = rows_per_chunk};
+    RowLayout gate_layout = layout;  // in bytes
+    gate_layout.strides[0] *= static_cast<int64_t>(size_of(residual_dtype));
+    gated = {forward, {}, residual_dtype, gate.data(), gate_layout};
+    gated_backward = {backward, {}, residual_dtype, gate.data(), gate_layout, grad_gate.data(), gate_layout};
+    gated_backward.dtype = dtype;
+    gated_backward.input = input.data();
+    gated_backward.grad_residual = nullptr;
   }
   KernelProblem(const KernelProblem&) = delete;
 
-  // Of every group: the scale as kernels of `dtype` read it, and grad_weight.
+  // Of every group: the scale as kernels of `dtype` read it, and grad_weight of the partials that they wrote.
   void make_scale(DType dtype, double weight_offset) {
     for (int64_t group = 0; group < groups; group++) {
       rms_norm_kernels().scale(dtype, weight_dtype, weight.data(), weight_offset, cols, scale.data(), group, 0, cols);
     }
   }
-  void sum_grad_weight() {
+  void sum_grad_weight(DType dtype) {
     for (int64_t group = 0; group < groups; group++) {
-      rms_norm_backward_kernels().grad_weight(backward.dtype, weight_dtype, partials.data(), chunks, groups, cols,
+      rms_norm_backward_kernels().grad_weight(dtype, weight_dtype, partials.data(), chunks, groups, cols,
                                               grad_weight.data(), group, 0, cols);
     }
   }
 
   int64_t groups, cols;
   DType weight_dtype;
-  std::vector<char> input, grad_output, residual, grad_residual, weight, output, residual_out, grad_input, grad_weight;
+  std::vector<char> input, grad_output, residual, grad_residual, gate, weight, output, residual_out, grad_input,
+      grad_gate, grad_weight;
   int64_t chunks;
   std::vector<char> scale, partials;
   RmsNormArgs forward;
   AddRmsNormArgs add;
   RmsNormBackwardArgs backward;
+  GatedRmsNormArgs gated;  // with a gate of residual_dtype
+  GatedRmsNormBackwardArgs gated_backward;
 };
+
+// How gates are applied.
+constexpr Gating kGatings[] = {
+    {Activation::silu, true}, {Activation::silu, false}, {Activation::sigmoid, true}, {Activation::sigmoid, false}};
 
 }  // namespace normops::cpu
