@@ -177,9 +177,14 @@ def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(monkeypat
     x = torch.ones(2, 4)
     expected = normops.rms_norm(x, 4)
     monkeypatch.setattr(normops.triton, "launch_forward", refuse)
+    monkeypatch.setattr(normops.triton, "launch_gated_forward", refuse)
     registration = _C.register_triton("CPU")
     try:
-        for call in (normops.rms_norm, lambda x, cols: normops.add_rms_norm(x, x, cols)):
+        for call in (
+            normops.rms_norm,
+            lambda x, cols: normops.add_rms_norm(x, x, cols),
+            lambda x, cols: normops.gated_rms_norm(x, x, cols),
+        ):
             with pytest.raises(RuntimeError, match="the Triton launcher was called"):
                 call(x, 4)
     finally:
