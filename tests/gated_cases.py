@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cases
 import torch
@@ -25,11 +25,11 @@ class GatedCase(NamedTuple):
         return self.case.grad_layout(self.case.shape, self.gate_dtype, 6)
 
     @property
-    def gating(self) -> dict[str, str | bool]:
+    def gating(self) -> dict[str, Any]:
         return {"activation": self.activation, "norm_before_gate": self.norm_before_gate}
 
     @property
-    def keywords(self) -> dict[str, float | str | bool]:
+    def keywords(self) -> dict[str, Any]:
         return {"weight_offset": self.case.weight_offset, **self.gating}
 
     def arguments(self, device: str) -> tuple[object, ...]:
