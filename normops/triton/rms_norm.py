@@ -247,10 +247,7 @@ def backward_kernel(
         dx_offsets = _offsets(row, dx_inner, dx_outer_stride, dx_inner_stride)
         if gate is not None:
             gate_offsets = _offsets(row, gate_inner, gate_outer_stride, gate_inner_stride)
-            if dgate is not None:
-                dgate_offsets = _offsets(row, dgate_inner, dgate_outer_stride, dgate_inner_stride)
-            else:
-                dgate_offsets = gate_offsets
+            dgate_offsets = _offsets(row, dgate_inner, dgate_outer_stride, dgate_inner_stride)
         if parts != 0:
             held_h = ()
             held_g = ()
