@@ -20,13 +20,18 @@ triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parent.parent
 
 
-KERNELS = {
-    "rms_norm": ("forward_kernel", ("residual", "residual_out")),
-    "add_rms_norm": ("forward_kernel", ()),
-    "rms_norm_backward": ("backward_kernel", ("residual",)),
-    "rms_norm_backward with residual": ("backward_kernel", ()),
-    "grad_input alone": ("backward_kernel", ("partials", "weight")),
-    "grad_weight alone": ("backward_kernel", ("dx", "residual")),
+# Of each operator its kernel, the arguments that are None, and norm_before_gate if it has a gate.
+KERNELS: dict[str, tuple[str, tuple[str, ...], bool | None]] = {
+    "rms_norm": ("forward_kernel", ("residual", "residual_out"), None),
+    "add_rms_norm": ("forward_kernel", (), None),
+    "rms_norm_backward": ("backward_kernel", ("residual",), None),
+    "rms_norm_backward with residual": ("backward_kernel", (), None),
+    "grad_input alone": ("backward_kernel", ("partials", "weight"), None),
+    "grad_weight alone": ("backward_kernel", ("dx", "residual"), None),
+    "gated_rms_norm": ("forward_kernel", ("residual", "residual_out"), True),
+    "gated_rms_norm, gate first": ("forward_kernel", ("residual", "residual_out"), False),
+    "gated_rms_norm_backward": ("backward_kernel", ("residual",), True),
+    "gated_rms_norm_backward, gate first": ("backward_kernel", ("residual",), False),
 }
 
 
@@ -35,18 +40,25 @@ def compiled(name: str, dtype: str, cols: int, arch: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from normops.triton import launch_config, rms_norm
+    from normops.triton import launch, launch_config, rms_norm
 
-    kernel_name, without = KERNELS[name]
+    kernel_name, without, norm_before_gate = KERNELS[name]
     kernel: Any = getattr(rms_norm, kernel_name)
     compute = "fp64" if dtype == "fp64" else "fp32"
-    config_of = launch_config.forward_config if kernel_name == "forward_kernel" else launch_config.backward_config
+    if norm_before_gate is not None:
+        config_of = launch_config.gated_config
+        constants = {"activation": "silu", "norm_before_gate": norm_before_gate}
+    else:
+        forward = kernel_name == "forward_kernel"
+        config_of = launch_config.forward_config if forward else launch_config.backward_config
+        constants = {parameter.name: None for parameter in kernel.params if parameter.has_default}
     config = config_of(cols, 8 if dtype == "fp64" else 4)
 
-    constants = {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute), "parts": config.parts}
+    constants |= {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute), "parts": config.parts}
     constants |= {"block_rows": config.block_rows, "block_cols": config.block_cols, **dict.fromkeys(without)}
     # As Triton makes it of that number.
-    constants |= {name: 1 for name in kernel.arg_names if name == "groups" or name.endswith("_inner")}
+    ones = (name for name in kernel.arg_names if name == "groups" or name.endswith("_inner"))
+    constants = dict.fromkeys(ones, 1) | constants
 
     def type_of(name: str) -> str:
         if name in constants:
@@ -60,7 +72,7 @@ def compiled(name: str, dtype: str, cols: int, arch: int) -> Any:
         (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind != "constexpr"
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": config.warps, **rms_norm.COMPILE_OPTIONS}
+    options = {"num_warps": config.warps, **launch.COMPILE_OPTIONS}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -80,7 +92,7 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, wid
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward with residual"])
+@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward with residual", "gated_rms_norm_backward"])
 def test_kernels_compile_for_float64(name: str, width: str) -> None:
     """The interpreter does not see what Triton makes of the branches that are not taken."""
     ptx = compiled(name, "fp64", WIDTHS[width] // 2, 90).asm["ptx"]
@@ -91,7 +103,15 @@ def test_kernels_compile_for_float64(name: str, width: str) -> None:
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize(
-    ("name", "bytes"), [("add_rms_norm", 128 << 10), ("rms_norm_backward with residual", 64 << 10)]
+    ("name", "bytes"),
+    [
+        ("add_rms_norm", 128 << 10),
+        ("rms_norm_backward with residual", 64 << 10),
+        ("gated_rms_norm", 32 << 10),
+        ("gated_rms_norm_backward, gate first", 16 << 10),
+        ("gated_rms_norm_backward", 32 << 10),
+        ("gated_rms_norm_backward, gate first", 32 << 10),
+    ],
 )
 def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str, arch: int, tmp_path: Path) -> None:
     """With the operands that take most of them; a multiprocessor has 65536."""
@@ -114,13 +134,15 @@ def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str
 
 @pytest.mark.parametrize("compute_bytes", [4, 8])
 def test_rows_are_held_up_to_a_width_that_does_not_depend_on_their_number(compute_bytes: int) -> None:
-    from normops.triton.launch_config import backward_config, forward_config
+    from normops.triton.launch_config import backward_config, forward_config, gated_config
 
     for config_of, most in (
         (forward_config, (128 << 10) // compute_bytes),
         (backward_config, (64 << 10) // compute_bytes),
+        (gated_config, (32 << 10) // compute_bytes),
     ):
-        for cols in (1, 1000, 5120, (32 << 10) // compute_bytes, (32 << 10) // compute_bytes + 1, most - 1, most):
+        blocks = [size // compute_bytes + more for size in (16 << 10, 32 << 10) for more in (0, 1)]
+        for cols in (cols for cols in (1, 1000, 5120, *blocks, most - 1, most) if cols <= most):
             config = config_of(cols, compute_bytes)
             assert (config.parts - 1) * config.block_cols < cols <= config.parts * config.block_cols
         assert config_of(most + 1, compute_bytes).parts == 0
@@ -155,9 +177,14 @@ def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(monkeypat
     x = torch.ones(2, 4)
     expected = normops.rms_norm(x, 4)
     monkeypatch.setattr(normops.triton, "launch_forward", refuse)
+    monkeypatch.setattr(normops.triton, "launch_gated_forward", refuse)
     registration = _C.register_triton("CPU")
     try:
-        for call in (normops.rms_norm, lambda x, cols: normops.add_rms_norm(x, x, cols)):
+        for call in (
+            normops.rms_norm,
+            lambda x, cols: normops.add_rms_norm(x, x, cols),
+            lambda x, cols: normops.gated_rms_norm(x, x, cols),
+        ):
             with pytest.raises(RuntimeError, match="the Triton launcher was called"):
                 call(x, 4)
     finally:

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../add_rms_norm_backend.h"
+#include "../gated_rms_norm_backend.h"
 #include "../problem.h"
 #include "../rms_norm_backend.h"
 #include "registration.h"
@@ -38,6 +39,12 @@ py::object to_python(const Rows& rows) {
   return rows.tensor->defined() ? to_python(*rows.tensor, rows.layout) : py::object(py::none());
 }
 
+py::object to_python(const std::optional<Target>& target) {
+  return target.has_value() ? to_python(target->rows()) : py::object(py::none());
+}
+
+const char* to_python(Activation activation) { return activation == Activation::silu ? "silu" : "sigmoid"; }
+
 Rows make_rows_or_none(const OptionalTensor& tensor, size_t normalized_dims) {
   return is_given(tensor) ? make_rows(*tensor, normalized_dims, kMaxDims) : Rows();
 }
@@ -57,8 +64,8 @@ void launch_forward(const Tensor& input, const OptionalTensor& residual, size_t 
     py::gil_scoped_acquire gil;
     launchers().attr("launch_forward")(to_python(make_rows(input, normalized_dims, kMaxDims)),
                                        to_python(make_rows_or_none(residual, normalized_dims)), to_python(y.rows()),
-                                       h.has_value() ? to_python(h->rows()) : py::none(), contiguous(weight),
-                                       weight_offset, problem.eps, problem.groups, problem.rows, problem.cols);
+                                       to_python(h), contiguous(weight), weight_offset, problem.eps, problem.groups,
+                                       problem.rows, problem.cols);
   }
   y.finish();
   if (h.has_value()) h->finish();
@@ -84,10 +91,9 @@ struct RmsNormBackend : TritonBackend {
       dw = launchers()
                .attr("launch_backward")(to_python(make_rows(grad_output, normalized_dims, kMaxDims)),
                                         to_python(make_rows(input, normalized_dims, kMaxDims)),
-                                        to_python(make_rows_or_none(grad_residual, normalized_dims)),
-                                        dx.has_value() ? to_python(dx->rows()) : py::none(), grad_weight.defined(),
-                                        contiguous(weight), weight_offset, problem.eps, problem.groups, problem.rows,
-                                        problem.cols)
+                                        to_python(make_rows_or_none(grad_residual, normalized_dims)), to_python(dx),
+                                        grad_weight.defined(), contiguous(weight), weight_offset, problem.eps,
+                                        problem.groups, problem.rows, problem.cols)
                .cast<OptionalTensor>();
     }
     if (dx.has_value()) dx->finish();
@@ -103,12 +109,55 @@ struct AddRmsNormBackend : TritonBackend {
   }
 };
 
+struct GatedRmsNormBackend : TritonBackend {
+  static void launch(const Tensor& input, const Tensor& gate, size_t normalized_dims, const OptionalTensor& weight,
+                     std::optional<double> eps, double weight_offset, Gating gating, const Tensor& output) {
+    const Problem problem = make_problem(input, normalized_dims, weight, eps);
+    const Target y(output, normalized_dims, kMaxDims);
+    {
+      py::gil_scoped_acquire gil;
+      launchers().attr("launch_gated_forward")(
+          to_python(make_rows(input, normalized_dims, kMaxDims)), to_python(make_rows(gate, normalized_dims, kMaxDims)),
+          to_python(y.rows()), contiguous(weight), weight_offset, problem.eps, to_python(gating.activation),
+          gating.norm_before_gate, problem.groups, problem.rows, problem.cols);
+    }
+    y.finish();
+  }
+
+  // Gradients may be undefined: then they are not wanted.
+  static void launch_backward(const Tensor& grad_output, const Tensor& input, const Tensor& gate,
+                              size_t normalized_dims, const OptionalTensor& weight, std::optional<double> eps,
+                              double weight_offset, Gating gating, const Tensor& grad_input, const Tensor& grad_gate,
+                              const Tensor& grad_weight) {
+    const Problem problem = make_problem(input, normalized_dims, weight, eps);
+    std::optional<Target> dx, dgate;
+    if (grad_input.defined()) dx.emplace(grad_input, normalized_dims, kMaxDims);
+    if (grad_gate.defined()) dgate.emplace(grad_gate, normalized_dims, kMaxDims);
+    OptionalTensor dw;
+    {
+      py::gil_scoped_acquire gil;
+      dw = launchers()
+               .attr("launch_gated_backward")(to_python(make_rows(grad_output, normalized_dims, kMaxDims)),
+                                              to_python(make_rows(input, normalized_dims, kMaxDims)),
+                                              to_python(make_rows(gate, normalized_dims, kMaxDims)), to_python(dx),
+                                              to_python(dgate), grad_weight.defined(), contiguous(weight),
+                                              weight_offset, problem.eps, to_python(gating.activation),
+                                              gating.norm_before_gate, problem.groups, problem.rows, problem.cols)
+               .cast<OptionalTensor>();
+    }
+    if (dx.has_value()) dx->finish();
+    if (dgate.has_value()) dgate->finish();
+    if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
+  }
+};
+
 }  // namespace
 
 Registration register_triton(const std::string& dispatch_key) {
   return register_kernels("normops", c10::parseDispatchKey(dispatch_key), [](torch::Library& library) {
     RmsNormOperators<RmsNormBackend>::register_in(library);
     AddRmsNormOperators<AddRmsNormBackend>::register_in(library);
+    GatedRmsNormOperators<GatedRmsNormBackend>::register_in(library);
   });
 }
 

@@ -1,5 +1,7 @@
 """The operators in Triton: launchers for csrc/python/triton.cpp, which checks arguments and allocates outputs."""
 
-from normops.triton.rms_norm import Rows, launch_backward, launch_forward
+from normops.triton.gated_rms_norm import launch_gated_backward, launch_gated_forward
+from normops.triton.launch import Rows
+from normops.triton.rms_norm import launch_backward, launch_forward
 
-__all__ = ["Rows", "launch_backward", "launch_forward"]
+__all__ = ["Rows", "launch_backward", "launch_forward", "launch_gated_backward", "launch_gated_forward"]

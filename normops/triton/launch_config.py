@@ -38,6 +38,14 @@ FORWARD_WARPS = 16
 BACKWARD_WARPS = 8
 
 
+# With a gate, rows up to 16 KiB are in one block: the backward holds x, dy, the activated gate and its slope, the scale
+# and the sum of grad_weight, and an activation takes some more for a moment. Rows up to 32 KiB come in parts, for which
+# the backward loads and activates the gate again, as it loads the scale again.
+GATED_BLOCK_BYTES = BLOCK_BYTES // 2
+GATED_ELEMENTS_OF_WARP = ELEMENTS_OF_WARP // 2
+GATED_MOST_PARTS = MOST_PARTS // 2
+
+
 def forward_config(cols: int, compute_bytes: int) -> RowConfig:
     """The backward's, where both hold a row in one block."""
     return _row_config(cols, compute_bytes, FORWARD_WARPS)
@@ -48,15 +56,27 @@ def backward_config(cols: int, compute_bytes: int) -> RowConfig:
     return _row_config(cols, compute_bytes, BACKWARD_WARPS)
 
 
-def _row_config(cols: int, compute_bytes: int, wide_warps: int) -> RowConfig:
+def gated_config(cols: int, compute_bytes: int) -> RowConfig:
+    """Of both directions: they sum a row in the same order."""
+    return _row_config(cols, compute_bytes, BACKWARD_WARPS, GATED_BLOCK_BYTES, GATED_ELEMENTS_OF_WARP, GATED_MOST_PARTS)
+
+
+def _row_config(
+    cols: int,
+    compute_bytes: int,
+    wide_warps: int,
+    block_bytes: int = BLOCK_BYTES,
+    elements_of_warp: int = ELEMENTS_OF_WARP,
+    most_parts: int = MOST_PARTS,
+) -> RowConfig:
     block_cols = triton.next_power_of_2(cols)
-    if block_cols * compute_bytes <= BLOCK_BYTES:
+    if block_cols * compute_bytes <= block_bytes:
         block_rows = max(1, LEAST_ELEMENTS // block_cols)
-        warps = min(MOST_WARPS, max(2, block_rows * block_cols // ELEMENTS_OF_WARP))
+        warps = min(MOST_WARPS, max(2, block_rows * block_cols // elements_of_warp))
         return RowConfig(block_rows, block_cols, 1, warps)
     block_cols = wide_warps * 32 * PART_BYTES_OF_THREAD // compute_bytes
     parts = triton.cdiv(cols, block_cols)
-    if parts <= MOST_PARTS:
+    if parts <= most_parts:
         return RowConfig(1, block_cols, parts, wide_warps)
     return RowConfig(1, BLOCK_BYTES // compute_bytes // 2, 0, MOST_WARPS)
 

@@ -1,26 +1,13 @@
-"""The kernels of rms_norm, add_rms_norm and rms_norm_backward in Triton, and their launchers."""
+"""The kernels in Triton, and the launchers of rms_norm, add_rms_norm and rms_norm_backward."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from normops.triton.activation import activate
+from normops.triton.launch import Rows, arguments, compute_type, make_partials, options
 from normops.triton.launch_config import backward_config, backward_programs, forward_config
-
-# Bits are those of the operations as they are written, in every version of Triton; the default is to change.
-COMPILE_OPTIONS = {"enable_fp_fusion": False}
-
-
-class Rows(NamedTuple):
-    """The rows of a tensor: row r starts at element ``r // inner * outer_stride + r % inner * inner_stride``."""
-
-    tensor: Tensor
-    inner: int
-    outer_stride: int
-    inner_stride: int
 
 
 @triton.jit
@@ -72,6 +59,12 @@ def _load_sum(x, residual, offsets, residual_offsets, mask, compute: tl.constexp
 
 
 @triton.jit
+def _load_activated(gate, offsets, mask, activation: tl.constexpr, compute: tl.constexpr):
+    activated, _ = activate(_load(gate, offsets, mask, compute), activation, compute)
+    return activated
+
+
+@triton.jit
 def _part(first, part: tl.constexpr, parts: tl.constexpr, cols):
     """The columns of a row's part, and which of them are there: all but those of the last part are."""
     columns = part * first.shape[0] + first
@@ -90,8 +83,13 @@ def forward_kernel(
     weight, groups, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr,
+    gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
+    activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
 ):  # fmt: skip
-    """y = h * rstd * w, where h = x, or x + residual. Row r has the weight of group r % groups."""
+    """y = h * rstd * w, where h = x, or x + residual. Row r has the weight of group r % groups.
+
+    A gate, which has no residual beside it, is activated and multiplies y, or h.
+    """
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
     row = (program // groups * block_rows + tl.arange(0, block_rows)) * groups + group
@@ -102,15 +100,24 @@ def forward_kernel(
     residual_offsets = _offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
     out_offsets = _offsets(row, out_inner, out_outer_stride, out_inner_stride)
     y_offsets = _offsets(row, y_inner, y_outer_stride, y_inner_stride)
+    if gate is not None:
+        gate_offsets = _offsets(row, gate_inner, gate_outer_stride, gate_inner_stride)
     first = tl.arange(0, block_cols)
 
     if parts != 0:
         held = ()
+        held_a = ()
         squares = tl.zeros((block_rows, block_cols), compute)
         for part in tl.static_range(parts):
             columns, is_column = _part(first, part, parts, cols)
             columns, mask = columns[None, :], is_row & is_column[None, :]
             h = _load_sum(x, residual, x_offsets + columns, residual_offsets + columns, mask, compute)
+            if gate is not None:
+                a = _load_activated(gate, gate_offsets + columns, mask, activation, compute)
+                if norm_before_gate:
+                    held_a += (a,)
+                else:
+                    h *= a
             held += (h,)
             squares += h * h
         if residual is not None:  # not before all is asked for: what is loaded after a store waits for it
@@ -121,7 +128,10 @@ def forward_kernel(
         for part in tl.static_range(parts):
             columns, is_column = _part(first, part, parts, cols)
             scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
-            _store(y, y_offsets + columns[None, :], held[part] * rstd * scale, is_row & is_column[None, :])
+            result = held[part] * rstd * scale
+            if gate is not None and norm_before_gate:
+                result *= held_a[part]
+            _store(y, y_offsets + columns[None, :], result, is_row & is_column[None, :])
     else:
         squares = tl.zeros((block_rows, block_cols), compute)
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
@@ -130,6 +140,9 @@ def forward_kernel(
             h = _load_sum(x, residual, x_offsets + columns, residual_offsets + columns, mask, compute)
             if residual is not None:
                 _store(residual_out, out_offsets + columns, h, mask)
+            if gate is not None and not norm_before_gate:
+                a = _load_activated(gate, gate_offsets + columns, mask, activation, compute)
+                h *= a
             squares += h * h
         rstd = _rstd(tl.sum(squares, 1, keep_dims=True), cols, eps, compute)
         tl.debug_barrier()  # the sums that were written are read by whichever thread
@@ -141,7 +154,14 @@ def forward_kernel(
             else:
                 h = _load(x, x_offsets + columns, mask, compute)
             scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
-            _store(y, y_offsets + columns, h * rstd * scale, mask)
+            if gate is not None:
+                a = _load_activated(gate, gate_offsets + columns, mask, activation, compute)
+                if not norm_before_gate:
+                    h *= a
+            result = h * rstd * scale
+            if gate is not None and norm_before_gate:
+                result *= a
+            _store(y, y_offsets + columns, result, mask)
 
 
 @triton.jit
@@ -149,6 +169,39 @@ def _factors(squares, dots, cols, eps: tl.constexpr, compute: tl.constexpr):
     """rstd, and c = rstd^3 * mean(dy * w * x), of sums over a row."""
     rstd = _rstd(squares, cols, eps, compute)
     return rstd, rstd * rstd * rstd * (dots / cols.to(compute))
+
+
+@triton.jit
+def _load_gated(
+    h, g, gate, offsets, mask,
+    activation: tl.constexpr, norm_before_gate: tl.constexpr, compute: tl.constexpr,
+):  # fmt: skip
+    """h and g, the input and the gradient of the operator, become those of its norm.
+
+    With them come the activated gate and the gate's slope, times what it has multiplied.
+    """
+    a, slope = activate(_load(gate, offsets, mask, compute), activation, compute)
+    if norm_before_gate:
+        return h, g * a, a, g * slope
+    else:
+        return h * a, g, a, h * slope
+
+
+@triton.jit
+def _store_gated(
+    dx, dx_offsets, dgate, dgate_offsets, dh, normalized, a, slope, mask, norm_before_gate: tl.constexpr
+):  # fmt: skip
+    """Of dh, the gradient of what is normalized."""
+    if dgate is not None:
+        if norm_before_gate:
+            _store(dgate, dgate_offsets, slope * normalized, mask)
+        else:
+            _store(dgate, dgate_offsets, slope * dh, mask)
+    if dx is not None:
+        if norm_before_gate:
+            _store(dx, dx_offsets, dh, mask)
+        else:
+            _store(dx, dx_offsets, dh * a, mask)
 
 
 @triton.jit
@@ -160,8 +213,14 @@ def backward_kernel(
     weight, partials, groups, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr,
+    gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
+    dgate=None, dgate_inner=None, dgate_outer_stride=None, dgate_inner_stride=None,
+    activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
 ):  # fmt: skip
-    """dx = dy * rstd * w - x * c + residual; this program's rows' part of dw = sum of dy * rstd * x."""
+    """dx = dy * rstd * w - x * c + residual; this program's rows' part of dw = sum of dy * rstd * x.
+
+    With an activated gate a, which has no residual beside it, dy * a takes the place of dy, or x * a that of x.
+    """
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
     if weight is not None:
@@ -186,6 +245,9 @@ def backward_kernel(
         x_offsets = _offsets(row, x_inner, x_outer_stride, x_inner_stride)
         residual_offsets = _offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
         dx_offsets = _offsets(row, dx_inner, dx_outer_stride, dx_inner_stride)
+        if gate is not None:
+            gate_offsets = _offsets(row, gate_inner, gate_outer_stride, gate_inner_stride)
+            dgate_offsets = _offsets(row, dgate_inner, dgate_outer_stride, dgate_inner_stride)
         if parts != 0:
             held_h = ()
             held_g = ()
@@ -196,32 +258,47 @@ def backward_kernel(
                 mask = is_row & is_column[None, :]
                 h = _load(x, x_offsets + columns[None, :], mask, compute)
                 g = _load(dy, dy_offsets + columns[None, :], mask, compute)
+                held_h += (h,)
+                held_g += (g,)
+                if gate is not None:
+                    h, g, a, slope = _load_gated(
+                        h, g, gate, gate_offsets + columns[None, :], mask, activation, norm_before_gate, compute
+                    )
                 if parts > 1:
                     scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
                 squares += h * h
                 dots += g * scale * h
-                held_h += (h,)
-                held_g += (g,)
             squares, dots = tl.sum(squares, 1, keep_dims=True), tl.sum(dots, 1, keep_dims=True)
             rstd, c = _factors(squares, dots, cols, eps, compute)
             if parts > 1:
-                tl.debug_barrier()  # else Triton holds the scale, which is to be loaded again
+                tl.debug_barrier()  # else Triton holds the scale and the gate, which are to be loaded again
             dw_so_far = dw
             dw = ()
             for part in tl.static_range(parts):
                 columns, is_column = _part(first, part, parts, cols)
                 mask = is_row & is_column[None, :]
                 h = held_h[part]
+                g = held_g[part]
+                if gate is not None:
+                    h, g, a, slope = _load_gated(
+                        h, g, gate, gate_offsets + columns[None, :], mask, activation, norm_before_gate, compute
+                    )
                 # Without rows behind the last one, whose rstd is infinite if eps is 0.
-                g = held_g[part] * tl.where(is_row, rstd, 0.0)
+                g *= tl.where(is_row, rstd, 0.0)
                 dw += (dw_so_far[part] + g * h,)
-                if dx is not None:
+                if dx is not None or dgate is not None:
                     if parts > 1:
                         scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
                     result = g * scale - h * c
                     if residual is not None:
                         result += _load(residual, residual_offsets + columns[None, :], mask, compute)
-                    _store(dx, dx_offsets + columns[None, :], result, mask)
+                    if gate is not None:
+                        _store_gated(
+                            dx, dx_offsets + columns[None, :], dgate, dgate_offsets + columns[None, :],
+                            result, h * rstd * scale, a, slope, mask, norm_before_gate,
+                        )  # fmt: skip
+                    else:
+                        _store(dx, dx_offsets + columns[None, :], result, mask)
         else:
             squares = tl.zeros((block_rows, block_cols), compute)
             dots = tl.zeros((block_rows, block_cols), compute)
@@ -230,6 +307,10 @@ def backward_kernel(
                 mask = is_row & (columns < cols)
                 h = _load(x, x_offsets + columns, mask, compute)
                 g = _load(dy, dy_offsets + columns, mask, compute)
+                if gate is not None:
+                    h, g, _, _ = _load_gated(
+                        h, g, gate, gate_offsets + columns, mask, activation, norm_before_gate, compute
+                    )
                 scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
                 squares += h * h
                 dots += g * scale * h
@@ -239,13 +320,24 @@ def backward_kernel(
                 columns = start + first[None, :]
                 mask = is_row & (columns < cols)
                 h = _load(x, x_offsets + columns, mask, compute)
-                g = _load(dy, dy_offsets + columns, mask, compute) * rstd
+                g = _load(dy, dy_offsets + columns, mask, compute)
+                if gate is not None:
+                    h, g, a, slope = _load_gated(
+                        h, g, gate, gate_offsets + columns, mask, activation, norm_before_gate, compute
+                    )
+                g *= rstd
                 scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
-                if dx is not None:
+                if dx is not None or dgate is not None:
                     result = g * scale - h * c
                     if residual is not None:
                         result += _load(residual, residual_offsets + columns, mask, compute)
-                    _store(dx, dx_offsets + columns, result, mask)
+                    if gate is not None:
+                        _store_gated(
+                            dx, dx_offsets + columns, dgate, dgate_offsets + columns,
+                            result, h * rstd * scale, a, slope, mask, norm_before_gate,
+                        )  # fmt: skip
+                    else:
+                        _store(dx, dx_offsets + columns, result, mask)
                 if partials is not None:
                     # The row's part is added where it is stored: a program has no room for so wide a sum.
                     is_column = start + first < cols
@@ -257,14 +349,6 @@ def backward_kernel(
         for part in tl.static_range(parts):
             columns, is_column = _part(first, part, parts, cols)
             tl.store(partial + columns, tl.sum(dw[part], 0), mask=is_column)
-
-
-def _arguments(rows: Rows | None) -> tuple[Tensor | None, int, int, int]:
-    return (None, 1, 0, 0) if rows is None else rows
-
-
-def _compute(dtype: torch.dtype) -> tl.dtype:
-    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def launch_forward(
@@ -280,14 +364,12 @@ def launch_forward(
     cols: int,
 ) -> None:
     """Of rms_norm, and with a residual of add_rms_norm. ``weight`` is ``[groups, cols]``."""
-    compute = _compute(input.tensor.dtype)
+    compute = compute_type(input)
     config = forward_config(cols, compute.primitive_bitwidth // 8)
     forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
-        *_arguments(input), *_arguments(residual), *_arguments(output), *_arguments(residual_out),
+        *arguments(input), *arguments(residual), *arguments(output), *arguments(residual_out),
         weight, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute,
-        block_rows=config.block_rows, block_cols=config.block_cols, parts=config.parts, num_warps=config.warps,
-        **COMPILE_OPTIONS,
+        weight_offset=weight_offset, eps=eps, compute=compute, **options(config),
     )  # fmt: skip
 
 
@@ -305,18 +387,13 @@ def launch_backward(
     cols: int,
 ) -> Tensor | None:
     """Writes grad_input; returns grad_weight in the compute type, flat, if it is wanted."""
-    compute = _compute(input.tensor.dtype)
+    compute = compute_type(input)
     config = backward_config(cols, compute.primitive_bitwidth // 8)
     programs = backward_programs(rows, groups, config, input.tensor.device)
-    partials = None
-    if wants_weight:
-        dtype = torch.float64 if compute == tl.float64 else torch.float32
-        partials = torch.empty((programs, cols), dtype=dtype, device=input.tensor.device)
+    partials = make_partials(programs, cols, input) if wants_weight else None
     backward_kernel[programs,](
-        *_arguments(grad_output), *_arguments(input), *_arguments(grad_residual), *_arguments(grad_input),
+        *arguments(grad_output), *arguments(input), *arguments(grad_residual), *arguments(grad_input),
         weight, partials, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute,
-        block_rows=config.block_rows, block_cols=config.block_cols, parts=config.parts, num_warps=config.warps,
-        **COMPILE_OPTIONS,
+        weight_offset=weight_offset, eps=eps, compute=compute, **options(config),
     )  # fmt: skip
     return None if partials is None else partials.view(-1, groups * cols).sum(0)

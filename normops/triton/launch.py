@@ -1,0 +1,54 @@
+"""What launches share: rows as kernels get them, the type to compute in, options of the compiler."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from normops.triton.launch_config import RowConfig
+
+# Bits are those of the operations as they are written, in every version of Triton; the default is to change.
+COMPILE_OPTIONS = {"enable_fp_fusion": False}
+
+
+class Rows(NamedTuple):
+    """The rows of a tensor: row r starts at element ``r // inner * outer_stride + r % inner * inner_stride``."""
+
+    tensor: Tensor
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+
+def arguments(rows: Rows | None) -> tuple[Tensor | None, int, int, int]:
+    """As kernels take them."""
+    return (None, 1, 0, 0) if rows is None else rows
+
+
+def named_arguments(name: str, rows: Rows | None) -> dict[str, Any]:
+    """As kernels take those that only some launches have."""
+    names = (name, f"{name}_inner", f"{name}_outer_stride", f"{name}_inner_stride")
+    return dict(zip(names, arguments(rows), strict=True))
+
+
+def options(config: RowConfig) -> dict[str, Any]:
+    """Of a launch with this configuration."""
+    return {
+        "block_rows": config.block_rows,
+        "block_cols": config.block_cols,
+        "parts": config.parts,
+        "num_warps": config.warps,
+        **COMPILE_OPTIONS,
+    }
+
+
+def compute_type(input: Rows) -> tl.dtype:
+    """What the kernels of this input compute in."""
+    return tl.float64 if input.tensor.dtype == torch.float64 else tl.float32
+
+
+def make_partials(programs: int, cols: int, input: Rows) -> Tensor:
+    """Of grad_weight: a row for each program of a backward."""
+    dtype = torch.float64 if input.tensor.dtype == torch.float64 else torch.float32
+    return torch.empty((programs, cols), dtype=dtype, device=input.tensor.device)
