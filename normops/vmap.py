@@ -159,11 +159,11 @@ def _gated_rms_norm_backward(
     output_mask: Sequence[bool] = (True, True, True),
     **keywords: Any,
 ) -> tuple[Tensor | None, ...]:
-    rows = grad_output, input, gate
-    samples = (batch.sample() for batch in rows)
+    activation = keywords.get("activation", "silu")
     _C.check_gated_rms_norm_backward(
-        *samples, normalized_shape, _sample(weight), eps, keywords.get("activation", "silu")
+        grad_output.sample(), input.sample(), gate.sample(), normalized_shape, _sample(weight), eps, activation
     )
+    rows = grad_output, input, gate
     keywords["output_mask"] = output_mask
     if weight is None or (weight.is_shared and not output_mask[2]):
         unshared = (batch.unshared() for batch in rows)
