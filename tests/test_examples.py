@@ -4,6 +4,7 @@ import re
 import runpy
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
 
 
 def table(output: str, corner: str = "norms") -> dict[str, dict[str, str]]:
-    """The rows of the table by their first column."""
+    """The rows of the table by their first column; what follows it may look like more of them."""
     lines = [re.split(r"  +", line) for line in output.splitlines()]
     start = next(i for i, cells in enumerate(lines) if cells[0] == corner and len(cells) > 2)
-    rows = (cells for cells in lines[start + 1 :] if len(cells) == len(lines[start]))
+    rows = takewhile(lambda cells: len(cells) == len(lines[start]), lines[start + 1 :])
     return {cells[0]: dict(zip(lines[start], cells, strict=True)) for cells in rows}
 
 
@@ -45,7 +46,7 @@ def assert_shows_what_it_should(output: str, model: str, norms: int) -> None:
     rows = list(table(output).values())
     assert len(rows) == 4
     losses = [float(row["train loss"]) for row in rows]
-    assert all(4 < loss < 6 for loss in losses)
+    assert all(5 < loss < 6 for loss in losses)
     assert max(losses) - min(losses) < 0.01
     operators = [int(row["operators"]) for row in rows[:3]]
     assert operators == sorted(set(operators), reverse=True)
