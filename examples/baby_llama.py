@@ -1,7 +1,7 @@
 """Train a small Llama from scratch with torch.nn.RMSNorm and with normops.RMSNorm, and compare the two.
 
-    python examples/baby_llama.py [--norm all|torch|eager|fused|compiled] [--steps N] [--device cpu|cuda]
-                                  [--dtype float32|bfloat16] [--out DIR]
+    python examples/baby_llama.py [--model llama|gated] [--norm all|torch|eager|fused|compiled] [--steps N]
+                                  [--device cpu|cuda] [--dtype float32|bfloat16] [--out DIR]
     torchrun --nproc-per-node 2 examples/baby_llama.py ...
 
 It needs tqdm and matplotlib besides normops, and nothing is downloaded: the text is the source code of the
@@ -11,6 +11,9 @@ the variants: they start from the same weights and see the same batches. In bflo
 weights; a CPU without instructions for bfloat16 is very slow. Under torchrun, each process has its part of
 the same batches, and FSDP keeps a part of the parameters in each (data_parallel.py): the losses are the same.
 
+With --model gated, linear attention takes the place of attention, and what it returns passes a gated norm
+(gated_model.py), which is one operator as well where the norms are fused, and else a norm and what follows.
+
 The script prints the operators that torch.compile finds in the model, trains the variants, prints a table,
 draws the loss curves to DIR/loss.png and lets the last model write some text. The columns of the table:
 
@@ -19,11 +22,13 @@ draws the loss curves to DIR/loss.png and lets the last model write some text. T
     tokens/s     from the median step, the first ones left out
     compile s    how much longer the first step took than the median step (less where an earlier run has left
                  its compiled code in Inductor's cache)
-    norms ms     time in the norms of a step and in the additions before them, forward and backward, from
-                 torch.profiler: on the CPU the time spent, on CUDA that of the kernels. Backward it is, in
-                 eager mode, the time of the autograd nodes that they recorded, with the sums of gradients that
-                 autograd makes for them; in compiled code, which has no such nodes, that of the operator
-                 normops::rms_norm_backward.
+    operators    how many a step calls in eager mode, the optimizer's and those of autograd included, without those
+                 that operators call themselves
+    norms ms     time in the norms of a step, in the additions before them and with their gates, forward and
+                 backward, from torch.profiler: on the CPU the time spent, on CUDA that of the kernels. Backward
+                 it is, in eager mode, the time of the autograd nodes that they recorded, with the sums of
+                 gradients that autograd makes for them; in compiled code, which has no such nodes, that of the
+                 operators normops::rms_norm_backward and normops::gated_rms_norm_backward.
     norms %      the same as a share of the wall time of a step under the profiler
     peak MB      parameters, buffers and optimizer state, plus the most bytes in all other tensors, gradients
                  among them, at any one time in a step; what libraries allocate for themselves is not counted.
@@ -45,6 +50,7 @@ from pathlib import Path
 import data_parallel
 import torch
 import torch.nn.functional as F
+from gated_model import GatedLlama, GatedNorm
 from llama_model import CONTEXT, DIM, AddNorm, Llama
 from matplotlib.figure import Figure
 from step_profile import profile_steps
@@ -59,6 +65,7 @@ import normops
 
 BATCH = 8
 CORPUS_BYTES = 4_000_000
+COLUMNS = ["norms", "train loss", "val. loss", "tokens/s", "compile s", "operators", "norms ms", "norms %", "peak MB"]
 # Packages installed beside the library, tests, demos, and tables of characters.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo", "encodings"}
 
@@ -79,6 +86,9 @@ VARIANTS = {
 }
 
 
+MODELS = {"llama": Llama, "gated": GatedLlama}
+
+
 @dataclass(frozen=True)
 class Result:
     label: str
@@ -86,6 +96,7 @@ class Result:
     validation_loss: float
     tokens_per_second: float
     compile_seconds: float | None
+    operators: int | None
     norm_milliseconds: float
     norm_share: float
     peak_bytes: int
@@ -118,9 +129,9 @@ def batches(windows: Tensor, device: str) -> Iterator[Tensor]:
         yield data_parallel.part_of(batch).long().to(device)
 
 
-def build_model(variant: Variant, device: str, dtype: torch.dtype) -> Llama:
+def build_model(made: type[Llama], variant: Variant, device: str, dtype: torch.dtype) -> Llama:
     torch.manual_seed(0)
-    model = Llama(variant.norm, variant.fused).to(device, dtype)
+    model = made(variant.norm, variant.fused).to(device, dtype)
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
             # Near 1, where these weights are, bfloat16 is too coarse for the steps of the optimizer.
@@ -166,8 +177,10 @@ def train(
     return losses, seconds
 
 
-def run(variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dtype) -> tuple[Result, Llama]:
-    model = build_model(variant, device, dtype)
+def run(
+    made: type[Llama], variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dtype
+) -> tuple[Result, Llama]:
+    model = build_model(made, variant, device, dtype)
     data_parallel.shard(model, device)
     # Where parameters are gathered from other processes, a graph ends.
     whole = data_parallel.processes() == 1
@@ -187,7 +200,7 @@ def run(variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dt
     losses, seconds = train(variant.label, train_step, schedule, steps)
     median = statistics.median(seconds[min(3, steps - 1) :])
     held_out = validation_loss(model, data.validation, device)
-    norms = [] if variant.compiled else [module for module in model.modules() if isinstance(module, AddNorm)]
+    norms = [] if variant.compiled else [each for each in model.modules() if isinstance(each, (AddNorm, GatedNorm))]
     profiled = profile_steps(train_step, norms, device)
     state = [value for values in optimizer.state.values() for value in values.values()]
     resident = sum(map(data_parallel.nbytes, (*model.parameters(), *model.buffers(), *state)))
@@ -197,6 +210,7 @@ def run(variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dt
         validation_loss=held_out,
         tokens_per_second=BATCH * CONTEXT / median,
         compile_seconds=seconds[0] - median if variant.compiled else None,
+        operators=None if variant.compiled else profiled.operators,
         norm_milliseconds=profiled.norm_milliseconds,
         norm_share=profiled.norm_milliseconds / profiled.milliseconds,
         peak_bytes=resident + profiled.peak_bytes,
@@ -204,35 +218,38 @@ def run(variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dt
     return result, model
 
 
-def traced_operators(device: str) -> dict[str, Counter[str]]:
+def traced_operators(made: type[Llama], device: str) -> dict[str, Counter[str]]:
     """Count all operators in the graphs of one norm, and those of normops in the graphs of the model."""
     x = torch.randn(BATCH, DIM, device=device, requires_grad=True)
     tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.long, device=device)
     layer = trace(normops.RMSNorm(DIM, device=device), x)
-    model = trace(Llama(normops.RMSNorm, fused=True).to(device), tokens)
+    model = trace(made(normops.RMSNorm, fused=True).to(device), tokens)
     return {
         f"{name} {direction}": Counter(called for called in operators(graph) if called.startswith(prefix))
-        for name, graphs, prefix in (("RMSNorm", layer, ""), ("Llama", model, "normops."))
+        for name, graphs, prefix in (("RMSNorm", layer, ""), (made.__name__, model, "normops."))
         for direction, graph in graphs._asdict().items()
     }
 
 
-def print_operators() -> None:
-    found = {device: traced_operators(device) for device in ("cpu", "meta")}
-    print("Operators in the graphs of torch.compile (for the Llama: those of normops):")
+def print_operators(made: type[Llama]) -> None:
+    found = {device: traced_operators(made, device) for device in ("cpu", "meta")}
+    print("Operators in the graphs of torch.compile (for the model: those of normops):")
     rows = [["graph", *found, "equal"]]
     for graph in found["cpu"]:
         tallies = [found[device][graph] for device in found]
         texts = (", ".join(f"{count} {name}" for name, count in tally.items()) for tally in tallies)
         rows.append([graph, *texts, yes_or_no(tallies[0] == tallies[1])])
     print_table(rows)
-    norms = sum(isinstance(module, AddNorm) for module in Llama(normops.RMSNorm, fused=True).modules())
+    kinds = Counter(map(type, made(normops.RMSNorm, fused=True).modules()))
+    plain, gated = kinds[AddNorm], kinds[GatedNorm]
+    forward = Counter(rms_norm=1, add_rms_norm=plain - 1, gated_rms_norm=gated)
+    backward = Counter(rms_norm_backward=plain, gated_rms_norm_backward=gated)
     one_each = all(
-        tallies["Llama forward"] == {"normops.rms_norm.default": 1, "normops.add_rms_norm.default": norms - 1}
-        and tallies["Llama backward"] == {"normops.rms_norm_backward.default": norms}
+        tallies[f"{made.__name__} {direction}"] == Counter({f"normops.{name}.default": n for name, n in counts.items()})
         for tallies in found.values()
+        for direction, counts in (("forward", forward), ("backward", backward))
     )
-    print(f"one operator forward and one rms_norm_backward for each of the {norms} norms: {yes_or_no(one_each)}\n")
+    print(f"one operator forward and one backward for each of the {plain + gated} norms: {yes_or_no(one_each)}\n")
 
 
 def yes_or_no(condition: bool) -> str:
@@ -246,6 +263,7 @@ def table_row(result: Result) -> list[str]:
         f"{result.validation_loss:.4f}",
         f"{result.tokens_per_second:.0f}",
         "-" if result.compile_seconds is None else f"{result.compile_seconds:.1f}",
+        "-" if result.operators is None else str(result.operators),
         f"{result.norm_milliseconds:.2f}",
         f"{result.norm_share:.1%}",
         f"{result.peak_bytes / 1e6:.1f}",
@@ -261,7 +279,7 @@ def plot_losses(results: list[Result], path: Path) -> None:
         (line,) = axes.plot(range(1, steps + 1), result.losses, linewidth=width, label=result.label)
         ring, color = 5 + 2 * width, line.get_color()
         axes.plot(steps, result.validation_loss, "o", markersize=ring, markerfacecolor="none", color=color)
-    axes.set(title="A small Llama on Python source code", xlabel="step", ylabel="loss (nats per byte)")
+    axes.set(title="A small language model on Python source code", xlabel="step", ylabel="loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend(title="rings: validation loss")
     figure.savefig(path, dpi=120)
@@ -280,6 +298,7 @@ def sample(model: Llama, prompt: str, length: int, device: str, temperature: flo
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Llama with different RMSNorms and compare.")
+    parser.add_argument("--model", choices=MODELS, default="llama", help="gated: with linear attention and gated norms")
     parser.add_argument("--norm", choices=("all", *VARIANTS), default="all", help="which variants to train")
     parser.add_argument("--steps", type=int, default=200, help="of training, for each variant (default: 200)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -297,23 +316,22 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def compare(options: argparse.Namespace) -> None:
     # What torch.nn.RMSNorm says about a bfloat16 input and a float32 weight, which are meant here.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    data = Corpus.standard_library()
-    parameters = sum(parameter.numel() for parameter in Llama(nn.RMSNorm, fused=False).parameters())
+    data, made = Corpus.standard_library(), MODELS[options.model]
+    parameters = sum(parameter.numel() for parameter in made(nn.RMSNorm, fused=False).parameters())
     print(
-        f"Llama of {parameters / 1e6:.1f} M parameters, {len(data.training) / 1e6:.1f} MB of Python source,"
+        f"{made.__name__} of {parameters / 1e6:.1f} M parameters, {len(data.training) / 1e6:.1f} MB of Python source,"
         f" {options.device}, {options.dtype}, processes: {data_parallel.processes()}, threads of each:"
         f" {torch.get_num_threads()}, torch {torch.__version__}\n"
     )
-    print_operators()
+    print_operators(made)
 
     variants = list(VARIANTS.values()) if options.norm == "all" else [VARIANTS[options.norm]]
     results = []
     for variant in variants:
-        result, model = run(variant, data, options.steps, options.device, getattr(torch, options.dtype))
+        result, model = run(made, variant, data, options.steps, options.device, getattr(torch, options.dtype))
         results.append(result)
     print()
-    header = ["norms", "train loss", "val. loss", "tokens/s", "compile s", "norms ms", "norms %", "peak MB"]
-    print_table([header, *map(table_row, results)])
+    print_table([COLUMNS, *map(table_row, results)])
 
     if data_parallel.is_first():
         options.out.mkdir(parents=True, exist_ok=True)

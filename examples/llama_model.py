@@ -1,5 +1,7 @@
 """A small Llama, with RMSNorm, rotary attention and SwiGLU, that reads and writes bytes."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,10 +15,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.output = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        query, key, value = (
-            projection(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
-        )
+        query, key, value = map(heads, (self.query(x), self.key(x), self.value(x)))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(attended.transpose(1, 2).flatten(-2))
@@ -50,9 +49,9 @@ class AddNorm(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
+    def __init__(self, norm: type[nn.RMSNorm], fused: bool, attention: nn.Module) -> None:
         super().__init__()
-        self.attention_norm, self.attention = AddNorm(norm, fused), Attention()
+        self.attention_norm, self.attention = AddNorm(norm, fused), attention
         self.feed_forward_norm, self.feed_forward = AddNorm(norm, fused), FeedForward()
 
     def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,10 +66,10 @@ class Llama(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
+    def __init__(self, norm: type[nn.RMSNorm], fused: bool, attention: Callable[[], nn.Module] = Attention) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.ModuleList(Block(norm, fused) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(norm, fused, attention()) for _ in range(LAYERS))
         self.norm, self.head = AddNorm(norm, fused), nn.Linear(DIM, VOCABULARY, bias=False)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -87,6 +86,11 @@ class Llama(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual, cos, sin)
         return self.head(self.norm(x, residual)[0])
+
+
+def heads(x: Tensor) -> Tensor:
+    """(batch, length, columns) as (batch, heads, length, head dimension)."""
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Profile training steps: the time inside their norms, and the memory that a step takes."""
+"""Profile training steps: the time inside their norms, the operators and the memory that a step takes."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,15 @@ from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-NORM_OPERATORS = {"aten::rms_norm", "normops::rms_norm", "normops::add_rms_norm", "normops::rms_norm_backward"}
+OPERATORS = ("aten::", "normops::")
+NORM_OPERATORS = {
+    "aten::rms_norm",
+    "normops::rms_norm",
+    "normops::add_rms_norm",
+    "normops::rms_norm_backward",
+    "normops::gated_rms_norm",
+    "normops::gated_rms_norm_backward",
+}
 # What calls of the modules that count are named.
 RANGE = "norm"
 AUTOGRAD_NODE = "autograd::engine::evaluate_function"
@@ -20,6 +28,7 @@ AUTOGRAD_NODE = "autograd::engine::evaluate_function"
 class StepProfile(NamedTuple):
     milliseconds: float
     norm_milliseconds: float
+    operators: int
     peak_bytes: int
 
 
@@ -46,7 +55,14 @@ def profile_steps(step: Callable[[], object], norms: Iterable[nn.Module], device
         changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         changes.sort(key=lambda event: event.start_ns())
         peak_bytes = max(accumulate(event.nbytes() for event in changes))
-    return StepProfile(milliseconds, norm_microseconds(profiler.events(), device) / 1e3 / steps, peak_bytes)
+    events = profiler.events()
+    called = sum(
+        event.name.startswith(OPERATORS)
+        and not any(ancestor.name.startswith(OPERATORS) for ancestor in with_ancestors(event.cpu_parent))
+        for event in events
+    )
+    norm_milliseconds = norm_microseconds(events, device) / 1e3 / steps
+    return StepProfile(milliseconds, norm_milliseconds, round(called / steps), peak_bytes)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from normops.backends import use_backend
 from normops.functional import add_rms_norm, add_rms_norm_, gated_rms_norm, rms_norm, rms_norm_
 from normops.hugging_face import register_kernels
 from normops.inductor import inductor_options
-from normops.modules import RMSNorm
+from normops.modules import GatedRMSNorm, RMSNorm
 from normops.override import override_torch
 from normops.patching import PatchReport, patch, unpatch
 
@@ -29,6 +29,7 @@ __version__ = build_info()["version"]
 
 __all__ = [
     "BuildInfo",
+    "GatedRMSNorm",
     "PatchReport",
     "RMSNorm",
     "add_rms_norm",

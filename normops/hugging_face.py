@@ -5,7 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normops.functional import rms_norm
+from normops.functional import gated_rms_norm, rms_norm
+from normops.modules import Activation
+from normops.patched_forward import gate_beside, is_gate
 
 
 class _Layer(nn.Module):
@@ -37,6 +39,21 @@ class _RMSNormZeroCentered(_Layer):
         return rms_norm(x, self.weight.shape, self.weight, self.eps, weight_offset=1.0)
 
 
+class _RMSNormGated(_Layer):
+    """Its output has the dtype of its input, whatever that of the weight."""
+
+    weight: Tensor
+    variance_epsilon: float
+    activation: Activation
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if not is_gate(gate, hidden_states):
+            return type(self).forward(self, hidden_states, gate)
+        gate = gate_beside(gate, hidden_states.dtype)
+        shape, eps, activation = self.weight.shape, self.variance_epsilon, self.activation
+        return gated_rms_norm(hidden_states, gate, shape, self.weight, eps, activation=activation)
+
+
 class _Here:
     """What ``kernels`` calls a repository; nothing has to be fetched."""
 
@@ -56,7 +73,11 @@ class _Here:
         return f"normops ({self.layer.__name__})"
 
 
-LAYERS: dict[str, type[nn.Module]] = {"RMSNorm": _RMSNorm, "RMSNormZeroCentered": _RMSNormZeroCentered}
+LAYERS: dict[str, type[nn.Module]] = {
+    "RMSNorm": _RMSNorm,
+    "RMSNormZeroCentered": _RMSNormZeroCentered,
+    "RMSNormGated": _RMSNormGated,
+}
 DEVICES = ("cpu", "cuda")
 
 
@@ -64,9 +85,10 @@ def register_kernels() -> tuple[str, ...]:
     """Puts normops into the kernel mapping of Hugging Face's package ``kernels``, for CPU and CUDA.
 
     Models of transformers then run it after ``model.use_kernels = True``, or ``kernels.kernelize``: layers that carry
-    the names "RMSNorm" (the kind of Llama) and "RMSNormZeroCentered". Nothing is downloaded for them; on CUDA they take
-    the place of those that transformers would fetch, for the whole process. A norm whose weight has another dtype than
-    its input is computed by its own forward. :func:`patch` finds more norms, and needs neither package.
+    the names "RMSNorm" (the kind of Llama), "RMSNormZeroCentered" and "RMSNormGated" (of Qwen3-Next). Nothing is
+    downloaded for them; on CUDA they take the place of those that transformers would fetch, for the whole process. A
+    norm whose weight has another dtype than its input is computed by its own forward, unless it is gated. :func:`patch`
+    finds more norms, and needs neither package.
 
     Returns:
         The names.
@@ -78,7 +100,7 @@ def register_kernels() -> tuple[str, ...]:
     Example:
         >>> import normops
         >>> normops.register_kernels()  # doctest: +SKIP
-        ('RMSNorm', 'RMSNormZeroCentered')
+        ('RMSNorm', 'RMSNormZeroCentered', 'RMSNormGated')
     """
     found = _version("kernels")
     if found is None:

@@ -1,15 +1,45 @@
 """The operators as modules."""
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from normops.functional import add_rms_norm, rms_norm
+from normops.functional import add_rms_norm, gated_rms_norm, rms_norm
+
+Activation = Literal["silu", "swish", "sigmoid"]
 
 
-class RMSNorm(nn.RMSNorm):
+class _OffsetRMSNorm(nn.RMSNorm):
+    """torch's, with a weight to which something is added."""
+
+    weight_offset: float
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None,
+        elementwise_affine: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        weight_offset: float,
+    ) -> None:
+        self.weight_offset = weight_offset  # before reset_parameters, which the base class calls
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ``1 - weight_offset``, so that the module starts without scaling."""
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def extra_repr(self) -> str:
+        """As in the base class, with ``weight_offset`` where there is one."""
+        base: str = super().extra_repr()
+        return base + ("" if self.weight_offset == 0.0 else f", weight_offset={self.weight_offset}")
+
+
+class RMSNorm(_OffsetRMSNorm):
     """Drop-in for :class:`torch.nn.RMSNorm` that runs :func:`normops.rms_norm`.
 
     It takes the same arguments, has the same parameter (``weight``) and so the same ``state_dict``, in both directions.
@@ -41,7 +71,6 @@ class RMSNorm(nn.RMSNorm):
         torch.Size([2, 3, 8, 64])
     """
 
-    weight_offset: float
     groups: tuple[int, ...]
 
     def __init__(
@@ -55,17 +84,11 @@ class RMSNorm(nn.RMSNorm):
         weight_offset: float = 0.0,
         groups: int | Sequence[int] = (),
     ) -> None:
-        self.weight_offset = weight_offset  # before reset_parameters, which the base class calls
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset)
         self.groups = (groups,) if isinstance(groups, int) else tuple(groups)
         if self.groups and elementwise_affine:
             self.weight = nn.Parameter(torch.empty((*self.groups, *self.normalized_shape), device=device, dtype=dtype))
             self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the weight to ``1 - weight_offset``, so that the module starts without scaling."""
-        if self.elementwise_affine:
-            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
@@ -85,6 +108,88 @@ class RMSNorm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         """As in the base class, with ``weight_offset`` and ``groups`` where there are any."""
-        base: str = super().extra_repr()
-        offset = "" if self.weight_offset == 0.0 else f", weight_offset={self.weight_offset}"
-        return base + offset + (f", groups={self.groups}" if self.groups else "")
+        return super().extra_repr() + (f", groups={self.groups}" if self.groups else "")
+
+
+class GatedRMSNorm(_OffsetRMSNorm):
+    """The gated norm of Mamba 2 and of linear attention: runs :func:`normops.gated_rms_norm`.
+
+    Its parameter (``weight``), and so its ``state_dict``, are those of the ``RMSNorm`` in mamba's
+    ``layernorm_gated.py`` and of the classes ``...RMSNormGated`` of transformers, in both directions.
+
+    Args:
+        normalized_shape: the last dimensions of the input, over which the mean is taken. An ``int`` means one.
+        eps: see :func:`normops.rms_norm`.
+        elementwise_affine: whether there is a ``weight``.
+        device: of the weight.
+        dtype: of the weight; it may differ from that of the input.
+        activation: of the gate: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``.
+        norm_before_gate: whether the normalized input is multiplied by the activated gate (Qwen3-Next, gated linear
+            attention) or the input, before it is normalized (Mamba 2 in transformers).
+        weight_offset: added to the weight, which starts at ``1 - weight_offset``.
+        groups: into how many parts the last dimension is divided, each of which is normalized by itself. The weight is
+            as wide as all of them.
+
+    Shape:
+        Input and gate ``[*, *normalized_shape]``, output the same, of the input's dtype. The gate has the input's
+        dtype, too, or one of them is float32 and the other has 16 bits.
+
+    Raises:
+        ValueError: if there are ``groups`` that do not divide ``normalized_shape``, or that has several dimensions.
+
+    Example:
+        >>> import torch, normops
+        >>> norm = normops.GatedRMSNorm(64)
+        >>> input, gate = torch.randn(2, 3, 128).chunk(2, dim=-1)  # of one projection
+        >>> norm(input, gate).shape
+        torch.Size([2, 3, 64])
+        >>> normops.GatedRMSNorm(64, norm_before_gate=False, groups=4)(input, gate).shape  # groups of 16 columns
+        torch.Size([2, 3, 64])
+    """
+
+    activation: Activation
+    norm_before_gate: bool
+    groups: int
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: Activation = "silu",
+        norm_before_gate: bool = True,
+        weight_offset: float = 0.0,
+        groups: int = 1,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset)
+        shape = self.normalized_shape
+        if groups != 1 and (len(shape) != 1 or groups < 1 or shape[0] % groups):
+            raise ValueError(f"groups: expected a divisor of one normalized dimension, but got {groups} of {shape}")
+        self.activation, self.norm_before_gate, self.groups = activation, norm_before_gate, groups
+
+    def forward(self, input: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]  # torch's takes no gate
+        """Returns the gated, normalized ``input``. See :func:`normops.gated_rms_norm`."""
+        shape, weight = self.normalized_shape, self.weight
+        if self.groups > 1:
+            parts = self.groups, shape[0] // self.groups
+            input, gate, shape = input.unflatten(-1, parts), gate.unflatten(-1, parts), parts[1:]
+            weight = weight if weight is None else weight.unflatten(0, parts)
+        output = gated_rms_norm(
+            input,
+            gate,
+            shape,
+            weight,
+            self.eps,
+            weight_offset=self.weight_offset,
+            activation=self.activation,
+            norm_before_gate=self.norm_before_gate,
+        )
+        return output if self.groups == 1 else output.flatten(-2)
+
+    def extra_repr(self) -> str:
+        """As in the base class, with the gating, and ``weight_offset`` and ``groups`` where there are any."""
+        gating = f", activation={self.activation}, norm_before_gate={self.norm_before_gate}"
+        return super().extra_repr() + gating + (f", groups={self.groups}" if self.groups > 1 else "")

@@ -3,13 +3,13 @@
 import linecache
 from functools import cache
 from types import FunctionType, MethodType
-from typing import Any, Literal, NamedTuple, SupportsIndex, cast
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeGuard, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from normops.functional import rms_norm
-from normops.recognition import DTYPES, OUTPUT_DTYPES, Norm
+from normops.functional import gated_rms_norm, rms_norm
+from normops.recognition import ACTIVATIONS, DTYPES, OUTPUT_DTYPES, Norm
 
 Rounding = Literal["once", "original"]
 
@@ -94,10 +94,14 @@ def _forward(made_of: Given) -> FunctionType:
     source, file = _source(*made_of), f"<normops.patch: {made_of}>"
     names = {
         "rms_norm": rms_norm,
+        "gated_rms_norm": gated_rms_norm,
+        "is_gate": is_gate,
+        "gate_beside": gate_beside,
         "promote_types": torch.promote_types,
         "float32": torch.float32,
         "DTYPES": DTYPES,
         "output_dtype": OUTPUT_DTYPES[made_of.norm.output_dtype],
+        **ACTIVATIONS,
     }
     exec(compile(source, file, "exec"), names)
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # for tracebacks
@@ -107,35 +111,65 @@ def _forward(made_of: Given) -> FunctionType:
 
 
 def _source(norm: Norm, rounding: Rounding) -> str:
-    x = norm.argument
+    x, gate = norm.argument, None if norm.gate is None else norm.gate.argument
     weight = None if norm.weight is None else f"self.{norm.weight}"
-    eps = f"self.{norm.eps}" if isinstance(norm.eps, str) else norm.eps
-    shape = f"{x}.shape[-1:]" if weight is None else f"{weight}.shape"
-    shape = shape if norm.normalized_shape is None else f"self.{norm.normalized_shape}"
     dtype = f"{x}.dtype" if norm.output_dtype == "input's" else f"output_dtype({x}.dtype, {weight}.dtype)"
-    lines = [f"if {x}.dtype not in DTYPES:", f"    return type(self).forward(self, {x})", f"dtype = {dtype}"]
-    twice = rounding == "original" and norm.rounds == "twice"
-    if not twice and norm.group_size is None:
-        input = x if norm.output_dtype == "input's" else f"{x}.to(promote_types({x}.dtype, dtype))"
-        result = f"rms_norm({input}, {shape}, {weight}, {eps}, weight_offset={norm.weight_offset})"
-        return _function(x, [*lines, f"return {result}.to(dtype)"])
+    is_unfit = f"{x}.dtype not in DTYPES" + ("" if gate is None else f" or not is_gate({gate}, {x})")
+    lines = [f"if {is_unfit}:", f"    return type(self).forward(self, {x if gate is None else f'{x}, {gate}'})"]
+    if norm.gate is not None and norm.gate.widens:
+        lines += [f"{x} = {x}.to(promote_types({x}.dtype, {gate}.dtype))"]
+    lines += [f"dtype = {dtype}"]
+    if rounding == "once" or norm.rounds == "once":
+        if norm.output_dtype != "input's":
+            lines += [f"{x} = {x}.to(promote_types({x}.dtype, dtype))"]
+        return _function(norm, [*lines, f"return {_call(norm, weight, gate)}.to(dtype)"])
     # The weight comes after. What it multiplies has a dtype of its own.
-    if not twice:
-        first = f"promote_types({x}.dtype, float32)"
-    else:
-        first = "dtype" if norm.output_dtype.startswith("weight") else f"{x}.dtype"
-    lines += [f"first = {first}", f"input = {x}.to(promote_types({x}.dtype, first))"]
-    if norm.group_size is None:
-        lines += [f"normalized = rms_norm(input, {shape}, None, {eps}).to(first)"]
-    else:
-        groups = f"input.unflatten(-1, (-1, {norm.group_size}))"
-        lines += [f"normalized = rms_norm({groups}, {norm.group_size}, None, {eps}).flatten(-2).to(first)"]
-    if weight is not None:
-        factor = weight if twice else f"{weight}.to(first)"
-        factor = factor if norm.weight_offset == 0.0 else f"({factor} + {norm.weight_offset})"
-        lines += [f"normalized = {factor} * normalized"]
-    return _function(x, [*lines, "return normalized.to(dtype)"])
+    first = "dtype" if norm.output_dtype.startswith("weight") else f"{x}.dtype"
+    lines += [f"first = {first}", f"{x} = {x}.to(promote_types({x}.dtype, first))"]
+    gate_after = norm.gate is not None and norm.gate.gating.norm_before_gate
+    lines += [f"normalized = {_call(norm, None, None if gate_after else gate)}.to(first)"]
+    factor = weight if norm.weight_offset == 0.0 else f"({weight} + {norm.weight_offset})"
+    lines += [f"normalized = {factor} * normalized"]
+    if norm.gate is not None and gate_after:
+        wide = f"{gate}.to(promote_types({gate}.dtype, float32))"
+        lines += [f"normalized = normalized * {norm.gate.gating.activation}({wide})"]
+    return _function(norm, [*lines, "return normalized.to(dtype)"])
 
 
-def _function(argument: str, lines: list[str]) -> str:
-    return "\n    ".join([f"def forward(self, {argument}):", *lines]) + "\n"
+def _call(norm: Norm, weight: str | None, gate: str | None) -> str:
+    """With this weight, if any, and this gate."""
+    x, size = norm.argument, norm.group_size
+    eps = f"self.{norm.eps}" if isinstance(norm.eps, str) else norm.eps
+    shape = f"{x}.shape[-1:]" if norm.weight is None else f"self.{norm.weight}.shape"
+    shape = shape if norm.normalized_shape is None else f"self.{norm.normalized_shape}"
+    tensors = [x] if gate is None else [x, f"gate_beside({gate}, {x}.dtype)"]
+    end = ""
+    if size is not None:
+        groups = f".unflatten(-1, (-1, {size}))"
+        tensors = [f"{tensor}{groups}" for tensor in tensors]
+        weight, shape, end = weight and f"{weight}{groups}", str(size), ".flatten(-2)"
+    options = f"weight_offset={norm.weight_offset}"
+    if norm.gate is None or gate is None:
+        return f"rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options}){end}"
+    activation, norm_before_gate = norm.gate.gating
+    options += f", activation={activation!r}, norm_before_gate={norm_before_gate}"
+    return f"gated_rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options}){end}"
+
+
+def _function(norm: Norm, lines: list[str]) -> str:
+    arguments = norm.argument
+    if norm.gate is not None:
+        arguments += f", {norm.gate.argument}" + ("=None" if norm.gate.is_optional else "")
+    return "\n    ".join([f"def forward(self, {arguments}):", *lines]) + "\n"
+
+
+def is_gate(gate: object, input: Tensor) -> TypeGuard[Tensor]:
+    """Whether the operator can take it, perhaps in another dtype; it may be missing, or want to be expanded."""
+    return isinstance(gate, Tensor) and gate.dtype in DTYPES and gate.shape == input.shape
+
+
+def gate_beside(gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """In a dtype that the operator takes beside that of the input: the same, or float32 where the other has 16 bits."""
+    halves = (torch.float16, torch.bfloat16)
+    one_is_wide = (gate.dtype == torch.float32 and dtype in halves) or (gate.dtype in halves and dtype == torch.float32)
+    return gate if gate.dtype == dtype or one_is_wide else gate.to(torch.promote_types(dtype, torch.float32))

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from normops.modules import RMSNorm
+from normops.modules import GatedRMSNorm, RMSNorm
 from normops.patched_forward import ENTRIES, Rounding, give, give_back, given, has_foreign_forward
 from normops.recognition import Norm, Unfit, find_norm, whole_shape
 
@@ -50,11 +50,12 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
     """Lets every RMSNorm in a model run normops, in place, whoever wrote it.
 
     What is an RMSNorm is found out by running each norm on a few rows, not by its name: those of torch, transformers,
-    timm, diffusers or your own, with or without a weight, with ``1 + weight`` as in Gemma, in groups. Such a module
-    gets another ``forward``; its class, parameters, ``state_dict`` and hooks stay as they were. That holds under
-    ``torch.compile``, ``torch.export``, DDP and FSDP2, before or after. ``eps`` is read at every call, and an input of
-    another dtype than float16, bfloat16, float32 and float64 goes to the module's own forward. Output dtypes are those
-    of the module. Pickled, a patched module is one again when it is loaded, where normops is installed.
+    timm, diffusers or your own, with or without a weight, with ``1 + weight`` as in Gemma, in groups, gated as in
+    Mamba 2 and Qwen3-Next. Such a module gets another ``forward``; its class, parameters, ``state_dict`` and hooks stay
+    as they were. That holds under ``torch.compile``, ``torch.export``, DDP and FSDP2, before or after. ``eps`` is read
+    at every call. An input of another dtype than float16, bfloat16, float32 and float64 goes to the module's own
+    forward; so does a gate of such a dtype or of another shape than the input's, and one that is None. Output dtypes
+    are those of the module. Pickled, a patched module is one again when it is loaded, where normops is installed.
 
     Args:
         model: any module; a single norm, too. On any device, meta included, sharded or not.
@@ -91,7 +92,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
     seen: dict[Any, Norm | str] = {}
     for name, module in model.named_modules():
         title = type(module).__name__
-        if isinstance(module, RMSNorm) or rounding in (made.rounding for made in given(module)):
+        if isinstance(module, (RMSNorm, GatedRMSNorm)) or rounding in (made.rounding for made in given(module)):
             already[name] = title
         elif type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.RMSNorm):
             if "Norm" in title:

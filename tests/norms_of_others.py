@@ -118,11 +118,41 @@ NORMS = (
 )
 
 
-class GatedNorm(LlamaNorm):
-    """As in Mamba2."""
+class GateFirstNorm(LlamaNorm):
+    """Without casts, so that the gate has a part in the dtype of the output, and rounded before the norm, too."""
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         return super().forward(hidden_states if gate is None else hidden_states * nn.functional.silu(gate))
+
+
+class NormFirstNorm(GemmaNorm):
+    """With the gate under the name that mamba has for it, and with groups and an offset."""
+
+    def __init__(self, size: int, groups: int = 4) -> None:
+        super().__init__(size)
+        self.groups = groups
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:  # type: ignore[override]
+        wide = x.float().unflatten(-1, (self.groups, -1))
+        normalized = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)
+        return (normalized * (1.0 + self.weight.float()) * torch.sigmoid(z.float())).to(x.dtype)
+
+
+class WeightlessGatedNorm(WeightlessNorm):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x.float() * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+class SumNorm(LlamaNorm):
+    """Takes two tensors, and gates nothing."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_states + residual)
+
+
+class OptionNorm(LlamaNorm):
+    def forward(self, hidden_states: Tensor, factor: float = 1.0) -> Tensor:
+        return factor * super().forward(hidden_states)
 
 
 class BiasedNorm(LlamaNorm):

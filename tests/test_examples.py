@@ -4,6 +4,7 @@ import re
 import runpy
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -17,31 +18,50 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
 
 
 def table(output: str, corner: str = "norms") -> dict[str, dict[str, str]]:
-    """The rows of the table by their first column."""
+    """The rows of the table by their first column; what follows it may look like more of them."""
     lines = [re.split(r"  +", line) for line in output.splitlines()]
     start = next(i for i, cells in enumerate(lines) if cells[0] == corner and len(cells) > 2)
-    rows = (cells for cells in lines[start + 1 :] if len(cells) == len(lines[start]))
+    rows = takewhile(lambda cells: len(cells) == len(lines[start]), lines[start + 1 :])
     return {cells[0]: dict(zip(lines[start], cells, strict=True)) for cells in rows}
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+def trained(folder: Path, *arguments: str) -> str:
     """What the example prints in one process, for all variants."""
-    folder = tmp_path_factory.mktemp("baby_llama")
-    result = run(sys.executable, "examples/baby_llama.py", "--steps", "3", "--out", str(folder))
+    result = run(sys.executable, "examples/baby_llama.py", "--steps", "3", "--out", str(folder), *arguments)
     assert result.returncode == 0, result.stderr
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     return result.stdout
 
 
-def test_baby_llama(alone: str) -> None:
-    assert "one operator forward and one rms_norm_backward for each of the 9 norms: yes" in alone
-    graphs = [line for line in alone.splitlines() if line.startswith(("RMSNorm ", "Llama forward", "Llama backward"))]
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return trained(tmp_path_factory.mktemp("baby_llama"))
+
+
+def assert_shows_what_it_should(output: str, model: str, norms: int) -> None:
+    assert f"one operator forward and one backward for each of the {norms} norms: yes" in output
+    names = tuple(f"{name} {direction} " for name in ("RMSNorm", model) for direction in ("forward", "backward"))
+    graphs = [line for line in output.splitlines() if line.startswith(names)]
     assert [line.split()[-1] for line in graphs] == ["yes"] * 4
-    losses = [float(row["train loss"]) for row in table(alone).values()]
-    assert len(losses) == 4
+    rows = list(table(output).values())
+    assert len(rows) == 4
+    losses = [float(row["train loss"]) for row in rows]
     assert all(5 < loss < 6 for loss in losses)
     assert max(losses) - min(losses) < 0.01
+    operators = [int(row["operators"]) for row in rows[:3]]
+    assert operators == sorted(set(operators), reverse=True)
+    assert rows[3]["operators"] == "-"
+
+
+def test_baby_llama(alone: str) -> None:
+    assert_shows_what_it_should(alone, "Llama", norms=9)
+
+
+def test_gated_model(tmp_path: Path) -> None:
+    output = trained(tmp_path, "--model", "gated")
+    assert_shows_what_it_should(output, "GatedLlama", norms=13)
+    peaks = [float(row["peak MB"]) for row in table(output).values()]
+    assert peaks == sorted(set(peaks), reverse=True)
 
 
 def test_baby_llama_in_two_processes(alone: str, tmp_path: Path) -> None:

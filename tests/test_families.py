@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 
 # What is left as it is, by the name of its class and the reason.
 LEFT = (
-    r".*Gated: gated: its forward takes hidden_states, gate",
     r"(Olmo|Cohere|Cohere2|Cohere2Moe)LayerNorm: computes something else than an RMSNorm",
     r"NemotronLayerNorm1P: has the parameters weight, bias, not a weight alone",
     r"HYV4UnweightedRMSNorm: returns something else than a tensor of its input's shape",  # the factor alone
@@ -168,4 +167,4 @@ def test_how_many(capsys: pytest.CaptureFixture[str]) -> None:
         print(f"{len(failed)} families that cannot be built with sizes as small as these:")
         print("\n".join(f"  {family}: {reason}" for family, reason in failed.items()))
     assert len(+patched) >= 90
-    assert patched.total() >= 660
+    assert patched.total() >= 750

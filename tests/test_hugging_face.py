@@ -27,6 +27,20 @@ class NamedZeroCenteredNorm(GemmaNorm):
         return super().forward(x)
 
 
+@kernels.use_kernel_forward_from_hub("RMSNormGated")
+class NamedGatedNorm(LlamaNorm):
+    """As in Kimi Linear."""
+
+    def __init__(self, size: int, activation: str) -> None:
+        super().__init__(size)
+        self.activation = activation
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        assert gate is not None
+        y = super().forward(hidden_states.float())
+        return (y * getattr(nn.functional, self.activation)(gate.float())).to(hidden_states.dtype)
+
+
 @pytest.fixture
 def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     of = hugging_face._version
@@ -51,7 +65,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("norm", [NamedNorm, NamedZeroCenteredNorm])
 def test_layers_with_a_name(norm: type[nn.Module], mode: str) -> None:
-    assert normops.register_kernels() == ("RMSNorm", "RMSNormZeroCentered")
+    assert normops.register_kernels() == ("RMSNorm", "RMSNormZeroCentered", "RMSNormGated")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), norm(32)).train("training" in mode)
     nn.init.uniform_(model[1].weight)  # type: ignore[arg-type]
@@ -86,6 +100,24 @@ def test_a_weight_of_another_dtype_is_left_to_the_class(dtype: torch.dtype) -> N
     assert torch.equal(norm(x), expected)
     assert norm(x).dtype == expected.dtype
     assert operators_run(lambda: norm(x.float())) == ["normops::rms_norm"]
+
+
+@pytest.mark.usefixtures("without_transformers", "mapping")
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gated_layers(activation: str, weight_dtype: torch.dtype) -> None:
+    normops.register_kernels()
+    norm = NamedGatedNorm(32, activation).to(weight_dtype)
+    nn.init.uniform_(norm.weight)
+    original = copy.deepcopy(norm)
+    kernels.kernelize(norm, mode=kernels.Mode.TRAINING, device="cpu", use_fallback=False)
+    x, gate = torch.randn(4, 64).chunk(2, dim=-1)
+    torch.testing.assert_close(norm(x, gate), original(x, gate))
+    names = ["normops::gated_rms_norm", "normops::gated_rms_norm_backward"]
+    assert operators_run(lambda: norm(x, gate).sum().backward()) == names
+    assert norm(x.bfloat16(), gate).dtype == original(x.bfloat16(), gate).dtype == torch.bfloat16
+    assert torch.equal(norm(x, gate[:1]), original(x, gate[:1]))
+    assert operators_run(lambda: norm(x, gate[:1])) == []
 
 
 def test_versions_that_do_not_work_together() -> None:

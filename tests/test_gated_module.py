@@ -1,0 +1,181 @@
+"""normops.GatedRMSNorm is the operator, with the state of other people's gated norms."""
+
+import copy
+import pickle
+from typing import Any
+
+import cases
+import pytest
+import torch
+from test_module_states import saved
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, skip_init
+
+import normops
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Slices of one projection."""
+    x, gate = cases.values((*shape[:-1], 2 * shape[-1]), dtype, scale=2.0).chunk(2, dim=-1)
+    return x, gate
+
+
+def module(**options: Any) -> normops.GatedRMSNorm:
+    norm = normops.GatedRMSNorm(8, 1e-3, weight_offset=1.0, **options)
+    nn.init.normal_(norm.weight)
+    return norm
+
+
+class GatedNorm(nn.Module):
+    """As mamba defines it, in PyTorch operators."""
+
+    def __init__(self, size: int, eps: float, group_size: int | None, norm_before_gate: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size or size, norm_before_gate
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        x = x if self.norm_before_gate else x * nn.functional.silu(z)
+        groups = x.unflatten(-1, (-1, self.group_size))
+        y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)).flatten(-2) * self.weight
+        return y * nn.functional.silu(z) if self.norm_before_gate else y
+
+
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_same_as_the_definition(groups: int, norm_before_gate: bool, device: str) -> None:
+    ours = normops.GatedRMSNorm(8, 1e-3, groups=groups, norm_before_gate=norm_before_gate, device=device)
+    theirs = GatedNorm(8, 1e-3, 8 // groups, norm_before_gate).to(device)
+    nn.init.normal_(theirs.weight)
+    assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
+    assert str(theirs.load_state_dict(ours.state_dict())) == "<All keys matched successfully>"
+    theirs.double()
+    tensors = [tensor.to(device) for tensor in inputs(2, 3, 8)]
+    mine = [tensor.clone().requires_grad_() for tensor in tensors]
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    torch.testing.assert_close(ours(*mine), theirs(*exact).float())
+    ours(*mine).square().sum().backward()
+    theirs(*exact).square().sum().backward()
+    for p, q in zip((*mine, ours.weight), (*exact, theirs.weight), strict=True):
+        assert q.grad is not None
+        torch.testing.assert_close(p.grad, q.grad.float())
+
+
+@pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid"])
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_arguments_reach_the_operator(activation: Any, norm_before_gate: bool) -> None:
+    norm = module(activation=activation, norm_before_gate=norm_before_gate)
+    x, gate = inputs(3, 8)
+    expected = normops.gated_rms_norm(
+        x,
+        gate,
+        8,
+        norm.weight,
+        1e-3,
+        weight_offset=1.0,
+        activation=activation,
+        norm_before_gate=norm_before_gate,
+    )
+    assert torch.equal(norm(x, gate), expected)
+    assert torch.equal(norm(input=x, gate=gate), expected)
+
+
+@pytest.mark.parametrize(("dtype", "gate_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)])
+def test_dtypes(dtype: torch.dtype, gate_dtype: torch.dtype) -> None:
+    norm = module(groups=2, dtype=torch.bfloat16)
+    x, gate = inputs(3, 8)
+    y = norm(x.to(dtype), gate.to(gate_dtype))
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float(), norm(x, gate), rtol=0.05, atol=0.05)
+    y.sum().backward()
+    assert norm.weight.grad is not None
+    assert norm.weight.grad.dtype == torch.bfloat16
+
+
+def test_several_dimensions() -> None:
+    norm = normops.GatedRMSNorm((3, 8), 1e-3)
+    assert norm.weight.shape == (3, 8)
+    x, gate = inputs(2, 3, 8)
+    assert torch.equal(norm(x, gate), normops.gated_rms_norm(x, gate, (3, 8), norm.weight, 1e-3))
+
+
+def test_described() -> None:
+    assert repr(normops.GatedRMSNorm(8)) == (
+        "GatedRMSNorm((8,), eps=None, elementwise_affine=True, activation=silu, norm_before_gate=True)"
+    )
+    assert repr(module(activation="sigmoid", norm_before_gate=False, groups=2)) == (
+        "GatedRMSNorm((8,), eps=0.001, elementwise_affine=True, weight_offset=1.0, activation=sigmoid, "
+        "norm_before_gate=False, groups=2)"
+    )
+
+
+def test_starts_without_scaling() -> None:
+    x, gate = inputs(3, 8)
+    for groups in (1, 2):
+        norm = normops.GatedRMSNorm(8, weight_offset=1.0, groups=groups)
+        assert torch.equal(norm.weight, torch.zeros(8))
+        assert torch.equal(norm(x, gate), normops.GatedRMSNorm(8, groups=groups)(x, gate))
+        without = normops.GatedRMSNorm(8, elementwise_affine=False, groups=groups)
+        assert without.weight is None
+        assert without.state_dict() == {}
+        assert torch.equal(norm(x, gate), without(x, gate))
+
+
+@pytest.mark.parametrize(("shape", "groups"), [((8,), 3), ((8,), 0), ((8,), -2), ((2, 8), 2)])
+def test_groups_that_do_not_divide(shape: tuple[int, ...], groups: int) -> None:
+    with pytest.raises(ValueError) as error:
+        normops.GatedRMSNorm(shape, groups=groups)
+    assert str(error.value) == f"groups: expected a divisor of one normalized dimension, but got {groups} of {shape}"
+
+
+def test_errors_are_those_of_the_operator() -> None:
+    x, gate = inputs(3, 8)
+    with pytest.raises(RuntimeError, match=r'expected activation to be "silu", "swish" or "sigmoid", but got "relu"'):
+        normops.GatedRMSNorm(8, activation="relu")(x, gate)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"gated_rms_norm: expected gate to "):
+        module()(x, gate[:2])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_saved_copied_moved_and_loaded(groups: int) -> None:
+    norm, (x, gate) = module(groups=groups), inputs(3, 8)
+    with torch.serialization.safe_globals([normops.GatedRMSNorm]):
+        loaded = torch.load(saved(norm), weights_only=True)
+    other = module(groups=groups)
+    other.load_state_dict(torch.load(saved(norm.state_dict()), weights_only=True))
+    for each in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm)), loaded, other):
+        assert repr(each) == repr(norm)
+        assert torch.equal(each(x, gate), norm(x, gate))
+    assert norm.to(torch.bfloat16)(x.bfloat16(), gate.bfloat16()).dtype == torch.bfloat16
+    meta = normops.GatedRMSNorm(8, groups=groups, device="meta")
+    assert meta(x.to("meta"), gate.to("meta")).is_meta
+    meta.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(meta.weight, torch.ones(8))
+    made = skip_init(normops.GatedRMSNorm, 8, groups=groups)
+    made.reset_parameters()
+    assert torch.equal(made.weight, torch.ones(8))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_functional_call_and_parametrization(groups: int) -> None:
+    class Exp(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w.exp()
+
+    norm, (x, gate) = module(groups=groups), inputs(3, 8)
+    exponential = {"weight": norm.weight.detach().exp()}
+    output = torch.func.functional_call(norm, exponential, (x, gate))
+    parametrize.register_parametrization(norm, "weight", Exp())
+    assert torch.equal(norm(x, gate), output)
+    norm(x, gate).sum().backward()
+    assert [name for name, p in norm.named_parameters() if p.grad is not None] == ["parametrizations.weight.original"]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_compiled_and_exported(groups: int) -> None:
+    norm, (x, gate) = module(groups=groups), inputs(3, 8)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, gate), norm(x, gate))
+    rows = torch.export.Dim("rows")
+    program = torch.export.export(norm, (x, gate), dynamic_shapes={"input": {0: rows}, "gate": {0: rows}})
+    assert torch.equal(program.module()(x[:2], gate[:2]), norm(x[:2], gate[:2]))
