@@ -103,6 +103,10 @@ void check_wider_input(const char* op, const char* name, const Tensor& tensor, c
                    may_differ && tensor.scalar_type() == at::kFloat);
 }
 
+void check_narrower_or_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  (is_16_bits(input) ? check_wider_input : check_narrower_input)(op, name, tensor, input);
+}
+
 void check_out(const char* op, const Named& out, const Tensor& result, std::initializer_list<Named> inputs) {
   check_device(op, out.name, out.tensor, result);
   check_tensor(op, out.name, out.tensor);

@@ -36,6 +36,9 @@ void check_narrower_input(const char* op, const char* name, const Tensor& tensor
 // A tensor that has to look like `input`, but may be float32 if input has 16 bits.
 void check_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
+// A tensor that has to look like `input`, but one of the two may be float32 beside 16 bits of the other.
+void check_narrower_or_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
+
 struct Named {
   const char* name;
   const Tensor& tensor;  // may be undefined

@@ -44,4 +44,27 @@ TORCH_LIBRARY(normops, m) {
       "add_rms_norm_(Tensor(a!) input, Tensor(b!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
       "float? eps=None, *, float weight_offset=0.0) -> ()",
       tags);
+
+  // activation is "silu", also called "swish", or "sigmoid".
+  m.def(
+      "gated_rms_norm(Tensor input, Tensor gate, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
+      "float weight_offset=0.0, str activation=\"silu\", bool norm_before_gate=True) -> Tensor",
+      tags);
+  m.def(
+      "gated_rms_norm.out(Tensor input, Tensor gate, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
+      "*, float weight_offset=0.0, str activation=\"silu\", bool norm_before_gate=True, Tensor(a!) out) -> Tensor(a!)",
+      tags);
+
+  m.def(
+      "gated_rms_norm_backward(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
+      "Tensor? weight=None, float? eps=None, *, float weight_offset=0.0, str activation=\"silu\", "
+      "bool norm_before_gate=True, bool[3] output_mask=[True, True, True]) "
+      "-> (Tensor grad_input, Tensor grad_gate, Tensor grad_weight)",
+      tags);
+  m.def(
+      "gated_rms_norm_backward.out(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
+      "Tensor? weight=None, float? eps=None, *, float weight_offset=0.0, str activation=\"silu\", "
+      "bool norm_before_gate=True, bool[3] output_mask=[True, True, True], Tensor(a!) grad_input, "
+      "Tensor(b!) grad_gate, Tensor(c!) grad_weight) -> (Tensor(a!), Tensor(b!), Tensor(c!))",
+      tags);
 }

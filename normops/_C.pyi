@@ -28,6 +28,17 @@ def add_rms_norm(
     weight_offset: float,
     /,
 ) -> tuple[Tensor, Tensor]: ...
+def gated_rms_norm(
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    activation: str,
+    norm_before_gate: bool,
+    /,
+) -> Tensor: ...
 def build_info() -> CompiledInfo: ...
 def check_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
@@ -46,4 +57,21 @@ def check_rms_norm_backward(
     weight: Tensor | None = None,
     eps: float | None = None,
     grad_residual: Tensor | None = None,
+) -> None: ...
+def check_gated_rms_norm(
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    activation: str = "silu",
+) -> None: ...
+def check_gated_rms_norm_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    activation: str = "silu",
 ) -> None: ...

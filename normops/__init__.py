@@ -1,7 +1,8 @@
 """Fused RMSNorm for PyTorch: one operator, forward and backward, on every device and in every execution mode.
 
 Importing normops registers the operators of ``torch.ops.normops``: ``rms_norm``, ``add_rms_norm``,
-``rms_norm_backward``, their ``.out`` overloads, ``rms_norm_`` and ``add_rms_norm_``.
+``gated_rms_norm``, ``rms_norm_backward``, ``gated_rms_norm_backward``, their ``.out`` overloads, ``rms_norm_`` and
+``add_rms_norm_``.
 """
 
 import torch as _torch
@@ -11,7 +12,7 @@ from normops._after_import import after_import as _after_import
 from normops._info import BuildInfo, build_info
 from normops._private_torch import warn_if_newer as _warn_if_newer
 from normops.backends import use_backend
-from normops.functional import add_rms_norm, add_rms_norm_, rms_norm, rms_norm_
+from normops.functional import add_rms_norm, add_rms_norm_, gated_rms_norm, rms_norm, rms_norm_
 from normops.hugging_face import register_kernels
 from normops.inductor import inductor_options
 from normops.modules import RMSNorm
@@ -33,6 +34,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_",
     "build_info",
+    "gated_rms_norm",
     "inductor_options",
     "override_torch",
     "patch",

@@ -10,6 +10,13 @@ what is done once a row (the division, eps, the reciprocal root) or once a colum
       for grad_input     g = grad_output * weight 1, where there is one; g * h and its sum 2;
                          rstd * (g - h * c), c being a number of the row: 3; plus grad_residual 1, where there is one
       for grad_weight    grad_output * h * rstd and its sum 3
+    gated_rms_norm       the same as rms_norm; the activation: an exponential, an addition and a division 3, the product
+                         with the gate 1, where it is silu; the product with the activation 1
+    gated_rms_norm_backward
+                         the same as rms_norm_backward, and the activation; the product with it 1, of grad_output or, if
+                         the gate comes first, of input and of the gradient of that product 1 each
+      for grad_gate      the slope 2, for silu 3; times what was gated and its gradient 2; and where the norm comes
+                         first, that norm 1, 2 with a weight
 
 So a norm with a weight takes 4 operations per element forward and 11 backward.
 
@@ -63,3 +70,47 @@ def rms_norm_backward_flop(
     for_input = output_mask[0] * (5 + has_weight + (grad_residual is not None))
     for_weight = 3 * (output_mask[1] and has_weight)
     return prod(input) * (for_input + for_weight + 2 * bool(for_input or for_weight))
+
+
+@register_flop_formula(_ops.gated_rms_norm)
+def gated_rms_norm_flop(
+    input: Shape,
+    gate: Shape,
+    normalized_shape: Shape,
+    weight: Shape | None = None,
+    *_: object,
+    activation: str = "silu",
+    **__: object,
+) -> int:
+    """Counts for the forward with silu: 8 per element, 9 with a weight; one less with sigmoid."""
+    return rms_norm_flop(input, normalized_shape, weight) + prod(input) * (4 + (activation != "sigmoid"))
+
+
+@register_flop_formula(_ops.gated_rms_norm_backward)
+def gated_rms_norm_backward_flop(
+    grad_output: Shape,
+    input: Shape,
+    gate: Shape,
+    normalized_shape: Shape,
+    weight: Shape | None = None,
+    *_: object,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    output_mask: Sequence[bool] = (True, True, True),
+    **__: object,
+) -> int:
+    """Counts for the gradients that are asked for: up to 24 per element."""
+    for_input, for_gate, for_weight = output_mask[0], output_mask[1], output_mask[2] and weight is not None
+    if not (for_input or for_gate or for_weight):
+        return 0
+    is_silu = activation != "sigmoid"
+    through_norm = for_input if norm_before_gate else for_input or for_gate
+    counted = rms_norm_backward_flop(
+        grad_output, input, normalized_shape, weight, output_mask=(through_norm, for_weight)
+    )
+    per_element = 3 + is_silu + for_gate * (4 + is_silu)
+    if norm_before_gate:
+        per_element += (for_input or for_weight) + for_gate * (1 + (weight is not None))
+    else:
+        per_element += 1 + for_input
+    return counted + prod(input) * per_element

@@ -1,6 +1,7 @@
 """The operators as typed, documented functions."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -101,6 +102,74 @@ def add_rms_norm(
             return outputs
     shape = _as_shape(normalized_shape)
     return torch.ops.normops.add_rms_norm.default(input, residual, shape, weight, eps, weight_offset=weight_offset)
+
+
+def gated_rms_norm(
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    activation: Literal["silu", "swish", "sigmoid"] = "silu",
+    norm_before_gate: bool = True,
+) -> Tensor:
+    r"""Normalizes the input and gates it: what stands between a linear attention or state space layer and its output
+    projection.
+
+    .. math:: y = \mathrm{rms\_norm}(x) \cdot \sigma(g) \quad\text{or, gated first,}\quad
+        y = \mathrm{rms\_norm}(x \cdot \sigma(g))
+
+    where :math:`\sigma` is the activation. Normalizing first is the gated norm of RetNet (Sun et al., "Retentive
+    Network", 2023), gated linear attention and Gated DeltaNet (Yang, Kautz and Hatamizadeh, 2024); gating first is that
+    of Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024). Everything, the activation too, is computed in float32
+    (float64 for float64 inputs) and rounded once. Differentiable in ``input``, ``gate`` and ``weight``; under
+    ``torch.compile`` it stays one operator forward (``normops.gated_rms_norm``) and one backward
+    (``normops.gated_rms_norm_backward``).
+
+    Args:
+        input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
+        gate: the shape of ``input``, and its dtype; but beside an ``input`` of 16 bits it may be float32, and beside
+            one of float32 it may have 16 bits. Any strides: both are usually slices of one projection.
+        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps`` and ``weight_offset``.
+        weight: see :func:`rms_norm`. One of shape ``[groups, columns]`` is that of Mamba-2's groups, with ``input``
+            and ``gate`` viewed as ``[*, groups, columns]``.
+        eps: see :func:`rms_norm`.
+        weight_offset: see :func:`rms_norm`.
+        activation: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``.
+        norm_before_gate: False gates before the mean of squares is taken.
+
+    Returns:
+        A contiguous tensor with the shape, dtype and device of ``input``.
+
+    Raises:
+        RuntimeError: see :func:`rms_norm`; or the ``activation`` is another.
+
+    Example:
+        >>> import torch, normops
+        >>> x, gate = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 100.0]])
+        >>> normops.gated_rms_norm(x, gate, 2, eps=0.0, activation="sigmoid")
+        tensor([[0.4243, 1.1314]])
+        >>> normops.gated_rms_norm(x, gate, 2, eps=0.0, activation="sigmoid", norm_before_gate=False)
+        tensor([[0.4965, 1.3242]])
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.gated_rms_norm(
+            input, gate, normalized_shape, weight, eps, weight_offset, activation, norm_before_gate
+        )
+        if output is not NotImplemented:
+            return output
+    return torch.ops.normops.gated_rms_norm.default(
+        input,
+        gate,
+        _as_shape(normalized_shape),
+        weight,
+        eps,
+        weight_offset=weight_offset,
+        activation=activation,
+        norm_before_gate=norm_before_gate,
+    )
 
 
 def rms_norm_(

@@ -50,6 +50,20 @@ def add_rms_norm(
     return _like(input, output), _like(input, residual_out)
 
 
+def gated_rms_norm(
+    op: OpOverload,
+    input: NestedTensor,
+    gate: NestedTensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """``normops.gated_rms_norm`` of the values."""
+    _check("gated_rms_norm", input, normalized_shape, weight, gate=gate)
+    return _like(input, op(input._values, gate._values, normalized_shape, weight, *args, **kwargs))
+
+
 def rms_norm_backward(
     op: OpOverload,
     grad_output: NestedTensor,
@@ -66,6 +80,23 @@ def rms_norm_backward(
     kwargs["grad_residual"] = None if grad_residual is None else grad_residual._values
     grad_input, grad_weight = op(grad_output._values, input._values, normalized_shape, weight, *args, **kwargs)
     return None if grad_input is None else _like(input, grad_input), grad_weight
+
+
+def gated_rms_norm_backward(
+    op: OpOverload,
+    grad_output: NestedTensor,
+    input: NestedTensor,
+    gate: NestedTensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor | None, ...]:
+    """``normops.gated_rms_norm_backward`` of the values; ``grad_weight`` is the sum over all sequences."""
+    _check("gated_rms_norm_backward", input, normalized_shape, weight, gate=gate, grad_output=grad_output)
+    values = (tensor._values for tensor in (grad_output, input, gate))
+    *of_rows, grad_weight = op(*values, normalized_shape, weight, *args, **kwargs)
+    return *(None if gradient is None else _like(input, gradient) for gradient in of_rows), grad_weight
 
 
 def _check(
@@ -97,6 +128,8 @@ def _like(input: NestedTensor, values: Tensor) -> Tensor:
 for _op, _of_values, _nested in (
     (_ops.rms_norm, rms_norm, "input: jt_all"),
     (_ops.add_rms_norm, add_rms_norm, "input: jt_all, residual: jt_all"),
+    (_ops.gated_rms_norm, gated_rms_norm, "input: jt_all, gate: jt_all"),
     (_ops.rms_norm_backward, rms_norm_backward, "grad_output: jt_all, input: jt_all"),
+    (_ops.gated_rms_norm_backward, gated_rms_norm_backward, "grad_output: jt_all, input: jt_all, gate: jt_all"),
 ):
     register_jagged_func(_op.default, f"{_nested}, normalized_shape: any, weight: t?, ...")(_of_values)

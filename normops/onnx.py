@@ -13,9 +13,10 @@ Value = Any
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """The ``custom_translation_table`` with which ``torch.onnx.export`` writes ONNX's ``RMSNormalization``.
 
-    It makes one of each ``rms_norm``, and an ``Add`` and one of each ``add_rms_norm``, with dynamic sizes where the
-    exported program has them. A weight per group becomes a ``Mul`` after it. ``RMSNormalization`` came with version 23
-    of ONNX's operators.
+    It makes one of each ``rms_norm``, an ``Add`` and one of each ``add_rms_norm``, one of each ``gated_rms_norm`` and
+    a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, with dynamic sizes where the exported program
+    has them. A weight per group becomes a ``Mul`` after it. ``RMSNormalization`` came with version 23 of ONNX's
+    operators.
 
     ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
     the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once),
@@ -23,9 +24,9 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     stores ``eps`` as a float32, beside float64 inputs too.
 
     Returns:
-        The functions that write ``torch.ops.normops.rms_norm.default`` and ``torch.ops.normops.add_rms_norm.default``.
-        Other operators of normops do not remain in an exported program, but for ``rms_norm_backward``, which has no
-        translation.
+        The functions that write ``torch.ops.normops.rms_norm.default``, ``torch.ops.normops.add_rms_norm.default`` and
+        ``torch.ops.normops.gated_rms_norm.default``. Other operators of normops do not remain in an exported program,
+        but for ``rms_norm_backward`` and ``gated_rms_norm_backward``, which have no translation.
 
     Raises:
         ImportError: if onnxscript is not installed.
@@ -43,7 +44,12 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         raise ImportError(
             "expected onnxscript to be installed for the export to ONNX, but it is not: pip install onnxscript"
         )
-    return {torch.ops.normops.rms_norm.default: _rms_norm, torch.ops.normops.add_rms_norm.default: _add_rms_norm}
+    ops = torch.ops.normops
+    return {
+        ops.rms_norm.default: _rms_norm,
+        ops.add_rms_norm.default: _add_rms_norm,
+        ops.gated_rms_norm.default: _gated_rms_norm,
+    }
 
 
 def _rms_norm(
@@ -75,6 +81,31 @@ def _add_rms_norm(
     h = _cast(residual_out, residual.dtype, compute)
     output = _normalize(h, compute, len(normalized_shape), weight, eps, weight_offset)
     return _cast(output, compute, input.dtype), residual_out
+
+
+def _gated_rms_norm(
+    input: Value,
+    gate: Value,
+    normalized_shape: Sequence[Any],
+    weight: Value | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+) -> Value:
+    from onnxscript import opset23
+
+    compute = _compute_type(input.dtype)
+    h, g = _cast(input, input.dtype, compute), _cast(gate, gate.dtype, compute)
+    activated = opset23.Sigmoid(g)
+    if activation != "sigmoid":
+        activated = opset23.Mul(g, activated)
+    if not norm_before_gate:
+        h = opset23.Mul(h, activated)
+    output = _normalize(h, compute, len(normalized_shape), weight, eps, weight_offset)
+    if norm_before_gate:
+        output = opset23.Mul(output, activated)
+    return _cast(output, compute, input.dtype)
 
 
 def _normalize(

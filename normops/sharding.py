@@ -44,7 +44,7 @@ ops = torch.ops.normops
 Placements = tuple[Placement, ...]
 
 # The arguments with the shape of input; the first ones decide first.
-_ROWS = ("input", "residual", "grad_output", "grad_residual")
+_ROWS = ("input", "gate", "residual", "grad_output", "grad_residual")
 
 
 @cache
@@ -54,6 +54,10 @@ def _names(op: torch._ops.OpOverload) -> list[str]:
 
 def _by_name(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**dict(zip(_names(op), args, strict=False)), **kwargs}
+
+
+def _output_mask(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> tuple[bool, ...]:
+    return tuple(arguments.get("output_mask", (True,) * len(op._schema.returns)))
 
 
 def _row_placements(specs: Mapping[str, DTensorSpec], normalized_shape: Sequence[int]) -> Placements:
@@ -105,20 +109,22 @@ def _strategy(schema: OpSchema) -> OpStrategy:
                 f"{specs[argument.name].placements}"
             )
 
-    mask = arguments.get("output_mask", (True, True))
-    exists = {"grad_input": mask[0], "grad_weight": mask[1] and "weight" in specs}
-    outputs = tuple(placed(r.name) if exists.get(r.name, True) else None for r in schema.op._schema.returns)
+    exists = _output_mask(schema.op, arguments)
+    outputs = tuple(
+        placed(r.name) if wanted and (r.name != "grad_weight" or "weight" in specs) else None
+        for r, wanted in zip(schema.op._schema.returns, exists, strict=True)
+    )
     inputs = [placed(name) for name in specs if name != "grad_residual"]
     return OpStrategy([OpSpec(outputs[0] if len(outputs) == 1 else outputs or None, inputs)])
 
 
 def _run_backward(op_call: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Runs rms_norm_backward as PyTorch would, were its tensor and its list among the keyword arguments not there.
+    """Runs a backward as PyTorch would, were its tensor and its list among the keyword arguments not there.
 
     PyTorch does not redistribute keyword arguments, and a list among them is no key of its cache.
     """
     arguments = _by_name(op_call, args, kwargs)
-    kwargs = {**kwargs, "output_mask": tuple(arguments.get("output_mask", (True, True)))}
+    kwargs = {**kwargs, "output_mask": _output_mask(op_call, arguments)}
     grad_residual = arguments.get("grad_residual")
     if isinstance(grad_residual, DTensor):
         specs = {name: value._spec for name, value in arguments.items() if isinstance(value, DTensor)}
@@ -140,7 +146,12 @@ register_op_strategy([ops.add_rms_norm.default, ops.add_rms_norm_.default], Runt
 register_op_strategy(
     ops.rms_norm_backward.default, RuntimeSchemaInfo(2, static_kwargkey=["grad_residual", "output_mask"])
 )(_strategy)
-DTensor._op_dispatcher._custom_op_handlers[ops.rms_norm_backward.default] = _run_backward
+register_op_strategy(ops.gated_rms_norm.default, RuntimeSchemaInfo(2))(_strategy)
+register_op_strategy(ops.gated_rms_norm_backward.default, RuntimeSchemaInfo(3, static_kwargkey=["output_mask"]))(
+    _strategy
+)
+for _op in (ops.rms_norm_backward.default, ops.gated_rms_norm_backward.default):
+    DTensor._op_dispatcher._custom_op_handlers[_op] = _run_backward
 
 
 class SequenceParallel(_SequenceParallel):

@@ -104,6 +104,23 @@ def _add_rms_norm_(input: _Batch, residual: _Batch, *args: Any, **kwargs: Any) -
     residual.tensor.copy_(residual_out)
 
 
+def _gated_rms_norm(
+    input: _Batch,
+    gate: _Batch,
+    normalized_shape: _Shape,
+    weight: _OptionalBatch = None,
+    eps: float | None = None,
+    **keywords: Any,
+) -> Tensor:
+    activation = keywords.get("activation", "silu")
+    _C.check_gated_rms_norm(input.sample(), gate.sample(), normalized_shape, _sample(weight), eps, activation)
+    if weight is None or weight.is_shared:
+        x, g = input.unshared(), gate.unshared()
+        return _ops.gated_rms_norm(x, g, normalized_shape, _tensor(weight), eps, **keywords)
+    w = weight.tensor
+    return _first(w, _ops.gated_rms_norm(_before(w, input), _before(w, gate), normalized_shape, w, eps, **keywords))
+
+
 def _rms_norm_backward(
     grad_output: _Batch,
     input: _Batch,
@@ -129,6 +146,33 @@ def _rms_norm_backward(
         dy, x, normalized_shape, w, eps, grad_residual=residual, **keywords
     )
     return None if grad_input is None else _first(w, grad_input), grad_weight
+
+
+def _gated_rms_norm_backward(
+    grad_output: _Batch,
+    input: _Batch,
+    gate: _Batch,
+    normalized_shape: _Shape,
+    weight: _OptionalBatch = None,
+    eps: float | None = None,
+    *,
+    output_mask: Sequence[bool] = (True, True, True),
+    **keywords: Any,
+) -> tuple[Tensor | None, ...]:
+    activation = keywords.get("activation", "silu")
+    _C.check_gated_rms_norm_backward(
+        grad_output.sample(), input.sample(), gate.sample(), normalized_shape, _sample(weight), eps, activation
+    )
+    rows = grad_output, input, gate
+    keywords["output_mask"] = output_mask
+    if weight is None or (weight.is_shared and not output_mask[2]):
+        unshared = (batch.unshared() for batch in rows)
+        return _ops.gated_rms_norm_backward(*unshared, normalized_shape, _tensor(weight), eps, **keywords)
+    w = weight.unshared()
+    *of_rows, grad_weight = _ops.gated_rms_norm_backward(
+        *(_before(w, batch) for batch in rows), normalized_shape, w, eps, **keywords
+    )
+    return *(None if gradient is None else _first(w, gradient) for gradient in of_rows), grad_weight
 
 
 def _check_target(op: str, name: str, target: _Batch) -> None:
@@ -173,3 +217,5 @@ _register(_ops.rms_norm_.default, _rms_norm_)
 _register(_ops.rms_norm_backward.default, _rms_norm_backward)
 _register(_ops.add_rms_norm.default, _add_rms_norm)
 _register(_ops.add_rms_norm_.default, _add_rms_norm_)
+_register(_ops.gated_rms_norm.default, _gated_rms_norm)
+_register(_ops.gated_rms_norm_backward.default, _gated_rms_norm_backward)

@@ -27,6 +27,12 @@ class Backward(NamedTuple):
     grad_weight: Bounded | None
 
 
+class GatedBackward(NamedTuple):
+    grad_input: Bounded
+    grad_gate: Bounded
+    grad_weight: Bounded | None
+
+
 def _wide(tensor: Tensor, compute: torch.dtype) -> Array:
     array = tensor.detach().cpu().to(torch.float64).numpy()
     return array.astype(np.longdouble) if compute == torch.float64 else array
@@ -42,11 +48,14 @@ def _half_ulp(value: Array, dtype: torch.dtype) -> Array:
     return np.exp2(exponent - 1) * info.eps
 
 
-def _bounded(value: Array, roundoffs: Array, dtype: torch.dtype, compute: torch.dtype) -> Bounded:
-    """``roundoffs``: the sum of the terms' magnitudes, each times its count of roundings."""
+def _bounded(
+    value: Array, roundoffs: Array, dtype: torch.dtype, compute: torch.dtype, underflow: Array | float = 0.0
+) -> Bounded:
+    """``roundoffs``: the sum of the terms' magnitudes, each times its count of roundings; ``underflow``: what else the
+    value may be off, where something that it depends on is too small for the type."""
     info = torch.finfo(compute)
     # A product that underflows loses up to half of the smallest number of the type.
-    accumulated = roundoffs * info.eps / 2 + 4 * info.smallest_normal * info.eps
+    accumulated = roundoffs * info.eps / 2 + underflow + 4 * info.smallest_normal * info.eps
     return Bounded(value, accumulated + _half_ulp(np.abs(value) + accumulated, dtype))
 
 
@@ -68,12 +77,20 @@ class _Terms(NamedTuple):
     h: Array
     rstd: Array
     w: Array
+    w_magnitude: Array
+    """Of what is added to w: the weight and the offset."""
     rstd_roundings: float
 
 
 def _terms(
-    input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None, eps: float | None, weight_offset: float
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    factor: Array | None = None,
 ) -> _Terms:
+    """``factor``: what the input is multiplied by before it is normalized."""
     compute = _compute_dtype(input)
     cols = math.prod(normalized_shape)
     rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
@@ -81,14 +98,95 @@ def _terms(
     if eps is None:
         eps = torch.finfo(compute).eps
     with np.errstate(all="ignore"):
+        h = h if factor is None else h * factor
         mean = (h * h).sum(1, keepdims=True) / cols if cols else np.zeros((rows, 1))
         rstd = 1 / np.sqrt(mean + eps)
     w = np.ones((1, cols), h.dtype)
+    w_magnitude = w
     if weight is not None:
         groups = math.prod(_groups(weight, normalized_shape))
         w = _wide(weight, compute).reshape(groups, cols) + weight_offset
         w = np.tile(w, (rows // groups, 1)) if groups > 1 else w
-    return _Terms(compute, h, rstd, w, _sum_roundings(cols, compute) / 2 + 3)
+        w_magnitude = np.abs(w) + abs(weight_offset)
+    return _Terms(compute, h, rstd, w, w_magnitude, _sum_roundings(cols, compute) / 2 + 3)
+
+
+class _Value(NamedTuple):
+    """A value, its roundoffs and its underflow as ``_bounded`` takes them."""
+
+    value: Array
+    roundoffs: Array
+    underflow: Array | float = 0.0
+
+    def bounded(self, like: Tensor, compute: torch.dtype, dtype: torch.dtype | None = None) -> Bounded:
+        shaped = [np.broadcast_to(array, self.value.shape).reshape(like.shape) for array in self]
+        return _bounded(shaped[0], shaped[1], dtype or like.dtype, compute, shaped[2])
+
+
+def _normed(t: _Terms, h_roundings: float = 0.0, h_underflow: Array | float = 0.0) -> _Value:
+    """``h_roundings``, ``h_underflow``: of h itself, on which rstd depends too."""
+    output = t.h * t.rstd * t.w
+    # x * rstd and the product with w; the conversion of the weight and its sum with the offset, which may cancel.
+    roundoffs = np.abs(output) * (t.rstd_roundings + 2 + 2 * h_roundings) + np.abs(t.h * t.rstd) * t.w_magnitude * 2
+    underflow = np.abs(t.w) * (t.rstd * h_underflow + np.abs(t.h) * _rstd_underflow(t, h_underflow))
+    return _Value(output, roundoffs, underflow)
+
+
+def _rstd_underflow(t: _Terms, h_underflow: Array | float) -> Array:
+    return t.rstd**3 * (np.abs(t.h) * h_underflow).sum(1, keepdims=True) / max(t.h.shape[1], 1)
+
+
+def _grad_input(
+    t: _Terms,
+    dy: Array,
+    dy_roundings: float = 0.0,
+    dy_underflow: Array | float = 0.0,
+    h_roundings: float = 0.0,
+    h_underflow: Array | float = 0.0,
+) -> _Value:
+    """``dy_roundings``, ...: of dy and h themselves."""
+    cols = t.h.shape[1]
+
+    def mean(array: Array) -> Array:
+        return array.sum(1, keepdims=True) / max(cols, 1)
+
+    g, h = dy * t.w, np.abs(t.h)
+    g_magnitude = np.abs(dy) * t.w_magnitude
+    value = t.rstd * g - t.rstd**3 * t.h * mean(g * t.h)
+    direct = t.rstd * g_magnitude
+    projected = t.rstd**3 * h * mean(g_magnitude * h)
+    roundoffs = direct * (t.rstd_roundings + 5 + dy_roundings + h_roundings) + projected * (
+        3 * t.rstd_roundings + _sum_roundings(cols, t.compute) + 8 + dy_roundings + 5 * h_roundings
+    )
+    of_g, of_h, of_rstd = dy_underflow * t.w_magnitude, h_underflow, _rstd_underflow(t, h_underflow)
+    underflow = t.rstd * of_g + g_magnitude * of_rstd
+    underflow = underflow + t.rstd**3 * (
+        h * mean(of_g * h) + h * mean(g_magnitude * of_h) + of_h * mean(g_magnitude * h)
+    )
+    underflow = underflow + 3 * t.rstd**2 * of_rstd * h * mean(g_magnitude * h)
+    return _Value(value, roundoffs, underflow)
+
+
+def _grad_weight(
+    t: _Terms,
+    dy: Array,
+    weight: Tensor,
+    normalized_shape: tuple[int, ...],
+    roundings: float = 0.0,
+    underflow: Array | float = 0.0,
+) -> Bounded:
+    """``roundings``, ``underflow``: of the terms, besides those of rms_norm_backward."""
+    rows_of_group = t.h.shape[0] // max(math.prod(_groups(weight, normalized_shape)), 1)
+
+    def summed(terms: Array) -> Array:
+        return terms.reshape(rows_of_group, *weight.shape).sum(0)
+
+    terms = dy * t.h * t.rstd
+    # Within chunks of about sqrt(rows) rows, and over the chunks.
+    row_roundings = 2 * (math.isqrt(rows_of_group) + 5)
+    roundoffs = summed(np.abs(terms)) * (t.rstd_roundings + 3 + row_roundings + roundings)
+    lost = summed(np.broadcast_to(underflow, terms.shape))
+    return _bounded(summed(terms), roundoffs, weight.dtype, t.compute, lost)
 
 
 def rms_norm(
@@ -102,13 +200,7 @@ def rms_norm(
     """``dtype``: of the output, by default that of the input."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     with np.errstate(all="ignore"):
-        output = (t.h * t.rstd * t.w).reshape(input.shape)
-        # x * rstd and the product with w; the conversion of the weight and its sum with the offset, which may cancel.
-        weight_magnitude = np.abs(t.w) + abs(weight_offset) if weight is not None else t.w
-        roundoffs = (
-            np.abs(output) * (t.rstd_roundings + 2) + np.abs(t.h * t.rstd * weight_magnitude).reshape(input.shape) * 2
-        )
-        return _bounded(output, roundoffs, dtype or input.dtype, t.compute)
+        return _normed(t).bounded(input, t.compute, dtype)
 
 
 def rms_norm_backward(
@@ -122,36 +214,116 @@ def rms_norm_backward(
 ) -> Backward:
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     dy = _wide(grad_output, t.compute).reshape(t.h.shape)
-    rows, cols = t.h.shape
     with np.errstate(all="ignore"):
-        g = dy * t.w
-        g_magnitude = np.abs(dy) * (np.abs(t.w) + (abs(weight_offset) if weight is not None else 0.0))
-        direct = t.rstd * g
-        projected = t.rstd**3 * t.h * (g * t.h).sum(1, keepdims=True) / max(cols, 1)
-        residual = 0.0 if grad_residual is None else _wide(grad_residual, t.compute).reshape(t.h.shape)
-        direct_magnitude = t.rstd * g_magnitude
-        projected_magnitude = t.rstd**3 * np.abs(t.h) * (g_magnitude * np.abs(t.h)).sum(1, keepdims=True) / max(cols, 1)
-        roundoffs = (
-            direct_magnitude * (t.rstd_roundings + 5)
-            + projected_magnitude * (3 * t.rstd_roundings + _sum_roundings(cols, t.compute) + 8)
-            + np.abs(residual) * 2
-        )
-        value = direct - projected + residual
-        grad_input = _bounded(value.reshape(input.shape), roundoffs.reshape(input.shape), input.dtype, t.compute)
-        if weight is None:
-            return Backward(grad_input, None)
-
-        rows_of_group = rows // max(math.prod(_groups(weight, normalized_shape)), 1)
-        terms = (dy * t.h * t.rstd).reshape(rows_of_group, *weight.shape)
-        # Within chunks of about sqrt(rows) rows, and over the chunks.
-        row_roundings = 2 * (math.isqrt(rows_of_group) + 5)
-        grad_weight = _bounded(
-            terms.sum(0),
-            np.abs(terms).sum(0) * (t.rstd_roundings + 3 + row_roundings),
-            weight.dtype,
-            t.compute,
-        )
+        value, roundoffs, _ = _grad_input(t, dy)
+        if grad_residual is not None:
+            residual = _wide(grad_residual, t.compute).reshape(t.h.shape)
+            value, roundoffs = value + residual, roundoffs + np.abs(residual) * 2
+        grad_input = _Value(value, roundoffs).bounded(input, t.compute)
+        grad_weight = None if weight is None else _grad_weight(t, dy, weight, normalized_shape)
     return Backward(grad_input, grad_weight)
+
+
+class _Gate(NamedTuple):
+    """An activation and its slope."""
+
+    activation: _Value
+    slope: _Value
+
+
+ACTIVATION_ROUNDINGS = {"sigmoid": 5, "silu": 6}
+
+
+def _gate(gate: Tensor, compute: torch.dtype, activation: str, rows: Array) -> _Gate:
+    g = _wide(gate, compute).reshape(rows.shape)
+    small = np.exp(-np.abs(g))
+    larger, smaller = 1 / (1 + small), small / (1 + small)
+    s, c = np.where(g < 0, smaller, larger), np.where(g < 0, larger, smaller)
+    tiny = torch.finfo(compute).smallest_normal  # below which an exponential may be flushed to zero
+    roundings = ACTIVATION_ROUNDINGS[activation]
+    # An exponential is within 2 roundoffs, which s and c are off by at most; the addition, the division, and a product
+    # for the smaller of the two. In a product of both, the exponential's count once.
+    if activation == "sigmoid":
+        return _Gate(_Value(s, s * roundings, tiny), _Value(s * c, s * c * 8, tiny))
+    curved = g * s * c
+    slope_roundoffs = s * (roundings) + np.abs(curved) * 10
+    return _Gate(
+        _Value(g * s, np.abs(g * s) * roundings, np.abs(g) * tiny),
+        _Value(s + curved, slope_roundoffs, (1 + 2 * np.abs(g)) * tiny),
+    )
+
+
+def _product(a: _Value, b: _Value, compute: torch.dtype) -> _Value:
+    """And its rounding, once more where it underflows."""
+    info = torch.finfo(compute)
+    value = a.value * b.value
+    return _Value(
+        value,
+        np.abs(a.value) * b.roundoffs + np.abs(b.value) * a.roundoffs + np.abs(value),
+        np.abs(a.value) * b.underflow + np.abs(b.value) * a.underflow + info.smallest_normal * info.eps,
+    )
+
+
+def _exact(array: Array) -> _Value:
+    return _Value(array, np.zeros_like(array))
+
+
+def gated_rms_norm(
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+) -> Bounded:
+    plain = _terms(input, normalized_shape, weight, eps, weight_offset)
+    with np.errstate(all="ignore"):
+        a = _gate(gate, plain.compute, activation, plain.h).activation
+        if norm_before_gate:
+            return _product(_normed(plain), a, plain.compute).bounded(input, plain.compute)
+        u = _product(_exact(plain.h), a, plain.compute)
+        t = _terms(input, normalized_shape, weight, eps, weight_offset, a.value)
+        return _normed(t, ACTIVATION_ROUNDINGS[activation] + 1, u.underflow).bounded(input, t.compute)
+
+
+def gated_rms_norm_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+) -> GatedBackward:
+    plain = _terms(input, normalized_shape, weight, eps, weight_offset)
+    compute = plain.compute
+    roundings = ACTIVATION_ROUNDINGS[activation] + 1  # of what is multiplied by an activation
+    with np.errstate(all="ignore"):
+        a, slope = _gate(gate, compute, activation, plain.h)
+        dy = _exact(_wide(grad_output, compute).reshape(plain.h.shape))
+        x = _exact(plain.h)
+        if norm_before_gate:
+            t, g = plain, _product(dy, a, compute)
+            for_input = _grad_input(t, g.value, roundings, g.underflow)
+            for_gate = _product(_product(dy, _normed(t), compute), slope, compute)
+            extra = roundings, g.underflow * np.abs(t.h) * t.rstd
+        else:
+            u = _product(x, a, compute)
+            t, g = _terms(input, normalized_shape, weight, eps, weight_offset, a.value), dy
+            for_product = _grad_input(t, dy.value, h_roundings=roundings, h_underflow=u.underflow)
+            for_input = _product(for_product, a, compute)
+            for_gate = _product(_product(for_product, x, compute), slope, compute)
+            lost = np.abs(dy.value) * (t.rstd * u.underflow + np.abs(t.h) * _rstd_underflow(t, u.underflow))
+            extra = 2 * roundings, lost
+        return GatedBackward(
+            for_input.bounded(input, compute),
+            for_gate.bounded(gate, compute),
+            None if weight is None else _grad_weight(t, g.value, weight, normalized_shape, *extra),
+        )
 
 
 def violation(actual: Tensor, expected: Bounded) -> str | None:

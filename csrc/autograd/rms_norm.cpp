@@ -7,7 +7,7 @@
 
 #include "../composite/rms_norm.h"
 #include "../problem.h"
-#include "node.h"
+#include "rms_norm.h"
 #include "write.h"
 
 namespace normops {
@@ -33,53 +33,11 @@ struct RmsNormGradient {
   }
 };
 
-// The derivative of rms_norm_backward, with respect to (grad_output, input, weight, grad_residual), in differentiable
-// ATen operators; docs/derivation.md derives it. m is the mean over a row, w the weight with its offset, h the input:
-//     grad_input  = r (g - r^2 h m(g h)) + grad_residual    g = dy w,  r = 1 / sqrt(m(h^2) + eps)
-//     grad_weight = sum over rows of dy h r
-// u and v are the incoming gradients of grad_input and grad_weight.
 struct RmsNormBackwardGradient {
   static constexpr const char* kName = "RmsNormBackwardBackward";
-  static constexpr size_t kSaved = 3, kSavedOutputs = 0, kInputs = 4;
+  static constexpr size_t kSaved = 3, kSavedOutputs = 0, kInputs = kRmsNormBackwardInputs;
   using Attributes = NormAttributes;
-
-  static variable_list backward(const variable_list& grad_outputs, const variable_list& saved,
-                                const Attributes& attributes, const std::array<bool, kInputs>& needed) {
-    variable_list result(kInputs);
-    if (!grad_outputs[0].defined() && !grad_outputs[1].defined()) return result;
-    const auto& [normalized_dims, eps, weight_offset] = attributes;
-    const Tensor &grad_output = saved[0], &input = saved[1], &weight = saved[2];
-    const auto mean = [dims = normalized_dims](const Tensor& tensor) { return mean_of_rows(tensor, dims); };
-
-    const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
-    const Tensor r = rstd_of_rows(h, normalized_dims, resolve_eps(eps, input.scalar_type()));
-    const Tensor w = weight.defined() ? to_compute_dtype(weight, input) + weight_offset : Tensor();
-    Tensor for_grad_output, for_input, for_weight;
-
-    if (grad_outputs[0].defined()) {
-      const Tensor u = to_compute_dtype(grad_outputs[0], input);
-      const Tensor r2 = r * r;
-      const Tensor projected =
-          r * (u - r2 * h * mean(u * h));  // what g receives: the map from g to grad_input is symmetric
-      const Tensor g = w.defined() ? dy * w : dy;
-      const Tensor gh = mean(g * h), uh = mean(u * h), ug = mean(u * g);
-      for_grad_output = w.defined() ? projected * w : projected;
-      for_input = -(r2 * r) * (h * (ug - 3 * r2 * gh * uh) + u * gh + g * uh);
-      if (weight.defined() && needed[2]) for_weight = sum_over_rows(dy * projected, weight);
-      if (needed[3]) result[3] = grad_outputs[0];
-    }
-    if (grad_outputs[1].defined()) {
-      const Tensor v = to_compute_dtype(grad_outputs[1], input);
-      const Tensor through_weight = v * h * r;
-      const Tensor through_rstd = r * (v * dy - r * r * h * mean(v * dy * h));
-      for_grad_output = for_grad_output.defined() ? for_grad_output + through_weight : through_weight;
-      for_input = for_input.defined() ? for_input + through_rstd : through_rstd;
-    }
-    if (needed[0]) result[0] = for_grad_output.to(grad_output.scalar_type());
-    if (needed[1]) result[1] = for_input.to(input.scalar_type());
-    if (for_weight.defined()) result[2] = for_weight.to(weight.scalar_type());
-    return result;
-  }
+  static constexpr auto backward = rms_norm_backward_backward;
 };
 
 Tensor rms_norm_autograd(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef normalized_shape,
@@ -156,6 +114,45 @@ std::tuple<Tensor&, Tensor&> rms_norm_backward_out_autograd(c10::DispatchKeySet 
 }
 
 }  // namespace
+
+variable_list rms_norm_backward_backward(const variable_list& grad_outputs, const variable_list& saved,
+                                         const NormAttributes& attributes,
+                                         const std::array<bool, kRmsNormBackwardInputs>& needed) {
+  variable_list result(kRmsNormBackwardInputs);
+  if (!grad_outputs[0].defined() && !grad_outputs[1].defined()) return result;
+  const auto& [normalized_dims, eps, weight_offset] = attributes;
+  const Tensor &grad_output = saved[0], &input = saved[1], &weight = saved[2];
+  const auto mean = [dims = normalized_dims](const Tensor& tensor) { return mean_of_rows(tensor, dims); };
+
+  const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
+  const Tensor r = rstd_of_rows(h, normalized_dims, resolve_eps(eps, input.scalar_type()));
+  const Tensor w = weight.defined() ? to_compute_dtype(weight, input) + weight_offset : Tensor();
+  Tensor for_grad_output, for_input, for_weight;
+
+  if (grad_outputs[0].defined()) {
+    const Tensor u = to_compute_dtype(grad_outputs[0], input);
+    const Tensor r2 = r * r;
+    const Tensor projected =
+        r * (u - r2 * h * mean(u * h));  // what g receives: the map from g to grad_input is symmetric
+    const Tensor g = w.defined() ? dy * w : dy;
+    const Tensor gh = mean(g * h), uh = mean(u * h), ug = mean(u * g);
+    for_grad_output = w.defined() ? projected * w : projected;
+    for_input = -(r2 * r) * (h * (ug - 3 * r2 * gh * uh) + u * gh + g * uh);
+    if (weight.defined() && needed[2]) for_weight = sum_over_rows(dy * projected, weight);
+    if (needed[3]) result[3] = grad_outputs[0];
+  }
+  if (grad_outputs[1].defined()) {
+    const Tensor v = to_compute_dtype(grad_outputs[1], input);
+    const Tensor through_weight = v * h * r;
+    const Tensor through_rstd = r * (v * dy - r * r * h * mean(v * dy * h));
+    for_grad_output = for_grad_output.defined() ? for_grad_output + through_weight : through_weight;
+    for_input = for_input.defined() ? for_input + through_rstd : through_rstd;
+  }
+  if (needed[0]) result[0] = for_grad_output.to(grad_output.scalar_type());
+  if (needed[1]) result[1] = for_input.to(input.scalar_type());
+  if (for_weight.defined()) result[2] = for_weight.to(weight.scalar_type());
+  return result;
+}
 
 TORCH_LIBRARY_IMPL(normops, ADInplaceOrView, m) {
   m.impl("rms_norm.out", CountedWrite<rms_norm_out_op, RmsNormOut>::call);

@@ -5,6 +5,7 @@
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include <optional>
+#include <string_view>
 
 #include "../check.h"
 
@@ -22,6 +23,24 @@ inline bool parse(PyObject* object, Tensor& tensor) {
 inline bool parse(PyObject* object, OptionalTensor& tensor) {
   if (object == Py_None) return true;
   return parse(object, tensor.emplace());
+}
+
+inline bool parse(PyObject* object, bool& value) {
+  value = object == Py_True;
+  return PyBool_Check(object);
+}
+
+// Lent: it lives as long as the argument does.
+inline bool parse(PyObject* object, std::string_view& text) {
+  if (!PyUnicode_CheckExact(object)) return false;
+  Py_ssize_t size = 0;
+  const char* data = PyUnicode_AsUTF8AndSize(object, &size);
+  if (data == nullptr) {  // a lone surrogate, of which torch.ops knows what to say
+    PyErr_Clear();
+    return false;
+  }
+  text = {data, static_cast<size_t>(size)};
+  return true;
 }
 
 inline bool parse(PyObject* object, double& number) {

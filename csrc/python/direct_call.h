@@ -11,5 +11,6 @@ namespace normops::python {
 // One function per operator: positional arguments, in the schema's order.
 PyObject* rms_norm(PyObject* module, PyObject* const* arguments, Py_ssize_t count);
 PyObject* add_rms_norm(PyObject* module, PyObject* const* arguments, Py_ssize_t count);
+PyObject* gated_rms_norm(PyObject* module, PyObject* const* arguments, Py_ssize_t count);
 
 }  // namespace normops::python

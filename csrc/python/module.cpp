@@ -5,6 +5,7 @@
 
 #include "../add_rms_norm.h"
 #include "../cpu/isa.h"
+#include "../gated_rms_norm.h"
 #include "../rms_norm.h"
 #include "direct_call.h"
 #include "registration.h"
@@ -42,6 +43,7 @@ PyCFunction as_method(FastCall* function) {
 PyMethodDef direct_calls[] = {
     {"rms_norm", as_method(normops::python::rms_norm), METH_FASTCALL, nullptr},
     {"add_rms_norm", as_method(normops::python::add_rms_norm), METH_FASTCALL, nullptr},
+    {"gated_rms_norm", as_method(normops::python::gated_rms_norm), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -79,4 +81,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("grad_output"), py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
       py::arg("eps") = py::none(), py::arg("grad_residual") = py::none());
+  m.def(
+      "check_gated_rms_norm",
+      [](const at::Tensor& input, const at::Tensor& gate, const std::vector<c10::SymInt>& normalized_shape,
+         const std::optional<at::Tensor>& weight, std::optional<double> eps, std::string_view activation) {
+        normops::check_gated_rms_norm(input, gate, normalized_shape, weight, eps, activation,
+                                      /*norm_before_gate=*/true);
+      },
+      py::arg("input"), py::arg("gate"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
+      py::arg("eps") = py::none(), py::arg("activation") = "silu");
+  m.def(
+      "check_gated_rms_norm_backward",
+      [](const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& gate,
+         const std::vector<c10::SymInt>& normalized_shape, const std::optional<at::Tensor>& weight,
+         std::optional<double> eps, std::string_view activation) {
+        normops::check_gated_rms_norm_backward(grad_output, input, gate, normalized_shape, weight, eps, activation,
+                                               /*norm_before_gate=*/true);
+      },
+      py::arg("grad_output"), py::arg("input"), py::arg("gate"), py::arg("normalized_shape"),
+      py::arg("weight") = py::none(), py::arg("eps") = py::none(), py::arg("activation") = "silu");
 }

@@ -1,0 +1,15 @@
+// gated_rms_norm and gated_rms_norm_backward written in ATen operators, which differentiate, see rms_norm.h.
+#pragma once
+#include "../gated_rms_norm.h"
+
+namespace normops {
+
+GatedRmsNorm gated_rms_norm_composite;
+GatedRmsNormBackward gated_rms_norm_backward_composite;
+
+// An activation at each gate, and its first and second derivative there.
+Tensor activate(const Tensor& gate, Activation activation);
+Tensor activation_slope(const Tensor& gate, Activation activation);
+Tensor activation_curvature(const Tensor& gate, Activation activation);
+
+}  // namespace normops
