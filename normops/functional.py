@@ -152,7 +152,7 @@ def gated_rms_norm(
         >>> normops.gated_rms_norm(x, gate, 2, eps=0.0, activation="sigmoid")
         tensor([[0.4243, 1.1314]])
         >>> normops.gated_rms_norm(x, gate, 2, eps=0.0, activation="sigmoid", norm_before_gate=False)
-        tensor([[0.4965, 1.3242]])
+        tensor([[0.4966, 1.3242]])
     """
     if not torch.compiler.is_dynamo_compiling():
         output = _C.gated_rms_norm(

@@ -21,6 +21,7 @@ from normops import _C
 ops = torch.ops.normops
 rms_norm: Callable[..., Any] = normops.rms_norm
 add_rms_norm: Callable[..., Any] = normops.add_rms_norm
+gated_rms_norm: Callable[..., Any] = normops.gated_rms_norm
 
 
 def normalized(shape: tuple[int, ...], dims: int) -> tuple[int, ...]:
@@ -176,6 +177,49 @@ def the_gradient_of_the_residual_is_added_wherever_it_is() -> None:
         torch.testing.assert_close(grad_weight.full_tensor(), expected[1])
 
 
+@case(2, 4)
+def gated_norms_are_sharded_by_rows_and_by_heads() -> None:
+    mesh = mesh_of()
+    shape, of_weight = (4, 5, 3, 8), (3, 8)
+    x, gate, dy, w = (cases.values(s, torch.float32, i) for i, s in enumerate((shape, shape, shape, of_weight)))
+    keywords = {"weight_offset": 1.0, "activation": "sigmoid"}
+    for d, norm_before_gate in itertools.product((0, 1, 2), (True, False)):
+        gating = {**keywords, "norm_before_gate": norm_before_gate}
+        shard, on_weight = (Shard(d),), (Shard(0) if d == 2 else Replicate(),)
+        given, of_gate = (placed(t, mesh, shard).requires_grad_() for t in (x, gate))
+        weight, grad = placed(w, mesh, on_weight).requires_grad_(), placed(dy, mesh, shard)
+        output, sent = communicated(lambda: gated_rms_norm(given, of_gate, 8, weight, cases.EPS, **gating))  # noqa: B023
+        assert sent == {}
+        assert output.placements == shard
+        torch.testing.assert_close(output.full_tensor(), gated_rms_norm(x, gate, 8, w, cases.EPS, **gating))
+        _, sent = communicated(lambda: output.backward(grad))  # noqa: B023
+        assert sent == {}
+        assert grad_of(given).placements == grad_of(of_gate).placements == shard
+        assert grad_of(weight).placements == ((Shard(0),) if d == 2 else (Partial(),))
+        expected = ops.gated_rms_norm_backward(dy, x, gate, [8], w, cases.EPS, **gating)
+        for leaf, gradient in zip((given, of_gate, weight), expected, strict=True):
+            torch.testing.assert_close(grad_of(leaf).full_tensor(), gradient)
+
+
+@case(2)
+def any_placements_and_masks_of_a_gated_norm_give_the_same_values() -> None:
+    mesh = mesh_of()
+    choose = random.Random(1)
+    shape, of_weight = (3, 5, 8), (5, 8)
+    whole = [cases.values(size, torch.float32, i) for i, size in enumerate((shape, shape, shape, of_weight))]
+    dy, x, gate, w = whole
+    for mask in itertools.product((True, False), repeat=3):
+        for has_weight in (True, False):
+            *rows, weight = (placed(t, mesh, placements_at_random(t.dim(), mesh, choose)) for t in whole)
+            gating = {"norm_before_gate": choose.random() < 0.5, "output_mask": mask}
+            actual = ops.gated_rms_norm_backward(*rows, [8], weight if has_weight else None, cases.EPS, **gating)
+            expected = ops.gated_rms_norm_backward(dy, x, gate, [8], w if has_weight else None, cases.EPS, **gating)
+            assert [a is None for a in actual] == [e is None for e in expected]
+            for gradient, wanted in zip(actual, expected, strict=True):
+                if wanted is not None:
+                    torch.testing.assert_close(gradient.full_tensor(), wanted)
+
+
 def placements_at_random(dims: int, mesh: DeviceMesh, choose: random.Random) -> Placements:
     return tuple(choose.choice([Replicate(), Partial(), *map(Shard, range(dims))]) for _ in range(mesh.ndim))
 
@@ -302,6 +346,8 @@ def out_overloads_refuse() -> None:
         (ops.rms_norm.out, (x, [8]), {"out": y}),
         (ops.add_rms_norm.out, (x, x, [8]), {"out": y, "residual_out": h}),
         (ops.rms_norm_backward.out, (x, x, [8]), {"grad_input": y, "grad_weight": w}),
+        (ops.gated_rms_norm.out, (x, x, [8]), {"out": y}),
+        (ops.gated_rms_norm_backward.out, (x, x, x, [8]), {"grad_input": y, "grad_gate": h, "grad_weight": w}),
     ):
         assert "does not have a sharding strategy registered" in message_of(lambda: op(*arguments, **targets))  # noqa: B023
 

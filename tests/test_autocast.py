@@ -25,6 +25,10 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
     return normops.add_rms_norm(x, residual, 8, weight, cases.EPS)
 
 
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return normops.gated_rms_norm(x, gate, 8, weight, cases.EPS)
+
+
 def module(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
     return torch.func.functional_call(normops.RMSNorm(8, cases.EPS), {"weight": weight}, (x, residual))
 
@@ -64,7 +68,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("autocast_dtype", HALVES, ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm, module])
+@pytest.mark.parametrize("call", [norm, add_norm, gated_norm, module])
 def test_eager(call: Call, autocast_dtype: torch.dtype, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     expected = forward_and_backward(call, dtypes, device)
     assert expected[0].dtype == dtypes[0]
@@ -77,7 +81,7 @@ def test_eager(call: Call, autocast_dtype: torch.dtype, dtypes: tuple[torch.dtyp
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm])
+@pytest.mark.parametrize("call", [norm, add_norm, gated_norm])
 def test_compiled(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     expected = forward_and_backward(call, dtypes, device)
     for function in (call, in_function(call, device, torch.bfloat16)):
@@ -88,13 +92,22 @@ def test_compiled(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm])
-def test_compiled_graphs_hold_no_conversion(call: Call, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "operator", "backward_operator"),
+    [
+        (norm, "rms_norm", "rms_norm_backward"),
+        (add_norm, "add_rms_norm", "rms_norm_backward"),
+        (gated_norm, "gated_rms_norm", "gated_rms_norm_backward"),
+    ],
+)
+def test_compiled_graphs_hold_no_conversion(
+    call: Call, operator: str, backward_operator: str, dtype: torch.dtype, device: str
+) -> None:
     tensors = (cases.values(shape, dtype).to(device).requires_grad_() for shape in ((3, 8), (3, 8), (8,)))
     forward, backward = trace(in_function(call, device, torch.bfloat16), *tensors)
     assert backward is not None
-    assert computed(forward) == ["normops.rms_norm.default" if call is norm else "normops.add_rms_norm.default"]
-    assert computed(backward) == ["normops.rms_norm_backward.default"]
+    assert computed(forward) == [f"normops.{operator}.default"]
+    assert computed(backward) == [f"normops.{backward_operator}.default"]
 
 
 class Block(nn.Module):
@@ -154,6 +167,7 @@ def test_a_gpu_that_is_not_there() -> None:
                 y = x.to(dtype)
                 assert norm(y, y, weight).dtype == dtype
                 assert [t.dtype for t in add_norm(y, y, weight)] == [dtype, dtype]
+                assert gated_norm(y, y, weight).dtype == dtype
                 assert norm(y.cpu(), y, weight.cpu()).dtype == dtype
     finally:
         torch.set_autocast_enabled("cuda", False)

@@ -214,7 +214,14 @@ def test_graphs_hold_nothing_that_a_cuda_graph_cannot_capture(norm: Callable[...
         values = [node.meta["val"] for node in graph.graph.nodes if "val" in node.meta]
         values += [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
         assert {value.device.type for value in tree_leaves(values) if isinstance(value, Tensor)} == {"meta"}
-    for op in (ops.rms_norm.default, ops.add_rms_norm.default, ops.rms_norm_backward.default):
+    functional = (
+        ops.rms_norm,
+        ops.add_rms_norm,
+        ops.gated_rms_norm,
+        ops.rms_norm_backward,
+        ops.gated_rms_norm_backward,
+    )
+    for op in (packet.default for packet in functional):
         assert not op._schema.is_mutable
         assert op.tags == [torch.Tag.pt2_compliant_tag]
 

@@ -53,6 +53,18 @@ def test_a_subclass_sees_the_addition_too() -> None:
     assert _C.add_rms_norm(x, x, 8, None, None, 0.0) is not NotImplemented
 
 
+def test_the_gated_norm_goes_direct_too() -> None:
+    x = cases.values((3, 8), torch.float32)
+    arguments = (x, x, 8, None, None, 0.0, "silu", True)
+    assert _C.gated_rms_norm(*arguments) is not NotImplemented
+    for index, other in ((5, 0), (6, b"silu"), (6, "\udc00"), (6, None), (7, 1), (1, x.as_subclass(Logged))):
+        changed = [*arguments[:index], other, *arguments[index + 1 :]]
+        assert _C.gated_rms_norm(*changed) is NotImplemented  # type: ignore[arg-type]
+    Logged.calls.clear()
+    assert type(normops.gated_rms_norm(x.as_subclass(Logged), x, 8)) is Logged
+    assert {torch.ops.normops.gated_rms_norm, torch.ops.normops.gated_rms_norm.default} & set(Logged.calls)
+
+
 def test_a_function_mode_sees_the_operator() -> None:
     seen = []
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,44 @@ def test_forward_and_backward(
     assert counts(plain) == {ops.rms_norm: forward, ops.rms_norm_backward: backward}
     if needs_input:
         assert counts(with_residual) == {ops.add_rms_norm: forward + 1, ops.rms_norm_backward: backward + 1}
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize(
+    ("activation", "norm_before_gate", "forward", "backward"),
+    [("silu", True, 8, 18), ("silu", False, 8, 18), ("sigmoid", True, 7, 16), ("sigmoid", False, 7, 16)],
+)
+def test_gated(activation: Any, norm_before_gate: bool, forward: int, backward: int, has_weight: bool) -> None:
+    x, gate = (torch.ones(SHAPE, requires_grad=True) for _ in range(2))
+    w = torch.ones(COLS, requires_grad=True) if has_weight else None
+    gating = {"activation": activation, "norm_before_gate": norm_before_gate}
+    counted = counts(lambda: normops.gated_rms_norm(x, gate, COLS, w, **gating).backward(torch.ones(SHAPE)))
+    # g = dy * w, the sum of grad_weight, and where the norm comes first, the norm for grad_gate
+    of_weight = has_weight * (1 + 3 + norm_before_gate)
+    assert counted == {
+        ops.gated_rms_norm: forward + has_weight,
+        ops.gated_rms_norm_backward: backward + of_weight,
+    }
+
+
+@pytest.mark.parametrize(
+    ("mask", "norm_first", "gate_first"),
+    [
+        ([True, False, False], 2 + 6 + 4 + 1, 2 + 6 + 4 + 2),
+        ([False, True, False], 2 + 4 + 5 + 2, 2 + 6 + 4 + 5 + 1),
+        ([False, False, True], 2 + 3 + 4 + 1, 2 + 3 + 4 + 1),
+        ([False, False, False], 0, 0),
+    ],
+)
+def test_only_the_gradients_of_a_gated_norm_that_are_asked_for(
+    mask: list[bool], norm_first: int, gate_first: int
+) -> None:
+    x, w = torch.ones(SHAPE), torch.ones(COLS)
+    for norm_before_gate, expected in ((True, norm_first), (False, gate_first)):
+        gating = {"norm_before_gate": norm_before_gate, "output_mask": mask}
+        assert counts(lambda: ops.gated_rms_norm_backward(x, x, x, [COLS], w, **gating)) == {  # noqa: B023
+            ops.gated_rms_norm_backward: expected
+        }
 
 
 def test_operators_that_write() -> None:

@@ -32,6 +32,10 @@ def with_residual(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
     return y * h
 
 
+def gated(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
+    return normops.gated_rms_norm(x, gate, 8, w, 1e-3, weight_offset=1.0, norm_before_gate=False)
+
+
 def derivatives(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, w: Tensor) -> Results:
     inputs = (x.requires_grad_(), residual.requires_grad_(), w)
     output = norm(*inputs)
@@ -41,7 +45,7 @@ def derivatives(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, w: Ten
 
 
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
-@pytest.mark.parametrize("norm", [plain, with_residual], ids=lambda norm: norm.__name__)
+@pytest.mark.parametrize("norm", [plain, with_residual, gated], ids=lambda norm: norm.__name__)
 def test_the_same_as_of_the_values(norm: Callable[..., Tensor], backend: str | None, device: str) -> None:
     torch._dynamo.reset()
     x, w = jagged(device), weight(device)
@@ -88,6 +92,8 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
     other = nested.nested_tensor_from_jagged(x.values(), torch.tensor([0, 1, 2, 6], device=device))
     with pytest.raises(RuntimeError, match="add_rms_norm: expected residual to have the sequences of input"):
         normops.add_rms_norm(x, other, 8)
+    with pytest.raises(RuntimeError, match="gated_rms_norm: expected gate to have the sequences of input"):
+        normops.gated_rms_norm(x, other, 8)
     for mixed in ((x, x.values()), (x.values(), x)):
         with pytest.raises(ValueError, match=r"add_rms_norm.*: expected (input|residual) to be a jagged layout"):
             normops.add_rms_norm(*mixed, 8)

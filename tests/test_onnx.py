@@ -1,5 +1,6 @@
 """torch.onnx.export with normops.onnx.translation_table, run by onnxruntime."""
 
+import itertools
 import subprocess
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ import oracle
 import pytest
 import torch
 from add_cases import HALVES, exact_sum
+from gated_cases import GATINGS
 from torch import Tensor, nn
 
 import normops
@@ -130,6 +132,54 @@ def test_operators(dtype: torch.dtype, residual_dtype: torch.dtype, optimize: bo
             assert residual_out.dtype == residual_dtype
             assert torch.equal(residual_out, h)
             assert_within(output_of_sum, norm, h, dtype)
+
+
+class GatedNorms(nn.Module):
+    """Each of NORMS, gated each way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([norm.weight() for norm in NORMS])
+
+    def forward(self, input: Tensor, gate: Tensor) -> list[Tensor]:
+        return [
+            ops.gated_rms_norm(
+                input,
+                gate,
+                norm.normalized_shape,
+                weight,
+                norm.eps,
+                weight_offset=norm.weight_offset,
+                activation=activation,
+                norm_before_gate=norm_before_gate,
+            )
+            for norm, weight in zip(NORMS, self.weights, strict=True)
+            for activation, norm_before_gate in GATINGS
+        ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gate_dtype"),
+    [
+        *((dtype, dtype) for dtype in cases.DTYPES),
+        *((dtype, torch.float32) for dtype in HALVES),
+        (torch.float32, torch.float16),
+    ],
+    ids=str,
+)
+def test_gated(dtype: torch.dtype, gate_dtype: torch.dtype) -> None:
+    program, nodes = export(GatedNorms(), *(cases.values((*EXPORTED, *COLS), d) for d in (dtype, gate_dtype)))
+    # torch.onnx merges nodes that compute the same: the sigmoids, and the norms that come first.
+    assert nodes["Sigmoid"] == 1
+    assert nodes["RMSNormalization"] == 3 * len(NORMS)
+    for sizes in (EXPORTED, OTHER):
+        x, gate = (cases.values((*sizes, *COLS), d, seed) for seed, d in enumerate((dtype, gate_dtype)))
+        for output, (norm, gating) in zip(program(x, gate), itertools.product(NORMS, GATINGS), strict=True):
+            assert output.dtype == dtype
+            expected = oracle.gated_rms_norm(
+                x, gate, norm.normalized_shape, norm.weight(), norm.eps, norm.weight_offset, *gating
+            )
+            oracle.assert_within(output, expected, f"{norm}, {gating}")
 
 
 class Block(nn.Module):

@@ -1,11 +1,13 @@
 """The oracle rejects wrong kernels: each mutant below is a mistake that a real kernel has made or could make."""
 
 from collections.abc import Callable
+from typing import Any
 
 import cases
 import oracle
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import EPS
 from torch import Tensor
 
@@ -131,6 +133,80 @@ def test_backward_mutants(name: str | None, dtype: torch.dtype) -> None:
         or oracle.violation(dw.float(), expected.grad_weight) is not None
     )
     assert rejected == (name is not None)
+
+
+Gated = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+
+def gated(
+    x: Tensor, g: Tensor, w: Tensor, norm_first: bool, *, a: Tensor | None = None, r: Tensor | None = None
+) -> Tensor:
+    a = F.silu(g) if a is None else a
+    h = x if norm_first else x * a
+    r = rstd(h) if r is None else r
+    return h * r * (w + OFFSET) * (a if norm_first else 1)
+
+
+class Rounded(torch.autograd.Function):
+    """To bfloat16, forward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16).double()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+rounded: Callable[[Tensor], Tensor] = Rounded.apply
+
+# Those that keep the output are seen in the gradients, which autograd derives.
+GATED_MUTANTS: dict[str, Gated] = {
+    "sigmoid for silu": lambda x, g, w, first: gated(x, g, w, first, a=g.sigmoid()),
+    "gate left out": lambda x, g, w, first: gated(x, g, w, first, a=1 + 0 * g),
+    "gate not activated": lambda x, g, w, first: gated(x, g, w, first, a=g),
+    "the other order": lambda x, g, w, first: gated(x, g, w, not first),
+    "offset dropped": lambda x, g, w, first: gated(x, g, w - OFFSET, first),
+    "eps dropped": lambda x, g, w, first: gated(x, g, w, first, r=rstd(x if first else x * F.silu(g), 0.0)),
+    "statistics of the other input": lambda x, g, w, first: gated(
+        x, g, w, first, r=rstd(x * F.silu(g) if first else x)
+    ),
+    "gate of the next row": lambda x, g, w, first: gated(x, g, w, first, a=F.silu(g.roll(1, 0))),
+    "activation rounded": lambda x, g, w, first: gated(x, g, w, first, a=rounded(F.silu(g))),
+    "sigmoid rounded": lambda x, g, w, first: gated(x, g, w, first, a=g * rounded(g.sigmoid())),
+    "a polynomial of degree six": lambda x, g, w, first: gated(
+        x, g, w, first, a=g * (0.5 + 0.25 * g - g**3 / 48 + g**5 / 480)
+    ),
+    "rstd taken for a constant": lambda x, g, w, first: gated(
+        x, g, w, first, r=rstd(x if first else x * F.silu(g)).detach()
+    ),
+    "slope without its second term": lambda x, g, w, first: gated(x, g, w, first, a=g * g.sigmoid().detach()),
+    "slope without its first term": lambda x, g, w, first: gated(x, g, w, first, a=g.detach() * g.sigmoid()),
+    "no gradient through the gate": lambda x, g, w, first: gated(x, g.detach(), w, first) + 0 * g,
+    "gradient not through the last row's gate": lambda x, g, w, first: gated(
+        x, g, w, first, a=torch.cat([F.silu(g[:-1]), F.silu(g[-1:]).detach()])
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("name", [None, *GATED_MUTANTS])
+def test_gated_mutants(name: str | None, norm_first: bool, dtype: torch.dtype) -> None:
+    dy, x = (cases.values(SHAPE, dtype, seed) for seed in (1, 2))
+    g, w = cases.values(SHAPE, torch.float32, 3, scale=1.0), cases.values((96,), torch.float32, 4)
+    leaves = [tensor.double().requires_grad_() for tensor in (x, g, w)]
+    norm: Callable[..., Tensor] = GATED_MUTANTS[name] if name else gated
+    output = norm(*leaves, norm_first)
+    gradients = torch.autograd.grad(output, leaves, dy.double())
+    gating: dict[str, Any] = {"weight_offset": OFFSET, "norm_before_gate": norm_first}
+    expected = oracle.gated_rms_norm_backward(dy, x, g, (96,), w, EPS, **gating)
+    problems = [oracle.violation(output.to(dtype), oracle.gated_rms_norm(x, g, (96,), w, EPS, **gating))]
+    for gradient, bounded, result_dtype in zip(gradients, expected, (dtype, torch.float32, torch.float32), strict=True):
+        assert bounded is not None
+        problems.append(oracle.violation(gradient.to(result_dtype), bounded))
+    assert any(problem is not None for problem in problems) == (name is not None)
 
 
 def test_elements_never_written_are_rejected() -> None:

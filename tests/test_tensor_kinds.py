@@ -28,7 +28,11 @@ def with_residual(x: Tensor, w: Tensor) -> Tensor:
     return y * h
 
 
-NORMS = pytest.mark.parametrize("norm", [plain, with_residual], ids=lambda norm: norm.__name__)
+def gated(x: Tensor, w: Tensor) -> Tensor:
+    return normops.gated_rms_norm(x, x, 8, w, 1e-3)
+
+
+NORMS = pytest.mark.parametrize("norm", [plain, with_residual, gated], ids=lambda norm: norm.__name__)
 
 
 def derivatives(call: Callable[..., Tensor], x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

@@ -141,6 +141,70 @@ def test_backward(
             assert torch.equal(actual, torch.stack(of_samples))
 
 
+GATED_DIMS = pytest.mark.parametrize(
+    "dims", [(0, 0, None), (0, None, None), (None, 1, None), (0, 1, 0), (None, None, 0), (-1, None, -1)]
+)
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
+@GATED_DIMS
+@SHAPES
+def test_gated(
+    shape: tuple[int, ...],
+    normalized_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    dims: tuple[int | None, ...],
+    gate_dtype: torch.dtype,
+    device: str,
+) -> None:
+    x = batched(shape, dims[0], torch.bfloat16, 1, device)
+    gate = batched(shape, dims[1], gate_dtype, 2, device)
+    w = batched(weight_shape, dims[2], torch.float32, 3, device)
+
+    def norm(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
+        return normops.gated_rms_norm(x, gate, normalized_shape, w, EPS, weight_offset=0.5, activation="sigmoid")
+
+    with Calls() as calls:
+        output = torch.vmap(norm, dims)(x, gate, w)
+    assert calls.names == ["gated_rms_norm"]
+    expected = torch.stack(per_sample(norm, [x, gate, w], dims))
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+@GATED_DIMS
+@SHAPES
+def test_gated_backward(
+    shape: tuple[int, ...],
+    normalized_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    dims: tuple[int | None, ...],
+    norm_before_gate: bool,
+    mask: tuple[bool, ...],
+    device: str,
+) -> None:
+    dy = batched(shape, 0, torch.float32, 0, device)
+    x, gate = (batched(shape, dim, torch.float32, 1 + i, device) for i, dim in enumerate(dims[:2]))
+    w = batched(weight_shape, dims[2], torch.float32, 3, device)
+    all_dims = (0, *dims)
+
+    def backward(dy: Tensor, x: Tensor, gate: Tensor, w: Tensor) -> Any:
+        gating = {"norm_before_gate": norm_before_gate, "output_mask": mask}
+        return ops.gated_rms_norm_backward(dy, x, gate, normalized_shape, w, EPS, weight_offset=0.5, **gating)
+
+    out_dims: Any = tuple(0 if wanted else None for wanted in mask)
+    with Calls() as calls:
+        gradients = torch.vmap(backward, all_dims, out_dims=out_dims)(dy, x, gate, w)
+    assert calls.names == ["gated_rms_norm_backward"]
+    expected = zip(*per_sample(backward, [dy, x, gate, w], all_dims), strict=True)
+    for wanted, actual, of_samples in zip(mask, gradients, expected, strict=True):
+        assert (actual is not None) == wanted
+        if wanted:
+            assert actual.is_contiguous()
+            torch.testing.assert_close(actual, torch.stack(of_samples))
+
+
 def test_nested(device: str) -> None:
     x = cases.values((2, 3, 4, 16), torch.float32, 1).to(device)
     w = cases.values((2, 3, 16), torch.float32, 2).to(device)
@@ -256,6 +320,18 @@ ERRORS: tuple[tuple[Callable[..., Any], tuple[int | None, ...], tuple[tuple[int,
         (0, 0, 0),
         ((5, 1, 4), (5, 3, 4), (5, 4)),
         "rms_norm_backward: expected grad_output to have shape [3, 4], the shape of input, but got [1, 4]",
+    ),
+    (
+        lambda x, gate: ops.gated_rms_norm(x, gate, [4]),
+        (0, 0),
+        ((5, 3, 4), (5, 1, 4)),
+        "gated_rms_norm: expected gate to have shape [3, 4], the shape of input, but got [1, 4]",
+    ),
+    (
+        lambda dy, x, gate: ops.gated_rms_norm_backward(dy, x, gate, [4], activation="relu"),
+        (0, 0, None),
+        ((5, 3, 4), (5, 3, 4), (3, 4)),
+        'gated_rms_norm_backward: expected activation to be "silu", "swish" or "sigmoid", but got "relu"',
     ),
     (
         lambda x, w: ops.rms_norm_(x, [4], w),

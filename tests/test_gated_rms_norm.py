@@ -1,0 +1,640 @@
+"""gated_rms_norm keeps the promises of rms_norm: values, derivatives, graphs, memory, errors."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import Any
+
+import cases
+import oracle
+import pytest
+import torch
+from add_cases import HALVES, message_of, same_bits
+from cases import EPS, FEW_CASES, Case, on
+from gated_cases import GATED_CASES, GATINGS, GatedCase
+from graphs import assert_one_operator_each_way
+from test_errors import COMMON, assert_same_everywhere
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.nn import functional as F
+from traced_graphs import TracedGraphs, operators, trace
+
+import normops
+from normops import _C
+
+ops = torch.ops.normops
+gated_rms_norm: Callable[..., Tensor] = normops.gated_rms_norm
+
+gatings = pytest.mark.parametrize(("activation", "norm_before_gate"), GATINGS)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("gated_case", GATED_CASES, ids=str)
+def test_forward(gated_case: GatedCase, device: str) -> None:
+    case = gated_case.case
+    arguments = gated_case.arguments(device)
+    output = ops.gated_rms_norm(*arguments, **gated_case.keywords)
+    assert output.dtype == case.dtype
+    assert output.is_contiguous()
+    expected = oracle.gated_rms_norm(
+        case.input(), gated_case.gate(), case.normalized_shape, case.weight(), case.eps, **gated_case.keywords
+    )
+    oracle.assert_within(output, expected)
+    assert same_bits(gated_rms_norm(*arguments, **gated_case.keywords), output)
+
+
+def assert_backward(gradients: tuple[Tensor, ...], gated_case: GatedCase) -> None:
+    case, weight = gated_case.case, gated_case.case.weight()
+    expected = oracle.gated_rms_norm_backward(
+        case.grad_output(),
+        case.input(),
+        gated_case.gate(),
+        case.normalized_shape,
+        weight,
+        case.eps,
+        **gated_case.keywords,
+    )
+    dtypes = case.dtype, gated_case.gate_dtype, case.weight_dtype
+    for name, actual, bounded, dtype in zip(expected._fields, gradients, expected, dtypes, strict=True):
+        if bounded is None:
+            assert actual is None
+        else:
+            assert actual.dtype == dtype
+            oracle.assert_within(actual, bounded, name)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("gated_case", GATED_CASES, ids=str)
+def test_backward(gated_case: GatedCase, device: str) -> None:
+    dy = on(device, gated_case.case.grad_output())
+    gradients = ops.gated_rms_norm_backward(dy, *gated_case.arguments(device), **gated_case.keywords)
+    assert all(gradient is None or gradient.is_contiguous() for gradient in gradients)
+    assert_backward(gradients, gated_case)
+
+
+def keywords_of(activation: str, norm_before_gate: bool) -> dict[str, Any]:
+    return {"activation": activation, "norm_before_gate": norm_before_gate}
+
+
+GATES = (0.0, -0.0, 1e-30, 1.0, 1.278, 5.0, 10.0, 17.0, 50.0, 87.0, 88.0, 89.0, 95.0, 103.0, 104.0, 745.0, 1e4)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@gatings
+def test_extreme_gates(activation: str, norm_before_gate: bool, dtype: torch.dtype, device: str) -> None:
+    """Saturated either way, where exponentials over- and underflow; alone in a row, and beside others."""
+    gates = torch.tensor([sign * gate for gate in GATES for sign in (1, -1)], dtype=torch.float64)
+    rows = torch.cat([gates.expand(3, -1), gates.unsqueeze(1).expand(-1, len(gates))]).to(dtype)
+    x, dy = (cases.values(tuple(rows.shape), dtype, seed, scale=1.0) for seed in range(2))
+    w = cases.values(rows.shape[-1:], torch.float32, 3)
+    gating = keywords_of(activation, norm_before_gate)
+    tensors = [on(device, tensor) for tensor in (x, rows, w, dy)]
+    output = ops.gated_rms_norm(*tensors[:2], w.shape, tensors[2], EPS, **gating)
+    oracle.assert_within(output, oracle.gated_rms_norm(x, rows, tuple(w.shape), w, EPS, **gating))
+    gradients = ops.gated_rms_norm_backward(tensors[3], *tensors[:2], w.shape, tensors[2], EPS, **gating)
+    expected = oracle.gated_rms_norm_backward(dy, x, rows, tuple(w.shape), w, EPS, **gating)
+    for name, actual, bounded in zip(expected._fields, gradients, expected, strict=True):
+        assert actual.isfinite().all(), name
+        assert bounded is not None
+        oracle.assert_within(actual, bounded, name)
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["input", "gate", "grad_output"])
+@gatings
+def test_specials_poison_their_row_and_grad_weight_alone(
+    activation: str, norm_before_gate: bool, where: str, special: float, device: str
+) -> None:
+    case = Case((9, 70), torch.float32, weight_dtype=torch.float32)
+    gated_case = GatedCase(case, torch.float32, activation, norm_before_gate)
+    tensors = {"input": case.input(), "gate": gated_case.gate(), "grad_output": case.grad_output()}
+    tensors[where][4, 66] = special
+    x, gate, dy = (on(device, tensor) for tensor in tensors.values())
+    output = ops.gated_rms_norm(x, gate, (70,), on(device, case.weight()), EPS, **gated_case.gating)
+    gradients = ops.gated_rms_norm_backward(dy, x, gate, (70,), on(device, case.weight()), EPS, **gated_case.gating)
+    others = torch.arange(9) != 4
+    assert output[others].isfinite().all()
+    for gradient in gradients[:2]:
+        assert gradient[others].isfinite().all()
+    expected = oracle.gated_rms_norm(
+        tensors["input"], tensors["gate"], (70,), case.weight(), EPS, **gated_case.keywords
+    )
+    oracle.assert_within(output, expected)
+    activated = (F.silu if activation == "silu" else F.sigmoid)(tensors["gate"][4, 66])
+    if where == "gate" and activated.isnan():
+        assert output[4, 66].isnan()
+        assert gradients[1][4, 66].isnan()
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@gatings
+def test_zero_rows_give_zeros_and_finite_gradients(
+    activation: str, norm_before_gate: bool, dtype: torch.dtype, device: str
+) -> None:
+    gating = keywords_of(activation, norm_before_gate)
+    x, w = torch.zeros(3, 50, dtype=dtype, device=device), torch.ones(50, device=device)
+    gate, dy = (cases.values((3, 50), dtype, seed).to(device) for seed in range(2))
+    assert (ops.gated_rms_norm(x, gate, (50,), w, 1e-6, **gating) == 0).all()
+    grad_input, grad_gate, grad_weight = ops.gated_rms_norm_backward(dy, x, gate, (50,), w, 1e-6, **gating)
+    assert grad_input.isfinite().all()
+    assert (grad_gate == 0).all()
+    assert (grad_weight == 0).all()
+
+
+def test_swish_is_silu(device: str) -> None:
+    x, gate = (cases.values((5, 64), torch.float32, seed).to(device) for seed in range(2))
+    assert same_bits(gated_rms_norm(x, gate, 64, activation="swish"), gated_rms_norm(x, gate, 64))
+
+
+MASKS = [mask for mask in product((True, False), repeat=3) if mask != (True, True, True)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("has_weight", [True, False])
+@gatings
+def test_masked_gradients_are_left_out(
+    activation: str, norm_before_gate: bool, has_weight: bool, mask: tuple[bool, ...], device: str
+) -> None:
+    case = Case((5, 77), torch.bfloat16, weight_dtype=torch.float32 if has_weight else None)
+    gated_case = GatedCase(case, torch.float32, activation, norm_before_gate)
+    arguments = on(device, case.grad_output()), *gated_case.arguments(device)
+    every = ops.gated_rms_norm_backward(*arguments, **gated_case.keywords)
+    masked = ops.gated_rms_norm_backward(*arguments, **gated_case.keywords, output_mask=mask)
+    targets = gated_case.targets(device)
+    before = {name: target.clone() for name, target in targets.items()}
+    ops.gated_rms_norm_backward.out(*arguments, **gated_case.keywords, output_mask=mask, **targets)
+    for wanted, gradient, reference, (name, target) in zip(mask, masked, every, targets.items(), strict=True):
+        if wanted and reference is not None:
+            assert same_bits(gradient, reference)
+            assert same_bits(target, reference)
+        else:
+            assert gradient is None
+            assert same_bits(target, before[name])
+
+
+def problem(dtype: torch.dtype, device: str, gate_dtype: torch.dtype | None = None) -> list[Tensor]:
+    """input, gate, weight, as leaves."""
+    shapes_and_dtypes = ((3, 7, 40), dtype), ((3, 7, 40), gate_dtype or dtype), ((40,), torch.float32)
+    return [
+        cases.values(shape, d, seed).to(device).requires_grad_() for seed, (shape, d) in enumerate(shapes_and_dtypes)
+    ]
+
+
+@pytest.mark.parametrize("needed", [mask for mask in product((True, False), repeat=3) if any(mask)])
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
+@gatings
+def test_autograd(
+    activation: str, norm_before_gate: bool, gate_dtype: torch.dtype, needed: tuple[bool, ...], device: str
+) -> None:
+    """One gated_rms_norm_backward, of what is needed."""
+    keywords = {**keywords_of(activation, norm_before_gate), "weight_offset": 1.0}
+    x, gate, w = (
+        leaf.requires_grad_(n) for leaf, n in zip(problem(torch.bfloat16, device, gate_dtype), needed, strict=True)
+    )
+    dy = cases.values((3, 7, 40), torch.bfloat16, 5).to(device)
+    gated_rms_norm(x, gate, 40, w, EPS, **keywords).backward(dy)
+    with torch.no_grad():
+        expected = ops.gated_rms_norm_backward(dy, x, gate, (40,), w, EPS, **keywords, output_mask=needed)
+    for leaf, gradient in zip((x, gate, w), expected, strict=True):
+        assert (leaf.grad is None) == (gradient is None)
+        if leaf.grad is not None:
+            assert same_bits(leaf.grad, gradient)
+
+
+def doubles(*shapes: tuple[int, ...], device: str) -> Iterator[Tensor]:
+    for seed, shape in enumerate(shapes):
+        yield cases.values(shape, torch.float64, seed, scale=0.5).to(device).requires_grad_()
+
+
+@pytest.mark.parametrize("weight_shape", [None, (5,), (2, 5)], ids=str)
+@gatings
+def test_gradcheck(activation: str, norm_before_gate: bool, weight_shape: tuple[int, ...] | None, device: str) -> None:
+    def norm(x: Tensor, gate: Tensor, w: Tensor | None = None) -> Tensor:
+        keywords = {**keywords_of(activation, norm_before_gate), "weight_offset": 1.0}
+        return gated_rms_norm(x, gate, 5, w, EPS, **keywords)
+
+    shapes = [(3, 2, 5)] * 2 + ([] if weight_shape is None else [weight_shape])
+    inputs = tuple(doubles(*shapes, device=device))
+    assert torch.autograd.gradcheck(norm, inputs, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(norm, inputs, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("weight_shape", [None, (2, 5)], ids=str)
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
+@gatings
+def test_gradcheck_backward_operator(
+    activation: str, norm_before_gate: bool, mask: tuple[bool, ...], weight_shape: tuple[int, ...] | None, device: str
+) -> None:
+    if mask == (False, False, True) and weight_shape is None:
+        pytest.skip("computes nothing")
+
+    def norm_backward(dy: Tensor, x: Tensor, gate: Tensor, w: Tensor | None = None) -> tuple[Tensor, ...]:
+        keywords = {**keywords_of(activation, norm_before_gate), "weight_offset": 1.0, "output_mask": mask}
+        gradients = ops.gated_rms_norm_backward(dy, x, gate, (5,), w, EPS, **keywords)
+        return tuple(g for g in gradients if g is not None)
+
+    shapes = [(2, 2, 5)] * 3 + ([] if weight_shape is None else [weight_shape])
+    inputs = tuple(doubles(*shapes, device=device))
+    assert torch.autograd.gradcheck(norm_backward, inputs, check_forward_ad=True)
+    if mask == (True, True, True):
+        assert torch.autograd.gradgradcheck(norm_backward, inputs)
+
+
+def reference(x: Tensor, gate: Tensor, w: Tensor, *, activation: str, norm_before_gate: bool) -> Tensor:
+    a = F.silu(gate) if activation == "silu" else F.sigmoid(gate)
+    h = x if norm_before_gate else x * a
+    y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * w
+    return y * a if norm_before_gate else y
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian], ids=lambda t: t.__name__
+)
+@gatings
+def test_func_transforms(
+    activation: str, norm_before_gate: bool, transform: Callable[..., Callable[..., object]], device: str
+) -> None:
+    tensors = [t.detach() for t in doubles((2, 3), (2, 3), (3,), device=device)]
+    gating = keywords_of(activation, norm_before_gate)
+
+    def fused(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
+        return gated_rms_norm(x, gate, 3, w, EPS, **gating)
+
+    actual, expected = (transform(f, argnums=(0, 1, 2))(*tensors) for f in (fused, partial(reference, **gating)))
+    torch.testing.assert_close(actual, expected)
+
+
+@gatings
+def test_third_derivative_and_jvp_of_jvp(activation: str, norm_before_gate: bool, device: str) -> None:
+    leaves = list(doubles((2, 3), (2, 3), (3,), device=device))
+    gating = keywords_of(activation, norm_before_gate)
+
+    def third(norm: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        loss = norm(*leaves).pow(3).sum()
+        for _ in range(2):
+            loss = sum(g.square().sum() for g in torch.autograd.grad(loss, leaves, create_graph=True))  # type: ignore[assignment]
+        return torch.autograd.grad(loss, leaves)
+
+    def twice(norm: Callable[..., Tensor]) -> object:
+        primals = tuple(leaf.detach() for leaf in leaves)
+        tangents = tuple(t.flip(0) for t in primals)
+        return torch.func.jvp(lambda *t: torch.func.jvp(norm, t, tangents)[1], primals, tangents)
+
+    def fused(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
+        return gated_rms_norm(x, gate, 3, w, EPS, **gating)
+
+    for derivative in (third, twice):
+        torch.testing.assert_close(derivative(fused), derivative(partial(reference, **gating)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@gatings
+def test_compiled_autograd(activation: str, norm_before_gate: bool, dynamic: bool, device: str) -> None:
+    torch._dynamo.reset()
+    tensors = [t.detach() for t in doubles((3, 5), (3, 5), (5,), device=device)]
+
+    def gradients() -> list[Tensor | None]:
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        output = gated_rms_norm(leaves[0], leaves[1], 5, leaves[2], EPS, **keywords_of(activation, norm_before_gate))
+        first = torch.autograd.grad(output.pow(3).sum(), leaves, create_graph=True)
+        torch.stack([g.square().sum() for g in first]).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    expected = gradients()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)):
+        actual = gradients()
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("case", FEW_CASES, ids=str)
+def test_opcheck(case: Case, device: str) -> None:
+    for index, gate_dtype in enumerate({case.dtype, torch.float32} if case.dtype in HALVES else (case.dtype,)):
+        gated_case = GatedCase(case, gate_dtype, *GATINGS[(FEW_CASES.index(case) + index) % 4])
+        plain, dy = gated_case.arguments(device), on(device, case.grad_output())
+        leaves = [t.detach().requires_grad_() if isinstance(t, Tensor) else t for t in (dy, *plain)]
+        keywords = gated_case.keywords
+        torch.library.opcheck(ops.gated_rms_norm.default, tuple(leaves[1:]), keywords)
+        torch.library.opcheck(ops.gated_rms_norm_backward.default, tuple(leaves), keywords)
+        targets = gated_case.targets(device)
+        torch.library.opcheck(ops.gated_rms_norm.out, plain, {**keywords, "out": targets["grad_input"]})
+        torch.library.opcheck(ops.gated_rms_norm_backward.out, (dy, *plain), {**keywords, **targets})
+
+
+def traced(device: str, dynamic: bool) -> TracedGraphs:
+    leaves = problem(torch.bfloat16, device, torch.float32)
+    return trace(
+        lambda x, gate, w: gated_rms_norm(x, gate, 40, w, 1e-5, activation="sigmoid", norm_before_gate=False),
+        *leaves,
+        dynamic=dynamic,
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_operator_each_way(dynamic: bool, device: str) -> None:
+    assert_one_operator_each_way(
+        partial(traced, dynamic=dynamic),
+        device,
+        "normops.gated_rms_norm.default",
+        "normops.gated_rms_norm_backward.default",
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@gatings
+def test_inductor_equals_eager(activation: str, norm_before_gate: bool, dynamic: bool, device: str) -> None:
+    """Input and gate are slices of one projection, as in the models."""
+    torch._dynamo.reset()
+    w = cases.values((64,), torch.float32, 3).to(device).requires_grad_()
+
+    def block(projected: Tensor) -> Tensor:
+        x, gate = (projected * 2).chunk(2, -1)
+        return gated_rms_norm(x, gate, 64, w, EPS, **keywords_of(activation, norm_before_gate)) + 1
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic)
+    for rows in (5, 9):
+        results = []
+        for call in (block, compiled):
+            projected = cases.values((rows, 128), torch.float32).to(device).requires_grad_()
+            output = call(projected)
+            results.append((output, *torch.autograd.grad(output.square().sum(), (projected, w))))
+        torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(strict: bool) -> None:
+    class Gated(torch.nn.Module):
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            return gated_rms_norm(x, gate, 8, activation="sigmoid")
+
+    x, gate = (cases.values((3, 8), torch.float32, seed) for seed in range(2))
+    program = torch.export.export(Gated(), (x, gate), strict=strict)
+    for version in (program, program.run_decompositions()):
+        assert operators(version.graph_module) == ["normops.gated_rms_norm.default"]
+        assert same_bits(version.module()(x, gate), Gated()(x, gate))
+
+
+@pytest.mark.parametrize("gated_case", [c for c in GATED_CASES if c.case.dtype == torch.bfloat16][::2], ids=str)
+def test_out_is_the_functional_result(gated_case: GatedCase, device: str) -> None:
+    arguments, dy = gated_case.arguments(device), on(device, gated_case.case.grad_output())
+    targets = gated_case.targets(device)
+    out = targets["grad_input"].clone()
+    assert ops.gated_rms_norm.out(*arguments, **gated_case.keywords, out=out) is out
+    assert same_bits(out, ops.gated_rms_norm(*arguments, **gated_case.keywords))
+    results = ops.gated_rms_norm_backward.out(dy, *arguments, **gated_case.keywords, **targets)
+    expected = ops.gated_rms_norm_backward(dy, *arguments, **gated_case.keywords)
+    for result, target, gradient in zip(results, targets.values(), expected, strict=True):
+        assert result is target
+        if gradient is not None:
+            assert same_bits(target, gradient)
+
+
+OVER = {"grad_input": ("grad_output", "input", "gate"), "grad_gate": ("grad_output", "input", "gate")}
+
+
+@pytest.mark.parametrize("layout", [cases.contiguous, cases.qkv_slice, cases.misaligned, cases.transposed_columns])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [5, 64, 100, 40000])
+@gatings
+def test_exact_aliasing(
+    activation: str, norm_before_gate: bool, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str
+) -> None:
+    """Each of the two large gradients over each of the inputs, or over none, together."""
+    shape = (2, 3, 2, cols) if cols < 1000 else (1, 1, 2, cols)
+    case = Case(shape, dtype, weight_dtype=torch.float32, layout=layout, grad_layout=layout)
+    gated_case = GatedCase(case, dtype, activation, norm_before_gate)
+    w = on(device, case.weight())
+
+    def tensors() -> dict[str, Any]:
+        made = {"grad_output": case.grad_output(), "input": case.input(), "gate": gated_case.gate()}
+        return {name: on(device, tensor) for name, tensor in made.items()}
+
+    def backward(t: Mapping[str, Tensor], **targets: Tensor) -> tuple[Tensor, ...]:
+        op = ops.gated_rms_norm_backward.out if targets else ops.gated_rms_norm_backward
+        return op(*t.values(), [cols], w, EPS, **gated_case.keywords, **targets)
+
+    t = tensors()
+    expected = ops.gated_rms_norm(t["input"], t["gate"], [cols], w, EPS, **gated_case.keywords)
+    for over in ("input", "gate"):
+        t = tensors()
+        ops.gated_rms_norm.out(t["input"], t["gate"], [cols], w, EPS, **gated_case.keywords, out=t[over])
+        assert same_bits(t[over], expected)
+    gradients = backward(tensors())
+    for of_input, of_gate in product(("grad_output", "input", "gate", "none"), repeat=2):
+        if of_input == of_gate:
+            continue
+        t = tensors()
+        fresh = gated_case.targets(device)
+        targets = {"grad_input": t.get(of_input, fresh["grad_input"]), "grad_gate": t.get(of_gate, fresh["grad_gate"])}
+        results = backward(t, **targets, grad_weight=fresh["grad_weight"])
+        for actual, gradient in zip(results, gradients, strict=True):
+            assert same_bits(actual, gradient), (of_input, of_gate)
+
+
+@pytest.mark.parametrize("cols", [64, 70, 40000])
+@pytest.mark.parametrize("over", ["grad_output", "input", "gate", "weight"])
+@gatings
+def test_exact_aliasing_of_a_single_row_with_a_vector(
+    activation: str, norm_before_gate: bool, over: str, cols: int, device: str
+) -> None:
+    """Where there is one row, the weight has the shape of the output, and grad_weight that of every input."""
+    gating = keywords_of(activation, norm_before_gate)
+
+    def tensors() -> dict[str, Tensor]:
+        names = "grad_output", "input", "gate", "weight"
+        return {name: cases.values((cols,), torch.float32, seed).to(device) for seed, name in enumerate(names)}
+
+    def backward(t: Mapping[str, Tensor], **targets: Tensor) -> tuple[Tensor, ...]:
+        op = ops.gated_rms_norm_backward.out if targets else ops.gated_rms_norm_backward
+        return op(t["grad_output"], t["input"], t["gate"], [cols], t["weight"], EPS, **gating, **targets)
+
+    t = tensors()
+    expected = ops.gated_rms_norm(t["input"], t["gate"], [cols], t["weight"], EPS, **gating)
+    if over != "grad_output":
+        ops.gated_rms_norm.out(t["input"], t["gate"], [cols], t["weight"], EPS, **gating, out=t[over])
+        assert same_bits(t[over], expected)
+    gradients = backward(tensors())
+    names = "grad_input", "grad_gate", "grad_weight"
+    for target in names:
+        t = tensors()
+        targets = {name: t[over] if name == target else torch.empty_like(t["input"]) for name in names}
+        for actual, gradient in zip(backward(t, **targets), gradients, strict=True):
+            assert same_bits(actual, gradient), target
+
+
+def test_slices_of_one_projection(device: str) -> None:
+    """Read in place, and their gradients written to the slices of another."""
+    projected, w, dy = (cases.values(s, torch.float32, i).to(device) for i, s in enumerate(((6, 80), (40,), (6, 40))))
+    grad = torch.full_like(projected, math.nan)
+    (x, gate), (grad_input, grad_gate) = projected.chunk(2, -1), grad.chunk(2, -1)
+    grad_weight = torch.empty_like(w)
+    targets = {"grad_input": grad_input, "grad_gate": grad_gate, "grad_weight": grad_weight}
+    ops.gated_rms_norm_backward.out(dy, x, gate, [40], w, EPS, **targets)
+    expected = ops.gated_rms_norm_backward(dy, x.contiguous(), gate.contiguous(), [40], w, EPS)
+    for actual, gradient in zip(targets.values(), expected, strict=True):
+        assert same_bits(actual, gradient)
+    expected_output = ops.gated_rms_norm(x, gate, [40], w, EPS)
+    assert same_bits(ops.gated_rms_norm.out(x, gate, [40], w, EPS, out=gate), expected_output)
+
+
+def test_targets_are_checked(device: str) -> None:
+    memory = torch.ones(40, device=device)
+    x, gate, dy, w = (
+        memory[:12].view(3, 4),
+        torch.ones(3, 4, device=device),
+        torch.ones(3, 4, device=device),
+        memory[36:],
+    )
+
+    def message(**changes: Tensor) -> str:
+        if "out" in changes:
+            return message_of(lambda: ops.gated_rms_norm.out(x, gate, [4], w, **changes))
+        targets = {
+            "grad_input": torch.empty_like(x),
+            "grad_gate": torch.empty_like(x),
+            "grad_weight": torch.empty_like(w),
+        }
+        return message_of(lambda: ops.gated_rms_norm_backward.out(dy, x, gate, [4], w, **targets | changes))
+
+    partial_overlap = "to be exactly input or to share no memory with it, but got a partial overlap"
+    shifted = memory[1:13].view(3, 4)
+    assert message(out=shifted) == f"gated_rms_norm: expected out {partial_overlap}"
+    assert message(out=torch.empty(3, 4, dtype=torch.float64, device=device)) == (
+        "gated_rms_norm: expected out to be float32, but got float64"
+    )
+    for name in ("grad_input", "grad_gate"):
+        assert message(**{name: shifted}) == f"gated_rms_norm_backward: expected {name} {partial_overlap}"
+        assert message(**{name: torch.empty(3, 5, device=device)}) == (
+            f"gated_rms_norm_backward: expected {name} to have shape [3, 4], the shape of the result, but got [3, 5]"
+        )
+    assert message(grad_weight=memory[:4]) == f"gated_rms_norm_backward: expected grad_weight {partial_overlap}"
+    shared = torch.empty_like(x)
+    for pair in (("grad_input", "grad_gate"), ("grad_input", "grad_weight"), ("grad_gate", "grad_weight")):
+        changes = {name: shared[0] if name == "grad_weight" else shared for name in pair}
+        assert message(**changes) == (
+            f"gated_rms_norm_backward: expected {pair[0]} and {pair[1]} to share no memory, but got an overlap"
+        )
+    # One that is not wanted may be anything.
+    targets = {"grad_input": shared, "grad_gate": torch.empty_like(x), "grad_weight": shared[0]}
+    ops.gated_rms_norm_backward.out(dy, x, gate, [4], w, output_mask=[False, True, True], **targets)
+
+
+def test_operators_that_write_refuse_gradients_and_bump_the_version(device: str) -> None:
+    x, gate, w = problem(torch.float32, device)
+    dy = torch.ones_like(x)
+    targets = {"grad_input": dy.clone(), "grad_gate": dy.clone(), "grad_weight": w.detach().clone()}
+    forward = partial(ops.gated_rms_norm.out, x, gate, [40], w, out=targets["grad_input"])
+    backward = partial(ops.gated_rms_norm_backward.out, dy, x, gate, [40], w, **targets)
+    refusal = (
+        "expected no argument to require a gradient, as an operator that writes into its arguments does not support "
+        "automatic differentiation, but got one that does; call it under torch.no_grad()"
+    )
+    assert message_of(forward) == f"gated_rms_norm: {refusal}"
+    assert message_of(backward) == f"gated_rms_norm_backward: {refusal}"
+    versions = [target._version for target in targets.values()]
+    with torch.no_grad():
+        backward()
+        forward()
+    added = [target._version - version for target, version in zip(targets.values(), versions, strict=True)]
+    assert added == [2, 1, 1]
+
+
+def test_operators_that_write_compile_to_the_functional_operators(device: str) -> None:
+    def write(x: Tensor, gate: Tensor, dx: Tensor, dg: Tensor, dw: Tensor) -> Tensor:
+        ops.gated_rms_norm.out(x, gate, [8], None, 1e-5, activation="sigmoid", out=dx)
+        ops.gated_rms_norm_backward.out(dx, x, gate, [8], dw.clone(), grad_input=x, grad_gate=dg, grad_weight=dw)
+        return x + dg
+
+    def arguments() -> list[Tensor]:
+        shapes = *[(4, 8)] * 4, (8,)
+        return [cases.values(shape, torch.float32, seed).to(device) for seed, shape in enumerate(shapes)]
+
+    torch._dynamo.reset()
+    eager, compiled = arguments(), arguments()
+    expected = write(*eager)
+    assert same_bits(torch.compile(write, fullgraph=True)(*compiled), expected)
+    for actual, wanted in zip(compiled, eager, strict=True):
+        assert same_bits(actual, wanted)
+    ours = [name for name in operators(trace(write, *arguments()).forward) if name.startswith("normops.")]
+    assert ours == ["normops.gated_rms_norm.default", "normops.gated_rms_norm_backward.default"]
+
+
+ONES = torch.ones(2, 3, 4)
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    *COMMON,
+    (
+        {"activation": "relu"},
+        'expected activation to be "silu", "swish" or "sigmoid", but got "relu"',
+    ),
+    (
+        {"activation": ""},
+        'expected activation to be "silu", "swish" or "sigmoid", but got ""',
+    ),
+    (
+        {"gate": torch.ones(2, 4, 4)},
+        "expected gate to have shape [2, 3, 4], the shape of input, but got [2, 4, 4]",
+    ),
+    (
+        {"gate": torch.ones(4)},
+        "expected gate to have shape [2, 3, 4], the shape of input, but got [4]",
+    ),
+    (
+        {"gate": ONES.double()},
+        "expected gate to be float32, the dtype of input, or float16 or bfloat16, but got float64",
+    ),
+    (
+        {"input": ONES.bfloat16(), "grad_output": ONES.bfloat16(), "gate": ONES.half()},
+        "expected gate to be bfloat16, the dtype of input, or float32, but got float16",
+    ),
+    (
+        {"input": ONES.double(), "grad_output": ONES.double()},
+        "expected gate to be float64, the dtype of input, but got float32",
+    ),
+    (
+        {"gate": torch.ones(2, 3, 4, device="meta")},
+        "expected gate to be on cpu, the device of input, but got meta",
+    ),
+    (
+        {"gate": torch.ones(2, 3, 4, dtype=torch.int64)},
+        "expected gate to be float16, bfloat16, float32 or float64, but got int64",
+    ),
+]
+BACKWARD_ERRORS: list[tuple[dict[str, Any], str]] = [
+    *ERRORS,
+    (
+        {"grad_output": torch.ones(2, 4, 4)},
+        "expected grad_output to have shape [2, 3, 4], the shape of input, but got [2, 4, 4]",
+    ),
+    (
+        {"grad_output": ONES.half()},
+        "expected grad_output to be float32, the dtype of input, but got float16",
+    ),
+    (
+        {"grad_output": torch.ones(2, 3, 4, device="meta")},
+        "expected grad_output to be on cpu, the device of input, but got meta",
+    ),
+]
+
+
+def arguments_with(changes: dict[str, Any]) -> dict[str, Any]:
+    arguments = {"grad_output": ONES, "input": ONES, "gate": ONES, "normalized_shape": [4], "weight": torch.ones(4)}
+    return arguments | {"eps": 1e-5, "activation": "silu"} | changes
+
+
+def forward_arguments_with(changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments_with(changes).items() if name != "grad_output"}
+
+
+@pytest.mark.parametrize(("changes", "expected"), ERRORS, ids=lambda p: p if isinstance(p, str) else "")
+def test_errors(changes: dict[str, Any], expected: str) -> None:
+    expected, arguments = f"gated_rms_norm: {expected}", forward_arguments_with(changes)
+    assert_same_everywhere(ops.gated_rms_norm, arguments, expected)
+    assert message_of(lambda: gated_rms_norm(**arguments)) == expected
+    assert message_of(lambda: _C.check_gated_rms_norm(**arguments)) == expected
+
+
+@pytest.mark.parametrize(("changes", "expected"), BACKWARD_ERRORS, ids=lambda p: p if isinstance(p, str) else "")
+def test_backward_errors(changes: dict[str, Any], expected: str) -> None:
+    expected, arguments = f"gated_rms_norm_backward: {expected}", arguments_with(changes)
+    assert_same_everywhere(ops.gated_rms_norm_backward, arguments, expected)
+    assert message_of(lambda: _C.check_gated_rms_norm_backward(**arguments)) == expected
