@@ -82,22 +82,25 @@ struct NoGate {
   static constexpr bool kTakesResidual = true;
   struct Nothing {};
 
-  // What is held of a row, in kPacks packs.
+  // What is held of a row, in kPacks packs, and what is made of it once.
   template <int kPacks>
   struct Held {
+    struct Activated {
+      __device__ Nothing operator[](int) const { return {}; }
+    };
+
     template <class... Place>
     __device__ void load(const NoGate&, const Place&...) {}
-    __device__ void keep() {}
+    template <class Columns>
+    __device__ Activated activate(const NoGate&, const Columns&) const {
+      return {};
+    }
   };
 
   __device__ Nothing row(int64_t) const { return {}; }
   __device__ Nothing row_of_gradient(int64_t) const { return {}; }
 
-  // Of a pack that is held, or lies in memory.
-  template <class... Place>
-  __device__ Nothing numbers(const Place&...) const {
-    return {};
-  }
+  __device__ Nothing activate(Nothing, int64_t, int64_t) const { return {}; }
 
   template <class Gradients, class Values>
   __device__ Terms<Gradients, Values> terms(const Gradients& grad_output, const Values& input, Nothing) const {
@@ -264,10 +267,11 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Gate& ga
     }
     auto& [x, dy, held] = loaded;
 
+    const auto activated = held.activate(gate, columns);
     Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
-      add_terms<R>(gate.terms(dy[p], x[p], gate.numbers(held, columns, p)), scale_of(p), squares, dots);
+      add_terms<R>(gate.terms(dy[p], x[p], activated[p]), scale_of(p), squares, dots);
       keep_few_registers<kPacks>();
     }
     Compute sums[2] = {fold(squares), fold(dots)};
@@ -278,7 +282,6 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Gate& ga
     const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
     keep_packed(x);
     keep_packed(dy);
-    held.keep();
     const auto gate_target = gate.row_of_gradient(row);
     const auto write = [&]<bool kHasResidual>() {
       const R* residual = nullptr;
@@ -288,7 +291,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Gate& ga
         const int offset = columns.offset(p), count = columns.count(p);
         Numbers<R> dz = {};
         if constexpr (kHasResidual) dz = load_residual(args.grad_residual, residual, offset, count);
-        const auto terms = gate.terms(dy[p], x[p], gate.numbers(held, columns, p));
+        const auto terms = gate.terms(dy[p], x[p], activated[p]);
         const Numbers<R> w = scale_of(p);
         Numbers<R> dx = gradients<R>(terms, w, dz, factors, [&](int i, Compute scaled_dy, Compute x_element) {
           dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
@@ -326,7 +329,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
     const auto gate_row = gate.row(row);
     const auto load_terms = [&](int64_t column, int64_t count) {
       return gate.terms(load<kPack<R>>(args.grad_output, dy_row, column, count),
-                        load<kPack<R>>(args.input, x_row, column, count), gate.numbers(gate_row, column, count));
+                        load<kPack<R>>(args.input, x_row, column, count), gate.activate(gate_row, column, count));
     };
     double sums[2] = {};
     for (int64_t first = 0; columns.count(first) > 0; first += kPacksOfChain) {

@@ -34,21 +34,32 @@ struct Gate {
     __device__ void load(const Gate& gate, int64_t row, bool is_row, const Columns<T, int>& columns) {
       HeldGate<T, kPacks, Access>::load(gate.rows, gate.rows.row(row), is_row, columns);
     }
+
+    struct Activations {
+      Activated<T> of_pack[kPacks];
+      __device__ const Activated<T>& operator[](int p) const { return of_pack[p]; }
+    };
+
+    // Once for both times that a row is dealt with.
+    __device__ Activations activate(const Gate& gate, const Columns<T, int>& columns) const {
+      Activations activations;
+#pragma unroll
+      for (int p = 0; p < kPacks; p++) {
+        activations.of_pack[p] = cuda::activate<T>(this->numbers(gate.rows, columns, p), gate.gating.activation);
+        keep_few_registers<kPacks>();
+      }
+      return activations;
+    }
   };
 
   __device__ auto row(int64_t index) const { return rows.row(index); }
   __device__ auto row_of_gradient(int64_t index) const { return gradients.row(index); }
 
-  template <int kPacks>
-  __device__ Numbers<T> numbers(const Held<kPacks>& held, const Columns<T, int>& columns, int p) const {
-    return held.numbers(rows, columns, p);
-  }
-  __device__ Numbers<T> numbers(const char* row, int64_t column, int64_t count) const {
-    return load_numbers(rows, row, column, count);
+  __device__ Activated<T> activate(const char* row, int64_t column, int64_t count) const {
+    return cuda::activate<T>(load_numbers(rows, row, column, count), gating.activation);
   }
 
-  __device__ GatedTerms<T> terms(const Pack<T>& grad_output, const Pack<T>& input, const Numbers<T>& gate) const {
-    const Activated<T> a = activate<T>(gate, gating.activation);
+  __device__ GatedTerms<T> terms(const Pack<T>& grad_output, const Pack<T>& input, const Activated<T>& a) const {
     const Numbers<T> dy = to_compute<T>(grad_output), x = to_compute<T>(input);
     GatedTerms<T> terms = {dy, x, dy, a.value, x};
 #pragma unroll
