@@ -9,7 +9,8 @@ all kernels, which a test compares with.
 import argparse
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,13 +23,14 @@ from bench.tables import Row, Table
 
 ROOT = Path(__file__).parent.parent
 OBJECTS = ROOT / "build" / "ext" / "cuda"
-SOURCES = ("rms_norm", "add_rms_norm", "rms_norm_backward")
+SOURCES = ("rms_norm", "add_rms_norm", "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward")
 RECORDED = ROOT / "tests" / "cuda_counts.json"
 DTYPE_BYTES = {"bfloat16": 2, "float": 4}
 HEADER = ("columns", "blocks", "registers", "instructions", "of a copy, by the multiprocessors", "and memory")
 
 # Where tensors are taken to be.
 WEIGHT, GRAD_OUTPUT, INPUT, OUTPUT, PARTIALS = 0x7000000, 0x10000000, 0x20000000, 0x40000000, 0x50000000
+GATE, GRAD_GATE = 0x30000000, 0x60000000
 MANY_ROWS, EPS = 1 << 20, 1e-5
 
 
@@ -55,6 +57,15 @@ def configs() -> list[Config]:
     header = (ROOT / "csrc" / "cuda" / "launch_config.h").read_text()
     table = header.split("kConfigs[] = {")[1].split("};")[0]
     return [Config(*map(int, numbers)) for numbers in re.findall(r"\{(\d+), (\d+), (\d+), (\d+)\}", table)]
+
+
+def gated_configs() -> list[Config]:
+    """As gated_config of the same header."""
+    halved = [
+        replace(config, threads=config.threads // 2, cluster=config.cluster * 2) if config.threads == 512 else config
+        for config in configs()
+    ]
+    return [config for config in halved if config.packs <= 4 and config.cluster <= 16]
 
 
 def all_kernels() -> dict[str, Kernel]:
@@ -109,30 +120,73 @@ def _row(
 
 def _forward(dtype: str, config: Config, kernels: dict[str, Kernel]) -> Row:
     kernel = kernels[f"rms_norm_kernel<{dtype}, {config.packs}, Plain>"]
-    asked = 512 * config.packs * {1: 4, 2: 2}.get(config.packs, 1)  # rows_in_flight
+    asked = _asked_by_forward(config)
     result = _follow(kernel, config, _parameters(MANY_ROWS, config.cols(dtype), OUTPUT, INPUT))
     return _row(dtype, config, kernel, (result.instructions, result.cycles, 0), (2 * asked, asked))
+
+
+def _gated_forward(dtype: str, config: Config, kernels: dict[str, Kernel], norm_first: bool) -> Row:
+    kernel = kernels[f"gated_rms_norm_kernel<{dtype}, {config.packs}, {str(norm_first).lower()}, Plain>"]
+    asked, cols = _asked_by_forward(config), config.cols(dtype)
+    silu = (56 + 3 * 16, 0, 1)
+    result = _follow(kernel, config, [*_parameters(MANY_ROWS, cols, OUTPUT, INPUT, GATE)[:-1], silu])
+    return _row(dtype, config, kernel, (result.instructions, result.cycles, 0), (3 * asked, 2 * asked))
+
+
+def _asked_by_forward(config: Config) -> int:
+    """Bytes of one input, by a warp."""
+    return 512 * config.packs * {1: 4, 2: 2}.get(config.packs, 1)  # rows_in_flight
 
 
 def _backward(dtype: str, config: Config, kernels: dict[str, Kernel]) -> Row:
     kernel = kernels[f"rms_norm_backward_kernel<{dtype}, {dtype}, {config.packs}, Plain>"]
     cols = config.cols(dtype)
-    rows, asked = config.block[1], 512 * config.packs
-    fewer, more = (
-        _follow(kernel, config, _parameters(count * rows, cols, GRAD_OUTPUT, INPUT, 0, OUTPUT)) for count in (2, 3)
-    )
+
+    def parameters(rows: int) -> Parameters:
+        return _parameters(rows, cols, GRAD_OUTPUT, INPUT, 0, OUTPUT)
+
+    asked = 512 * config.packs
+    return _row(dtype, config, kernel, _iteration(dtype, config, kernel, parameters), (3 * asked, 2 * asked))
+
+
+def _gated_backward(dtype: str, config: Config, kernels: dict[str, Kernel], norm_first: bool) -> Row:
+    kernel = kernels[f"gated_rms_norm_backward_kernel<{dtype}, {config.packs}, Plain>"]
+    cols = config.cols(dtype)
+
+    def parameters(rows: int) -> Parameters:
+        gate = [(128, GATE, 8), (136, cols, 8), (144, GRAD_GATE, 8), (152, cols, 8), (160, 0, 1), (161, norm_first, 1)]
+        return [*_parameters(rows, cols, GRAD_OUTPUT, INPUT, 0, OUTPUT), *gate]
+
+    asked = 512 * config.packs
+    return _row(dtype, config, kernel, _iteration(dtype, config, kernel, parameters), (5 * asked, 3 * asked))
+
+
+def _iteration(
+    dtype: str, config: Config, kernel: Kernel, parameters: Callable[[int], Parameters]
+) -> tuple[int, int, int]:
+    """Instructions, cycles, and the bytes of shared memory of a block of a backward."""
+    rows = config.block[1]
+    fewer, more = (_follow(kernel, config, parameters(count * rows)) for count in (2, 3))
     has_sums = config.block[1] > 1 or config.packs == 16  # in shared memory
     sums = config.block[0] * config.block[1] * config.packs * 64 // DTYPE_BYTES[dtype] if has_sums else 0
-    of_iteration = (more.instructions - fewer.instructions, more.cycles - fewer.cycles, sums)
-    return _row(dtype, config, kernel, of_iteration, (3 * asked, 2 * asked))
+    return more.instructions - fewer.instructions, more.cycles - fewer.cycles, sums
 
 
 def tables(kernels: dict[str, Kernel]) -> list[Table]:
-    return [
+    made = [
         Table(f"{name}, {dtype}, traced", HEADER, [[row(dtype, config, kernels) for config in configs()]])
         for name, row in (("Forward", _forward), ("Backward with grad_weight, an iteration", _backward))
         for dtype in DTYPE_BYTES
     ]
+    made += [
+        Table(
+            f"{name}, {order}, {dtype}, traced", HEADER, [[row(dtype, c, kernels, is_first) for c in gated_configs()]]
+        )
+        for name, row in (("Gated forward", _gated_forward), ("Gated backward, an iteration", _gated_backward))
+        for order, is_first in (("norm before gate", True), ("gate before norm", False))
+        for dtype in DTYPE_BYTES
+    ]
+    return made
 
 
 def main() -> None:

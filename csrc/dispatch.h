@@ -53,6 +53,19 @@ constexpr decltype(auto) dispatch_pair(DType dtype, DType wider_dtype, Function&
   });
 }
 
+// Calls `function.template operator()<W>()` with the C++ type of `dtype`, one that may be beside T: T itself, or 16
+// bits and float32 beside each other.
+template <class T, class Function>
+constexpr decltype(auto) dispatch_beside(DType dtype, Function&& function) {
+  if constexpr (sizeof(T) == 2) {
+    if (dtype == DType::float32) return std::forward<Function>(function).template operator()<float>();
+  } else if constexpr (std::is_same_v<T, float>) {
+    if (dtype == DType::float16) return std::forward<Function>(function).template operator()<float16>();
+    if (dtype == DType::bfloat16) return std::forward<Function>(function).template operator()<bfloat16>();
+  }
+  return std::forward<Function>(function).template operator()<T>();
+}
+
 inline DType compute_dtype(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
 }  // namespace normops

@@ -3,6 +3,8 @@
 #include <vector>
 
 #include "add_rms_norm.cu"
+#include "gated_rms_norm.cu"
+#include "gated_rms_norm_backward.cu"
 #include "rms_norm.cu"
 #include "rms_norm_backward.cu"
 
@@ -35,7 +37,7 @@ class Buffer {
   std::vector<char> bytes_;
 };
 
-// With a residual of `residual_dtype`, which is also the dtype of the backward's input.
+// With a residual of `residual_dtype`, which is also the dtype of the backward's input, and a gate of it.
 void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, int64_t cols, int64_t padding,
          int64_t offset, const Device& device, int64_t groups = 1) {
   const auto rows_buffer = [&](DType dtype) { return Buffer(dtype, rows, cols, cols + padding, offset); };
@@ -76,6 +78,33 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, in
                             .grad_input_rows = grad_input.layout,
                             .grad_weight_partials = partials.data()},
                            device, nullptr);
+  Buffer gated_gradient = rows_buffer(dtype);
+  const int64_t gated_count = gated_rms_norm_backward_partials(dtype, rows, cols, groups, device);
+  Buffer gated_partials(compute_dtype(dtype), gated_count * groups, cols, cols, 0);
+  for (const bool norm_before_gate : {true, false}) {
+    const Gating gating = {Activation::silu, norm_before_gate};
+    launch_gated_rms_norm({forward, gating, residual_dtype, residual.data(), residual.layout}, device, nullptr);
+    launch_gated_rms_norm_backward({{.dtype = dtype,
+                                     .grad_output_dtype = dtype,
+                                     .rows = rows,
+                                     .cols = cols,
+                                     .eps = 1e-5,
+                                     .weight = w,
+                                     .grad_output = grad_output.data(),
+                                     .grad_output_rows = grad_output.layout,
+                                     .input = input.data(),
+                                     .input_rows = input.layout,
+                                     .grad_input = gated_gradient.data(),
+                                     .grad_input_rows = gated_gradient.layout,
+                                     .grad_weight_partials = gated_partials.data()},
+                                    gating,
+                                    residual_dtype,
+                                    residual.data(),
+                                    residual.layout,
+                                    grad_input.data(),
+                                    grad_input.layout},
+                                   device, nullptr);
+  }
   // Its blocks differ in nothing but the columns; many of them would take long.
   if (cols < 200) {
     launch_grad_weight(dtype, weight_dtype, partials.data(), count, groups * cols, grad_weight.data(), nullptr);

@@ -4,6 +4,8 @@
 #include <string>
 
 #include "add_rms_norm.cu"
+#include "gated_rms_norm.cu"
+#include "gated_rms_norm_backward.cu"
 #include "rms_norm.cu"
 #include "rms_norm_backward.cu"
 
@@ -30,6 +32,11 @@ constexpr auto kFits = [](const RowConfig& config) {
          (config.cluster == 1 || !within_block(config.packs));
 };
 static_assert(std::ranges::all_of(kConfigs, kFits) && kFits(kWidestWithoutClusters));
+constexpr auto kFitsGated = [](const RowConfig& config) {
+  const RowConfig gated = gated_config(config.packs_of_row, {.cluster = kMostBlocksOfCluster});
+  return std::max(gated.threads, kBlockThreads) <= gated_threads(gated.packs) || gated.packs == 0;
+};
+static_assert(std::ranges::all_of(kConfigs, kFitsGated));
 
 }  // namespace
 }  // namespace normops::cuda
@@ -42,9 +49,15 @@ using namespace normops::cuda;
 
 // Of the structures that emulated_cuda.py mirrors.
 extern const int64_t structure_bytes[];
-const int64_t structure_bytes[] = {
-    sizeof(RowLayout),      sizeof(Weight), sizeof(RmsNormArgs), sizeof(RmsNormBackwardArgs),
-    sizeof(AddRmsNormArgs), sizeof(Device), sizeof(RowConfig)};
+const int64_t structure_bytes[] = {sizeof(RowLayout),
+                                   sizeof(Weight),
+                                   sizeof(RmsNormArgs),
+                                   sizeof(RmsNormBackwardArgs),
+                                   sizeof(AddRmsNormArgs),
+                                   sizeof(GatedRmsNormArgs),
+                                   sizeof(GatedRmsNormBackwardArgs),
+                                   sizeof(Device),
+                                   sizeof(RowConfig)};
 
 const char* rms_norm(const RmsNormArgs* args, const Device* device, uint64_t seed) {
   return message_of(seed, [&] { launch_rms_norm(*args, *device, nullptr); });
@@ -52,6 +65,18 @@ const char* rms_norm(const RmsNormArgs* args, const Device* device, uint64_t see
 
 const char* add_rms_norm(const AddRmsNormArgs* args, const Device* device, uint64_t seed) {
   return message_of(seed, [&] { launch_add_rms_norm(*args, *device, nullptr); });
+}
+
+const char* gated_rms_norm(const GatedRmsNormArgs* args, const Device* device, uint64_t seed) {
+  return message_of(seed, [&] { launch_gated_rms_norm(*args, *device, nullptr); });
+}
+
+const char* gated_rms_norm_backward(const GatedRmsNormBackwardArgs* args, const Device* device, uint64_t seed) {
+  return message_of(seed, [&] { launch_gated_rms_norm_backward(*args, *device, nullptr); });
+}
+
+int64_t gated_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Device* device) {
+  return gated_rms_norm_backward_partials(dtype, rows, cols, groups, *device);
 }
 
 const char* rms_norm_backward(const RmsNormBackwardArgs* args, const Device* device, uint64_t seed) {
@@ -70,6 +95,8 @@ const char* grad_weight(DType dtype, DType weight_dtype, const void* partials, i
 }
 
 RowConfig forward_config_of(int64_t packs_of_row, const Device* device) { return row_config(packs_of_row, *device); }
+
+RowConfig gated_config_of(int64_t packs_of_row, const Device* device) { return gated_config(packs_of_row, *device); }
 
 RowConfig backward_config_of(DType dtype, int64_t packs_of_row, const Device* device) {
   return dispatch(dtype, [&]<class T>() -> RowConfig {

@@ -89,7 +89,7 @@ class AddRmsNormArgs(RmsNormArgs):
 
 
 class RmsNormBackwardArgs(ctypes.Structure):
-    _fields_ = (
+    _fields_: ClassVar[tuple[tuple[str, type], ...]] = (
         ("dtype", ctypes.c_uint8),
         ("grad_output_dtype", ctypes.c_uint8),
         ("rows", ctypes.c_int64),
@@ -105,6 +105,30 @@ class RmsNormBackwardArgs(ctypes.Structure):
         ("grad_input", ctypes.c_void_p),
         ("grad_input_rows", RowLayout),
         ("grad_weight_partials", ctypes.c_void_p),
+    )
+
+
+class Gating(ctypes.Structure):
+    _fields_ = (("activation", ctypes.c_uint8), ("norm_before_gate", ctypes.c_bool))
+
+
+class GatedRmsNormArgs(RmsNormArgs):
+    _fields_: ClassVar[tuple[tuple[str, type], ...]] = (
+        ("gating", Gating),
+        ("gate_dtype", ctypes.c_uint8),
+        ("gate", ctypes.c_void_p),
+        ("gate_rows", RowLayout),
+    )
+
+
+class GatedRmsNormBackwardArgs(RmsNormBackwardArgs):
+    _fields_: ClassVar[tuple[tuple[str, type], ...]] = (
+        ("gating", Gating),
+        ("gate_dtype", ctypes.c_uint8),
+        ("gate", ctypes.c_void_p),
+        ("gate_rows", RowLayout),
+        ("grad_gate", ctypes.c_void_p),
+        ("grad_gate_rows", RowLayout),
     )
 
 
@@ -129,6 +153,9 @@ class RowConfig(ctypes.Structure):
 def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1) -> Device:
     return Device(multiprocessors, shared_bytes, cluster, False)
 
+
+ACTIVATIONS = ("silu", "sigmoid")
+"""In the order of csrc/gating.h."""
 
 GUARD = 64  # elements before and after an output; a multiple of any alignment
 UNTOUCHED = 0x5A
@@ -202,17 +229,24 @@ class Kernels:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        mirrors = (RowLayout, Weight, RmsNormArgs, RmsNormBackwardArgs, AddRmsNormArgs, Device, RowConfig)
+        operators = (RmsNormArgs, RmsNormBackwardArgs, AddRmsNormArgs, GatedRmsNormArgs, GatedRmsNormBackwardArgs)
+        mirrors = (RowLayout, Weight, *operators, Device, RowConfig)
         sizes = (ctypes.c_int64 * len(mirrors)).in_dll(self._library, "structure_bytes")
         assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
         for name in ("rms_norm", "rms_norm_backward", "add_rms_norm", "grad_weight"):
             getattr(self._library, name).restype = ctypes.c_char_p
-        self._library.partials.restype = ctypes.c_int64
-        self._library.forward_config_of.restype = RowConfig
-        self._library.backward_config_of.restype = RowConfig
+        for name in ("gated_rms_norm", "gated_rms_norm_backward"):
+            getattr(self._library, name).restype = ctypes.c_char_p
+        for name in ("partials", "gated_partials"):
+            getattr(self._library, name).restype = ctypes.c_int64
+        for name in ("forward_config_of", "backward_config_of", "gated_config_of"):
+            getattr(self._library, name).restype = RowConfig
 
     def forward_config(self, packs_of_row: int, on: Device) -> RowConfig:
         return self._library.forward_config_of(ctypes.c_int64(packs_of_row), ctypes.byref(on))
+
+    def gated_config(self, packs_of_row: int, on: Device) -> RowConfig:
+        return self._library.gated_config_of(ctypes.c_int64(packs_of_row), ctypes.byref(on))
 
     def backward_config(self, dtype: torch.dtype, packs_of_row: int, on: Device) -> RowConfig:
         return self._library.backward_config_of(DTYPES.index(dtype), ctypes.c_int64(packs_of_row), ctypes.byref(on))
@@ -331,25 +365,120 @@ class Kernels:
             partials.rows.data_ptr() if partials is not None else None,
         )
         self._check(self._library.rms_norm_backward(ctypes.byref(args), ctypes.byref(on), ctypes.c_uint64(seed)))
-        grad_weight = None
-        if partials is not None and weight is not None:
-            partials.result()
-            grad_weight = Output(tuple(weight.shape), weight.dtype)
-            self._check(
-                self._library.grad_weight(
-                    dtype,
-                    DTYPES.index(weight.dtype),
-                    ctypes.c_void_p(partials.rows.data_ptr()),
-                    ctypes.c_int64(len(partials.rows)),
-                    ctypes.c_int64(weight.numel()),
-                    ctypes.c_void_p(grad_weight.rows.data_ptr()),
-                    ctypes.c_uint64(seed),
-                )
-            )
         return (
             grad_input.result() if grad_input is not None else None,
-            grad_weight.result() if grad_weight is not None else None,
+            self._grad_weight(dtype, weight, partials, seed),
         )
+
+    def gated_rms_norm(
+        self,
+        input: Tensor,
+        gate: Tensor,
+        weight: Tensor | None = None,
+        weight_offset: float = 0.0,
+        *,
+        activation: str = "silu",
+        norm_before_gate: bool = True,
+        eps: float = EPS,
+        output: Output | None = None,
+        on: Device | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        output = output or Output(tuple(input.shape), input.dtype)
+        x, g, y = rows_of(input), rows_of(gate), rows_of(output.rows)
+        cols = input.shape[-1]
+        args = GatedRmsNormArgs(
+            DTYPES.index(input.dtype),
+            input.numel() // cols,
+            cols,
+            eps,
+            self._weight(weight, weight_offset),
+            *x[1:],
+            *y[1:],
+            Gating(ACTIVATIONS.index(activation), norm_before_gate),
+            DTYPES.index(gate.dtype),
+            *g[1:],
+        )
+        on = on or device()
+        self._check(self._library.gated_rms_norm(ctypes.byref(args), ctypes.byref(on), ctypes.c_uint64(seed)))
+        return output.result()
+
+    def gated_rms_norm_backward(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        gate: Tensor,
+        weight: Tensor | None = None,
+        weight_offset: float = 0.0,
+        *,
+        activation: str = "silu",
+        norm_before_gate: bool = True,
+        eps: float = EPS,
+        output_mask: tuple[bool, bool, bool] = (True, True, True),
+        grad_input: Output | None = None,
+        grad_gate: Output | None = None,
+        on: Device | None = None,
+        seed: int = 0,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        on = on or device()
+        dtype = DTYPES.index(input.dtype)
+        cols = input.shape[-1]
+        rows = input.numel() // cols
+        if output_mask[0]:
+            grad_input = grad_input or Output(tuple(input.shape), input.dtype)
+        if output_mask[1]:
+            grad_gate = grad_gate or Output(tuple(input.shape), gate.dtype)
+        partials = None
+        if output_mask[2] and weight is not None:
+            groups = weight.shape[:-1].numel()
+            sizes = (ctypes.c_int64(size) for size in (rows, cols, groups))
+            count = self._library.gated_partials(dtype, *sizes, ctypes.byref(on))
+            compute = torch.float64 if input.dtype == torch.float64 else torch.float32
+            partials = Output((count, groups * cols), compute)
+        dy, x, g = rows_of(grad_output), rows_of(input), rows_of(gate)
+        dx = rows_of(grad_input.rows if grad_input is not None else None)
+        dg = rows_of(grad_gate.rows if grad_gate is not None else None)
+        args = GatedRmsNormBackwardArgs(
+            dtype,
+            dtype,
+            rows,
+            cols,
+            eps,
+            self._weight(weight, weight_offset),
+            *dy[1:],
+            *x[1:],
+            *rows_of(None)[1:],
+            *dx[1:],
+            partials.rows.data_ptr() if partials is not None else None,
+            Gating(ACTIVATIONS.index(activation), norm_before_gate),
+            DTYPES.index(gate.dtype),
+            *g[1:],
+            *dg[1:],
+        )
+        self._check(self._library.gated_rms_norm_backward(ctypes.byref(args), ctypes.byref(on), ctypes.c_uint64(seed)))
+        return (
+            grad_input.result() if grad_input is not None else None,
+            grad_gate.result() if grad_gate is not None else None,
+            self._grad_weight(dtype, weight, partials, seed),
+        )
+
+    def _grad_weight(self, dtype: int, weight: Tensor | None, partials: Output | None, seed: int) -> Tensor | None:
+        if partials is None or weight is None:
+            return None
+        partials.result()
+        grad_weight = Output(tuple(weight.shape), weight.dtype)
+        self._check(
+            self._library.grad_weight(
+                dtype,
+                DTYPES.index(weight.dtype),
+                ctypes.c_void_p(partials.rows.data_ptr()),
+                ctypes.c_int64(len(partials.rows)),
+                ctypes.c_int64(weight.numel()),
+                ctypes.c_void_p(grad_weight.rows.data_ptr()),
+                ctypes.c_uint64(seed),
+            )
+        )
+        return grad_weight.result()
 
     @staticmethod
     def _weight(weight: Tensor | None, offset: float) -> Weight:

@@ -19,6 +19,11 @@ ALL_KERNELS = {
     "add_rms_norm_any_width_kernel": 6,
     "rms_norm_backward_kernel": (6 + 5) * 4 + 5 * 3,
     "rms_norm_backward_any_width_kernel": 6,
+    # With at most 4 packs, and the forward in either order.
+    "gated_rms_norm_kernel": 2 * (4 + 2 * 3) * 3,
+    "gated_rms_norm_any_width_kernel": 2 * 4,
+    "gated_rms_norm_backward_kernel": (4 + 2 * 3) * 3,
+    "gated_rms_norm_backward_any_width_kernel": 4,
     "grad_weight_kernel": 2 * 4,
     "any_kernel": 1,  # of device.cu, which is asked about and never run
 }

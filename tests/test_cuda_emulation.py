@@ -1,11 +1,13 @@
 """The CUDA kernels on the CPU: their own sources, every launch configuration, threads in any order."""
 
+import itertools
 import math
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cases
 import emulated_cuda
@@ -14,6 +16,7 @@ import pytest
 import torch
 from cases import CASES, EPS, Case, values
 from emulated_cuda import SANITIZED, Device, Kernels, Output, RowConfig, device
+from gated_cases import GATED_CASES, GATINGS, GatedCase
 from torch import Tensor
 
 pytestmark = [
@@ -23,6 +26,7 @@ pytestmark = [
 
 # Rows and columns that a kernel gets: the operator returns before it if there are none.
 KERNEL_CASES = [case for case in CASES if math.prod(case.shape) > 0]
+KERNEL_GATED_CASES = [gated for gated in GATED_CASES if math.prod(gated.case.shape) > 0]
 HALVES = (torch.float16, torch.bfloat16)
 RAGGED = (1, 5, 63, 64, 65, 100, 769, 4096, 4097)
 PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thread has more of them, then any width
@@ -50,6 +54,7 @@ def widths(kernels: Kernels, dtype: torch.dtype, on: Device) -> list[int]:
     configs: tuple[Callable[[int], RowConfig], ...] = (
         lambda packs: kernels.forward_config(packs, on),
         lambda packs: kernels.backward_config(dtype, packs, on),
+        lambda packs: kernels.gated_config(packs, on),
     )
     for config_of in configs:
         packs = 1
@@ -140,6 +145,49 @@ def check_add(
         oracle.assert_within(grad_weight, gradients.grad_weight, f"grad_weight of {case}")
 
 
+def check_gated(
+    kernels: Kernels, gated_case: GatedCase, on: Device, seed: int = 0, offset: int = 0, padding: int = 0
+) -> None:
+    """The same for gated_rms_norm."""
+    case = gated_case.case
+    keywords: dict[str, Any] = gated_case.keywords
+    dims = case.normalized_dims
+    grad_output, input, gate = (flat(tensor, dims) for tensor in (case.grad_output(), case.input(), gated_case.gate()))
+    weight = case.weight()
+    weight = weight.flatten(case.group_dims) if weight is not None else None
+    cols, shape = (input.shape[-1],), tuple(input.shape)
+    eps = torch.finfo(torch.float64 if case.dtype == torch.float64 else torch.float32).eps
+    eps = case.eps if case.eps is not None else eps
+
+    output = Output(shape, case.dtype, offset, padding)
+    actual = kernels.gated_rms_norm(input, gate, weight, **keywords, eps=eps, output=output, on=on, seed=seed)
+    expected = oracle.gated_rms_norm(input, gate, cols, weight, eps, **keywords)
+    oracle.assert_within(actual, expected, f"output of {gated_case}")
+
+    gradients = kernels.gated_rms_norm_backward(
+        grad_output,
+        input,
+        gate,
+        weight,
+        **keywords,
+        eps=eps,
+        grad_input=Output(shape, case.dtype, offset, padding),
+        grad_gate=Output(shape, gate.dtype, offset, padding),
+        on=on,
+        seed=seed,
+    )
+    exact = oracle.gated_rms_norm_backward(grad_output, input, gate, cols, weight, eps, **keywords)
+    assert [gradient is None for gradient in gradients] == [bounded is None for bounded in exact]
+    for name, gradient, bounded in zip(exact._fields, gradients, exact, strict=True):
+        if gradient is not None and bounded is not None:
+            oracle.assert_within(gradient, bounded, f"{name} of {gated_case}")
+
+
+@pytest.mark.parametrize("number", range(len(KERNEL_GATED_CASES)), ids=lambda number: str(KERNEL_GATED_CASES[number]))
+def test_gated_values(number: int, kernels: Kernels) -> None:
+    check_gated(kernels, KERNEL_GATED_CASES[number], device(number % 3 + 1), number, number % 2, number % 4)
+
+
 @pytest.mark.parametrize("number", range(len(KERNEL_CASES)), ids=lambda number: str(KERNEL_CASES[number]))
 def test_values(number: int, kernels: Kernels) -> None:
     case, place = KERNEL_CASES[number], (device(number % 3 + 1), number, number % 2, number % 4)
@@ -160,6 +208,7 @@ def test_every_configuration(kernels: Kernels, multiprocessors: int, shared_kib:
         )
         check(kernels, case, on, seed=number)
         check_add(kernels, case, dtype, on, seed=number)
+        check_gated(kernels, GatedCase(case, dtype, *GATINGS[number % 4]), on, seed=number)
         if dtype in HALVES:
             check_add(kernels, case, torch.float32, on, seed=number)
 
@@ -175,6 +224,9 @@ def test_clusters(kernels: Kernels, cluster: int, packs: int, dtype: torch.dtype
     check(kernels, case, on)
     if cluster == 2:
         check_add(kernels, case, torch.float32 if dtype in HALVES else dtype, on)
+    assert kernels.gated_config(packs, on).cluster == (2 * cluster if cluster < 16 else 1)  # then of any width
+    for gating in GATINGS[::3]:
+        check_gated(kernels, GatedCase(case, dtype, *gating), on)
     expected = compute(kernels, case.grad_output(), case.input(), values((cols,), dtype, 3), 1, on)
     assert same(compute(kernels, case.grad_output(), case.input(), values((cols,), dtype, 3), 2, on), expected)
 
@@ -188,6 +240,8 @@ def test_groups(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
         case = Case((5, 3, cols), dtype, weight_dtype=dtype, layout=layout, has_residual=True, group_dims=1)
         check(kernels, case, on)
         check_add(kernels, case, dtype, on)
+        for gating in GATINGS[::3]:
+            check_gated(kernels, GatedCase(case, dtype, *gating), on)
         dy, x, w = case.grad_output(), case.input(), case.weight()
         assert w is not None
         output, (grad_input, _) = kernels.rms_norm(x, w, on=on), kernels.rms_norm_backward(dy, x, w, on=on)
@@ -221,6 +275,21 @@ def test_masked_gradients(kernels: Kernels, packs: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("packs", PACKS)
+def test_masked_gradients_of_gated(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
+    case = Case((5, packs * pack_elements(dtype) - 1), dtype, weight_dtype=torch.float32)
+    arguments = (case.grad_output(), case.input(), values(case.shape, dtype, 6), case.weight())
+    expected = kernels.gated_rms_norm_backward(*arguments)
+    for number in range(8):
+        output_mask = number % 2 > 0, number // 2 % 2 > 0, number // 4 > 0
+        gradients = kernels.gated_rms_norm_backward(*arguments, output_mask=output_mask)
+        for is_wanted, gradient, whole in zip(output_mask, gradients, expected, strict=True):
+            assert (gradient is not None) == is_wanted
+            assert whole is not None
+            assert gradient is None or same_bits(gradient, whole), output_mask
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("packs", PACKS)
 def test_outputs_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: torch.dtype) -> None:
@@ -248,6 +317,37 @@ def test_outputs_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtyp
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("packs", PACKS)
+def test_gated_outputs_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: torch.dtype) -> None:
+    shape = (7, packs * pack_elements(dtype))
+    weight = values(shape[1:], dtype, 3)
+    dy, x, gate = (values(shape, dtype, seed) for seed in range(3))
+
+    def place(number: int) -> tuple[Output, tuple[Tensor, Tensor, Tensor]]:
+        memory = Output(shape, dtype, offset)
+        memory.rows.copy_((dy, x, gate)[number])
+        a, b, c = (memory.rows if n == number else tensor for n, tensor in enumerate((dy, x, gate)))
+        return memory, (a, b, c)
+
+    for norm_before_gate in (True, False):
+        order: dict[str, Any] = {"norm_before_gate": norm_before_gate}
+        output = kernels.gated_rms_norm(x, gate, weight, **order)
+        for number in (1, 2):
+            memory, (_, *placed) = place(number)
+            assert same_bits(kernels.gated_rms_norm(placed[0], placed[1], weight, **order, output=memory), output)
+        order["output_mask"] = (True, True, False)
+        expected = kernels.gated_rms_norm_backward(dy, x, gate, weight, **order)
+        for number, name in itertools.product(range(3), ("grad_input", "grad_gate")):
+            memory, inputs = place(number)
+            gradients = kernels.gated_rms_norm_backward(*inputs, weight, **order | {name: memory})
+            for gradient, whole in zip(gradients[:2], expected[:2], strict=True):
+                assert gradient is not None
+                assert whole is not None
+                assert same_bits(gradient, whole), (number, name)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("packs", PACKS)
 def test_sums_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: torch.dtype) -> None:
     shape = (7, packs * pack_elements(dtype))
     x, residual, weight = values(shape, dtype, 1), values(shape, dtype, 2), values(shape[1:], dtype, 3)
@@ -270,12 +370,31 @@ def compute(
     return kernels.rms_norm(x, w, on=on, seed=seed), *(gradient for gradient in gradients if gradient is not None)
 
 
+def compute_gated(
+    kernels: Kernels, dy: Tensor, x: Tensor, w: Tensor, seed: int = 0, on: Device | None = None
+) -> tuple[Tensor, ...]:
+    """The same in both orders, with dy as the gate, too: outputs, gradients of rows, those of the weight."""
+    on, mask = on or device(1), (True, True, x.shape[1] < 1000)
+    of_rows, of_weight = [], []
+    for norm_before_gate in (True, False):
+        order: dict[str, Any] = {"norm_before_gate": norm_before_gate}
+        of_rows.append(kernels.gated_rms_norm(x, dy, w, **order, on=on, seed=seed))
+        gradients = kernels.gated_rms_norm_backward(dy, x, dy, w, **order, on=on, seed=seed, output_mask=mask)
+        of_rows += [gradient for gradient in gradients[:2] if gradient is not None]
+        of_weight += [gradient for gradient in gradients[2:] if gradient is not None]
+    return *of_rows, *of_weight
+
+
+Compute = Callable[..., tuple[Tensor, ...]]
+
+
 def same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     return all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_what_does_not_show_in_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("compute", "of_rows"), [(compute, 2), (compute_gated, 6)])
+def test_what_does_not_show_in_the_bits(kernels: Kernels, compute: Compute, of_rows: int, dtype: torch.dtype) -> None:
     """The order of threads, the batch around a row, the number of multiprocessors, strides and alignment."""
     for cols in (*RAGGED, *(packs * pack_elements(dtype) for packs in PACKS)):
         shape = (11, cols)
@@ -285,9 +404,9 @@ def test_what_does_not_show_in_the_bits(kernels: Kernels, dtype: torch.dtype) ->
         for seed in SEEDS:
             assert same(compute(kernels, dy, x, w, seed), expected), (cols, seed)
         for begin, end in ((0, 1), (10, 11), (3, 8)):
-            part = compute(kernels, dy[begin:end], x[begin:end], w)[:2]
-            assert same(part, tuple(t[begin:end] for t in expected[:2])), (cols, begin, end)
-        assert same(compute(kernels, dy, x, w, on=device(132))[:2], expected[:2]), cols
+            part = compute(kernels, dy[begin:end], x[begin:end], w)[:of_rows]
+            assert same(part, tuple(t[begin:end] for t in expected[:of_rows])), (cols, begin, end)
+        assert same(compute(kernels, dy, x, w, on=device(132))[:of_rows], expected[:of_rows]), cols
         for layout in (cases.misaligned, cases.padded_rows):
             strided_dy, strided_x = (layout(shape, dtype, 0).copy_(t) for t in (dy, x))
             assert same(compute(kernels, strided_dy, strided_x, w), expected), (cols, layout.__name__)
@@ -343,6 +462,25 @@ def test_specials_poison_their_row_alone(kernels: Kernels, dtype: torch.dtype, s
     oracle.assert_within(kernels.rms_norm(input, weight), oracle.rms_norm(input, (70,), weight, EPS))
     oracle.assert_within(grad_input, expected.grad_input)
     oracle.assert_within(grad_weight, expected.grad_weight)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize(("activation", "norm_before_gate"), GATINGS)
+def test_gates_of_any_size(kernels: Kernels, activation: str, norm_before_gate: bool, dtype: torch.dtype) -> None:
+    """From where an exponential is 0 to where it is 1, and what poisons its row alone."""
+    x, dy, w = values((6, 2000), dtype, 1), values((6, 2000), dtype, 2), values((2000,), dtype, 3)
+    lowest = -800 if dtype == torch.float64 else -120
+    gate = torch.linspace(lowest, 100, 6 * 2000, dtype=torch.float64).reshape(2000, 6).T.to(dtype)
+    gate[1, 7], gate[2, 8], gate[3, 9], gate[4, 10] = -math.inf, math.inf, math.nan, torch.finfo(dtype).min
+    gating: dict[str, Any] = {"activation": activation, "norm_before_gate": norm_before_gate}
+    expected = oracle.gated_rms_norm(x, gate, (2000,), w, EPS, **gating)
+    oracle.assert_within(kernels.gated_rms_norm(x, gate, w, **gating), expected)
+    gradients = kernels.gated_rms_norm_backward(dy, x, gate, w, **gating)
+    exact = oracle.gated_rms_norm_backward(dy, x, gate, (2000,), w, EPS, **gating)
+    for name, gradient, bounded in zip(exact._fields, gradients, exact, strict=True):
+        assert gradient is not None
+        assert bounded is not None
+        oracle.assert_within(gradient, bounded, name)
 
 
 def test_memory_that_kernels_access(program_folder: Path) -> None:

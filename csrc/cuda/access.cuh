@@ -13,6 +13,8 @@ struct RowsOf {
   RowLayout layout;
   bool aligned;  // see load_elements
 
+  bool is_plain() const { return aligned && layout.dims <= 1; }
+
   // Row first + further.
   __device__ T* row(int64_t first, int64_t further = 0) const {
     T* row = data;
@@ -35,6 +37,28 @@ RowsOf<T> rows_of(Void* data, const RowLayout& layout, int64_t cols) {
   return {static_cast<T*>(data), layout, bytes % static_cast<int64_t>(kPack<R> * sizeof(T)) == 0};
 }
 
+// Rows of T, or of another dtype that may be beside it.
+template <class T>
+struct AnyRowsOf {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  RowsOf<Byte> bytes;  // aligned as rows of the dtype are
+  DType dtype;
+
+  bool is_plain() const { return dtype == kDType<std::remove_const_t<T>> && bytes.is_plain(); }
+  __device__ Byte* row(int64_t first, int64_t further = 0) const { return bytes.row(first, further); }
+};
+
+template <class T, class Void>
+AnyRowsOf<T> any_rows_of(Void* data, DType dtype, const RowLayout& layout, int64_t cols) {
+  using Byte = typename AnyRowsOf<T>::Byte;
+  return dispatch_beside<std::remove_const_t<T>>(dtype, [&]<class W>() -> AnyRowsOf<T> {
+    RowsOf<Byte> bytes = {static_cast<Byte*>(data), layout,
+                          rows_of<const W, std::remove_const_t<T>>(data, layout, cols).aligned};
+    for (int64_t& stride : bytes.layout.strides) stride *= static_cast<int64_t>(sizeof(W));
+    return {bytes, dtype};
+  });
+}
+
 // Aligned rows, at equal distances.
 template <class T>
 struct PlainRowsOf {
@@ -44,6 +68,9 @@ struct PlainRowsOf {
 
   explicit PlainRowsOf(const RowsOf<T>& rows)
       : data(rows.data), stride(rows.layout.dims == 0 ? 0 : rows.layout.strides[0]) {}
+  explicit PlainRowsOf(const AnyRowsOf<T>& rows)
+      : data(reinterpret_cast<T*>(rows.bytes.data)),
+        stride(rows.bytes.layout.dims == 0 ? 0 : rows.bytes.layout.strides[0] / static_cast<int64_t>(sizeof(T))) {}
 
   __device__ T* row(int64_t first, int64_t further = 0) const { return data + first * stride + further * stride; }
 };
@@ -57,6 +84,31 @@ __device__ Elements<std::remove_const_t<T>, kCount> load(const Rows& rows, const
 template <class Rows, class T, class Index, int kCount>
 __device__ void store(const Rows& rows, T* row, Index column, Index count, const Elements<T, kCount>& elements) {
   store_elements(row + column, elements, count, rows.aligned);
+}
+
+// As many of any dtype as a pack of T has.
+template <class T, class Index>
+__device__ Numbers<T> load_numbers(const AnyRowsOf<const T>& rows, const char* row, Index column, Index count) {
+  Numbers<T> numbers;
+  dispatch_beside<T>(rows.dtype, [&]<class W>() {
+    const W* const source = reinterpret_cast<const W*>(row) + column;
+    numbers = to_compute<T>(load_elements<W, kPack<T>>(source, count, rows.bytes.aligned));
+  });
+  return numbers;
+}
+
+template <class T, class Index>
+__device__ void store_numbers(const AnyRowsOf<T>& rows, char* row, Index column, Index count,
+                              const Numbers<T>& numbers) {
+  dispatch_beside<T>(rows.dtype, [&]<class W>() {
+    store_elements(reinterpret_cast<W*>(row) + column, from_compute<W, T>(numbers), count, rows.bytes.aligned);
+  });
+}
+
+template <class T, class Index>
+__device__ void store_numbers(const PlainRowsOf<T>& rows, T* row, Index column, Index count,
+                              const Numbers<T>& numbers) {
+  store(rows, row, column, count, from_compute<T>(numbers));
 }
 
 // The scale of the columns, for packs of T. That of a group, which has so many columns, is of_group(): what its hold()
@@ -147,6 +199,8 @@ struct General {
   template <class T>
   using Rows = RowsOf<T>;
   template <class T>
+  using AnyRows = AnyRowsOf<T>;
+  template <class T>
   using Scale = ScaleOf<T>;
   using Groups = cuda::Groups;
 };
@@ -154,6 +208,8 @@ struct General {
 struct Plain {
   template <class T>
   using Rows = PlainRowsOf<T>;
+  template <class T>
+  using AnyRows = PlainRowsOf<T>;
   template <class T>
   using Scale = PlainScaleOf<T>;
   using Groups = OneGroup;
@@ -175,7 +231,7 @@ template <int kPacks, class R, class Launch, class... Rows>
 void dispatch_access(const ScaleOf<R>& scale, Launch launch, const Rows&... rows) {
   if constexpr (kHasPlain<kPacks, R>) {
     const bool is_plain = scale.weight.data != nullptr && scale.weight.dtype == kDType<R> && scale.aligned;
-    if (is_plain && ((rows.aligned && rows.layout.dims <= 1) && ...)) {
+    if (is_plain && (rows.is_plain() && ...)) {
       if (scale.weight.groups == 1) return launch.template operator()<Plain>();
       if constexpr (kHasPlainOfGroups<kPacks, R>) return launch.template operator()<PlainOfGroups>();
     }

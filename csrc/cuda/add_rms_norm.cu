@@ -88,7 +88,8 @@ void launch_add_rms_norm(const AddRmsNormArgs& args, const Device& device, Strea
     const Addition<T, R, General> addition = {rows_of<const T, R>(args.input, args.input_rows, args.cols),
                                               rows_of<const R, R>(args.residual, args.residual_rows, args.cols),
                                               rows_of<R, R>(args.residual_out, args.residual_out_rows, args.cols)};
-    dispatch_forward<R>(args, device, [&]<int kPacks>(const LaunchShape& shape) {
+    const RowConfig& config = row_config(packs_of<R>(args.cols), device);
+    dispatch_forward(args, config, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {
         launch(add_rms_norm_any_width_kernel<T, R>, shape, stream, forward, addition);
       } else {

@@ -37,20 +37,27 @@ Forward<T, R, General> forward_of(const RmsNormArgs& args) {
           rows_of<T, R>(args.output, args.output_rows, args.cols)};
 }
 
-// y = h * rstd * w
-template <class T, class R>
-__device__ Elements<T, kPack<R>> normalized(const Pack<R>& pack, compute_t<R> rstd, const Numbers<R>& scale) {
-  Numbers<R> numbers = to_compute<R>(pack);
+// h * rstd * w
+template <class R, class Values>
+__device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbers<R>& scale) {
+  Numbers<R> numbers = to_compute<R>(h);
 #pragma unroll
   for (int i = 0; i < kPack<R>; i++) numbers.element[i] = numbers.element[i] * rstd * scale.element[i];
-  return from_compute<T>(numbers);
+  return numbers;
 }
 
-// Rows that are held in registers, kPacks packs of each to a thread.
-template <class T, class R, class Access, class Scale, int kRows, int kPacks>
+// What an operator computes of the normalized numbers before they are written: nothing.
+struct NoEpilogue {
+  template <class Numbers, class... Place>
+  __device__ void operator()(Numbers&, Place...) const {}
+};
+
+// Rows that are held in registers, kPacks packs of each to a thread, or the numbers of as many. epilogue(numbers, r, p)
+// changes what is written for pack p of row r.
+template <class T, class R, class Access, class Scale, class Values, int kRows, int kPacks, class Epilogue = NoEpilogue>
 __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& scale, const TakenRows& rows,
-                               const Columns<R, int>& columns, Pack<R> (&h)[kRows][kPacks],
-                               RowSums<compute_t<R>, kRows, kPacks>& sum_row) {
+                               const Columns<R, int>& columns, Values (&h)[kRows][kPacks],
+                               RowSums<compute_t<R>, kRows, kPacks>& sum_row, Epilogue epilogue = {}) {
   using Compute = compute_t<R>;
   typename Scale::Held held[kPacks];
 #pragma unroll
@@ -80,16 +87,20 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& s
     const Numbers<R> w = scale.numbers(held[p], column, count);
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      store(args.output, target[r], columns.offset(p), rows.has(r) ? count : 0, normalized<T, R>(h[r][p], rstd[r], w));
+      Numbers<R> y = normalized<R>(h[r][p], rstd[r], w);
+      epilogue(y, r, p);
+      store(args.output, target[r], columns.offset(p), rows.has(r) ? count : 0, from_compute<T>(y));
     }
     keep_few_registers<kPacks>();
   }
 }
 
-// A row of any width, for blocks of kAnyWidth that have one each. load(column, count) returns a pack of the row, and is
-// called twice for each, the second time when the row has been summed.
-template <class T, class R, class LoadFirst, class LoadAgain>
-__device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirst load_first, LoadAgain load_again) {
+// A row of any width, for blocks of kAnyWidth that have one each. load(column, count) returns a pack of the row, or its
+// numbers, and is called twice for each, the second time when the row has been summed. epilogue(numbers, column, count)
+// changes what is written.
+template <class T, class R, class LoadFirst, class LoadAgain, class Epilogue = NoEpilogue>
+__device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirst load_first, LoadAgain load_again,
+                                    Epilogue epilogue = {}) {
   using Compute = compute_t<R>;
   __shared__ RowSumShared<double, 1> shared;
   RowSums<double, 1, kAnyWidth.packs> sum_row(shared);
@@ -112,15 +123,15 @@ __device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirs
   T* const target = args.output.row(block.first);
   for (int64_t p = 0; columns.count(p) > 0; p++) {
     const int64_t column = columns.column(p), count = columns.count(p);
-    const Pack<R> h = load_again(column, count);
-    store(args.output, target, column, count, normalized<T, R>(h, rstd, scale.numbers({}, column, count)));
+    Numbers<R> y = normalized<R>(load_again(column, count), rstd, scale.numbers({}, column, count));
+    epilogue(y, column, count);
+    store(args.output, target, column, count, from_compute<T>(y));
   }
 }
 
-// Calls launch.template operator()<kPacks>(shape) with the launch configuration for rows of R.
-template <class R, class Launch>
-void dispatch_forward(const RmsNormArgs& args, const Device& device, Launch launch) {
-  const RowConfig& config = row_config((args.cols + kPack<R> - 1) / kPack<R>, device);
+// Calls launch.template operator()<kPacks>(shape) for a launch configuration.
+template <class Launch>
+void dispatch_forward(const RmsNormArgs& args, const RowConfig& config, const Device& device, Launch launch) {
   const dim3 block = block_of(config);
   dispatch_packs(config.packs, [&]<int kPacks>() {
     const int64_t rows_at_once = kPacks == 0 ? 1 : static_cast<int64_t>(block.y) * rows_in_flight(kPacks);

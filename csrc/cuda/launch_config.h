@@ -55,7 +55,7 @@ constexpr int64_t kPartialsBytes = int64_t{64} << 20;
 // With 16 packs, the backward's sums of grad_weight are in shared memory: 128 KiB for 256 threads.
 constexpr bool sums_in_shared(int packs) { return packs == 16; }
 
-inline const RowConfig& row_config(int64_t packs_of_row, const Device& device) {
+constexpr const RowConfig& row_config(int64_t packs_of_row, const Device& device) {
   for (const RowConfig& config : kConfigs) {
     if (packs_of_row <= config.packs_of_row && config.cluster <= device.cluster) return config;
   }
@@ -69,6 +69,25 @@ inline const RowConfig& backward_config(int64_t packs_of_row, int64_t pack_eleme
   constexpr int64_t kOtherBytes = 4096;  // at least what the kernel declares for the sums of rows
   const int64_t sums_bytes = kOtherBytes + config.packs * config.threads * pack_elements * compute_bytes;
   return sums_in_shared(config.packs) && sums_bytes > device.shared_bytes ? kAnyWidth : config;
+}
+
+// gated_rms_norm and its backward hold up to twice as much of a row, and compute more: rows of more than 16 KiB are
+// shared by twice as many blocks of half the threads, and none has 16 packs to a thread. Either sums a row in the same
+// order.
+constexpr int kMostGatedPacks = 4;
+
+constexpr int gated_threads(int packs) { return packs <= 2 ? kBlockThreads : 256; }
+constexpr int gated_min_blocks(int packs) { return packs <= 2 ? 4 : 2; }
+constexpr int gated_backward_min_blocks(int packs) { return packs <= 2 ? 2 : 1; }
+
+constexpr RowConfig gated_config(int64_t packs_of_row, const Device& device) {
+  RowConfig config = row_config(packs_of_row, device);
+  if (config.packs == 0 || config.packs > kMostGatedPacks) return kAnyWidth;
+  while (config.threads > gated_threads(config.packs)) {
+    config.threads /= 2;
+    config.cluster *= 2;
+  }
+  return config.cluster <= device.cluster ? config : kAnyWidth;
 }
 
 }  // namespace normops::cuda

@@ -74,6 +74,20 @@ __device__ void forget([[maybe_unused]] T*& pointer) {
 #endif
 }
 
+// 1 / number, rounded to the nearest, of numbers whose reciprocals are normal. A division is prepared for others, which
+// takes a branch.
+__device__ inline float reciprocal(float number) {
+#if defined(NORMOPS_CUDA_EMULATION)
+  return 1 / number;
+#else
+  float estimate;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(number));
+  return __fmaf_rn(__fmaf_rn(-number, estimate, 1), estimate, estimate);
+#endif
+}
+
+__device__ inline double reciprocal(double number) { return 1 / number; }
+
 struct LaunchShape {
   dim3 grid;  // clusters, blocks of a cluster
   dim3 block;

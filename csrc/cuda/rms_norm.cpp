@@ -2,8 +2,6 @@
 // stream.
 #include "../rms_norm_backend.h"
 
-#include <ATen/ops/empty.h>
-
 #include "binding.h"
 
 namespace normops::cuda {
@@ -24,52 +22,23 @@ void run_rms_norm_backward(const Tensor& grad_output, const Tensor& input, size_
                            const OptionalTensor& weight, std::optional<double> eps, double weight_offset,
                            const OptionalTensor& grad_residual, const Tensor& grad_input, const Tensor& grad_weight) {
   const Problem problem = make_problem(input, normalized_dims, weight, eps);
-  const DType dtype = dtype_of(input);
   const Device device = current_device();
   const Stream stream = current_stream(input);
   const Rows dy = make_rows(grad_output, normalized_dims);
   const Rows x = make_rows(input, normalized_dims);
   const Tensor w = contiguous_or_undefined(weight);
-  RmsNormBackwardArgs args = {
-      .dtype = dtype,
-      .grad_output_dtype = dtype_of(grad_output),
-      .rows = problem.rows,
-      .cols = problem.cols,
-      .eps = problem.eps,
-      .weight = make_weight(w, weight_offset, problem.groups),
-      .grad_output = dy.tensor->const_data_ptr(),
-      .grad_output_rows = dy.layout,
-      .input = x.tensor->const_data_ptr(),
-      .input_rows = x.layout,
-  };
+  RmsNormBackwardArgs args = backward_args(problem, dy, x, w, weight_offset);
   Rows residual;
   if (is_given(grad_residual)) {
     residual = make_rows(*grad_residual, normalized_dims);
     args.grad_residual = residual.tensor->const_data_ptr();
     args.grad_residual_rows = residual.layout;
   }
-  std::optional<Target> dx;
-  if (grad_input.defined()) {
-    dx.emplace(grad_input, normalized_dims);
-    args.grad_input = dx->data();
-    args.grad_input_rows = dx->layout();
-  }
-  const int64_t count =
-      rms_norm_backward_partials(dtype, args.grad_output_dtype, problem.rows, problem.cols, problem.groups, device);
-  Tensor partials;
-  if (grad_weight.defined()) {
-    const auto compute = compute_dtype(dtype) == DType::float64 ? at::kDouble : at::kFloat;
-    partials = at::empty({count, problem.groups, problem.cols}, input.options().dtype(compute));
-    args.grad_weight_partials = partials.mutable_data_ptr();
-  }
-  launch_rms_norm_backward(args, device, stream);
+  const auto dx = write_gradient(grad_input, normalized_dims, args.grad_input, args.grad_input_rows);
+  const int64_t count = rms_norm_backward_partials(args.dtype, args.grad_output_dtype, problem.rows, problem.cols,
+                                                   problem.groups, device);
+  launch_with_grad_weight(args, count, grad_weight, stream, [&] { launch_rms_norm_backward(args, device, stream); });
   if (dx.has_value()) dx->finish();
-  if (grad_weight.defined()) {
-    const Tensor dw = grad_weight.is_contiguous() ? grad_weight : CudaBackend::empty_contiguous(grad_weight);
-    launch_grad_weight(dtype, dtype_of(dw), partials.const_data_ptr(), count, problem.groups * problem.cols,
-                       dw.mutable_data_ptr(), stream);
-    if (!dw.is_same(grad_weight)) grad_weight.copy_(dw);
-  }
 }
 
 struct Backend : CudaBackend {

@@ -38,7 +38,8 @@ void launch_rms_norm(const RmsNormArgs& args, const Device& device, Stream strea
   dispatch(args.dtype, [&]<class T>() {
     const auto forward = forward_of<T, T>(args);
     const auto input = rows_of<const T, T>(args.input, args.input_rows, args.cols);
-    dispatch_forward<T>(args, device, [&]<int kPacks>(const LaunchShape& shape) {
+    const RowConfig& config = row_config(packs_of<T>(args.cols), device);
+    dispatch_forward(args, config, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {
         launch(rms_norm_any_width_kernel<T>, shape, stream, forward, input);
       } else {

@@ -124,10 +124,10 @@ __device__ inline double rstd_of(double square_sum, double inverse_cols, double 
 template <class T>
 constexpr int kChains = kPack<T> < 4 ? kPack<T> : 4;
 
-// chains += x^2
-template <class T>
-__device__ void add_squares(const Pack<T>& pack, compute_t<T> (&chains)[kChains<T>]) {
-  const Numbers<T> x = to_compute<T>(pack);
+// chains += x^2, of a pack of T or of numbers.
+template <class T, class Values>
+__device__ void add_squares(const Values& values, compute_t<T> (&chains)[kChains<T>]) {
+  const Numbers<T> x = to_compute<T>(values);
 #pragma unroll
   for (int i = 0; i < kPack<T>; i++) {
     compute_t<T>& chain = chains[i % kChains<T>];

@@ -47,6 +47,12 @@ __device__ unsigned pair_from_compute(float low, float high) {
 template <class T>
 constexpr int kPack = 16 / sizeof(T);
 
+// Packs of a row.
+template <class T>
+int64_t packs_of(int64_t cols) {
+  return (cols + kPack<T> - 1) / kPack<T>;
+}
+
 template <class W, int kCount>
 struct Elements {
   static constexpr bool kPairs = sizeof(W) == 2;
@@ -124,10 +130,13 @@ template <class W, int kCount, class Index>
 __device__ void store_elements(W* target, const Elements<W, kCount>& elements, Index count, bool aligned) {
   if (aligned) {
     using Word = Aligned<sizeof elements>;
-    static_assert(sizeof(Word) == sizeof elements);
-    Word word;
-    std::memcpy(&word, &elements, sizeof word);
-    if (count > 0) *reinterpret_cast<Word*>(target) = word;
+    constexpr int kWords = sizeof elements / sizeof(Word);
+    Word words[kWords];
+    std::memcpy(words, &elements, sizeof words);
+    if (count > 0) {
+#pragma unroll
+      for (int i = 0; i < kWords; i++) reinterpret_cast<Word*>(target)[i] = words[i];
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
@@ -142,6 +151,12 @@ __device__ Numbers<R> to_compute(const Elements<T, kPack<R>>& elements) {
   Numbers<R> numbers;
 #pragma unroll
   for (int i = 0; i < kPack<R>; i++) numbers.element[i] = elements.number(i);
+  return numbers;
+}
+
+// What has been computed is of no other type.
+template <class R>
+__device__ Numbers<R> to_compute(const Numbers<R>& numbers) {
   return numbers;
 }
 

@@ -1,0 +1,396 @@
+// What the kernels of the backwards have in common: a loop over rows of what is normalized, h, and of its gradient.
+// From dy, the gradient of h * rstd * w, follow dh = dy * rstd * w - h * c with c = rstd^3 * mean(dy * w * h), and dw =
+// sum over rows of dy * rstd * h.
+#pragma once
+#include "rms_norm_row.cuh"
+
+namespace normops::cuda {
+
+// T is the type of grad_output, R that of everything else with rows.
+template <class T, class R, class Access>
+struct Backward {
+  template <class W>
+  using Rows = typename Access::template Rows<W>;
+
+  int64_t rows;
+  int64_t cols;
+  double inverse_cols;
+  double eps;
+  typename Access::Groups groups;
+  typename Access::template Scale<R> scale;
+  Rows<const T> grad_output;
+  Rows<const R> input;
+  Rows<const R> grad_residual;  // data is null without one
+  Rows<R> grad_input;           // data is null if not wanted
+  compute_t<R>* partials;       // [partials, groups, cols], or null if not wanted
+
+  template <class Other>
+  Backward<T, R, Other> as() const {
+    using To = Backward<T, R, Other>;
+    return {rows,
+            cols,
+            inverse_cols,
+            eps,
+            typename Other::Groups(groups),
+            typename Other::template Scale<R>(scale),
+            typename To::template Rows<const T>(grad_output),
+            typename To::template Rows<const R>(input),
+            typename To::template Rows<const R>(grad_residual),
+            typename To::template Rows<R>(grad_input),
+            partials};
+  }
+};
+
+template <class T, class R>
+Backward<T, R, General> backward_of(const RmsNormBackwardArgs& args) {
+  return {args.rows,
+          args.cols,
+          1.0 / static_cast<double>(args.cols),
+          args.eps,
+          {args.weight.groups},
+          scale_of<R>(args.weight, args.cols),
+          rows_of<const T, R>(args.grad_output, args.grad_output_rows, args.cols),
+          rows_of<const R, R>(args.input, args.input_rows, args.cols),
+          rows_of<const R, R>(args.grad_residual, args.grad_residual_rows, args.cols),
+          rows_of<R, R>(args.grad_input, args.grad_input_rows, args.cols),
+          static_cast<compute_t<R>*>(args.grad_weight_partials)};
+}
+
+// What of a row goes into its gradients.
+template <class Compute>
+struct RowFactors {
+  Compute rstd;
+  Compute c;
+};
+
+template <class Compute>
+__device__ RowFactors<Compute> factors_of(Compute square_sum, Compute dot, double inverse_cols, double eps) {
+  const Compute rstd = rstd_of(square_sum, inverse_cols, eps);
+  return {rstd, static_cast<Compute>(dot * inverse_cols) * rstd * rstd * rstd};
+}
+
+// Of a pack, dy and h: elements or numbers.
+template <class Gradients, class Values>
+struct Terms {
+  Gradients dy;
+  Values h;
+};
+
+// The gate of an operator without one: dy and h are grad_output and input, and dh is grad_input. Others form the one of
+// the other, and have functions of the same names.
+struct NoGate {
+  static constexpr bool kTakesResidual = true;
+  struct Nothing {};
+
+  // What is held of a row, in kPacks packs, and what is made of it once.
+  template <int kPacks>
+  struct Held {
+    struct Activated {
+      __device__ Nothing operator[](int) const { return {}; }
+    };
+
+    template <class... Place>
+    __device__ void load(const NoGate&, const Place&...) {}
+    template <class Columns>
+    __device__ Activated activate(const NoGate&, const Columns&) const {
+      return {};
+    }
+  };
+
+  __device__ Nothing row(int64_t) const { return {}; }
+  __device__ Nothing row_of_gradient(int64_t) const { return {}; }
+
+  __device__ Nothing activate(Nothing, int64_t, int64_t) const { return {}; }
+
+  template <class Gradients, class Values>
+  __device__ Terms<Gradients, Values> terms(const Gradients& grad_output, const Values& input, Nothing) const {
+    return {grad_output, input};
+  }
+
+  // Makes grad_input of dh.
+  template <class... Computed>
+  __device__ void finish(const Computed&...) const {}
+};
+
+// squares += h^2, dots += dy * w * h
+template <class R, class TermsOfPack>
+__device__ void add_terms(const TermsOfPack& terms, const Numbers<R>& scale, compute_t<R> (&squares)[kChains<R>],
+                          compute_t<R> (&dots)[kChains<R>]) {
+  add_squares<R>(terms.h, squares);
+  const Numbers<R> dy = to_compute<R>(terms.dy), x = to_compute<R>(terms.h);
+#pragma unroll
+  for (int i = 0; i < kPack<R>; i++) {
+    compute_t<R>& chain = dots[i % kChains<R>];
+    chain = fma_rn(dy.element[i] * scale.element[i], x.element[i], chain);
+  }
+}
+
+// dh of a pack, and the residual; adds dy * rstd * h to dw.
+template <class R, class TermsOfPack, class AddToWeight>
+__device__ Numbers<R> gradients(const TermsOfPack& terms, const Numbers<R>& scale, const Numbers<R>& residual,
+                                const RowFactors<compute_t<R>>& row, AddToWeight add) {
+  const Numbers<R> dy = to_compute<R>(terms.dy), x = to_compute<R>(terms.h);
+  Numbers<R> dx;
+#pragma unroll
+  for (int i = 0; i < kPack<R>; i++) {
+    const compute_t<R> scaled_dy = dy.element[i] * row.rstd;
+    add(i, scaled_dy, x.element[i]);
+    dx.element[i] = fma_rn(scaled_dy, scale.element[i], fma_rn(-row.c, x.element[i], residual.element[i]));
+  }
+  return dx;
+}
+
+template <class R, class Rows, class Index>
+__device__ Numbers<R> load_residual(const Rows& rows, const R* row, Index column, Index count) {
+  if (rows.data == nullptr) return {};
+  return to_compute<R>(load<kPack<R>>(rows, row, column, count));
+}
+
+// The sums of grad_weight over the rows that a block takes, for the columns of a thread's packs: in registers, or in
+// shared memory where there are too many.
+template <class T, int kPacks>
+class WeightSums {
+ public:
+  using Compute = compute_t<T>;
+  static constexpr bool kInShared = sums_in_shared(kPacks);
+
+  __device__ WeightSums() {
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) {
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) at(p, i) = 0;
+    }
+  }
+
+  __device__ Compute& at(int pack, int i) {
+    if constexpr (kInShared) {
+      // A stride that is known when it is compiled costs no register.
+      return dynamic_shared<Compute>()[(pack * kPack<T> + i) * max_threads(kPacks) + threadIdx.x];
+    } else {
+      return registers_[pack][i];
+    }
+  }
+
+  // Adds up what the rows that share the block have, in their order.
+  __device__ void write(const Columns<T, int>& columns, Compute* partial) {
+    if (blockDim.y == 1) {
+#pragma unroll
+      for (int p = 0; p < kPacks; p++) {
+#pragma unroll
+        for (int i = 0; i < kPack<T>; i++) {
+          if (i < columns.count(p)) partial[columns.column(p) + i] = at(p, i);
+        }
+      }
+      return;
+    }
+    Compute* const shared = dynamic_shared<Compute>();  // [blockDim.y, width]
+    const int width = blockDim.x * kPacks * kPack<T>;
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) {
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) shared[threadIdx.y * width + columns.column(p) + i] = at(p, i);
+    }
+    __syncthreads();
+    for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < columns.cols;
+         column += blockDim.x * blockDim.y) {
+      Compute sum = 0;
+      for (unsigned y = 0; y < blockDim.y; y++) sum += shared[y * width + column];
+      partial[column] = sum;
+    }
+  }
+
+ private:
+  Compute registers_[kInShared ? 1 : kPacks][kPack<T>];
+};
+
+// Rows that fit into registers: each element is read once. A block takes rows until none is left, and then writes its
+// share of grad_weight.
+template <int kPacks, class T, class R, class Access, class Gate>
+__device__ void backward_rows(const Backward<T, R, Access>& args, const Gate& gate) {
+  using Compute = compute_t<R>;
+  __shared__ RowSumShared<Compute, 2> shared;
+  RowSums<Compute, 2, kPacks> sum_row(shared);
+  const Columns<R, int> columns(args.cols);
+  Columns<R, int> written = columns;
+  if (args.grad_input.data == nullptr) written.cols = 0;
+
+  const BlockRows block(args.groups.count, blockDim.y);
+  const auto scale_of_group = args.scale.of_group(block.group, args.cols);
+  const auto load_scale_of = [&](int p) {
+    const int column = columns.column(p), count = columns.count(p);
+    return scale_of_group.numbers(scale_of_group.hold(column, count), column, count);
+  };
+  // All rows have the same; where registers are scarce it comes from the L1 cache again.
+  constexpr bool kHoldsScale = kPacks * kPack<R> <= 16;
+  Numbers<R> scale[kHoldsScale ? kPacks : 1];
+  if constexpr (kHoldsScale) {
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) scale[p] = load_scale_of(p);
+  }
+  const auto scale_of = [&](int p) {
+    if constexpr (kHoldsScale) {
+      return scale[p];
+    } else {
+      return load_scale_of(p);
+    }
+  };
+  WeightSums<R, kPacks> dw;
+
+  struct Loaded {
+    Pack<R> x[kPacks];
+    Elements<T, kPack<R>> dy[kPacks];
+    typename Gate::template Held<kPacks> held;
+  };
+  const auto load_row = [&](int64_t row) {
+    Loaded loaded;
+    load_packs<R>(loaded.x, args.input, args.input.row(row), row < args.rows, columns);
+    load_packs<R>(loaded.dy, args.grad_output, args.grad_output.row(row), row < args.rows, columns);
+    loaded.held.load(gate, row, row < args.rows, columns);
+    return loaded;
+  };
+  // A narrow row asks for too little memory at a time, so that it has to be asked for while the one before is dealt
+  // with.
+  constexpr bool kLoadsAhead = kPacks <= 2;
+  const int64_t row_in_block = threadIdx.y * args.groups.count;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  Loaded next;
+  if constexpr (kLoadsAhead) next = load_row(block.first + row_in_block);
+
+  for (int64_t base = block.first; base < args.rows; base += step) {
+    const int64_t row = base + row_in_block;
+    Loaded loaded;
+    if constexpr (kLoadsAhead) {
+      loaded = next;
+      next = load_row(row + step);
+    } else {
+      loaded = load_row(row);
+    }
+    auto& [x, dy, held] = loaded;
+
+    const auto activated = held.activate(gate, columns);
+    Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) {
+      add_terms<R>(gate.terms(dy[p], x[p], activated[p]), scale_of(p), squares, dots);
+      keep_few_registers<kPacks>();
+    }
+    Compute sums[2] = {fold(squares), fold(dots)};
+    sum_row(sums);
+    if (row >= args.rows) continue;
+
+    R* const target = columns.of_row(args.grad_input.row(row));
+    const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
+    keep_packed(x);
+    keep_packed(dy);
+    const auto gate_target = gate.row_of_gradient(row);
+    const auto write = [&]<bool kHasResidual>() {
+      const R* residual = nullptr;
+      if constexpr (kHasResidual) residual = columns.of_row(args.grad_residual.row(row));
+#pragma unroll
+      for (int p = 0; p < kPacks; p++) {
+        const int offset = columns.offset(p), count = columns.count(p);
+        Numbers<R> dz = {};
+        if constexpr (kHasResidual) dz = load_residual(args.grad_residual, residual, offset, count);
+        const auto terms = gate.terms(dy[p], x[p], activated[p]);
+        const Numbers<R> w = scale_of(p);
+        Numbers<R> dx = gradients<R>(terms, w, dz, factors, [&](int i, Compute scaled_dy, Compute x_element) {
+          dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
+        });
+        gate.finish(dx, terms, w, factors, gate_target, columns.column(p), count);
+        store(args.grad_input, target, offset, written.count(p), from_compute<R>(dx));
+        keep_few_registers<kPacks>();
+      }
+    };
+    // Decided once a row, but where that would take twice as much code.
+    if (Gate::kTakesResidual && (kPacks == 16 || args.grad_residual.data != nullptr)) {
+      write.template operator()<true>();
+    } else {
+      write.template operator()<false>();
+    }
+  }
+  if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols);
+}
+
+// Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
+template <class T, class R, class Gate>
+__device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, const Gate& gate) {
+  using Compute = compute_t<R>;
+  __shared__ RowSumShared<double, 2> shared;
+  RowSums<double, 2, kAnyWidth.packs> sum_row(shared);
+  const Columns<R, int64_t> columns(args.cols);
+  Compute* const partial = args.partials != nullptr ? args.partials + blockIdx.x * args.cols : nullptr;
+  const BlockRows block(args.groups.count, 1);
+  const auto scale = args.scale.of_group(block.group, args.cols);
+
+  for (int64_t row = block.first; row < args.rows; row += gridDim.x) {
+    const R* const x_row = args.input.row(row);
+    const T* const dy_row = args.grad_output.row(row);
+    const R* const residual_row = args.grad_residual.row(row);
+    const auto gate_row = gate.row(row);
+    const auto load_terms = [&](int64_t column, int64_t count) {
+      return gate.terms(load<kPack<R>>(args.grad_output, dy_row, column, count),
+                        load<kPack<R>>(args.input, x_row, column, count), gate.activate(gate_row, column, count));
+    };
+    double sums[2] = {};
+    for (int64_t first = 0; columns.count(first) > 0; first += kPacksOfChain) {
+      Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
+      for (int p = 0; p < kPacksOfChain; p++) {
+        const int64_t column = columns.column(first + p), count = columns.count(first + p);
+        add_terms<R>(load_terms(column, count), scale.numbers({}, column, count), squares, dots);
+      }
+      sums[0] += fold(squares);
+      sums[1] += fold(dots);
+    }
+    sum_row(sums);
+    const auto factors =
+        factors_of(static_cast<Compute>(sums[0]), static_cast<Compute>(sums[1]), args.inverse_cols, args.eps);
+
+    const auto gate_target = gate.row_of_gradient(row);
+    for (int64_t p = 0; columns.count(p) > 0; p++) {
+      const int64_t column = columns.column(p), count = columns.count(p);
+      const auto terms = load_terms(column, count);
+      const Numbers<R> w = scale.numbers({}, column, count);
+      Numbers<R> dx = gradients<R>(terms, w, load_residual(args.grad_residual, residual_row, column, count), factors,
+                                   [&](int i, Compute scaled_dy, Compute x_element) {
+                                     if (partial == nullptr || i >= count) return;
+                                     const Compute sum = row == block.first ? 0 : partial[column + i];
+                                     partial[column + i] = fma_rn(scaled_dy, x_element, sum);
+                                   });
+      gate.finish(dx, terms, w, factors, gate_target, column, count);
+      if (args.grad_input.data != nullptr) {
+        store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));
+      }
+    }
+  }
+}
+
+// Each cluster (or block, where a row has one) makes a partial sum: no more of them than run at once, so that there are
+// few, and none waits for others to end; of each group of rows there is one at least. Either access has as many, as it
+// must not show in the sum. Kernels has held<T, R, kPacks, Access>() and any_width<T, R>().
+template <class Kernels, class T, class R, int kPacks>
+LaunchShape backward_shape(const RowConfig& config, int64_t rows, int64_t cols, int64_t groups, const Device& device) {
+  LaunchShape shape = {dim3(1, config.cluster), block_of(config), 0};
+  int64_t at_once;
+  if constexpr (kPacks == 0) {
+    at_once = std::min(clusters_at_once(Kernels::template any_width<T, R>(), shape, device.multiprocessors),
+                       kPartialsBytes / (cols * static_cast<int64_t>(sizeof(compute_t<R>))));
+  } else {
+    if (sums_in_shared(kPacks) || shape.block.y > 1) {
+      shape.shared_bytes = static_cast<int64_t>(shape.block.x * shape.block.y * kPacks * sizeof(Numbers<R>));
+    }
+    const auto clusters_with = [&]<class Access>() {
+      return clusters_at_once(Kernels::template held<T, R, kPacks, Access>(), shape, device.multiprocessors);
+    };
+    at_once = clusters_with.template operator()<General>();
+    if constexpr (kHasPlain<kPacks, R>) at_once = std::min(at_once, clusters_with.template operator()<Plain>());
+    if constexpr (kHasPlainOfGroups<kPacks, R>) {
+      at_once = std::min(at_once, clusters_with.template operator()<PlainOfGroups>());
+    }
+  }
+  const int64_t of_group =
+      std::clamp<int64_t>(at_once / groups, 1, blocks_of_rows(rows, shape.block.y, groups) / groups);
+  shape.grid.x = static_cast<unsigned>(of_group * groups);
+  return shape;
+}
+
+}  // namespace normops::cuda

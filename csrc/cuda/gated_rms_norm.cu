@@ -1,0 +1,120 @@
+// gated_rms_norm: y = x * rstd * w * a, or of h = x * a, y = h * rstd * w; a is the activated gate
+#include "forward_rows.cuh"
+#include "gate.cuh"
+#include "gated_rms_norm_launch.h"
+
+namespace normops::cuda {
+namespace {
+
+template <class T, class Access>
+struct Gated {
+  typename Access::template Rows<const T> input;
+  typename Access::template AnyRows<const T> gate;
+  Activation activation;
+
+  template <class Other>
+  Gated<T, Other> as() const {
+    return {typename Other::template Rows<const T>(input), typename Other::template AnyRows<const T>(gate), activation};
+  }
+};
+
+// Rows that fit into registers: each element is read once.
+template <class T, int kPacks, bool kNormFirst, class Access>
+__global__ void __launch_bounds__(gated_threads(kPacks), gated_min_blocks(kPacks))
+    gated_rms_norm_kernel(const Forward<T, T, Access> args, const Gated<T, Access> gated) {
+  constexpr int kRows = rows_in_flight(kPacks);
+  __shared__ RowSumShared<compute_t<T>, kRows> shared;
+  RowSums<compute_t<T>, kRows, kPacks> sum_row(shared);
+  const Columns<T, int> columns(args.cols);
+  const BlockRows block(args.groups.count, kRows * blockDim.y);
+  const TakenRows rows(block, args.rows, args.groups.count);
+  wait_for_previous_kernel();
+  Pack<T> x[kRows][kPacks];
+  HeldGate<T, kPacks, Access> gate[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; r++) {
+    load_packs<T>(x[r], gated.input, gated.input.row(rows.first, rows.further(r)), rows.has(r), columns);
+    gate[r].load(gated.gate, gated.gate.row(rows.first, rows.further(r)), rows.has(r), columns);
+  }
+  const auto scale = args.scale.of_group(block.group, args.cols);
+  const auto activated = [&](int r, int p) {
+    return activate<T>(gate[r].numbers(gated.gate, columns, p), gated.activation).value;
+  };
+  if constexpr (kNormFirst) {
+    normalize_rows(args, scale, rows, columns, x, sum_row, [&](Numbers<T>& y, int r, int p) {
+      if (p == 0) gate[r].keep();
+      multiply<T>(y, activated(r, p));
+    });
+  } else {
+    Numbers<T> h[kRows][kPacks];
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+#pragma unroll
+      for (int p = 0; p < kPacks; p++) {
+        h[r][p] = to_compute<T>(x[r][p]);
+        multiply<T>(h[r][p], activated(r, p));
+        keep_few_registers<kPacks>();
+      }
+    }
+    normalize_rows(args, scale, rows, columns, h, sum_row);
+  }
+}
+
+// Rows of any width: read twice.
+template <class T, bool kNormFirst>
+__global__ void __launch_bounds__(kAnyWidth.threads, 1)
+    gated_rms_norm_any_width_kernel(const Forward<T, T, General> args, const Gated<T, General> gated) {
+  const int64_t row = BlockRows(args.groups.count, 1).first;
+  const T* const x = gated.input.row(row);
+  const char* const gate = gated.gate.row(row);
+  const auto load_x = [&](int64_t column, int64_t count) { return load<kPack<T>>(gated.input, x, column, count); };
+  const auto activated = [&](int64_t column, int64_t count) {
+    return activate<T>(load_numbers(gated.gate, gate, column, count), gated.activation).value;
+  };
+  if constexpr (kNormFirst) {
+    normalize_any_width(args, load_x, load_x, [&](Numbers<T>& y, int64_t column, int64_t count) {
+      multiply<T>(y, activated(column, count));
+    });
+  } else {
+    const auto load_h = [&](int64_t column, int64_t count) {
+      Numbers<T> h = to_compute<T>(load_x(column, count));
+      multiply<T>(h, activated(column, count));
+      return h;
+    };
+    normalize_any_width(args, load_h, load_h);
+  }
+}
+
+template <class T, bool kNormFirst>
+void launch_in_order(const GatedRmsNormArgs& args, const Device& device, Stream stream) {
+  const auto forward = forward_of<T, T>(args);
+  const Gated<T, General> gated = {rows_of<const T, T>(args.input, args.input_rows, args.cols),
+                                   any_rows_of<const T>(args.gate, args.gate_dtype, args.gate_rows, args.cols),
+                                   args.gating.activation};
+  const RowConfig config = gated_config(packs_of<T>(args.cols), device);
+  dispatch_forward(args, config, device, [&]<int kPacks>(const LaunchShape& shape) {
+    if constexpr (kPacks == 0) {
+      launch(gated_rms_norm_any_width_kernel<T, kNormFirst>, shape, stream, forward, gated);
+    } else if constexpr (kPacks <= kMostGatedPacks) {
+      const auto launch_with = [&]<class Access>() {
+        launch(gated_rms_norm_kernel<T, kPacks, kNormFirst, Access>, shape, stream, forward.template as<Access>(),
+               gated.template as<Access>());
+      };
+      dispatch_access<kPacks>(forward.scale, launch_with, forward.output, gated.input, gated.gate);
+    }
+  });
+}
+
+}  // namespace
+
+void launch_gated_rms_norm(const GatedRmsNormArgs& args, const Device& device, Stream stream) {
+  dispatch(args.dtype, [&]<class T>() {
+    if (args.gating.norm_before_gate) {
+      launch_in_order<T, true>(args, device, stream);
+    } else {
+      launch_in_order<T, false>(args, device, stream);
+    }
+  });
+}
+
+}  // namespace normops::cuda

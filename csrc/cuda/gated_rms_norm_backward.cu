@@ -1,0 +1,157 @@
+// gated_rms_norm_backward, where a is the activated gate and a' its slope: of y = h * rstd * w * a with h = x, dx = dh
+// and dg = dy * h * rstd * w * a'; of h = x * a and y = h * rstd * w, dx = dh * a and dg = dh * x * a'
+#include "backward_rows.cuh"
+#include "gate.cuh"
+#include "gated_rms_norm_launch.h"
+
+namespace normops::cuda {
+namespace {
+
+// Of a pack: what NoGate has, and what its gradients are multiplied by.
+template <class T>
+struct GatedTerms {
+  Numbers<T> dy, h;
+  Numbers<T> grad_output;
+  Numbers<T> a;
+  Numbers<T> sloped_input;  // x * a'
+};
+
+template <class T, class Access>
+struct Gate {
+  static constexpr bool kTakesResidual = false;
+
+  typename Access::template AnyRows<const T> rows;
+  typename Access::template AnyRows<T> gradients;  // data is null if not wanted
+  Gating gating;
+
+  template <class Other>
+  Gate<T, Other> as() const {
+    return {typename Other::template AnyRows<const T>(rows), typename Other::template AnyRows<T>(gradients), gating};
+  }
+
+  template <int kPacks>
+  struct Held : HeldGate<T, kPacks, Access> {
+    __device__ void load(const Gate& gate, int64_t row, bool is_row, const Columns<T, int>& columns) {
+      HeldGate<T, kPacks, Access>::load(gate.rows, gate.rows.row(row), is_row, columns);
+    }
+
+    struct Activations {
+      Activated<T> of_pack[kPacks];
+      __device__ const Activated<T>& operator[](int p) const { return of_pack[p]; }
+    };
+
+    // Once for both times that a row is dealt with.
+    __device__ Activations activate(const Gate& gate, const Columns<T, int>& columns) const {
+      Activations activations;
+#pragma unroll
+      for (int p = 0; p < kPacks; p++) {
+        activations.of_pack[p] = cuda::activate<T>(this->numbers(gate.rows, columns, p), gate.gating.activation);
+        keep_few_registers<kPacks>();
+      }
+      return activations;
+    }
+  };
+
+  __device__ auto row(int64_t index) const { return rows.row(index); }
+  __device__ auto row_of_gradient(int64_t index) const { return gradients.row(index); }
+
+  __device__ Activated<T> activate(const char* row, int64_t column, int64_t count) const {
+    return cuda::activate<T>(load_numbers(rows, row, column, count), gating.activation);
+  }
+
+  __device__ GatedTerms<T> terms(const Pack<T>& grad_output, const Pack<T>& input, const Activated<T>& a) const {
+    const Numbers<T> dy = to_compute<T>(grad_output), x = to_compute<T>(input);
+    GatedTerms<T> terms = {dy, x, dy, a.value, x};
+#pragma unroll
+    for (int i = 0; i < kPack<T>; i++) {
+      terms.dy.element[i] *= gating.norm_before_gate ? a.value.element[i] : 1;
+      terms.h.element[i] *= gating.norm_before_gate ? 1 : a.value.element[i];
+      terms.sloped_input.element[i] *= a.slope.element[i];
+    }
+    return terms;
+  }
+
+  template <class Row, class Index>
+  __device__ void finish(Numbers<T>& dh, const GatedTerms<T>& terms, const Numbers<T>& scale,
+                         const RowFactors<compute_t<T>>& factors, Row row, Index column, Index count) const {
+    Numbers<T> dg = terms.sloped_input;
+#pragma unroll
+    for (int i = 0; i < kPack<T>; i++) {
+      const compute_t<T> dy = terms.grad_output.element[i] * (factors.rstd * scale.element[i]);
+      dg.element[i] *= gating.norm_before_gate ? dy : dh.element[i];
+      dh.element[i] *= gating.norm_before_gate ? 1 : terms.a.element[i];
+    }
+    if (row != nullptr) store_numbers(gradients, row, column, count, dg);
+  }
+};
+
+// Rows that fit into registers: each element is read once.
+template <class T, int kPacks, class Access>
+__global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_blocks(kPacks))
+    gated_rms_norm_backward_kernel(const Backward<T, T, Access> args, const Gate<T, Access> gate) {
+  backward_rows<kPacks>(args, gate);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kAnyWidth.threads, 1)
+    gated_rms_norm_backward_any_width_kernel(const Backward<T, T, General> args, const Gate<T, General> gate) {
+  backward_rows_of_any_width(args, gate);
+}
+
+struct GatedKernels {
+  template <class T, class R, int kPacks, class Access>
+  static constexpr auto held() {
+    return gated_rms_norm_backward_kernel<T, kPacks, Access>;
+  }
+  template <class T, class R>
+  static constexpr auto any_width() {
+    return gated_rms_norm_backward_any_width_kernel<T>;
+  }
+};
+
+// Calls launch.template operator()<T, kPacks>(shape).
+template <class Launch>
+void dispatch_gated_backward(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Device& device,
+                             Launch launch) {
+  dispatch(dtype, [&]<class T>() {
+    const RowConfig config = gated_config(packs_of<T>(cols), device);
+    dispatch_packs(config.packs, [&]<int kPacks>() {
+      if constexpr (kPacks <= kMostGatedPacks) {
+        launch.template operator()<T, kPacks>(
+            backward_shape<GatedKernels, T, T, kPacks>(config, rows, cols, groups, device));
+      }
+    });
+  });
+}
+
+}  // namespace
+
+int64_t gated_rms_norm_backward_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups,
+                                         const Device& device) {
+  int64_t blocks = 0;
+  dispatch_gated_backward(dtype, rows, cols, groups, device,
+                          [&]<class T, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
+  return blocks / groups;
+}
+
+void launch_gated_rms_norm_backward(const GatedRmsNormBackwardArgs& args, const Device& device, Stream stream) {
+  const auto launch_shape = [&]<class T, int kPacks>(const LaunchShape& shape) {
+    const auto backward = backward_of<T, T>(args);
+    const Gate<T, General> gate = {any_rows_of<const T>(args.gate, args.gate_dtype, args.gate_rows, args.cols),
+                                   any_rows_of<T>(args.grad_gate, args.gate_dtype, args.grad_gate_rows, args.cols),
+                                   args.gating};
+    if constexpr (kPacks == 0) {
+      launch(gated_rms_norm_backward_any_width_kernel<T>, shape, stream, backward, gate);
+    } else {
+      const auto launch_with = [&]<class Access>() {
+        launch(gated_rms_norm_backward_kernel<T, kPacks, Access>, shape, stream, backward.template as<Access>(),
+               gate.template as<Access>());
+      };
+      dispatch_access<kPacks>(backward.scale, launch_with, backward.grad_output, backward.input, backward.grad_input,
+                              gate.rows, gate.gradients);
+    }
+  };
+  dispatch_gated_backward(args.dtype, args.rows, args.cols, args.weight.groups, device, launch_shape);
+}
+
+}  // namespace normops::cuda
