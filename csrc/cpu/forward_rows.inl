@@ -189,7 +189,7 @@ class ForwardRows {
         folded[r] =
             fold_span<R>(0, args_.cols, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
               Block<R> result;
-              written.write(column, extent, [&] { result = squares(column, extent, sum); });
+              written.write(column, extent, [&]() NORMOPS_INLINE_LAMBDA { result = squares(column, extent, sum); });
               return result;
             });
       }
@@ -251,7 +251,7 @@ class ForwardRows {
       Folded<R> folded[kRows];
       fold_span<R>(begin, span_end(begin, args_.cols), folded,
                    [&](int64_t column, auto extent, Block<R>(&sums)[kRows]) NORMOPS_INLINE_LAMBDA {
-                     visit(column, extent, [&] {
+                     visit(column, extent, [&]() NORMOPS_INLINE_LAMBDA {
 #pragma GCC unroll 4
                        for (int r = 0; r < kRows; r++) sums[r] = rows[r].squares()(column, extent, sums[r]);
                      });
