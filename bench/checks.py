@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import oracle
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.operators import EPS, VECTORS, Operator
@@ -62,9 +63,12 @@ def _grad_weight(inputs: Tensors) -> Tensor:
     """By definition, in float64, some rows at a time."""
     grad_weight = torch.zeros_like(inputs["weight"], dtype=torch.float64)
     rows = max(1, MOST_ELEMENTS // inputs["input"].shape[1])
-    for input, grad_output in zip(inputs["input"].split(rows), inputs["grad_output"].split(rows), strict=True):
-        x = input.double()
-        grad_weight += (grad_output.double() * x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()).sum(0)
+    for begin in range(0, inputs["input"].shape[0], rows):
+        part = {name: tensor[begin : begin + rows].double() for name, tensor in inputs.items() if name not in VECTORS}
+        x, dy = part["input"], part["grad_output"]
+        if "gate" in part:
+            dy = dy * F.silu(part["gate"])
+        grad_weight += (dy * x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()).sum(0)
     return grad_weight
 
 

@@ -71,6 +71,28 @@ def _expected_add_backward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
     return _backward(inputs["grad_output"], inputs["input"], inputs["weight"], inputs["grad_residual"])
 
 
+@lru_cache(maxsize=1)
+def _gated(input: Tensor, gate: Tensor, weight: Tensor) -> Bounded:
+    return oracle.gated_rms_norm(input, gate, tuple(weight.shape), weight, EPS)
+
+
+@lru_cache(maxsize=1)
+def _gated_backward(grad_output: Tensor, input: Tensor, gate: Tensor, weight: Tensor) -> tuple[Bounded, ...]:
+    grad_input, grad_gate, grad_weight = oracle.gated_rms_norm_backward(
+        grad_output, input, gate, tuple(weight.shape), weight, EPS
+    )
+    assert grad_weight is not None
+    return grad_input, grad_gate, grad_weight
+
+
+def _expected_gated(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
+    return (_gated(inputs["input"], inputs["gate"], inputs["weight"]),)
+
+
+def _expected_gated_backward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
+    return _gated_backward(inputs["grad_output"], inputs["input"], inputs["gate"], inputs["weight"])
+
+
 OPERATORS = (
     Operator("rms_norm", ("input", "weight"), ("output",), _expected_forward),
     Operator(
@@ -90,5 +112,19 @@ OPERATORS = (
         ("grad_output", "input", "weight", "grad_residual"),
         ("grad_input", "grad_weight"),
         _expected_add_backward,
+    ),
+    Operator("gated_rms_norm", ("input", "gate", "weight"), ("output",), _expected_gated),
+    Operator(
+        "gated_rms_norm_backward",
+        ("grad_output", "input", "gate", "weight"),
+        ("grad_input", "grad_gate", "grad_weight"),
+        _expected_gated_backward,
+    ),
+    Operator(
+        "gated_forward_backward",
+        ("input", "gate", "weight", "grad_output", "input", "gate", "weight"),
+        ("output", "grad_input", "grad_gate", "grad_weight"),
+        lambda inputs: (*_expected_gated(inputs), *_expected_gated_backward(inputs)),
+        memories=("fresh",),
     ),
 )

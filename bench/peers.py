@@ -22,6 +22,7 @@ from bench.problems import Problem, Tensors
 
 Norm = Callable[[Tensor, Tensor], Tensor]
 AddNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+GatedNorm = Callable[[Tensor, Tensor, Tensor], Tensor]
 Builder = Callable[[Tensors], Callable[[], object]]
 
 
@@ -94,6 +95,20 @@ def unfused(norm: Norm) -> AddNorm:
     return add_norm
 
 
+def then_gate(norm: Norm) -> GatedNorm:
+    """The norm, then the gate."""
+
+    def gated_norm(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return norm(input, weight) * F.silu(gate)
+
+    return gated_norm
+
+
+def qwen3_next_rms_norm_gated(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """Qwen3NextRMSNormGated.forward in Hugging Face's transformers."""
+    return (llama_rms_norm(input, weight) * F.silu(gate.to(torch.float32))).to(input.dtype)
+
+
 def liger_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     function = importlib.import_module("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction
     return function.apply(input, residual, weight, EPS, 0.0, "llama", False)
@@ -105,6 +120,10 @@ def quack_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple
 
 def normops_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return normops.add_rms_norm(input, residual, weight.shape, weight, EPS)
+
+
+def normops_gated_rms_norm(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return normops.gated_rms_norm(input, gate, weight.shape, weight, EPS)
 
 
 def normops_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
@@ -164,14 +183,51 @@ def _add_backward(norm: AddNorm) -> Builder:
     return build
 
 
-def _with_autograd(norm: Norm, add_norm: AddNorm | None = None) -> dict[str, Builder]:
+def _gated_leaves(inputs: Tensors) -> tuple[Tensor, ...]:
+    return tuple(inputs[name].detach().requires_grad_() for name in ("input", "gate", "weight"))
+
+
+def _gated_forward(norm: GatedNorm) -> Builder:
+    return lambda inputs: partial(norm, inputs["input"], inputs["gate"], inputs["weight"])
+
+
+def _gated_backward(norm: GatedNorm) -> Builder:
+    def build(inputs: Tensors) -> Callable[[], object]:
+        leaves = _gated_leaves(inputs)
+        with torch._functorch.config.patch(donated_buffer=False):
+            output = norm(*leaves)
+        return lambda: torch.autograd.grad(output, leaves, inputs["grad_output"], retain_graph=True)
+
+    return build
+
+
+def _gated_forward_backward(norm: GatedNorm) -> Builder:
+    def build(inputs: Tensors) -> Callable[[], object]:
+        leaves = _gated_leaves(inputs)
+
+        def call() -> tuple[Tensor, ...]:
+            output = norm(*leaves)
+            return output.detach(), *torch.autograd.grad(output, leaves, inputs["grad_output"])
+
+        return call
+
+    return build
+
+
+def _with_autograd(
+    norm: Norm, add_norm: AddNorm | None = None, gated_norm: GatedNorm | None = None
+) -> dict[str, Builder]:
     add_norm = add_norm or unfused(norm)
+    gated_norm = gated_norm or then_gate(norm)
     return {
         "rms_norm": _forward(norm),
         "rms_norm_backward": _backward(norm),
         "forward_backward": _forward_backward(norm),
         "add_rms_norm": _add_forward(add_norm),
         "add_rms_norm_backward": _add_backward(add_norm),
+        "gated_rms_norm": _gated_forward(gated_norm),
+        "gated_rms_norm_backward": _gated_backward(gated_norm),
+        "gated_forward_backward": _gated_forward_backward(gated_norm),
     }
 
 
@@ -179,16 +235,28 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def _compiled(norm: Norm) -> dict[str, Builder]:
+def _compiled(norm: Norm, gated_norm: GatedNorm | None = None) -> dict[str, Builder]:
+    gated_norm = gated_norm or then_gate(norm)
+
     def build(operator: str) -> Builder:
         # torch.compile only here: it takes seconds to import what it needs.
-        return lambda inputs: _with_autograd(_compile(norm), _compile(unfused(norm)))[operator](inputs)
+        return lambda inputs: _with_autograd(_compile(norm), _compile(unfused(norm)), _compile(gated_norm))[operator](
+            inputs
+        )
 
     return {operator: build(operator) for operator in _with_autograd(norm)}
 
 
-def _compiled_into(norm: Norm) -> dict[str, Builder]:
+def _compiled_into(norm: Norm, gated_norm: GatedNorm | None = None) -> dict[str, Builder]:
     """The compiler fuses a copy into given memory with what computes the values."""
+    gate = gated_norm or then_gate(norm)
+
+    def write_gated(output: Tensor, input: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
+        return output.copy_(gate(input, gates, weight))
+
+    def gated_forward(inputs: Tensors) -> Callable[[], object]:
+        given = inputs["input"], inputs["gate"], inputs["weight"]
+        return partial(_compile(write_gated), torch.empty_like(inputs["input"]), *given)
 
     def write(output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
         return output.copy_(norm(input, weight))
@@ -241,6 +309,7 @@ def _compiled_into(norm: Norm) -> dict[str, Builder]:
         "rms_norm_backward": backward,
         "add_rms_norm": add_forward,
         "add_rms_norm_backward": add_backward,
+        "gated_rms_norm": gated_forward,
     }
 
 
@@ -267,6 +336,20 @@ def _normops_add_backward_out(inputs: Tensors) -> Callable[[], object]:
     return partial(_normops_backward_out(inputs), grad_residual=inputs["grad_residual"])
 
 
+def _normops_gated_out(inputs: Tensors) -> Callable[[], object]:
+    input, gate, weight = inputs["input"], inputs["gate"], inputs["weight"]
+    out = torch.empty_like(input)
+    return partial(torch.ops.normops.gated_rms_norm.out, input, gate, weight.shape, weight, EPS, out=out)
+
+
+def _normops_gated_backward_out(inputs: Tensors) -> Callable[[], object]:
+    input, gate, weight = inputs["input"], inputs["gate"], inputs["weight"]
+    given = {"grad_input": input, "grad_gate": gate, "grad_weight": weight}
+    targets = {name: torch.empty_like(tensor) for name, tensor in given.items()}
+    operator = torch.ops.normops.gated_rms_norm_backward.out
+    return partial(operator, inputs["grad_output"], input, gate, weight.shape, weight, EPS, **targets)
+
+
 def _unfused_out(inputs: Tensors) -> Callable[[], object]:
     input, residual, weight = inputs["input"], inputs["residual"], inputs["weight"]
     out, residual_out = torch.empty_like(input), torch.empty_like(residual)
@@ -291,12 +374,14 @@ def _unfused_backward_out(inputs: Tensors) -> Callable[[], object]:
 
 NORMOPS = Peer(
     "normops",
-    _with_autograd(normops_rms_norm, normops_add_rms_norm),
+    _with_autograd(normops_rms_norm, normops_add_rms_norm, normops_gated_rms_norm),
     {
         "rms_norm": _normops_out,
         "rms_norm_backward": _normops_backward_out,
         "add_rms_norm": _normops_add_out,
         "add_rms_norm_backward": _normops_add_backward_out,
+        "gated_rms_norm": _normops_gated_out,
+        "gated_rms_norm_backward": _normops_gated_backward_out,
     },
     has_bounds=True,
 )
@@ -336,8 +421,13 @@ PEERS = (
     UNFUSED,
     Peer("F.rms_norm", _with_autograd(rms_norm)),
     Peer("F.rms_norm-compiled", _compiled(rms_norm), _compiled_into(rms_norm)),
-    Peer("LlamaRMSNorm", _with_autograd(llama_rms_norm)),
-    Peer("LlamaRMSNorm-compiled", _compiled(llama_rms_norm), _compiled_into(llama_rms_norm)),
+    # Of gated norms the one that goes with it, Qwen3NextRMSNormGated.
+    Peer("LlamaRMSNorm", _with_autograd(llama_rms_norm, gated_norm=qwen3_next_rms_norm_gated)),
+    Peer(
+        "LlamaRMSNorm-compiled",
+        _compiled(llama_rms_norm, qwen3_next_rms_norm_gated),
+        _compiled_into(llama_rms_norm, qwen3_next_rms_norm_gated),
+    ),
     Peer(
         "onnxruntime",
         {"rms_norm": onnx_runtime.fresh},
@@ -347,7 +437,11 @@ PEERS = (
     ),
     Peer(
         "HF rmsnorm",
-        {name: build for name, build in _with_autograd(hugging_face.rms_norm).items() if not name.startswith("add_")},
+        {
+            name: build
+            for name, build in _with_autograd(hugging_face.rms_norm).items()
+            if name in ("rms_norm", "rms_norm_backward", "forward_backward")
+        },
         devices=("cpu",),
         missing=hugging_face.missing,
     ),

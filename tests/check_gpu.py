@@ -54,7 +54,9 @@ def parts(step: int, device: str, out: Path) -> list[Part]:
         "build", (*python, "-m", "normops") if rehearsal else (*python, "setup.py", "build_ext", "--inplace"), 200
     )
     operators = ("rms_norm", "rms_norm_backward")
-    additions = ("--op", "add_rms_norm", "add_rms_norm_backward", "--memory", "fresh", "--dtype", "bfloat16")
+    fresh = ("--memory", "fresh", "--dtype", "bfloat16")
+    additions = ("--op", "add_rms_norm", "add_rms_norm_backward", *fresh)
+    gates = ("--op", "gated_rms_norm", "gated_rms_norm_backward", *fresh)
     compiled = ("--peers", *PEERS, "F.rms_norm-compiled")
     return {
         1: [
@@ -76,6 +78,7 @@ def parts(step: int, device: str, out: Path) -> list[Part]:
             Part("racecheck", sanitized("racecheck", WIDTHS), 100),
             Part("speed beside compiled peers", bench("step3", "--op", *operators, *compiled), 240),
             Part("additions", bench("step3-additions", *additions, *compiled), 120),
+            Part("gates", bench("step3-gates", *gates, *compiled), 120),
             Part("memcheck of all configurations", sanitized("memcheck", "every_configuration and bfloat16"), 200),
         ],
     }[step]
