@@ -1,6 +1,7 @@
 """The bits of a result depend on what the contract names, and on nothing else."""
 
 from collections.abc import Callable
+from functools import partial
 
 import cases
 import pytest
@@ -20,21 +21,42 @@ def problem(rows: int, cols: int, dtype: torch.dtype, device: str) -> tuple[Tens
     return dy, x, cases.values((cols,), torch.float32, 3).to(device)
 
 
-def compute(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+# What has rows like the input's, and grad_weight comes last.
+Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def rms_norm(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     cols = x.shape[-1]
     return (ops.rms_norm(x, [cols], w, EPS), *ops.rms_norm_backward(dy, x, [cols], w, EPS))
 
 
+def gated_rms_norm(dy: Tensor, x: Tensor, w: Tensor, norm_before_gate: bool) -> tuple[Tensor, ...]:
+    cols = x.shape[-1]
+    gate = dy  # as good as any
+    order = {"norm_before_gate": norm_before_gate}
+    output = ops.gated_rms_norm(x, gate, [cols], w, EPS, **order)
+    return (output, *ops.gated_rms_norm_backward(dy, x, gate, [cols], w, EPS, **order))
+
+
+@pytest.fixture(params=("rms_norm", "norm first", "gate first"))
+def compute(request: pytest.FixtureRequest) -> Compute:
+    return (
+        rms_norm
+        if request.param == "rms_norm"
+        else partial(gated_rms_norm, norm_before_gate=request.param == "norm first")
+    )
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
-def test_a_row_does_not_know_its_batch(cols: int, dtype: torch.dtype, device: str) -> None:
+def test_a_row_does_not_know_its_batch(cols: int, dtype: torch.dtype, device: str, compute: Compute) -> None:
     """Alone, or anywhere in a batch of any size: the same bits."""
     dy, x, w = problem(37, cols, dtype, device)
-    output, grad_input, _ = compute(dy, x, w)
+    *expected, _ = compute(dy, x, w)
     for begin, end in ((0, 1), (36, 37), (3, 10), (0, 8), (1, 37), (5, 7)):
-        part_output, part_grad_input, _ = compute(dy[begin:end].clone(), x[begin:end].clone(), w)
-        assert torch.equal(part_output, output[begin:end])
-        assert torch.equal(part_grad_input, grad_input[begin:end])
+        *actual, _ = compute(dy[begin:end].clone(), x[begin:end].clone(), w)
+        for of_part, of_all in zip(actual, expected, strict=True):
+            assert torch.equal(of_part, of_all[begin:end])
 
 
 LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -47,7 +69,7 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
-def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device: str) -> None:
+def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device: str, compute: Compute) -> None:
     dy, x, w = problem(11, cols, dtype, device)
     expected = compute(dy, x, w)
     for layout in LAYOUTS:
@@ -61,7 +83,7 @@ def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(1000, 64), (123, 769), (37, 4096), (2, 70000), (4000, 16)])
 @pytest.mark.usefixtures("restored_threads")
-def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, device: str) -> None:
+def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, device: str, compute: Compute) -> None:
     dy, x, w = problem(rows, cols, dtype, device)
     torch.set_num_threads(1)
     expected = compute(dy, x, w)
@@ -80,8 +102,12 @@ def test_threads_that_share_a_row_do_not_show(cols: int, dtype: torch.dtype, dev
     dy, x, w = problem(6, cols, dtype, device)
     residual = cases.values((6, cols), dtype, 4).to(device)
 
+    gated: list[Compute] = [partial(gated_rms_norm, norm_before_gate=norm_first) for norm_first in (True, False)]
+
     def compute_all() -> list[Tensor]:
-        results = [ops.rms_norm(x, [cols], w, EPS), ops.rms_norm(x, [cols])]
+        results = [ops.rms_norm(x, [cols])]
+        for compute in (rms_norm, *gated):
+            results += compute(dy, x, w)
         for mask in ([True, True], [True, False], [False, True]):
             for grad_residual in (None, residual) if mask[0] else (None,):
                 gradients = ops.rms_norm_backward(dy, x, [cols], w, EPS, grad_residual=grad_residual, output_mask=mask)
@@ -98,17 +124,18 @@ def test_threads_that_share_a_row_do_not_show(cols: int, dtype: torch.dtype, dev
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "groups", "cols"), [(37, 3, 64), (130, 5, 100), (1, 7, 769), (5, 2, 4096)])
 @pytest.mark.usefixtures("restored_threads")
-def test_a_group_does_not_know_the_others(rows: int, groups: int, cols: int, dtype: torch.dtype, device: str) -> None:
+def test_a_group_does_not_know_the_others(
+    rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, compute: Compute
+) -> None:
     """Each has the bits that its rows and its weight have alone, whatever the threads."""
     dy, x = (cases.values((rows, groups, cols), dtype, seed).to(device) for seed in (1, 2))
     w = cases.values((groups, cols), torch.float32, 3).to(device)
     for threads in THREADS:
         torch.set_num_threads(threads)
-        output, grad_input, grad_weight = compute(dy, x, w)
+        *of_rows, grad_weight = compute(dy, x, w)
         for g in range(groups):
-            for actual, reference in zip(
-                (output[:, g], grad_input[:, g], grad_weight[g]), compute(dy[:, g], x[:, g], w[g]), strict=True
-            ):
+            of_group = (*(tensor[:, g] for tensor in of_rows), grad_weight[g])
+            for actual, reference in zip(of_group, compute(dy[:, g], x[:, g], w[g]), strict=True):
                 assert torch.equal(actual, reference)
 
 
@@ -125,10 +152,10 @@ def test_repeated_under_deterministic_algorithms(device: str) -> None:
     assert dy is not None
     assert x is not None
     assert w is not None
-    expected = compute(dy, x, w)
+    expected = rms_norm(dy, x, w)
     torch.use_deterministic_algorithms(True)
     try:
-        for actual, reference in zip(compute(dy, x, w), expected, strict=True):
+        for actual, reference in zip(rms_norm(dy, x, w), expected, strict=True):
             assert torch.equal(actual, reference)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -168,7 +168,7 @@ def test_gated(
         output = torch.vmap(norm, dims)(x, gate, w)
     assert calls.names == ["gated_rms_norm"]
     expected = torch.stack(per_sample(norm, [x, gate, w], dims))
-    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
@@ -202,7 +202,7 @@ def test_gated_backward(
         assert (actual is not None) == wanted
         if wanted:
             assert actual.is_contiguous()
-            torch.testing.assert_close(actual, torch.stack(of_samples))
+            torch.testing.assert_close(actual, torch.stack(of_samples), rtol=0, atol=0)
 
 
 def test_nested(device: str) -> None:
