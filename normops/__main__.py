@@ -44,6 +44,12 @@ CHECKS = (
         lambda x, residual, w: normops.add_rms_norm(x, residual, COLS, w, EPS),
         lambda x, residual, w: [_norm(x + residual, w), x + residual],
     ),
+    Check(
+        "gated_rms_norm",
+        2,
+        lambda x, gate, w: [normops.gated_rms_norm(x, gate, COLS, w, EPS)],
+        lambda x, gate, w: [_norm(x, w) * gate * gate.sigmoid()],
+    ),
 )
 
 
@@ -63,7 +69,7 @@ def kernels_of(device: str) -> str:
 
 
 def _tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The arguments, of which sums of two are exact, and the gradients of the results."""
+    """The arguments, of which sums of two are exact, and gradients of as many results."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(-64, 65, (ROWS, COLS), generator=generator) / 32 for _ in range(check.inputs)]
     grads = [torch.randint(-64, 65, (ROWS, COLS), generator=generator) / 32 for _ in range(check.inputs)]
@@ -76,7 +82,7 @@ Run = Callable[..., Sequence[Tensor]]
 
 def _all_results(run: Run, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     outputs = run(*tensors)
-    return [*outputs, *torch.autograd.grad(outputs, tensors, grads)]
+    return [*outputs, *torch.autograd.grad(outputs, tensors, grads[: len(outputs)])]
 
 
 def largest_error(check: Check, dtype: torch.dtype, device: str) -> float:

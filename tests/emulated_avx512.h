@@ -44,6 +44,19 @@ inline __m512d fmadd(Doubles a, Doubles b, Doubles c) {
   return c;
 }
 
+template <class T, int kCount>
+Lanes<T, kCount> larger(Lanes<T, kCount> a, Lanes<T, kCount> b) {
+  for (int i = 0; i < kCount; i++) b[i] = a[i] > b[i] ? a[i] : b[i];
+  return b;
+}
+
+// Of integers n.
+template <class T, int kCount>
+Lanes<T, kCount> times_power_of_two(Lanes<T, kCount> v, Lanes<T, kCount> n) {
+  for (int i = 0; i < kCount; i++) v[i] = std::isnan(n[i]) ? v[i] : std::ldexp(v[i], static_cast<int>(n[i]));
+  return v;
+}
+
 inline __m512i widen(HalfWords v) {
   Integers result;
   for (int i = 0; i < 16; i++) result[i] = v[i];
@@ -120,6 +133,10 @@ inline void stream(void* target, const __m512i& v) {
 
 #define _mm512_fmadd_ps(a, b, c) emulated::fmadd(emulated::Floats(a), emulated::Floats(b), emulated::Floats(c))
 #define _mm512_fmadd_pd(a, b, c) emulated::fmadd(emulated::Doubles(a), emulated::Doubles(b), emulated::Doubles(c))
+#define _mm512_max_ps(a, b) emulated::larger(emulated::Floats(a), emulated::Floats(b))
+#define _mm512_max_pd(a, b) emulated::larger(emulated::Doubles(a), emulated::Doubles(b))
+#define _mm512_scalef_ps(v, n) emulated::times_power_of_two(emulated::Floats(v), emulated::Floats(n))
+#define _mm512_scalef_pd(v, n) emulated::times_power_of_two(emulated::Doubles(v), emulated::Doubles(n))
 #define _mm512_cvtepu16_epi32(v) emulated::widen(emulated::HalfWords(v))
 #define _mm512_cvtepi32_epi16(v) emulated::narrow(emulated::Integers(v))
 #define _mm512_cvtph_ps(v) emulated::from_float16(emulated::HalfWords(v))

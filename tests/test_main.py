@@ -16,7 +16,7 @@ def test_the_report_of_this_installation() -> None:
     assert lines[-1].strip() == "all right"
     rows = [line.split() for line in lines if line.startswith("  cpu ")]
     assert [(row[1], row[2], row[-1]) for row in rows] == [
-        (operator, dtype, "ok") for operator in ("rms_norm", "add_rms_norm") for dtype in ("float32", "bfloat16")
+        (check.name, dtype, "ok") for check in report.CHECKS for dtype in ("float32", "bfloat16")
     ]
 
 

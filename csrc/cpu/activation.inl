@@ -4,8 +4,9 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// What exp needs of a type: x = n * ln2 + rest, exp(x) = 2^n * exp(rest), where |rest| <= ln2 / 2 and the Taylor series
-// of this degree is off by less than a tenth of a roundoff.
+// What exp needs of a type: x = n * ln2 + rest, exp(x) = 2^n * exp(rest), where |rest| <= ln2 / 2 and exp(rest) is
+// 1 + rest + rest^2 * (c[0] + c[1] * rest + ...), with the coefficients for which its relative error is least (Remez'
+// algorithm): less than a tenth of a roundoff.
 template <class Compute>
 struct ExpConstants;
 
@@ -17,9 +18,10 @@ struct ExpConstants<float> {
   static constexpr float integer =
       0x1.8p23f;                         // added to a number, rounds it to the integer that the low bits then hold
   static constexpr float lowest = -104;  // whose exp, like that of all below, is 0
-  static constexpr int degree = 7, mantissa_bits = 23;
+  static constexpr int mantissa_bits = 23;
   static constexpr Bits bits_of_half_range = (127 + 64) << 23;
   static constexpr float inverse_of_half_range = 0x1p-64f;
+  static constexpr float c[] = {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f, 0x1.1239d4p-7f, 0x1.6a244cp-10f};
 };
 
 template <>
@@ -29,37 +31,50 @@ struct ExpConstants<double> {
   static constexpr double ln2_high = 0x1.62e42feep-1, ln2_low = 0x1.a39ef35793c76p-33;
   static constexpr double integer = 0x1.8p52;
   static constexpr double lowest = -746;
-  static constexpr int degree = 13, mantissa_bits = 52;
+  static constexpr int mantissa_bits = 52;
   static constexpr Bits bits_of_half_range = int64_t{1023 + 512} << 52;
   static constexpr double inverse_of_half_range = 0x1p-512;
+  static constexpr double c[] = {
+      0x1.000000000000ap-1,  0x1.55555555554fap-3,  0x1.555555555088bp-5,  0x1.1111111127b9ep-7,  0x1.6c16c184268eep-10,
+      0x1.a01a012a691e8p-13, 0x1.a0199a1680118p-16, 0x1.71df253af43e3p-19, 0x1.28ad6901ef859p-22, 0x1.ad7f7a9b10222p-26,
+  };
 };
 
-template <class Compute>
-constexpr Compute reciprocal_of_factorial(int k) {
-  double factorial = 1;
-  for (int i = 2; i <= k; i++) factorial *= i;
-  return static_cast<Compute>(1 / factorial);
+// v * 2^n, rounded once, of n + Constants::integer, where 2^n may be less than the least normal number: by two factors
+// then, or the instruction for that.
+template <class Compute, class Vector>
+NORMOPS_INLINE Vector times_power_of_two(Vector v, Vector shifted) {
+  using Constants = ExpConstants<Compute>;
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  if constexpr (std::is_same_v<Compute, float>) {
+    return _mm512_scalef_ps(v, shifted - Constants::integer);
+  } else {
+    return _mm512_scalef_pd(v, shifted - Constants::integer);
+  }
+#else
+  typedef typename Constants::Bits Integers __attribute__((vector_size(sizeof(Vector))));
+  const auto power =
+      bit_cast<Vector>((bit_cast<Integers>(shifted) << Constants::mantissa_bits) + Constants::bits_of_half_range);
+  return v * power * Constants::inverse_of_half_range;
+#endif
 }
 
 // Of x <= 0, down to the smallest subnormal results.
 template <class Compute, class Vector>
 NORMOPS_INLINE Vector exp_vector(Vector x) {
   using Constants = ExpConstants<Compute>;
-  typedef typename Constants::Bits Integers __attribute__((vector_size(sizeof(Vector))));
   const Vector zero = {};
-  x = x < Constants::lowest ? zero + Constants::lowest : x;
+  x = max_vector(zero + Constants::lowest, x);
   const Vector shifted = fma_vector(x, zero + Constants::log2e, zero + Constants::integer);
   const Vector n = shifted - Constants::integer;
   const Vector rest = fma_vector(n, zero - Constants::ln2_low, fma_vector(n, zero - Constants::ln2_high, x));
-  Vector series = zero + reciprocal_of_factorial<Compute>(Constants::degree);
+  constexpr int kTerms = sizeof(Constants::c) / sizeof(Compute);
+  Vector series = zero + Constants::c[kTerms - 1];
 #pragma GCC unroll 16
-  for (int k = Constants::degree - 1; k >= 0; k--) {
-    series = fma_vector(series, rest, zero + reciprocal_of_factorial<Compute>(k));
-  }
-  // By two factors, as 2^n may be no normal number: the second product rounds, once.
-  const Vector power =
-      bit_cast<Vector>((bit_cast<Integers>(shifted) << Constants::mantissa_bits) + Constants::bits_of_half_range);
-  return series * power * Constants::inverse_of_half_range;
+  for (int k = kTerms - 2; k >= 0; k--) series = fma_vector(series, rest, zero + Constants::c[k]);
+  series = fma_vector(series, rest, zero + 1);
+  series = fma_vector(series, rest, zero + 1);
+  return times_power_of_two<Compute>(series, shifted);
 }
 
 // The smaller one of sigmoid(g) and 1 - sigmoid(g): the other one is 1 less that, rounded as well as the smaller one
@@ -69,8 +84,7 @@ NORMOPS_INLINE Block<R> smaller_part(const Block<R>& g) {
   using Vector = typename Block<R>::vector;
   Block<R> smaller;
   for (int i = 0; i < g.kVectors; i++) {
-    const Vector v = g.v[i];
-    const Vector e = exp_vector<compute_t<R>>(v < 0 ? v : -v);
+    const Vector e = exp_vector<compute_t<R>>(minus_magnitude(g.v[i]));
     smaller.v[i] = e / (1 + e);
   }
   return smaller;
@@ -124,7 +138,7 @@ struct GateRow {
   }
 
   NORMOPS_INLINE void prefetch(int64_t column) const {
-    __builtin_prefetch(data + column * (dtype == kDType<T> ? sizeof(T) : sizeof(T) == 2 ? 4 : 2), 0, 2);
+    NORMOPS_ISA::prefetch(data + column * (dtype == kDType<T> ? sizeof(T) : sizeof(T) == 2 ? 4 : 2));
   }
 
  private:

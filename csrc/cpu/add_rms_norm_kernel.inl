@@ -11,6 +11,7 @@ class SumRows {
  public:
   using Number = R;
   using Args = AddRmsNormArgs;
+  static constexpr int kTurns = kTurnRows;
 
   struct Row {
     const T* x;

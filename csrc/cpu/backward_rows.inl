@@ -55,8 +55,6 @@ struct BackwardGroup {
   }
 };
 
-NORMOPS_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
-
 // The terms of mean(x^2), and of mean(dy * w * x).
 template <class Row>
 NORMOPS_INLINE auto squares_of_row(const Row& row) {

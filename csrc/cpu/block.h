@@ -70,6 +70,9 @@ NORMOPS_INLINE void finish_stream() {
 #endif
 }
 
+// Into the second-level cache.
+NORMOPS_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
 // A register of elements of T, in their order.
 template <class T>
 NORMOPS_INLINE auto load_register(const T* source) {

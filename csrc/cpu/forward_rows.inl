@@ -94,8 +94,13 @@ struct GivenNumbers {
   }
 };
 
+// Rows that are written at a time, of those wider than kNarrowBytes, where there are 32 registers and one scale for
+// all.
+constexpr int kTurnRows = NORMOPS_VECTOR_BYTES == 64 ? 2 : 1;
+
 // Where the rows come from that are summed and normalized. Such a class has
 //   using Number, their type;   using Args;
+//   static constexpr int kTurns, kTurnRows, or 1 if the registers are needed for the rest;
 //   a constructor of (const Args&, row), and next(), which returns the next row:
 //     squares()   adds the squares of a block to an accumulator, see fold_span
 //     numbers()   once its squares have been summed; of these, block() is what is normalized, and finished() what is
@@ -105,6 +110,7 @@ class InputRows {
  public:
   using Number = T;
   using Args = RmsNormArgs;
+  static constexpr int kTurns = kTurnRows;
 
   struct Row {
     const T* x;
@@ -269,9 +275,6 @@ class ForwardRows {
   const compute_t<R>* scale_;  // its scale
 };
 
-// Wider rows are read and written in turn, two at a time where there are 32 registers and one scale for all.
-constexpr int kTurnRows = NORMOPS_VECTOR_BYTES == 64 ? kMostTurnRows : 1;
-
 // Whether every row begins with a cache line.
 template <class T>
 bool begins_with_lines(const T* data, const RowLayout& layout) {
@@ -289,9 +292,11 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
     if (groups > 0) rows.process_groups(groups);
     row += groups * kNarrowGroup;
   }
-  const int64_t turns = args.groups == 1 ? (end - row) / kTurnRows : 0;
-  if (turns > 0) rows.template process_in_turn<kTurnRows>(turns);
-  row += turns * kTurnRows;
+  if constexpr (Source::kTurns > 1) {
+    const int64_t turns = args.groups == 1 ? (end - row) / Source::kTurns : 0;
+    if (turns > 0) rows.template process_in_turn<Source::kTurns>(turns);
+    row += turns * Source::kTurns;
+  }
   if (row < end) rows.template process_in_turn<1>(end - row);
 }
 

@@ -33,13 +33,14 @@ class GatedGradientRows {
 
     struct Terms {
       Block<T> dy, x;  // as the norm sees them
-      Block<T> given;  // grad_output or input, whichever is gated
-      Activated<T> gate;
+      // Of the activation, the slope times grad_output or input, whichever is gated: kept apart, GCC 12 would also
+      // store them on the stack.
+      Block<T> value, slope;
 
       NORMOPS_INLINE Block<T> rest(const Block<T>& minus_c) const { return minus_c * x; }
       NORMOPS_INLINE Outputs outputs(const Block<T>& gradient, const Block<T>& rstd, const Block<T>& w) const {
-        if constexpr (kNormFirst) return {gradient, given * (x * rstd * w) * gate.slope};
-        return {gradient * gate.value, gradient * given * gate.slope};
+        if constexpr (kNormFirst) return {gradient, x * rstd * w * slope};
+        return {gradient * value, gradient * slope};
       }
     };
 
@@ -77,8 +78,8 @@ class GatedGradientRows {
     template <class Extent>
     NORMOPS_INLINE Terms gated(int64_t column, Extent extent, const Activated<T>& a) const {
       const Block<T> dy = load<T>(grad_output + column, extent), x = load<T>(input + column, extent);
-      if constexpr (kNormFirst) return {dy * a.value, x, dy, a};
-      return {dy, x * a.value, x, a};
+      if constexpr (kNormFirst) return {dy * a.value, x, a.value, dy * a.slope};
+      return {dy, x * a.value, a.value, x * a.slope};
     }
   };
 

@@ -17,7 +17,7 @@ struct GatedRmsNormArgs : RmsNormArgs {
   int64_t held_rows() const {
     if (gating.norm_before_gate) return 0;
     const int64_t bytes = cols * (dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2);
-    return 2 * (bytes <= kNarrowBytes ? kNarrowGroup : kMostTurnRows);
+    return 2 * (bytes <= kNarrowBytes ? kNarrowGroup : 1);
   }
 };
 

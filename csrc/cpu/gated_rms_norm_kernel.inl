@@ -6,42 +6,86 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// y = x * rstd * w * a. T is the type of input and output, a the activated gate.
+// A row of the input and of its gate. T is the type of input and output, a the activated gate.
+template <class T>
+struct GatedRow {
+  const T* x;
+  GateRow<T, const char> gate;
+  Activation activation;
+
+  template <class Extent>
+  NORMOPS_INLINE Block<T> a(int64_t column, Extent extent) const {
+    return activated(gate.load(column, extent), activation);
+  }
+};
+
+// Each row with the one that follows it, behind the last the first, to be prefetched: an activation takes so long that
+// the processor does not look far enough ahead by itself.
+template <class T>
+class GatedRows {
+ public:
+  struct Pair {
+    GatedRow<T> row, ahead;
+  };
+
+  GatedRows(const GatedRmsNormArgs& args, int64_t row)
+      : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
+        gates_(static_cast<const char*>(args.gate), args.gate_rows, row),
+        ahead_{inputs_.next(), {gates_.next(), args.gate_dtype}, args.gating.activation} {}
+
+  Pair next() {
+    const GatedRow<T> row = ahead_;
+    ahead_.x = inputs_.next();
+    ahead_.gate.data = gates_.next();
+    return {row, ahead_};
+  }
+
+ private:
+  RowIterator<const T> inputs_;
+  RowIterator<const char> gates_;
+  GatedRow<T> ahead_;
+};
+
+// y = x * rstd * w * a
 template <class T>
 class NormFirstRows {
  public:
   using Number = T;
   using Args = GatedRmsNormArgs;
+  static constexpr int kTurns = 1;
 
   struct Numbers : GivenNumbers<T> {
-    GateRow<T, const char> gate;
-    Activation activation;
+    GatedRow<T> row;
 
     template <class Extent>
     NORMOPS_INLINE Block<T> finished(const Block<T>& y, int64_t column, Extent extent) const {
-      return y * activated(gate.load(column, extent), activation);
+      return y * row.a(column, extent);
     }
   };
 
   struct Row {
-    Numbers numbers_;
-    auto squares() const { return squares_of(numbers_.data); }
-    Numbers numbers() const { return numbers_; }
+    GatedRow<T> row;
+    const T* ahead;
+
+    auto squares() const {
+      return [row = *this](int64_t column, auto extent, const Block<T>& sum) NORMOPS_INLINE_LAMBDA {
+        prefetch(row.ahead + column);
+        row.row.gate.prefetch(column);
+        return squares_of(row.row.x)(column, extent, sum);
+      };
+    }
+    Numbers numbers() const { return {{row.x}, row}; }
   };
 
-  NormFirstRows(const GatedRmsNormArgs& args, int64_t row)
-      : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
-        gates_(static_cast<const char*>(args.gate), args.gate_rows, row),
-        gate_dtype_(args.gate_dtype),
-        activation_(args.gating.activation) {}
+  NormFirstRows(const GatedRmsNormArgs& args, int64_t row) : rows_(args, row) {}
 
-  Row next() { return {{{inputs_.next()}, {gates_.next(), gate_dtype_}, activation_}}; }
+  Row next() {
+    const auto pair = rows_.next();
+    return {pair.row, pair.ahead.x};
+  }
 
  private:
-  RowIterator<const T> inputs_;
-  RowIterator<const char> gates_;
-  const DType gate_dtype_;
-  const Activation activation_;
+  GatedRows<T> rows_;
 };
 
 // h = x * a, which is held, and y = h * rstd * w.
@@ -50,6 +94,7 @@ class GateFirstRows {
  public:
   using Number = T;
   using Args = GatedRmsNormArgs;
+  static constexpr int kTurns = 1;
 
   struct Numbers : GivenNumbers<T> {
     const compute_t<T>* held;
@@ -61,15 +106,15 @@ class GateFirstRows {
   };
 
   struct Row {
-    const T* x;
-    GateRow<T, const char> gate;
-    Activation activation;
+    typename GatedRows<T>::Pair rows;
     compute_t<T>* held;
 
     auto squares() const {
-      return [row = *this](int64_t column, auto extent, const Block<T>& sum) NORMOPS_INLINE_LAMBDA {
-        const Block<T> h = load<T>(row.x + column, extent) * activated(row.gate.load(column, extent), row.activation);
-        store_held<T>(row.held + column, h);
+      return [rows = rows, held = held](int64_t column, auto extent, const Block<T>& sum) NORMOPS_INLINE_LAMBDA {
+        prefetch(rows.ahead.x + column);
+        rows.ahead.gate.prefetch(column);
+        const Block<T> h = load<T>(rows.row.x + column, extent) * rows.row.a(column, extent);
+        store_held<T>(held + column, h);
         return fma(h, h, sum);
       };
     }
@@ -77,10 +122,7 @@ class GateFirstRows {
   };
 
   GateFirstRows(const GatedRmsNormArgs& args, int64_t row)
-      : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
-        gates_(static_cast<const char*>(args.gate), args.gate_rows, row),
-        gate_dtype_(args.gate_dtype),
-        activation_(args.gating.activation),
+      : rows_(args, row),
         held_(static_cast<compute_t<T>*>(args.held)),
         held_stride_(padded_cols(kDType<T>, args.cols)),
         held_rows_(args.held_rows()) {}
@@ -88,14 +130,11 @@ class GateFirstRows {
   Row next() {
     compute_t<T>* const held = held_ + count_ * held_stride_;
     if (++count_ == held_rows_) count_ = 0;
-    return {inputs_.next(), {gates_.next(), gate_dtype_}, activation_, held};
+    return {rows_.next(), held};
   }
 
  private:
-  RowIterator<const T> inputs_;
-  RowIterator<const char> gates_;
-  const DType gate_dtype_;
-  const Activation activation_;
+  GatedRows<T> rows_;
   compute_t<T>* const held_;
   const int64_t held_stride_, held_rows_;
   int64_t count_ = 0;

@@ -26,10 +26,10 @@ inline int64_t chunk_count(int64_t rows, int64_t rows_per_chunk) {
 // Sums over a row are formed in spans of so many columns, then over the spans from left to right in float64.
 constexpr int64_t kSpan = 1024;
 
-// The forward sums rows before it writes them: those of at most so many bytes in groups of so many, wider ones at most
-// two at a time. There are as many again that are being written.
+// The forward sums rows before it writes them: those of at most so many bytes in groups of so many. There are as many
+// again that are being written.
 constexpr int64_t kNarrowBytes = 2048;
-constexpr int kNarrowGroup = 8, kMostTurnRows = 2;
+constexpr int kNarrowGroup = 8;
 
 // Rows of the backward that go through its two passes together.
 constexpr int kRowGroup = 8;
