@@ -144,7 +144,8 @@ struct GateRow {
  private:
   template <class Visit>
   NORMOPS_INLINE void visit(Visit visit) const {
-    if (dtype == kDType<T>) return visit(as<T>());
+    if (dtype == kDType<T>) [[likely]]
+      return visit(as<T>());
     if constexpr (sizeof(T) == 2) return visit(as<float>());
     if constexpr (std::is_same_v<T, float>) {
       dtype == DType::bfloat16 ? visit(as<bfloat16>()) : visit(as<float16>());

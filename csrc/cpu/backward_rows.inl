@@ -9,7 +9,7 @@ namespace {
 // Where rows come from, and where what is made of them goes. A Source stands for a norm's rows: x, which is normalized,
 // and dy, the gradient of that times the scale. It has
 //   using Number, the type in which blocks are held;   using Args, derived from RmsNormBackwardArgs;
-//   static constexpr: kGradRows, whether rows are written (else grad_weight alone is wanted), kGradWeight,
+//   static constexpr: kGradRows, whether rows are written (else grad_weight alone is wanted),
 //     kOneSum, whether both sums of a row are formed at once because the one's terms cost much that the other's share,
 //     kRowBytes and kAllBytes, of a column: what is read of it, and what is read and written;
 //   a constructor of (const Args&, row), and what GroupedRows has, of all its tensors: next_rows, next_group, and
@@ -22,6 +22,7 @@ namespace {
 //       store(column, outputs, extent, way)
 //     Of terms: rest(minus_c), what is added to dy * rstd * w, and outputs(gradient, rstd, w): what is stored, made of
 //     the gradient of x;
+//   static bool wants_grad_weight(const Args&);
 //   static bool begins_with_lines(const Args&), whether rows may be written around the caches.
 
 // What x and dy of a group may take, of the second-level cache, which the group's second pass should find them in:
@@ -37,7 +38,7 @@ struct BackwardGroup {
 
   int count = 0, sharing = 1;
   const compute_t<R>* scale;
-  compute_t<R>* partial;  // if grad_weight is wanted
+  compute_t<R>* partial;  // null if grad_weight is not wanted
   int64_t stride;         // from a scale, or partial, to the next
   bool begins_chunk;      // whether nothing has been added to the partials yet
   typename Source::Row rows[kRowGroup];
@@ -203,7 +204,7 @@ class BackwardRows {
     if (count_ == 0) return;
     group.sharing = count_;
     group.scale = scale_of<R>(args_, group_);
-    if (Source::kGradWeight) group.partial = partial_of<R>(args_, chunk_, group_);
+    group.partial = Source::wants_grad_weight(args_) ? partial_of<R>(args_, chunk_, group_) : nullptr;
     group.stride = padded_cols(kDType<R>, args_.cols);
     group.begins_chunk = row_ == chunk_ * args_.rows_per_chunk;
     do {
@@ -230,7 +231,7 @@ class BackwardRows {
     for (int r = 0; r < group.count; r += group.sharing) {
       write_sharing(group, ahead, r, begin, end, scale, partial);
       scale += group.stride;
-      partial += group.stride;
+      if (Source::wants_grad_weight(args_)) partial += group.stride;
     }
     if (kMayPrefetch && streams_) finish_stream();
   }
@@ -270,7 +271,7 @@ class BackwardRows {
   NORMOPS_INLINE void write_rows(const Group& group, const Group& next_group, int first, int64_t begin, int64_t end,
                                  const Compute* scale, Compute* partial) const {
     // Copies: what is stored could otherwise change them.
-    const bool streams = kPrefetches && streams_;
+    const bool streams = kPrefetches && streams_, wants_grad_weight = Source::wants_grad_weight(args_);
     Row rows[kRows], ahead[kRows];
     Block<R> rstd[kRows], minus_c[kRows];
     for (int r = 0; r < kRows; r++) {
@@ -281,7 +282,7 @@ class BackwardRows {
     }
     for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
       const Block<R> w = load_held<R>(scale + column);
-      Block<R> dw = Source::kGradWeight ? load_held<R>(partial + column) : Block<R>{};
+      Block<R> dw = wants_grad_weight ? load_held<R>(partial + column) : Block<R>{};
       typename Row::Outputs outputs[kRows];
       if (kPrefetches) {
         for (const Row& row : ahead) row.prefetch_read(column);
@@ -304,7 +305,7 @@ class BackwardRows {
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; r++) rows[r].store(column, outputs[r], extent, Cached{});
       }
-      if (Source::kGradWeight) store_held<R>(partial + column, dw);
+      if (wants_grad_weight) store_held<R>(partial + column, dw);
     });
   }
 
@@ -333,7 +334,7 @@ void backward_region(const typename Source::Args& args, const Region& region) {
   rows.next(groups[0]);
   for (int current = 0; groups[current].count > 0; current ^= 1) {
     BackwardGroup<Source>&group = groups[current], &ahead = groups[current ^ 1];
-    if (Source::kGradWeight && group.begins_chunk) {
+    if (Source::wants_grad_weight(args) && group.begins_chunk) {
       clear<R>(group.partial, 0, (group.count / group.sharing - 1) * group.stride + args.cols);
     }
     rows.next(ahead);
@@ -386,7 +387,8 @@ void backward_columns(const typename Source::Args& args, int64_t row, double squ
   // In spans, to find in the cache what was cleared.
   for (; begin < end; begin += kSpan) {
     const int64_t last = span_end(begin, end);
-    if (Source::kGradWeight && group.begins_chunk) clear<typename Source::Number>(group.partial, begin, last);
+    if (Source::wants_grad_weight(args) && group.begins_chunk)
+      clear<typename Source::Number>(group.partial, begin, last);
     rows.write(group, group, begin, last);
   }
 }

@@ -10,13 +10,13 @@ namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
 // T is the type of input, grad_output and grad_input.
-template <class T, bool kNormFirst, bool kGradWeight_>
+template <class T, bool kNormFirst>
 class GatedGradientRows {
  public:
   using Number = T;
   using Args = GatedRmsNormBackwardArgs;
   // Gates may be wider; and if grad_weight alone is wanted, which is rare, the rest is formed in vain.
-  static constexpr bool kGradRows = true, kGradWeight = kGradWeight_, kOneSum = !kNormFirst;
+  static constexpr bool kGradRows = true, kOneSum = !kNormFirst;
   static constexpr int64_t kRowBytes = 3 * sizeof(T) + sizeof(compute_t<T>), kAllBytes = 5 * sizeof(T);
 
   struct Row {
@@ -109,6 +109,8 @@ class GatedGradientRows {
     return row;
   }
 
+  // Told when the kernel runs: beside an activation that costs nothing, and kernels for both take long to compile.
+  static bool wants_grad_weight(const Args& args) { return args.grad_weight_partials != nullptr; }
   static bool begins_with_lines(const Args& args) {
     return args.gate_dtype == args.dtype &&
            NORMOPS_ISA::begins_with_lines(static_cast<const T*>(args.grad_input), args.grad_input_rows) &&
@@ -136,15 +138,9 @@ class GatedGradientRows {
 // Calls visit.template operator()<Source>() with the source that the arguments ask for.
 template <class Visit>
 void dispatch_gated(const GatedRmsNormBackwardArgs& args, Visit visit) {
-  const bool norm_first = args.gating.norm_before_gate;
   dispatch(args.dtype, [&]<class T>() {
-    if (args.grad_weight_partials != nullptr) {
-      norm_first ? visit.template operator()<GatedGradientRows<T, true, true>>()
-                 : visit.template operator()<GatedGradientRows<T, false, true>>();
-    } else {
-      norm_first ? visit.template operator()<GatedGradientRows<T, true, false>>()
-                 : visit.template operator()<GatedGradientRows<T, false, false>>();
-    }
+    args.gating.norm_before_gate ? visit.template operator()<GatedGradientRows<T, true>>()
+                                 : visit.template operator()<GatedGradientRows<T, false>>();
   });
 }
 

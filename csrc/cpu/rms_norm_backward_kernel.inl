@@ -5,12 +5,12 @@ namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
 // The rows of grad_output and input as they are. T is the type of grad_output, R that of everything else with rows.
-template <class T, class R, bool kGradInput, bool kGradWeight_, bool kResidual>
+template <class T, class R, bool kGradInput, bool kGradWeight, bool kResidual>
 class GivenRows {
  public:
   using Number = R;
   using Args = RmsNormBackwardArgs;
-  static constexpr bool kGradRows = kGradInput, kGradWeight = kGradWeight_, kOneSum = false;
+  static constexpr bool kGradRows = kGradInput, kOneSum = false;
   static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
   static constexpr int64_t kAllBytes = kRowBytes + sizeof(R);
 
@@ -80,6 +80,7 @@ class GivenRows {
     return row;
   }
 
+  static constexpr bool wants_grad_weight(const Args&) { return kGradWeight; }
   static bool begins_with_lines(const Args& args) {
     return NORMOPS_ISA::begins_with_lines(static_cast<const R*>(args.grad_input), args.grad_input_rows);
   }
