@@ -36,3 +36,12 @@ def test_add(device: str) -> None:
     assert torch.equal(residual_out[-1:].cpu(), row + residual)
     oracle.assert_within(output[-1:], oracle.rms_norm(row + residual, (COLS,), None, cases.EPS))
     assert torch.equal(output[0], output[-1])
+
+
+def test_gated(device: str) -> None:
+    row, gate = cases.values((1, COLS), torch.bfloat16, 1), cases.values((1, COLS), torch.bfloat16, 2)
+    output = ops.gated_rms_norm(
+        on(device, row.expand(ROWS, COLS)), on(device, gate.expand(ROWS, COLS)), (COLS,), None, cases.EPS
+    )
+    oracle.assert_within(output[-1:], oracle.gated_rms_norm(row, gate, (COLS,), None, cases.EPS))
+    assert torch.equal(output[0], output[-1])

@@ -51,6 +51,11 @@ def add_norm(t: Problem) -> tuple[Tensor, ...]:
     return normops.add_rms_norm(t.input, t.residual, t.input.shape[-1], t.weight, cases.EPS)
 
 
+def gated_norm(t: Problem) -> tuple[Tensor, ...]:
+    """Of the residual as its gate."""
+    return (normops.gated_rms_norm(t.input, t.residual, t.input.shape[-1], t.weight, cases.EPS),)
+
+
 def both_norms(t: Problem) -> tuple[Tensor, ...]:
     """The last that the backward needs is an output of the last operator."""
     return add_norm(t._replace(input=norm(t)[0] * 2))
@@ -77,14 +82,15 @@ def assert_same_bits(actual: tuple[Tensor | None, ...], expected: tuple[Tensor |
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm])
+@pytest.mark.parametrize("call", [norm, add_norm, gated_norm])
 def test_saves_the_normalized_tensor_and_the_weight(call: Block, dtypes: tuple[torch.dtype, ...], device: str) -> None:
-    """The input of rms_norm, or residual_out, an output of add_rms_norm; neither in a wider dtype."""
+    """The input of rms_norm, or residual_out, an output of add_rms_norm, or input and gate; none in a wider dtype."""
     t = leaves(dtypes, device)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
         outputs = call(t)
-    expected = [t.input if call is norm else outputs[1], t.weight]
+    normalized = [t.input] if call is norm else [t.input, t.residual] if call is gated_norm else [outputs[1]]
+    expected = [*normalized, t.weight]
     assert [s.data_ptr() for s in saved] == [e.data_ptr() for e in expected]
     assert sum(s.untyped_storage().nbytes() for s in saved) == sum(e.nbytes for e in expected)
 
@@ -99,7 +105,7 @@ def allocations(call: Callable[[], tuple[Tensor, ...]]) -> tuple[list[int], tupl
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm])
+@pytest.mark.parametrize("call", [norm, add_norm, gated_norm])
 def test_allocates_what_it_returns(call: Block, dtypes: tuple[torch.dtype, ...]) -> None:
     """Nothing else, in the backward either."""
     t = leaves(dtypes, "cpu", (64, 40))
@@ -132,6 +138,8 @@ def run(rows, report):
     gradients = report(lambda: torch.autograd.grad(y, (x, weight), dy))
     outputs = report(lambda: normops.add_rms_norm(x, residual, 4096, weight))
     gradients += report(lambda: torch.autograd.grad(outputs, (x, residual, weight), (dy, dy)))
+    gated = report(lambda: normops.gated_rms_norm(x, residual, 4096, weight))
+    gradients += report(lambda: torch.autograd.grad(gated, (x, residual, weight), dy))
 
 run(1, lambda call: call())
 run(int(sys.argv[1]), report)
@@ -143,7 +151,7 @@ def test_peak_of_all_memory() -> None:
     rows = 2048
     tensor = rows * 4096 * 2
     peaks = map(int, subprocess.check_output([sys.executable, "-c", PEAKS, str(rows)], text=True).split())
-    for peak, tensors in zip(peaks, (1, 1, 2, 1), strict=True):
+    for peak, tensors in zip(peaks, (1, 1, 2, 1, 1, 2), strict=True):
         assert tensor * tensors * 0.9 < peak < tensor * (tensors + 0.25)
 
 
