@@ -100,6 +100,15 @@ def test_extreme_gates(activation: str, norm_before_gate: bool, dtype: torch.dty
         oracle.assert_within(actual, bounded, name)
 
 
+def test_subnormal_activations() -> None:
+    """On CPU, where the bounds would let them be zero, too: a roundoff off, or the smallest number."""
+    gate = torch.linspace(-104.0, -86.0, 4096)
+    output = ops.gated_rms_norm(torch.ones(4096), gate, (4096,), None, 0.0, activation="sigmoid")
+    exact = gate.double().sigmoid()
+    assert ((output.double() - exact).abs() <= (exact * 2**-23).clamp(min=2**-149)).all()
+    assert 0 < output.count_nonzero() < 4096
+
+
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["input", "gate", "grad_output"])
 @gatings
