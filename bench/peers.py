@@ -118,6 +118,16 @@ def quack_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple
     return importlib.import_module("quack").rmsnorm(input, weight, residual=residual, eps=EPS, prenorm=True)
 
 
+def fla_gated_rms_norm(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return importlib.import_module("fla.modules.fused_norm_gate").rms_norm_gated(input, gate, weight, None, eps=EPS)
+
+
+def mamba_gated_rms_norm(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return importlib.import_module("mamba_ssm.ops.triton.layernorm_gated").rmsnorm_fn(
+        input, weight, None, z=gate, eps=EPS
+    )
+
+
 def normops_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return normops.add_rms_norm(input, residual, weight.shape, weight, EPS)
 
@@ -214,20 +224,25 @@ def _gated_forward_backward(norm: GatedNorm) -> Builder:
     return build
 
 
+def _gated_with_autograd(norm: GatedNorm) -> dict[str, Builder]:
+    return {
+        "gated_rms_norm": _gated_forward(norm),
+        "gated_rms_norm_backward": _gated_backward(norm),
+        "gated_forward_backward": _gated_forward_backward(norm),
+    }
+
+
 def _with_autograd(
     norm: Norm, add_norm: AddNorm | None = None, gated_norm: GatedNorm | None = None
 ) -> dict[str, Builder]:
     add_norm = add_norm or unfused(norm)
-    gated_norm = gated_norm or then_gate(norm)
     return {
         "rms_norm": _forward(norm),
         "rms_norm_backward": _backward(norm),
         "forward_backward": _forward_backward(norm),
         "add_rms_norm": _add_forward(add_norm),
         "add_rms_norm_backward": _add_backward(add_norm),
-        "gated_rms_norm": _gated_forward(gated_norm),
-        "gated_rms_norm_backward": _gated_backward(gated_norm),
-        "gated_forward_backward": _gated_forward_backward(gated_norm),
+        **_gated_with_autograd(gated_norm or then_gate(norm)),
     }
 
 
@@ -454,5 +469,7 @@ PEERS = (
     Peer(
         "quack", _with_autograd(quack_rms_norm, quack_add_rms_norm), devices=("cuda",), missing=_not_installed("quack")
     ),
+    Peer("fla", _gated_with_autograd(fla_gated_rms_norm), devices=("cuda",), missing=_not_installed("fla")),
+    Peer("mamba", _gated_with_autograd(mamba_gated_rms_norm), devices=("cuda",), missing=_not_installed("mamba_ssm")),
     Peer("F.layer_norm", _with_autograd(layer_norm), own_definition=True),
 )

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 STEP_SECONDS = 540
 OUT_OF_TIME = 124  # as timeout(1) has it
 WIDTHS = "every_configuration and full and bfloat16 and (128- or 8192- or 131072-)"  # in bytes
-PEERS = ("normops-triton", "F.rms_norm", "Liger", "quack")
+PEERS = ("normops-triton", "F.rms_norm", "Liger", "quack", "fla", "mamba")
 
 
 @dataclass(frozen=True)
