@@ -47,7 +47,20 @@ class RowIterator {
     return row;
   }
 
+  // The next kRows rows.
+  template <int kRows>
+  void next(T* (&rows)[kRows]) {
+    if (left_ <= kRows) return next_one_by_one(rows, kRows);
+    for (int r = 0; r < kRows; r++) rows[r] = data_ + r * stride_;
+    data_ += kRows * stride_;
+    left_ -= kRows;
+  }
+
  private:
+  [[gnu::noinline]] void next_one_by_one(T** rows, int count) {
+    for (int r = 0; r < count; r++) rows[r] = next();
+  }
+
   // Behind the last row of the innermost dimension: back to its first, one on in the dimensions around it.
   [[gnu::noinline]] void carry() {
     left_ = size_;

@@ -35,7 +35,16 @@ class SumRows {
         residuals_(static_cast<const R*>(args.residual), args.residual_rows, row),
         sums_(static_cast<R*>(args.residual_out), args.residual_out_rows, row) {}
 
-  Row next() { return {inputs_.next(), residuals_.next(), sums_.next()}; }
+  template <int kRows>
+  void next(Row (&rows)[kRows]) {
+    const T* x[kRows];
+    const R* residual[kRows];
+    R* h[kRows];
+    inputs_.next(x);
+    residuals_.next(residual);
+    sums_.next(h);
+    for (int r = 0; r < kRows; r++) rows[r] = {x[r], residual[r], h[r]};
+  }
 
  private:
   RowIterator<const T> inputs_;

@@ -7,20 +7,23 @@ namespace {
 
 NORMOPS_INLINE int64_t span_end(int64_t begin, int64_t cols) { return begin + kSpan < cols ? begin + kSpan : cols; }
 
+// The columns of a block for each of a sum's chains.
+template <class R>
+constexpr int64_t kStep = kChainBlocks<R> * kLanes<R>;
+
 // kSums sums over the columns of a span, where term(column, whole_or_part, accumulators) adds one block to each of the
 // accumulators. The chains are folded after every span: that bounds their length, and with it the rounding error,
-// whatever the width.
-template <class R, int kSums, class Term>
+// whatever the width. kWhole: the span is a multiple of kStep, which most are, and the code for a rest is left out.
+template <class R, bool kWhole = false, int kSums, class Term>
 NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kSums], Term term) {
   constexpr int kBlocks = kChainBlocks<R>;
-  constexpr int64_t kStep = kBlocks * kLanes<R>;
   Block<R> chains[kBlocks][kSums] = {};
   int64_t column = begin;
-  for (; column + kStep <= end; column += kStep) {
+  for (; column + kStep<R> <= end; column += kStep<R>) {
 #pragma GCC unroll 4
     for (int i = 0; i < kBlocks; i++) term(column + i * kLanes<R>, Whole{}, chains[i]);
   }
-  if (column < end) {
+  if (!kWhole && column < end) {
     // Unrolled, so that the chains stay in registers.
 #pragma GCC unroll 4
     for (int i = 0; i < kBlocks; i++) {
@@ -41,10 +44,10 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
 }
 
 // One sum, where term(column, whole_or_part, accumulator) returns what it becomes.
-template <class R, class Term>
+template <class R, bool kWhole = false, class Term>
 NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
   Folded<R> folded[1];
-  fold_span<R>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sum)[1]) NORMOPS_INLINE_LAMBDA {
+  fold_span<R, kWhole>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sum)[1]) NORMOPS_INLINE_LAMBDA {
     sum[0] = term(column, extent, sum[0]);
   });
   return folded[0];
@@ -101,7 +104,7 @@ constexpr int kTurnRows = NORMOPS_VECTOR_BYTES == 64 ? 2 : 1;
 // Where the rows come from that are summed and normalized. Such a class has
 //   using Number, their type;   using Args;
 //   static constexpr int kTurns, kTurnRows, or 1 if the registers are needed for the rest;
-//   a constructor of (const Args&, row), and next(), which returns the next row:
+//   a constructor of (const Args&, row), and next(Row (&rows)[kRows]), which finds the next kRows rows, of each:
 //     squares()   adds the squares of a block to an accumulator, see fold_span
 //     numbers()   once its squares have been summed; of these, block() is what is normalized, and finished() what is
 //                 written, given the normalized block times the scale
@@ -120,7 +123,12 @@ class InputRows {
 
   InputRows(const RmsNormArgs& args, int64_t row) : inputs_(static_cast<const T*>(args.input), args.input_rows, row) {}
 
-  Row next() { return {inputs_.next()}; }
+  template <int kRows>
+  void next(Row (&rows)[kRows]) {
+    const T* x[kRows];
+    inputs_.next(x);
+    for (int r = 0; r < kRows; r++) rows[r] = {x[r]};
+  }
 
  private:
   RowIterator<const T> inputs_;
@@ -166,44 +174,54 @@ class ForwardRows {
       : args_(args),
         source_(args, row),
         outputs_(static_cast<T*>(args.output), args.output_rows, row),
-        scale_stride_(padded_cols(kDType<R>, args.cols)),
-        group_(row % args.groups),
-        scale_(scale_of<R>(args, group_)) {}
+        scale_rows_(scale_rows(args)),
+        scales_(static_cast<const compute_t<R>*>(args.scale), scale_rows_, row % args.groups) {}
 
-  // The next `groups` groups of kNarrowGroup rows, at least one, of a span at most. Folds, roots and divisions take the
-  // time there, not memory: those of a group's sums are taken together, and
-  // their roots and divisions go through the pipeline, or one vector, together. Each row is written while one of the
-  // group after it is summed, so that memory is read and written all the time. Not inlined, nor is the other way: each
-  // has the registers for itself.
+  // The next `groups` groups of kNarrowGroup rows, at least one, of a span at most; kWhole as in fold_span. Folds,
+  // roots and divisions take the time there, and what is done once per row, not memory: so the places of a group's rows
+  // are found together, its sums are taken together, and its roots and divisions go through the pipeline, or one
+  // vector, together. Each row is written while one of the group after it is summed, so that memory is read and written
+  // all the time. Not inlined, nor is the other way: each has the registers for itself.
+  template <bool kWhole>
   [[gnu::noinline]] void process_groups(int64_t groups) {
-    struct {
+    struct Group {
       Row rows[kNarrowGroup];
       compute_t<R> rstd[kNarrowGroup];
     } turns[2];
-    for (int64_t i = 0; i < groups; i++) {
-      auto &group = turns[i % 2], &last = turns[(i + 1) % 2];
+    const int64_t cols = args_.cols;
+    T* y[kNarrowGroup];
+    const compute_t<R>* scale[kNarrowGroup];
+    const auto sum_group = [&](Group& group, auto term) NORMOPS_INLINE_LAMBDA {
       Folded<R> folded[kNarrowGroup];
       compute_t<R> sums[kNarrowGroup];
+      source_.next(group.rows);
       for (int r = 0; r < kNarrowGroup; r++) {
-        group.rows[r] = source_.next();
-        const auto squares = group.rows[r].squares();
-        if (i == 0) {
-          folded[r] = fold_span<R>(0, args_.cols, squares);
-          continue;
-        }
-        const auto written = normalized<1>(last.rows + r, last.rstd + r);
-        folded[r] =
-            fold_span<R>(0, args_.cols, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
-              Block<R> result;
-              written.write(column, extent, [&]() NORMOPS_INLINE_LAMBDA { result = squares(column, extent, sum); });
-              return result;
-            });
+        folded[r] = fold_span<R, kWhole>(0, cols, term(r, group.rows[r].squares()));
       }
       for (int r = 0; r < kNarrowGroup; r += 4) sums_of<R>(folded + r, sums + r);
-      for (int r = 0; r < kNarrowGroup; r++) group.rstd[r] = rstd_of<R>(sums[r], args_.cols, args_.eps);
+      for (int r = 0; r < kNarrowGroup; r++) group.rstd[r] = rstd_of<R>(sums[r], cols, args_.eps);
+    };
+    const auto normalized_row = [&](const Group& group, int r) NORMOPS_INLINE_LAMBDA {
+      return normalized<1>(group.rows + r, group.rstd + r, y + r, scale[r]);
+    };
+    sum_group(turns[0], [](int, auto squares) NORMOPS_INLINE_LAMBDA { return squares; });
+    outputs_.next(y);
+    scales_.next(scale);
+    for (int64_t i = 1; i < groups; i++) {
+      const Group& last = turns[(i + 1) % 2];
+      sum_group(turns[i % 2], [&](int r, auto squares) NORMOPS_INLINE_LAMBDA {
+        return [squares, written = normalized_row(last, r)](int64_t column, auto extent,
+                                                            const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+          Block<R> result;
+          written.write(column, extent, [&]() NORMOPS_INLINE_LAMBDA { result = squares(column, extent, sum); });
+          return result;
+        };
+      });
+      outputs_.next(y);
+      if (args_.groups > 1) scales_.next(scale);
     }
-    const auto& last = turns[(groups - 1) % 2];
-    for (int r = 0; r < kNarrowGroup; r++) normalized<1>(last.rows + r, last.rstd + r).write_columns(0, args_.cols);
+    const Group& last = turns[(groups - 1) % 2];
+    for (int r = 0; r < kNarrowGroup; r++) normalized_row(last, r).write_columns(0, cols);
   }
 
   // The next `groups` groups of kRows rows, at least one: each is written while the one after it is summed, so that
@@ -212,41 +230,52 @@ class ForwardRows {
   [[gnu::noinline]] void process_in_turn(int64_t groups) {
     Row rows[kRows];
     compute_t<R> rstd[kRows];
-    for (auto& row : rows) row = source_.next();
+    source_.next(rows);
     sum_squares<kRows>(rows, rstd, [](int64_t, auto, auto sum) NORMOPS_INLINE_LAMBDA { sum(); });
     for (; groups > 1; groups--) {
-      const auto last = normalized<kRows>(rows, rstd);
-      for (auto& row : rows) row = source_.next();
+      const auto last = next_normalized<kRows>(rows, rstd);
+      source_.next(rows);
       sum_squares<kRows>(rows, rstd, [&](int64_t column, auto extent, auto sum) NORMOPS_INLINE_LAMBDA {
         last.write(column, extent, sum);
       });
     }
-    normalized<kRows>(rows, rstd).write_columns(0, args_.cols);
+    next_normalized<kRows>(rows, rstd).write_columns(0, args_.cols);
   }
 
   // Columns of the next row, whose sum is known.
   void write_columns(double square_sum, int64_t begin, int64_t end) {
-    const Row row = source_.next();
+    Row rows[1];
+    source_.next(rows);
     const compute_t<R> rstd = rstd_of<R>(square_sum, args_.cols, args_.eps);
-    normalized<1>(&row, &rstd).write_columns(begin, end);
+    next_normalized<1>(rows, &rstd).write_columns(begin, end);
   }
 
  private:
+  // The scales of the groups, one after another and over again.
+  static RowLayout scale_rows(const Args& args) {
+    if (args.groups == 1) return {1, {INT64_MAX}, {0}};
+    return {1, {args.groups}, {padded_cols(kDType<R>, args.cols)}};
+  }
+
   template <int kRows>
-  NORMOPS_INLINE auto normalized(const Row* rows, const compute_t<R>* rstd) {
+  static NORMOPS_INLINE auto normalized(const Row* rows, const compute_t<R>* rstd, T* const* y,
+                                        const compute_t<R>* scale) {
     NormalizedRows<T, R, decltype(rows->numbers()), kRows, Way> result;
-    result.scale = scale_;
-    scale_ += scale_stride_;
-    if (++group_ == args_.groups) {
-      group_ = 0;
-      scale_ = scale_of<R>(args_, 0);
-    }
+    result.scale = scale;
     for (int r = 0; r < kRows; r++) {
       result.h[r] = rows[r].numbers();
-      result.y[r] = outputs_.next();
+      result.y[r] = y[r];
       result.rstd[r] = broadcast<R>(rstd[r]);
     }
     return result;
+  }
+
+  // With the outputs and the scale that are next.
+  template <int kRows>
+  NORMOPS_INLINE auto next_normalized(const Row* rows, const compute_t<R>* rstd) {
+    T* y[kRows];
+    outputs_.next(y);
+    return normalized<kRows>(rows, rstd, y, scales_.next());
   }
 
   // rstd of kRows rows; each block is summed when visit(column, whole_or_part, sum) calls sum().
@@ -270,9 +299,8 @@ class ForwardRows {
   const Args& args_;
   Source source_;
   RowIterator<T> outputs_;
-  const int64_t scale_stride_;
-  int64_t group_;              // of the next row that is written, and
-  const compute_t<R>* scale_;  // its scale
+  const RowLayout scale_rows_;
+  RowIterator<const compute_t<R>> scales_;  // of what is written
 };
 
 // Whether every row begins with a cache line.
@@ -289,7 +317,10 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
   int64_t row = begin;
   if (args.cols * static_cast<int64_t>(sizeof(T)) <= kNarrowBytes) {
     const int64_t groups = (end - begin) / kNarrowGroup;
-    if (groups > 0) rows.process_groups(groups);
+    if (groups > 0) {
+      args.cols % kStep<typename Source::Number> == 0 ? rows.template process_groups<true>(groups)
+                                                      : rows.template process_groups<false>(groups);
+    }
     row += groups * kNarrowGroup;
   }
   if constexpr (Source::kTurns > 1) {
@@ -312,7 +343,9 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
 
 template <class Source>
 void forward_sums(const typename Source::Args& args, int64_t row, int64_t begin, int64_t end, double* squares) {
-  sum_spans<typename Source::Number>(args.cols, begin, end, squares, Source(args, row).next().squares());
+  typename Source::Row rows[1];
+  Source(args, row).next(rows);
+  sum_spans<typename Source::Number>(args.cols, begin, end, squares, rows[0].squares());
 }
 
 template <class T, class Source>

@@ -79,9 +79,12 @@ class NormFirstRows {
 
   NormFirstRows(const GatedRmsNormArgs& args, int64_t row) : rows_(args, row) {}
 
-  Row next() {
-    const auto pair = rows_.next();
-    return {pair.row, pair.ahead.x};
+  template <int kRows>
+  void next(Row (&rows)[kRows]) {
+    for (auto& row : rows) {
+      const auto pair = rows_.next();
+      row = {pair.row, pair.ahead.x};
+    }
   }
 
  private:
@@ -127,10 +130,12 @@ class GateFirstRows {
         held_stride_(padded_cols(kDType<T>, args.cols)),
         held_rows_(args.held_rows()) {}
 
-  Row next() {
-    compute_t<T>* const held = held_ + count_ * held_stride_;
-    if (++count_ == held_rows_) count_ = 0;
-    return {rows_.next(), held};
+  template <int kRows>
+  void next(Row (&rows)[kRows]) {
+    for (auto& row : rows) {
+      row = {rows_.next(), held_ + count_ * held_stride_};
+      if (++count_ == held_rows_) count_ = 0;
+    }
   }
 
  private:
