@@ -175,7 +175,7 @@ class ForwardRows {
         source_(args, row),
         outputs_(static_cast<T*>(args.output), args.output_rows, row),
         scale_rows_(scale_rows(args)),
-        scales_(static_cast<const compute_t<R>*>(args.scale), scale_rows_, row % args.groups) {}
+        scales_(scale_of<R>(args, 0), scale_rows_, row % args.groups) {}
 
   // The next `groups` groups of kNarrowGroup rows, at least one, of a span at most; kWhole as in fold_span. Folds,
   // roots and divisions take the time there, and what is done once per row, not memory: so the places of a group's rows
@@ -218,7 +218,7 @@ class ForwardRows {
         };
       });
       outputs_.next(y);
-      if (args_.groups > 1) scales_.next(scale);
+      if (args_.groups > 1) scales_.next(scale);  // else they are the same
     }
     const Group& last = turns[(groups - 1) % 2];
     for (int r = 0; r < kNarrowGroup; r++) normalized_row(last, r).write_columns(0, cols);
@@ -251,7 +251,8 @@ class ForwardRows {
   }
 
  private:
-  // The scales of the groups, one after another and over again.
+  // The scales of the groups, one after another and over again; a single one without an end that would have to be
+  // carried.
   static RowLayout scale_rows(const Args& args) {
     if (args.groups == 1) return {1, {INT64_MAX}, {0}};
     return {1, {args.groups}, {padded_cols(kDType<R>, args.cols)}};
