@@ -14,8 +14,8 @@ struct RowLayout {
 };
 
 // Walks over rows without a division per row: from `row` on, or over each `step`-th one. There are so many rows in the
-// last of the tensor's dimensions, and `row` is a multiple of it.
-template <class T>
+// last of the tensor's dimensions, and `row` is a multiple of it. Up to kAtOnce rows are found at once.
+template <class T, int kAtOnce = 1>
 class RowIterator {
  public:
   RowIterator(T* data, const RowLayout& layout, int64_t row, int64_t step = 1)
@@ -37,6 +37,7 @@ class RowIterator {
     }
     data_ += index * stride_;
     left_ = size_ - index;
+    for (int r = 0; r < kAtOnce; r++) offsets_[r] = r * stride_ * static_cast<int64_t>(sizeof(T));
   }
 
   // The current row; moves on to the next one.
@@ -50,8 +51,9 @@ class RowIterator {
   // The next kRows rows.
   template <int kRows>
   void next(T* (&rows)[kRows]) {
+    static_assert(kRows <= kAtOnce);
     if (left_ <= kRows) return next_one_by_one(rows, kRows);
-    for (int r = 0; r < kRows; r++) rows[r] = data_ + r * stride_;
+    for (int r = 0; r < kRows; r++) rows[r] = reinterpret_cast<T*>(reinterpret_cast<intptr_t>(data_) + offsets_[r]);
     data_ += kRows * stride_;
     left_ -= kRows;
   }
@@ -78,7 +80,8 @@ class RowIterator {
   int64_t size_ = 0;    // steps in it
   int64_t left_ = 2;    // of them, those to go; without dimensions there is one row, and nothing to carry
   const RowLayout* layout_;
-  int last_;  // that dimension
+  int last_;                       // that dimension
+  int64_t offsets_[kAtOnce] = {};  // in bytes: for vectors, addresses are one addition
   int64_t index_[RowLayout::kMaxDims] = {};
 };
 

@@ -11,7 +11,7 @@ class SumRows {
  public:
   using Number = R;
   using Args = AddRmsNormArgs;
-  static constexpr int kTurns = kTurnRows;
+  static constexpr bool kCostly = false;
 
   struct Row {
     const T* x;
@@ -47,9 +47,9 @@ class SumRows {
   }
 
  private:
-  RowIterator<const T> inputs_;
-  RowIterator<const R> residuals_;
-  RowIterator<R> sums_;
+  RowIterator<const T, kNarrowGroup> inputs_;
+  RowIterator<const R, kNarrowGroup> residuals_;
+  RowIterator<R, kNarrowGroup> sums_;
 };
 
 void rows(const AddRmsNormArgs& args, int64_t begin, int64_t end) {

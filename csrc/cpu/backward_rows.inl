@@ -9,7 +9,8 @@ namespace {
 // Where rows come from, and where what is made of them goes. A Source stands for a norm's rows: x, which is normalized,
 // and dy, the gradient of that times the scale. It has
 //   using Number, the type in which blocks are held;   using Args, derived from RmsNormBackwardArgs;
-//   static constexpr: kGradRows, whether rows are written (else grad_weight alone is wanted),
+//   static constexpr: kCostly, as in forward_rows.inl,
+//     kGradRows, whether rows are written (else grad_weight alone is wanted),
 //     kOneSum, whether both sums of a row are formed at once because the one's terms cost much that the other's share,
 //     kRowBytes and kAllBytes, of a column: what is read of it, and what is read and written;
 //   a constructor of (const Args&, row), and what GroupedRows has, of all its tensors: next_rows, next_group, and
@@ -22,7 +23,6 @@ namespace {
 //       store(column, outputs, extent, way)
 //     Of terms: rest(minus_c), what is added to dy * rstd * w, and outputs(gradient, rstd, w): what is stored, made of
 //     the gradient of x;
-//   static bool wants_grad_weight(const Args&);
 //   static bool begins_with_lines(const Args&), whether rows may be written around the caches.
 
 // What x and dy of a group may take, of the second-level cache, which the group's second pass should find them in:
@@ -76,26 +76,28 @@ NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale) {
 // The rows of a group that are summed at once, and whether both of their sums are where that costs no more: as many
 // accumulators as there are registers for.
 constexpr bool kBothSums = NORMOPS_VECTOR_BYTES == 64;
-constexpr int kSumRows = kBothSums ? 2 : 1;
+template <class Source>
+constexpr int kSumRows = kBothSums && !Source::kCostly ? 2 : 1;
 
-template <class Source, bool kPrefetches, int kRows>
+template <class Source, int kRows, class Choice>
 NORMOPS_INLINE void fold_rows(const typename Source::Row* rows, const compute_t<typename Source::Number>* scale,
-                              int64_t begin, int64_t end, Folded<typename Source::Number>* squares,
+                              int64_t begin, int64_t end, Choice prefetches, Folded<typename Source::Number>* squares,
                               Folded<typename Source::Number>* dots) {
   using R = typename Source::Number;
+  constexpr Rest kRest = Source::kCostly ? Rest::looped : Rest::unrolled;
   if constexpr (Source::kGradRows && (kBothSums || Source::kOneSum)) {
     Folded<R> folded[2 * kRows];
-    fold_span<R>(begin, end, folded,
-                 [&](int64_t column, auto extent, Block<R>(&sums)[2 * kRows]) NORMOPS_INLINE_LAMBDA {
-                   const Block<R> w = load_held<R>(scale + column);
+    fold_span<R, kRest>(begin, end, folded,
+                        [&](int64_t column, auto extent, Block<R>(&sums)[2 * kRows]) NORMOPS_INLINE_LAMBDA {
+                          const Block<R> w = load_held<R>(scale + column);
 #pragma GCC unroll 4
-                   for (int r = 0; r < kRows; r++) {
-                     if (kPrefetches) rows[r].prefetch_written(column);
-                     const auto terms = rows[r].summed(column, extent);
-                     sums[r] = fma(terms.x, terms.x, sums[r]);
-                     sums[kRows + r] = fma(terms.dy * w, terms.x, sums[kRows + r]);
-                   }
-                 });
+                          for (int r = 0; r < kRows; r++) {
+                            if (prefetches) rows[r].prefetch_written(column);
+                            const auto terms = rows[r].summed(column, extent);
+                            sums[r] = fma(terms.x, terms.x, sums[r]);
+                            sums[kRows + r] = fma(terms.dy * w, terms.x, sums[kRows + r]);
+                          }
+                        });
     for (int r = 0; r < kRows; r++) {
       squares[r] = folded[r];
       dots[r] = folded[kRows + r];
@@ -103,13 +105,14 @@ NORMOPS_INLINE void fold_rows(const typename Source::Row* rows, const compute_t<
   } else {
     for (int r = 0; r < kRows; r++) {
       const typename Source::Row row = rows[r];
-      squares[r] = fold_span<R>(begin, end, squares_of_row(row));
+      squares[r] = fold_span<R, kRest>(begin, end, squares_of_row(row));
       if (!Source::kGradRows) continue;
       const auto dot = dots_of_row(row, scale);
-      dots[r] = fold_span<R>(begin, end, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
-        if (kPrefetches) row.prefetch_written(column);
-        return dot(column, extent, sum);
-      });
+      dots[r] =
+          fold_span<R, kRest>(begin, end, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+            if (prefetches) row.prefetch_written(column);
+            return dot(column, extent, sum);
+          });
     }
   }
 }
@@ -122,22 +125,22 @@ NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kRowGroup], double (&tota
 }
 
 // Sums the rows of a group, dy * w * x only if rows are written.
-template <class Source, bool kPrefetches>
-[[gnu::noinline]] void sum_group(const typename Source::Args& args, BackwardGroup<Source>& group) {
+template <class Source, class Choice>
+[[gnu::noinline]] void sum_group(const typename Source::Args& args, BackwardGroup<Source>& group, Choice prefetches) {
   using R = typename Source::Number;
   double squares[kRowGroup] = {}, dots[kRowGroup] = {};
   Folded<R> square_folds[kRowGroup] = {}, dot_folds[kRowGroup] = {};
   for (int64_t begin = 0; begin < args.cols; begin += kSpan) {
     const auto fold = [&]<int kRows>(int r, const compute_t<R>* scale) NORMOPS_INLINE_LAMBDA {
-      fold_rows<Source, kPrefetches, kRows>(group.rows + r, scale, begin, span_end(begin, args.cols), square_folds + r,
-                                            dot_folds + r);
+      fold_rows<Source, kRows>(group.rows + r, scale, begin, span_end(begin, args.cols), prefetches, square_folds + r,
+                               dot_folds + r);
     };
     const compute_t<R>* scale = group.scale;
     int left = group.sharing;  // of the rows with this scale
     for (int r = 0; r < group.count;) {
-      if (kSumRows > 1 && left >= kSumRows) {
-        fold.template operator()<kSumRows>(r, scale);
-        r += kSumRows, left -= kSumRows;
+      if (kSumRows<Source> == 1 || left >= kSumRows<Source>) {
+        fold.template operator()<kSumRows<Source>>(r, scale);
+        r += kSumRows<Source>, left -= kSumRows<Source>;
       } else {
         fold.template operator()<1>(r, scale);
         r++, left--;
@@ -204,7 +207,7 @@ class BackwardRows {
     if (count_ == 0) return;
     group.sharing = count_;
     group.scale = scale_of<R>(args_, group_);
-    group.partial = Source::wants_grad_weight(args_) ? partial_of<R>(args_, chunk_, group_) : nullptr;
+    group.partial = args_.grad_weight_partials != nullptr ? partial_of<R>(args_, chunk_, group_) : nullptr;
     group.stride = padded_cols(kDType<R>, args_.cols);
     group.begins_chunk = row_ == chunk_ * args_.rows_per_chunk;
     do {
@@ -217,11 +220,8 @@ class BackwardRows {
   }
 
   void sum(Group& group) const {
-    if (kMayPrefetch && prefetches_ && !streams_) {
-      sum_group<Source, kMayPrefetch>(args_, group);
-    } else {
-      sum_group<Source, false>(args_, group);
-    }
+    choose_prefetch(!streams_,
+                    [&](auto prefetches) NORMOPS_INLINE_LAMBDA { sum_group<Source>(args_, group, prefetches); });
   }
 
   // What is written of columns [begin, end) of the rows; adds their share of grad_weight to the partials.
@@ -229,28 +229,45 @@ class BackwardRows {
     const Compute* scale = group.scale;
     Compute* partial = group.partial;
     for (int r = 0; r < group.count; r += group.sharing) {
-      write_sharing(group, ahead, r, begin, end, scale, partial);
+      if constexpr (Source::kGradRows) {
+        choose<!Source::kCostly>(partial != nullptr, [&](auto wants_grad_weight) NORMOPS_INLINE_LAMBDA {
+          write_sharing(group, ahead, r, begin, end, scale, partial, wants_grad_weight);
+        });
+      } else {
+        write_sharing(group, ahead, r, begin, end, scale, partial, std::true_type{});
+      }
       scale += group.stride;
-      if (Source::wants_grad_weight(args_)) partial += group.stride;
+      if (partial != nullptr) partial += group.stride;
     }
     if (kMayPrefetch && streams_) finish_stream();
   }
 
  private:
+  // Calls visit with whether to prefetch, where rows are to be prefetched at all.
+  template <class Visit>
+  NORMOPS_INLINE void choose_prefetch(bool wanted, Visit visit) const {
+    if constexpr (kMayPrefetch) {
+      choose<!Source::kCostly>(prefetches_ && wanted, visit);
+    } else {
+      visit(std::false_type{});
+    }
+  }
+
   // The rows from `first` on that share the scale and the partial.
+  template <class Choice>
   [[gnu::noinline]] void write_sharing(const Group& group, const Group& ahead, int first, int64_t begin, int64_t end,
-                                       const Compute* scale, Compute* partial) const {
+                                       const Compute* scale, Compute* partial, Choice wants_grad_weight) const {
     for (; begin < end; begin += kSpan) {
       const int64_t last = span_end(begin, end);
       int r = first;
       for (; r + kWriteRows <= first + group.sharing; r += kWriteRows) {
-        if (kMayPrefetch && prefetches_) {
-          write_rows<kWriteRows, kMayPrefetch>(group, ahead, r, begin, last, scale, partial);
-        } else {
-          write_rows<kWriteRows, false>(group, ahead, r, begin, last, scale, partial);
-        }
+        choose_prefetch(true, [&](auto prefetches) NORMOPS_INLINE_LAMBDA {
+          write_rows<kWriteRows>(group, ahead, r, begin, last, scale, partial, wants_grad_weight, prefetches);
+        });
       }
-      for (; r < first + group.sharing; r++) write_rows<1, false>(group, ahead, r, begin, last, scale, partial);
+      for (; r < first + group.sharing; r++) {
+        write_rows<1>(group, ahead, r, begin, last, scale, partial, wants_grad_weight, std::false_type{});
+      }
     }
   }
 
@@ -267,16 +284,17 @@ class BackwardRows {
     source_.next_rows(count_, group_);
   }
 
-  template <int kRows, bool kPrefetches>
+  template <int kRows, class WantsGradWeight, class Prefetches>
   NORMOPS_INLINE void write_rows(const Group& group, const Group& next_group, int first, int64_t begin, int64_t end,
-                                 const Compute* scale, Compute* partial) const {
+                                 const Compute* scale, Compute* partial, WantsGradWeight wants_grad_weight,
+                                 Prefetches prefetches) const {
     // Copies: what is stored could otherwise change them.
-    const bool streams = kPrefetches && streams_, wants_grad_weight = Source::wants_grad_weight(args_);
+    const bool streams = prefetches && streams_;
     Row rows[kRows], ahead[kRows];
     Block<R> rstd[kRows], minus_c[kRows];
     for (int r = 0; r < kRows; r++) {
       rows[r] = group.rows[first + r];
-      if (kPrefetches) ahead[r] = (first + r < next_group.count ? next_group : group).rows[first + r];
+      ahead[r] = (prefetches && first + r < next_group.count ? next_group : group).rows[first + r];
       rstd[r] = broadcast<R>(group.rstd[first + r]);
       minus_c[r] = broadcast<R>(group.minus_c[first + r]);
     }
@@ -284,7 +302,7 @@ class BackwardRows {
       const Block<R> w = load_held<R>(scale + column);
       Block<R> dw = wants_grad_weight ? load_held<R>(partial + column) : Block<R>{};
       typename Row::Outputs outputs[kRows];
-      if (kPrefetches) {
+      if (prefetches) {
         for (const Row& row : ahead) row.prefetch_read(column);
       }
 #pragma GCC unroll 4
@@ -298,13 +316,8 @@ class BackwardRows {
       }
       // After the last load: rows often lie a multiple of 4096 bytes apart, and a load that follows a store with the
       // same low address bits waits for it.
-      if (streams) {
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; r++) rows[r].store(column, outputs[r], extent, Stream{});
-      } else {
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; r++) rows[r].store(column, outputs[r], extent, Cached{});
-      }
+      for (int r = 0; r < kRows; r++) rows[r].store(column, outputs[r], extent, streams);
       if (wants_grad_weight) store_held<R>(partial + column, dw);
     });
   }
@@ -334,7 +347,7 @@ void backward_region(const typename Source::Args& args, const Region& region) {
   rows.next(groups[0]);
   for (int current = 0; groups[current].count > 0; current ^= 1) {
     BackwardGroup<Source>&group = groups[current], &ahead = groups[current ^ 1];
-    if (Source::wants_grad_weight(args) && group.begins_chunk) {
+    if (group.partial != nullptr && group.begins_chunk) {
       clear<R>(group.partial, 0, (group.count / group.sharing - 1) * group.stride + args.cols);
     }
     rows.next(ahead);
@@ -387,8 +400,7 @@ void backward_columns(const typename Source::Args& args, int64_t row, double squ
   // In spans, to find in the cache what was cleared.
   for (; begin < end; begin += kSpan) {
     const int64_t last = span_end(begin, end);
-    if (Source::wants_grad_weight(args) && group.begins_chunk)
-      clear<typename Source::Number>(group.partial, begin, last);
+    if (group.partial != nullptr && group.begins_chunk) clear<typename Source::Number>(group.partial, begin, last);
     rows.write(group, group, begin, last);
   }
 }

@@ -33,35 +33,42 @@ struct Part {
   int64_t lanes;
 };
 
-// How to write: as usual, or around the caches. The latter wants targets aligned to what is written at once, and
-// finish_stream() after the last one.
-struct Cached {};
-struct Stream {};
-
-template <class Bits>
-NORMOPS_INLINE void write(void* target, const Bits& bits, Cached) {
-  std::memcpy(target, &bits, sizeof bits);
+// Calls visit(choice) with std::true_type or std::false_type, which makes code for either, or, where that would be too
+// much code, with the bool itself.
+template <bool kForEither, class Visit>
+NORMOPS_INLINE void choose(bool choice, Visit visit) {
+  if constexpr (!kForEither) {
+    visit(choice);
+  } else if (choice) {
+    visit(std::true_type{});
+  } else {
+    visit(std::false_type{});
+  }
 }
 
-template <class Bits>
-NORMOPS_INLINE void write(void* target, const Bits& bits, Stream) {
+// How to write: as usual, or around the caches, or a bool that tells whether around them. That wants targets aligned to
+// what is written at once, and finish_stream() after the last one.
+using Cached = std::false_type;
+using Stream = std::true_type;
+
+template <class Bits, class Way>
+NORMOPS_INLINE void write(void* target, const Bits& bits, [[maybe_unused]] Way streams) {
 #if defined(__x86_64__)
-  if constexpr (sizeof bits == 16) {
-    _mm_stream_si128(static_cast<__m128i*>(target), bit_cast<__m128i>(bits));
+  if (streams) {
+    if constexpr (sizeof bits == 16) return _mm_stream_si128(static_cast<__m128i*>(target), bit_cast<__m128i>(bits));
 #if NORMOPS_VECTOR_BYTES >= 32
-  } else if constexpr (sizeof bits == 32) {
-    _mm256_stream_si256(static_cast<__m256i*>(target), bit_cast<__m256i>(bits));
+    if constexpr (sizeof bits == 32) {
+      return _mm256_stream_si256(static_cast<__m256i*>(target), bit_cast<__m256i>(bits));
+    }
 #endif
 #if NORMOPS_VECTOR_BYTES == 64
-  } else if constexpr (sizeof bits == 64) {
-    _mm512_stream_si512(static_cast<__m512i*>(target), bit_cast<__m512i>(bits));
+    if constexpr (sizeof bits == 64) {
+      return _mm512_stream_si512(static_cast<__m512i*>(target), bit_cast<__m512i>(bits));
+    }
 #endif
-  } else {
-    write(target, bits, Cached{});
   }
-#else
-  write(target, bits, Cached{});
 #endif
+  std::memcpy(target, &bits, sizeof bits);
 }
 
 NORMOPS_INLINE void finish_stream() {

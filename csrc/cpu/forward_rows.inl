@@ -11,10 +11,14 @@ NORMOPS_INLINE int64_t span_end(int64_t begin, int64_t cols) { return begin + kS
 template <class R>
 constexpr int64_t kStep = kChainBlocks<R> * kLanes<R>;
 
+// The code for what a span has beyond a multiple of kStep: in a loop, which keeps the chains in memory; unrolled, which
+// keeps them in registers, and is six times the code; or none, for spans that have no rest, as most.
+enum class Rest { looped, unrolled, none };
+
 // kSums sums over the columns of a span, where term(column, whole_or_part, accumulators) adds one block to each of the
 // accumulators. The chains are folded after every span: that bounds their length, and with it the rounding error,
-// whatever the width. kWhole: the span is a multiple of kStep, which most are, and the code for a rest is left out.
-template <class R, bool kWhole = false, int kSums, class Term>
+// whatever the width.
+template <class R, Rest kRest, int kSums, class Term>
 NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kSums], Term term) {
   constexpr int kBlocks = kChainBlocks<R>;
   Block<R> chains[kBlocks][kSums] = {};
@@ -23,8 +27,7 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
 #pragma GCC unroll 4
     for (int i = 0; i < kBlocks; i++) term(column + i * kLanes<R>, Whole{}, chains[i]);
   }
-  if (!kWhole && column < end) {
-    // Unrolled, so that the chains stay in registers.
+  if (kRest == Rest::unrolled && column < end) {
 #pragma GCC unroll 4
     for (int i = 0; i < kBlocks; i++) {
       if (column + kLanes<R> <= end) {
@@ -33,6 +36,20 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
         term(column, Part{end - column}, chains[i]);
       }
       column += kLanes<R>;
+    }
+  } else if (kRest == Rest::looped && column < end) {
+    // A copy: the chains would be in memory from the beginning. Not by memcpy, whose steps are shorter than a register.
+    Block<R> in_memory[kBlocks][kSums];
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; i++) {
+      for (int k = 0; k < kSums; k++) in_memory[i][k] = chains[i][k];
+    }
+    int i = 0;
+    for_each_block<R>(column, end,
+                      [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA { term(column, extent, in_memory[i++]); });
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; i++) {
+      for (int k = 0; k < kSums; k++) chains[i][k] = in_memory[i][k];
     }
   }
 #pragma GCC unroll 4
@@ -44,10 +61,10 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
 }
 
 // One sum, where term(column, whole_or_part, accumulator) returns what it becomes.
-template <class R, bool kWhole = false, class Term>
+template <class R, Rest kRest, class Term>
 NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
   Folded<R> folded[1];
-  fold_span<R, kWhole>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sum)[1]) NORMOPS_INLINE_LAMBDA {
+  fold_span<R, kRest>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sum)[1]) NORMOPS_INLINE_LAMBDA {
     sum[0] = term(column, extent, sum[0]);
   });
   return folded[0];
@@ -57,7 +74,7 @@ NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
 template <class R, class Term>
 NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* sums, Term term) {
   for (int64_t span = begin; span < end; span++) {
-    sums[span] = sum_of(fold_span<R>(span * kSpan, span_end(span * kSpan, cols), term));
+    sums[span] = sum_of(fold_span<R, Rest::looped>(span * kSpan, span_end(span * kSpan, cols), term));
   }
 }
 
@@ -97,13 +114,10 @@ struct GivenNumbers {
   }
 };
 
-// Rows that are written at a time, of those wider than kNarrowBytes, where there are 32 registers and one scale for
-// all.
-constexpr int kTurnRows = NORMOPS_VECTOR_BYTES == 64 ? 2 : 1;
-
 // Where the rows come from that are summed and normalized. Such a class has
 //   using Number, their type;   using Args;
-//   static constexpr int kTurns, kTurnRows, or 1 if the registers are needed for the rest;
+//   static constexpr bool kCostly, whether forming its blocks takes the time, not memory and not what chooses between
+//     them: then there is less code, for more cases each;
 //   a constructor of (const Args&, row), and next(Row (&rows)[kRows]), which finds the next kRows rows, of each:
 //     squares()   adds the squares of a block to an accumulator, see fold_span
 //     numbers()   once its squares have been summed; of these, block() is what is normalized, and finished() what is
@@ -113,7 +127,7 @@ class InputRows {
  public:
   using Number = T;
   using Args = RmsNormArgs;
-  static constexpr int kTurns = kTurnRows;
+  static constexpr bool kCostly = false;
 
   struct Row {
     const T* x;
@@ -131,12 +145,13 @@ class InputRows {
   }
 
  private:
-  RowIterator<const T> inputs_;
+  RowIterator<const T, kNarrowGroup> inputs_;
 };
 
 // Rows with their rstd, to be written: y = h * rstd * w, finished. They share the scale.
 template <class T, class R, class Numbers, int kRows, class Way>
 struct NormalizedRows {
+  Way streams;
   const compute_t<R>* scale;
   Numbers h[kRows];
   T* y[kRows];
@@ -153,7 +168,7 @@ struct NormalizedRows {
     }
     meanwhile();
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++) store(y[r] + column, result[r], extent, Way{});
+    for (int r = 0; r < kRows; r++) store(y[r] + column, result[r], extent, streams);
   }
 
   NORMOPS_INLINE void write_columns(int64_t begin, int64_t end) const {
@@ -170,25 +185,37 @@ class ForwardRows {
   using R = typename Source::Number;
   using Row = typename Source::Row;
 
-  ForwardRows(const Args& args, int64_t row)
+  // Rows written at a time, of those wider than kNarrowBytes, where there are 32 registers and one scale for all.
+  static constexpr int kTurns = NORMOPS_VECTOR_BYTES == 64 && !Source::kCostly ? 2 : 1;
+
+  ForwardRows(const Args& args, int64_t row, Way streams)
       : args_(args),
+        streams_(streams),
         source_(args, row),
         outputs_(static_cast<T*>(args.output), args.output_rows, row),
         scale_rows_(scale_rows(args)),
         scales_(scale_of<R>(args, 0), scale_rows_, row % args.groups) {}
 
-  // The next `groups` groups of kNarrowGroup rows, at least one, of a span at most; kWhole as in fold_span. Folds,
-  // roots and divisions take the time there, and what is done once per row, not memory: so the places of a group's rows
-  // are found together, its sums are taken together, and its roots and divisions go through the pipeline, or one
-  // vector, together. Each row is written while one of the group after it is summed, so that memory is read and written
-  // all the time. Not inlined, nor is the other way: each has the registers for itself.
-  template <bool kWhole>
+  // The next `groups` groups of kNarrowGroup rows, at least one, of a span at most. Folds, roots and divisions take the
+  // time there, and what is done once per row, not memory: so the places of a group's rows are found together, its sums
+  // are taken together, and its roots and divisions go through the pipeline, or one vector, together. Each row is
+  // written while one of the group after it is summed, so that memory is read and written all the time.
+  void process_groups(int64_t groups) {
+    if (Source::kCostly || args_.cols % kStep<R> != 0) return process_groups<Rest::unrolled>(groups);
+    if constexpr (!Source::kCostly) {
+      args_.cols == kStep<R> ? process_groups<Rest::none, kStep<R>>(groups) : process_groups<Rest::none>(groups);
+    }
+  }
+
+  // kCols is the number of columns where it is known. Not inlined, nor is the other way: each has the registers for
+  // itself.
+  template <Rest kRest, int64_t kCols = 0>
   [[gnu::noinline]] void process_groups(int64_t groups) {
     struct Group {
       Row rows[kNarrowGroup];
       compute_t<R> rstd[kNarrowGroup];
     } turns[2];
-    const int64_t cols = args_.cols;
+    const int64_t cols = kCols > 0 ? kCols : args_.cols;
     T* y[kNarrowGroup];
     const compute_t<R>* scale[kNarrowGroup];
     const auto sum_group = [&](Group& group, auto term) NORMOPS_INLINE_LAMBDA {
@@ -196,7 +223,7 @@ class ForwardRows {
       compute_t<R> sums[kNarrowGroup];
       source_.next(group.rows);
       for (int r = 0; r < kNarrowGroup; r++) {
-        folded[r] = fold_span<R, kWhole>(0, cols, term(r, group.rows[r].squares()));
+        folded[r] = fold_span<R, kRest>(0, cols, term(r, group.rows[r].squares()));
       }
       for (int r = 0; r < kNarrowGroup; r += 4) sums_of<R>(folded + r, sums + r);
       for (int r = 0; r < kNarrowGroup; r++) group.rstd[r] = rstd_of<R>(sums[r], cols, args_.eps);
@@ -259,9 +286,10 @@ class ForwardRows {
   }
 
   template <int kRows>
-  static NORMOPS_INLINE auto normalized(const Row* rows, const compute_t<R>* rstd, T* const* y,
-                                        const compute_t<R>* scale) {
+  NORMOPS_INLINE auto normalized(const Row* rows, const compute_t<R>* rstd, T* const* y,
+                                 const compute_t<R>* scale) const {
     NormalizedRows<T, R, decltype(rows->numbers()), kRows, Way> result;
+    result.streams = streams_;
     result.scale = scale;
     for (int r = 0; r < kRows; r++) {
       result.h[r] = rows[r].numbers();
@@ -285,23 +313,25 @@ class ForwardRows {
     double totals[kRows] = {};
     for (int64_t begin = 0; begin < args_.cols; begin += kSpan) {
       Folded<R> folded[kRows];
-      fold_span<R>(begin, span_end(begin, args_.cols), folded,
-                   [&](int64_t column, auto extent, Block<R>(&sums)[kRows]) NORMOPS_INLINE_LAMBDA {
-                     visit(column, extent, [&]() NORMOPS_INLINE_LAMBDA {
+      fold_span<R, Rest::looped>(begin, span_end(begin, args_.cols), folded,
+                                 [&](int64_t column, auto extent, Block<R>(&sums)[kRows]) NORMOPS_INLINE_LAMBDA {
+                                   visit(column, extent, [&]() NORMOPS_INLINE_LAMBDA {
 #pragma GCC unroll 4
-                       for (int r = 0; r < kRows; r++) sums[r] = rows[r].squares()(column, extent, sums[r]);
-                     });
-                   });
+                                     for (int r = 0; r < kRows; r++)
+                                       sums[r] = rows[r].squares()(column, extent, sums[r]);
+                                   });
+                                 });
       for (int r = 0; r < kRows; r++) totals[r] += sum_of(folded[r]);
     }
     for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(totals[r], args_.cols, args_.eps);
   }
 
   const Args& args_;
+  const Way streams_;
   Source source_;
-  RowIterator<T> outputs_;
+  RowIterator<T, kNarrowGroup> outputs_;
   const RowLayout scale_rows_;
-  RowIterator<const compute_t<R>> scales_;  // of what is written
+  RowIterator<const compute_t<R>, kNarrowGroup> scales_;  // of what is written
 };
 
 // Whether every row begins with a cache line.
@@ -313,33 +343,28 @@ bool begins_with_lines(const T* data, const RowLayout& layout) {
 }
 
 template <class T, class Source, class Way>
-void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
-  ForwardRows<T, Source, Way> rows(args, begin);
+void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end, Way streams) {
+  using Rows = ForwardRows<T, Source, Way>;
+  Rows rows(args, begin, streams);
   int64_t row = begin;
   if (args.cols * static_cast<int64_t>(sizeof(T)) <= kNarrowBytes) {
     const int64_t groups = (end - begin) / kNarrowGroup;
-    if (groups > 0) {
-      args.cols % kStep<typename Source::Number> == 0 ? rows.template process_groups<true>(groups)
-                                                      : rows.template process_groups<false>(groups);
-    }
+    if (groups > 0) rows.process_groups(groups);
     row += groups * kNarrowGroup;
   }
-  if constexpr (Source::kTurns > 1) {
-    const int64_t turns = args.groups == 1 ? (end - row) / Source::kTurns : 0;
-    if (turns > 0) rows.template process_in_turn<Source::kTurns>(turns);
-    row += turns * Source::kTurns;
+  if constexpr (Rows::kTurns > 1) {
+    const int64_t turns = args.groups == 1 ? (end - row) / Rows::kTurns : 0;
+    if (turns > 0) rows.template process_in_turn<Rows::kTurns>(turns);
+    row += turns * Rows::kTurns;
   }
   if (row < end) rows.template process_in_turn<1>(end - row);
 }
 
 template <class T, class Source>
 void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
-  if (args.stream && begins_with_lines(static_cast<const T*>(args.output), args.output_rows)) {
-    forward_rows<T, Source, Stream>(args, begin, end);
-    finish_stream();
-  } else {
-    forward_rows<T, Source, Cached>(args, begin, end);
-  }
+  const bool streams = args.stream && begins_with_lines(static_cast<const T*>(args.output), args.output_rows);
+  choose<!Source::kCostly>(streams, [&](auto way) { forward_rows<T, Source>(args, begin, end, way); });
+  if (streams) finish_stream();
 }
 
 template <class Source>
@@ -351,7 +376,7 @@ void forward_sums(const typename Source::Args& args, int64_t row, int64_t begin,
 
 template <class T, class Source>
 void forward_columns(const typename Source::Args& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
-  ForwardRows<T, Source, Cached>(args, row).write_columns(square_sum, begin, end);
+  ForwardRows<T, Source, Cached>(args, row, {}).write_columns(square_sum, begin, end);
 }
 
 }  // namespace

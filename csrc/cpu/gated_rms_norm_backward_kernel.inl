@@ -16,7 +16,7 @@ class GatedGradientRows {
   using Number = T;
   using Args = GatedRmsNormBackwardArgs;
   // Gates may be wider; and if grad_weight alone is wanted, which is rare, the rest is formed in vain.
-  static constexpr bool kGradRows = true, kOneSum = !kNormFirst;
+  static constexpr bool kCostly = true, kGradRows = true, kOneSum = !kNormFirst;
   static constexpr int64_t kRowBytes = 3 * sizeof(T) + sizeof(compute_t<T>), kAllBytes = 5 * sizeof(T);
 
   struct Row {
@@ -109,8 +109,6 @@ class GatedGradientRows {
     return row;
   }
 
-  // Told when the kernel runs: beside an activation that costs nothing, and kernels for both take long to compile.
-  static bool wants_grad_weight(const Args& args) { return args.grad_weight_partials != nullptr; }
   static bool begins_with_lines(const Args& args) {
     return args.gate_dtype == args.dtype &&
            NORMOPS_ISA::begins_with_lines(static_cast<const T*>(args.grad_input), args.grad_input_rows) &&

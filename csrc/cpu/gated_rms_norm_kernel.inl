@@ -52,7 +52,7 @@ class NormFirstRows {
  public:
   using Number = T;
   using Args = GatedRmsNormArgs;
-  static constexpr int kTurns = 1;
+  static constexpr bool kCostly = true;
 
   struct Numbers : GivenNumbers<T> {
     GatedRow<T> row;
@@ -97,7 +97,7 @@ class GateFirstRows {
  public:
   using Number = T;
   using Args = GatedRmsNormArgs;
-  static constexpr int kTurns = 1;
+  static constexpr bool kCostly = true;
 
   struct Numbers : GivenNumbers<T> {
     const compute_t<T>* held;

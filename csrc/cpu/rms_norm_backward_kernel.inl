@@ -5,12 +5,12 @@ namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
 // The rows of grad_output and input as they are. T is the type of grad_output, R that of everything else with rows.
-template <class T, class R, bool kGradInput, bool kGradWeight, bool kResidual>
+template <class T, class R, bool kGradInput, bool kResidual>
 class GivenRows {
  public:
   using Number = R;
   using Args = RmsNormBackwardArgs;
-  static constexpr bool kGradRows = kGradInput, kOneSum = false;
+  static constexpr bool kCostly = false, kGradRows = kGradInput, kOneSum = false;
   static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
   static constexpr int64_t kAllBytes = kRowBytes + sizeof(R);
 
@@ -80,7 +80,6 @@ class GivenRows {
     return row;
   }
 
-  static constexpr bool wants_grad_weight(const Args&) { return kGradWeight; }
   static bool begins_with_lines(const Args& args) {
     return NORMOPS_ISA::begins_with_lines(static_cast<const R*>(args.grad_input), args.grad_input_rows);
   }
@@ -103,16 +102,12 @@ class GivenRows {
 // Calls visit.template operator()<Source>() with the source that the arguments ask for.
 template <class Visit>
 void dispatch_backward(const RmsNormBackwardArgs& args, Visit visit) {
-  const bool grad_weight = args.grad_weight_partials != nullptr;
   dispatch_pair(args.grad_output_dtype, args.dtype, [&]<class T, class R>() {
     if (args.grad_input == nullptr) {
-      if (grad_weight) visit.template operator()<GivenRows<T, R, false, true, false>>();
-    } else if (args.grad_residual == nullptr) {
-      grad_weight ? visit.template operator()<GivenRows<T, R, true, true, false>>()
-                  : visit.template operator()<GivenRows<T, R, true, false, false>>();
+      if (args.grad_weight_partials != nullptr) visit.template operator()<GivenRows<T, R, false, false>>();
     } else {
-      grad_weight ? visit.template operator()<GivenRows<T, R, true, true, true>>()
-                  : visit.template operator()<GivenRows<T, R, true, false, true>>();
+      args.grad_residual == nullptr ? visit.template operator()<GivenRows<T, R, true, false>>()
+                                    : visit.template operator()<GivenRows<T, R, true, true>>();
     }
   });
 }
