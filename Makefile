@@ -29,9 +29,13 @@ $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
 	$(BIN)/pip install --quiet $(TRITON_OF_$(TORCH)) --requirement requirements-dev.txt
 	touch $@
 
+# A process to a core. What a file needs is made once, by the process that has the file. Threads that wait for work sleep,
+# as the processes have more of them than there are cores. CXX may be several words, of which torch.compile knows nothing.
+PYTEST := env --unset=CXX OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto
+
 test: install-dev
-	$(BIN)/python -m pytest --numprocesses auto
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses auto --triton @tests/triton.args
+	$(PYTEST) --dist loadfile --no-loadscope-reorder
+	TRITON_INTERPRET=1 $(PYTEST) --triton @tests/triton.args
 
 # The same with another torch, in an environment of its own: a CUDA build of several GB.
 test-torch:
