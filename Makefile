@@ -30,8 +30,9 @@ $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
 	touch $@
 
 # A process to a core. What a file needs is made once, by the process that has the file. Threads that wait for work sleep,
-# as the processes have more of them than there are cores. CXX may be several words, of which torch.compile knows nothing.
-PYTEST := env --unset=CXX OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto
+# as the processes have more of them than there are cores, and torch.compile starts no processes of its own. CXX may be
+# several words, of which torch.compile knows nothing.
+PYTEST := env --unset=CXX OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
 test: install-dev
 	$(PYTEST) --dist loadfile --no-loadscope-reorder

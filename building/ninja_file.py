@@ -4,6 +4,7 @@ The kernels know nothing of torch: they are compiled once, into ``libnormops_ker
 folder like ``torch-2.13`` has ``libnormops.so``, the operators, and ``_C``, what Python needs besides.
 """
 
+import os
 import shlex
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -120,7 +121,8 @@ def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path, ev
     made = {}
     for name, sources in units(plan.cuda is not None).items():
         unit = plan.folder / "units" / f"{name}.cpp"
-        _write_if_changed(unit, "".join(f'#include "{path}"\n' for path in sources))
+        # By the way from here, which a compiler cache finds again in another checkout.
+        _write_if_changed(unit, "".join(f'#include "{os.path.relpath(path, unit.parent)}"\n' for path in sources))
         extra = flags_of_python if name == "python" else []
         made[name] = _compile(writer, "operators", unit, objects, [*flags, *extra])
     module = made.pop("python")

@@ -95,7 +95,7 @@ int main(int count, char** arguments) {
   std::printf("%s\n", isa_name(current_isa()));
   for (const DType dtype : kDTypes) {
     // Rows shared out, also those of one chunk, and rows shared.
-    for (const auto& [rows, groups, cols] : {std::array<int64_t, 3>{37, 1, 2050}, {33, 11, 2050}, {3, 1, 40000}}) {
+    for (const auto& [rows, groups, cols] : {std::array<int64_t, 3>{37, 1, 1030}, {33, 11, 1030}, {2, 1, 33000}}) {
       if (!run(dtype, rows, groups, cols))
         std::printf("dtype %d, %d rows: not the bits of one thread\n", static_cast<int>(dtype), static_cast<int>(rows));
     }

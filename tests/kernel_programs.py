@@ -8,7 +8,8 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 LIBRARY = TESTS.parent / "normops" / "libnormops_kernels.so"
 CSRC = TESTS.parent / "csrc" / "cpu"
-FLAGS = ("-std=c++20", "-O3", "-Wall", "-ffp-contract=off", "-fno-math-errno", f"-I{CSRC}", f"-I{TESTS}")
+# -g0: clang as the package has it would add debugging information.
+FLAGS = ("-std=c++20", "-O3", "-g0", "-Wall", "-ffp-contract=off", "-fno-math-errno", f"-I{CSRC}", f"-I{TESTS}")
 
 
 @dataclass(frozen=True)
