@@ -8,6 +8,9 @@ CPP := $(shell find csrc tests bench examples -name '*.cpp' -o -name '*.h' -o -n
 # The CUDA builds of torch bring their Triton.
 TRITON_OF_2.13.0 := triton==3.7.1
 
+# Wherever the environment says that Python is to keep nothing of what it compiles: hundreds of processes import torch.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install install-dev test test-torch lint format demo demo-patch bench bench-instructions check-cuda-compile package wheels \
 	clean check-gpu
 
@@ -30,9 +33,10 @@ $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
 	touch $@
 
 # A process to a core. What a file needs is made once, by the process that has the file. Threads that wait for work sleep,
-# as the processes have more of them than there are cores, and torch.compile starts no processes of its own. CXX may be
-# several words, of which torch.compile knows nothing.
-PYTEST := env --unset=CXX OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+# as the processes have more of them than there are cores. torch.compile starts no processes of its own, and does not
+# compile a program first to see whether it can. CXX may be several words, of which torch.compile knows nothing.
+PYTEST := env --unset=CXX OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
+	$(BIN)/python -m pytest --numprocesses auto
 
 test: install-dev
 	$(PYTEST) --dist loadfile --no-loadscope-reorder
@@ -84,7 +88,7 @@ package: $(VENV)/required-dev
 	rm -rf dist build/fresh
 	$(BIN)/python -m build --no-isolation
 	$(PYTHON) -m venv build/fresh
-	build/fresh/bin/pip install --quiet torch==$(TORCH) numpy
+	build/fresh/bin/pip install --quiet --no-compile torch==$(TORCH) numpy
 	build/fresh/bin/pip install --quiet dist/*.whl
 	cd build/fresh && bin/python -m normops
 

@@ -15,7 +15,7 @@ from torch import Tensor
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
 KERNELS = TESTS / "cuda_kernels.cpp"
-SANITIZED = ("-fsanitize=address,alignment,bounds", "-fno-sanitize-recover=all", "-g", "-O1")
+SANITIZED = ("-fsanitize=address,alignment,bounds", "-fno-sanitize-recover=all", "-g1", "-O1")
 
 
 def toolkit_includes() -> list[str]:

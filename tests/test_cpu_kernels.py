@@ -44,10 +44,10 @@ def test_avx2_and_avx512(native: Path) -> None:
 
 
 def test_emulated_avx512(native: Path, program_folder: Path) -> None:
-    """What is written for AVX-512, where the machine does not have it, too."""
+    """What is written for AVX-512, where the machine does not have it."""
     best, expected = hashes(str(native))
-    if best == "baseline":
-        pytest.skip("this machine does not fuse multiply-adds")
+    if best != "avx2":
+        pytest.skip(f"this machine's best is {best}")
     emulated = kernel_programs.build(PROGRAM, program_folder, kernel_programs.EMULATED_AVX512)
     assert hashes(str(emulated)) == ("avx512", expected)
 
