@@ -3,8 +3,9 @@
 Figures are medians with the 20th and 80th percentile. GB/s count the bytes that have to move, however a peer computes.
 "over copy" compares with a copy of the input, "over normops" with normops, both timed in the same turns. Outputs are
 either preallocated (calls write into given memory, such as the .out overloads; the copy is y.copy_(x)) or fresh (calls
-allocate what they return, page faults included; the copy is x.clone()). rms_norm_backward is one operator where
-outputs are preallocated, and autograd's backward where they are fresh.
+allocate what they return, page faults included, which on Linux those of 32 MiB and more have each time; the copy is
+x.clone()). rms_norm_backward is one operator where outputs are preallocated, and autograd's backward where they are
+fresh.
 """
 
 import torch
@@ -43,6 +44,7 @@ def measure_problems(arguments: Arguments, report: Report, progress: Progress) -
 def main() -> None:
     arguments = parse_arguments(__doc__)
     torch.set_num_threads(arguments.threads)
+    environment.keep_freed_memory()
     if arguments.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
     console = Console(highlight=False)

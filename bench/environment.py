@@ -15,6 +15,8 @@ import normops
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+LARGEST_KEPT = 31 << 20
+"""The largest tensor, in bytes, whose memory glibc keeps when it is freed, if it has freed one so large before."""
 
 
 def describe(module: str = "bench") -> dict[str, str]:
@@ -38,6 +40,15 @@ def describe(module: str = "bench") -> dict[str, str]:
             f"{gpu.total_memory / (1 << 30):.0f} GiB, CUDA {torch.version.cuda}"
         )
     return environment
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep what it ever keeps, as it does in a process that has run for a while.
+
+    Before, it depends on what else is freed, and where that lies, which of two calls that return a few MiB gets memory
+    that the system has to map and zero, page by page.
+    """
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8)
 
 
 def cpu_caches() -> dict[str, int]:

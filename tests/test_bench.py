@@ -1,6 +1,7 @@
 """The benchmark runs, refuses what is wrong, and saves what it says."""
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,23 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert set(forward["calls"]) == {"copy", "normops", "F.rms_norm", "F.layer_norm"}
     assert "| 8x64 float32 |" in (tmp_path / "results.md").read_text()
     assert (tmp_path / "rms_norm_fresh_roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other rules")
+def test_chance_does_not_decide_who_pays_for_page_faults() -> None:
+    """Without keep_freed_memory, the last round has 2528 in most processes."""
+    program = """
+import resource, torch
+from bench.environment import keep_freed_memory
+keep_freed_memory()
+for _ in range(10):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    three = [torch.ones(5 << 20, dtype=torch.uint8) for _ in range(3)]
+    del three
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 1000
 
 
 @pytest.mark.parametrize(
