@@ -1,7 +1,7 @@
 // What the backward kernels have in common: rows that come from a Source go through two passes, their sums, then what
 // is written of them and what they add to the partials of grad_weight.
-#include "forward_rows.inl"
 #include "grouped_rows.inl"
+#include "row_sums.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {

@@ -1,103 +1,8 @@
-// What the forward kernels have in common, and the sums over a row that the backward shares with them.
-// What a row gets depends on that row, the scale, eps and cols alone; every multiply-add is written out as fma (the
-// build turns contraction off), so that no two instances of the same line round differently.
+// What the forward kernels have in common: rows that come from a Source are summed, then normalized and written.
+#include "row_sums.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
-
-NORMOPS_INLINE int64_t span_end(int64_t begin, int64_t cols) { return begin + kSpan < cols ? begin + kSpan : cols; }
-
-// The columns of a block for each of a sum's chains.
-template <class R>
-constexpr int64_t kStep = kChainBlocks<R> * kLanes<R>;
-
-// The code for what a span has beyond a multiple of kStep: in a loop, which keeps the chains in memory; unrolled, which
-// keeps them in registers, and is six times the code; or none, for spans that have no rest, as most.
-enum class Rest { looped, unrolled, none };
-
-// kSums sums over the columns of a span, where term(column, whole_or_part, accumulators) adds one block to each of the
-// accumulators. The chains are folded after every span: that bounds their length, and with it the rounding error,
-// whatever the width.
-template <class R, Rest kRest, int kSums, class Term>
-NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kSums], Term term) {
-  constexpr int kBlocks = kChainBlocks<R>;
-  Block<R> chains[kBlocks][kSums] = {};
-  int64_t column = begin;
-  for (; column + kStep<R> <= end; column += kStep<R>) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kBlocks; i++) term(column + i * kLanes<R>, Whole{}, chains[i]);
-  }
-  if (kRest == Rest::unrolled && column < end) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kBlocks; i++) {
-      if (column + kLanes<R> <= end) {
-        term(column, Whole{}, chains[i]);
-      } else if (column < end) {
-        term(column, Part{end - column}, chains[i]);
-      }
-      column += kLanes<R>;
-    }
-  } else if (kRest == Rest::looped && column < end) {
-    // A copy: the chains would be in memory from the beginning. Not by memcpy, whose steps are shorter than a register.
-    Block<R> in_memory[kBlocks][kSums];
-#pragma GCC unroll 4
-    for (int i = 0; i < kBlocks; i++) {
-      for (int k = 0; k < kSums; k++) in_memory[i][k] = chains[i][k];
-    }
-    int i = 0;
-    for_each_block<R>(column, end,
-                      [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA { term(column, extent, in_memory[i++]); });
-#pragma GCC unroll 4
-    for (int i = 0; i < kBlocks; i++) {
-      for (int k = 0; k < kSums; k++) chains[i][k] = in_memory[i][k];
-    }
-  }
-#pragma GCC unroll 4
-  for (int k = 0; k < kSums; k++) {
-    Block<R> chain[kBlocks];
-    for (int i = 0; i < kBlocks; i++) chain[i] = chains[i][k];
-    folded[k] = fold_chains<R>(chain);
-  }
-}
-
-// One sum, where term(column, whole_or_part, accumulator) returns what it becomes.
-template <class R, Rest kRest, class Term>
-NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
-  Folded<R> folded[1];
-  fold_span<R, kRest>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sum)[1]) NORMOPS_INLINE_LAMBDA {
-    sum[0] = term(column, extent, sum[0]);
-  });
-  return folded[0];
-}
-
-// The sums over the spans [begin, end), for threads that share a row.
-template <class R, class Term>
-NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* sums, Term term) {
-  for (int64_t span = begin; span < end; span++) {
-    sums[span] = sum_of(fold_span<R, Rest::looped>(span * kSpan, span_end(span * kSpan, cols), term));
-  }
-}
-
-// The terms of mean(x^2). Forward and backward form rstd of the same sums, so that both see the same bits.
-template <class R>
-NORMOPS_INLINE auto squares_of(const R* x) {
-  return [x](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
-    const Block<R> h = load<R>(x + column, extent);
-    return fma(h, h, sum);
-  };
-}
-
-// rstd = 1 / sqrt(mean(x^2) + eps). What is done once per span or row is done in double: it costs nothing there, and
-// the error bound stays that of one span.
-template <class R>
-NORMOPS_INLINE compute_t<R> rstd_of(double square_sum, int64_t cols, double eps) {
-  return static_cast<compute_t<R>>(1 / std::sqrt(square_sum / static_cast<double>(cols) + eps));
-}
-
-template <class R, class Args>
-NORMOPS_INLINE const compute_t<R>* scale_of(const Args& args, int64_t group) {
-  return static_cast<const compute_t<R>*>(args.scale) + group * padded_cols(kDType<R>, args.cols);
-}
 
 // Numbers that lie in memory, to be normalized and written as they are.
 template <class R>
@@ -151,31 +56,77 @@ class InputRows {
 // Rows with their rstd, to be written: y = h * rstd * w, finished. They share the scale.
 template <class T, class R, class Numbers, int kRows, class Way>
 struct NormalizedRows {
+  using Number = R;
+  static constexpr int kCount = kRows;
+
   Way streams;
   const compute_t<R>* scale;
   Numbers h[kRows];
   T* y[kRows];
   Block<R> rstd[kRows];
 
-  // A block of each. In between it calls meanwhile(), as loads come before stores, see BackwardRows::write_rows.
-  template <class Extent, class Meanwhile>
-  NORMOPS_INLINE void write(int64_t column, Extent extent, Meanwhile meanwhile) const {
+  // A block of each.
+  template <class Extent>
+  NORMOPS_INLINE void normalize(int64_t column, Extent extent, Block<R> (&result)[kRows]) const {
     const Block<R> w = load_held<R>(scale + column);
-    Block<R> result[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r++) {
       result[r] = h[r].finished(h[r].block(column, extent) * rstd[r] * w, column, extent);
     }
-    meanwhile();
+  }
+
+  template <class Extent>
+  NORMOPS_INLINE void store_block(int64_t column, Extent extent, const Block<R> (&result)[kRows]) const {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r++) store(y[r] + column, result[r], extent, streams);
   }
 
   NORMOPS_INLINE void write_columns(int64_t begin, int64_t end) const {
-    for_each_block<R>(begin, end,
-                      [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA { write(column, extent, [] {}); });
+    for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
+      Block<R> result[kRows];
+      normalize(column, extent, result);
+      store_block(column, extent, result);
+    });
   }
 };
+
+// A term of fold_span that writes rows while others are summed, so that memory is read and written all the time. What
+// is loaded comes before what is stored, of several blocks where there are registers for them: a load that follows a
+// store to an address with the same low 12 bits waits for it, and tensors of a power of two bytes that are allocated
+// one after another differ in those bits by 64 or 128.
+template <class Written, class Term>
+struct WhileWriting {
+  using R = typename Written::Number;
+  static constexpr int kRows = Written::kCount;
+
+  Written written;
+  Term term;
+
+  template <class Extent, class Sums>
+  NORMOPS_INLINE void operator()(int64_t column, Extent extent, Sums& sums) const {
+    Block<R> result[kRows];
+    written.normalize(column, extent, result);
+    term(column, extent, sums);
+    written.store_block(column, extent, result);
+  }
+
+  template <class Chains>
+  NORMOPS_INLINE void step(int64_t column, Chains& chains) const
+    requires(NORMOPS_VECTOR_BYTES == 64)
+  {
+    constexpr int kBlocks = kChainBlocks<R>;
+    Block<R> results[kBlocks][kRows];
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; i++) written.normalize(column + i * kLanes<R>, Whole{}, results[i]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; i++) term(column + i * kLanes<R>, Whole{}, chains[i]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; i++) written.store_block(column + i * kLanes<R>, Whole{}, results[i]);
+  }
+};
+
+template <class Written, class Term>
+WhileWriting(Written, Term) -> WhileWriting<Written, Term>;
 
 // From the rows of a Source to outputs of type T.
 template <class T, class Source, class Way>
@@ -219,13 +170,13 @@ class ForwardRows {
     T* y[kNarrowGroup];
     const compute_t<R>* scale[kNarrowGroup];
     const auto sum_group = [&](Group& group, auto term) NORMOPS_INLINE_LAMBDA {
-      Folded<R> folded[kNarrowGroup];
+      Folded<R> folded[kNarrowGroup][1];
       compute_t<R> sums[kNarrowGroup];
       source_.next(group.rows);
       for (int r = 0; r < kNarrowGroup; r++) {
-        folded[r] = fold_span<R, kRest>(0, cols, term(r, group.rows[r].squares()));
+        fold_span<R, kRest>(0, cols, folded[r], term(r, squares_of_rows<1>(group.rows + r)));
       }
-      for (int r = 0; r < kNarrowGroup; r += 4) sums_of<R>(folded + r, sums + r);
+      for (int r = 0; r < kNarrowGroup; r += 4) sums_of<R>(folded[r], sums + r);
       for (int r = 0; r < kNarrowGroup; r++) group.rstd[r] = rstd_of<R>(sums[r], cols, args_.eps);
     };
     const auto normalized_row = [&](const Group& group, int r) NORMOPS_INLINE_LAMBDA {
@@ -236,14 +187,8 @@ class ForwardRows {
     scales_.next(scale);
     for (int64_t i = 1; i < groups; i++) {
       const Group& last = turns[(i + 1) % 2];
-      sum_group(turns[i % 2], [&](int r, auto squares) NORMOPS_INLINE_LAMBDA {
-        return [squares, written = normalized_row(last, r)](int64_t column, auto extent,
-                                                            const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
-          Block<R> result;
-          written.write(column, extent, [&]() NORMOPS_INLINE_LAMBDA { result = squares(column, extent, sum); });
-          return result;
-        };
-      });
+      sum_group(turns[i % 2], [&](int r, auto squares)
+                                  NORMOPS_INLINE_LAMBDA { return WhileWriting{normalized_row(last, r), squares}; });
       outputs_.next(y);
       if (args_.groups > 1) scales_.next(scale);  // else they are the same
     }
@@ -258,13 +203,11 @@ class ForwardRows {
     Row rows[kRows];
     compute_t<R> rstd[kRows];
     source_.next(rows);
-    sum_squares<kRows>(rows, rstd, [](int64_t, auto, auto sum) NORMOPS_INLINE_LAMBDA { sum(); });
+    sum_rows<kRows>(squares_of_rows<kRows>(rows), rstd);
     for (; groups > 1; groups--) {
       const auto last = next_normalized<kRows>(rows, rstd);
       source_.next(rows);
-      sum_squares<kRows>(rows, rstd, [&](int64_t column, auto extent, auto sum) NORMOPS_INLINE_LAMBDA {
-        last.write(column, extent, sum);
-      });
+      sum_rows<kRows>(WhileWriting{last, squares_of_rows<kRows>(rows)}, rstd);
     }
     next_normalized<kRows>(rows, rstd).write_columns(0, args_.cols);
   }
@@ -307,20 +250,21 @@ class ForwardRows {
     return normalized<kRows>(rows, rstd, y, scales_.next());
   }
 
-  // rstd of kRows rows; each block is summed when visit(column, whole_or_part, sum) calls sum().
-  template <int kRows, class Visit>
-  NORMOPS_INLINE void sum_squares(const Row* rows, compute_t<R>* rstd, Visit visit) const {
+  template <int kRows>
+  NORMOPS_INLINE static auto squares_of_rows(const Row* rows) {
+    return [rows](int64_t column, auto extent, Block<R>(&sums)[kRows]) NORMOPS_INLINE_LAMBDA {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++) sums[r] = rows[r].squares()(column, extent, sums[r]);
+    };
+  }
+
+  // rstd of kRows rows, of whose squares the term is.
+  template <int kRows, class Term>
+  NORMOPS_INLINE void sum_rows(const Term& term, compute_t<R>* rstd) const {
     double totals[kRows] = {};
     for (int64_t begin = 0; begin < args_.cols; begin += kSpan) {
       Folded<R> folded[kRows];
-      fold_span<R, Rest::looped>(begin, span_end(begin, args_.cols), folded,
-                                 [&](int64_t column, auto extent, Block<R>(&sums)[kRows]) NORMOPS_INLINE_LAMBDA {
-                                   visit(column, extent, [&]() NORMOPS_INLINE_LAMBDA {
-#pragma GCC unroll 4
-                                     for (int r = 0; r < kRows; r++)
-                                       sums[r] = rows[r].squares()(column, extent, sums[r]);
-                                   });
-                                 });
+      fold_span<R, Rest::looped>(begin, span_end(begin, args_.cols), folded, term);
       for (int r = 0; r < kRows; r++) totals[r] += sum_of(folded[r]);
     }
     for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(totals[r], args_.cols, args_.eps);
@@ -333,14 +277,6 @@ class ForwardRows {
   const RowLayout scale_rows_;
   RowIterator<const compute_t<R>, kNarrowGroup> scales_;  // of what is written
 };
-
-// Whether every row begins with a cache line.
-template <class T>
-bool begins_with_lines(const T* data, const RowLayout& layout) {
-  bool result = reinterpret_cast<uintptr_t>(data) % 64 == 0;
-  for (int d = 0; d < layout.dims; d++) result &= layout.strides[d] * static_cast<int64_t>(sizeof(T)) % 64 == 0;
-  return result;
-}
 
 template <class T, class Source, class Way>
 void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end, Way streams) {
