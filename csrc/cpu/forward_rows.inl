@@ -93,7 +93,7 @@ struct NormalizedRows {
 // A term of fold_span that writes rows while others are summed, so that memory is read and written all the time. What
 // is loaded comes before what is stored, of several blocks where there are registers for them: a load that follows a
 // store to an address with the same low 12 bits waits for it, and tensors of a power of two bytes that are allocated
-// one after another differ in those bits by 64 or 128.
+// one after another often differ in those bits by 64 or 128.
 template <class Written, class Term>
 struct WhileWriting {
   using R = typename Written::Number;
@@ -170,13 +170,15 @@ class ForwardRows {
     T* y[kNarrowGroup];
     const compute_t<R>* scale[kNarrowGroup];
     const auto sum_group = [&](Group& group, auto term) NORMOPS_INLINE_LAMBDA {
-      Folded<R> folded[kNarrowGroup][1];
+      Folded<R> folded[kNarrowGroup];
       compute_t<R> sums[kNarrowGroup];
       source_.next(group.rows);
       for (int r = 0; r < kNarrowGroup; r++) {
-        fold_span<R, kRest>(0, cols, folded[r], term(r, squares_of_rows<1>(group.rows + r)));
+        Folded<R> row[1];
+        fold_span<R, kRest>(0, cols, row, term(r, squares_of_rows<1>(group.rows + r)));
+        folded[r] = row[0];
       }
-      for (int r = 0; r < kNarrowGroup; r += 4) sums_of<R>(folded[r], sums + r);
+      for (int r = 0; r < kNarrowGroup; r += 4) sums_of<R>(folded + r, sums + r);
       for (int r = 0; r < kNarrowGroup; r++) group.rstd[r] = rstd_of<R>(sums[r], cols, args_.eps);
     };
     const auto normalized_row = [&](const Group& group, int r) NORMOPS_INLINE_LAMBDA {
