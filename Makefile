@@ -22,14 +22,14 @@ install: $(VENV)/required
 
 install-dev: $(VENV)/required-dev install
 
-# Of torch most modules are never imported: Python compiles those that are.
+# Most modules of these packages are never imported: Python compiles those that are.
 $(VENV)/required: requirements-demo.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile torch==$(TORCH) --requirement requirements-demo.txt
 	touch $@
 
 $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
-	$(BIN)/pip install --quiet $(TRITON_OF_$(TORCH)) --requirement requirements-dev.txt
+	$(BIN)/pip install --quiet --no-compile $(TRITON_OF_$(TORCH)) --requirement requirements-dev.txt
 	touch $@
 
 # A process to a core. What a file needs is made once, by the process that has the file. Threads that wait for work sleep,
@@ -46,7 +46,7 @@ test: install-dev
 test-torch:
 	$(MAKE) test TORCH=$(TORCH) VENV=.venv-torch-$(TORCH)
 
-lint: install-dev
+lint: $(VENV)/required-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
