@@ -53,6 +53,11 @@ class InputRows {
   RowIterator<const T, kNarrowGroup> inputs_;
 };
 
+// Whether the loads of several blocks come before their stores, where there are registers for them: a load that follows
+// a store to an address with the same low 12 bits waits for it, and tensors of a power of two bytes that are allocated
+// one after another often differ in those bits by 64 or 128.
+constexpr bool kLoadsAhead = NORMOPS_VECTOR_BYTES == 64;
+
 // Rows with their rstd, to be written: y = h * rstd * w, finished. They share the scale.
 template <class T, class R, class Numbers, int kRows, class Way>
 struct NormalizedRows {
@@ -81,7 +86,22 @@ struct NormalizedRows {
     for (int r = 0; r < kRows; r++) store(y[r] + column, result[r], extent, streams);
   }
 
+  // The blocks of kStep columns. What is loaded, and what `between` loads, comes before what is stored.
+  template <class Between>
+  NORMOPS_INLINE void write_step(int64_t column, Between between) const {
+    constexpr int kBlocks = kChainBlocks<R>;
+    Block<R> results[kBlocks][kRows];
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; i++) normalize(column + i * kLanes<R>, Whole{}, results[i]);
+    between();
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; i++) store_block(column + i * kLanes<R>, Whole{}, results[i]);
+  }
+
   NORMOPS_INLINE void write_columns(int64_t begin, int64_t end) const {
+    if constexpr (kLoadsAhead) {
+      for (; begin + kStep<R> <= end; begin += kStep<R>) write_step(begin, [] {});
+    }
     for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
       Block<R> result[kRows];
       normalize(column, extent, result);
@@ -90,10 +110,7 @@ struct NormalizedRows {
   }
 };
 
-// A term of fold_span that writes rows while others are summed, so that memory is read and written all the time. What
-// is loaded comes before what is stored, of several blocks where there are registers for them: a load that follows a
-// store to an address with the same low 12 bits waits for it, and tensors of a power of two bytes that are allocated
-// one after another often differ in those bits by 64 or 128.
+// A term of fold_span that writes rows while others are summed, so that memory is read and written all the time.
 template <class Written, class Term>
 struct WhileWriting {
   using R = typename Written::Number;
@@ -112,16 +129,12 @@ struct WhileWriting {
 
   template <class Chains>
   NORMOPS_INLINE void step(int64_t column, Chains& chains) const
-    requires(NORMOPS_VECTOR_BYTES == 64)
+    requires(kLoadsAhead)
   {
-    constexpr int kBlocks = kChainBlocks<R>;
-    Block<R> results[kBlocks][kRows];
+    written.write_step(column, [&]() NORMOPS_INLINE_LAMBDA {
 #pragma GCC unroll 4
-    for (int i = 0; i < kBlocks; i++) written.normalize(column + i * kLanes<R>, Whole{}, results[i]);
-#pragma GCC unroll 4
-    for (int i = 0; i < kBlocks; i++) term(column + i * kLanes<R>, Whole{}, chains[i]);
-#pragma GCC unroll 4
-    for (int i = 0; i < kBlocks; i++) written.store_block(column + i * kLanes<R>, Whole{}, results[i]);
+      for (int i = 0; i < kChainBlocks<R>; i++) term(column + i * kLanes<R>, Whole{}, chains[i]);
+    });
   }
 };
 
@@ -136,8 +149,12 @@ class ForwardRows {
   using R = typename Source::Number;
   using Row = typename Source::Row;
 
-  // Rows written at a time, of those wider than kNarrowBytes, where there are 32 registers and one scale for all.
+  // Rows written at a time, of those that are written while others are summed, where there are 32 registers and one
+  // scale for all.
   static constexpr int kTurns = NORMOPS_VECTOR_BYTES == 64 && !Source::kCostly ? 2 : 1;
+
+  // Whether rows of at most kSingleCols are written before others are read: on AVX-512, where nothing else is written.
+  static constexpr bool kHasSingles = NORMOPS_VECTOR_BYTES == 64 && std::is_same_v<Source, InputRows<T>>;
 
   ForwardRows(const Args& args, int64_t row, Way streams)
       : args_(args),
@@ -196,6 +213,18 @@ class ForwardRows {
     }
     const Group& last = turns[(groups - 1) % 2];
     for (int r = 0; r < kNarrowGroup; r++) normalized_row(last, r).write_columns(0, cols);
+  }
+
+  // The next `rows`, each of which is written before another one is read: where the output is not in the caches, what
+  // is written waits for what is read ahead of it.
+  [[gnu::noinline]] void process_one_by_one(int64_t rows) {
+    for (; rows > 0; rows--) {
+      Row row[1];
+      compute_t<R> rstd[1];
+      source_.next(row);
+      sum_rows<1>(squares_of_rows<1>(row), rstd);
+      next_normalized<1>(row, rstd).write_columns(0, args_.cols);
+    }
   }
 
   // The next `groups` groups of kRows rows, at least one: each is written while the one after it is summed, so that
@@ -289,6 +318,8 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end,
     const int64_t groups = (end - begin) / kNarrowGroup;
     if (groups > 0) rows.process_groups(groups);
     row += groups * kNarrowGroup;
+  } else if (Rows::kHasSingles && args.cols <= kSingleCols) {
+    return rows.process_one_by_one(end - begin);
   }
   if constexpr (Rows::kTurns > 1) {
     const int64_t turns = args.groups == 1 ? (end - row) / Rows::kTurns : 0;

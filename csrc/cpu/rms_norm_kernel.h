@@ -31,6 +31,10 @@ constexpr int64_t kSpan = 1024;
 constexpr int64_t kNarrowBytes = 2048;
 constexpr int kNarrowGroup = 8;
 
+// Wider ones are written while others are summed, but for rms_norm's of at most so many columns, see
+// docs/performance.md.
+constexpr int64_t kSingleCols = 2 * kSpan;
+
 // Rows of the backward that go through its two passes together.
 constexpr int kRowGroup = 8;
 
