@@ -13,6 +13,15 @@ struct RowLayout {
   int64_t strides[kMaxDims] = {};
 };
 
+// Rows at equal distances, in elements, the current one first.
+template <class T>
+struct EvenRows {
+  T* row;
+  int64_t stride;
+
+  void next() { row += stride; }
+};
+
 // Walks over rows without a division per row: from `row` on, or over each `step`-th one. There are so many rows in the
 // last of the tensor's dimensions, and `row` is a multiple of it. Up to kAtOnce rows are found at once.
 template <class T, int kAtOnce = 1>
@@ -46,6 +55,18 @@ class RowIterator {
     data_ += stride_;
     if (--left_ == 0) carry();
     return row;
+  }
+
+  // So many rows from the current one on lie at equal distances.
+  int64_t even_count() const { return left_; }
+
+  // Those, of which this moves on by `count`.
+  EvenRows<T> next_even(int64_t count) {
+    const EvenRows<T> rows = {data_, stride_};
+    data_ += count * stride_;
+    left_ -= count;
+    if (left_ == 0) carry();
+    return rows;
   }
 
   // The next kRows rows.

@@ -186,6 +186,9 @@ int main(int count, char** arguments) {
   // What is read ahead, and written around the caches.
   for (const int64_t cols : {4096, 4100}) shapes.push_back({99, 1, cols, 0});
   shapes.push_back({3300, 33, 128, 0});
+  // What is written before others are read.
+  shapes.push_back({2100, 1, 128, 0});
+  shapes.push_back({1400, 1, 200, 3});
   for (const Side side : {Side::begin, Side::end}) {
     for (const DType dtype : kDTypes) {
       for (const Shape& shape : shapes) {

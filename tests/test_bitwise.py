@@ -59,6 +59,24 @@ def test_a_row_does_not_know_its_batch(cols: int, dtype: torch.dtype, device: st
             assert torch.equal(of_part, of_all[begin:end])
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [32, 64, 128, 200, 512])
+@pytest.mark.usefixtures("restored_threads")
+def test_a_row_does_not_know_how_much_there_is(cols: int, dtype: torch.dtype, device: str) -> None:
+    """More than the caches of a thread hold, in rows at equal distances or not: the bits of a few rows at a time."""
+    torch.set_num_threads(1)
+    rows = (3 << 19) // (cols * dtype.itemsize) // 4 * 4
+    _, x, w = problem(rows, cols, dtype, device)
+    expected = torch.cat([ops.rms_norm(part, [cols], w, EPS) for part in x.split(100)])
+    assert torch.equal(ops.rms_norm(x, [cols], w, EPS), expected)
+    heads = x.new_full((rows // 4, 7, cols), torch.nan)[:, 1:5]
+    heads.copy_(x.view_as(heads))
+    assert torch.equal(ops.rms_norm(heads, [cols], w, EPS).view_as(expected), expected)
+    w_of_heads = torch.stack([w, w * 2, w, w * 2])
+    actual = ops.rms_norm(x.view_as(heads), [cols], w_of_heads, EPS)
+    assert torch.equal(actual[:, ::2], expected.view_as(heads)[:, ::2])
+
+
 LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda t: torch.cat([t.new_full((1,), torch.nan), t.flatten()])[1:].view(t.shape),  # misaligned
     lambda t: torch.nn.functional.pad(t, (0, 3), value=torch.nan)[:, : t.shape[1]],  # longer rows
@@ -122,7 +140,7 @@ def test_threads_that_share_a_row_do_not_show(cols: int, dtype: torch.dtype, dev
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "groups", "cols"), [(37, 3, 64), (130, 5, 100), (1, 7, 769), (5, 2, 4096)])
+@pytest.mark.parametrize(("rows", "groups", "cols"), [(37, 3, 64), (1, 40, 64), (130, 5, 100), (1, 7, 769), (5, 2, 4096)])
 @pytest.mark.usefixtures("restored_threads")
 def test_a_group_does_not_know_the_others(
     rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, compute: Compute

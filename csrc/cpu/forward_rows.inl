@@ -49,6 +49,8 @@ class InputRows {
     for (int r = 0; r < kRows; r++) rows[r] = {x[r]};
   }
 
+  RowIterator<const T, kNarrowGroup>& inputs() { return inputs_; }
+
  private:
   RowIterator<const T, kNarrowGroup> inputs_;
 };
@@ -65,8 +67,8 @@ class ForwardRows {
   // scale for all.
   static constexpr int kTurns = NORMOPS_VECTOR_BYTES == 64 && !Source::kCostly ? 2 : 1;
 
-  // Whether rows of at most kSingleCols are written before others are read: on AVX-512, where nothing else is written.
-  static constexpr bool kHasSingles = NORMOPS_VECTOR_BYTES == 64 && std::is_same_v<Source, InputRows<T>>;
+  // Whether rows may be written before others are read: on AVX-512, where nothing else is written.
+  static constexpr bool kHasPlain = NORMOPS_VECTOR_BYTES == 64 && std::is_same_v<Source, InputRows<T>>;
 
   ForwardRows(const Args& args, int64_t row, Way streams)
       : args_(args),
@@ -127,16 +129,27 @@ class ForwardRows {
     for (int r = 0; r < kNarrowGroup; r++) normalized_row(last, r).write_columns(0, cols);
   }
 
-  // The next `rows`, each of which is written before another one is read: where the output is not in the caches, what
-  // is written waits for what is read ahead of it.
-  [[gnu::noinline]] void process_one_by_one(int64_t rows) {
-    for (; rows > 0; rows--) {
-      Row row[1];
-      compute_t<R> rstd[1];
-      source_.next(row);
-      sum_rows<1>(squares_of_rows<1>(row), rstd);
-      next_normalized<1>(row, rstd).write_columns(0, args_.cols);
+  // As many of the next `rows` as are to be written before others are read, see kPlainBytes: what is written waits for
+  // what is read ahead of it, where the output is not in the caches. Returns how many.
+  int64_t process_plain(int64_t rows) {
+    const int64_t cols = args_.cols, bytes = cols * static_cast<int64_t>(sizeof(T));
+    int64_t done = 0;
+    if (bytes > kNarrowBytes) {
+      while (cols <= kPlainCols && done < rows) {
+        const int64_t count = even_count(rows - done);
+        process_one_by_one(count);
+        done += count;
+      }
+    } else if (std::is_same_v<T, compute_t<R>> && even_count(rows) == rows) {
+      if (cols == kStep<R>) {
+        process_steps(rows / kPlainGroup);
+        done = rows / kPlainGroup * kPlainGroup;
+      } else if (bytes >= kPlainBytes && rows * bytes >= kPlainShare) {
+        process_one_by_one(rows);
+        done = rows;
+      }
     }
+    return done;
   }
 
   // The next `groups` groups of kRows rows, at least one: each is written while the one after it is summed, so that
@@ -146,11 +159,11 @@ class ForwardRows {
     Row rows[kRows];
     compute_t<R> rstd[kRows];
     source_.next(rows);
-    sum_rows<kRows>(squares_of_rows<kRows>(rows), rstd);
+    sum_rows<kRows>(args_.cols, args_.eps, squares_of_rows<kRows>(rows), rstd);
     for (; groups > 1; groups--) {
       const auto last = next_normalized<kRows>(rows, rstd);
       source_.next(rows);
-      sum_rows<kRows>(WhileWriting{last, squares_of_rows<kRows>(rows)}, rstd);
+      sum_rows<kRows>(args_.cols, args_.eps, WhileWriting{last, squares_of_rows<kRows>(rows)}, rstd);
     }
     next_normalized<kRows>(rows, rstd).write_columns(0, args_.cols);
   }
@@ -164,6 +177,64 @@ class ForwardRows {
   }
 
  private:
+  // How many of the next `rows` lie at equal distances, and so do their scales.
+  int64_t even_count(int64_t rows) {
+    const int64_t counts[] = {source_.inputs().even_count(), outputs_.even_count(), scales_.even_count()};
+    for (int64_t count : counts) rows = count < rows ? count : rows;
+    return rows;
+  }
+
+  // The next `count` rows, which lie at equal distances.
+  void process_one_by_one(int64_t count) {
+    const auto inputs = source_.inputs().next_even(count);
+    const auto outputs = outputs_.next_even(count);
+    const auto scales = scales_.next_even(count);
+    args_.cols % kStep<R> == 0 ? write_one_by_one<Rest::none>(inputs, outputs, scales, count)
+                               : write_one_by_one<Rest::looped>(inputs, outputs, scales, count);
+  }
+
+  // All addresses are in registers: a load waits for what is being written to any address with the same low 12 bits,
+  // and what is on its way to memory covers most of them. A pointer that waits holds up all that is read through it.
+  template <Rest kRest>
+  [[gnu::noinline]] void write_one_by_one(EvenRows<const T> inputs, EvenRows<T> outputs,
+                                          EvenRows<const compute_t<R>> scales, int64_t count) const {
+    const int64_t cols = args_.cols;
+    const double eps = args_.eps;
+    for (; count > 0; count--) {
+      const Row row[1] = {{inputs.row}};
+      compute_t<R> rstd[1];
+      sum_rows<1, kRest>(cols, eps, squares_of_rows<1>(row), rstd);
+      normalized<1>(row, rstd, &outputs.row, scales.row).template write_columns<kRest>(0, cols);
+      inputs.next();
+      outputs.next();
+      scales.next();
+    }
+  }
+
+  // The next `groups` groups of kPlainGroup rows of a step each, which lie at equal distances, as their scales do.
+  [[gnu::noinline]] void process_steps(int64_t groups) {
+    const int64_t count = groups * kPlainGroup;
+    auto inputs = source_.inputs().next_even(count), written = inputs;
+    auto outputs = outputs_.next_even(count);
+    auto scales = scales_.next_even(count);
+    const double eps = args_.eps;
+    for (; groups > 0; groups--) {
+      Folded<R> folded[kPlainGroup];
+      compute_t<R> rstd[kPlainGroup];
+#pragma GCC unroll 1
+      for (int r = 0; r < kPlainGroup; r++, inputs.next()) {
+        folded[r] = fold_span<R, Rest::none>(0, kStep<R>, squares_of(inputs.row));
+      }
+      for (int r = 0; r < kPlainGroup; r += 4) sums_of<R>(folded + r, rstd + r);
+      for (int r = 0; r < kPlainGroup; r++) rstd[r] = rstd_of<R>(rstd[r], kStep<R>, eps);
+#pragma GCC unroll 1
+      for (int r = 0; r < kPlainGroup; r++, written.next(), outputs.next(), scales.next()) {
+        const Row row[1] = {{written.row}};
+        normalized<1>(row, rstd + r, &outputs.row, scales.row).template write_columns<Rest::none>(0, kStep<R>);
+      }
+    }
+  }
+
   // The scales of the groups, one after another and over again; a single one without an end that would have to be
   // carried.
   static RowLayout scale_rows(const Args& args) {
@@ -202,15 +273,15 @@ class ForwardRows {
   }
 
   // rstd of kRows rows, of whose squares the term is.
-  template <int kRows, class Term>
-  NORMOPS_INLINE void sum_rows(const Term& term, compute_t<R>* rstd) const {
+  template <int kRows, Rest kRest = Rest::looped, class Term>
+  NORMOPS_INLINE static void sum_rows(int64_t cols, double eps, const Term& term, compute_t<R>* rstd) {
     double totals[kRows] = {};
-    for (int64_t begin = 0; begin < args_.cols; begin += kSpan) {
+    for (int64_t begin = 0; begin < cols; begin += kSpan) {
       Folded<R> folded[kRows];
-      fold_span<R, Rest::looped>(begin, span_end(begin, args_.cols), folded, term);
+      fold_span<R, kRest>(begin, span_end(begin, cols), folded, term);
       for (int r = 0; r < kRows; r++) totals[r] += sum_of(folded[r]);
     }
-    for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(totals[r], args_.cols, args_.eps);
+    for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(totals[r], cols, eps);
   }
 
   const Args& args_;
@@ -226,12 +297,11 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end,
   using Rows = ForwardRows<T, Source, Way>;
   Rows rows(args, begin, streams);
   int64_t row = begin;
+  if constexpr (Rows::kHasPlain) row += rows.process_plain(end - row);
   if (args.cols * static_cast<int64_t>(sizeof(T)) <= kNarrowBytes) {
-    const int64_t groups = (end - begin) / kNarrowGroup;
+    const int64_t groups = (end - row) / kNarrowGroup;
     if (groups > 0) rows.process_groups(groups);
     row += groups * kNarrowGroup;
-  } else if (Rows::kHasSingles && args.cols <= kSingleCols) {
-    return rows.process_one_by_one(end - begin);
   }
   if constexpr (Rows::kTurns > 1) {
     const int64_t turns = args.groups == 1 ? (end - row) / Rows::kTurns : 0;

@@ -31,9 +31,14 @@ constexpr int64_t kSpan = 1024;
 constexpr int64_t kNarrowBytes = 2048;
 constexpr int kNarrowGroup = 8;
 
-// Wider ones are written while others are summed, but for rms_norm's of at most so many columns, see
-// docs/performance.md.
-constexpr int64_t kSingleCols = 2 * kSpan;
+// Wider ones are written while others are summed. Some of rms_norm's are written before others are read: those of at
+// most so many columns that are too wide for groups; and of those that lie at equal distances and need no conversion,
+// those of 256 bytes in groups of so many, and those of at least so many bytes where a thread writes more than the
+// second-level cache has room for beside what it reads. See docs/performance.md.
+constexpr int64_t kPlainCols = 2 * kSpan;
+constexpr int kPlainGroup = 16;
+constexpr int64_t kPlainBytes = 512;
+constexpr int64_t kPlainShare = 1 << 20;
 
 // Rows of the backward that go through its two passes together.
 constexpr int kRowGroup = 8;
