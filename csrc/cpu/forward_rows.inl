@@ -193,8 +193,9 @@ class ForwardRows {
                                : write_one_by_one<Rest::looped>(inputs, outputs, scales, count);
   }
 
-  // All addresses are in registers: a load waits for what is being written to any address with the same low 12 bits,
-  // and what is on its way to memory covers most of them. A pointer that waits holds up all that is read through it.
+  // Without a rest, all addresses are in registers: a load waits for what is being written to any address with the same
+  // low 12 bits, and what is on its way to memory covers most of them. A pointer that waits holds up all that is read
+  // through it.
   template <Rest kRest>
   [[gnu::noinline]] void write_one_by_one(EvenRows<const T> inputs, EvenRows<T> outputs,
                                           EvenRows<const compute_t<R>> scales, int64_t count) const {
