@@ -140,7 +140,9 @@ def test_threads_that_share_a_row_do_not_show(cols: int, dtype: torch.dtype, dev
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "groups", "cols"), [(37, 3, 64), (1, 40, 64), (130, 5, 100), (1, 7, 769), (5, 2, 4096)])
+@pytest.mark.parametrize(
+    ("rows", "groups", "cols"), [(37, 3, 64), (1, 40, 64), (130, 5, 100), (1, 7, 769), (5, 2, 4096)]
+)
 @pytest.mark.usefixtures("restored_threads")
 def test_a_group_does_not_know_the_others(
     rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, compute: Compute
