@@ -11,6 +11,9 @@ TRITON_OF_2.13.0 := triton==3.7.1
 # Wherever the environment says that Python is to keep nothing of what it compiles: hundreds of processes import torch.
 unexport PYTHONDONTWRITEBYTECODE
 
+# torch.compile wants one word in CXX, which may be several ("ccache g++") where something is built.
+RUN := env $(if $(word 2,$(CXX)),--unset=CXX)
+
 .PHONY: install install-dev test test-torch lint format demo demo-patch bench bench-instructions check-cuda-compile package wheels \
 	clean check-gpu
 
@@ -34,8 +37,8 @@ $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
 
 # A process to a core. What a file needs is made once, by the process that has the file. Threads that wait for work sleep,
 # as the processes have more of them than there are cores. torch.compile starts no processes of its own, and does not
-# compile a program first to see whether it can. CXX may be several words, of which torch.compile knows nothing.
-PYTEST := env --unset=CXX OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
+# compile a program first to see whether it can.
+PYTEST := $(RUN) OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
 	$(BIN)/python -m pytest --numprocesses auto
 
 test: install-dev
@@ -58,13 +61,13 @@ format: $(VENV)/required-dev
 	$(BIN)/clang-format -i $(CPP)
 
 demo: install
-	$(BIN)/python examples/baby_llama.py $(ARGS)
+	$(RUN) $(BIN)/python examples/baby_llama.py $(ARGS)
 
 demo-patch: install-dev
-	$(BIN)/python examples/patched_model.py $(ARGS)
+	$(RUN) $(BIN)/python examples/patched_model.py $(ARGS)
 
 bench: install-dev
-	$(BIN)/python -m bench $(ARGS)
+	$(RUN) $(BIN)/python -m bench $(ARGS)
 
 # Needs nvcc on PATH, and no GPU: compiles every CUDA kernel, and reads what became of it.
 check-cuda-compile:
