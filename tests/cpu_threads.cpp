@@ -39,18 +39,35 @@ namespace {
 using namespace normops;
 using namespace normops::cpu;
 
+constexpr double kWeightOffset = 1;
+
+// What each thread converts for itself, where the arguments have no scale.
+struct Scale {
+  const KernelProblem& problem;
+  DType dtype;
+  int64_t count() const { return problem.groups * padded_cols(dtype, problem.cols); }
+  void convert(void* scale) const { problem.write_scale(dtype, kWeightOffset, scale); }
+};
+
+template <class Args>
+Args without_scale(Args args) {
+  args.scale = nullptr;
+  return args;
+}
+
 bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
   constexpr int64_t kRowsPerChunk = 8;
   KernelProblem p(dtype, dtype, dtype, rows, cols, kRowsPerChunk, groups);
   const RmsNormKernels& kernels = rms_norm_kernels();
   const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
   parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) {
-    kernels.scale(dtype, dtype, p.weight.data(), 1.0, cols, p.scale.data(), group, begin, end);
+    kernels.scale(dtype, dtype, p.weight.data(), kWeightOffset, cols, p.scale.data(), group, begin, end);
   });
-  run_forward(kernels.forward, p.forward, rows);
+  const Scale scale{p, dtype};
+  run_forward(kernels.forward, p.forward, scale, rows);
   const std::vector<char> output = p.output;
-  run_forward(add_rms_norm_kernels(), p.add, rows);
-  run_backward(backward_kernels.backward, p.backward);
+  run_forward(add_rms_norm_kernels(), without_scale(p.add), scale, rows);
+  run_backward(backward_kernels.backward, without_scale(p.backward), scale);
   parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) {
     backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, groups, cols, p.grad_weight.data(), group,
                                  begin, end);
@@ -65,11 +82,11 @@ bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
     }
   };
   run_gated([&] {
-    run_forward(gated_rms_norm_kernels(), p.gated, rows);
-    run_backward(gated_rms_norm_backward_kernels(), p.gated_backward);
+    run_forward(gated_rms_norm_kernels(), without_scale(p.gated), scale, rows);
+    run_backward(gated_rms_norm_backward_kernels(), p.gated_backward, scale);
   });
 
-  p.make_scale(dtype, 1.0);
+  p.make_scale(dtype, kWeightOffset);
   kernels.forward.rows(p.forward, 0, rows);
   bool is_same = shared[0] == p.output;
   add_rms_norm_kernels().rows(p.add, 0, rows);

@@ -110,9 +110,10 @@ struct KernelProblem {
   KernelProblem(const KernelProblem&) = delete;
 
   // Of every group: the scale as kernels of `dtype` read it, and grad_weight of the partials that they wrote.
-  void make_scale(DType dtype, double weight_offset) {
+  void make_scale(DType dtype, double weight_offset) { write_scale(dtype, weight_offset, scale.data()); }
+  void write_scale(DType dtype, double weight_offset, void* scale) const {
     for (int64_t group = 0; group < groups; group++) {
-      rms_norm_kernels().scale(dtype, weight_dtype, weight.data(), weight_offset, cols, scale.data(), group, 0, cols);
+      rms_norm_kernels().scale(dtype, weight_dtype, weight.data(), weight_offset, cols, scale, group, 0, cols);
     }
   }
   void sum_grad_weight(DType dtype) {

@@ -20,7 +20,7 @@ void launch_add_rms_norm(const Tensor& input, const Tensor& residual, size_t nor
                                r.layout,
                                h.data(),
                                h.layout()};
-  run_forward(add_rms_norm_kernels(), args, problem.rows);
+  run_forward(add_rms_norm_kernels(), args, scale, problem.rows);
   y.finish();
   h.finish();
 }

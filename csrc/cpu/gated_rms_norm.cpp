@@ -22,7 +22,7 @@ void launch_gated_rms_norm(const Tensor& input, const Tensor& gate, size_t norma
   Scale scale(weight, weight_offset, dtype_of(input), problem);
   const GatedRmsNormArgs args = {forward_args(problem, x, scale.data(), y), gating, dtype_of(gate),
                                  g.tensor->const_data_ptr(), in_bytes(g.layout, gate)};
-  run_forward(gated_rms_norm_kernels(), args, problem.rows);
+  run_forward(gated_rms_norm_kernels(), args, scale, problem.rows);
   y.finish();
 }
 
@@ -52,7 +52,7 @@ void launch_gated_rms_norm_backward(const Tensor& grad_output, const Tensor& inp
   PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight,
                        {&grad_output, &input, &gate, &value_or_undefined(weight)});
   args.grad_weight_partials = partials.data();
-  run_backward(gated_rms_norm_backward_kernels(), args);
+  run_backward(gated_rms_norm_backward_kernels(), args, scale);
   if (dx.has_value()) dx->finish();
   if (dg.has_value()) dg->finish();
   partials.finish();

@@ -23,34 +23,55 @@ struct CpuBackend {
   }
 };
 
-// weight + weight_offset as the kernels read it, or ones without a weight.
+// weight + weight_offset as the kernels read it, or ones without a weight: the weight itself, where it is just that, or
+// converted: by the threads together where it is long, and otherwise by each for itself, which is quicker than to fetch
+// lines that another core has just written (8 x 4096 bfloat16, 2 threads of a Xeon: 5.5 us instead of 9.5).
 class Scale {
  public:
   Scale(const OptionalTensor& weight, double weight_offset, DType dtype, const Problem& problem)
       : weight_(is_given(weight) ? weight->expect_contiguous() : c10::MaybeOwned<Tensor>()),
+        weight_offset_(weight_offset),
+        dtype_(dtype),
+        problem_(problem),
         is_weight_itself_(weight_->defined() && weight_offset == 0 && dtype_of(*weight_) == dtype &&
                           compute_dtype(dtype) == dtype && padded_cols(dtype, problem.cols) == problem.cols),
-        converted_(dtype, is_weight_itself_ ? 0 : problem.groups * padded_cols(dtype, problem.cols)) {
-    if (is_weight_itself_) return;
-    void* const target = converted_.data();
-    const int64_t cols = problem.cols;
+        is_shared_(!is_weight_itself_ && problem.groups * problem.cols > kGrainElements),
+        converted_(dtype, is_shared_ ? count() : 0) {
+    if (!is_shared_) return;
+    parallel_for_columns(problem.groups, problem.cols, kGrainElements, [&](int64_t group, int64_t begin, int64_t end) {
+      convert(converted_.data(), group, begin, end);
+    });
+  }
+
+  // Null if each thread is to convert it.
+  const void* data() {
+    if (is_weight_itself_) return weight_->const_data_ptr();
+    return is_shared_ ? converted_.data() : nullptr;
+  }
+
+  int64_t count() const { return problem_.groups * padded_cols(dtype_, problem_.cols); }
+
+  void convert(void* scale) const {
+    for (int64_t group = 0; group < problem_.groups; group++) convert(scale, group, 0, problem_.cols);
+  }
+
+ private:
+  void convert(void* scale, int64_t group, int64_t begin, int64_t end) const {
     if (weight_->defined()) {
-      const auto convert = rms_norm_kernels().scale;
-      parallel_for_columns(problem.groups, cols, kGrainElements, [&](int64_t group, int64_t begin, int64_t end) {
-        convert(dtype, dtype_of(*weight_), weight_->const_data_ptr(), weight_offset, cols, target, group, begin, end);
-      });
-    } else if (compute_dtype(dtype) == DType::float64) {
-      std::fill_n(static_cast<double*>(target), padded_cols(dtype, cols), 1.0);
+      rms_norm_kernels().scale(dtype_, dtype_of(*weight_), weight_->const_data_ptr(), weight_offset_, problem_.cols,
+                               scale, group, begin, end);
+    } else if (compute_dtype(dtype_) == DType::float64) {
+      std::fill_n(static_cast<double*>(scale) + begin, padded_cols(dtype_, end - begin), 1.0);
     } else {
-      std::fill_n(static_cast<float*>(target), padded_cols(dtype, cols), 1.0f);
+      std::fill_n(static_cast<float*>(scale) + begin, padded_cols(dtype_, end - begin), 1.0f);
     }
   }
 
-  const void* data() { return is_weight_itself_ ? weight_->const_data_ptr() : converted_.data(); }
-
- private:
   c10::MaybeOwned<Tensor> weight_;
-  bool is_weight_itself_;
+  double weight_offset_;
+  DType dtype_;
+  const Problem& problem_;
+  bool is_weight_itself_, is_shared_;
   Scratch converted_;
 };
 

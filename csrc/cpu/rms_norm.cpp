@@ -13,7 +13,7 @@ void launch_rms_norm(const Tensor& input, size_t normalized_dims, const Optional
   const Rows x = make_rows(input, normalized_dims);
   const Target y(output, normalized_dims);
   Scale scale(weight, weight_offset, dtype_of(input), problem);
-  run_forward(rms_norm_kernels().forward, forward_args(problem, x, scale.data(), y), problem.rows);
+  run_forward(rms_norm_kernels().forward, forward_args(problem, x, scale.data(), y), scale, problem.rows);
   y.finish();
 }
 
@@ -43,7 +43,7 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight,
                        {&grad_output, &input, &value_or_undefined(weight), &value_or_undefined(grad_residual)});
   args.grad_weight_partials = partials.data();
-  run_backward(rms_norm_backward_kernels().backward, args);
+  run_backward(rms_norm_backward_kernels().backward, args, scale);
   if (dx.has_value()) dx->finish();
   partials.finish();
 }

@@ -74,15 +74,26 @@ void with_held(const Args& args, const Function& function) {
   }
 }
 
-template <class Args>
-void run_forward(const ForwardKernels<Args>& kernels, const Args& args, int64_t rows) {
+// The same with a scale of its own, of scale.count() numbers that scale.convert writes, where `args` has none.
+template <class Args, class Scale, class Function>
+void with_own(const Args& args, const Scale& scale, const Function& function) {
+  if (args.scale != nullptr) return with_held(args, function);
+  Scratch converted(args.dtype, scale.count());
+  scale.convert(converted.data());
+  Args own = args;
+  own.scale = converted.data();
+  with_held(own, function);
+}
+
+template <class Args, class Scale>
+void run_forward(const ForwardKernels<Args>& kernels, const Args& args, const Scale& scale, int64_t rows) {
   if (!shares_rows(rows, args.cols)) {
     parallel_for(0, rows, grain(args.cols), [&](int64_t begin, int64_t end) {
-      with_held(args, [&](const Args& args) { kernels.rows(args, begin, end); });
+      with_own(args, scale, [&](const Args& args) { kernels.rows(args, begin, end); });
     });
     return;
   }
-  with_held(args, [&](const Args& args) {
+  with_own(args, scale, [&](const Args& args) {
     SpanSums squares(args.cols);
     for (int64_t row = 0; row < rows; row++) {
       parallel_for(0, squares.count(), kGrainElements / kSpan,
@@ -95,16 +106,16 @@ void run_forward(const ForwardKernels<Args>& kernels, const Args& args, int64_t 
   });
 }
 
-template <class Args>
-void run_backward(const BackwardKernels<Args>& kernels, const Args& args) {
+template <class Args, class Scale>
+void run_backward(const BackwardKernels<Args>& kernels, const Args& args, const Scale& scale) {
   if (!shares_rows(args.rows, args.cols)) {
     const int64_t parts = chunk_count(args.rows / args.groups, args.rows_per_chunk) * args.groups;
     parallel_for(0, parts, grain(args.rows_per_chunk * args.cols), [&](int64_t begin, int64_t end) {
-      with_held(args, [&](const Args& args) { kernels.rows(args, begin, end); });
+      with_own(args, scale, [&](const Args& args) { kernels.rows(args, begin, end); });
     });
     return;
   }
-  with_held(args, [&](const Args& args) {
+  with_own(args, scale, [&](const Args& args) {
     SpanSums squares(args.cols), dots(args.cols);
     for (int64_t row = 0; row < args.rows; row++) {
       parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) {
