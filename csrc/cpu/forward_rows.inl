@@ -133,23 +133,23 @@ class ForwardRows {
   // what is read ahead of it, where the output is not in the caches. Returns how many.
   int64_t process_plain(int64_t rows) {
     const int64_t cols = args_.cols, bytes = cols * static_cast<int64_t>(sizeof(T));
-    int64_t done = 0;
+    if (cols > kPlainCols) return 0;
     if (bytes > kNarrowBytes) {
-      while (cols <= kPlainCols && done < rows) {
-        const int64_t count = even_count(rows - done);
+      for (int64_t left = rows; left > 0;) {
+        const int64_t count = even_count(left);
         process_one_by_one(count);
-        done += count;
+        left -= count;
       }
-    } else if (std::is_same_v<T, compute_t<R>> && even_count(rows) == rows) {
-      if (cols == kStep<R>) {
-        process_steps(rows / kPlainGroup);
-        done = rows / kPlainGroup * kPlainGroup;
-      } else if (bytes >= kPlainBytes && rows * bytes >= kPlainShare) {
-        process_one_by_one(rows);
-        done = rows;
-      }
+      return rows;
     }
-    return done;
+    if (!std::is_same_v<T, compute_t<R>> || even_count(rows) < rows) return 0;
+    if (cols == kStep<R>) {
+      process_steps(rows / kPlainGroup);
+      return rows / kPlainGroup * kPlainGroup;
+    }
+    if (bytes < kPlainBytes || rows * bytes < kPlainShare) return 0;
+    process_one_by_one(rows);
+    return rows;
   }
 
   // The next `groups` groups of kRows rows, at least one: each is written while the one after it is summed, so that
