@@ -41,19 +41,25 @@ using namespace normops::cpu;
 
 constexpr double kWeightOffset = 1;
 
-// What each thread converts for itself, where the arguments have no scale.
-struct Scale {
+// The scale that threads have converted together.
+struct SharedScale {
   const KernelProblem& problem;
-  DType dtype;
-  int64_t count() const { return problem.groups * padded_cols(dtype, problem.cols); }
-  void convert(void* scale) const { problem.write_scale(dtype, kWeightOffset, scale); }
+  Scratch own_memory() const { return Scratch(problem.forward.dtype, 0); }
+  const void* in(Scratch&) const { return problem.scale.data(); }
 };
 
-template <class Args>
-Args without_scale(Args args) {
-  args.scale = nullptr;
-  return args;
-}
+// The one that each thread converts for itself.
+struct OwnScale {
+  const KernelProblem& problem;
+  Scratch own_memory() const {
+    const DType dtype = problem.forward.dtype;
+    return Scratch(dtype, problem.groups * padded_cols(dtype, problem.cols));
+  }
+  const void* in(Scratch& own) const {
+    problem.write_scale(problem.forward.dtype, kWeightOffset, own.data());
+    return own.data();
+  }
+};
 
 bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
   constexpr int64_t kRowsPerChunk = 8;
@@ -63,11 +69,10 @@ bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
   parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) {
     kernels.scale(dtype, dtype, p.weight.data(), kWeightOffset, cols, p.scale.data(), group, begin, end);
   });
-  const Scale scale{p, dtype};
-  run_forward(kernels.forward, p.forward, scale, rows);
+  run_forward(kernels.forward, p.forward, SharedScale{p}, rows);
   const std::vector<char> output = p.output;
-  run_forward(add_rms_norm_kernels(), without_scale(p.add), scale, rows);
-  run_backward(backward_kernels.backward, without_scale(p.backward), scale);
+  run_forward(add_rms_norm_kernels(), p.add, OwnScale{p}, rows);
+  run_backward(backward_kernels.backward, p.backward, OwnScale{p});
   parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) {
     backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, groups, cols, p.grad_weight.data(), group,
                                  begin, end);
@@ -82,8 +87,8 @@ bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
     }
   };
   run_gated([&] {
-    run_forward(gated_rms_norm_kernels(), without_scale(p.gated), scale, rows);
-    run_backward(gated_rms_norm_backward_kernels(), p.gated_backward, scale);
+    run_forward(gated_rms_norm_kernels(), p.gated, OwnScale{p}, rows);
+    run_backward(gated_rms_norm_backward_kernels(), p.gated_backward, SharedScale{p});
   });
 
   p.make_scale(dtype, kWeightOffset);

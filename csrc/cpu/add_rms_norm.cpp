@@ -13,13 +13,9 @@ void launch_add_rms_norm(const Tensor& input, const Tensor& residual, size_t nor
   const Problem problem = make_problem(input, normalized_dims, weight, eps);
   const Rows x = make_rows(input, normalized_dims), r = make_rows(residual, normalized_dims);
   const Target y(output, normalized_dims), h(residual_out, normalized_dims);
-  Scale scale(weight, weight_offset, dtype_of(residual), problem);
-  const AddRmsNormArgs args = {forward_args(problem, x, scale.data(), y),
-                               dtype_of(residual),
-                               r.tensor->const_data_ptr(),
-                               r.layout,
-                               h.data(),
-                               h.layout()};
+  const Scale scale(weight, weight_offset, dtype_of(residual), problem);
+  const AddRmsNormArgs args = {
+      forward_args(problem, x, y), dtype_of(residual), r.tensor->const_data_ptr(), r.layout, h.data(), h.layout()};
   run_forward(add_rms_norm_kernels(), args, scale, problem.rows);
   y.finish();
   h.finish();

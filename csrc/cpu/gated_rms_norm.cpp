@@ -19,9 +19,9 @@ void launch_gated_rms_norm(const Tensor& input, const Tensor& gate, size_t norma
   const Problem problem = make_problem(input, normalized_dims, weight, eps);
   const Rows x = make_rows(input, normalized_dims), g = make_rows(gate, normalized_dims);
   const Target y(output, normalized_dims);
-  Scale scale(weight, weight_offset, dtype_of(input), problem);
-  const GatedRmsNormArgs args = {forward_args(problem, x, scale.data(), y), gating, dtype_of(gate),
-                                 g.tensor->const_data_ptr(), in_bytes(g.layout, gate)};
+  const Scale scale(weight, weight_offset, dtype_of(input), problem);
+  const GatedRmsNormArgs args = {forward_args(problem, x, y), gating, dtype_of(gate), g.tensor->const_data_ptr(),
+                                 in_bytes(g.layout, gate)};
   run_forward(gated_rms_norm_kernels(), args, scale, problem.rows);
   y.finish();
 }
@@ -34,9 +34,9 @@ void launch_gated_rms_norm_backward(const Tensor& grad_output, const Tensor& inp
   const DType dtype = dtype_of(input);
   const Rows dy = make_rows(grad_output, normalized_dims), x = make_rows(input, normalized_dims),
              g = make_rows(gate, normalized_dims);
-  Scale scale(weight, weight_offset, dtype, problem);
-  GatedRmsNormBackwardArgs args = {backward_args(problem, dy, x, scale.data()), gating, dtype_of(gate),
-                                   g.tensor->const_data_ptr(), in_bytes(g.layout, gate)};
+  const Scale scale(weight, weight_offset, dtype, problem);
+  GatedRmsNormBackwardArgs args = {backward_args(problem, dy, x), gating, dtype_of(gate), g.tensor->const_data_ptr(),
+                                   in_bytes(g.layout, gate)};
   args.stream = exceeds_caches(input, 5);
   std::optional<Target> dx, dg;
   if (grad_input.defined()) {

@@ -33,29 +33,36 @@ class Scale {
         weight_offset_(weight_offset),
         dtype_(dtype),
         problem_(problem),
-        is_weight_itself_(weight_->defined() && weight_offset == 0 && dtype_of(*weight_) == dtype &&
-                          compute_dtype(dtype) == dtype && padded_cols(dtype, problem.cols) == problem.cols),
-        is_shared_(!is_weight_itself_ && problem.groups * problem.cols > kGrainElements),
-        converted_(dtype, is_shared_ ? count() : 0) {
-    if (!is_shared_) return;
+        conversion_(conversion()),
+        shared_(dtype, conversion_ == Conversion::together ? count() : 0) {
+    if (conversion_ != Conversion::together) return;
     parallel_for_columns(problem.groups, problem.cols, kGrainElements, [&](int64_t group, int64_t begin, int64_t end) {
-      convert(converted_.data(), group, begin, end);
+      convert(shared_.data(), group, begin, end);
     });
   }
 
-  // Null if each thread is to convert it.
-  const void* data() {
-    if (is_weight_itself_) return weight_->const_data_ptr();
-    return is_shared_ ? converted_.data() : nullptr;
+  // What a thread needs for itself, and the scale, which may be there.
+  Scratch own_memory() const { return Scratch(dtype_, conversion_ == Conversion::each ? count() : 0); }
+  const void* in(Scratch& own) const {
+    if (conversion_ == Conversion::none) return weight_->const_data_ptr();
+    if (conversion_ == Conversion::together) return shared_.data();
+    for (int64_t group = 0; group < problem_.groups; group++) convert(own.data(), group, 0, problem_.cols);
+    return own.data();
+  }
+
+ private:
+  enum class Conversion { none, together, each };
+
+  Conversion conversion() const {
+    if (weight_->defined() && weight_offset_ == 0 && dtype_of(*weight_) == dtype_ && compute_dtype(dtype_) == dtype_ &&
+        padded_cols(dtype_, problem_.cols) == problem_.cols) {
+      return Conversion::none;
+    }
+    return problem_.groups * problem_.cols > kGrainElements ? Conversion::together : Conversion::each;
   }
 
   int64_t count() const { return problem_.groups * padded_cols(dtype_, problem_.cols); }
 
-  void convert(void* scale) const {
-    for (int64_t group = 0; group < problem_.groups; group++) convert(scale, group, 0, problem_.cols);
-  }
-
- private:
   void convert(void* scale, int64_t group, int64_t begin, int64_t end) const {
     if (weight_->defined()) {
       rms_norm_kernels().scale(dtype_, dtype_of(*weight_), weight_->const_data_ptr(), weight_offset_, problem_.cols,
@@ -71,8 +78,8 @@ class Scale {
   double weight_offset_;
   DType dtype_;
   const Problem& problem_;
-  bool is_weight_itself_, is_shared_;
-  Scratch converted_;
+  Conversion conversion_;
+  Scratch shared_;
 };
 
 // Whether so many tensors of the input's size fill the caches, so that nobody would find an output there.
@@ -82,14 +89,14 @@ inline bool exceeds_caches(const Tensor& input, int64_t tensors) {
   return static_cast<int64_t>(input.nbytes()) * tensors > kCacheBytes;
 }
 
-inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const void* scale, const Target& y) {
+// Without a scale yet.
+inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const Target& y) {
   return {
       .dtype = dtype_of(*x.tensor),
       .cols = problem.cols,
       .eps = problem.eps,
       .input = x.tensor->const_data_ptr(),
       .input_rows = x.layout,
-      .scale = scale,
       .groups = problem.groups,
       .output = y.data(),
       .output_rows = y.layout(),

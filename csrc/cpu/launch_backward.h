@@ -17,8 +17,8 @@ inline int64_t grad_weight_chunk_rows(int64_t rows) {
   return (root + kMultiple - 1) / kMultiple * kMultiple;
 }
 
-// Without a gradient yet.
-inline RmsNormBackwardArgs backward_args(const Problem& problem, const Rows& dy, const Rows& x, const void* scale) {
+// Without a scale and a gradient yet.
+inline RmsNormBackwardArgs backward_args(const Problem& problem, const Rows& dy, const Rows& x) {
   return {
       .dtype = dtype_of(*x.tensor),
       .grad_output_dtype = dtype_of(*dy.tensor),
@@ -29,7 +29,6 @@ inline RmsNormBackwardArgs backward_args(const Problem& problem, const Rows& dy,
       .grad_output_rows = dy.layout,
       .input = x.tensor->const_data_ptr(),
       .input_rows = x.layout,
-      .scale = scale,
       .groups = problem.groups,
       .rows_per_chunk = grad_weight_chunk_rows(problem.rows / problem.groups),
       .stream = exceeds_caches(*x.tensor, 3),

@@ -12,8 +12,8 @@ void launch_rms_norm(const Tensor& input, size_t normalized_dims, const Optional
   const Problem problem = make_problem(input, normalized_dims, weight, eps);
   const Rows x = make_rows(input, normalized_dims);
   const Target y(output, normalized_dims);
-  Scale scale(weight, weight_offset, dtype_of(input), problem);
-  run_forward(rms_norm_kernels().forward, forward_args(problem, x, scale.data(), y), scale, problem.rows);
+  const Scale scale(weight, weight_offset, dtype_of(input), problem);
+  run_forward(rms_norm_kernels().forward, forward_args(problem, x, y), scale, problem.rows);
   y.finish();
 }
 
@@ -26,8 +26,8 @@ void launch_rms_norm_backward(const Tensor& grad_output, const Tensor& input, si
   const DType dtype = dtype_of(input);
   const Rows dy = make_rows(grad_output, normalized_dims);
   const Rows x = make_rows(input, normalized_dims);
-  Scale scale(weight, weight_offset, dtype, problem);
-  RmsNormBackwardArgs args = backward_args(problem, dy, x, scale.data());
+  const Scale scale(weight, weight_offset, dtype, problem);
+  RmsNormBackwardArgs args = backward_args(problem, dy, x);
   Rows residual;
   if (is_given(grad_residual)) {
     residual = make_rows(*grad_residual, normalized_dims);

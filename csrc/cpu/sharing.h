@@ -23,6 +23,7 @@ class Scratch {
   Scratch(DType dtype, int64_t count) : buffer_(compute_dtype(dtype) == DType::float64 ? count : (count + 1) / 2) {}
   Scratch(const Scratch&) = delete;
   void* data() { return buffer_.data(); }
+  const void* data() const { return buffer_.data(); }
 
  private:
   c10::SmallBuffer<double, 2048> buffer_;
@@ -74,26 +75,24 @@ void with_held(const Args& args, const Function& function) {
   }
 }
 
-// The same with a scale of its own, of scale.count() numbers that scale.convert writes, where `args` has none.
+// The same with the scale, which a thread may convert for itself: scale.in(own) is it, in own = scale.own_memory() or
+// elsewhere.
 template <class Args, class Scale, class Function>
-void with_own(const Args& args, const Scale& scale, const Function& function) {
-  if (args.scale != nullptr) return with_held(args, function);
-  Scratch converted(args.dtype, scale.count());
-  scale.convert(converted.data());
-  Args own = args;
-  own.scale = converted.data();
-  with_held(own, function);
+void with_scale(Args args, const Scale& scale, const Function& function) {
+  Scratch own = scale.own_memory();
+  args.scale = scale.in(own);
+  with_held(args, function);
 }
 
 template <class Args, class Scale>
 void run_forward(const ForwardKernels<Args>& kernels, const Args& args, const Scale& scale, int64_t rows) {
   if (!shares_rows(rows, args.cols)) {
     parallel_for(0, rows, grain(args.cols), [&](int64_t begin, int64_t end) {
-      with_own(args, scale, [&](const Args& args) { kernels.rows(args, begin, end); });
+      with_scale(args, scale, [&](const Args& args) { kernels.rows(args, begin, end); });
     });
     return;
   }
-  with_own(args, scale, [&](const Args& args) {
+  with_scale(args, scale, [&](const Args& args) {
     SpanSums squares(args.cols);
     for (int64_t row = 0; row < rows; row++) {
       parallel_for(0, squares.count(), kGrainElements / kSpan,
@@ -111,11 +110,11 @@ void run_backward(const BackwardKernels<Args>& kernels, const Args& args, const 
   if (!shares_rows(args.rows, args.cols)) {
     const int64_t parts = chunk_count(args.rows / args.groups, args.rows_per_chunk) * args.groups;
     parallel_for(0, parts, grain(args.rows_per_chunk * args.cols), [&](int64_t begin, int64_t end) {
-      with_own(args, scale, [&](const Args& args) { kernels.rows(args, begin, end); });
+      with_scale(args, scale, [&](const Args& args) { kernels.rows(args, begin, end); });
     });
     return;
   }
-  with_own(args, scale, [&](const Args& args) {
+  with_scale(args, scale, [&](const Args& args) {
     SpanSums squares(args.cols), dots(args.cols);
     for (int64_t row = 0; row < args.rows; row++) {
       parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) {
