@@ -61,7 +61,8 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "torch._inductor.list_mode_options",
         ),
     ),
-    "normops.recognition": ("normops.patch", ("_buffers", "_parameters")),
+    "normops.adoption.watching": ("normops.patch", ("_buffers", "_parameters", "_version")),
+    "normops.adoption.recognition": ("normops.patch", ("_buffers", "_parameters")),
 }
 """By module of normops, what it is for, and what it imports or, without a dot, which attributes it asks for."""
 

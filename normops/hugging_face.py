@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from normops.adoption.patched_forward import gate_beside, is_gate
 from normops.functional import gated_rms_norm, rms_norm
 from normops.modules import Activation
-from normops.patched_forward import gate_beside, is_gate
 
 
 class _Layer(nn.Module):

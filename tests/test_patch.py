@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from traced_graphs import trace
 
 import normops
-from normops.recognition import DTYPES
+from normops.inductor.calls import DTYPES
 
 SIZE = 64
 ROUNDED = (torch.float16, torch.bfloat16)
@@ -174,14 +174,14 @@ class PreNorm(nn.Module):
 
 
 REFUSED = {
-    "SumNorm: computes something else than a gated RMSNorm": lambda: others.SumNorm(32),
+    "SumNorm: computes something else than a gated RMSNorm: add before the norm": lambda: others.SumNorm(32),
     "OptionNorm: its forward takes hidden_states: torch.Tensor, factor: float = 1.0, not one tensor or two": (
         lambda: others.OptionNorm(32)
     ),
     "BiasedNorm: has the parameters weight, bias, not a weight alone": lambda: others.BiasedNorm(32),
-    "MeanNorm: computes something else than an RMSNorm": lambda: others.MeanNorm(32),
-    "FirstRowsNorm: returns something else than a tensor of its input's shape": lambda: others.FirstRowsNorm(32),
-    "ScaledNorm: computes something else than an RMSNorm": lambda: others.ScaledNorm(32),
+    "MeanNorm: calls sub, which is no part of an RMSNorm": lambda: others.MeanNorm(32),
+    "FirstRowsNorm: calls __getitem__, which is no part of an RMSNorm": lambda: others.FirstRowsNorm(32),
+    "ScaledNorm: reads its factor, a tensor that is no parameter": lambda: others.ScaledNorm(32),
     "Int8Norm: its weight is int8": lambda: Int8Norm(32),
     "QuantizedNorm: its weight is a QuantizedWeight, not a plain parameter": lambda: QuantizedNorm(32),
     "PreNorm: has submodules": PreNorm,
@@ -468,7 +468,7 @@ def test_traceback_shows_the_source() -> None:
     normops.patch(norm)
     assert isinstance(norm.forward, types.MethodType)
     with pytest.raises(RuntimeError) as error:
-        norm(torch.randn(2, 4))
+        norm(torch.randn(2, 8, device="meta"))
     assert "return rms_norm(hidden_states" in str(error.traceback[-2].statement)
 
 

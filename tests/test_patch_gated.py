@@ -31,7 +31,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import normops
-from normops.recognition import DTYPES
+from normops.inductor.calls import DTYPES
 
 SIZE = 64
 HALVES = (torch.float16, torch.bfloat16)

@@ -10,9 +10,11 @@ from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Call(NamedTuple):
@@ -40,13 +42,20 @@ _SPELLINGS = {
     "reciprocal": _Spellings((torch.reciprocal,), ("reciprocal",), ("input",)),
     "mean": _Spellings((torch.mean,), ("mean",), _REDUCTION),
     "sum": _Spellings((torch.sum,), ("sum",), _REDUCTION),
+    "silu": _Spellings((F.silu,), (), ("input",)),
+    "sigmoid": _Spellings((torch.sigmoid, F.sigmoid), ("sigmoid",), ("input",)),
 }
 _BY_TARGET = {target: name for name, (functions, methods, _) in _SPELLINGS.items() for target in (*functions, *methods)}
 _POWERS = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt"}
 
-_CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
+CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_VIEWS = {"size", "view", "reshape", "flatten", "unflatten", "transpose", "permute", getattr, operator.getitem}
+_RESHAPES = (torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze)
+_VIEWS = {"size", "view", "transpose", "permute", getattr, operator.getitem, *(each.__name__ for each in _RESHAPES)}
+NORMS = (F.rms_norm, torch.rms_norm)
+
+OPERATIONS = frozenset((*filter(callable, _BY_TARGET), *_RESHAPES, *NORMS))
+"""The functions of torch that RMSNorms are made of."""
 
 
 def value_of(node: Any) -> Tensor | None:
@@ -67,6 +76,8 @@ def call_of(node: Any) -> Call | None:
         return Call("cast", node.args[:1]) if _is_cast(node) else None
     parameters = _SPELLINGS[name].parameters
     given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
+    if name == "silu" and not given.get("inplace"):
+        given.pop("inplace", None)
     if parameters == _REDUCTION:
         given = {"keepdim": False, "dim": given.pop("axis", None)} | given
         given.pop("dtype", None)  # the value has it
@@ -88,11 +99,16 @@ def _simplest(call: Call) -> Call | None:
 
 def _is_cast(node: Node) -> bool:
     """To another dtype, or to the same; not to another device or layout."""
-    if node.op != "call_method" or node.target not in _CASTS or not node.kwargs.keys() <= {"dtype", "device"}:
+    if node.op != "call_method" or node.target not in CASTS or not node.kwargs.keys() <= {"dtype", "device"}:
         return False
     before, after = value_of(node.args[0]), value_of(node)
     has_flags = any(isinstance(argument, bool) for argument in node.args)
     return before is not None and after is not None and before.device == after.device and not has_flags
+
+
+def is_reshape(node: Node) -> bool:
+    """Whether it has the elements of its first argument in their order."""
+    return node.target in (*_RESHAPES, "view", *(each.__name__ for each in _RESHAPES))
 
 
 def is_harmless(node: Node) -> bool:
@@ -116,6 +132,10 @@ def specialized(argument: Any) -> float | None:
 def is_equal(a: Any, b: Any) -> bool:
     """Whether two sizes, or nodes of them, are equal for every size of the inputs. Asking adds no guard."""
     a, b = (size.meta.get("example_value") if isinstance(size, Node) else size for size in (a, b))
+    if not isinstance(a, _SYMBOLS) and not isinstance(b, _SYMBOLS):
+        return bool(a == b)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes the import of sympy
+
     return bool(statically_known_true(a == b))
 
 

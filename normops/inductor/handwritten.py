@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from normops.inductor.calls import (
+    DTYPES,
     call_of,
     is_equal,
     is_harmless,
@@ -16,7 +17,6 @@ from normops.inductor.calls import (
     specialized,
     value_of,
 )
-from normops.recognition import DTYPES
 
 
 class Weight(NamedTuple):
@@ -32,6 +32,8 @@ class Match(NamedTuple):
     input: Node
     weight: Weight | None
     eps: float
+    eps_argument: Any
+    """What the program has in its place."""
     dtype: torch.dtype
     """That of the input, or a wider one: of the result, or float64 if anything was computed in it."""
     last: Node
@@ -99,11 +101,10 @@ class _Search:
         eps = specialized(open_eps)
         if eps is None or not math.isfinite(eps):
             raise _NoMatch
-        return Match(input, weight, eps, self._dtype(input, last), last, nodes)
+        return Match(input, weight, eps, open_eps, self._dtype(input, last), last, nodes)
 
     def _check(self, input: Node, last: Node, nodes: frozenset[Node]) -> None:
-        x, y = _value(input), _value(last)
-        _require(x.device.type in ("cpu", "cuda") and order_in_memory(y, 1))
+        _require(order_in_memory(_value(last), 1))
         _require(all(_value(node).dtype in DTYPES for node in (input, *nodes)))
         inner = {*self._inner}
         _require(all(user in inner for node in inner - {last} for user in node.users))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
@@ -14,10 +13,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 
 from normops.inductor import inductor_options
-from normops.inductor.calls import order_in_memory, specialized, value_of
+from normops.inductor.calls import DTYPES, NORMS, order_in_memory, specialized, value_of
 from normops.inductor.handwritten import match_norm
 from normops.inductor.residuals import fuse_additions
-from normops.recognition import DTYPES
 
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 
@@ -58,11 +56,13 @@ class AfterAutograd(_Pass):
 def replace_norms(graph: Graph) -> None:
     """Those of torch, and those written by hand."""
     for node in list(graph.nodes):
-        if node.target in (F.rms_norm, torch.rms_norm):
+        if node.target in NORMS:
             _replace_norm_of_torch(node)
         elif node.users and (match := match_norm(node)) is not None:
             x = value_of(match.input)
             assert x is not None
+            if x.device.type not in ("cpu", "cuda"):
+                continue
             size = x.shape[-1]
             with graph.inserting_before(match.last):
                 shape = [size if isinstance(size, int) else graph.call_method("size", (match.input, -1))]

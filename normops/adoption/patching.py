@@ -1,17 +1,18 @@
 """Putting normops under the norms of a model that somebody else wrote, in place."""
 
+import inspect
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-import torch
 from torch import nn
 
+from normops.adoption.patched_forward import Rounding, give, give_back, given, has_foreign_forward
+from normops.adoption.recognition import Norm, check_class, find_norm
+from normops.adoption.watching import Missing, Unfit, is_plain
 from normops.modules import GatedRMSNorm, RMSNorm
-from normops.patched_forward import ENTRIES, Rounding, give, give_back, given, has_foreign_forward
-from normops.recognition import Norm, Unfit, find_norm, whole_shape
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
         raise ValueError(f'rounding: expected "once" or "original", but got {rounding!r}')
     found: dict[str, tuple[nn.Module, Norm]] = {}
     skipped, others, already = {}, {}, {}
-    seen: dict[Any, Norm | str] = {}
+    all_found = _Found()
     for name, module in model.named_modules():
         title = type(module).__name__
         if isinstance(module, (RMSNorm, GatedRMSNorm)) or rounding in (made.rounding for made in given(module)):
@@ -98,7 +99,9 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
             if "Norm" in title:
                 others[name] = title
         else:
-            norm = _norm_of(module, rounding, seen)
+            norm: Norm | Unfit = all_found.norm_of(module)
+            if isinstance(norm, Norm) and rounding == "original" and norm.rounds == "otherwise":
+                norm = Unfit('rounds in an order of its own, which rounding="original" does not have')
             if isinstance(norm, Norm):
                 found[name] = module, norm
             elif _is_called_norm(name, module):
@@ -121,39 +124,50 @@ def unpatch(model: nn.Module) -> int:
     return sum(give_back(module) for module in model.modules())
 
 
-def _norm_of(module: nn.Module, rounding: Rounding, seen: dict[Any, Norm | str]) -> Norm | str:
-    """What it computes, or why not; modules that are alike run once."""
-    if has_foreign_forward(module):
-        return "was given another forward than its class's"
-    key = _key(module)
-    if key not in seen:
+class _Found:
+    """What modules compute; those that are alike are examined once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[tuple[Iterable[tuple[str, Any]], Norm | Unfit]]] = {}
+
+    def norm_of(self, module: nn.Module) -> Norm | Unfit:
+        """Or why it is none."""
         try:
-            seen[key] = find_norm(module)
+            check_class(module)
+            if has_foreign_forward(module):
+                return Unfit("was given another forward than its class's")
+            parameters = module.named_parameters(recurse=False)
+            key = type(module), *((name, type(p), p.dtype, getattr(p, "ds_shape", p.shape)) for name, p in parameters)
         except Unfit as reason:
-            seen[key] = str(reason)
-    norm = seen[key]
-    if isinstance(norm, Norm) and rounding == "original" and norm.rounds == "otherwise":
-        return 'rounds in an order of its own, which rounding="original" does not have'
-    return norm
+            return reason
+        except Exception as error:  # whatever its class makes of being asked
+            return Unfit(f"cannot be examined: {type(error).__name__}: {str(error)[:80]}")
+        known = self._known.setdefault(key, [])
+        for attributes, norm in known:
+            if all(_has(module, name, value) for name, value in attributes):
+                return norm
+        try:
+            found = find_norm(module)
+            known.append((found.attributes, found))
+        except Unfit as reason:
+            attributes = [(name, value) for name, value in vars(module).items() if is_plain(value)]
+            known.append((attributes, reason))
+            return reason
+        return found
 
 
-_NOT_SETTINGS = {*vars(nn.Module()), *ENTRIES}
-
-
-def _key(module: nn.Module) -> Any:
-    """Equal for modules that compute the same."""
-    values = {name: value for name, value in vars(module).items() if name not in _NOT_SETTINGS}
-    settings = [(name, v if isinstance(v, (int, float, str, torch.Size)) else id(v)) for name, v in values.items()]
-    sizes = [(name, type(p), whole_shape(p)) for name, p in module.named_parameters(recurse=False)]
-    parts = [name for name, _ in (*module.named_buffers(recurse=False), *module.named_children())]
-    return type(module), type(module).forward, module.training, *settings, *sizes, *parts
+def _has(module: nn.Module, name: str, value: Any) -> bool:
+    found = getattr(module, name, Missing)
+    return type(found) is type(value) and (found is value or found == value)
 
 
 def _is_called_norm(name: str, module: nn.Module) -> bool:
-    """Containers are not norms, their parts may be."""
+    """Or computes one. Containers are not norms, their parts may be."""
     names = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
     is_container = next(module.children(), None) is not None and next(module.parameters(recurse=False), None) is None
-    return "norm" in names and not is_container
+    functions = [f for base in type(module).__mro__ for f in vars(base).values() if base not in nn.Module.__mro__]
+    used = {name for f in functions if inspect.isfunction(f) for name in f.__code__.co_names}
+    return ("norm" in names and not is_container) or (not {"rsqrt", "rms_norm"}.isdisjoint(used) and not is_container)
 
 
 def _alike(modules: Mapping[str, str]) -> dict[tuple[str, str], list[str]]:

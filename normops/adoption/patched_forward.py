@@ -1,0 +1,315 @@
+"""The forward that :func:`normops.patch` gives a module."""
+
+import linecache
+import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import count, pairwise
+from types import FunctionType, MethodType
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from normops.adoption.recognition import ACTIVATIONS, ENTRIES, HALVES, OUTPUT_DTYPES, SLOTS, Norm, Saved
+from normops.adoption.watching import Missing
+from normops.functional import gated_rms_norm, rms_norm
+from normops.inductor.calls import DTYPES
+
+Rounding = Literal["once", "original"]
+
+
+class Given(NamedTuple):
+    """What a forward is made of."""
+
+    norm: Norm
+    rounding: Rounding
+
+
+def give(module: nn.Module, norm: Norm, rounding: Rounding) -> None:
+    """Lets a module run normops."""
+    slot = "_old_forward" if "_old_forward" in vars(module) else "forward"
+    _put(module, slot, Given(norm, rounding))
+
+
+def given(module: nn.Module) -> dict[Given, str]:
+    """What the module was given, and in which of its attributes it is."""
+    found = {_given(vars(module).get(slot)): slot for slot in SLOTS}
+    return {made: slot for made, slot in found.items() if made is not None}
+
+
+def give_back(module: nn.Module) -> bool:
+    """Lets a module run as it did; tells whether it was another."""
+    found = given(module)
+    for slot in found.values():
+        if slot == "forward":
+            del module.__dict__[slot]
+        else:
+            module.__dict__[slot] = MethodType(type(module).forward, module)
+    if found:
+        del module.__dict__["__reduce_ex__"]
+    return bool(found)
+
+
+def has_foreign_forward(module: nn.Module) -> bool:
+    """Whether it computes with a forward that neither its class nor this module made."""
+    forward = next((vars(module)[slot] for slot in SLOTS if slot in vars(module)), None)
+    own = isinstance(forward, MethodType) and forward.__func__ is getattr(type(module), "forward", None)
+    return forward is not None and not own and _given(forward) is None
+
+
+def _given(forward: Any) -> Given | None:
+    return getattr(forward.__func__, "normops", None) if isinstance(forward, MethodType) else None
+
+
+def _put(module: nn.Module, slot: str, made_of: Given) -> None:
+    """A method, with one function for all modules that are alike: torch.compile compiles their callers once."""
+    module.__dict__[slot] = MethodType(_forward(made_of), module)
+    module.__dict__["__reduce_ex__"] = MethodType(_reduce, module)
+
+
+def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+    """What pickle and copy ask the module itself for, before its class: to make another, and patch that."""
+    reduced = type(module).__reduce_ex__(module, protocol)
+    if isinstance(reduced, str):
+        return reduced
+    function, arguments, *rest = reduced
+    rest[:1] = [_without_entries(state) for state in rest[:1]]
+    return _remake, (function, arguments, given(module)), *rest
+
+
+def _remake(function: Callable[..., nn.Module], arguments: tuple[Any, ...], found: dict[Given, str]) -> nn.Module:
+    module = function(*arguments)
+    for made_of, slot in found.items():
+        _put(module, slot, made_of)
+    return module
+
+
+def _without_entries(state: Any) -> Any:
+    """The methods in it belong to the module that is copied."""
+    if isinstance(state, tuple):
+        return tuple(map(_without_entries, state))
+    return {n: v for n, v in state.items() if n not in ENTRIES or not _is_ours(v)} if type(state) is dict else state
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, MethodType) and (value.__func__ is _reduce or _given(value) is not None)
+
+
+_numbers = count()
+
+
+@cache
+def _forward(made_of: Given) -> FunctionType:
+    """Compiled from source, as a dataclass's methods are: its argument has the name that callers know."""
+    norm = made_of.norm
+    names: dict[str, Any] = {
+        "rms_norm": rms_norm,
+        "gated_rms_norm": gated_rms_norm,
+        "is_gate": is_gate,
+        "gate_beside": gate_beside,
+        "promote_types": torch.promote_types,
+        "is_tracing": torch.jit.is_tracing,  # type: ignore[attr-defined]
+        "is_grad_enabled": torch.is_grad_enabled,
+        "is_compiling": torch.compiler.is_compiling,
+        "may_autocast": _may_autocast,
+        "order_of": _order_of,
+        "copied": _Copies(norm),
+        "float32": torch.float32,
+        "Tensor": Tensor,
+        "DTYPES": DTYPES,
+        "output_dtype": OUTPUT_DTYPES[norm.output_dtype],
+        **ACTIVATIONS,
+    }
+    source, file = _source(norm, made_of.rounding, names), f"<normops.patch {next(_numbers)}: {norm}>"
+    exec(compile(source, file, "exec"), names)
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # for tracebacks
+    forward: FunctionType = names["forward"]
+    forward.normops = made_of  # type: ignore[attr-defined]
+    return forward
+
+
+def _source(norm: Norm, rounding: Rounding, names: dict[str, Any]) -> str:
+    """What has to hold, what is computed then, and the module's own forward for all else."""
+    x, gate = norm.argument, None if norm.gate is None else norm.gate.argument
+    weight = None if norm.weight is None else "_weight"
+    own = f"return type(self).forward(self, {x if gate is None else f'{x}, {gate}'})"
+    lines = [] if weight is None else [f"_weight = self.{norm.weight}"]
+    lines += ["if not (", *(f"    {'and ' * (i > 0)}{each}" for i, each in enumerate(_conditions(norm, names)))]
+    lines += ["):", f"    {own}", *_by_order(norm, own), *_copying(norm)]
+    if norm.gate is not None and norm.gate.widens:
+        lines += [f"{x} = {x}.to(promote_types({x}.dtype, {gate}.dtype))"]
+    lines += [
+        "dtype = " + (f"{x}.dtype" if norm.output_dtype == "input's" else f"output_dtype({x}.dtype, {weight}.dtype)")
+    ]
+    if rounding == "once" or norm.rounds == "once":
+        if norm.output_dtype != "input's":
+            # Whatever the rule, one dtype alone is that of the output.
+            lines.insert(-1, f"if {x}.dtype == {weight}.dtype:\n        return {_call(norm, weight, gate)}")
+            lines += [f"{x} = {x}.to(promote_types({x}.dtype, dtype))"]
+        return _function(norm, [*lines, f"return {_call(norm, weight, gate)}.to(dtype)"])
+    # The weight comes after. What it multiplies has a dtype of its own.
+    first = "dtype" if norm.output_dtype.startswith("weight") else f"{x}.dtype"
+    lines += [f"first = {first}", f"{x} = {x}.to(promote_types({x}.dtype, first))"]
+    gate_after = norm.gate is not None and norm.gate.gating.norm_before_gate
+    lines += [f"normalized = {_call(norm, None, None if gate_after else gate)}.to(first)"]
+    factor = weight if norm.weight_offset == 0.0 else f"({weight} + {norm.weight_offset})"
+    lines += [f"normalized = {factor} * normalized"]
+    if norm.gate is not None and gate_after:
+        wide = f"{gate}.to(promote_types({gate}.dtype, float32))"
+        lines += [f"normalized = normalized * {norm.gate.gating.activation}({wide})"]
+    return _function(norm, [*lines, "return normalized.to(dtype)"])
+
+
+def _conditions(norm: Norm, names: dict[str, Any]) -> list[str]:
+    """Under which the module's own forward computes what it was seen to compute."""
+    x = norm.argument
+    conditions = [f"isinstance({x}, Tensor)", "not is_tracing()", f"{x}.dtype in DTYPES", f"{x}.dim() in {norm.dims}"]
+    if norm.weight is not None:
+        conditions += ["isinstance(_weight, Tensor)", "_weight.dtype in DTYPES"]
+        conditions += [f"{x}.shape[-{norm.weight_dims}:] == _weight.shape"]
+    elif norm.shape is not None:
+        conditions += [f"{x}.shape[-{len(norm.shape)}:] == {norm.shape}"]
+    if norm.gate is not None:
+        gate = norm.gate.argument
+        conditions += [f"is_gate({gate}, {x})"]
+        names["GATED_DTYPES"] = {(x, g) if norm.weight is None else (x, w, g) for x, w, g in norm.dtypes}
+        conditions += [f"({x}.dtype, {'_weight.dtype, ' if norm.weight else ''}{gate}.dtype) in GATED_DTYPES"]
+    if isinstance(norm.eps, str):
+        conditions += [f"isinstance(self.{norm.eps}, (float, int))", f"self.{norm.eps} == self.{norm.eps}"]
+    for name, value in norm.attributes:
+        conditions += [f"not hasattr(self, {name!r})" if value is Missing else _equals(f"self.{name}", value, names)]
+    for owner, name, value in norm.globals:
+        key = f"_owner{len(names)}"
+        names[key] = vars(sys.modules[owner]) if isinstance(owner, str) else owner
+        conditions += [_equals(f"{key}[{name!r}]" if isinstance(owner, str) else f"{key}.{name}", value, names)]
+    if norm.autocasts:
+        conditions += [f"not may_autocast({x})"]
+    return conditions
+
+
+def _equals(expression: str, value: Any, names: dict[str, Any]) -> str:
+    if value is None or value is True or value is False:
+        return f"{expression} is {value}"
+    key = f"_value{len(names)}"
+    names[key] = value
+    return f"{expression} == {key}"
+
+
+def _by_order(norm: Norm, own: str) -> list[str]:
+    """The module's own result would have the order in memory that its input has; that of normops is contiguous."""
+    x = norm.argument
+    last_dims = max(norm.weight_dims, norm.normalized_dims)
+    lines = [f"if not {x}.is_contiguous():", f"    order = order_of({x}, {last_dims})"]
+    if norm.gate is not None:
+        lines[0] = f"if not ({x}.is_contiguous() and {norm.gate.argument}.is_contiguous()):"
+        lines += [f"    order = order or order_of({norm.gate.argument}, 1)"]
+    if norm.gate is not None or norm.group_size is not None:
+        return [*lines, "    if order is not None:", f"        {own}"]
+    fits = f"not order or not {x}.is_cpu" if norm.is_of_torch else "not order"
+    again = f"forward(self, {x}.permute(order)).permute([*map(order.index, range(len(order)))])"
+    lines += ["    if order is not None:", f"        if {fits}:", f"            {own}", f"        return {again}"]
+    return lines
+
+
+def _copying(norm: Norm) -> list[str]:
+    gate = None if norm.gate is None else norm.gate.argument
+    tensors = ", ".join([norm.argument, *([gate] if gate else []), *(["_weight"] if norm.weight else [])])
+    return ["if is_grad_enabled() and not is_compiling():", f"    {tensors}, *_ = copied({tensors})"]
+
+
+class _Copies:
+    """Of what normops saves for the backward, where the module's own forward would save a copy in another dtype.
+
+    Programs may then write into the tensor itself.
+    """
+
+    def __init__(self, norm: Norm) -> None:
+        self._norm = norm
+        self._which: dict[Any, tuple[bool, ...]] = {}
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        requires = tuple([tensor.requires_grad for tensor in tensors])
+        if not any(requires):
+            return tensors
+        key = (*[tensor.dtype for tensor in tensors], *requires)
+        which = self._which.get(key)
+        if which is None:
+            which = self._which[key] = self._find(requires, *[_class_of(tensor.dtype) for tensor in tensors])
+        if not any(which):
+            return tensors
+        return tuple([tensor.clone() if copies else tensor for tensor, copies in zip(tensors, which, strict=True)])
+
+    def _find(self, requires: tuple[bool, ...], dtype: torch.dtype, *others: torch.dtype) -> tuple[bool, ...]:
+        norm = self._norm
+        weight_dtype = others[-1] if norm.weight is not None else torch.bfloat16
+        is_known = norm.gate is None or others[0] == dtype  # it was seen with a gate of the input's dtype
+        is_saved = [is_known and Saved(dtype, weight_dtype, requires, i) in norm.saves for i in range(len(requires))]
+        # The weight is saved for the gradients of the others alone.
+        needs = [True] * len(requires)
+        if norm.weight is not None:
+            needs[-1] = any(requires[:-1])
+        return tuple(need and not saved for need, saved in zip(needs, is_saved, strict=True))
+
+
+def _class_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype in HALVES else dtype
+
+
+def _may_autocast(tensor: Tensor) -> bool:
+    """On the CPU no operation of a norm is one that autocast casts."""
+    return tensor.is_cuda and torch.is_autocast_enabled("cuda")
+
+
+def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
+    """The dimensions in the order in which they lie in memory, if that is another than theirs.
+
+    Empty, if it is not known what order the result of other operations would have: rows that lie apart or over each
+    other in another order, or dimensions of a row that do not come last.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    dims = [dim for dim in range(tensor.dim()) if sizes[dim] != 1]
+    if any(strides[dim] == 0 for dim in dims):
+        return ()
+    if all(strides[a] >= strides[b] for a, b in pairwise(dims)):
+        return None
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    is_kept = order[-last_dims:] == [*range(tensor.dim() - last_dims, tensor.dim())]
+    return tuple(order) if is_kept and tensor.permute(order).is_contiguous() else ()
+
+
+def _call(norm: Norm, weight: str | None, gate: str | None) -> str:
+    """With this weight, if any, and this gate."""
+    x, size = norm.argument, norm.group_size
+    eps = f"self.{norm.eps}" if isinstance(norm.eps, str) else norm.eps
+    shape = f"{x}.shape[-{norm.normalized_dims}:]"
+    tensors = [x] if gate is None else [x, f"gate_beside({gate}, {x}.dtype)"]
+    end = ""
+    if size is not None:
+        groups = f".unflatten(-1, (-1, {size}))"
+        tensors = [f"{tensor}{groups}" for tensor in tensors]
+        weight, shape, end = weight and f"{weight}{groups}", str(size), ".flatten(-2)"
+    options = f"weight_offset={norm.weight_offset}"
+    if norm.gate is None or gate is None:
+        return f"rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options}){end}"
+    activation, norm_before_gate = norm.gate.gating
+    options += f", activation={activation!r}, norm_before_gate={norm_before_gate}"
+    return f"gated_rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options}){end}"
+
+
+def _function(norm: Norm, lines: list[str]) -> str:
+    arguments = norm.argument
+    if norm.gate is not None:
+        arguments += f", {norm.gate.argument}" + ("=None" if norm.gate.is_optional else "")
+    return "\n    ".join([f"def forward(self, {arguments}):", *lines]) + "\n"
+
+
+def is_gate(gate: object, input: Tensor) -> TypeGuard[Tensor]:
+    """Whether the operator can take it, perhaps in another dtype; it may be missing, or want to be expanded."""
+    return isinstance(gate, Tensor) and gate.dtype in DTYPES and gate.shape == input.shape
+
+
+def gate_beside(gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """In a dtype that the operator takes beside that of the input: the same, or float32 where the other has 16 bits."""
+    one_is_wide = (gate.dtype == torch.float32 and dtype in HALVES) or (gate.dtype in HALVES and dtype == torch.float32)
+    return gate if gate.dtype == dtype or one_is_wide else gate.to(torch.promote_types(dtype, torch.float32))

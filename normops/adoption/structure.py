@@ -1,0 +1,301 @@
+"""What the graph of a module's forward computes, if that is an RMSNorm and nothing else.
+
+The norm itself is found as the passes for torch.compile find it. Around it there may be what a module has besides:
+groups of columns, a gate, casts. Every operation has its place, or the graph is refused.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from normops.adoption.watching import HandedOn, Run, Unfit
+from normops.inductor.calls import DTYPES, NORMS, Call, call_of, is_reshape, number, value_of
+from normops.inductor.handwritten import match_norm
+
+
+class Gating(NamedTuple):
+    """What a gate does."""
+
+    activation: str
+    norm_before_gate: bool
+
+
+class Structure(NamedTuple):
+    """What a graph computes."""
+
+    eps: str | float | None
+    """The attribute, if it goes into the graph as it is, or the number; None: that of F.rms_norm."""
+    weight_offset: float
+    normalized_dims: int
+    group_size: int | None
+    """How many elements are normalized together, if that is not all of the normalized dimensions."""
+    gating: Gating | None
+
+
+def structure_of(run: Run) -> Structure:
+    """What one call of a forward computed.
+
+    Raises:
+        Unfit: with the reason, if it is more than an RMSNorm, or another.
+    """
+    return _Reading(run).read()
+
+
+def check_alike(run: Run, other: Run) -> None:
+    """That two calls computed the same, but for dtypes.
+
+    Raises:
+        Unfit: with the reason, if not, or if the second one loses more by a cast than its input or result does.
+    """
+    if _but_for_casts(run) != _but_for_casts(other):
+        raise Unfit("computes something else than in float32")
+    for node in other.graph.nodes:
+        if (call := call_of(node)) is not None and call.name == "cast":
+            _check_cast(other, call.arguments[0], node)
+
+
+def _but_for_casts(run: Run) -> list[Any]:
+    numbers: dict[Node, int] = {}
+    calls: list[Any] = []
+    for node in run.graph.nodes:
+        call = call_of(node)
+        if call is not None and call.name == "cast":
+            numbers[node] = numbers[call.arguments[0]]
+            continue
+        numbers[node] = len(calls)
+        arguments = (node.args, node.kwargs) if call is None else call.arguments
+        calls.append((node.op, call.name if call else node.target, map_arg(arguments, lambda n: f"%{numbers[n]}")))
+    return [*calls, numbers[run.result]]
+
+
+def _check_cast(run: Run, before: Node, after: Node) -> None:
+    """Casts lose nothing, or what the dtype of the input or the result would lose, too."""
+    ends = (run.arguments[0], run.result)
+    if not _widens(before, after) and not _is_wide(after) and not any(_widens(end, after) for end in ends):
+        raise Unfit(f"rounds to {str(_value(after).dtype).removeprefix('torch.')} on the way")
+
+
+class _Core(NamedTuple):
+    """The norm alone."""
+
+    input: Node
+    last: Node
+    nodes: frozenset[Node]
+    eps: Any
+    weight: Node | None
+    weight_offset: float
+    normalized_dims: int
+
+
+class _Reading:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._x, *gates = run.arguments
+        self._gate = gates[0] if gates else None
+        self._shape = _value(self._x).shape
+        self._read: set[Node] = set()
+        self._weight_offset: float | None = None
+        self._gating: Gating | None = None
+
+    def read(self) -> Structure:
+        run = self._run
+        for node in run.graph.nodes:
+            if node.op != "placeholder" and call_of(node) is None and not is_reshape(node) and node.target not in NORMS:
+                raise Unfit(f"calls {_named(node)}, which is no part of {self._sought}")
+            if _value(node).dtype not in DTYPES:
+                raise Unfit(f"computes in {str(_value(node).dtype).removeprefix('torch.')}")
+        core = self._core()
+        self._read |= core.nodes
+        for node in core.nodes:
+            if (call := call_of(node)) is not None and call.name == "cast":
+                _check_cast(run, call.arguments[0], node)
+        if core.weight is not None:
+            self._found_weight(core.weight, core.weight_offset)
+        self._above(core.input, core.normalized_dims)
+        result = self._below(core.last)
+        if _value(result).shape != self._shape:
+            raise Unfit("returns something else than a tensor of its input's shape")
+        others = [node for node in run.graph.nodes if node.op != "placeholder" and node not in self._read]
+        if others:
+            raise Unfit(f"computes more than {self._sought}: {_named(others[0])}")
+        if run.weight is not None and self._weight_offset is None:
+            raise Unfit("does not multiply by its weight")
+        if self._gate is not None and self._gating is None:
+            raise Unfit(f"computes something else than {self._sought}")
+        size = _value(core.input).shape[-1]
+        is_grouped = core.normalized_dims == 1 and size != self._shape[-1]
+        eps = core.eps.attribute if isinstance(core.eps, HandedOn) and self._is_once(core.eps) else core.eps
+        eps = eps if isinstance(eps, str) or eps is None else number(eps)
+        gating, offset = self._gating, self._weight_offset or 0.0
+        return Structure(eps, offset, core.normalized_dims, size if is_grouped else None, gating)
+
+    @property
+    def _sought(self) -> str:
+        return "an RMSNorm" if self._gate is None else "a gated RMSNorm"
+
+    def _is_once(self, eps: HandedOn) -> bool:
+        """Whether it went into nothing but the place of eps."""
+        arguments = [each for node in self._run.graph.nodes for each in (*node.args, *node.kwargs.values())]
+        return [getattr(each, "attribute", None) for each in arguments].count(eps.attribute) == 1
+
+    def _core(self) -> _Core:
+        found = [core for node in self._run.graph.nodes if (core := _core_at(node)) is not None]
+        if len(found) != 1:
+            raise Unfit(f"computes something else than {self._sought}")
+        return found[0]
+
+    def _above(self, node: Node, dims: int) -> None:
+        """From what is normalized up to the input."""
+        groups = _value(node).shape
+        while node is not self._x:
+            call = call_of(node)
+            self._read.add(node)
+            if call is not None and call.name == "cast":
+                _check_cast(self._run, call.arguments[0], node)
+                (node,) = call.arguments
+            elif is_reshape(node):
+                node = self._reshaped(node)
+            elif call is not None and call.name == "mul" and (factors := self._gated(call)) is not None:
+                node, activation = factors
+                self._gating = Gating(activation, norm_before_gate=False)
+            else:
+                raise Unfit(f"computes something else than {self._sought}: {_named(node)} before the norm")
+        size = groups[-1]
+        if groups != self._shape and (self._shape[-1] % size != 0 or size == 1 or dims > 1):
+            raise Unfit(f"normalizes {size} elements of rows of {self._shape[-1]}")
+
+    def _below(self, node: Node) -> Node:
+        """From the norm down to the result."""
+        while node is not self._run.result:
+            if len(node.users) != 1:
+                raise Unfit(f"computes something else than {self._sought}: uses {_named(node)} twice")
+            (user,) = node.users
+            call = call_of(user)
+            self._read.add(user)
+            if call is not None and call.name == "cast":
+                _check_cast(self._run, node, user)
+            elif is_reshape(user):
+                self._reshaped(user)
+            elif call is not None and call.name == "mul":
+                a, b = call.arguments
+                self._multiplied(node, b if a is node else a)
+            else:
+                raise Unfit(f"computes something else than {self._sought}: {_named(user)} after the norm")
+            node = user
+        return node
+
+    def _multiplied(self, node: Node, factor: Any) -> None:
+        activation = self._activation(factor)
+        if activation is not None and self._gating is None and _value(factor).shape == _value(node).shape:
+            self._gating = Gating(activation, norm_before_gate=True)
+            return
+        weight, offset = self._weight_above(factor)
+        if weight is None or self._weight_offset is not None:
+            raise Unfit(f"multiplies by something else than {'a weight' if self._gate is None else 'weight and gate'}")
+        shape, rows = _value(factor).shape, _value(node).shape
+        if shape != rows[len(rows) - len(shape) :] or shape.numel() % self._shape[-1] != 0:
+            raise Unfit(f"multiplies rows of {rows[-1]} by a weight of shape {tuple(_value(weight).shape)}")
+        self._found_weight(weight, offset)
+
+    def _found_weight(self, node: Node, offset: float) -> None:
+        weight, inner_offset = self._weight_above(node)
+        if weight is None:
+            raise Unfit(f"multiplies by something else than its weight: {_named(node)}")
+        self._weight_offset = offset + inner_offset
+
+    def _weight_above(self, node: Any) -> tuple[Node | None, float]:
+        """The weight, and what is added to it, if that is all that a node is."""
+        offset: float | None = None
+        passed = []
+        while isinstance(node, Node) and node is not self._run.weight:
+            call = call_of(node)
+            passed.append(node)
+            if call is not None and call.name == "cast" and _widens(call.arguments[0], node):
+                (node,) = call.arguments
+            elif is_reshape(node):
+                node = self._reshaped(node)
+            elif call is not None and call.name == "add" and offset is None:
+                a, b = call.arguments
+                node, constant = (a, b) if isinstance(a, Node) else (b, a)
+                offset = number(constant)
+                if offset is None:
+                    return None, 0.0
+            else:
+                return None, 0.0
+        if node is None or node is not self._run.weight:
+            return None, 0.0
+        self._read.update(passed)
+        return node, offset or 0.0
+
+    def _gated(self, call: Call) -> tuple[Node, str] | None:
+        """What a gate multiplies, and its activation."""
+        for factor, other in (call.arguments, call.arguments[::-1]):
+            if not isinstance(other, Node) or self._gating is not None:
+                return None
+            if (activation := self._activation(factor)) is not None:
+                return other, activation
+        return None
+
+    def _activation(self, node: Any) -> str | None:
+        """Of the gate, if that is all that a node is."""
+        activation = None
+        passed = []
+        while isinstance(node, Node) and node is not self._gate:
+            call = call_of(node)
+            passed.append(node)
+            if call is not None and call.name in ("silu", "sigmoid") and activation is None:
+                activation = call.name
+                (node,) = call.arguments
+            elif call is not None and call.name == "cast" and (_widens(call.arguments[0], node) or _is_wide(node)):
+                (node,) = call.arguments
+            elif is_reshape(node):
+                node = self._reshaped(node)
+            else:
+                return None
+        if self._gate is None or node is not self._gate or activation is None:
+            return None
+        self._read.update(passed)
+        return activation
+
+    def _reshaped(self, node: Node) -> Node:
+        (input,) = node.all_input_nodes or (None,)
+        if input is None or _value(input).dtype != _value(node).dtype:
+            raise Unfit(f"calls {_named(node)} for something else than another shape")
+        return input
+
+
+def _core_at(node: Node) -> _Core | None:
+    if node.target not in NORMS:
+        match = match_norm(node)
+        if match is None:
+            return None
+        weight, offset = match.weight or (None, 0.0)
+        eps = match.eps_argument
+        return _Core(match.input, match.last, match.nodes, eps, weight, offset, 1)
+    parameters = ("input", "normalized_shape", "weight", "eps")
+    given: dict[str, Any] = dict.fromkeys(parameters) | dict(zip(parameters, node.args, strict=False)) | node.kwargs
+    dims = len(given["normalized_shape"])
+    return _Core(given["input"], node, frozenset((node,)), given["eps"], given["weight"], 0.0, dims)
+
+
+def _value(node: Any) -> Tensor:
+    value = value_of(node)
+    if value is None:
+        raise Unfit("computes something else than strided tensors")
+    return value
+
+
+def _widens(before: Node, after: Node) -> bool:
+    return torch.promote_types(_value(before).dtype, _value(after).dtype) == _value(after).dtype
+
+
+def _is_wide(node: Node) -> bool:
+    """As wide as what most modules compute in, whatever they are given."""
+    return _value(node).dtype in (torch.float32, torch.float64)
+
+
+def _named(node: Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))

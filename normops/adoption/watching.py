@@ -1,0 +1,569 @@
+"""Running a module's forward on a few rows, and noting what it computes and all that this rests on.
+
+The operations become a graph like Dynamo's, on which the passes for torch.compile find norms. What Python reads besides
+(attributes, globals, closures) is noted where it is plain, to be compared whenever the module is called, and refused
+where it is not: a list may be another one at the next call. So is all that could change anything or come out otherwise
+the next time. The forward that was run is then known to compute this graph for as long as what was noted stays.
+"""
+
+import builtins
+import dis
+import inspect
+import math
+import operator
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from itertools import islice, takewhile
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
+
+from normops.inductor.calls import CASTS
+
+
+class Unfit(Exception):  # noqa: N818  nothing failed
+    """Why a module is not, or cannot be treated as, an RMSNorm."""
+
+
+class Missing:
+    """What an attribute is that a module does not have."""
+
+
+class Global(NamedTuple):
+    """A plain value that a forward found in a module, which is told by its name, or in a class."""
+
+    owner: str | type
+    name: str
+    value: Any
+
+
+class Run(NamedTuple):
+    """One call of a forward."""
+
+    graph: Graph
+    arguments: tuple[Node, ...]
+    weight: Node | None
+    result: Node
+    attributes: dict[str, Any]
+    """What was read of the module, but for its weight."""
+    at_call: frozenset[str]
+    """Those that went into operations of torch as they are, and nowhere else."""
+    globals: tuple[Global, ...]
+    decided_by: frozenset[str]
+    """Whether anything was decided by the width or the number of rows."""
+    asks_for_mode: bool
+    """Whether it makes a difference to be in training, or may."""
+
+
+class HandedOn(float):
+    """The number of an attribute, which tells whether Python looked at it or only handed it on."""
+
+    attribute: str
+    looked_at: set[str]
+
+
+def _telling(name: str) -> Callable[..., Any]:
+    plain = getattr(float, name)
+
+    def method(self: HandedOn, *others: Any) -> Any:
+        if any(isinstance(other, Tensor) for other in others):
+            return NotImplemented
+        self.looked_at.add(self.attribute)
+        return plain(self, *others)
+
+    return method
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod")
+for _name in (
+    *(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r")),
+    *(f"__{name}__" for name in ("lt", "le", "eq", "ne", "gt", "ge", "hash", "bool", "neg", "pos", "abs")),
+    *(f"__{name}__" for name in ("float", "int", "trunc", "floor", "ceil", "round", "str", "repr", "format")),
+    *("is_integer", "as_integer_ratio", "hex", "conjugate"),
+):
+    setattr(HandedOn, _name, _telling(_name))
+
+
+class Extent(int):
+    """A size of the input, which tells whether anything was decided by it."""
+
+    decided: list[str]
+    what: str
+
+
+def _extent(value: int, what: str, decided: list[str]) -> Extent:
+    extent = Extent(value)
+    extent.what, extent.decided = what, decided
+    return extent
+
+
+def _deciding(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def method(self: Extent, *others: Any) -> Any:
+        self.decided.append(self.what)
+        return plain(self, *others)
+
+    return method
+
+
+def _spreading(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def method(self: Extent, *others: Any) -> Any:
+        result = plain(self, *others)
+        return _extent(result, self.what, self.decided) if type(result) is int else result
+
+    return method
+
+
+for _name in ("lt", "le", "eq", "ne", "gt", "ge", "hash", "bool", "int", "float", "str", "repr", "format"):
+    setattr(Extent, f"__{_name}__", _deciding(f"__{_name}__"))
+for _name in _ARITHMETIC:
+    for _side in ("", "r"):
+        setattr(Extent, f"__{_side}{_name}__", _spreading(f"__{_side}{_name}__"))
+
+
+_PLAIN = (bool, int, float, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can never become another one."""
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))
+
+
+class _Attributes(dict[str, Any]):
+    """Stands where a module has its parameters, and tells who asks for what."""
+
+    def __init__(self, values: dict[str, Any], weight: Tensor | None, watch: "_Watch") -> None:
+        super().__init__(values)
+        self._weight, self._watch = weight, watch
+
+    def __contains__(self, name: object) -> bool:
+        found = super().__contains__(name)
+        if not found:
+            self._watch.attributes.setdefault(str(name), Missing)
+        return found
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self._watch.asks_for_mode |= name == "training"
+        if name == "training" or (value is self._weight and value is not None):
+            return value
+        self._watch.judge(value, f"its {name}")
+        self._watch.attributes[name] = value
+        if type(value) is not float:
+            return value
+        self._watch.reads.append(name)
+        number = HandedOn(value)
+        number.attribute, number.looked_at = name, self._watch.looked_at
+        return number
+
+
+# Which Python may call besides the operations of torch and other functions in Python: they compute from what they are
+# given, and change nothing.
+_PURE = {
+    *(abs, all, any, bool, callable, enumerate, float, getattr, hasattr, int, isinstance, issubclass, len, list, map),
+    *(max, min, pow, range, reversed, round, slice, sorted, sum, super, tuple, type(None), zip, property, staticmethod),
+    *(torch.Size, torch.is_tensor, torch.finfo, torch.promote_types, torch.result_type),
+    *(torch.jit.is_scripting, torch.jit.is_tracing),  # type: ignore[attr-defined]
+    *(value for module in (math, operator) for value in vars(module).values() if callable(value)),
+}
+# Tables of activations, which hold the same for as long as a process lives: their modules are not followed either.
+_TABLES = (("transformers.activations", "ACT2FN"),)
+_PROPERTIES = {"shape", "dtype", "ndim", "layout"}
+_QUESTIONS = {"size", "dim", "ndimension", "is_floating_point", "is_complex"}
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the operations of torch; :meth:`trace` is called for what Python does besides."""
+
+    def __init__(self, copy: nn.Module, operations: frozenset[Any]) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self.nodes: dict[int, Node] = {}
+        self.attributes: dict[str, Any] = {}
+        self.reads: list[str] = []
+        self.handed_on: list[str] = []
+        self.looked_at: set[str] = set()
+        self.decided: list[str] = []
+        self.globals: dict[tuple[int, str], Global] = {}
+        self.owners: dict[int, Any] = {}
+        self.names: set[str] = set()
+        self.asks_by_name = False
+        self.asks_for_mode = False
+        self.is_followed = False
+        self.refusals: list[str] = []
+        self._hidden = False
+        self._is_busy = False
+        self._copy, self._operations = copy, operations
+        self._is_grad_enabled = torch.is_grad_enabled()
+        self._fixed: Tensor | None = None
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Notes the reason, too, as the forward may catch the exception."""
+        self.refusals.append(reason)
+        raise Unfit(reason)
+
+    def add_input(self, name: str, tensor: Tensor, *, is_fixed: bool = False) -> Node:
+        """A fixed one always has the same shape."""
+        self._fixed = tensor if is_fixed else self._fixed
+        return self._add(self.graph.placeholder(name), tensor)
+
+    def _add(self, node: Node, tensor: Tensor) -> Node:
+        node.meta["example_value"] = tensor  # keeps it, and so its id, too
+        node.meta["version"] = tensor._version
+        self.nodes[id(tensor)] = node
+        return node
+
+    def at_call(self) -> frozenset[str]:
+        """The numbers that went into operations of torch as they are, and nowhere else."""
+        only_handed_on = {name for name in self.reads if self.reads.count(name) == self.handed_on.count(name)}
+        return frozenset() if self._hidden else frozenset(only_handed_on - self.looked_at)
+
+    # What torch is called for.
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._is_busy = True
+        try:
+            return self._called(func, args, kwargs or {})
+        finally:
+            self._is_busy = False
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__", "__delete__"):
+            return self._property(func, name, args)
+        if name in _QUESTIONS or func in _PURE:
+            return self._question(func, name, args, kwargs)
+        if torch.is_grad_enabled() != self._is_grad_enabled or name == "_set_grad_enabled":
+            self.refuse("computes without gradients")
+        values = [*_flat(args), *_flat(tuple(kwargs.values()))]
+        if not all(id(value) in self.nodes for value in values if isinstance(value, Tensor)):
+            self.refuse(f"calls {name} with a tensor besides its input and weight")
+        result = func(*args, **kwargs)
+        if any(node.meta["version"] != node.meta["example_value"]._version for node in self.nodes.values()):
+            self.refuse(f"writes into a tensor: {name}")
+        if not isinstance(result, Tensor):
+            self.refuse(f"calls {name}")
+        if id(result) in self.nodes:
+            if name not in CASTS:
+                self.refuse(f"calls {name}")
+            return result  # cast to the dtype that it had
+        self.handed_on += [value.attribute for value in values if isinstance(value, HandedOn)]
+        given, named = _with_nodes(args, self.nodes), _with_nodes(kwargs, self.nodes)
+        if func in self._operations or not hasattr(Tensor, name):
+            node = self.graph.call_function(func, given, named)
+        elif name == "__rdiv__":
+            node = self.graph.call_function(operator.truediv, given[::-1])
+        else:
+            node = self.graph.call_method(name, given, named)
+        self._add(node, result)
+        return result
+
+    def _property(self, func: Any, action: str, args: tuple[Any, ...]) -> Any:
+        name = func.__self__.__name__
+        if action != "__get__":
+            self.refuse(f"sets {name} of a tensor")
+        if name not in _PROPERTIES:
+            self.refuse(f"asks for {name} of a tensor")
+        return self._extents(args[0]) if name == "shape" else func(*args)
+
+    def _question(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name != "size":
+            return func(*args, **kwargs)
+        tensor, *dims = (*args, *kwargs.values())
+        extents = self._extents(tensor)
+        return extents[dims[0]] if dims else extents
+
+    def _extents(self, tensor: Tensor) -> tuple[int, ...]:
+        last = 0 if tensor is self._fixed else tensor.dim() - 1
+        whats = ["width" if dim >= last else "number of rows" for dim in range(tensor.dim())]
+        return tuple(_extent(size, what, self.decided) for size, what in zip(tensor.shape, whats, strict=True))
+
+    # What Python does besides.
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Called by Python for every function: those that are not torch's, nor ours, are followed step by step."""
+        code, space = frame.f_code, frame.f_globals
+        module = space.get("__name__", "")
+        if self._is_busy or space is globals() or is_of(module, "torch") or module in dict(_TABLES):
+            return None
+        is_called_by_torch = frame.f_back is None or frame.f_back.f_trace is None
+        if is_called_by_torch and module.partition(".")[0] in sys.stdlib_module_names:
+            return None
+        for name, value in _arguments(frame):
+            if value is not self._copy and not isinstance(value, Tensor):
+                self.judge(value, f"the argument {name} of {code.co_name}")
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        steps = _steps(code)
+
+        def step(frame: FrameType, event: str, argument: Any) -> Any:
+            self.is_followed |= event == "opcode"
+            if event == "opcode" and (found := steps.get(frame.f_lasti)) is not None:
+                self._step(frame, found)
+            return step
+
+        return step
+
+    def _step(self, frame: FrameType, step: "_Step") -> None:
+        if step.action == "attribute":
+            self.names.add(step.name)
+            if step.name.startswith("__") and step.name != "__name__":
+                self.refuse(f"asks for {step.name}")
+        elif step.action == "closure":
+            value = frame.f_locals.get(step.name)
+            if step.name != "__class__" and value is not self._copy and not isinstance(value, Tensor):
+                self._resolve(None, step.name, value, step.chain)
+        elif step.action == "global":
+            space = frame.f_globals if step.name in frame.f_globals else vars(builtins)
+            if step.name in space:
+                module = sys.modules.get(space.get("__name__", ""))
+                is_whole = module is not None and vars(module) is space
+                self._resolve(module if is_whole else None, step.name, space[step.name], step.chain)
+        else:
+            self.refuse(step.action)
+
+    def _resolve(self, owner: Any, name: str, value: Any, chain: tuple[str, ...]) -> None:
+        """A name, and the attributes that are asked for right after it where it is a module's or a class's."""
+        for attribute in chain:
+            if not isinstance(value, (ModuleType, type)):
+                break
+            owner, name, value = value, attribute, getattr(value, attribute, None)
+        self._hidden |= owner is math  # which takes numbers without asking them
+        if isinstance(value, ModuleType):
+            self.refuse(f"reads {name}, a module")
+        if not is_plain(value):
+            self.judge(value, name)
+            if not isinstance(value, FunctionType) or is_of(value.__module__, "torch") or owner is None:
+                return
+            if _of(value.__module__, value.__qualname__) is not value:
+                self.refuse(f"calls {name}, a function that has no name in a module")
+        if owner is None:
+            self.refuse(f"reads {name}, which is neither its own nor a module's")
+        elif not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            self.globals[id(owner), name] = Global(owner if isinstance(owner, type) else owner.__name__, name, value)
+
+    def judge(self, value: Any, what: str) -> None:
+        """Refuses what may be something else the next time, or change anything."""
+        if is_plain(value) or _is_among(value, _PURE):
+            self.asks_by_name |= value is getattr or value is hasattr
+            return
+        if _is_among(value, self._operations) or any(_of(*table) is value for table in _TABLES):
+            return
+        if isinstance(value, (FunctionType, MethodType)) and not is_of(value.__module__, "torch"):
+            if hasattr(value, "_torchdynamo_orig_callable"):
+                self.refuse(f"calls {_full_name(value)}, which is compiled")
+            self.owners[id(value)] = value
+            return  # in Python: followed
+        if value is type:
+            self.refuse("asks for the type of a value")
+        if isinstance(value, type) and (value.__module__ == "builtins" or issubclass(value, _CLASSES)):
+            self.owners[id(value)] = value
+            return
+        if isinstance(value, Tensor):
+            self.refuse(f"reads {what}, a tensor that is no parameter")
+        if callable(value):
+            self.refuse(f"calls {_full_name(value)}")
+        self.refuse(f"reads {what}, a {type(value).__name__}")
+
+
+class _Step(NamedTuple):
+    """What an instruction does that matters: it asks for an attribute, a global, a variable around, or is refused."""
+
+    action: str
+    name: str
+    chain: tuple[str, ...] = ()
+    """The attributes that the next instructions ask for."""
+
+
+@cache
+def _steps(code: CodeType) -> dict[int, _Step]:
+    """By the place of the instruction."""
+    steps: dict[int, _Step] = {}
+    instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PUSH_NULL")]
+    for i, instruction in enumerate(instructions):
+        step = _step_of(code, instruction, instructions[i + 1 :])
+        if step is not None:
+            steps[instruction.offset] = step
+    return steps
+
+
+def _step_of(code: CodeType, instruction: dis.Instruction, following: list[dis.Instruction]) -> _Step | None:
+    if instruction.opname == "EXTENDED_ARG":  # may be the only one that is told of
+        return _step_of(code, following[0], following[1:])
+    operation, name = instruction.opname, str(instruction.argval)
+    if instruction.opcode in dis.hasname:
+        if operation.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")):
+            return _Step("attribute", name)
+        if operation.startswith(("LOAD_GLOBAL", "LOAD_NAME")):
+            asked = takewhile(lambda each: each.opname in ("LOAD_ATTR", "LOAD_METHOD", "EXTENDED_ARG"), following)
+            return _Step("global", name, tuple(str(each.argval) for each in asked if each.opname != "EXTENDED_ARG"))
+        verb = "imports" if operation.startswith("IMPORT") else "assigns"
+        return _Step(f"{verb} {name}", name)
+    if instruction.opcode in dis.hasfree and name in code.co_freevars and operation != "LOAD_CLOSURE":
+        is_read = operation.startswith("LOAD")
+        return _Step("closure" if is_read else f"assigns {name} of the function around it", name)
+    return None
+
+
+def watch(
+    forward: Callable[..., Any],
+    copy: nn.Module,
+    weight: tuple[str, Tensor] | None,
+    arguments: Sequence[tuple[str, Tensor]],
+    operations: frozenset[Any],
+) -> Run:
+    """Calls a forward with a copy of its module that tells who asks for what; ``operations`` are those of torch.
+
+    The copy is of no use afterwards.
+
+    Raises:
+        Unfit: with the reason, if what the forward computes cannot be known.
+    """
+    seen = _Watch(copy, operations)
+    spaces = _take_attributes(copy, weight, seen)
+    nodes = tuple(seen.add_input(name, tensor) for name, tensor in arguments)
+    weight_node = None if weight is None else seen.add_input("weight", weight[1], is_fixed=True)
+    before = sys.gettrace()
+    try:
+        with seen:
+            sys.settrace(seen.trace)
+            try:
+                result = forward(copy, *(tensor for _, tensor in arguments))
+            finally:
+                sys.settrace(before)
+    except Exception as error:
+        if seen.refusals:  # which others came of
+            raise Unfit(seen.refusals[0]) from error
+        raise
+    if seen.refusals:
+        raise Unfit(seen.refusals[0])
+    if not seen.is_followed and not is_of(getattr(forward, "__module__", None), "torch"):
+        raise Unfit("cannot be followed: this Python does not tell what it executes")
+    left = vars(copy)
+    are_same = left.keys() == spaces.keys() and all(left[name] is value for name, value in spaces.items())
+    if not are_same or left["_buffers"] or left["_modules"]:
+        raise Unfit("changes its attributes")
+    _check_names(seen, copy, spaces)
+    if not isinstance(result, Tensor) or id(result) not in seen.nodes:
+        raise Unfit("returns something else than a tensor of its input's shape")
+    globals_ = tuple(seen.globals.values())
+    attributes = seen.attributes
+    return Run(
+        seen.graph,
+        nodes,
+        weight_node,
+        seen.nodes[id(result)],
+        attributes,
+        seen.at_call(),
+        globals_,
+        frozenset(seen.decided),
+        seen.asks_for_mode,
+    )
+
+
+def _check_names(seen: _Watch, copy: nn.Module, spaces: dict[str, Any]) -> None:
+    """That what was asked for by names that functions and classes have as well is plain, or code."""
+    own = {**_class_attributes(type(copy)), **spaces}
+    for name in own if seen.asks_by_name else seen.names & own.keys():
+        if not is_plain(own[name]) and name not in _SPACES and not _is_method(own[name]):
+            raise Unfit(f"reads its {name}, a {type(own[name]).__name__}")
+    for owner in seen.owners.values():
+        if isinstance(owner, type) and (issubclass(type(copy), owner) or not issubclass(owner, nn.Module)):
+            continue
+        names = {name for name, value in vars(owner).items() if not name.startswith("__") and not _is_method(value)}
+        if names if seen.asks_by_name else names & seen.names:
+            raise Unfit(f"may read attributes of {owner.__name__}")
+
+
+def _take_attributes(copy: nn.Module, weight: tuple[str, Tensor] | None, seen: _Watch) -> dict[str, Any]:
+    """Leaves nothing that can be had without :class:`_Attributes`; returns what is left in their place."""
+    values = {name: value for name, value in vars(copy).items() if name not in _INTERNAL}
+    values |= copy._buffers
+    values |= {name: None for name, parameter in copy._parameters.items() if parameter is None}
+    values |= {} if weight is None else dict((weight,))
+    # nn.Module.__getattr__ looks here for what is no attribute of the instance or its class. What the class has, too,
+    # would be found there instead.
+    spaces: dict[str, Any] = {name: values.pop(name) for name in list(values) if hasattr(type(copy), name)}
+    for name, value in {**_class_attributes(type(copy)), **spaces}.items():
+        if is_plain(value):
+            seen.attributes[name] = value
+    seen.asks_for_mode |= "training" in spaces
+    attributes = _Attributes(values, None if weight is None else weight[1], seen)
+    spaces |= zip(_SPACES, (attributes, {}, {}), strict=True)
+    copy.__dict__.clear()
+    copy.__dict__.update(spaces)
+    return spaces
+
+
+_SPACES = ("_parameters", "_buffers", "_modules")
+_INTERNAL = {*vars(nn.Module()), *_SPACES} - {"training"}
+_CLASSES = (Tensor, nn.Module, BaseException)
+
+
+def _class_attributes(cls: type) -> dict[str, Any]:
+    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+    return {name: v for base in reversed(bases) for name, v in vars(base).items() if not name.startswith("__")}
+
+
+def is_of(name: object, package: str) -> bool:
+    """Whether a module is in a package."""
+    return isinstance(name, str) and (name == package or name.startswith(f"{package}."))
+
+
+def _is_method(value: Any) -> bool:
+    return isinstance(value, (FunctionType, MethodType, property, staticmethod, classmethod))
+
+
+def _arguments(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """What a function was called with, that of *args and **kwargs one by one."""
+    code, names = frame.f_code, iter(frame.f_code.co_varnames)
+    values = frame.f_locals
+    for name in islice(names, code.co_argcount + code.co_kwonlyargcount):
+        yield name, values.get(name)
+    if code.co_flags & inspect.CO_VARARGS:
+        name = next(names)
+        yield from ((name, value) for value in values.get(name, ()))
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        yield from values.get(next(names), {}).items()
+
+
+def _of(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, Missing)
+
+
+def _is_among(value: Any, known: Collection[Any]) -> bool:
+    try:
+        return value in known
+    except TypeError:  # is not hashable
+        return False
+
+
+def _full_name(function: Any) -> str:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    module = getattr(function, "__module__", None) or "torch"
+    return name if module == "builtins" else f"{module}.{name}"
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+def _with_nodes(value: Any, nodes: dict[int, Node]) -> Any:
+    if isinstance(value, Tensor):
+        return nodes[id(value)]
+    if isinstance(value, dict):
+        return {name: _with_nodes(each, nodes) for name, each in value.items()}
+    return type(value)(_with_nodes(each, nodes) for each in value) if type(value) in (tuple, list) else value
