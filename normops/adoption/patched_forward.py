@@ -1,9 +1,9 @@
 """The forward that :func:`normops.patch` gives a module."""
 
 import linecache
-import sys
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from itertools import count, pairwise
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeGuard
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from normops.adoption.recognition import ACTIVATIONS, ENTRIES, HALVES, OUTPUT_DTYPES, SLOTS, Norm, Saved
-from normops.adoption.watching import Missing
 from normops.functional import gated_rms_norm, rms_norm
 from normops.inductor.calls import DTYPES
 
@@ -22,6 +21,7 @@ Rounding = Literal["once", "original"]
 class Given(NamedTuple):
     """What a forward is made of."""
 
+    cls: type[nn.Module]
     norm: Norm
     rounding: Rounding
 
@@ -29,7 +29,7 @@ class Given(NamedTuple):
 def give(module: nn.Module, norm: Norm, rounding: Rounding) -> None:
     """Lets a module run normops."""
     slot = "_old_forward" if "_old_forward" in vars(module) else "forward"
-    _put(module, slot, Given(norm, rounding))
+    _put(module, slot, Given(type(module), norm, rounding))
 
 
 def given(module: nn.Module) -> dict[Given, str]:
@@ -115,6 +115,7 @@ def _forward(made_of: Given) -> FunctionType:
         "may_autocast": _may_autocast,
         "order_of": _order_of,
         "copied": _Copies(norm),
+        "own_forward": made_of.cls.forward,
         "float32": torch.float32,
         "Tensor": Tensor,
         "DTYPES": DTYPES,
@@ -140,48 +141,55 @@ def _source(norm: Norm, rounding: Rounding, names: dict[str, Any]) -> str:
     if norm.gate is not None and norm.gate.widens:
         lines += [f"{x} = {x}.to(promote_types({x}.dtype, {gate}.dtype))"]
     lines += [
-        "dtype = " + (f"{x}.dtype" if norm.output_dtype == "input's" else f"output_dtype({x}.dtype, {weight}.dtype)")
+        "_dtype = " + (f"{x}.dtype" if norm.output_dtype == "input's" else f"output_dtype({x}.dtype, {weight}.dtype)")
     ]
     if rounding == "once" or norm.rounds == "once":
         if norm.output_dtype != "input's":
             # Whatever the rule, one dtype alone is that of the output.
             lines.insert(-1, f"if {x}.dtype == {weight}.dtype:\n        return {_call(norm, weight, gate)}")
-            lines += [f"{x} = {x}.to(promote_types({x}.dtype, dtype))"]
-        return _function(norm, [*lines, f"return {_call(norm, weight, gate)}.to(dtype)"])
+            lines += [f"{x} = {x}.to(promote_types({x}.dtype, _dtype))"]
+        return _function(norm, [*lines, f"return {_call(norm, weight, gate)}.to(_dtype)"])
     # The weight comes after. What it multiplies has a dtype of its own.
-    first = "dtype" if norm.output_dtype.startswith("weight") else f"{x}.dtype"
-    lines += [f"first = {first}", f"{x} = {x}.to(promote_types({x}.dtype, first))"]
+    first = "_dtype" if norm.output_dtype.startswith("weight") else f"{x}.dtype"
+    lines += [f"_first = {first}", f"{x} = {x}.to(promote_types({x}.dtype, _first))"]
     gate_after = norm.gate is not None and norm.gate.gating.norm_before_gate
-    lines += [f"normalized = {_call(norm, None, None if gate_after else gate)}.to(first)"]
+    lines += [f"_normalized = {_call(norm, None, None if gate_after else gate)}.to(_first)"]
     factor = weight if norm.weight_offset == 0.0 else f"({weight} + {norm.weight_offset})"
-    lines += [f"normalized = {factor} * normalized"]
+    lines += [f"_normalized = {factor} * _normalized"]
     if norm.gate is not None and gate_after:
         wide = f"{gate}.to(promote_types({gate}.dtype, float32))"
-        lines += [f"normalized = normalized * {norm.gate.gating.activation}({wide})"]
-    return _function(norm, [*lines, "return normalized.to(dtype)"])
+        lines += [f"_normalized = _normalized * {norm.gate.gating.activation}({wide})"]
+    return _function(norm, [*lines, "return _normalized.to(_dtype)"])
 
 
 def _conditions(norm: Norm, names: dict[str, Any]) -> list[str]:
     """Under which the module's own forward computes what it was seen to compute."""
     x = norm.argument
-    conditions = [f"isinstance({x}, Tensor)", "not is_tracing()", f"{x}.dtype in DTYPES", f"{x}.dim() in {norm.dims}"]
+    conditions = [
+        f"isinstance({x}, Tensor)",
+        "type(self).forward is own_forward",
+        "not is_tracing()",
+        f"{x}.dtype in DTYPES",
+        f"{x}.dim() in {norm.dims}",
+    ]
     if norm.weight is not None:
         conditions += ["isinstance(_weight, Tensor)", "_weight.dtype in DTYPES"]
         conditions += [f"{x}.shape[-{norm.weight_dims}:] == _weight.shape"]
     elif norm.shape is not None:
         conditions += [f"{x}.shape[-{len(norm.shape)}:] == {norm.shape}"]
+    tensors = [x, *([] if norm.weight is None else ["_weight"])]
     if norm.gate is not None:
-        gate = norm.gate.argument
-        conditions += [f"is_gate({gate}, {x})"]
-        names["GATED_DTYPES"] = {(x, g) if norm.weight is None else (x, w, g) for x, w, g in norm.dtypes}
-        conditions += [f"({x}.dtype, {'_weight.dtype, ' if norm.weight else ''}{gate}.dtype) in GATED_DTYPES"]
+        conditions += [f"is_gate({norm.gate.argument}, {x})"]
+        tensors += [norm.gate.argument]
+    if norm.dtypes is not None:
+        names["ALLOWED"] = norm.dtypes
+        conditions += [f"({', '.join(f'{each}.dtype' for each in tensors)},) in ALLOWED"]
     if isinstance(norm.eps, str):
         conditions += [f"isinstance(self.{norm.eps}, (float, int))", f"self.{norm.eps} == self.{norm.eps}"]
-    for name, value in norm.attributes:
-        conditions += [f"not hasattr(self, {name!r})" if value is Missing else _equals(f"self.{name}", value, names)]
+    conditions += [_equals(f"self.{name}", value, names) for name, value in norm.attributes]
     for owner, name, value in norm.globals:
         key = f"_owner{len(names)}"
-        names[key] = vars(sys.modules[owner]) if isinstance(owner, str) else owner
+        names[key] = vars(import_module(owner)) if isinstance(owner, str) else owner
         conditions += [_equals(f"{key}[{name!r}]" if isinstance(owner, str) else f"{key}.{name}", value, names)]
     if norm.autocasts:
         conditions += [f"not may_autocast({x})"]
@@ -189,26 +197,27 @@ def _conditions(norm: Norm, names: dict[str, Any]) -> list[str]:
 
 
 def _equals(expression: str, value: Any, names: dict[str, Any]) -> str:
+    """To nothing but this: 1 is no 1.0, and a tensor, that may need a gradient, no number."""
     if value is None or value is True or value is False:
         return f"{expression} is {value}"
-    key = f"_value{len(names)}"
-    names[key] = value
-    return f"{expression} == {key}"
+    number = len(names)
+    names |= {f"_type{number}": type(value), f"_value{number}": value}
+    return f"type({expression}) is _type{number} and {expression} == _value{number}"
 
 
 def _by_order(norm: Norm, own: str) -> list[str]:
     """The module's own result would have the order in memory that its input has; that of normops is contiguous."""
     x = norm.argument
     last_dims = max(norm.weight_dims, norm.normalized_dims)
-    lines = [f"if not {x}.is_contiguous():", f"    order = order_of({x}, {last_dims})"]
+    lines = [f"if not {x}.is_contiguous():", f"    _order = order_of({x}, {last_dims})"]
     if norm.gate is not None:
         lines[0] = f"if not ({x}.is_contiguous() and {norm.gate.argument}.is_contiguous()):"
-        lines += [f"    order = order or order_of({norm.gate.argument}, 1)"]
-    if norm.gate is not None or norm.group_size is not None:
-        return [*lines, "    if order is not None:", f"        {own}"]
-    fits = f"not order or not {x}.is_cpu" if norm.is_of_torch else "not order"
-    again = f"forward(self, {x}.permute(order)).permute([*map(order.index, range(len(order)))])"
-    lines += ["    if order is not None:", f"        if {fits}:", f"            {own}", f"        return {again}"]
+        lines += [f"    _order = _order or order_of({norm.gate.argument}, 1)"]
+    if norm.gate is not None or norm.reshapes:
+        return [*lines, "    if _order is not None:", f"        {own}"]
+    fits = f"not _order or not {x}.is_cpu" if norm.is_of_torch else "not _order"
+    again = f"forward(self, {x}.permute(_order)).permute([*map(_order.index, range(len(_order)))])"
+    lines += ["    if _order is not None:", f"        if {fits}:", f"            {own}", f"        return {again}"]
     return lines
 
 
@@ -242,7 +251,7 @@ class _Copies:
 
     def _find(self, requires: tuple[bool, ...], dtype: torch.dtype, *others: torch.dtype) -> tuple[bool, ...]:
         norm = self._norm
-        weight_dtype = others[-1] if norm.weight is not None else torch.bfloat16
+        weight_dtype = others[-1] if norm.weight is not None else dtype
         is_known = norm.gate is None or others[0] == dtype  # it was seen with a gate of the input's dtype
         is_saved = [is_known and Saved(dtype, weight_dtype, requires, i) in norm.saves for i in range(len(requires))]
         # The weight is saved for the gradients of the others alone.

@@ -11,7 +11,7 @@ from torch import nn
 
 from normops.adoption.patched_forward import Rounding, give, give_back, given, has_foreign_forward
 from normops.adoption.recognition import Norm, check_class, find_norm
-from normops.adoption.watching import Missing, Unfit, is_plain
+from normops.adoption.watching import INTERNAL, Unfit, is_plain
 from normops.modules import GatedRMSNorm, RMSNorm
 
 
@@ -50,13 +50,20 @@ class PatchReport:
 def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False) -> PatchReport:
     """Lets every RMSNorm in a model run normops, in place, whoever wrote it.
 
-    What is an RMSNorm is found out by running each norm on a few rows, not by its name: those of torch, transformers,
-    timm, diffusers or your own, with or without a weight, with ``1 + weight`` as in Gemma, in groups, gated as in
-    Mamba 2 and Qwen3-Next. Such a module gets another ``forward``; its class, parameters, ``state_dict`` and hooks stay
-    as they were. That holds under ``torch.compile``, ``torch.export``, DDP and FSDP2, before or after. ``eps`` is read
-    at every call. An input of another dtype than float16, bfloat16, float32 and float64 goes to the module's own
-    forward; so does a gate of such a dtype or of another shape than the input's, and one that is None. Output dtypes
-    are those of the module. Pickled, a patched module is one again when it is loaded, where normops is installed.
+    Whether a module is an RMSNorm is read off its own forward, which runs on a few rows while every operation that it
+    calls, and every value that it reads, is noted: those of torch, transformers, diffusers or your own, with or without
+    a weight, with ``1 + weight`` as in Gemma, in groups, gated as in Mamba 2 and Qwen3-Next. What does anything
+    besides, or cannot be followed, is left untouched. A norm gets another ``forward``; its class, parameters,
+    ``state_dict`` and hooks stay as they were. That holds under ``torch.compile``, ``torch.export``, DDP and FSDP2,
+    before or after.
+
+    ``eps`` and the weight are read at every call. Whatever else the forward was seen to read is compared at every call:
+    where it has changed, the module's own forward computes, as it does for what it was not seen with: other dtypes than
+    float16, bfloat16, float32 and float64, more than five dimensions, a weight of another shape, a gate of another
+    shape than the input's or None, ``torch.jit.trace``. Dtype and strides of the output are those of the module. Where
+    it saves a copy of a 16-bit input for its backward, because it computes in float32, normops saves one, too, so that
+    the input may be written afterwards. Pickled, a patched module is one again when it is loaded, where normops is
+    installed.
 
     Args:
         model: any module; a single norm, too. On any device, meta included, sharded or not.
@@ -138,27 +145,30 @@ class _Found:
                 return Unfit("was given another forward than its class's")
             parameters = module.named_parameters(recurse=False)
             key = type(module), *((name, type(p), p.dtype, getattr(p, "ds_shape", p.shape)) for name, p in parameters)
+            known = self._known.setdefault(key, [])
+            for attributes, norm in known:
+                if all(_has(module, name, value) for name, value in attributes):
+                    return norm
+            try:
+                norm = find_norm(module)
+                known.append((norm.attributes, norm))
+            except Unfit as reason:
+                norm = reason
+                known.append(([each for each in vars(module).items() if each[0] not in INTERNAL], norm))
         except Unfit as reason:
             return reason
         except Exception as error:  # whatever its class makes of being asked
             return Unfit(f"cannot be examined: {type(error).__name__}: {str(error)[:80]}")
-        known = self._known.setdefault(key, [])
-        for attributes, norm in known:
-            if all(_has(module, name, value) for name, value in attributes):
-                return norm
-        try:
-            found = find_norm(module)
-            known.append((found.attributes, found))
-        except Unfit as reason:
-            attributes = [(name, value) for name, value in vars(module).items() if is_plain(value)]
-            known.append((attributes, reason))
-            return reason
-        return found
+        return norm
+
+
+class _Missing:
+    pass
 
 
 def _has(module: nn.Module, name: str, value: Any) -> bool:
-    found = getattr(module, name, Missing)
-    return type(found) is type(value) and (found is value or found == value)
+    found = getattr(module, name, _Missing)
+    return found is value or (is_plain(value) and type(found) is type(value) and found == value)
 
 
 def _is_called_norm(name: str, module: nn.Module) -> bool:

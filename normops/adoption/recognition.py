@@ -9,12 +9,13 @@ one RMSNorm, the same one. What that rests on besides is kept, to be compared at
 
 import copyreg
 import inspect
+import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import compress, product
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from normops.adoption.structure import Gating, Structure, check_alike, structure_of
 from normops.adoption.watching import Global, Run, Unfit, watch
-from normops.inductor.calls import DTYPES, NORMS, OPERATIONS, call_of
+from normops.inductor.calls import DTYPES, NORMS, OPERATIONS, call_of, is_reshape
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -33,14 +34,14 @@ accelerate take the place of ``forward``, and call what they found there."""
 ENTRIES = (*SLOTS, "__reduce_ex__")
 """What may be among the attributes of a patched module."""
 
-LARGEST = 2**18
+LARGEST = 2**15
 """Elements of a weight: what has more is no norm, and is not tried."""
 
 MOST_DIMS = 5
-ROWS: tuple[tuple[int, ...], ...] = ((3,), (2, 3), (2, 1, 3), (2, 3, 1, 2), ())
+ROWS: tuple[tuple[int, ...], ...] = ((2,), (3, 1), (1, 2, 1), (1, 1, 2, 1), ())
 """The dimensions of an input before those of a row, the most usual first."""
 
-MOST_NUMBERS = 2**18
+MOST_NUMBERS = 2**16
 """With which numbers are compared."""
 
 OutputDtype = Literal["input's", "promoted", "weight's, if it has 16 bits"]
@@ -97,8 +98,10 @@ class Norm(NamedTuple):
     gate: Gate | None
     dims: tuple[int, ...]
     """How many dimensions its input may have."""
-    dtypes: frozenset[tuple[torch.dtype, ...]]
-    """Of input, weight and gate, with a gate."""
+    dtypes: frozenset[tuple[torch.dtype, ...]] | None
+    """Of input, weight and gate, as far as there are such, if not all are taken."""
+    reshapes: bool
+    """Whether rows take another shape on the way, so that the result may lie otherwise in memory than the input."""
     is_of_torch: bool
     """Whether it calls torch's own norm."""
     autocasts: bool
@@ -176,6 +179,8 @@ def check_class(module: nn.Module) -> None:
         raise Unfit("its class finds attributes in a way of its own")
     if cls in copyreg.dispatch_table or any(hasattr(cls, name) for name in ("__deepcopy__", "__copy__")):
         raise Unfit("its class is copied in a way of its own")
+    if inspect.iscoroutinefunction(cls.forward) or inspect.isgeneratorfunction(cls.forward):
+        raise Unfit("its forward is a coroutine or a generator")
     if not inspect.isfunction(cls.forward):
         raise Unfit(f"its forward is no function, but a {type(cls.forward).__name__}")
 
@@ -185,7 +190,8 @@ def _arguments_of(module: nn.Module) -> list[inspect.Parameter]:
     if next(module.children(), None) is not None:
         raise Unfit("has submodules")
     try:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        signature = inspect.signature(type(module).forward, follow_wrapped=False)
+        parameters = list(signature.parameters.values())[1:]
     except (TypeError, ValueError) as error:
         raise Unfit("its forward has no signature") from error
     kinds = {parameter.kind for parameter in parameters}
@@ -221,19 +227,21 @@ def _sharded() -> tuple[type, ...]:
 
 @dataclass(frozen=True)
 class _Case:
-    """How a forward is called. Whether gradients are recorded it is not told: asking for that is refused."""
+    """How a forward is called.
+
+    Whether it is in training, or gradients are recorded, it is not told: asking for that is refused.
+    """
 
     rows: tuple[int, ...]
     shape: tuple[int, ...]
     """Of a row."""
-    is_training: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
     """Of the input, the weight and the gate."""
 
     def __str__(self) -> str:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(self.dtypes))
         dims = len(self.rows) + len(self.shape)
-        return f"for {dims} dimensions, in {dtypes}, in {'training' if self.is_training else 'evaluation'}"
+        return f"for {dims} dimensions, in {dtypes}"
 
 
 class _Trial:
@@ -247,12 +255,12 @@ class _Trial:
     def is_gated(self) -> bool:
         return len(self.arguments) == 2
 
-    def copy(self, weight: Tensor | None, is_training: bool = False) -> nn.Module:
+    def copy(self, weight: Tensor | None) -> nn.Module:
         """Made without asking its class; with the weight in the place of the module's."""
         copy = object.__new__(type(self.module))
         attributes = {name: value for name, value in vars(self.module).items() if name not in ENTRIES}
         parameters = {} if weight is None else {self.weight: weight}
-        copy.__dict__.update(attributes, training=is_training)
+        copy.__dict__.update(attributes)
         copy.__dict__["_parameters"] = {**self.module._parameters, **parameters}
         copy.__dict__["_buffers"] = dict(self.module._buffers)
         return copy
@@ -269,7 +277,7 @@ class _Trial:
     def watch(self, case: _Case) -> Run:
         weight, tensors = self.tensors(case)
         named = None if weight is None or self.weight is None else (self.weight, weight)
-        copy = self.copy(weight, case.is_training)
+        copy = self.copy(weight)
         with torch.enable_grad():
             arguments = list(zip(self.arguments, tensors, strict=True))
             return watch(type(self.module).forward, copy, named, arguments, OPERATIONS)
@@ -281,19 +289,19 @@ class _Trial:
 def _found(trial: _Trial, gates: list[inspect.Parameter]) -> Norm:
     base, first, structure = _base(trial)
     runs = {base: first}
-    dims = set()
-    for rows in ROWS:
-        case = replace(base, rows=rows)
-        if len(rows) + len(base.shape) > MOST_DIMS or not _run(trial, case, structure, runs):
-            continue
-        dims.add(len(rows) + len(base.shape))
-        if runs[case].asks_for_mode:
-            _run(trial, replace(case, is_training=True), structure, runs)
-    for dtypes in _dtypes(trial):
-        case = replace(base, dtypes=dtypes)
-        with _naming(case):
-            runs[case] = runs.get(case) or trial.watch(case)
-            check_alike(first, runs[case])
+    all_rows = [rows for rows in ROWS if len(rows) + len(base.shape) <= MOST_DIMS]
+    all_rows = [rows for rows in all_rows if _run(trial, replace(base, rows=rows), structure, runs)]
+    _run_dtypes(trial, base, runs)
+    asks_for = {what for run in runs.values() for what in run.asks_for}
+    if "sizes" in asks_for:
+        for count in (1, max(2, min(64, MOST_NUMBERS // 4 // math.prod(base.shape)))):
+            case = replace(base, rows=(count,))
+            if case not in runs and _run(trial, case, structure, runs):
+                _forget(runs[case])
+        # A forward may decide by what it asks for alone, and by both only where it asks for both.
+        for rows in all_rows if "dtypes" in asks_for else ():
+            _run_dtypes(trial, replace(base, rows=rows), runs)
+    taken = {case.dtypes for case in runs if case.rows == base.rows}
     is_fixed = _check_width(trial, base, structure, runs.values())
     output_dtype, gate_widens = _output_dtype(trial, runs)
     gate = None
@@ -316,13 +324,14 @@ def _found(trial: _Trial, gates: list[inspect.Parameter]) -> Norm:
         weight_offset=structure.weight_offset,
         group_size=structure.group_size,
         output_dtype=output_dtype,
-        rounds=_rounds(trial, base, structure),
+        rounds=_rounds(trial, base, structure, taken),
         gate=gate,
-        dims=tuple(sorted(dims)),
-        dtypes=frozenset(_dtypes(trial)) if trial.is_gated else frozenset(),
+        dims=tuple(sorted(len(rows) + len(base.shape) for rows in all_rows)),
+        dtypes=_of_tensors(trial, taken) if trial.is_gated or len(taken) < len(_dtypes(trial)) else None,
+        reshapes=any(is_reshape(node) for node in first.graph.nodes),
         is_of_torch=any(node.target in NORMS for node in first.graph.nodes),
         autocasts=any(_autocasts(run) for run in runs.values()),
-        saves=_saves(trial, base),
+        saves=_saves(trial, base, taken),
         attributes=tuple(sorted(attributes.items())),
         globals=tuple(dict.fromkeys(each for run in runs.values() for each in run.globals)),
     )
@@ -351,7 +360,10 @@ def _shapes_without_weight(module: nn.Module) -> list[tuple[int, ...]]:
     shapes = [
         value
         for value in vars(module).values()
-        if isinstance(value, tuple) and value and all(type(size) is int and size > 1 for size in value)
+        if isinstance(value, tuple)
+        and value
+        and all(type(size) is int and size > 1 for size in value)
+        and math.prod(value) <= LARGEST
     ]
     return [(48,), *shapes, *((size,) for size in sizes)]
 
@@ -366,6 +378,11 @@ def _dtypes(trial: _Trial) -> list[tuple[torch.dtype, ...]]:
     return [(dtype, weight, dtype) for dtype, weight in product(DTYPES, DTYPES)]
 
 
+def _of_tensors(trial: _Trial, taken: Iterable[tuple[torch.dtype, ...]]) -> frozenset[tuple[torch.dtype, ...]]:
+    has = (True, trial.weight is not None, trial.is_gated)
+    return frozenset(tuple(compress(dtypes, has)) for dtypes in taken)
+
+
 @contextmanager
 def _naming(case: _Case) -> Iterator[None]:
     try:
@@ -374,14 +391,35 @@ def _naming(case: _Case) -> Iterator[None]:
         raise Unfit(f"{reason} ({case})") from reason
 
 
+def _run_dtypes(trial: _Trial, base: _Case, runs: dict[_Case, Run]) -> None:
+    for dtypes in _dtypes(trial):
+        case = replace(base, dtypes=dtypes)
+        with _naming(case):
+            if case not in runs and _watched(trial, case, runs):
+                check_alike(runs[base], runs[case])
+                _forget(runs[case])
+
+
+def _forget(run: Run) -> None:
+    """Leaves nothing of the tensors of a call but their dtypes."""
+    for node in run.graph.nodes:
+        node.meta["example_value"] = torch.empty(0, dtype=node.meta["example_value"].dtype, device="cpu")
+
+
+def _watched(trial: _Trial, case: _Case, runs: dict[_Case, Run]) -> bool:
+    """Whether the module takes such an input at all: otherwise its own forward will say so."""
+    try:
+        runs[case] = runs.get(case) or trial.watch(case)
+    except Unfit:
+        raise
+    except Exception:
+        return False
+    return True
+
+
 def _run(trial: _Trial, case: _Case, expected: Structure, runs: dict[_Case, Run]) -> bool:
-    """Whether the module takes it at all."""
     with _naming(case):
-        try:
-            runs[case] = runs.get(case) or trial.watch(case)
-        except Unfit:
-            raise
-        except Exception:  # its own, which its forward will raise again
+        if not _watched(trial, case, runs):
             return False
         if structure_of(runs[case]) != expected:
             raise Unfit("computes another norm")
@@ -435,12 +473,15 @@ def _autocasts(run: Run) -> bool:
     return False
 
 
-def _saves(trial: _Trial, base: _Case) -> frozenset[Saved]:
+def _saves(trial: _Trial, base: _Case, taken: Collection[tuple[torch.dtype, ...]]) -> frozenset[Saved]:
     """Where the module's own forward saves a tensor that it was given, and not a copy in another dtype."""
     classes = (torch.bfloat16, torch.float32)
+    pairs = product(classes, repeat=2) if trial.weight else ((each, each) for each in classes)
     found = set()
-    for x_dtype, weight_dtype in product(classes, classes if trial.weight else classes[:1]):
+    for x_dtype, weight_dtype in pairs:
         case = replace(base, dtypes=(x_dtype, weight_dtype, x_dtype))
+        if case.dtypes not in taken:
+            continue
         weight, tensors = trial.tensors(case)
         given = [*tensors, *([] if weight is None else [weight])]
         storages = {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(given)}
@@ -460,7 +501,7 @@ def _saves(trial: _Trial, base: _Case) -> frozenset[Saved]:
     return frozenset(found)
 
 
-def _rounds(trial: _Trial, base: _Case, structure: Structure) -> Roundings:
+def _rounds(trial: _Trial, base: _Case, structure: Structure, taken: Collection[tuple[torch.dtype, ...]]) -> Roundings:
     """Told by the bits of bfloat16; what structure says is compared with numbers, too."""
     generator = torch.Generator("cpu").manual_seed(0)
     shape = torch.Size(base.shape)
@@ -479,6 +520,8 @@ def _rounds(trial: _Trial, base: _Case, structure: Structure) -> Roundings:
     eps = getattr(trial.module, structure.eps) if isinstance(structure.eps, str) else structure.eps
     with torch.no_grad():
         for dtype, rtol in ((torch.float32, 1e-4), (torch.bfloat16, 2.0**-6 if gate is None else 2.0**-5)):
+            if (dtype,) * 3 not in taken:
+                return "otherwise"
             x = x.to(dtype)
             weight, gate = (None if tensor is None else tensor.to(dtype) for tensor in (weight, gate))
             y = trial.call(weight, *(x.clone(),) if gate is None else (x.clone(), gate.clone()))

@@ -9,7 +9,6 @@ the next time. The forward that was run is then known to compute this graph for 
 import builtins
 import dis
 import inspect
-import math
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,19 +22,19 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
-from normops.inductor.calls import CASTS
+from normops.inductor.calls import CASTS, METHODS
 
 
 class Unfit(Exception):  # noqa: N818  nothing failed
     """Why a module is not, or cannot be treated as, an RMSNorm."""
 
 
-class Missing:
-    """What an attribute is that a module does not have."""
+class _Stop(BaseException):
+    """Ends a run that was refused."""
 
 
 class Global(NamedTuple):
-    """A plain value that a forward found in a module, which is told by its name, or in a class."""
+    """A plain value or a function that a forward found in a module, which is told by its name, or in a class."""
 
     owner: str | type
     name: str
@@ -56,8 +55,8 @@ class Run(NamedTuple):
     globals: tuple[Global, ...]
     decided_by: frozenset[str]
     """Whether anything was decided by the width or the number of rows."""
-    asks_for_mode: bool
-    """Whether it makes a difference to be in training, or may."""
+    asks_for: frozenset[str]
+    """Whether for dtypes or sizes of tensors, so that these may make a difference to each other."""
 
 
 class HandedOn(float):
@@ -117,24 +116,28 @@ def _spreading(name: str) -> Callable[..., Any]:
 
     def method(self: Extent, *others: Any) -> Any:
         result = plain(self, *others)
-        return _extent(result, self.what, self.decided) if type(result) is int else result
+        if type(result) is int:
+            return _extent(result, self.what, self.decided)
+        self.decided.append(self.what)
+        return result
 
     return method
 
 
-for _name in ("lt", "le", "eq", "ne", "gt", "ge", "hash", "bool", "int", "float", "str", "repr", "format"):
-    setattr(Extent, f"__{_name}__", _deciding(f"__{_name}__"))
-for _name in _ARITHMETIC:
-    for _side in ("", "r"):
-        setattr(Extent, f"__{_side}{_name}__", _spreading(f"__{_side}{_name}__"))
+_SPREADING = [f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")]
+for _name, _value in vars(int).items():
+    if _name in _SPREADING:
+        setattr(Extent, _name, _spreading(_name))
+    elif callable(_value) and _name not in ("__new__", "__index__", "__getattribute__", "__sizeof__", "from_bytes"):
+        setattr(Extent, _name, _deciding(_name))
 
 
-_PLAIN = (bool, int, float, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format)
+_PLAIN = {bool, int, float, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value can never become another one."""
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))
+    """Whether a value is nothing but what it is, and can never become another one."""
+    return type(value) in _PLAIN or (type(value) in (tuple, torch.Size) and all(map(is_plain, value)))
 
 
 class _Attributes(dict[str, Any]):
@@ -144,16 +147,11 @@ class _Attributes(dict[str, Any]):
         super().__init__(values)
         self._weight, self._watch = weight, watch
 
-    def __contains__(self, name: object) -> bool:
-        found = super().__contains__(name)
-        if not found:
-            self._watch.attributes.setdefault(str(name), Missing)
-        return found
-
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        self._watch.asks_for_mode |= name == "training"
-        if name == "training" or (value is self._weight and value is not None):
+        if name == "training":
+            self._watch.refuse("asks whether it is in training")
+        if value is self._weight and value is not None:
             return value
         self._watch.judge(value, f"its {name}")
         self._watch.attributes[name] = value
@@ -166,18 +164,17 @@ class _Attributes(dict[str, Any]):
 
 
 # Which Python may call besides the operations of torch and other functions in Python: they compute from what they are
-# given, and change nothing.
+# given, ask it, and change nothing.
 _PURE = {
-    *(abs, all, any, bool, callable, enumerate, float, getattr, hasattr, int, isinstance, issubclass, len, list, map),
-    *(max, min, pow, range, reversed, round, slice, sorted, sum, super, tuple, type(None), zip, property, staticmethod),
-    *(torch.Size, torch.is_tensor, torch.finfo, torch.promote_types, torch.result_type),
+    *(abs, bool, float, int, isinstance, len, list, max, min, round, super, tuple),
     *(torch.jit.is_scripting, torch.jit.is_tracing),  # type: ignore[attr-defined]
-    *(value for module in (math, operator) for value in vars(module).values() if callable(value)),
 }
 # Tables of activations, which hold the same for as long as a process lives: their modules are not followed either.
 _TABLES = (("transformers.activations", "ACT2FN"),)
-_PROPERTIES = {"shape", "dtype", "ndim", "layout"}
-_QUESTIONS = {"size", "dim", "ndimension", "is_floating_point", "is_complex"}
+# What may be asked of a tensor.
+_PROPERTIES = {"shape": "sizes", "ndim": "sizes", "dtype": "dtypes"}
+_QUESTIONS = {"size": "sizes", "dim": "sizes", "ndimension": "sizes", "is_floating_point": "dtypes"}
+_OF_TENSORS = {*_PROPERTIES, *_QUESTIONS, *METHODS}
 
 
 class _Watch(TorchFunctionMode):
@@ -193,22 +190,24 @@ class _Watch(TorchFunctionMode):
         self.looked_at: set[str] = set()
         self.decided: list[str] = []
         self.globals: dict[tuple[int, str], Global] = {}
-        self.owners: dict[int, Any] = {}
+        self.functions: list[Any] = []
         self.names: set[str] = set()
-        self.asks_by_name = False
-        self.asks_for_mode = False
-        self.is_followed = False
+        self._asked: set[str] = set()
+        self.asks_for: set[str] = set()
+        self.caught: list[str] = []
+        self.not_followed: set[int] = set()
         self.refusals: list[str] = []
-        self._hidden = False
         self._is_busy = False
         self._copy, self._operations = copy, operations
+        spaces = (_class_attributes(type(copy)), vars(copy), copy._parameters, copy._buffers)
+        self._own = {name for space in spaces for name in space} - INTERNAL
         self._is_grad_enabled = torch.is_grad_enabled()
         self._fixed: Tensor | None = None
 
     def refuse(self, reason: str) -> NoReturn:
         """Notes the reason, too, as the forward may catch the exception."""
         self.refusals.append(reason)
-        raise Unfit(reason)
+        raise _Stop
 
     def add_input(self, name: str, tensor: Tensor, *, is_fixed: bool = False) -> Node:
         """A fixed one always has the same shape."""
@@ -224,7 +223,7 @@ class _Watch(TorchFunctionMode):
     def at_call(self) -> frozenset[str]:
         """The numbers that went into operations of torch as they are, and nowhere else."""
         only_handed_on = {name for name in self.reads if self.reads.count(name) == self.handed_on.count(name)}
-        return frozenset() if self._hidden else frozenset(only_handed_on - self.looked_at)
+        return frozenset(only_handed_on - self.looked_at)
 
     # What torch is called for.
 
@@ -241,14 +240,18 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, name, args)
-        if name in _QUESTIONS or func in _PURE:
+        if name in _QUESTIONS:
             return self._question(func, name, args, kwargs)
         if torch.is_grad_enabled() != self._is_grad_enabled or name == "_set_grad_enabled":
             self.refuse("computes without gradients")
         values = [*_flat(args), *_flat(tuple(kwargs.values()))]
         if not all(id(value) in self.nodes for value in values if isinstance(value, Tensor)):
             self.refuse(f"calls {name} with a tensor besides its input and weight")
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self.caught.append(name)  # unless it ends the run
+            raise
         if any(node.meta["version"] != node.meta["example_value"]._version for node in self.nodes.values()):
             self.refuse(f"writes into a tensor: {name}")
         if not isinstance(result, Tensor):
@@ -274,9 +277,11 @@ class _Watch(TorchFunctionMode):
             self.refuse(f"sets {name} of a tensor")
         if name not in _PROPERTIES:
             self.refuse(f"asks for {name} of a tensor")
+        self.asks_for.add(_PROPERTIES[name])
         return self._extents(args[0]) if name == "shape" else func(*args)
 
     def _question(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.asks_for.add(_QUESTIONS[name])
         if name != "size":
             return func(*args, **kwargs)
         tensor, *dims = (*args, *kwargs.values())
@@ -299,32 +304,43 @@ class _Watch(TorchFunctionMode):
         is_called_by_torch = frame.f_back is None or frame.f_back.f_trace is None
         if is_called_by_torch and module.partition(".")[0] in sys.stdlib_module_names:
             return None
+        if _handles_errors(code):
+            self.refuse(f"handles errors, or what with may do, in {code.co_name}")
         for name, value in _arguments(frame):
-            if value is not self._copy and not isinstance(value, Tensor):
+            if value is not self._copy and not isinstance(value, (Tensor, HandedOn, Extent)):
                 self.judge(value, f"the argument {name} of {code.co_name}")
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         steps = _steps(code)
+        self.not_followed.add(id(frame))
 
         def step(frame: FrameType, event: str, argument: Any) -> Any:
-            self.is_followed |= event == "opcode"
-            if event == "opcode" and (found := steps.get(frame.f_lasti)) is not None:
-                self._step(frame, found)
+            if event == "opcode":
+                self.not_followed.discard(id(frame))
+                if (found := steps.get(frame.f_lasti)) is not None:
+                    self._step(frame, found)
             return step
 
+        # In this order: Python 3.13 wants a function before it tells of instructions.
+        frame.f_trace = step
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return step
 
     def _step(self, frame: FrameType, step: "_Step") -> None:
         if step.action == "attribute":
             self.names.add(step.name)
-            if step.name.startswith("__") and step.name != "__name__":
-                self.refuse(f"asks for {step.name}")
+            own = _class_attributes(type(self._copy)).get(step.name)
+            if step.name not in _OF_TENSORS and step.name not in self._own and step.name not in self._asked:
+                self.refuse(f"uses {step.name}, which is no part of a norm")
+            if not is_plain(own) and not _is_method(own):
+                self.refuse(f"reads its {step.name}, a {type(own).__name__}")
         elif step.action == "closure":
             value = frame.f_locals.get(step.name)
             if step.name != "__class__" and value is not self._copy and not isinstance(value, Tensor):
                 self._resolve(None, step.name, value, step.chain)
         elif step.action == "global":
             space = frame.f_globals if step.name in frame.f_globals else vars(builtins)
-            if step.name in space:
+            if step.name not in space:
+                self.refuse(f"reads {step.name}, which is nowhere")
+            else:
                 module = sys.modules.get(space.get("__name__", ""))
                 is_whole = module is not None and vars(module) is space
                 self._resolve(module if is_whole else None, step.name, space[step.name], step.chain)
@@ -334,10 +350,10 @@ class _Watch(TorchFunctionMode):
     def _resolve(self, owner: Any, name: str, value: Any, chain: tuple[str, ...]) -> None:
         """A name, and the attributes that are asked for right after it where it is a module's or a class's."""
         for attribute in chain:
-            if not isinstance(value, (ModuleType, type)):
+            if not isinstance(value, (ModuleType, type)) or attribute not in vars(value):
                 break
-            owner, name, value = value, attribute, getattr(value, attribute, None)
-        self._hidden |= owner is math  # which takes numbers without asking them
+            self._asked.add(attribute)
+            owner, name, value = value, attribute, vars(value)[attribute]
         if isinstance(value, ModuleType):
             self.refuse(f"reads {name}, a module")
         if not is_plain(value):
@@ -346,27 +362,28 @@ class _Watch(TorchFunctionMode):
                 return
             if _of(value.__module__, value.__qualname__) is not value:
                 self.refuse(f"calls {name}, a function that has no name in a module")
+        if isinstance(owner, ModuleType) and sys.modules.get(owner.__name__) is not owner:
+            owner = None
         if owner is None:
             self.refuse(f"reads {name}, which is neither its own nor a module's")
-        elif not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             self.globals[id(owner), name] = Global(owner if isinstance(owner, type) else owner.__name__, name, value)
 
     def judge(self, value: Any, what: str) -> None:
         """Refuses what may be something else the next time, or change anything."""
         if is_plain(value) or _is_among(value, _PURE):
-            self.asks_by_name |= value is getattr or value is hasattr
             return
         if _is_among(value, self._operations) or any(_of(*table) is value for table in _TABLES):
             return
-        if isinstance(value, (FunctionType, MethodType)) and not is_of(value.__module__, "torch"):
+        if isinstance(value, MethodType) and value.__self__ is not self._copy:
+            self.judge(value.__self__, f"what {value.__name__} is a method of")
+        function = getattr(value, "__func__", value)
+        if isinstance(function, FunctionType) and not is_of(function.__module__, "torch"):
             if hasattr(value, "_torchdynamo_orig_callable"):
                 self.refuse(f"calls {_full_name(value)}, which is compiled")
-            self.owners[id(value)] = value
+            self.functions.append(value)
             return  # in Python: followed
-        if value is type:
-            self.refuse("asks for the type of a value")
-        if isinstance(value, type) and (value.__module__ == "builtins" or issubclass(value, _CLASSES)):
-            self.owners[id(value)] = value
+        if value is Tensor or (isinstance(value, type) and issubclass(type(self._copy), value)) or _is_error(value):
             return
         if isinstance(value, Tensor):
             self.refuse(f"reads {what}, a tensor that is no parameter")
@@ -390,15 +407,17 @@ def _steps(code: CodeType) -> dict[int, _Step]:
     steps: dict[int, _Step] = {}
     instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PUSH_NULL")]
     for i, instruction in enumerate(instructions):
-        step = _step_of(code, instruction, instructions[i + 1 :])
+        step = _step_of(code, instruction, instructions[:i], instructions[i + 1 :])
         if step is not None:
             steps[instruction.offset] = step
     return steps
 
 
-def _step_of(code: CodeType, instruction: dis.Instruction, following: list[dis.Instruction]) -> _Step | None:
+def _step_of(
+    code: CodeType, instruction: dis.Instruction, before: list[dis.Instruction], following: list[dis.Instruction]
+) -> _Step | None:
     if instruction.opname == "EXTENDED_ARG":  # may be the only one that is told of
-        return _step_of(code, following[0], following[1:])
+        return _step_of(code, following[0], before, following[1:])
     operation, name = instruction.opname, str(instruction.argval)
     if instruction.opcode in dis.hasname:
         if operation.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")):
@@ -411,7 +430,37 @@ def _step_of(code: CodeType, instruction: dis.Instruction, following: list[dis.I
     if instruction.opcode in dis.hasfree and name in code.co_freevars and operation != "LOAD_CLOSURE":
         is_read = operation.startswith("LOAD")
         return _Step("closure" if is_read else f"assigns {name} of the function around it", name)
+    if operation in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
+        return _Step("assigns elements", name)
+    if operation == "BINARY_SUBSCR" or instruction.argrepr == "[]":
+        is_known = _is_constant(before) or (
+            before[-1].opname == "LOAD_ATTR" and before[-2].opname.startswith("LOAD_FAST")
+        )
+        return None if is_known else _Step("takes elements by what it computes", name)
+    if operation == "BINARY_SLICE" and not all(map(_is_constant, (before, before[:-1]))):
+        return _Step("takes elements by what it computes", name)
+    if operation == "IS_OP" and not _is_constant(before) and not _names_dtype(before[-1]):
+        return _Step("compares identities", name)
     return None
+
+
+def _is_constant(before: list[dis.Instruction]) -> bool:
+    """Whether the last value that these leave is one of the code's own, or a slice of such."""
+    *others, last = before
+    if last.opname == "BUILD_SLICE":
+        return all(_is_constant(before[:-i]) for i in range(1, (last.arg or 2) + 1))
+    return last.opname in ("LOAD_CONST", "LOAD_SMALL_INT") or (last.opname == "UNARY_NEGATIVE" and _is_constant(others))
+
+
+def _names_dtype(instruction: dis.Instruction) -> bool:
+    return isinstance(getattr(torch, str(instruction.argval), None), torch.dtype)
+
+
+@cache
+def _handles_errors(code: CodeType) -> bool:
+    """Whether anything is done after an error: then not all that happens would be seen."""
+    before_3_11 = any(each.opname.startswith("SETUP_") for each in dis.get_instructions(code))
+    return bool(getattr(code, "co_exceptiontable", b"")) or before_3_11
 
 
 def watch(
@@ -433,6 +482,7 @@ def watch(
     nodes = tuple(seen.add_input(name, tensor) for name, tensor in arguments)
     weight_node = None if weight is None else seen.add_input("weight", weight[1], is_fixed=True)
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks when tracing begins whether anybody wants instructions
     try:
         with seen:
             sys.settrace(seen.trace)
@@ -440,13 +490,15 @@ def watch(
                 result = forward(copy, *(tensor for _, tensor in arguments))
             finally:
                 sys.settrace(before)
-    except Exception as error:
-        if seen.refusals:  # which others came of
-            raise Unfit(seen.refusals[0]) from error
-        raise
+    except _Stop:
+        raise Unfit(seen.refusals[0]) from None
+    except SystemExit:
+        raise Unfit("ends the process") from None
     if seen.refusals:
         raise Unfit(seen.refusals[0])
-    if not seen.is_followed and not is_of(getattr(forward, "__module__", None), "torch"):
+    if seen.caught:
+        raise Unfit(f"goes on after an error of {seen.caught[0]}")
+    if seen.not_followed:
         raise Unfit("cannot be followed: this Python does not tell what it executes")
     left = vars(copy)
     are_same = left.keys() == spaces.keys() and all(left[name] is value for name, value in spaces.items())
@@ -466,27 +518,25 @@ def watch(
         seen.at_call(),
         globals_,
         frozenset(seen.decided),
-        seen.asks_for_mode,
+        frozenset(seen.asks_for),
     )
 
 
 def _check_names(seen: _Watch, copy: nn.Module, spaces: dict[str, Any]) -> None:
     """That what was asked for by names that functions and classes have as well is plain, or code."""
     own = {**_class_attributes(type(copy)), **spaces}
-    for name in own if seen.asks_by_name else seen.names & own.keys():
-        if not is_plain(own[name]) and name not in _SPACES and not _is_method(own[name]):
+    for name in seen.names & own.keys():
+        if not is_plain(own[name]) and not _is_method(own[name]):
             raise Unfit(f"reads its {name}, a {type(own[name]).__name__}")
-    for owner in seen.owners.values():
-        if isinstance(owner, type) and (issubclass(type(copy), owner) or not issubclass(owner, nn.Module)):
-            continue
-        names = {name for name, value in vars(owner).items() if not name.startswith("__") and not _is_method(value)}
-        if names if seen.asks_by_name else names & seen.names:
-            raise Unfit(f"may read attributes of {owner.__name__}")
+    functions = [value for value in own.values() if isinstance(value, FunctionType)]
+    for function in (*functions, *seen.functions):
+        if seen.names & vars(function).keys():
+            raise Unfit(f"may read attributes of {function.__name__}")
 
 
 def _take_attributes(copy: nn.Module, weight: tuple[str, Tensor] | None, seen: _Watch) -> dict[str, Any]:
     """Leaves nothing that can be had without :class:`_Attributes`; returns what is left in their place."""
-    values = {name: value for name, value in vars(copy).items() if name not in _INTERNAL}
+    values = {name: value for name, value in vars(copy).items() if name not in INTERNAL}
     values |= copy._buffers
     values |= {name: None for name, parameter in copy._parameters.items() if parameter is None}
     values |= {} if weight is None else dict((weight,))
@@ -496,7 +546,6 @@ def _take_attributes(copy: nn.Module, weight: tuple[str, Tensor] | None, seen: _
     for name, value in {**_class_attributes(type(copy)), **spaces}.items():
         if is_plain(value):
             seen.attributes[name] = value
-    seen.asks_for_mode |= "training" in spaces
     attributes = _Attributes(values, None if weight is None else weight[1], seen)
     spaces |= zip(_SPACES, (attributes, {}, {}), strict=True)
     copy.__dict__.clear()
@@ -505,8 +554,8 @@ def _take_attributes(copy: nn.Module, weight: tuple[str, Tensor] | None, seen: _
 
 
 _SPACES = ("_parameters", "_buffers", "_modules")
-_INTERNAL = {*vars(nn.Module()), *_SPACES} - {"training"}
-_CLASSES = (Tensor, nn.Module, BaseException)
+INTERNAL = {*vars(nn.Module()), *_SPACES} - {"training"}
+"""Attributes that every module has."""
 
 
 def _class_attributes(cls: type) -> dict[str, Any]:
@@ -517,6 +566,10 @@ def _class_attributes(cls: type) -> dict[str, Any]:
 def is_of(name: object, package: str) -> bool:
     """Whether a module is in a package."""
     return isinstance(name, str) and (name == package or name.startswith(f"{package}."))
+
+
+def _is_error(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Exception) and value.__module__ == "builtins"
 
 
 def _is_method(value: Any) -> bool:
@@ -537,7 +590,11 @@ def _arguments(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
 
 def _of(module: str, name: str) -> Any:
-    return getattr(sys.modules.get(module), name, Missing)
+    """What a module has under a name, which may have dots."""
+    value: Any = sys.modules.get(module)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def _is_among(value: Any, known: Collection[Any]) -> bool:
@@ -548,9 +605,9 @@ def _is_among(value: Any, known: Collection[Any]) -> bool:
 
 
 def _full_name(function: Any) -> str:
-    name = getattr(function, "__qualname__", type(function).__name__)
+    name = getattr(function, "__name__", type(function).__name__)
     module = getattr(function, "__module__", None) or "torch"
-    return name if module == "builtins" else f"{module}.{name}"
+    return name if module == "builtins" or name.startswith("torch.") else f"{module}.{name}"
 
 
 def _flat(value: Any) -> Iterator[Any]:

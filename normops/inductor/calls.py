@@ -56,6 +56,10 @@ NORMS = (F.rms_norm, torch.rms_norm)
 
 OPERATIONS = frozenset((*filter(callable, _BY_TARGET), *_RESHAPES, *NORMS))
 """The functions of torch that RMSNorms are made of."""
+METHODS = frozenset(
+    (*(each for each in _BY_TARGET if isinstance(each, str)), *CASTS, "view", *(each.__name__ for each in _RESHAPES))
+)
+"""The methods of tensors, likewise."""
 
 
 def value_of(node: Any) -> Tensor | None:
