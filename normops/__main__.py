@@ -1,5 +1,7 @@
 """``python -m normops`` tells whether this installation works: what to run after installing, and to paste in a report.
 
+``python -m normops run program.py`` runs a program, see :mod:`normops.running`.
+
 It prints what was built and what serves, runs each operator forward and backward on every device that is there, beside
 its definition in float64, and times it. The exit code is 0 if all results are right, else 1.
 """
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 import normops
+from normops import running
 
 ROWS, COLS = 64, 4096
 EPS = 1e-5
@@ -151,4 +154,13 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    match sys.argv[1:]:
+        case []:
+            sys.exit(main())
+        case ["run", *arguments]:
+            running.run(arguments)
+        case ["-h" | "--help"]:
+            print(running.USAGE)
+        case [other, *_]:
+            print(f"{running.USAGE}\n\nexpected no argument, or run, but got {other}", file=sys.stderr)
+            sys.exit(2)

@@ -52,10 +52,22 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "_values",
         ),
     ),
+    "normops.inductor.effects": (
+        "normops.inductor_options",
+        (
+            "torch._ops.OpOverload",
+            "torch._ops.OpOverloadPacket",
+            "torch.utils._pytree.tree_leaves",
+            "_cdata",
+            "_schema",
+        ),
+    ),
     "normops.inductor.passes": (
         "normops.inductor_options",
         (
             "torch._inductor.compile_fx.compile_fx",
+            "torch._inductor.config",
+            "torch._inductor.custom_graph_pass",
             "torch._inductor.custom_graph_pass.CustomGraphPass",
             "torch._inductor.custom_graph_pass.get_hash_for_files",
             "torch._inductor.list_mode_options",

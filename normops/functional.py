@@ -225,4 +225,6 @@ def add_rms_norm_(
 
 
 def _as_shape(normalized_shape: int | Sequence[int]) -> Sequence[int]:
-    return (normalized_shape,) if isinstance(normalized_shape, (int, torch.SymInt)) else normalized_shape
+    is_traced = not torch.compiler.is_dynamo_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    shape = (normalized_shape,) if isinstance(normalized_shape, (int, torch.SymInt, Tensor)) else normalized_shape
+    return _C.traced_shape(shape) if is_traced else shape

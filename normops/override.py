@@ -1,6 +1,5 @@
 """normops under torch's own rms_norm."""
 
-import os
 import sys
 from typing import Any
 
@@ -22,7 +21,7 @@ class override_torch(Switch):  # noqa: N801  called as a function
     """Lets torch's own ``rms_norm`` run normops, from this call on, or for the time of a ``with`` block.
 
     That is ``torch.nn.functional.rms_norm``, and with it ``torch.nn.RMSNorm``, of the whole process: programs stay as
-    they are. The environment variable ``NORMOPS_OVERRIDE_TORCH=1`` does it when torch is imported. What normops has no
+    they are. ``python -m normops run program.py`` does it for those that are not yours to change. What normops has no
     kernels for is computed by torch as ever: another device than CPU and CUDA, another dtype than float16, bfloat16,
     float32 and float64, a layout that is not strided, an eps that is NaN; and so is what runs under ``torch.vmap``.
 
@@ -65,6 +64,3 @@ def _switch(enabled: bool) -> None:
         config.cache_key_tag = config.cache_key_tag.replace(_CACHE_KEY_TAG, "")
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-
-
-override_torch(os.environ.get("NORMOPS_OVERRIDE_TORCH", "0") == "1")

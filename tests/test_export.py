@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cases
 import pytest
@@ -109,3 +111,47 @@ def test_trace(model: Model, tmp_path: Path, device: str) -> None:
     other = cases.values((2, 5, 16), torch.float32, 1).to(device)
     for version in (traced, loaded):
         assert torch.equal(version(other), model(other))
+
+
+def add_in_place(x: Tensor) -> tuple[Tensor, Tensor]:
+    y, residual = x.clone(), x.sin()
+    normops.add_rms_norm_(y, residual, x.shape[-1:])
+    return y, residual
+
+
+TRACED: dict[str, Callable[[Tensor], Any]] = {
+    "rms_norm": lambda x: normops.rms_norm(x, x.shape[-1:]),
+    "with a weight": lambda x: normops.rms_norm(x, x.shape[-1:], x[0]),
+    "a number": lambda x: normops.rms_norm(x, x.shape[-1]),
+    "numbers of both kinds": lambda x: normops.rms_norm(x.unflatten(-1, (4, -1)), (4, x.shape[-1] // 4)),
+    "add_rms_norm": lambda x: normops.add_rms_norm(x, x.sin(), x.shape[-1:]),
+    "gated_rms_norm": lambda x: normops.gated_rms_norm(x, x.sin(), x.size()[-1:]),
+    "rms_norm_": lambda x: normops.rms_norm_(x.clone(), x.shape[-1:]),
+    "add_rms_norm_": add_in_place,
+    "F.rms_norm": lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("case", TRACED)
+def test_traced_sizes(case: str) -> None:
+    """Of the shape, too, as torch.jit.trace records them for torch's own."""
+    function = TRACED[case]
+    traced = torch.jit.trace(function, torch.randn(2, 32))
+    for shape in ((2, 32), (7, 32), (3, 64)):
+        x = torch.randn(shape)
+        assert all(map(torch.equal, traced(x), function(x)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_modules() -> None:
+    x = torch.randn(7, 4, 8)
+    for module, count in (
+        (normops.RMSNorm(8), 1),
+        (normops.RMSNorm(8), 2),
+        (normops.RMSNorm(8, groups=4), 1),
+        (normops.GatedRMSNorm(8), 2),
+        (normops.GatedRMSNorm(8, groups=2), 2),
+    ):
+        traced = torch.jit.trace(module, (torch.randn(2, 4, 8),) * count)
+        assert all(map(torch.equal, traced(*(x,) * count), module(*(x,) * count)))

@@ -2,10 +2,12 @@
 
 import copy
 import json
+import operator
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,14 @@ import torch.nn.functional as F
 from adopted_graphs import compiled_with_passes, norms
 from profiles import operators_run
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import fresh_cache, run_fw_bw_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import normops
+from normops.inductor.calls import order_in_memory
+from normops.inductor.effects import is_harmless, may_write
 from normops.inductor.residuals import fuse_additions
 
 Norm = Callable[[Tensor, Tensor], Tensor]
@@ -160,6 +167,7 @@ OTHERS: dict[str, Norm] = {
     "factor alone": lambda x, w: torch.rsqrt(mean_square(x) + EPS) * w,
     "factor used twice": lambda x, w: (r := torch.rsqrt(mean_square(x) + EPS)) * x * w + r,
     "mean used twice": lambda x, w: (m := mean_square(x)) + x * torch.rsqrt(m + EPS) * w,
+    "single numbers": lambda x, w: norm(x.sum(), w[:1]),
     "divisor of a number": lambda x, w: 2.0 / torch.sqrt(mean_square(x) + EPS) * w,
 }
 
@@ -247,6 +255,68 @@ def test_what_may_not_change_places(fn: Norm, dynamic: bool) -> None:
     assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
 
 
+Effect = tuple[bool, bool]
+DOES_NOTHING, DRAWS, WRITES = (False, True), (False, False), (True, False)
+
+
+def sets_a_row(x: Tensor) -> None:
+    x[0] = 1
+
+
+@torch.library.custom_op("normops_tests::writes", mutates_args=("x",))
+def writes_in_an_operator(x: Tensor) -> None:
+    x.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x: x - 1, DOES_NOTHING),
+        (lambda x: ~(x > 0), DOES_NOTHING),
+        (lambda x: x[:, None], DOES_NOTHING),
+        (lambda x: x.masked_fill(x > 0, 1), DOES_NOTHING),
+        (lambda x: torch.stack([x, x]), DOES_NOTHING),
+        (lambda x: F.linear(x, x), DOES_NOTHING),
+        (lambda x: F.softplus(x), DOES_NOTHING),
+        (lambda x: F.relu(x, inplace=False), DOES_NOTHING),
+        (lambda x: torch.rand_like(x), DRAWS),
+        (lambda x: F.dropout(x, 0.5), DRAWS),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), DRAWS),
+        (lambda x: checkpoint(torch.sin, x, use_reentrant=False), DRAWS),  # or does what else its body does
+        (lambda x: checkpoint(torch.sin_, x, use_reentrant=False), WRITES),
+        (lambda x: F.relu(x, True), WRITES),
+        (lambda x: F.relu(x, inplace=True), WRITES),
+        (lambda x: x.copy_(x + 1), WRITES),
+        (lambda x: x.add_(1), WRITES),
+        (lambda x: operator.iadd(x, 1), WRITES),  # type: ignore[no-untyped-call]
+        (sets_a_row, WRITES),
+        (lambda x: torch.sub(x, 1, out=x), WRITES),
+        (lambda x: torch._foreach_add_([x], 1), WRITES),
+        (lambda x: F.batch_norm(x, x[0], x[0], training=True), WRITES),
+        (lambda x: torch.batch_norm(x, None, None, x[0], x[0], True, 0.1, 1e-5, False), WRITES),
+        (lambda x: F.embedding(torch.zeros(1, dtype=torch.long), x, max_norm=1.0), WRITES),
+        (lambda x: torch.ops.normops_tests.writes(x), WRITES),
+        (lambda x: torch.ops.normops.rms_norm_(x, [32]), WRITES),
+        (lambda x: torch.ops.normops.rms_norm(x, [32]), DOES_NOTHING),
+    ],
+)
+def test_effects(fn: Callable[[Tensor], Any], expected: Effect) -> None:
+    """Of all that Dynamo traces of a function."""
+    found: list[Effect] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.op != "output"]
+        found.append((any(map(may_write, nodes)), all(map(is_harmless, nodes))))
+        return graph
+
+    def on_a_copy(x: Tensor) -> Any:
+        return x + 1, fn(x * 1)
+
+    torch._dynamo.reset()
+    torch.compile(on_a_copy, backend=backend, fullgraph=True)(torch.randn(32, 32))
+    assert found == [expected]
+
+
 def writes_before(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     x, w = x * 1, w * 1
     x.mul_(2)
@@ -259,6 +329,12 @@ def writes_to_the_result(x: Tensor, w: Tensor) -> Tensor:
     y[0] += 1
     y.mul_(2)
     return y
+
+
+def others_between(x: Tensor, w: Tensor) -> Tensor:
+    factor = torch.rsqrt(mean_square(x) + EPS)
+    gate = F.silu(w.neg()[None, :]) + torch.cat([w[:16], w[16:]]).exp() > 0
+    return x * factor * gate.unsqueeze(0) * (2 - w[:, None].T)
 
 
 def two_between_each_other(x: Tensor, w: Tensor) -> Tensor:
@@ -300,6 +376,7 @@ def wider_afterwards(x: Tensor, w: Tensor) -> Tensor:
     [
         (writes_before, 1),
         (writes_to_the_result, 1),
+        (others_between, 1),
         (two_between_each_other, 2),
         (wholly_under_autocast, 1),
         (returns_the_unweighted, 1),
@@ -314,6 +391,134 @@ def test_what_is_around_a_norm_stays(fn: Callable[..., Any], count: int, dynamic
     compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
     assert_close(results(compiled, inputs), results(fn, inputs), torch.float32)
     assert len(norms(graphs.forward)) == count
+
+
+def in_float32(x: Tensor, w: Tensor) -> Tensor:
+    wide = x.float()
+    return w * (wide * torch.rsqrt(mean_square(wide) + EPS)).to(x.dtype)
+
+
+def written_after(norm: Norm, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x * 1
+    y = norm(h, w)
+    h += y
+    return y, h
+
+
+def written_after_through_a_view(norm: Norm, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x * 1
+    view = h.view(-1)[3:40]
+    y = norm(h, w)
+    view.zero_()
+    return y, h
+
+
+def written_after_without_gradient(norm: Norm, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x * 1
+    y = norm(h, w)
+    with torch.no_grad():
+        torch.add(y, 1, out=h)
+    return y, x * 1
+
+
+def written_in_a_checkpoint(norm: Norm, x: Tensor, w: Tensor) -> Any:
+    return checkpoint(partial(written_after, norm), x, w, use_reentrant=False)
+
+
+def written_after_a_checkpoint(norm: Norm, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x * 1
+    y = checkpoint(norm, h, w, use_reentrant=False)
+    h.add_(1)
+    return y, h
+
+
+def weight_written_after(norm: Norm, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    w = w * 1
+    y = norm(x, w)
+    w += 1
+    return y, x * w
+
+
+@pytest.mark.parametrize(
+    ("fn", "norm"),
+    [
+        *(
+            (fn, norm)
+            for fn in (
+                written_after,
+                written_after_through_a_view,
+                written_after_without_gradient,
+                written_in_a_checkpoint,
+                written_after_a_checkpoint,
+            )
+            for norm in (in_float32, SPELLINGS["F.rms_norm"])
+        ),
+        (weight_written_after, SPELLINGS["offset"]),
+    ],
+)
+def test_what_is_written_after_the_norm(fn: Callable[..., Any], norm: Norm) -> None:
+    """The originals save casts, which a write leaves as they were."""
+    inputs = problem(torch.bfloat16)
+    torch._dynamo.reset()
+    expected = results(torch.compile(partial(fn, norm), backend="aot_eager", fullgraph=True), inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(fn, norm), backend="normops", fullgraph=True)
+    assert_close(results(compiled, inputs), expected, torch.bfloat16)
+    assert "normops::rms_norm_backward" in operators_run(lambda: results(compiled, inputs))
+
+
+@pytest.mark.parametrize("needs_gradient", ["input", "weight"])
+@pytest.mark.parametrize("fn", [written_after, weight_written_after])
+def test_what_is_written_after_a_norm_with_one_gradient(fn: Callable[..., Any], needs_gradient: str) -> None:
+    """What the original saves is known to autograd alone: more programs work than did."""
+    x, w = problem(torch.float32)
+    x.requires_grad_(needs_gradient == "input")
+    w.requires_grad_(needs_gradient == "weight")
+    compiled, graphs = compiled_with_passes(partial(fn, norm))
+    y, _ = compiled(x, w)
+    (gradient,) = torch.autograd.grad(y.sum(), x if needs_gradient == "input" else w)
+    reference = norm(x, w)
+    torch.testing.assert_close(gradient, torch.autograd.grad(reference.sum(), x if needs_gradient == "input" else w)[0])
+    assert norms(graphs.backward) == ["rms_norm_backward"]
+
+
+def writes_elsewhere(x: Tensor, w: Tensor) -> Tensor:
+    y, other = norm(x * 1, w), x.sin()
+    other.add_(1)
+    return F.dropout(F.silu(y), 0.5, training=False) + F.layer_norm(other, (32,))
+
+
+@pytest.mark.parametrize(("fn", "count"), [(norm, 0), (writes_elsewhere, 0), (partial(written_after, norm), 1)])
+def test_what_is_not_written_is_not_copied(fn: Callable[..., Any], count: int) -> None:
+    compiled, graphs = compiled_with_passes(fn)
+    compiled(*problem(torch.float32))
+    assert graphs.of_dynamo[1].count("target=clone") == count
+    compiled, graphs = compiled_with_passes(fn)
+    with torch.no_grad():  # nothing is saved
+        compiled(*problem(torch.float32))
+    assert "target=clone" not in graphs.of_dynamo[1]
+
+
+def test_copies_are_no_kernels() -> None:
+    """Inductor makes of a norm whose input is written what it makes of one whose input is not."""
+
+    def kernels(write: bool) -> int:
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            h = x.mm(x.detach())
+            y = in_float32(h, w)
+            if write:
+                h += y
+            else:
+                h = h + y
+            return y.mm(y) + h
+
+        torch._dynamo.reset()
+        x, w = problem(torch.bfloat16, 32, 32)
+        compiled = torch.compile(fn, fullgraph=True, backend="normops")
+        _, sources = run_fw_bw_and_get_code(lambda: compiled(x, w))
+        return sum(source.count("async_compile.cpp") for source in sources)
+
+    assert kernels(write=True) == kernels(write=False)
 
 
 def test_the_result_is_rounded_before_it_is_widened() -> None:
@@ -337,6 +542,19 @@ def test_permuted_inputs(norm: Norm, dynamic: bool) -> None:
     assert norms(graphs.forward) == ["rms_norm"]
     assert norms(graphs.backward) == ["rms_norm_backward"]
     assert "aten.clone.default" not in graphs.forward
+
+
+def test_the_order_of_many_dimensions() -> None:
+    """Of 11 there are 40 million orders."""
+    x = torch.empty([1, 2, 1, 3, 1, 1, 2, 2, 2, 2, 32], device="meta")
+    assert order_in_memory(x, 1) == tuple(range(11))
+    order = (9, 2, 4, 0, 8, 3, 1, 7, 6, 5, 10)
+    found = order_in_memory(x.permute(order), 1)
+    assert found is not None
+    assert x.permute(order).permute(found).is_contiguous()
+    assert found[-1] == 10
+    assert order_in_memory(x.permute(order).transpose(-1, -4), 1) is None
+    assert order_in_memory(x[..., ::2].permute(order), 1) is None
 
 
 def test_results_whose_rows_are_apart_are_left_alone() -> None:
@@ -536,6 +754,59 @@ def test_options_are_equal_to_themselves() -> None:
     assert normops.inductor_options() == normops.inductor_options()
     assert len(set(normops.inductor_options().values())) == 2
     assert len({each.uuid() for each in normops.inductor_options().values()}) == 2
+
+
+class Noting(CustomGraphPass):
+    """Somebody else's pass."""
+
+    def __init__(self, name: str = "noting") -> None:
+        self.name = name
+        self.seen: list[str] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.seen += [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+    def uuid(self) -> str:
+        return self.name
+
+
+PASSES = ("pre_grad_custom_pass", "post_grad_custom_pre_pass")
+
+
+@pytest.mark.parametrize("place", ["options of the backend", "config", "options", "config, for the backend"])
+def test_the_passes_of_others_run_too(place: str) -> None:
+    """First: before autograd they see torch's norm, and after it an addition and normops' norm."""
+    others = {name: Noting() for name in PASSES}
+    torch._dynamo.reset()
+    with inductor_config.patch(others if "config" in place else {}), fresh_cache():
+        arguments: dict[str, Any] = {"backend": "normops"}
+        if place == "options of the backend":
+            arguments["options"] = others
+        elif "backend" not in place:
+            arguments = {"options": normops.inductor_options(others if place == "options" else None)}
+        compiled = torch.compile(lambda x, r, w: F.rms_norm(x + r, (32,), w), fullgraph=True, **arguments)
+        x, w = (tensor.detach() for tensor in problem(torch.float32))
+        compiled(x, x, w)
+        assert operators_run(lambda: compiled(x, x, w)) == ["normops::add_rms_norm"]
+    before, after = (others[name].seen for name in PASSES)
+    assert len(before) == 2
+    assert "rms_norm" in before[1]
+    assert "normops" not in before[1]
+    assert after == ["aten.add.Tensor", "normops.rms_norm.default"]
+
+
+def test_options_with_the_passes_of_others() -> None:
+    ours, theirs = normops.inductor_options(), normops.inductor_options({"post_grad_custom_pre_pass": Noting()})
+    assert ours["pre_grad_custom_pass"] == theirs["pre_grad_custom_pass"]
+    assert ours["post_grad_custom_pre_pass"] != theirs["post_grad_custom_pre_pass"]
+    uuids = {
+        normops.inductor_options({"post_grad_custom_pre_pass": other})["post_grad_custom_pre_pass"].uuid()
+        for other in (None, Noting(), Noting(), Noting("another"), print)
+    }
+    assert len(uuids) == 4
+    assert None in uuids  # a function has none, and is not cached
+    assert normops.inductor_options(theirs) == theirs  # ours stand there only once
+    assert normops.inductor_options({"max_autotune": True})["max_autotune"]
 
 
 TRAINING = """

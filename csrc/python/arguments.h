@@ -6,6 +6,8 @@
 
 #include <optional>
 #include <string_view>
+#include <variant>
+#include <vector>
 
 #include "../check.h"
 
@@ -72,6 +74,22 @@ inline bool parse(PyObject* object, Shape& shape) {
     if (!parse(PySequence_Fast_GET_ITEM(object, i), shape.emplace_back())) return false;
   }
   return true;
+}
+
+// While torch.jit.trace records, sizes are tensors, which torch.ops would take as numbers. What is stashed by the name
+// of the argument is recorded in their place; torch's own argument parser does the same.
+inline std::vector<int64_t> traced_shape(const std::vector<std::variant<Tensor, int64_t>>& normalized_shape) {
+  std::vector<int64_t> sizes;
+  for (const auto& size : normalized_shape) {
+    const Tensor* tensor = std::get_if<Tensor>(&size);
+    sizes.push_back(tensor == nullptr ? std::get<int64_t>(size) : tensor->item<int64_t>());
+  }
+  for (size_t i = 0; i < sizes.size(); i++) {
+    if (const Tensor* tensor = std::get_if<Tensor>(&normalized_shape[i])) {
+      torch::jit::tracer::ArgumentStash::stashIntArrayRefElem("normalized_shape", sizes.size(), i, *tensor);
+    }
+  }
+  return sizes;
 }
 
 }  // namespace normops::python

@@ -7,6 +7,7 @@
 #include "../cpu/isa.h"
 #include "../gated_rms_norm.h"
 #include "../rms_norm.h"
+#include "arguments.h"
 #include "direct_call.h"
 #include "registration.h"
 #ifdef NORMOPS_WITH_CUDA
@@ -57,6 +58,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<normops::python::Registration>(m, "Registration").def("close", &normops::python::Registration::close);
   m.def("register_triton", normops::python::register_triton, py::arg("dispatch_key"));
   m.def("override_torch", normops::python::override_torch);
+  m.def("traced_shape", normops::python::traced_shape, py::arg("normalized_shape"));
 
   m.def("build_info", build_info);
   m.def(

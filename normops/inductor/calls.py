@@ -5,8 +5,7 @@ into tensors, or switch autograd and autocast, so that not every two neighbours 
 """
 
 import operator
-from collections.abc import Callable, Sequence
-from itertools import permutations
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,6 @@ _POWERS = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt"}
 CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _RESHAPES = (torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze)
-_VIEWS = {"size", "view", "transpose", "permute", getattr, operator.getitem, *(each.__name__ for each in _RESHAPES)}
 NORMS = (F.rms_norm, torch.rms_norm)
 
 OPERATIONS = frozenset((*filter(callable, _BY_TARGET), *_RESHAPES, *NORMS))
@@ -115,13 +113,6 @@ def is_reshape(node: Node) -> bool:
     return node.target in (*_RESHAPES, "view", *(each.__name__ for each in _RESHAPES))
 
 
-def is_harmless(node: Node) -> bool:
-    """Whether its neighbours may change places over it: it writes nowhere and switches nothing."""
-    if node.op in ("placeholder", "get_attr") or node.target in (*_VIEWS, torch.ops.normops.rms_norm.default):
-        return True
-    return isinstance(node.meta.get("example_value"), (int, float, *_SYMBOLS)) or call_of(node) is not None
-
-
 def number(argument: Any) -> float | None:
     """The argument, if it is a number that is known now."""
     return float(argument) if isinstance(argument, (int, float)) and not isinstance(argument, bool) else None
@@ -150,19 +141,21 @@ def have_one_shape(a: Tensor, b: Tensor) -> bool:
 
 def order_in_memory(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
     """The dimensions in the order that makes the tensor contiguous, of which the last ones stay where they are."""
-    dims = range(tensor.dim())
-    leading = len(dims) - last_dims
-    orders = ((*order, *dims[leading:]) for order in permutations(dims[:leading]))
-    return next((order for order in orders if is_contiguous(tensor, order)), None)
+    order: list[int] = []
+    stride: Any = 1
+    left = list(range(tensor.dim()))
+    while left:
+        # Outwards: but for sizes of 1, which may stand anywhere, no two have the stride that comes next.
+        choice = left[-1:] if len(order) < last_dims else reversed(left)
+        dim = next((d for d in choice if is_equal(tensor.shape[d], 1) or is_equal(tensor.stride(d), stride)), None)
+        if dim is None:
+            return None
+        left.remove(dim)
+        order.insert(0, dim)
+        stride = stride * tensor.shape[dim]
+    return tuple(order)
 
 
-def is_contiguous(tensor: Tensor, order: Sequence[int] | None = None) -> bool:
-    """As :func:`is_equal`; with the dimensions in another order."""
-    expected: Any = 1
-    for dim in reversed(order or range(tensor.dim())):
-        size = tensor.shape[dim]
-        if not is_equal(size, 1):
-            if not is_equal(tensor.stride(dim), expected):
-                return False
-            expected = expected * size
-    return True
+def is_contiguous(tensor: Tensor) -> bool:
+    """As :func:`is_equal`."""
+    return order_in_memory(tensor, tensor.dim()) is not None

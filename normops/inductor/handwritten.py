@@ -11,12 +11,12 @@ from normops.inductor.calls import (
     DTYPES,
     call_of,
     is_equal,
-    is_harmless,
     number,
     order_in_memory,
     specialized,
     value_of,
 )
+from normops.inductor.effects import is_harmless
 
 
 class Weight(NamedTuple):
@@ -90,6 +90,7 @@ class _Search:
         dividend, root = self._dividend_and_root(node)
         open_eps, squared = self._mean_square(root)
         input = self._above_widening(squared)
+        _require(_value(input).dim() > 0)  # mean(-1) takes a single number, too
         if dividend is None:
             node, dividend = self._product(self._below_narrowing(node))
         weight = self._times_input(dividend, input)

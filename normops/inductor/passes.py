@@ -1,61 +1,102 @@
 """What Inductor calls with the graphs that it compiles."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import list_mode_options
+from torch._inductor import config, custom_graph_pass, list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 
 from normops.inductor import inductor_options
 from normops.inductor.calls import DTYPES, NORMS, order_in_memory, specialized, value_of
+from normops.inductor.effects import memory_of, memory_written_by, shares_memory, subgraphs
 from normops.inductor.handwritten import match_norm
 from normops.inductor.residuals import fuse_additions
+
+_IS_RECORDED = "normops.is_recorded"
+"""Whether an operator that replaces a norm saves its arguments for a backward."""
 
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
-class _Pass(CustomGraphPass):
+_InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+"""Passes that are told whether there is a backward, where torch has them."""
+
+
+class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
+    """A pass of ours, and before it those that others have put in its place."""
+
+    def __init__(self, *before: Any) -> None:
+        self.before = before
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        for other in self.before:
+            if _InferenceAware is not None and isinstance(other, _InferenceAware):
+                other(graph, is_inference)
+            else:
+                other(graph)
+        self.change(graph)
+
+    def change(self, graph: Graph) -> None:
+        raise NotImplementedError
+
     def uuid(self) -> Any:
-        """By which Inductor's caches keep apart what was compiled with other passes, or none."""
-        return get_hash_for_files(_SOURCES, type(self).__name__)
+        """By which Inductor's caches keep apart what was compiled with other passes, or none.
+
+        None, which is not cached, if one of the others has none.
+        """
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
+        return None if None in others else (get_hash_for_files(_SOURCES, type(self).__name__), *others)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other)
+        return type(self) is type(other) and self.before == other.before
 
     def __hash__(self) -> int:
-        return hash(type(self))
+        return hash((type(self), self.before))
 
 
 class BeforeAutograd(_Pass):
     """Norms become operators of normops, so that autograd makes one of each, forward and backward."""
 
-    def __call__(self, graph: Graph) -> None:
+    def change(self, graph: Graph) -> None:
         """Changes a graph of Dynamo's, with what is under it."""
-        # The body of a higher-order operator, such as a checkpointed layer, is a module of its own.
-        for module in [] if graph.owning_module is None else graph.owning_module.modules():
-            if isinstance(module, GraphModule) and module.graph is not graph:
-                replace_norms(module.graph)
-                module.recompile()
         replace_norms(graph)
+        keep_what_is_written(graph)
 
 
 class AfterAutograd(_Pass):
     """Additions join the norms."""
 
-    def __call__(self, graph: Graph) -> None:
+    def change(self, graph: Graph) -> None:
         """Changes a graph of ATen's."""
         fuse_additions(graph)
 
 
+_PASSES = {"pre_grad_custom_pass": BeforeAutograd, "post_grad_custom_pre_pass": AfterAutograd}
+
+
+def passes_after(options: Mapping[str, Any]) -> dict[str, _Pass]:
+    """The options that name our passes, which run after those of other options, or else of Inductor's config."""
+    return {name: _after(options.get(name, getattr(config, name)), ours) for name, ours in _PASSES.items()}
+
+
+def _after(others: Any, ours: type[_Pass]) -> _Pass:
+    others = others if isinstance(others, (list, tuple)) else () if others is None else (others,)
+    known = [other for other in others if isinstance(other, ours)]
+    return known[-1] if known and len(others) == 1 else ours(*(other for other in others if other not in known))
+
+
 def replace_norms(graph: Graph) -> None:
-    """Those of torch, and those written by hand."""
+    """Those of torch, and those written by hand, also in the bodies of higher-order operators."""
     for node in list(graph.nodes):
+        for body in subgraphs(node):
+            replace_norms(body.graph)
+            body.recompile()
         if node.target in NORMS:
             _replace_norm_of_torch(node)
         elif node.users and (match := match_norm(node)) is not None:
@@ -71,6 +112,32 @@ def replace_norms(graph: Graph) -> None:
             for inner in sorted(match.nodes, reverse=True):
                 if not inner.users:
                     graph.erase_node(inner)
+
+
+def keep_what_is_written(graph: Graph) -> None:
+    """Copies arguments of the norms that have been replaced, where something may write to them later.
+
+    The operator saves its arguments for the backward; what it replaces mostly saves casts and products of them, so that
+    the program may write. Inductor removes the copies, once the graph is functional. That is why inputs of the graph
+    are not copied: these are written in place after all, and autograd refuses it.
+    """
+    inputs = [memory_of(node) for node in graph.nodes if node.op == "placeholder"]
+    _keep(graph, set(), set().union(*inputs))
+
+
+def _keep(graph: Graph, written: set[Any], inputs: set[Any]) -> None:
+    for node in reversed(list(graph.nodes)):
+        for body in subgraphs(node):
+            # It may run several times: then all that it writes is written later.
+            _keep(body.graph, written | memory_written_by(node), inputs)
+            body.recompile()
+        if node.meta.get(_IS_RECORDED):
+            # Once for the whole graph, and for a body before: Inductor calls a pass with that first.
+            for argument in {node.args[0], node.args[2]} - {None}:
+                if shares_memory(argument, written) and not memory_of(argument) <= inputs:
+                    with graph.inserting_before(node):
+                        node.replace_input_with(argument, graph.call_method("clone", (argument,)))
+        written = written | memory_written_by(node)
 
 
 def _replace_norm_of_torch(node: Node) -> None:
@@ -111,13 +178,16 @@ def _compute_instead(
     is_permuted = list(order) != sorted(order)
     with graph.inserting_before(node):
         input = input if x.dtype == dtype else graph.call_method("to", (input, dtype))
-        input = graph.call_method("permute", (input, order)) if is_permuted else input
+        if is_permuted:
+            input = graph.call_method("permute", (input, order))
+            input.meta |= {"example_value": x.permute(order)} if x.dtype == dtype else {}
         arguments = (input, normalized_shape, weight, eps)
         result = graph.call_function(torch.ops.normops.rms_norm.default, arguments, {"weight_offset": weight_offset})
+        result.meta[_IS_RECORDED] = y.requires_grad
         if is_permuted:
             result = graph.call_method("permute", (result, tuple(map(order.index, range(len(order))))))
         result = result if y.dtype == dtype else graph.call_method("to", (result, y.dtype))
-    result.meta = dict(node.meta)
+    result.meta |= node.meta
     node.replace_all_uses_with(result)
 
 
@@ -130,7 +200,7 @@ def backend(
         graph: what Dynamo traced.
         inputs: of the graph.
         mode: as that of torch.compile.
-        options: Inductor's, besides.
+        options: Inductor's, besides; of passes among them, see :func:`inductor_options`.
     """
     of_mode = list_mode_options(mode) if mode else {}
-    return compile_fx(graph, inputs, config_patches={**of_mode, **(options or {}), **inductor_options()})
+    return compile_fx(graph, inputs, config_patches=inductor_options({**of_mode, **(options or {})}))

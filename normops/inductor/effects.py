@@ -1,0 +1,131 @@
+"""What a node of Dynamo's graph does besides returning something: whether others may change places with it.
+
+Answers are conservative: what is not known to torch, or not by its schema, may do anything.
+"""
+
+import operator
+from collections.abc import Iterator
+from functools import cache
+from inspect import isbuiltin, isfunction, signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx import GraphModule, Node
+from torch.fx.graph import magic_methods
+from torch.utils._pytree import tree_leaves
+
+from normops.inductor.calls import call_of
+
+_OPERATORS = {getattr(operator, name) for name in magic_methods if hasattr(operator, name)}
+_VIEWS = {"size", "view", "reshape", "flatten", "unflatten", "transpose", "permute", getattr, operator.getitem}
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+# Where a function written in Python writes, it was given one of these.
+_PERMISSIONS = ("inplace", "out", "running_mean", "running_var", "max_norm")
+
+
+def may_write(node: Node) -> bool:
+    """Whether it may write to a tensor that was there before."""
+    if node.op in ("placeholder", "get_attr", "output") or _only_computes(node):
+        return False
+    if bodies := list(subgraphs(node)):
+        return any(may_write(inner) for body in bodies for inner in body.graph.nodes)
+    if isfunction(node.target):
+        return _function_may_write(node)
+    overloads = _overloads(node.target)
+    return not overloads or "out" in node.kwargs or any(_writes(overload) for overload in overloads)
+
+
+def memory_written_by(node: Node) -> set[Any]:
+    """The memory that it may write to: of all that it is given."""
+    if not may_write(node):
+        return set()
+    return set().union(*map(memory_of, node.all_input_nodes), *map(_written_in, subgraphs(node)))
+
+
+def _written_in(body: GraphModule) -> set[Any]:
+    return set().union(*map(memory_written_by, body.graph.nodes))
+
+
+def memory_of(node: Node) -> set[Any]:
+    """Which tensors have in common that are views of each other, in all graphs; None: that is not known."""
+    if node.op == "get_attr" and "example_value" not in node.meta:
+        return set()  # a body
+    value = node.meta.get("example_value")
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    is_known = value is not None and all(tensor.layout is torch.strided for tensor in tensors)
+    return {tensor.untyped_storage()._cdata for tensor in tensors} if is_known else {None}
+
+
+def shares_memory(node: Node, memory: set[Any]) -> bool:
+    """Whether the node's may be a part of that memory. A copy that a pass has made is not."""
+    return node.target != "clone" and (None in memory or not memory_of(node).isdisjoint(memory | {None}))
+
+
+def is_harmless(node: Node) -> bool:
+    """Whether its neighbours may change places over it.
+
+    It writes nowhere, draws no random numbers, and switches neither gradients nor autocast.
+    """
+    if node.op in ("placeholder", "get_attr") or _only_computes(node):
+        return True
+    overloads = _overloads(node.target)
+    is_random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    return bool(overloads) and not is_random and not may_write(node)
+
+
+def subgraphs(node: Node) -> Iterator[GraphModule]:
+    """The bodies that a higher-order operator runs."""
+    module = node.graph.owning_module
+    for argument in node.all_input_nodes:
+        body = getattr(module, str(argument.target), None) if argument.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            yield body
+
+
+def _only_computes(node: Node) -> bool:
+    """Sizes and numbers, views, what norms are made of, and Python's operators, whose like with ``=`` are others."""
+    is_number = isinstance(node.meta.get("example_value"), (int, float, *_SYMBOLS))
+    return is_number or node.target in _VIEWS or node.target in _OPERATORS or call_of(node) is not None
+
+
+def _function_may_write(node: Node) -> bool:
+    target: Any = node.target
+    if target.__module__ not in ("torch.functional", "torch.nn.functional") or target.__name__.endswith("_"):
+        return True
+    try:
+        given = signature(target).bind(*node.args, **node.kwargs).arguments
+    except TypeError:
+        return True
+    return any(given.get(name) not in (None, False) for name in _PERMISSIONS)
+
+
+@cache
+def _overloads(target: Any) -> tuple[OpOverload, ...]:
+    """Those of ATen, or of others, of which a call may run one; none if it may run something else."""
+    if isinstance(target, OpOverload):
+        return (target,)
+    packet = target if isinstance(target, OpOverloadPacket) else _namesake(target)
+    return () if packet is None else tuple(getattr(packet, name) for name in packet.overloads())
+
+
+def _namesake(target: Any) -> Any:
+    """ATen's operator that a method of tensors, or a function of torch, is named after."""
+    if isinstance(target, str):
+        return getattr(torch.ops.aten, target, None) if hasattr(Tensor, target) else None
+    if not isbuiltin(target) and not isfunction(target):
+        return None
+    name = target.__name__
+    is_of_torch = target in (getattr(torch, name, None), getattr(F, name, None))
+    return getattr(torch.ops.aten, name, None) if is_of_torch else None
+
+
+def _writes(overload: OpOverload) -> bool:
+    """To an argument other than ``out``, or to running statistics, of which the schemas say nothing."""
+    schema = overload._schema
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    has_statistics = any(argument.name == "running_mean" for argument in schema.arguments)
+    return not schema.returns or has_statistics or any(not argument.kwarg_only for argument in written)
