@@ -16,8 +16,12 @@ PROGRAM = Path(memory_limits.__file__)
 
 @pytest.fixture(scope="module")
 def happened() -> dict[str, list[str]]:
-    """By operator; every block that the heap has no room for is a mapping of its own."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(memory_limits.STEP), "OMP_WAIT_POLICY": "passive"}
+    """By operator."""
+    malloc = {
+        "MALLOC_MMAP_THRESHOLD_": str(memory_limits.STEP),  # what the heap has no room for is a mapping of its own
+        "MALLOC_ARENA_MAX": "1",  # else malloc goes on to what it has reserved for other threads
+    }
+    environment = os.environ | malloc | {"OMP_WAIT_POLICY": "passive"}
     command = (sys.executable, str(PROGRAM))
     printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     by_operator = defaultdict(list)
