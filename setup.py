@@ -3,6 +3,7 @@
 Environment variables:
     NORMOPS_CUDA           auto (default: if nvcc works and torch runs on GPUs), 0 (never) or 1 (or else fail)
     NORMOPS_CUDA_ARCHS     compute capabilities to compile for, like 80;90, or all; default: those of the GPUs here
+    FORCE_CUDA, TORCH_CUDA_ARCH_LIST  as other extensions of torch read them, where those two are not set
     NORMOPS_TORCH_FOLDERS  folders of several torches to build for, separated by colons; default: the installed one
     CUDA_HOME              the CUDA toolkit, default: the one that the nvcc on PATH belongs to
     CXX, MAX_JOBS          the C++ compiler, and how many compilers run at a time

@@ -14,6 +14,23 @@ from building.torch_headers import Torch
 
 ALL_ARCHS = ("80", "90", "100")
 OLDEST_ARCH = 80  # the first with bfloat16
+# What torch.utils.cpp_extension understands in TORCH_CUDA_ARCH_LIST.
+ARCHS_OF_NAMES = {
+    "Kepler": (35,),
+    "Kepler+Tesla": (37,),
+    "Maxwell": (50, 52),
+    "Maxwell+Tegra": (53,),
+    "Pascal": (60, 61),
+    "Volta": (70,),
+    "Volta+Tegra": (72,),
+    "Turing": (75,),
+    "Ampere": (80, 86),
+    "Ampere+Tegra": (87,),
+    "Ada": (89,),
+    "Hopper": (90,),
+    "Blackwell": (100, 103, 120, 121),
+    "Blackwell+Tegra": (110,),
+}
 # Without contraction, as on the CPU. dispatch() is constexpr and runs on the device too.
 FLAGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
@@ -37,16 +54,14 @@ class UnfitError(Exception):
 
 def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
     """What to compile CUDA code with, if at all, and what to say of it."""
-    wanted = os.environ.get("NORMOPS_CUDA", "auto")
-    if wanted not in ("auto", "0", "1"):
-        stop(f"expected NORMOPS_CUDA to be auto, 0 or 1, but got {wanted}")
+    wanted, because = _wanted()
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
     if wanted == "0":
-        return None, "no (NORMOPS_CUDA=0)"
+        return None, f"no ({because})"
     if nvcc is None:
         if wanted == "1":
-            stop("expected nvcc on PATH or in CUDA_HOME/bin because NORMOPS_CUDA=1, but found none")
+            stop(f"expected nvcc on PATH or in CUDA_HOME/bin because {because}, but found none")
         return None, "no: there is no nvcc on PATH or in CUDA_HOME/bin"
     if wanted == "auto" and not any(torch.has_cuda for torch in torches):
         return (
@@ -60,6 +75,17 @@ def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
             stop(f"{unfit}; NORMOPS_CUDA=0 builds without CUDA kernels")
         return None, f"no: {unfit}; this build has CPU kernels alone, NORMOPS_CUDA=1 makes this an error"
     return cuda, f"{' '.join(f'sm_{arch}' for arch in cuda.archs)} ({why}), with {cuda.nvcc} {cuda.version}"
+
+
+def _wanted() -> tuple[str, str]:
+    """auto, 0 or 1, and which variable says so: NORMOPS_CUDA, or else FORCE_CUDA=1, as other packages have it."""
+    is_forced = os.environ.get("FORCE_CUDA") == "1"
+    ours = os.environ.get("NORMOPS_CUDA")
+    if ours is None:
+        return ("1", "FORCE_CUDA=1") if is_forced else ("auto", "")
+    if ours not in ("auto", "0", "1"):
+        stop(f"expected NORMOPS_CUDA to be auto, 0 or 1, but got {ours}")
+    return ours, f"NORMOPS_CUDA={ours}" + (", not FORCE_CUDA=1" if is_forced and ours != "1" else "")
 
 
 def _examine(nvcc: str) -> tuple[Cuda, str]:
@@ -83,20 +109,58 @@ def _examine(nvcc: str) -> tuple[Cuda, str]:
 
 def _archs(known: Sequence[str]) -> tuple[list[str], str]:
     """The architectures to compile for, in rising order, and where they come from."""
-    named = os.environ.get("NORMOPS_CUDA_ARCHS")
+    named, for_torch = os.environ.get("NORMOPS_CUDA_ARCHS"), os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     if named:
         archs = list(ALL_ARCHS) if named == "all" else re.split("[;,]", named)
         if not all(arch.isdigit() and int(arch) >= OLDEST_ARCH for arch in archs):
             stop(f"expected NORMOPS_CUDA_ARCHS to be all, or numbers from {OLDEST_ARCH} like 80;90, but got {named}")
-        return sorted(set(archs), key=int), f"NORMOPS_CUDA_ARCHS={named}"
+        archs = sorted(set(archs), key=int)
+        agree = _archs_for_torch(for_torch) in ([], archs)
+        return archs, f"NORMOPS_CUDA_ARCHS={named}" + ("" if agree else f", not TORCH_CUDA_ARCH_LIST={for_torch}")
+    listed = _archs_for_torch(for_torch)
+    if listed is None:
+        stop(
+            "expected TORCH_CUDA_ARCH_LIST to be native, or architectures like 8.0;9.0+PTX or Ampere, "
+            f"but got {for_torch}"
+        )
+    if listed:
+        why = f"TORCH_CUDA_ARCH_LIST={for_torch}"
+        # Such a list is often one for many packages, as those of container images are.
+        old = [arch for arch in listed if int(arch) < OLDEST_ARCH]
+        unknown = [arch for arch in listed if arch not in old and arch not in known]
+        for left_out, because in ((old, f"older than sm_{OLDEST_ARCH}"), (unknown, "unknown to this nvcc")):
+            if left_out:
+                why += f", without {' '.join(f'sm_{arch}' for arch in left_out)}, {because}"
+        usable = [arch for arch in listed if arch not in old + unknown]
+        if not usable:
+            raise UnfitError(f"expected an architecture from sm_{OLDEST_ARCH} on, but got {why}")
+        return usable, why
     here = _gpus_here()
     if not here:
         return [str(OLDEST_ARCH)], "no GPU here; later ones compile it when they first run it; NORMOPS_CUDA_ARCHS=all"
     newest = max(int(arch) for arch in known)
-    usable = sorted({min(arch, newest) for arch in here if arch >= OLDEST_ARCH})
-    if not usable:
+    of_gpus = sorted({min(arch, newest) for arch in here if arch >= OLDEST_ARCH})
+    if not of_gpus:
         raise UnfitError(f"expected a GPU of sm_{OLDEST_ARCH} or later, but the one here is sm_{max(here)}")
-    return [str(arch) for arch in usable], "of the GPUs here"
+    return [str(arch) for arch in of_gpus], "of the GPUs here"
+
+
+def _archs_for_torch(named: str) -> list[str] | None:
+    """Those of TORCH_CUDA_ARCH_LIST, in rising order; [] for ``native``, the GPUs here; None for what is no such list.
+
+    Code for later GPUs, +PTX, is there in any case, and nothing is used that only 9.0a and the like have.
+    """
+    archs: set[int] = set()
+    for item in re.split("[; ]+", named if named != "native" else ""):
+        name = item if item in ARCHS_OF_NAMES else item.removesuffix("+PTX")
+        number = re.fullmatch(r"(\d+)\.(\d)[af]?", name)
+        if name in ARCHS_OF_NAMES:
+            archs.update(ARCHS_OF_NAMES[name])
+        elif number is not None:
+            archs.add(int(number[1] + number[2]))
+        elif item:
+            return None
+    return [str(arch) for arch in sorted(archs)]
 
 
 def _gpus_here() -> list[int]:

@@ -26,17 +26,17 @@ def build(version: str, package: Path, folder: Path = ROOT / "build" / "ext") ->
     torches = find_torches()
     compiler = find_compiler()
     cuda, about_cuda = find_cuda(torches)
-    jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    at_once = jobs()
     file = write(Plan(version, folder, package.absolute(), compiler, torches, cuda))
     ninja = [sys.executable, "-m", "ninja", "-f", str(file)]
     pending = subprocess.run([*ninja, "-n"], env=os.environ | {"NINJA_STATUS": ""}, capture_output=True, text=True)
-    seconds = sum(_seconds(step, len(cuda.archs) if cuda else 0) for step in pending.stdout.splitlines()) / jobs
+    seconds = sum(_seconds(step, len(cuda.archs) if cuda else 0) for step in pending.stdout.splitlines()) / at_once
     print(f"normops {version}, built with {compiler.name} {compiler.version}")
     print(f"  torch: {', '.join(torch.version for torch in torches)}")
     print("  CPU:   kernels for every instruction set of this architecture, chosen at run time")
     print(f"  CUDA:  {about_cuda}")
-    print(f"  about {_spoken(seconds)} with {jobs} compiler{'s' * (jobs > 1)} at a time (MAX_JOBS)", flush=True)
-    result = subprocess.run([*ninja, "-j", str(jobs)], env=os.environ | {"NINJA_STATUS": "  [%f/%t, %es] "})
+    print(f"  about {_spoken(seconds)} with {at_once} compiler{'s' * (at_once > 1)} at a time (MAX_JOBS)", flush=True)
+    result = subprocess.run([*ninja, "-j", str(at_once)], env=os.environ | {"NINJA_STATUS": "  [%f/%t, %es] "})
     if result.returncode != 0:
         stop(
             f"expected normops to compile for torch {', '.join(torch.version for torch in torches)} with "
@@ -47,6 +47,16 @@ def build(version: str, package: Path, folder: Path = ROOT / "build" / "ext") ->
     for old in package.glob("torch-*"):
         if old.name not in {f"torch-{torch.minor}" for torch in torches}:
             shutil.rmtree(old)
+
+
+def jobs() -> int:
+    """How many compilers run at a time."""
+    named = os.environ.get("MAX_JOBS")
+    if not named:
+        return len(os.sched_getaffinity(0))
+    if not named.isdecimal() or int(named) == 0:
+        stop(f"expected MAX_JOBS to be a number from 1 on, but got {named}")
+    return int(named)
 
 
 def _seconds(step: str, archs: int) -> float:

@@ -44,18 +44,15 @@ constexpr double kWeightOffset = 1;
 // The scale that threads have converted together.
 struct SharedScale {
   const KernelProblem& problem;
-  Scratch own_memory() const { return Scratch(problem.forward.dtype, 0); }
-  const void* in(Scratch&) const { return problem.scale.data(); }
+  int64_t own_count() const { return 0; }
+  const void* in(Scratch&) const noexcept { return problem.scale.data(); }
 };
 
 // The one that each thread converts for itself.
 struct OwnScale {
   const KernelProblem& problem;
-  Scratch own_memory() const {
-    const DType dtype = problem.forward.dtype;
-    return Scratch(dtype, problem.groups * padded_cols(dtype, problem.cols));
-  }
-  const void* in(Scratch& own) const {
+  int64_t own_count() const { return problem.groups * padded_cols(problem.forward.dtype, problem.cols); }
+  const void* in(Scratch& own) const noexcept {
     problem.write_scale(problem.forward.dtype, kWeightOffset, own.data());
     return own.data();
   }
@@ -66,14 +63,14 @@ bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
   KernelProblem p(dtype, dtype, dtype, rows, cols, kRowsPerChunk, groups);
   const RmsNormKernels& kernels = rms_norm_kernels();
   const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
-  parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) {
+  parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) noexcept {
     kernels.scale(dtype, dtype, p.weight.data(), kWeightOffset, cols, p.scale.data(), group, begin, end);
   });
   run_forward(kernels.forward, p.forward, SharedScale{p}, rows);
   const std::vector<char> output = p.output;
   run_forward(add_rms_norm_kernels(), p.add, OwnScale{p}, rows);
   run_backward(backward_kernels.backward, p.backward, OwnScale{p});
-  parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) {
+  parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) noexcept {
     backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, groups, cols, p.grad_weight.data(), group,
                                  begin, end);
   });
@@ -101,9 +98,11 @@ bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
   for (int i = 0; i < 4; i++) is_same &= shared[i + 1] == *alone[i];
 
   run_gated([&] {
-    with_held(p.gated, [&](const auto& args) { gated_rms_norm_kernels().rows(args, 0, rows); });
-    with_held(p.gated_backward,
-              [&](const auto& args) { gated_rms_norm_backward_kernels().rows(args, 0, p.chunks * groups); });
+    const SharedScale scale{p};
+    ThreadsArgs(p.gated, scale, 1).call(0, [&](const auto& args) { gated_rms_norm_kernels().rows(args, 0, rows); });
+    ThreadsArgs(p.gated_backward, scale, 1).call(0, [&](const auto& args) {
+      gated_rms_norm_backward_kernels().rows(args, 0, p.chunks * groups);
+    });
   });
   const auto half = gated_results.begin() + gated_results.size() / 2;
   is_same &= std::equal(gated_results.begin(), half, half);

@@ -1,5 +1,6 @@
 """What a build says before it starts: which compilers, torch and GPUs it found; what is missing, in one sentence."""
 
+import os
 import runpy
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from building import ninja_file, torch_headers
+from building import ninja_file, run, torch_headers
 from building.compiler import find_compiler
 from building.cuda import find_cuda
 from building.torch_headers import Torch, find_torches
@@ -35,7 +36,8 @@ def script(file: Path, text: str) -> Path:
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is all of PATH, where none of the build's variables is set."""
-    for name in ("NORMOPS_CUDA", "NORMOPS_CUDA_ARCHS", "NORMOPS_TORCH_FOLDERS", "CUDA_HOME", "CXX"):
+    ours = ("NORMOPS_CUDA", "NORMOPS_CUDA_ARCHS", "NORMOPS_TORCH_FOLDERS")
+    for name in (*ours, "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS", "CUDA_HOME", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
@@ -113,6 +115,103 @@ def test_architectures_on_request(tools: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NORMOPS_CUDA_ARCHS", "sm_90")
     wrong = "expected NORMOPS_CUDA_ARCHS to be all, or numbers from 80 like 80;90, but got sm_90"
     assert stopped(lambda: find_cuda(WITH_CUDA)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("named", "archs", "left_out"),
+    [
+        ("8.0;9.0+PTX", ["80", "90"], ""),
+        ("9.0a+PTX 8.0", ["80", "90"], ""),
+        ("8.6; 8.0", ["80", "86"], ""),
+        ("Ampere;Hopper", ["80", "86", "90"], ""),
+        (
+            "5.2 7.5 8.0 9.0 10.0+PTX",
+            ["80", "90"],
+            ", without sm_52 sm_75, older than sm_80, without sm_100, unknown to this nvcc",
+        ),
+        (
+            "Turing Ampere+Tegra Ampere",
+            ["80", "86"],
+            ", without sm_75, older than sm_80, without sm_87, unknown to this nvcc",
+        ),
+    ],
+)
+def test_architectures_as_torch_spells_them(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, named: str, archs: list[str], left_out: str
+) -> None:
+    """Whatever GPUs are here."""
+    nvcc = fake_nvcc(tools)
+    fake_gpus(tools, "8.6")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", named)
+    cuda, said = find_cuda(WITH_CUDA)
+    assert cuda is not None
+    assert cuda.archs == archs
+    expected = f"{' '.join(f'sm_{arch}' for arch in archs)} (TORCH_CUDA_ARCH_LIST={named}{left_out}), with {nvcc} 12.4"
+    assert said == expected
+
+
+@pytest.mark.parametrize("named", ["", " ", "native"])
+def test_no_architectures_in_particular(tools: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    fake_nvcc(tools)
+    fake_gpus(tools, "8.6")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", named)
+    cuda, said = find_cuda(WITH_CUDA)
+    assert cuda is not None
+    assert cuda.archs == ["86"]
+    assert "(of the GPUs here)" in said
+
+
+def test_architectures_that_are_none_of_ours(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvcc(tools)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Volta 7.5")
+    why = (
+        "expected an architecture from sm_80 on, but got TORCH_CUDA_ARCH_LIST=Volta 7.5, without sm_70 sm_75, older "
+        "than sm_80"
+    )
+    notice = f"no: {why}; this build has CPU kernels alone, NORMOPS_CUDA=1 makes this an error"
+    assert find_cuda(WITH_CUDA) == (None, notice)
+    monkeypatch.setenv("FORCE_CUDA", "1")
+    assert stopped(lambda: find_cuda(WITH_CUDA)) == f"{why}; NORMOPS_CUDA=0 builds without CUDA kernels"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;all")
+    assert stopped(lambda: find_cuda(WITH_CUDA)) == (
+        "expected TORCH_CUDA_ARCH_LIST to be native, or architectures like 8.0;9.0+PTX or Ampere, but got 8.0;all"
+    )
+
+
+def test_our_variables_win(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = fake_nvcc(tools)
+    monkeypatch.setenv("NORMOPS_CUDA_ARCHS", "90,80")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0+PTX")
+    ours = f"sm_80 sm_90 (NORMOPS_CUDA_ARCHS=90,80), with {nvcc} 12.4"
+    assert find_cuda(WITH_CUDA)[1] == ours  # they agree
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6")
+    assert find_cuda(WITH_CUDA)[1] == ours.replace("90,80", "90,80, not TORCH_CUDA_ARCH_LIST=8.6")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "all")  # whatever that is
+    assert find_cuda(WITH_CUDA)[1] == ours.replace("90,80", "90,80, not TORCH_CUDA_ARCH_LIST=all")
+    monkeypatch.setenv("FORCE_CUDA", "1")
+    monkeypatch.setenv("NORMOPS_CUDA", "0")
+    assert find_cuda(WITH_CUDA) == (None, "no (NORMOPS_CUDA=0, not FORCE_CUDA=1)")
+    monkeypatch.setenv("NORMOPS_CUDA", "auto")
+    assert find_cuda(WITHOUT)[0] is None
+
+
+def test_cuda_is_forced_as_in_other_packages(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_CUDA", "0")
+    assert find_cuda(WITH_CUDA)[0] is None
+    monkeypatch.setenv("FORCE_CUDA", "1")
+    missing = "expected nvcc on PATH or in CUDA_HOME/bin because FORCE_CUDA=1, but found none"
+    assert stopped(lambda: find_cuda(WITH_CUDA)) == missing
+    fake_nvcc(tools)
+    assert find_cuda(WITHOUT)[0] is not None
+
+
+def test_compilers_at_a_time(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run.jobs() == len(os.sched_getaffinity(0))
+    monkeypatch.setenv("MAX_JOBS", "3")
+    assert run.jobs() == 3
+    for wrong in ("0", "two", "-1"):
+        monkeypatch.setenv("MAX_JOBS", wrong)
+        assert stopped(run.jobs) == f"expected MAX_JOBS to be a number from 1 on, but got {wrong}"
 
 
 def test_an_unfit_nvcc_leaves_a_cpu_build(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:

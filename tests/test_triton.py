@@ -192,6 +192,35 @@ def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(monkeypat
     assert torch.equal(normops.rms_norm(x, 4), expected)
 
 
+FIRST_CALLS = """
+import sys, threading, torch
+from normops import _C
+registration = _C.register_triton("CPU")
+x, together, outcomes = torch.ones(2, 4), threading.Barrier(8), []
+
+def call():
+    together.wait()
+    try:
+        outcomes.append(torch.ops.normops.rms_norm(x, [4]).shape)
+    except RuntimeError as error:  # of Triton, which finds no GPU
+        outcomes.append(str(error))
+
+threads = [threading.Thread(target=call, daemon=True) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(outcomes), "normops.triton" in sys.modules)
+"""
+
+
+def test_the_first_calls_come_from_several_threads() -> None:
+    """Importing Triton, which the first does, lets the others run."""
+    command = (sys.executable, "-c", FIRST_CALLS)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout == "8 True\n"
+
+
 def test_rows_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     import normops.triton
 

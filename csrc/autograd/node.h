@@ -73,7 +73,8 @@ class OperatorNode final : public torch::autograd::Node {
     for (auto& variable : saved_) swap.after(variable);
 
     const auto& compiler = getPyCompilerInterface();
-    // Compiled autograd keeps one table of functions for the whole process.
+    // Compiled autograd keeps one table of functions for the whole process. Binding runs Python, but no other thread
+    // waits here with the GIL: torch refuses a second compiled backward beside this one.
     static const std::string function =
         compiler->bind_function(swap.get_py_compiler(), Gradient::kName, apply_packed, packed_types());
     const auto input_metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(

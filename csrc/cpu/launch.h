@@ -30,21 +30,23 @@ class Scale {
  public:
   Scale(const OptionalTensor& weight, double weight_offset, DType dtype, const Problem& problem)
       : weight_(is_given(weight) ? weight->expect_contiguous() : c10::MaybeOwned<Tensor>()),
+        data_(weight_->defined() ? weight_->const_data_ptr() : nullptr),
+        weight_dtype_(weight_->defined() ? dtype_of(*weight_) : dtype),
         weight_offset_(weight_offset),
         dtype_(dtype),
         problem_(problem),
         conversion_(conversion()),
         shared_(dtype, conversion_ == Conversion::together ? count() : 0) {
     if (conversion_ != Conversion::together) return;
-    parallel_for_columns(problem.groups, problem.cols, kGrainElements, [&](int64_t group, int64_t begin, int64_t end) {
-      convert(shared_.data(), group, begin, end);
-    });
+    parallel_for_columns(
+        problem.groups, problem.cols, kGrainElements,
+        [&](int64_t group, int64_t begin, int64_t end) noexcept { convert(shared_.data(), group, begin, end); });
   }
 
-  // What a thread needs for itself, and the scale, which may be there.
-  Scratch own_memory() const { return Scratch(dtype_, conversion_ == Conversion::each ? count() : 0); }
-  const void* in(Scratch& own) const {
-    if (conversion_ == Conversion::none) return weight_->const_data_ptr();
+  // The numbers that a thread needs for itself, and the scale, which may be in its memory for them.
+  int64_t own_count() const { return conversion_ == Conversion::each ? count() : 0; }
+  const void* in(Scratch& own) const noexcept {
+    if (conversion_ == Conversion::none) return data_;
     if (conversion_ == Conversion::together) return shared_.data();
     for (int64_t group = 0; group < problem_.groups; group++) convert(own.data(), group, 0, problem_.cols);
     return own.data();
@@ -54,7 +56,7 @@ class Scale {
   enum class Conversion { none, together, each };
 
   Conversion conversion() const {
-    if (weight_->defined() && weight_offset_ == 0 && dtype_of(*weight_) == dtype_ && compute_dtype(dtype_) == dtype_ &&
+    if (data_ != nullptr && weight_offset_ == 0 && weight_dtype_ == dtype_ && compute_dtype(dtype_) == dtype_ &&
         padded_cols(dtype_, problem_.cols) == problem_.cols) {
       return Conversion::none;
     }
@@ -63,10 +65,9 @@ class Scale {
 
   int64_t count() const { return problem_.groups * padded_cols(dtype_, problem_.cols); }
 
-  void convert(void* scale, int64_t group, int64_t begin, int64_t end) const {
-    if (weight_->defined()) {
-      rms_norm_kernels().scale(dtype_, dtype_of(*weight_), weight_->const_data_ptr(), weight_offset_, problem_.cols,
-                               scale, group, begin, end);
+  void convert(void* scale, int64_t group, int64_t begin, int64_t end) const noexcept {
+    if (data_ != nullptr) {
+      rms_norm_kernels().scale(dtype_, weight_dtype_, data_, weight_offset_, problem_.cols, scale, group, begin, end);
     } else if (compute_dtype(dtype_) == DType::float64) {
       std::fill_n(static_cast<double*>(scale) + begin, padded_cols(dtype_, end - begin), 1.0);
     } else {
@@ -75,11 +76,13 @@ class Scale {
   }
 
   c10::MaybeOwned<Tensor> weight_;
+  const void* data_;  // null without a weight
+  DType weight_dtype_;
   double weight_offset_;
   DType dtype_;
   const Problem& problem_;
   Conversion conversion_;
-  Scratch shared_;
+  OwnScratch shared_;
 };
 
 // Whether so many tensors of the input's size fill the caches, so that nobody would find an output there.

@@ -46,6 +46,7 @@ inline bool is_partial_layout(const Tensor& grad_weight, DType dtype, int64_t co
 }
 
 // The partials of a call, if grad_weight is defined, and their sum over the chunks. `inputs` are what the kernels read.
+// What has no memory has none here, before a gradient is written over an input.
 class PartialSums {
  public:
   PartialSums(const Problem& problem, int64_t rows_per_chunk, DType dtype, const Tensor& grad_weight,
@@ -58,24 +59,27 @@ class PartialSums {
                     is_partial_layout(grad_weight, dtype, problem.cols, inputs)),
         partials_(dtype, grad_weight.defined() && !is_partial_
                              ? chunks_ * problem.groups * padded_cols(dtype, problem.cols)
-                             : 0) {}
+                             : 0) {
+    if (!grad_weight.defined()) return;
+    sum_ = grad_weight.is_contiguous() ? grad_weight : CpuBackend::empty_contiguous(grad_weight);
+    sum_data_ = sum_.mutable_data_ptr();
+  }
 
   void* data() {
     if (!grad_weight_.defined()) return nullptr;
-    return is_partial_ ? grad_weight_.mutable_data_ptr() : partials_.data();
+    return is_partial_ ? sum_data_ : partials_.data();
   }
 
   void finish() {
     if (!grad_weight_.defined() || is_partial_) return;
-    const bool is_in_place = grad_weight_.is_contiguous();
-    const Tensor sum = is_in_place ? grad_weight_ : CpuBackend::empty_contiguous(grad_weight_);
     const auto add_up = rms_norm_backward_kernels().grad_weight;
+    const DType weight_dtype = dtype_of(sum_);
     parallel_for_columns(problem_.groups, problem_.cols, grain(chunks_),
-                         [&](int64_t group, int64_t begin, int64_t end) {
-                           add_up(dtype_, dtype_of(sum), partials_.data(), chunks_, problem_.groups, problem_.cols,
-                                  sum.mutable_data_ptr(), group, begin, end);
+                         [&](int64_t group, int64_t begin, int64_t end) noexcept {
+                           add_up(dtype_, weight_dtype, partials_.data(), chunks_, problem_.groups, problem_.cols,
+                                  sum_data_, group, begin, end);
                          });
-    if (!is_in_place) grad_weight_.copy_(sum);
+    if (!sum_.is_same(grad_weight_)) grad_weight_.copy_(sum_);
   }
 
  private:
@@ -84,7 +88,9 @@ class PartialSums {
   const Tensor& grad_weight_;
   int64_t chunks_;
   bool is_partial_;
-  Scratch partials_;
+  OwnScratch partials_;
+  Tensor sum_;  // contiguous: grad_weight itself, if it is
+  void* sum_data_ = nullptr;
 };
 
 }  // namespace normops::cpu

@@ -1,9 +1,10 @@
 // How threads share the rows of a call, or the columns of its rows if they are few and wide.
 #pragma once
-#include <c10/util/SmallBuffer.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "parallel.h"
 #include "rms_norm_kernel.h"
@@ -17,31 +18,71 @@ inline int64_t grain(int64_t elements_each) {
   return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each));
 }
 
-// Uninitialised memory for `count` numbers of the compute type; small amounts lie on the stack.
-class Scratch {
+// What a Scratch has on the stack.
+constexpr int64_t kStackNumbers = 2048;
+
+// Doubles, in whole cache lines, that hold `count` numbers of the compute type.
+inline int64_t scratch_numbers(DType dtype, int64_t count) {
+  constexpr int64_t kLine = 8;
+  const int64_t numbers = compute_dtype(dtype) == DType::float64 ? count : (count + 1) / 2;
+  return (numbers + kLine - 1) / kLine * kLine;
+}
+
+// For a Scratch in each of so many threads, what does not lie on their stacks: allocated before they begin, as a thread
+// that shares work has nobody to tell that there is no memory.
+class ThreadsMemory {
  public:
-  Scratch(DType dtype, int64_t count) : buffer_(compute_dtype(dtype) == DType::float64 ? count : (count + 1) / 2) {}
-  Scratch(const Scratch&) = delete;
-  void* data() { return buffer_.data(); }
-  const void* data() const { return buffer_.data(); }
+  ThreadsMemory(DType dtype, int64_t count, int64_t threads) : numbers_(scratch_numbers(dtype, count)) {
+    // torch's allocator says how much it could not get.
+    if (numbers_ > kStackNumbers) memory_ = c10::GetCPUAllocator()->allocate(threads * numbers_ * sizeof(double));
+  }
+
+  // Null: it lies on the stack.
+  double* of(int64_t thread) const noexcept {
+    return memory_ ? static_cast<double*>(memory_.get()) + thread * numbers_ : nullptr;
+  }
 
  private:
-  c10::SmallBuffer<double, 2048> buffer_;
+  int64_t numbers_;
+  c10::DataPtr memory_;
+};
+
+// Uninitialised memory for numbers of the compute type; small amounts lie on the stack.
+class Scratch {
+ public:
+  Scratch(const ThreadsMemory& memory, int64_t thread) noexcept : data_(memory.of(thread)) {
+    if (data_ == nullptr) data_ = small_;
+  }
+  Scratch(const Scratch&) = delete;
+  void* data() noexcept { return data_; }
+  const void* data() const noexcept { return data_; }
+
+ private:
+  double* data_;
+  alignas(64) double small_[kStackNumbers];
+};
+
+// The same, `count` of them, where no threads share the work yet.
+class OwnScratch : ThreadsMemory, public Scratch {
+ public:
+  OwnScratch(DType dtype, int64_t count) : ThreadsMemory(dtype, count, 1), Scratch(*this, 0) {}
 };
 
 // Shares vectors over the columns, one for each group, among the threads, in whole blocks: calls
 // function(group, begin, end) for columns [begin, end).
 template <class Function>
 void parallel_for_columns(int64_t groups, int64_t cols, int64_t grain_columns, const Function& function) {
+  static_assert(std::is_nothrow_invocable_v<const Function&, int64_t, int64_t, int64_t>);
   const int64_t blocks = (cols + kLongestBlock - 1) / kLongestBlock;
-  parallel_for(
-      0, groups * blocks, std::max<int64_t>(1, grain_columns / kLongestBlock), [&](int64_t begin, int64_t end) {
-        while (begin < end) {
-          const int64_t group = begin / blocks, first = begin % blocks, last = std::min(blocks, first + end - begin);
-          function(group, first * kLongestBlock, std::min(last * kLongestBlock, cols));
-          begin += last - first;
-        }
-      });
+  parallel_for(0, groups * blocks, std::max<int64_t>(1, grain_columns / kLongestBlock),
+               [&](int64_t begin, int64_t end) noexcept {
+                 while (begin < end) {
+                   const int64_t group = begin / blocks, first = begin % blocks,
+                                 last = std::min(blocks, first + end - begin);
+                   function(group, first * kLongestBlock, std::min(last * kLongestBlock, cols));
+                   begin += last - first;
+                 }
+               });
 }
 
 // Whether threads share each row: there are fewer rows than threads, and a row is long enough to be worth it.
@@ -59,46 +100,75 @@ class SpanSums {
 
  private:
   int64_t count_;
-  Scratch sums_;
+  OwnScratch sums_;
 };
 
-// Calls function(args), with memory for what the kernels hold of a row, where they do.
-template <class Args, class Function>
-void with_held(const Args& args, const Function& function) {
-  if constexpr (requires { args.held_rows(); }) {
-    Scratch held(args.dtype, args.held_rows() * padded_cols(args.dtype, args.cols));
-    Args own = args;
-    own.held = held.data();
-    function(own);
-  } else {
-    function(args);
-  }
-}
+// A call's arguments as each of the threads that share it has them: with a scale, which it may convert for itself, and
+// memory for what the kernels hold of a row, where they do. scale.own_count() is the numbers that a thread needs for
+// the scale, and scale.in(own) the scale, in that memory or elsewhere.
+template <class Args, class Scale>
+class ThreadsArgs {
+ public:
+  ThreadsArgs(const Args& args, const Scale& scale, int64_t threads)
+      : args_(args),
+        scale_(scale),
+        scales_(args.dtype, scale.own_count(), threads),
+        held_(args.dtype, held_count(args), threads) {}
 
-// The same with the scale, which a thread may convert for itself: scale.in(own) is it, in own = scale.own_memory() or
-// elsewhere.
+  // Calls function(args) in a thread.
+  template <class Function>
+  void call(int64_t thread, const Function& function) const
+      noexcept(std::is_nothrow_invocable_v<Function, const Args&>) {
+    static_assert(noexcept(scale_.in(std::declval<Scratch&>())));
+    Scratch own(scales_, thread);
+    Args args = args_;
+    args.scale = scale_.in(own);
+    if constexpr (kHolds) {
+      Scratch held(held_, thread);
+      args.held = held.data();
+      function(args);
+    } else {
+      function(args);
+    }
+  }
+
+ private:
+  static constexpr bool kHolds = requires(Args args) { args.held_rows(); };
+
+  static int64_t held_count(const Args& args) {
+    if constexpr (kHolds) return args.held_rows() * padded_cols(args.dtype, args.cols);
+    return 0;
+  }
+
+  const Args& args_;
+  const Scale& scale_;
+  ThreadsMemory scales_, held_;
+};
+
+// Calls function(args, first, last) with each thread's arguments for its part of [0, end).
 template <class Args, class Scale, class Function>
-void with_scale(Args args, const Scale& scale, const Function& function) {
-  Scratch own = scale.own_memory();
-  args.scale = scale.in(own);
-  with_held(args, function);
+void share_out(const Args& args, const Scale& scale, int64_t end, int64_t grain, const Function& function) {
+  static_assert(std::is_nothrow_invocable_v<const Function&, const Args&, int64_t, int64_t>);
+  const ThreadsArgs threads(args, scale, thread_count(end, grain));
+  parallel_for_threads(0, end, grain, [&](int64_t thread, int64_t first, int64_t last) noexcept {
+    threads.call(thread, [&](const Args& args) noexcept { function(args, first, last); });
+  });
 }
 
 template <class Args, class Scale>
 void run_forward(const ForwardKernels<Args>& kernels, const Args& args, const Scale& scale, int64_t rows) {
   if (!shares_rows(rows, args.cols)) {
-    parallel_for(0, rows, grain(args.cols), [&](int64_t begin, int64_t end) {
-      with_scale(args, scale, [&](const Args& args) { kernels.rows(args, begin, end); });
-    });
+    share_out(args, scale, rows, grain(args.cols),
+              [&](const Args& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
     return;
   }
-  with_scale(args, scale, [&](const Args& args) {
-    SpanSums squares(args.cols);
+  SpanSums squares(args.cols);
+  ThreadsArgs(args, scale, 1).call(0, [&](const Args& args) {
     for (int64_t row = 0; row < rows; row++) {
       parallel_for(0, squares.count(), kGrainElements / kSpan,
-                   [&](int64_t begin, int64_t end) { kernels.sums(args, row, begin, end, squares.data()); });
+                   [&](int64_t begin, int64_t end) noexcept { kernels.sums(args, row, begin, end, squares.data()); });
       const double square_sum = squares.total();
-      parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) {
+      parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) noexcept {
         kernels.columns(args, row, square_sum, begin, end);
       });
     }
@@ -109,19 +179,18 @@ template <class Args, class Scale>
 void run_backward(const BackwardKernels<Args>& kernels, const Args& args, const Scale& scale) {
   if (!shares_rows(args.rows, args.cols)) {
     const int64_t parts = chunk_count(args.rows / args.groups, args.rows_per_chunk) * args.groups;
-    parallel_for(0, parts, grain(args.rows_per_chunk * args.cols), [&](int64_t begin, int64_t end) {
-      with_scale(args, scale, [&](const Args& args) { kernels.rows(args, begin, end); });
-    });
+    share_out(args, scale, parts, grain(args.rows_per_chunk * args.cols),
+              [&](const Args& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
     return;
   }
-  with_scale(args, scale, [&](const Args& args) {
-    SpanSums squares(args.cols), dots(args.cols);
+  SpanSums squares(args.cols), dots(args.cols);
+  ThreadsArgs(args, scale, 1).call(0, [&](const Args& args) {
     for (int64_t row = 0; row < args.rows; row++) {
-      parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) {
+      parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) noexcept {
         kernels.sums(args, row, begin, end, squares.data(), dots.data());
       });
       const double square_sum = squares.total(), dot = dots.total();
-      parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) {
+      parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) noexcept {
         kernels.columns(args, row, square_sum, dot, begin, end);
       });
     }

@@ -2,6 +2,7 @@
 // functions of the Python module normops.triton.
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
+#include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../add_rms_norm_backend.h"
@@ -22,10 +23,11 @@ struct TritonBackend {
   static Tensor empty_contiguous(const Tensor& like) { return at::empty_like(like, at::MemoryFormat::Contiguous); }
 };
 
-// Imported when it is first needed: Triton takes a second.
+// Imported when it is first needed: Triton takes a second. Importing lets other threads run, which come here too: one
+// that waits for a plain static does so with the GIL, which the import then waits for.
 py::handle launchers() {
-  static const py::handle module = py::module_::import("normops.triton").release();
-  return module;
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::module_> module;
+  return module.call_once_and_store_result([] { return py::module_::import("normops.triton"); }).get_stored();
 }
 
 py::object to_python(const Tensor& tensor, const RowLayout& layout) {

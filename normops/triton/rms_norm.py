@@ -22,9 +22,9 @@ def _offsets(rows, inner, outer_stride, inner_stride):
 def _rstd(square_sum, cols, eps: tl.constexpr, compute: tl.constexpr):
     """1 / sqrt(mean + eps), rounded to nearest at each step."""
     if compute == tl.float64:
-        return 1.0 / tl.sqrt(square_sum / cols.to(tl.float64) + eps)
+        return 1.0 / tl.sqrt(square_sum / tl.cast(cols, tl.float64) + eps)
     else:  # without it, Triton would compile these lines for float64, too, and refuse to
-        return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square_sum, cols.to(tl.float32)) + eps))
+        return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square_sum, tl.cast(cols, tl.float32)) + eps))
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def forward_kernel(
 def _factors(squares, dots, cols, eps: tl.constexpr, compute: tl.constexpr):
     """rstd, and c = rstd^3 * mean(dy * w * x), of sums over a row."""
     rstd = _rstd(squares, cols, eps, compute)
-    return rstd, rstd * rstd * rstd * (dots / cols.to(compute))
+    return rstd, rstd * rstd * rstd * (dots / tl.cast(cols, compute))
 
 
 @triton.jit

@@ -1,0 +1,43 @@
+"""Forked processes, DataLoader's workers among them, after the parent has used its threads."""
+
+import sys
+from collections.abc import Iterator
+
+import memory_limits
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+
+COLS = 16384
+
+
+def results() -> list[Tensor]:
+    """Of every operator, into new memory, given memory and in place, of so much that threads share it."""
+    tensors: list[Tensor] = []
+    for call in memory_limits.CALLS.values():
+        tensors += memory_limits.flat(call(memory_limits.make_problem(8, COLS, False)))
+    return tensors
+
+
+class Results(Dataset[list[Tensor]]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return results()
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_workers_of_a_loader() -> None:
+    """They have one thread each; a process that is forked has none of the threads that its parent started."""
+    torch.set_num_threads(3)
+    expected = results()
+    # Without an answer in a minute, RuntimeError.
+    loader = DataLoader(Results(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
+    batches: Iterator[list[Tensor]] = iter(loader)
+    for _ in range(2):
+        for actual, wanted in zip(next(batches), expected, strict=True):
+            assert torch.equal(actual, wanted)

@@ -1,0 +1,43 @@
+"""Where memory runs out, an operator raises torch's error, and nothing else has happened."""
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import memory_limits
+import pytest
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of Linux")
+
+PROGRAM = Path(memory_limits.__file__)
+
+
+@pytest.fixture(scope="module")
+def happened() -> dict[str, list[str]]:
+    """By operator."""
+    malloc = {
+        "MALLOC_MMAP_THRESHOLD_": str(memory_limits.STEP),  # what the heap has no room for is a mapping of its own
+        "MALLOC_ARENA_MAX": "1",  # else malloc goes on to what it has reserved for other threads
+    }
+    environment = os.environ | malloc | {"OMP_WAIT_POLICY": "passive"}
+    command = (sys.executable, str(PROGRAM))
+    printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    by_operator = defaultdict(list)
+    for line in printed.stdout.splitlines():
+        name, _, what = line.partition(": ")
+        by_operator[name].append(what)
+    return by_operator
+
+
+@pytest.mark.parametrize("name", memory_limits.CALLS)
+def test_an_error_and_nothing_else(name: str, happened: dict[str, list[str]]) -> None:
+    """Whichever allocation fails: the process lives, inputs are what they were, the next call gives what it should."""
+    *outcomes, end = happened[name]
+    assert end == "ended with 0"
+    for kind in memory_limits.PROBLEMS:
+        *failed, done = (what for of, what in (outcome.split(": ", 1) for outcome in outcomes) if of == kind)
+        assert failed
+        assert all(what.startswith("no memory for ") and what.split()[-1].isdigit() for what in failed), failed
+        assert done == "done"
