@@ -7,12 +7,14 @@
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <map>
 #include <mutex>
 #include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <utility>
 
 namespace {
@@ -60,6 +62,9 @@ std::string readable(const std::string& mangled) {
   }
   return name.substr(0, name.find('('));
 }
+
+// As a driver does: threads that ask at the same time meet.
+void take_time() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
 
 Gpu& current_gpu() { return gpus[current_device]; }
 
@@ -197,6 +202,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int device) {
+  take_time();
   const std::lock_guard lock(mutex);
   calls << "cudaDeviceGetAttribute " << name << " of " << device << '\n';
   const Gpu& gpu = gpus[device];
@@ -217,6 +223,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int device) 
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
+  take_time();
   const std::lock_guard lock(mutex);
   Kernel* kernel = nullptr;
   if (const cudaError_t error = load(function, kernel); error != cudaSuccess) return error;
