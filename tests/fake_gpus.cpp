@@ -1,6 +1,6 @@
-// CUDA tensors in a build of torch without CUDA, on the devices of cuda_runtime_stub.cpp: their memory is the CPU's.
-// What torch needs of a device is here: a guard, streams, an allocator, and the operators that normops calls besides
-// its own.
+// CUDA tensors in a build of torch without CUDA, on the devices of cuda_runtime_stub.cpp or emulated_gpus.cpp: their
+// memory is the CPU's. What torch needs of a device is here: a guard, streams, an allocator, and the operators that
+// normops calls besides its own.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <string>
 
 extern "C" {  // of the stub
@@ -66,6 +67,7 @@ struct Allocator final : c10::Allocator {
                 std::to_string(current_streams[device.index()]))
                    .c_str());
     void* const data = std::aligned_alloc(512, (bytes + 512) / 512 * 512);
+    std::memset(data, 0xff, bytes);  // NaN, of any dtype: what nobody writes is seen
     return {data, new Block{data, bytes}, &release, device};
   }
   static void release(void* context) {
@@ -117,12 +119,13 @@ Tensor& zero(Tensor& target) {
   return target;
 }
 
-// With the same strides, as far as its elements reach.
+// With its strides and its place in its memory, which is copied as it is.
 Tensor to_gpu(const Tensor& tensor, int64_t index) {
   const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
-  Tensor there = empty_strided(tensor.sizes(), tensor.strides(), tensor.scalar_type(), {}, device, {});
-  on_cpu(there).copy_(tensor);
-  return there;
+  const int64_t bytes = static_cast<int64_t>(tensor.storage().nbytes());
+  const Tensor memory = empty({bytes / tensor.element_size()}, tensor.scalar_type(), {}, device, {}, {});
+  if (bytes > 0) std::memcpy(memory.mutable_data_ptr(), tensor.storage().data(), bytes);
+  return memory.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {

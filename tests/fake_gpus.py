@@ -1,12 +1,10 @@
-"""The operators on CUDA tensors without a GPU: what was built in place, over GPUs that write down what they are asked.
+"""The operators on CUDA tensors without a GPU, for processes that have loaded no other normops.
 
-Of the build, the CUDA runtime alone is another one, cuda_runtime_stub.cpp; fake_gpus.cpp gives torch CUDA tensors whose
-memory is the CPU's. Nothing computes.
+fake_gpu_builds.py builds them: cuda_runtime_stub.cpp has the GPUs, which write down what they are asked and compute
+nothing; fake_gpus.cpp gives torch tensors on them, whose memory is the CPU's.
 """
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TESTS = Path(__file__).parent
-BUILT = TESTS.parent / "build" / "ext"
-CXX = ("g++", "-std=c++20", "-g0", "-fPIC", "-Wall", "-Werror", "-fvisibility=hidden")
-CALLS = "libnormops_kernels.so"
+KERNELS = "libnormops_kernels.so"
 DEVICE = "libfake_gpus.so"
 
 CASES: dict[str, Callable[["Gpus"], None]] = {}
@@ -29,20 +24,10 @@ def case(function: Callable[["Gpus"], None]) -> Callable[["Gpus"], None]:
     return function
 
 
-def build(folder: Path, operators: Path, toolkit: list[str]) -> None:
-    """Links what nvcc compiled into ``folder``, beside ``operators`` as they are."""
-    stub = folder / "stub.o"
-    subprocess.run([*CXX, "-O1", *toolkit, "-c", str(TESTS / "cuda_runtime_stub.cpp"), "-o", str(stub)], check=True)
-    objects = [str(path) for name in ("cuda/*.o", "kernels/*.o", "glibc.o") for path in sorted(BUILT.glob(name))]
-    link = ["g++", "-shared", "-Wl,-soname,libnormops_kernels.so", "-Wl,--no-undefined"]
-    subprocess.run([*link, *objects, str(stub), "-o", str(folder / CALLS)], check=True)
-    torch_folder = Path(torch.__file__).parent
-    includes = [f"-isystem{torch_folder}/include{api}" for api in ("", "/torch/csrc/api/include")]
-    libraries = [f"-L{folder}", "-lnormops_kernels", f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu", "-ltorch"]
-    command = [*CXX, "-O0", "-DAT_PER_OPERATOR_HEADERS", *includes, "-shared", str(TESTS / "fake_gpus.cpp")]
-    subprocess.run([*command, *libraries, "-Wl,-rpath,$ORIGIN", "-o", str(folder / DEVICE)], check=True)
-    (folder / "torch").mkdir()
-    shutil.copy(operators, folder / "torch")
+def load(folder: Path) -> None:
+    torch.ops.load_library(str(folder / DEVICE))
+    (operators,) = (folder / "torch").iterdir()
+    torch.ops.load_library(str(operators))
 
 
 class Gpu(ctypes.Structure):
@@ -58,10 +43,8 @@ class Gpus:
     """The GPUs of this process, made in what ``build`` left in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
-        torch.ops.load_library(str(folder / DEVICE))
-        (operators,) = (folder / "torch").iterdir()
-        torch.ops.load_library(str(operators))
-        self._runtime = ctypes.CDLL(str(folder / CALLS))
+        load(folder)
+        self._runtime = ctypes.CDLL(str(folder / KERNELS))
         self._runtime.stub_gpu.restype = ctypes.POINTER(Gpu)
         self._runtime.stub_calls.restype = ctypes.c_char_p
         self._device = ctypes.CDLL(str(folder / DEVICE))
