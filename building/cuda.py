@@ -12,7 +12,10 @@ from typing import NamedTuple
 from building.errors import first_error, stop
 from building.torch_headers import Torch
 
-ALL_ARCHS = ("80", "90", "100")
+ALL_ARCHS = ("80", "90", "100", "120")
+# Later ones have nothing that the kernels use, and their PTX comes from another compiler, with which the gated forward
+# spills registers on sm_120.
+LATEST_PTX = 90
 OLDEST_ARCH = 80  # the first with bfloat16
 # Without contraction, as on the CPU. dispatch() is constexpr and runs on the device too.
 FLAGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
@@ -27,8 +30,9 @@ class Cuda(NamedTuple):
     @property
     def arch_flags(self) -> list[str]:
         """Code for every architecture; GPUs newer than all of them compile the last one's for themselves."""
-        flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
-        return [*flags, f"-gencode=arch=compute_{self.archs[-1]},code=compute_{self.archs[-1]}"]
+        ptx = [min(int(arch), LATEST_PTX) for arch in self.archs]
+        flags = [f"-gencode=arch=compute_{of},code=sm_{arch}" for of, arch in zip(ptx, self.archs, strict=True)]
+        return [*flags, f"-gencode=arch=compute_{ptx[-1]},code=compute_{ptx[-1]}"]
 
 
 class UnfitError(Exception):

@@ -9,7 +9,7 @@ import torch
 
 from building import ninja_file, torch_headers
 from building.compiler import find_compiler
-from building.cuda import find_cuda
+from building.cuda import Cuda, find_cuda
 from building.torch_headers import Torch, find_torches
 
 ROOT = Path(__file__).parent.parent
@@ -158,6 +158,19 @@ def test_architectures_on_request(tools: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NORMOPS_CUDA_ARCHS", "sm_90")
     wrong = "expected NORMOPS_CUDA_ARCHS to be all, or numbers from 80 like 80;90, but got sm_90"
     assert stopped(lambda: find_cuda(WITH_CUDA)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("archs", "made"),
+    [
+        (["80", "86"], {"sm_80": "80", "sm_86": "86", "compute_86": "86"}),
+        (["80", "90", "120"], {"sm_80": "80", "sm_90": "90", "sm_120": "90", "compute_90": "90"}),
+        (["120"], {"sm_120": "90", "compute_90": "90"}),
+    ],
+)
+def test_from_sm_90_on_one_ptx_serves_all(archs: list[str], made: dict[str, str]) -> None:
+    flags = Cuda("nvcc", "13.0", archs, []).arch_flags
+    assert flags == [f"-gencode=arch=compute_{ptx},code={code}" for code, ptx in made.items()]
 
 
 def test_an_unfit_nvcc_leaves_a_cpu_build(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
