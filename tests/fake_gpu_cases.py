@@ -165,7 +165,7 @@ def what_a_kernel_asks_for_it_asks_once(gpus: Gpus) -> None:
 
 
 @case
-def early_starts_are_for_the_architectures_that_were_tried(gpus: Gpus) -> None:
+def early_starts_are_for_sm_90_and_sm_100(gpus: Gpus) -> None:
     gpus[1].major = 10
     gpus[2].major = 12
     equal([forward(gpus, device)[-2].endswith(" early") for device in range(3)], [True, True, False])

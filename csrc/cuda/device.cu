@@ -37,7 +37,7 @@ int largest_cluster(int multiprocessors, int64_t shared_bytes) {
   return 1;
 }
 
-// The architectures on which early starts have been tried: captured on sm_120, others had them refused.
+// Where others are known to capture early starts into graphs: on sm_120 they saw them refused there (sglang#18596).
 bool starts_kernels_early(int major) {
   static const bool is_wanted = [] {
     const char* setting = std::getenv("NORMOPS_EARLY_START");
