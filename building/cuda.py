@@ -12,7 +12,10 @@ from typing import NamedTuple
 from building.errors import first_error, stop
 from building.torch_headers import Torch
 
-ALL_ARCHS = ("80", "90", "100")
+ALL_ARCHS = ("80", "90", "100", "120")
+# Later ones have nothing that the kernels use, and their PTX comes from another compiler, with which the gated forward
+# spills registers on sm_120.
+LATEST_PTX = 90
 OLDEST_ARCH = 80  # the first with bfloat16
 # What torch.utils.cpp_extension understands in TORCH_CUDA_ARCH_LIST.
 ARCHS_OF_NAMES = {
@@ -44,8 +47,9 @@ class Cuda(NamedTuple):
     @property
     def arch_flags(self) -> list[str]:
         """Code for every architecture; GPUs newer than all of them compile the last one's for themselves."""
-        flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
-        return [*flags, f"-gencode=arch=compute_{self.archs[-1]},code=compute_{self.archs[-1]}"]
+        ptx = [min(int(arch), LATEST_PTX) for arch in self.archs]
+        flags = [f"-gencode=arch=compute_{of},code=sm_{arch}" for of, arch in zip(ptx, self.archs, strict=True)]
+        return [*flags, f"-gencode=arch=compute_{ptx[-1]},code=compute_{ptx[-1]}"]
 
 
 class UnfitError(Exception):
@@ -63,7 +67,7 @@ def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
         if wanted == "1":
             stop(f"expected nvcc on PATH or in CUDA_HOME/bin because {because}, but found none")
         return None, "no: there is no nvcc on PATH or in CUDA_HOME/bin"
-    if wanted == "auto" and not any(torch.has_cuda for torch in torches):
+    if wanted == "auto" and not any(torch.cuda for torch in torches):
         return (
             None,
             f"no: torch {torches[0].version} does not run on GPUs (NORMOPS_CUDA=1 compiles for them all the same)",
@@ -74,7 +78,20 @@ def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
         if wanted == "1" or "NORMOPS_CUDA_ARCHS" in os.environ:
             stop(f"{unfit}; NORMOPS_CUDA=0 builds without CUDA kernels")
         return None, f"no: {unfit}; this build has CPU kernels alone, NORMOPS_CUDA=1 makes this an error"
-    return cuda, f"{' '.join(f'sm_{arch}' for arch in cuda.archs)} ({why}), with {cuda.nvcc} {cuda.version}"
+    archs = " ".join(f"sm_{arch}" for arch in cuda.archs)
+    return cuda, f"{archs} ({why}), with {cuda.nvcc} {cuda.version}{_about_drivers(cuda, torches)}"
+
+
+def _about_drivers(cuda: Cuda, torches: Sequence[Torch]) -> str:
+    """A warning if these run on drivers on which the runtime of this toolkit does not, as that is linked statically."""
+    major = int(cuda.version.split(".")[0])
+    older = [torch for torch in torches if torch.cuda is not None and int(torch.cuda.split(".")[0]) < major]
+    if not older:
+        return ""
+    return (
+        f"\n  warning: torch {older[0].version} runs on drivers for CUDA {older[0].cuda}, where kernels of nvcc "
+        f"{cuda.version} fail at the first call: CUDA_HOME names another toolkit"
+    )
 
 
 def _wanted() -> tuple[str, str]:
@@ -135,9 +152,12 @@ def _archs(known: Sequence[str]) -> tuple[list[str], str]:
         if not usable:
             raise UnfitError(f"expected an architecture from sm_{OLDEST_ARCH} on, but got {why}")
         return usable, why
-    here = _gpus_here()
+    here, why_none = _gpus_here()
     if not here:
-        return [str(OLDEST_ARCH)], "no GPU here; later ones compile it when they first run it; NORMOPS_CUDA_ARCHS=all"
+        return [str(OLDEST_ARCH)], (
+            f"{why_none}; later ones compile it when they first run it, without clusters and early starts: "
+            "NORMOPS_CUDA_ARCHS names them, or all"
+        )
     newest = max(int(arch) for arch in known)
     of_gpus = sorted({min(arch, newest) for arch in here if arch >= OLDEST_ARCH})
     if not of_gpus:
@@ -163,27 +183,45 @@ def _archs_for_torch(named: str) -> list[str] | None:
     return [str(arch) for arch in sorted(archs)]
 
 
-def _gpus_here() -> list[int]:
+def _gpus_here() -> tuple[list[int], str]:
+    """Their architectures; if there are none, why."""
     try:
         result = subprocess.run(
-            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
     except OSError:
-        return []
-    return [int(line.replace(".", "")) for line in result.stdout.split() if re.fullmatch(r"\d+\.\d+", line)]
+        return [], "there is no nvidia-smi on PATH to tell the GPUs here"
+    if result.returncode != 0:
+        return [], f"nvidia-smi does not tell the GPUs here, but: {first_error(result.stdout)}"
+    found = [int(line.replace(".", "")) for line in result.stdout.split() if re.fullmatch(r"\d+\.\d+", line)]
+    return found, "no GPU here"
+
+
+PROBE = """
+#include <concepts>
+#include <cuda_bf16.h>
+__global__ void probe(unsigned address) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %0, [%0];" ::"r"(address) : "memory");
+#endif
+}
+"""
 
 
 def _try(cuda: Cuda) -> None:
-    """Compiles a few lines: the host compiler may be too new for nvcc, or missing."""
+    """Compiles a few lines: nvcc may be too old, the host compiler too new for it, or missing."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cu"
-        source.write_text("#include <concepts>\n#include <cuda_bf16.h>\n__global__ void probe() {}\n")
+        source.write_text(PROBE)
         command = [cuda.nvcc, *FLAGS, *cuda.arch_flags, "-c", str(source), "-o", f"{folder}/probe.o"]
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode != 0:
         raise UnfitError(
-            f"expected {cuda.nvcc} {cuda.version} to compile C++20 (12.0 and later do, with a host compiler that it "
-            f"supports, which NVCC_CCBIN names), but got: {first_error(result.stdout)}"
+            f"expected {cuda.nvcc} {cuda.version} to compile C++20 and st.async (12.1 and later do, with a host "
+            f"compiler that it supports, which NVCC_CCBIN names), but got: {first_error(result.stdout)}"
         )
 
 

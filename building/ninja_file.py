@@ -83,7 +83,9 @@ def _write_rules(writer: Writer, plan: Plan) -> None:
         )
     if plan.cuda is not None:
         # Beside the object, the registers and the stack of every kernel, which tests/test_cuda_compile.py reads.
-        nvcc = _join([plan.cuda.nvcc, *CUDA_FLAGS, *plan.cuda.arch_flags, "-Xptxas=-v"])
+        comma = "\\,"  # for nvcc, which else takes what is behind for another option
+        archs = f"-DNORMOPS_CUDA_ARCHS={comma.join(plan.cuda.archs)}"  # for build_info
+        nvcc = _join([plan.cuda.nvcc, *CUDA_FLAGS, *plan.cuda.arch_flags, archs, "-Xptxas=-v"])
         writer.rule(
             "cuda",
             f"{nvcc} -MD -MF $out.d -c $in -o $out > $out.ptxas 2>&1 || (cat $out.ptxas; exit 1)",

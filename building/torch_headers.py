@@ -14,7 +14,8 @@ OLDEST = (2, 11)
 class Torch(NamedTuple):
     version: str
     folder: Path
-    has_cuda: bool
+    cuda: str | None
+    """The version that it was built with."""
 
     @property
     def minor(self) -> str:
@@ -52,4 +53,5 @@ def _read(folder: Path) -> Torch:
             f"expected torch {'.'.join(map(str, OLDEST))} or later, but got torch {version[1]}: "
             "pip install --upgrade torch"
         )
-    return Torch(version[1], folder, re.search(r"^cuda\b.* = '", text, re.MULTILINE) is not None)
+    cuda = re.search(r"^cuda\b.* = '([^']+)'", text, re.MULTILINE)
+    return Torch(version[1], folder, cuda[1] if cuda is not None else None)

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Timer
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 STEP_SECONDS = 540
 OUT_OF_TIME = 124  # as timeout(1) has it
@@ -103,6 +105,13 @@ def run(part: Part, seconds: float, log: Path) -> int:
     return OUT_OF_TIME if status == -signal.SIGKILL else status
 
 
+def name_architecture() -> None:
+    """Of the GPU that torch runs on, unless something else was asked for: nvidia-smi may be missing."""
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        os.environ.setdefault("NORMOPS_CUDA_ARCHS", f"{major}{minor}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=int, choices=(1, 2, 3), required=True)
@@ -111,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    name_architecture()
     end = time.monotonic() + STEP_SECONDS
     has_failed = False
     for part in parts(given.step, given.device, out):

@@ -101,6 +101,6 @@ def test_cuda_is_built_as_asked() -> None:
         pytest.skip("built without CUDA")
     archs = os.environ.get("NORMOPS_CUDA_ARCHS")
     if archs:
-        assert info["cuda_archs"] == (["80", "90", "100"] if archs == "all" else archs.split(";"))
+        assert info["cuda_archs"] == (["80", "90", "100", "120"] if archs == "all" else archs.split(";"))
     release = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
     assert f"release {info['cuda_version']}," in release

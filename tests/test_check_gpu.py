@@ -1,11 +1,13 @@
 """What make check-gpu does on a GPU begins and ends on the CPU, too, and loses nothing when a part of it fails."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import check_gpu
 import pytest
+import torch
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -18,6 +20,19 @@ def test_rehearsal(step: int, tmp_path: Path) -> None:
     assert [line.split(": ")[0] for line in summary.splitlines()] == [f"step {step}, {name}" for name in names]
     if step != 2:
         assert json.loads((tmp_path / f"step{step}" / "results.json").read_text())["measurements"]
+
+
+@pytest.mark.parametrize(
+    ("is_available", "named", "expected"), [(True, None, "90"), (True, "80", "80"), (False, None, None)]
+)
+def test_the_architecture_is_that_of_torchs_gpu(
+    is_available: bool, named: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(os, "environ", {} if named is None else {"NORMOPS_CUDA_ARCHS": named})
+    check_gpu.name_architecture()
+    assert os.environ.get("NORMOPS_CUDA_ARCHS") == expected
 
 
 def test_parts_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

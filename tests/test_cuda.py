@@ -1,11 +1,16 @@
 """What only a GPU shows: every launch configuration on the device itself, streams, graphs, many rows."""
 
+import subprocess
+import sys
+
 import cases
 import oracle
 import pytest
 import torch
 from cases import EPS
 from torch import Tensor
+
+import normops
 
 ops = torch.ops.normops
 
@@ -69,6 +74,46 @@ def test_captured_into_a_graph(cols: int, device: str) -> None:
         assert torch.equal(y, ops.rms_norm(x, [cols], w, EPS))
         for actual, expected in zip((dx, dw), ops.rms_norm_backward(dy, x, [cols], w, EPS), strict=True):
             assert torch.equal(actual, expected)
+
+
+FIRST_CALL = """
+import sys
+import torch, normops
+
+backend, mode, is_warm, cols = sys.argv[1], sys.argv[2], sys.argv[3] == "warm", int(sys.argv[4])
+normops.use_backend(backend)
+x, w = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((9, cols), (cols,)))
+
+def call():
+    y = torch.ops.normops.rms_norm(x, [cols], w, 1e-5)
+    return y, *torch.ops.normops.rms_norm_backward(y, x, [cols], w, 1e-5)
+
+if is_warm:
+    call()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode=mode):
+    results = call()
+x.mul_(2)
+graph.replay()
+assert all(map(torch.equal, results, call()))
+"""
+
+
+@pytest.mark.parametrize("cols", [128, 4096, 65536])
+@pytest.mark.parametrize(
+    ("backend", "mode", "before"),
+    [("cuda", "global", "cold"), ("triton", "relaxed", "cold"), ("triton", "global", "warm")],
+)
+def test_the_first_call_of_a_process_is_captured(backend: str, mode: str, before: str, cols: int) -> None:
+    """As docs/pytorch.md says of either backend."""
+    try:
+        with normops.use_backend(backend):
+            pass
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    command = [sys.executable, "-c", FIRST_CALL, backend, mode, before, str(cols)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_current_stream_is_used(device: str) -> None:

@@ -37,7 +37,7 @@ def kernel_name(mangled: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("arch", ["80", "90", "100"])
+@pytest.mark.parametrize("arch", ["80", "90", "100", "120"])
 def test_no_kernel_spills_registers(arch: str) -> None:
     if not cuda_traces.OBJECTS.exists() or arch not in normops.build_info()["cuda_archs"]:
         if os.environ.get("NORMOPS_CUDA") == "1":

@@ -11,6 +11,7 @@ from typing import Any
 
 import cases
 import emulated_cuda
+import fake_gpu_builds
 import oracle
 import pytest
 import torch
@@ -481,6 +482,14 @@ def test_gates_of_any_size(kernels: Kernels, activation: str, norm_before_gate: 
         assert gradient is not None
         assert bounded is not None
         oracle.assert_within(gradient, bounded, name)
+
+
+def test_operators(kernels: Kernels, program_folder: Path, tmp_path: Path) -> None:
+    """What lies between torch and the kernels, on CUDA tensors whose memory is the CPU's."""
+    fake_gpu_builds.need_cuda()
+    fake_gpu_builds.build_emulated(tmp_path, program_folder / "cuda_kernels.so")
+    result = fake_gpu_builds.run(Path(__file__).with_name("emulated_operators.py"), tmp_path)
+    assert result.returncode == 0, result.stderr
 
 
 def test_memory_that_kernels_access(program_folder: Path) -> None:

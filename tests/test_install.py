@@ -10,16 +10,16 @@ import torch
 
 from building import ninja_file, run, torch_headers
 from building.compiler import find_compiler
-from building.cuda import find_cuda
+from building.cuda import Cuda, find_cuda
 from building.torch_headers import Torch, find_torches
 
 ROOT = Path(__file__).parent.parent
-WITH_CUDA = [Torch("2.15.0+cu132", Path("/torch"), has_cuda=True)]
-WITHOUT = [Torch("2.13.0+cpu", Path("/torch"), has_cuda=False)]
+WITH_CUDA = [Torch("2.15.0+cu132", Path("/torch"), cuda="13.2")]
+WITHOUT = [Torch("2.13.0+cpu", Path("/torch"), cuda=None)]
 HOST_ERROR = "host_config.h:143:2: error: #error -- unsupported GNU version! gcc versions later than 13 are not!"
 FAKE_NVCC = """#!/bin/sh
 case "$*" in
-*--version*) echo "Cuda compilation tools, release 12.4, V12.4.131" ;;
+*--version*) echo "Cuda compilation tools, release {version}, V{version}.131" ;;
 *--dryrun*) echo '#$ LIBRARIES=  "-L/toolkit/lib64"' >&2 ;;
 *--list-gpu-arch*) printf "compute_75\\ncompute_80\\ncompute_86\\ncompute_90\\n" ;;
 *) {compile} ;;
@@ -43,8 +43,8 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def fake_nvcc(tools: Path, compile_as: str = "true") -> str:
-    return str(script(tools / "nvcc", FAKE_NVCC.format(compile=compile_as)))
+def fake_nvcc(tools: Path, compile_as: str = "true", version: str = "12.4") -> str:
+    return str(script(tools / "nvcc", FAKE_NVCC.format(compile=compile_as, version=version)))
 
 
 def fake_gpus(tools: Path, *capabilities: str) -> None:
@@ -82,10 +82,16 @@ def test_a_torch_without_cuda_needs_none(tools: Path, monkeypatch: pytest.Monkey
     assert cuda is not None
 
 
+LATER = (
+    "later ones compile it when they first run it, without clusters and early starts: NORMOPS_CUDA_ARCHS names them, "
+    "or all"
+)
+
+
 @pytest.mark.parametrize(
     ("gpus", "archs", "why"),
     [
-        ((), ["80"], "no GPU here; later ones compile it when they first run it; NORMOPS_CUDA_ARCHS=all"),
+        ((), ["80"], f"no GPU here; {LATER}"),
         (("8.6",), ["86"], "of the GPUs here"),
         (("9.0", "8.0", "9.0", "7.5"), ["80", "90"], "of the GPUs here"),
         (("12.0",), ["90"], "of the GPUs here"),  # newer than this nvcc knows: it compiles for itself
@@ -98,6 +104,45 @@ def test_architectures_are_those_of_the_gpus(tools: Path, gpus: tuple[str, ...],
     assert cuda is not None
     assert (cuda.archs, cuda.library_dirs) == (archs, ["/toolkit/lib64"])
     assert said == f"{' '.join(f'sm_{arch}' for arch in archs)} ({why}), with {nvcc} 12.4"
+
+
+def test_no_nvidia_smi_or_one_that_fails_is_said(tools: Path) -> None:
+    nvcc = fake_nvcc(tools)
+    missing = f"sm_80 (there is no nvidia-smi on PATH to tell the GPUs here; {LATER}), with {nvcc} 12.4"
+    assert find_cuda(WITH_CUDA)[1] == missing
+    script(
+        tools / "nvidia-smi", "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
+    )
+    why = "nvidia-smi does not tell the GPUs here, but: Failed to initialize NVML: Driver/library version mismatch"
+    assert find_cuda(WITH_CUDA)[1] == f"sm_80 ({why}; {LATER}), with {nvcc} 12.4"
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "cuda", "warns"), [("13.0", "12.6", True), ("13.0", "13.2", False), ("12.4", "13.0", False)]
+)
+def test_a_toolkit_that_wants_a_later_driver_than_torch(tools: Path, nvcc: str, cuda: str, warns: bool) -> None:
+    fake_nvcc(tools, version=nvcc)
+    torches = [Torch("2.11.0", Path("/torch"), cuda), *WITHOUT]
+    _, _, warning = find_cuda(torches)[1].partition("\n")
+    expected = (
+        f"  warning: torch 2.11.0 runs on drivers for CUDA {cuda}, where kernels of nvcc {nvcc} fail at the first "
+        "call: CUDA_HOME names another toolkit"
+    )
+    assert warning == (expected if warns else "")
+
+
+OLD_PTX = "ptxas probe.ptx, line 22; error   : Feature 'st.async' requires PTX ISA .version 8.1 or later"
+COMPILE_AS_12_0 = f"""
+    for file in "$@"; do case $file in *.cu)
+      while read -r line; do case $line in *st.async*) echo "{OLD_PTX}"; exit 1 ;; esac; done < $file ;;
+    esac; done"""
+
+
+def test_an_nvcc_without_st_async_leaves_a_cpu_build(tools: Path) -> None:
+    nvcc = fake_nvcc(tools, COMPILE_AS_12_0, "12.0")
+    _, said = find_cuda(WITH_CUDA)
+    assert said.startswith(f"no: expected {nvcc} 12.0 to compile C++20 and st.async (12.1 and later do, with")
+    assert OLD_PTX in said
 
 
 def test_architectures_on_request(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,11 +259,24 @@ def test_compilers_at_a_time(tools: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert stopped(run.jobs) == f"expected MAX_JOBS to be a number from 1 on, but got {wrong}"
 
 
+@pytest.mark.parametrize(
+    ("archs", "made"),
+    [
+        (["80", "86"], {"sm_80": "80", "sm_86": "86", "compute_86": "86"}),
+        (["80", "90", "120"], {"sm_80": "80", "sm_90": "90", "sm_120": "90", "compute_90": "90"}),
+        (["120"], {"sm_120": "90", "compute_90": "90"}),
+    ],
+)
+def test_from_sm_90_on_one_ptx_serves_all(archs: list[str], made: dict[str, str]) -> None:
+    flags = Cuda("nvcc", "13.0", archs, []).arch_flags
+    assert flags == [f"-gencode=arch=compute_{ptx},code={code}" for code, ptx in made.items()]
+
+
 def test_an_unfit_nvcc_leaves_a_cpu_build(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = fake_nvcc(tools, f"echo '{HOST_ERROR}'; exit 1")
     why = (
-        f"expected {nvcc} 12.4 to compile C++20 (12.0 and later do, with a host compiler that it supports, which "
-        f"NVCC_CCBIN names), but got: {HOST_ERROR}"
+        f"expected {nvcc} 12.4 to compile C++20 and st.async (12.1 and later do, with a host compiler that it "
+        f"supports, which NVCC_CCBIN names), but got: {HOST_ERROR}"
     )
     notice = f"no: {why}; this build has CPU kernels alone, NORMOPS_CUDA=1 makes this an error"
     assert find_cuda(WITH_CUDA) == (None, notice)
@@ -298,9 +356,9 @@ def test_torches_by_their_folders(tools: Path, tmp_path: Path, monkeypatch: pyte
         torch_folder(tmp_path / "b", "2.15.0+cu132", "'13.2'"),
     ]
     monkeypatch.setenv("NORMOPS_TORCH_FOLDERS", ":".join(map(str, folders)))
-    assert [(t.version, t.minor, t.has_cuda) for t in find_torches()] == [
-        ("2.11.0+cpu", "2.11", False),
-        ("2.15.0+cu132", "2.15", True),
+    assert [(t.version, t.minor, t.cuda) for t in find_torches()] == [
+        ("2.11.0+cpu", "2.11", None),
+        ("2.15.0+cu132", "2.15", "13.2"),
     ]
     monkeypatch.setenv("NORMOPS_TORCH_FOLDERS", str(torch_folder(tmp_path / "c", "2.10.1")))
     assert stopped(find_torches) == "expected torch 2.11 or later, but got torch 2.10.1: pip install --upgrade torch"
@@ -312,7 +370,7 @@ def test_torches_by_their_folders(tools: Path, tmp_path: Path, monkeypatch: pyte
 def test_the_installed_torch_is_found_without_importing_it(tools: Path) -> None:
     (found,) = find_torches()
     assert found.version == torch.__version__
-    assert found.has_cuda == (torch.version.cuda is not None)
+    assert found.cuda == torch.version.cuda
 
 
 def test_setuptools_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,7 @@ struct ScaleOf {
     __device__ OfGroup(const ScaleOf& scale, int64_t group, int64_t cols) : scale_(scale) {
       const DType dtype = scale.weight.dtype;
       const int64_t bytes = dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
+      // Of all threads, the same value: racecheck reports it.
       weight() = static_cast<const char*>(scale.weight.data) + group * cols * bytes;
     }
 

@@ -5,9 +5,9 @@
 namespace normops::cuda {
 
 std::vector<std::string> compiled_archs() {
-  // nvcc defines the list in tens: 800,900 for sm_80 and sm_90.
+  // The build's own list: nvcc's is of the PTX that code is made from.
   std::vector<std::string> archs;
-  for (const int arch : {__CUDA_ARCH_LIST__}) archs.push_back(std::to_string(arch / 10));
+  for (const int arch : {NORMOPS_CUDA_ARCHS}) archs.push_back(std::to_string(arch));
   return archs;
 }
 

@@ -48,7 +48,8 @@ class Arrivals {
 #endif
   }
 
-  // The number `time`, counted from 0. Thereafter what has come can be read.
+  // The number `time`, counted from 0. Thereafter what has come can be read: acquire.cta, the default, is enough, as in
+  // CUTLASS, since it came into this block's own memory, and is counted there.
   __device__ void wait(unsigned time) {
 #if NORMOPS_CLUSTERS
     unsigned is_over;

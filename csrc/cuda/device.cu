@@ -1,4 +1,5 @@
-#include <vector>
+#include <cstdlib>
+#include <string_view>
 
 #include "cluster.cuh"
 #include "rms_norm_launch.h"
@@ -36,34 +37,31 @@ int largest_cluster(int multiprocessors, int64_t shared_bytes) {
   return 1;
 }
 
-Device describe(int device) {
-  int current = 0;
-  check(cudaGetDevice(&current));
-  check(cudaSetDevice(device));
-  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
-  const int64_t shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const bool is_sm_90 = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 && runs_code_of_sm_90();
-  const Device described = {multiprocessors, shared_bytes,
-                            is_sm_90 ? largest_cluster(multiprocessors, shared_bytes) : 1, is_sm_90};
-  check(cudaSetDevice(current));
-  return described;
+// Where others are known to capture early starts into graphs: on sm_120 they saw them refused there (sglang#18596).
+bool starts_kernels_early(int major) {
+  static const bool is_wanted = [] {
+    const char* setting = std::getenv("NORMOPS_EARLY_START");
+    return setting == nullptr || std::string_view(setting) != "0";
+  }();
+  return is_wanted && (major == 9 || major == 10);
 }
 
-std::vector<Device> all_devices() {
-  int count = 0;
-  check(cudaGetDeviceCount(&count));
-  std::vector<Device> devices;
-  for (int device = 0; device < count; device++) devices.push_back(describe(device));
-  return devices;
+// The current one: asking about any other would make a context on it, in memory that is another process's to use.
+Device describe(int device) {
+  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
+  const int64_t shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor, device);
+  const bool is_sm_90 = major >= 9 && runs_code_of_sm_90();
+  return {multiprocessors, shared_bytes, is_sm_90 ? largest_cluster(multiprocessors, shared_bytes) : 1,
+          is_sm_90 && starts_kernels_early(major)};
 }
 
 }  // namespace
 
 Device current_device() {
-  static const std::vector<Device> devices = all_devices();  // asked once: every call of an operator needs it
-  int device = 0;
-  check(cudaGetDevice(&device));
-  return devices.at(device);
+  static Once<int, Device> devices;  // every call of an operator needs it
+  const int device = current_device_index();
+  return devices(device, [&] { return describe(device); });
 }
 
 }  // namespace normops::cuda

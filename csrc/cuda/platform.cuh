@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #if defined(NORMOPS_CUDA_EMULATION)
 #include "cuda_emulation.h"
@@ -121,20 +122,81 @@ inline void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("normops: CUDA: ") + cudaGetErrorString(error));
 }
 
+inline int current_device_index() {
+  int device = 0;
+  check(cudaGetDevice(&device));
+  return device;
+}
+
+// While it lives, its thread may load code and ask a device, though a graph is being captured, by this thread or
+// another: neither belongs to the graph, but without this they end the capture.
+class MayLoadInCapture {
+ public:
+  MayLoadInCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~MayLoadInCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  MayLoadInCapture(const MayLoadInCapture&) = delete;
+  MayLoadInCapture& operator=(const MayLoadInCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the thread's own
+};
+
+// What is found out once for each key, by the thread that comes first; if that fails, the next one tries again.
+template <class Key, class Value>
+class Once {
+ public:
+  template <class Find>
+  Value operator()(const Key& key, Find find) {
+    const std::lock_guard lock(mutex_);
+    const auto place = known_.find(key);
+    if (place != known_.end()) return place->second;
+    const MayLoadInCapture may_load;
+    return known_.emplace(key, find()).first->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<Key, Value> known_;
+};
+
+// Before a kernel runs on the current device: it is loaded, which its first launch would else do, in a capture perhaps,
+// and asks for what not every kernel gets. Once, or again if it needs more.
+inline void prepare(const void* kernel, const LaunchShape& shape) {
+  struct Granted {
+    int64_t shared_bytes = 48 << 10;
+    unsigned blocks_of_cluster = 8;
+  };
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, Granted> prepared;
+  const std::pair key(kernel, current_device_index());
+  const std::lock_guard lock(mutex);
+  auto place = prepared.find(key);
+  const auto is_granted = [&] {
+    return shape.shared_bytes <= place->second.shared_bytes && shape.grid.y <= place->second.blocks_of_cluster;
+  };
+  if (place != prepared.end() && is_granted()) return;
+  const MayLoadInCapture may_load;
+  if (place == prepared.end()) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel));  // which loads it
+    place = prepared.emplace(key, Granted()).first;
+  }
+  Granted& granted = place->second;
+  if (shape.grid.y > granted.blocks_of_cluster) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    granted.blocks_of_cluster = shape.grid.y;
+  }
+  if (shape.shared_bytes > granted.shared_bytes) {
+    const int bytes = static_cast<int>(shape.shared_bytes);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    granted.shared_bytes = shape.shared_bytes;
+  }
+}
+
 // Calls use(config), which points to what lives no longer.
 template <class... Params, class Use>
 void with_launch_config(void (*kernel)(Params...), const LaunchShape& shape, Use use) {
-  // Beyond these, a kernel has to ask.
-  constexpr int64_t kSharedBytesOfAll = 48 << 10;
-  constexpr unsigned kBlocksOfAnyCluster = 8;
-  if (shape.grid.y > kBlocksOfAnyCluster) {
-    check(
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-  }
-  if (shape.shared_bytes > kSharedBytesOfAll) {
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shape.shared_bytes)));
-  }
+  prepare(reinterpret_cast<const void*>(kernel), shape);
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;
   config.blockDim = shape.block;
@@ -166,25 +228,23 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, c
 // each kernel.
 template <class... Params>
 int64_t clusters_at_once(void (*kernel)(Params...), const LaunchShape& shape, int multiprocessors) {
-  static std::mutex mutex;
-  static std::map<std::tuple<void (*)(Params...), int, unsigned, unsigned>, int64_t> known;
-  int device = 0;
-  check(cudaGetDevice(&device));
-  const std::lock_guard lock(mutex);
-  int64_t& count = known[{kernel, device, shape.block.x * shape.block.y, shape.grid.y}];
-  if (count > 0) return count;
-  with_launch_config(kernel, shape, [&](cudaLaunchConfig_t& config) {
-    int found = 0;
-    if (shape.grid.y > 1) {
-      check(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
-      count = found;
-    } else {
-      const int threads = static_cast<int>(shape.block.x * shape.block.y);
-      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, threads, shape.shared_bytes));
-      count = static_cast<int64_t>(found) * multiprocessors;
-    }
+  static Once<std::tuple<void (*)(Params...), int, unsigned, unsigned>, int64_t> at_once;
+  const unsigned threads = shape.block.x * shape.block.y;
+  return at_once({kernel, current_device_index(), threads, shape.grid.y}, [&] {
+    int64_t count = 0;
+    with_launch_config(kernel, shape, [&](cudaLaunchConfig_t& config) {
+      int found = 0;
+      if (shape.grid.y > 1) {
+        check(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
+        count = found;
+      } else {
+        const int block = static_cast<int>(threads);
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, block, shape.shared_bytes));
+        count = static_cast<int64_t>(found) * multiprocessors;
+      }
+    });
+    return count;
   });
-  return count;
 }
 
 #endif

@@ -1,0 +1,289 @@
+// Stands for the CUDA runtime under the kernels' launchers as nvcc compiles them: GPUs that only write down what they
+// are asked. What is not here normops does not call, or its library does not link: no synchronization, no memory, no
+// cudaSetDevice, no count of the devices.
+//
+// What can go wrong goes wrong here, too: a kernel is loaded when it is first used, which a capture does not survive; a
+// device that is busy gets no context; and what a kernel has to ask for it does not get unasked.
+#include <cuda_runtime_api.h>
+#include <cxxabi.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <utility>
+
+namespace {
+
+constexpr int kDevices = 3;
+
+// Mirrored by fake_gpus.py.
+struct Gpu {
+  int major = 9;
+  int code = 90;  // of which architecture the code is that it runs
+  int multiprocessors = 132;
+  int shared_bytes = 227 << 10;
+  int largest_cluster = 16;
+  int is_busy = 0;
+  int has_context = 0;
+};
+
+struct Kernel {
+  std::string name;
+  int shared_bytes = 48 << 10;
+  int cluster = 8;
+};
+
+std::mutex mutex;
+Gpu gpus[kDevices];
+std::ostringstream calls;
+std::map<std::pair<const void*, int>, Kernel> loaded;
+bool is_capturing, is_capture_valid;
+thread_local int current_device;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+// Of all kernels, which objects register before anything here is made.
+std::map<const void*, std::string>& names() {
+  static std::map<const void*, std::string> all;
+  return all;
+}
+
+// A function without its arguments and its namespace, with those of its templates: rms_norm_kernel<float, 4, Plain>.
+std::string readable(const std::string& mangled) {
+  char* const text = abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, nullptr);
+  std::string name = text == nullptr ? mangled : text;
+  std::free(text);
+  for (const std::string room : {"normops::cuda::", "(anonymous namespace)::", "void "}) {
+    for (size_t place; (place = name.find(room)) != std::string::npos;) name.erase(place, room.size());
+  }
+  return name.substr(0, name.find('('));
+}
+
+// As a driver does: threads that ask at the same time meet.
+void take_time() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
+
+Gpu& current_gpu() { return gpus[current_device]; }
+
+// What makes a context where there is none.
+cudaError_t use_device() {
+  if (current_gpu().is_busy) return cudaErrorDevicesUnavailable;
+  current_gpu().has_context = 1;
+  return cudaSuccess;
+}
+
+// What a capture does not survive, unless the thread takes it upon itself.
+cudaError_t change_device() {
+  if (!is_capturing || capture_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
+  is_capture_valid = false;
+  return cudaErrorStreamCaptureUnsupported;
+}
+
+cudaError_t load(const void* function, Kernel*& kernel) {
+  const std::pair key(function, current_device);
+  if (!loaded.contains(key)) {
+    if (const cudaError_t error = use_device(); error != cudaSuccess) return error;
+    if (const cudaError_t error = change_device(); error != cudaSuccess) return error;
+    loaded[key].name = readable(names().at(function));
+    calls << "load " << loaded[key].name << '\n';
+  }
+  kernel = &loaded[key];
+  return cudaSuccess;
+}
+
+cudaError_t check_shape(const Kernel& kernel, size_t shared_bytes, int cluster) {
+  if (static_cast<int64_t>(shared_bytes) > kernel.shared_bytes) return cudaErrorInvalidValue;
+  return cluster > kernel.cluster || cluster > current_gpu().largest_cluster ? cudaErrorInvalidClusterSize
+                                                                             : cudaSuccess;
+}
+
+struct Attributes {
+  int cluster = 1;
+  bool starts_early = false;
+};
+
+Attributes attributes_of(const cudaLaunchConfig_t& config) {
+  Attributes found;
+  for (unsigned i = 0; i < config.numAttrs; i++) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension)
+      found.cluster = static_cast<int>(attribute.val.clusterDim.y);
+    if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      found.starts_early = attribute.val.programmaticStreamSerializationAllowed != 0;
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// For the tests.
+
+Gpu* stub_gpu(int device) { return &gpus[device]; }
+int stub_devices() { return kDevices; }
+
+// torch's own part: which device is current, and that a capture is under way.
+int stub_current_device() { return current_device; }
+void stub_set_device(int device) {
+  current_device = device;
+  current_gpu().has_context = 1;
+}
+void stub_begin_capture() { is_capturing = is_capture_valid = true; }
+int stub_capture_mode() { return capture_mode; }
+int stub_end_capture() { return std::exchange(is_capturing, false) && is_capture_valid; }
+
+void stub_write(const char* line) {
+  const std::lock_guard lock(mutex);
+  calls << line << '\n';
+}
+
+// What was called since it was asked last.
+const char* stub_calls() {
+  static std::string text;
+  const std::lock_guard lock(mutex);
+  text = calls.str();
+  calls.str("");
+  return text.c_str();
+}
+
+// What nvcc calls when the library is loaded, and around launches.
+
+void** __cudaRegisterFatBinary(void*) {
+  static void* handle = nullptr;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+char __cudaInitModule(void**) { return 1; }
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) {
+  names()[host] = name;
+}
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*) { return 0; }
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaErrorNotSupported; }
+cudaError_t __cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
+cudaError_t __cudaGetKernel(void** kernel, const void* host) {
+  *kernel = const_cast<void*>(host);
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
+
+// What normops calls.
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaErrorDevicesUnavailable:
+      return "CUDA-capable device(s) is/are busy or unavailable";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+    case cudaErrorInvalidClusterSize:
+      return "cluster misconfiguration";
+    default:
+      return "invalid argument";
+  }
+}
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int device) {
+  take_time();
+  const std::lock_guard lock(mutex);
+  calls << "cudaDeviceGetAttribute " << name << " of " << device << '\n';
+  const Gpu& gpu = gpus[device];
+  switch (name) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = gpu.multiprocessors;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = gpu.shared_bytes;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = gpu.major;
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
+  take_time();
+  const std::lock_guard lock(mutex);
+  Kernel* kernel = nullptr;
+  if (const cudaError_t error = load(function, kernel); error != cudaSuccess) return error;
+  calls << "cudaFuncGetAttributes " << kernel->name << '\n';
+  *attributes = {};
+  attributes->ptxVersion = current_gpu().code;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute name, int value) {
+  const std::lock_guard lock(mutex);
+  Kernel* kernel = nullptr;
+  if (const cudaError_t error = load(function, kernel); error != cudaSuccess) return error;
+  calls << "cudaFuncSetAttribute " << kernel->name << ' ';
+  if (name == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+    calls << "shared " << value << '\n';
+    if (value > current_gpu().shared_bytes) return cudaErrorInvalidValue;
+    kernel->shared_bytes = value;
+  } else {
+    calls << "cluster\n";
+    kernel->cluster = 16;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* function, int, size_t bytes,
+                                                                   unsigned) {
+  const std::lock_guard lock(mutex);
+  Kernel* kernel = nullptr;
+  if (const cudaError_t error = load(function, kernel); error != cudaSuccess) return error;
+  calls << "occupancy " << kernel->name << '\n';
+  *blocks = 1;
+  return check_shape(*kernel, bytes, 1);
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function, int threads,
+                                                          size_t bytes) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, threads, bytes, 0);
+}
+
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function, const cudaLaunchConfig_t* config) {
+  const std::lock_guard lock(mutex);
+  Kernel* kernel = nullptr;
+  if (const cudaError_t error = load(function, kernel); error != cudaSuccess) return error;
+  const int cluster = attributes_of(*config).cluster;
+  calls << "occupancy " << kernel->name << " cluster " << cluster << '\n';
+  *clusters = current_gpu().multiprocessors / cluster;
+  return check_shape(*kernel, config->dynamicSmemBytes, cluster);
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void**) {
+  const std::lock_guard lock(mutex);
+  Kernel* kernel = nullptr;
+  if (const cudaError_t error = load(function, kernel); error != cudaSuccess) return error;
+  const Attributes attributes = attributes_of(*config);
+  calls << "launch " << kernel->name << " on device " << current_device << " stream "
+        << reinterpret_cast<uintptr_t>(config->stream) << " cluster " << attributes.cluster << " shared "
+        << config->dynamicSmemBytes << (attributes.starts_early ? " early" : "") << '\n';
+  return check_shape(*kernel, config->dynamicSmemBytes, attributes.cluster);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

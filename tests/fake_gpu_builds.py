@@ -1,0 +1,67 @@
+"""Builds the operators as they are over GPUs that are none: over cuda_runtime_stub.cpp, or the emulation."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import emulated_cuda
+import pytest
+import torch
+from fake_gpus import DEVICE, KERNELS
+
+import normops
+
+TESTS = Path(__file__).parent
+BUILT = TESTS.parent / "build" / "ext"
+CXX = ("g++", "-std=c++20", "-g0", "-fPIC", "-Wall", "-Werror", "-fvisibility=hidden")
+
+
+def need_cuda() -> None:
+    """Skips the test, or fails it with NORMOPS_CUDA=1, if there are no CUDA kernels built in place."""
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA devices of its own")
+    if not normops.build_info()["cuda_archs"] or not (BUILT / "cuda" / "device.o").exists():
+        if os.environ.get("NORMOPS_CUDA") == "1":
+            pytest.fail("NORMOPS_CUDA=1, but no CUDA kernels were built in place")
+        pytest.skip("no CUDA kernels were built in place")
+
+
+def build(folder: Path, *objects: str) -> None:
+    """Links the CPU kernels and ``objects`` for those for CUDA, and copies the operators as they are beside them."""
+    objects += tuple(str(path) for name in ("kernels/*.o", "glibc.o") for path in sorted(BUILT.glob(name)))
+    link = ["g++", "-shared", f"-Wl,-soname,{KERNELS}", "-Wl,--no-undefined"]
+    subprocess.run([*link, *objects, "-o", str(folder / KERNELS)], check=True)
+    torch_folder = Path(torch.__file__).parent
+    includes = [f"-isystem{torch_folder}/include{api}" for api in ("", "/torch/csrc/api/include")]
+    libraries = [f"-L{folder}", "-lnormops_kernels", f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu", "-ltorch"]
+    command = [*CXX, "-O0", "-DAT_PER_OPERATOR_HEADERS", *includes, "-shared", str(TESTS / "fake_gpus.cpp")]
+    subprocess.run([*command, *libraries, "-Wl,-rpath,$ORIGIN", "-o", str(folder / DEVICE)], check=True)
+    (folder / "torch").mkdir()
+    shutil.copy(normops.build_info()["library"], folder / "torch")
+
+
+def build_recording(folder: Path) -> None:
+    """With what nvcc compiled."""
+    stub = folder / "stub.o"
+    command = [*CXX, "-O1", *emulated_cuda.toolkit_includes(), "-c", str(TESTS / "cuda_runtime_stub.cpp")]
+    subprocess.run([*command, "-o", str(stub)], check=True)
+    build(folder, *map(str, sorted(BUILT.glob("cuda/*.o"))), str(stub))
+
+
+def build_emulated(folder: Path, emulated_kernels: Path) -> None:
+    """With the kernels of emulated_cuda.py, which compute."""
+    gpus = folder / "emulated_gpus.o"
+    source = TESTS / "emulated_gpus.cpp"
+    subprocess.run([*CXX, f"-I{TESTS.parent}/csrc/cuda", "-c", str(source), "-o", str(gpus)], check=True)
+    # Which the operators need, not these objects.
+    build(folder, str(gpus), "-Wl,--no-as-needed", str(emulated_kernels), f"-Wl,-rpath,{emulated_kernels.parent}")
+
+
+def run(program: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A program that loads what was built, in a process without the normops that is installed."""
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment.pop("NORMOPS_EARLY_START", None)
+    command = [sys.executable, str(program), str(folder), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,0 +1,88 @@
+"""The operators on CUDA tensors without a GPU, for processes that have loaded no other normops.
+
+fake_gpu_builds.py builds them: cuda_runtime_stub.cpp has the GPUs, which write down what they are asked and compute
+nothing; fake_gpus.cpp gives torch tensors on them, whose memory is the CPU's.
+"""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNELS = "libnormops_kernels.so"
+DEVICE = "libfake_gpus.so"
+
+CASES: dict[str, Callable[["Gpus"], None]] = {}
+
+
+def case(function: Callable[["Gpus"], None]) -> Callable[["Gpus"], None]:
+    """Names a function as a case, which runs in a process of its own where nothing was called before."""
+    CASES[function.__name__] = function
+    return function
+
+
+def load(folder: Path) -> None:
+    torch.ops.load_library(str(folder / DEVICE))
+    (operators,) = (folder / "torch").iterdir()
+    torch.ops.load_library(str(operators))
+
+
+class Gpu(ctypes.Structure):
+    """As in cuda_runtime_stub.cpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int)
+        for name in ("major", "code", "multiprocessors", "shared_bytes", "largest_cluster", "is_busy", "has_context")
+    )
+
+
+class Gpus:
+    """The GPUs of this process, made in what ``build`` left in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        load(folder)
+        self._runtime = ctypes.CDLL(str(folder / KERNELS))
+        self._runtime.stub_gpu.restype = ctypes.POINTER(Gpu)
+        self._runtime.stub_calls.restype = ctypes.c_char_p
+        self._device = ctypes.CDLL(str(folder / DEVICE))
+        self.count: int = self._runtime.stub_devices()
+
+    def __getitem__(self, device: int) -> Any:
+        return self._runtime.stub_gpu(device).contents
+
+    def tensor(self, *shape: int, device: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.put(torch.ones(shape, dtype=dtype), device)
+
+    def put(self, tensor: Tensor, device: int = 0) -> Tensor:
+        """A copy on a GPU, with the same strides; not among the calls."""
+        calls = self.calls()
+        there: Tensor = torch.ops.fake_gpus.to_gpu(tensor, device)
+        self.calls()
+        for line in calls:
+            self._runtime.stub_write(line.encode())
+        return there
+
+    def calls(self, *kinds: str) -> list[str]:
+        """What was called since it was asked last, or what of it begins with one of ``kinds``."""
+        lines = self._runtime.stub_calls().decode().splitlines()
+        return [line for line in lines if line.startswith(kinds or "")]
+
+    def contexts(self) -> list[int]:
+        return [device for device in range(self.count) if self[device].has_context]
+
+    def current(self) -> int:
+        device: int = self._runtime.stub_current_device()
+        return device
+
+    def set_stream(self, device: int, stream: int) -> None:
+        self._device.fake_set_stream(device, ctypes.c_int64(stream))
+
+    def begin_capture(self) -> None:
+        self._runtime.stub_begin_capture()
+
+    def end_capture(self) -> bool:
+        """Whether everything in between was legal in a capture, and leaves what follows as strictly watched."""
+        return bool(self._runtime.stub_end_capture()) and self._runtime.stub_capture_mode() == 0

@@ -1,0 +1,39 @@
+"""What is called on the way to the CUDA kernels: the runtime, torch's devices, streams and memory, without a GPU.
+
+The cases are in fake_gpu_cases.py, which is imported for that.
+"""
+
+import shutil
+from pathlib import Path
+
+import emulated_cuda
+import fake_gpu_builds
+import fake_gpu_cases
+import fake_gpus
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine"),
+    pytest.mark.skipif(not emulated_cuda.toolkit_includes(), reason="no headers of the CUDA toolkit on this machine"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what each case raised, of those cases that are asked for."""
+    fake_gpu_builds.need_cuda()
+    folder = tmp_path_factory.mktemp("fake_gpus")
+    fake_gpu_builds.build_recording(folder)
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    result = fake_gpu_builds.run(
+        Path(fake_gpu_cases.__file__), folder, *(item.callspec.params["name"] for item in items)
+    )
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.mark.parametrize("name", fake_gpus.CASES)
+def test_calls(name: str, outcomes: Path) -> None:
+    error = (outcomes / name).read_text()
+    if error:
+        pytest.fail(error, pytrace=False)
