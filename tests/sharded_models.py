@@ -167,11 +167,15 @@ def patched_and_sharded() -> None:
     alone = norms_of_others.model()
     expected = alone(x)
     expected.square().mean().backward()
-    for way in ("patched, FSDP2", "FSDP2, patched", "patched, FSDP2, compiled", "patched, DDP"):
+    ways = ("patched, FSDP2", "FSDP2, patched", "FSDP2, norms too, patched", "patched, FSDP2, compiled", "patched, DDP")
+    for way in ways:
         torch._dynamo.reset()
         shared = norms_of_others.model()
         if way.startswith("patched"):
             assert len(normops.patch(shared, strict=True).patched) == 4
+        if "norms too" in way:  # which gives them another class
+            for norm in [each for each in shared.modules() if isinstance(each, norms_of_others.LlamaNorm)]:
+                fully_shard(norm, mesh=mesh)
         if "FSDP2" in way:
             shard_fully(shared, mesh, MixedPrecisionPolicy())
         if way.endswith("patched"):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from normops.adoption.structure import Gating, Structure, check_alike, structure_of
-from normops.adoption.watching import Global, Run, Unfit, watch
+from normops.adoption.watching import Global, Run, Unfit, is_of, watch
 from normops.inductor.calls import DTYPES, NORMS, OPERATIONS, call_of, is_reshape
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -177,7 +177,9 @@ def check_class(module: nn.Module) -> None:
         raise Unfit(f"is a {cls.__name__}, whose forward is generated")
     if cls.__getattribute__ is not object.__getattribute__ or cls.__getattr__ is not nn.Module.__getattr__:
         raise Unfit("its class finds attributes in a way of its own")
-    if cls in copyreg.dispatch_table or any(hasattr(cls, name) for name in ("__deepcopy__", "__copy__")):
+    copying = [getattr(cls, name) for name in ("__deepcopy__", "__copy__") if hasattr(cls, name)]
+    # FSDP2 forbids to copy what it has sharded, patched or not.
+    if cls in copyreg.dispatch_table or not all(is_of(method.__module__, "torch") for method in copying):
         raise Unfit("its class is copied in a way of its own")
     if inspect.iscoroutinefunction(cls.forward) or inspect.isgeneratorfunction(cls.forward):
         raise Unfit("its forward is a coroutine or a generator")
