@@ -7,11 +7,11 @@ like it.
 
 import os
 import pkgutil
-import runpy
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from multiprocessing import spawn
+from runpy import _run_module_as_main  # type: ignore[attr-defined]  # what python -m and python folder call
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -52,7 +52,7 @@ def _become(program: str, run_program: Callable[[str, ModuleType], None]) -> Non
 
 
 def _run_module(name: str, main: ModuleType) -> None:
-    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what python -m calls
+    _run_module_as_main(name)
 
 
 def _script(program: str) -> Callable[[str, ModuleType], None]:
@@ -66,7 +66,7 @@ def _script(program: str) -> Callable[[str, ModuleType], None]:
 
 
 def _run_folder(path: str, main: ModuleType) -> None:
-    runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # what python folder calls
+    _run_module_as_main("__main__", alter_argv=False)
 
 
 def _run_file(path: str, main: ModuleType) -> None:

@@ -337,6 +337,10 @@ def others_between(x: Tensor, w: Tensor) -> Tensor:
     return x * factor * gate.unsqueeze(0) * (2 - w[:, None].T)
 
 
+def scaled_by_row(x: Tensor, w: Tensor) -> Tensor:
+    return x * torch.rsqrt(mean_square(x) + EPS) * (1 + w[:2, None])
+
+
 def two_between_each_other(x: Tensor, w: Tensor) -> Tensor:
     a, b = x * 2, x + 1
     of_a, of_b = mean_square(a), mean_square(b)
@@ -377,6 +381,7 @@ def wider_afterwards(x: Tensor, w: Tensor) -> Tensor:
         (writes_before, 1),
         (writes_to_the_result, 1),
         (others_between, 1),
+        (scaled_by_row, 1),
         (two_between_each_other, 2),
         (wholly_under_autocast, 1),
         (returns_the_unweighted, 1),

@@ -219,8 +219,8 @@ class _Search:
         return self._below_narrowing(user), weight
 
     def _weight(self, node: Any, input: Node) -> Weight | None:
-        """One number for every column."""
-        offset = 0.0
+        """One number for every column. What is above anything else is no part of the norm: it may come after it."""
+        offset, bypassed = 0.0, len(self._bypassed)
         above = self._above_widening(node)
         call = call_of(above)
         if call is not None and call.name == "add":
@@ -230,6 +230,8 @@ class _Search:
                 self._bypassed.append(above)
                 offset, above = constant, self._above_widening(a)
         weight, x = value_of(above), _value(input)
-        if weight is None or weight.dtype not in DTYPES or weight.dim() != 1 or weight.device != x.device:
-            return None
-        return Weight(above, offset) if is_equal(weight.shape[0], x.shape[-1]) else None
+        is_weight = weight is not None and weight.dtype in DTYPES and weight.dim() == 1 and weight.device == x.device
+        if weight is not None and is_weight and is_equal(weight.shape[0], x.shape[-1]):
+            return Weight(above, offset)
+        del self._bypassed[bypassed:]
+        return None
