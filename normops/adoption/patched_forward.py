@@ -206,19 +206,25 @@ def _equals(expression: str, value: Any, names: dict[str, Any]) -> str:
 
 
 def _by_order(norm: Norm, own: str) -> list[str]:
-    """The module's own result would have the order in memory that its input has; that of normops is contiguous."""
+    """The module's own result may have the order in memory that its input has; that of normops is contiguous."""
     x = norm.argument
     last_dims = max(norm.weight_dims, norm.normalized_dims)
-    lines = [f"if not {x}.is_contiguous():", f"    _order = order_of({x}, {last_dims})"]
     if norm.gate is not None:
-        lines[0] = f"if not ({x}.is_contiguous() and {norm.gate.argument}.is_contiguous()):"
-        lines += [f"    _order = _order or order_of({norm.gate.argument}, 1)"]
-    if norm.gate is not None or norm.reshapes:
-        return [*lines, "    if _order is not None:", f"        {own}"]
-    fits = f"not _order or not {x}.is_cpu" if norm.is_of_torch else "not _order"
+        gate = norm.gate.argument
+        return [
+            f"if not ({x}.is_contiguous() and {gate}.is_contiguous()):",
+            f"    if order_of({x}, {last_dims}) is not None or order_of({gate}, {last_dims}) is not None:",
+            f"        {own}",
+        ]
+    lines = [f"if not {x}.is_contiguous():", f"    _order = order_of({x}, {last_dims})"]
+    if norm.order != "kept":
+        return [
+            *lines,
+            f"    if {'_order is not None' if norm.order == 'unknown' else '_order == ()'}:",
+            f"        {own}",
+        ]
     again = f"forward(self, {x}.permute(_order)).permute([*map(_order.index, range(len(_order)))])"
-    lines += ["    if _order is not None:", f"        if {fits}:", f"            {own}", f"        return {again}"]
-    return lines
+    return [*lines, "    if _order == ():", f"        {own}", "    if _order is not None:", f"        return {again}"]
 
 
 def _copying(norm: Norm) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from normops.adoption.structure import Gating, Structure, check_alike, structure_of
 from normops.adoption.watching import Global, Run, Unfit, is_of, watch
-from normops.inductor.calls import DTYPES, NORMS, OPERATIONS, call_of, is_reshape
+from normops.inductor.calls import DTYPES, NORMS, OPERATIONS, call_of
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -50,6 +50,8 @@ OutputDtype = Literal["input's", "promoted", "weight's, if it has 16 bits"]
 Roundings = Literal["once", "twice", "thrice", "otherwise"]
 """How often a norm rounds to 16 bits; twice: the normalized input, then its product with the weight; thrice: then that
 multiplied by a gate, too."""
+
+Order = Literal["kept", "contiguous", "unknown"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": nn.functional.silu, "sigmoid": torch.sigmoid}
 
@@ -100,10 +102,8 @@ class Norm(NamedTuple):
     """How many dimensions its input may have."""
     dtypes: frozenset[tuple[torch.dtype, ...]] | None
     """Of input, weight and gate, as far as there are such, if not all are taken."""
-    reshapes: bool
-    """Whether rows take another shape on the way, so that the result may lie otherwise in memory than the input."""
-    is_of_torch: bool
-    """Whether it calls torch's own norm."""
+    order: Order
+    """How the result of an input lies in memory whose rows lie in another order than theirs."""
     autocasts: bool
     """Whether autocast may change the dtype in which it computes."""
     saves: frozenset[Saved]
@@ -330,8 +330,7 @@ def _found(trial: _Trial, gates: list[inspect.Parameter]) -> Norm:
         gate=gate,
         dims=tuple(sorted(len(rows) + len(base.shape) for rows in all_rows)),
         dtypes=_of_tensors(trial, taken) if trial.is_gated or len(taken) < len(_dtypes(trial)) else None,
-        reshapes=any(is_reshape(node) for node in first.graph.nodes),
-        is_of_torch=any(node.target in NORMS for node in first.graph.nodes),
+        order=_order(trial, base, taken),
         autocasts=any(_autocasts(run) for run in runs.values()),
         saves=_saves(trial, base, taken),
         attributes=tuple(sorted(attributes.items())),
@@ -459,6 +458,23 @@ def _output_dtype(trial: _Trial, runs: Mapping[_Case, Run]) -> tuple[OutputDtype
         ):
             return name, widens
     raise Unfit(f"its output has the dtypes {', '.join(sorted({str(dtype) for dtype in came.values()}))}")
+
+
+def _order(trial: _Trial, base: _Case, taken: Collection[tuple[torch.dtype, ...]]) -> Order:
+    """Told by running it: what operations make of the orders of their operands follows from which comes first."""
+    dims = len(base.shape)
+    found: set[Order] = set()
+    for rows, dtypes in product(((3, 2), (2, 3, 2)), taken):
+        if trial.is_gated or len(rows) + dims > MOST_DIMS or torch.float64 in dtypes:
+            continue
+        weight, (tensor,) = trial.tensors(replace(base, rows=rows, dtypes=dtypes))
+        x = tensor.detach().transpose(-dims - 1, -dims - 2)
+        try:
+            y = trial.call(weight, x)
+        except Exception:  # its own, which its forward will raise again
+            return "unknown"
+        found.add("kept" if y.stride() == x.stride() else "contiguous" if y.is_contiguous() else "unknown")
+    return found.pop() if len(found) == 1 else "unknown"
 
 
 # What autocast may compute in another dtype, on one device or another.
