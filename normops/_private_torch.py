@@ -74,7 +74,7 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "normops.adoption.watching": ("normops.patch", ("_buffers", "_getframe", "_parameters", "_version")),
-    "normops.adoption.recognition": ("normops.patch", ("_buffers", "_parameters")),
+    "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),
 }
 """By module of normops, what it is for, and what it imports or, without a dot, which attributes it asks for."""
 

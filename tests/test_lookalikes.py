@@ -20,7 +20,7 @@ from norms_of_others import LlamaNorm
 from torch import Tensor, nn
 
 import normops
-from normops.adoption.recognition import ENTRIES
+from normops.adoption.norm import ENTRIES
 
 every_lookalike = pytest.mark.parametrize("name", LOOKALIKES)
 

@@ -4,14 +4,14 @@ import linecache
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from itertools import count, pairwise
+from itertools import count, pairwise, product
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from normops.adoption.recognition import ACTIVATIONS, ENTRIES, HALVES, OUTPUT_DTYPES, SLOTS, Norm, Saved
+from normops.adoption.norm import ACTIVATIONS, ENTRIES, HALVES, OUTPUT_DTYPES, SLOTS, Norm, Saved
 from normops.functional import gated_rms_norm, rms_norm
 from normops.inductor.calls import DTYPES
 
@@ -111,10 +111,9 @@ def _forward(made_of: Given) -> FunctionType:
         "promote_types": torch.promote_types,
         "is_tracing": torch.jit.is_tracing,  # type: ignore[attr-defined]
         "is_grad_enabled": torch.is_grad_enabled,
-        "is_compiling": torch.compiler.is_compiling,
         "may_autocast": _may_autocast,
         "order_of": _order_of,
-        "copied": _Copies(norm),
+        "copied": _copies(norm),
         "own_forward": made_of.cls.forward,
         "float32": torch.float32,
         "Tensor": Tensor,
@@ -230,41 +229,42 @@ def _by_order(norm: Norm, own: str) -> list[str]:
 def _copying(norm: Norm) -> list[str]:
     gate = None if norm.gate is None else norm.gate.argument
     tensors = ", ".join([norm.argument, *([gate] if gate else []), *(["_weight"] if norm.weight else [])])
-    return ["if is_grad_enabled() and not is_compiling():", f"    {tensors}, *_ = copied({tensors})"]
+    return ["if is_grad_enabled():", f"    {tensors}, *_ = copied({tensors})"]
 
 
-class _Copies:
-    """Of what normops saves for the backward, where the module's own forward would save a copy in another dtype.
+def _copies(norm: Norm) -> Callable[..., tuple[Tensor, ...]]:
+    """Copies what normops saves for the backward and the module's own forward does not, but in another dtype.
 
-    Programs may then write into the tensor itself.
+    Programs may then write into the tensor itself. In what is compiled, Inductor removes the copies again.
     """
+    count = 1 + (norm.gate is not None) + (norm.weight is not None)
+    needed = {
+        (*dtypes, *requires): which
+        for dtypes in product(DTYPES, repeat=count)
+        for requires in product((False, True), repeat=count)
+        if any(which := _needed(norm, requires, *map(_class_of, dtypes)))
+    }
 
-    def __init__(self, norm: Norm) -> None:
-        self._norm = norm
-        self._which: dict[Any, tuple[bool, ...]] = {}
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        requires = tuple([tensor.requires_grad for tensor in tensors])
-        if not any(requires):
-            return tensors
-        key = (*[tensor.dtype for tensor in tensors], *requires)
-        which = self._which.get(key)
+    def copied(*tensors: Tensor) -> tuple[Tensor, ...]:
+        which = needed.get((*[tensor.dtype for tensor in tensors], *[tensor.requires_grad for tensor in tensors]))
         if which is None:
-            which = self._which[key] = self._find(requires, *[_class_of(tensor.dtype) for tensor in tensors])
-        if not any(which):
             return tensors
         return tuple([tensor.clone() if copies else tensor for tensor, copies in zip(tensors, which, strict=True)])
 
-    def _find(self, requires: tuple[bool, ...], dtype: torch.dtype, *others: torch.dtype) -> tuple[bool, ...]:
-        norm = self._norm
-        weight_dtype = others[-1] if norm.weight is not None else dtype
-        is_known = norm.gate is None or others[0] == dtype  # it was seen with a gate of the input's dtype
-        is_saved = [is_known and Saved(dtype, weight_dtype, requires, i) in norm.saves for i in range(len(requires))]
-        # The weight is saved for the gradients of the others alone.
-        needs = [True] * len(requires)
-        if norm.weight is not None:
-            needs[-1] = any(requires[:-1])
-        return tuple(need and not saved for need, saved in zip(needs, is_saved, strict=True))
+    return copied
+
+
+def _needed(norm: Norm, requires: tuple[bool, ...], dtype: torch.dtype, *others: torch.dtype) -> tuple[bool, ...]:
+    if not any(requires):
+        return (False,)
+    weight_dtype = others[-1] if norm.weight is not None else dtype
+    is_known = norm.gate is None or others[0] == dtype  # it was seen with a gate of the input's dtype
+    is_saved = [is_known and Saved(dtype, weight_dtype, requires, i) in norm.saves for i in range(len(requires))]
+    # The weight is saved for the gradients of the others alone.
+    needs = [True] * len(requires)
+    if norm.weight is not None:
+        needs[-1] = any(requires[:-1])
+    return tuple(need and not saved for need, saved in zip(needs, is_saved, strict=True))
 
 
 def _class_of(dtype: torch.dtype) -> torch.dtype:
@@ -288,7 +288,12 @@ def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
         return ()
     if all(strides[a] >= strides[b] for a, b in pairwise(dims)):
         return None
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    order: list[int] = []
+    for dim in range(tensor.dim()):  # Dynamo does not sort sizes that it does not know
+        place = len(order)
+        while place > 0 and strides[order[place - 1]] < strides[dim]:
+            place -= 1
+        order.insert(place, dim)
     is_kept = order[-last_dims:] == [*range(tensor.dim() - last_dims, tensor.dim())]
     return tuple(order) if is_kept and tensor.permute(order).is_contiguous() else ()
 

@@ -9,8 +9,9 @@ from typing import Any, get_args
 
 from torch import nn
 
+from normops.adoption.norm import Norm
 from normops.adoption.patched_forward import Rounding, give, give_back, given, has_foreign_forward
-from normops.adoption.recognition import Norm, check_class, find_norm
+from normops.adoption.recognition import check_class, find_norm
 from normops.adoption.watching import INTERNAL, Unfit, is_plain
 from normops.modules import GatedRMSNorm, RMSNorm
 

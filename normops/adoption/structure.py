@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from normops.adoption.watching import HandedOn, Run, Unfit
+from normops.adoption.telling_numbers import HandedOn
+from normops.adoption.watching import Run, Unfit
 from normops.inductor.calls import DTYPES, NORMS, Call, call_of, is_reshape, number, value_of
 from normops.inductor.handwritten import match_norm
 

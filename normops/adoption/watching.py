@@ -7,14 +7,12 @@ the next time. The forward that was run is then known to compute this graph for 
 """
 
 import builtins
-import dis
 import inspect
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cache
-from itertools import islice, takewhile
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from itertools import islice
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,6 +20,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
+from normops.adoption.instructions import Step, handles_errors, steps_of
+from normops.adoption.telling_numbers import Extent, HandedOn, extent, handed_on
 from normops.inductor.calls import CASTS, METHODS
 
 
@@ -59,79 +59,6 @@ class Run(NamedTuple):
     """Whether for dtypes or sizes of tensors, so that these may make a difference to each other."""
 
 
-class HandedOn(float):
-    """The number of an attribute, which tells whether Python looked at it or only handed it on."""
-
-    attribute: str
-    looked_at: set[str]
-
-
-def _telling(name: str) -> Callable[..., Any]:
-    plain = getattr(float, name)
-
-    def method(self: HandedOn, *others: Any) -> Any:
-        if any(isinstance(other, Tensor) for other in others):
-            return NotImplemented
-        self.looked_at.add(self.attribute)
-        return plain(self, *others)
-
-    return method
-
-
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod")
-for _name in (
-    *(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r")),
-    *(f"__{name}__" for name in ("lt", "le", "eq", "ne", "gt", "ge", "hash", "bool", "neg", "pos", "abs")),
-    *(f"__{name}__" for name in ("float", "int", "trunc", "floor", "ceil", "round", "str", "repr", "format")),
-    *("is_integer", "as_integer_ratio", "hex", "conjugate"),
-):
-    setattr(HandedOn, _name, _telling(_name))
-
-
-class Extent(int):
-    """A size of the input, which tells whether anything was decided by it."""
-
-    decided: list[str]
-    what: str
-
-
-def _extent(value: int, what: str, decided: list[str]) -> Extent:
-    extent = Extent(value)
-    extent.what, extent.decided = what, decided
-    return extent
-
-
-def _deciding(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
-
-    def method(self: Extent, *others: Any) -> Any:
-        self.decided.append(self.what)
-        return plain(self, *others)
-
-    return method
-
-
-def _spreading(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
-
-    def method(self: Extent, *others: Any) -> Any:
-        result = plain(self, *others)
-        if type(result) is int:
-            return _extent(result, self.what, self.decided)
-        self.decided.append(self.what)
-        return result
-
-    return method
-
-
-_SPREADING = [f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")]
-for _name, _value in vars(int).items():
-    if _name in _SPREADING:
-        setattr(Extent, _name, _spreading(_name))
-    elif callable(_value) and _name not in ("__new__", "__index__", "__getattribute__", "__sizeof__", "from_bytes"):
-        setattr(Extent, _name, _deciding(_name))
-
-
 _PLAIN = {bool, int, float, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format}
 
 
@@ -158,9 +85,7 @@ class _Attributes(dict[str, Any]):
         if type(value) is not float:
             return value
         self._watch.reads.append(name)
-        number = HandedOn(value)
-        number.attribute, number.looked_at = name, self._watch.looked_at
-        return number
+        return handed_on(value, name, self._watch.looked_at)
 
 
 # Which Python may call besides the operations of torch and other functions in Python: they compute from what they are
@@ -169,6 +94,7 @@ _PURE = {
     *(abs, bool, float, int, isinstance, len, list, max, min, round, super, tuple),
     *(torch.jit.is_scripting, torch.jit.is_tracing),  # type: ignore[attr-defined]
 }
+_OURS = __name__.rpartition(".")[0]
 # Tables of activations, which hold the same for as long as a process lives: their modules are not followed either.
 _TABLES = (("transformers.activations", "ACT2FN"),)
 # What may be asked of a tensor.
@@ -291,7 +217,7 @@ class _Watch(TorchFunctionMode):
     def _extents(self, tensor: Tensor) -> tuple[int, ...]:
         last = 0 if tensor is self._fixed else tensor.dim() - 1
         whats = ["width" if dim >= last else "number of rows" for dim in range(tensor.dim())]
-        return tuple(_extent(size, what, self.decided) for size, what in zip(tensor.shape, whats, strict=True))
+        return tuple(extent(size, what, self.decided) for size, what in zip(tensor.shape, whats, strict=True))
 
     # What Python does besides.
 
@@ -299,17 +225,17 @@ class _Watch(TorchFunctionMode):
         """Called by Python for every function: those that are not torch's, nor ours, are followed step by step."""
         code, space = frame.f_code, frame.f_globals
         module = space.get("__name__", "")
-        if self._is_busy or space is globals() or is_of(module, "torch") or module in dict(_TABLES):
+        if self._is_busy or is_of(module, _OURS) or is_of(module, "torch") or module in dict(_TABLES):
             return None
         is_called_by_torch = frame.f_back is None or frame.f_back.f_trace is None
         if is_called_by_torch and module.partition(".")[0] in sys.stdlib_module_names:
             return None
-        if _handles_errors(code):
+        if handles_errors(code):
             self.refuse(f"handles errors, or what with may do, in {code.co_name}")
         for name, value in _arguments(frame):
             if value is not self._copy and not isinstance(value, (Tensor, HandedOn, Extent)):
                 self.judge(value, f"the argument {name} of {code.co_name}")
-        steps = _steps(code)
+        steps = steps_of(code)
         self.not_followed.add(id(frame))
 
         def step(frame: FrameType, event: str, argument: Any) -> Any:
@@ -324,7 +250,7 @@ class _Watch(TorchFunctionMode):
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return step
 
-    def _step(self, frame: FrameType, step: "_Step") -> None:
+    def _step(self, frame: FrameType, step: Step) -> None:
         if step.action == "attribute":
             self.names.add(step.name)
             own = _class_attributes(type(self._copy)).get(step.name)
@@ -390,77 +316,6 @@ class _Watch(TorchFunctionMode):
         if callable(value):
             self.refuse(f"calls {_full_name(value)}")
         self.refuse(f"reads {what}, a {type(value).__name__}")
-
-
-class _Step(NamedTuple):
-    """What an instruction does that matters: it asks for an attribute, a global, a variable around, or is refused."""
-
-    action: str
-    name: str
-    chain: tuple[str, ...] = ()
-    """The attributes that the next instructions ask for."""
-
-
-@cache
-def _steps(code: CodeType) -> dict[int, _Step]:
-    """By the place of the instruction."""
-    steps: dict[int, _Step] = {}
-    instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PUSH_NULL")]
-    for i, instruction in enumerate(instructions):
-        step = _step_of(code, instruction, instructions[:i], instructions[i + 1 :])
-        if step is not None:
-            steps[instruction.offset] = step
-    return steps
-
-
-def _step_of(
-    code: CodeType, instruction: dis.Instruction, before: list[dis.Instruction], following: list[dis.Instruction]
-) -> _Step | None:
-    if instruction.opname == "EXTENDED_ARG":  # may be the only one that is told of
-        return _step_of(code, following[0], before, following[1:])
-    operation, name = instruction.opname, str(instruction.argval)
-    if instruction.opcode in dis.hasname:
-        if operation.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")):
-            return _Step("attribute", name)
-        if operation.startswith(("LOAD_GLOBAL", "LOAD_NAME")):
-            asked = takewhile(lambda each: each.opname in ("LOAD_ATTR", "LOAD_METHOD", "EXTENDED_ARG"), following)
-            return _Step("global", name, tuple(str(each.argval) for each in asked if each.opname != "EXTENDED_ARG"))
-        verb = "imports" if operation.startswith("IMPORT") else "assigns"
-        return _Step(f"{verb} {name}", name)
-    if instruction.opcode in dis.hasfree and name in code.co_freevars and operation != "LOAD_CLOSURE":
-        is_read = operation.startswith("LOAD")
-        return _Step("closure" if is_read else f"assigns {name} of the function around it", name)
-    if operation in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
-        return _Step("assigns elements", name)
-    if operation == "BINARY_SUBSCR" or instruction.argrepr == "[]":
-        is_known = _is_constant(before) or (
-            before[-1].opname == "LOAD_ATTR" and before[-2].opname.startswith("LOAD_FAST")
-        )
-        return None if is_known else _Step("takes elements by what it computes", name)
-    if operation == "BINARY_SLICE" and not all(map(_is_constant, (before, before[:-1]))):
-        return _Step("takes elements by what it computes", name)
-    if operation == "IS_OP" and not _is_constant(before) and not _names_dtype(before[-1]):
-        return _Step("compares identities", name)
-    return None
-
-
-def _is_constant(before: list[dis.Instruction]) -> bool:
-    """Whether the last value that these leave is one of the code's own, or a slice of such."""
-    *others, last = before
-    if last.opname == "BUILD_SLICE":
-        return all(_is_constant(before[:-i]) for i in range(1, (last.arg or 2) + 1))
-    return last.opname in ("LOAD_CONST", "LOAD_SMALL_INT") or (last.opname == "UNARY_NEGATIVE" and _is_constant(others))
-
-
-def _names_dtype(instruction: dis.Instruction) -> bool:
-    return isinstance(getattr(torch, str(instruction.argval), None), torch.dtype)
-
-
-@cache
-def _handles_errors(code: CodeType) -> bool:
-    """Whether anything is done after an error: then not all that happens would be seen."""
-    before_3_11 = any(each.opname.startswith("SETUP_") for each in dis.get_instructions(code))
-    return bool(getattr(code, "co_exceptiontable", b"")) or before_3_11
 
 
 def watch(

@@ -27,6 +27,10 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PERMISSIONS = ("inplace", "out", "running_mean", "running_var", "max_norm")
 
 
+IS_COPY = "normops.is_copy"
+"""What a node is that a pass has made so that nothing writes to what it returns."""
+
+
 def may_write(node: Node) -> bool:
     """Whether it may write to a tensor that was there before."""
     if node.op in ("placeholder", "get_attr", "output") or _only_computes(node):
@@ -62,7 +66,7 @@ def memory_of(node: Node) -> set[Any]:
 
 def shares_memory(node: Node, memory: set[Any]) -> bool:
     """Whether the node's may be a part of that memory. A copy that a pass has made is not."""
-    return node.target != "clone" and (None in memory or not memory_of(node).isdisjoint(memory | {None}))
+    return IS_COPY not in node.meta and (None in memory or not memory_of(node).isdisjoint(memory | {None}))
 
 
 def is_harmless(node: Node) -> bool:

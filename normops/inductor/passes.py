@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from normops.inductor import inductor_options
 from normops.inductor.calls import DTYPES, NORMS, order_in_memory, specialized, value_of
-from normops.inductor.effects import memory_of, memory_written_by, shares_memory, subgraphs
+from normops.inductor.effects import IS_COPY, memory_of, memory_written_by, shares_memory, subgraphs
 from normops.inductor.handwritten import match_norm
 from normops.inductor.residuals import fuse_additions
 
@@ -136,7 +136,9 @@ def _keep(graph: Graph, written: set[Any], inputs: set[Any]) -> None:
             for argument in {node.args[0], node.args[2]} - {None}:
                 if shares_memory(argument, written) and not memory_of(argument) <= inputs:
                     with graph.inserting_before(node):
-                        node.replace_input_with(argument, graph.call_method("clone", (argument,)))
+                        copy = graph.call_method("clone", (argument,))
+                        copy.meta[IS_COPY] = True
+                        node.replace_input_with(argument, copy)
         written = written | memory_written_by(node)
 
 

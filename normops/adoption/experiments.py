@@ -1,0 +1,151 @@
+"""What of a norm is found out by running it: dtypes, roundings, the order in memory, what autograd saves.
+
+That it is one, its structure has told.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from normops.adoption.norm import ACTIVATIONS, HALVES, OUTPUT_DTYPES, Order, OutputDtype, Roundings, Saved
+from normops.adoption.structure import Structure
+from normops.adoption.trial import MOST_DIMS, Case, Trial
+from normops.adoption.watching import Run, Unfit
+from normops.inductor.calls import NORMS, call_of
+
+MOST_NUMBERS = 2**16
+"""With which numbers are compared."""
+
+
+def output_dtype_of(trial: Trial, runs: Mapping[Case, Run]) -> tuple[OutputDtype, bool]:
+    """And whether that of a gate has a part in it as well."""
+    came = {case.dtypes: run.result.meta["example_value"].dtype for case, run in runs.items()}
+    for widens, (name, rule) in product((False, True), OUTPUT_DTYPES.items()):
+        if all(
+            rule(torch.promote_types(dtype, gate) if widens else dtype, weight) == result
+            for (dtype, weight, gate), result in came.items()
+        ):
+            return name, widens
+    raise Unfit(f"its output has the dtypes {', '.join(sorted({str(dtype) for dtype in came.values()}))}")
+
+
+def order_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]]) -> Order:
+    """Told by running it: what operations make of the orders of their operands follows from which comes first."""
+    dims = len(base.shape)
+    found: set[Order] = set()
+    for rows, dtypes in product(((3, 2), (2, 3, 2)), taken):
+        if trial.is_gated or len(rows) + dims > MOST_DIMS or torch.float64 in dtypes:
+            continue
+        weight, (tensor,) = trial.tensors(replace(base, rows=rows, dtypes=dtypes))
+        x = tensor.detach().transpose(-dims - 1, -dims - 2)
+        try:
+            y = trial.call(weight, x)
+        except Exception:  # its own, which its forward will raise again
+            return "unknown"
+        found.add("kept" if y.stride() == x.stride() else "contiguous" if y.is_contiguous() else "unknown")
+    return found.pop() if len(found) == 1 else "unknown"
+
+
+# What autocast may compute in another dtype, on one device or another.
+_AUTOCASTS = {"square", "rsqrt", "sqrt", "div", "mean", "sum", "silu", "sigmoid"}
+
+
+def autocasts_of(run: Run) -> bool:
+    """Whether autocast would change a dtype."""
+    for node in run.graph.nodes:
+        call = call_of(node)
+        is_listed = node.target in NORMS or (call is not None and call.name in _AUTOCASTS)
+        if is_listed and any(each.meta["example_value"].dtype in HALVES for each in node.all_input_nodes):
+            return True
+    return False
+
+
+def saves_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]]) -> frozenset[Saved]:
+    """Where the module's own forward saves a tensor that it was given, and not a copy in another dtype."""
+    classes = (torch.bfloat16, torch.float32)
+    pairs = product(classes, repeat=2) if trial.weight else ((each, each) for each in classes)
+    found = set()
+    for x_dtype, weight_dtype in pairs:
+        case = replace(base, dtypes=(x_dtype, weight_dtype, x_dtype))
+        if case.dtypes not in taken:
+            continue
+        weight, tensors = trial.tensors(case)
+        given = [*tensors, *([] if weight is None else [weight])]
+        storages = {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(given)}
+        for requires in list(product((False, True), repeat=len(given)))[1:]:
+            for tensor, needs in zip(given, requires, strict=True):
+                tensor.requires_grad_(needs)
+            saved: set[int] = set()
+
+            def pack(tensor: Tensor, saved: set[int] = saved, storages: dict[int, int] = storages) -> Tensor:
+                saved.add(storages.get(tensor.untyped_storage().data_ptr(), -1))
+                return tensor
+
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = trial.call(weight, *tensors)
+            del result
+            found |= {Saved(x_dtype, weight_dtype, requires, i) for i in saved - {-1}}
+    return frozenset(found)
+
+
+def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[tuple[torch.dtype, ...]]) -> Roundings:
+    """Told by the bits of bfloat16; what structure says is compared with numbers, too."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = torch.Size(base.shape)
+    rows = (*base.rows[:-1], max(1, min(16, MOST_NUMBERS // shape.numel()))) if base.rows else ()
+    x = torch.randn(*rows, *shape, generator=generator, device="cpu")
+    # From where eps is all to where it is nothing.
+    scales = torch.logspace(-8, 4, rows[-1] if rows else 1, device="cpu")
+    x = x * scales.view(-1, *[1] * len(shape))
+    weight = (
+        None
+        if trial.weight_shape is None
+        else 6 * torch.rand(trial.weight_shape, generator=generator, device="cpu") - 3
+    )
+    # From where it is all but closed to where silu is all but the gate itself.
+    gate = 4 * torch.randn(x.shape, generator=generator, device="cpu") if trial.is_gated else None
+    eps = getattr(trial.module, structure.eps) if isinstance(structure.eps, str) else structure.eps
+    with torch.no_grad():
+        for dtype, rtol in ((torch.float32, 1e-4), (torch.bfloat16, 2.0**-6 if gate is None else 2.0**-5)):
+            if (dtype,) * 3 not in taken:
+                return "otherwise"
+            x = x.to(dtype)
+            weight, gate = (None if tensor is None else tensor.to(dtype) for tensor in (weight, gate))
+            y = trial.call(weight, *(x.clone(),) if gate is None else (x.clone(), gate.clone()))
+            once = _definition(structure, eps, x, weight, gate).to(y.dtype)
+            if not torch.allclose(y.float(), once.float(), rtol=rtol, atol=0.0, equal_nan=True):
+                raise Unfit(f"computes something else than its structure in {str(dtype).removeprefix('torch.')}")
+    results: dict[Roundings, Tensor] = {"once": once}
+    if weight is not None:
+        gating = structure.gating
+        is_gated_after = gating is not None and gating.norm_before_gate
+        normalized = _definition(structure, eps, x, None, None if is_gated_after else gate).bfloat16()
+        product_ = (weight + structure.weight_offset) * normalized
+        if gating is None or gate is None or not is_gated_after:
+            results["twice"] = product_
+        else:
+            results["thrice"] = (product_ * ACTIVATIONS[gating.activation](gate.float())).bfloat16()
+    # float32, in which modules compute, is no float64: now and then it rounds to another neighbour.
+    same = {rounds: float((y == result).double().mean()) for rounds, result in results.items()}
+    best = max(same, key=lambda rounds: same[rounds])
+    return best if same[best] > 0.99 else "otherwise"
+
+
+def _definition(
+    structure: Structure, eps: float | None, x: Tensor, weight: Tensor | None, gate: Tensor | None
+) -> Tensor:
+    """In float64."""
+    wide, gating = x.double(), structure.gating
+    activated = None if gating is None or gate is None else ACTIVATIONS[gating.activation](gate.double())
+    is_gated_after = gating is not None and gating.norm_before_gate
+    wide = wide if activated is None or is_gated_after else wide * activated
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    dims = structure.normalized_dims
+    size = structure.group_size
+    rows = wide.flatten(-dims) if size is None else wide.unflatten(-1, (-1, size))
+    y = (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
+    y = y if weight is None else y * (weight.double() + structure.weight_offset)
+    return y if activated is None or not is_gated_after else y * activated

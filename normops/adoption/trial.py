@@ -1,0 +1,84 @@
+"""Calls of a module's forward, with tensors of our own."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normops.adoption.norm import ENTRIES
+from normops.adoption.watching import Run, watch
+from normops.inductor.calls import OPERATIONS
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """The shape of all shards together; DeepSpeed leaves an empty one in place."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+MOST_DIMS = 5
+"""Of an input: what has more goes to a module's own forward."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a forward is called.
+
+    Whether it is in training, or gradients are recorded, it is not told: asking for that is refused.
+    """
+
+    rows: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of a row."""
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
+    """Of the input, the weight and the gate."""
+
+    def __str__(self) -> str:
+        """For a reason."""
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(self.dtypes))
+        dims = len(self.rows) + len(self.shape)
+        return f"for {dims} dimensions, in {dtypes}"
+
+
+class Trial:
+    """Runs of a module's forward with a weight of our own, on the CPU."""
+
+    def __init__(self, module: nn.Module, weight: str | None, arguments: list[str]) -> None:
+        self.module, self.weight, self.arguments = module, weight, arguments
+        self.weight_shape = None if weight is None else whole_shape(module.get_parameter(weight))
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it takes a second tensor."""
+        return len(self.arguments) == 2
+
+    def copy(self, weight: Tensor | None) -> nn.Module:
+        """Made without asking its class; with the weight in the place of the module's."""
+        copy = object.__new__(type(self.module))
+        attributes = {name: value for name, value in vars(self.module).items() if name not in ENTRIES}
+        parameters = {} if weight is None else {self.weight: weight}
+        copy.__dict__.update(attributes)
+        copy.__dict__["_parameters"] = {**self.module._parameters, **parameters}
+        copy.__dict__["_buffers"] = dict(self.module._buffers)
+        return copy
+
+    def tensors(self, case: Case) -> tuple[Tensor | None, list[Tensor]]:
+        """Of ones, which nobody looks at: a weight, and what the forward takes."""
+        weight = None
+        if self.weight_shape is not None:
+            weight = nn.Parameter(torch.ones(self.weight_shape, dtype=case.dtypes[1], device="cpu"))
+        dtypes = (case.dtypes[0], case.dtypes[2])[: len(self.arguments)]
+        shape = (*case.rows, *case.shape)
+        return weight, [torch.ones(shape, dtype=dtype, device="cpu", requires_grad=True) for dtype in dtypes]
+
+    def watch(self, case: Case) -> Run:
+        """What the forward does."""
+        weight, tensors = self.tensors(case)
+        named = None if weight is None or self.weight is None else (self.weight, weight)
+        copy = self.copy(weight)
+        with torch.enable_grad():
+            arguments = list(zip(self.arguments, tensors, strict=True))
+            return watch(type(self.module).forward, copy, named, arguments, OPERATIONS)
+
+    def call(self, weight: Tensor | None, *tensors: Tensor) -> Tensor:
+        """What the forward returns."""
+        return type(self.module).forward(self.copy(weight), *tensors)
