@@ -1,0 +1,170 @@
+"""normops.patch on models of diffusers, built small: they compute what they did."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import normops
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+pytestmark = pytest.mark.slow
+
+
+def wan() -> tuple[nn.Module, dict[str, Any]]:
+    options = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
+    return diffusers.AutoencoderKLWan(**options, latents_mean=[0.0] * 4, latents_std=[1.0] * 4), {
+        "sample": torch.randn(1, 3, 1, 16, 16)
+    }
+
+
+def qwen_image() -> tuple[nn.Module, dict[str, Any]]:
+    options = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
+    return diffusers.AutoencoderKLQwenImage(**options, latents_mean=[0.0] * 4, latents_std=[1.0] * 4), {
+        "sample": torch.randn(1, 3, 1, 16, 16)
+    }
+
+
+def ltx2_audio() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.AutoencoderKLLTX2Audio(base_channels=16, latent_channels=2, num_res_blocks=1)
+    return model, {"sample": torch.randn(1, 2, 16, 64)}
+
+
+def flux() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 4),
+        "encoder_hidden_states": torch.randn(1, 6, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.tensor([1.0]),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(6, 3),
+    }
+    return model, inputs
+
+
+def wan_transformer() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=256,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 2, 16, 16),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "timestep": torch.tensor([1]),
+    }
+    return model, inputs
+
+
+def lumina2() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.Lumina2Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        hidden_size=24,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=3,
+        num_kv_heads=1,
+        multiple_of=2,
+        axes_dim_rope=(4, 2, 2),
+        axes_lens=(128, 128, 128),
+        cap_feat_dim=16,
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 16, 16),
+        "encoder_hidden_states": torch.randn(1, 8, 16),
+        "timestep": torch.rand(1),
+        "encoder_attention_mask": torch.ones(1, 8, dtype=torch.bool),
+    }
+    return model, inputs
+
+
+def ltx() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=1,
+        caption_channels=16,
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 8, 4),
+        "encoder_hidden_states": torch.randn(1, 5, 16),
+        "encoder_attention_mask": torch.ones(1, 5),
+        "timestep": torch.tensor([1.0]),
+        "num_frames": 2,
+        "height": 2,
+        "width": 2,
+    }
+    return model, inputs
+
+
+# How many norms are patched at least; those of images have their channels elsewhere.
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int]] = {
+    "AutoencoderKLWan": (wan, 0),
+    "AutoencoderKLQwenImage": (qwen_image, 0),
+    "AutoencoderKLLTX2Audio": (ltx2_audio, 0),
+    "FluxTransformer2DModel": (flux, 6),
+    "WanTransformer3DModel": (wan_transformer, 8),
+    "Lumina2Transformer2DModel": (lumina2, 20),
+    "LTXVideoTransformer3DModel": (ltx, 4),
+}
+
+
+def tensor_of(output: Any) -> Tensor:
+    return output.sample if hasattr(output, "sample") else output[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("training", [False, True])
+def test_models_compute_what_they_did(name: str, training: bool) -> None:
+    make, least = MODELS[name]
+    torch.manual_seed(0)
+    model, inputs = make()
+    for parameter in model.parameters():
+        if parameter.dim() == 1 or parameter.shape[1:].numel() == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    model.train(training)
+    patched = copy.deepcopy(model)
+    report = normops.patch(patched)
+    print(f"{name}: {len(report.patched)} patched, {len(report.skipped)} skipped", *sorted({*report.skipped.values()}))
+    assert len(report.patched) >= least
+    outputs, grads = [], []
+    for each in (patched, model):
+        torch.manual_seed(1)
+        y = tensor_of(each(**inputs))
+        y.square().mean().backward()
+        outputs.append(y.detach())
+        grads.append([None if parameter.grad is None else parameter.grad for parameter in each.parameters()])
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(*grads, strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            largest = float(expected.abs().max())
+            torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-3 * largest + 1e-7)

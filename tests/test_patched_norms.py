@@ -1,0 +1,509 @@
+"""What a patched norm does wherever modules go is what it did: copies, traces, transforms, modes, memory."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import norms_of_others as others
+import pytest
+import torch
+from test_lookalikes import assert_alike, assert_called_alike, assert_is_what_it_was, inputs_of
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+
+import normops
+
+SIZE = 32
+every_norm = pytest.mark.parametrize("norm", others.NORMS, ids=lambda norm: norm.__name__)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+
+
+def pair(norm: Callable[[int], nn.Module], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """The same norm, patched and not."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        module = norm(SIZE)
+        for parameter in module.parameters():
+            nn.init.uniform_(parameter, -3.0, 3.0)
+        made.append(module.to(dtype))
+    assert len(normops.patch(made[0], strict=True).patched) == 1
+    return made[0], made[1]
+
+
+def assert_both_alike(results: Sequence[Any], where: str, dtype: torch.dtype = torch.float32) -> None:
+    actual, expected = results
+    assert_alike(actual, expected, where, dtype)
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*(shape or (5,)), 2, SIZE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@every_norm
+def test_is_what_it_was(norm: Callable[[int], nn.Module]) -> None:
+    patched, original = pair(norm)
+    assert_is_what_it_was(patched, original)
+
+
+# Copies. Each class is one of those whose copies were lost before.
+
+
+class Reduced(others.LlamaNorm):
+    def __reduce__(self) -> Any:
+        return type(self), (SIZE,)
+
+
+class ReducedWithState(others.LlamaNorm):
+    def __reduce__(self) -> Any:
+        return type(self), (SIZE,), dict(self.__dict__)
+
+
+class ReducedWithoutState(others.LlamaNorm):
+    def __reduce__(self) -> Any:
+        return type(self), (SIZE,), None
+
+
+class ReducedWithTwoStates(others.LlamaNorm):
+    def __reduce__(self) -> Any:
+        return type(self), (SIZE,), (dict(self.__dict__), {"more": 1})
+
+    def __setstate__(self, state: Any) -> None:
+        for each in state:
+            self.__dict__.update(each)
+
+
+class ReducedWithItems(others.LlamaNorm):
+    def __reduce__(self) -> Any:
+        return type(self), (SIZE,), dict(self.__dict__), None, None
+
+
+class ReducedByAnother(others.LlamaNorm):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), (SIZE,), dict(self.__dict__)
+
+
+class State(others.LlamaNorm):
+    def __getstate__(self) -> Any:
+        return self.variance_epsilon, self.weight.detach()
+
+    def __setstate__(self, state: Any) -> None:
+        nn.Module.__init__(self)
+        self.variance_epsilon, self.weight = state[0], nn.Parameter(state[1])
+
+
+def set_state(module: nn.Module, state: dict[str, Any]) -> None:
+    module.__dict__.update(state)
+
+
+class ReducedWithASetter(others.LlamaNorm):
+    """Of six items, which pickle alone takes."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (SIZE,), dict(self.__dict__), None, None, set_state
+
+
+REDUCED = (
+    Reduced,
+    ReducedWithState,
+    ReducedWithoutState,
+    ReducedWithTwoStates,
+    ReducedWithItems,
+    ReducedByAnother,
+    State,
+)
+
+
+def saved(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    **{f"pickle-{p}": lambda module, p=p: pickle.loads(pickle.dumps(module, p)) for p in range(2, 6)},  # type: ignore[misc]
+    "torch.save": saved,
+}
+
+
+@pytest.mark.parametrize("copied", COPIED)
+@pytest.mark.parametrize("norm", [*others.NORMS, *REDUCED, ReducedWithASetter], ids=lambda norm: norm.__name__)
+def test_copies(norm: Callable[[int], nn.Module], copied: str) -> None:
+    if norm is ReducedWithASetter and "copy" in copied:
+        with pytest.raises(TypeError):
+            COPIED[copied](norm(SIZE))  # unpatched, too
+        return
+    patched, original = pair(norm)
+    again, expected = COPIED[copied](patched), COPIED[copied](original)
+    assert again.__dict__["forward"].__self__ is again
+    assert len(normops.patch(again).already) == 1
+    assert_alike(again(rows()), expected(rows()), copied)
+    # The copy has a weight of its own, unless it shared it before, too.
+    with torch.no_grad():
+        for module in (again, expected):
+            for parameter in module.parameters():
+                parameter.zero_()
+    assert_alike(again(rows()), expected(rows()), "written")
+    assert_alike(patched(rows()), original(rows()), "the first one")
+    assert normops.unpatch(again) == 1
+    assert vars(again).keys() == vars(expected).keys()
+
+
+@pytest.mark.parametrize("copied", COPIED)
+def test_copies_of_copies(copied: str) -> None:
+    patched, original = others.model(), others.model()
+    normops.patch(patched)
+    again = COPIED[copied](COPIED["deepcopy"](COPIED[copied](patched)))
+    assert len(normops.patch(again).already) == 4
+    x = torch.randn(4, SIZE)
+    assert_alike(again(x), original(x), copied)
+
+
+# Traces and transforms.
+
+
+@every_norm
+def test_traced_by_jit(norm: Callable[[int], nn.Module]) -> None:
+    patched, original = pair(norm)
+    traced = torch.jit.trace(nn.Sequential(patched), rows())
+    for x in (rows(), rows(3), rows(7)):
+        assert_alike(traced(x).detach(), original(x).detach(), "traced")
+
+
+def test_scripted() -> None:
+    patched, original = pair(lambda size: nn.Sequential(nn.Linear(size, size), nn.RMSNorm(size, eps=1e-6)))
+    assert_alike(torch.jit.script(patched)(rows()), original(rows()), "scripted")
+
+
+@every_norm
+def test_traced_by_fx(norm: Callable[[int], nn.Module]) -> None:
+    class Caller(nn.Module):
+        """fx does not look into modules of torch itself."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + 1.0
+
+    outcomes = []
+    for module in pair(norm):
+        try:
+            outcomes.append(torch.fx.symbolic_trace(Caller(module))(rows()))
+        except (torch.fx.proxy.TraceError, TypeError) as error:
+            outcomes.append(type(error))
+    assert_both_alike(outcomes, "traced")
+
+
+@every_norm
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(norm: Callable[[int], nn.Module], strict: bool) -> None:
+    patched, original = pair(norm)
+    batch = torch.export.Dim("batch", min=2)
+    program = torch.export.export(
+        nn.Sequential(patched), (rows(),), dynamic_shapes=({0: batch},), strict=strict
+    ).module()
+    for x in (rows(), rows(9)):
+        assert_alike(program(x), original(x), "exported")
+
+
+@every_norm
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_whole(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
+    patched, original = pair(norm)
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    torch._dynamo.reset()
+    for tensor in (rows(), rows(7), rows(3, 4).transpose(0, 1), rows(4, 6)[:, ::2], rows(1).expand(4, 2, SIZE)):
+        leaves = [tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2)]
+        results = [compiled(leaves[0]), original(leaves[1])]
+        assert_both_alike(results, "compiled")
+        assert_both_alike(
+            [torch.autograd.grad(y.sin().sum(), x)[0] for x, y in zip(leaves, results, strict=True)], "grads"
+        )
+
+
+@every_norm
+def test_functional_calls(norm: Callable[[int], nn.Module]) -> None:
+    patched, original = pair(norm)
+    parameters = {name: torch.randn_like(each) for name, each in original.named_parameters()}
+    x, tangent = rows(), rows(seed=1)
+
+    def loss(module: nn.Module) -> Callable[..., Tensor]:
+        return lambda p, t: functional_call(module, p, (t,)).sin().sum()
+
+    transforms: dict[str, Callable[[nn.Module], Any]] = {
+        "call": lambda m: functional_call(m, parameters, (x,)),
+        "grad": lambda m: grad(loss(m), argnums=1)(parameters, x),
+        "grad of the weight": lambda m: [*grad(loss(m))(parameters, x).values()],
+        "vmap": lambda m: vmap(lambda t: functional_call(m, parameters, (t,)))(x),
+        "vmap over another dimension": lambda m: vmap(m, in_dims=1, out_dims=1)(x),
+        "gradients of samples": lambda m: [*vmap(grad(loss(m)), in_dims=(None, 0))(parameters, x).values()],
+        "jvp": lambda m: list(jvp(lambda t: functional_call(m, parameters, (t,)), (x,), (tangent,))),
+        "jvp of grad": lambda m: list(jvp(lambda t: grad(loss(m), argnums=1)(parameters, t), (x,), (tangent,))),
+        "jacobian": lambda m: jacrev(lambda t: functional_call(m, parameters, (t,)))(x[:1, :1]) if x.dim() < 3 else 0,
+    }
+    for name, transform in transforms.items():
+        assert_alike(transform(patched), transform(original), name)
+
+
+def test_ensembles() -> None:
+    """vmap over the weights, too."""
+    makes = [others.LlamaNorm(SIZE) for _ in range(3)]
+    for module in makes:
+        nn.init.uniform_(module.weight, -3.0, 3.0)
+    parameters, buffers = torch.func.stack_module_state(makes)
+    patched = others.LlamaNorm(SIZE)
+    normops.patch(patched)
+    x = rows()
+    y = vmap(lambda p, b, t: functional_call(patched, (p, b), (t,)), in_dims=(0, 0, None))(parameters, buffers, x)
+    assert_alike(y.detach(), torch.stack([module(x) for module in makes]).detach(), "ensemble")
+
+
+@every_norm
+def test_gradients_of_gradients(norm: Callable[[int], nn.Module]) -> None:
+    found = []
+    for module in pair(norm):
+        x = rows().requires_grad_()
+        (first,) = torch.autograd.grad(module(x).sin().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), (x, *module.parameters())))
+    assert_both_alike(found, "second derivatives")
+
+
+@every_norm
+def test_inside_a_checkpoint(norm: Callable[[int], nn.Module]) -> None:
+    found = []
+    for module in pair(norm):
+        x = rows().requires_grad_()
+        y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+        found.append(torch.autograd.grad(y.sin().sum(), (x, *module.parameters())))
+    assert_both_alike(found, "checkpoint")
+
+
+# Modes.
+
+
+@every_norm
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@every_dtype
+def test_autocast(norm: Callable[[int], nn.Module], dtype: torch.dtype, autocast: torch.dtype) -> None:
+    patched, original = pair(norm, dtype)
+    for x_dtype in (dtype, torch.float32, autocast):
+        x = rows(dtype=x_dtype)
+        with torch.autocast("cpu", autocast):
+            y, expected = patched(x), original(x)
+        assert_alike(y, expected, str(x_dtype), min((dtype, x_dtype), key=lambda each: -torch.finfo(each).eps))
+
+
+@every_norm
+def test_inference_mode(norm: Callable[[int], nn.Module]) -> None:
+    patched, original = pair(norm)
+    with torch.inference_mode():
+        y, expected = patched(rows()), original(rows())
+        assert y.is_inference() == expected.is_inference()
+        assert_alike(y, expected, "inference")
+    made_inside = y
+    with torch.no_grad():
+        assert_alike(patched(made_inside), original(made_inside), "after inference")
+
+
+@every_norm
+@every_dtype
+def test_default_dtype(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        patched, original = pair(norm, dtype)
+        assert_is_what_it_was(patched, original, some=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@every_norm
+def test_meta_and_fake(norm: Callable[[int], nn.Module]) -> None:
+    patched, original = pair(norm)
+    assert_same_kind(patched.to("meta")(rows().to("meta")), original.to("meta")(rows().to("meta")))
+    with FakeTensorMode():
+        made = [norm(SIZE), norm(SIZE)]
+        normops.patch(made[0])  # or leaves it as it is
+        assert_same_kind(made[0](torch.randn(3, 2, SIZE)), made[1](torch.randn(3, 2, SIZE)))
+
+
+def assert_same_kind(actual: Tensor, expected: Tensor) -> None:
+    assert (type(actual), actual.shape, actual.dtype, actual.device, actual.stride()) == (
+        type(expected),
+        expected.shape,
+        expected.dtype,
+        expected.device,
+        expected.stride(),
+    )
+
+
+@every_norm
+@every_dtype
+def test_cast_after_patching(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
+    patched, original = pair(norm)
+    for module in (patched, original):
+        module.to(dtype)
+    for tensors in inputs_of(original, some=True, dtype=dtype):
+        assert_called_alike(patched, original, tensors, str(dtype))
+
+
+@every_norm
+def test_hooks(norm: Callable[[int], nn.Module]) -> None:
+    outcomes = []
+    for module in pair(norm):
+        seen: list[str] = []
+        module.register_forward_pre_hook(lambda _, args, seen=seen: (seen.append("before"), (2 * args[0],))[1])
+        module.register_forward_hook(lambda *args, seen=seen: (seen.append("after"), 3 * args[2])[1])
+        module.register_full_backward_hook(lambda *args, seen=seen: seen.append("backward"))
+        x = rows().requires_grad_()
+        y = module(x)
+        outcomes.append((y.detach(), torch.autograd.grad((y * rows(seed=2)).sum(), x)[0], seen))
+    assert_alike(outcomes[0][:2], outcomes[1][:2], "hooks")
+    assert outcomes[0][2] == outcomes[1][2] == ["before", "after", "backward"]
+
+
+class Rows(Tensor):
+    """A subclass, whose operations have its class."""
+
+
+@every_norm
+def test_subclass_of_tensor(norm: Callable[[int], nn.Module]) -> None:
+    patched, original = pair(norm)
+    assert_alike(patched(rows().as_subclass(Rows)), original(rows().as_subclass(Rows)), "subclass")
+    assert_alike(patched(nn.Parameter(rows())), original(nn.Parameter(rows())), "parameter")
+
+
+# Tensors that a program writes into.
+
+
+def residual(module: nn.Module, x: Tensor) -> Tensor:
+    h = x * 1
+    y = module(h)
+    h += y.to(h.dtype)
+    return h
+
+
+def overwritten(module: nn.Module, x: Tensor) -> Tensor:
+    h = x * 1
+    y = module(h)
+    h.zero_()
+    return y + h
+
+
+def scaled_in_place(module: nn.Module, x: Tensor) -> Tensor:
+    y = module(x * 1)
+    y *= 2
+    return y
+
+
+def weight_written(module: nn.Module, x: Tensor) -> Tensor:
+    y = module(x * 1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+    return y
+
+
+@pytest.mark.parametrize("program", [residual, overwritten, scaled_in_place, weight_written])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_dtype
+@every_norm
+def test_tensors_written_after_the_norm(
+    norm: Callable[[int], nn.Module],
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    program: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    """The backward works where it did, and gives what it gave; where it failed, it may give the right gradients now."""
+    outcomes: list[Any] = []
+    for module in pair(norm, dtype):
+        x = rows(dtype=x_dtype).requires_grad_()
+        y = program(module, x)
+        try:
+            outcomes.append(torch.autograd.grad(y.float().sin().sum(), (x, *module.parameters())))
+        except RuntimeError:  # of a tensor that was modified in place
+            outcomes.append(None)
+    if outcomes[1] is not None:
+        assert outcomes[0] is not None, "failed where it did not"
+        coarse = min((dtype, x_dtype), key=lambda each: -torch.finfo(each).eps)
+        assert_both_alike(outcomes, program.__name__, coarse)
+
+
+# Views of what comes out.
+
+
+@every_norm
+def test_heads_put_together_again(norm: Callable[[int], nn.Module]) -> None:
+    q = torch.randn(2, 5, 2 * SIZE * 2).view(2, 5, 2, 2, SIZE).transpose(1, 2)
+    outcomes: list[Any] = []
+    for module in pair(norm):
+        try:
+            outcomes.append(module(q).transpose(1, 2).view(2, 5, -1).detach())
+        except RuntimeError as error:
+            outcomes.append(str(error))
+    if isinstance(outcomes[1], Tensor):  # those of torch are contiguous, and cannot be put together
+        assert_both_alike(outcomes, "heads")
+
+
+# What patching takes.
+
+PROGRAM = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import torch, normops, norms_of_others
+from torch import nn
+
+class Embedding(nn.Embedding):
+    def forward(self, input):
+        return super().forward(input) * 2.0
+
+class Table(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, device="meta" if len(sys.argv) > 3 else "cpu"))
+
+    def forward(self, input):
+        return self.weight * (input * torch.rsqrt(input.square().mean(-1, keepdim=True) + 1e-6))
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+normops.patch(nn.Sequential(*(norm(32) for norm in norms_of_others.NORMS), Embedding(8, 8), Table(4, 8)))
+module = eval(sys.argv[2])
+before = peak()
+normops.patch(module)
+print(peak() - before)
+"""
+
+MODULES = (
+    "Embedding(20000, 256)",
+    "Embedding(256, 1024)",
+    "Embedding(2, 64)",
+    *(f"Table({', '.join(map(str, shape))})" for shape in ((2**18,), (2**16,), (512, 512), (64, 64, 64), (4096, 4096))),
+    *(f"norms_of_others.{norm.__name__}(8192)" for norm in others.NORMS),
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_memory_of_patching(module: str) -> None:
+    """The most that the process has held, in MB; that of tensors and of Python."""
+    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), module]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(result.stdout) < 50.0
+
+
+def test_memory_of_patching_what_has_none() -> None:
+    """An embedding as that of a model of 4 billion parameters, on the meta device."""
+    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), "Table(262208, 2560)", "meta"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(result.stdout) < 50.0
