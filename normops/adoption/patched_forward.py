@@ -111,6 +111,7 @@ def _forward(made_of: Given) -> FunctionType:
         "promote_types": torch.promote_types,
         "is_tracing": torch.jit.is_tracing,  # type: ignore[attr-defined]
         "is_grad_enabled": torch.is_grad_enabled,
+        "is_compiling": torch.compiler.is_compiling,
         "may_autocast": _may_autocast,
         "order_of": _order_of,
         "copied": _copies(norm),
@@ -229,13 +230,14 @@ def _by_order(norm: Norm, own: str) -> list[str]:
 def _copying(norm: Norm) -> list[str]:
     gate = None if norm.gate is None else norm.gate.argument
     tensors = ", ".join([norm.argument, *([gate] if gate else []), *(["_weight"] if norm.weight else [])])
-    return ["if is_grad_enabled():", f"    {tensors}, *_ = copied({tensors})"]
+    return ["if is_grad_enabled() and not is_compiling():", f"    {tensors}, *_ = copied({tensors})"]
 
 
 def _copies(norm: Norm) -> Callable[..., tuple[Tensor, ...]]:
     """Copies what normops saves for the backward and the module's own forward does not, but in another dtype.
 
-    Programs may then write into the tensor itself. In what is compiled, Inductor removes the copies again.
+    Programs may then write into the tensor itself. Not in what is compiled: Inductor takes the copy of an input of its
+    graph out again, and would save what is there after the write. The passes know which tensors are none.
     """
     count = 1 + (norm.gate is not None) + (norm.weight is not None)
     needed = {

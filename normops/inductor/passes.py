@@ -20,6 +20,7 @@ from normops.inductor.residuals import fuse_additions
 
 _IS_RECORDED = "normops.is_recorded"
 """Whether an operator that replaces a norm saves its arguments for a backward."""
+_OPERATORS = (torch.ops.normops.rms_norm.default, torch.ops.normops.gated_rms_norm.default)
 
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 
@@ -131,15 +132,26 @@ def _keep(graph: Graph, written: set[Any], inputs: set[Any]) -> None:
             # It may run several times: then all that it writes is written later.
             _keep(body.graph, written | memory_written_by(node), inputs)
             body.recompile()
-        if node.meta.get(_IS_RECORDED):
+        if _is_recorded(node):
             # Once for the whole graph, and for a body before: Inductor calls a pass with that first.
-            for argument in {node.args[0], node.args[2]} - {None}:
-                if shares_memory(argument, written) and not memory_of(argument) <= inputs:
+            for argument in node.all_input_nodes:
+                if (
+                    value_of(argument) is not None
+                    and shares_memory(argument, written)
+                    and not memory_of(argument) <= inputs
+                ):
                     with graph.inserting_before(node):
                         copy = graph.call_method("clone", (argument,))
                         copy.meta[IS_COPY] = True
                         node.replace_input_with(argument, copy)
         written = written | memory_written_by(node)
+
+
+def _is_recorded(node: Node) -> bool:
+    """Whether it is an operator of normops, put there by a pass or by the program, that saves its arguments."""
+    value = value_of(node)
+    is_of_program = node.target in _OPERATORS and value is not None and value.requires_grad
+    return is_of_program or node.meta.get(_IS_RECORDED, False)
 
 
 def _replace_norm_of_torch(node: Node) -> None:
