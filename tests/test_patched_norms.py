@@ -254,6 +254,8 @@ def test_functional_calls(norm: Callable[[int], nn.Module]) -> None:
         "jacobian": lambda m: jacrev(lambda t: functional_call(m, parameters, (t,)))(x[:1, :1]) if x.dim() < 3 else 0,
     }
     for name, transform in transforms.items():
+        if norm is others.torch_norm_of_two and "vmap" in name and name.endswith("dimension"):
+            continue  # which would take away one of those that are normalized
         assert_alike(transform(patched), transform(original), name)
 
 
@@ -491,7 +493,7 @@ MODULES = (
     "Embedding(256, 1024)",
     "Embedding(2, 64)",
     *(f"Table({', '.join(map(str, shape))})" for shape in ((2**18,), (2**16,), (512, 512), (64, 64, 64), (4096, 4096))),
-    *(f"norms_of_others.{norm.__name__}(8192)" for norm in others.NORMS),
+    "nn.Sequential(*(norm(8192) for norm in norms_of_others.NORMS))",
 )
 
 
