@@ -15,6 +15,7 @@ from graphs import computed_besides_views
 from norms_of_others import Block, LlamaNorm, model
 from profiles import operators_run
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from traced_graphs import trace
 
 import normops
@@ -194,6 +195,39 @@ def test_refused(reason: str) -> None:
     before = dict(vars(module))
     assert normops.patch(module).skipped == {"": reason}
     assert vars(module) == before
+
+
+class UninitializedNorm(LlamaNorm):
+    def __init__(self) -> None:
+        super().__init__(32)
+        self.weight = nn.UninitializedParameter()  # type: ignore[assignment]
+
+
+class FindingNorm(LlamaNorm):
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+
+UNEXAMINED: dict[str, Callable[[], nn.Module]] = {
+    "cannot be examined: ": UninitializedNorm,
+    "its class finds attributes in a way of its own": lambda: FindingNorm(32),
+    "is a TopLevelTracedModule, whose forward is generated": lambda: torch.jit.trace(LlamaNorm(32), torch.ones(2, 32)),
+    "is a RecursiveScriptModule, whose forward is generated": lambda: torch.jit.script(nn.RMSNorm(32)),
+    "is a LlamaNorm, whose forward is generated": lambda: torch.fx.symbolic_trace(LlamaNorm(32)),
+    "has parameters that others are computed from": lambda: parametrizations.weight_norm(LlamaNorm(32)),
+    "has the parameters weight_g, weight_v": lambda: nn.utils.weight_norm(LlamaNorm(32), "weight"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("reason", UNEXAMINED)
+def test_a_neighbour_that_cannot_be_examined(reason: str) -> None:
+    """Does not end the patch of the others."""
+    blocks = nn.ModuleDict({"before": LlamaNorm(32), "norm": UNEXAMINED[reason](), "after": LlamaNorm(32)})
+    report = normops.patch(blocks)
+    assert list(report.patched) == ["before", "after"]
+    assert any(name.startswith("norm") and reason in why for name, why in report.skipped.items()), report.skipped
+    assert normops.unpatch(blocks) == 2
 
 
 def test_forward_of_somebody_else_is_left() -> None:

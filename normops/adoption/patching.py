@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from normops.adoption.norm import Norm
 from normops.adoption.patched_forward import Rounding, give, give_back, given, has_foreign_forward
@@ -103,7 +104,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
         title = type(module).__name__
         if isinstance(module, (RMSNorm, GatedRMSNorm)) or rounding in (made.rounding for made in given(module)):
             already[name] = title
-        elif type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.RMSNorm):
+        elif _is_of_torch(module) and not isinstance(module, nn.RMSNorm):
             if "Norm" in title:
                 others[name] = title
         else:
@@ -172,10 +173,16 @@ def _has(module: nn.Module, name: str, value: Any) -> bool:
     return found is value or (is_plain(value) and type(found) is type(value) and found == value)
 
 
+def _is_of_torch(module: nn.Module) -> bool:
+    """Not of a class that torch has made of another one."""
+    return type(module).__module__.startswith("torch.nn.") and not is_parametrized(module)
+
+
 def _is_called_norm(name: str, module: nn.Module) -> bool:
     """Or computes one. Containers are not norms, their parts may be."""
     names = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
-    is_container = next(module.children(), None) is not None and next(module.parameters(recurse=False), None) is None
+    has_parts = next(module.children(), None) is not None and not is_parametrized(module)
+    is_container = has_parts and next(module.parameters(recurse=False), None) is None
     functions = [f for base in type(module).__mro__ for f in vars(base).values() if base not in nn.Module.__mro__]
     used = {name for f in functions if inspect.isfunction(f) for name in f.__code__.co_names}
     return ("norm" in names and not is_container) or (not {"rsqrt", "rms_norm"}.isdisjoint(used) and not is_container)

@@ -19,6 +19,7 @@ from itertools import compress, product
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from normops.adoption.experiments import MOST_NUMBERS, autocasts_of, order_of, output_dtype_of, rounds_of, saves_of
 from normops.adoption.norm import Gate, Norm
@@ -77,6 +78,8 @@ def check_class(module: nn.Module) -> None:
 
 def _arguments_of(module: nn.Module) -> list[inspect.Parameter]:
     """One, or two, the second of which may be a gate."""
+    if is_parametrized(module):
+        raise Unfit("has parameters that others are computed from")
     if next(module.children(), None) is not None:
         raise Unfit("has submodules")
     try:

@@ -125,7 +125,8 @@ class _Watch(TorchFunctionMode):
         self.refusals: list[str] = []
         self._is_busy = False
         self._copy, self._operations = copy, operations
-        spaces = (_class_attributes(type(copy)), vars(copy), copy._parameters, copy._buffers)
+        self._of_class = _class_attributes(type(copy))
+        spaces = (self._of_class, vars(copy), copy._parameters, copy._buffers)
         self._own = {name for space in spaces for name in space} - INTERNAL
         self._is_grad_enabled = torch.is_grad_enabled()
         self._fixed: Tensor | None = None
@@ -253,7 +254,7 @@ class _Watch(TorchFunctionMode):
     def _step(self, frame: FrameType, step: Step) -> None:
         if step.action == "attribute":
             self.names.add(step.name)
-            own = _class_attributes(type(self._copy)).get(step.name)
+            own = self._of_class.get(step.name)
             if step.name not in _OF_TENSORS and step.name not in self._own and step.name not in self._asked:
                 self.refuse(f"uses {step.name}, which is no part of a norm")
             if not is_plain(own) and not _is_method(own):
