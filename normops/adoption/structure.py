@@ -108,6 +108,8 @@ class _Reading:
                 raise Unfit(f"calls {_named(node)}, which is no part of {self._sought}")
             if _value(node).dtype not in DTYPES:
                 raise Unfit(f"computes in {str(_value(node).dtype).removeprefix('torch.')}")
+        if _value(run.result).shape != self._shape:
+            raise Unfit("returns something else than a tensor of its input's shape")
         core = self._core()
         self._read |= core.nodes
         for node in core.nodes:
@@ -116,9 +118,7 @@ class _Reading:
         if core.weight is not None:
             self._found_weight(core.weight, core.weight_offset)
         self._above(core.input, core.normalized_dims)
-        result = self._below(core.last)
-        if _value(result).shape != self._shape:
-            raise Unfit("returns something else than a tensor of its input's shape")
+        self._below(core.last)
         others = [node for node in run.graph.nodes if node.op != "placeholder" and node not in self._read]
         if others:
             raise Unfit(f"computes more than {self._sought}: {_named(others[0])}")
@@ -168,7 +168,7 @@ class _Reading:
         if groups != self._shape and (self._shape[-1] % size != 0 or size == 1 or dims > 1):
             raise Unfit(f"normalizes {size} elements of rows of {self._shape[-1]}")
 
-    def _below(self, node: Node) -> Node:
+    def _below(self, node: Node) -> None:
         """From the norm down to the result."""
         while node is not self._run.result:
             if len(node.users) != 1:
@@ -186,7 +186,6 @@ class _Reading:
             else:
                 raise Unfit(f"computes something else than {self._sought}: {_named(user)} after the norm")
             node = user
-        return node
 
     def _multiplied(self, node: Node, factor: Any) -> None:
         activation = self._activation(factor)
