@@ -89,7 +89,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8))
         >>> print(normops.patch(model))
         norms: 1 patched
-        patched:  1  RMSNorm: weight, eps: eps
+        patched:  1  RMSNorm: weight, eps: None
         >>> normops.unpatch(model)
         1
     """
