@@ -16,7 +16,7 @@ from normops.adoption.trial import MOST_DIMS, Case, Trial
 from normops.adoption.watching import Run, Unfit
 from normops.inductor.calls import NORMS, call_of
 
-MOST_NUMBERS = 2**16
+MOST_NUMBERS = 2**14
 """With which numbers are compared."""
 
 
@@ -95,7 +95,7 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
     """Told by the bits of bfloat16; what structure says is compared with numbers, too."""
     generator = torch.Generator("cpu").manual_seed(0)
     shape = torch.Size(base.shape)
-    rows = (*base.rows[:-1], max(1, min(16, MOST_NUMBERS // shape.numel()))) if base.rows else ()
+    rows = (*base.rows[:-1], max(2, min(16, MOST_NUMBERS // shape.numel()))) if base.rows else ()
     x = torch.randn(*rows, *shape, generator=generator, device="cpu")
     # From where eps is all to where it is nothing.
     scales = torch.logspace(-8, 4, rows[-1] if rows else 1, device="cpu")

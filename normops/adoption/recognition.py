@@ -28,10 +28,10 @@ from normops.adoption.trial import MOST_DIMS, Case, Trial, whole_shape
 from normops.adoption.watching import Run, Unfit, is_of
 from normops.inductor.calls import DTYPES
 
-LARGEST = 2**15
+LARGEST = 24576
 """Elements of a weight: what has more is no norm, and is not tried."""
 
-ROWS: tuple[tuple[int, ...], ...] = ((2,), (3, 1), (1, 2, 1), (1, 1, 2, 1), ())
+ROWS: tuple[tuple[int, ...], ...] = ((2,), (2, 1), (1, 2, 1), (1, 1, 2, 1), ())
 """The dimensions of an input before those of a row, the most usual first."""
 
 
@@ -126,7 +126,7 @@ def _found(trial: Trial, gates: list[inspect.Parameter]) -> Norm:
     _run_dtypes(trial, base, runs)
     asks_for = {what for run in runs.values() for what in run.asks_for}
     if "sizes" in asks_for:
-        for count in (1, max(2, min(64, MOST_NUMBERS // 4 // math.prod(base.shape)))):
+        for count in (1, max(2, min(64, MOST_NUMBERS // math.prod(base.shape)))):
             case = replace(base, rows=(count,))
             if case not in runs and _run(trial, case, structure, runs):
                 _forget(runs[case])
