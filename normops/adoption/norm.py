@@ -105,7 +105,7 @@ def _of_input(input: torch.dtype, weight: torch.dtype) -> torch.dtype:
 
 
 def _of_weight_with_16_bits(input: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    return weight if weight in (torch.float16, torch.bfloat16) else torch.promote_types(input, weight)
+    return weight if weight in HALVES else torch.promote_types(input, weight)
 
 
 OUTPUT_DTYPES: dict[OutputDtype, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {

@@ -185,7 +185,7 @@ def _is_called_norm(name: str, module: nn.Module) -> bool:
     is_container = has_parts and next(module.parameters(recurse=False), None) is None
     functions = [f for base in type(module).__mro__ for f in vars(base).values() if base not in nn.Module.__mro__]
     used = {name for f in functions if inspect.isfunction(f) for name in f.__code__.co_names}
-    return ("norm" in names and not is_container) or (not {"rsqrt", "rms_norm"}.isdisjoint(used) and not is_container)
+    return not is_container and ("norm" in names or not {"rsqrt", "rms_norm"}.isdisjoint(used))
 
 
 def _alike(modules: Mapping[str, str]) -> dict[tuple[str, str], list[str]]:

@@ -3,8 +3,8 @@
 Names tell little: of the 220 RMSNorm classes of transformers some multiply by ``1 + weight``, some round twice, some
 have no weight, and the attribute of eps has three names. Numbers that come out tell too little: a factor may be 1
 today, a forward compute something else in training. So a module's own forward runs, watched, in every way in which it
-may be called (training and evaluation, 1 to 5 dimensions, all dtypes), and each time the whole of what it does must be
-one RMSNorm, the same one. What that rests on besides is kept, to be compared at every call.
+may be called (1 to 5 dimensions, all dtypes; asking for the mode is refused), and each time the whole of what it does
+must be one RMSNorm, the same one. What that rests on besides is kept, to be compared at every call.
 """
 
 import copyreg

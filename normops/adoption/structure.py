@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from normops.adoption.telling_numbers import HandedOn
 from normops.adoption.watching import Run, Unfit
-from normops.inductor.calls import DTYPES, NORMS, Call, call_of, is_reshape, number, value_of
+from normops.inductor.calls import DTYPES, NORMS, Call, arguments_of_norm, call_of, is_reshape, number, value_of
 from normops.inductor.handwritten import match_norm
 
 
@@ -198,7 +198,7 @@ class _Reading:
         shape, rows = _value(factor).shape, _value(node).shape
         if shape != rows[len(rows) - len(shape) :] or shape.numel() % self._shape[-1] != 0:
             raise Unfit(f"multiplies rows of {rows[-1]} by a weight of shape {tuple(_value(weight).shape)}")
-        self._found_weight(weight, offset)
+        self._weight_offset = offset
 
     def _found_weight(self, node: Node, offset: float) -> None:
         weight, inner_offset = self._weight_above(node)
@@ -275,10 +275,8 @@ def _core_at(node: Node) -> _Core | None:
         weight, offset = match.weight or (None, 0.0)
         eps = match.eps_argument
         return _Core(match.input, match.last, match.nodes, eps, weight, offset, 1)
-    parameters = ("input", "normalized_shape", "weight", "eps")
-    given: dict[str, Any] = dict.fromkeys(parameters) | dict(zip(parameters, node.args, strict=False)) | node.kwargs
-    dims = len(given["normalized_shape"])
-    return _Core(given["input"], node, frozenset((node,)), given["eps"], given["weight"], 0.0, dims)
+    input, shape, weight, eps = arguments_of_norm(node)
+    return _Core(input, node, frozenset((node,)), eps, weight, 0.0, len(shape))
 
 
 def _value(node: Any) -> Tensor:

@@ -125,8 +125,8 @@ class _Watch(TorchFunctionMode):
         self.refusals: list[str] = []
         self._is_busy = False
         self._copy, self._operations = copy, operations
-        self._of_class = _class_attributes(type(copy))
-        spaces = (self._of_class, vars(copy), copy._parameters, copy._buffers)
+        self.of_class = _class_attributes(type(copy))
+        spaces = (self.of_class, vars(copy), copy._parameters, copy._buffers)
         self._own = {name for space in spaces for name in space} - INTERNAL
         self._is_grad_enabled = torch.is_grad_enabled()
         self._fixed: Tensor | None = None
@@ -254,7 +254,7 @@ class _Watch(TorchFunctionMode):
     def _step(self, frame: FrameType, step: Step) -> None:
         if step.action == "attribute":
             self.names.add(step.name)
-            own = self._of_class.get(step.name)
+            own = self.of_class.get(step.name)
             if step.name not in _OF_TENSORS and step.name not in self._own and step.name not in self._asked:
                 self.refuse(f"uses {step.name}, which is no part of a norm")
             if not is_plain(own) and not _is_method(own):
@@ -360,7 +360,7 @@ def watch(
     are_same = left.keys() == spaces.keys() and all(left[name] is value for name, value in spaces.items())
     if not are_same or left["_buffers"] or left["_modules"]:
         raise Unfit("changes its attributes")
-    _check_names(seen, copy, spaces)
+    _check_names(seen, spaces)
     if not isinstance(result, Tensor) or id(result) not in seen.nodes:
         raise Unfit("returns something else than a tensor of its input's shape")
     globals_ = tuple(seen.globals.values())
@@ -378,9 +378,9 @@ def watch(
     )
 
 
-def _check_names(seen: _Watch, copy: nn.Module, spaces: dict[str, Any]) -> None:
+def _check_names(seen: _Watch, spaces: dict[str, Any]) -> None:
     """That what was asked for by names that functions and classes have as well is plain, or code."""
-    own = {**_class_attributes(type(copy)), **spaces}
+    own = {**seen.of_class, **spaces}
     for name in seen.names & own.keys():
         if not is_plain(own[name]) and not _is_method(own[name]):
             raise Unfit(f"reads its {name}, a {type(own[name]).__name__}")
@@ -399,7 +399,7 @@ def _take_attributes(copy: nn.Module, weight: tuple[str, Tensor] | None, seen: _
     # nn.Module.__getattr__ looks here for what is no attribute of the instance or its class. What the class has, too,
     # would be found there instead.
     spaces: dict[str, Any] = {name: values.pop(name) for name in list(values) if hasattr(type(copy), name)}
-    for name, value in {**_class_attributes(type(copy)), **spaces}.items():
+    for name, value in {**seen.of_class, **spaces}.items():
         if is_plain(value):
             seen.attributes[name] = value
     attributes = _Attributes(values, None if weight is None else weight[1], seen)

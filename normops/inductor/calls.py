@@ -108,6 +108,13 @@ def _is_cast(node: Node) -> bool:
     return before is not None and after is not None and before.device == after.device and not has_flags
 
 
+def arguments_of_norm(node: Node) -> tuple[Any, ...]:
+    """input, normalized_shape, weight and eps of a call of torch's own norm; None for what it leaves out."""
+    parameters = ("input", "normalized_shape", "weight", "eps")
+    given: dict[str, Any] = dict(zip(parameters, node.args, strict=False)) | node.kwargs
+    return tuple(map(given.get, parameters))
+
+
 def is_reshape(node: Node) -> bool:
     """Whether it has the elements of its first argument in their order."""
     return node.target in (*_RESHAPES, "view", *(each.__name__ for each in _RESHAPES))

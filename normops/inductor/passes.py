@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 
 from normops.inductor import inductor_options
-from normops.inductor.calls import DTYPES, NORMS, order_in_memory, specialized, value_of
+from normops.inductor.calls import DTYPES, NORMS, arguments_of_norm, order_in_memory, specialized, value_of
 from normops.inductor.effects import IS_COPY, memory_of, memory_written_by, shares_memory, subgraphs
 from normops.inductor.handwritten import match_norm
 from normops.inductor.residuals import fuse_additions
@@ -155,9 +155,7 @@ def _is_recorded(node: Node) -> bool:
 
 
 def _replace_norm_of_torch(node: Node) -> None:
-    parameters = ("input", "normalized_shape", "weight", "eps")
-    arguments: dict[str, Any] = dict.fromkeys(parameters) | dict(zip(parameters, node.args, strict=False)) | node.kwargs
-    input, shape, weight, eps = (arguments[name] for name in parameters)
+    input, shape, weight, eps = arguments_of_norm(node)
     x, w, y = value_of(input), value_of(weight), value_of(node)
     if x is None or y is None or x.device.type not in ("cpu", "cuda") or order_in_memory(y, _length(shape)) is None:
         return
