@@ -149,7 +149,6 @@ def flat(result: object) -> list[Tensor]:
 class Trial:
     def __init__(self, call: Callable[[Problem], object], problem: Problem) -> None:
         self.call, self.problem = call, problem
-        use_up_the_heap()
         self.inputs = [tensor.clone() for tensor in problem.inputs]
         self.expected = [tensor.clone() for tensor in flat(call(problem))]
         self.restore()
@@ -161,6 +160,7 @@ class Trial:
     def outcome(self, limit: int) -> str:
         """Of a call that may take so much more memory; checks what there is after it, and the next call."""
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        use_up_the_heap()
         resource.setrlimit(resource.RLIMIT_AS, (used() + limit, hard))
         try:
             result, what = self.call(self.problem), "done"

@@ -19,6 +19,7 @@ def happened() -> dict[str, list[str]]:
     """By operator."""
     malloc = {
         "MALLOC_MMAP_THRESHOLD_": str(memory_limits.STEP),  # what the heap has no room for is a mapping of its own
+        "MALLOC_TOP_PAD_": "0",  # else the heap, where it has just grown, has room for a weight of 128 KiB
         "MALLOC_ARENA_MAX": "1",  # else malloc goes on to what it has reserved for other threads
     }
     environment = os.environ | malloc | {"OMP_WAIT_POLICY": "passive"}
