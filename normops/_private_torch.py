@@ -12,9 +12,6 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
     "normops.vmap": (
         "the rules of vmap",
         (
-            "torch._functorch.autograd_function.VmapInfo",
-            "torch._functorch.autograd_function.custom_function_call_vmap_helper",
-            "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
             "torch.utils._pytree.tree_map",
             "_ops",
             "_schema",
@@ -30,14 +27,10 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "torch.distributed.tensor._op_schema.RuntimeSchemaInfo",
             "torch.distributed.tensor._ops.utils.register_op_strategy",
             "torch.distributed.tensor.placement_types._StridedShard",
-            "_custom_op_handlers",
-            "_dispatch_get_local_results_slow_path",
-            "_op_dispatcher",
             "_ops",
             "_prepare_input_fn",
             "_prepare_output_fn",
             "_schema",
-            "_spec",
         ),
     ),
     "normops.nested": (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from normops._operators import by_name
 from normops.inductor.calls import have_one_shape, is_contiguous
 
 _aten, _normops = torch.ops.aten, torch.ops.normops
@@ -39,7 +40,8 @@ def _fuse_forward(norm: Node) -> None:
 
 def _fuse_backward(backward: Node) -> None:
     grads: dict[Any, Node] = {grad.args[1]: grad for grad in backward.users}
-    if backward.kwargs.get("grad_residual") is not None or 0 not in grads or len(grads[0].users) != 1:
+    arguments = by_name(_normops.rms_norm_backward.default, backward.args, backward.kwargs)
+    if arguments.get("grad_residual") is not None or 0 not in grads or len(grads[0].users) != 1:
         return
     (add,) = grads[0].users
     if not _adds_two_tensors(add):
@@ -50,8 +52,8 @@ def _fuse_backward(backward: Node) -> None:
         return
     values = add.meta["val"], *backward.meta["val"][1:]
     with backward.graph.inserting_before(place):
-        arguments = {**backward.kwargs, "grad_residual": residual}
-        call = backward.graph.call_function(_normops.rms_norm_backward.default, backward.args, arguments)
+        arguments["grad_residual"] = residual
+        call = backward.graph.call_function(_normops.rms_norm_backward.default, (), arguments)
         unpacked = _unpacked(call, values)
     _replace({backward: call, **{grad: unpacked[i] for i, grad in grads.items()}, add: unpacked[0]})
 
