@@ -14,8 +14,8 @@
 #endif
 
 #include "../dispatch.h"
-#include "../rows.h"
 #include "isa.h"
+#include "row_iterator.h"
 
 // Registers wider than the baseline's are only passed between functions that are inlined.
 #pragma GCC diagnostic ignored "-Wpsabi"
