@@ -9,6 +9,7 @@ import torch as _torch
 
 from normops import _binding as _binding  # first: finds normops._C
 from normops._after_import import after_import as _after_import
+from normops._after_import import import_or_warn as _import_or_warn
 from normops._info import BuildInfo, build_info
 from normops._private_torch import warn_if_newer as _warn_if_newer
 from normops.adoption import PatchReport, override_torch, patch, register_kernels, unpatch
@@ -18,7 +19,7 @@ from normops.inductor import inductor_options
 from normops.modules import GatedRMSNorm, RMSNorm
 
 _warn_if_newer(_torch.__version__)
-_after_import("torch", "normops.vmap")
+_import_or_warn("normops.vmap", "torch")
 _after_import("torch.utils.flop_counter", "normops.flops")
 _after_import("torch.distributed.tensor", "normops.sharding")
 _after_import("torch.nested._internal.ops", "normops.nested")
