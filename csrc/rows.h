@@ -4,8 +4,9 @@
 
 namespace normops {
 
-// The dimensions before the normalized ones, outermost first, merged as far as their strides allow: a contiguous tensor
-// has one, a slice of a fused QKV projection two. Strides count elements; an expanded dimension has stride 0.
+// The dimensions before the normalized ones, outermost first, merged as far as their strides allow: of a contiguous
+// tensor one is left, of a slice of a fused QKV projection two. Strides count elements unless a name says that they
+// count bytes; an expanded dimension has stride 0.
 struct RowLayout {
   static constexpr int kMaxDims = 8;
   int dims = 0;

@@ -47,7 +47,7 @@ void launch_gated_rms_norm_backward(const Tensor& grad_output, const Tensor& inp
   if (grad_gate.defined()) {
     dg.emplace(grad_gate, normalized_dims);
     args.grad_gate = dg->data();
-    args.grad_gate_rows = in_bytes(dg->layout(), gate);
+    args.grad_gate_rows_in_bytes = in_bytes(dg->layout(), gate);
   }
   PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight,
                        {&grad_output, &input, &gate, &value_or_undefined(weight)});

@@ -1,4 +1,5 @@
-// How kernels walk over rows. No torch header, and compiled for no instruction set but the baseline's.
+// How kernels walk over rows. No torch header. The code is shared by the kernels of all instruction sets, so it is
+// compiled for the baseline.
 #pragma once
 #include <cstdint>
 
@@ -6,17 +7,18 @@
 
 namespace normops::cpu {
 
-// Rows at equal distances, in elements, the current one first.
+// Rows at equal distances.
 template <class T>
 struct EvenRows {
-  T* row;
-  int64_t stride;
+  T* row;          // the current one
+  int64_t stride;  // in elements
 
   void next() { row += stride; }
 };
 
-// Walks over rows without a division per row: from `row` on, or over each `step`-th one. There are so many rows in the
-// last of the tensor's dimensions, and `row` is a multiple of it. Up to kAtOnce rows are found at once.
+// Walks over rows without a division per row: from `row` on, over all of them or over each `step`-th one. `step` is the
+// size of some of the tensor's last dimensions together, as the number of a weight's groups is, and `row` is a multiple
+// of it. Up to kAtOnce rows are found at once.
 template <class T, int kAtOnce = 1>
 class RowIterator {
  public:
@@ -50,10 +52,10 @@ class RowIterator {
     return row;
   }
 
-  // So many rows from the current one on lie at equal distances.
+  // How many rows from the current one on lie at equal distances.
   int64_t even_count() const { return left_; }
 
-  // Those, of which this moves on by `count`.
+  // The next `count` rows, at most even_count(); moves on behind them.
   EvenRows<T> next_even(int64_t count) {
     const EvenRows<T> rows = {data_, stride_};
     data_ += count * stride_;
@@ -62,7 +64,7 @@ class RowIterator {
     return rows;
   }
 
-  // The next kRows rows.
+  // The next kRows rows; moves on behind them.
   template <int kRows>
   void next(T* (&rows)[kRows]) {
     static_assert(kRows <= kAtOnce);
@@ -77,7 +79,8 @@ class RowIterator {
     for (int r = 0; r < count; r++) rows[r] = next();
   }
 
-  // Behind the last row of the innermost dimension: back to its first, one on in the dimensions around it.
+  // Called behind the last row of the innermost dimension: goes back to its first row, and on by one in the dimensions
+  // around it.
   [[gnu::noinline]] void carry() {
     left_ = size_;
     data_ -= left_ * stride_;
@@ -90,12 +93,12 @@ class RowIterator {
   }
 
   T* data_;
-  int64_t stride_ = 0;  // of the innermost dimension that steps go along
-  int64_t size_ = 0;    // steps in it
-  int64_t left_ = 2;    // of them, those to go; without dimensions there is one row, and nothing to carry
+  int64_t stride_ = 0;  // of a step along the innermost dimension that steps go along
+  int64_t size_ = 0;    // the steps in that dimension
+  int64_t left_ = 2;    // those of them that are left; a layout without dimensions has one row, and never carries
   const RowLayout* layout_;
   int last_;                       // that dimension
-  int64_t offsets_[kAtOnce] = {};  // in bytes: for vectors, addresses are one addition
+  int64_t offsets_[kAtOnce] = {};  // of the next rows from the current one, in bytes: one addition makes them addresses
   int64_t index_[RowLayout::kMaxDims] = {};
 };
 
