@@ -52,7 +52,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype
     weight_dtype: torch.dtype
     requires_grad: tuple[bool, ...]
-    """Of each tensor that the forward takes, and of the weight."""
+    """Whether they require a gradient: each tensor that the forward takes, and the weight."""
     tensor: int
     """The index of the saved one among these."""
 

@@ -56,7 +56,7 @@ def find_norm(module: nn.Module) -> Norm:
 
 
 def check_class(module: nn.Module) -> None:
-    """That running a module's forward, and giving it another, is all that there is to it.
+    """Checks that a module is what its forward computes, so that running that and replacing it is all there is to it.
 
     Raises:
         Unfit: with the reason, if not.

@@ -46,7 +46,7 @@ def structure_of(run: Run) -> Structure:
 
 
 def check_alike(run: Run, other: Run) -> None:
-    """That two calls computed the same, but for dtypes.
+    """Checks that two calls computed the same, but for dtypes.
 
     Raises:
         Unfit: with the reason, if not, or if the second one loses more by a cast than its input or result does.

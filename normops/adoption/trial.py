@@ -30,7 +30,7 @@ class Case:
     shape: tuple[int, ...]
     """The shape of a row."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
-    """Of the input, the weight and the gate."""
+    """The dtypes of input, weight and gate."""
 
     def __str__(self) -> str:
         """In words, for the reason of a refusal."""
