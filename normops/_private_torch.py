@@ -69,7 +69,10 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
     "normops.adoption.watching": ("normops.patch", ("_buffers", "_getframe", "_parameters", "_version")),
     "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),
 }
-"""By module of normops, what it is for, and what it imports or, without a dot, which attributes it asks for."""
+"""What each module of normops uses: the feature that depends on it, and the private names.
+
+Names with a dot are imported, those without are attributes that the module reads.
+"""
 
 
 def warn_if_newer(torch_version: str) -> None:

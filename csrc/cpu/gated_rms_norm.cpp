@@ -46,7 +46,7 @@ struct Backend : CpuBackend {
     if (grad_gate.defined()) {
       dg.emplace(grad_gate, norm.dims());
       args.grad_gate = dg->data();
-      args.grad_gate_rows = in_bytes(dg->layout(), gate);
+      args.grad_gate_rows_in_bytes = in_bytes(dg->layout(), gate);
     }
     PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight, tensors_of(arguments));
     args.grad_weight_partials = partials.data();

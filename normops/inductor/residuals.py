@@ -15,7 +15,7 @@ _aten, _normops = torch.ops.aten, torch.ops.normops
 
 
 def fuse_additions(graph: Graph) -> None:
-    """``x + residual`` and its norm into one operator, and the addition to the input's gradient into the backward."""
+    """Makes one operator of ``x + residual`` and its norm, and one of a backward and an addition to its grad_input."""
     for node in list(graph.nodes):
         if node.target is _normops.rms_norm.default:
             _fuse_forward(node)
@@ -59,7 +59,7 @@ def _fuse_backward(backward: Node) -> None:
 
 
 def _adds_two_tensors(node: Any) -> bool:
-    """Two of one dtype, shape and device, into a third that has the strides that normops gives it."""
+    """Whether a node adds two tensors of one dtype, shape and device, and the result has the strides of normops'."""
     if not isinstance(node, Node) or node.target is not _aten.add.Tensor or node.kwargs:
         return False
     total, *summands = (n.meta.get("val") if isinstance(n, Node) else None for n in (node, *node.args))
@@ -76,7 +76,7 @@ def _is_elementwise(node: Node, user: Node) -> bool:
 
 
 def _may_write(first: Node, last: Node) -> bool:
-    """Whether something from one node to the other writes to tensors: these may then not change places."""
+    """Whether a node from the one to the other writes to tensors, so that these two may not change places."""
     node = first
     while node is not last:
         if node.op == "call_function" and node.target is not operator.getitem:
