@@ -20,7 +20,7 @@ class RowConfig(NamedTuple):
 # grad_weight of the backward then take 64 of a thread's 128 registers.
 BLOCK_BYTES = 32 << 10
 
-# As many elements as keep a program busy. It takes so many narrow rows at a time.
+# How many elements keep a program busy: it takes narrow rows together until it has as many.
 LEAST_ELEMENTS = 1024
 ELEMENTS_OF_WARP = 512
 MOST_WARPS = 16
