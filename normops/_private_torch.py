@@ -9,14 +9,7 @@ SEEN_IN = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch that all of these were seen in, and all tests with them."""
 
 USES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "normops.vmap": (
-        "the rules of vmap",
-        (
-            "torch.utils._pytree.tree_map",
-            "_ops",
-            "_schema",
-        ),
-    ),
+    "normops._operators": ("the rules of vmap", ("torch._ops.OpOverload", "_schema")),
     "normops.sharding": (
         "DTensor",
         (
@@ -27,16 +20,13 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "torch.distributed.tensor._op_schema.RuntimeSchemaInfo",
             "torch.distributed.tensor._ops.utils.register_op_strategy",
             "torch.distributed.tensor.placement_types._StridedShard",
-            "_ops",
             "_prepare_input_fn",
             "_prepare_output_fn",
-            "_schema",
         ),
     ),
     "normops.nested": (
         "nested tensors",
         (
-            "torch._ops.OpOverload",
             "torch.nested._internal.nested_tensor.NestedTensor",
             "torch.nested._internal.ops.extract_kwargs",
             "torch.nested._internal.ops.raggedness_matches",

@@ -33,10 +33,9 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
-from normops._operators import FUNCTIONAL, INPLACE, by_name, results_of, wanted
+from normops._operators import FUNCTIONAL, INPLACE, Operator, by_name, results_of, wanted
 
 
 def _forward(arguments: Mapping[str, Any]) -> int:
@@ -68,7 +67,7 @@ def _is_silu(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("activation", "silu") != "sigmoid"
 
 
-def _register(op: OpOverload) -> None:
+def _register(op: Operator) -> None:
     def count(*args: Any, **kwargs: Any) -> int:
         arguments = by_name(op, args, kwargs)
         if "grad_output" not in arguments:

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nested._internal.ops import extract_kwargs, raggedness_matches, register_jagged_func
 
-from normops._operators import FUNCTIONAL, ROWS, arguments_of, by_name, name_of, results_of
+from normops._operators import FUNCTIONAL, ROWS, Operator, arguments_of, by_name, name_of, results_of
 
 
 def _check(name: str, rows: Mapping[str, NestedTensor], normalized_shape: Sequence[int], weight: Tensor | None) -> None:
@@ -46,8 +45,8 @@ def _like(input: NestedTensor, values: Tensor) -> Tensor:
     return NestedTensor(values, **extract_kwargs(input))
 
 
-def _register(op: OpOverload) -> None:
-    def of_values(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _register(op: Operator) -> None:
+    def of_values(op: Operator, *args: Any, **kwargs: Any) -> Any:
         arguments = by_name(op, args, kwargs)
         rows = {name: arguments[name] for name in ROWS if arguments.get(name) is not None}
         _check(name_of(op), rows, arguments["normalized_shape"], arguments.get("weight"))

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
 
 from normops import _C
-from normops._operators import FUNCTIONAL, INPLACE, arguments_of, name_of, results_of, wanted, written_by
+from normops._operators import FUNCTIONAL, INPLACE, Operator, arguments_of, name_of, results_of, wanted, written_by
 
 _library = torch.library.Library("normops", "IMPL")
 
@@ -44,7 +42,7 @@ def _first(weight: Tensor, result: Tensor) -> Tensor:
     return result.movedim(result.dim() - weight.dim(), 0).contiguous()
 
 
-def _call(op: OpOverload, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
+def _call(op: Operator, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
     """The operator's results, batched along their first dimension."""
     check = getattr(_C, f"check_{name_of(op)}")
     check(**{name: value.sample() if isinstance(value, _Batch) else value for name, value in arguments.items()})
@@ -79,7 +77,7 @@ def _check_target(op: str, name: str, target: _Batch) -> None:
         )
 
 
-def _register(op: OpOverload, functional: OpOverload) -> None:
+def _register(op: Operator, functional: Operator) -> None:
     def rule(info: Any, dims: Sequence[int | None], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def to_batch(value: Any, dim: int | None) -> Any:
             if not isinstance(value, Tensor):
@@ -95,10 +93,10 @@ def _register(op: OpOverload, functional: OpOverload) -> None:
             for target, result in zip(targets, results, strict=True):
                 target.tensor.copy_(result)
             return (args[0], dims[0]) if results_of(op) else (None, None)
-        returned = results if len(results) > 1 else results[0]
-        return returned, tree_map(lambda value: None if value is None else 0, returned)
+        dims = tuple(None if value is None else 0 for value in results)
+        return (results, dims) if len(results) > 1 else (results[0], dims[0])
 
-    torch.library.register_vmap(op._schema.name, rule, lib=_library)
+    torch.library.register_vmap(f"normops::{name_of(op)}", rule, lib=_library)
 
 
 for _op in FUNCTIONAL:
