@@ -30,7 +30,7 @@ void count_kernels(DType dtype, int64_t rows, int64_t cols) {
   const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
   KernelProblem p(dtype, dtype, dtype, rows, cols, 8);
   const int64_t elements = rows * cols;
-  RmsNormBackwardArgs without_residual = p.backward;
+  CpuArgs<RmsNormBackwardArgs> without_residual = p.backward;
   without_residual.grad_residual = nullptr;
   count("scale", dtype, rows, cols, cols,
         [&] { kernels.scale(dtype, dtype, p.weight.data(), 0.0, cols, p.scale.data(), 0, 0, cols); });

@@ -75,19 +75,21 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     kernels.scale(dtype, weight_dtype, weight.data(), 1.0, cols, scale.data(), group, 0, cols);
     kernels.scale(residual_dtype, weight_dtype, weight.data(), 1.0, cols, residual_scale.data(), group, 0, cols);
   }
+  const Weight of_groups = {weight.data(), weight_dtype, 1, groups};
+  const auto with_scale = [&]<class Args>(const Args& args, const Memory& scale, void* held = nullptr) {
+    return CpuArgs<Args>{args, /*stream=*/true, kRowsPerChunk, scale.data(), held};
+  };
   const RmsNormArgs forward = {.dtype = dtype,
+                               .rows = rows,
                                .cols = cols,
                                .eps = 1e-5,
+                               .weight = of_groups,
                                .input = input.data(),
                                .input_rows = input.layout,
-                               .scale = scale.data(),
-                               .groups = groups,
                                .output = output.data(),
-                               .output_rows = output.layout,
-                               .stream = true};
-  AddRmsNormArgs add = {forward,         residual_dtype,      residual.data(),
-                        residual.layout, residual_out.data(), residual_out.layout};
-  add.scale = residual_scale.data();
+                               .output_rows = output.layout};
+  const AddRmsNormArgs add = {forward,         residual_dtype,      residual.data(),
+                              residual.layout, residual_out.data(), residual_out.layout};
   const int64_t spans = (cols + kSpan - 1) / kSpan;
   std::vector<double> squares(spans), dots(spans);
   const auto run_forward = [&](const auto& kernels, const auto& args) {
@@ -95,70 +97,60 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     kernels.sums(args, rows - 1, 0, spans, squares.data());
     kernels.columns(args, rows - 1, 1.0, 0, cols);
   };
-  run_forward(kernels.forward, forward);
-  run_forward(add_rms_norm_kernels(), add);
+  run_forward(kernels.forward, with_scale(forward, scale));
+  run_forward(add_rms_norm_kernels(), with_scale(add, residual_scale));
 
   const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
   for (const int wants : {1, 2, 3, 5, 7}) {  // grad_input, grad_weight, grad_residual
-    const RmsNormBackwardArgs backward = {.dtype = residual_dtype,
-                                          .grad_output_dtype = dtype,
-                                          .rows = rows,
-                                          .cols = cols,
-                                          .eps = 1e-5,
-                                          .grad_output = grad_output.data(),
-                                          .grad_output_rows = grad_output.layout,
-                                          .input = residual.data(),
-                                          .input_rows = residual.layout,
-                                          .scale = residual_scale.data(),
-                                          .groups = groups,
-                                          .grad_residual = wants & 4 ? grad_residual.data() : nullptr,
-                                          .grad_residual_rows = grad_residual.layout,
-                                          .grad_input = wants & 1 ? grad_input.data() : nullptr,
-                                          .grad_input_rows = grad_input.layout,
-                                          .grad_weight_partials = wants & 2 ? partials.data() : nullptr,
-                                          .rows_per_chunk = kRowsPerChunk,
-                                          .stream = true};
+    const RmsNormBackwardArgs args = {.dtype = residual_dtype,
+                                      .grad_output_dtype = dtype,
+                                      .rows = rows,
+                                      .cols = cols,
+                                      .eps = 1e-5,
+                                      .weight = of_groups,
+                                      .grad_output = grad_output.data(),
+                                      .grad_output_rows = grad_output.layout,
+                                      .input = residual.data(),
+                                      .input_rows = residual.layout,
+                                      .grad_residual = wants & 4 ? grad_residual.data() : nullptr,
+                                      .grad_residual_rows = grad_residual.layout,
+                                      .grad_input = wants & 1 ? grad_input.data() : nullptr,
+                                      .grad_input_rows = grad_input.layout,
+                                      .grad_weight_partials = wants & 2 ? partials.data() : nullptr};
+    const auto backward = with_scale(args, residual_scale);
     backward_kernels.backward.rows(backward, 0, chunks * groups);
     backward_kernels.backward.sums(backward, rows - 1, 0, spans, squares.data(), dots.data());
     backward_kernels.backward.columns(backward, rows - 1, 1.0, 1.0, 0, cols);
   }
   // The gate is of the residual's type.
   const Rows gate = rows_of(residual_dtype), grad_gate = rows_of(residual_dtype), grad_gated = rows_of(dtype);
-  const auto in_bytes = [&](RowLayout layout) {
-    layout.strides[0] *= static_cast<int64_t>(size_of(residual_dtype));
-    return layout;
-  };
   const Memory gated_partials(side, compute_dtype(dtype), chunks * groups * padded_cols(dtype, cols));
   for (const Gating gating : {Gating{Activation::silu, true}, Gating{Activation::silu, false}}) {
-    GatedRmsNormArgs gated = {forward, gating, residual_dtype, gate.data(), in_bytes(gate.layout)};
-    const Memory held(side, compute_dtype(dtype), gated.held_rows() * padded_cols(dtype, cols));
-    gated.held = held.data();
-    run_forward(gated_rms_norm_kernels(), gated);
+    const GatedRmsNormArgs gated = {forward, gating, residual_dtype, gate.data(), gate.layout};
+    const Memory held(side, compute_dtype(dtype), held_rows(gated) * padded_cols(dtype, cols));
+    run_forward(gated_rms_norm_kernels(), with_scale(gated, scale, held.data()));
     for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
-      GatedRmsNormBackwardArgs args = {{.dtype = dtype,
-                                        .grad_output_dtype = dtype,
-                                        .rows = rows,
-                                        .cols = cols,
-                                        .eps = 1e-5,
-                                        .grad_output = grad_output.data(),
-                                        .grad_output_rows = grad_output.layout,
-                                        .input = input.data(),
-                                        .input_rows = input.layout,
-                                        .scale = scale.data(),
-                                        .groups = groups,
-                                        .grad_input = wants & 1 ? grad_gated.data() : nullptr,
-                                        .grad_input_rows = grad_gated.layout,
-                                        .grad_weight_partials = wants & 4 ? gated_partials.data() : nullptr,
-                                        .rows_per_chunk = kRowsPerChunk,
-                                        .stream = true},
-                                       gating,
-                                       residual_dtype,
-                                       gate.data(),
-                                       in_bytes(gate.layout),
-                                       wants & 2 ? grad_gate.data() : nullptr,
-                                       in_bytes(grad_gate.layout)};
-      const Memory held(side, compute_dtype(dtype), args.held_rows() * padded_cols(dtype, cols));
-      args.held = held.data();
+      const GatedRmsNormBackwardArgs gated = {{.dtype = dtype,
+                                               .grad_output_dtype = dtype,
+                                               .rows = rows,
+                                               .cols = cols,
+                                               .eps = 1e-5,
+                                               .weight = of_groups,
+                                               .grad_output = grad_output.data(),
+                                               .grad_output_rows = grad_output.layout,
+                                               .input = input.data(),
+                                               .input_rows = input.layout,
+                                               .grad_input = wants & 1 ? grad_gated.data() : nullptr,
+                                               .grad_input_rows = grad_gated.layout,
+                                               .grad_weight_partials = wants & 4 ? gated_partials.data() : nullptr},
+                                              gating,
+                                              residual_dtype,
+                                              gate.data(),
+                                              gate.layout,
+                                              wants & 2 ? grad_gate.data() : nullptr,
+                                              grad_gate.layout};
+      const Memory held(side, compute_dtype(dtype), held_rows(gated) * padded_cols(dtype, cols));
+      const auto args = with_scale(gated, scale, held.data());
       const GatedRmsNormBackwardKernels& gated_backward = gated_rms_norm_backward_kernels();
       gated_backward.rows(args, 0, chunks * groups);
       gated_backward.sums(args, rows - 1, 0, spans, squares.data(), dots.data());

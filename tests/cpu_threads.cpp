@@ -66,9 +66,9 @@ bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
   parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) noexcept {
     kernels.scale(dtype, dtype, p.weight.data(), kWeightOffset, cols, p.scale.data(), group, begin, end);
   });
-  run_forward(kernels.forward, p.forward, SharedScale{p}, rows);
+  run_forward(kernels.forward, p.forward, SharedScale{p});
   const std::vector<char> output = p.output;
-  run_forward(add_rms_norm_kernels(), p.add, OwnScale{p}, rows);
+  run_forward(add_rms_norm_kernels(), p.add, OwnScale{p});
   run_backward(backward_kernels.backward, p.backward, OwnScale{p});
   parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) noexcept {
     backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, groups, cols, p.grad_weight.data(), group,
@@ -84,7 +84,7 @@ bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
     }
   };
   run_gated([&] {
-    run_forward(gated_rms_norm_kernels(), p.gated, OwnScale{p}, rows);
+    run_forward(gated_rms_norm_kernels(), p.gated, OwnScale{p});
     run_backward(gated_rms_norm_backward_kernels(), p.gated_backward, SharedScale{p});
   });
 

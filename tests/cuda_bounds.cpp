@@ -15,10 +15,6 @@ using namespace normops::cuda;
 
 constexpr DType kDTypes[] = {DType::float16, DType::bfloat16, DType::float32, DType::float64};
 
-size_t size_of(DType dtype) {
-  return dispatch(dtype, []<class T>() { return sizeof(T); });
-}
-
 // Rows of `stride` elements, the last one no longer than it must be, `offset` elements away from an aligned address.
 class Buffer {
  public:

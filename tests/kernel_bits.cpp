@@ -30,8 +30,7 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
   std::vector<uint64_t> results = {forward, hash(p.output), hash(p.residual_out), hash(p.grad_input),
                                    hash(p.grad_weight)};
   p.make_scale(dtype, 1.0);
-  std::vector<char> held(std::max(p.gated.held_rows(), p.gated_backward.held_rows()) * 2 * padded_cols(dtype, cols) *
-                         8);
+  std::vector<char> held(std::max(held_rows(p.gated), held_rows(p.gated_backward)) * 2 * padded_cols(dtype, cols) * 8);
   for (const Gating gating : kGatings) {
     p.gated.gating = p.gated_backward.gating = gating;
     p.gated.held = p.gated_backward.held = held.data();

@@ -20,10 +20,6 @@ inline uint64_t random_bits() {  // xorshift64
   return state ^= state << 17;
 }
 
-inline size_t size_of(DType dtype) {
-  return dispatch(dtype, []<class T>() { return sizeof(T); });
-}
-
 inline std::vector<char> random_numbers(DType dtype, int64_t count) {
   std::vector<char> bytes(count * size_of(dtype));
   dispatch(dtype, [&]<class T>() {
@@ -72,37 +68,40 @@ struct KernelProblem {
     layout.dims = 1;
     layout.sizes[0] = rows;
     layout.strides[0] = cols;
-    forward = {.dtype = dtype,
-               .cols = cols,
-               .eps = 1e-5,
-               .input = input.data(),
-               .input_rows = layout,
-               .scale = scale.data(),
-               .groups = groups,
-               .output = output.data(),
-               .output_rows = layout};
-    add = {forward, residual_dtype, residual.data(), layout, residual_out.data(), layout};
-    backward = {.dtype = residual_dtype,
-                .grad_output_dtype = dtype,
-                .rows = rows,
-                .cols = cols,
-                .eps = 1e-5,
-                .grad_output = grad_output.data(),
-                .grad_output_rows = layout,
-                .input = residual.data(),
-                .input_rows = layout,
-                .scale = scale.data(),
-                .groups = groups,
-                .grad_residual = grad_residual.data(),
-                .grad_residual_rows = layout,
-                .grad_input = grad_input.data(),
-                .grad_input_rows = layout,
-                .grad_weight_partials = partials.data(),
-                .rows_per_chunk = rows_per_chunk};
-    RowLayout gate_layout = layout;  // in bytes
-    gate_layout.strides[0] *= static_cast<int64_t>(size_of(residual_dtype));
-    gated = {forward, {}, residual_dtype, gate.data(), gate_layout};
-    gated_backward = {backward, {}, residual_dtype, gate.data(), gate_layout, grad_gate.data(), gate_layout};
+    const Weight of_groups = {weight.data(), weight_dtype, 0, groups};
+    const RmsNormArgs args = {.dtype = dtype,
+                              .rows = rows,
+                              .cols = cols,
+                              .eps = 1e-5,
+                              .weight = of_groups,
+                              .input = input.data(),
+                              .input_rows = layout,
+                              .output = output.data(),
+                              .output_rows = layout};
+    const RmsNormBackwardArgs backward_args = {.dtype = residual_dtype,
+                                               .grad_output_dtype = dtype,
+                                               .rows = rows,
+                                               .cols = cols,
+                                               .eps = 1e-5,
+                                               .weight = of_groups,
+                                               .grad_output = grad_output.data(),
+                                               .grad_output_rows = layout,
+                                               .input = residual.data(),
+                                               .input_rows = layout,
+                                               .grad_residual = grad_residual.data(),
+                                               .grad_residual_rows = layout,
+                                               .grad_input = grad_input.data(),
+                                               .grad_input_rows = layout,
+                                               .grad_weight_partials = partials.data()};
+    const auto with_scale = [&]<class Args>(const Args& args) {
+      return CpuArgs<Args>{args, /*stream=*/false, rows_per_chunk, scale.data()};
+    };
+    forward = with_scale(args);
+    add = with_scale(AddRmsNormArgs{args, residual_dtype, residual.data(), layout, residual_out.data(), layout});
+    backward = with_scale(backward_args);
+    gated = with_scale(GatedRmsNormArgs{args, {}, residual_dtype, gate.data(), layout});
+    gated_backward = with_scale(
+        GatedRmsNormBackwardArgs{backward_args, {}, residual_dtype, gate.data(), layout, grad_gate.data(), layout});
     gated_backward.dtype = dtype;
     gated_backward.input = input.data();
     gated_backward.grad_residual = nullptr;
@@ -129,11 +128,11 @@ struct KernelProblem {
       grad_gate, grad_weight;
   int64_t chunks;
   std::vector<char> scale, partials;
-  RmsNormArgs forward;
-  AddRmsNormArgs add;
-  RmsNormBackwardArgs backward;
-  GatedRmsNormArgs gated;  // with a gate of residual_dtype
-  GatedRmsNormBackwardArgs gated_backward;
+  CpuArgs<RmsNormArgs> forward;
+  CpuArgs<AddRmsNormArgs> add;
+  CpuArgs<RmsNormBackwardArgs> backward;
+  CpuArgs<GatedRmsNormArgs> gated;  // with a gate of residual_dtype
+  CpuArgs<GatedRmsNormBackwardArgs> gated_backward;
 };
 
 // How gates are applied.

@@ -14,9 +14,13 @@ struct Backend : CpuBackend {
     const Rows x = make_rows(input, norm.dims()), r = make_rows(residual, norm.dims());
     const Target y(output, norm.dims()), h(residual_out, norm.dims());
     const Scale scale(norm, dtype_of(residual), problem);
-    const AddRmsNormArgs args = {
-        forward_args(problem, x, y), dtype_of(residual), r.tensor->const_data_ptr(), r.layout, h.data(), h.layout()};
-    run_forward(add_rms_norm_kernels(), args, scale, problem.rows);
+    const AddRmsNormArgs args = {forward_args(problem, x, scale.weight(), y),
+                                 dtype_of(residual),
+                                 r.tensor->const_data_ptr(),
+                                 r.layout,
+                                 h.data(),
+                                 h.layout()};
+    run_forward(add_rms_norm_kernels(), cpu_args(args, 2), scale);
     y.finish();
     h.finish();
   }

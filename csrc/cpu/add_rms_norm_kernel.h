@@ -4,15 +4,7 @@
 
 namespace normops::cpu {
 
-// RmsNormArgs::dtype is the dtype of input and output; scale is held in the order of residual_dtype.
-struct AddRmsNormArgs : RmsNormArgs {
-  DType residual_dtype;  // dtype, or float32
-  const void* residual;  // residual_dtype [rows, cols]
-  RowLayout residual_rows;
-  void* residual_out;  // residual_dtype [rows, cols]: input + residual
-  RowLayout residual_out_rows;
-};
-
+// The scale is in the order of residual_dtype.
 using AddRmsNormKernels = ForwardKernels<AddRmsNormArgs>;
 
 // The kernels for current_isa().

@@ -10,7 +10,7 @@ template <class T, class R>
 class SumRows {
  public:
   using Element = R;
-  using Args = AddRmsNormArgs;
+  using Args = CpuArgs<AddRmsNormArgs>;
   static constexpr bool kCostly = false;
 
   struct Row {
@@ -30,7 +30,7 @@ class SumRows {
     GivenNumbers<R> numbers() const { return {h}; }
   };
 
-  SumRows(const AddRmsNormArgs& args, int64_t row)
+  SumRows(const CpuArgs<AddRmsNormArgs>& args, int64_t row)
       : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
         residuals_(static_cast<const R*>(args.residual), args.residual_rows, row),
         sums_(static_cast<R*>(args.residual_out), args.residual_out_rows, row) {}
@@ -52,17 +52,17 @@ class SumRows {
   RowIterator<R, kNarrowTile> sums_;
 };
 
-void rows(const AddRmsNormArgs& args, int64_t begin, int64_t end) {
+void rows(const CpuArgs<AddRmsNormArgs>& args, int64_t begin, int64_t end) {
   dispatch_pair(args.dtype, args.residual_dtype,
                 [&]<class T, class R>() { forward_rows<T, SumRows<T, R>>(args, begin, end); });
 }
 
-void sums(const AddRmsNormArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
+void sums(const CpuArgs<AddRmsNormArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares) {
   dispatch_pair(args.dtype, args.residual_dtype,
                 [&]<class T, class R>() { forward_sums<SumRows<T, R>>(args, row, begin, end, squares); });
 }
 
-void columns(const AddRmsNormArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
+void columns(const CpuArgs<AddRmsNormArgs>& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
   dispatch_pair(args.dtype, args.residual_dtype,
                 [&]<class T, class R>() { forward_columns<T, SumRows<T, R>>(args, row, square_sum, begin, end); });
 }

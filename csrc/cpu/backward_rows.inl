@@ -11,7 +11,7 @@ namespace {
 // Where rows come from, and where what is made of them goes. A Source stands for a norm's rows: x, which is normalized,
 // and dy, the gradient of the normalized x times the scale. It has
 //   using Element: the type in whose order blocks are held
-//   using Args: RmsNormBackwardArgs, or derived from it
+//   using Args: CpuArgs of RmsNormBackwardArgs, or of what is derived from it
 //   static constexpr
 //     kCostly: as in forward_rows.inl
 //     kGradRows: whether rows are written; if not, grad_weight alone is wanted
@@ -163,7 +163,7 @@ template <class Source, class Choice>
 template <class T>
 compute_t<T>* partial_of(const RmsNormBackwardArgs& args, int64_t chunk, int64_t group) {
   return static_cast<compute_t<T>*>(args.grad_weight_partials) +
-         (chunk * args.groups + group) * padded_cols(kDType<T>, args.cols);
+         (chunk * args.weight.groups + group) * padded_cols(kDType<T>, args.cols);
 }
 
 // Rows of one group that are written at once: they share what is loaded of the scale and the partial.
@@ -288,7 +288,7 @@ class BackwardRows {
     const int64_t chunk_end = (chunk_ + 1) * args_.rows_per_chunk;
     const int64_t end = region_.row + region_.rows;
     const int64_t left = (chunk_end < end ? chunk_end : end) - row_;
-    const int most = args_.groups > 1 ? kRowsPerGroup : tile_rows_;
+    const int most = args_.weight.groups > 1 ? kRowsPerGroup : tile_rows_;
     count_ = static_cast<int>(left < most ? left : most);
     source_.next_rows(count_, group_);
   }
@@ -369,11 +369,11 @@ void backward_region(const typename Source::Args& args, const Region& region) {
 
 template <class Source>
 void backward_parts(const typename Source::Args& args, int64_t begin, int64_t end) {
-  const int64_t rows = args.rows / args.groups;
+  const int64_t rows = args.rows / args.weight.groups;
   while (begin < end) {
-    const int64_t chunk = begin / args.groups, group = begin % args.groups;
+    const int64_t chunk = begin / args.weight.groups, group = begin % args.weight.groups;
     // Whole chunks, or, where a chunk is not whole, some of its groups.
-    int64_t chunks = group == 0 ? (end - begin) / args.groups : 0, groups = args.groups;
+    int64_t chunks = group == 0 ? (end - begin) / args.weight.groups : 0, groups = args.weight.groups;
     if (chunks == 0) {
       chunks = 1;
       groups = (groups - group < end - begin ? groups - group : end - begin);
@@ -388,8 +388,8 @@ template <class Source>
 void backward_sums(const typename Source::Args& args, int64_t row, int64_t begin, int64_t end, double* squares,
                    double* dots) {
   using R = typename Source::Element;
-  const int64_t group = row % args.groups;
-  Source source(args, row / args.groups);
+  const int64_t group = row % args.weight.groups;
+  Source source(args, row / args.weight.groups);
   source.next_rows(1, group);
   source.next_group();
   const typename Source::Row of_row = source.next(0, 0);
@@ -404,7 +404,7 @@ void backward_sums(const typename Source::Args& args, int64_t row, int64_t begin
 template <class Source>
 void backward_columns(const typename Source::Args& args, int64_t row, double square_sum, double dot, int64_t begin,
                       int64_t end) {
-  BackwardRows<Source> rows(args, {row / args.groups, 1, row % args.groups, 1});
+  BackwardRows<Source> rows(args, {row / args.weight.groups, 1, row % args.weight.groups, 1});
   BackwardTile<Source> tile;
   rows.next_tile(tile);
   tile.set_sums({square_sum}, {dot}, args.cols, args.eps);

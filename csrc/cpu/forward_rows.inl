@@ -22,7 +22,7 @@ struct GivenNumbers {
 
 // A Source is where the rows come from that are summed and normalized. It has
 //   using Element: the type in whose order blocks are held
-//   using Args: RmsNormArgs, or derived from it
+//   using Args: CpuArgs of RmsNormArgs, or of what is derived from it
 //   static constexpr bool kCostly: whether most time goes to forming blocks, and neither to memory nor to choosing
 //     between cases at run time; then there is less code, of which each piece serves more cases
 //   a constructor of (const Args&, row)
@@ -36,7 +36,7 @@ template <class T>
 class InputRows {
  public:
   using Element = T;
-  using Args = RmsNormArgs;
+  using Args = CpuArgs<RmsNormArgs>;
   static constexpr bool kCostly = false;
 
   struct Row {
@@ -45,7 +45,8 @@ class InputRows {
     GivenNumbers<T> numbers() const { return {x}; }
   };
 
-  InputRows(const RmsNormArgs& args, int64_t row) : inputs_(static_cast<const T*>(args.input), args.input_rows, row) {}
+  InputRows(const CpuArgs<RmsNormArgs>& args, int64_t row)
+      : inputs_(static_cast<const T*>(args.input), args.input_rows, row) {}
 
   template <int kRows>
   void next(Row (&rows)[kRows]) {
@@ -80,7 +81,7 @@ class ForwardRows {
         source_(args, row),
         outputs_(static_cast<T*>(args.output), args.output_rows, row),
         scale_rows_(scale_rows(args)),
-        scales_(scale_of<R>(args, 0), scale_rows_, row % args.groups) {}
+        scales_(scale_of<R>(args, 0), scale_rows_, row % args.weight.groups) {}
 
   // The next `count` tiles, at least one, of kNarrowTile rows of a span at most. In such narrow rows it is not memory
   // that takes the time, but what is done once per row, and folds, roots and divisions. So the addresses of a tile's
@@ -129,7 +130,7 @@ class ForwardRows {
       sum_tile(tiles[i % 2], [&](int r, auto squares)
                                  NORMOPS_INLINE_LAMBDA { return WhileWriting{normalized_row(last, r), squares}; });
       outputs_.next(y);
-      if (args_.groups > 1) scales_.next(scale);  // else they are the same
+      if (args_.weight.groups > 1) scales_.next(scale);  // else they are the same
     }
     const Tile& last = tiles[(count - 1) % 2];
     for (int r = 0; r < kNarrowTile; r++) normalized_row(last, r).write_columns(0, cols);
@@ -247,8 +248,8 @@ class ForwardRows {
   // The scales as rows of a tensor: those of the groups, one after another, over and over again. A single one is
   // repeated so often that its end is never reached.
   static RowLayout scale_rows(const Args& args) {
-    if (args.groups == 1) return {1, {INT64_MAX}, {0}};
-    return {1, {args.groups}, {padded_cols(kDType<R>, args.cols)}};
+    if (args.weight.groups == 1) return {1, {INT64_MAX}, {0}};
+    return {1, {args.weight.groups}, {padded_cols(kDType<R>, args.cols)}};
   }
 
   template <int kRows>
@@ -313,7 +314,7 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end,
     row += tiles * kNarrowTile;
   }
   if constexpr (Rows::kOverlappedRows > 1) {
-    const int64_t tiles = args.groups == 1 ? (end - row) / Rows::kOverlappedRows : 0;
+    const int64_t tiles = args.weight.groups == 1 ? (end - row) / Rows::kOverlappedRows : 0;
     if (tiles > 0) rows.template process_overlapped<Rows::kOverlappedRows>(tiles);
     row += tiles * Rows::kOverlappedRows;
   }

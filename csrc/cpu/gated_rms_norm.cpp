@@ -8,11 +8,6 @@
 namespace normops::cpu {
 namespace {
 
-RowLayout in_bytes(RowLayout layout, const Tensor& tensor) {
-  for (int d = 0; d < layout.dims; d++) layout.strides[d] *= static_cast<int64_t>(tensor.element_size());
-  return layout;
-}
-
 struct Backend : CpuBackend {
   static void launch(const GatedRmsNorm& arguments, const Tensor& output) {
     const auto& [input, gate, norm, activation, norm_before_gate] = arguments;
@@ -20,9 +15,9 @@ struct Backend : CpuBackend {
     const Rows x = make_rows(input, norm.dims()), g = make_rows(gate, norm.dims());
     const Target y(output, norm.dims());
     const Scale scale(norm, dtype_of(input), problem);
-    const GatedRmsNormArgs args = {forward_args(problem, x, y), arguments.gating(), dtype_of(gate),
-                                   g.tensor->const_data_ptr(), in_bytes(g.layout, gate)};
-    run_forward(gated_rms_norm_kernels(), args, scale, problem.rows);
+    const GatedRmsNormArgs args = {forward_args(problem, x, scale.weight(), y), arguments.gating(), dtype_of(gate),
+                                   g.tensor->const_data_ptr(), g.layout};
+    run_forward(gated_rms_norm_kernels(), cpu_args(args, 2), scale);
     y.finish();
   }
 
@@ -34,20 +29,12 @@ struct Backend : CpuBackend {
     const Rows dy = make_rows(grad_output, norm.dims()), x = make_rows(input, norm.dims()),
                g = make_rows(gate, norm.dims());
     const Scale scale(norm, dtype, problem);
-    GatedRmsNormBackwardArgs args = {backward_args(problem, dy, x), arguments.gating(), dtype_of(gate),
-                                     g.tensor->const_data_ptr(), in_bytes(g.layout, gate)};
-    args.stream = exceeds_caches(input, 5);
-    std::optional<Target> dx, dg;
-    if (grad_input.defined()) {
-      dx.emplace(grad_input, norm.dims());
-      args.grad_input = dx->data();
-      args.grad_input_rows = dx->layout();
-    }
-    if (grad_gate.defined()) {
-      dg.emplace(grad_gate, norm.dims());
-      args.grad_gate = dg->data();
-      args.grad_gate_rows_in_bytes = in_bytes(dg->layout(), gate);
-    }
+    auto args =
+        cpu_backward_args(GatedRmsNormBackwardArgs{backward_args(problem, dy, x, scale.weight()), arguments.gating(),
+                                                   dtype_of(gate), g.tensor->const_data_ptr(), g.layout},
+                          5);
+    const auto dx = write_if_wanted(grad_input, norm.dims(), args.grad_input, args.grad_input_rows);
+    const auto dg = write_if_wanted(grad_gate, norm.dims(), args.grad_gate, args.grad_gate_rows);
     PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight, tensors_of(arguments));
     args.grad_weight_partials = partials.data();
     run_backward(gated_rms_norm_backward_kernels(), args, scale);

@@ -15,7 +15,7 @@ template <class T, bool kNormFirst>
 class GatedGradientRows {
  public:
   using Element = T;
-  using Args = GatedRmsNormBackwardArgs;
+  using Args = CpuArgs<GatedRmsNormBackwardArgs>;
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
   static constexpr bool kCostly = true, kGradRows = true, kSharedTerms = !kNormFirst;
   static constexpr int64_t kRowBytes = 3 * sizeof(T) + sizeof(compute_t<T>), kAllBytes = 5 * sizeof(T);
@@ -86,11 +86,11 @@ class GatedGradientRows {
 
   GatedGradientRows(const Args& args, int64_t row)
       : args_(args),
-        grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.groups, row),
-        inputs_(static_cast<const T*>(args.input), args.input_rows, args.groups, row),
-        gates_(static_cast<const char*>(args.gate), args.gate_rows_in_bytes, args.groups, row),
-        grad_inputs_(static_cast<T*>(args.grad_input), args.grad_input_rows, args.groups, row),
-        grad_gates_(static_cast<char*>(args.grad_gate), args.grad_gate_rows_in_bytes, args.groups, row) {}
+        grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.weight.groups, row),
+        inputs_(static_cast<const T*>(args.input), args.input_rows, args.weight.groups, row),
+        gates_(static_cast<const char*>(args.gate), args.gate_rows, args.weight.groups, row),
+        grad_inputs_(static_cast<T*>(args.grad_input), args.grad_input_rows, args.weight.groups, row),
+        grad_gates_(static_cast<char*>(args.grad_gate), args.grad_gate_rows, args.weight.groups, row) {}
 
   void next_rows(int count, int64_t group) {
     each([&](auto& rows) { rows.next_rows(count, group); });
@@ -113,7 +113,7 @@ class GatedGradientRows {
   static bool begins_with_lines(const Args& args) {
     return args.gate_dtype == args.dtype &&
            NORMOPS_ISA::begins_with_lines(static_cast<const T*>(args.grad_input), args.grad_input_rows) &&
-           NORMOPS_ISA::begins_with_lines(static_cast<const char*>(args.grad_gate), args.grad_gate_rows_in_bytes);
+           NORMOPS_ISA::begins_with_lines(static_cast<const char*>(args.grad_gate), args.grad_gate_rows);
   }
 
  private:
@@ -134,27 +134,31 @@ class GatedGradientRows {
   GroupedRows<char> grad_gates_;
 };
 
-// Calls visit.template operator()<Source>() with the source that the arguments ask for.
+// Calls visit.template operator()<Source>(args) with the source that the arguments ask for.
 template <class Visit>
-void dispatch_gated(const GatedRmsNormBackwardArgs& args, Visit visit) {
+void dispatch_gated(CpuArgs<GatedRmsNormBackwardArgs> args, Visit visit) {
+  args.gate_rows = in_bytes(args.gate_rows, args.gate_dtype);
+  args.grad_gate_rows = in_bytes(args.grad_gate_rows, args.gate_dtype);
   dispatch(args.dtype, [&]<class T>() {
-    args.gating.norm_before_gate ? visit.template operator()<GatedGradientRows<T, true>>()
-                                 : visit.template operator()<GatedGradientRows<T, false>>();
+    args.gating.norm_before_gate ? visit.template operator()<GatedGradientRows<T, true>>(args)
+                                 : visit.template operator()<GatedGradientRows<T, false>>(args);
   });
 }
 
-void rows(const GatedRmsNormBackwardArgs& args, int64_t begin, int64_t end) {
-  dispatch_gated(args, [&]<class Source>() { backward_parts<Source>(args, begin, end); });
+void rows(const CpuArgs<GatedRmsNormBackwardArgs>& args, int64_t begin, int64_t end) {
+  dispatch_gated(args, [&]<class Source>(const auto& args) { backward_parts<Source>(args, begin, end); });
 }
 
-void sums(const GatedRmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t end, double* squares,
+void sums(const CpuArgs<GatedRmsNormBackwardArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares,
           double* dots) {
-  dispatch_gated(args, [&]<class Source>() { backward_sums<Source>(args, row, begin, end, squares, dots); });
+  dispatch_gated(args,
+                 [&]<class Source>(const auto& args) { backward_sums<Source>(args, row, begin, end, squares, dots); });
 }
 
-void columns(const GatedRmsNormBackwardArgs& args, int64_t row, double square_sum, double dot, int64_t begin,
+void columns(const CpuArgs<GatedRmsNormBackwardArgs>& args, int64_t row, double square_sum, double dot, int64_t begin,
              int64_t end) {
-  dispatch_gated(args, [&]<class Source>() { backward_columns<Source>(args, row, square_sum, dot, begin, end); });
+  dispatch_gated(
+      args, [&]<class Source>(const auto& args) { backward_columns<Source>(args, row, square_sum, dot, begin, end); });
 }
 
 }  // namespace

@@ -28,9 +28,9 @@ class GatedRows {
     GatedRow<T> row, ahead;
   };
 
-  GatedRows(const GatedRmsNormArgs& args, int64_t row)
+  GatedRows(const CpuArgs<GatedRmsNormArgs>& args, int64_t row)
       : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
-        gates_(static_cast<const char*>(args.gate), args.gate_rows_in_bytes, row),
+        gates_(static_cast<const char*>(args.gate), args.gate_rows, row),
         ahead_{inputs_.next(), {gates_.next(), args.gate_dtype}, args.gating.activation} {}
 
   Pair next() {
@@ -51,7 +51,7 @@ template <class T>
 class NormFirstRows {
  public:
   using Element = T;
-  using Args = GatedRmsNormArgs;
+  using Args = CpuArgs<GatedRmsNormArgs>;
   static constexpr bool kCostly = true;
 
   struct Numbers : GivenNumbers<T> {
@@ -77,7 +77,7 @@ class NormFirstRows {
     Numbers numbers() const { return {{row.x}, row}; }
   };
 
-  NormFirstRows(const GatedRmsNormArgs& args, int64_t row) : rows_(args, row) {}
+  NormFirstRows(const CpuArgs<GatedRmsNormArgs>& args, int64_t row) : rows_(args, row) {}
 
   template <int kRows>
   void next(Row (&rows)[kRows]) {
@@ -96,7 +96,7 @@ template <class T>
 class GateFirstRows {
  public:
   using Element = T;
-  using Args = GatedRmsNormArgs;
+  using Args = CpuArgs<GatedRmsNormArgs>;
   static constexpr bool kCostly = true;
 
   struct Numbers : GivenNumbers<T> {
@@ -124,11 +124,11 @@ class GateFirstRows {
     Numbers numbers() const { return {{}, held}; }
   };
 
-  GateFirstRows(const GatedRmsNormArgs& args, int64_t row)
+  GateFirstRows(const CpuArgs<GatedRmsNormArgs>& args, int64_t row)
       : rows_(args, row),
         held_(static_cast<compute_t<T>*>(args.held)),
         held_stride_(padded_cols(kDType<T>, args.cols)),
-        held_rows_(args.held_rows()) {}
+        held_rows_(held_rows(args)) {}
 
   template <int kRows>
   void next(Row (&rows)[kRows]) {
@@ -145,25 +145,29 @@ class GateFirstRows {
   int64_t count_ = 0;
 };
 
-// Calls visit.template operator()<T, Source>() with the type and the order of the arguments.
+// Calls visit.template operator()<T, Source>(args) with the type and the order of the arguments.
 template <class Visit>
-void dispatch_gated(const GatedRmsNormArgs& args, Visit visit) {
+void dispatch_gated(CpuArgs<GatedRmsNormArgs> args, Visit visit) {
+  args.gate_rows = in_bytes(args.gate_rows, args.gate_dtype);
   dispatch(args.dtype, [&]<class T>() {
-    args.gating.norm_before_gate ? visit.template operator()<T, NormFirstRows<T>>()
-                                 : visit.template operator()<T, GateFirstRows<T>>();
+    args.gating.norm_before_gate ? visit.template operator()<T, NormFirstRows<T>>(args)
+                                 : visit.template operator()<T, GateFirstRows<T>>(args);
   });
 }
 
-void rows(const GatedRmsNormArgs& args, int64_t begin, int64_t end) {
-  dispatch_gated(args, [&]<class T, class Source>() { forward_rows<T, Source>(args, begin, end); });
+void rows(const CpuArgs<GatedRmsNormArgs>& args, int64_t begin, int64_t end) {
+  dispatch_gated(args, [&]<class T, class Source>(const auto& args) { forward_rows<T, Source>(args, begin, end); });
 }
 
-void sums(const GatedRmsNormArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
-  dispatch_gated(args, [&]<class, class Source>() { forward_sums<Source>(args, row, begin, end, squares); });
+void sums(const CpuArgs<GatedRmsNormArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares) {
+  dispatch_gated(args,
+                 [&]<class, class Source>(const auto& args) { forward_sums<Source>(args, row, begin, end, squares); });
 }
 
-void columns(const GatedRmsNormArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
-  dispatch_gated(args, [&]<class T, class Source>() { forward_columns<T, Source>(args, row, square_sum, begin, end); });
+void columns(const CpuArgs<GatedRmsNormArgs>& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
+  dispatch_gated(args, [&]<class T, class Source>(const auto& args) {
+    forward_columns<T, Source>(args, row, square_sum, begin, end);
+  });
 }
 
 }  // namespace

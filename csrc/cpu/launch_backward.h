@@ -17,22 +17,11 @@ inline int64_t grad_weight_chunk_rows(int64_t rows) {
   return (root + kMultiple - 1) / kMultiple * kMultiple;
 }
 
-// Without a scale and a gradient yet.
-inline RmsNormBackwardArgs backward_args(const Problem& problem, const Rows& dy, const Rows& x) {
-  return {
-      .dtype = dtype_of(*x.tensor),
-      .grad_output_dtype = dtype_of(*dy.tensor),
-      .rows = problem.rows,
-      .cols = problem.cols,
-      .eps = problem.eps,
-      .grad_output = dy.tensor->const_data_ptr(),
-      .grad_output_rows = dy.layout,
-      .input = x.tensor->const_data_ptr(),
-      .input_rows = x.layout,
-      .groups = problem.groups,
-      .rows_per_chunk = grad_weight_chunk_rows(problem.rows / problem.groups),
-      .stream = exceeds_caches(*x.tensor, 3),
-  };
+template <class Args>
+CpuArgs<Args> cpu_backward_args(const Args& args, int64_t tensors) {
+  CpuArgs<Args> result = cpu_args(args, tensors);
+  result.rows_per_chunk = grad_weight_chunk_rows(args.rows / args.weight.groups);
+  return result;
 }
 
 // Whether the partial of a single chunk can be formed in grad_weight itself: it is laid out in the same way, and is

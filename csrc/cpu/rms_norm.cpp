@@ -14,7 +14,7 @@ struct Backend : CpuBackend {
     const Rows x = make_rows(input, norm.dims());
     const Target y(output, norm.dims());
     const Scale scale(norm, dtype_of(input), problem);
-    run_forward(rms_norm_kernels().forward, forward_args(problem, x, y), scale, problem.rows);
+    run_forward(rms_norm_kernels().forward, cpu_args(forward_args(problem, x, scale.weight(), y), 2), scale);
     y.finish();
   }
 
@@ -26,19 +26,9 @@ struct Backend : CpuBackend {
     const Rows dy = make_rows(grad_output, norm.dims());
     const Rows x = make_rows(input, norm.dims());
     const Scale scale(norm, dtype, problem);
-    RmsNormBackwardArgs args = backward_args(problem, dy, x);
-    Rows residual;
-    if (is_given(grad_residual)) {
-      residual = make_rows(*grad_residual, norm.dims());
-      args.grad_residual = residual.tensor->const_data_ptr();
-      args.grad_residual_rows = residual.layout;
-    }
-    std::optional<Target> dx;
-    if (grad_input.defined()) {
-      dx.emplace(grad_input, norm.dims());
-      args.grad_input = dx->data();
-      args.grad_input_rows = dx->layout();
-    }
+    auto args = cpu_backward_args(backward_args(problem, dy, x, scale.weight()), 3);
+    const Rows residual = read_if_given(grad_residual, norm.dims(), args.grad_residual, args.grad_residual_rows);
+    const auto dx = write_if_wanted(grad_input, norm.dims(), args.grad_input, args.grad_input_rows);
     PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight, tensors_of(arguments));
     args.grad_weight_partials = partials.data();
     run_backward(rms_norm_backward_kernels().backward, args, scale);

@@ -9,7 +9,7 @@ template <class T, class R, bool kGradInput, bool kResidual>
 class GivenRows {
  public:
   using Element = R;
-  using Args = RmsNormBackwardArgs;
+  using Args = CpuArgs<RmsNormBackwardArgs>;
   static constexpr bool kCostly = false, kGradRows = kGradInput, kSharedTerms = false;
   static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
   static constexpr int64_t kAllBytes = kRowBytes + sizeof(R);
@@ -60,10 +60,10 @@ class GivenRows {
   };
 
   GivenRows(const Args& args, int64_t row)
-      : grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.groups, row),
-        inputs_(static_cast<const R*>(args.input), args.input_rows, args.groups, row),
-        grad_residuals_(static_cast<const R*>(args.grad_residual), args.grad_residual_rows, args.groups, row),
-        grad_inputs_(static_cast<R*>(args.grad_input), args.grad_input_rows, args.groups, row) {}
+      : grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.weight.groups, row),
+        inputs_(static_cast<const R*>(args.input), args.input_rows, args.weight.groups, row),
+        grad_residuals_(static_cast<const R*>(args.grad_residual), args.grad_residual_rows, args.weight.groups, row),
+        grad_inputs_(static_cast<R*>(args.grad_input), args.grad_input_rows, args.weight.groups, row) {}
 
   void next_rows(int count, int64_t group) {
     each([&](auto& rows) { rows.next_rows(count, group); });
@@ -101,7 +101,7 @@ class GivenRows {
 
 // Calls visit.template operator()<Source>() with the source that the arguments ask for.
 template <class Visit>
-void dispatch_backward(const RmsNormBackwardArgs& args, Visit visit) {
+void dispatch_backward(const CpuArgs<RmsNormBackwardArgs>& args, Visit visit) {
   dispatch_pair(args.grad_output_dtype, args.dtype, [&]<class T, class R>() {
     if (args.grad_input == nullptr) {
       if (args.grad_weight_partials != nullptr) visit.template operator()<GivenRows<T, R, false, false>>();
@@ -112,15 +112,17 @@ void dispatch_backward(const RmsNormBackwardArgs& args, Visit visit) {
   });
 }
 
-void rows(const RmsNormBackwardArgs& args, int64_t begin, int64_t end) {
+void rows(const CpuArgs<RmsNormBackwardArgs>& args, int64_t begin, int64_t end) {
   dispatch_backward(args, [&]<class Source>() { backward_parts<Source>(args, begin, end); });
 }
 
-void sums(const RmsNormBackwardArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
+void sums(const CpuArgs<RmsNormBackwardArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares,
+          double* dots) {
   dispatch_backward(args, [&]<class Source>() { backward_sums<Source>(args, row, begin, end, squares, dots); });
 }
 
-void columns(const RmsNormBackwardArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
+void columns(const CpuArgs<RmsNormBackwardArgs>& args, int64_t row, double square_sum, double dot, int64_t begin,
+             int64_t end) {
   dispatch_backward(args, [&]<class Source>() { backward_columns<Source>(args, row, square_sum, dot, begin, end); });
 }
 

@@ -3,15 +3,14 @@
 #pragma once
 #include <cstdint>
 
-#include "../dispatch.h"
-#include "../rows.h"
+#include "../kernel_args.h"
 
 namespace normops::cpu {
 
-// Pointers are to elements of `dtype`, or, where a comment says compute, of compute_dtype(dtype). Rows of the outputs
-// may be rows of the inputs: each element is read before it is written. Scale and partials, which only kernels read and
-// write, are one vector over the columns for each group of the weight, padded to whole blocks, with the columns in an
-// order of the kernels' own. Row r is of group r % groups: it has that scale, and is summed into that partial.
+// Scale and the partials of grad_weight, which only kernels read and write, are of compute_dtype(dtype): one vector
+// over the columns for each group of the weight, padded to whole blocks, with the columns in an order of the kernels'
+// own. Row r is of group r % groups: it has that scale, and is summed into that partial, which is [chunks, groups,
+// padded_cols].
 constexpr int64_t kLongestBlock = 32;  // columns
 inline int64_t padded_cols(DType dtype, int64_t cols) {
   const int64_t block = dtype == DType::bfloat16 ? kLongestBlock : 16;
@@ -47,50 +46,29 @@ constexpr int64_t kSequentialShare = 1 << 20;
 // The most rows of a tile of the backward.
 constexpr int kBackwardTile = 8;
 
-struct RmsNormArgs {
-  DType dtype;
-  int64_t cols;
-  double eps;
-  const void* input;  // [rows, cols]
-  RowLayout input_rows;
-  const void* scale;  // compute [groups, padded_cols]: weight + weight_offset
-  int64_t groups;
-  void* output;  // [rows, cols]
-  RowLayout output_rows;
-  bool stream;  // whether output is too large for the caches
+// What a thread gives a kernel besides: how it is to go about it, and memory.
+template <class Args>
+struct CpuArgs : Args {
+  bool stream = false;          // whether what is written is too large for the caches
+  int64_t rows_per_chunk = 0;   // of each group; of a backward
+  const void* scale = nullptr;  // compute [groups, padded_cols]: weight + its offset
+  void* held = nullptr;         // compute [held_rows, padded_cols], of the thread, or of the threads that share a row
 };
 
-struct RmsNormBackwardArgs {
-  DType dtype;
-  DType grad_output_dtype;  // dtype, or with float32 one of 16 bits
-  int64_t rows;
-  int64_t cols;
-  double eps;
-  const void* grad_output;  // grad_output_dtype [rows, cols]
-  RowLayout grad_output_rows;
-  const void* input;  // [rows, cols]
-  RowLayout input_rows;
-  const void* scale;  // compute [groups, padded_cols]
-  int64_t groups;
-  const void* grad_residual;  // [rows, cols], or null for 0; only with grad_input
-  RowLayout grad_residual_rows;
-  void* grad_input;  // [rows, cols], or null if not wanted
-  RowLayout grad_input_rows;
-  void* grad_weight_partials;  // compute [chunks, groups, padded_cols], or null if not wanted
-  int64_t rows_per_chunk;      // of each group
-  bool stream;                 // whether grad_input is too large for the caches
-};
+// Rows that a kernel holds something of between its passes.
+inline int64_t held_rows(const RmsNormArgs&) { return 0; }
+inline int64_t held_rows(const RmsNormBackwardArgs&) { return 0; }
 
 // The kernels of a forward.
 template <class Args>
 struct ForwardKernels {
   // Computes output[begin:end].
-  void (*rows)(const Args& args, int64_t begin, int64_t end);
+  void (*rows)(const CpuArgs<Args>& args, int64_t begin, int64_t end);
   // Two steps for one row that threads share. The first one computes squares[begin:end], the sums of x^2 over these
   // spans; the second one, when their total is known, output[row, begin:end], where begin is a multiple of
   // kLongestBlock.
-  void (*sums)(const Args& args, int64_t row, int64_t begin, int64_t end, double* squares);
-  void (*columns)(const Args& args, int64_t row, double square_sum, int64_t begin, int64_t end);
+  void (*sums)(const CpuArgs<Args>& args, int64_t row, int64_t begin, int64_t end, double* squares);
+  void (*columns)(const CpuArgs<Args>& args, int64_t row, double square_sum, int64_t begin, int64_t end);
 };
 
 struct RmsNormKernels {
@@ -105,12 +83,12 @@ template <class Args>
 struct BackwardKernels {
   // Computes the gradients of the rows in parts [begin:end], and their partials; part p is the rows of chunk p / groups
   // that are of group p % groups.
-  void (*rows)(const Args& args, int64_t begin, int64_t end);
+  void (*rows)(const CpuArgs<Args>& args, int64_t begin, int64_t end);
   // Two steps for one row that threads share, to be called for the rows in their order. The first one computes
   // squares[begin:end] and dots[begin:end], the sums over these spans of x^2 and of dy * scale * x (0 if no rows are
   // written); the second one columns [begin:end] of the row's gradients, which it adds to the chunk's partial.
-  void (*sums)(const Args& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
-  void (*columns)(const Args& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end);
+  void (*sums)(const CpuArgs<Args>& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
+  void (*columns)(const CpuArgs<Args>& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end);
 };
 
 struct RmsNormBackwardKernels {

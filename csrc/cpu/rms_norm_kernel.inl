@@ -23,15 +23,15 @@ void scale(DType dtype, DType weight_dtype, const void* weight, double weight_of
   });
 }
 
-void rows(const RmsNormArgs& args, int64_t begin, int64_t end) {
+void rows(const CpuArgs<RmsNormArgs>& args, int64_t begin, int64_t end) {
   dispatch(args.dtype, [&]<class T>() { forward_rows<T, InputRows<T>>(args, begin, end); });
 }
 
-void sums(const RmsNormArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
+void sums(const CpuArgs<RmsNormArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares) {
   dispatch(args.dtype, [&]<class T>() { forward_sums<InputRows<T>>(args, row, begin, end, squares); });
 }
 
-void columns(const RmsNormArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
+void columns(const CpuArgs<RmsNormArgs>& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
   dispatch(args.dtype, [&]<class T>() { forward_columns<T, InputRows<T>>(args, row, square_sum, begin, end); });
 }
 

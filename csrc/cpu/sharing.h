@@ -104,68 +104,56 @@ class SpanSums {
 };
 
 // The arguments of a call for each of the threads that share it: to those that all have in common it adds the scale,
-// which a thread may convert for itself, and the memory for what kernels hold of a row, if they do. scale.own_count()
+// which a thread may convert for itself, and the memory for what kernels hold of a row. scale.own_count()
 // is how many numbers a thread needs memory for to convert the scale, and scale.in(own) is the scale, in that memory or
 // elsewhere.
 template <class Args, class Scale>
 class ThreadsArgs {
  public:
-  ThreadsArgs(const Args& args, const Scale& scale, int64_t threads)
+  ThreadsArgs(const CpuArgs<Args>& args, const Scale& scale, int64_t threads)
       : args_(args),
         scale_(scale),
         scales_(args.dtype, scale.own_count(), threads),
-        held_(args.dtype, held_count(args), threads) {}
+        held_(args.dtype, held_rows(args) * padded_cols(args.dtype, args.cols), threads) {}
 
   // Calls function(args) in a thread.
   template <class Function>
   void call(int64_t thread, const Function& function) const
-      noexcept(std::is_nothrow_invocable_v<Function, const Args&>) {
+      noexcept(std::is_nothrow_invocable_v<Function, const CpuArgs<Args>&>) {
     static_assert(noexcept(scale_.in(std::declval<Scratch&>())));
-    Scratch own(scales_, thread);
-    Args args = args_;
+    Scratch own(scales_, thread), held(held_, thread);
+    CpuArgs<Args> args = args_;
     args.scale = scale_.in(own);
-    if constexpr (kHolds) {
-      Scratch held(held_, thread);
-      args.held = held.data();
-      function(args);
-    } else {
-      function(args);
-    }
+    args.held = held.data();
+    function(args);
   }
 
  private:
-  static constexpr bool kHolds = requires(Args args) { args.held_rows(); };
-
-  static int64_t held_count(const Args& args) {
-    if constexpr (kHolds) return args.held_rows() * padded_cols(args.dtype, args.cols);
-    return 0;
-  }
-
-  const Args& args_;
+  const CpuArgs<Args>& args_;
   const Scale& scale_;
   ThreadsMemory scales_, held_;
 };
 
 // Calls function(args, first, last) with each thread's arguments for its part of [0, end).
 template <class Args, class Scale, class Function>
-void share_out(const Args& args, const Scale& scale, int64_t end, int64_t grain, const Function& function) {
-  static_assert(std::is_nothrow_invocable_v<const Function&, const Args&, int64_t, int64_t>);
+void share_out(const CpuArgs<Args>& args, const Scale& scale, int64_t end, int64_t grain, const Function& function) {
+  static_assert(std::is_nothrow_invocable_v<const Function&, const CpuArgs<Args>&, int64_t, int64_t>);
   const ThreadsArgs threads(args, scale, thread_count(end, grain));
   parallel_for_threads(0, end, grain, [&](int64_t thread, int64_t first, int64_t last) noexcept {
-    threads.call(thread, [&](const Args& args) noexcept { function(args, first, last); });
+    threads.call(thread, [&](const CpuArgs<Args>& args) noexcept { function(args, first, last); });
   });
 }
 
 template <class Args, class Scale>
-void run_forward(const ForwardKernels<Args>& kernels, const Args& args, const Scale& scale, int64_t rows) {
-  if (!shares_rows(rows, args.cols)) {
-    share_out(args, scale, rows, grain(args.cols),
-              [&](const Args& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
+void run_forward(const ForwardKernels<Args>& kernels, const CpuArgs<Args>& args, const Scale& scale) {
+  if (!shares_rows(args.rows, args.cols)) {
+    share_out(args, scale, args.rows, grain(args.cols),
+              [&](const CpuArgs<Args>& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
     return;
   }
   SpanSums squares(args.cols);
-  ThreadsArgs(args, scale, 1).call(0, [&](const Args& args) {
-    for (int64_t row = 0; row < rows; row++) {
+  ThreadsArgs(args, scale, 1).call(0, [&](const CpuArgs<Args>& args) {
+    for (int64_t row = 0; row < args.rows; row++) {
       parallel_for(0, squares.count(), kGrainElements / kSpan,
                    [&](int64_t begin, int64_t end) noexcept { kernels.sums(args, row, begin, end, squares.data()); });
       const double square_sum = squares.total();
@@ -177,15 +165,16 @@ void run_forward(const ForwardKernels<Args>& kernels, const Args& args, const Sc
 }
 
 template <class Args, class Scale>
-void run_backward(const BackwardKernels<Args>& kernels, const Args& args, const Scale& scale) {
+void run_backward(const BackwardKernels<Args>& kernels, const CpuArgs<Args>& args, const Scale& scale) {
   if (!shares_rows(args.rows, args.cols)) {
-    const int64_t parts = chunk_count(args.rows / args.groups, args.rows_per_chunk) * args.groups;
+    const int64_t groups = args.weight.groups;
+    const int64_t parts = chunk_count(args.rows / groups, args.rows_per_chunk) * groups;
     share_out(args, scale, parts, grain(args.rows_per_chunk * args.cols),
-              [&](const Args& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
+              [&](const CpuArgs<Args>& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
     return;
   }
   SpanSums squares(args.cols), dots(args.cols);
-  ThreadsArgs(args, scale, 1).call(0, [&](const Args& args) {
+  ThreadsArgs(args, scale, 1).call(0, [&](const CpuArgs<Args>& args) {
     for (int64_t row = 0; row < args.rows; row++) {
       parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) noexcept {
         kernels.sums(args, row, begin, end, squares.data(), dots.data());

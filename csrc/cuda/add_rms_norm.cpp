@@ -14,7 +14,7 @@ struct Backend : CudaBackend {
     const Rows x = make_rows(input, norm.dims()), r = make_rows(residual, norm.dims());
     const Target y(output, norm.dims()), h(residual_out, norm.dims());
     const Tensor w = contiguous_or_undefined(norm.weight);
-    const AddRmsNormArgs args = {forward_args(problem, x, w, norm.weight_offset, y),
+    const AddRmsNormArgs args = {forward_args(problem, x, make_weight(w, norm, problem), y),
                                  dtype_of(residual),
                                  r.tensor->const_data_ptr(),
                                  r.layout,

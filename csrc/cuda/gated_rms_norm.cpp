@@ -14,7 +14,7 @@ struct Backend : CudaBackend {
     const Rows x = make_rows(input, norm.dims()), g = make_rows(gate, norm.dims());
     const Target y(output, norm.dims());
     const Tensor w = contiguous_or_undefined(norm.weight);
-    const GatedRmsNormArgs args = {forward_args(problem, x, w, norm.weight_offset, y), arguments.gating(),
+    const GatedRmsNormArgs args = {forward_args(problem, x, make_weight(w, norm, problem), y), arguments.gating(),
                                    dtype_of(gate), g.tensor->const_data_ptr(), g.layout};
     launch_gated_rms_norm(args, current_device(), current_stream(input));
     y.finish();
@@ -29,10 +29,10 @@ struct Backend : CudaBackend {
     const Rows dy = make_rows(grad_output, norm.dims());
     const Rows x = make_rows(input, norm.dims()), g = make_rows(gate, norm.dims());
     const Tensor w = contiguous_or_undefined(norm.weight);
-    GatedRmsNormBackwardArgs args = {backward_args(problem, dy, x, w, norm.weight_offset), arguments.gating(),
+    GatedRmsNormBackwardArgs args = {backward_args(problem, dy, x, make_weight(w, norm, problem)), arguments.gating(),
                                      dtype_of(gate), g.tensor->const_data_ptr(), g.layout};
-    const auto dx = write_gradient(grad_input, norm.dims(), args.grad_input, args.grad_input_rows);
-    const auto dg = write_gradient(grad_gate, norm.dims(), args.grad_gate, args.grad_gate_rows);
+    const auto dx = write_if_wanted(grad_input, norm.dims(), args.grad_input, args.grad_input_rows);
+    const auto dg = write_if_wanted(grad_gate, norm.dims(), args.grad_gate, args.grad_gate_rows);
     const int64_t count =
         gated_rms_norm_backward_partials(args.dtype, problem.rows, problem.cols, problem.groups, device);
     launch_with_grad_weight(args, count, grad_weight, stream,

@@ -14,7 +14,8 @@ struct Backend : CudaBackend {
     const Rows x = make_rows(input, norm.dims());
     const Target y(output, norm.dims());
     const Tensor w = contiguous_or_undefined(norm.weight);
-    launch_rms_norm(forward_args(problem, x, w, norm.weight_offset, y), current_device(), current_stream(input));
+    launch_rms_norm(forward_args(problem, x, make_weight(w, norm, problem), y), current_device(),
+                    current_stream(input));
     y.finish();
   }
 
@@ -27,14 +28,9 @@ struct Backend : CudaBackend {
     const Rows dy = make_rows(grad_output, norm.dims());
     const Rows x = make_rows(input, norm.dims());
     const Tensor w = contiguous_or_undefined(norm.weight);
-    RmsNormBackwardArgs args = backward_args(problem, dy, x, w, norm.weight_offset);
-    Rows residual;
-    if (is_given(grad_residual)) {
-      residual = make_rows(*grad_residual, norm.dims());
-      args.grad_residual = residual.tensor->const_data_ptr();
-      args.grad_residual_rows = residual.layout;
-    }
-    const auto dx = write_gradient(grad_input, norm.dims(), args.grad_input, args.grad_input_rows);
+    RmsNormBackwardArgs args = backward_args(problem, dy, x, make_weight(w, norm, problem));
+    const Rows residual = read_if_given(grad_residual, norm.dims(), args.grad_residual, args.grad_residual_rows);
+    const auto dx = write_if_wanted(grad_input, norm.dims(), args.grad_input, args.grad_input_rows);
     const int64_t count = rms_norm_backward_partials(args.dtype, args.grad_output_dtype, problem.rows, problem.cols,
                                                      problem.groups, device);
     launch_with_grad_weight(args, count, grad_weight, stream, [&] { launch_rms_norm_backward(args, device, stream); });

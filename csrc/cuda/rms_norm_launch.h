@@ -3,8 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "../dispatch.h"
-#include "../rows.h"
+#include "../kernel_args.h"
 
 #pragma GCC visibility push(default)  // for the operators, which are another library
 namespace normops::cuda {
@@ -21,45 +20,6 @@ struct Device {
 Device current_device();
 
 using Stream = void*;  // a cudaStream_t
-
-// A weight. Row r is multiplied by that of group r % groups.
-struct Weight {
-  const void* data;  // [groups, cols], or null for ones
-  DType dtype;
-  double offset;
-  int64_t groups;  // 1 without data
-};
-
-// Rows of the outputs may coincide with rows of the inputs: each element is read before it is written.
-struct RmsNormArgs {
-  DType dtype;
-  int64_t rows;
-  int64_t cols;
-  double eps;
-  Weight weight;
-  const void* input;  // dtype [rows, cols]
-  RowLayout input_rows;
-  void* output;  // dtype [rows, cols]
-  RowLayout output_rows;
-};
-
-struct RmsNormBackwardArgs {
-  DType dtype;
-  DType grad_output_dtype;  // dtype, or beside float32 one of 16 bits
-  int64_t rows;
-  int64_t cols;
-  double eps;
-  Weight weight;
-  const void* grad_output;  // grad_output_dtype [rows, cols]
-  RowLayout grad_output_rows;
-  const void* input;  // dtype [rows, cols]
-  RowLayout input_rows;
-  const void* grad_residual;  // dtype [rows, cols], or null for 0; only with grad_input
-  RowLayout grad_residual_rows;
-  void* grad_input;  // dtype [rows, cols], or null if not wanted
-  RowLayout grad_input_rows;
-  void* grad_weight_partials;  // compute [rms_norm_backward_partials, groups, cols], or null if not wanted
-};
 
 // All of these need rows > 0 and cols > 0, and throw std::runtime_error if the launch fails.
 void launch_rms_norm(const RmsNormArgs& args, const Device& device, Stream stream);

@@ -1,0 +1,64 @@
+// How the launchers of every device lay out the arguments of an operator for its kernels.
+#pragma once
+#include "kernel_args.h"
+#include "operator.h"
+#include "problem.h"
+
+namespace normops {
+
+// The tensor keeps the memory.
+inline Weight make_weight(const Tensor& contiguous, const Norm& norm, const Problem& problem) {
+  if (!contiguous.defined()) return {nullptr, DType::float32, 0.0, problem.groups};
+  return {contiguous.const_data_ptr(), dtype_of(contiguous), norm.weight_offset, problem.groups};
+}
+
+inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const Weight& weight, const Target& y) {
+  return {
+      .dtype = dtype_of(*x.tensor),
+      .rows = problem.rows,
+      .cols = problem.cols,
+      .eps = problem.eps,
+      .weight = weight,
+      .input = x.tensor->const_data_ptr(),
+      .input_rows = x.layout,
+      .output = y.data(),
+      .output_rows = y.layout(),
+  };
+}
+
+// Without what not every backward has, and without what it writes.
+inline RmsNormBackwardArgs backward_args(const Problem& problem, const Rows& dy, const Rows& x, const Weight& weight) {
+  return {
+      .dtype = dtype_of(*x.tensor),
+      .grad_output_dtype = dtype_of(*dy.tensor),
+      .rows = problem.rows,
+      .cols = problem.cols,
+      .eps = problem.eps,
+      .weight = weight,
+      .grad_output = dy.tensor->const_data_ptr(),
+      .grad_output_rows = dy.layout,
+      .input = x.tensor->const_data_ptr(),
+      .input_rows = x.layout,
+  };
+}
+
+// Has a kernel read a tensor that may not be given; the rows keep its memory.
+inline Rows read_if_given(const OptionalTensor& tensor, size_t normalized_dims, const void*& data, RowLayout& layout) {
+  if (!is_given(tensor)) return {};
+  Rows rows = make_rows(*tensor, normalized_dims);
+  data = rows.tensor->const_data_ptr();
+  layout = rows.layout;
+  return rows;
+}
+
+// Has a kernel write a gradient that may not be wanted, which is undefined then.
+inline std::optional<Target> write_if_wanted(const Tensor& gradient, size_t normalized_dims, void*& data,
+                                             RowLayout& layout) {
+  if (!gradient.defined()) return std::nullopt;
+  std::optional<Target> target(std::in_place, gradient, normalized_dims);
+  data = target->data();
+  layout = target->layout();
+  return target;
+}
+
+}  // namespace normops
