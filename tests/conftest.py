@@ -8,6 +8,20 @@ import torch
 
 import normops  # noqa: F401  registers torch.ops.normops
 
+# Files that take long come first, the longest of all at the beginning: what is left for the end, when one process has
+# nothing to do any more, are short ones.
+LONGEST = (
+    "test_cuda_emulation.py",
+    "test_examples.py",
+    "test_inductor.py",
+    "test_gated_rms_norm.py",
+    "test_families.py",
+    "test_adoption_fuzz.py",
+    "test_patched_norms.py",
+    "test_cpu_kernels.py",
+    "test_check_gpu.py",
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -25,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if config.getoption("--device") == "cpu":
         return
     # The others are the same on any machine.

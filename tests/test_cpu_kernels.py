@@ -52,6 +52,7 @@ def test_emulated_avx512(native: Path, program_folder: Path) -> None:
     assert hashes(str(emulated)) == ("avx512", expected)
 
 
+@pytest.mark.release  # compiles all kernels with each
 @pytest.mark.parametrize("kernels", [kernel_programs.GCC_11, kernel_programs.CLANG], ids=lambda kernels: kernels.name)
 def test_other_compilers(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
     """And what they make for wide instruction sets stays apart."""
@@ -64,6 +65,7 @@ def test_other_compilers(kernels: kernel_programs.Kernels, native: Path, program
         machine_code.check_wide_instructions(*kernel_programs.build_kernels(program_folder, kernels))
 
 
+@pytest.mark.release  # compiles all kernels for another architecture, and emulates it
 def test_neon(native: Path, program_folder: Path) -> None:
     if shutil.which(kernel_programs.NEON.linker) is None or shutil.which("qemu-aarch64-static") is None:
         pytest.skip("no compiler and emulator for aarch64 (packages g++-aarch64-linux-gnu, qemu-user-static)")
