@@ -90,6 +90,7 @@ def test_memory_that_kernels_access(kernels: kernel_programs.Kernels, native: Pa
         assert run(str(program), "short", isa=isa, check=False).returncode == -signal.SIGSEGV
 
 
+@pytest.mark.release  # under a detector that takes many times as long
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="no valgrind on this machine")
 def test_threads_do_not_race(program_folder: Path) -> None:
     """By valgrind's race detector, on the kernels as they are; and what threads share has the bits of one thread."""
