@@ -14,8 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # torch.compile wants one word in CXX, which may be several ("ccache g++") where something is built.
 RUN := env $(if $(word 2,$(CXX)),--unset=CXX)
 
-.PHONY: install install-dev test test-torch lint format demo demo-patch bench bench-instructions check-cuda-compile package wheels \
-	clean check-gpu
+.PHONY: install install-dev test test-all test-torch lint format demo demo-patch bench bench-instructions \
+	check-cuda-compile package wheels clean check-gpu
 
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
 install: $(VENV)/required
@@ -35,15 +35,17 @@ $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
 	$(BIN)/pip install --quiet --no-compile $(TRITON_OF_$(TORCH)) --requirement requirements-dev.txt
 	touch $@
 
-# A process to a core. What a file needs is made once, by the process that has the file. Threads that wait for work sleep,
-# as the processes have more of them than there are cores. torch.compile starts no processes of its own, and does not
-# compile a program first to see whether it can.
+# A process to a core. What a file needs is made once, by the process that has the file; the longest files come first
+# (tests/conftest.py). Threads that wait for work sleep, as the processes have more of them than there are cores.
+# torch.compile starts no processes of its own, and does not compile a program first to see whether it can.
 PYTEST := $(RUN) OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
 	$(BIN)/python -m pytest --numprocesses auto
 
-test: install-dev
-	$(PYTEST) --dist loadfile --no-loadscope-reorder
-	TRITON_INTERPRET=1 $(PYTEST) --triton @tests/triton.args
+# Without what is marked as a release's: test-all has that as well.
+test: TIER := -m "not release"
+test test-all: install-dev
+	$(PYTEST) --dist loadfile --no-loadscope-reorder $(TIER)
+	TRITON_INTERPRET=1 $(PYTEST) --triton $(TIER) @tests/triton.args
 
 # The same with another torch, in an environment of its own: a CUDA build of several GB.
 test-torch:

@@ -1,5 +1,6 @@
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,20 @@ import pytest
 import torch
 
 import normops  # noqa: F401  registers torch.ops.normops
+
+# Files that take long come first, the longest of all at the beginning: what is left for the end, when one process has
+# nothing to do any more, are short ones.
+LONGEST = (
+    "test_cuda_emulation.py",
+    "test_examples.py",
+    "test_inductor.py",
+    "test_gated_rms_norm.py",
+    "test_families.py",
+    "test_adoption_fuzz.py",
+    "test_patched_norms.py",
+    "test_cpu_kernels.py",
+    "test_check_gpu.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,7 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if config.getoption("--device") == "cpu":
+        for item in items:
+            # The interpreter takes long: to the kernels, float16 is another bfloat16, and groups are rows of any dtype.
+            if config.getoption("--triton") and re.search(r"-float16-w:|-float64-w:.*-\dg-", item.name):
+                item.add_marker(pytest.mark.release)
         return
     # The others are the same on any machine.
     on_device = [item for item in items if "device" in getattr(item, "fixturenames", ())]

@@ -159,6 +159,7 @@ ACTIVATIONS = ("silu", "sigmoid")
 
 GUARD = 64  # elements before and after an output; a multiple of any alignment
 UNTOUCHED = 0x5A
+END = 1024  # of a wide weight: how many columns at either end are summed by the kernel, the others by torch
 
 
 class Output:
@@ -465,15 +466,30 @@ class Kernels:
     def _grad_weight(self, dtype: int, weight: Tensor | None, partials: Output | None, seed: int) -> Tensor | None:
         if partials is None or weight is None:
             return None
-        partials.result()
-        grad_weight = Output(tuple(weight.shape), weight.dtype)
+        sums = partials.result()
+        cols = sums.shape[1]
+        if cols <= 2 * END:
+            return self._sum_columns(dtype, sums, weight.dtype, seed).view(weight.shape)
+        # A block takes 1024 threads to sum 32 columns, whatever the others are: in all, most of the time there is.
+        last = END + cols % 32
+        summed = (
+            self._sum_columns(dtype, sums[:, :END], weight.dtype, seed),
+            sums[:, END:-last].sum(0).to(weight.dtype),
+            self._sum_columns(dtype, sums[:, -last:], weight.dtype, seed),
+        )
+        return torch.cat(summed).view(weight.shape)
+
+    def _sum_columns(self, dtype: int, partials: Tensor, weight_dtype: torch.dtype, seed: int) -> Tensor:
+        partials = partials.contiguous()
+        count, cols = partials.shape
+        grad_weight = Output((cols,), weight_dtype)
         self._check(
             self._library.grad_weight(
                 dtype,
-                DTYPES.index(weight.dtype),
-                ctypes.c_void_p(partials.rows.data_ptr()),
-                ctypes.c_int64(len(partials.rows)),
-                ctypes.c_int64(weight.numel()),
+                DTYPES.index(weight_dtype),
+                ctypes.c_void_p(partials.data_ptr()),
+                ctypes.c_int64(count),
+                ctypes.c_int64(cols),
                 ctypes.c_void_p(grad_weight.rows.data_ptr()),
                 ctypes.c_uint64(seed),
             )

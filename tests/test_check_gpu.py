@@ -11,6 +11,7 @@ import torch
 from bench import check_gpu
 
 
+@pytest.mark.release  # what goes before a run on a GPU: other tests and benchmarks, one after another
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_rehearsal(step: int, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:

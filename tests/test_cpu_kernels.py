@@ -52,6 +52,7 @@ def test_emulated_avx512(native: Path, program_folder: Path) -> None:
     assert hashes(str(emulated)) == ("avx512", expected)
 
 
+@pytest.mark.release  # compiles all kernels with each
 @pytest.mark.parametrize("kernels", [kernel_programs.GCC_11, kernel_programs.CLANG], ids=lambda kernels: kernels.name)
 def test_other_compilers(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
     """And what they make for wide instruction sets stays apart."""
@@ -64,6 +65,7 @@ def test_other_compilers(kernels: kernel_programs.Kernels, native: Path, program
         machine_code.check_wide_instructions(*kernel_programs.build_kernels(program_folder, kernels))
 
 
+@pytest.mark.release  # compiles all kernels for another architecture, and emulates it
 def test_neon(native: Path, program_folder: Path) -> None:
     if shutil.which(kernel_programs.NEON.linker) is None or shutil.which("qemu-aarch64-static") is None:
         pytest.skip("no compiler and emulator for aarch64 (packages g++-aarch64-linux-gnu, qemu-user-static)")
@@ -88,6 +90,7 @@ def test_memory_that_kernels_access(kernels: kernel_programs.Kernels, native: Pa
         assert run(str(program), "short", isa=isa, check=False).returncode == -signal.SIGSEGV
 
 
+@pytest.mark.release  # under a detector that takes many times as long
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="no valgrind on this machine")
 def test_threads_do_not_race(program_folder: Path) -> None:
     """By valgrind's race detector, on the kernels as they are; and what threads share has the bits of one thread."""

@@ -1,5 +1,6 @@
 """The CUDA kernels on the CPU: their own sources, every launch configuration, threads in any order."""
 
+import ctypes
 import itertools
 import math
 import re
@@ -498,44 +499,65 @@ def test_memory_that_kernels_access(program_folder: Path) -> None:
     subprocess.run([str(program)], check=True)
 
 
-@pytest.mark.parametrize(
-    ("file", "right", "wrong", "shape"),
-    [
-        ("reduce.cuh", "    __syncthreads();\n", "", (40, 1000)),
-        ("reduce.cuh", "calls_++;", "if (cluster_blocks() > 1) calls_++;", (40, 1000)),
-        ("reduce.cuh", "= shared_.blocks[calls_ % 2];", "= shared_.blocks[0];", (40, 2049 * 4)),
-        ("reduce.cuh", "    arrivals.wait(calls_ / 2);\n", "", (3, 2049 * 4)),
-        ("reduce.cuh", "    if (calls_ == 0) wait_for_cluster();\n", "", (3, 8193 * 4)),
-    ],
-    ids=[
-        "missing barrier",
-        "one set of sums of warps",
-        "one set of sums of blocks",
-        "blocks do not wait for sums",
-        "blocks do not wait until others run",
-    ],
-)
-def test_races_show(
-    file: str, right: str, wrong: str, shape: tuple[int, int], kernels: Kernels, tmp_path: Path
-) -> None:
-    csrc = tmp_path / "csrc"
+RACE = 'extern "C" { __attribute__((visibility("default"))) int race = 0; }'
+# What reduce.cuh says, what it says while `race` is the number of the entry, and the shape of rows where that shows.
+RACES = {
+    "missing barrier": ("    __syncthreads();", "    if (race != 1) __syncthreads();", (40, 1000)),
+    "one set of sums of warps": ("calls_++;", "if (race != 2 || cluster_blocks() > 1) calls_++;", (40, 1000)),
+    "one set of sums of blocks": (
+        "= shared_.blocks[calls_ % 2];",
+        "= shared_.blocks[race == 3 ? 0 : calls_ % 2];",
+        (40, 2049 * 4),
+    ),
+    "blocks do not wait for sums": (
+        "arrivals.wait(calls_ / 2);",
+        "if (race != 4) arrivals.wait(calls_ / 2);",
+        (3, 2049 * 4),
+    ),
+    "blocks do not wait until others run": (
+        "if (calls_ == 0) wait_for_cluster();",
+        "if (calls_ == 0 && race != 5) wait_for_cluster();",
+        (3, 8193 * 4),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def racing(program_folder: Path) -> Callable[[int], Kernels]:
+    """The kernels with one of RACES, by its number from 1 on; 0 is none. All in one library, as that takes long."""
+    csrc = program_folder / "csrc"
     shutil.copytree(emulated_cuda.CSRC, csrc)
-    source = (csrc / "cuda" / file).read_text()
-    assert right in source
-    (csrc / "cuda" / file).write_text(source.replace(right, wrong))
-    broken = Kernels(emulated_cuda.build_library(tmp_path / "broken.so", "-O0", csrc=csrc))  # compiles in a third
+    header = csrc / "cuda" / "reduce.cuh"
+    source = header.read_text()
+    for right, wrong, _ in RACES.values():
+        assert source.count(right) == 1, right
+        source = source.replace(right, wrong)
+    header.write_text(source.replace("#pragma once\n", f"#pragma once\n{RACE}\n"))
+    library = emulated_cuda.build_library(program_folder / "racing.so", "-O0", csrc=csrc)  # compiles in a third
+    kernels = Kernels(library)
+
+    def choose(number: int) -> Kernels:
+        ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "race").value = number
+        return kernels
+
+    return choose
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_races_show(name: str, kernels: Kernels, racing: Callable[[int], Kernels]) -> None:
+    number, shape = 1 + list(RACES).index(name), RACES[name][2]
     dy, x = values(shape, torch.float32, 1), values(shape, torch.float32, 2)
     w, on = torch.ones(shape[1]), device(1, cluster=8)
     expected = compute(kernels, dy, x, w, 0, on)
 
     def shows(seed: int) -> bool:
         try:
-            return not same(compute(broken, dy, x, w, seed, on), expected)
+            return not same(compute(racing(number), dy, x, w, seed, on), expected)
         except AssertionError as error:
             return "CUDA emulation: " in str(error)
 
     for seed in SEEDS:
-        assert same(compute(kernels, dy, x, w, seed, on), expected), seed
+        assert same(compute(racing(0), dy, x, w, seed, on), expected), seed
         assert shows(seed), seed
 
 

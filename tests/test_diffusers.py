@@ -12,7 +12,7 @@ import normops
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release  # models of other people, of a library that requirements-dev.txt does not bring
 
 
 def wan() -> tuple[nn.Module, dict[str, Any]]:

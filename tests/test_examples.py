@@ -8,6 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from tiers import mostly_for_release
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -57,6 +58,7 @@ def test_baby_llama(alone: str) -> None:
     assert_shows_what_it_should(alone, "Llama", norms=9)
 
 
+@pytest.mark.release  # trains another model
 def test_gated_model(tmp_path: Path) -> None:
     output = trained(tmp_path, "--model", "gated")
     assert_shows_what_it_should(output, "GatedLlama", norms=13)
@@ -64,6 +66,7 @@ def test_gated_model(tmp_path: Path) -> None:
     assert peaks == sorted(set(peaks), reverse=True)
 
 
+@pytest.mark.release  # test_sharding.py has the parts
 def test_baby_llama_in_two_processes(alone: str, tmp_path: Path) -> None:
     result = run(*TORCHRUN, "examples/baby_llama.py", "--norm", "fused", "--steps", "3", "--out", str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -101,7 +104,7 @@ def test_processes_that_cannot_share_batches() -> None:
     assert "3 processes cannot share batches of 8 equally" in result.stderr
 
 
-@pytest.mark.parametrize("model", ["qwen3", "llama"])
+@pytest.mark.parametrize("model", mostly_for_release(("qwen3", "llama"), ("qwen3",)))
 def test_patched_model(model: str, tmp_path: Path) -> None:
     sizes = ("--hidden", "64", "--layers", "1", "--batch", "1", "--length", "32", "--rounds", "1")
     command = ("examples/patched_model.py", "--model", model, *sizes, "--dtype", "float32", "bfloat16")

@@ -10,11 +10,30 @@ import torch
 from adopted_graphs import compiled_with_passes, norms
 from families import FAMILIES, VOCABULARY, CannotBuild, build
 from profiles import operators_run
+from tiers import mostly_for_release
 from torch import Tensor, nn
 
 import normops
 
-pytestmark = pytest.mark.slow
+# One of each kind of norm and of model. The others are built, trained for a step and patched before a release.
+USUAL = (
+    "bamba",
+    "cohere2",
+    "deepseek_v4",
+    "falcon_h1",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "gpt_oss",
+    "llama",
+    "mamba2",
+    "nemotron",
+    "olmo2",
+    "phi3",
+    "qwen3",
+    "qwen3_next",
+    "recurrent_gemma",
+)
 
 # What is left as it is, by the name of its class and the reason.
 LEFT = (
@@ -76,7 +95,7 @@ def assert_near(actual: Step, expected: Step) -> None:
         assert (grads[name] - grad).abs().max() <= bound, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_for_release(FAMILIES, USUAL))
 def test_family(family: str) -> None:
     model = built(family)
     try:
@@ -127,7 +146,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("family", COMPILED)
+@pytest.mark.parametrize("family", mostly_for_release(COMPILED, ("gemma3_text", "gpt_oss", "llama", "mamba2", "olmo2")))
 def test_compiled_with_passes(family: str) -> None:
     model = built(family)
     expected = step(model)
@@ -139,6 +158,7 @@ def test_compiled_with_passes(family: str) -> None:
     assert norms(graphs.backward) == ["rms_norm_backward"] * forward.total()
 
 
+@pytest.mark.release  # of a whole model what test_inductor.py has of its parts
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
     model = built("qwen3")
@@ -149,6 +169,7 @@ def test_compiled_by_inductor() -> None:
     assert ran == {"normops::rms_norm": 5, "normops::add_rms_norm": 4, "normops::rms_norm_backward": 9}
 
 
+@pytest.mark.release  # builds every family
 def test_how_many(capsys: pytest.CaptureFixture[str]) -> None:
     patched: Counter[str] = Counter()
     skipped: Counter[str] = Counter()

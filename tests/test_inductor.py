@@ -830,6 +830,7 @@ print(json.dumps([counters["aot_autograd"], counters["inductor"], ran]))
 """
 
 
+@pytest.mark.release  # compiles in three processes from nothing; their key, test_options_with_the_passes_of_others has
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),

@@ -11,6 +11,7 @@ TOLERATED = 1.10
 COMPILER = "12."  # the recorded counts are those of this GCC
 
 
+@pytest.mark.release  # speed, not what is computed
 def test_no_kernel_takes_more_instructions_than_recorded(program_folder: Path) -> None:
     if reason := instructions.why_not():
         pytest.skip(reason)

@@ -2,6 +2,7 @@
 
 import cases
 import oracle
+import pytest
 import torch
 from cases import on
 
@@ -28,6 +29,7 @@ def test_backward(device: str) -> None:
     assert torch.equal(grad_input[0], grad_input[-1])
 
 
+@pytest.mark.release  # writes 8 GB, by what shares its rows with test_forward
 def test_add(device: str) -> None:
     row, residual = cases.values((1, COLS), torch.bfloat16, 1), cases.values((1, COLS), torch.bfloat16, 2)
     output, residual_out = ops.add_rms_norm(
@@ -38,6 +40,7 @@ def test_add(device: str) -> None:
     assert torch.equal(output[0], output[-1])
 
 
+@pytest.mark.release  # as test_add
 def test_gated(device: str) -> None:
     row, gate = cases.values((1, COLS), torch.bfloat16, 1), cases.values((1, COLS), torch.bfloat16, 2)
     output = ops.gated_rms_norm(

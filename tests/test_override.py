@@ -160,6 +160,7 @@ print(json.dumps([ran, counters["aot_autograd"]]))
 """
 
 
+@pytest.mark.release  # compiles in four processes from nothing
 def test_caches_keep_both_apart(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     runs = [

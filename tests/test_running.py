@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import mostly_for_release
 
 OVERRIDES = "('normops' in sys.modules and sys.modules['normops'].build_info()['overrides_torch'])"
 
@@ -67,28 +68,30 @@ def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "program.py",
-        "program.py fail",
-        "program.py chain",
-        "program.py exit",
-        "program.py words",
-        "program.py interrupt",
-        "./program.py import",
-        "program.py -m run --help",
-        "package/link.py import",
-        "wrong.py",
-        "nowhere.py",
-        "application import",
-        "application fail",
-        "-m package.module -m x",
-        "-m package.module fail",
-        "-m package words",
-        "-m nowhere",
-    ],
+PROGRAMS = (
+    "program.py",
+    "program.py fail",
+    "program.py chain",
+    "program.py exit",
+    "program.py words",
+    "program.py interrupt",
+    "./program.py import",
+    "program.py -m run --help",
+    "package/link.py import",
+    "wrong.py",
+    "nowhere.py",
+    "application import",
+    "application fail",
+    "-m package.module -m x",
+    "-m package.module fail",
+    "-m package words",
+    "-m nowhere",
 )
+USUAL = ("program.py", "program.py chain", "./program.py import", "wrong.py", "application fail", "-m package words")
+
+
+# Each in a process that imports torch.
+@pytest.mark.parametrize("arguments", mostly_for_release(PROGRAMS, USUAL))
 def test_as_without(folder: Path, arguments: str) -> None:
     expected, actual = (run(folder, *prefix, *arguments.split()) for prefix in ((), ("-m", "normops", "run")))
     assert (actual.stdout, actual.stderr, actual.returncode) == (expected.stdout, expected.stderr, expected.returncode)
