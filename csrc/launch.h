@@ -44,10 +44,12 @@ inline RmsNormBackwardArgs backward_args(const Problem& problem, const Rows& dy,
 
 // Has a kernel read a tensor that may not be given; the rows keep its memory.
 inline Rows read_if_given(const OptionalTensor& tensor, size_t normalized_dims, const void*& data, RowLayout& layout) {
-  if (!is_given(tensor)) return {};
-  Rows rows = make_rows(*tensor, normalized_dims);
-  data = rows.tensor->const_data_ptr();
-  layout = rows.layout;
+  Rows rows;
+  if (is_given(tensor)) {
+    rows = make_rows(*tensor, normalized_dims);
+    data = rows.tensor->const_data_ptr();
+    layout = rows.layout;
+  }
   return rows;
 }
 

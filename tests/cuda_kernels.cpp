@@ -47,9 +47,10 @@ extern "C" {
 using namespace normops;
 using namespace normops::cuda;
 
-// Of the structures that emulated_cuda.py mirrors.
+// Of the structs that structures.py reads, in its order.
 extern const int64_t structure_bytes[];
 const int64_t structure_bytes[] = {sizeof(RowLayout),
+                                   sizeof(Gating),
                                    sizeof(Weight),
                                    sizeof(RmsNormArgs),
                                    sizeof(RmsNormBackwardArgs),

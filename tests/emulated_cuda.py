@@ -5,11 +5,13 @@ import os
 import re
 import shutil
 import subprocess
+from ctypes import Structure
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from cases import DTYPES, EPS
+from structures import read_structs
 from torch import Tensor
 
 TESTS = Path(__file__).parent
@@ -51,106 +53,13 @@ def build_library(target: Path, *options: str, csrc: Path = CSRC) -> Path:
     return build(KERNELS, target, "-shared", "-fPIC", "-fvisibility=hidden", *options, csrc=csrc)
 
 
-class RowLayout(ctypes.Structure):
-    _fields_ = (("dims", ctypes.c_int), ("sizes", ctypes.c_int64 * 8), ("strides", ctypes.c_int64 * 8))
+_structs = read_structs()
+RowLayout, RowConfig, Weight, Gating, Device = (
+    _structs[name] for name in ("RowLayout", "RowConfig", "Weight", "Gating", "Device")
+)
 
 
-class Weight(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("dtype", ctypes.c_uint8),
-        ("offset", ctypes.c_double),
-        ("groups", ctypes.c_int64),
-    )
-
-
-class RmsNormArgs(ctypes.Structure):
-    _fields_: ClassVar[tuple[tuple[str, type], ...]] = (
-        ("dtype", ctypes.c_uint8),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("eps", ctypes.c_double),
-        ("weight", Weight),
-        ("input", ctypes.c_void_p),
-        ("input_rows", RowLayout),
-        ("output", ctypes.c_void_p),
-        ("output_rows", RowLayout),
-    )
-
-
-class AddRmsNormArgs(RmsNormArgs):
-    _fields_: ClassVar[tuple[tuple[str, type], ...]] = (
-        ("residual_dtype", ctypes.c_uint8),
-        ("residual", ctypes.c_void_p),
-        ("residual_rows", RowLayout),
-        ("residual_out", ctypes.c_void_p),
-        ("residual_out_rows", RowLayout),
-    )
-
-
-class RmsNormBackwardArgs(ctypes.Structure):
-    _fields_: ClassVar[tuple[tuple[str, type], ...]] = (
-        ("dtype", ctypes.c_uint8),
-        ("grad_output_dtype", ctypes.c_uint8),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("eps", ctypes.c_double),
-        ("weight", Weight),
-        ("grad_output", ctypes.c_void_p),
-        ("grad_output_rows", RowLayout),
-        ("input", ctypes.c_void_p),
-        ("input_rows", RowLayout),
-        ("grad_residual", ctypes.c_void_p),
-        ("grad_residual_rows", RowLayout),
-        ("grad_input", ctypes.c_void_p),
-        ("grad_input_rows", RowLayout),
-        ("grad_weight_partials", ctypes.c_void_p),
-    )
-
-
-class Gating(ctypes.Structure):
-    _fields_ = (("activation", ctypes.c_uint8), ("norm_before_gate", ctypes.c_bool))
-
-
-class GatedRmsNormArgs(RmsNormArgs):
-    _fields_: ClassVar[tuple[tuple[str, type], ...]] = (
-        ("gating", Gating),
-        ("gate_dtype", ctypes.c_uint8),
-        ("gate", ctypes.c_void_p),
-        ("gate_rows", RowLayout),
-    )
-
-
-class GatedRmsNormBackwardArgs(RmsNormBackwardArgs):
-    _fields_: ClassVar[tuple[tuple[str, type], ...]] = (
-        ("gating", Gating),
-        ("gate_dtype", ctypes.c_uint8),
-        ("gate", ctypes.c_void_p),
-        ("gate_rows", RowLayout),
-        ("grad_gate", ctypes.c_void_p),
-        ("grad_gate_rows", RowLayout),
-    )
-
-
-class Device(ctypes.Structure):
-    _fields_ = (
-        ("multiprocessors", ctypes.c_int),
-        ("shared_bytes", ctypes.c_int64),
-        ("cluster", ctypes.c_int),
-        ("early_start", ctypes.c_bool),
-    )
-
-
-class RowConfig(ctypes.Structure):
-    _fields_ = (
-        ("packs_of_row", ctypes.c_int64),
-        ("packs", ctypes.c_int),
-        ("threads", ctypes.c_int),
-        ("cluster", ctypes.c_int),
-    )
-
-
-def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1) -> Device:
+def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1) -> Structure:
     return Device(multiprocessors, shared_bytes, cluster, False)
 
 
@@ -185,7 +94,7 @@ class Output:
         return result
 
 
-def row_layout(tensor: Tensor) -> RowLayout | None:
+def row_layout(tensor: Tensor) -> Structure | None:
     """What make_rows of csrc/problem.cpp makes of a tensor whose last dimension is normalized; None: a copy of it."""
     layout = RowLayout()
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
@@ -211,7 +120,7 @@ class Rows(NamedTuple):
 
     tensor: Tensor | None
     data: int | None
-    layout: RowLayout
+    layout: Structure
 
 
 def rows_of(tensor: Tensor | None) -> Rows:
@@ -230,10 +139,8 @@ class Kernels:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        operators = (RmsNormArgs, RmsNormBackwardArgs, AddRmsNormArgs, GatedRmsNormArgs, GatedRmsNormBackwardArgs)
-        mirrors = (RowLayout, Weight, *operators, Device, RowConfig)
-        sizes = (ctypes.c_int64 * len(mirrors)).in_dll(self._library, "structure_bytes")
-        assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
+        sizes = (ctypes.c_int64 * len(_structs)).in_dll(self._library, "structure_bytes")
+        assert list(sizes) == [ctypes.sizeof(struct) for struct in _structs.values()]
         for name in ("rms_norm", "rms_norm_backward", "add_rms_norm", "grad_weight"):
             getattr(self._library, name).restype = ctypes.c_char_p
         for name in ("gated_rms_norm", "gated_rms_norm_backward"):
@@ -243,13 +150,13 @@ class Kernels:
         for name in ("forward_config_of", "backward_config_of", "gated_config_of"):
             getattr(self._library, name).restype = RowConfig
 
-    def forward_config(self, packs_of_row: int, on: Device) -> RowConfig:
+    def forward_config(self, packs_of_row: int, on: Structure) -> Structure:
         return self._library.forward_config_of(ctypes.c_int64(packs_of_row), ctypes.byref(on))
 
-    def gated_config(self, packs_of_row: int, on: Device) -> RowConfig:
+    def gated_config(self, packs_of_row: int, on: Structure) -> Structure:
         return self._library.gated_config_of(ctypes.c_int64(packs_of_row), ctypes.byref(on))
 
-    def backward_config(self, dtype: torch.dtype, packs_of_row: int, on: Device) -> RowConfig:
+    def backward_config(self, dtype: torch.dtype, packs_of_row: int, on: Structure) -> Structure:
         return self._library.backward_config_of(DTYPES.index(dtype), ctypes.c_int64(packs_of_row), ctypes.byref(on))
 
     def partials(
@@ -257,7 +164,7 @@ class Kernels:
         dtype: torch.dtype,
         rows: int,
         cols: int,
-        on: Device,
+        on: Structure,
         grad_output_dtype: torch.dtype | None = None,
         groups: int = 1,
     ) -> int:
@@ -274,13 +181,13 @@ class Kernels:
         *,
         eps: float = EPS,
         output: Output | None = None,
-        on: Device | None = None,
+        on: Structure | None = None,
         seed: int = 0,
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
         x, y = rows_of(input), rows_of(output.rows)
         cols = input.shape[-1]
-        args = RmsNormArgs(
+        args = _structs["RmsNormArgs"](
             DTYPES.index(input.dtype),
             input.numel() // cols,
             cols,
@@ -302,14 +209,14 @@ class Kernels:
         eps: float = EPS,
         output: Output | None = None,
         residual_out: Output | None = None,
-        on: Device | None = None,
+        on: Structure | None = None,
         seed: int = 0,
     ) -> tuple[Tensor, Tensor]:
         output = output or Output(tuple(input.shape), input.dtype)
         residual_out = residual_out or Output(tuple(input.shape), residual.dtype)
         x, r, y, h = (rows_of(tensor) for tensor in (input, residual, output.rows, residual_out.rows))
         cols = input.shape[-1]
-        args = AddRmsNormArgs(
+        args = _structs["AddRmsNormArgs"](
             DTYPES.index(input.dtype),
             input.numel() // cols,
             cols,
@@ -335,7 +242,7 @@ class Kernels:
         eps: float = EPS,
         output_mask: tuple[bool, bool] = (True, True),
         grad_input: Output | None = None,
-        on: Device | None = None,
+        on: Structure | None = None,
         seed: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
         on = on or device()
@@ -352,7 +259,7 @@ class Kernels:
             partials = Output((count, groups * cols), compute)
         dy, x, dz = rows_of(grad_output), rows_of(input), rows_of(grad_residual)
         dx = rows_of(grad_input.rows if grad_input is not None else None)
-        args = RmsNormBackwardArgs(
+        args = _structs["RmsNormBackwardArgs"](
             dtype,
             DTYPES.index(grad_output.dtype),
             rows,
@@ -382,13 +289,13 @@ class Kernels:
         norm_before_gate: bool = True,
         eps: float = EPS,
         output: Output | None = None,
-        on: Device | None = None,
+        on: Structure | None = None,
         seed: int = 0,
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
         x, g, y = rows_of(input), rows_of(gate), rows_of(output.rows)
         cols = input.shape[-1]
-        args = GatedRmsNormArgs(
+        args = _structs["GatedRmsNormArgs"](
             DTYPES.index(input.dtype),
             input.numel() // cols,
             cols,
@@ -418,7 +325,7 @@ class Kernels:
         output_mask: tuple[bool, bool, bool] = (True, True, True),
         grad_input: Output | None = None,
         grad_gate: Output | None = None,
-        on: Device | None = None,
+        on: Structure | None = None,
         seed: int = 0,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         on = on or device()
@@ -439,7 +346,7 @@ class Kernels:
         dy, x, g = rows_of(grad_output), rows_of(input), rows_of(gate)
         dx = rows_of(grad_input.rows if grad_input is not None else None)
         dg = rows_of(grad_gate.rows if grad_gate is not None else None)
-        args = GatedRmsNormBackwardArgs(
+        args = _structs["GatedRmsNormBackwardArgs"](
             dtype,
             dtype,
             rows,
@@ -497,7 +404,7 @@ class Kernels:
         return grad_weight.result()
 
     @staticmethod
-    def _weight(weight: Tensor | None, offset: float) -> Weight:
+    def _weight(weight: Tensor | None, offset: float) -> Structure:
         if weight is None:
             return Weight(None, 0, offset, 1)
         return Weight(weight.data_ptr(), DTYPES.index(weight.dtype), offset, weight.shape[:-1].numel())

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from ctypes import Structure
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import oracle
 import pytest
 import torch
 from cases import CASES, EPS, Case, values
-from emulated_cuda import SANITIZED, Device, Kernels, Output, RowConfig, device
+from emulated_cuda import SANITIZED, Kernels, Output, device
 from gated_cases import GATED_CASES, GATINGS, GatedCase
 from torch import Tensor
 
@@ -50,10 +51,10 @@ def pack_elements(dtype: torch.dtype) -> int:
     return 16 // dtype.itemsize
 
 
-def widths(kernels: Kernels, dtype: torch.dtype, on: Device) -> list[int]:
+def widths(kernels: Kernels, dtype: torch.dtype, on: Structure) -> list[int]:
     """The narrowest and the widest row of every configuration of forward and backward, and one of any width."""
     found = []
-    configs: tuple[Callable[[int], RowConfig], ...] = (
+    configs: tuple[Callable[[int], Structure], ...] = (
         lambda packs: kernels.forward_config(packs, on),
         lambda packs: kernels.backward_config(dtype, packs, on),
         lambda packs: kernels.gated_config(packs, on),
@@ -77,7 +78,7 @@ def flat(tensor: Tensor, normalized_dims: int) -> Tensor:
     return tensor.flatten(tensor.dim() - normalized_dims)
 
 
-def check(kernels: Kernels, case: Case, on: Device, seed: int = 0, offset: int = 0, padding: int = 0) -> None:
+def check(kernels: Kernels, case: Case, on: Structure, seed: int = 0, offset: int = 0, padding: int = 0) -> None:
     """Forward and backward are within the oracle's bounds; outputs have an offset and padding, in elements."""
     dims = case.normalized_dims
     grad_output, input = flat(case.grad_output(), dims), flat(case.input(), dims)
@@ -116,7 +117,7 @@ def check_add(
     kernels: Kernels,
     case: Case,
     residual_dtype: torch.dtype,
-    on: Device,
+    on: Structure,
     seed: int = 0,
     offset: int = 0,
     padding: int = 0,
@@ -148,7 +149,7 @@ def check_add(
 
 
 def check_gated(
-    kernels: Kernels, gated_case: GatedCase, on: Device, seed: int = 0, offset: int = 0, padding: int = 0
+    kernels: Kernels, gated_case: GatedCase, on: Structure, seed: int = 0, offset: int = 0, padding: int = 0
 ) -> None:
     """The same for gated_rms_norm."""
     case = gated_case.case
@@ -364,7 +365,7 @@ def test_sums_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: 
 
 
 def compute(
-    kernels: Kernels, dy: Tensor, x: Tensor, w: Tensor, seed: int = 0, on: Device | None = None
+    kernels: Kernels, dy: Tensor, x: Tensor, w: Tensor, seed: int = 0, on: Structure | None = None
 ) -> tuple[Tensor, ...]:
     """The output and grad_input, and grad_weight as well unless that would take long."""
     on, mask = on or device(1), (True, x.shape[1] < 1000)
@@ -373,7 +374,7 @@ def compute(
 
 
 def compute_gated(
-    kernels: Kernels, dy: Tensor, x: Tensor, w: Tensor, seed: int = 0, on: Device | None = None
+    kernels: Kernels, dy: Tensor, x: Tensor, w: Tensor, seed: int = 0, on: Structure | None = None
 ) -> tuple[Tensor, ...]:
     """The same in both orders, with dy as the gate, too: outputs, gradients of rows, those of the weight."""
     on, mask = on or device(1), (True, True, x.shape[1] < 1000)
