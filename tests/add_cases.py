@@ -1,15 +1,12 @@
 """The inputs that add_rms_norm is tested on."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import cases
-import pytest
 import torch
-from cases import CASES, Case, on
 from torch import Tensor
 
-HALVES = (torch.float16, torch.bfloat16)
+from reference import cases
+from reference.cases import CASES, HALVES, Case, on
 
 
 class AddCase(NamedTuple):
@@ -29,16 +26,6 @@ ADD_CASES = (
 )
 
 
-def exact_sum(input: Tensor, residual: Tensor) -> Tensor:
-    compute = torch.float64 if input.dtype == torch.float64 else torch.float32
-    return (input.to(compute) + residual.to(compute)).to(residual.dtype)
-
-
-def same_bits(actual: Tensor, expected: Tensor) -> bool:
-    flat = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (actual, expected))
-    return torch.equal(*flat)
-
-
 class Problem(NamedTuple):
     input: Tensor
     residual: Tensor
@@ -56,9 +43,3 @@ def targets_of(case: Case, dtype: torch.dtype, residual_dtype: torch.dtype, devi
     layout = cases.contiguous if case.layout in (cases.expanded, cases.expanded_scalar) else case.layout
     made = {"out": layout(case.shape, dtype, 7), "residual_out": layout(case.shape, residual_dtype, 8)}
     return {name: moved for name, tensor in made.items() if (moved := on(device, tensor)) is not None}
-
-
-def message_of(call: Callable[[], object]) -> str:
-    with pytest.raises(RuntimeError) as raised:
-        call()
-    return str(raised.value).splitlines()[0]

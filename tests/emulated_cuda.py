@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
-from cases import DTYPES, EPS
 from torch import Tensor
+
+from reference.cases import DTYPES, EPS
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"

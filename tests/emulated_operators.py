@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import fake_gpus
-import oracle
 import torch
 from add_cases import targets_of
-from cases import CASES, FEW_CASES, SIZES, Case
-from gated_cases import GATED_CASES, GATINGS, HALVES, GatedCase
+from gated_cases import GATED_CASES, GATINGS, GatedCase
 from torch import Tensor
+
+from reference import oracle
+from reference.cases import CASES, FEW_CASES, HALVES, SIZES, Case
 
 ops = torch.ops.normops
 

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
-import cases
 import torch
-from cases import CASES, Case, on
 from torch import Tensor
 
-HALVES = (torch.float16, torch.bfloat16)
+from reference import cases
+from reference.cases import CASES, HALVES, Case, on
 
 GATINGS = tuple(product(("silu", "sigmoid"), (True, False)))  # activation, norm_before_gate
 

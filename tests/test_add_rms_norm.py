@@ -3,12 +3,10 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import cases
-import oracle
 import pytest
 import torch
-from add_cases import ADD_CASES, HALVES, AddCase, Problem, exact_sum, message_of, problem, same_bits, targets_of
-from cases import EPS, FEW_CASES, Case, on
+from add_cases import ADD_CASES, AddCase, Problem, problem, targets_of
+from assertions import message_of, same_bits
 from graphs import assert_one_operator_each_way
 from torch import Tensor
 from torch._dynamo import compiled_autograd
@@ -16,6 +14,9 @@ from traced_graphs import TracedGraphs, trace
 
 import normops
 from normops import _C
+from reference import cases, oracle
+from reference.cases import EPS, FEW_CASES, HALVES, Case, on
+from reference.oracle import exact_sum
 
 ops = torch.ops.normops
 

@@ -2,15 +2,16 @@
 
 from functools import partial
 
-import cases
 import pytest
 import torch
-from add_cases import ADD_CASES, HALVES, AddCase, message_of, problem, same_bits, targets_of
-from cases import EPS, Case, on
+from add_cases import ADD_CASES, AddCase, problem, targets_of
+from assertions import message_of, same_bits
 from torch import Tensor
 from traced_graphs import operators, trace
 
 import normops
+from reference import cases
+from reference.cases import EPS, HALVES, Case, on
 
 ops = torch.ops.normops
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator
 
-import cases
 import pytest
 import torch
-from cases import FEW_CASES, Case, on
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normops
+from reference import cases
+from reference.cases import FEW_CASES, Case, on
 
 ops = torch.ops.normops
 

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
-import cases
 import pytest
 import torch
-from cases import EPS, on
 from torch import Tensor
+
+from reference import cases
+from reference.cases import EPS, on
 
 ops = torch.ops.normops
 

@@ -6,12 +6,9 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import cases
-import oracle
 import pytest
 import torch
-from add_cases import HALVES, message_of, same_bits
-from cases import EPS, FEW_CASES, Case, on
+from assertions import message_of, same_bits
 from gated_cases import GATED_CASES, GATINGS, GatedCase
 from graphs import assert_one_operator_each_way
 from test_errors import COMMON, assert_same_everywhere
@@ -22,6 +19,8 @@ from traced_graphs import TracedGraphs, operators, trace
 
 import normops
 from normops import _C
+from reference import cases, oracle
+from reference.cases import EPS, FEW_CASES, HALVES, Case, on
 
 ops = torch.ops.normops
 gated_rms_norm: Callable[..., Tensor] = normops.gated_rms_norm

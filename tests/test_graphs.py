@@ -1,6 +1,5 @@
 """What AOTAutograd traces: one fused operator forward, one backward, nothing else, the same on every device."""
 
-import cases
 import pytest
 import torch
 from graphs import assert_one_operator_each_way
@@ -8,6 +7,7 @@ from torch import Tensor
 from traced_graphs import TracedGraphs, operators, trace
 
 import normops
+from reference import cases
 
 
 def traced(device: str, weight_shape: tuple[int, ...] | None, dynamic: bool) -> TracedGraphs:

@@ -1,13 +1,13 @@
 """rms_norm_ is rms_norm into its input; add_rms_norm_ is tested with add_rms_norm."""
 
-import cases
 import pytest
 import torch
-from cases import FEW_CASES, Case, on
 from torch import Tensor
 from traced_graphs import operators, trace
 
 import normops
+from reference import cases
+from reference.cases import FEW_CASES, Case, on
 
 ops = torch.ops.normops
 

@@ -1,9 +1,9 @@
 """Tensors with more elements than a 32-bit integer counts."""
 
-import cases
-import oracle
 import torch
-from cases import on
+
+from reference import cases, oracle
+from reference.cases import on
 
 ops = torch.ops.normops
 

@@ -8,10 +8,10 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-import cases
 import pytest
 import torch
-from add_cases import HALVES, Problem, same_bits
+from add_cases import Problem
+from assertions import same_bits
 from calls import Calls
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -24,6 +24,8 @@ from torch.utils.checkpoint import (
 from traced_graphs import operators, trace
 
 import normops
+from reference import cases
+from reference.cases import HALVES
 
 ops = torch.ops.normops
 

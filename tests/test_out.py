@@ -2,12 +2,12 @@
 
 from functools import partial
 
-import cases
-import oracle
 import pytest
 import torch
-from cases import CASES, EPS, Case, on
 from torch import Tensor
+
+from reference import cases, oracle
+from reference.cases import CASES, EPS, Case, on
 
 ops = torch.ops.normops
 

@@ -2,13 +2,12 @@
 
 import math
 
-import cases
-import oracle
 import pytest
 import torch
-from cases import CASES, Case, on
 
 import normops
+from reference import cases, oracle
+from reference.cases import CASES, Case, on
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
-import cases
 import pytest
 import torch
 from calls import Calls
-from cases import EPS
 from torch import Tensor
 
 import normops
+from reference import cases
+from reference.cases import EPS
 
 ops = torch.ops.normops
 

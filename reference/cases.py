@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32, torch.float64)
 
 EPS = 0.01  # large enough that a kernel which dropped it would be far out of bounds
 
@@ -153,7 +154,7 @@ class Case(NamedTuple):
         return self.grad_layout(self.shape, self.dtype, 4) if self.has_residual else None
 
     def __str__(self) -> str:
-        parts = ["x".join(map(str, self.shape)), _short(self.dtype), f"w:{_short(self.weight_dtype)}"]
+        parts = ["x".join(map(str, self.shape)), short(self.dtype), f"w:{short(self.weight_dtype)}"]
         parts += [f"{self.normalized_dims}d"] if self.normalized_dims != 1 else []
         parts += [f"{self.group_dims}g"] if self.group_dims else []
         parts += [f"eps:{self.eps}"] if self.eps != EPS else []
@@ -163,7 +164,7 @@ class Case(NamedTuple):
         return "-".join(parts)
 
 
-def _short(dtype: torch.dtype | None) -> str:
+def short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
