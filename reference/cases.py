@@ -112,10 +112,13 @@ LAYOUTS: tuple[Layout, ...] = (
 
 def on(device: str, tensor: Tensor | None) -> Tensor | None:
     """The tensor on the device, with its strides."""
-    if tensor is None or device == "cpu":
-        return tensor
+    return tensor if tensor is None or device == "cpu" else copy_of(tensor, device)
+
+
+def copy_of(tensor: Tensor, device: str | torch.device | None = None) -> Tensor:
+    """With its strides, in memory of its own."""
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
-    memory = tensor.as_strided((tensor.storage_offset() + reach,), (1,), 0).to(device)
+    memory = tensor.as_strided((tensor.storage_offset() + reach,), (1,), 0).to(device or tensor.device, copy=True)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

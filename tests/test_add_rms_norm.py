@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from add_cases import ADD_CASES, AddCase, Problem, problem, targets_of
-from assertions import message_of, same_bits
+from add_cases import AddCase, Problem, problem, targets_of
+from assertions import assert_same_bits, message_of, same_bits
 from graphs import assert_one_operator_each_way
 from torch import Tensor
 from torch._dynamo import compiled_autograd
@@ -14,68 +14,28 @@ from traced_graphs import TracedGraphs, trace
 
 import normops
 from normops import _C
-from reference import cases, oracle
+from reference import cases
 from reference.cases import EPS, FEW_CASES, HALVES, Case, on
+from reference.operators import ADD_RMS_NORM, RMS_NORM_BACKWARD, OperatorCase, cases_of
 from reference.oracle import exact_sum
 
 ops = torch.ops.normops
 
 
-@pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("add_case", ADD_CASES, ids=str)
-def test_forward(add_case: AddCase, device: str) -> None:
-    case, residual = add_case.case, add_case.residual()
-    input, weight = case.input(), case.weight()
-    arguments = (on(device, input), on(device, residual), case.normalized_shape, on(device, weight), case.eps)
-    output, residual_out = ops.add_rms_norm(*arguments, weight_offset=case.weight_offset)
-    assert (output.dtype, residual_out.dtype) == (input.dtype, residual.dtype)
-    assert output.is_contiguous()
-    assert residual_out.is_contiguous()
-    h = exact_sum(input, residual)
-    assert torch.equal(residual_out.cpu(), h)
-    expected = oracle.rms_norm(h, case.normalized_shape, weight, case.eps, case.weight_offset, input.dtype)
-    oracle.assert_within(output, expected)
-    if residual.dtype == input.dtype:
-        norm = ops.rms_norm(residual_out, *arguments[2:], weight_offset=case.weight_offset)
-        assert same_bits(output, norm)
-    direct = normops.add_rms_norm(*arguments, weight_offset=case.weight_offset)  # type: ignore[arg-type]
-    assert same_bits(direct[0], output)
-    assert same_bits(direct[1], residual_out)
+@pytest.mark.parametrize("case", [c for c in cases_of(ADD_RMS_NORM) if not c.dtypes], ids=str)
+def test_the_output_is_the_norm_of_the_rounded_sum(case: OperatorCase, device: str) -> None:
+    """Bit for bit, where it has the dtype of the sum."""
+    output, residual_out = case.results(device)
+    arguments = case.arguments(device) | {"input": residual_out}
+    del arguments["residual"]
+    assert same_bits(output, ops.rms_norm(**arguments))
 
 
-@pytest.mark.parametrize("add_case", [c for c in ADD_CASES if c.case.dtype != c.residual_dtype], ids=str)
-def test_backward_of_a_wider_sum(add_case: AddCase, device: str) -> None:
+@pytest.mark.parametrize("case", [c for c in cases_of(RMS_NORM_BACKWARD) if c.dtypes], ids=str)
+def test_backward_of_a_wider_sum(case: OperatorCase, device: str) -> None:
     """rms_norm_backward with a float32 input takes the gradient of an output of 16 bits as it is."""
-    case, h = add_case.case, add_case.residual()
-    grad_output, weight = case.grad_output(), case.weight()
-    residual = case.grad_layout(case.shape, torch.float32, 5) if case.has_residual else None
-    grad_input, grad_weight = ops.rms_norm_backward(
-        on(device, grad_output),
-        on(device, h),
-        case.normalized_shape,
-        on(device, weight),
-        case.eps,
-        weight_offset=case.weight_offset,
-        grad_residual=on(device, residual),
-    )
-    assert grad_input.dtype == torch.float32
-    expected = oracle.rms_norm_backward(
-        grad_output, h, case.normalized_shape, weight, case.eps, case.weight_offset, residual
-    )
-    oracle.assert_within(grad_input, expected.grad_input, "grad_input")
-    if weight is not None:
-        assert expected.grad_weight is not None
-        oracle.assert_within(grad_weight, expected.grad_weight, "grad_weight")
-    widened = ops.rms_norm_backward(
-        on(device, grad_output.float()),
-        on(device, h),
-        case.normalized_shape,
-        on(device, weight),
-        case.eps,
-        weight_offset=case.weight_offset,
-        grad_residual=on(device, residual),
-    )
-    assert same_bits(grad_input, widened[0])
+    widened = case.arguments(device)["grad_output"].float()
+    assert_same_bits(case.results(device), case.results(device, grad_output=widened))
 
 
 @pytest.mark.parametrize(

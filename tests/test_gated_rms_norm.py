@@ -28,50 +28,6 @@ gated_rms_norm: Callable[..., Tensor] = normops.gated_rms_norm
 gatings = pytest.mark.parametrize(("activation", "norm_before_gate"), GATINGS)
 
 
-@pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("gated_case", GATED_CASES, ids=str)
-def test_forward(gated_case: GatedCase, device: str) -> None:
-    case = gated_case.case
-    arguments = gated_case.arguments(device)
-    output = ops.gated_rms_norm(*arguments, **gated_case.keywords)
-    assert output.dtype == case.dtype
-    assert output.is_contiguous()
-    expected = oracle.gated_rms_norm(
-        case.input(), gated_case.gate(), case.normalized_shape, case.weight(), case.eps, **gated_case.keywords
-    )
-    oracle.assert_within(output, expected)
-    assert same_bits(gated_rms_norm(*arguments, **gated_case.keywords), output)
-
-
-def assert_backward(gradients: tuple[Tensor, ...], gated_case: GatedCase) -> None:
-    case, weight = gated_case.case, gated_case.case.weight()
-    expected = oracle.gated_rms_norm_backward(
-        case.grad_output(),
-        case.input(),
-        gated_case.gate(),
-        case.normalized_shape,
-        weight,
-        case.eps,
-        **gated_case.keywords,
-    )
-    dtypes = case.dtype, gated_case.gate_dtype, case.weight_dtype
-    for name, actual, bounded, dtype in zip(expected._fields, gradients, expected, dtypes, strict=True):
-        if bounded is None:
-            assert actual is None
-        else:
-            assert actual.dtype == dtype
-            oracle.assert_within(actual, bounded, name)
-
-
-@pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("gated_case", GATED_CASES, ids=str)
-def test_backward(gated_case: GatedCase, device: str) -> None:
-    dy = on(device, gated_case.case.grad_output())
-    gradients = ops.gated_rms_norm_backward(dy, *gated_case.arguments(device), **gated_case.keywords)
-    assert all(gradient is None or gradient.is_contiguous() for gradient in gradients)
-    assert_backward(gradients, gated_case)
-
-
 def keywords_of(activation: str, norm_before_gate: bool) -> dict[str, Any]:
     return {"activation": activation, "norm_before_gate": norm_before_gate}
 
@@ -108,77 +64,9 @@ def test_subnormal_activations() -> None:
     assert 0 < output.count_nonzero() < 4096
 
 
-@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["input", "gate", "grad_output"])
-@gatings
-def test_specials_poison_their_row_and_grad_weight_alone(
-    activation: str, norm_before_gate: bool, where: str, special: float, device: str
-) -> None:
-    case = Case((9, 70), torch.float32, weight_dtype=torch.float32)
-    gated_case = GatedCase(case, torch.float32, activation, norm_before_gate)
-    tensors = {"input": case.input(), "gate": gated_case.gate(), "grad_output": case.grad_output()}
-    tensors[where][4, 66] = special
-    x, gate, dy = (on(device, tensor) for tensor in tensors.values())
-    output = ops.gated_rms_norm(x, gate, (70,), on(device, case.weight()), EPS, **gated_case.gating)
-    gradients = ops.gated_rms_norm_backward(dy, x, gate, (70,), on(device, case.weight()), EPS, **gated_case.gating)
-    others = torch.arange(9) != 4
-    assert output[others].isfinite().all()
-    for gradient in gradients[:2]:
-        assert gradient[others].isfinite().all()
-    expected = oracle.gated_rms_norm(
-        tensors["input"], tensors["gate"], (70,), case.weight(), EPS, **gated_case.keywords
-    )
-    oracle.assert_within(output, expected)
-    activated = (F.silu if activation == "silu" else F.sigmoid)(tensors["gate"][4, 66])
-    if where == "gate" and activated.isnan():
-        assert output[4, 66].isnan()
-        assert gradients[1][4, 66].isnan()
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@gatings
-def test_zero_rows_give_zeros_and_finite_gradients(
-    activation: str, norm_before_gate: bool, dtype: torch.dtype, device: str
-) -> None:
-    gating = keywords_of(activation, norm_before_gate)
-    x, w = torch.zeros(3, 50, dtype=dtype, device=device), torch.ones(50, device=device)
-    gate, dy = (cases.values((3, 50), dtype, seed).to(device) for seed in range(2))
-    assert (ops.gated_rms_norm(x, gate, (50,), w, 1e-6, **gating) == 0).all()
-    grad_input, grad_gate, grad_weight = ops.gated_rms_norm_backward(dy, x, gate, (50,), w, 1e-6, **gating)
-    assert grad_input.isfinite().all()
-    assert (grad_gate == 0).all()
-    assert (grad_weight == 0).all()
-
-
 def test_swish_is_silu(device: str) -> None:
     x, gate = (cases.values((5, 64), torch.float32, seed).to(device) for seed in range(2))
     assert same_bits(gated_rms_norm(x, gate, 64, activation="swish"), gated_rms_norm(x, gate, 64))
-
-
-MASKS = [mask for mask in product((True, False), repeat=3) if mask != (True, True, True)]
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("has_weight", [True, False])
-@gatings
-def test_masked_gradients_are_left_out(
-    activation: str, norm_before_gate: bool, has_weight: bool, mask: tuple[bool, ...], device: str
-) -> None:
-    case = Case((5, 77), torch.bfloat16, weight_dtype=torch.float32 if has_weight else None)
-    gated_case = GatedCase(case, torch.float32, activation, norm_before_gate)
-    arguments = on(device, case.grad_output()), *gated_case.arguments(device)
-    every = ops.gated_rms_norm_backward(*arguments, **gated_case.keywords)
-    masked = ops.gated_rms_norm_backward(*arguments, **gated_case.keywords, output_mask=mask)
-    targets = gated_case.targets(device)
-    before = {name: target.clone() for name, target in targets.items()}
-    ops.gated_rms_norm_backward.out(*arguments, **gated_case.keywords, output_mask=mask, **targets)
-    for wanted, gradient, reference, (name, target) in zip(mask, masked, every, targets.items(), strict=True):
-        if wanted and reference is not None:
-            assert same_bits(gradient, reference)
-            assert same_bits(target, reference)
-        else:
-            assert gradient is None
-            assert same_bits(target, before[name])
 
 
 def problem(dtype: torch.dtype, device: str, gate_dtype: torch.dtype | None = None) -> list[Tensor]:
