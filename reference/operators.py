@@ -80,7 +80,8 @@ class Operator:
         return self.packet.out
 
     @property
-    def inplace(self) -> Any | None:
+    def inplace(self) -> Any:
+        """None if there is none."""
         packet = getattr(torch.ops.normops, f"{self.name}_", None)
         return packet and packet.default
 

@@ -261,6 +261,22 @@ def test_module(dtype: torch.dtype, device: str) -> None:
         assert same_bits(actual, reference)
 
 
+def test_ggml_report(device: str) -> None:
+    """ggml's rms_norm_back was wrong where its output shared memory with an input (ggml#1491)."""
+    x = torch.tensor([[1.0, 0.0, 0.0, 0.0]], device=device)
+    zero = torch.zeros_like(x)
+    leaf = x.clone().requires_grad_()
+    normops.add_rms_norm(leaf, zero, 4, eps=1e-4)[0].backward(x)
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad.cpu(), torch.tensor([[0.000799, 0.0, 0.0, 0.0]]), atol=1e-6, rtol=0)
+    expected = ops.add_rms_norm(x, zero, (4,), None, 1e-4)
+    for out, residual_out in ((x, zero), (zero, x)):
+        a, b = x.clone(), zero.clone()
+        targets = {"out": a if out is x else b, "residual_out": a if residual_out is x else b}
+        for actual, reference in zip(ops.add_rms_norm.out(a, b, (4,), None, 1e-4, **targets), expected, strict=True):
+            assert same_bits(actual, reference)
+
+
 ERRORS: list[tuple[dict[str, Tensor], str]] = [
     (
         {"residual": torch.ones(2, 4, 4)},

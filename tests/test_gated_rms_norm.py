@@ -1,7 +1,6 @@
 """gated_rms_norm keeps the promises of rms_norm: values, derivatives, graphs, memory, errors."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from assertions import message_of, same_bits
-from gated_cases import GATED_CASES, GATINGS, GatedCase
+from gated_cases import GATINGS, GatedCase
 from graphs import assert_one_operator_each_way
 from test_errors import COMMON, assert_same_everywhere
 from torch import Tensor
@@ -268,171 +267,6 @@ def test_export(strict: bool) -> None:
     for version in (program, program.run_decompositions()):
         assert operators(version.graph_module) == ["normops.gated_rms_norm.default"]
         assert same_bits(version.module()(x, gate), Gated()(x, gate))
-
-
-@pytest.mark.parametrize("gated_case", [c for c in GATED_CASES if c.case.dtype == torch.bfloat16][::2], ids=str)
-def test_out_is_the_functional_result(gated_case: GatedCase, device: str) -> None:
-    arguments, dy = gated_case.arguments(device), on(device, gated_case.case.grad_output())
-    targets = gated_case.targets(device)
-    out = targets["grad_input"].clone()
-    assert ops.gated_rms_norm.out(*arguments, **gated_case.keywords, out=out) is out
-    assert same_bits(out, ops.gated_rms_norm(*arguments, **gated_case.keywords))
-    results = ops.gated_rms_norm_backward.out(dy, *arguments, **gated_case.keywords, **targets)
-    expected = ops.gated_rms_norm_backward(dy, *arguments, **gated_case.keywords)
-    for result, target, gradient in zip(results, targets.values(), expected, strict=True):
-        assert result is target
-        if gradient is not None:
-            assert same_bits(target, gradient)
-
-
-OVER = {"grad_input": ("grad_output", "input", "gate"), "grad_gate": ("grad_output", "input", "gate")}
-
-
-@pytest.mark.parametrize("layout", [cases.contiguous, cases.qkv_slice, cases.misaligned, cases.transposed_columns])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("cols", [5, 64, 100, 40000])
-@gatings
-def test_exact_aliasing(
-    activation: str, norm_before_gate: bool, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str
-) -> None:
-    """Each of the two large gradients over each of the inputs, or over none, together."""
-    shape = (2, 3, 2, cols) if cols < 1000 else (1, 1, 2, cols)
-    case = Case(shape, dtype, weight_dtype=torch.float32, layout=layout, grad_layout=layout)
-    gated_case = GatedCase(case, dtype, activation, norm_before_gate)
-    w = on(device, case.weight())
-
-    def tensors() -> dict[str, Any]:
-        made = {"grad_output": case.grad_output(), "input": case.input(), "gate": gated_case.gate()}
-        return {name: on(device, tensor) for name, tensor in made.items()}
-
-    def backward(t: Mapping[str, Tensor], **targets: Tensor) -> tuple[Tensor, ...]:
-        op = ops.gated_rms_norm_backward.out if targets else ops.gated_rms_norm_backward
-        return op(*t.values(), [cols], w, EPS, **gated_case.keywords, **targets)
-
-    t = tensors()
-    expected = ops.gated_rms_norm(t["input"], t["gate"], [cols], w, EPS, **gated_case.keywords)
-    for over in ("input", "gate"):
-        t = tensors()
-        ops.gated_rms_norm.out(t["input"], t["gate"], [cols], w, EPS, **gated_case.keywords, out=t[over])
-        assert same_bits(t[over], expected)
-    gradients = backward(tensors())
-    for of_input, of_gate in product(("grad_output", "input", "gate", "none"), repeat=2):
-        if of_input == of_gate:
-            continue
-        t = tensors()
-        fresh = gated_case.targets(device)
-        targets = {"grad_input": t.get(of_input, fresh["grad_input"]), "grad_gate": t.get(of_gate, fresh["grad_gate"])}
-        results = backward(t, **targets, grad_weight=fresh["grad_weight"])
-        for actual, gradient in zip(results, gradients, strict=True):
-            assert same_bits(actual, gradient), (of_input, of_gate)
-
-
-@pytest.mark.parametrize("cols", [64, 70, 40000])
-@pytest.mark.parametrize("over", ["grad_output", "input", "gate", "weight"])
-@gatings
-def test_exact_aliasing_of_a_single_row_with_a_vector(
-    activation: str, norm_before_gate: bool, over: str, cols: int, device: str
-) -> None:
-    """Where there is one row, the weight has the shape of the output, and grad_weight that of every input."""
-    gating = keywords_of(activation, norm_before_gate)
-
-    def tensors() -> dict[str, Tensor]:
-        names = "grad_output", "input", "gate", "weight"
-        return {name: cases.values((cols,), torch.float32, seed).to(device) for seed, name in enumerate(names)}
-
-    def backward(t: Mapping[str, Tensor], **targets: Tensor) -> tuple[Tensor, ...]:
-        op = ops.gated_rms_norm_backward.out if targets else ops.gated_rms_norm_backward
-        return op(t["grad_output"], t["input"], t["gate"], [cols], t["weight"], EPS, **gating, **targets)
-
-    t = tensors()
-    expected = ops.gated_rms_norm(t["input"], t["gate"], [cols], t["weight"], EPS, **gating)
-    if over != "grad_output":
-        ops.gated_rms_norm.out(t["input"], t["gate"], [cols], t["weight"], EPS, **gating, out=t[over])
-        assert same_bits(t[over], expected)
-    gradients = backward(tensors())
-    names = "grad_input", "grad_gate", "grad_weight"
-    for target in names:
-        t = tensors()
-        targets = {name: t[over] if name == target else torch.empty_like(t["input"]) for name in names}
-        for actual, gradient in zip(backward(t, **targets), gradients, strict=True):
-            assert same_bits(actual, gradient), target
-
-
-def test_slices_of_one_projection(device: str) -> None:
-    """Read in place, and their gradients written to the slices of another."""
-    projected, w, dy = (cases.values(s, torch.float32, i).to(device) for i, s in enumerate(((6, 80), (40,), (6, 40))))
-    grad = torch.full_like(projected, math.nan)
-    (x, gate), (grad_input, grad_gate) = projected.chunk(2, -1), grad.chunk(2, -1)
-    grad_weight = torch.empty_like(w)
-    targets = {"grad_input": grad_input, "grad_gate": grad_gate, "grad_weight": grad_weight}
-    ops.gated_rms_norm_backward.out(dy, x, gate, [40], w, EPS, **targets)
-    expected = ops.gated_rms_norm_backward(dy, x.contiguous(), gate.contiguous(), [40], w, EPS)
-    for actual, gradient in zip(targets.values(), expected, strict=True):
-        assert same_bits(actual, gradient)
-    expected_output = ops.gated_rms_norm(x, gate, [40], w, EPS)
-    assert same_bits(ops.gated_rms_norm.out(x, gate, [40], w, EPS, out=gate), expected_output)
-
-
-def test_targets_are_checked(device: str) -> None:
-    memory = torch.ones(40, device=device)
-    x, gate, dy, w = (
-        memory[:12].view(3, 4),
-        torch.ones(3, 4, device=device),
-        torch.ones(3, 4, device=device),
-        memory[36:],
-    )
-
-    def message(**changes: Tensor) -> str:
-        if "out" in changes:
-            return message_of(lambda: ops.gated_rms_norm.out(x, gate, [4], w, **changes))
-        targets = {
-            "grad_input": torch.empty_like(x),
-            "grad_gate": torch.empty_like(x),
-            "grad_weight": torch.empty_like(w),
-        }
-        return message_of(lambda: ops.gated_rms_norm_backward.out(dy, x, gate, [4], w, **targets | changes))
-
-    partial_overlap = "to be exactly input or to share no memory with it, but got a partial overlap"
-    shifted = memory[1:13].view(3, 4)
-    assert message(out=shifted) == f"gated_rms_norm: expected out {partial_overlap}"
-    assert message(out=torch.empty(3, 4, dtype=torch.float64, device=device)) == (
-        "gated_rms_norm: expected out to be float32, but got float64"
-    )
-    for name in ("grad_input", "grad_gate"):
-        assert message(**{name: shifted}) == f"gated_rms_norm_backward: expected {name} {partial_overlap}"
-        assert message(**{name: torch.empty(3, 5, device=device)}) == (
-            f"gated_rms_norm_backward: expected {name} to have shape [3, 4], the shape of the result, but got [3, 5]"
-        )
-    assert message(grad_weight=memory[:4]) == f"gated_rms_norm_backward: expected grad_weight {partial_overlap}"
-    shared = torch.empty_like(x)
-    for pair in (("grad_input", "grad_gate"), ("grad_input", "grad_weight"), ("grad_gate", "grad_weight")):
-        changes = {name: shared[0] if name == "grad_weight" else shared for name in pair}
-        assert message(**changes) == (
-            f"gated_rms_norm_backward: expected {pair[0]} and {pair[1]} to share no memory, but got an overlap"
-        )
-    # One that is not wanted may be anything.
-    targets = {"grad_input": shared, "grad_gate": torch.empty_like(x), "grad_weight": shared[0]}
-    ops.gated_rms_norm_backward.out(dy, x, gate, [4], w, output_mask=[False, True, True], **targets)
-
-
-def test_operators_that_write_refuse_gradients_and_bump_the_version(device: str) -> None:
-    x, gate, w = problem(torch.float32, device)
-    dy = torch.ones_like(x)
-    targets = {"grad_input": dy.clone(), "grad_gate": dy.clone(), "grad_weight": w.detach().clone()}
-    forward = partial(ops.gated_rms_norm.out, x, gate, [40], w, out=targets["grad_input"])
-    backward = partial(ops.gated_rms_norm_backward.out, dy, x, gate, [40], w, **targets)
-    refusal = (
-        "expected no argument to require a gradient, as an operator that writes into its arguments does not support "
-        "automatic differentiation, but got one that does; call it under torch.no_grad()"
-    )
-    assert message_of(forward) == f"gated_rms_norm: {refusal}"
-    assert message_of(backward) == f"gated_rms_norm_backward: {refusal}"
-    versions = [target._version for target in targets.values()]
-    with torch.no_grad():
-        backward()
-        forward()
-    added = [target._version - version for target, version in zip(targets.values(), versions, strict=True)]
-    assert added == [2, 1, 1]
 
 
 def test_operators_that_write_compile_to_the_functional_operators(device: str) -> None:
