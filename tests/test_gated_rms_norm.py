@@ -1,4 +1,4 @@
-"""gated_rms_norm keeps the promises of rms_norm: values, derivatives, graphs, memory, errors."""
+"""What is peculiar to gated_rms_norm: activations, and a gate that is written over."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from assertions import message_of, same_bits
-from gated_cases import GATINGS
 from test_errors import arguments_of, assert_same_everywhere, check_of
 from torch import Tensor
 from traced_graphs import operators, trace
@@ -20,25 +19,19 @@ from reference.operators import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD, Operato
 ops = torch.ops.normops
 gated_rms_norm: Callable[..., Tensor] = normops.gated_rms_norm
 
-gatings = pytest.mark.parametrize(("activation", "norm_before_gate"), GATINGS)
-
-
-def keywords_of(activation: str, norm_before_gate: bool) -> dict[str, Any]:
-    return {"activation": activation, "norm_before_gate": norm_before_gate}
-
+over_gating = pytest.mark.parametrize("gating", list(GATED_RMS_NORM.flag_values()), ids=str)
 
 GATES = (0.0, -0.0, 1e-30, 1.0, 1.278, 5.0, 10.0, 17.0, 50.0, 87.0, 88.0, 89.0, 95.0, 103.0, 104.0, 745.0, 1e4)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@gatings
-def test_extreme_gates(activation: str, norm_before_gate: bool, dtype: torch.dtype, device: str) -> None:
+@over_gating
+def test_extreme_gates(gating: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     """Saturated either way, where exponentials over- and underflow; alone in a row, and beside others."""
     gates = torch.tensor([sign * gate for gate in GATES for sign in (1, -1)], dtype=torch.float64)
     rows = torch.cat([gates.expand(3, -1), gates.unsqueeze(1).expand(-1, len(gates))]).to(dtype)
     x, dy = (cases.values(tuple(rows.shape), dtype, seed, scale=1.0) for seed in range(2))
     w = cases.values(rows.shape[-1:], torch.float32, 3)
-    gating = keywords_of(activation, norm_before_gate)
     tensors = [on(device, tensor) for tensor in (x, rows, w, dy)]
     output = ops.gated_rms_norm(*tensors[:2], w.shape, tensors[2], EPS, **gating)
     oracle.assert_within(output, oracle.gated_rms_norm(x, rows, tuple(w.shape), w, EPS, **gating))

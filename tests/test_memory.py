@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from add_cases import Problem
 from assertions import same_bits
 from calls import Calls
 from torch import Tensor
@@ -35,6 +35,13 @@ DTYPES = [
     *((dtype, dtype, torch.float32) for dtype in HALVES),
     *((dtype, torch.float32, torch.float32) for dtype in HALVES),
 ]
+
+
+class Problem(NamedTuple):
+    input: Tensor
+    residual: Tensor
+    weight: Tensor
+
 
 Block = Callable[[Problem], tuple[Tensor, ...]]
 
