@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from functools import lru_cache
 
-import oracle
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from bench.operators import EPS, VECTORS, Operator
 from bench.peers import Builder, Peer
 from bench.problems import Tensors
+from reference import oracle
 
 # How far from the float64 values, in relative norm, a peer may be that promises no elementwise bounds: a few roundings
 # of products and sums, each of up to half the dtype's epsilon.

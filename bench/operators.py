@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-import oracle
-from oracle import Bounded
 from torch import Tensor
+
+import normops  # noqa: F401  registers the operators
+from reference import operators as reference
+from reference.oracle import Bounded
 
 EPS = 1e-5
 
@@ -32,99 +33,43 @@ class Operator:
         return sum(cols if name in VECTORS else rows * cols for name in self.reads + self.writes)
 
 
-# The same inputs are checked for several operators and memories, and the oracle takes longer than they do.
-@lru_cache(maxsize=1)
-def _forward(input: Tensor, weight: Tensor) -> Bounded:
-    return oracle.rms_norm(input, tuple(weight.shape), weight, EPS)
+# The same inputs are checked for several peers and memories, and the oracle takes longer than they do: the results of a
+# forward and a backward are kept.
+@lru_cache(maxsize=2)
+def _expected(operator: reference.Operator, names: tuple[str, ...], *tensors: Tensor) -> tuple[Bounded, ...]:
+    inputs = dict(zip(names, tensors, strict=True))
+    arguments = {"normalized_shape": tuple(inputs["weight"].shape), "eps": EPS}
+    return tuple(bounded for bounded in operator.expected(inputs | arguments) if bounded is not None)
 
 
-@lru_cache(maxsize=1)
-def _backward(
-    grad_output: Tensor, input: Tensor, weight: Tensor, grad_residual: Tensor | None = None
-) -> tuple[Bounded, Bounded]:
-    grad_input, grad_weight = oracle.rms_norm_backward(
-        grad_output, input, tuple(weight.shape), weight, EPS, grad_residual=grad_residual
+def _measured(operator: reference.Operator, name: str | None = None, optional: tuple[str, ...] = ()) -> Operator:
+    """With a weight, and those others of the optional tensors that are named."""
+    reads = tuple(n for n in operator.inputs if n in ("weight", *optional) or not operator.is_optional(n))
+    return Operator(
+        name or operator.name,
+        reads,
+        operator.outputs,
+        lambda inputs: _expected(operator, reads, *(inputs[name] for name in reads)),
     )
-    assert grad_weight is not None
-    return grad_input, grad_weight
 
 
-@lru_cache(maxsize=1)
-def _add(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Bounded, Bounded]:
-    h = input + residual
-    return _forward(h, weight), Bounded(h.double().cpu().numpy(), np.zeros(h.shape))
-
-
-def _expected_forward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
-    return (_forward(inputs["input"], inputs["weight"]),)
-
-
-def _expected_backward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
-    return _backward(inputs["grad_output"], inputs["input"], inputs["weight"])
-
-
-def _expected_add(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
-    return _add(inputs["input"], inputs["residual"], inputs["weight"])
-
-
-def _expected_add_backward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
-    return _backward(inputs["grad_output"], inputs["input"], inputs["weight"], inputs["grad_residual"])
-
-
-@lru_cache(maxsize=1)
-def _gated(input: Tensor, gate: Tensor, weight: Tensor) -> Bounded:
-    return oracle.gated_rms_norm(input, gate, tuple(weight.shape), weight, EPS)
-
-
-@lru_cache(maxsize=1)
-def _gated_backward(grad_output: Tensor, input: Tensor, gate: Tensor, weight: Tensor) -> tuple[Bounded, ...]:
-    grad_input, grad_gate, grad_weight = oracle.gated_rms_norm_backward(
-        grad_output, input, gate, tuple(weight.shape), weight, EPS
+def _one_after_another(name: str, *operators: Operator) -> Operator:
+    """Which autograd calls, and allocates the gradients itself."""
+    return Operator(
+        name,
+        tuple(read for operator in operators for read in operator.reads),
+        tuple(output for operator in operators for output in operator.writes),
+        lambda inputs: tuple(bounded for operator in operators for bounded in operator.expected(inputs)),
+        memories=("fresh",),
     )
-    assert grad_weight is not None
-    return grad_input, grad_gate, grad_weight
 
 
-def _expected_gated(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
-    return (_gated(inputs["input"], inputs["gate"], inputs["weight"]),)
-
-
-def _expected_gated_backward(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
-    return _gated_backward(inputs["grad_output"], inputs["input"], inputs["gate"], inputs["weight"])
-
+_OF = {operator.name: _measured(operator) for operator in reference.OPERATORS}
 
 OPERATORS = (
-    Operator("rms_norm", ("input", "weight"), ("output",), _expected_forward),
-    Operator(
-        "rms_norm_backward", ("grad_output", "input", "weight"), ("grad_input", "grad_weight"), _expected_backward
-    ),
-    Operator(
-        "forward_backward",
-        ("input", "weight", "grad_output", "input", "weight"),
-        ("output", "grad_input", "grad_weight"),
-        lambda inputs: (*_expected_forward(inputs), *_expected_backward(inputs)),
-        memories=("fresh",),  # autograd allocates its gradients itself
-    ),
-    Operator("add_rms_norm", ("input", "residual", "weight"), ("output", "residual_out"), _expected_add),
+    *_OF.values(),
+    _one_after_another("forward_backward", _OF["rms_norm"], _OF["rms_norm_backward"]),
     # Of the sum, which it reads as input.
-    Operator(
-        "add_rms_norm_backward",
-        ("grad_output", "input", "weight", "grad_residual"),
-        ("grad_input", "grad_weight"),
-        _expected_add_backward,
-    ),
-    Operator("gated_rms_norm", ("input", "gate", "weight"), ("output",), _expected_gated),
-    Operator(
-        "gated_rms_norm_backward",
-        ("grad_output", "input", "gate", "weight"),
-        ("grad_input", "grad_gate", "grad_weight"),
-        _expected_gated_backward,
-    ),
-    Operator(
-        "gated_forward_backward",
-        ("input", "gate", "weight", "grad_output", "input", "gate", "weight"),
-        ("output", "grad_input", "grad_gate", "grad_weight"),
-        lambda inputs: (*_expected_gated(inputs), *_expected_gated_backward(inputs)),
-        memories=("fresh",),
-    ),
+    _measured(reference.RMS_NORM_BACKWARD, "add_rms_norm_backward", ("grad_residual",)),
+    _one_after_another("gated_forward_backward", _OF["gated_rms_norm"], _OF["gated_rms_norm_backward"]),
 )

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from cases import DTYPES, EPS
 from structures import read_structs
 from torch import Tensor
+
+from reference.cases import DTYPES, EPS
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"

@@ -6,99 +6,79 @@ raises at the first that is not. The kernels have tests of their own; here it is
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import fake_gpus
-import oracle
 import torch
-from add_cases import targets_of
-from cases import CASES, FEW_CASES, SIZES, Case
-from gated_cases import GATED_CASES, GATINGS, HALVES, GatedCase
 from torch import Tensor
+
+from reference import oracle
+from reference.cases import CASES, FEW_CASES, SIZES
+from reference.operators import ADD_RMS_NORM, OPERATORS, Operator, OperatorCase, cases_of, other_dtypes
 
 ops = torch.ops.normops
 
-SOME_CASES = (*FEW_CASES, *SIZES[::17], *CASES[len(SIZES) :: 7])
+SOME_CASES = (*SIZES[::17], *CASES[len(SIZES) :: 7])
 
 
-def put(*tensors: Tensor | None) -> Iterator[Any]:
+def some_cases_of(operator: Operator) -> list[OperatorCase]:
+    flags = list(operator.flag_values())
+    few = [
+        OperatorCase(operator, case, flags[(number + index) % len(flags)], dtypes)
+        for number, case in enumerate(FEW_CASES)
+        for index, dtypes in enumerate(({}, *other_dtypes(operator, case.dtype)))
+    ]
+    every = cases_of(operator)
+    return [*few, *(case for case in every if case.case in SOME_CASES), *(every[-2 * len(flags) :] if flags[0] else ())]
+
+
+def put(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """On a device that is not the current one."""
-    return (None if tensor is None else torch.ops.fake_gpus.to_gpu(tensor, 1) for tensor in tensors)
+    return {
+        name: torch.ops.fake_gpus.to_gpu(value, 1) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
 
 
-def check(actual: Tensor | None, expected: oracle.Bounded | None, name: str) -> None:
-    if actual is None or expected is None:
-        assert actual is None, name
-        assert expected is None, name
-        return
-    assert actual.device.index == 1, name
-    oracle.assert_within(torch.ops.fake_gpus.on_cpu(actual), expected, name)
+def on_cpu(tensor: Tensor) -> Tensor:
+    return torch.ops.fake_gpus.on_cpu(tensor)
 
 
-def check_rms_norm(case: Case) -> None:
-    shape, eps, keywords = case.normalized_shape, case.eps, {"weight_offset": case.weight_offset}
-    input, grad, weight, residual = case.input(), case.grad_output(), case.weight(), case.grad_residual()
-    x, g, w, r = put(input, grad, weight, residual)
-    expected = oracle.rms_norm(input, shape, weight, eps, case.weight_offset)
-    check(ops.rms_norm(x, shape, w, eps, **keywords), expected, f"output of {case}")
-    (out,) = put(targets_of(case, case.dtype, case.dtype, "cpu")["out"])
-    check(ops.rms_norm.out(x, shape, w, eps, **keywords, out=out), expected, f"out of {case}")
-
-    backward = oracle.rms_norm_backward(grad, input, shape, weight, eps, case.weight_offset, residual)
-    for mask in ([True, True], [True, False], [False, True]):
-        got = ops.rms_norm_backward(g, x, shape, w, eps, **keywords, grad_residual=r, output_mask=mask)
-        check(got[0], backward.grad_input if mask[0] else None, f"grad_input of {case}")
-        check(got[1], backward.grad_weight if mask[1] else None, f"grad_weight of {case}")
-
-
-def check_add_rms_norm(case: Case, residual_dtype: torch.dtype) -> None:
-    shape, eps, keywords = case.normalized_shape, case.eps, {"weight_offset": case.weight_offset}
-    input, residual, weight = case.input(), case.grad_layout(case.shape, residual_dtype, 4), case.weight()
-    x, r, w = put(input, residual, weight)
-    compute = torch.float64 if case.dtype == torch.float64 else torch.float32
-    total = (input.to(compute) + residual.to(compute)).to(residual_dtype)
-    targets = targets_of(case, case.dtype, residual_dtype, "cpu")
-    for y, h in (
-        ops.add_rms_norm(x, r, shape, w, eps, **keywords),
-        ops.add_rms_norm.out(
-            x, r, shape, w, eps, **keywords, **dict(zip(targets, put(*targets.values()), strict=True))
-        ),
-    ):
-        assert torch.equal(torch.ops.fake_gpus.on_cpu(h), total), f"sum of {case}"
-        normalized = ops.rms_norm(h, shape, w, eps, **keywords)
-        if residual_dtype == case.dtype:
-            assert torch.equal(*(torch.ops.fake_gpus.on_cpu(tensor) for tensor in (y, normalized))), f"output of {case}"
+def check_results(
+    case: OperatorCase, results: tuple[Tensor | None, ...], expected: tuple[oracle.Bounded | None, ...]
+) -> None:
+    for name, actual, bounded in zip(case.operator.outputs, results, expected, strict=True):
+        if bounded is None:
+            assert actual is None, f"{name} of {case}"
         else:
-            assert torch.equal(*(torch.ops.fake_gpus.on_cpu(tensor).to(case.dtype) for tensor in (y, normalized)))
+            assert actual is not None, f"{name} of {case}"
+            assert actual.device.index == 1, f"{name} of {case}"
+            oracle.assert_within(on_cpu(actual), bounded, f"{name} of {case}")
 
 
-def check_gated_rms_norm(gated: GatedCase) -> None:
-    case = gated.case
-    shape, eps, keywords = case.normalized_shape, case.eps, gated.keywords
-    input, grad, gate, weight = case.input(), case.grad_output(), gated.gate(), case.weight()
-    x, g, z, w = put(input, grad, gate, weight)
-    given = (input, gate, shape, weight, eps, case.weight_offset)
-    check(
-        ops.gated_rms_norm(x, z, shape, w, eps, **keywords), oracle.gated_rms_norm(*given, **gated.gating), str(gated)
-    )
-    expected = oracle.gated_rms_norm_backward(grad, *given, **gated.gating)
-    for mask in ([True, True, True], [True, False, False], [False, True, True]):
-        got = ops.gated_rms_norm_backward(g, x, z, shape, w, eps, **keywords, output_mask=mask)
-        for wanted, gradient, bounded in zip(mask, got, expected, strict=True):
-            check(gradient, bounded if wanted else None, f"gradients of {gated}")
+def check(case: OperatorCase) -> None:
+    operator, arguments, expected = case.operator, put(case.arguments()), case.expected()
+    results = operator.results(operator.default(**arguments))
+    check_results(case, results, expected)
+    written = operator.results(operator.out(**arguments, **put(case.targets())))
+    check_results(case, tuple(None if b is None else w for w, b in zip(written, expected, strict=True)), expected)
+    for mask in operator.masks() if operator.has_mask else ():
+        masked = operator.results(operator.default(**arguments, output_mask=mask))
+        check_results(case, masked, tuple(b if wanted else None for b, wanted in zip(expected, mask, strict=True)))
+    if operator is ADD_RMS_NORM:
+        del arguments["residual"]
+        normalized = ops.rms_norm(**arguments | {"input": results[1]})
+        assert torch.equal(*(on_cpu(y).to(case.case.dtype) for y in (results[0], normalized))), f"output of {case}"
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     fake_gpus.load(folder)
-    for index, case in enumerate(SOME_CASES):
-        check_rms_norm(case)
-        check_add_rms_norm(case, torch.float32 if case.dtype in HALVES and index % 2 else case.dtype)
-    some = [gated for gated in GATED_CASES if gated.case in SOME_CASES]
-    for gated in (*some[::2], *GATED_CASES[-2 * len(GATINGS) :]):
-        check_gated_rms_norm(gated)
+    for operator in OPERATORS:
+        for case in some_cases_of(operator):
+            check(case)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def build_emulated(folder: Path, emulated_kernels: Path) -> None:
 
 def run(program: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A program that loads what was built, in a process without the normops that is installed."""
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(TESTS.parent)}
     environment.pop("NORMOPS_EARLY_START", None)
     command = [sys.executable, str(program), str(folder), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,6 +1,5 @@
 """What test_sharding runs in several processes: models, tensor parallel and fully sharded."""
 
-import cases
 import norms_of_others
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import normops
 from normops.sharding import SequenceParallel
+from reference import cases
 
 ops = torch.ops.normops
 

@@ -5,8 +5,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import cases
-import oracle
 import torch
 import torch.distributed as dist
 from processes import Placements, assert_equal, case, communicated, grad_of, mesh_of, placed
@@ -17,6 +15,7 @@ from traced_graphs import operators, trace
 
 import normops
 from normops import _C
+from reference import cases, oracle
 
 ops = torch.ops.normops
 rms_norm: Callable[..., Any] = normops.rms_norm

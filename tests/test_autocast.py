@@ -3,16 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import pytest
 import torch
-from add_cases import HALVES, same_bits
+from assertions import same_bits
 from graphs import computed
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from traced_graphs import trace
 
 import normops
+from reference import cases
+from reference.cases import HALVES
 
 Call = Callable[[Tensor, Tensor, Tensor], Any]
 

@@ -1,192 +1,232 @@
-"""Derivatives of every order and mode, and the operators' registration."""
+"""Derivatives of every order and mode."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
 
-import cases
 import pytest
 import torch
-from cases import FEW_CASES, Case, on
+from assertions import assert_same_bits
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normops
+from reference import cases
+from reference.cases import Case
+from reference.operators import (
+    DIFFERENTIABLE,
+    OPERATORS,
+    Operator,
+    Variant,
+    named,
+    of_argument,
+    other_dtypes,
+    variants,
+)
 
 ops = torch.ops.normops
 
+differentiable = pytest.mark.parametrize("variant", variants(DIFFERENTIABLE), ids=str)
+MASKED = [operator for operator in OPERATORS if operator.has_mask]
 
-def leaf(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().requires_grad_()
-
-
-@pytest.mark.parametrize("case", FEW_CASES, ids=str)
-def test_opcheck_forward(case: Case, device: str) -> None:
-    arguments = (leaf(on(device, case.input())), case.normalized_shape, leaf(on(device, case.weight())), case.eps)
-    torch.library.opcheck(ops.rms_norm.default, arguments, {"weight_offset": case.weight_offset})
+Call = Callable[..., tuple[Tensor, ...]]
 
 
-@pytest.mark.parametrize("case", FEW_CASES, ids=str)
-def test_opcheck_backward(case: Case, device: str) -> None:
-    arguments = (
-        leaf(on(device, case.grad_output())),
-        leaf(on(device, case.input())),
-        case.normalized_shape,
-        leaf(on(device, case.weight())),
-        case.eps,
-    )
-    keywords = {"weight_offset": case.weight_offset, "grad_residual": leaf(on(device, case.grad_residual()))}
-    torch.library.opcheck(ops.rms_norm_backward.default, arguments, keywords)
+class Problem:
+    """Calls of a variant as functions of its tensors alone, in float64."""
+
+    def __init__(self, variant: Variant, case: Case, device: str) -> None:
+        self.operator = variant.operator
+        arguments = variant.at(case._replace(dtype=torch.float64, has_residual=True)).arguments(device)
+        self.tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        self.others = {name: value for name, value in arguments.items() if name not in self.tensors}
+
+    def call(self, function: Callable[..., Any], **changes: object) -> Call:
+        """Of ``function``: the results that are not None."""
+
+        def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+            given = dict(zip(self.tensors, tensors, strict=True))
+            returned = function(**given, **self.others | changes)
+            results = self.operator.results(returned)
+            return tuple(result for result in results if result is not None)
+
+        return of_tensors
+
+    @property
+    def fused(self) -> Call:
+        assert self.operator.function is not None
+        return self.call(self.operator.function)
+
+    @property
+    def defined(self) -> Call:
+        assert self.operator.definition is not None
+        return self.call(self.operator.definition)
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach().clone().requires_grad_() for tensor in self.tensors.values())
+
+    def primals(self) -> tuple[Tensor, ...]:
+        return tuple(self.tensors.values())
 
 
-@pytest.mark.parametrize("output_mask", [(True, False), (False, True)])
-def test_opcheck_masked(output_mask: tuple[bool, bool], device: str) -> None:
-    case = FEW_CASES[0]
-    arguments = (
-        on(device, case.grad_output()),
-        on(device, case.input()),
-        case.normalized_shape,
-        on(device, case.weight()),
-    )
-    torch.library.opcheck(ops.rms_norm_backward.default, arguments, {"output_mask": list(output_mask)})
+def of(shape: tuple[int, ...], dims: int = 1, has_weight: bool = True, groups: int = 0, offset: float = 1.0) -> Case:
+    weight_dtype = torch.float64 if has_weight else None
+    return Case(shape, torch.float64, dims, weight_dtype, weight_offset=offset, group_dims=groups)
 
 
-def test_opcheck_out(device: str) -> None:
-    case = FEW_CASES[0]
-    input, weight = on(device, case.input()), on(device, case.weight())
-    assert input is not None
-    assert weight is not None
-    torch.library.opcheck(ops.rms_norm.out, (input, case.normalized_shape, weight), {"out": torch.empty_like(input)})
-    torch.library.opcheck(
-        ops.rms_norm_backward.out,
-        (on(device, case.grad_output()), input, case.normalized_shape, weight),
-        {"grad_input": torch.empty_like(input), "grad_weight": torch.empty_like(weight)},
-    )
-
-
-def doubles(*shapes: tuple[int, ...], device: str) -> Iterator[Tensor]:
-    for seed, shape in enumerate(shapes):
-        yield cases.values(shape, torch.float64, seed).to(device).requires_grad_()
-
-
-@pytest.mark.parametrize(
-    ("shape", "normalized_shape", "weight_shape"),
-    [
-        ((3, 5), (5,), (5,)),
-        ((2, 3, 4, 2), (4, 2), (4, 2)),
-        ((4,), (4,), (4,)),
-        ((2, 3, 4), (4,), (3, 4)),
-        ((2, 2, 1, 2), (2,), (2, 2, 1, 2)),
-    ],
-)
 @pytest.mark.parametrize("has_weight", [True, False])
-@pytest.mark.parametrize("call", [ops.rms_norm, normops.rms_norm])
-def test_gradcheck_forward_operator(
-    call: Callable[..., Tensor],
-    shape: tuple[int, ...],
-    normalized_shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    has_weight: bool,
-    device: str,
-) -> None:
-    def norm(x: Tensor, w: Tensor | None = None) -> Tensor:
-        return call(x, normalized_shape, w, cases.EPS, weight_offset=1.0)
-
-    inputs = tuple(doubles(shape, weight_shape, device=device))[: 1 + has_weight]
-    assert torch.autograd.gradcheck(norm, inputs, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(norm, inputs)
-
-
-@pytest.mark.parametrize("weight_shape", [(5,), (2, 5)])
-@pytest.mark.parametrize("has_weight", [True, False])
-@pytest.mark.parametrize("output_mask", [(True, True), (True, False), (False, True)])
-def test_gradcheck_backward_operator(
-    output_mask: tuple[bool, bool], has_weight: bool, weight_shape: tuple[int, ...], device: str
-) -> None:
-    if output_mask == (False, True) and not has_weight:
-        pytest.skip("computes nothing")
-
-    def norm_backward(dy: Tensor, x: Tensor, s: Tensor, w: Tensor | None = None) -> tuple[Tensor, ...]:
-        gradients = ops.rms_norm_backward(
-            dy, x, (5,), w, cases.EPS, weight_offset=1.0, grad_residual=s, output_mask=output_mask
-        )
-        return tuple(g for g in gradients if g is not None)
-
-    inputs = tuple(doubles(*[(3, 2, 5)] * 3, weight_shape, device=device))[: 3 + has_weight]
-    assert torch.autograd.gradcheck(norm_backward, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(norm_backward, inputs)
-
-
-def reference_norm(x: Tensor, w: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + cases.EPS) * w
-
-
 @pytest.mark.parametrize(
-    "transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian], ids=lambda t: t.__name__
+    ("shape", "dims", "groups"),
+    [((3, 5), 1, 0), ((2, 3, 4, 2), 2, 0), ((4,), 1, 0), ((2, 3, 4), 1, 1), ((2, 2, 1, 2), 1, 3)],
 )
-def test_func_transforms(transform: Callable[..., Callable[..., tuple[Tensor, Tensor]]], device: str) -> None:
-    x, w = (t.detach() for t in doubles((3, 5), (5,), device=device))
-    reduces = transform is torch.func.grad
+@differentiable
+def test_gradcheck(
+    variant: Variant, shape: tuple[int, ...], dims: int, groups: int, has_weight: bool, device: str
+) -> None:
+    problem = Problem(variant, of(shape, dims, has_weight, groups), device)
+    for norm in (problem.call(variant.operator.packet), problem.fused):
+        assert torch.autograd.gradcheck(norm, problem.leaves(), check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(problem.fused, problem.leaves(), check_batched_grad=len(shape) < 4)
 
-    def through(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda x, w: norm(x, w).pow(3).sum() if reduces else norm(x, w)
 
-    actual = transform(through(lambda x, w: normops.rms_norm(x, 5, w, cases.EPS)), argnums=(0, 1))(x, w)
-    expected = transform(through(reference_norm), argnums=(0, 1))(x, w)
+@pytest.mark.parametrize(("has_weight", "groups"), [(True, 0), (True, 1), (False, 0)])
+@pytest.mark.parametrize("variant", [v for v in variants(DIFFERENTIABLE) if len(v.operator.outputs) > 1], ids=str)
+def test_gradcheck_of_each_result(variant: Variant, has_weight: bool, groups: int, device: str) -> None:
+    problem = Problem(variant, of((3, 2, 5), 1, has_weight, groups), device)
+    for index, name in enumerate(variant.operator.outputs):
+
+        def norm(*tensors: Tensor, index: int = index) -> Tensor:
+            return problem.fused(*tensors)[index]
+
+        leaves = problem.leaves()
+        if torch.autograd.grad(norm(*leaves).sum(), leaves[-1], allow_unused=True)[0] is None:
+            leaves = (*leaves[:-1], leaves[-1].detach())  # the weight has no part in the sum
+        assert torch.autograd.gradcheck(norm, leaves, check_forward_ad=True, check_batched_grad=True), name
+        assert torch.autograd.gradgradcheck(norm, leaves), name
+
+
+@pytest.mark.parametrize(("has_weight", "groups"), [(True, 0), (True, 1), (False, 0)])
+@pytest.mark.parametrize("variant", variants(MASKED), ids=str)
+def test_gradcheck_of_the_backward(variant: Variant, has_weight: bool, groups: int, device: str) -> None:
+    operator = variant.operator
+    problem = Problem(variant, of((2, 2, 5), 1, has_weight, groups), device)
+    for mask in operator.masks():
+        computed = [
+            wanted and (has_weight or of_argument(name) != "weight")
+            for name, wanted in zip(operator.outputs, mask, strict=True)
+        ]
+        if any(computed) and (all(mask) or sum(mask) == 1):
+            backward = problem.call(operator.packet, output_mask=mask)
+            assert torch.autograd.gradcheck(backward, problem.leaves(), check_forward_ad=True), mask
+            is_fast = len(mask) > 2 and not all(mask)
+            assert torch.autograd.gradgradcheck(backward, problem.leaves(), fast_mode=is_fast), mask
+
+
+TRANSFORMS = (torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda t: t.__name__)
+@differentiable
+def test_func_transforms(variant: Variant, transform: Callable[..., Callable[..., object]], device: str) -> None:
+    problem = Problem(variant, of((2, 3)), device)
+    primals = problem.primals()
+
+    def through(norm: Call) -> Callable[..., object]:
+        if transform is torch.func.grad:
+            return lambda *tensors: sum(result.pow(3).sum() for result in norm(*tensors))
+        return norm
+
+    actual, expected = (
+        transform(through(norm), argnums=tuple(range(len(primals))))(*primals)
+        for norm in (problem.fused, problem.defined)
+    )
     torch.testing.assert_close(actual, expected)
 
 
-def test_jvp_of_jvp(device: str) -> None:
-    primals = tuple(t.detach() for t in doubles((3, 5), (3, 5), (5,), device=device))
-    tangents = tuple(t.flip(0) for t in primals)
+@differentiable
+def test_third_derivative_and_jvp_of_jvp(variant: Variant, device: str) -> None:
+    problem = Problem(variant, of((2, 3)), device)
 
-    def twice(norm: Callable[..., Tensor]) -> object:
+    def third(norm: Call) -> tuple[Tensor, ...]:
+        leaves = problem.leaves()
+        loss: Any = sum(result.pow(3).sum() for result in norm(*leaves))
+        for _ in range(2):
+            loss = sum(g.square().sum() for g in torch.autograd.grad(loss, leaves, create_graph=True))
+        return torch.autograd.grad(loss, leaves)
+
+    def twice(norm: Call) -> object:
+        primals = problem.primals()
+        tangents = tuple(tensor.flip(0) for tensor in primals)
         return torch.func.jvp(lambda *t: torch.func.jvp(norm, t, tangents)[1], primals, tangents)
 
-    def fused(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
-        y, h = normops.add_rms_norm(normops.rms_norm(x, 5, w, cases.EPS), residual, 5, w, cases.EPS)
-        return y * h
-
-    def reference(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
-        h = reference_norm(x, w) + residual
-        return reference_norm(h, w) * h
-
-    torch.testing.assert_close(twice(fused), twice(reference))
+    for derivative in (third, twice):
+        torch.testing.assert_close(derivative(problem.fused), derivative(problem.defined))
 
 
-def test_third_derivative(device: str) -> None:
-    x, w = doubles((2, 3), (3,), device=device)
+def test_jvp_of_jvp_of_several_norms(device: str) -> None:
+    single, added = (Problem(variant, of((3, 5)), device) for variant in variants(DIFFERENTIABLE[:2]))
+    primals = added.primals()
+    tangents = tuple(tensor.flip(0) for tensor in primals)
 
-    def third(norm: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
-        gradient = norm(x, w).pow(3).sum()
-        for _ in range(2):
-            (gradient,) = torch.autograd.grad(gradient, x, create_graph=True)
-            gradient = gradient.square().sum()
-        return torch.autograd.grad(gradient, (x, w))
+    def twice(norm: Call, add_norm: Call) -> object:
+        def both(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
+            y, h = add_norm(norm(x, w)[0], residual, w)
+            return y * h
 
-    torch.testing.assert_close(third(lambda x, w: normops.rms_norm(x, 3, w, cases.EPS)), third(reference_norm))
+        return torch.func.jvp(lambda *t: torch.func.jvp(both, t, tangents)[1], primals, tangents)
+
+    torch.testing.assert_close(twice(single.fused, added.fused), twice(single.defined, added.defined))
 
 
 class OutputMasks(TorchDispatchMode):
-    """Collects what rms_norm_backward is asked for."""
+    """Collects what an operator is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, operator: Operator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.masks: list[list[bool]] = []
+        self.operator = operator
+        self.masks: list[tuple[bool, ...]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is ops.rms_norm_backward.default:
-            self.masks.append(args[7] if len(args) > 7 else (kwargs or {}).get("output_mask", [True, True]))
+        if func is self.operator.default:
+            given = dict(zip(self.operator.names, args, strict=False)) | (kwargs or {})
+            self.masks.append(tuple(given.get("output_mask", [True] * len(self.operator.outputs))))
         return func(*args, **(kwargs or {}))
 
 
-def test_only_the_gradients_that_are_needed_are_computed(device: str) -> None:
-    x, w = (cases.values(shape, torch.float32).to(device) for shape in ((4, 8), (8,)))
-    for needed in ([True, False], [False, True], [True, True]):
-        a, b = x.clone().requires_grad_(needed[0]), w.clone().requires_grad_(needed[1])
-        with OutputMasks() as seen:
-            normops.rms_norm(a, 8, b).sum().backward()
-        assert seen.masks == [needed]
-        assert [a.grad is not None, b.grad is not None] == needed
+def gradient_of(operator: Operator) -> Operator:
+    assert operator.gradient is not None
+    return named(operator.gradient)
+
+
+# A gradient for each input. What add_rms_norm makes of one gradient of the sum, its own tests say.
+ONE_FOR_EACH = [
+    variant
+    for variant in variants(DIFFERENTIABLE)
+    if sorted(map(of_argument, gradient_of(variant.operator).outputs)) == sorted(variant.operator.inputs)
+]
+
+
+@pytest.mark.parametrize("variant", ONE_FOR_EACH, ids=str)
+def test_only_the_gradients_that_are_needed_are_computed(variant: Variant, device: str) -> None:
+    """By one call of the gradient's operator, whose results they are."""
+    operator, gradient = variant.operator, gradient_of(variant.operator)
+    assert operator.function is not None
+    inputs = [of_argument(name) for name in gradient.outputs]
+    dy = cases.values((3, 7, 40), torch.bfloat16, 5).to(device)
+    of_rows = Case((3, 7, 40), torch.bfloat16, weight_dtype=torch.float32, weight_offset=1.0)
+    for dtypes, needed in product(({}, *other_dtypes(operator, torch.bfloat16)), gradient.masks()):
+        arguments = variant.at(of_rows, dtypes).arguments(device)
+        expected = gradient.results(gradient.default(grad_output=dy, **arguments, output_mask=needed))
+        for name, is_needed in zip(inputs, needed, strict=True):
+            arguments[name].requires_grad_(is_needed)
+        output = operator.function(**arguments)
+        assert output.requires_grad == any(needed)
+        if any(needed):
+            with OutputMasks(gradient) as seen:
+                output.backward(dy)
+            assert seen.masks == [needed]
+            assert_same_bits([arguments[name].grad for name in inputs], expected, (dtypes, needed))
 
 
 def test_an_input_changed_after_the_forward_is_noticed(device: str) -> None:
@@ -199,18 +239,19 @@ def test_an_input_changed_after_the_forward_is_noticed(device: str) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_autograd(dynamic: bool, device: str) -> None:
+@differentiable
+def test_compiled_autograd(variant: Variant, dynamic: bool, device: str) -> None:
     torch._dynamo.reset()
-    x, w = (t.detach() for t in doubles((3, 5), (5,), device=device))
+    problem = Problem(variant, of((3, 5)), device)
 
-    def gradients() -> list[Tensor | None]:
-        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        (first,) = torch.autograd.grad(normops.rms_norm(a, 5, b, cases.EPS).pow(3).sum(), a, create_graph=True)
-        first.square().sum().backward()
-        return [a.grad, b.grad]
+    def gradients() -> Mapping[str, Tensor | None]:
+        leaves = problem.leaves()
+        loss: Any = sum(result.pow(3 - index).sum() for index, result in enumerate(problem.fused(*leaves)))
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        torch.stack([g.square().sum() for g in first]).sum().backward()
+        return dict(zip(problem.tensors, (leaf.grad for leaf in leaves), strict=True))
 
     expected = gradients()
-    compiler = torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    with compiled_autograd._enable(compiler):
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)):
         actual = gradients()
     torch.testing.assert_close(actual, expected)

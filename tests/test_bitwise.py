@@ -1,18 +1,25 @@
 """The bits of a result depend on what the contract names, and on nothing else."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 
-import cases
 import pytest
 import torch
-from cases import EPS, on
+from assertions import assert_same_bits
 from torch import Tensor
+
+import normops  # noqa: F401  registers the operators
+from reference import cases
+from reference.cases import EPS
+from reference.operators import Variant, of_argument, other_dtypes, variants
 
 ops = torch.ops.normops
 
 THREADS = (1, 2, 3, 7)
 COLS = (5, 64, 100, 769, 4096, 9000)
+
+# How rows are gated does not depend on by what.
+VARIANTS = [variant for variant in variants() if variant.flags.get("activation") in (None, "silu")]
+over_variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
 
 def problem(rows: int, cols: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,42 +28,39 @@ def problem(rows: int, cols: int, dtype: torch.dtype, device: str) -> tuple[Tens
     return dy, x, cases.values((cols,), torch.float32, 3).to(device)
 
 
-# What has rows like the input's, and grad_weight comes last.
-Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+def compute(variant: Variant, dy: Tensor, x: Tensor, w: Tensor, **changes: object) -> dict[str, Tensor]:
+    """The results by name; dy is every tensor beside input and weight, in each of the dtypes that it may have."""
+    operator, found = variant.operator, {}
+    for dtypes in ({}, *other_dtypes(operator, x.dtype)):
+        beside = {name: dy.to(dtypes.get(name, x.dtype)) for name in operator.tensors}
+        arguments = {"input": x, **beside, "normalized_shape": [x.shape[-1]], "weight": w, "eps": EPS}
+        results = operator.results(operator.default(**arguments, **variant.flags, **changes))
+        kind = "-".join(map(cases.short, dtypes.values()))
+        found.update({f"{name} {kind}": r for name, r in zip(operator.outputs, results, strict=True) if r is not None})
+    return found
 
 
-def rms_norm(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    cols = x.shape[-1]
-    return (ops.rms_norm(x, [cols], w, EPS), *ops.rms_norm_backward(dy, x, [cols], w, EPS))
+def of_rows(results: dict[str, Tensor]) -> Iterator[Tensor]:
+    """Those that have rows like the input's."""
+    for name, result in results.items():
+        if of_argument(name.split()[0]) != "weight":
+            yield result
 
 
-def gated_rms_norm(dy: Tensor, x: Tensor, w: Tensor, norm_before_gate: bool) -> tuple[Tensor, ...]:
-    cols = x.shape[-1]
-    gate = dy  # as good as any
-    order = {"norm_before_gate": norm_before_gate}
-    output = ops.gated_rms_norm(x, gate, [cols], w, EPS, **order)
-    return (output, *ops.gated_rms_norm_backward(dy, x, gate, [cols], w, EPS, **order))
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], message: object = "") -> None:
+    assert_same_bits(actual.values(), expected.values(), message)
 
 
-@pytest.fixture(params=("rms_norm", "norm first", "gate first"))
-def compute(request: pytest.FixtureRequest) -> Compute:
-    return (
-        rms_norm
-        if request.param == "rms_norm"
-        else partial(gated_rms_norm, norm_before_gate=request.param == "norm first")
-    )
-
-
+@over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
-def test_a_row_does_not_know_its_batch(cols: int, dtype: torch.dtype, device: str, compute: Compute) -> None:
+def test_a_row_does_not_know_its_batch(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     """Alone, or anywhere in a batch of any size: the same bits."""
     dy, x, w = problem(37, cols, dtype, device)
-    *expected, _ = compute(dy, x, w)
+    expected = list(of_rows(compute(variant, dy, x, w)))
     for begin, end in ((0, 1), (36, 37), (3, 10), (0, 8), (1, 37), (5, 7)):
-        *actual, _ = compute(dy[begin:end].clone(), x[begin:end].clone(), w)
-        for of_part, of_all in zip(actual, expected, strict=True):
-            assert torch.equal(of_part, of_all[begin:end])
+        actual = of_rows(compute(variant, dy[begin:end].clone(), x[begin:end].clone(), w))
+        assert_same_bits(actual, (result[begin:end] for result in expected))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -85,78 +89,80 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 
 
+@over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
-def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device: str, compute: Compute) -> None:
+def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     dy, x, w = problem(11, cols, dtype, device)
-    expected = compute(dy, x, w)
+    expected = compute(variant, dy, x, w)
     for layout in LAYOUTS:
-        for actual, reference in zip(compute(layout(dy), layout(x), w), expected, strict=True):
-            assert torch.equal(actual, reference)
+        assert_same(compute(variant, layout(dy), layout(x), w), expected)
     misaligned_weight = torch.cat([w.new_zeros(1), w])[1:]
-    for actual, reference in zip(compute(dy, x, misaligned_weight), expected, strict=True):
-        assert torch.equal(actual, reference)
+    assert_same(compute(variant, dy, x, misaligned_weight), expected)
 
 
+@over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(1000, 64), (123, 769), (37, 4096), (2, 70000), (4000, 16)])
 @pytest.mark.usefixtures("restored_threads")
-def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, device: str, compute: Compute) -> None:
+def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     dy, x, w = problem(rows, cols, dtype, device)
     torch.set_num_threads(1)
-    expected = compute(dy, x, w)
+    expected = compute(variant, dy, x, w)
     for threads in THREADS:
         torch.set_num_threads(threads)
         for _ in range(3):
-            for actual, reference in zip(compute(dy, x, w), expected, strict=True):
-                assert torch.equal(actual, reference), threads
+            assert_same(compute(variant, dy, x, w), expected, threads)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [32768, 40003])
+@over_variants
 @pytest.mark.usefixtures("restored_threads")
-def test_threads_that_share_a_row_do_not_show(cols: int, dtype: torch.dtype, device: str) -> None:
+def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype: torch.dtype, device: str) -> None:
     """Fewer rows than threads: each row is split among them."""
+    operator = variant.operator
     dy, x, w = problem(6, cols, dtype, device)
-    residual = cases.values((6, cols), dtype, 4).to(device)
+    masks = [{"output_mask": mask} for mask in operator.masks()] if operator.has_mask else [{}]
+    without = {name: None for name in operator.tensors if operator.is_optional(name)}
 
-    gated: list[Compute] = [partial(gated_rms_norm, norm_before_gate=norm_first) for norm_first in (True, False)]
+    def compute_all() -> list[Tensor | None]:
+        results: list[Tensor | None] = []
+        for mask in masks:
+            results += compute(variant, dy, x, w, **mask).values()
+        arguments = {"input": x, **dict.fromkeys(operator.tensors, dy), "normalized_shape": [cols]} | without
+        return results + list(operator.results(operator.default(**arguments, **variant.flags)))
 
-    def compute_all() -> list[Tensor]:
-        results = [ops.rms_norm(x, [cols])]
-        for compute in (rms_norm, *gated):
-            results += compute(dy, x, w)
-        for mask in ([True, True], [True, False], [False, True]):
-            for grad_residual in (None, residual) if mask[0] else (None,):
-                gradients = ops.rms_norm_backward(dy, x, [cols], w, EPS, grad_residual=grad_residual, output_mask=mask)
-                results += [gradient for gradient in gradients if gradient is not None]
-        return results
-
+    torch.set_num_threads(1)
+    alone = compute_all()
     torch.set_num_threads(6)
     expected = compute_all()
     torch.set_num_threads(7)
-    for actual, reference in zip(compute_all(), expected, strict=True):
-        assert torch.equal(actual, reference)
+    assert_same_bits(compute_all(), expected)
+    assert_same_bits(alone, expected)
 
 
+@over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "groups", "cols"), [(37, 3, 64), (1, 40, 64), (130, 5, 100), (1, 7, 769), (5, 2, 4096)]
 )
 @pytest.mark.usefixtures("restored_threads")
 def test_a_group_does_not_know_the_others(
-    rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, compute: Compute
+    rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, variant: Variant
 ) -> None:
     """Each has the bits that its rows and its weight have alone, whatever the threads."""
     dy, x = (cases.values((rows, groups, cols), dtype, seed).to(device) for seed in (1, 2))
     w = cases.values((groups, cols), torch.float32, 3).to(device)
     for threads in THREADS:
         torch.set_num_threads(threads)
-        *of_rows, grad_weight = compute(dy, x, w)
+        expected = compute(variant, dy, x, w)
         for g in range(groups):
-            of_group = (*(tensor[:, g] for tensor in of_rows), grad_weight[g])
-            for actual, reference in zip(of_group, compute(dy[:, g], x[:, g], w[g]), strict=True):
-                assert torch.equal(actual, reference)
+            of_group = [
+                result[g] if of_argument(name.split()[0]) == "weight" else result[:, g]
+                for name, result in expected.items()
+            ]
+            assert_same_bits(compute(variant, dy[:, g], x[:, g], w[g]).values(), of_group, threads)
 
 
 def test_grad_weight_alone_has_the_same_bits(device: str) -> None:
@@ -166,16 +172,13 @@ def test_grad_weight_alone_has_the_same_bits(device: str) -> None:
     assert torch.equal(both, alone)
 
 
-def test_repeated_under_deterministic_algorithms(device: str) -> None:
+@over_variants
+def test_repeated_under_deterministic_algorithms(variant: Variant, device: str) -> None:
     """The operators need no exception and no other path there."""
-    dy, x, w = (on(device, t) for t in problem(50, 64, torch.float32, "cpu"))
-    assert dy is not None
-    assert x is not None
-    assert w is not None
-    expected = rms_norm(dy, x, w)
+    dy, x, w = problem(50, 64, torch.float32, device)
+    expected = compute(variant, dy, x, w)
     torch.use_deterministic_algorithms(True)
     try:
-        for actual, reference in zip(rms_norm(dy, x, w), expected, strict=True):
-            assert torch.equal(actual, reference)
+        assert_same(compute(variant, dy, x, w), expected)
     finally:
         torch.use_deterministic_algorithms(False)

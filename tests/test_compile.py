@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import cases
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from traced_graphs import trace
 
 import normops
+from reference import cases
 
 ops = torch.ops.normops
 

@@ -3,14 +3,13 @@
 import subprocess
 import sys
 
-import cases
-import oracle
 import pytest
 import torch
-from cases import EPS
 from torch import Tensor
 
 import normops
+from reference import cases, oracle
+from reference.cases import EPS
 
 ops = torch.ops.normops
 

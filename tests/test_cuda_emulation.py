@@ -11,16 +11,16 @@ from ctypes import Structure
 from pathlib import Path
 from typing import Any
 
-import cases
 import emulated_cuda
 import fake_gpu_builds
-import oracle
 import pytest
 import torch
-from cases import CASES, EPS, Case, values
 from emulated_cuda import SANITIZED, Kernels, Output, device
 from gated_cases import GATED_CASES, GATINGS, GatedCase
 from torch import Tensor
+
+from reference import cases, oracle
+from reference.cases import CASES, EPS, Case, values
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine"),

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases
 import pytest
 import torch
 from torch import Tensor, nn
 from traced_graphs import operators
 
 import normops
+from reference import cases
 
 ROOT = Path(__file__).parent.parent
 

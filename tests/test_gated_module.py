@@ -4,7 +4,6 @@ import copy
 import pickle
 from typing import Any
 
-import cases
 import pytest
 import torch
 from test_module_states import saved
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, skip_init
 
 import normops
+from reference import cases
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

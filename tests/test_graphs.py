@@ -1,29 +1,103 @@
 """What AOTAutograd traces: one fused operator forward, one backward, nothing else, the same on every device."""
 
-import cases
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from assertions import assert_same_bits
 from graphs import assert_one_operator_each_way
 from torch import Tensor
 from traced_graphs import TracedGraphs, operators, trace
 
 import normops
+from reference import cases
+from reference.cases import Case
+from reference.operators import DIFFERENTIABLE, OperatorCase, Variant, named, other_dtypes, variants
+
+differentiable = pytest.mark.parametrize("variant", variants(DIFFERENTIABLE), ids=str)
 
 
-def traced(device: str, weight_shape: tuple[int, ...] | None, dynamic: bool) -> TracedGraphs:
-    input = cases.values((6, 3, 16), torch.bfloat16).to(device).requires_grad_()
-    weight = None if weight_shape is None else torch.ones(weight_shape, device=device, requires_grad=True)
+def as_function(case: OperatorCase, device: str) -> tuple[Callable[..., Any], list[Tensor]]:
+    """The call as a function of its tensors alone, and these."""
+    function, arguments = case.operator.function, case.arguments(device)
+    assert function is not None
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in arguments.items() if name not in tensors}
 
-    def norm(input: Tensor, weight: Tensor | None) -> Tensor:
-        return normops.rms_norm(input, 16, weight, 1e-5, weight_offset=0.5)
+    def call(*given: Tensor) -> Any:
+        return function(**dict(zip(tensors, given, strict=True)), **others)
 
-    return trace(norm, input, weight, dynamic=dynamic)
+    return call, list(tensors.values())
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("weight_shape", [None, (16,), (3, 16)])
-def test_one_operator_each_way(weight_shape: tuple[int, ...] | None, dynamic: bool, device: str) -> None:
-    assert_one_operator_each_way(lambda name: traced(name, weight_shape, dynamic), device, "normops.rms_norm.default")
+@pytest.mark.parametrize(("has_weight", "groups"), [(False, 0), (True, 0), (True, 1)])
+@differentiable
+def test_one_operator_each_way(variant: Variant, has_weight: bool, groups: int, dynamic: bool, device: str) -> None:
+    operator = variant.operator
+    assert operator.gradient is not None
+    of_rows = Case(
+        (6, 3, 16), torch.bfloat16, 1, torch.float32 if has_weight else None, weight_offset=0.5, group_dims=groups
+    )
+    for dtypes in ({}, *other_dtypes(operator, torch.bfloat16)):
+
+        def traced(device: str, dtypes: dict[str, torch.dtype] = dtypes) -> TracedGraphs:
+            call, tensors = as_function(variant.at(of_rows, dtypes), device)
+            return trace(call, *(tensor.requires_grad_() for tensor in tensors), dynamic=dynamic)
+
+        # What is the gradient of two inputs has to be converted where they have two dtypes.
+        is_shared = len(named(operator.gradient).outputs) < len(operator.inputs)
+        assert_one_operator_each_way(
+            traced,
+            device,
+            f"normops.{operator}.default",
+            f"normops.{operator.gradient}.default",
+            others=["aten._to_copy.default"] if dtypes and is_shared else [],
+        )
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@differentiable
+def test_an_exported_program_holds_the_operator(variant: Variant, strict: bool) -> None:
+    call, tensors = as_function(variant.at(Case((3, 8), torch.float32, weight_dtype=torch.float32)), "cpu")
+
+    class Norm(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Any:
+            return call(*tensors)
+
+    program = torch.export.export(Norm(), tuple(tensors), strict=strict)
+    for version in (program, program.run_decompositions()):
+        ours = [name for name in operators(version.graph_module) if name.startswith("normops.")]
+        assert ours == operators(version.graph_module) == [f"normops.{variant.operator}.default"]
+        results = (variant.operator.results(norm(*tensors)) for norm in (version.module(), call))
+        assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@differentiable
+def test_inductor_equals_eager(variant: Variant, dynamic: bool, device: str) -> None:
+    """The rows are slices of one projection, as a gate is in the models."""
+    torch._dynamo.reset()
+    operator, function = variant.operator, variant.operator.function
+    assert function is not None
+    rows = [name for name in operator.inputs if name != "weight"]
+    w = cases.values((64,), torch.float32, 3).to(device).requires_grad_()
+
+    def block(projected: Tensor) -> Tensor:
+        slices = dict(zip(rows, (projected * 2).chunk(len(rows), -1), strict=True))
+        results = function(**slices, normalized_shape=64, weight=w, eps=cases.EPS, **variant.flags)
+        first, *others = results if isinstance(results, tuple) else (results,)
+        return sum(others, torch.nn.functional.silu(first) + 1)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic)
+    for count in (5, 9):
+        results = []
+        for call in (block, compiled):
+            projected = cases.values((count, 64 * len(rows)), torch.float32).to(device).requires_grad_()
+            output = call(projected)
+            results.append((output, *torch.autograd.grad(output.square().sum(), (projected, w))))
+        torch.testing.assert_close(results[1], results[0])
 
 
 class Block(torch.nn.Module):
@@ -39,7 +113,7 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_inductor_equals_eager(dynamic: bool, device: str) -> None:
+def test_inductor_equals_eager_on_a_block(dynamic: bool, device: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = Block().to(device)
@@ -69,19 +143,3 @@ def test_inductor_equals_eager_bit_for_bit_on_the_norm_alone(device: str) -> Non
     eager = torch.autograd.grad(eager_output, parameters, gradient)
     for a, b in zip(eager, torch.autograd.grad(compiled_output, parameters, gradient), strict=True):
         assert torch.equal(a, b)
-
-
-def test_out_overload_compiles_to_the_functional_operator(device: str) -> None:
-    def norm_into(x: Tensor, out: Tensor) -> Tensor:
-        torch.ops.normops.rms_norm.out(x, [8], None, 1e-5, out=out)
-        return out + 1
-
-    x = cases.values((4, 8), torch.float32).to(device)
-    eager_out, compiled_out = torch.empty_like(x), torch.empty_like(x)
-    eager = norm_into(x, eager_out)
-    torch._dynamo.reset()
-    compiled = torch.compile(norm_into, fullgraph=True)(x, compiled_out)
-    assert torch.equal(compiled, eager)
-    assert torch.equal(compiled_out, eager_out)
-    graphs = trace(norm_into, x, torch.empty_like(x))
-    assert operators(graphs.forward)[:1] == ["normops.rms_norm.default"]

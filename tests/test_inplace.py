@@ -1,75 +1,127 @@
-"""rms_norm_ is rms_norm into its input; add_rms_norm_ is tested with add_rms_norm."""
+"""In place, an operator's results replace its inputs."""
 
-import cases
 import pytest
 import torch
-from cases import FEW_CASES, Case, on
+from assertions import assert_same_bits, message_of
+from test_out import REFUSAL
 from torch import Tensor
 from traced_graphs import operators, trace
 
-import normops
+import normops  # noqa: F401  registers the operators
+from reference import cases
+from reference.cases import Case
+from reference.operators import OPERATORS, Operator, Variant, other_dtypes, variants
 
-ops = torch.ops.normops
+INPLACE = [operator for operator in OPERATORS if operator.inplace]
+over_operators = pytest.mark.parametrize("operator", INPLACE, ids=str)
 
-LAYOUTS = (cases.contiguous, cases.misaligned, cases.qkv_slice, cases.strided_columns, cases.transposed_columns)
+LAYOUTS = (
+    cases.contiguous,
+    cases.misaligned,
+    cases.qkv_slice,
+    cases.strided_columns,
+    cases.transposed_columns,
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [0, 1, 5, 64, 100, 40000])
-def test_the_result_replaces_the_input(cols: int, dtype: torch.dtype, layout: cases.Layout, device: str) -> None:
-    case = Case((2, 3, 2, cols) if cols < 1000 else (1, 1, 2, cols), dtype, 1, torch.float32, layout=layout)
-    x, w = on(device, case.input()), on(device, case.weight())
-    assert x is not None
-    expected = ops.rms_norm(x, [cols], w, case.eps, weight_offset=0.5)
-    assert normops.rms_norm_(x, cols, w, case.eps, weight_offset=0.5) is x
-    assert torch.equal(x, expected)
+@pytest.mark.parametrize("variant", variants(INPLACE), ids=str)
+def test_the_results_replace_the_inputs(
+    variant: Variant, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str
+) -> None:
+    operator = variant.operator
+    shape = (2, 3, 2, cols) if cols < 1000 else (1, 1, 2, cols)
+    of_rows = Case(shape, dtype, 1, torch.float32, weight_offset=0.5, layout=layout, grad_layout=layout)
+    for dtypes in ({}, *other_dtypes(operator, dtype)):
+        case = variant.at(of_rows, dtypes)
+        expected = case.results(device)
+        for call in (operator.inplace, operator.inplace_function):
+            arguments = case.arguments(device)
+            replaced = [arguments[name] for name in operator.replaced]
+            returned = call(**arguments)
+            assert returned is (replaced[0] if len(replaced) == 1 else None)
+            assert_same_bits(replaced, expected)
 
 
-@pytest.mark.parametrize("case", FEW_CASES, ids=str)
-def test_opcheck(case: Case, device: str) -> None:
-    input, weight = on(device, case.input()), on(device, case.weight())
-    assert input is not None
-    arguments = (input.clone(), case.normalized_shape, weight, case.eps)
-    torch.library.opcheck(ops.rms_norm_.default, arguments, {"weight_offset": case.weight_offset})
+@over_operators
+def test_it_compiles_to_the_functional_operator(operator: Operator, device: str) -> None:
+    case = Variant(operator, {}).at(Case((4, 8), torch.float32, weight_dtype=torch.float32))
+    names, call = operator.inputs, operator.inplace_function
+    others = {name: value for name, value in case.arguments().items() if name not in names}
 
+    def write(*tensors: Tensor) -> Tensor:
+        given = dict(zip(names, tensors, strict=True))
+        call(**given, **others)
+        return torch.stack([given[name] for name in operator.replaced]).square() + 1
 
-def test_it_compiles_to_the_functional_operator(device: str) -> None:
-    def norm(x: Tensor) -> Tensor:
-        return normops.rms_norm_(x, 8, None, 1e-5) + 1
+    def tensors() -> list[Tensor]:
+        arguments = case.arguments(device)
+        return [arguments[name] for name in names]
 
     torch._dynamo.reset()
-    x = cases.values((4, 8), torch.float32).to(device)
-    eager, compiled = x.clone(), x.clone()
-    assert torch.equal(torch.compile(norm, fullgraph=True)(compiled), norm(eager))
-    assert torch.equal(compiled, eager)
-    assert operators(trace(norm, x.clone()).forward)[:1] == ["normops.rms_norm.default"]
+    eager, compiled = tensors(), tensors()
+    expected = write(*eager)
+    assert_same_bits([torch.compile(write, fullgraph=True)(*compiled)], [expected])
+    assert_same_bits(compiled, eager)
+    assert operators(trace(write, *tensors()).forward)[:1] == [f"normops.{operator}.default"]
 
 
-def message_of(x: Tensor, w: Tensor | None = None) -> str:
-    with pytest.raises(RuntimeError) as raised:
-        normops.rms_norm_(x, x.shape[-1], w)
-    return str(raised.value).splitlines()[0]
+def message(operator: Operator, device: str, **changes: Tensor) -> str:
+    case = Variant(operator, {}).at(Case((3, 4), torch.float32, weight_dtype=torch.float32))
+    return message_of(lambda: operator.inplace_function(**case.arguments(device) | changes))
 
 
-def test_what_cannot_be_replaced_is_refused(device: str) -> None:
+@over_operators
+def test_what_cannot_be_replaced_is_refused(operator: Operator, device: str) -> None:
     x = cases.values((3, 4), torch.float32).to(device)
-    assert message_of(x[:1].expand(3, 4)) == (
-        "rms_norm_: expected input to have an element of memory for each of its own, but got an expanded tensor with "
-        "strides [0, 1]"
-    )
-    assert message_of(x, x[1]) == (
-        "rms_norm_: expected input to be exactly weight or to share no memory with it, but got a partial overlap"
-    )
-    assert message_of(x.int()) == (
-        "rms_norm_: expected input to be float16, bfloat16, float32 or float64, but got int32"
-    )
-    x.requires_grad_()
-    assert message_of(x) == (
-        "rms_norm_: expected no argument to require a gradient, as an operator that writes into its arguments does not "
-        "support automatic differentiation, but got one that does; call it under torch.no_grad()"
-    )
-    version = x._version
-    with torch.no_grad():
-        normops.rms_norm_(x, 4)
-    assert x._version == version + 1
+    name = f"{operator}_"
+    for replaced, target in zip(operator.replaced, operator.targets, strict=True):
+        assert message(operator, device, **{replaced: x[:1].expand(3, 4)}) == (
+            f"{name}: expected {replaced} to have an element of memory for each of its own, but got an expanded tensor "
+            "with strides [0, 1]"
+        )
+        way = "to be exactly weight or to share no memory with it, but got a partial overlap"
+        if (target, "weight") in operator.never_over:
+            way = "and weight to share no memory, but got an overlap"
+        assert message(operator, device, **{replaced: x, "weight": x[1]}) == f"{name}: expected {replaced} {way}"
+        assert message(operator, device, **{replaced: x.int()}) == (
+            f"{name}: expected {replaced} to be float16, bfloat16, float32 or float64, but got int32"
+        )
+        for other in operator.replaced:
+            if other > replaced:
+                assert message(operator, device, **{replaced: x, other: x}) == (
+                    f"{name}: expected {replaced} and {other} to share no memory, but got an overlap"
+                )
+
+
+@pytest.mark.parametrize("cols", [64, 100, 40000])
+@over_operators
+def test_the_weight_may_be_the_input_of_a_single_row(operator: Operator, cols: int, device: str) -> None:
+    """Or any other input that is not written before the weight is read."""
+    case = Variant(operator, {}).at(Case((cols,), torch.float32, weight_dtype=torch.float32))
+    for replaced, target in zip(operator.replaced, operator.targets, strict=True):
+        arguments = case.arguments(device)
+        arguments["weight"] = arguments[replaced]
+        if (target, "weight") in operator.never_over:
+            expected = f"{operator}_: expected {replaced} and weight to share no memory, but got an overlap"
+            assert message_of(lambda: operator.inplace(**arguments)) == expected  # noqa: B023
+        else:
+            results = operator.results(operator.default(**arguments))
+            operator.inplace(**arguments)
+            assert_same_bits([arguments[name] for name in operator.replaced], results)
+
+
+@over_operators
+def test_it_refuses_gradients_and_bumps_the_version(operator: Operator, device: str) -> None:
+    case = Variant(operator, {}).at(Case((3, 4), torch.float32, weight_dtype=torch.float32))
+    for name in operator.inputs:
+        arguments = case.arguments(device)
+        arguments[name].requires_grad_()
+        assert message_of(lambda: operator.inplace_function(**arguments)) == f"{operator}_: {REFUSAL}"  # noqa: B023
+        versions = {n: arguments[n]._version for n in operator.inputs}
+        with torch.no_grad():
+            operator.inplace_function(**arguments)
+        for n, version in versions.items():
+            assert arguments[n]._version == version + (n in operator.replaced)

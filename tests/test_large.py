@@ -1,10 +1,10 @@
 """Tensors with more elements than a 32-bit integer counts."""
 
-import cases
-import oracle
 import pytest
 import torch
-from cases import on
+
+from reference import cases, oracle
+from reference.cases import on
 
 ops = torch.ops.normops
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
-import cases
 import pytest
 import torch
-from add_cases import HALVES, Problem, same_bits
+from assertions import same_bits
 from calls import Calls
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -24,6 +24,8 @@ from torch.utils.checkpoint import (
 from traced_graphs import operators, trace
 
 import normops
+from reference import cases
+from reference.cases import HALVES
 
 ops = torch.ops.normops
 
@@ -33,6 +35,13 @@ DTYPES = [
     *((dtype, dtype, torch.float32) for dtype in HALVES),
     *((dtype, torch.float32, torch.float32) for dtype in HALVES),
 ]
+
+
+class Problem(NamedTuple):
+    input: Tensor
+    residual: Tensor
+    weight: Tensor
+
 
 Block = Callable[[Problem], tuple[Tensor, ...]]
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import cases
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import normops
+from reference import cases
 
 ops = torch.ops.normops
 

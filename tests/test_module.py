@@ -4,12 +4,12 @@ import copy
 import inspect
 import pickle
 
-import cases
 import pytest
 import torch
 from torch import nn
 
 import normops
+from reference import cases
 
 
 def test_the_first_arguments_are_those_of_torch() -> None:

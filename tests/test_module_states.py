@@ -4,13 +4,13 @@ import copy
 import io
 from pathlib import Path
 
-import cases
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune, skip_init
 
 import normops
+from reference import cases
 
 
 def module() -> normops.RMSNorm:

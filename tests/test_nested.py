@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-import cases
 import pytest
 import torch
 from torch import Tensor, nested
 from torch.nn import functional as F
 
 import normops
+from reference import cases
 
 Results = tuple[Tensor, ...]
 

@@ -6,16 +6,16 @@ import sys
 from collections import Counter
 from typing import NamedTuple
 
-import cases
-import oracle
 import pytest
 import torch
-from add_cases import HALVES, exact_sum
 from gated_cases import GATINGS
 from torch import Tensor, nn
 
 import normops
 from normops.onnx import translation_table
+from reference import cases, oracle
+from reference.cases import HALVES
+from reference.oracle import exact_sum
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")

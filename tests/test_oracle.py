@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import cases
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import EPS
 from torch import Tensor
+
+from reference import cases, oracle
+from reference.cases import EPS
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 SHAPE = (40, 96)

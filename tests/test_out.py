@@ -1,13 +1,27 @@
 """Writing into the caller's memory: .out overloads, aliasing, ggml's report."""
 
+from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import product
 
-import cases
-import oracle
 import pytest
 import torch
-from cases import CASES, EPS, Case, on
+from assertions import assert_same_bits, message_of
 from torch import Tensor
+from traced_graphs import operators, trace
+
+from reference import cases, oracle
+from reference.cases import EPS, Case, copy_of
+from reference.operators import (
+    OPERATOR_CASES,
+    OPERATORS,
+    Operator,
+    OperatorCase,
+    Variant,
+    of_argument,
+    other_dtypes,
+    variants,
+)
 
 ops = torch.ops.normops
 
@@ -48,112 +62,95 @@ def test_ggml_report_through_out(over: str, device: str) -> None:
     check_ggml(grad_input)
 
 
-OUT_CASES = [case for case in CASES if case.dtype in (torch.float32, torch.bfloat16)]
+OUT_CASES = [case for case in OPERATOR_CASES if case.case.dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("case", OUT_CASES, ids=str)
-def test_out_is_the_functional_result(case: Case, device: str) -> None:
+def test_out_is_the_functional_result(case: OperatorCase, device: str) -> None:
     """The targets take every layout that an output can have."""
-    grad_output, input = on(device, case.grad_output()), on(device, case.input())
-    weight, grad_residual = on(device, case.weight()), on(device, case.grad_residual())
-    shape, keywords = case.normalized_shape, {"weight_offset": case.weight_offset}
-    layout = cases.contiguous if case.layout in (cases.expanded, cases.expanded_scalar) else case.layout
-    out = on(device, layout(case.shape, case.dtype, 5))
-    assert ops.rms_norm.out(input, shape, weight, case.eps, **keywords, out=out) is out
-    assert out is not None
-    assert torch.equal(out, ops.rms_norm(input, shape, weight, case.eps, **keywords))
+    operator, targets = case.operator, case.targets(device)
+    results = operator.results(operator.packet.out(**case.arguments(device), **targets))
+    for result, target, expected in zip(results, targets.values(), case.results(device), strict=True):
+        assert result is target
+        if expected is not None:
+            assert_same_bits([target], [expected])
 
-    grad_input = on(device, layout(case.shape, case.dtype, 6))
-    grad_weight = torch.full_like(weight, torch.nan) if weight is not None else torch.empty(0, device=device)
-    ops.rms_norm_backward.out(
-        grad_output,
-        input,
-        shape,
-        weight,
-        case.eps,
-        **keywords,
-        grad_residual=grad_residual,
-        grad_input=grad_input,
-        grad_weight=grad_weight,
-    )
-    expected = ops.rms_norm_backward(
-        grad_output, input, shape, weight, case.eps, **keywords, grad_residual=grad_residual
-    )
-    assert grad_input is not None
-    assert torch.equal(grad_input, expected[0])
-    if weight is not None:
-        assert torch.equal(grad_weight, expected[1])
+
+def places(case: OperatorCase) -> Iterator[dict[str, str]]:
+    """Every way to put targets in the place of inputs of their shape and dtype, each in that of another, or of none."""
+    operator, arguments = case.operator, case.arguments()
+    alike = {name: (t.shape, t.dtype) for name, t in arguments.items() if isinstance(t, Tensor)}
+    wide = {target: of_argument(target) for target in operator.targets if of_argument(target) != "weight"}
+    choices = [(None, *(name for name in alike if alike[name] == alike[like])) for like in wide.values()]
+    for chosen in product(*choices):
+        taken = [name for name in chosen if name is not None]
+        if len(set(taken)) == len(taken):
+            yield {target: name for target, name in zip(wide, chosen, strict=True) if name is not None}
+
+
+class Writing:
+    """Calls of .out with some of the targets in the place of inputs: the results are the functional operator's."""
+
+    def __init__(self, case: OperatorCase, device: str) -> None:
+        self.operator = case.operator
+        self.arguments, self.fresh = case.arguments(device), case.targets(device)
+        self.expected = case.results(device)
+
+    def check(self, over: Mapping[str, str]) -> None:
+        given = {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in self.arguments.items()}
+        targets = {name: given[over[name]] if name in over else copy_of(t) for name, t in self.fresh.items()}
+        assert_same_bits(self.operator.results(self.operator.out(**given, **targets)), self.expected, over)
 
 
 @pytest.mark.parametrize("layout", [cases.contiguous, cases.qkv_slice, cases.misaligned, cases.transposed_columns])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("cols", [5, 64, 100])
-def test_exact_aliasing(cols: int, dtype: torch.dtype, layout: cases.Layout, device: str) -> None:
-    case = Case(
-        (2, 3, 2, cols), dtype, weight_dtype=torch.float32, layout=layout, grad_layout=layout, has_residual=True
-    )
-    weight = on(device, case.weight())
+@pytest.mark.parametrize("cols", [5, 64, 100, 40000])
+@pytest.mark.parametrize("variant", variants(), ids=str)
+def test_exact_aliasing(variant: Variant, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str) -> None:
+    """Each target over each input, or over none, together."""
+    shape = (2, 3, 2, cols) if cols < 1000 else (1, 1, 2, cols)
+    of_rows = Case(shape, dtype, weight_dtype=torch.float32, layout=layout, grad_layout=layout, has_residual=True)
+    for dtypes in ({}, *other_dtypes(variant.operator, dtype)[: cols == 100]):
+        case = variant.at(of_rows, dtypes)
+        writing = Writing(case, device)
+        for over in places(case):
+            writing.check(over)
 
-    def tensors() -> dict[str, Tensor]:
-        made = {"grad_output": case.grad_output(), "input": case.input(), "grad_residual": case.grad_residual()}
-        return {name: moved for name, tensor in made.items() if (moved := on(device, tensor)) is not None}
 
-    def fresh_backward(residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        t = tensors()
-        gradients: tuple[Tensor, Tensor] = ops.rms_norm_backward(
-            t["grad_output"], t["input"], [cols], weight, EPS, grad_residual=residual
-        )
-        return gradients
-
-    t = tensors()
-    expected = ops.rms_norm(t["input"], [cols], weight, EPS)
-    assert torch.equal(ops.rms_norm.out(t["input"], [cols], weight, EPS, out=t["input"]), expected)
-
-    for over in ("grad_output", "input", "grad_residual"):
-        t = tensors()
-        grad_weight = torch.empty(cols, device=device)
-        grad_input, _ = ops.rms_norm_backward.out(
-            t["grad_output"],
-            t["input"],
-            [cols],
-            weight,
-            EPS,
-            grad_residual=t["grad_residual"],
-            grad_input=t[over],
-            grad_weight=grad_weight,
-        )
-        expected_input, expected_weight = fresh_backward(tensors()["grad_residual"])
-        assert torch.equal(grad_input, expected_input), over
-        assert torch.equal(grad_weight, expected_weight), over
+SINGLE_ROWS = [(variant, over) for variant in variants() for over in ("input", *variant.operator.tensors, "weight")]
 
 
 @pytest.mark.parametrize("cols", [64, 70, 40000])
-@pytest.mark.parametrize("over", ["grad_output", "input", "weight", "grad_residual"])
-def test_exact_aliasing_of_a_single_row_with_a_vector(over: str, cols: int, device: str) -> None:
+@pytest.mark.parametrize(("variant", "over"), SINGLE_ROWS, ids=str)
+def test_exact_aliasing_of_a_single_row_with_a_vector(variant: Variant, over: str, cols: int, device: str) -> None:
     """Where there is one row, the weight has the shape of the output, and grad_weight that of every input."""
-    case = Case((cols,), torch.float32, weight_dtype=torch.float32, has_residual=True)
-    made = {"grad_output": case.grad_output(), "input": case.input(), "grad_residual": case.grad_residual()}
-    made["weight"] = case.weight()
+    operator = variant.operator
+    case = variant.at(Case((cols,), torch.float32, weight_dtype=torch.float32, has_residual=True))
+    writing = Writing(case, device)
+    for target in operator.targets:
+        if (target, over) in operator.never_over:
+            expected = f"{operator}: expected {target} and {over} to share no memory, but got an overlap"
+            assert message_of(lambda: writing.check({target: over})) == expected  # noqa: B023
+        else:
+            writing.check({target: over})
 
-    def tensors() -> dict[str, Tensor]:
-        return {name: tensor.to(device, copy=True) for name, tensor in made.items() if tensor is not None}
 
-    def gradients(t: dict[str, Tensor], **targets: Tensor) -> tuple[Tensor, Tensor]:
-        operator = ops.rms_norm_backward.out if targets else ops.rms_norm_backward
-        return operator(
-            t["grad_output"], t["input"], [cols], t["weight"], EPS, grad_residual=t["grad_residual"], **targets
-        )
-
-    t = tensors()
-    expected = ops.rms_norm(t["input"], [cols], t["weight"], EPS)
-    expected_gradients = gradients(t)
-    if over in ("input", "weight"):
-        assert torch.equal(ops.rms_norm.out(t["input"], [cols], t["weight"], EPS, out=t[over]), expected)
-    for target, other in (("grad_input", "grad_weight"), ("grad_weight", "grad_input")):
-        t = tensors()
-        results = gradients(t, **{target: t[over], other: torch.empty_like(t["weight"])})
-        for actual, reference in zip(results, expected_gradients, strict=True):
-            assert torch.equal(actual, reference)
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_slices_of_one_tensor(operator: Operator, device: str) -> None:
+    """Inputs that lie side by side are read in place, and results written side by side."""
+    case = Variant(operator, {}).at(Case((6, 40), torch.float32, weight_dtype=torch.float32, has_residual=True))
+    arguments = case.arguments(device)
+    rows = [name for name in operator.inputs if name != "weight"]
+    joined = torch.cat([arguments[name] for name in rows], -1)
+    sliced = dict(zip(rows, joined.chunk(len(rows), -1), strict=True))
+    targets = case.targets(device)
+    wide = [name for name in targets if of_argument(name) != "weight"]
+    memory = torch.full((6, 40 * len(wide)), torch.nan, device=device)
+    targets |= dict(zip(wide, memory.chunk(len(wide), -1), strict=True))
+    assert_same_bits(operator.results(operator.out(**arguments | sliced, **targets)), case.results(device))
+    if of_argument(wide[0]) == "input":
+        other = targets | {wide[0]: sliced[rows[-1]]}
+        assert_same_bits(operator.results(operator.out(**arguments | sliced, **other)), case.results(device))
 
 
 def refused(memory: Tensor, input: Tensor, out: Tensor) -> bool:
@@ -206,51 +203,103 @@ def test_overlap_decides_as_a_brute_force_does() -> None:
     assert min(decided.values()) > 50
 
 
-def test_targets_are_checked(device: str) -> None:
-    x, w = torch.ones(3, 4, device=device), torch.ones(4, device=device)
+def rows_of_three(operator: Operator) -> OperatorCase:
+    return Variant(operator, {}).at(Case((3, 4), torch.float32, weight_dtype=torch.float32, has_residual=True))
 
-    def message(**keywords: Tensor) -> str:
-        op = ops.rms_norm.out if "out" in keywords else partial(ops.rms_norm_backward.out, x)
-        with pytest.raises(RuntimeError) as raised:
-            op(x, [4], w, **keywords)
-        return str(raised.value).splitlines()[0]
 
-    other = "meta"
-    assert message(out=torch.empty(3, 5, device=device)) == (
-        "rms_norm: expected out to have shape [3, 4], the shape of the result, but got [3, 5]"
-    )
-    assert message(out=torch.empty(3, 4, dtype=torch.float64, device=device)) == (
-        "rms_norm: expected out to be float32, but got float64"
-    )
-    assert message(out=torch.empty(3, 4, device=other)) == (
-        f"rms_norm: expected out to be on {x.device}, the device of input, but got {other}"
-    )
-    assert message(out=torch.empty(1, 4, device=device).expand(3, 4)) == (
-        "rms_norm: expected out to have an element of memory for each of its own, but got an expanded tensor with "
-        "strides [0, 1]"
-    )
-    assert message(grad_input=torch.empty(3, 5, device=device), grad_weight=torch.empty_like(w)) == (
-        "rms_norm_backward: expected grad_input to have shape [3, 4], the shape of the result, but got [3, 5]"
-    )
-    assert message(grad_input=torch.empty_like(x), grad_weight=torch.empty(3, device=device)) == (
-        "rms_norm_backward: expected grad_weight to have shape [4], the shape of the result, but got [3]"
-    )
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_targets_are_checked(operator: Operator, device: str) -> None:
+    case = rows_of_three(operator)
+    arguments, fresh = case.arguments(device), case.targets(device)
+    memory = torch.ones(20, device=device)
+    arguments["input"] = memory[:12].view(3, 4)
+
+    def message(**targets: Tensor) -> str:
+        return message_of(lambda: operator.out(**arguments, **fresh | targets))
+
+    for name, target in fresh.items():
+        shape = list(target.shape)
+        others = {
+            torch.empty(*shape[:-1], 5, device=device): f"to have shape {shape}, the shape of the result, but got "
+            f"{[*shape[:-1], 5]}",
+            torch.empty(shape, dtype=torch.float64, device=device): "to be float32, but got float64",
+            torch.empty(shape, dtype=torch.bfloat16, device=device): "to be float32, but got bfloat16",
+            torch.empty(shape, device="meta"): f"to be on {target.device}, the device of input, but got meta",
+            torch.empty(1, device=device).expand(shape): "to have an element of memory for each of its own, but got an "
+            f"expanded tensor with strides {[0] * len(shape)}",
+            memory[1 : 1 + target.numel()].view(shape): "to be exactly input or to share no memory with it, but got a "
+            "partial overlap",
+        }
+        for other, expected in others.items():
+            assert message(**{name: other}) == f"{operator}: expected {name} {expected}"
     shared = torch.empty(3, 4, device=device)
-    assert message(grad_input=shared, grad_weight=shared[1]) == (
-        "rms_norm_backward: expected grad_input and grad_weight to share no memory, but got an overlap"
-    )
-    assert message(grad_input=torch.empty_like(x), grad_weight=x[0]) == (
-        "rms_norm_backward: expected grad_weight to be exactly grad_output or to share no memory with it, "
-        "but got a partial overlap"
-    )
+    names = list(fresh)
+    for pair in ((a, b) for index, a in enumerate(names) for b in names[index + 1 :]):
+        changes = {name: shared if fresh[name].dim() == 2 else shared[1] for name in pair}
+        expected = f"{operator}: expected {pair[0]} and {pair[1]} to share no memory, but got an overlap"
+        assert message(**changes) == expected
+        if operator.has_mask:  # one that is not wanted may be anything
+            mask = [name != pair[0] for name in names]
+            operator.out(**arguments, **fresh | changes, output_mask=mask)
 
 
-def test_out_refuses_gradients_and_bumps_the_version(device: str) -> None:
-    x = torch.ones(3, 4, device=device, requires_grad=True)
-    out = torch.empty(3, 4, device=device)
-    with pytest.raises(RuntimeError, match="does not support automatic differentiation"):
-        ops.rms_norm.out(x, [4], out=out)
-    version = out._version
-    with torch.no_grad():
-        ops.rms_norm.out(x, [4], out=out)
-    assert out._version == version + 1
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_every_input_is_looked_at_for_overlaps(operator: Operator, device: str) -> None:
+    case = rows_of_three(operator)
+    fresh = case.targets(device)
+    for target, name in product(fresh, operator.inputs):
+        arguments = case.arguments(device)
+        shape, memory = arguments[name].shape, torch.ones(20, device=device)
+        arguments[name] = memory[: shape.numel()].view(shape)
+        changed = memory[1 : 1 + fresh[target].numel()].view(fresh[target].shape)
+        message = message_of(lambda: operator.out(**arguments, **fresh | {target: changed}))  # noqa: B023
+        expected = f"to be exactly {name} or to share no memory with it, but got a partial overlap"
+        assert message == f"{operator}: expected {target} {expected}"
+
+
+REFUSAL = (
+    "expected no argument to require a gradient, as an operator that writes into its arguments does not support "
+    "automatic differentiation, but got one that does; call it under torch.no_grad()"
+)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_out_refuses_gradients_and_bumps_the_version(operator: Operator, device: str) -> None:
+    case = rows_of_three(operator)
+    for name in operator.inputs:
+        arguments, targets = case.arguments(device), case.targets(device)
+        arguments[name].requires_grad_()
+        write = partial(operator.out, **arguments, **targets)
+        assert message_of(write) == f"{operator}: {REFUSAL}"
+        versions = [t._version for t in targets.values()]
+        with torch.no_grad():
+            write()
+        assert [t._version for t in targets.values()] == [version + 1 for version in versions]
+        assert arguments[name]._version == 0
+
+
+@pytest.mark.parametrize("place", ["fresh", "over the input"])
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_out_compiles_to_the_functional_operator(operator: Operator, place: str, device: str) -> None:
+    case = rows_of_three(operator)
+    names = [*operator.inputs, *operator.targets]
+    others = {name: value for name, value in case.arguments().items() if name not in names}
+    over = next((t for t in operator.targets if of_argument(t) == "input"), None) if place != "fresh" else None
+
+    def write(*tensors: Tensor) -> Tensor:
+        given = dict(zip(names, tensors, strict=True))
+        if over is not None:
+            given[over] = given["input"]
+        operator.out(**given, **others)
+        return sum(given[name].sum() for name in operator.targets)  # type: ignore[return-value]
+
+    def tensors() -> list[Tensor]:
+        made = case.arguments(device) | case.targets(device)
+        return [made[name] for name in names]
+
+    torch._dynamo.reset()
+    eager, compiled = tensors(), tensors()
+    expected = write(*eager)
+    torch.testing.assert_close(torch.compile(write, fullgraph=True)(*compiled), expected)
+    assert_same_bits(compiled, eager)
+    assert operators(trace(write, *tensors()).forward)[:1] == [f"normops.{operator}.default"]

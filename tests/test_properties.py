@@ -2,14 +2,14 @@
 
 import math
 
-import cases
-import oracle
 import pytest
 import torch
-from cases import Case, on
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from reference import cases, oracle
+from reference.cases import Case, on
 
 ops = torch.ops.normops
 

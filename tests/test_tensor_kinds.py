@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-import cases
 import pytest
 import torch
-from add_cases import message_of
+from assertions import message_of
 from torch import Tensor, nn
 from torch.testing._internal.logging_tensor import LoggingTensor, capture_logs
 from torch.testing._internal.two_tensor import TwoTensor
 
 import normops
+from reference import cases
 
 ops = torch.ops.normops
 

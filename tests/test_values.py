@@ -1,117 +1,102 @@
-"""Forward and backward are within the oracle's bounds of the definition, over every shape, dtype and layout."""
+"""Every operator is within the oracle's bounds of its definition, over every shape, dtype, layout and flag."""
 
 import math
 
-import cases
-import oracle
+import numpy as np
 import pytest
 import torch
-from cases import CASES, Case, on
+from assertions import assert_same_bits
 
-import normops
+import normops  # noqa: F401  registers the operators
+from reference import cases, oracle
+from reference.cases import HALVES, Case, on
+from reference.operators import (
+    OPERATOR_CASES,
+    OPERATORS,
+    OperatorCase,
+    Variant,
+    of_argument,
+    other_dtypes,
+    variants,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ops = torch.ops.normops
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward(case: Case, device: str) -> None:
-    input, weight = case.input(), case.weight()
-    arguments = (on(device, input), case.normalized_shape, on(device, weight), case.eps)
-    output = ops.rms_norm(*arguments, weight_offset=case.weight_offset)
-    assert output.dtype == input.dtype
-    assert output.is_contiguous()
-    oracle.assert_within(output, oracle.rms_norm(input, case.normalized_shape, weight, case.eps, case.weight_offset))
-    direct = normops.rms_norm(*arguments, weight_offset=case.weight_offset)  # type: ignore[arg-type]
-    assert torch.equal(direct.view(torch.uint8), output.view(torch.uint8))
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_backward(case: Case, device: str) -> None:
-    grad_output, input, weight, grad_residual = case.grad_output(), case.input(), case.weight(), case.grad_residual()
-    grad_input, grad_weight = ops.rms_norm_backward(
-        on(device, grad_output),
-        on(device, input),
-        case.normalized_shape,
-        on(device, weight),
-        case.eps,
-        weight_offset=case.weight_offset,
-        grad_residual=on(device, grad_residual),
-    )
-    expected = oracle.rms_norm_backward(
-        grad_output, input, case.normalized_shape, weight, case.eps, case.weight_offset, grad_residual
-    )
-    assert grad_input.dtype == input.dtype
-    assert grad_input.is_contiguous()
-    oracle.assert_within(grad_input, expected.grad_input, "grad_input")
-    if weight is None:
-        assert grad_weight is None
-    else:
-        assert grad_weight.dtype == weight.dtype
-        assert grad_weight.is_contiguous()
-        assert expected.grad_weight is not None
-        oracle.assert_within(grad_weight, expected.grad_weight, "grad_weight")
-
-
-@pytest.mark.parametrize("output_mask", [(True, False), (False, True), (False, False)])
-def test_masked_gradients_are_left_out(output_mask: tuple[bool, bool], device: str) -> None:
-    case = Case((5, 77), torch.bfloat16, weight_dtype=torch.float32)
-    arguments = (
-        on(device, case.grad_output()),
-        on(device, case.input()),
-        case.normalized_shape,
-        on(device, case.weight()),
-    )
-    both = ops.rms_norm_backward(*arguments, case.eps)
-    masked = ops.rms_norm_backward(*arguments, case.eps, output_mask=output_mask)
-    for wanted, gradient, reference in zip(output_mask, masked, both, strict=True):
-        if wanted:
-            assert torch.equal(gradient, reference)
+@pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
+def test_within_bounds(case: OperatorCase, device: str) -> None:
+    operator, arguments = case.operator, case.arguments(device)
+    results = operator.results(operator.packet(**arguments))
+    for name, result, bounded in zip(operator.outputs, results, case.expected(), strict=True):
+        if bounded is None:
+            assert result is None
         else:
-            assert gradient is None
+            assert result.dtype == arguments[of_argument(name)].dtype
+            assert result.is_contiguous()
+            oracle.assert_within(result, bounded, name)
+    if operator.function is not None:
+        assert_same_bits(operator.results(operator.function(**arguments)), results)
+
+
+MASKED = [operator for operator in OPERATORS if operator.has_mask]
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize("variant", variants(MASKED), ids=str)
+def test_masked_gradients_are_left_out(variant: Variant, has_weight: bool, device: str) -> None:
+    operator = variant.operator
+    weight_dtype = torch.float32 if has_weight else None
+    others = (*other_dtypes(operator, torch.bfloat16), {})
+    case = variant.at(Case((5, 77), torch.bfloat16, weight_dtype=weight_dtype), others[0])
+    every = case.results(device)
+    for mask in operator.masks():
+        before, targets = case.targets(device), case.targets(device)
+        operator.out(**case.arguments(device), output_mask=mask, **targets)
+        wanted = [gradient if is_wanted else None for is_wanted, gradient in zip(mask, every, strict=True)]
+        assert_same_bits(case.results(device, output_mask=mask), wanted, mask)
+        expected = [b if w is None else w for w, b in zip(wanted, before.values(), strict=True)]
+        assert_same_bits(targets.values(), expected, mask)
+
+
+SPECIALS = [(variant, where) for variant in variants() for where in ("input", *variant.operator.tensors)]
 
 
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["input", "grad_output"])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize(("variant", "where"), SPECIALS, ids=str)
 def test_specials_poison_their_row_and_grad_weight_alone(
-    special: float, where: str, dtype: torch.dtype, device: str
+    variant: Variant, where: str, dtype: torch.dtype, special: float, device: str
 ) -> None:
-    case = Case((9, 70), dtype, weight_dtype=torch.float32)
-    tensors = {"input": case.input(), "grad_output": case.grad_output()}
-    tensors[where][4, 66] = special
-    weight = case.weight()
-    input, grad_output = on(device, tensors["input"]), on(device, tensors["grad_output"])
-    output = ops.rms_norm(input, case.normalized_shape, on(device, weight), case.eps)
-    grad_input, grad_weight = ops.rms_norm_backward(
-        grad_output, input, case.normalized_shape, on(device, weight), case.eps
-    )
-    expected = oracle.rms_norm_backward(
-        tensors["grad_output"], tensors["input"], case.normalized_shape, weight, case.eps
-    )
-    oracle.assert_within(output, oracle.rms_norm(tensors["input"], case.normalized_shape, weight, case.eps))
-    oracle.assert_within(grad_input, expected.grad_input, "grad_input")
-    assert expected.grad_weight is not None
-    oracle.assert_within(grad_weight, expected.grad_weight, "grad_weight")
-    others = [row for row in range(9) if row != 4]
-    assert output[others].isfinite().all()
-    assert grad_input[others].isfinite().all()
-    assert not grad_weight.isfinite().all()
+    case = variant.at(Case((9, 70), dtype, weight_dtype=torch.float32, has_residual=True))
+    arguments = case.arguments()
+    arguments[where][4, 66] = special
+    moved = {name: on(device, value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    results = variant.operator.results(variant.operator.default(**moved))
+    others = torch.arange(9) != 4
+    for name, result, bounded in zip(variant.operator.outputs, results, case.expected(arguments), strict=True):
+        assert bounded is not None
+        # Where an infinity has made one of the bound, too, times zero, any number is as good.
+        bound = np.nan_to_num(bounded.bound, nan=np.inf, posinf=np.inf)
+        oracle.assert_within(result, bounded._replace(bound=bound), name)
+        if name != "grad_weight":
+            assert result[others].isfinite().all()
+        elif where in ("input", "grad_output"):
+            assert not result.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_zero_rows_give_zeros_and_finite_gradients(dtype: torch.dtype, device: str) -> None:
-    input = torch.zeros(3, 50, dtype=dtype, device=device)
-    grad_output = on(device, cases.values((3, 50), dtype))
-    weight = torch.ones(50, dtype=dtype, device=device)
-    assert (ops.rms_norm(input, (50,), weight, 1e-6) == 0).all()
-    grad_input, grad_weight = ops.rms_norm_backward(grad_output, input, (50,), weight, 1e-6)
-    assert grad_input.isfinite().all()
-    assert (grad_weight == 0).all()
+@pytest.mark.parametrize("variant", variants(), ids=str)
+def test_zero_rows_give_zeros_and_finite_gradients(variant: Variant, dtype: torch.dtype, device: str) -> None:
+    case = variant.at(Case((3, 50), dtype, weight_dtype=dtype, eps=1e-6))
+    zeros = torch.zeros(3, 50, dtype=dtype, device=device)
+    added = {name: zeros for name in ("residual",) if name in variant.operator.tensors}
+    for name, result in zip(variant.operator.outputs, case.results(device, input=zeros, **added), strict=True):
+        assert (result.isfinite() if name == "grad_input" else result == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_half_converts_exactly(dtype: torch.dtype, device: str) -> None:
     """A row of ones normalizes to ones, so that the weight comes out: every half as a weight, and as an output."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(-1, 1)
@@ -124,7 +109,7 @@ def test_every_half_converts_exactly(dtype: torch.dtype, device: str) -> None:
     assert ops.rms_norm(on(device, patterns[patterns.isnan()].reshape(-1, 1)), (1,), None, 0.0).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) -> None:
     """float32 weights, scaled by exactly 1, come out as torch's own conversion rounds them."""
     generator = torch.Generator().manual_seed(5)

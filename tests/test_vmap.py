@@ -1,22 +1,26 @@
 """vmap: one call of an operator for the whole batch, with the results of one call per sample."""
 
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice, product
 from typing import Any
 
-import cases
 import pytest
 import torch
+from assertions import assert_same_bits
 from calls import Calls
-from cases import EPS
 from torch import Tensor
 
 import normops
+from reference import cases
+from reference.cases import EPS
+from reference.operators import OPERATORS, Operator, Variant, other_dtypes, variants
 
 ops = torch.ops.normops
 
 SIZE = 5
 DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64))
+
+Dims = tuple[int | None, ...]
 
 SHAPES = pytest.mark.parametrize(
     ("shape", "normalized_shape", "weight_shape"),
@@ -44,165 +48,111 @@ def samples(tensor: Tensor | None, dim: int | None) -> Iterator[Any]:
         yield tensor if tensor is None or dim is None else tensor.select(dim, i).contiguous()
 
 
-def per_sample(op: Callable[..., Any], tensors: list[Tensor | None], dims: tuple[int | None, ...]) -> list[Any]:
+def per_sample(op: Callable[..., Any], tensors: Sequence[Tensor | None], dims: Dims) -> list[Any]:
     return [op(*sample) for sample in zip(*map(samples, tensors, dims), strict=True)]
 
 
+def dims_of(rows: int) -> Iterator[Dims]:
+    """Of so many tensors like the input, and of the weight: those of one sample, of each sample, and both."""
+    if rows == 1:
+        yield from (d for d in product((0, 1, -1, None), (0, -1, None)) if d != (None, None))
+        return
+    for of_rows, of_weight in (
+        ((0,), None),
+        ((0, None), None),
+        ((None, 1), None),
+        ((0, 1), 0),
+        ((None,), 0),
+        ((1, None), 1),
+        ((-1, None), -1),
+        ((-1,), -1),
+    ):
+        yield (*islice(cycle(of_rows), rows), of_weight)
+
+
+def masks_of(operator: Operator) -> list[tuple[bool, ...]]:
+    """All results, or all but one, or one alone."""
+    return [mask for mask in operator.masks() if any(mask)] if operator.has_mask else [()]
+
+
+CALLS = [(variant, dims) for variant in variants() for dims in dims_of(len(variant.operator.tensors) + 1)]
+
+
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize("dims", [d for d in product((0, 1, -1, None), (0, -1, None)) if d != (None, None)])
+@pytest.mark.parametrize(("variant", "dims"), CALLS, ids=str)
 @SHAPES
-def test_forward(
+def test_one_call_with_the_bits_of_each_sample(
     shape: tuple[int, ...],
     normalized_shape: tuple[int, ...],
     weight_shape: tuple[int, ...],
-    dims: tuple[int | None, int | None],
+    variant: Variant,
+    dims: Dims,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: str,
 ) -> None:
-    """Equal bit for bit, also where each sample has its own weight."""
-    input_dim, weight_dim = dims
-    x = batched(shape, input_dim, dtype, 1, device)
-    w = batched(weight_shape, weight_dim, weight_dtype, 2, device)
-
-    def norm(x: Tensor, w: Tensor) -> Tensor:
-        return normops.rms_norm(x, normalized_shape, w, EPS, weight_offset=0.5)
-
-    with Calls() as calls:
-        output = torch.vmap(norm, dims)(x, w)
-    assert calls.names == ["rms_norm"]
-    assert torch.equal(output, torch.stack(per_sample(norm, [x, w], dims)))
-
-    if input_dim is not None:
-        output = torch.vmap(lambda x: normops.rms_norm(x, normalized_shape), input_dim)(x)
-        expected = [
-            normops.rms_norm(sample, normalized_shape) for sample in samples(x, input_dim) if sample is not None
+    """Also where each sample has its own weight, or gradient of it; through the function where there is one."""
+    operator = variant.operator
+    names = ["input", *operator.tensors, "weight"]
+    others: dict[str, Any] = {
+        "normalized_shape": normalized_shape,
+        "eps": EPS,
+        "weight_offset": 0.5,
+        **variant.flags,
+    }
+    optional = [name for name in operator.tensors if operator.is_optional(name)]
+    for dtypes, mask, without in product(
+        ({}, *other_dtypes(operator, dtype)), masks_of(operator), {(), tuple(optional)}
+    ):
+        tensors: list[Tensor | None] = [
+            None if name in without else batched(shape, dim, dtypes.get(name, dtype), seed, device)
+            for seed, (name, dim) in enumerate(zip(names[:-1], dims[:-1], strict=True), 1)
         ]
-        assert torch.equal(output, torch.stack(expected))
+        tensors.append(batched(weight_shape, dims[-1], weight_dtype, 9, device))
+        given = tuple(None if tensor is None else dim for tensor, dim in zip(tensors, dims, strict=True))
+        if all(dim is None for dim in given):
+            continue
+        wanted = {"output_mask": mask} if mask else {}
+
+        def call(*tensors: Tensor | None, wanted: dict[str, Any] = wanted) -> Any:
+            arguments = dict(zip(names, tensors, strict=True)) | others | wanted
+            return (operator.function or operator.packet)(**arguments)
+
+        out_dims: Any = tuple(0 if is_wanted else None for is_wanted in mask) if mask else 0
+        with Calls() as calls:
+            results = operator.results(torch.vmap(call, given, out_dims=out_dims)(*tensors))
+        assert calls.names == [operator.name]
+        of_samples = zip(*map(operator.results, per_sample(call, tensors, given)), strict=True)
+        for result, expected in zip(results, of_samples, strict=True):
+            if expected[0] is None:
+                assert result is None
+            else:
+                assert result.is_contiguous()
+                assert_same_bits([result], [torch.stack(expected)], (dtypes, mask, without))
 
 
-@pytest.mark.parametrize("residual_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("dims", [(0, 0, None), (0, None, None), (None, 1, None), (0, 1, 0), (None, None, 0)])
-def test_add(dims: tuple[int | None, ...], residual_dtype: torch.dtype, device: str) -> None:
-    x = batched((3, 16), dims[0], torch.bfloat16, 1, device)
-    r = batched((3, 16), dims[1], residual_dtype, 2, device)
-    w = batched((16,), dims[2], torch.float32, 3, device)
-
-    def norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return normops.add_rms_norm(x, r, 16, w, EPS, weight_offset=0.5)
-
-    with Calls() as calls:
-        outputs = torch.vmap(norm, dims)(x, r, w)
-    assert len(calls.names) == 1
-    for actual, expected in zip(outputs, zip(*per_sample(norm, [x, r, w], dims), strict=True), strict=True):
-        assert actual.dtype == expected[0].dtype
-        assert torch.equal(actual, torch.stack(expected))
-
-
-@pytest.mark.parametrize("mask", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize(
-    "dims", [(0, 0, None), (0, None, None), (None, 1, None), (0, 1, 0), (None, None, 0), (1, None, 1), (-1, -1, -1)]
-)
-@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("variant", variants(), ids=str)
 @SHAPES
-def test_backward(
+def test_without_weight(
     shape: tuple[int, ...],
     normalized_shape: tuple[int, ...],
     weight_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    dims: tuple[int | None, ...],
-    has_residual: bool,
-    mask: tuple[bool, bool],
+    variant: Variant,
+    dim: int,
     device: str,
 ) -> None:
-    """Equal bit for bit, also where each sample has its own weight, or gradient of it."""
-    dy = batched(shape, dims[0], dtype, 1, device)
-    x = batched(shape, dims[1], dtype, 2, device)
-    w = batched(weight_shape, dims[2], weight_dtype, 3, device)
-    residual = batched(shape, dims[1], dtype, 4, device) if has_residual else None
-    all_dims = (*dims, dims[1] if has_residual else None)
+    operator, names = variant.operator, ["input", *variant.operator.tensors]
+    tensors = [batched(shape, dim, torch.float32, seed, device) for seed in range(len(names))]
 
-    def backward(dy: Tensor, x: Tensor, w: Tensor, residual: Tensor | None) -> Any:
-        return ops.rms_norm_backward(
-            dy, x, normalized_shape, w, EPS, weight_offset=0.5, grad_residual=residual, output_mask=mask
-        )
+    def call(*tensors: Tensor) -> Any:
+        given = dict(zip(names, tensors, strict=True))
+        results = operator.default(**given, normalized_shape=normalized_shape, **variant.flags)
+        return tuple(result for result in operator.results(results) if result is not None)
 
-    out_dims: Any = tuple(0 if wanted else None for wanted in mask)
-    with Calls() as calls:
-        grad_input, grad_weight = torch.vmap(backward, all_dims, out_dims=out_dims)(dy, x, w, residual)
-    assert calls.names == ["rms_norm_backward"]
-    expected = zip(*per_sample(backward, [dy, x, w, residual], all_dims), strict=True)
-    for wanted, actual, of_samples in zip(mask, (grad_input, grad_weight), expected, strict=True):
-        assert (actual is not None) == wanted
-        if wanted:
-            assert actual.is_contiguous()
-            assert torch.equal(actual, torch.stack(of_samples))
-
-
-GATED_DIMS = pytest.mark.parametrize(
-    "dims", [(0, 0, None), (0, None, None), (None, 1, None), (0, 1, 0), (None, None, 0), (-1, None, -1)]
-)
-
-
-@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
-@GATED_DIMS
-@SHAPES
-def test_gated(
-    shape: tuple[int, ...],
-    normalized_shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    dims: tuple[int | None, ...],
-    gate_dtype: torch.dtype,
-    device: str,
-) -> None:
-    x = batched(shape, dims[0], torch.bfloat16, 1, device)
-    gate = batched(shape, dims[1], gate_dtype, 2, device)
-    w = batched(weight_shape, dims[2], torch.float32, 3, device)
-
-    def norm(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
-        return normops.gated_rms_norm(x, gate, normalized_shape, w, EPS, weight_offset=0.5, activation="sigmoid")
-
-    with Calls() as calls:
-        output = torch.vmap(norm, dims)(x, gate, w)
-    assert calls.names == ["gated_rms_norm"]
-    expected = torch.stack(per_sample(norm, [x, gate, w], dims))
-    torch.testing.assert_close(output, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
-@pytest.mark.parametrize("norm_before_gate", [True, False])
-@GATED_DIMS
-@SHAPES
-def test_gated_backward(
-    shape: tuple[int, ...],
-    normalized_shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    dims: tuple[int | None, ...],
-    norm_before_gate: bool,
-    mask: tuple[bool, ...],
-    device: str,
-) -> None:
-    dy = batched(shape, 0, torch.float32, 0, device)
-    x, gate = (batched(shape, dim, torch.float32, 1 + i, device) for i, dim in enumerate(dims[:2]))
-    w = batched(weight_shape, dims[2], torch.float32, 3, device)
-    all_dims = (0, *dims)
-
-    def backward(dy: Tensor, x: Tensor, gate: Tensor, w: Tensor) -> Any:
-        gating = {"norm_before_gate": norm_before_gate, "output_mask": mask}
-        return ops.gated_rms_norm_backward(dy, x, gate, normalized_shape, w, EPS, weight_offset=0.5, **gating)
-
-    out_dims: Any = tuple(0 if wanted else None for wanted in mask)
-    with Calls() as calls:
-        gradients = torch.vmap(backward, all_dims, out_dims=out_dims)(dy, x, gate, w)
-    assert calls.names == ["gated_rms_norm_backward"]
-    expected = zip(*per_sample(backward, [dy, x, gate, w], all_dims), strict=True)
-    for wanted, actual, of_samples in zip(mask, gradients, expected, strict=True):
-        assert (actual is not None) == wanted
-        if wanted:
-            assert actual.is_contiguous()
-            torch.testing.assert_close(actual, torch.stack(of_samples), rtol=0, atol=0)
+    dims = (dim,) * len(tensors)
+    expected = zip(*per_sample(call, tensors, dims), strict=True)
+    assert_same_bits(torch.vmap(call, dims)(*tensors), map(torch.stack, expected))
 
 
 def test_nested(device: str) -> None:
@@ -269,28 +219,30 @@ def test_batched_gradients(device: str) -> None:
 
 @pytest.mark.parametrize("weight_dim", [None, 0])
 @pytest.mark.parametrize("input_dim", [0, 1])
-def test_in_place(input_dim: int, weight_dim: int | None, device: str) -> None:
-    def made() -> tuple[Tensor, Tensor, Tensor]:
-        x, r = (batched((3, 16), input_dim, torch.bfloat16, seed, device) for seed in (1, 2))
-        return x, r, batched((16,), weight_dim, torch.float32, 3, device)
+@pytest.mark.parametrize("variant", variants(operator for operator in OPERATORS if operator.inplace), ids=str)
+def test_in_place(variant: Variant, input_dim: int, weight_dim: int | None, device: str) -> None:
+    operator = variant.operator
+    names = ["input", *operator.tensors, "weight"]
+    dims = (*[input_dim] * (len(names) - 1), weight_dim)
 
-    x, r, w = made()
-    expected_sum = torch.vmap(lambda x, r, w: ops.add_rms_norm(x, r, [16], w, EPS), (input_dim, input_dim, weight_dim))(
-        x, r, w
-    )
-    expected = torch.vmap(lambda x, w: ops.rms_norm(x, [16], w, EPS), (input_dim, weight_dim))(x, w)
-    result = torch.vmap(lambda x, w: normops.rms_norm_(x, 16, w, EPS), (input_dim, weight_dim))(x, w)
-    assert torch.equal(result, expected)
-    assert torch.equal(x.movedim(input_dim, 0), expected)
-    x, r, w = made()
+    def tensors() -> list[Tensor]:
+        made = [batched((3, 16), input_dim, torch.bfloat16, seed, device) for seed in range(len(names) - 1)]
+        return [*made, batched((16,), weight_dim, torch.float32, 9, device)]
 
-    def add(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
-        normops.add_rms_norm_(x, r, 16, w, EPS)
-        return x
+    def calling(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*tensors: Tensor) -> Any:
+            given = dict(zip(names, tensors, strict=True))
+            returned = function(**given, normalized_shape=(16,), eps=EPS, **variant.flags)
+            return given["input"] if returned is None else returned
 
-    torch.vmap(add, (input_dim, input_dim, weight_dim))(x, r, w)
-    for actual, wanted in zip((x, r), expected_sum, strict=True):
-        assert torch.equal(actual.movedim(input_dim, 0), wanted)
+        return call
+
+    expected = operator.results(torch.vmap(calling(operator.default), dims)(*tensors()))
+    given = tensors()
+    result = torch.vmap(calling(operator.inplace_function), dims)(*given)
+    replaced = dict(zip(names, given, strict=True))
+    assert_same_bits([result], expected[:1])
+    assert_same_bits([replaced[name].movedim(input_dim, 0) for name in operator.replaced], expected)
 
 
 @pytest.mark.parametrize("size", [0, 1])

@@ -203,6 +203,26 @@ def rms_norm(
         return _normed(t).bounded(input, t.compute, dtype)
 
 
+def exact_sum(input: Tensor, residual: Tensor) -> Tensor:
+    """Rounded once."""
+    compute = _compute_dtype(input)
+    return (input.to(compute) + residual.to(compute)).to(residual.dtype)
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+) -> tuple[Bounded, Bounded]:
+    """The sum is exact, and normalized as rounded."""
+    h = exact_sum(input, residual)
+    output = rms_norm(h, normalized_shape, weight, eps, weight_offset, input.dtype)
+    return output, Bounded(_wide(h, _compute_dtype(h)), np.zeros(h.shape))
+
+
 def rms_norm_backward(
     grad_output: Tensor,
     input: Tensor,

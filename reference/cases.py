@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32, torch.float64)
 
 EPS = 0.01  # large enough that a kernel which dropped it would be far out of bounds
 
@@ -111,10 +112,13 @@ LAYOUTS: tuple[Layout, ...] = (
 
 def on(device: str, tensor: Tensor | None) -> Tensor | None:
     """The tensor on the device, with its strides."""
-    if tensor is None or device == "cpu":
-        return tensor
+    return tensor if tensor is None or device == "cpu" else copy_of(tensor, device)
+
+
+def copy_of(tensor: Tensor, device: str | torch.device | None = None) -> Tensor:
+    """With its strides, in memory of its own."""
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
-    memory = tensor.as_strided((tensor.storage_offset() + reach,), (1,), 0).to(device)
+    memory = tensor.as_strided((tensor.storage_offset() + reach,), (1,), 0).to(device or tensor.device, copy=True)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -153,7 +157,7 @@ class Case(NamedTuple):
         return self.grad_layout(self.shape, self.dtype, 4) if self.has_residual else None
 
     def __str__(self) -> str:
-        parts = ["x".join(map(str, self.shape)), _short(self.dtype), f"w:{_short(self.weight_dtype)}"]
+        parts = ["x".join(map(str, self.shape)), short(self.dtype), f"w:{short(self.weight_dtype)}"]
         parts += [f"{self.normalized_dims}d"] if self.normalized_dims != 1 else []
         parts += [f"{self.group_dims}g"] if self.group_dims else []
         parts += [f"eps:{self.eps}"] if self.eps != EPS else []
@@ -163,7 +167,7 @@ class Case(NamedTuple):
         return "-".join(parts)
 
 
-def _short(dtype: torch.dtype | None) -> str:
+def short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,0 +1,314 @@
+"""The operators, for tests and benchmarks alike: a new one is an entry in OPERATORS.
+
+Names, order and kinds of arguments and results are read from the schemas; here is what these do not say. Whoever asks
+for them has loaded the operators: those that are installed, by importing normops, or others.
+"""
+
+import importlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from reference import cases, definitions, oracle
+from reference.cases import CASES, HALVES, Case, on
+from reference.oracle import Bounded
+
+Dtypes = Callable[[torch.dtype], tuple[torch.dtype, ...]]
+"""Those that a tensor may have beside an input of one dtype, which is the first of them."""
+
+
+def equal(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return (dtype,)
+
+
+def wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return (dtype, torch.float32) if dtype in HALVES else (dtype,)
+
+
+def narrower(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return (dtype, *HALVES) if dtype == torch.float32 else (dtype,)
+
+
+def narrower_or_wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return (*narrower(dtype), *wider(dtype)[1:])
+
+
+def like_input(case: Case, dtype: torch.dtype, seed: int) -> Tensor:
+    return case.grad_layout(case.shape, dtype, seed)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor beside input and weight."""
+
+    dtypes: Dtypes = equal
+    make: Callable[[Case, torch.dtype, int], Tensor] = like_input
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    name: str
+    oracle: Callable[..., object]
+    """Its result is a Bounded, or a tuple with one for each result, or None for one that is None."""
+    tensors: Mapping[str, Argument] = field(default_factory=dict)
+    """Beside input and weight. An optional one is given in cases that have a residual."""
+    flags: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Arguments that choose what is computed, each with all of its values."""
+    gradient: str | None = None
+    """The operator that differentiates it."""
+    definition: Callable[..., Any] | None = None
+    """Of one that has a gradient."""
+    never_over: frozenset[tuple[str, str]] = frozenset()
+    """Results that may not take the place of an input, though of its shape and dtype: (result, input)."""
+
+    @property
+    def packet(self) -> Any:
+        return getattr(torch.ops.normops, self.name)
+
+    @property
+    def default(self) -> Any:
+        return self.packet.default
+
+    @property
+    def out(self) -> Any:
+        return self.packet.out
+
+    @property
+    def inplace(self) -> Any:
+        """None if there is none."""
+        packet = getattr(torch.ops.normops, f"{self.name}_", None)
+        return packet and packet.default
+
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        """What users call."""
+        return getattr(importlib.import_module("normops"), self.name, None)
+
+    @property
+    def inplace_function(self) -> Callable[..., Any]:
+        return getattr(importlib.import_module("normops"), f"{self.name}_")
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.default._schema.arguments)
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """The tensors among its arguments."""
+        kinds = ("Tensor", "Optional[Tensor]")
+        return tuple(argument.name for argument in self.default._schema.arguments if str(argument.type) in kinds)
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(result.name or "output" for result in self.default._schema.returns)
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """What .out calls the outputs."""
+        return _written(self.out)
+
+    @cached_property
+    def replaced(self) -> tuple[str, ...]:
+        """The arguments whose place the outputs take in place."""
+        return _written(self.inplace)
+
+    @property
+    def has_mask(self) -> bool:
+        return "output_mask" in self.names
+
+    def __str__(self) -> str:
+        return self.name
+
+    def is_optional(self, name: str) -> bool:
+        (argument,) = (argument for argument in self.default._schema.arguments if argument.name == name)
+        return str(argument.type).startswith("Optional")
+
+    def masks(self) -> Iterator[tuple[bool, ...]]:
+        return product((True, False), repeat=len(self.outputs))
+
+    def flag_values(self) -> Iterator[dict[str, object]]:
+        """Every combination."""
+        for values in product(*self.flags.values()):
+            yield dict(zip(self.flags, values, strict=True))
+
+    def results(self, returned: Any) -> tuple[Any, ...]:
+        """What a call has returned, one or several, as a tuple."""
+        return tuple(returned) if len(self.outputs) > 1 else (returned,)
+
+    def expected(self, arguments: Mapping[str, object]) -> tuple[Bounded | None, ...]:
+        """Of the results, by the oracle."""
+        mask = arguments.get("output_mask", [True] * len(self.outputs))
+        bounded = self.oracle(**{name: value for name, value in arguments.items() if name != "output_mask"})
+        results = (bounded,) if isinstance(bounded, Bounded) else bounded
+        return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))  # type: ignore[call-overload]
+
+
+def _written(overload: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in overload._schema.arguments if argument.alias_info is not None)
+
+
+def of_argument(output: str) -> str:
+    """The argument whose shape and dtype an output, or the target for one, has: that is how they are named."""
+    return "input" if output in ("output", "out") else output.removeprefix("grad_").removesuffix("_out")
+
+
+def positional(overload: Any, arguments: Mapping[str, object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as they are passed most often: by position where the schema allows it."""
+    args, kwargs = [], dict(arguments)
+    for argument in overload._schema.arguments:
+        if argument.kwarg_only or argument.name not in kwargs:
+            break
+        args.append(kwargs.pop(argument.name))
+    return tuple(args), kwargs
+
+
+RMS_NORM_BACKWARD = Operator(
+    "rms_norm_backward",
+    oracle.rms_norm_backward,
+    {"grad_output": Argument(narrower), "grad_residual": Argument()},
+)
+RMS_NORM = Operator("rms_norm", oracle.rms_norm, gradient="rms_norm_backward", definition=definitions.rms_norm)
+ADD_RMS_NORM = Operator(
+    "add_rms_norm",
+    oracle.add_rms_norm,
+    {"residual": Argument(wider)},
+    gradient="rms_norm_backward",
+    definition=definitions.add_rms_norm,
+    # It is written before the weight is read.
+    never_over=frozenset({("residual_out", "weight")}),
+)
+GATING = {"activation": ("silu", "sigmoid"), "norm_before_gate": (True, False)}
+GATED_RMS_NORM = Operator(
+    "gated_rms_norm",
+    oracle.gated_rms_norm,
+    {"gate": Argument(narrower_or_wider)},
+    GATING,
+    gradient="gated_rms_norm_backward",
+    definition=definitions.gated_rms_norm,
+)
+GATED_RMS_NORM_BACKWARD = Operator(
+    "gated_rms_norm_backward",
+    oracle.gated_rms_norm_backward,
+    {"grad_output": Argument(), "gate": Argument(narrower_or_wider)},
+    GATING,
+)
+
+OPERATORS = (RMS_NORM, RMS_NORM_BACKWARD, ADD_RMS_NORM, GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD)
+DIFFERENTIABLE = tuple(operator for operator in OPERATORS if operator.gradient)
+
+
+def named(name: str) -> Operator:
+    (operator,) = (operator for operator in OPERATORS if operator.name == name)
+    return operator
+
+
+class Variant(NamedTuple):
+    """An operator with values for its flags."""
+
+    operator: Operator
+    flags: Mapping[str, object]
+
+    def at(self, case: Case, dtypes: Mapping[str, torch.dtype] | None = None) -> "OperatorCase":
+        return OperatorCase(self.operator, case, self.flags, dtypes or {})
+
+    def __str__(self) -> str:
+        return "-".join([self.operator.name, *(f"{name}:{value}" for name, value in self.flags.items())])
+
+
+def variants(operators: Iterable[Operator] = OPERATORS) -> tuple[Variant, ...]:
+    return tuple(Variant(operator, flags) for operator in operators for flags in operator.flag_values())
+
+
+class OperatorCase(NamedTuple):
+    operator: Operator
+    case: Case
+    flags: Mapping[str, object]
+    dtypes: Mapping[str, torch.dtype]
+    """Of tensors beside input and weight: those that are not the input's."""
+
+    def arguments(self, device: str = "cpu") -> dict[str, Any]:
+        """By name, in the order of the schema; the same numbers each time."""
+        case = self.case
+        made: dict[str, Any] = {
+            "input": case.input(),
+            "normalized_shape": case.normalized_shape,
+            "weight": case.weight(),
+            "eps": case.eps,
+            "weight_offset": case.weight_offset,
+            **self.flags,
+        }
+        for seed, (name, argument) in enumerate(self.operator.tensors.items(), 4):
+            is_given = case.has_residual or not self.operator.is_optional(name)
+            dtype = self.dtypes.get(name, case.dtype)
+            made[name] = argument.make(case, dtype, seed) if is_given else None
+        moved = {name: on(device, value) if isinstance(value, Tensor) else value for name, value in made.items()}
+        return {name: moved[name] for name in self.operator.names if name in moved}
+
+    def expected(self, arguments: Mapping[str, Any] | None = None) -> tuple[Bounded | None, ...]:
+        return self.operator.expected(self.arguments() if arguments is None else arguments)
+
+    def targets(self, device: str = "cpu") -> dict[str, Any]:
+        """Memory for the outputs, full of other numbers, in the layouts of the inputs where these can be written to."""
+        made = {}
+        for seed, name in enumerate(self.operator.targets, 20):
+            like, case = of_argument(name), self.case
+            if like == "weight":
+                weight = case.weight()
+                made[name] = torch.empty(0) if weight is None else torch.full_like(weight, torch.nan)
+            else:
+                layout = case.layout if like == "input" else case.grad_layout
+                layout = cases.contiguous if layout in (cases.expanded, cases.expanded_scalar) else layout
+                made[name] = layout(case.shape, self.dtypes.get(like, case.dtype), seed)
+        return {name: on(device, tensor) for name, tensor in made.items()}
+
+    def results(self, device: str = "cpu", **changes: object) -> tuple[Any, ...]:
+        """Of the operator that allocates them."""
+        return self.operator.results(self.operator.default(**self.arguments(device) | changes))
+
+    def __str__(self) -> str:
+        flags = [f"{name}:{value}" for name, value in self.flags.items()]
+        dtypes = [
+            f"{name}:{cases.short(self.dtypes.get(name, self.case.dtype))}"
+            for name, argument in self.operator.tensors.items()
+            if argument.dtypes is not equal
+        ]
+        return "-".join([self.operator.name, str(self.case), *dtypes, *flags])
+
+
+def other_dtypes(operator: Operator, dtype: torch.dtype) -> tuple[dict[str, torch.dtype], ...]:
+    """Of the tensors beside an input of this dtype: every choice but that of its own for all of them."""
+    choices = [argument.dtypes(dtype) for argument in operator.tensors.values()]
+    others = (dict(zip(operator.tensors, chosen, strict=True)) for chosen in product(*choices))
+    return tuple(chosen for chosen in others if set(chosen.values()) - {dtype})
+
+
+def cases_of(operator: Operator) -> tuple[OperatorCase, ...]:
+    """Every case with all tensors in its dtype, about half with other dtypes beside the input's, and every flag."""
+    choose = random.Random(0)
+    every = list(operator.flag_values())
+    found = [OperatorCase(operator, case, choose.choice(every), {}) for case in CASES]
+    for index, case in enumerate(CASES):
+        others = other_dtypes(operator, case.dtype)
+        if index % 2 < len(others):
+            found.append(OperatorCase(operator, case, choose.choice(every), choose.choice(others)))
+    if operator.flags:
+        for flags in every:
+            found += [
+                OperatorCase(operator, Case((3, cols), torch.float32, 1, torch.float32), flags, {})
+                for cols in (1, 17, 1000)
+            ]
+            for dtype in HALVES:
+                case = Case(
+                    (4, 3, 36), dtype, 1, dtype, layout=cases.qkv_slice, grad_layout=cases.padded_rows, group_dims=1
+                )
+                found += [OperatorCase(operator, case, flags, dtypes) for dtypes in other_dtypes(operator, dtype)]
+    return tuple(found)
+
+
+OPERATOR_CASES = tuple(case for operator in OPERATORS for case in cases_of(operator))

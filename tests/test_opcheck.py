@@ -1,0 +1,40 @@
+"""What torch.library.opcheck tries of an operator: its schema, autograd, fake tensors, AOTAutograd."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import normops  # noqa: F401  registers the operators
+from reference.cases import FEW_CASES
+from reference.operators import OPERATORS, Operator, OperatorCase, other_dtypes, positional
+
+OPCHECK_CASES = [
+    OperatorCase(operator, case, flags[(number + index) % len(flags)], dtypes)
+    for operator in OPERATORS
+    for flags in [list(operator.flag_values())]
+    for number, case in enumerate(FEW_CASES)
+    for index, dtypes in enumerate(({}, *other_dtypes(operator, case.dtype)[:1]))
+]
+
+
+@pytest.mark.parametrize("case", OPCHECK_CASES, ids=str)
+def test_opcheck(case: OperatorCase, device: str) -> None:
+    operator, arguments = case.operator, case.arguments(device)
+    leaves = {name: t.detach().requires_grad_() for name, t in arguments.items() if isinstance(t, Tensor)}
+    torch.library.opcheck(operator.default, *positional(operator.default, arguments | leaves))
+    torch.library.opcheck(operator.out, *positional(operator.out, arguments | case.targets(device)))
+    if operator.inplace:
+        replaced = {name: arguments[name].clone() for name in operator.replaced}
+        torch.library.opcheck(operator.inplace, *positional(operator.inplace, arguments | replaced))
+
+
+MASKED = [operator for operator in OPERATORS if operator.has_mask]
+
+
+@pytest.mark.parametrize("operator", MASKED, ids=str)
+def test_opcheck_masked(operator: Operator, device: str) -> None:
+    arguments = OperatorCase(operator, FEW_CASES[0], {}, {}).arguments(device)
+    for mask in operator.masks():
+        if sum(mask) == 1:
+            given = arguments | {"output_mask": list(mask)}
+            torch.library.opcheck(operator.default, *positional(operator.default, given))
