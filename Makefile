@@ -80,7 +80,7 @@ STEP ?= 1 2 3
 DEVICE ?= cuda
 check-gpu:
 	status=0; for step in $(STEP); do \
-		$(PYTHON) tests/check_gpu.py --step $$step --device $(DEVICE) --out $(OUT) || status=1; done; exit $$status
+		$(PYTHON) -m bench.check_gpu --step $$step --device $(DEVICE) --out $(OUT) || status=1; done; exit $$status
 
 # Needs valgrind.
 bench-instructions: install-dev

@@ -20,6 +20,7 @@ from building.torch_headers import Torch
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
+MODULE_ROOMS = {"python", "triton"}  # of csrc/, what normops._C is made of
 CPU_KERNELS = [CSRC / "cpu" / "isa.cpp", *sorted(CSRC.glob("cpu/*_kernel.cpp"))]
 CUDA_KERNELS = sorted(CSRC.glob("cuda/*.cu"), reverse=True)  # ninja begins with rms_norm_backward, which takes longest
 
@@ -38,13 +39,13 @@ class Plan(NamedTuple):
 
 def units(cuda: bool) -> dict[str, list[Path]]:
     """Sources that are compiled together, as most of the time goes to torch's headers: all those of an operator."""
-    rooms = {path.parent.name for path in CSRC.glob("*/*.cpp")} - {"python"} - (set() if cuda else {"cuda"})
+    rooms = {path.parent.name for path in CSRC.glob("*/*.cpp")} - MODULE_ROOMS - (set() if cuda else {"cuda"})
     in_rooms = [path for room in sorted(rooms) for path in sorted((CSRC / room).glob("*.cpp"))]
     operators = {path.stem for path in in_rooms if path not in CPU_KERNELS}
     above = sorted(CSRC.glob("*.cpp"))
     of_operators = {stem: [path for path in [*above, *in_rooms] if path.stem == stem] for stem in sorted(operators)}
     return {  # the longest first, more or less
-        "python": sorted(CSRC.glob("python/*.cpp")),
+        "python": sorted(path for room in MODULE_ROOMS for path in CSRC.glob(f"{room}/*.cpp")),
         **dict(sorted(of_operators.items(), key=lambda unit: -sum(path.stat().st_size for path in unit[1]))),
         "shared": [path for path in above if path.stem not in operators],
     }

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "operator.h"
 #include "overlap.h"
 #include "problem.h"
 
@@ -60,8 +61,8 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
               ", the device of input, but got ", tensor.device());
 }
 
-void check_norm(const char* op, const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                std::optional<double> eps) {
+void check_norm(const char* op, const Tensor& input, const Norm& norm) {
+  const auto& [normalized_shape, weight, eps, weight_offset] = norm;
   check_tensor(op, "input", input);
   const int64_t leading = input.dim() - static_cast<int64_t>(normalized_shape.size());
   TORCH_CHECK(!normalized_shape.empty(), op, ": expected normalized_shape to have at least one dimension, but got []");
@@ -107,26 +108,27 @@ void check_narrower_or_wider_input(const char* op, const char* name, const Tenso
   (is_16_bits(input) ? check_wider_input : check_narrower_input)(op, name, tensor, input);
 }
 
-void check_out(const char* op, const Named& out, const Tensor& result, std::initializer_list<Named> inputs) {
-  check_device(op, out.name, out.tensor, result);
-  check_tensor(op, out.name, out.tensor);
-  TORCH_CHECK(out.tensor.scalar_type() == result.scalar_type(), op, ": expected ", out.name, " to be ",
-              dtype_name(result), ", but got ", dtype_name(out.tensor));
-  check_shape(op, out.name, out.tensor, result.sym_sizes(), "the shape of the result");
-  if (!has_memory(out.tensor)) return;
-  const auto sizes = out.tensor.sizes(), strides = out.tensor.strides();
+void check_out(const char* op, const Named& out, const Tensor& result, c10::ArrayRef<Named> inputs) {
+  const Tensor& tensor = *out.tensor;
+  check_device(op, out.name, tensor, result);
+  check_tensor(op, out.name, tensor);
+  TORCH_CHECK(tensor.scalar_type() == result.scalar_type(), op, ": expected ", out.name, " to be ", dtype_name(result),
+              ", but got ", dtype_name(tensor));
+  check_shape(op, out.name, tensor, result.sym_sizes(), "the shape of the result");
+  if (!has_memory(tensor)) return;
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
   for (size_t d = 0; d < sizes.size(); d++) {
     TORCH_CHECK(strides[d] != 0 || sizes[d] <= 1, op, ": expected ", out.name,
                 " to have an element of memory for each of its own, but got an expanded tensor with strides ", strides);
   }
   for (const Named& input : inputs) {
-    TORCH_CHECK(overlap(out.tensor, input.tensor) != Overlap::partial, op, ": expected ", out.name, " to be exactly ",
+    TORCH_CHECK(overlap(tensor, *input.tensor) != Overlap::partial, op, ": expected ", out.name, " to be exactly ",
                 input.name, " or to share no memory with it, but got a partial overlap");
   }
 }
 
 void check_disjoint(const char* op, const Named& out, const Named& other_out) {
-  TORCH_CHECK(overlap(out.tensor, other_out.tensor) == Overlap::none, op, ": expected ", out.name, " and ",
+  TORCH_CHECK(overlap(*out.tensor, *other_out.tensor) == Overlap::none, op, ": expected ", out.name, " and ",
               other_out.name, " to share no memory, but got an overlap");
 }
 

@@ -23,9 +23,10 @@ const Tensor& value_or_undefined(OptionalTensor&&) = delete;
 
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
-// input, normalized_shape, weight and eps, which all norms have.
-void check_norm(const char* op, const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                std::optional<double> eps);
+struct Norm;  // operator.h
+
+// input and what all norms have.
+void check_norm(const char* op, const Tensor& input, const Norm& norm);
 
 // A tensor that has to look like `input`.
 void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
@@ -41,12 +42,12 @@ void check_narrower_or_wider_input(const char* op, const char* name, const Tenso
 
 struct Named {
   const char* name;
-  const Tensor& tensor;  // may be undefined
+  const Tensor* tensor;  // may be undefined
 };
 
 // The target of an `.out` overload: it must look like `result`, and share memory with an input only by being that
 // input.
-void check_out(const char* op, const Named& out, const Tensor& result, std::initializer_list<Named> inputs);
+void check_out(const char* op, const Named& out, const Tensor& result, c10::ArrayRef<Named> inputs);
 
 // Two outputs of one call.
 void check_disjoint(const char* op, const Named& out, const Named& other_out);

@@ -1,12 +1,229 @@
-// Handles of operators in the dispatcher.
+// An operator is a struct whose members are its arguments, in the schema's order. What the dispatcher wants to know is
+// derived from them: the signature of every overload, its handle, calls of it.
+//
+// Besides its members the struct says
+//   kName, kInplaceName        the operator's name, and that of its in-place overload or null
+//   kOutputs                   how many tensors it returns
+//   members()                  std::tie of the members
+//   check(op)                  throws what is wrong with the arguments, in the name of `op`
+//   like()                     which argument each output looks like, whose shape and dtype it has; an undefined one:
+//                              that output is not wanted
+// and one of its members is the tensor `input`. An in-place overload writes output i over argument i.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <array>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "check.h"
+
 namespace normops {
 
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find_operator(const char* name, const char* overload = "") {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Signature>();
+// The arguments that all norms have, which travel together.
+struct Norm {
+  c10::SymIntArrayRef normalized_shape;
+  const OptionalTensor& weight;
+  std::optional<double> eps;
+  double weight_offset;
+
+  size_t dims() const { return normalized_shape.size(); }
+  auto members() const { return std::tie(normalized_shape, weight, eps, weight_offset); }
+};
+
+enum class Overload { functional, out, inplace };
+
+template <class Operator>
+using Outputs = std::array<Tensor, Operator::kOutputs>;  // an undefined one was not wanted
+template <class Operator>
+using Targets = std::array<Tensor*, Operator::kOutputs>;  // what .out and in-place overloads write to
+template <class Operator>
+using Like = std::array<const Tensor*, Operator::kOutputs>;
+
+namespace detail {
+
+// The arguments one by one: those of a Norm are arguments of the operator.
+template <class Member>
+auto flat(const Member& member) {
+  if constexpr (requires { member.members(); }) {
+    return std::apply([](const auto&... members) { return std::tuple_cat(flat(members)...); }, member.members());
+  } else {
+    return std::tie(member);
+  }
+}
+
+template <class Operator>
+using Flat = decltype(flat(std::declval<const Operator&>()));
+
+// As the dispatcher passes an argument on: tensors by reference.
+template <class Argument>
+constexpr bool is_tensor = std::is_same_v<Argument, Tensor> || std::is_same_v<Argument, OptionalTensor>;
+template <class Argument>
+using Passed = std::conditional_t<is_tensor<Argument>, const Argument&, Argument>;
+
+template <size_t>
+using TensorReference = Tensor&;
+template <size_t>
+using NewTensor = Tensor;
+
+template <size_t count, template <size_t> class Each, size_t... i>
+auto tuple_of(std::index_sequence<i...>) -> std::tuple<Each<i>...>;
+template <size_t count, template <size_t> class Each>
+using Result =
+    std::conditional_t<count == 1, Each<0>, decltype(tuple_of<count, Each>(std::make_index_sequence<count>()))>;
+
+template <class Operator, class Arguments, class Indices = std::make_index_sequence<Operator::kOutputs>>
+struct Signatures;
+template <class Operator, class... Arguments, size_t... i>
+struct Signatures<Operator, std::tuple<const Arguments&...>, std::index_sequence<i...>> {
+  static constexpr size_t kOutputs = Operator::kOutputs, kArguments = sizeof...(Arguments);
+  using Functional = Result<kOutputs, NewTensor>(Passed<Arguments>...);
+  using Out = Result<kOutputs, TensorReference>(Passed<Arguments>..., TensorReference<i>...);
+
+  template <size_t... k>
+  static auto inplace(std::index_sequence<k...>)  // the dispatcher cannot box a call that returns several arguments
+      -> std::conditional_t<kOutputs == 1, Tensor&, void> (*)(
+          std::conditional_t<(k < kOutputs), Tensor&, Passed<Arguments>>...);
+  using Inplace = std::remove_pointer_t<decltype(inplace(std::make_index_sequence<kArguments>()))>;
+};
+
+}  // namespace detail
+
+template <class Operator, Overload overload = Overload::functional>
+using Signature = std::conditional_t<
+    overload == Overload::functional, typename detail::Signatures<Operator, detail::Flat<Operator>>::Functional,
+    std::conditional_t<overload == Overload::out, typename detail::Signatures<Operator, detail::Flat<Operator>>::Out,
+                       typename detail::Signatures<Operator, detail::Flat<Operator>>::Inplace>>;
+
+template <class Operator, Overload overload = Overload::functional>
+constexpr const char* name_of = overload == Overload::inplace ? Operator::kInplaceName : Operator::kName;
+
+template <class Operator, Overload overload = Overload::functional>
+const auto& op() {
+  static const auto handle = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow((std::string("normops::") + name_of<Operator, overload>).c_str(),
+                                                    overload == Overload::out ? "out" : "")
+                                 .template typed<Signature<Operator, overload>>();
+  return handle;
+}
+
+// f(argument...), those of the overload: the operator's own, and what it writes to.
+template <Overload overload, class Operator, class F>
+decltype(auto) with_arguments(const Operator& arguments, const Targets<Operator>& targets, const F& f) {
+  const auto flat = detail::flat(arguments);
+  constexpr size_t kArguments = std::tuple_size_v<decltype(flat)>, kOutputs = Operator::kOutputs;
+  constexpr size_t kOverwritten = overload == Overload::inplace ? kOutputs : 0;
+  return [&]<size_t... i, size_t... k>(std::index_sequence<i...>, std::index_sequence<k...>) -> decltype(auto) {
+    if constexpr (overload == Overload::functional) {
+      return f(std::get<i>(flat)...);
+    } else if constexpr (overload == Overload::out) {
+      return f(std::get<i>(flat)..., *targets[k]...);
+    } else {
+      return f(*targets[k]..., std::get<kOutputs + i>(flat)...);
+    }
+  }(std::make_index_sequence<kArguments - kOverwritten>(), std::make_index_sequence<kOutputs>());
+}
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmissing-braces"  // those of a Norm
+template <class Operator, class... Arguments>
+Operator make_arguments(const Arguments&... arguments) {
+  return Operator{arguments...};
+}
+#pragma GCC diagnostic pop
+
+// Results as the dispatcher returns them, and as an array.
+template <class Operator>
+Outputs<Operator> to_array(std::conditional_t<Operator::kOutputs == 1, Tensor,
+                                              detail::Result<Operator::kOutputs, detail::NewTensor>>&& result) {
+  if constexpr (Operator::kOutputs == 1) {
+    return {std::move(result)};
+  } else {
+    return std::apply([](auto&... outputs) { return Outputs<Operator>{std::move(outputs)...}; }, result);
+  }
+}
+
+template <class Result, size_t n>
+Result to_result(std::array<Tensor, n>&& outputs) {
+  if constexpr (n == 1) {
+    return std::move(outputs[0]);
+  } else {
+    return std::apply([](auto&... output) { return Result(std::move(output)...); }, outputs);
+  }
+}
+
+// Calls the operator.
+template <class Operator>
+Outputs<Operator> call(const Operator& arguments) {
+  return with_arguments<Overload::functional>(
+      arguments, {}, [](const auto&... argument) { return to_array<Operator>(op<Operator>().call(argument...)); });
+}
+
+// Runs an overload below the dispatch keys that are not among `keys`.
+template <Overload overload, class Operator>
+decltype(auto) redispatch(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets) {
+  return with_arguments<overload>(arguments, targets, [&](auto&... argument) -> decltype(auto) {
+    return op<Operator, overload>().redispatch(keys, argument...);
+  });
+}
+
+// The tensors among the arguments, undefined where one is not given.
+template <class Operator>
+auto tensors_of(const Operator& arguments) {
+  const auto tensor = [](const auto& argument) {
+    using Argument = std::decay_t<decltype(argument)>;
+    if constexpr (std::is_same_v<Argument, Tensor>) {
+      return std::array{&argument};
+    } else if constexpr (std::is_same_v<Argument, OptionalTensor>) {
+      return std::array{&value_or_undefined(argument)};
+    } else {
+      return std::tuple<>();
+    }
+  };
+  const auto found =
+      std::apply([&](const auto&... argument) { return std::tuple_cat(tensor(argument)...); }, detail::flat(arguments));
+  return std::apply([](auto... tensor) { return std::array<const Tensor*, sizeof...(tensor)>{tensor...}; }, found);
+}
+
+template <class Operator>
+constexpr size_t count_tensors = std::tuple_size_v<decltype(tensors_of(std::declval<const Operator&>()))>;
+
+// Their names, from the schema.
+template <class Operator>
+const auto& tensor_names() {
+  static const auto names = [] {
+    std::array<const char*, count_tensors<Operator>> names;
+    size_t count = 0, position = 0;
+    const auto& arguments = op<Operator>().schema().arguments();
+    const auto visit = [&](auto is_tensor) {
+      if (is_tensor) names[count++] = arguments[position].name().c_str();
+      position++;
+    };
+    [&]<class... Argument>(const std::tuple<const Argument&...>*) {
+      (visit(std::bool_constant<detail::is_tensor<Argument>>()), ...);
+    }(static_cast<detail::Flat<Operator>*>(nullptr));
+    return names;
+  }();
+  return names;
+}
+
+// The name of what output i is written to.
+template <class Operator, Overload overload>
+const char* target_name(size_t i) {
+  static const auto names = [] {
+    std::array<const char*, Operator::kOutputs> names;
+    const auto& arguments = op<Operator, overload>().schema().arguments();
+    const size_t first = overload == Overload::out ? arguments.size() - Operator::kOutputs : 0;
+    for (size_t k = 0; k < names.size(); k++) names[k] = arguments[first + k].name().c_str();
+    return names;
+  }();
+  return names[i];
+}
+
+inline const Tensor& if_wanted(bool wanted, const Tensor& tensor) {
+  static const Tensor none;
+  return wanted ? tensor : none;
 }
 
 }  // namespace normops

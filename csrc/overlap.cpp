@@ -8,7 +8,7 @@
 namespace normops {
 namespace {
 
-// Of a tensor that has elements.
+// The addresses [begin, end) of the elements of a tensor, which must have some.
 std::pair<const char*, const char*> address_range(const at::Tensor& tensor) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   int64_t last = 0;
@@ -46,7 +46,7 @@ Overlap overlap(const at::Tensor& a, const at::Tensor& b) {
   const auto element_size = static_cast<int64_t>(a.element_size());
   if (bytes % element_size != 0) return Overlap::partial;
   std::sort(dims.rbegin(), dims.rend());
-  int64_t reach = 0;  // of the dimensions with a smaller stride
+  int64_t reach = 0;  // how far the dimensions with smaller strides go
   for (size_t i = dims.size(); i-- > 0;) {
     if (dims[i].first <= reach) return Overlap::partial;
     reach += dims[i].first * (dims[i].second - 1);

@@ -4,6 +4,8 @@
 
 #include <limits>
 
+#include "operator.h"
+
 namespace normops {
 
 double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype) {
@@ -11,17 +13,13 @@ double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype) {
                                                  : std::numeric_limits<float>::epsilon());
 }
 
-Problem make_problem(const at::Tensor& input, size_t normalized_dims, const std::optional<at::Tensor>& weight,
-                     std::optional<double> eps) {
-  const auto leading = [&](const at::Tensor& tensor) {
-    return tensor.sizes().slice(0, tensor.dim() - normalized_dims);
-  };
-  const bool has_weight = weight.has_value() && weight->defined();
+Problem make_problem(const at::Tensor& input, const Norm& norm) {
+  const auto leading = [&](const at::Tensor& tensor) { return tensor.sizes().slice(0, tensor.dim() - norm.dims()); };
   return {
       .rows = c10::multiply_integers(leading(input)),
-      .cols = c10::multiply_integers(input.sizes().slice(input.dim() - normalized_dims)),
-      .groups = has_weight ? c10::multiply_integers(leading(*weight)) : 1,
-      .eps = resolve_eps(eps, input.scalar_type()),
+      .cols = c10::multiply_integers(input.sizes().slice(input.dim() - norm.dims())),
+      .groups = is_given(norm.weight) ? c10::multiply_integers(leading(*norm.weight)) : 1,
+      .eps = resolve_eps(norm.eps, input.scalar_type()),
   };
 }
 
@@ -69,7 +67,7 @@ Rows make_rows(c10::MaybeOwned<at::Tensor> lent, size_t normalized_dims, int max
       layout.sizes[last] *= sizes[d];
       layout.strides[last] = strides[d];
     } else if (layout.dims == max_dims) {
-      return normops::make_rows(tensor.contiguous(), normalized_dims, max_dims);  // whose rows are all in one dimension
+      return normops::make_rows(tensor.contiguous(), normalized_dims, max_dims);  // all its rows are in one dimension
     } else {
       layout.sizes[layout.dims] = sizes[d];
       layout.strides[layout.dims] = strides[d];

@@ -12,6 +12,8 @@
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
+struct Norm;  // operator.h
+
 struct Problem {
   int64_t rows;
   int64_t cols;
@@ -19,8 +21,7 @@ struct Problem {
   double eps;
 };
 
-Problem make_problem(const at::Tensor& input, size_t normalized_dims, const std::optional<at::Tensor>& weight,
-                     std::optional<double> eps);
+Problem make_problem(const at::Tensor& input, const Norm& norm);
 
 // eps, or by default the machine epsilon of the compute type, as in torch.nn.functional.rms_norm.
 double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype);

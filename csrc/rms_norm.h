@@ -1,64 +1,42 @@
-// rms_norm and rms_norm_backward as the rest of the C++ code sees them: their arguments' checks and their dispatcher
-// entries.
+// The operators rms_norm and rms_norm_backward.
 #pragma once
-#include <array>
-#include <tuple>
-
-#include "check.h"
 #include "operator.h"
 
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
-using OutputMask = std::array<bool, 2>;  // grad_input, grad_weight
+struct RmsNorm {
+  static constexpr const char *kName = "rms_norm", *kInplaceName = "rms_norm_";
+  static constexpr size_t kOutputs = 1;
 
-void check_rms_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                    std::optional<double> eps);
+  const Tensor& input;
+  Norm norm;
 
-void check_rms_norm_out(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                        std::optional<double> eps, const Tensor& out);
+  auto members() const { return std::tie(input, norm); }
+  void check(const char* op) const { check_norm(op, input, norm); }
+  Like<RmsNorm> like() const { return {&input}; }
+};
 
-// For rms_norm_, whose output is its input.
-void check_rms_norm_inplace(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                            std::optional<double> eps);
+struct RmsNormBackward {
+  static constexpr const char *kName = "rms_norm_backward", *kInplaceName = nullptr;
+  static constexpr size_t kOutputs = 2;
 
-void check_rms_norm_backward(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
-                             const OptionalTensor& weight, std::optional<double> eps,
-                             const OptionalTensor& grad_residual);
+  const Tensor& grad_output;
+  const Tensor& input;
+  Norm norm;
+  const OptionalTensor& grad_residual;
+  std::array<bool, kOutputs> output_mask;
 
-// A gradient that output_mask leaves out, or that has no weight to belong to, is neither checked nor written.
-void check_rms_norm_backward_out(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef normalized_shape,
-                                 const OptionalTensor& weight, std::optional<double> eps,
-                                 const OptionalTensor& grad_residual, OutputMask output_mask, const Tensor& grad_input,
-                                 const Tensor& grad_weight);
-
-// The part of the checks that autograd's kernels make, as below them a fake tensor no longer shows its device.
-void check_rms_norm_devices(const char* op, const Tensor& input, const OptionalTensor& weight);
-void check_rms_norm_backward_devices(const Tensor& grad_output, const Tensor& input, const OptionalTensor& weight,
-                                     const OptionalTensor& grad_residual);
-
-using RmsNorm = Tensor(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                       std::optional<double> eps, double weight_offset);
-using RmsNormOut = Tensor&(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                           std::optional<double> eps, double weight_offset, Tensor& out);
-using RmsNormInplace = Tensor&(Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                               std::optional<double> eps, double weight_offset);
-using RmsNormBackward = std::tuple<Tensor, Tensor>(const Tensor& grad_output, const Tensor& input,
-                                                   c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                                                   std::optional<double> eps, double weight_offset,
-                                                   const OptionalTensor& grad_residual, OutputMask output_mask);
-using RmsNormBackwardOut = std::tuple<Tensor&, Tensor&>(const Tensor& grad_output, const Tensor& input,
-                                                        c10::SymIntArrayRef normalized_shape,
-                                                        const OptionalTensor& weight, std::optional<double> eps,
-                                                        double weight_offset, const OptionalTensor& grad_residual,
-                                                        OutputMask output_mask, Tensor& grad_input,
-                                                        Tensor& grad_weight);
-
-const c10::TypedOperatorHandle<RmsNorm>& rms_norm_op();
-const c10::TypedOperatorHandle<RmsNormOut>& rms_norm_out_op();
-const c10::TypedOperatorHandle<RmsNormInplace>& rms_norm_inplace_op();
-const c10::TypedOperatorHandle<RmsNormBackward>& rms_norm_backward_op();
-const c10::TypedOperatorHandle<RmsNormBackwardOut>& rms_norm_backward_out_op();
+  auto members() const { return std::tie(grad_output, input, norm, grad_residual, output_mask); }
+  void check(const char* op) const {
+    check_norm(op, input, norm);
+    check_narrower_input(op, "grad_output", grad_output, input);
+    if (is_given(grad_residual)) check_like_input(op, "grad_residual", *grad_residual, input);
+  }
+  Like<RmsNormBackward> like() const {
+    return {&if_wanted(output_mask[0], input), &if_wanted(output_mask[1], value_or_undefined(norm.weight))};
+  }
+};
 
 }  // namespace normops
 #pragma GCC visibility pop

@@ -4,106 +4,14 @@
 
 namespace normops {
 
-// The dimensions before the normalized ones, outermost first, merged as far as their strides allow: a contiguous tensor
-// has one, a slice of a fused QKV projection two. Strides count elements; an expanded dimension has stride 0.
+// The dimensions before the normalized ones, outermost first, merged as far as their strides allow: of a contiguous
+// tensor one is left, of a slice of a fused QKV projection two. Strides count elements unless a name says that they
+// count bytes; an expanded dimension has stride 0.
 struct RowLayout {
   static constexpr int kMaxDims = 8;
   int dims = 0;
   int64_t sizes[kMaxDims] = {};
   int64_t strides[kMaxDims] = {};
-};
-
-// Rows at equal distances, in elements, the current one first.
-template <class T>
-struct EvenRows {
-  T* row;
-  int64_t stride;
-
-  void next() { row += stride; }
-};
-
-// Walks over rows without a division per row: from `row` on, or over each `step`-th one. There are so many rows in the
-// last of the tensor's dimensions, and `row` is a multiple of it. Up to kAtOnce rows are found at once.
-template <class T, int kAtOnce = 1>
-class RowIterator {
- public:
-  RowIterator(T* data, const RowLayout& layout, int64_t row, int64_t step = 1)
-      : data_(data), layout_(&layout), last_(layout.dims - 1) {
-    row /= step;
-    for (; last_ >= 0 && step > 1 && step >= layout.sizes[last_]; last_--) step /= layout.sizes[last_];
-    if (last_ < 0) return;
-    stride_ = layout.strides[last_] * step;
-    size_ = layout.sizes[last_] / step;
-    int64_t index = row;
-    if (last_ > 0) {
-      index = row % size_;
-      row /= size_;
-      for (int d = last_ - 1; d >= 0; d--) {
-        index_[d] = row % layout.sizes[d];
-        row /= layout.sizes[d];
-        data_ += index_[d] * layout.strides[d];
-      }
-    }
-    data_ += index * stride_;
-    left_ = size_ - index;
-    for (int r = 0; r < kAtOnce; r++) offsets_[r] = r * stride_ * static_cast<int64_t>(sizeof(T));
-  }
-
-  // The current row; moves on to the next one.
-  T* next() {
-    T* const row = data_;
-    data_ += stride_;
-    if (--left_ == 0) carry();
-    return row;
-  }
-
-  // So many rows from the current one on lie at equal distances.
-  int64_t even_count() const { return left_; }
-
-  // Those, of which this moves on by `count`.
-  EvenRows<T> next_even(int64_t count) {
-    const EvenRows<T> rows = {data_, stride_};
-    data_ += count * stride_;
-    left_ -= count;
-    if (left_ == 0) carry();
-    return rows;
-  }
-
-  // The next kRows rows.
-  template <int kRows>
-  void next(T* (&rows)[kRows]) {
-    static_assert(kRows <= kAtOnce);
-    if (left_ <= kRows) return next_one_by_one(rows, kRows);
-    for (int r = 0; r < kRows; r++) rows[r] = reinterpret_cast<T*>(reinterpret_cast<intptr_t>(data_) + offsets_[r]);
-    data_ += kRows * stride_;
-    left_ -= kRows;
-  }
-
- private:
-  [[gnu::noinline]] void next_one_by_one(T** rows, int count) {
-    for (int r = 0; r < count; r++) rows[r] = next();
-  }
-
-  // Behind the last row of the innermost dimension: back to its first, one on in the dimensions around it.
-  [[gnu::noinline]] void carry() {
-    left_ = size_;
-    data_ -= left_ * stride_;
-    for (int d = last_ - 1; d >= 0; d--) {
-      data_ += layout_->strides[d];
-      if (++index_[d] < layout_->sizes[d]) return;
-      data_ -= layout_->sizes[d] * layout_->strides[d];
-      index_[d] = 0;
-    }
-  }
-
-  T* data_;
-  int64_t stride_ = 0;  // of the innermost dimension that steps go along
-  int64_t size_ = 0;    // steps in it
-  int64_t left_ = 2;    // of them, those to go; without dimensions there is one row, and nothing to carry
-  const RowLayout* layout_;
-  int last_;                       // that dimension
-  int64_t offsets_[kAtOnce] = {};  // in bytes: for vectors, addresses are one addition
-  int64_t index_[RowLayout::kMaxDims] = {};
 };
 
 }  // namespace normops

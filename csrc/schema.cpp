@@ -21,13 +21,13 @@ TORCH_LIBRARY(normops, m) {
 
   m.def(
       "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, Tensor? grad_residual=None, bool[2] output_mask=[True, True]) "
+      "float? eps=None, float weight_offset=0.0, Tensor? grad_residual=None, bool[2] output_mask=[True, True]) "
       "-> (Tensor grad_input, Tensor grad_weight)",
       tags);
   m.def(
       "rms_norm_backward.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, Tensor? grad_residual=None, bool[2] output_mask=[True, True], "
-      "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
+      "float? eps=None, float weight_offset=0.0, Tensor? grad_residual=None, bool[2] output_mask=[True, True], "
+      "*, Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
       tags);
 
   m.def(
@@ -57,14 +57,14 @@ TORCH_LIBRARY(normops, m) {
 
   m.def(
       "gated_rms_norm_backward(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, *, float weight_offset=0.0, str activation=\"silu\", "
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str activation=\"silu\", "
       "bool norm_before_gate=True, bool[3] output_mask=[True, True, True]) "
       "-> (Tensor grad_input, Tensor grad_gate, Tensor grad_weight)",
       tags);
   m.def(
       "gated_rms_norm_backward.out(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, *, float weight_offset=0.0, str activation=\"silu\", "
-      "bool norm_before_gate=True, bool[3] output_mask=[True, True, True], Tensor(a!) grad_input, "
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str activation=\"silu\", "
+      "bool norm_before_gate=True, bool[3] output_mask=[True, True, True], *, Tensor(a!) grad_input, "
       "Tensor(b!) grad_gate, Tensor(c!) grad_weight) -> (Tensor(a!), Tensor(b!), Tensor(c!))",
       tags);
 }

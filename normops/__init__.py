@@ -9,18 +9,17 @@ import torch as _torch
 
 from normops import _binding as _binding  # first: finds normops._C
 from normops._after_import import after_import as _after_import
+from normops._after_import import import_or_warn as _import_or_warn
 from normops._info import BuildInfo, build_info
 from normops._private_torch import warn_if_newer as _warn_if_newer
-from normops.adoption.patching import PatchReport, patch, unpatch
+from normops.adoption import PatchReport, override_torch, patch, register_kernels, unpatch
 from normops.backends import use_backend
 from normops.functional import add_rms_norm, add_rms_norm_, gated_rms_norm, rms_norm, rms_norm_
-from normops.hugging_face import register_kernels
 from normops.inductor import inductor_options
 from normops.modules import GatedRMSNorm, RMSNorm
-from normops.override import override_torch
 
 _warn_if_newer(_torch.__version__)
-_after_import("torch", "normops.vmap")
+_import_or_warn("normops.vmap", "torch")
 _after_import("torch.utils.flop_counter", "normops.flops")
 _after_import("torch.distributed.tensor", "normops.sharding")
 _after_import("torch.nested._internal.ops", "normops.nested")

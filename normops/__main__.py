@@ -21,8 +21,9 @@ from normops import running
 
 ROWS, COLS = 64, 4096
 EPS = 1e-5
-# In halves of the dtype's epsilon times the largest magnitude of a result, or of the sum that it is. Rounding once is
-# one of them; what is computed in float32 shows in float32 alone.
+# The largest error that is right. The unit is half the epsilon of the dtype times the largest magnitude of the result,
+# and for a gradient that is a sum over rows also times the root of their number. Rounding once makes an error of one
+# unit. What computing in float32 adds shows only in float32.
 ALLOWED = {torch.float32: 8, torch.bfloat16: 2}
 
 
@@ -64,7 +65,7 @@ def devices() -> list[str]:
 
 
 def kernels_of(device: str) -> str:
-    """What serves the operators there."""
+    """Which kernels serve the operators on a device."""
     if device == "cpu":
         return f"C++, {normops.build_info()['cpu_isa']}"
     backend = normops.build_info()["cuda_backend"] if device.startswith("cuda") else None
@@ -72,7 +73,7 @@ def kernels_of(device: str) -> str:
 
 
 def _tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The arguments, of which sums of two are exact, and gradients of as many results."""
+    """The arguments, and gradients for the results. Their numbers are such that the sum of two is exact."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(-64, 65, (ROWS, COLS), generator=generator) / 32 for _ in range(check.inputs)]
     grads = [torch.randint(-64, 65, (ROWS, COLS), generator=generator) / 32 for _ in range(check.inputs)]
@@ -89,7 +90,7 @@ def _all_results(run: Run, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -
 
 
 def largest_error(check: Check, dtype: torch.dtype, device: str) -> float:
-    """Over all outputs and gradients, in the units of ALLOWED."""
+    """The largest error of all outputs and gradients, in the units of ALLOWED."""
     tensors, grads = _tensors(check, dtype, device)
     results = _all_results(check.run, tensors, grads)
     exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
@@ -104,7 +105,7 @@ def largest_error(check: Check, dtype: torch.dtype, device: str) -> float:
 
 
 def _microseconds(call: Callable[[], object], device: str) -> float:
-    """The median of calls, each waited for."""
+    """The median of the times of calls, where each is waited for."""
     times: list[float] = []
     stop = time.perf_counter() + 0.2
     while time.perf_counter() < stop or len(times) < 5:

@@ -1,4 +1,8 @@
-"""Registering with parts of torch that cost time to import, if and when somebody else imports them."""
+"""Modules of ours that register with parts of torch, some of which cost time to import.
+
+Those parts are not imported for that: ours follow if and when somebody else imports them. If a module of ours cannot be
+imported, since torch has changed, that is a warning, and the rest of normops works.
+"""
 
 import sys
 import warnings
@@ -12,12 +16,13 @@ from types import ModuleType
 def after_import(name: str, ours: str) -> None:
     """Imports the module ``ours`` once the module ``name`` has been imported: now, if it already is."""
     if name in sys.modules:
-        _import(ours, name)
+        import_or_warn(ours, name)
     else:
         _finder.waiting[name] = ours
 
 
-def _import(ours: str, name: str) -> None:
+def import_or_warn(ours: str, name: str) -> None:
+    """Imports the module ``ours``, which registers with ``name``: if that fails, with a warning."""
     try:
         import_module(ours)
     except Exception as error:  # whoever imports that part of torch may not need ours
@@ -25,7 +30,7 @@ def _import(ours: str, name: str) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what waits, as the usual finder would, and nothing else."""
+    """Finds the modules that ours wait for, as the usual finder would, and no others."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, str] = {}
@@ -41,7 +46,7 @@ class _Finder(MetaPathFinder):
 
         def load_both(module: ModuleType) -> None:
             load(module)
-            _import(ours, fullname)
+            import_or_warn(ours, fullname)
 
         spec.loader.exec_module = load_both  # type: ignore[method-assign]
         return spec

@@ -1,8 +1,8 @@
 """Which of the extensions in this package fits the torch that is installed.
 
-The kernels know nothing of torch. What does is built for each of its minor versions, as torch's C++ interface changes
-with them, into a folder of its own: ``torch-2.13`` has ``libnormops.so``, the operators, and ``_C``, the module. That
-folder becomes a part of the package's path, so that ``normops._C`` is the module in it.
+The kernels know nothing of torch. All else is built for each minor version of torch, as its C++ interface changes with
+these, into a folder of its own: ``torch-2.13`` has ``libnormops.so``, the operators, and ``_C``, the module. The folder
+becomes a part of the package's path, so that ``normops._C`` is the module in it.
 """
 
 import sys

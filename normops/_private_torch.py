@@ -12,9 +12,6 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
     "normops.vmap": (
         "the rules of vmap",
         (
-            "torch._functorch.autograd_function.VmapInfo",
-            "torch._functorch.autograd_function.custom_function_call_vmap_helper",
-            "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
             "torch.utils._pytree.tree_map",
             "_ops",
             "_schema",
@@ -30,14 +27,10 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "torch.distributed.tensor._op_schema.RuntimeSchemaInfo",
             "torch.distributed.tensor._ops.utils.register_op_strategy",
             "torch.distributed.tensor.placement_types._StridedShard",
-            "_custom_op_handlers",
-            "_dispatch_get_local_results_slow_path",
-            "_op_dispatcher",
             "_ops",
             "_prepare_input_fn",
             "_prepare_output_fn",
             "_schema",
-            "_spec",
         ),
     ),
     "normops.nested": (
@@ -76,7 +69,10 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
     "normops.adoption.watching": ("normops.patch", ("_buffers", "_getframe", "_parameters", "_version")),
     "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),
 }
-"""By module of normops, what it is for, and what it imports or, without a dot, which attributes it asks for."""
+"""What each module of normops uses: the feature that depends on it, and the private names.
+
+Names with a dot are imported, those without are attributes that the module reads.
+"""
 
 
 def warn_if_newer(torch_version: str) -> None:

@@ -46,7 +46,7 @@ class use_backend(Switch):  # noqa: N801  called as a function
         _select(_resolve(name))
 
     def __repr__(self) -> str:
-        """As the call is written."""
+        """The call, as it is written."""
         return f"use_backend({self._name!r})"
 
 

@@ -29,89 +29,55 @@ Example:
     True
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from math import prod
+from typing import Any
 
-import torch
+from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
-_ops = torch.ops.normops
-
-Shape = Sequence[int]
+from normops._operators import FUNCTIONAL, INPLACE, by_name, results_of, wanted
 
 
-@register_flop_formula([_ops.rms_norm, _ops.rms_norm_])
-def rms_norm_flop(input: Shape, normalized_shape: Shape, weight: Shape | None = None, *_: object, **__: object) -> int:
-    """Counts for the forward: 3 per element, 4 with a weight."""
-    return prod(input) * (3 + (weight is not None))
+def _forward(arguments: Mapping[str, Any]) -> int:
+    """Per element."""
+    of_norm = 3 + (arguments.get("weight") is not None) + ("residual" in arguments)
+    return of_norm + (3 + _is_silu(arguments) + 1 if "gate" in arguments else 0)
 
 
-@register_flop_formula([_ops.add_rms_norm, _ops.add_rms_norm_])
-def add_rms_norm_flop(
-    input: Shape, residual: Shape, normalized_shape: Shape, weight: Shape | None = None, *_: object, **__: object
-) -> int:
-    """Counts for the forward with the addition: 4 per element, 5 with a weight."""
-    return prod(input) * (4 + (weight is not None))
-
-
-@register_flop_formula(_ops.rms_norm_backward)
-def rms_norm_backward_flop(
-    grad_output: Shape,
-    input: Shape,
-    normalized_shape: Shape,
-    weight: Shape | None = None,
-    *_: object,
-    grad_residual: Shape | None = None,
-    output_mask: Sequence[bool] = (True, True),
-    **__: object,
-) -> int:
-    """Counts for the gradients that are asked for: up to 12 per element."""
-    has_weight = weight is not None
-    for_input = output_mask[0] * (5 + has_weight + (grad_residual is not None))
-    for_weight = 3 * (output_mask[1] and has_weight)
-    return prod(input) * (for_input + for_weight + 2 * bool(for_input or for_weight))
-
-
-@register_flop_formula(_ops.gated_rms_norm)
-def gated_rms_norm_flop(
-    input: Shape,
-    gate: Shape,
-    normalized_shape: Shape,
-    weight: Shape | None = None,
-    *_: object,
-    activation: str = "silu",
-    **__: object,
-) -> int:
-    """Counts for the forward with silu: 8 per element, 9 with a weight; one less with sigmoid."""
-    return rms_norm_flop(input, normalized_shape, weight) + prod(input) * (4 + (activation != "sigmoid"))
-
-
-@register_flop_formula(_ops.gated_rms_norm_backward)
-def gated_rms_norm_backward_flop(
-    grad_output: Shape,
-    input: Shape,
-    gate: Shape,
-    normalized_shape: Shape,
-    weight: Shape | None = None,
-    *_: object,
-    activation: str = "silu",
-    norm_before_gate: bool = True,
-    output_mask: Sequence[bool] = (True, True, True),
-    **__: object,
-) -> int:
-    """Counts for the gradients that are asked for: up to 23 per element."""
-    for_input, for_gate, for_weight = output_mask[0], output_mask[1], output_mask[2] and weight is not None
+def _backward(arguments: Mapping[str, Any], wants: Mapping[str, bool]) -> int:
+    """Per element, for the gradients that are wanted."""
+    has_weight, has_gate = arguments.get("weight") is not None, "gate" in arguments
+    for_input, for_gate = wants["grad_input"], wants.get("grad_gate", False)
+    for_weight = wants["grad_weight"] and has_weight
     if not (for_input or for_gate or for_weight):
         return 0
-    is_silu = activation != "sigmoid"
-    through_norm = for_input if norm_before_gate else for_input or for_gate
-    of_norm = rms_norm_backward_flop(
-        grad_output, input, normalized_shape, weight, output_mask=(through_norm, for_weight)
-    )
-    rstd = 2 * prod(input)  # for grad_gate alone, too
-    per_element = 3 + is_silu + for_gate * (4 + is_silu)
-    if norm_before_gate:
-        per_element += (for_input or for_weight) + for_gate * (1 + (weight is not None))
-    else:
-        per_element += 1 + for_input
-    return max(of_norm, rstd) + prod(input) * per_element
+    is_gated_first = has_gate and not arguments.get("norm_before_gate", True)
+    through_norm = for_input or (for_gate and is_gated_first)
+    has_residual = arguments.get("grad_residual") is not None
+    of_norm = 2 + through_norm * (5 + has_weight + has_residual) + for_weight * 3
+    if not has_gate:
+        return of_norm
+    activation = 3 + _is_silu(arguments)
+    products = 1 + for_input if is_gated_first else for_input or for_weight
+    normed = 0 if is_gated_first else 1 + has_weight
+    return of_norm + activation + products + for_gate * (2 + _is_silu(arguments) + 2 + normed)
+
+
+def _is_silu(arguments: Mapping[str, Any]) -> bool:
+    return arguments.get("activation", "silu") != "sigmoid"
+
+
+def _register(op: OpOverload) -> None:
+    def count(*args: Any, **kwargs: Any) -> int:
+        arguments = by_name(op, args, kwargs)
+        if "grad_output" not in arguments:
+            return prod(arguments["input"]) * _forward(arguments)
+        wants = dict(zip(results_of(op), wanted(op, arguments), strict=True))
+        return prod(arguments["input"]) * _backward(arguments, wants)
+
+    register_flop_formula(op.overloadpacket)(count)
+
+
+for _op in (*FUNCTIONAL, *INPLACE):
+    _register(_op)

@@ -127,15 +127,15 @@ class GatedRMSNorm(_OffsetRMSNorm):
         norm_before_gate: whether the normalized input is multiplied by the activated gate (Qwen3-Next, gated linear
             attention) or the input, before it is normalized (Mamba 2 in transformers).
         weight_offset: added to the weight, which starts at ``1 - weight_offset``.
-        groups: into how many parts the last dimension is divided, each of which is normalized by itself. The weight is
-            as wide as all of them.
+        group_size: how many columns are normalized by themselves, as in mamba; None: all of them. The weight is as
+            wide as ``normalized_shape``.
 
     Shape:
         Input and gate ``[*, *normalized_shape]``, output the same, of the input's dtype. The gate has the input's
         dtype, too, or one of them is float32 and the other has 16 bits.
 
     Raises:
-        ValueError: if there are ``groups`` that do not divide ``normalized_shape``, or that has several dimensions.
+        ValueError: if ``group_size`` does not divide ``normalized_shape``, or that has several dimensions.
 
     Example:
         >>> import torch, normops
@@ -143,13 +143,13 @@ class GatedRMSNorm(_OffsetRMSNorm):
         >>> input, gate = torch.randn(2, 3, 128).chunk(2, dim=-1)  # of one projection
         >>> norm(input, gate).shape
         torch.Size([2, 3, 64])
-        >>> normops.GatedRMSNorm(64, norm_before_gate=False, groups=4)(input, gate).shape  # groups of 16 columns
+        >>> normops.GatedRMSNorm(64, norm_before_gate=False, group_size=16)(input, gate).shape
         torch.Size([2, 3, 64])
     """
 
     activation: Activation
     norm_before_gate: bool
-    groups: int
+    group_size: int | None
 
     def __init__(
         self,
@@ -162,19 +162,21 @@ class GatedRMSNorm(_OffsetRMSNorm):
         activation: Activation = "silu",
         norm_before_gate: bool = True,
         weight_offset: float = 0.0,
-        groups: int = 1,
+        group_size: int | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset)
         shape = self.normalized_shape
-        if groups != 1 and (len(shape) != 1 or groups < 1 or shape[0] % groups):
-            raise ValueError(f"groups: expected a divisor of one normalized dimension, but got {groups} of {shape}")
-        self.activation, self.norm_before_gate, self.groups = activation, norm_before_gate, groups
+        if group_size is not None and (len(shape) != 1 or group_size < 1 or shape[0] % group_size):
+            raise ValueError(
+                f"group_size: expected a divisor of one normalized dimension, but got {group_size} of {shape}"
+            )
+        self.activation, self.norm_before_gate, self.group_size = activation, norm_before_gate, group_size
 
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]  # torch's takes no gate
         """Returns the gated, normalized ``input``. See :func:`normops.gated_rms_norm`."""
         shape, weight = self.normalized_shape, self.weight
-        if self.groups > 1:
-            parts = self.groups, shape[0] // self.groups
+        if self.group_size is not None:
+            parts = shape[0] // self.group_size, self.group_size
             input, gate, shape = input.unflatten(-1, parts), gate.unflatten(-1, parts), parts[1:]
             weight = weight if weight is None else weight.unflatten(0, parts)
         output = gated_rms_norm(
@@ -187,9 +189,9 @@ class GatedRMSNorm(_OffsetRMSNorm):
             activation=self.activation,
             norm_before_gate=self.norm_before_gate,
         )
-        return output if self.groups == 1 else output.flatten(-2)
+        return output if self.group_size is None else output.flatten(-2)
 
     def extra_repr(self) -> str:
-        """As in the base class, with the gating, and ``weight_offset`` and ``groups`` where there are any."""
+        """As in the base class, with the gating, and ``weight_offset`` and ``group_size`` where they are given."""
         gating = f", activation={self.activation}, norm_before_gate={self.norm_before_gate}"
-        return super().extra_repr() + gating + (f", groups={self.groups}" if self.groups > 1 else "")
+        return super().extra_repr() + gating + ("" if self.group_size is None else f", group_size={self.group_size}")

@@ -15,7 +15,7 @@ from runpy import _run_module_as_main  # type: ignore[attr-defined]  # what pyth
 from types import ModuleType, TracebackType
 from typing import Any
 
-from normops.override import override_torch
+from normops.adoption import override_torch
 
 USAGE = """usage: python -m normops
        python -m normops run program.py [arguments]

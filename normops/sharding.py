@@ -26,12 +26,10 @@ Example:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import register_op_strategy
@@ -39,29 +37,13 @@ from torch.distributed.tensor.parallel import SequenceParallel as _SequenceParal
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Module
 
-ops = torch.ops.normops
+from normops._operators import FUNCTIONAL, INPLACE, ROWS, arguments_of, by_name, name_of, results_of, wanted, written_by
 
 Placements = tuple[Placement, ...]
 
-# The arguments with the shape of input; the first ones decide first.
-_ROWS = ("input", "gate", "residual", "grad_output", "grad_residual")
-
-
-@cache
-def _names(op: torch._ops.OpOverload) -> list[str]:
-    return [argument.name for argument in op._schema.arguments]
-
-
-def _by_name(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(_names(op), args, strict=False)), **kwargs}
-
-
-def _output_mask(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> tuple[bool, ...]:
-    return tuple(arguments.get("output_mask", (True,) * len(op._schema.returns)))
-
 
 def _row_placements(specs: Mapping[str, DTensorSpec], normalized_shape: Sequence[int]) -> Placements:
-    given = [specs[name] for name in _ROWS if name in specs]
+    given = [specs[name] for name in ROWS if name in specs]  # the first ones decide first
     row_dims = given[0].ndim - len(normalized_shape)
 
     def decide(placements: Placements) -> Placement:
@@ -85,7 +67,7 @@ def _of_weight(rows: Placement, first_dim: int, otherwise: Placement) -> Placeme
 
 def _strategy(schema: OpSchema) -> OpStrategy:
     """The one way to run an operator: all that has the shape of input sharded alike, by rows or not at all."""
-    arguments = _by_name(schema.op, schema.args_schema, schema.kwargs_schema)
+    arguments = by_name(schema.op, schema.args_schema, schema.kwargs_schema)
     specs = {
         name: value.strategies[0].output_spec for name, value in arguments.items() if isinstance(value, OpStrategy)
     }
@@ -100,58 +82,24 @@ def _strategy(schema: OpSchema) -> OpStrategy:
     def placed(name: str) -> DTensorSpec:
         return DTensorSpec(mesh, others.get(name, rows))
 
-    for argument in schema.op._schema.arguments:
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and specs[argument.name].placements != rows:
-            name = schema.op._schema.name.removeprefix("normops::")
+    for name in written_by(schema.op):
+        if specs[name].placements != rows:
             raise RuntimeError(
-                f"{name}: expected {argument.name}, which is written to, to be placed as {rows}, but got "
-                f"{specs[argument.name].placements}"
+                f"{name_of(schema.op)}: expected {name}, which is written to, to be placed as {rows}, but got "
+                f"{specs[name].placements}"
             )
 
-    exists = _output_mask(schema.op, arguments)
     outputs = tuple(
-        placed(r.name) if wanted and (r.name != "grad_weight" or "weight" in specs) else None
-        for r, wanted in zip(schema.op._schema.returns, exists, strict=True)
+        placed(name) if exists and (name != "grad_weight" or "weight" in specs) else None
+        for name, exists in zip(results_of(schema.op), wanted(schema.op, arguments), strict=True)
     )
-    inputs = [placed(name) for name in specs if name != "grad_residual"]
-    return OpStrategy([OpSpec(outputs[0] if len(outputs) == 1 else outputs or None, inputs)])
+    return OpStrategy([OpSpec(outputs[0] if len(outputs) == 1 else outputs or None, [placed(name) for name in specs])])
 
 
-def _run_backward(op_call: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Runs a backward as PyTorch would, were its tensor and its list among the keyword arguments not there.
-
-    PyTorch does not redistribute keyword arguments, and a list among them is no key of its cache.
-    """
-    arguments = _by_name(op_call, args, kwargs)
-    kwargs = {**kwargs, "output_mask": _output_mask(op_call, arguments)}
-    grad_residual = arguments.get("grad_residual")
-    if isinstance(grad_residual, DTensor):
-        specs = {name: value._spec for name, value in arguments.items() if isinstance(value, DTensor)}
-        rows = _row_placements(specs, arguments["normalized_shape"])
-        if grad_residual.placements != rows:
-            kwargs["grad_residual"] = grad_residual.redistribute(placements=rows)
-    dispatcher = DTensor._op_dispatcher
-    info = dispatcher.unwrap_to_op_info(op_call, args, kwargs)
-    dispatcher.sharding_propagator.propagate(info)
-    results = dispatcher._dispatch_get_local_results_slow_path(op_call, args, info)
-    assert info.output_sharding is not None
-    return dispatcher.wrap(results, info.output_sharding.output_spec)
-
-
-# What else than the placements of tensors decides, and so belongs to the key of PyTorch's cache: normalized_shape, at
-# this position, and whatever follows it.
-register_op_strategy([ops.rms_norm.default, ops.rms_norm_.default], RuntimeSchemaInfo(1))(_strategy)
-register_op_strategy([ops.add_rms_norm.default, ops.add_rms_norm_.default], RuntimeSchemaInfo(2))(_strategy)
-register_op_strategy(
-    ops.rms_norm_backward.default, RuntimeSchemaInfo(2, static_kwargkey=["grad_residual", "output_mask"])
-)(_strategy)
-register_op_strategy(ops.gated_rms_norm.default, RuntimeSchemaInfo(2))(_strategy)
-register_op_strategy(ops.gated_rms_norm_backward.default, RuntimeSchemaInfo(3, static_kwargkey=["output_mask"]))(
-    _strategy
-)
-for _op in (ops.rms_norm_backward.default, ops.gated_rms_norm_backward.default):
-    DTensor._op_dispatcher._custom_op_handlers[_op] = _run_backward
+for _op in (*FUNCTIONAL, *INPLACE):
+    # What else than the placements of tensors decides, and so belongs to the key of PyTorch's cache: normalized_shape,
+    # at this position, and whatever follows it.
+    register_op_strategy(_op, RuntimeSchemaInfo(arguments_of(_op).index("normalized_shape")))(_strategy)
 
 
 class SequenceParallel(_SequenceParallel):

@@ -1,21 +1,20 @@
-"""vmap rules: one call of an operator for the whole batch, where PyTorch would make one call per sample.
+"""The rule of vmap: one call of an operator for the whole batch, where PyTorch would make one call per sample.
 
 A batch is one more dimension of rows. Where every sample has its own weight, or its own gradient of it, the batch is a
 dimension of the weight, too: the first of its groups, which stands right before the others in the other arguments.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import VmapInfo, custom_function_call_vmap_helper
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from normops import _C
+from normops._operators import FUNCTIONAL, INPLACE, arguments_of, name_of, results_of, wanted, written_by
 
-_ops = torch.ops.normops
 _library = torch.library.Library("normops", "IMPL")
 
 
@@ -35,18 +34,6 @@ class _Batch(NamedTuple):
         return self.tensor.expand(self.size, *self.tensor.shape) if self.is_shared else self.tensor
 
 
-_OptionalBatch = _Batch | None
-_Shape = Sequence[int]
-
-
-def _tensor(batch: _OptionalBatch) -> Tensor | None:
-    return None if batch is None else batch.tensor
-
-
-def _sample(batch: _OptionalBatch) -> Tensor | None:
-    return None if batch is None else batch.sample()
-
-
 def _before(weight: Tensor, batch: _Batch) -> Tensor:
     """The samples along the dimension that is the first one of a weight for each."""
     return batch.unshared().movedim(0, batch.unshared().dim() - weight.dim())
@@ -57,122 +44,31 @@ def _first(weight: Tensor, result: Tensor) -> Tensor:
     return result.movedim(result.dim() - weight.dim(), 0).contiguous()
 
 
-def _rms_norm(
-    input: _Batch,
-    normalized_shape: _Shape,
-    weight: _OptionalBatch = None,
-    eps: float | None = None,
-    *,
-    weight_offset: float = 0.0,
-) -> Tensor:
-    _C.check_rms_norm(input.sample(), normalized_shape, _sample(weight), eps)
-    if weight is None or weight.is_shared:
-        return _ops.rms_norm(input.tensor, normalized_shape, _tensor(weight), eps, weight_offset=weight_offset)
-    w = weight.tensor
-    return _first(w, _ops.rms_norm(_before(w, input), normalized_shape, w, eps, weight_offset=weight_offset))
+def _call(op: OpOverload, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """The operator's results, batched along their first dimension."""
+    check = getattr(_C, f"check_{name_of(op)}")
+    check(**{name: value.sample() if isinstance(value, _Batch) else value for name, value in arguments.items()})
 
+    results = dict(zip(results_of(op), wanted(op, arguments), strict=True))
+    weight: _Batch | None = arguments.get("weight")
+    is_one_weight = weight is None or (weight.is_shared and not results.get("grad_weight", False))
+    weights = None if weight is None or is_one_weight else weight.unshared()
 
-def _rms_norm_(input: _Batch, *args: Any, **kwargs: Any) -> None:
-    _check_target("rms_norm_", "input", input)
-    input.tensor.copy_(_rms_norm(input, *args, **kwargs))
+    def whole(name: str, value: Any) -> Any:
+        if not isinstance(value, _Batch):
+            return value
+        if name == "weight":
+            return value.tensor if weights is None else weights
+        return value.unshared() if weights is None else _before(weights, value)
 
-
-def _add_rms_norm(
-    input: _Batch,
-    residual: _Batch,
-    normalized_shape: _Shape,
-    weight: _OptionalBatch = None,
-    eps: float | None = None,
-    *,
-    weight_offset: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    _C.check_add_rms_norm(input.sample(), residual.sample(), normalized_shape, _sample(weight), eps)
-    if weight is None or weight.is_shared:
-        x, r = input.unshared(), residual.unshared()
-        return _ops.add_rms_norm(x, r, normalized_shape, _tensor(weight), eps, weight_offset=weight_offset)
-    w = weight.tensor
-    x, r = _before(w, input), _before(w, residual)
-    y, h = _ops.add_rms_norm(x, r, normalized_shape, w, eps, weight_offset=weight_offset)
-    return _first(w, y), _first(w, h)
-
-
-def _add_rms_norm_(input: _Batch, residual: _Batch, *args: Any, **kwargs: Any) -> None:
-    _check_target("add_rms_norm_", "input", input)
-    _check_target("add_rms_norm_", "residual", residual)
-    output, residual_out = _add_rms_norm(input, residual, *args, **kwargs)
-    input.tensor.copy_(output)
-    residual.tensor.copy_(residual_out)
-
-
-def _gated_rms_norm(
-    input: _Batch,
-    gate: _Batch,
-    normalized_shape: _Shape,
-    weight: _OptionalBatch = None,
-    eps: float | None = None,
-    **keywords: Any,
-) -> Tensor:
-    activation = keywords.get("activation", "silu")
-    _C.check_gated_rms_norm(input.sample(), gate.sample(), normalized_shape, _sample(weight), eps, activation)
-    if weight is None or weight.is_shared:
-        x, g = input.unshared(), gate.unshared()
-        return _ops.gated_rms_norm(x, g, normalized_shape, _tensor(weight), eps, **keywords)
-    w = weight.tensor
-    return _first(w, _ops.gated_rms_norm(_before(w, input), _before(w, gate), normalized_shape, w, eps, **keywords))
-
-
-def _rms_norm_backward(
-    grad_output: _Batch,
-    input: _Batch,
-    normalized_shape: _Shape,
-    weight: _OptionalBatch = None,
-    eps: float | None = None,
-    *,
-    weight_offset: float = 0.0,
-    grad_residual: _OptionalBatch = None,
-    output_mask: Sequence[bool] = (True, True),
-) -> tuple[Tensor | None, Tensor | None]:
-    _C.check_rms_norm_backward(
-        grad_output.sample(), input.sample(), normalized_shape, _sample(weight), eps, _sample(grad_residual)
+    outputs = op(**{name: whole(name, value) for name, value in arguments.items()})
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if weights is None:
+        return outputs
+    return tuple(
+        value if value is None or name == "grad_weight" else _first(weights, value)
+        for name, value in zip(results, outputs, strict=True)
     )
-    rows = grad_output, input, grad_residual
-    keywords = {"weight_offset": weight_offset, "output_mask": output_mask}
-    if weight is None or (weight.is_shared and not output_mask[1]):
-        dy, x, residual = (None if batch is None else batch.unshared() for batch in rows)
-        return _ops.rms_norm_backward(dy, x, normalized_shape, _tensor(weight), eps, grad_residual=residual, **keywords)
-    w = weight.unshared()
-    dy, x, residual = (None if batch is None else _before(w, batch) for batch in rows)
-    grad_input, grad_weight = _ops.rms_norm_backward(
-        dy, x, normalized_shape, w, eps, grad_residual=residual, **keywords
-    )
-    return None if grad_input is None else _first(w, grad_input), grad_weight
-
-
-def _gated_rms_norm_backward(
-    grad_output: _Batch,
-    input: _Batch,
-    gate: _Batch,
-    normalized_shape: _Shape,
-    weight: _OptionalBatch = None,
-    eps: float | None = None,
-    *,
-    output_mask: Sequence[bool] = (True, True, True),
-    **keywords: Any,
-) -> tuple[Tensor | None, ...]:
-    activation = keywords.get("activation", "silu")
-    _C.check_gated_rms_norm_backward(
-        grad_output.sample(), input.sample(), gate.sample(), normalized_shape, _sample(weight), eps, activation
-    )
-    rows = grad_output, input, gate
-    keywords["output_mask"] = output_mask
-    if weight is None or (weight.is_shared and not output_mask[2]):
-        unshared = (batch.unshared() for batch in rows)
-        return _ops.gated_rms_norm_backward(*unshared, normalized_shape, _tensor(weight), eps, **keywords)
-    w = weight.unshared()
-    *of_rows, grad_weight = _ops.gated_rms_norm_backward(
-        *(_before(w, batch) for batch in rows), normalized_shape, w, eps, **keywords
-    )
-    return *(None if gradient is None else _first(w, gradient) for gradient in of_rows), grad_weight
 
 
 def _check_target(op: str, name: str, target: _Batch) -> None:
@@ -183,39 +79,29 @@ def _check_target(op: str, name: str, target: _Batch) -> None:
         )
 
 
-def _register(op: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
-    """Like torch.library.register_vmap, which takes no operator with a tensor among its keywords.
-
-    The rule has the operator's arguments and returns its results, batched along their first dimension.
-    """
-
-    def call(args: Any, kwargs: Any) -> Any:
-        return op(*args, **kwargs)
-
-    def batched(info: VmapInfo, dims: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _register(op: OpOverload, functional: OpOverload) -> None:
+    def rule(info: Any, dims: Sequence[int | None], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def to_batch(value: Any, dim: int | None) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return _Batch(value if dim is None else value.movedim(dim, 0), dim is None, info.batch_size)
 
-        args_batches = [to_batch(*pair) for pair in zip(args, dims[0], strict=True)]
-        kwargs_batches = {name: to_batch(value, dims[1][name]) for name, value in kwargs.items()}
-        result = rule(*args_batches, **kwargs_batches)
-        if op._schema.is_mutable:
-            return (args[0], dims[0][0]) if op._schema.returns else (None, None)
-        return result, tree_map(lambda value: None if value is None else 0, result)
+        arguments = {name: to_batch(*pair) for name, *pair in zip(arguments_of(op), args, dims, strict=False)} | kwargs
+        targets = [arguments[name] for name in written_by(op)]
+        for name, target in zip(written_by(op), targets, strict=True):
+            _check_target(name_of(op), name, target)
+        results = _call(functional, arguments)
+        if targets:
+            for target, result in zip(targets, results, strict=True):
+                target.tensor.copy_(result)
+            return (args[0], dims[0]) if results_of(op) else (None, None)
+        returned = results if len(results) > 1 else results[0]
+        return returned, tree_map(lambda value: None if value is None else 0, returned)
 
-    def dispatched(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        interpreter = retrieve_current_functorch_interpreter()
-        return custom_function_call_vmap_helper(interpreter, batched, call, args, kwargs)  # type: ignore[arg-type]
-
-    _library.impl(op, dispatched, "FuncTorchBatched", with_keyset=True)
+    torch.library.register_vmap(op._schema.name, rule, lib=_library)
 
 
-_register(_ops.rms_norm.default, _rms_norm)
-_register(_ops.rms_norm_.default, _rms_norm_)
-_register(_ops.rms_norm_backward.default, _rms_norm_backward)
-_register(_ops.add_rms_norm.default, _add_rms_norm)
-_register(_ops.add_rms_norm_.default, _add_rms_norm_)
-_register(_ops.gated_rms_norm.default, _gated_rms_norm)
-_register(_ops.gated_rms_norm_backward.default, _gated_rms_norm_backward)
+for _op in FUNCTIONAL:
+    _register(_op, _op)
+for _op, _functional in INPLACE.items():
+    _register(_op, _functional)

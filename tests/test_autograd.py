@@ -175,7 +175,7 @@ class OutputMasks(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is ops.rms_norm_backward.default:
-            self.masks.append((kwargs or {}).get("output_mask", [True, True]))
+            self.masks.append(args[7] if len(args) > 7 else (kwargs or {}).get("output_mask", [True, True]))
         return func(*args, **(kwargs or {}))
 
 

@@ -5,9 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-import check_gpu
 import pytest
 import torch
+
+from bench import check_gpu
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

@@ -1,13 +1,17 @@
-"""The documents: what they link to exists, all of them can be reached, and the README's examples run."""
+"""The documents: what they link to exists, all of them can be reached, and what they show of the API is so."""
 
 import re
 from pathlib import Path
 
 import pytest
+import torch
+
+import normops  # noqa: F401  registers the operators
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+OPERATORS = ("rms_norm", "rms_norm_backward", "add_rms_norm", "gated_rms_norm", "gated_rms_norm_backward")
 
 
 def without_code(text: str) -> str:
@@ -57,3 +61,10 @@ def test_the_use_that_the_readme_shows() -> None:
     names: dict[str, object] = {}
     exec(shown[1], names)
     assert {"norm", "residual", "gated"} <= names.keys()
+
+
+def test_the_schemas_that_are_shown() -> None:
+    text = (ROOT / "docs" / "operators.md").read_text()
+    shown = re.findall(r"^normops::.*?(?=^normops::|^```)", text, flags=re.MULTILINE | re.DOTALL)
+    schemas = [torch._C.parse_schema(" ".join(lines.split())) for lines in shown]
+    assert schemas == [getattr(torch.ops.normops, name).default._schema for name in OPERATORS]

@@ -151,7 +151,7 @@ def test_traced_modules() -> None:
         (normops.RMSNorm(8), 2),
         (normops.RMSNorm(8, groups=4), 1),
         (normops.GatedRMSNorm(8), 2),
-        (normops.GatedRMSNorm(8, groups=2), 2),
+        (normops.GatedRMSNorm(8, group_size=4), 2),
     ):
         traced = torch.jit.trace(module, (torch.randn(2, 4, 8),) * count)
         assert all(map(torch.equal, traced(*(x,) * count), module(*(x,) * count)))

@@ -42,10 +42,10 @@ class GatedNorm(nn.Module):
 
 
 @pytest.mark.parametrize("norm_before_gate", [True, False])
-@pytest.mark.parametrize("groups", [1, 2, 8])
-def test_same_as_the_definition(groups: int, norm_before_gate: bool, device: str) -> None:
-    ours = normops.GatedRMSNorm(8, 1e-3, groups=groups, norm_before_gate=norm_before_gate, device=device)
-    theirs = GatedNorm(8, 1e-3, 8 // groups, norm_before_gate).to(device)
+@pytest.mark.parametrize("group_size", [None, 8, 4, 1])
+def test_same_as_the_definition(group_size: int | None, norm_before_gate: bool, device: str) -> None:
+    ours = normops.GatedRMSNorm(8, 1e-3, group_size=group_size, norm_before_gate=norm_before_gate, device=device)
+    theirs = GatedNorm(8, 1e-3, group_size, norm_before_gate).to(device)
     theirs.weight.data.copy_(cases.values((8,), torch.float32, 3))
     assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
     assert str(theirs.load_state_dict(ours.state_dict())) == "<All keys matched successfully>"
@@ -82,7 +82,7 @@ def test_arguments_reach_the_operator(activation: Any, norm_before_gate: bool) -
 
 @pytest.mark.parametrize(("dtype", "gate_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)])
 def test_dtypes(dtype: torch.dtype, gate_dtype: torch.dtype) -> None:
-    norm = module(groups=2, dtype=torch.bfloat16)
+    norm = module(group_size=4, dtype=torch.bfloat16)
     x, gate = inputs(3, 8)
     y = norm(x.to(dtype), gate.to(gate_dtype))
     assert y.dtype == dtype
@@ -103,29 +103,31 @@ def test_described() -> None:
     assert repr(normops.GatedRMSNorm(8)) == (
         "GatedRMSNorm((8,), eps=None, elementwise_affine=True, activation=silu, norm_before_gate=True)"
     )
-    assert repr(module(activation="sigmoid", norm_before_gate=False, groups=2)) == (
+    assert repr(module(activation="sigmoid", norm_before_gate=False, group_size=4)) == (
         "GatedRMSNorm((8,), eps=0.001, elementwise_affine=True, weight_offset=1.0, activation=sigmoid, "
-        "norm_before_gate=False, groups=2)"
+        "norm_before_gate=False, group_size=4)"
     )
 
 
 def test_starts_without_scaling() -> None:
     x, gate = inputs(3, 8)
-    for groups in (1, 2):
-        norm = normops.GatedRMSNorm(8, weight_offset=1.0, groups=groups)
+    for group_size in (None, 4):
+        norm = normops.GatedRMSNorm(8, weight_offset=1.0, group_size=group_size)
         assert torch.equal(norm.weight, torch.zeros(8))
-        assert torch.equal(norm(x, gate), normops.GatedRMSNorm(8, groups=groups)(x, gate))
-        without = normops.GatedRMSNorm(8, elementwise_affine=False, groups=groups)
+        assert torch.equal(norm(x, gate), normops.GatedRMSNorm(8, group_size=group_size)(x, gate))
+        without = normops.GatedRMSNorm(8, elementwise_affine=False, group_size=group_size)
         assert without.weight is None
         assert without.state_dict() == {}
         assert torch.equal(norm(x, gate), without(x, gate))
 
 
-@pytest.mark.parametrize(("shape", "groups"), [((8,), 3), ((8,), 0), ((8,), -2), ((2, 8), 2)])
-def test_groups_that_do_not_divide(shape: tuple[int, ...], groups: int) -> None:
+@pytest.mark.parametrize(("shape", "group_size"), [((8,), 3), ((8,), 0), ((8,), -2), ((8,), 16), ((2, 8), 2)])
+def test_groups_that_do_not_divide(shape: tuple[int, ...], group_size: int) -> None:
     with pytest.raises(ValueError) as error:
-        normops.GatedRMSNorm(shape, groups=groups)
-    assert str(error.value) == f"groups: expected a divisor of one normalized dimension, but got {groups} of {shape}"
+        normops.GatedRMSNorm(shape, group_size=group_size)
+    assert str(error.value) == (
+        f"group_size: expected a divisor of one normalized dimension, but got {group_size} of {shape}"
+    )
 
 
 def test_errors_are_those_of_the_operator() -> None:
@@ -136,33 +138,33 @@ def test_errors_are_those_of_the_operator() -> None:
         module()(x, gate[:2])
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_saved_copied_moved_and_loaded(groups: int) -> None:
-    norm, (x, gate) = module(groups=groups), inputs(3, 8)
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_saved_copied_moved_and_loaded(group_size: int | None) -> None:
+    norm, (x, gate) = module(group_size=group_size), inputs(3, 8)
     with torch.serialization.safe_globals([normops.GatedRMSNorm]):
         loaded = torch.load(saved(norm), weights_only=True)
-    other = module(groups=groups)
+    other = module(group_size=group_size)
     other.load_state_dict(torch.load(saved(norm.state_dict()), weights_only=True))
     for each in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm)), loaded, other):
         assert repr(each) == repr(norm)
         assert torch.equal(each(x, gate), norm(x, gate))
     assert norm.to(torch.bfloat16)(x.bfloat16(), gate.bfloat16()).dtype == torch.bfloat16
-    meta = normops.GatedRMSNorm(8, groups=groups, device="meta")
+    meta = normops.GatedRMSNorm(8, group_size=group_size, device="meta")
     assert meta(x.to("meta"), gate.to("meta")).is_meta
     meta.to_empty(device="cpu").reset_parameters()
     assert torch.equal(meta.weight, torch.ones(8))
-    made = skip_init(normops.GatedRMSNorm, 8, groups=groups)
+    made = skip_init(normops.GatedRMSNorm, 8, group_size=group_size)
     made.reset_parameters()
     assert torch.equal(made.weight, torch.ones(8))
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_functional_call_and_parametrization(groups: int) -> None:
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_functional_call_and_parametrization(group_size: int | None) -> None:
     class Exp(nn.Module):
         def forward(self, w: Tensor) -> Tensor:
             return w.exp()
 
-    norm, (x, gate) = module(groups=groups), inputs(3, 8)
+    norm, (x, gate) = module(group_size=group_size), inputs(3, 8)
     exponential = {"weight": norm.weight.detach().exp()}
     output = torch.func.functional_call(norm, exponential, (x, gate))
     parametrize.register_parametrization(norm, "weight", Exp())
@@ -171,9 +173,9 @@ def test_functional_call_and_parametrization(groups: int) -> None:
     assert [name for name, p in norm.named_parameters() if p.grad is not None] == ["parametrizations.weight.original"]
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_compiled_and_exported(groups: int) -> None:
-    norm, (x, gate) = module(groups=groups), inputs(3, 8)
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_compiled_and_exported(group_size: int | None) -> None:
+    norm, (x, gate) = module(group_size=group_size), inputs(3, 8)
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, gate), norm(x, gate))
     rows = torch.export.Dim("rows")

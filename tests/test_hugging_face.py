@@ -12,7 +12,7 @@ from profiles import operators_run
 from torch import Tensor, nn
 
 import normops
-from normops import hugging_face
+from normops.adoption import hugging_face
 
 
 @kernels.use_kernel_forward_from_hub("RMSNorm")

@@ -4,6 +4,6 @@
 
 namespace normops {
 
-AddRmsNorm add_rms_norm_composite;
+std::tuple<Tensor, Tensor> composite(const AddRmsNorm& arguments);
 
 }  // namespace normops

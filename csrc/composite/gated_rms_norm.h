@@ -4,8 +4,8 @@
 
 namespace normops {
 
-GatedRmsNorm gated_rms_norm_composite;
-GatedRmsNormBackward gated_rms_norm_backward_composite;
+Tensor composite(const GatedRmsNorm& arguments);
+std::tuple<Tensor, Tensor, Tensor> composite(const GatedRmsNormBackward& arguments);
 
 // An activation at each gate, and its first and second derivative there.
 Tensor activate(const Tensor& gate, Activation activation);

@@ -1,12 +1,12 @@
 // rms_norm and rms_norm_backward written in ATen operators, which differentiate: forward-mode AD and devices without a
-// kernel run these.
+// kernel run these, on arguments that passed the check.
 #pragma once
 #include "../rms_norm.h"
 
 namespace normops {
 
-RmsNorm rms_norm_composite;
-RmsNormBackward rms_norm_backward_composite;
+Tensor composite(const RmsNorm& arguments);
+std::tuple<Tensor, Tensor> composite(const RmsNormBackward& arguments);
 
 // Pieces of the definition that higher derivatives share.
 

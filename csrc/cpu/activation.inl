@@ -1,12 +1,12 @@
-// The activations of gates and their slopes, see gating.h. Between load and store they are a handful of roundings each,
-// which the oracle counts; the same bits wherever multiply-adds are fused.
+// The activations of gates and their slopes, see gating.h. Each takes a handful of roundings between load and store,
+// which tests/oracle.py counts. The bits are the same wherever multiply-adds are fused.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// What exp needs of a type: x = n * ln2 + rest, exp(x) = 2^n * exp(rest), where |rest| <= ln2 / 2 and exp(rest) is
-// 1 + rest + rest^2 * (c[0] + c[1] * rest + ...), with the coefficients for which its relative error is least (Remez'
-// algorithm): less than a tenth of a roundoff.
+// The constants of exp in a type. With x = n * ln2 + rest, where |rest| <= ln2 / 2, exp(x) = 2^n * exp(rest), and
+// exp(rest) is 1 + rest + rest^2 * (c[0] + c[1] * rest + ...). The coefficients are those with the least relative error
+// (found by Remez' algorithm), which is below a tenth of a roundoff.
 template <class Compute>
 struct ExpConstants;
 
@@ -15,9 +15,9 @@ struct ExpConstants<float> {
   using Bits = int32_t;
   static constexpr float log2e = 0x1.715476p+0f;
   static constexpr float ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;  // n * ln2_high is exact
-  static constexpr float integer =
-      0x1.8p23f;                         // added to a number, rounds it to the integer that the low bits then hold
-  static constexpr float lowest = -104;  // whose exp, like that of all below, is 0
+  // Adding this to a number rounds it to an integer, which the low bits then hold.
+  static constexpr float integer = 0x1.8p23f;
+  static constexpr float lowest = -104;  // exp is 0 from here down
   static constexpr int mantissa_bits = 23;
   static constexpr Bits bits_of_half_range = (127 + 64) << 23;
   static constexpr float inverse_of_half_range = 0x1p-64f;
@@ -40,8 +40,8 @@ struct ExpConstants<double> {
   };
 };
 
-// v * 2^n, rounded once, of n + Constants::integer, where 2^n may be less than the least normal number: by two factors
-// then, or the instruction for that.
+// v * 2^n, rounded once, where `shifted` is n + Constants::integer. 2^n itself may be below the least normal number, so
+// it is split into two factors, unless there is an instruction for this.
 template <class Compute, class Vector>
 NORMOPS_INLINE Vector times_power_of_two(Vector v, Vector shifted) {
   using Constants = ExpConstants<Compute>;
@@ -59,7 +59,7 @@ NORMOPS_INLINE Vector times_power_of_two(Vector v, Vector shifted) {
 #endif
 }
 
-// Of x <= 0, down to the smallest subnormal results.
+// exp(x) for x <= 0, down to the smallest subnormal results.
 template <class Compute, class Vector>
 NORMOPS_INLINE Vector exp_vector(Vector x) {
   using Constants = ExpConstants<Compute>;
@@ -77,8 +77,8 @@ NORMOPS_INLINE Vector exp_vector(Vector x) {
   return times_power_of_two<Compute>(series, shifted);
 }
 
-// The smaller one of sigmoid(g) and 1 - sigmoid(g): the other one is 1 less that, rounded as well as the smaller one
-// itself, so that all about a gate is made of it without cancellation, overflow or another exp.
+// The smaller one of sigmoid(g) and 1 - sigmoid(g). 1 minus it is the other one, and is rounded as well as the smaller
+// one itself: so all that is needed of a gate can be made of it, without cancellation, overflow or another exp.
 template <class R>
 NORMOPS_INLINE Block<R> smaller_part(const Block<R>& g) {
   using Vector = typename Block<R>::vector;
@@ -113,8 +113,8 @@ NORMOPS_INLINE Block<R> activated(const Block<R>& g, Activation activation) {
   return activated(g, smaller_part(g), activation).value;
 }
 
-// A row of the gate, or of its gradient, beside rows of T: of its type or of another one, which is told when the kernel
-// runs, as kernels for each pair would be too many.
+// A row of the gate, or of its gradient, beside rows of T. It may be of another type than T, which is known only when
+// the kernel runs: kernels for each pair of types would be too many.
 template <class T, class Byte>
 struct GateRow {
   Byte* data;  // null if not wanted

@@ -4,7 +4,7 @@
 
 namespace normops::cpu {
 
-// Of RmsNormArgs, dtype is that of input and output; scale is in the order of residual_dtype.
+// RmsNormArgs::dtype is the dtype of input and output; scale is held in the order of residual_dtype.
 struct AddRmsNormArgs : RmsNormArgs {
   DType residual_dtype;  // dtype, or float32
   const void* residual;  // residual_dtype [rows, cols]
@@ -15,7 +15,7 @@ struct AddRmsNormArgs : RmsNormArgs {
 
 using AddRmsNormKernels = ForwardKernels<AddRmsNormArgs>;
 
-// Those for current_isa().
+// The kernels for current_isa().
 [[gnu::visibility("default")]] const AddRmsNormKernels& add_rms_norm_kernels();
 
 }  // namespace normops::cpu

@@ -9,7 +9,7 @@ namespace {
 template <class T, class R>
 class SumRows {
  public:
-  using Number = R;
+  using Element = R;
   using Args = AddRmsNormArgs;
   static constexpr bool kCostly = false;
 
@@ -47,9 +47,9 @@ class SumRows {
   }
 
  private:
-  RowIterator<const T, kNarrowGroup> inputs_;
-  RowIterator<const R, kNarrowGroup> residuals_;
-  RowIterator<R, kNarrowGroup> sums_;
+  RowIterator<const T, kNarrowTile> inputs_;
+  RowIterator<const R, kNarrowTile> residuals_;
+  RowIterator<R, kNarrowTile> sums_;
 };
 
 void rows(const AddRmsNormArgs& args, int64_t begin, int64_t end) {

@@ -1,53 +1,60 @@
-// What the backward kernels have in common: rows that come from a Source go through two passes, their sums, then what
-// is written of them and what they add to the partials of grad_weight.
+// What the backward kernels have in common. Rows come from a Source and go through two passes, a tile of them at a
+// time: the first pass forms the sums over each row, the second one writes what is wanted of it and adds its share to
+// the partials of grad_weight.
 #include "grouped_rows.inl"
+#include "row_access.inl"
 #include "row_sums.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
 // Where rows come from, and where what is made of them goes. A Source stands for a norm's rows: x, which is normalized,
-// and dy, the gradient of that times the scale. It has
-//   using Number, the type in which blocks are held;   using Args, derived from RmsNormBackwardArgs;
-//   static constexpr: kCostly, as in forward_rows.inl,
-//     kGradRows, whether rows are written (else grad_weight alone is wanted),
-//     kOneSum, whether both sums of a row are formed at once because the one's terms cost much that the other's share,
-//     kRowBytes and kAllBytes, of a column: what is read of it, and what is read and written;
-//   a constructor of (const Args&, row), and what GroupedRows has, of all its tensors: next_rows, next_group, and
-//     next(r, position in its group), which returns a Row:
-//       x(column, extent), and summed(column, extent): x and dy, for the first pass; what that keeps for the second
-//       one,
-//         a row keeps by its position
-//       terms(column, extent), for the second pass: x, dy and whatever outputs() needs
-//       prefetch_read(column), prefetch_written(column)
-//       store(column, outputs, extent, way)
-//     Of terms: rest(minus_c), what is added to dy * rstd * w, and outputs(gradient, rstd, w): what is stored, made of
-//     the gradient of x;
-//   static bool begins_with_lines(const Args&), whether rows may be written around the caches.
+// and dy, the gradient of the normalized x times the scale. It has
+//   using Element: the type in whose order blocks are held
+//   using Args: RmsNormBackwardArgs, or derived from it
+//   static constexpr
+//     kCostly: as in forward_rows.inl
+//     kGradRows: whether rows are written; if not, grad_weight alone is wanted
+//     kSharedTerms: whether the terms of a row's two sums share what costs much, so that both sums are formed at once
+//     kRowBytes, kAllBytes: the bytes of a column that are read, and that are read or written
+//   a constructor of (const Args&, row)
+//   next_rows(count, group) and next_group(): those of GroupedRows, for all of its tensors
+//   next(r, position): row r of the current group as a Row; `position` is its place in the tile, which is where what
+//     the first pass computes for the second one is kept
+//   static bool begins_with_lines(const Args&): whether rows may be written around the caches
+// A Row has
+//   x(column, extent): a block of x, for the first pass
+//   summed(column, extent): the Terms of a block, for the first pass
+//   terms(column, extent): the Terms of a block, for the second pass
+//   prefetch_read(column), prefetch_written(column)
+//   store(column, outputs, extent, way)
+// Terms have dy, x and
+//   rest(minus_c): what is added to dy * rstd * w, which makes it the gradient of x
+//   outputs(gradient, rstd, w): what is stored, given that gradient
 
-// What x and dy of a group may take, of the second-level cache, which the group's second pass should find them in:
-// fewer rows than eight if they are wide. Processors with AVX-512 have 1 MiB of it and more, those without as little as
-// 256 KiB.
-constexpr int64_t kGroupBytes = (NORMOPS_VECTOR_BYTES == 64 ? 256 : 64) << 10;
+// How much of the second-level cache x and dy of a tile may take, as the tile's second pass should find them there.
+// Wide rows make tiles of fewer than kBackwardTile rows. Processors with AVX-512 have 1 MiB of that cache and more,
+// those without as little as 256 KiB.
+constexpr int64_t kTileBytes = (NORMOPS_VECTOR_BYTES == 64 ? 256 : 64) << 10;
 
-// Of weights per group there are those of several: the first `sharing` rows have the first scale and partial, the next
-// ones those that follow.
+// Rows that go through the two passes together. Where the weight has several groups, a tile may hold rows of some that
+// follow one another: `rows_per_group` rows of the first one, then as many of the next one, and so on.
 template <class Source>
-struct BackwardGroup {
-  using R = typename Source::Number;
+struct BackwardTile {
+  using R = typename Source::Element;
 
-  int count = 0, sharing = 1;
-  const compute_t<R>* scale;
-  compute_t<R>* partial;  // null if grad_weight is not wanted
-  int64_t stride;         // from a scale, or partial, to the next
-  bool begins_chunk;      // whether nothing has been added to the partials yet
-  typename Source::Row rows[kRowGroup];
-  compute_t<R> rstd[kRowGroup], minus_c[kRowGroup];
+  int count = 0, rows_per_group = 1;
+  const compute_t<R>* scale;  // of the first group
+  compute_t<R>* partial;      // of the first group, or null if grad_weight is not wanted
+  int64_t stride;             // from a group's scale, or partial, to the next one's
+  bool begins_chunk;          // whether nothing has been added to the partials yet
+  typename Source::Row rows[kBackwardTile];
+  compute_t<R> rstd[kBackwardTile], minus_c[kBackwardTile];
 
-  // `dots` are the sums of dy * w * x, and not used if no rows are written.
-  NORMOPS_INLINE void set_sums(const double (&squares)[kRowGroup], const double (&dots)[kRowGroup], int64_t cols,
-                               double eps) {
-    for (int r = 0; r < kRowGroup; r++) {
+  // Of the sums of x^2 and of dy * w * x; the latter matter only if rows are written.
+  NORMOPS_INLINE void set_sums(const double (&squares)[kBackwardTile], const double (&dots)[kBackwardTile],
+                               int64_t cols, double eps) {
+    for (int r = 0; r < kBackwardTile; r++) {
       rstd[r] = rstd_of<R>(squares[r], cols, eps);
       // c = rstd^3 * mean(dy * w * x)
       const double rstd_cubed = static_cast<double>(rstd[r]) * rstd[r] * rstd[r];
@@ -73,19 +80,19 @@ NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale) {
   };
 }
 
-// The rows of a group that are summed at once, and whether both of their sums are where that costs no more: as many
-// accumulators as there are registers for.
+// AVX-512 has registers for the accumulators of more than one sum: both sums of a row are formed at once, and, where
+// the terms themselves take few registers, those of two rows.
 constexpr bool kBothSums = NORMOPS_VECTOR_BYTES == 64;
 template <class Source>
 constexpr int kSumRows = kBothSums && !Source::kCostly ? 2 : 1;
 
 template <class Source, int kRows, class Choice>
-NORMOPS_INLINE void fold_rows(const typename Source::Row* rows, const compute_t<typename Source::Number>* scale,
-                              int64_t begin, int64_t end, Choice prefetches, Folded<typename Source::Number>* squares,
-                              Folded<typename Source::Number>* dots) {
-  using R = typename Source::Number;
+NORMOPS_INLINE void fold_rows(const typename Source::Row* rows, const compute_t<typename Source::Element>* scale,
+                              int64_t begin, int64_t end, Choice prefetches, Folded<typename Source::Element>* squares,
+                              Folded<typename Source::Element>* dots) {
+  using R = typename Source::Element;
   constexpr Rest kRest = Source::kCostly ? Rest::looped : Rest::unrolled;
-  if constexpr (Source::kGradRows && (kBothSums || Source::kOneSum)) {
+  if constexpr (Source::kGradRows && (kBothSums || Source::kSharedTerms)) {
     Folded<R> folded[2 * kRows];
     fold_span<R, kRest>(begin, end, folded,
                         [&](int64_t column, auto extent, Block<R>(&sums)[2 * kRows]) NORMOPS_INLINE_LAMBDA {
@@ -118,26 +125,26 @@ NORMOPS_INLINE void fold_rows(const typename Source::Row* rows, const compute_t<
 }
 
 template <class R>
-NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kRowGroup], double (&totals)[kRowGroup]) {
-  compute_t<R> sums[kRowGroup];
-  for (int r = 0; r < kRowGroup; r += 4) sums_of(folded + r, sums + r);
-  for (int r = 0; r < kRowGroup; r++) totals[r] += sums[r];
+NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kBackwardTile], double (&totals)[kBackwardTile]) {
+  compute_t<R> sums[kBackwardTile];
+  for (int r = 0; r < kBackwardTile; r += 4) sums_of(folded + r, sums + r);
+  for (int r = 0; r < kBackwardTile; r++) totals[r] += sums[r];
 }
 
-// Sums the rows of a group, dy * w * x only if rows are written.
+// The first pass: forms the sums over each row of a tile; that of dy * w * x only if rows are written.
 template <class Source, class Choice>
-[[gnu::noinline]] void sum_group(const typename Source::Args& args, BackwardGroup<Source>& group, Choice prefetches) {
-  using R = typename Source::Number;
-  double squares[kRowGroup] = {}, dots[kRowGroup] = {};
-  Folded<R> square_folds[kRowGroup] = {}, dot_folds[kRowGroup] = {};
+[[gnu::noinline]] void sum_tile(const typename Source::Args& args, BackwardTile<Source>& tile, Choice prefetches) {
+  using R = typename Source::Element;
+  double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
+  Folded<R> square_folds[kBackwardTile] = {}, dot_folds[kBackwardTile] = {};
   for (int64_t begin = 0; begin < args.cols; begin += kSpan) {
     const auto fold = [&]<int kRows>(int r, const compute_t<R>* scale) NORMOPS_INLINE_LAMBDA {
-      fold_rows<Source, kRows>(group.rows + r, scale, begin, span_end(begin, args.cols), prefetches, square_folds + r,
+      fold_rows<Source, kRows>(tile.rows + r, scale, begin, span_end(begin, args.cols), prefetches, square_folds + r,
                                dot_folds + r);
     };
-    const compute_t<R>* scale = group.scale;
-    int left = group.sharing;  // of the rows with this scale
-    for (int r = 0; r < group.count;) {
+    const compute_t<R>* scale = tile.scale;
+    int left = tile.rows_per_group;  // of the rows with this scale
+    for (int r = 0; r < tile.count;) {
       if (kSumRows<Source> == 1 || left >= kSumRows<Source>) {
         fold.template operator()<kSumRows<Source>>(r, scale);
         r += kSumRows<Source>, left -= kSumRows<Source>;
@@ -145,12 +152,12 @@ template <class Source, class Choice>
         fold.template operator()<1>(r, scale);
         r++, left--;
       }
-      if (left == 0) scale += group.stride, left = group.sharing;
+      if (left == 0) scale += tile.stride, left = tile.rows_per_group;
     }
     add_sums(square_folds, squares);
     if (Source::kGradRows) add_sums(dot_folds, dots);
   }
-  group.set_sums(squares, dots, args.cols, args.eps);
+  tile.set_sums(squares, dots, args.cols, args.eps);
 }
 
 template <class T>
@@ -159,18 +166,18 @@ compute_t<T>* partial_of(const RmsNormBackwardArgs& args, int64_t chunk, int64_t
          (chunk * args.groups + group) * padded_cols(kDType<T>, args.cols);
 }
 
-// Those that are written at once: they share the loads of the scale, and the partial.
+// Rows of one group that are written at once: they share what is loaded of the scale and the partial.
 constexpr int kWriteRows = 2;
 
-// What a thread's share of the rows may take, of the second-level cache, before rows are prefetched into it: what is
-// written while a group is summed, and the next group while it is written.
+// If a thread's rows take more bytes than this, they are prefetched into the second-level cache: the memory that a tile
+// is written to while the tile is summed, and the rows of the next tile while this one is written.
 constexpr int64_t kPrefetchBytes = int64_t{3} << 20;
 
-// Those that a group has of rows that have weights per group: enough to share them, and few enough to stay in the
-// first-level cache, where rows a multiple of 4096 bytes apart have few places.
-constexpr int kSharingRows = 2;
+// Rows of each group that a tile has if there are several groups: enough to share the loads of a scale and a partial,
+// and few enough to stay in the first-level cache, where rows a multiple of 4096 bytes apart have few places.
+constexpr int kRowsPerGroup = 2;
 
-// What part of the problem: these rows of these groups.
+// A part of the problem: `rows` rows, from `row` on, of each of `groups` groups, from `group` on.
 struct Region {
   int64_t row, rows;
   int64_t group, groups;
@@ -180,9 +187,9 @@ template <class Source>
 class BackwardRows {
  public:
   using Args = typename Source::Args;
-  using R = typename Source::Number;
+  using R = typename Source::Element;
   using Compute = compute_t<R>;
-  using Group = BackwardGroup<Source>;
+  using Tile = BackwardTile<Source>;
   using Row = typename Source::Row;
   // Not on the narrow registers of old processors: it would double their kernels.
   static constexpr bool kMayPrefetch = Source::kGradRows && NORMOPS_VECTOR_BYTES > 16;
@@ -195,55 +202,56 @@ class BackwardRows {
         row_(region.row),
         group_(region.group + region.groups),
         source_(args, region.row) {
-    const int64_t rows = kGroupBytes / (args.cols * Source::kRowBytes);
-    group_rows_ = rows < kWriteRows ? kWriteRows : rows < kRowGroup ? static_cast<int>(rows) : kRowGroup;
+    const int64_t rows = kTileBytes / (args.cols * Source::kRowBytes);
+    tile_rows_ = rows < kWriteRows ? kWriteRows : rows < kBackwardTile ? static_cast<int>(rows) : kBackwardTile;
   }
 
-  // The next rows, none behind the last.
-  void next(Group& group) {
-    const int64_t last_group = region_.group + region_.groups;
-    if (group_ == last_group) next_rows();
-    group.count = 0;
+  // Fills the tile with the next rows, with none if there are no more.
+  void next_tile(Tile& tile) {
+    const int64_t group_end = region_.group + region_.groups;
+    if (group_ == group_end) next_rows();
+    tile.count = 0;
     if (count_ == 0) return;
-    group.sharing = count_;
-    group.scale = scale_of<R>(args_, group_);
-    group.partial = args_.grad_weight_partials != nullptr ? partial_of<R>(args_, chunk_, group_) : nullptr;
-    group.stride = padded_cols(kDType<R>, args_.cols);
-    group.begins_chunk = row_ == chunk_ * args_.rows_per_chunk;
+    tile.rows_per_group = count_;
+    tile.scale = scale_of<R>(args_, group_);
+    tile.partial = args_.grad_weight_partials != nullptr ? partial_of<R>(args_, chunk_, group_) : nullptr;
+    tile.stride = padded_cols(kDType<R>, args_.cols);
+    tile.begins_chunk = row_ == chunk_ * args_.rows_per_chunk;
     do {
       source_.next_group();
       for (int r = 0; r < count_; r++) {
-        group.rows[group.count] = source_.next(r, group.count);
-        group.count++;
+        tile.rows[tile.count] = source_.next(r, tile.count);
+        tile.count++;
       }
-    } while (++group_ < last_group && group.count + count_ <= group_rows_);
+    } while (++group_ < group_end && tile.count + count_ <= tile_rows_);
   }
 
-  void sum(Group& group) const {
+  void sum(Tile& tile) const {
     choose_prefetch(!streams_,
-                    [&](auto prefetches) NORMOPS_INLINE_LAMBDA { sum_group<Source>(args_, group, prefetches); });
+                    [&](auto prefetches) NORMOPS_INLINE_LAMBDA { sum_tile<Source>(args_, tile, prefetches); });
   }
 
-  // What is written of columns [begin, end) of the rows; adds their share of grad_weight to the partials.
-  void write(const Group& group, const Group& ahead, int64_t begin, int64_t end) const {
-    const Compute* scale = group.scale;
-    Compute* partial = group.partial;
-    for (int r = 0; r < group.count; r += group.sharing) {
+  // The second pass, over columns [begin, end) of the tile's rows: writes what is wanted of them, and adds their share
+  // of grad_weight to the partials. `ahead` is the tile that comes next, to be prefetched.
+  void write(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end) const {
+    const Compute* scale = tile.scale;
+    Compute* partial = tile.partial;
+    for (int r = 0; r < tile.count; r += tile.rows_per_group) {
       if constexpr (Source::kGradRows) {
         choose<!Source::kCostly>(partial != nullptr, [&](auto wants_grad_weight) NORMOPS_INLINE_LAMBDA {
-          write_sharing(group, ahead, r, begin, end, scale, partial, wants_grad_weight);
+          write_group(tile, ahead, r, begin, end, scale, partial, wants_grad_weight);
         });
       } else {
-        write_sharing(group, ahead, r, begin, end, scale, partial, std::true_type{});
+        write_group(tile, ahead, r, begin, end, scale, partial, std::true_type{});
       }
-      scale += group.stride;
-      if (partial != nullptr) partial += group.stride;
+      scale += tile.stride;
+      if (partial != nullptr) partial += tile.stride;
     }
     if (kMayPrefetch && streams_) finish_stream();
   }
 
  private:
-  // Calls visit with whether to prefetch, where rows are to be prefetched at all.
+  // Calls visit(whether to prefetch): that is what is `wanted`, if these rows are prefetched at all.
   template <class Visit>
   NORMOPS_INLINE void choose_prefetch(bool wanted, Visit visit) const {
     if constexpr (kMayPrefetch) {
@@ -253,50 +261,51 @@ class BackwardRows {
     }
   }
 
-  // The rows from `first` on that share the scale and the partial.
+  // The rows of one group: those from `first` on.
   template <class Choice>
-  [[gnu::noinline]] void write_sharing(const Group& group, const Group& ahead, int first, int64_t begin, int64_t end,
-                                       const Compute* scale, Compute* partial, Choice wants_grad_weight) const {
+  [[gnu::noinline]] void write_group(const Tile& tile, const Tile& ahead, int first, int64_t begin, int64_t end,
+                                     const Compute* scale, Compute* partial, Choice wants_grad_weight) const {
     for (; begin < end; begin += kSpan) {
       const int64_t last = span_end(begin, end);
       int r = first;
-      for (; r + kWriteRows <= first + group.sharing; r += kWriteRows) {
+      for (; r + kWriteRows <= first + tile.rows_per_group; r += kWriteRows) {
         choose_prefetch(true, [&](auto prefetches) NORMOPS_INLINE_LAMBDA {
-          write_rows<kWriteRows>(group, ahead, r, begin, last, scale, partial, wants_grad_weight, prefetches);
+          write_rows<kWriteRows>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, prefetches);
         });
       }
-      for (; r < first + group.sharing; r++) {
-        write_rows<1>(group, ahead, r, begin, last, scale, partial, wants_grad_weight, std::false_type{});
+      for (; r < first + tile.rows_per_group; r++) {
+        write_rows<1>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, std::false_type{});
       }
     }
   }
 
+  // Goes on to the next rows of all groups in the region, as many as a tile may have of one group.
   void next_rows() {
     row_ += count_;
     group_ = region_.group;
-    // Groups of rows end with their chunk.
+    // A tile ends with its chunk, as the next chunk has partials of its own.
     chunk_ = row_ / args_.rows_per_chunk;
     const int64_t chunk_end = (chunk_ + 1) * args_.rows_per_chunk;
     const int64_t end = region_.row + region_.rows;
     const int64_t left = (chunk_end < end ? chunk_end : end) - row_;
-    const int most = args_.groups > 1 ? kSharingRows : group_rows_;
+    const int most = args_.groups > 1 ? kRowsPerGroup : tile_rows_;
     count_ = static_cast<int>(left < most ? left : most);
     source_.next_rows(count_, group_);
   }
 
   template <int kRows, class WantsGradWeight, class Prefetches>
-  NORMOPS_INLINE void write_rows(const Group& group, const Group& next_group, int first, int64_t begin, int64_t end,
+  NORMOPS_INLINE void write_rows(const Tile& tile, const Tile& next_tile, int first, int64_t begin, int64_t end,
                                  const Compute* scale, Compute* partial, WantsGradWeight wants_grad_weight,
                                  Prefetches prefetches) const {
-    // Copies: what is stored could otherwise change them.
+    // Copies, as the compiler would have to assume of the originals that what is stored changes them.
     const bool streams = prefetches && streams_;
     Row rows[kRows], ahead[kRows];
     Block<R> rstd[kRows], minus_c[kRows];
     for (int r = 0; r < kRows; r++) {
-      rows[r] = group.rows[first + r];
-      ahead[r] = (prefetches && first + r < next_group.count ? next_group : group).rows[first + r];
-      rstd[r] = broadcast<R>(group.rstd[first + r]);
-      minus_c[r] = broadcast<R>(group.minus_c[first + r]);
+      rows[r] = tile.rows[first + r];
+      ahead[r] = (prefetches && first + r < next_tile.count ? next_tile : tile).rows[first + r];
+      rstd[r] = broadcast<R>(tile.rstd[first + r]);
+      minus_c[r] = broadcast<R>(tile.minus_c[first + r]);
     }
     for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
       const Block<R> w = load_held<R>(scale + column);
@@ -325,11 +334,13 @@ class BackwardRows {
   const Args& args_;
   const Region region_;
   const bool prefetches_, streams_;
-  int group_rows_;  // at most so many
-  int64_t row_;     // the first of the current ones, of which there are:
+  int tile_rows_;  // the most that a tile has
+  // The rows that tiles are being made of: `count_` of each group, from `row_` on, all of one chunk. The tile that
+  // comes next begins with those of group `group_`.
+  int64_t row_;
   int count_ = 0;
-  int64_t chunk_;  // theirs
-  int64_t group_;  // that comes next for them
+  int64_t chunk_;
+  int64_t group_;
   Source source_;
 };
 
@@ -340,19 +351,19 @@ void clear(compute_t<T>* partial, int64_t begin, int64_t end) {
 
 template <class Source>
 void backward_region(const typename Source::Args& args, const Region& region) {
-  using R = typename Source::Number;
+  using R = typename Source::Element;
   BackwardRows<Source> rows(args, region);
-  // Two, of which the one is written while the other, which comes next, is prefetched.
-  BackwardGroup<Source> groups[2];
-  rows.next(groups[0]);
-  for (int current = 0; groups[current].count > 0; current ^= 1) {
-    BackwardGroup<Source>&group = groups[current], &ahead = groups[current ^ 1];
-    if (group.partial != nullptr && group.begins_chunk) {
-      clear<R>(group.partial, 0, (group.count / group.sharing - 1) * group.stride + args.cols);
+  // While one tile is written, the one that comes next is prefetched.
+  BackwardTile<Source> tiles[2];
+  rows.next_tile(tiles[0]);
+  for (int current = 0; tiles[current].count > 0; current ^= 1) {
+    BackwardTile<Source>&tile = tiles[current], &ahead = tiles[current ^ 1];
+    if (tile.partial != nullptr && tile.begins_chunk) {
+      clear<R>(tile.partial, 0, (tile.count / tile.rows_per_group - 1) * tile.stride + args.cols);
     }
-    rows.next(ahead);
-    rows.sum(group);
-    rows.write(group, ahead, 0, args.cols);
+    rows.next_tile(ahead);
+    rows.sum(tile);
+    rows.write(tile, ahead, 0, args.cols);
   }
 }
 
@@ -361,7 +372,7 @@ void backward_parts(const typename Source::Args& args, int64_t begin, int64_t en
   const int64_t rows = args.rows / args.groups;
   while (begin < end) {
     const int64_t chunk = begin / args.groups, group = begin % args.groups;
-    // Whole chunks, or some groups of one.
+    // Whole chunks, or, where a chunk is not whole, some of its groups.
     int64_t chunks = group == 0 ? (end - begin) / args.groups : 0, groups = args.groups;
     if (chunks == 0) {
       chunks = 1;
@@ -376,7 +387,7 @@ void backward_parts(const typename Source::Args& args, int64_t begin, int64_t en
 template <class Source>
 void backward_sums(const typename Source::Args& args, int64_t row, int64_t begin, int64_t end, double* squares,
                    double* dots) {
-  using R = typename Source::Number;
+  using R = typename Source::Element;
   const int64_t group = row % args.groups;
   Source source(args, row / args.groups);
   source.next_rows(1, group);
@@ -394,14 +405,14 @@ template <class Source>
 void backward_columns(const typename Source::Args& args, int64_t row, double square_sum, double dot, int64_t begin,
                       int64_t end) {
   BackwardRows<Source> rows(args, {row / args.groups, 1, row % args.groups, 1});
-  BackwardGroup<Source> group;
-  rows.next(group);
-  group.set_sums({square_sum}, {dot}, args.cols, args.eps);
-  // In spans, to find in the cache what was cleared.
+  BackwardTile<Source> tile;
+  rows.next_tile(tile);
+  tile.set_sums({square_sum}, {dot}, args.cols, args.eps);
+  // In spans, so that what was cleared is still in the cache when it is added to.
   for (; begin < end; begin += kSpan) {
     const int64_t last = span_end(begin, end);
-    if (group.partial != nullptr && group.begins_chunk) clear<typename Source::Number>(group.partial, begin, last);
-    rows.write(group, group, begin, last);
+    if (tile.partial != nullptr && tile.begins_chunk) clear<typename Source::Element>(tile.partial, begin, last);
+    rows.write(tile, tile, begin, last);
   }
 }
 

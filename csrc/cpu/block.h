@@ -1,9 +1,9 @@
 // Blocks of a row in the compute type: how they are read, written and summed. Included once per instruction set, like
 // simd.h.
 //
-// A block is 64 bytes of compute type, 16 floats or 8 doubles, held in 4, 2 or 1 registers. The kernels count in blocks
-// (where one is longer, its parts count), so that sums are formed in the same order everywhere: AVX2, AVX-512 and NEON
-// give the same bits.
+// A block is 64 bytes of the compute type, 16 floats or 8 doubles, held in 4, 2 or 1 registers. As all kernels take
+// rows in blocks of this size (the one block that is longer counts as two), sums are formed in the same order
+// everywhere: AVX2, AVX-512 and NEON give the same bits.
 #include "simd.h"
 
 namespace normops::cpu::NORMOPS_ISA {
@@ -27,14 +27,14 @@ struct Block {
 template <class R>
 constexpr int kLanes = Block<R>::kVectors * Block<R>::kVectorLanes;
 
-// How much of a block is inside the row. Lanes outside are read as zero and not written.
+// How much of a block is inside the row. Lanes outside the row are read as zero, and are not written.
 struct Whole {};
 struct Part {
   int64_t lanes;
 };
 
-// Calls visit(choice) with std::true_type or std::false_type, which makes code for either, or, where that would be too
-// much code, with the bool itself.
+// Calls visit(choice) with std::true_type or std::false_type, so that code is made for either, or, where that would be
+// too much code, with the bool itself.
 template <bool kForEither, class Visit>
 NORMOPS_INLINE void choose(bool choice, Visit visit) {
   if constexpr (!kForEither) {
@@ -46,8 +46,8 @@ NORMOPS_INLINE void choose(bool choice, Visit visit) {
   }
 }
 
-// How to write: as usual, or around the caches, or a bool that tells whether around them. That wants targets aligned to
-// what is written at once, and finish_stream() after the last one.
+// How to write: as usual (Cached), around the caches (Stream), or as a bool tells (true: around them). Writing around
+// the caches wants targets that are aligned to what is written at once, and finish_stream() after the last write.
 using Cached = std::false_type;
 using Stream = std::true_type;
 
@@ -111,7 +111,7 @@ NORMOPS_INLINE Block<bfloat16> separate(f32_vector low, f32_vector high, std::in
   return {shuffle<2 * kLane...>(low, high), shuffle<2 * kLane + 1 ...>(low, high)};
 }
 
-// The way back: of the elements in their order, a register of those from kFirst on.
+// The way back: a register of elements in their order, from element kFirst of the block on.
 template <int kFirst, int... kLane>
 NORMOPS_INLINE f32_vector interleave(const Block<bfloat16>& block, std::integer_sequence<int, kLane...>) {
   return shuffle<(kFirst + kLane) / 2 + kLane % 2 * static_cast<int>(sizeof...(kLane))...>(block.v[0], block.v[1]);
@@ -132,7 +132,7 @@ NORMOPS_INLINE Block<R> canonical_nans(const Block<R>& block) {
   return result;
 }
 
-// Numbers of the compute type that lie in the order in which R is held.
+// Loads numbers of the compute type that lie in memory in the order in which R is held.
 template <class R>
 NORMOPS_INLINE Block<R> load_held(const compute_t<R>* source) {
   using B = Block<R>;
@@ -147,8 +147,8 @@ NORMOPS_INLINE void store_held(compute_t<R>* target, const Block<R>& block) {
   for (int i = 0; i < B::kVectors; i++) write(target + i * B::kVectorLanes, block.v[i], Cached{});
 }
 
-// A block of R from elements of T: the same type, or another one that is kept beside it. Pairs that differ in the
-// compute type (a float64 weight with a float32 input, or the other way round) are rare and converted number by number.
+// Loads a block of R from elements of T, which may be another type. Types with different compute types (a float64
+// weight with a float32 input, or the other way round) are a rare pair, and converted number by number.
 template <class R, class T>
 NORMOPS_INLINE Block<R> load(const T* source, Whole = {}) {
   constexpr int kRegister = Block<R>::kVectorLanes;
@@ -178,7 +178,7 @@ NORMOPS_INLINE Block<R> load(const T* source, Part part) {
   return load<R>(lanes);
 }
 
-// The way back. Where T is another type, the numbers may be NaNs with any payload.
+// The way back. Where T is another type than R, NaNs may have any payload, so they are replaced first.
 template <class R, class T, class Way = Cached>
 NORMOPS_INLINE void store(T* target, const Block<R>& block, Whole = {}, Way way = {}) {
   constexpr int kRegister = Block<R>::kVectorLanes;
@@ -231,7 +231,7 @@ NORMOPS_INLINE Block<R> operator+(const Block<R>& a, const Block<R>& b) {
   return block;
 }
 
-// a * b + c, rounded once where the instruction set has it (everywhere but on x86's baseline).
+// a * b + c, rounded once where there is an instruction for it, which is everywhere but on x86's baseline.
 template <class R>
 NORMOPS_INLINE Block<R> fma(const Block<R>& a, const Block<R>& b, const Block<R>& c) {
   Block<R> block;
@@ -259,15 +259,15 @@ NORMOPS_INLINE quad_t<R> fold(const Lanes& lanes) {
   }
 }
 
-// Independent chains of additions per sum, of 64 bytes each: enough to hide the latency of an fma on every instruction
-// set.
+// A sum is formed by this many independent chains of additions, of 64 bytes each: enough to hide the latency of an fma
+// on every instruction set.
 constexpr int kChains = 4;
 
-// The blocks that hold them.
+// The blocks that hold the chains of a sum.
 template <class R>
 constexpr int kChainBlocks = kChains * 64 / static_cast<int>(sizeof(Block<R>));
 
-// The lanes of a sum's chains folded to quads: of the elements, or of the even and of the odd ones.
+// The lanes of a sum's chains, folded to four: a quad for all elements, or one for the even and one for the odd ones.
 template <class R>
 struct Folded {
   quad_t<R> quads[kEvenOdd<R> ? 2 : 1];
@@ -295,7 +295,7 @@ NORMOPS_INLINE Folded<R> fold_chains(const Block<R> (&chain)[kChainBlocks<R>]) {
   }
 }
 
-// The sums over the lanes of each of four quads, ((0 + 2) + (1 + 3)), by two steps that transpose as they fold.
+// The sum over the lanes of each of four quads, ((0 + 2) + (1 + 3)), in two steps that transpose as they fold.
 template <class Quad>
 NORMOPS_INLINE void sum_quads(const Quad& a, const Quad& b, const Quad& c, const Quad& d, Quad& sums) {
   const Quad ab = shuffle<0, 1, 4, 5>(a, b) + shuffle<2, 3, 6, 7>(a, b);
@@ -303,7 +303,7 @@ NORMOPS_INLINE void sum_quads(const Quad& a, const Quad& b, const Quad& c, const
   sums = shuffle<0, 2, 4, 6>(ab, cd) + shuffle<1, 3, 5, 7>(ab, cd);
 }
 
-// The sums of what was folded: of four at a time, which cost little more than one.
+// The sums of four folded ones, which cost little more than one.
 template <class R>
 NORMOPS_INLINE void sums_of(const Folded<R>* folded, compute_t<R>* sums) {
   quad_t<R> result[2];

@@ -14,8 +14,8 @@
 #endif
 
 #include "../dispatch.h"
-#include "../rows.h"
 #include "isa.h"
+#include "row_iterator.h"
 
 // Registers wider than the baseline's are only passed between functions that are inlined.
 #pragma GCC diagnostic ignored "-Wpsabi"
@@ -30,7 +30,7 @@
 
 #elif defined(__x86_64__)
 
-// What follows is compiled for these features besides the baseline's, until the end.
+// What stands between NORMOPS_BEGIN_TARGET(features) and NORMOPS_END_TARGET is compiled for these features, too.
 #define NORMOPS_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define NORMOPS_BEGIN_TARGET(features) \
@@ -73,7 +73,7 @@ NORMOPS_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 NORMOPS_END_TARGET
 #undef NORMOPS_F16C
 
-// The variants of the table `name` that the kernel source defines, in the order of the enumeration Isa.
+// The table `name`, which the kernel source defines, in all its variants, in the order of the enumeration Isa.
 #define NORMOPS_EACH_ISA(name) {&baseline::name, &avx2::name, &avx512::name}
 
 #else

@@ -1,10 +1,11 @@
 // What the forward kernels have in common: rows that come from a Source are summed, then normalized and written.
 #include "normalized_rows.inl"
+#include "row_access.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// Numbers that lie in memory, to be normalized and written as they are.
+// Numbers that lie in memory and are normalized as they are. The results are written as they are, too.
 template <class R>
 struct GivenNumbers {
   const R* data;
@@ -19,18 +20,22 @@ struct GivenNumbers {
   }
 };
 
-// Where the rows come from that are summed and normalized. Such a class has
-//   using Number, their type;   using Args;
-//   static constexpr bool kCostly, whether forming its blocks takes the time, not memory and not what chooses between
-//     them: then there is less code, for more cases each;
-//   a constructor of (const Args&, row), and next(Row (&rows)[kRows]), which finds the next kRows rows, of each:
-//     squares()   adds the squares of a block to an accumulator, see fold_span
-//     numbers()   once its squares have been summed; of these, block() is what is normalized, and finished() what is
-//                 written, given the normalized block times the scale
+// A Source is where the rows come from that are summed and normalized. It has
+//   using Element: the type in whose order blocks are held
+//   using Args: RmsNormArgs, or derived from it
+//   static constexpr bool kCostly: whether most time goes to forming blocks, and neither to memory nor to choosing
+//     between cases at run time; then there is less code, of which each piece serves more cases
+//   a constructor of (const Args&, row)
+//   next(Row (&rows)[kRows]): finds the next kRows rows
+// A Row has
+//   squares(): a term for fold_span, which adds the squares of a block to an accumulator
+//   numbers(): called when the squares have been summed; its block() is what is normalized, and its finished() makes
+//     what is written, given the normalized block times the scale
+// This one's rows are those of the input.
 template <class T>
 class InputRows {
  public:
-  using Number = T;
+  using Element = T;
   using Args = RmsNormArgs;
   static constexpr bool kCostly = false;
 
@@ -49,10 +54,10 @@ class InputRows {
     for (int r = 0; r < kRows; r++) rows[r] = {x[r]};
   }
 
-  RowIterator<const T, kNarrowGroup>& inputs() { return inputs_; }
+  RowIterator<const T, kNarrowTile>& inputs() { return inputs_; }
 
  private:
-  RowIterator<const T, kNarrowGroup> inputs_;
+  RowIterator<const T, kNarrowTile> inputs_;
 };
 
 // From the rows of a Source to outputs of type T.
@@ -60,15 +65,14 @@ template <class T, class Source, class Way>
 class ForwardRows {
  public:
   using Args = typename Source::Args;
-  using R = typename Source::Number;
+  using R = typename Source::Element;
   using Row = typename Source::Row;
 
-  // Rows written at a time, of those that are written while others are summed, where there are 32 registers and one
-  // scale for all.
-  static constexpr int kTurns = NORMOPS_VECTOR_BYTES == 64 && !Source::kCostly ? 2 : 1;
+  // How many rows a tile has, other than of narrow rows, if all rows have one scale: two where there are 32 registers.
+  static constexpr int kOverlappedRows = NORMOPS_VECTOR_BYTES == 64 && !Source::kCostly ? 2 : 1;
 
-  // Whether rows may be written before others are read: on AVX-512, where nothing else is written.
-  static constexpr bool kHasPlain = NORMOPS_VECTOR_BYTES == 64 && std::is_same_v<Source, InputRows<T>>;
+  // Whether rows may be taken sequentially, see kSequentialCols: on AVX-512, where nothing but the output is written.
+  static constexpr bool kHasSequential = NORMOPS_VECTOR_BYTES == 64 && std::is_same_v<Source, InputRows<T>>;
 
   ForwardRows(const Args& args, int64_t row, Way streams)
       : args_(args),
@@ -78,62 +82,65 @@ class ForwardRows {
         scale_rows_(scale_rows(args)),
         scales_(scale_of<R>(args, 0), scale_rows_, row % args.groups) {}
 
-  // The next `groups` groups of kNarrowGroup rows, at least one, of a span at most. Folds, roots and divisions take the
-  // time there, and what is done once per row, not memory: so the places of a group's rows are found together, its sums
-  // are taken together, and its roots and divisions go through the pipeline, or one vector, together. Each row is
-  // written while one of the group after it is summed, so that memory is read and written all the time.
-  void process_groups(int64_t groups) {
-    if (Source::kCostly || args_.cols % kStep<R> != 0) return process_groups<Rest::unrolled>(groups);
+  // The next `count` tiles, at least one, of kNarrowTile rows of a span at most. In such narrow rows it is not memory
+  // that takes the time, but what is done once per row, and folds, roots and divisions. So the addresses of a tile's
+  // rows are found together, its sums are taken together, and its roots and divisions go through the pipeline, or one
+  // vector, together. Each row is written while one of the next tile is summed, so that memory is read and written all
+  // the time.
+  void process_narrow_tiles(int64_t count) {
+    if (Source::kCostly || args_.cols % kStep<R> != 0) return process_narrow_tiles<Rest::unrolled>(count);
     if constexpr (!Source::kCostly) {
-      args_.cols == kStep<R> ? process_groups<Rest::none, kStep<R>>(groups) : process_groups<Rest::none>(groups);
+      args_.cols == kStep<R> ? process_narrow_tiles<Rest::none, kStep<R>>(count)
+                             : process_narrow_tiles<Rest::none>(count);
     }
   }
 
-  // kCols is the number of columns where it is known. Not inlined, nor is the other way: each has the registers for
-  // itself.
+  // kCols is the number of columns if that is known at compile time, else 0. Not inlined, and neither are the others,
+  // so that each has all registers for itself.
   template <Rest kRest, int64_t kCols = 0>
-  [[gnu::noinline]] void process_groups(int64_t groups) {
-    struct Group {
-      Row rows[kNarrowGroup];
-      compute_t<R> rstd[kNarrowGroup];
-    } turns[2];
+  [[gnu::noinline]] void process_narrow_tiles(int64_t count) {
+    struct Tile {
+      Row rows[kNarrowTile];
+      compute_t<R> rstd[kNarrowTile];
+    } tiles[2];
     const int64_t cols = kCols > 0 ? kCols : args_.cols;
-    T* y[kNarrowGroup];
-    const compute_t<R>* scale[kNarrowGroup];
-    const auto sum_group = [&](Group& group, auto term) NORMOPS_INLINE_LAMBDA {
-      Folded<R> folded[kNarrowGroup];
-      compute_t<R> sums[kNarrowGroup];
-      source_.next(group.rows);
-      for (int r = 0; r < kNarrowGroup; r++) {
+    T* y[kNarrowTile];
+    const compute_t<R>* scale[kNarrowTile];
+    const auto sum_tile = [&](Tile& tile, auto term) NORMOPS_INLINE_LAMBDA {
+      Folded<R> folded[kNarrowTile];
+      compute_t<R> sums[kNarrowTile];
+      source_.next(tile.rows);
+      for (int r = 0; r < kNarrowTile; r++) {
         Folded<R> row[1];
-        fold_span<R, kRest>(0, cols, row, term(r, squares_of_rows<1>(group.rows + r)));
+        fold_span<R, kRest>(0, cols, row, term(r, squares_of_rows<1>(tile.rows + r)));
         folded[r] = row[0];
       }
-      for (int r = 0; r < kNarrowGroup; r += 4) sums_of<R>(folded + r, sums + r);
-      for (int r = 0; r < kNarrowGroup; r++) group.rstd[r] = rstd_of<R>(sums[r], cols, args_.eps);
+      for (int r = 0; r < kNarrowTile; r += 4) sums_of<R>(folded + r, sums + r);
+      for (int r = 0; r < kNarrowTile; r++) tile.rstd[r] = rstd_of<R>(sums[r], cols, args_.eps);
     };
-    const auto normalized_row = [&](const Group& group, int r) NORMOPS_INLINE_LAMBDA {
-      return normalized<1>(group.rows + r, group.rstd + r, y + r, scale[r]);
+    const auto normalized_row = [&](const Tile& tile, int r) NORMOPS_INLINE_LAMBDA {
+      return normalized<1>(tile.rows + r, tile.rstd + r, y + r, scale[r]);
     };
-    sum_group(turns[0], [](int, auto squares) NORMOPS_INLINE_LAMBDA { return squares; });
+    sum_tile(tiles[0], [](int, auto squares) NORMOPS_INLINE_LAMBDA { return squares; });
     outputs_.next(y);
     scales_.next(scale);
-    for (int64_t i = 1; i < groups; i++) {
-      const Group& last = turns[(i + 1) % 2];
-      sum_group(turns[i % 2], [&](int r, auto squares)
-                                  NORMOPS_INLINE_LAMBDA { return WhileWriting{normalized_row(last, r), squares}; });
+    for (int64_t i = 1; i < count; i++) {
+      const Tile& last = tiles[(i + 1) % 2];
+      sum_tile(tiles[i % 2], [&](int r, auto squares)
+                                 NORMOPS_INLINE_LAMBDA { return WhileWriting{normalized_row(last, r), squares}; });
       outputs_.next(y);
       if (args_.groups > 1) scales_.next(scale);  // else they are the same
     }
-    const Group& last = turns[(groups - 1) % 2];
-    for (int r = 0; r < kNarrowGroup; r++) normalized_row(last, r).write_columns(0, cols);
+    const Tile& last = tiles[(count - 1) % 2];
+    for (int r = 0; r < kNarrowTile; r++) normalized_row(last, r).write_columns(0, cols);
   }
 
-  // As many of the next `rows` as are to be written before others are read, see kPlainBytes: what is written waits for
-  // what is read ahead of it, where the output is not in the caches. Returns how many.
-  int64_t process_plain(int64_t rows) {
+  // Takes those of the next `rows` sequentially for which that is faster, see kSequentialCols, and returns how many
+  // these are: all, none, or as many as make whole tiles. Where the output is not in the caches, overlapped rows are
+  // slower, as their stores wait for the loads ahead of them.
+  int64_t try_sequential(int64_t rows) {
     const int64_t cols = args_.cols, bytes = cols * static_cast<int64_t>(sizeof(T));
-    if (cols > kPlainCols) return 0;
+    if (cols > kSequentialCols) return 0;
     if (bytes > kNarrowBytes) {
       for (int64_t left = rows; left > 0;) {
         const int64_t count = even_count(left);
@@ -144,23 +151,23 @@ class ForwardRows {
     }
     if (!std::is_same_v<T, compute_t<R>> || even_count(rows) < rows) return 0;
     if (cols == kStep<R>) {
-      process_steps(rows / kPlainGroup);
-      return rows / kPlainGroup * kPlainGroup;
+      process_steps(rows / kSequentialTile);
+      return rows / kSequentialTile * kSequentialTile;
     }
-    if (bytes < kPlainBytes || rows * bytes < kPlainShare) return 0;
+    if (bytes < kSequentialBytes || rows * bytes < kSequentialShare) return 0;
     process_one_by_one(rows);
     return rows;
   }
 
-  // The next `groups` groups of kRows rows, at least one: each is written while the one after it is summed, so that
-  // memory is read and written all the time. Several rows share the loads of the scale.
+  // The next `count` tiles of kRows rows, at least one: each is written while the next one is summed, so that memory is
+  // read and written all the time. The rows of a tile share the loads of the scale.
   template <int kRows>
-  [[gnu::noinline]] void process_in_turn(int64_t groups) {
+  [[gnu::noinline]] void process_overlapped(int64_t count) {
     Row rows[kRows];
     compute_t<R> rstd[kRows];
     source_.next(rows);
     sum_rows<kRows>(args_.cols, args_.eps, squares_of_rows<kRows>(rows), rstd);
-    for (; groups > 1; groups--) {
+    for (; count > 1; count--) {
       const auto last = next_normalized<kRows>(rows, rstd);
       source_.next(rows);
       sum_rows<kRows>(args_.cols, args_.eps, WhileWriting{last, squares_of_rows<kRows>(rows)}, rstd);
@@ -168,7 +175,7 @@ class ForwardRows {
     next_normalized<kRows>(rows, rstd).write_columns(0, args_.cols);
   }
 
-  // Columns of the next row, whose sum is known.
+  // Writes columns [begin, end) of the next row, whose sum is known.
   void write_columns(double square_sum, int64_t begin, int64_t end) {
     Row rows[1];
     source_.next(rows);
@@ -184,7 +191,7 @@ class ForwardRows {
     return rows;
   }
 
-  // The next `count` rows, which lie at equal distances.
+  // The next `count` rows, which lie at equal distances, sequentially: tiles of one row.
   void process_one_by_one(int64_t count) {
     const auto inputs = source_.inputs().next_even(count);
     const auto outputs = outputs_.next_even(count);
@@ -193,9 +200,9 @@ class ForwardRows {
                                : write_one_by_one<Rest::looped>(inputs, outputs, scales, count);
   }
 
-  // Without a rest, all addresses are in registers: a load waits for what is being written to any address with the same
-  // low 12 bits, and what is on its way to memory covers most of them. A pointer that waits holds up all that is read
-  // through it.
+  // Without a rest, all addresses stay in registers, which matters: a load waits for any store that is still on its way
+  // to memory and whose address has the same low 12 bits. Those stores cover most such addresses, and a pointer that
+  // has to be loaded holds up all that is read through it.
   template <Rest kRest>
   [[gnu::noinline]] void write_one_by_one(EvenRows<const T> inputs, EvenRows<T> outputs,
                                           EvenRows<const compute_t<R>> scales, int64_t count) const {
@@ -212,32 +219,33 @@ class ForwardRows {
     }
   }
 
-  // The next `groups` groups of kPlainGroup rows of a step each, which lie at equal distances, as their scales do.
-  [[gnu::noinline]] void process_steps(int64_t groups) {
-    const int64_t count = groups * kPlainGroup;
+  // The next `tiles` tiles of kSequentialTile rows, sequentially. Each row is one step of columns, and rows lie at
+  // equal distances, as do their scales.
+  [[gnu::noinline]] void process_steps(int64_t tiles) {
+    const int64_t count = tiles * kSequentialTile;
     auto inputs = source_.inputs().next_even(count), written = inputs;
     auto outputs = outputs_.next_even(count);
     auto scales = scales_.next_even(count);
     const double eps = args_.eps;
-    for (; groups > 0; groups--) {
-      Folded<R> folded[kPlainGroup];
-      compute_t<R> rstd[kPlainGroup];
+    for (; tiles > 0; tiles--) {
+      Folded<R> folded[kSequentialTile];
+      compute_t<R> rstd[kSequentialTile];
 #pragma GCC unroll 1
-      for (int r = 0; r < kPlainGroup; r++, inputs.next()) {
+      for (int r = 0; r < kSequentialTile; r++, inputs.next()) {
         folded[r] = fold_span<R, Rest::none>(0, kStep<R>, squares_of(inputs.row));
       }
-      for (int r = 0; r < kPlainGroup; r += 4) sums_of<R>(folded + r, rstd + r);
-      for (int r = 0; r < kPlainGroup; r++) rstd[r] = rstd_of<R>(rstd[r], kStep<R>, eps);
+      for (int r = 0; r < kSequentialTile; r += 4) sums_of<R>(folded + r, rstd + r);
+      for (int r = 0; r < kSequentialTile; r++) rstd[r] = rstd_of<R>(rstd[r], kStep<R>, eps);
 #pragma GCC unroll 1
-      for (int r = 0; r < kPlainGroup; r++, written.next(), outputs.next(), scales.next()) {
+      for (int r = 0; r < kSequentialTile; r++, written.next(), outputs.next(), scales.next()) {
         const Row row[1] = {{written.row}};
         normalized<1>(row, rstd + r, &outputs.row, scales.row).template write_columns<Rest::none>(0, kStep<R>);
       }
     }
   }
 
-  // The scales of the groups, one after another and over again; a single one without an end that would have to be
-  // carried.
+  // The scales as rows of a tensor: those of the groups, one after another, over and over again. A single one is
+  // repeated so often that its end is never reached.
   static RowLayout scale_rows(const Args& args) {
     if (args.groups == 1) return {1, {INT64_MAX}, {0}};
     return {1, {args.groups}, {padded_cols(kDType<R>, args.cols)}};
@@ -257,7 +265,7 @@ class ForwardRows {
     return result;
   }
 
-  // With the outputs and the scale that are next.
+  // The same, to be written to the next outputs, with the next scale.
   template <int kRows>
   NORMOPS_INLINE auto next_normalized(const Row* rows, const compute_t<R>* rstd) {
     T* y[kRows];
@@ -273,7 +281,7 @@ class ForwardRows {
     };
   }
 
-  // rstd of kRows rows, of whose squares the term is.
+  // Forms rstd of kRows rows, of which `term` adds the squares.
   template <int kRows, Rest kRest = Rest::looped, class Term>
   NORMOPS_INLINE static void sum_rows(int64_t cols, double eps, const Term& term, compute_t<R>* rstd) {
     double totals[kRows] = {};
@@ -288,9 +296,9 @@ class ForwardRows {
   const Args& args_;
   const Way streams_;
   Source source_;
-  RowIterator<T, kNarrowGroup> outputs_;
+  RowIterator<T, kNarrowTile> outputs_;
   const RowLayout scale_rows_;
-  RowIterator<const compute_t<R>, kNarrowGroup> scales_;  // of what is written
+  RowIterator<const compute_t<R>, kNarrowTile> scales_;  // of the rows in outputs_
 };
 
 template <class T, class Source, class Way>
@@ -298,18 +306,18 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end,
   using Rows = ForwardRows<T, Source, Way>;
   Rows rows(args, begin, streams);
   int64_t row = begin;
-  if constexpr (Rows::kHasPlain) row += rows.process_plain(end - row);
+  if constexpr (Rows::kHasSequential) row += rows.try_sequential(end - row);
   if (args.cols * static_cast<int64_t>(sizeof(T)) <= kNarrowBytes) {
-    const int64_t groups = (end - row) / kNarrowGroup;
-    if (groups > 0) rows.process_groups(groups);
-    row += groups * kNarrowGroup;
+    const int64_t tiles = (end - row) / kNarrowTile;
+    if (tiles > 0) rows.process_narrow_tiles(tiles);
+    row += tiles * kNarrowTile;
   }
-  if constexpr (Rows::kTurns > 1) {
-    const int64_t turns = args.groups == 1 ? (end - row) / Rows::kTurns : 0;
-    if (turns > 0) rows.template process_in_turn<Rows::kTurns>(turns);
-    row += turns * Rows::kTurns;
+  if constexpr (Rows::kOverlappedRows > 1) {
+    const int64_t tiles = args.groups == 1 ? (end - row) / Rows::kOverlappedRows : 0;
+    if (tiles > 0) rows.template process_overlapped<Rows::kOverlappedRows>(tiles);
+    row += tiles * Rows::kOverlappedRows;
   }
-  if (row < end) rows.template process_in_turn<1>(end - row);
+  if (row < end) rows.template process_overlapped<1>(end - row);
 }
 
 template <class T, class Source>
@@ -323,7 +331,7 @@ template <class Source>
 void forward_sums(const typename Source::Args& args, int64_t row, int64_t begin, int64_t end, double* squares) {
   typename Source::Row rows[1];
   Source(args, row).next(rows);
-  sum_spans<typename Source::Number>(args.cols, begin, end, squares, rows[0].squares());
+  sum_spans<typename Source::Element>(args.cols, begin, end, squares, rows[0].squares());
 }
 
 template <class T, class Source>

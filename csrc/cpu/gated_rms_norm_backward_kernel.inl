@@ -1,8 +1,9 @@
 // The kernels of gated_rms_norm_backward, compiled once per instruction set by foreach_isa.h: those of
-// rms_norm_backward for a gated grad_output, or a gated input. With a the activated gate,
-//   norm first: y = x * rstd * w * a    dy * a takes the place of dy, and grad_gate = dy * x * rstd * w * a'
-//   gate first: h = x * a               h takes that of x; of its gradient dh, grad_input = dh * a, grad_gate = dh * x
-//   * a'
+// rms_norm_backward for a gated grad_output, or a gated input. With the activated gate a and its slope a',
+//   norm first: y = x * rstd * w * a
+//     dy * a takes the place of dy, and grad_gate = dy * x * rstd * w * a'
+//   gate first: h = x * a, y = h * rstd * w
+//     h takes the place of x, and with the gradient dh of h, grad_input = dh * a and grad_gate = dh * x * a'
 #include "activation.inl"
 #include "backward_rows.inl"
 
@@ -13,10 +14,10 @@ namespace {
 template <class T, bool kNormFirst>
 class GatedGradientRows {
  public:
-  using Number = T;
+  using Element = T;
   using Args = GatedRmsNormBackwardArgs;
-  // Gates may be wider; and if grad_weight alone is wanted, which is rare, the rest is formed in vain.
-  static constexpr bool kCostly = true, kGradRows = true, kOneSum = !kNormFirst;
+  // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
+  static constexpr bool kCostly = true, kGradRows = true, kSharedTerms = !kNormFirst;
   static constexpr int64_t kRowBytes = 3 * sizeof(T) + sizeof(compute_t<T>), kAllBytes = 5 * sizeof(T);
 
   struct Row {
@@ -33,8 +34,8 @@ class GatedGradientRows {
 
     struct Terms {
       Block<T> dy, x;  // as the norm sees them
-      // Of the activation, the slope times grad_output or input, whichever is gated: kept apart, GCC 12 would also
-      // store them on the stack.
+      // The activation's value, and its slope times grad_output or input, whichever is gated. If slope and factor were
+      // kept apart, GCC 12 would also store them on the stack.
       Block<T> value, slope;
 
       NORMOPS_INLINE Block<T> rest(const Block<T>& minus_c) const { return minus_c * x; }
@@ -87,9 +88,9 @@ class GatedGradientRows {
       : args_(args),
         grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.groups, row),
         inputs_(static_cast<const T*>(args.input), args.input_rows, args.groups, row),
-        gates_(static_cast<const char*>(args.gate), args.gate_rows, args.groups, row),
+        gates_(static_cast<const char*>(args.gate), args.gate_rows_in_bytes, args.groups, row),
         grad_inputs_(static_cast<T*>(args.grad_input), args.grad_input_rows, args.groups, row),
-        grad_gates_(static_cast<char*>(args.grad_gate), args.grad_gate_rows, args.groups, row) {}
+        grad_gates_(static_cast<char*>(args.grad_gate), args.grad_gate_rows_in_bytes, args.groups, row) {}
 
   void next_rows(int count, int64_t group) {
     each([&](auto& rows) { rows.next_rows(count, group); });
@@ -112,11 +113,11 @@ class GatedGradientRows {
   static bool begins_with_lines(const Args& args) {
     return args.gate_dtype == args.dtype &&
            NORMOPS_ISA::begins_with_lines(static_cast<const T*>(args.grad_input), args.grad_input_rows) &&
-           NORMOPS_ISA::begins_with_lines(static_cast<const char*>(args.grad_gate), args.grad_gate_rows);
+           NORMOPS_ISA::begins_with_lines(static_cast<const char*>(args.grad_gate), args.grad_gate_rows_in_bytes);
   }
 
  private:
-  // `visit` gets the rows of each tensor that there is.
+  // Calls visit(rows) for each tensor that there is.
   template <class Visit>
   void each(Visit visit) {
     visit(grad_outputs_);

@@ -5,40 +5,41 @@
 
 namespace normops::cpu {
 
-// What costs an exp is held from the first pass over a row to the second one.
+// What costs an exp is held from the first pass over a row to the second one. Strides of the gate and its gradient
+// count bytes, as their dtype is known only when the kernel runs.
 struct GatedRmsNormArgs : RmsNormArgs {
   Gating gating;
-  DType gate_dtype;     // dtype, or float32 and 16 bits beside each other
-  const void* gate;     // gate_dtype [rows, cols]
-  RowLayout gate_rows;  // its strides count bytes
-  void* held;           // compute [held_rows, padded_cols], of each thread, or of those that share a row
+  DType gate_dtype;  // dtype, or float32 if that has 16 bits, or one of 16 bits if that is float32
+  const void* gate;  // gate_dtype [rows, cols]
+  RowLayout gate_rows_in_bytes;
+  void* held;  // compute [held_rows, padded_cols], memory of a thread's own, or of the threads that share a row
 
-  // Of rows that are gated first: those that have been summed and not been written.
+  // If rows are gated before they are summed: as many as are summed and not written yet, at most.
   int64_t held_rows() const {
     if (gating.norm_before_gate) return 0;
     const int64_t bytes = cols * (dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2);
-    return 2 * (bytes <= kNarrowBytes ? kNarrowGroup : 1);
+    return 2 * (bytes <= kNarrowBytes ? kNarrowTile : 1);
   }
 };
 
-// Of RmsNormBackwardArgs, grad_output_dtype is dtype, and there is no grad_residual.
+// In these RmsNormBackwardArgs, grad_output_dtype is dtype, and there is no grad_residual.
 struct GatedRmsNormBackwardArgs : RmsNormBackwardArgs {
   Gating gating;
   DType gate_dtype;
-  const void* gate;          // gate_dtype [rows, cols]
-  RowLayout gate_rows;       // its strides count bytes, as do
-  void* grad_gate;           // gate_dtype [rows, cols], or null if not wanted
-  RowLayout grad_gate_rows;  // those of these
-  void* held;                // as in GatedRmsNormArgs
+  const void* gate;  // gate_dtype [rows, cols]
+  RowLayout gate_rows_in_bytes;
+  void* grad_gate;  // gate_dtype [rows, cols], or null if not wanted
+  RowLayout grad_gate_rows_in_bytes;
+  void* held;  // as in GatedRmsNormArgs
 
-  // Those of a group.
-  int64_t held_rows() const { return kRowGroup; }
+  // Those of a tile.
+  int64_t held_rows() const { return kBackwardTile; }
 };
 
 using GatedRmsNormKernels = ForwardKernels<GatedRmsNormArgs>;
 using GatedRmsNormBackwardKernels = BackwardKernels<GatedRmsNormBackwardArgs>;
 
-// Those for current_isa().
+// The kernels for current_isa().
 [[gnu::visibility("default")]] const GatedRmsNormKernels& gated_rms_norm_kernels();
 [[gnu::visibility("default")]] const GatedRmsNormBackwardKernels& gated_rms_norm_backward_kernels();
 

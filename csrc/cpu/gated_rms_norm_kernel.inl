@@ -19,8 +19,8 @@ struct GatedRow {
   }
 };
 
-// Each row with the one that follows it, behind the last the first, to be prefetched: an activation takes so long that
-// the processor does not look far enough ahead by itself.
+// Finds each row together with the one that follows it, which is to be prefetched: an activation takes so long that the
+// processor does not look far enough ahead by itself. The last row is followed by the first.
 template <class T>
 class GatedRows {
  public:
@@ -30,7 +30,7 @@ class GatedRows {
 
   GatedRows(const GatedRmsNormArgs& args, int64_t row)
       : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
-        gates_(static_cast<const char*>(args.gate), args.gate_rows, row),
+        gates_(static_cast<const char*>(args.gate), args.gate_rows_in_bytes, row),
         ahead_{inputs_.next(), {gates_.next(), args.gate_dtype}, args.gating.activation} {}
 
   Pair next() {
@@ -50,7 +50,7 @@ class GatedRows {
 template <class T>
 class NormFirstRows {
  public:
-  using Number = T;
+  using Element = T;
   using Args = GatedRmsNormArgs;
   static constexpr bool kCostly = true;
 
@@ -95,7 +95,7 @@ class NormFirstRows {
 template <class T>
 class GateFirstRows {
  public:
-  using Number = T;
+  using Element = T;
   using Args = GatedRmsNormArgs;
   static constexpr bool kCostly = true;
 

@@ -1,9 +1,10 @@
-// Rows of tensors that have a weight per group, taken a few at a time.
+// Rows of tensors, group by group of the weight.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// The rows of a tensor, up to kRowGroup at a time that are of one group: those of a group are `groups` rows apart.
+// The rows of a tensor, up to kBackwardTile of one group at a time. As row r is of group r % groups, the rows of a
+// group lie `groups` rows apart.
 template <class T>
 class GroupedRows {
  public:
@@ -14,7 +15,7 @@ class GroupedRows {
         row_(data, layout, row * groups, groups),
         group_(data, layout, 0) {}
 
-  // The next `count` rows of all groups, of which `group` comes first.
+  // Goes on to the next `count` rows of all groups. The first call of next_group() will be for `group`.
   void next_rows(int count, int64_t group) {
     if (groups_ == 1) return;
     for (int r = 0; r < count; r++) rows_[r] = row_.next();
@@ -25,7 +26,7 @@ class GroupedRows {
     if (groups_ > 1) offset_ = group_.next() - data_;
   }
 
-  // Of the current group, one after another.
+  // Row r of the current group; to be called for one after another.
   T* next(int r) { return groups_ == 1 ? row_.next() : rows_[r] + offset_; }
 
  private:
@@ -33,8 +34,8 @@ class GroupedRows {
   const RowLayout& layout_;
   int64_t groups_;
   RowIterator<T> row_, group_;
-  T* rows_[kRowGroup];  // of the first group
-  int64_t offset_ = 0;  // from there to the current group
+  T* rows_[kBackwardTile];  // of group 0
+  int64_t offset_ = 0;      // from there to the current group
 };
 
 }  // namespace

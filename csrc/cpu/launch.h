@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../check.h"
+#include "../operator.h"
 #include "../problem.h"
 #include "huge_pages.h"
 #include "sharing.h"
@@ -28,11 +28,11 @@ struct CpuBackend {
 // lines that another core has just written (8 x 4096 bfloat16, 2 threads of a Xeon: 5.5 us instead of 9.5).
 class Scale {
  public:
-  Scale(const OptionalTensor& weight, double weight_offset, DType dtype, const Problem& problem)
-      : weight_(is_given(weight) ? weight->expect_contiguous() : c10::MaybeOwned<Tensor>()),
+  Scale(const Norm& norm, DType dtype, const Problem& problem)
+      : weight_(is_given(norm.weight) ? norm.weight->expect_contiguous() : c10::MaybeOwned<Tensor>()),
         data_(weight_->defined() ? weight_->const_data_ptr() : nullptr),
         weight_dtype_(weight_->defined() ? dtype_of(*weight_) : dtype),
-        weight_offset_(weight_offset),
+        weight_offset_(norm.weight_offset),
         dtype_(dtype),
         problem_(problem),
         conversion_(conversion()),

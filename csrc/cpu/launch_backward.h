@@ -38,7 +38,7 @@ inline RmsNormBackwardArgs backward_args(const Problem& problem, const Rows& dy,
 // Whether the partial of a single chunk can be formed in grad_weight itself: it is laid out in the same way, and is
 // none of these inputs, which are read until the end.
 inline bool is_partial_layout(const Tensor& grad_weight, DType dtype, int64_t cols,
-                              std::initializer_list<const Tensor*> inputs) {
+                              c10::ArrayRef<const Tensor*> inputs) {
   return dtype_of(grad_weight) == dtype && compute_dtype(dtype) == dtype && grad_weight.is_contiguous() &&
          padded_cols(dtype, cols) == cols && std::all_of(inputs.begin(), inputs.end(), [&](const Tensor* input) {
            return overlap(grad_weight, *input) == Overlap::none;
@@ -50,7 +50,7 @@ inline bool is_partial_layout(const Tensor& grad_weight, DType dtype, int64_t co
 class PartialSums {
  public:
   PartialSums(const Problem& problem, int64_t rows_per_chunk, DType dtype, const Tensor& grad_weight,
-              std::initializer_list<const Tensor*> inputs)
+              c10::ArrayRef<const Tensor*> inputs)
       : problem_(problem),
         dtype_(dtype),
         grad_weight_(grad_weight),

@@ -1,4 +1,4 @@
-// What forwards write: rows whose rstd is known, by themselves or while others are summed.
+// The writing half of the forward kernels: rows whose rstd is known, by themselves or while other rows are summed.
 #include "row_sums.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
@@ -9,10 +9,10 @@ namespace {
 // one after another often differ in those bits by 64 or 128.
 constexpr bool kLoadsAhead = NORMOPS_VECTOR_BYTES == 64;
 
-// Rows with their rstd, to be written: y = h * rstd * w, finished. They share the scale.
+// Rows whose rstd is known, to be written as y = finished(h * rstd * w). They share the scale.
 template <class T, class R, class Numbers, int kRows, class Way>
 struct NormalizedRows {
-  using Number = R;
+  using Element = R;
   static constexpr int kCount = kRows;
 
   Way streams;
@@ -21,7 +21,7 @@ struct NormalizedRows {
   T* y[kRows];
   Block<R> rstd[kRows];
 
-  // A block of each.
+  // Forms a block of each row.
   template <class Extent>
   NORMOPS_INLINE void normalize(int64_t column, Extent extent, Block<R> (&result)[kRows]) const {
     const Block<R> w = load_held<R>(scale + column);
@@ -37,7 +37,7 @@ struct NormalizedRows {
     for (int r = 0; r < kRows; r++) store(y[r] + column, result[r], extent, streams);
   }
 
-  // The blocks of kStep columns. What is loaded, and what `between` loads, comes before what is stored.
+  // Writes kStep columns of each row. All loads, and what between() does, come before all stores.
   template <class Between>
   NORMOPS_INLINE void write_step(int64_t column, Between between) const {
     constexpr int kBlocks = kChainBlocks<R>;
@@ -52,8 +52,8 @@ struct NormalizedRows {
   template <Rest kRest = Rest::looped>
   NORMOPS_INLINE void write_columns(int64_t begin, int64_t end) const {
     if constexpr (kLoadsAhead) {
-      // Zen 4 takes a quarter less time where the output is not in the caches if the stores do not follow at once. Why,
-      // is not known; docs/performance.md tells what was measured.
+      // The nop keeps the stores from following the loads at once. Where the output is not in the caches, Zen 4 then
+      // takes a quarter less time; docs/performance.md tells what was measured. Why is not known.
       for (; begin + kStep<R> <= end; begin += kStep<R>) write_step(begin, [] { asm volatile("nop"); });
       if constexpr (kRest == Rest::none) return;
     }
@@ -68,7 +68,7 @@ struct NormalizedRows {
 // A term of fold_span that writes rows while others are summed, so that memory is read and written all the time.
 template <class Written, class Term>
 struct WhileWriting {
-  using R = typename Written::Number;
+  using R = typename Written::Element;
   static constexpr int kRows = Written::kCount;
 
   Written written;

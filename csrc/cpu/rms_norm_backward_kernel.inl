@@ -4,13 +4,13 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// The rows of grad_output and input as they are. T is the type of grad_output, R that of everything else with rows.
+// The rows of grad_output and input as they are given. T is the type of grad_output, R that of all other rows.
 template <class T, class R, bool kGradInput, bool kResidual>
 class GivenRows {
  public:
-  using Number = R;
+  using Element = R;
   using Args = RmsNormBackwardArgs;
-  static constexpr bool kCostly = false, kGradRows = kGradInput, kOneSum = false;
+  static constexpr bool kCostly = false, kGradRows = kGradInput, kSharedTerms = false;
   static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
   static constexpr int64_t kAllBytes = kRowBytes + sizeof(R);
 
@@ -85,7 +85,7 @@ class GivenRows {
   }
 
  private:
-  // `visit` gets the rows of each tensor that there is.
+  // Calls visit(rows) for each tensor that there is.
   template <class Visit>
   void each(Visit visit) {
     visit(grad_outputs_);

@@ -8,40 +8,44 @@
 
 namespace normops::cpu {
 
-// Data pointers are of `dtype`, those called compute of compute_dtype(dtype). Rows of the outputs may coincide with
-// rows of the inputs: each element is read before it is written. Vectors over the columns that only kernels read and
-// write (scale, partials) are padded to whole blocks and hold the columns in an order of the kernels' own. There is one
-// for each group: row r has the scale, and is summed into the partial, of group r % groups.
+// Pointers are to elements of `dtype`, or, where a comment says compute, of compute_dtype(dtype). Rows of the outputs
+// may be rows of the inputs: each element is read before it is written. Scale and partials, which only kernels read and
+// write, are one vector over the columns for each group of the weight, padded to whole blocks, with the columns in an
+// order of the kernels' own. Row r is of group r % groups: it has that scale, and is summed into that partial.
 constexpr int64_t kLongestBlock = 32;  // columns
 inline int64_t padded_cols(DType dtype, int64_t cols) {
   const int64_t block = dtype == DType::bfloat16 ? kLongestBlock : 16;
   return (cols + block - 1) / block * block;
 }
 
-// The partials of grad_weight of a group, each of so many of its rows.
+// How many partial sums of grad_weight each group has, where each is over `rows_per_chunk` of the group's rows.
 inline int64_t chunk_count(int64_t rows, int64_t rows_per_chunk) {
   return (rows + rows_per_chunk - 1) / rows_per_chunk;
 }
 
-// Sums over a row are formed in spans of so many columns, then over the spans from left to right in float64.
+// The columns of a span. A sum over a row is formed within each span, and the sums of the spans are added from left to
+// right in float64.
 constexpr int64_t kSpan = 1024;
 
-// The forward sums rows before it writes them: those of at most so many bytes in groups of so many. There are as many
-// again that are being written.
+// Rows that go through a kernel together are a tile. The forward overlaps tiles: each is written while the next one is
+// summed. Rows of at most kNarrowBytes make tiles of kNarrowTile rows; what is left of them, and wider rows, make tiles
+// of one or two.
 constexpr int64_t kNarrowBytes = 2048;
-constexpr int kNarrowGroup = 8;
+constexpr int kNarrowTile = 8;
 
-// Wider ones are written while others are summed. Some of rms_norm's are written before others are read: those of at
-// most so many columns that are too wide for groups; and of those that lie at equal distances and need no conversion,
-// those of 256 bytes in groups of so many, and those of at least so many bytes where a thread writes more than the
-// second-level cache has room for beside what it reads. See docs/performance.md.
-constexpr int64_t kPlainCols = 2 * kSpan;
-constexpr int kPlainGroup = 16;
-constexpr int64_t kPlainBytes = 512;
-constexpr int64_t kPlainShare = 1 << 20;
+// On AVX-512, rms_norm takes some tiles sequentially instead: a tile is written before the next one is read. These are
+//   rows of more than kNarrowBytes, but at most kSequentialCols columns: one at a time;
+//   if they lie at equal distances and are of their compute type, also rows of 256 bytes: kSequentialTile at a time;
+//     and rows of kSequentialBytes to kNarrowBytes, if a thread writes at least kSequentialShare bytes, which is more
+//     than the second-level cache has room for beside what is read: one at a time.
+// docs/performance.md has the measurements.
+constexpr int64_t kSequentialCols = 2 * kSpan;
+constexpr int kSequentialTile = 16;
+constexpr int64_t kSequentialBytes = 512;
+constexpr int64_t kSequentialShare = 1 << 20;
 
-// Rows of the backward that go through its two passes together.
-constexpr int kRowGroup = 8;
+// The most rows of a tile of the backward.
+constexpr int kBackwardTile = 8;
 
 struct RmsNormArgs {
   DType dtype;
@@ -80,43 +84,44 @@ struct RmsNormBackwardArgs {
 // The kernels of a forward.
 template <class Args>
 struct ForwardKernels {
-  // output[begin:end]
+  // Computes output[begin:end].
   void (*rows)(const Args& args, int64_t begin, int64_t end);
-  // The same for one row that threads share: squares[begin:end], the sums over these spans of x^2, and, when their
-  // total is known, output[row, begin:end]; there begin is a multiple of kLongestBlock.
+  // Two steps for one row that threads share. The first one computes squares[begin:end], the sums of x^2 over these
+  // spans; the second one, when their total is known, output[row, begin:end], where begin is a multiple of
+  // kLongestBlock.
   void (*sums)(const Args& args, int64_t row, int64_t begin, int64_t end, double* squares);
   void (*columns)(const Args& args, int64_t row, double square_sum, int64_t begin, int64_t end);
 };
 
 struct RmsNormKernels {
-  // scale[group, begin:end] = weight[group, begin:end] + weight_offset; begin is a multiple of kLongestBlock.
+  // Computes scale[group, begin:end] = weight[group, begin:end] + weight_offset; begin is a multiple of kLongestBlock.
   void (*scale)(DType dtype, DType weight_dtype, const void* weight, double weight_offset, int64_t cols, void* scale,
                 int64_t group, int64_t begin, int64_t end);
   ForwardKernels<RmsNormArgs> forward;
 };
 
-// Those of a backward.
+// The kernels of a backward.
 template <class Args>
 struct BackwardKernels {
-  // What is written of the rows of parts [begin:end], and what they add to grad_weight_partials; part p is that of
-  // chunk p / groups and group p % groups.
+  // Computes the gradients of the rows in parts [begin:end], and their partials; part p is the rows of chunk p / groups
+  // that are of group p % groups.
   void (*rows)(const Args& args, int64_t begin, int64_t end);
-  // The same for one row that threads share: squares[begin:end] and dots[begin:end], the sums over these spans of x^2
-  // and dy * scale * x (0 if no rows are written); then columns [begin:end] of the row and what it adds to its
-  // chunk's partial, rows being taken in order.
+  // Two steps for one row that threads share, to be called for the rows in their order. The first one computes
+  // squares[begin:end] and dots[begin:end], the sums over these spans of x^2 and of dy * scale * x (0 if no rows are
+  // written); the second one columns [begin:end] of the row's gradients, which it adds to the chunk's partial.
   void (*sums)(const Args& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
   void (*columns)(const Args& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end);
 };
 
 struct RmsNormBackwardKernels {
   BackwardKernels<RmsNormBackwardArgs> backward;
-  // grad_weight[group, begin:end] = sum over chunks of partials[:, group, begin:end]; begin is a multiple of
+  // Computes grad_weight[group, begin:end] = sum over chunks of partials[:, group, begin:end]; begin is a multiple of
   // kLongestBlock.
   void (*grad_weight)(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t groups,
                       int64_t cols, void* grad_weight, int64_t group, int64_t begin, int64_t end);
 };
 
-// Those for current_isa().
+// The kernels for current_isa().
 [[gnu::visibility("default")]] const RmsNormKernels& rms_norm_kernels();
 [[gnu::visibility("default")]] const RmsNormBackwardKernels& rms_norm_backward_kernels();
 

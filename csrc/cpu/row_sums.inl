@@ -1,22 +1,24 @@
-// The sums over a row, and what forward and backward kernels have in common besides.
-// What a row gets depends on that row, the scale, eps and cols alone; every multiply-add is written out as fma (the
-// build turns contraction off), so that no two instances of the same line round differently.
+// The sums over a row, and rstd, which is made of one.
+//
+// The result of a row depends on nothing but that row, the scale, eps and cols: every multiply-add is written out as
+// fma (the build turns contraction off), so that no two instances of the same line round differently.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
 NORMOPS_INLINE int64_t span_end(int64_t begin, int64_t cols) { return begin + kSpan < cols ? begin + kSpan : cols; }
 
-// The columns of a block for each of a sum's chains.
+// The columns of a step, which has one block for each of a sum's chains.
 template <class R>
 constexpr int64_t kStep = kChainBlocks<R> * kLanes<R>;
 
-// The code for what a span has beyond a multiple of kStep: in a loop, which keeps the chains in memory; unrolled, which
-// keeps them in registers, and is six times the code; or none, for spans that have no rest, as most.
+// How the rest of a span, its columns beyond a multiple of kStep, is compiled: as a loop, which keeps the chains in
+// memory; unrolled, which keeps them in registers, but is six times the code; or not at all, for spans without a rest,
+// which most are.
 enum class Rest { looped, unrolled, none };
 
-// kSums sums over the columns of a span, where term(column, whole_or_part, accumulators) adds one block to each of the
-// accumulators; term.step(column, chains), if there is such a function, adds the whole blocks of kStep columns. The
+// Forms kSums sums over the columns of a span at once. term(column, whole_or_part, accumulators) adds one block to each
+// of the accumulators; if there is a function term.step(column, chains), it adds the whole blocks of kStep columns. The
 // chains are folded after every span: that bounds their length, and with it the rounding error, whatever the width.
 template <class R, Rest kRest, int kSums, class Term>
 NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kSums], Term term) {
@@ -42,7 +44,8 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
       column += kLanes<R>;
     }
   } else if (kRest == Rest::looped && column < end) {
-    // A copy: the chains would be in memory from the beginning. Not by memcpy, whose steps are shorter than a register.
+    // The loop works on a copy, as the chains themselves would otherwise be in memory from the beginning. It is not
+    // made by memcpy, which copies in steps that are shorter than a register.
     Block<R> in_memory[kBlocks][kSums];
 #pragma GCC unroll 4
     for (int i = 0; i < kBlocks; i++) {
@@ -64,7 +67,7 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
   }
 }
 
-// One sum, where term(column, whole_or_part, accumulator) returns what it becomes.
+// Forms one sum, where term(column, whole_or_part, accumulator) returns the new accumulator.
 template <class R, Rest kRest, class Term>
 NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
   Folded<R> folded[1];
@@ -74,7 +77,7 @@ NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
   return folded[0];
 }
 
-// The sums over the spans [begin, end), for threads that share a row.
+// Forms the sums over spans [begin, end) of a row, for threads that share the row.
 template <class R, class Term>
 NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* sums, Term term) {
   for (int64_t span = begin; span < end; span++) {
@@ -82,7 +85,7 @@ NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* 
   }
 }
 
-// The terms of mean(x^2). Forward and backward form rstd of the same sums, so that both see the same bits.
+// The terms of mean(x^2). Forward and backward make rstd of the same sums, so that both see the same bits.
 template <class R>
 NORMOPS_INLINE auto squares_of(const R* x) {
   return [x](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
@@ -91,24 +94,11 @@ NORMOPS_INLINE auto squares_of(const R* x) {
   };
 }
 
-// rstd = 1 / sqrt(mean(x^2) + eps). What is done once per span or row is done in double: it costs nothing there, and
-// the error bound stays that of one span.
+// rstd = 1 / sqrt(mean(x^2) + eps). What is done once per span or row is done in double: there it costs nothing, and it
+// keeps the error bound that of one span.
 template <class R>
 NORMOPS_INLINE compute_t<R> rstd_of(double square_sum, int64_t cols, double eps) {
   return static_cast<compute_t<R>>(1 / std::sqrt(square_sum / static_cast<double>(cols) + eps));
-}
-
-template <class R, class Args>
-NORMOPS_INLINE const compute_t<R>* scale_of(const Args& args, int64_t group) {
-  return static_cast<const compute_t<R>*>(args.scale) + group * padded_cols(kDType<R>, args.cols);
-}
-
-// Whether every row begins with a cache line.
-template <class T>
-bool begins_with_lines(const T* data, const RowLayout& layout) {
-  bool result = reinterpret_cast<uintptr_t>(data) % 64 == 0;
-  for (int d = 0; d < layout.dims; d++) result &= layout.strides[d] * static_cast<int64_t>(sizeof(T)) % 64 == 0;
-  return result;
 }
 
 }  // namespace

@@ -18,18 +18,18 @@ inline int64_t grain(int64_t elements_each) {
   return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each));
 }
 
-// What a Scratch has on the stack.
+// How much memory a Scratch has on the stack, in doubles.
 constexpr int64_t kStackNumbers = 2048;
 
-// Doubles, in whole cache lines, that hold `count` numbers of the compute type.
+// How many doubles, in whole cache lines, hold `count` numbers of the compute type.
 inline int64_t scratch_numbers(DType dtype, int64_t count) {
   constexpr int64_t kLine = 8;
   const int64_t numbers = compute_dtype(dtype) == DType::float64 ? count : (count + 1) / 2;
   return (numbers + kLine - 1) / kLine * kLine;
 }
 
-// For a Scratch in each of so many threads, what does not lie on their stacks: allocated before they begin, as a thread
-// that shares work has nobody to tell that there is no memory.
+// The memory of each thread's Scratch, unless that is small enough for the stack. It is allocated before the threads
+// begin, as a thread that shares work could not tell anybody that there is no memory.
 class ThreadsMemory {
  public:
   ThreadsMemory(DType dtype, int64_t count, int64_t threads) : numbers_(scratch_numbers(dtype, count)) {
@@ -37,7 +37,7 @@ class ThreadsMemory {
     if (numbers_ > kStackNumbers) memory_ = c10::GetCPUAllocator()->allocate(threads * numbers_ * sizeof(double));
   }
 
-  // Null: it lies on the stack.
+  // The memory of a thread's Scratch, or null if that lies on the stack.
   double* of(int64_t thread) const noexcept {
     return memory_ ? static_cast<double*>(memory_.get()) + thread * numbers_ : nullptr;
   }
@@ -62,7 +62,7 @@ class Scratch {
   alignas(64) double small_[kStackNumbers];
 };
 
-// The same, `count` of them, where no threads share the work yet.
+// A Scratch for `count` numbers, for where no threads share the work yet.
 class OwnScratch : ThreadsMemory, public Scratch {
  public:
   OwnScratch(DType dtype, int64_t count) : ThreadsMemory(dtype, count, 1), Scratch(*this, 0) {}
@@ -103,9 +103,10 @@ class SpanSums {
   OwnScratch sums_;
 };
 
-// A call's arguments as each of the threads that share it has them: with a scale, which it may convert for itself, and
-// memory for what the kernels hold of a row, where they do. scale.own_count() is the numbers that a thread needs for
-// the scale, and scale.in(own) the scale, in that memory or elsewhere.
+// The arguments of a call for each of the threads that share it: to those that all have in common it adds the scale,
+// which a thread may convert for itself, and the memory for what kernels hold of a row, if they do. scale.own_count()
+// is how many numbers a thread needs memory for to convert the scale, and scale.in(own) is the scale, in that memory or
+// elsewhere.
 template <class Args, class Scale>
 class ThreadsArgs {
  public:

@@ -64,7 +64,7 @@ NORMOPS_INLINE f64_vector fma_vector(f64_vector a, f64_vector b, f64_vector c) {
 #endif
 }
 
-// The larger one, b if either is a NaN.
+// The larger one of a and b, or b if either is a NaN.
 template <class Vector>
 NORMOPS_INLINE Vector max_vector(Vector a, Vector b) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
@@ -98,7 +98,7 @@ NORMOPS_INLINE u32_vector widen(u16_vector v) {
 #endif
 }
 
-// Of numbers below 2^16.
+// For numbers below 2^16.
 NORMOPS_INLINE u16_vector narrow(u32_vector v) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
   return bit_cast<u16_vector>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(v)));
@@ -110,9 +110,9 @@ NORMOPS_INLINE u16_vector narrow(u32_vector v) {
 #endif
 }
 
-// A bfloat16 in the upper half of each lane: rounded to nearest, ties to even. The lower halves are undefined. The
-// carry would turn a NaN with a large payload into a number. The kernels have none: the payloads of bfloat16 inputs and
-// of the NaN that hardware makes end in 16 zeros; whatever else gets in goes through canonical_nans first.
+// Rounds to bfloat16, to nearest, ties to even. The results are the upper halves of the lanes; the lower halves are
+// undefined. A NaN with a large payload would become a number by the carry. Kernels have no such NaNs: the payloads of
+// bfloat16 inputs, and of the NaN that hardware makes, end in 16 zeros, and all others go through canonical_nans first.
 NORMOPS_INLINE u32_vector round_to_bfloat16(f32_vector f) {
   const u32_vector bits = bit_cast<u32_vector>(f);
   return bits + 0x7fff + ((bits >> 16) & 1);
@@ -126,7 +126,8 @@ NORMOPS_INLINE u32_vector blend_halves(u32_vector a, u32_vector b, std::integer_
   return bit_cast<u32_vector>(shuffle<kHalf + kHalf % 2 * kCount...>(bit_cast<halves>(a), bit_cast<halves>(b)));
 }
 
-// round_to_bfloat16 of two registers, in pairs: the first one's in the lower halves of the lanes.
+// Rounds two registers to bfloat16, and pairs the results: those of `first` are the lower halves of the lanes, those of
+// `second` the upper halves.
 NORMOPS_INLINE u32_vector round_to_pairs(f32_vector first, f32_vector second) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
   // The upper and the lower halves are gathered first, so that all are rounded at once: half the instructions.
@@ -166,7 +167,7 @@ NORMOPS_INLINE f32_vector float16_to_float(u16_vector h) {
 #endif
 }
 
-// Round to nearest, ties to even; a NaN becomes quiet and keeps the upper bits of its payload.
+// Rounds to nearest, ties to even. A NaN becomes quiet and keeps the upper bits of its payload.
 NORMOPS_INLINE u16_vector float_to_float16(f32_vector f) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
   return bit_cast<u16_vector>(_mm512_maskz_cvtps_ph(0xffff, f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -1,12 +1,12 @@
-// How kernels access tensors: any of them (General), or those that models have (Plain; PlainOfGroups), with fewer
-// decisions to take for each row. All compute the same.
+// How kernels access tensors. General serves all of them. Plain, and PlainOfGroups for a weight with groups, serve
+// those that models have, with fewer decisions for each row. All compute the same.
 #pragma once
 #include "rms_norm_launch.h"
 #include "vector.cuh"
 
 namespace normops::cuda {
 
-// A tensor's rows.
+// The rows of a tensor.
 template <class T>
 struct RowsOf {
   T* data;
@@ -15,7 +15,7 @@ struct RowsOf {
 
   bool is_plain() const { return aligned && layout.dims <= 1; }
 
-  // Row first + further.
+  // Where row `first + further` begins.
   __device__ T* row(int64_t first, int64_t further = 0) const {
     T* row = data;
     int64_t index = first + further;
@@ -29,7 +29,7 @@ struct RowsOf {
   }
 };
 
-// Of T, in packs of as many elements as one of R has.
+// The rows of a tensor of T, which are accessed in packs of as many elements as a pack of R has.
 template <class T, class R, class Void>
 RowsOf<T> rows_of(Void* data, const RowLayout& layout, int64_t cols) {
   int64_t bytes = reinterpret_cast<intptr_t>(data) | (cols * static_cast<int64_t>(sizeof(T)));
@@ -37,11 +37,11 @@ RowsOf<T> rows_of(Void* data, const RowLayout& layout, int64_t cols) {
   return {static_cast<T*>(data), layout, bytes % static_cast<int64_t>(kPack<R> * sizeof(T)) == 0};
 }
 
-// Rows of T, or of another dtype that may be beside it.
+// Rows of T, or of another dtype that a tensor beside one of T may have.
 template <class T>
 struct AnyRowsOf {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  RowsOf<Byte> bytes;  // aligned as rows of the dtype are
+  RowsOf<Byte> bytes;  // their strides count bytes; `aligned` is that of rows of the dtype
   DType dtype;
 
   bool is_plain() const { return dtype == kDType<std::remove_const_t<T>> && bytes.is_plain(); }
@@ -111,8 +111,8 @@ __device__ void store_numbers(const PlainRowsOf<T>& rows, T* row, Index column, 
   store(rows, row, column, count, from_compute<T>(numbers));
 }
 
-// The scale of the columns, for packs of T. That of a group, which has so many columns, is of_group(): what its hold()
-// loads before a row is summed, numbers() takes after it.
+// The scale, for packs of T. of_group() is that of a group. Its hold() is called before a row is summed and loads what
+// it can, its numbers() is called afterwards and makes numbers of that.
 template <class T>
 struct ScaleOf {
   Weight weight;
@@ -125,7 +125,7 @@ struct ScaleOf {
     __device__ OfGroup(const ScaleOf& scale, int64_t group, int64_t cols) : scale_(scale) {
       const DType dtype = scale.weight.dtype;
       const int64_t bytes = dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
-      // Of all threads, the same value: racecheck reports it.
+      // All threads write the same value. racecheck reports that.
       weight() = static_cast<const char*>(scale.weight.data) + group * cols * bytes;
     }
 
@@ -141,7 +141,7 @@ struct ScaleOf {
     }
 
    private:
-    // Where there are any number of dtypes registers are scarce; each thread reads what it wrote itself.
+    // In shared memory, as code for all dtypes is short of registers. Each thread reads what it wrote itself.
     static __device__ const char* volatile& weight() {
       __shared__ const char* volatile weight;
       return weight;
@@ -178,7 +178,7 @@ struct PlainScaleOf {
   __device__ Numbers<T> numbers(const Held& held, Index, Index) const {
     Numbers<T> scale = to_compute<T>(held);
     if (offset != 0) {
-      keep_order();  // a jump: else there would be additions that are not carried out
+      keep_order();  // makes the compiler jump over the additions, instead of predicating each
 #pragma unroll
       for (int i = 0; i < kPack<T>; i++) scale.element[i] += offset;
     }
@@ -186,7 +186,7 @@ struct PlainScaleOf {
   }
 };
 
-// How many groups of rows have a weight of their own.
+// How many groups the weight has.
 struct Groups {
   int64_t count;
 };
@@ -220,14 +220,14 @@ struct PlainOfGroups : Plain {
   using Groups = cuda::Groups;
 };
 
-// float64 has no speed to gain, and rows of any width have kernels of their own.
+// Whether there are kernels for plain access: not for float64, which would be no faster, nor for rows of any width.
 template <int kPacks, class R>
 constexpr bool kHasPlain = kPacks > 0 && !std::is_same_v<R, double>;
-// Groups, such as heads, are narrow.
+// The same with groups. These, such as heads, are narrow.
 template <int kPacks, class R>
 constexpr bool kHasPlainOfGroups = kHasPlain<kPacks, R> && kPacks <= 4;
 
-// Calls launch.template operator()<Access>() with the access that serves a thread's packs of these.
+// Calls launch.template operator()<Access>() with the access that serves this scale and these rows.
 template <int kPacks, class R, class Launch, class... Rows>
 void dispatch_access(const ScaleOf<R>& scale, Launch launch, const Rows&... rows) {
   if constexpr (kHasPlain<kPacks, R>) {

@@ -5,7 +5,7 @@
 #pragma GCC visibility push(default)  // for the operators, which are another library
 namespace normops::cuda {
 
-// Of RmsNormArgs, dtype is that of input and output.
+// RmsNormArgs::dtype is the dtype of input and output.
 struct AddRmsNormArgs : RmsNormArgs {
   DType residual_dtype;  // dtype, or float32 beside one of 16 bits
   const void* residual;  // residual_dtype [rows, cols]

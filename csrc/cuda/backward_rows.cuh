@@ -1,6 +1,7 @@
-// What the kernels of the backwards have in common: a loop over rows of what is normalized, h, and of its gradient.
-// From dy, the gradient of h * rstd * w, follow dh = dy * rstd * w - h * c with c = rstd^3 * mean(dy * w * h), and dw =
-// sum over rows of dy * rstd * h.
+// What the kernels of the backwards have in common: a loop over the rows of h, which is normalized, and of dy, the
+// gradient of h * rstd * w. It forms
+//   dh = dy * rstd * w - h * c, with c = rstd^3 * mean(dy * w * h)
+//   dw = the sum over rows of dy * rstd * h
 #pragma once
 #include "rms_norm_row.cuh"
 
@@ -56,7 +57,7 @@ Backward<T, R, General> backward_of(const RmsNormBackwardArgs& args) {
           static_cast<compute_t<R>*>(args.grad_weight_partials)};
 }
 
-// What of a row goes into its gradients.
+// The numbers of a row that its gradients are made of.
 template <class Compute>
 struct RowFactors {
   Compute rstd;
@@ -69,20 +70,20 @@ __device__ RowFactors<Compute> factors_of(Compute square_sum, Compute dot, doubl
   return {rstd, static_cast<Compute>(dot * inverse_cols) * rstd * rstd * rstd};
 }
 
-// Of a pack, dy and h: elements or numbers.
+// dy and h of a pack, as elements or as numbers.
 template <class Gradients, class Values>
 struct Terms {
   Gradients dy;
   Values h;
 };
 
-// The gate of an operator without one: dy and h are grad_output and input, and dh is grad_input. Others form the one of
-// the other, and have functions of the same names.
+// The gate of an operator without one: dy is grad_output, h is input, and grad_input is dh. Other gates have functions
+// of the same names, which form dy and h of grad_output and input, and grad_input of dh.
 struct NoGate {
   static constexpr bool kTakesResidual = true;
   struct Nothing {};
 
-  // What is held of a row, in kPacks packs, and what is made of it once.
+  // What is held of a row of gates, in kPacks packs, and what is made of it once for both passes.
   template <int kPacks>
   struct Held {
     struct Activated {
@@ -125,7 +126,7 @@ __device__ void add_terms(const TermsOfPack& terms, const Numbers<R>& scale, com
   }
 }
 
-// dh of a pack, and the residual; adds dy * rstd * h to dw.
+// Forms dh + residual for a pack, and adds dy * rstd * h to dw.
 template <class R, class TermsOfPack, class AddToWeight>
 __device__ Numbers<R> gradients(const TermsOfPack& terms, const Numbers<R>& scale, const Numbers<R>& residual,
                                 const RowFactors<compute_t<R>>& row, AddToWeight add) {
@@ -146,8 +147,8 @@ __device__ Numbers<R> load_residual(const Rows& rows, const R* row, Index column
   return to_compute<R>(load<kPack<R>>(rows, row, column, count));
 }
 
-// The sums of grad_weight over the rows that a block takes, for the columns of a thread's packs: in registers, or in
-// shared memory where there are too many.
+// The sums of grad_weight over the rows that a block takes, for the columns of a thread's packs. They are in registers,
+// or, if there are too many, in shared memory.
 template <class T, int kPacks>
 class WeightSums {
  public:
@@ -164,14 +165,15 @@ class WeightSums {
 
   __device__ Compute& at(int pack, int i) {
     if constexpr (kInShared) {
-      // A stride that is known when it is compiled costs no register.
+      // The stride is not blockDim.x, as one that is known at compile time costs no register.
       return dynamic_shared<Compute>()[(pack * kPack<T> + i) * max_threads(kPacks) + threadIdx.x];
     } else {
       return registers_[pack][i];
     }
   }
 
-  // Adds up what the rows that share the block have, in their order.
+  // Writes the partial sum of the block. If several rows share the block, their sums are added in the order of the
+  // rows.
   __device__ void write(const Columns<T, int>& columns, Compute* partial) {
     if (blockDim.y == 1) {
 #pragma unroll
@@ -220,7 +222,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Gate& ga
     const int column = columns.column(p), count = columns.count(p);
     return scale_of_group.numbers(scale_of_group.hold(column, count), column, count);
   };
-  // All rows have the same; where registers are scarce it comes from the L1 cache again.
+  // All rows have the same scale. It is held if there are registers for it, or else loaded again, from the L1 cache.
   constexpr bool kHoldsScale = kPacks * kPack<R> <= 16;
   Numbers<R> scale[kHoldsScale ? kPacks : 1];
   if constexpr (kHoldsScale) {
@@ -248,8 +250,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Gate& ga
     loaded.held.load(gate, row, row < args.rows, columns);
     return loaded;
   };
-  // A narrow row asks for too little memory at a time, so that it has to be asked for while the one before is dealt
-  // with.
+  // A narrow row is too little to keep memory busy by itself, so the next one is loaded while this one is dealt with.
   constexpr bool kLoadsAhead = kPacks <= 2;
   const int64_t row_in_block = threadIdx.y * args.groups.count;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
@@ -301,7 +302,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Gate& ga
         keep_few_registers<kPacks>();
       }
     };
-    // Decided once a row, but where that would take twice as much code.
+    // Asked once for each row, unless that would double too much code.
     if (Gate::kTakesResidual && (kPacks == 16 || args.grad_residual.data != nullptr)) {
       write.template operator()<true>();
     } else {
@@ -364,9 +365,10 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
   }
 }
 
-// Each cluster (or block, where a row has one) makes a partial sum: no more of them than run at once, so that there are
-// few, and none waits for others to end; of each group of rows there is one at least. Either access has as many, as it
-// must not show in the sum. Kernels has held<T, R, kPacks, Access>() and any_width<T, R>().
+// Each cluster (or block, if a row has one) makes a partial sum of one group. There are as many clusters as run at
+// once, so that there are few sums and no cluster waits for others to end, but at least one for each group. The number
+// does not depend on the access, as that must not show in the sum. Kernels has held<T, R, kPacks, Access>() and
+// any_width<T, R>().
 template <class Kernels, class T, class R, int kPacks>
 LaunchShape backward_shape(const RowConfig& config, int64_t rows, int64_t cols, int64_t groups, const Device& device) {
   LaunchShape shape = {dim3(1, config.cluster), block_of(config), 0};

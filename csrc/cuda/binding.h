@@ -5,7 +5,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 
-#include "../check.h"
+#include "../operator.h"
 #include "../problem.h"
 #include "rms_norm_launch.h"
 

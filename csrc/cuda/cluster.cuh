@@ -1,6 +1,6 @@
-// A cluster: the blocks that hold one row, which are those along y. Without clusters every block is one of its own.
-// Blocks send each other numbers, and each waits for those that it expects: a barrier of the cluster would wait for all
-// memory of the GPU.
+// A cluster: the blocks along y, which hold one row together. Without clusters every block is one of its own. Blocks
+// send each other numbers, and each waits for those that it expects. A barrier of the cluster would be slower, as it
+// waits for all accesses to the GPU's memory.
 #pragma once
 #include "platform.cuh"
 
@@ -11,7 +11,8 @@ constexpr int kMostBlocksOfCluster = 16;
 __device__ inline unsigned cluster_blocks() { return gridDim.y; }
 __device__ inline unsigned cluster_rank() { return blockIdx.y; }
 
-// Before it, other blocks of the cluster may not run yet. In between, there is time for something else.
+// arrive_at_cluster() and wait_for_cluster() are a barrier in two halves, with time for something else in between.
+// Before it, other blocks of the cluster may not run yet.
 __device__ inline void arrive_at_cluster() {
 #if NORMOPS_CLUSTERS
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -28,11 +29,11 @@ __device__ inline void wait_for_cluster() {
 
 #if !defined(NORMOPS_CUDA_EMULATION)
 
-// Counts the bytes that come into this block's shared memory, where it has to lie itself (an mbarrier). It is used time
-// after time: a time is over when all that was expected has come.
+// An mbarrier, which lies in a block's shared memory and counts the bytes that other blocks send there. It is used
+// again and again: each time ends when all bytes that were expected have come.
 class Arrivals {
  public:
-  // By one thread, before the block arrives at the cluster.
+  // Called by one thread, before the block arrives at the cluster.
   __device__ void begin() {
 #if NORMOPS_CLUSTERS
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address_of(this)));
@@ -40,7 +41,7 @@ class Arrivals {
 #endif
   }
 
-  // By one thread, once each time; some of it may have come before.
+  // Called by one thread, once each time. Some of the bytes may have come before.
   __device__ void expect(unsigned bytes) {
 #if NORMOPS_CLUSTERS
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_of(this)), "r"(bytes)
@@ -48,8 +49,8 @@ class Arrivals {
 #endif
   }
 
-  // The number `time`, counted from 0. Thereafter what has come can be read: acquire.cta, the default, is enough, as in
-  // CUTLASS, since it came into this block's own memory, and is counted there.
+  // Waits for the end of time number `time`, counted from 0. What has come can then be read: acquire.cta, the default,
+  // is enough, as in CUTLASS, since the bytes came into this block's own memory and are counted there.
   __device__ void wait(unsigned time) {
 #if NORMOPS_CLUSTERS
     unsigned is_over;
@@ -65,7 +66,8 @@ class Arrivals {
 #endif
   }
 
-  // Puts `bits` where the block `rank` has what this block has at `place`, and tells its arrivals, as which these are.
+  // Writes `bits` to the shared memory of block `rank`, to the same offset as `place` has in this block's, and lets
+  // that block's Arrivals, at the same offset as these, count them.
   __device__ void send(unsigned rank, uint32_t* place, uint32_t bits) const {
 #if NORMOPS_CLUSTERS
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(in(rank, place)),
@@ -88,7 +90,7 @@ class Arrivals {
   }
 
 #if NORMOPS_CLUSTERS
-  // The address of what the block `rank` has there.
+  // The address, in the shared memory of block `rank`, with the offset that `shared` has in this block's.
   static __device__ unsigned in(unsigned rank, const void* shared) {
     unsigned address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address_of(shared)), "r"(rank));

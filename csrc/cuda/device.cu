@@ -23,21 +23,22 @@ int attribute(cudaDeviceAttr name, int device) {
   return value;
 }
 
-// Blocks of the largest cluster that the device runs: a part of a GPU may have no room for large ones. Asked of blocks
-// that have a multiprocessor to themselves.
+// How many blocks the largest cluster has that the device runs, as a part of a GPU may have no room for large ones.
+// CUDA is asked about blocks that have a multiprocessor to themselves.
 int largest_cluster(int multiprocessors, int64_t shared_bytes) {
   for (int blocks = kMostBlocksOfCluster; blocks > 1; blocks /= 2) {
     const LaunchShape shape = {dim3(1, blocks), dim3(512), shared_bytes};
     try {
       if (clusters_at_once(any_kernel, shape, multiprocessors) > 0) return blocks;
-    } catch (const std::runtime_error&) {  // no device of its kind runs them
-      cudaGetLastError();                  // which keeps the error else
+    } catch (const std::runtime_error&) {  // no device of this kind runs such clusters
+      cudaGetLastError();                  // forgets the error, which would otherwise be the next call's
     }
   }
   return 1;
 }
 
-// Where others are known to capture early starts into graphs: on sm_120 they saw them refused there (sglang#18596).
+// Early starts are captured into graphs only where others are known to do that: on sm_120 it was refused
+// (sglang#18596).
 bool starts_kernels_early(int major) {
   static const bool is_wanted = [] {
     const char* setting = std::getenv("NORMOPS_EARLY_START");
@@ -46,7 +47,7 @@ bool starts_kernels_early(int major) {
   return is_wanted && (major == 9 || major == 10);
 }
 
-// The current one: asking about any other would make a context on it, in memory that is another process's to use.
+// The current device. Asking about any other one would make a context there, in memory that another process may need.
 Device describe(int device) {
   const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
   const int64_t shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);

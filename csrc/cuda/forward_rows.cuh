@@ -1,4 +1,5 @@
-// What the kernels of the forwards have in common: from rows of R, which one of them loads or forms, to outputs of T.
+// What the kernels of the forwards have in common: making outputs of T from rows of R, which each kernel loads or
+// forms.
 #pragma once
 #include "rms_norm_row.cuh"
 
@@ -52,8 +53,8 @@ struct NoEpilogue {
   __device__ void operator()(Numbers&, Place...) const {}
 };
 
-// Rows that are held in registers, kPacks packs of each to a thread, or the numbers of as many. epilogue(numbers, r, p)
-// changes what is written for pack p of row r.
+// Normalizes rows that are held in registers: a thread has kPacks packs of each, or the numbers of as many.
+// epilogue(numbers, r, p) changes what is written for pack p of row r.
 template <class T, class R, class Access, class Scale, class Values, int kRows, int kPacks, class Epilogue = NoEpilogue>
 __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& scale, const TakenRows& rows,
                                const Columns<R, int>& columns, Values (&h)[kRows][kPacks],
@@ -95,9 +96,9 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& s
   }
 }
 
-// A row of any width, for blocks of kAnyWidth that have one each. load(column, count) returns a pack of the row, or its
-// numbers, and is called twice for each, the second time when the row has been summed. epilogue(numbers, column, count)
-// changes what is written.
+// Normalizes a row of any width, in a block of kAnyWidth. load(column, count) returns a pack of the row, or its
+// numbers, and is called twice for each pack, the second time when the row has been summed. epilogue(numbers, column,
+// count) changes what is written.
 template <class T, class R, class LoadFirst, class LoadAgain, class Epilogue = NoEpilogue>
 __device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirst load_first, LoadAgain load_again,
                                     Epilogue epilogue = {}) {

@@ -48,7 +48,7 @@ __device__ Compute exp_series(Compute r) {
   }
 }
 
-// exp(x) of x <= 0 or NaN, as 2^n * exp(r) with |r| <= ln(2) / 2: the device's own fast function has an error that
+// exp(x) for x <= 0 or NaN, formed as 2^n * exp(r) with |r| <= ln(2) / 2. The error of the device's own fast function
 // grows with x.
 template <class Compute>
 __device__ Compute exp_of_negative(Compute x) {
@@ -94,7 +94,7 @@ __device__ void multiply(Numbers<T>& numbers, const Numbers<T>& factors) {
   for (int i = 0; i < kPack<T>; i++) numbers.element[i] *= factors.element[i];
 }
 
-// A thread's packs of a row of gates: held from when they are loaded.
+// A thread's packs of a row of gates, which are held from the time when they are loaded.
 template <class T, int kPacks, class Access>
 struct HeldGate {
   using Rows = typename Access::template AnyRows<const T>;
@@ -107,7 +107,7 @@ struct HeldGate {
   __device__ Numbers<T> numbers(const Rows&, const Columns<T, int>&, int p) const { return to_compute<T>(packs[p]); }
 };
 
-// Of any dtype: loaded where they are needed.
+// Packs of a row of gates of any dtype, which are loaded only where they are needed.
 template <class T, int kPacks>
 struct HeldGate<T, kPacks, General> {
   using Rows = AnyRowsOf<const T>;

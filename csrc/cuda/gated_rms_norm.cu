@@ -1,4 +1,4 @@
-// gated_rms_norm: y = x * rstd * w * a, or of h = x * a, y = h * rstd * w; a is the activated gate
+// gated_rms_norm, where a is the activated gate: y = x * rstd * w * a, or, gated first, y = h * rstd * w with h = x * a
 #include "forward_rows.cuh"
 #include "gate.cuh"
 #include "gated_rms_norm_launch.h"

@@ -1,5 +1,6 @@
-// gated_rms_norm_backward, where a is the activated gate and a' its slope: of y = h * rstd * w * a with h = x, dx = dh
-// and dg = dy * h * rstd * w * a'; of h = x * a and y = h * rstd * w, dx = dh * a and dg = dh * x * a'
+// gated_rms_norm_backward, where a is the activated gate and a' its slope:
+//   if y = x * rstd * w * a, then h = x, dx = dh and dg = dy * h * rstd * w * a'
+//   if h = x * a and y = h * rstd * w, then dx = dh * a and dg = dh * x * a'
 #include "backward_rows.cuh"
 #include "gate.cuh"
 #include "gated_rms_norm_launch.h"
@@ -7,7 +8,7 @@
 namespace normops::cuda {
 namespace {
 
-// Of a pack: what NoGate has, and what its gradients are multiplied by.
+// The Terms of NoGate for a pack, and what the gradients of that pack are multiplied by.
 template <class T>
 struct GatedTerms {
   Numbers<T> dy, h;
@@ -40,7 +41,7 @@ struct Gate {
       __device__ const Activated<T>& operator[](int p) const { return of_pack[p]; }
     };
 
-    // Once for both times that a row is dealt with.
+    // Formed once, for both passes over a row.
     __device__ Activations activate(const Gate& gate, const Columns<T, int>& columns) const {
       Activations activations;
 #pragma unroll

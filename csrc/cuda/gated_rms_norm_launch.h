@@ -8,12 +8,12 @@ namespace normops::cuda {
 
 struct GatedRmsNormArgs : RmsNormArgs {
   Gating gating;
-  DType gate_dtype;  // dtype, or 16 bits and float32 beside each other
+  DType gate_dtype;  // dtype, or float32 if that has 16 bits, or one of 16 bits if that is float32
   const void* gate;  // gate_dtype [rows, cols]
   RowLayout gate_rows;
 };
 
-// Of RmsNormBackwardArgs, grad_output_dtype is dtype, and there is no grad_residual.
+// In these RmsNormBackwardArgs, grad_output_dtype is dtype, and there is no grad_residual.
 struct GatedRmsNormBackwardArgs : RmsNormBackwardArgs {
   Gating gating;
   DType gate_dtype;
@@ -26,7 +26,7 @@ struct GatedRmsNormBackwardArgs : RmsNormBackwardArgs {
 void launch_gated_rms_norm(const GatedRmsNormArgs& args, const Device& device, Stream stream);
 void launch_gated_rms_norm_backward(const GatedRmsNormBackwardArgs& args, const Device& device, Stream stream);
 
-// As rms_norm_backward_partials; launch_grad_weight sums them.
+// How many partial sums of each group's grad_weight the backward makes. launch_grad_weight sums them.
 int64_t gated_rms_norm_backward_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Device& device);
 
 }  // namespace normops::cuda

@@ -10,16 +10,16 @@ namespace normops::cuda {
 // A row is held in registers, in packs of 16 bytes: pack p of a thread is the row's pack
 // (p * blocks of the cluster + block) * threads + thread, so that neighbouring threads access neighbouring packs.
 struct RowConfig {
-  int64_t packs_of_row;  // at most so many
+  int64_t packs_of_row;  // the most packs that a row may have
   int packs;             // of a thread: 1, 2, 4 or 16, a template argument of the kernels; 0: the row is read twice
-  int threads;           // of a row in one block: a power of two
+  int threads;           // of a row, in each block: a power of two
   int cluster;           // blocks that share a row
 };
 
-// Threads of a block that rows of at most a warp share.
+// How many threads a block has if a row has at most a warp, so that several rows share the block.
 constexpr int kBlockThreads = 128;
 
-// Rows of any width, which are read twice.
+// For rows of any width, which are read twice.
 constexpr RowConfig kAnyWidth = {INT64_MAX, 0, 512, 1};
 
 // For forward and backward alike, so that both sum a row in the same order. As few threads as possible share a row: up
@@ -32,24 +32,25 @@ constexpr RowConfig kConfigs[] = {
     {256, 4, 64, 1},   {512, 4, 128, 1},   {1024, 4, 256, 1},   {2048, 4, 512, 1},    {4096, 4, 512, 2},
     {8192, 4, 512, 4}, {16384, 4, 512, 8}, {32768, 16, 256, 8}, {65536, 16, 256, 16},
 };
-// The widest that are held where there are no clusters.
+// For the widest rows that are held where there are no clusters.
 constexpr RowConfig kWidestWithoutClusters = {4096, 16, 256, 1};
 
-// Whether rows of so many packs to a thread have at most a warp, or at most a block: what they need not wait for is
-// then left out of the code.
+// Whether a row has at most a warp, or at most a block, as its number of packs to a thread tells. What it need not wait
+// for is then left out of the code.
 constexpr bool within_warp(int packs) { return packs == 1 || packs == 2; }
 constexpr bool within_block(int packs) { return within_warp(packs) || packs == 0; }
 
-// Rows that a thread of a forward has in flight at once: enough bytes to keep memory busy where a row has few.
+// How many rows a thread of a forward has in flight at once: several where a row has too few bytes to keep memory busy.
 constexpr int rows_in_flight(int packs) { return packs == 1 ? 4 : packs == 2 ? 2 : 1; }
 
 constexpr int max_threads(int packs) { return packs <= 2 ? kBlockThreads : packs == 4 ? 512 : 256; }
 
-// Blocks that a multiprocessor should have room for: without a number the compiler aims for more of them, and spills.
+// For how many blocks a multiprocessor should have room. If it is not told, the compiler aims for more, and spills.
 constexpr int min_blocks(int packs) { return packs <= 2 ? 4 : packs == 4 ? 2 : 1; }
 constexpr int backward_min_blocks(int packs) { return packs <= 2 ? 4 : 1; }
 
-// Of rows of any width, the partial sums of grad_weight take no more than this, or one does.
+// The most memory that the partial sums of grad_weight take together, for rows of any width; a single one may take
+// more.
 constexpr int64_t kPartialsBytes = int64_t{64} << 20;
 
 // With 16 packs, the backward's sums of grad_weight are in shared memory: 128 KiB for 256 threads.
@@ -71,9 +72,8 @@ inline const RowConfig& backward_config(int64_t packs_of_row, int64_t pack_eleme
   return sums_in_shared(config.packs) && sums_bytes > device.shared_bytes ? kAnyWidth : config;
 }
 
-// gated_rms_norm and its backward hold up to twice as much of a row, and compute more: rows of more than 16 KiB are
-// shared by twice as many blocks of half the threads, and none has 16 packs to a thread. Either sums a row in the same
-// order.
+// gated_rms_norm and its backward hold up to twice as much of a row, and compute more. So rows of more than 16 KiB are
+// shared by twice as many blocks of half the threads, and no thread has 16 packs. Both sum a row in the same order.
 constexpr int kMostGatedPacks = 4;
 
 constexpr int gated_threads(int packs) { return packs <= 2 ? kBlockThreads : 256; }

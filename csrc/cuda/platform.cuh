@@ -28,7 +28,7 @@ namespace normops::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The block's dynamic shared memory.
+// The dynamic shared memory of a block.
 template <class T>
 __device__ T* dynamic_shared() {
 #if defined(NORMOPS_CUDA_EMULATION)
@@ -39,22 +39,23 @@ __device__ T* dynamic_shared() {
 #endif
 }
 
-// Memory accesses stay on their side of it: the compiler would else load ahead, and run out of registers.
+// The compiler moves no memory access across this. Otherwise it would load ahead, and run out of registers.
 __device__ inline void keep_order() {
 #if !defined(NORMOPS_CUDA_EMULATION)
   asm volatile("" ::: "memory");
 #endif
 }
 
-// The same for the assembler, at the cost of an instruction. All threads of the warp call it alike.
+// The assembler, too, moves no memory access across this, which costs an instruction. All threads of a warp call it
+// alike.
 __device__ inline void keep_order_of_warp() {
 #if !defined(NORMOPS_CUDA_EMULATION)
   __syncwarp();
 #endif
 }
 
-// From here on the compiler takes the integer for one that it knows nothing of: it would else keep what it made of it
-// before, or make it anew wherever it is used.
+// Makes the compiler forget what it knows about an integer. Otherwise it would keep what it has made of it, or make the
+// integer anew wherever it is used.
 template <class Integer>
 __device__ void forget([[maybe_unused]] Integer& number) {
 #if !defined(NORMOPS_CUDA_EMULATION)
@@ -66,7 +67,7 @@ __device__ void forget([[maybe_unused]] Integer& number) {
 #endif
 }
 
-// A pointer to global memory.
+// The same for a pointer to global memory.
 template <class T>
 __device__ void forget([[maybe_unused]] T*& pointer) {
 #if !defined(NORMOPS_CUDA_EMULATION)
@@ -75,8 +76,8 @@ __device__ void forget([[maybe_unused]] T*& pointer) {
 #endif
 }
 
-// 1 / number, rounded to the nearest, of numbers whose reciprocals are normal. A division is prepared for others, which
-// takes a branch.
+// 1 / number, rounded to the nearest, for numbers whose reciprocals are normal. A division would have a branch for the
+// others.
 __device__ inline float reciprocal(float number) {
 #if defined(NORMOPS_CUDA_EMULATION)
   return 1 / number;
@@ -96,8 +97,8 @@ struct LaunchShape {
   bool starts_early = false;  // while the kernel before it in the stream ends: see wait_for_previous_kernel
 };
 
-// What a kernel does before it accesses memory if it starts early. It lets the next one of the stream, if that starts
-// early as well, start now.
+// A kernel that starts early calls this before it accesses memory. It also lets the next kernel of the stream start, if
+// that starts early, too.
 __device__ inline void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
@@ -128,8 +129,8 @@ inline int current_device_index() {
   return device;
 }
 
-// While it lives, its thread may load code and ask a device, though a graph is being captured, by this thread or
-// another: neither belongs to the graph, but without this they end the capture.
+// While it lives, its thread may load code and ask for a device's properties though a graph is being captured, by this
+// thread or another. Neither belongs to the graph, but without this they would end the capture.
 class MayLoadInCapture {
  public:
   MayLoadInCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_)); }
@@ -138,10 +139,10 @@ class MayLoadInCapture {
   MayLoadInCapture& operator=(const MayLoadInCapture&) = delete;
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the thread's own
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // once exchanged, the one that the thread had
 };
 
-// What is found out once for each key, by the thread that comes first; if that fails, the next one tries again.
+// Finds a value once for each key, in the thread that comes first. If that fails, the next one tries again.
 template <class Key, class Value>
 class Once {
  public:
@@ -159,8 +160,9 @@ class Once {
   std::map<Key, Value> known_;
 };
 
-// Before a kernel runs on the current device: it is loaded, which its first launch would else do, in a capture perhaps,
-// and asks for what not every kernel gets. Once, or again if it needs more.
+// Called before a kernel runs on the current device. The first time, it loads the kernel, as the first launch would
+// otherwise do that, perhaps in a capture. It asks for larger clusters and more shared memory than every kernel gets,
+// where the shape needs these and has not got them yet.
 inline void prepare(const void* kernel, const LaunchShape& shape) {
   struct Granted {
     int64_t shared_bytes = 48 << 10;
@@ -178,7 +180,7 @@ inline void prepare(const void* kernel, const LaunchShape& shape) {
   const MayLoadInCapture may_load;
   if (place == prepared.end()) {
     cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, kernel));  // which loads it
+    check(cudaFuncGetAttributes(&attributes, kernel));  // loads the kernel
     place = prepared.emplace(key, Granted()).first;
   }
   Granted& granted = place->second;
@@ -193,7 +195,7 @@ inline void prepare(const void* kernel, const LaunchShape& shape) {
   }
 }
 
-// Calls use(config), which points to what lives no longer.
+// Calls use(config). The config must not outlive the call, as it points to local variables.
 template <class... Params, class Use>
 void with_launch_config(void (*kernel)(Params...), const LaunchShape& shape, Use use) {
   prepare(reinterpret_cast<const void*>(kernel), shape);
@@ -224,8 +226,8 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, c
   });
 }
 
-// How many clusters of this shape (blocks, where a cluster has one) the current device runs at once; asked once for
-// each kernel.
+// How many clusters of this shape the current device runs at once (blocks, if a cluster has one). CUDA is asked once
+// for each kernel, device and shape.
 template <class... Params>
 int64_t clusters_at_once(void (*kernel)(Params...), const LaunchShape& shape, int multiprocessors) {
   static Once<std::tuple<void (*)(Params...), int, unsigned, unsigned>, int64_t> at_once;

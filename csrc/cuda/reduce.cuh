@@ -21,7 +21,7 @@ __device__ Number fold(const Number (&numbers)[kCount]) {
   }
 }
 
-// Over `width` neighbouring lanes of a warp, a power of two; every one of them gets the sum.
+// Sums over `width` neighbouring lanes of a warp, a power of two. Each of these lanes gets the sum.
 template <class Number, int kCount>
 __device__ void sum_lanes(Number (&sums)[kCount], unsigned width) {
   for (unsigned distance = width / 2; distance > 0; distance /= 2) {
@@ -30,17 +30,18 @@ __device__ void sum_lanes(Number (&sums)[kCount], unsigned width) {
   }
 }
 
-// The memory of RowSums: two sets, used in turns, so that a sum need not wait until all have read the one before it.
+// The shared memory of RowSums. There are two sets, used alternately, so that a sum need not wait until all threads
+// have read the one before it.
 template <class Number, int kCount>
 struct RowSumShared {
   Number warps[2][kWarp][kCount];
   Number blocks[2][kMostBlocksOfCluster][kCount];
-  Arrivals arrivals[2];  // of blocks
+  Arrivals arrivals[2];  // of the numbers in blocks
 };
 
-// Sums over the threads of a row: blockDim.x of them in each block of the cluster; with more than a warp of them, the
-// block has no other row. These are powers of two. All threads of the block call it alike, at least once. Rows have so
-// many packs to a thread.
+// Sums over the threads of a row: blockDim.x threads, a power of two, in each block of the cluster. If these are more
+// than a warp, the block has only this row. All threads of a block call it alike, and at least once. Each thread has
+// kPacks packs of the row, which tells at compile time how many threads there are at most.
 template <class Number, int kCount, int kPacks>
 class RowSums {
  public:
@@ -74,8 +75,8 @@ class RowSums {
     sum_lanes(sums, kWarp);
   }
 
-  // A block sends its sum before it waits for those of the others: none of them is more than a turn ahead, and what
-  // has been sent to a block has come before it ends.
+  // As a block sends its sum before it waits for those of the others, no block is more than one call ahead of another,
+  // and no block ends before all that is sent to it has come.
   __device__ void sum_cluster(Number (&sums)[kCount]) {
     const unsigned blocks = cluster_blocks();
     auto& of_blocks = shared_.blocks[calls_ % 2];

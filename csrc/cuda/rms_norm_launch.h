@@ -12,17 +12,17 @@ namespace normops::cuda {
 // What launch configurations depend on.
 struct Device {
   int multiprocessors;
-  int64_t shared_bytes;  // that a block can have
-  int cluster;           // blocks of the largest one that it runs; 1 without clusters
+  int64_t shared_bytes;  // the most that a block can have
+  int cluster;           // how many blocks the largest cluster has that it runs; 1 without clusters
   bool early_start;      // whether a kernel can start while the one before it ends
 };
 
-// The current one. Throws std::runtime_error.
+// The current device. Throws std::runtime_error if CUDA cannot tell.
 Device current_device();
 
 using Stream = void*;  // a cudaStream_t
 
-// Row r has that of group r % groups.
+// A weight. Row r is multiplied by that of group r % groups.
 struct Weight {
   const void* data;  // [groups, cols], or null for ones
   DType dtype;

@@ -1,4 +1,4 @@
-// What the kernels of forward and backward have in common: where a thread's packs of a row are, and rstd.
+// What the kernels of forward and backward have in common: which rows and packs a thread has, and rstd.
 #pragma once
 #include "access.cuh"
 #include "launch_config.h"
@@ -14,15 +14,15 @@ struct Columns {
   Index step = static_cast<Index>(cluster_blocks() * blockDim.x * kPack<T>);
 
   __device__ explicit Columns(int64_t cols) : cols(static_cast<Index>(cols)) {
-    forget(step);  // made once
+    forget(step);  // so that it is computed only once
   }
   __device__ Index column(Index pack) const { return first + pack * step; }
-  // From where of_row() says.
+  // How far a pack is from of_row().
   __device__ Index offset(Index pack) const { return pack * step; }
-  // How many elements of the pack are inside the row: none or less if it is behind it.
+  // How many elements of the pack are inside the row: 0 or less if it is behind the row's end.
   __device__ Index count(Index pack) const { return cols - column(pack); }
 
-  // The first of the thread's elements, of a row that begins there. The address is made once.
+  // The address of the first of the thread's elements in a row, computed only once.
   template <class W>
   __device__ W* of_row(W* row) const {
     W* place = row + first;
@@ -31,13 +31,13 @@ struct Columns {
   }
 };
 
-// The first of the rows that a block takes. All of them are of the same group, and `groups` apart: as many blocks as
-// there are groups take rows beside each other.
+// The first of the rows that a block takes. All rows of a block are of one group, so they lie `groups` rows apart. As
+// many blocks as there are groups take rows beside each other.
 struct BlockRows {
   int64_t group;
   int64_t first;
 
-  // If the block takes so many rows of a group at once.
+  // A block takes `rows_at_once` rows of its group at once.
   __device__ BlockRows(int64_t groups, unsigned rows_at_once) : group(0) {
     int64_t turn = blockIdx.x;
     if (groups > 1) {
@@ -48,10 +48,10 @@ struct BlockRows {
   }
 };
 
-// The rows that a thread has a part of, of those that the block takes.
+// Among the rows that a block takes, those that a thread has a part of.
 struct TakenRows {
   int64_t first;
-  int64_t left;  // in the tensor, from there on
+  int64_t left;  // rows in the tensor, from the first one on
   int64_t step;
 
   __device__ TakenRows(const BlockRows& block, int64_t rows, int64_t groups)
@@ -60,15 +60,16 @@ struct TakenRows {
   __device__ bool has(int r) const { return further(r) < left; }
 };
 
-// Between the packs of a thread: what is loaded for one of them is not to wait in registers while others are dealt
-// with.
+// Called between the packs of a thread, so that what is loaded for one pack does not wait in registers while others are
+// dealt with.
 template <int kPacks>
 __device__ void keep_few_registers() {
   if (kPacks == 4) keep_order();
   if (kPacks == 16) keep_order_of_warp();
 }
 
-// A thread's packs of a row; zeros unless it is one. The choice is made once: the loads then follow one another.
+// Loads a thread's packs of a row, or zeros if there is no such row. That, and `aligned`, are asked before all loads,
+// so that the loads follow one another.
 template <class R, class Rows, class T, int kPacks>
 __device__ void load_packs(Elements<T, kPack<R>> (&packs)[kPacks], const Rows& rows, const T* row, bool is_row,
                            const Columns<R, int>& columns) {
@@ -85,13 +86,13 @@ __device__ void load_packs(Elements<T, kPack<R>> (&packs)[kPacks], const Rows& r
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
       packs[p] = load_elements<T, kPack<R>>(place + columns.offset(p), columns.count(p), false);
-      if (kPacks == 16) keep_few_registers<kPacks>();  // elements that are loaded one by one take one each
+      if (kPacks == 16) keep_few_registers<kPacks>();  // elements that are loaded one by one take a register each
     }
   }
 }
 
-// Between two passes over packs: numbers of 16 bits take half the registers that they take once converted, so that
-// they are to be converted again.
+// Called between two passes over packs: makes the compiler convert 16-bit elements again in the second pass, as they
+// take half the registers that the numbers made of them would take.
 template <class T, int kCount, int kPacks>
 __device__ void keep_packed(Elements<T, kCount> (&packs)[kPacks]) {
   if constexpr (Elements<T, kCount>::kPairs) {
@@ -103,15 +104,15 @@ __device__ void keep_packed(Elements<T, kCount> (&packs)[kPacks]) {
   }
 }
 
-// What is not loaded yet.
+// For packs that are only loaded in the second pass: nothing to do.
 template <class Nothing, int kPacks>
 __device__ void keep_packed(Nothing (&)[kPacks]) {}
 
-// Rows that are read twice are summed in float64 after so many packs.
+// Rows that are read twice are summed in float32 over this many packs of a thread, and these sums in float64.
 constexpr int kPacksOfChain = 4;
 
-// rstd = 1 / sqrt(mean(x^2) + eps): forward and backward form it of the same sums, so that both see the same bits where
-// both hold the row (backward_config says where the backward cannot).
+// rstd = 1 / sqrt(mean(x^2) + eps). Forward and backward make it of the same sums, so that both see the same bits,
+// where both hold the row. backward_config() says where the backward cannot.
 __device__ inline float rstd_of(float square_sum, double inverse_cols, double eps) {
   return __frsqrt_rn(static_cast<float>(square_sum * inverse_cols + eps));
 }
@@ -120,11 +121,11 @@ __device__ inline double rstd_of(double square_sum, double inverse_cols, double 
   return 1 / sqrt(square_sum * inverse_cols + eps);
 }
 
-// Chains of additions in a thread: element i of a pack goes to chain i % kChains.
+// How many chains of additions a thread has: element i of a pack goes to chain i % kChains.
 template <class T>
 constexpr int kChains = kPack<T> < 4 ? kPack<T> : 4;
 
-// chains += x^2, of a pack of T or of numbers.
+// chains += x^2, for the x of a pack, which is of T or of numbers.
 template <class T, class Values>
 __device__ void add_squares(const Values& values, compute_t<T> (&chains)[kChains<T>]) {
   const Numbers<T> x = to_compute<T>(values);
@@ -135,7 +136,7 @@ __device__ void add_squares(const Values& values, compute_t<T> (&chains)[kChains
   }
 }
 
-// Blocks of threads for the `rows` rows of all groups, of which each block takes so many of a group at once.
+// How many blocks there are for `rows` rows, if each takes `rows_at_once` rows of one group.
 constexpr int64_t blocks_of_rows(int64_t rows, int64_t rows_at_once, int64_t groups) {
   return (rows / groups + rows_at_once - 1) / rows_at_once * groups;
 }

@@ -1,5 +1,5 @@
 // Conversions, and packs: 16 bytes of a row, the most that one instruction loads or stores. A row of a narrower type
-// beside it has as many elements to a pack.
+// beside it is accessed in packs of as many elements.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -29,7 +29,8 @@ __device__ T from_compute(compute_t<T> value) {
   }
 }
 
-// Two 16-bit elements in one register, as a load leaves them. Taken apart too early, each would take one of its own.
+// Two 16-bit elements in one register, as a load leaves them. If they were taken apart too early, each would take a
+// register of its own.
 template <class T>
 __device__ unsigned pair_from_compute(float low, float high) {
   unsigned pair;
@@ -43,11 +44,11 @@ __device__ unsigned pair_from_compute(float low, float high) {
   return pair;
 }
 
-// Elements of a pack.
+// How many elements a pack has.
 template <class T>
 constexpr int kPack = 16 / sizeof(T);
 
-// Packs of a row.
+// How many packs a row has.
 template <class T>
 int64_t packs_of(int64_t cols) {
   return (cols + kPack<T> - 1) / kPack<T>;
@@ -69,7 +70,7 @@ struct Elements {
     }
   }
 
-  // In an instruction each: bfloat16 is the upper half of float32.
+  // One instruction for each, as bfloat16 is the upper half of float32.
   __device__ compute_t<W> number(int i) const {
     if constexpr (std::is_same_v<W, bfloat16>) {
       return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
@@ -145,7 +146,7 @@ __device__ void store_elements(W* target, const Elements<W, kCount>& elements, I
   }
 }
 
-// Between as many elements of T, which may be narrower, as a pack of R has, and their numbers.
+// Conversions between numbers of R and as many elements of T, which may be narrower.
 template <class R, class T>
 __device__ Numbers<R> to_compute(const Elements<T, kPack<R>>& elements) {
   Numbers<R> numbers;

@@ -3,11 +3,11 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-#include "../add_rms_norm.h"
 #include "../cpu/isa.h"
-#include "../gated_rms_norm.h"
-#include "../rms_norm.h"
+#include "../operators.h"
+#include "../triton/binding.h"
 #include "arguments.h"
+#include "check.h"
 #include "direct_call.h"
 #include "registration.h"
 #ifdef NORMOPS_WITH_CUDA
@@ -41,65 +41,45 @@ PyCFunction as_method(FastCall* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-PyMethodDef direct_calls[] = {
-    {"rms_norm", as_method(normops::python::rms_norm), METH_FASTCALL, nullptr},
-    {"add_rms_norm", as_method(normops::python::add_rms_norm), METH_FASTCALL, nullptr},
-    {"gated_rms_norm", as_method(normops::python::gated_rms_norm), METH_FASTCALL, nullptr},
-    {nullptr, nullptr, 0, nullptr},
-};
+template <class... Operators>
+PyMethodDef* direct_calls(normops::List<Operators...>) {
+  static PyMethodDef methods[] = {
+      {Operators::kName, as_method(normops::python::direct_call<Operators>), METH_FASTCALL, nullptr}...,
+      {nullptr, nullptr, 0, nullptr},
+  };
+  return methods;
+}
+
+// The check alone, with the schema's arguments: that of a kernel which does nothing else.
+template <class... Operators>
+void define_checks(py::module& m, normops::List<Operators...>) {
+  (m.def((std::string("check_") + Operators::kName).c_str(), normops::python::check<Operators>), ...);
+}
+
+// The name of each operator, and that of its in-place overload or None.
+template <class... Operators>
+py::dict operators(normops::List<Operators...>) {
+  py::dict names;
+  const auto add = [&](const char* name, const char* inplace_name) { names[name] = inplace_name; };
+  (add(Operators::kName, Operators::kInplaceName), ...);
+  return names;
+}
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   normops::cpu::current_isa();  // a wrong NORMOPS_CPU_ISA is an error of the import, not of the first call
 
-  if (PyModule_AddFunctions(m.ptr(), direct_calls) != 0) throw py::error_already_set();
+  if (PyModule_AddFunctions(
+          m.ptr(), direct_calls(normops::List<normops::RmsNorm, normops::AddRmsNorm, normops::GatedRmsNorm>())) != 0)
+    throw py::error_already_set();
 
   py::class_<normops::python::Registration>(m, "Registration").def("close", &normops::python::Registration::close);
-  m.def("register_triton", normops::python::register_triton, py::arg("dispatch_key"));
+  m.def("register_triton", normops::triton::register_operators, py::arg("dispatch_key"));
   m.def("override_torch", normops::python::override_torch);
   m.def("traced_shape", normops::python::traced_shape, py::arg("normalized_shape"));
 
   m.def("build_info", build_info);
-  m.def(
-      "check_rms_norm",
-      [](const at::Tensor& input, const std::vector<c10::SymInt>& normalized_shape,
-         const std::optional<at::Tensor>& weight,
-         std::optional<double> eps) { normops::check_rms_norm(input, normalized_shape, weight, eps); },
-      py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(), py::arg("eps") = py::none());
-  m.def(
-      "check_add_rms_norm",
-      [](const at::Tensor& input, const at::Tensor& residual, const std::vector<c10::SymInt>& normalized_shape,
-         const std::optional<at::Tensor>& weight,
-         std::optional<double> eps) { normops::check_add_rms_norm(input, residual, normalized_shape, weight, eps); },
-      py::arg("input"), py::arg("residual"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
-      py::arg("eps") = py::none());
-  m.def(
-      "check_rms_norm_backward",
-      [](const at::Tensor& grad_output, const at::Tensor& input, const std::vector<c10::SymInt>& normalized_shape,
-         const std::optional<at::Tensor>& weight, std::optional<double> eps,
-         const std::optional<at::Tensor>& grad_residual) {
-        normops::check_rms_norm_backward(grad_output, input, normalized_shape, weight, eps, grad_residual);
-      },
-      py::arg("grad_output"), py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
-      py::arg("eps") = py::none(), py::arg("grad_residual") = py::none());
-  m.def(
-      "check_gated_rms_norm",
-      [](const at::Tensor& input, const at::Tensor& gate, const std::vector<c10::SymInt>& normalized_shape,
-         const std::optional<at::Tensor>& weight, std::optional<double> eps, std::string_view activation) {
-        normops::check_gated_rms_norm(input, gate, normalized_shape, weight, eps, activation,
-                                      /*norm_before_gate=*/true);
-      },
-      py::arg("input"), py::arg("gate"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
-      py::arg("eps") = py::none(), py::arg("activation") = "silu");
-  m.def(
-      "check_gated_rms_norm_backward",
-      [](const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& gate,
-         const std::vector<c10::SymInt>& normalized_shape, const std::optional<at::Tensor>& weight,
-         std::optional<double> eps, std::string_view activation) {
-        normops::check_gated_rms_norm_backward(grad_output, input, gate, normalized_shape, weight, eps, activation,
-                                               /*norm_before_gate=*/true);
-      },
-      py::arg("grad_output"), py::arg("input"), py::arg("gate"), py::arg("normalized_shape"),
-      py::arg("weight") = py::none(), py::arg("eps") = py::none(), py::arg("activation") = "silu");
+  m.def("operators", [] { return operators(normops::Operators()); });
+  define_checks(m, normops::Operators());
 }

@@ -30,9 +30,6 @@ Registration register_kernels(const char* ns, c10::DispatchKey key, const Add& a
   return Registration(std::move(library));
 }
 
-// The operators with kernels in Triton, for a dispatch key.
-Registration register_triton(const std::string& dispatch_key);
-
 // torch's own rms_norm computes with ours, where ours computes the same.
 Registration override_torch();
 

@@ -1,0 +1,16 @@
+"""normops under RMSNorms that other people wrote: module by module, under torch's own operator, or for ``kernels``.
+
+``patching`` walks through a model, and ``patched_forward`` is what a module gets whose norm is known. ``recognition``
+finds that norm by calling the module's forward, in every way in which it may be called (``trial``). ``watching`` notes
+what each call computes and reads, for which it looks at the code (``instructions``) and hands in numbers that tell what
+becomes of them (``telling_numbers``). ``structure`` reads the graph that comes of it, ``experiments`` runs the forward
+once more for what no graph shows, and ``norm`` is what is known in the end.
+
+``override`` puts normops under torch's own ``rms_norm``, and ``hugging_face`` into the mapping of ``kernels``.
+"""
+
+from normops.adoption.hugging_face import register_kernels
+from normops.adoption.override import override_torch, overrides_torch
+from normops.adoption.patching import PatchReport, patch, unpatch
+
+__all__ = ["PatchReport", "override_torch", "overrides_torch", "patch", "register_kernels", "unpatch"]

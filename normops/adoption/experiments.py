@@ -1,6 +1,6 @@
-"""What of a norm is found out by running it: dtypes, roundings, the order in memory, what autograd saves.
+"""What is found out about a norm by running it: dtypes, roundings, the order in memory, what autograd saves.
 
-That it is one, its structure has told.
+That the module is a norm is known before, from the structure of its graph.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,11 +17,11 @@ from normops.adoption.watching import Run, Unfit
 from normops.inductor.calls import NORMS, call_of
 
 MOST_NUMBERS = 2**14
-"""With which numbers are compared."""
+"""The most elements of an input whose result is compared number by number."""
 
 
 def output_dtype_of(trial: Trial, runs: Mapping[Case, Run]) -> tuple[OutputDtype, bool]:
-    """And whether that of a gate has a part in it as well."""
+    """The rule for the dtype of the output, and whether the dtype of a gate has a part in it as well."""
     came = {case.dtypes: run.result.meta["example_value"].dtype for case, run in runs.items()}
     for widens, (name, rule) in product((False, True), OUTPUT_DTYPES.items()):
         if all(
@@ -33,7 +33,10 @@ def output_dtype_of(trial: Trial, runs: Mapping[Case, Run]) -> tuple[OutputDtype
 
 
 def order_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]]) -> Order:
-    """Told by running it: what operations make of the orders of their operands follows from which comes first."""
+    """The order in memory of the result of an input whose rows are not in order.
+
+    The forward is run for that: it depends on which operand of an operation comes first, which the graph does not show.
+    """
     dims = len(base.shape)
     found: set[Order] = set()
     for rows, dtypes in product(((3, 2), (2, 3, 2)), taken):
@@ -43,13 +46,13 @@ def order_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]
         x = tensor.detach().transpose(-dims - 1, -dims - 2)
         try:
             y = trial.call(weight, x)
-        except Exception:  # its own, which its forward will raise again
+        except Exception:  # the module's own forward will compute, and raise it again
             return "unknown"
         found.add("kept" if y.stride() == x.stride() else "contiguous" if y.is_contiguous() else "unknown")
     return found.pop() if len(found) == 1 else "unknown"
 
 
-# What autocast may compute in another dtype, on one device or another.
+# The operations that autocast computes in another dtype, on one device or another.
 _AUTOCASTS = {"square", "rsqrt", "sqrt", "div", "mean", "sum", "silu", "sigmoid"}
 
 
@@ -64,7 +67,7 @@ def autocasts_of(run: Run) -> bool:
 
 
 def saves_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]]) -> frozenset[Saved]:
-    """Where the module's own forward saves a tensor that it was given, and not a copy in another dtype."""
+    """The cases in which the module's own forward saves a tensor as it was given, and not a copy in another dtype."""
     classes = (torch.bfloat16, torch.float32)
     pairs = product(classes, repeat=2) if trial.weight else ((each, each) for each in classes)
     found = set()
@@ -92,12 +95,18 @@ def saves_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]
 
 
 def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[tuple[torch.dtype, ...]]) -> Roundings:
-    """Told by the bits of bfloat16; what structure says is compared with numbers, too."""
+    """How often results are rounded, as the bits of a bfloat16 result show.
+
+    On the way, results are compared with those of the structure, in float32 and in bfloat16.
+
+    Raises:
+        Unfit: if they differ.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     shape = torch.Size(base.shape)
     rows = (*base.rows[:-1], max(2, min(16, MOST_NUMBERS // shape.numel()))) if base.rows else ()
     x = torch.randn(*rows, *shape, generator=generator, device="cpu")
-    # From where eps is all to where it is nothing.
+    # From rows so small that eps is all that counts, to rows so large that it does not count.
     scales = torch.logspace(-8, 4, rows[-1] if rows else 1, device="cpu")
     x = x * scales.view(-1, *[1] * len(shape))
     weight = (
@@ -105,7 +114,7 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
         if trial.weight_shape is None
         else 6 * torch.rand(trial.weight_shape, generator=generator, device="cpu") - 3
     )
-    # From where it is all but closed to where silu is all but the gate itself.
+    # Numbers for which the gate is all but closed, for which silu is all but the number itself, and those between.
     gate = 4 * torch.randn(x.shape, generator=generator, device="cpu") if trial.is_gated else None
     eps = getattr(trial.module, structure.eps) if isinstance(structure.eps, str) else structure.eps
     with torch.no_grad():
@@ -128,7 +137,7 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
             results["twice"] = product_
         else:
             results["thrice"] = (product_ * ACTIVATIONS[gating.activation](gate.float())).bfloat16()
-    # float32, in which modules compute, is no float64: now and then it rounds to another neighbour.
+    # These results were computed in float64, a module's in float32, which now and then rounds to the other neighbour.
     same = {rounds: float((y == result).double().mean()) for rounds, result in results.items()}
     best = max(same, key=lambda rounds: same[rounds])
     return best if same[best] > 0.99 else "otherwise"
@@ -137,7 +146,7 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
 def _definition(
     structure: Structure, eps: float | None, x: Tensor, weight: Tensor | None, gate: Tensor | None
 ) -> Tensor:
-    """In float64."""
+    """What the structure computes, in float64."""
     wide, gating = x.double(), structure.gating
     activated = None if gating is None or gate is None else ACTIVATIONS[gating.activation](gate.double())
     is_gated_after = gating is not None and gating.norm_before_gate

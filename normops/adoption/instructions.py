@@ -1,4 +1,4 @@
-"""What the instructions of a function do that matters to whether it can be watched."""
+"""Which instructions of a function matter when it is watched, and what they do."""
 
 import dis
 from functools import cache
@@ -10,17 +10,21 @@ import torch
 
 
 class Step(NamedTuple):
-    """What an instruction does that matters: it asks for an attribute, a global, a variable around, or is refused."""
+    """What an instruction does that matters.
+
+    ``action`` is "attribute", "global" or "closure" where it reads one of these, of that name. Any other action is
+    refused, and says in words what the instruction does.
+    """
 
     action: str
     name: str
     chain: tuple[str, ...] = ()
-    """The attributes that the next instructions ask for."""
+    """The attributes that the next instructions read of it, each of what the one before has found."""
 
 
 @cache
 def steps_of(code: CodeType) -> dict[int, Step]:
-    """By the place of the instruction."""
+    """The steps of a function, by the offsets of their instructions."""
     steps: dict[int, Step] = {}
     instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PUSH_NULL")]
     for i, instruction in enumerate(instructions):
@@ -33,7 +37,7 @@ def steps_of(code: CodeType) -> dict[int, Step]:
 def _step_of(
     code: CodeType, instruction: dis.Instruction, before: list[dis.Instruction], following: list[dis.Instruction]
 ) -> Step | None:
-    if instruction.opname == "EXTENDED_ARG":  # may be the only one that is told of
+    if instruction.opname == "EXTENDED_ARG":  # tracing may tell of it, and not of the one it extends
         return _step_of(code, following[0], before, following[1:])
     operation, name = instruction.opname, str(instruction.argval)
     if instruction.opcode in dis.hasname:
@@ -62,7 +66,7 @@ def _step_of(
 
 
 def _is_constant(before: list[dis.Instruction]) -> bool:
-    """Whether the last value that these leave is one of the code's own, or a slice of such."""
+    """Whether the value that the last of these instructions leaves is a constant, or a slice of constants."""
     *others, last = before
     if last.opname == "BUILD_SLICE":
         return all(_is_constant(before[:-i]) for i in range(1, (last.arg or 2) + 1))
@@ -75,6 +79,6 @@ def _names_dtype(instruction: dis.Instruction) -> bool:
 
 @cache
 def handles_errors(code: CodeType) -> bool:
-    """Whether anything is done after an error: then not all that happens would be seen."""
+    """Whether the code handles errors: if so, what it does after an error would not be seen."""
     before_3_11 = any(each.opname.startswith("SETUP_") for each in dis.get_instructions(code))
     return bool(getattr(code, "co_exceptiontable", b"")) or before_3_11

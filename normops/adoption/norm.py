@@ -1,4 +1,4 @@
-"""What is known of an RMSNorm that somebody else wrote."""
+"""All that is known about an RMSNorm that somebody else wrote, once it has been recognised."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -12,26 +12,30 @@ from normops.adoption.watching import Global
 HALVES = (torch.float16, torch.bfloat16)
 
 SLOTS = ("_old_forward", "forward")
-"""Where a module keeps a forward that it was given instead of its class's, the one that computes first: hooks of
-accelerate take the place of ``forward``, and call what they found there."""
+"""The attributes in which a module may have a forward that it was given instead of its class's, innermost first.
+
+Hooks of accelerate put themselves into ``forward``, and what they found there into ``_old_forward``, which they call.
+"""
 
 ENTRIES = (*SLOTS, "__reduce_ex__")
-"""What may be among the attributes of a patched module."""
+"""The attributes that :func:`normops.patch` may give a module."""
 
 OutputDtype = Literal["input's", "promoted", "weight's, if it has 16 bits"]
-"""Which dtype a norm returns. Promoted, and without such a weight in the last case: from those of both."""
+"""Which dtype a norm returns. "promoted" is made of the dtypes of input and weight, and so is the last one unless the
+weight has 16 bits."""
 
 Roundings = Literal["once", "twice", "thrice", "otherwise"]
-"""How often a norm rounds to 16 bits; twice: the normalized input, then its product with the weight; thrice: then that
-multiplied by a gate, too."""
+"""How often a norm rounds to 16 bits. Twice: the normalized input, then its product with the weight. Thrice: then the
+product of that with a gate, too."""
 
 Order = Literal["kept", "contiguous", "unknown"]
+"""How the result lies in memory if the input's rows lie in another order than that of its dimensions."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": nn.functional.silu, "sigmoid": torch.sigmoid}
 
 
 class Gate(NamedTuple):
-    """How a norm takes one."""
+    """How a norm takes a gate."""
 
     argument: str
     is_optional: bool
@@ -41,53 +45,53 @@ class Gate(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """That a module's own forward saves a tensor for its backward as it was given."""
+    """A case in which a module's own forward saves a tensor for its backward as it was given, not a copy of it."""
+
+    # bfloat16 stands for float16, too.
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    """As that of the input: bfloat16 stands for float16, too."""
     requires_grad: tuple[bool, ...]
-    """Of what the forward takes, and of the weight."""
+    """Whether they require a gradient: each tensor that the forward takes, and the weight."""
     tensor: int
-    """Which of these it saves."""
+    """The index of the saved one among these."""
 
 
 class Norm(NamedTuple):
     """How normops computes what a module computes, and what has to hold for that."""
 
     argument: str
-    """The name of what its forward takes."""
+    """The name of the argument of its forward."""
     weight: str | None
-    """The parameter."""
+    """The name of the parameter."""
     weight_dims: int
     shape: tuple[int, ...] | None
-    """That of the end of its input, where that is fixed and there is no weight."""
+    """The last dimensions that an input must have, if these are fixed though there is no weight."""
     normalized_dims: int
-    """How many of the last dimensions are normalized: all of the weight's, or those after its groups'."""
+    """How many of the last dimensions are normalized: as many as the weight has, without those of its groups."""
     eps: str | float | None
-    """The attribute, or the value where it has none."""
+    """The name of the attribute, or the value if it is in no attribute."""
     weight_offset: float
     group_size: int | None
-    """How many elements are normalized together, if it is not the whole of the normalized shape."""
+    """How many elements are normalized together, if these are fewer than the normalized dimensions have."""
     output_dtype: OutputDtype
     rounds: Roundings
     gate: Gate | None
     dims: tuple[int, ...]
     """How many dimensions its input may have."""
     dtypes: frozenset[tuple[torch.dtype, ...]] | None
-    """Of input, weight and gate, as far as there are such, if not all are taken."""
+    """The dtypes of input, weight and gate, as far as it has these, that it takes; None: all."""
     order: Order
-    """How the result of an input lies in memory whose rows lie in another order than theirs."""
     autocasts: bool
     """Whether autocast may change the dtype in which it computes."""
     saves: frozenset[Saved]
     attributes: tuple[tuple[str, Any], ...]
-    """What else it reads of itself."""
+    """The other attributes that its forward reads, and their values."""
     globals: tuple[Global, ...]
-    """What it reads of modules and classes."""
+    """What its forward reads of modules and classes."""
 
     def __str__(self) -> str:
-        """For a table."""
+        """In a line, for the table that :func:`normops.patch` prints."""
         factor = "no weight" if self.weight is None else self.weight
         factor = factor if self.weight_offset == 0.0 else f"{self.weight_offset:g} + {factor}"
         groups = "" if self.group_size is None else f", groups of {self.group_size}"

@@ -19,7 +19,7 @@ Rounding = Literal["once", "original"]
 
 
 class Given(NamedTuple):
-    """What a forward is made of."""
+    """What a forward of ours is made of; the key by which modules share one."""
 
     cls: type[nn.Module]
     norm: Norm
@@ -27,19 +27,19 @@ class Given(NamedTuple):
 
 
 def give(module: nn.Module, norm: Norm, rounding: Rounding) -> None:
-    """Lets a module run normops."""
+    """Gives a module a forward that runs normops."""
     slot = "_old_forward" if "_old_forward" in vars(module) else "forward"
     _put(module, slot, Given(type(module), norm, rounding))
 
 
 def given(module: nn.Module) -> dict[Given, str]:
-    """What the module was given, and in which of its attributes it is."""
+    """The forwards that a module was given, and in which of its attributes they are."""
     found = {_given(vars(module).get(slot)): slot for slot in SLOTS}
     return {made: slot for made, slot in found.items() if made is not None}
 
 
 def give_back(module: nn.Module) -> bool:
-    """Lets a module run as it did; tells whether it was another."""
+    """Takes back what a module was given; returns whether there was anything."""
     found = given(module)
     for slot in found.values():
         if slot == "forward":
@@ -52,7 +52,7 @@ def give_back(module: nn.Module) -> bool:
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
-    """Whether it computes with a forward that neither its class nor this module made."""
+    """Whether a module has a forward that is neither its class's nor ours."""
     forward = next((vars(module)[slot] for slot in SLOTS if slot in vars(module)), None)
     own = isinstance(forward, MethodType) and forward.__func__ is getattr(type(module), "forward", None)
     return forward is not None and not own and _given(forward) is None
@@ -63,13 +63,16 @@ def _given(forward: Any) -> Given | None:
 
 
 def _put(module: nn.Module, slot: str, made_of: Given) -> None:
-    """A method, with one function for all modules that are alike: torch.compile compiles their callers once."""
+    """Puts a method of ours into a module.
+
+    Modules that are alike share the method's function, so that torch.compile compiles their callers once.
+    """
     module.__dict__[slot] = MethodType(_forward(made_of), module)
     module.__dict__["__reduce_ex__"] = MethodType(_reduce, module)
 
 
 def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-    """What pickle and copy ask the module itself for, before its class: to make another, and patch that."""
+    """The ``__reduce_ex__`` of a patched module, which pickle and copy call: makes another module, and patches that."""
     reduced = type(module).__reduce_ex__(module, protocol)
     if isinstance(reduced, str):
         return reduced
@@ -86,7 +89,7 @@ def _remake(function: Callable[..., nn.Module], arguments: tuple[Any, ...], foun
 
 
 def _without_entries(state: Any) -> Any:
-    """The methods in it belong to the module that is copied."""
+    """The state without our methods, as these are bound to the module that is copied."""
     if isinstance(state, tuple):
         return tuple(map(_without_entries, state))
     return {n: v for n, v in state.items() if n not in ENTRIES or not _is_ours(v)} if type(state) is dict else state
@@ -101,7 +104,10 @@ _numbers = count()
 
 @cache
 def _forward(made_of: Given) -> FunctionType:
-    """Compiled from source, as a dataclass's methods are: its argument has the name that callers know."""
+    """The function of a patched forward.
+
+    It is compiled from source, as a dataclass's methods are, so that its arguments have the names that callers know.
+    """
     norm = made_of.norm
     names: dict[str, Any] = {
         "rms_norm": rms_norm,
@@ -131,7 +137,7 @@ def _forward(made_of: Given) -> FunctionType:
 
 
 def _source(norm: Norm, rounding: Rounding, names: dict[str, Any]) -> str:
-    """What has to hold, what is computed then, and the module's own forward for all else."""
+    """The source of a patched forward: conditions, what is computed if they hold, and else the module's own forward."""
     x, gate = norm.argument, None if norm.gate is None else norm.gate.argument
     weight = None if norm.weight is None else "_weight"
     own = f"return type(self).forward(self, {x if gate is None else f'{x}, {gate}'})"
@@ -145,11 +151,11 @@ def _source(norm: Norm, rounding: Rounding, names: dict[str, Any]) -> str:
     ]
     if rounding == "once" or norm.rounds == "once":
         if norm.output_dtype != "input's":
-            # Whatever the rule, one dtype alone is that of the output.
+            # If input and weight have one dtype, so has the output, whatever the rule.
             lines.insert(-1, f"if {x}.dtype == {weight}.dtype:\n        return {_call(norm, weight, gate)}")
             lines += [f"{x} = {x}.to(promote_types({x}.dtype, _dtype))"]
         return _function(norm, [*lines, f"return {_call(norm, weight, gate)}.to(_dtype)"])
-    # The weight comes after. What it multiplies has a dtype of its own.
+    # Without its weight, which is multiplied after the first rounding. What it multiplies has a dtype of its own.
     first = "_dtype" if norm.output_dtype.startswith("weight") else f"{x}.dtype"
     lines += [f"_first = {first}", f"{x} = {x}.to(promote_types({x}.dtype, _first))"]
     gate_after = norm.gate is not None and norm.gate.gating.norm_before_gate
@@ -163,7 +169,7 @@ def _source(norm: Norm, rounding: Rounding, names: dict[str, Any]) -> str:
 
 
 def _conditions(norm: Norm, names: dict[str, Any]) -> list[str]:
-    """Under which the module's own forward computes what it was seen to compute."""
+    """The conditions under which the module's own forward computes what it was seen to compute."""
     x = norm.argument
     conditions = [
         f"isinstance({x}, Tensor)",
@@ -197,7 +203,7 @@ def _conditions(norm: Norm, names: dict[str, Any]) -> list[str]:
 
 
 def _equals(expression: str, value: Any, names: dict[str, Any]) -> str:
-    """To nothing but this: 1 is no 1.0, and a tensor, that may need a gradient, no number."""
+    """A condition that holds for this value alone: 1 is not 1.0, and a tensor, even with one element, is no number."""
     if value is None or value is True or value is False:
         return f"{expression} is {value}"
     number = len(names)
@@ -206,7 +212,10 @@ def _equals(expression: str, value: Any, names: dict[str, Any]) -> str:
 
 
 def _by_order(norm: Norm, own: str) -> list[str]:
-    """The module's own result may have the order in memory that its input has; that of normops is contiguous."""
+    """What is done with inputs that are not contiguous.
+
+    The result of normops is contiguous; that of the module's own forward may have the order in memory of its input.
+    """
     x = norm.argument
     last_dims = max(norm.weight_dims, norm.normalized_dims)
     if norm.gate is not None:
@@ -234,10 +243,11 @@ def _copying(norm: Norm) -> list[str]:
 
 
 def _copies(norm: Norm) -> Callable[..., tuple[Tensor, ...]]:
-    """Copies what normops saves for the backward and the module's own forward does not, but in another dtype.
+    """A function that copies those tensors that normops saves for the backward as they are, and the module does not.
 
-    Programs may then write into the tensor itself. Not in what is compiled: Inductor takes the copy of an input of its
-    graph out again, and would save what is there after the write. The passes know which tensors are none.
+    A module that computes in another dtype saves a copy in that one, so that programs may write into the tensor itself
+    afterwards. Compiled code gets no copies from here: Inductor removes the copy of an input of its graph, and would
+    save what is there after the write. There the passes make copies, as they know which tensors are inputs.
     """
     count = 1 + (norm.gate is not None) + (norm.weight is not None)
     needed = {
@@ -260,9 +270,9 @@ def _needed(norm: Norm, requires: tuple[bool, ...], dtype: torch.dtype, *others:
     if not any(requires):
         return (False,)
     weight_dtype = others[-1] if norm.weight is not None else dtype
-    is_known = norm.gate is None or others[0] == dtype  # it was seen with a gate of the input's dtype
+    is_known = norm.gate is None or others[0] == dtype  # it was watched only with a gate of the input's dtype
     is_saved = [is_known and Saved(dtype, weight_dtype, requires, i) in norm.saves for i in range(len(requires))]
-    # The weight is saved for the gradients of the others alone.
+    # normops saves the weight only for the gradients of the other tensors.
     needs = [True] * len(requires)
     if norm.weight is not None:
         needs[-1] = any(requires[:-1])
@@ -274,15 +284,15 @@ def _class_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def _may_autocast(tensor: Tensor) -> bool:
-    """On the CPU no operation of a norm is one that autocast casts."""
+    """Whether autocast may cast for an operation of a norm, which it does only on CUDA."""
     return tensor.is_cuda and torch.is_autocast_enabled("cuda")
 
 
 def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
-    """The dimensions in the order in which they lie in memory, if that is another than theirs.
+    """The dimensions in the order in which they lie in memory, or None if they lie in their own order.
 
-    Empty, if it is not known what order the result of other operations would have: rows that lie apart or over each
-    other in another order, or dimensions of a row that do not come last.
+    Empty, if nobody knows in which order the result of the module's own operations would lie: if rows lie in another
+    order and also apart or over each other, or if the dimensions of a row do not come last.
     """
     sizes, strides = tensor.shape, tensor.stride()
     dims = [dim for dim in range(tensor.dim()) if sizes[dim] != 1]
@@ -291,7 +301,7 @@ def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
     if all(strides[a] >= strides[b] for a, b in pairwise(dims)):
         return None
     order: list[int] = []
-    for dim in range(tensor.dim()):  # Dynamo does not sort sizes that it does not know
+    for dim in range(tensor.dim()):  # not sorted(), as Dynamo cannot sort sizes that it does not know
         place = len(order)
         while place > 0 and strides[order[place - 1]] < strides[dim]:
             place -= 1
@@ -301,7 +311,7 @@ def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
 
 
 def _call(norm: Norm, weight: str | None, gate: str | None) -> str:
-    """With this weight, if any, and this gate."""
+    """The source of a call of normops, with this weight and this gate, if there are any."""
     x, size = norm.argument, norm.group_size
     eps = f"self.{norm.eps}" if isinstance(norm.eps, str) else norm.eps
     shape = f"{x}.shape[-{norm.normalized_dims}:]"
@@ -327,11 +337,14 @@ def _function(norm: Norm, lines: list[str]) -> str:
 
 
 def is_gate(gate: object, input: Tensor) -> TypeGuard[Tensor]:
-    """Whether the operator can take it, perhaps in another dtype; it may be missing, or want to be expanded."""
+    """Whether the operator can take the gate, perhaps cast; it cannot if that is None, or has another shape."""
     return isinstance(gate, Tensor) and gate.dtype in DTYPES and gate.shape == input.shape
 
 
 def gate_beside(gate: Tensor, dtype: torch.dtype) -> Tensor:
-    """In a dtype that the operator takes beside that of the input: the same, or float32 where the other has 16 bits."""
+    """The gate, cast if the operator does not take its dtype beside the input's.
+
+    It takes the same dtype, or float32 beside one of 16 bits.
+    """
     one_is_wide = (gate.dtype == torch.float32 and dtype in HALVES) or (gate.dtype in HALVES and dtype == torch.float32)
     return gate if gate.dtype == dtype or one_is_wide else gate.to(torch.promote_types(dtype, torch.float32))

@@ -31,7 +31,7 @@ class PatchReport:
     """The modules that ran normops before: by name, the class."""
 
     def __str__(self) -> str:
-        """Modules that differ in numbers alone, like layers, share a row."""
+        """A table, in which modules whose names differ in numbers alone, as those of layers do, share a row."""
         titles = {
             "patched": self.patched,
             "skipped": self.skipped,
@@ -134,13 +134,13 @@ def unpatch(model: nn.Module) -> int:
 
 
 class _Found:
-    """What modules compute; those that are alike are examined once."""
+    """What modules compute. Those that are alike are examined only once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[Iterable[tuple[str, Any]], Norm | Unfit]]] = {}
 
     def norm_of(self, module: nn.Module) -> Norm | Unfit:
-        """Or why it is none."""
+        """The norm that a module is, or why it is none."""
         try:
             check_class(module)
             if has_foreign_forward(module):
@@ -159,7 +159,7 @@ class _Found:
                 known.append(([each for each in vars(module).items() if each[0] not in INTERNAL], norm))
         except Unfit as reason:
             return reason
-        except Exception as error:  # whatever its class makes of being asked
+        except Exception as error:  # a class may raise anything when its attributes are read
             return Unfit(f"cannot be examined: {type(error).__name__}: {str(error)[:80]}")
         return norm
 
@@ -174,12 +174,15 @@ def _has(module: nn.Module, name: str, value: Any) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Not of a class that torch has made of another one."""
+    """Whether a module is of a class of torch's, and not of one that torch made to parametrize somebody's module."""
     return type(module).__module__.startswith("torch.nn.") and not is_parametrized(module)
 
 
 def _is_called_norm(name: str, module: nn.Module) -> bool:
-    """Or computes one. Containers are not norms, their parts may be."""
+    """Whether a module's name or class says that it is a norm, or its code calls what norms call.
+
+    Containers are no norms, though their parts may be.
+    """
     names = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
     has_parts = next(module.children(), None) is not None and not is_parametrized(module)
     is_container = has_parts and next(module.parameters(recurse=False), None) is None

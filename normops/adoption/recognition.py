@@ -29,7 +29,7 @@ from normops.adoption.watching import Run, Unfit, is_of
 from normops.inductor.calls import DTYPES
 
 LARGEST = 24576
-"""Elements of a weight: what has more is no norm, and is not tried."""
+"""The most elements of a weight: what has more is no norm, and is not tried."""
 
 ROWS: tuple[tuple[int, ...], ...] = ((2,), (2, 1), (1, 2, 1), (1, 1, 2, 1), ())
 """The dimensions of an input before those of a row, the most usual first."""
@@ -56,7 +56,7 @@ def find_norm(module: nn.Module) -> Norm:
 
 
 def check_class(module: nn.Module) -> None:
-    """That running a module's forward, and giving it another, is all that there is to it.
+    """Checks that a module is what its forward computes, so that running that and replacing it is all there is to it.
 
     Raises:
         Unfit: with the reason, if not.
@@ -77,7 +77,7 @@ def check_class(module: nn.Module) -> None:
 
 
 def _arguments_of(module: nn.Module) -> list[inspect.Parameter]:
-    """One, or two, the second of which may be a gate."""
+    """The arguments of the forward: one tensor, or two, the second of which may be a gate."""
     if is_parametrized(module):
         raise Unfit("has parameters that others are computed from")
     if next(module.children(), None) is not None:
@@ -169,7 +169,7 @@ def _found(trial: Trial, gates: list[inspect.Parameter]) -> Norm:
 
 
 def _base(trial: Trial) -> tuple[Case, Run, Structure]:
-    """A first call that works."""
+    """A first case in which the forward runs, that run, and its structure."""
     shapes = [tuple(trial.weight_shape)] if trial.weight_shape is not None else _shapes_without_weight(trial.module)
     failure: Exception | None = None
     for shape, rows in product(shapes, ROWS):
@@ -186,7 +186,7 @@ def _base(trial: Trial) -> tuple[Case, Run, Structure]:
 
 
 def _shapes_without_weight(module: nn.Module) -> list[tuple[int, ...]]:
-    """Any width, or that of an attribute."""
+    """The shapes of rows to try: any width, then those that attributes may stand for."""
     sizes = [value for value in vars(module).values() if type(value) is int and 1 < value <= LARGEST]
     shapes = [
         value
@@ -200,7 +200,7 @@ def _shapes_without_weight(module: nn.Module) -> list[tuple[int, ...]]:
 
 
 def _dtypes(trial: Trial) -> list[tuple[torch.dtype, ...]]:
-    """Of the input, the weight and the gate: all, but with a gate only what is usual."""
+    """The dtypes of input, weight and gate to try: all combinations, but with a gate only the usual ones."""
     if trial.weight is None:
         gates = (torch.float32,) if trial.is_gated else ()
         return [(x, x, gate) for x in DTYPES for gate in {x, *gates}]
@@ -232,13 +232,13 @@ def _run_dtypes(trial: Trial, base: Case, runs: dict[Case, Run]) -> None:
 
 
 def _forget(run: Run) -> None:
-    """Leaves nothing of the tensors of a call but their dtypes."""
+    """Frees the memory of a run's tensors, of which only the dtypes are still needed."""
     for node in run.graph.nodes:
         node.meta["example_value"] = torch.empty(0, dtype=node.meta["example_value"].dtype, device="cpu")
 
 
 def _watched(trial: Trial, case: Case, runs: dict[Case, Run]) -> bool:
-    """Whether the module takes such an input at all: otherwise its own forward will say so."""
+    """Whether the module takes such an input at all. If not, its own forward will say so when it is called."""
     try:
         runs[case] = runs.get(case) or trial.watch(case)
     except Unfit:
@@ -258,7 +258,11 @@ def _run(trial: Trial, case: Case, expected: Structure, runs: dict[Case, Run]) -
 
 
 def _check_width(trial: Trial, base: Case, structure: Structure, runs: Iterable[Run]) -> bool:
-    """Whether the width is given, by a weight or an attribute; if not, that nothing depends on it."""
+    """Whether the width of rows is fixed, by a weight or an attribute.
+
+    Raises:
+        Unfit: if it is not, and the result depends on it in another way than an RMSNorm's.
+    """
     decided_by = {what for run in runs for what in run.decided_by}
     if "number of rows" in decided_by:
         raise Unfit("decides by the number of its rows")

@@ -18,17 +18,17 @@ from normops.inductor.handwritten import match_norm
 
 
 class Gating(NamedTuple):
-    """What a gate does."""
+    """How a gate is applied."""
 
     activation: str
     norm_before_gate: bool
 
 
 class Structure(NamedTuple):
-    """What a graph computes."""
+    """The RMSNorm that a graph computes."""
 
     eps: str | float | None
-    """The attribute, if it goes into the graph as it is, or the number; None: that of F.rms_norm."""
+    """The name of the attribute, if its number goes into the graph as it is; else the number. None is F.rms_norm's."""
     weight_offset: float
     normalized_dims: int
     group_size: int | None
@@ -46,7 +46,7 @@ def structure_of(run: Run) -> Structure:
 
 
 def check_alike(run: Run, other: Run) -> None:
-    """That two calls computed the same, but for dtypes.
+    """Checks that two calls computed the same, but for dtypes.
 
     Raises:
         Unfit: with the reason, if not, or if the second one loses more by a cast than its input or result does.
@@ -73,14 +73,14 @@ def _but_for_casts(run: Run) -> list[Any]:
 
 
 def _check_cast(run: Run, before: Node, after: Node) -> None:
-    """Casts lose nothing, or what the dtype of the input or the result would lose, too."""
+    """Refuses a cast that loses more than the dtype of the input, or of the result, would lose."""
     ends = (run.arguments[0], run.result)
     if not _widens(before, after) and not _is_wide(after) and not any(_widens(end, after) for end in ends):
         raise Unfit(f"rounds to {str(_value(after).dtype).removeprefix('torch.')} on the way")
 
 
 class _Core(NamedTuple):
-    """The norm alone."""
+    """The norm itself, without what is above and below it in the graph."""
 
     input: Node
     last: Node
@@ -138,7 +138,7 @@ class _Reading:
         return "an RMSNorm" if self._gate is None else "a gated RMSNorm"
 
     def _is_once(self, eps: HandedOn) -> bool:
-        """Whether it went into nothing but the place of eps."""
+        """Whether the attribute of eps goes into the graph only once: as eps."""
         arguments = [each for node in self._run.graph.nodes for each in (*node.args, *node.kwargs.values())]
         return [getattr(each, "attribute", None) for each in arguments].count(eps.attribute) == 1
 
@@ -149,7 +149,7 @@ class _Reading:
         return found[0]
 
     def _above(self, node: Node, dims: int) -> None:
-        """From what is normalized up to the input."""
+        """Reads what is between the input and what is normalized."""
         groups = _value(node).shape
         while node is not self._x:
             call = call_of(node)
@@ -169,7 +169,7 @@ class _Reading:
             raise Unfit(f"normalizes {size} elements of rows of {self._shape[-1]}")
 
     def _below(self, node: Node) -> None:
-        """From the norm down to the result."""
+        """Reads what is between the norm and the result."""
         while node is not self._run.result:
             if len(node.users) != 1:
                 raise Unfit(f"computes something else than {self._sought}: uses {_named(node)} twice")
@@ -207,7 +207,7 @@ class _Reading:
         self._weight_offset = offset + inner_offset
 
     def _weight_above(self, node: Any) -> tuple[Node | None, float]:
-        """The weight, and what is added to it, if that is all that a node is."""
+        """The weight and what is added to it, if that is all that a node computes; else None."""
         offset: float | None = None
         passed = []
         while isinstance(node, Node) and node is not self._run.weight:
@@ -231,7 +231,7 @@ class _Reading:
         return node, offset or 0.0
 
     def _gated(self, call: Call) -> tuple[Node, str] | None:
-        """What a gate multiplies, and its activation."""
+        """What the gate multiplies in a product, and the gate's activation, if the gate is one of the factors."""
         for factor, other in (call.arguments, call.arguments[::-1]):
             if not isinstance(other, Node) or self._gating is not None:
                 return None
@@ -240,7 +240,7 @@ class _Reading:
         return None
 
     def _activation(self, node: Any) -> str | None:
-        """Of the gate, if that is all that a node is."""
+        """The activation of the gate, if a node computes that and nothing else."""
         activation = None
         passed = []
         while isinstance(node, Node) and node is not self._gate:
@@ -291,7 +291,7 @@ def _widens(before: Node, after: Node) -> bool:
 
 
 def _is_wide(node: Node) -> bool:
-    """As wide as what most modules compute in, whatever they are given."""
+    """Whether a node's dtype is at least float32, in which most modules compute, whatever they are given."""
     return _value(node).dtype in (torch.float32, torch.float64)
 
 

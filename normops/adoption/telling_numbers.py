@@ -1,4 +1,4 @@
-"""Numbers that tell what a forward does with them, while it is watched."""
+"""Numbers that note what a forward does with them, while it is watched."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HandedOn(float):
-    """The number of an attribute, which tells whether Python looked at it or only handed it on."""
+    """The number of an attribute, which notes whether Python looked at it or only handed it on."""
 
     attribute: str
     looked_at: set[str]
@@ -36,21 +36,21 @@ for _name in (
 
 
 class Extent(int):
-    """A size of the input, which tells whether anything was decided by it."""
+    """A size of the input, which notes whether anything was decided by it."""
 
     decided: list[str]
     what: str
 
 
 def extent(value: int, what: str, decided: list[str]) -> Extent:
-    """A size that notes in ``decided`` of what it is one."""
+    """A size that appends ``what`` to ``decided`` when something is decided by it."""
     size = Extent(value)
     size.what, size.decided = what, decided
     return size
 
 
 def handed_on(value: float, attribute: str, looked_at: set[str]) -> HandedOn:
-    """A number that notes in ``looked_at`` of which attribute it is."""
+    """The number of an attribute, which adds that attribute to ``looked_at`` when Python looks at the number."""
     number = HandedOn(value)
     number.attribute, number.looked_at = attribute, looked_at
     return number

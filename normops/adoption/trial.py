@@ -11,29 +11,29 @@ from normops.inductor.calls import OPERATIONS
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """The shape of all shards together; DeepSpeed leaves an empty one in place."""
+    """The shape of a parameter, all shards together; one that DeepSpeed has sharded is itself empty."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 MOST_DIMS = 5
-"""Of an input: what has more goes to a module's own forward."""
+"""The most dimensions of an input: those with more go to a module's own forward."""
 
 
 @dataclass(frozen=True)
 class Case:
     """How a forward is called.
 
-    Whether it is in training, or gradients are recorded, it is not told: asking for that is refused.
+    Training or not, and with gradients or without, are no cases: a forward that asks for these is refused.
     """
 
     rows: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of a row."""
+    """The shape of a row."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
-    """Of the input, the weight and the gate."""
+    """The dtypes of input, weight and gate."""
 
     def __str__(self) -> str:
-        """For a reason."""
+        """In words, for the reason of a refusal."""
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(self.dtypes))
         dims = len(self.rows) + len(self.shape)
         return f"for {dims} dimensions, in {dtypes}"
@@ -52,7 +52,7 @@ class Trial:
         return len(self.arguments) == 2
 
     def copy(self, weight: Tensor | None) -> nn.Module:
-        """Made without asking its class; with the weight in the place of the module's."""
+        """A copy of the module, made without asking its class, with this weight in the place of the module's."""
         copy = object.__new__(type(self.module))
         attributes = {name: value for name, value in vars(self.module).items() if name not in ENTRIES}
         parameters = {} if weight is None else {self.weight: weight}
@@ -62,7 +62,7 @@ class Trial:
         return copy
 
     def tensors(self, case: Case) -> tuple[Tensor | None, list[Tensor]]:
-        """Of ones, which nobody looks at: a weight, and what the forward takes."""
+        """A weight, and the arguments of the forward. They are full of ones, as nobody looks at their numbers."""
         weight = None
         if self.weight_shape is not None:
             weight = nn.Parameter(torch.ones(self.weight_shape, dtype=case.dtypes[1], device="cpu"))

@@ -34,7 +34,7 @@ class _Stop(BaseException):
 
 
 class Global(NamedTuple):
-    """A plain value or a function that a forward found in a module, which is told by its name, or in a class."""
+    """A plain value or a function that a forward read, and the class, or the name of the module, that it belongs to."""
 
     owner: str | type
     name: str
@@ -49,26 +49,26 @@ class Run(NamedTuple):
     weight: Node | None
     result: Node
     attributes: dict[str, Any]
-    """What was read of the module, but for its weight."""
+    """The attributes of the module that were read, but for its weight, and their values."""
     at_call: frozenset[str]
-    """Those that went into operations of torch as they are, and nowhere else."""
+    """The attributes whose numbers went into operations of torch as they are, and nowhere else."""
     globals: tuple[Global, ...]
     decided_by: frozenset[str]
-    """Whether anything was decided by the width or the number of rows."""
+    """The sizes by which something was decided: "width", "number of rows"."""
     asks_for: frozenset[str]
-    """Whether for dtypes or sizes of tensors, so that these may make a difference to each other."""
+    """What the forward asked its tensors for, so that it may decide by it: "dtypes", "sizes"."""
 
 
 _PLAIN = {bool, int, float, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is nothing but what it is, and can never become another one."""
+    """Whether a value can be compared with ``==``, and can never change."""
     return type(value) in _PLAIN or (type(value) in (tuple, torch.Size) and all(map(is_plain, value)))
 
 
 class _Attributes(dict[str, Any]):
-    """Stands where a module has its parameters, and tells who asks for what."""
+    """Stands in the place of a module's parameters, and notes which attributes are read."""
 
     def __init__(self, values: dict[str, Any], weight: Tensor | None, watch: "_Watch") -> None:
         super().__init__(values)
@@ -88,16 +88,16 @@ class _Attributes(dict[str, Any]):
         return handed_on(value, name, self._watch.looked_at)
 
 
-# Which Python may call besides the operations of torch and other functions in Python: they compute from what they are
-# given, ask it, and change nothing.
+# What a forward may call besides operations of torch and functions in Python. These depend on nothing but what they are
+# given, and change nothing.
 _PURE = {
     *(abs, bool, float, int, isinstance, len, list, max, min, round, super, tuple),
     *(torch.jit.is_scripting, torch.jit.is_tracing),  # type: ignore[attr-defined]
 }
 _OURS = __name__.rpartition(".")[0]
-# Tables of activations, which hold the same for as long as a process lives: their modules are not followed either.
+# Tables of activations, which stay the same for as long as a process lives. Their modules are not followed.
 _TABLES = (("transformers.activations", "ACT2FN"),)
-# What may be asked of a tensor.
+# What a forward may ask of a tensor, and what it then knows.
 _PROPERTIES = {"shape": "sizes", "ndim": "sizes", "dtype": "dtypes"}
 _QUESTIONS = {"size": "sizes", "dim": "sizes", "ndimension": "sizes", "is_floating_point": "dtypes"}
 _OF_TENSORS = {*_PROPERTIES, *_QUESTIONS, *METHODS}
@@ -132,27 +132,27 @@ class _Watch(TorchFunctionMode):
         self._fixed: Tensor | None = None
 
     def refuse(self, reason: str) -> NoReturn:
-        """Notes the reason, too, as the forward may catch the exception."""
+        """Ends the run. The reason is noted as well as raised, since the forward may catch the exception."""
         self.refusals.append(reason)
         raise _Stop
 
     def add_input(self, name: str, tensor: Tensor, *, is_fixed: bool = False) -> Node:
-        """A fixed one always has the same shape."""
+        """Adds a tensor that the forward is given. One that is fixed, the weight, has the same shape in every call."""
         self._fixed = tensor if is_fixed else self._fixed
         return self._add(self.graph.placeholder(name), tensor)
 
     def _add(self, node: Node, tensor: Tensor) -> Node:
-        node.meta["example_value"] = tensor  # keeps it, and so its id, too
+        node.meta["example_value"] = tensor  # keeps the tensor alive, and so its id its own
         node.meta["version"] = tensor._version
         self.nodes[id(tensor)] = node
         return node
 
     def at_call(self) -> frozenset[str]:
-        """The numbers that went into operations of torch as they are, and nowhere else."""
+        """The attributes whose numbers went into operations of torch as they are, and nowhere else."""
         only_handed_on = {name for name in self.reads if self.reads.count(name) == self.handed_on.count(name)}
         return frozenset(only_handed_on - self.looked_at)
 
-    # What torch is called for.
+    # Calls of torch.
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,7 +177,7 @@ class _Watch(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception:
-            self.caught.append(name)  # unless it ends the run
+            self.caught.append(name)  # if the run goes on, somebody has caught it
             raise
         if any(node.meta["version"] != node.meta["example_value"]._version for node in self.nodes.values()):
             self.refuse(f"writes into a tensor: {name}")
@@ -186,7 +186,7 @@ class _Watch(TorchFunctionMode):
         if id(result) in self.nodes:
             if name not in CASTS:
                 self.refuse(f"calls {name}")
-            return result  # cast to the dtype that it had
+            return result  # a cast to the dtype that it has
         self.handed_on += [value.attribute for value in values if isinstance(value, HandedOn)]
         given, named = _with_nodes(args, self.nodes), _with_nodes(kwargs, self.nodes)
         if func in self._operations or not hasattr(Tensor, name):
@@ -220,7 +220,7 @@ class _Watch(TorchFunctionMode):
         whats = ["width" if dim >= last else "number of rows" for dim in range(tensor.dim())]
         return tuple(extent(size, what, self.decided) for size, what in zip(tensor.shape, whats, strict=True))
 
-    # What Python does besides.
+    # What Python does besides calling torch.
 
     def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         """Called by Python for every function: those that are not torch's, nor ours, are followed step by step."""
@@ -246,7 +246,7 @@ class _Watch(TorchFunctionMode):
                     self._step(frame, found)
             return step
 
-        # In this order: Python 3.13 wants a function before it tells of instructions.
+        # In this order: Python 3.13 tells of instructions only if there is a function to tell them to.
         frame.f_trace = step
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return step
@@ -275,7 +275,7 @@ class _Watch(TorchFunctionMode):
             self.refuse(step.action)
 
     def _resolve(self, owner: Any, name: str, value: Any, chain: tuple[str, ...]) -> None:
-        """A name, and the attributes that are asked for right after it where it is a module's or a class's."""
+        """Notes or refuses what a name stands for, or the attribute that is read of it right away, ``a.b.c``."""
         for attribute in chain:
             if not isinstance(value, (ModuleType, type)) or attribute not in vars(value):
                 break
@@ -297,7 +297,7 @@ class _Watch(TorchFunctionMode):
             self.globals[id(owner), name] = Global(owner if isinstance(owner, type) else owner.__name__, name, value)
 
     def judge(self, value: Any, what: str) -> None:
-        """Refuses what may be something else the next time, or change anything."""
+        """Refuses a value that may be another one at the next call, or that may change something when it is called."""
         if is_plain(value) or _is_among(value, _PURE):
             return
         if _is_among(value, self._operations) or any(_of(*table) is value for table in _TABLES):
@@ -309,7 +309,7 @@ class _Watch(TorchFunctionMode):
             if hasattr(value, "_torchdynamo_orig_callable"):
                 self.refuse(f"calls {_full_name(value)}, which is compiled")
             self.functions.append(value)
-            return  # in Python: followed
+            return  # it is in Python, and will be followed
         if value is Tensor or (isinstance(value, type) and issubclass(type(self._copy), value)) or _is_error(value):
             return
         if isinstance(value, Tensor):
@@ -326,9 +326,9 @@ def watch(
     arguments: Sequence[tuple[str, Tensor]],
     operations: frozenset[Any],
 ) -> Run:
-    """Calls a forward with a copy of its module that tells who asks for what; ``operations`` are those of torch.
+    """Calls a forward with a copy of its module, and notes what it computes and reads.
 
-    The copy is of no use afterwards.
+    ``operations`` are the functions of torch that it may call. The copy is of no use afterwards.
 
     Raises:
         Unfit: with the reason, if what the forward computes cannot be known.
@@ -338,7 +338,7 @@ def watch(
     nodes = tuple(seen.add_input(name, tensor) for name, tensor in arguments)
     weight_node = None if weight is None else seen.add_input("weight", weight[1], is_fixed=True)
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks when tracing begins whether anybody wants instructions
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks here when tracing begins
     try:
         with seen:
             sys.settrace(seen.trace)
@@ -379,7 +379,7 @@ def watch(
 
 
 def _check_names(seen: _Watch, spaces: dict[str, Any]) -> None:
-    """That what was asked for by names that functions and classes have as well is plain, or code."""
+    """Refuses what may have been read of a class or function by a name that was read, unless it is plain or code."""
     own = {**seen.of_class, **spaces}
     for name in seen.names & own.keys():
         if not is_plain(own[name]) and not _is_method(own[name]):
@@ -391,13 +391,13 @@ def _check_names(seen: _Watch, spaces: dict[str, Any]) -> None:
 
 
 def _take_attributes(copy: nn.Module, weight: tuple[str, Tensor] | None, seen: _Watch) -> dict[str, Any]:
-    """Leaves nothing that can be had without :class:`_Attributes`; returns what is left in their place."""
+    """Moves a copy's attributes into :class:`_Attributes`, so that none is read unnoticed; returns those it has now."""
     values = {name: value for name, value in vars(copy).items() if name not in INTERNAL}
     values |= copy._buffers
     values |= {name: None for name, parameter in copy._parameters.items() if parameter is None}
     values |= {} if weight is None else dict((weight,))
-    # nn.Module.__getattr__ looks here for what is no attribute of the instance or its class. What the class has, too,
-    # would be found there instead.
+    # nn.Module.__getattr__ looks there for what neither the instance nor its class has. Names that the class has, too,
+    # stay attributes of the instance: Python would find the class's.
     spaces: dict[str, Any] = {name: values.pop(name) for name in list(values) if hasattr(type(copy), name)}
     for name, value in {**seen.of_class, **spaces}.items():
         if is_plain(value):
@@ -433,7 +433,7 @@ def _is_method(value: Any) -> bool:
 
 
 def _arguments(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """What a function was called with, that of *args and **kwargs one by one."""
+    """The arguments that a function was called with, those of *args and **kwargs one by one."""
     code, names = frame.f_code, iter(frame.f_code.co_varnames)
     values = frame.f_locals
     for name in islice(names, code.co_argcount + code.co_kwonlyargcount):

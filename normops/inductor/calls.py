@@ -57,7 +57,7 @@ OPERATIONS = frozenset((*filter(callable, _BY_TARGET), *_RESHAPES, *NORMS))
 METHODS = frozenset(
     (*(each for each in _BY_TARGET if isinstance(each, str)), *CASTS, "view", *(each.__name__ for each in _RESHAPES))
 )
-"""The methods of tensors, likewise."""
+"""The methods of tensors that RMSNorms are made of."""
 
 
 def value_of(node: Any) -> Tensor | None:
@@ -89,7 +89,7 @@ def call_of(node: Any) -> Call | None:
 
 
 def _simplest(call: Call) -> Call | None:
-    """Squares, roots and quotients have one name each."""
+    """The same call, but with one name each for squares, for roots and for quotients, however they are written."""
     a, *others = call.arguments
     if call.name == "pow":
         power = _POWERS.get(number(others[0]) or 0.0)
@@ -100,7 +100,7 @@ def _simplest(call: Call) -> Call | None:
 
 
 def _is_cast(node: Node) -> bool:
-    """To another dtype, or to the same; not to another device or layout."""
+    """Whether the node casts to another dtype, or to the same one, and not to another device or layout."""
     if node.op != "call_method" or node.target not in CASTS or not node.kwargs.keys() <= {"dtype", "device"}:
         return False
     before, after = value_of(node.args[0]), value_of(node)
@@ -116,7 +116,7 @@ def arguments_of_norm(node: Node) -> tuple[Any, ...]:
 
 
 def is_reshape(node: Node) -> bool:
-    """Whether it has the elements of its first argument in their order."""
+    """Whether a node's elements are those of its first argument, in their order."""
     return node.target in (*_RESHAPES, "view", *(each.__name__ for each in _RESHAPES))
 
 
@@ -126,7 +126,7 @@ def number(argument: Any) -> float | None:
 
 
 def specialized(argument: Any) -> float | None:
-    """The argument, if it is a number; one that torch.compile left open is what it is now, and guarded."""
+    """The argument, if it is a number. One that torch.compile left open counts as what it is now, with a guard."""
     value = argument.meta.get("example_value") if isinstance(argument, Node) else None
     return float(value) if isinstance(value, torch.SymFloat) else number(argument)
 
@@ -142,7 +142,7 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def have_one_shape(a: Tensor, b: Tensor) -> bool:
-    """As :func:`is_equal`."""
+    """Whether the shapes of two tensors are equal, in the sense of :func:`is_equal`."""
     return a.dim() == b.dim() and all(map(is_equal, a.shape, b.shape))
 
 
@@ -164,5 +164,5 @@ def order_in_memory(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """As :func:`is_equal`."""
+    """Whether a tensor is contiguous for every size of the inputs, as :func:`is_equal` would say."""
     return order_in_memory(tensor, tensor.dim()) is not None

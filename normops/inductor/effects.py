@@ -23,16 +23,16 @@ _OPERATORS = {getattr(operator, name) for name in magic_methods if hasattr(opera
 _VIEWS = {"size", "view", "reshape", "flatten", "unflatten", "transpose", "permute", getattr, operator.getitem}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
-# Where a function written in Python writes, it was given one of these.
+# A function of torch that is written in Python writes only if it was given one of these.
 _PERMISSIONS = ("inplace", "out", "running_mean", "running_var", "max_norm")
 
 
 IS_COPY = "normops.is_copy"
-"""What a node is that a pass has made so that nothing writes to what it returns."""
+"""The key in ``meta`` of nodes that a pass has made to copy a tensor, and to whose results nothing writes."""
 
 
 def may_write(node: Node) -> bool:
-    """Whether it may write to a tensor that was there before."""
+    """Whether a node may write to a tensor that was there before."""
     if node.op in ("placeholder", "get_attr", "output") or _only_computes(node):
         return False
     if bodies := list(subgraphs(node)):
@@ -44,7 +44,7 @@ def may_write(node: Node) -> bool:
 
 
 def memory_written_by(node: Node) -> set[Any]:
-    """The memory that it may write to: of all that it is given."""
+    """The memory that a node may write to: if it may write at all, that of all its arguments."""
     if not may_write(node):
         return set()
     return set().union(*map(memory_of, node.all_input_nodes), *map(_written_in, subgraphs(node)))
@@ -55,7 +55,10 @@ def _written_in(body: GraphModule) -> set[Any]:
 
 
 def memory_of(node: Node) -> set[Any]:
-    """Which tensors have in common that are views of each other, in all graphs; None: that is not known."""
+    """The memory of a node's tensors, which views have in common, also those in other graphs.
+
+    None is among it if that is not known.
+    """
     if node.op == "get_attr" and "example_value" not in node.meta:
         return set()  # a body
     value = node.meta.get("example_value")
@@ -65,14 +68,14 @@ def memory_of(node: Node) -> set[Any]:
 
 
 def shares_memory(node: Node, memory: set[Any]) -> bool:
-    """Whether the node's may be a part of that memory. A copy that a pass has made is not."""
+    """Whether the tensors of a node may be in that memory. Copies that a pass has made are not."""
     return IS_COPY not in node.meta and (None in memory or not memory_of(node).isdisjoint(memory | {None}))
 
 
 def is_harmless(node: Node) -> bool:
-    """Whether its neighbours may change places over it.
+    """Whether a node may change places with its neighbours.
 
-    It writes nowhere, draws no random numbers, and switches neither gradients nor autocast.
+    It may if it writes nowhere, draws no random numbers, and switches neither gradients nor autocast.
     """
     if node.op in ("placeholder", "get_attr") or _only_computes(node):
         return True
@@ -91,7 +94,10 @@ def subgraphs(node: Node) -> Iterator[GraphModule]:
 
 
 def _only_computes(node: Node) -> bool:
-    """Sizes and numbers, views, what norms are made of, and Python's operators, whose like with ``=`` are others."""
+    """Whether a node computes a size or number, or calls a view, an operation of norms or an operator of Python.
+
+    Python's operators that assign, such as ``+=``, are not among these.
+    """
     is_number = isinstance(node.meta.get("example_value"), (int, float, *_SYMBOLS))
     return is_number or node.target in _VIEWS or node.target in _OPERATORS or call_of(node) is not None
 
@@ -109,7 +115,7 @@ def _function_may_write(node: Node) -> bool:
 
 @cache
 def _overloads(target: Any) -> tuple[OpOverload, ...]:
-    """Those of ATen, or of others, of which a call may run one; none if it may run something else."""
+    """The overloads, of ATen or other libraries, of which a call may run one; none if it may run anything else."""
     if isinstance(target, OpOverload):
         return (target,)
     packet = target if isinstance(target, OpOverloadPacket) else _namesake(target)
@@ -128,7 +134,10 @@ def _namesake(target: Any) -> Any:
 
 
 def _writes(overload: OpOverload) -> bool:
-    """To an argument other than ``out``, or to running statistics, of which the schemas say nothing."""
+    """Whether an overload writes to an argument other than ``out``, or to running statistics.
+
+    Of the latter the schemas say nothing.
+    """
     schema = overload._schema
     written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     has_statistics = any(argument.name == "running_mean" for argument in schema.arguments)

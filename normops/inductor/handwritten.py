@@ -20,7 +20,7 @@ from normops.inductor.effects import is_harmless
 
 
 class Weight(NamedTuple):
-    """What multiplies the normalized input, the offset added."""
+    """What the normalized input is multiplied by: the node's value plus the offset."""
 
     node: Node
     offset: float
@@ -33,13 +33,13 @@ class Match(NamedTuple):
     weight: Weight | None
     eps: float
     eps_argument: Any
-    """What the program has in its place."""
+    """The number, or node of one, that the program has as eps."""
     dtype: torch.dtype
-    """That of the input, or a wider one: of the result, or float64 if anything was computed in it."""
+    """The dtype to compute in: the input's, or the result's if that is wider, or float64 if that occurs on the way."""
     last: Node
-    """The result."""
+    """The node of the result."""
     nodes: frozenset[Node]
-    """The result and all on the way to it. They only compute."""
+    """The node of the result, and all those on the way to it. They have no other effects."""
 
 
 class _NoMatch(Exception):  # noqa: N818  nothing failed
@@ -79,11 +79,11 @@ def _widens(before: Tensor, after: Tensor) -> bool:
 
 
 class _Search:
-    """From the root up to the input, and from there down to the result."""
+    """Reads the graph from the root up to the input, and from there down to the result."""
 
     def __init__(self) -> None:
         self._inner: list[Node] = []
-        # What others may use, too: casts of the input and of the weight, and 1 + weight.
+        # The nodes that others may use, too: casts of the input and of the weight, and 1 + weight.
         self._bypassed: list[Node] = []
 
     def match(self, node: Node) -> Match:
@@ -154,7 +154,7 @@ class _Search:
         return user
 
     def _dividend_and_root(self, node: Node) -> tuple[Node | None, Any]:
-        """x and v of x / sqrt(v); x is None for 1 / sqrt(v)."""
+        """x and v, if the node computes x / sqrt(v); x is None for 1 / sqrt(v)."""
         arguments = self._take(node, "rsqrt", "div")
         if len(arguments) == 1:
             return None, arguments[0]
@@ -164,7 +164,7 @@ class _Search:
         return dividend if isinstance(dividend, Node) else None, root
 
     def _mean_square(self, node: Any) -> tuple[Any, Any]:
-        """eps and x of mean(x * x) + eps over the last dimension."""
+        """eps and x, if the node computes mean(x * x) + eps over the last dimension."""
         eps: Any = 0.0
         node = self._above_casts(node)
         call = call_of(node)
@@ -190,14 +190,14 @@ class _Search:
         return arguments
 
     def _product(self, factor: Node) -> tuple[Node, Any]:
-        """What alone uses a factor, which must be a product, and what it multiplies."""
+        """The only user of a factor, which must be a product, and the other factor."""
         _require(len(factor.users) == 1)
         product = next(iter(factor.users))
         a, b = self._take(product, "mul")
         return product, b if a is factor else a
 
     def _times_input(self, node: Any, input: Node) -> Weight | None:
-        """Of weight * input the weight; None for the input alone."""
+        """The weight, if a node computes weight * input; None, if it is the input alone."""
         if self._above_widening(node) is input:
             return None
         for weight, x in (arguments := self._take(node, "mul")), arguments[::-1]:
@@ -206,7 +206,7 @@ class _Search:
         raise _NoMatch
 
     def _weighted(self, normalized: Node, input: Node) -> tuple[Node, Weight | None]:
-        """The product with a weight, if that is all that uses the normalized input."""
+        """The product with a weight, if that is the only user of the normalized input."""
         user = next(iter(normalized.users), None)
         call = call_of(user)
         if user is None or len(normalized.users) > 1 or call is None or call.name != "mul":

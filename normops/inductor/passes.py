@@ -1,4 +1,4 @@
-"""What Inductor calls with the graphs that it compiles."""
+"""The passes: what Inductor calls with the graphs that it compiles."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")
 
 
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
-"""Passes that are told whether there is a backward, where torch has them."""
+"""torch's class of passes that are told whether there is a backward; None in a torch that has no such passes."""
 
 
 class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
-    """A pass of ours, and before it those that others have put in its place."""
+    """A pass of ours, which first runs the pass that others have put in its place, if any."""
 
     def __init__(self, *before: Any) -> None:
         self.before = before
@@ -47,9 +47,9 @@ class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
         raise NotImplementedError
 
     def uuid(self) -> Any:
-        """By which Inductor's caches keep apart what was compiled with other passes, or none.
+        """The key by which Inductor's caches keep apart what was compiled with these, with other or with no passes.
 
-        None, which is not cached, if one of the others has none.
+        None, with which nothing is cached, if one of the others has none.
         """
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
         return None if None in others else (get_hash_for_files(_SOURCES, type(self).__name__), *others)
@@ -71,7 +71,7 @@ class BeforeAutograd(_Pass):
 
 
 class AfterAutograd(_Pass):
-    """Additions join the norms."""
+    """Additions before norms, and to their gradients, become parts of the norms' operators."""
 
     def change(self, graph: Graph) -> None:
         """Changes a graph of ATen's."""
@@ -93,7 +93,7 @@ def _after(others: Any, ours: type[_Pass]) -> _Pass:
 
 
 def replace_norms(graph: Graph) -> None:
-    """Those of torch, and those written by hand, also in the bodies of higher-order operators."""
+    """Replaces torch's own norms and those written by hand, also in the bodies of higher-order operators."""
     for node in list(graph.nodes):
         for body in subgraphs(node):
             replace_norms(body.graph)
@@ -129,7 +129,7 @@ def keep_what_is_written(graph: Graph) -> None:
 def _keep(graph: Graph, written: set[Any], inputs: set[Any]) -> None:
     for node in reversed(list(graph.nodes)):
         for body in subgraphs(node):
-            # It may run several times: then all that it writes is written later.
+            # A body may run several times: all that it writes is then written later, too.
             _keep(body.graph, written | memory_written_by(node), inputs)
             body.recompile()
         if _is_recorded(node):
@@ -148,7 +148,7 @@ def _keep(graph: Graph, written: set[Any], inputs: set[Any]) -> None:
 
 
 def _is_recorded(node: Node) -> bool:
-    """Whether it is an operator of normops, put there by a pass or by the program, that saves its arguments."""
+    """Whether a node is an operator of normops, put there by a pass or by the program, that saves its arguments."""
     value = value_of(node)
     is_of_program = node.target in _OPERATORS and value is not None and value.requires_grad
     return is_of_program or node.meta.get(_IS_RECORDED, False)
@@ -181,7 +181,7 @@ def _compute_instead(
     eps: float | None,
     weight_offset: float,
 ) -> None:
-    """Computes in a dtype that is none narrower than the input's and the result's, into the strides of the result."""
+    """Puts normops in the place of a node. It computes in ``dtype``, and its result has the strides of the node's."""
     x, y, graph = value_of(input), value_of(node), node.graph
     assert x is not None
     assert y is not None

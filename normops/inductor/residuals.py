@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from normops._operators import by_name
 from normops.inductor.calls import have_one_shape, is_contiguous
 
 _aten, _normops = torch.ops.aten, torch.ops.normops
 
 
 def fuse_additions(graph: Graph) -> None:
-    """``x + residual`` and its norm into one operator, and the addition to the input's gradient into the backward."""
+    """Makes one operator of ``x + residual`` and its norm, and one of a backward and an addition to its grad_input."""
     for node in list(graph.nodes):
         if node.target is _normops.rms_norm.default:
             _fuse_forward(node)
@@ -39,7 +40,8 @@ def _fuse_forward(norm: Node) -> None:
 
 def _fuse_backward(backward: Node) -> None:
     grads: dict[Any, Node] = {grad.args[1]: grad for grad in backward.users}
-    if backward.kwargs.get("grad_residual") is not None or 0 not in grads or len(grads[0].users) != 1:
+    arguments = by_name(_normops.rms_norm_backward.default, backward.args, backward.kwargs)
+    if arguments.get("grad_residual") is not None or 0 not in grads or len(grads[0].users) != 1:
         return
     (add,) = grads[0].users
     if not _adds_two_tensors(add):
@@ -50,14 +52,14 @@ def _fuse_backward(backward: Node) -> None:
         return
     values = add.meta["val"], *backward.meta["val"][1:]
     with backward.graph.inserting_before(place):
-        arguments = {**backward.kwargs, "grad_residual": residual}
-        call = backward.graph.call_function(_normops.rms_norm_backward.default, backward.args, arguments)
+        arguments["grad_residual"] = residual
+        call = backward.graph.call_function(_normops.rms_norm_backward.default, (), arguments)
         unpacked = _unpacked(call, values)
     _replace({backward: call, **{grad: unpacked[i] for i, grad in grads.items()}, add: unpacked[0]})
 
 
 def _adds_two_tensors(node: Any) -> bool:
-    """Two of one dtype, shape and device, into a third that has the strides that normops gives it."""
+    """Whether a node adds two tensors of one dtype, shape and device, and the result has the strides of normops'."""
     if not isinstance(node, Node) or node.target is not _aten.add.Tensor or node.kwargs:
         return False
     total, *summands = (n.meta.get("val") if isinstance(n, Node) else None for n in (node, *node.args))
@@ -74,7 +76,7 @@ def _is_elementwise(node: Node, user: Node) -> bool:
 
 
 def _may_write(first: Node, last: Node) -> bool:
-    """Whether something from one node to the other writes to tensors: these may then not change places."""
+    """Whether a node from the one to the other writes to tensors, so that these two may not change places."""
     node = first
     while node is not last:
         if node.op == "call_function" and node.target is not operator.getitem:

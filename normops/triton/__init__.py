@@ -1,4 +1,4 @@
-"""The operators in Triton: launchers for csrc/python/triton.cpp, which checks arguments and allocates outputs."""
+"""The operators in Triton: launchers for csrc/triton/binding.cpp, which checks arguments and allocates outputs."""
 
 from normops.triton.gated_rms_norm import launch_gated_backward, launch_gated_forward
 from normops.triton.launch import Rows

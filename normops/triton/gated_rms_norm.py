@@ -21,7 +21,7 @@ def launch_gated_forward(
     rows: int,
     cols: int,
 ) -> None:
-    """``weight`` is ``[groups, cols]``, ``activation`` "silu" or "sigmoid"."""
+    """Launches gated_rms_norm. ``weight`` is ``[groups, cols]``, ``activation`` is "silu" or "sigmoid"."""
     compute = compute_type(input)
     config = gated_config(cols, compute.primitive_bitwidth // 8)
     forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](

@@ -1,4 +1,4 @@
-"""What launches share: rows as kernels get them, the type to compute in, options of the compiler."""
+"""What all launches have in common: how kernels get rows, the type to compute in, options for Triton's compiler."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normops.triton.launch_config import RowConfig
 
-# Bits are those of the operations as they are written, in every version of Triton; the default is to change.
+# Multiply-adds are not fused, so that the bits are those of the operations as written, in every version of Triton.
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 
 
@@ -22,18 +22,18 @@ class Rows(NamedTuple):
 
 
 def arguments(rows: Rows | None) -> tuple[Tensor | None, int, int, int]:
-    """As kernels take them."""
+    """Rows as a kernel takes them."""
     return (None, 1, 0, 0) if rows is None else rows
 
 
 def named_arguments(name: str, rows: Rows | None) -> dict[str, Any]:
-    """As kernels take those that only some launches have."""
+    """Rows that only some launches have, as a kernel takes them: by name."""
     names = (name, f"{name}_inner", f"{name}_outer_stride", f"{name}_inner_stride")
     return dict(zip(names, arguments(rows), strict=True))
 
 
 def options(config: RowConfig) -> dict[str, Any]:
-    """Of a launch with this configuration."""
+    """The keyword arguments of a launch with this configuration."""
     return {
         "block_rows": config.block_rows,
         "block_cols": config.block_cols,
@@ -44,11 +44,11 @@ def options(config: RowConfig) -> dict[str, Any]:
 
 
 def compute_type(input: Rows) -> tl.dtype:
-    """What the kernels of this input compute in."""
+    """The type that kernels for this input compute in."""
     return tl.float64 if input.tensor.dtype == torch.float64 else tl.float32
 
 
 def make_partials(programs: int, cols: int, input: Rows) -> Tensor:
-    """Of grad_weight: a row for each program of a backward."""
+    """Memory for partial sums of grad_weight: a row for each program of a backward."""
     dtype = torch.float64 if input.tensor.dtype == torch.float64 else torch.float32
     return torch.empty((programs, cols), dtype=dtype, device=input.tensor.device)

@@ -7,7 +7,7 @@ import triton
 
 
 class RowConfig(NamedTuple):
-    """What a program has of rows at a time."""
+    """How many rows, and how much of them, a program holds at a time."""
 
     block_rows: int
     block_cols: int
@@ -16,17 +16,17 @@ class RowConfig(NamedTuple):
     warps: int
 
 
-# Sizes of rows are in bytes of the compute type. Up to this, one block of at most 16 warps holds a row: the backward's
-# x, dy, scale and sum of grad_weight are then 64 registers of a thread's 128.
+# The widest row, in bytes of the compute type, that one block of at most 16 warps holds: x, dy, scale and the sum of
+# grad_weight of the backward then take 64 of a thread's 128 registers.
 BLOCK_BYTES = 32 << 10
 
-# Elements that keep a program busy; narrow rows come several at a time.
+# As many elements as keep a program busy. It takes so many narrow rows at a time.
 LEAST_ELEMENTS = 1024
 ELEMENTS_OF_WARP = 512
 MOST_WARPS = 16
 
-# Wider rows are held in parts, of which a thread has this: of 16-bit tensors that is one access of 16 bytes. What is
-# needed for a part alone, like the scale, does not take registers for the others.
+# Wider rows are held in parts. This is what a thread has of a part: of 16-bit tensors, one access of 16 bytes. What is
+# needed only while a part is dealt with, like the scale, takes no registers for the other parts.
 PART_BYTES_OF_THREAD = 32
 MOST_PARTS = 8
 
@@ -47,17 +47,20 @@ GATED_MOST_PARTS = MOST_PARTS // 2
 
 
 def forward_config(cols: int, compute_bytes: int) -> RowConfig:
-    """The backward's, where both hold a row in one block."""
+    """The configuration of a forward; that of the backward where both hold a row in one block."""
     return _row_config(cols, compute_bytes, FORWARD_WARPS)
 
 
 def backward_config(cols: int, compute_bytes: int) -> RowConfig:
-    """Holds rows half as wide as the forward does: from BLOCK_BYTES on, the two sum a row in different orders."""
+    """The configuration of a backward.
+
+    It holds rows up to half as wide as the forward does: from BLOCK_BYTES on, the two sum a row in different orders.
+    """
     return _row_config(cols, compute_bytes, BACKWARD_WARPS)
 
 
 def gated_config(cols: int, compute_bytes: int) -> RowConfig:
-    """Of both directions: they sum a row in the same order."""
+    """The configuration of gated_rms_norm and its backward, which so sum a row in the same order."""
     return _row_config(cols, compute_bytes, BACKWARD_WARPS, GATED_BLOCK_BYTES, GATED_ELEMENTS_OF_WARP, GATED_MOST_PARTS)
 
 
@@ -88,7 +91,7 @@ def backward_programs(rows: int, groups: int, config: RowConfig, device: torch.d
     """
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        # Beyond one block, a program takes the registers of a multiprocessor.
+        # A program that holds more than one block takes all registers of a multiprocessor.
         at_once = multiprocessors * (MOST_WARPS // config.warps if config.parts == 1 else 1)
     else:
         at_once = 3  # in the interpreter: enough to show how they share

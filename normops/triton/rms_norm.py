@@ -12,7 +12,7 @@ from normops.triton.launch_config import backward_config, backward_programs, for
 
 @triton.jit
 def _offsets(rows, inner, outer_stride, inner_stride):
-    """Of the first elements of ``rows``, which are 64 bits wide: one to a line of a block."""
+    """The offsets of the first elements of ``rows``, in 64 bits, as a column: one to a line of a block."""
     return (rows // inner * outer_stride + rows % inner * inner_stride)[:, None]
 
 
@@ -66,7 +66,7 @@ def _load_activated(gate, offsets, mask, activation: tl.constexpr, compute: tl.c
 
 @triton.jit
 def _part(first, part: tl.constexpr, parts: tl.constexpr, cols):
-    """The columns of a row's part, and which of them are there: all but those of the last part are."""
+    """The columns of a row's part, and which of them are inside the row: all, unless it is the last part."""
     columns = part * first.shape[0] + first
     if part + 1 < parts:
         return columns, tl.full(columns.shape, True, tl.int1)
@@ -120,7 +120,7 @@ def forward_kernel(
                     h *= a
             held += (h,)
             squares += h * h
-        if residual is not None:  # not before all is asked for: what is loaded after a store waits for it
+        if residual is not None:  # after all loads, as a load after a store would wait for it
             for part in tl.static_range(parts):
                 columns, is_column = _part(first, part, parts, cols)
                 _store(residual_out, out_offsets + columns[None, :], held[part], is_row & is_column[None, :])
@@ -145,7 +145,7 @@ def forward_kernel(
                 h *= a
             squares += h * h
         rstd = _rstd(tl.sum(squares, 1, keep_dims=True), cols, eps, compute)
-        tl.debug_barrier()  # the sums that were written are read by whichever thread
+        tl.debug_barrier()  # the sums that one thread has written may be read by another
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
             columns = start + first[None, :]
             mask = is_row & (columns < cols)
@@ -191,7 +191,7 @@ def _load_gated(
 def _store_gated(
     dx, dx_offsets, dgate, dgate_offsets, dh, normalized, a, slope, mask, norm_before_gate: tl.constexpr
 ):  # fmt: skip
-    """Of dh, the gradient of what is normalized."""
+    """Stores dx and dgate, made of dh, the gradient of what is normalized."""
     if dgate is not None:
         if norm_before_gate:
             _store(dgate, dgate_offsets, slope * normalized, mask)
@@ -235,7 +235,7 @@ def backward_kernel(
             dw += (tl.zeros((block_rows, block_cols), compute),)
     if parts == 1:
         scale = _load_scale(weight, first, first < cols, weight_offset, compute)[None, :]
-    # 64 bits: behind 2^31 - 1 rows a step would wrap around.
+    # In 64 bits, as the last step would wrap around where there are nearly 2^31 rows.
     for start_sample in range(
         program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows
     ):
@@ -283,7 +283,7 @@ def backward_kernel(
                     h, g, a, slope = _load_gated(
                         h, g, gate, gate_offsets + columns[None, :], mask, activation, norm_before_gate, compute
                     )
-                # Without rows behind the last one, whose rstd is infinite if eps is 0.
+                # Not for rows behind the last one: their rstd is infinite if eps is 0, and would make NaNs.
                 g *= tl.where(is_row, rstd, 0.0)
                 dw += (dw_so_far[part] + g * h,)
                 if dx is not None or dgate is not None:
@@ -363,7 +363,7 @@ def launch_forward(
     rows: int,
     cols: int,
 ) -> None:
-    """Of rms_norm, and with a residual of add_rms_norm. ``weight`` is ``[groups, cols]``."""
+    """Launches rms_norm, or with a residual add_rms_norm. ``weight`` is ``[groups, cols]``."""
     compute = compute_type(input)
     config = forward_config(cols, compute.primitive_bitwidth // 8)
     forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](

@@ -1,6 +1,6 @@
 """What a GPU shows, in three steps of at most nine minutes each, the most telling first: make check-gpu.
 
-    python tests/check_gpu.py --step 1 --out FOLDER
+    python -m bench.check_gpu --step 1 --out FOLDER
 
 A step goes through all of its parts, whatever becomes of each. In FOLDER, stepN.txt has what they print while they
 print it, summary.txt a line for each that has ended, stepN the benchmark's results, written anew after each size. With

@@ -46,7 +46,7 @@ class override_torch(Switch):  # noqa: N801  called as a function
         _switch(enabled)
 
     def __repr__(self) -> str:
-        """As the call is written."""
+        """The call, as it is written."""
         return f"override_torch({'' if self._enabled else False})"
 
 

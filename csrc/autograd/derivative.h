@@ -1,0 +1,56 @@
+// The derivative of an operator, which its page gives.
+#pragma once
+#include <torch/csrc/autograd/variable.h>
+
+#include <array>
+#include <iterator>
+
+#include "../overloads.h"
+
+namespace normops {
+
+using torch::autograd::variable_list;
+
+// The derivative of an operator, on the page of each:
+//   static constexpr const char* kName;            its name in autograd's graph
+//   static variable_list backward(const variable_list& grad_outputs, const Saved& saved, Needed needed);
+// one gradient for each tensor among the arguments. It works on its arguments alone, so that compiled autograd can
+// trace it. `Saved` is the operator itself, whose arguments are saved, but for an output_mask: gradients of what that
+// left out are undefined. Or else Derivative has
+//   using Saved = ...;                             the struct of another operator, whose first tensors are
+//   static constexpr size_t kSavedOutputs;         so many of this one's outputs
+//   static Saved saved(const Operator& arguments, const Outputs<Operator>& outputs);
+template <class Operator>
+struct Derivative;
+
+template <size_t n>
+using Needed = std::array<bool, n>;
+
+inline OptionalTensor if_defined(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+template <size_t n>
+variable_list to_list(std::array<Tensor, n>&& tensors) {
+  return variable_list(std::make_move_iterator(tensors.begin()), std::make_move_iterator(tensors.end()));
+}
+
+namespace detail {
+
+template <class Operator>
+auto saved_of() {
+  if constexpr (requires { typename Derivative<Operator>::Saved; }) {
+    return static_cast<typename Derivative<Operator>::Saved*>(nullptr);
+  } else {
+    return static_cast<Operator*>(nullptr);
+  }
+}
+
+template <class Operator>
+constexpr size_t saved_outputs_of() {
+  if constexpr (requires { Derivative<Operator>::kSavedOutputs; }) return Derivative<Operator>::kSavedOutputs;
+  return 0;
+}
+
+}  // namespace detail
+}  // namespace normops

@@ -1,0 +1,74 @@
+// Autograd's kernels, written once for all operators.
+#pragma once
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "node.h"
+
+namespace normops {
+
+// Whether any of them has a tangent of forward mode. Not isFwGradDefined, which takes copies.
+template <class... Tensors>
+bool has_tangent(const Tensors&... tensors) {
+  return ((tensors.defined() && tensors._fw_grad(/*level=*/0).defined()) || ...);
+}
+
+// Autograd's kernels. composite(arguments) is the operator's definition in ATen, which differentiates in forward mode.
+struct Autograd {
+  template <class Operator>
+  static Outputs<Operator> functional(c10::DispatchKeySet keys, const Operator& arguments) {
+    check_devices<Overload::functional>(arguments);
+    const auto run = [&](auto*... tensor) -> Outputs<Operator> {
+      if (has_tangent(*tensor...)) {
+        arguments.check(Operator::kName);
+        return to_array<Operator>(composite(arguments));
+      }
+      const bool requires_grad = torch::autograd::compute_requires_grad(*tensor...);
+      const auto node = requires_grad ? make_node<OperatorNode<Operator>>() : nullptr;
+      constexpr bool kSavesOutputs = detail::saved_outputs_of<Operator>() > 0;
+      if (requires_grad) {
+        node->connect(*tensor...);
+        // Before the operator runs: a checkpoint stops recomputing once everything is saved.
+        if constexpr (!kSavesOutputs) save(*node, arguments, {});
+      }
+      Outputs<Operator> outputs = to_array<Operator>(below(keys, arguments));
+      if (requires_grad) {
+        for (Tensor& output : outputs) torch::autograd::set_history(output, node);
+        if constexpr (kSavesOutputs) save(*node, arguments, outputs);
+      }
+      return outputs;
+    };
+    return std::apply(run, tensors_of(arguments));
+  }
+
+  // Operators that write into given tensors are not differentiable: says so if an argument asks for it.
+  template <Overload overload, class Operator>
+  static void write(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets) {
+    check_devices<overload>(arguments);
+    const auto asks = [](auto*... tensor) {
+      return torch::autograd::compute_requires_grad(*tensor...) || has_tangent(*tensor...);
+    };
+    TORCH_CHECK(!std::apply(asks, tensors_of(arguments)) && !std::apply(asks, targets), name_of<Operator, overload>,
+                ": expected no argument to require a gradient, as an operator that writes into its arguments does not "
+                "support automatic differentiation, but got one that does; call it under torch.no_grad()");
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    redispatch<overload>(keys & c10::after_autograd_keyset, arguments, targets);
+  }
+
+ private:
+  template <class Operator>
+  static auto below(c10::DispatchKeySet keys, const Operator& arguments) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return redispatch<Overload::functional>(keys & c10::after_autograd_keyset, arguments, {});
+  }
+
+  template <class Operator>
+  static void save(OperatorNode<Operator>& node, const Operator& arguments, const Outputs<Operator>& outputs) {
+    if constexpr (requires { Derivative<Operator>::saved(arguments, outputs); }) {
+      node.save(Derivative<Operator>::saved(arguments, outputs));
+    } else {
+      node.save(arguments);
+    }
+  }
+};
+
+}  // namespace normops

@@ -1,0 +1,52 @@
+// The operators of a backend that has kernels of its own: what to check and to allocate around them.
+#pragma once
+#include <algorithm>
+
+#include "overloads.h"
+
+namespace normops {
+
+// Backend has, besides
+//   Guard, made of the input's device and kept while kernels are launched, and
+//   empty_contiguous(like),
+// for each operator, on arguments that passed the check and have elements, where an undefined output is not wanted
+// (not all of them),
+//   launch(arguments, output...)
+template <class Backend>
+struct BackendKernels {
+  template <class Operator>
+  static Outputs<Operator> functional(c10::DispatchKeySet, const Operator& arguments) {
+    check<Overload::functional>(arguments);
+    const typename Backend::Guard guard(arguments.input.device());
+    Outputs<Operator> outputs = new_outputs(arguments, Backend::empty_contiguous);
+    run(arguments, std::apply([](auto&... output) { return Like<Operator>{&output...}; }, outputs));
+    return outputs;
+  }
+
+  template <Overload overload, class Operator>
+  static void write(c10::DispatchKeySet, const Operator& arguments, const Targets<Operator>& targets) {
+    check_write<overload>(arguments, targets);
+    const typename Backend::Guard guard(arguments.input.device());
+    Like<Operator> outputs = arguments.like();
+    for (size_t i = 0; i < outputs.size(); i++) {
+      if (outputs[i]->defined()) outputs[i] = targets[i];
+    }
+    run(arguments, outputs);
+  }
+
+ private:
+  template <class Operator>
+  static void run(const Operator& arguments, const Like<Operator>& outputs) {
+    const auto is_wanted = [](const Tensor* output) { return output->defined(); };
+    if (std::none_of(outputs.begin(), outputs.end(), is_wanted)) return;
+    if (arguments.input.numel() > 0) {
+      std::apply([&](auto*... output) { Backend::launch(arguments, *output...); }, outputs);
+    } else {
+      for (const Tensor* output : outputs) {
+        if (is_wanted(output)) output->zero_();  // what has elements is a sum over no rows
+      }
+    }
+  }
+};
+
+}  // namespace normops

@@ -1,0 +1,28 @@
+// The operators of devices without a kernel: their definition in ATen operators.
+#pragma once
+#include "../overloads.h"
+
+namespace normops {
+
+struct Fallback {
+  template <class Operator>
+  static Outputs<Operator> functional(c10::DispatchKeySet, const Operator& arguments) {
+    check<Overload::functional>(arguments);
+    auto outputs = to_array<Operator>(composite(arguments));
+    for (Tensor& output : outputs) {
+      if (output.defined()) output = output.contiguous();
+    }
+    return outputs;
+  }
+
+  template <Overload overload, class Operator>
+  static void write(c10::DispatchKeySet, const Operator& arguments, const Targets<Operator>& targets) {
+    check_write<overload>(arguments, targets);
+    const auto outputs = to_array<Operator>(composite(arguments));
+    for (size_t i = 0; i < outputs.size(); i++) {
+      if (outputs[i].defined()) targets[i]->copy_(outputs[i]);
+    }
+  }
+};
+
+}  // namespace normops

@@ -1,0 +1,26 @@
+// The part of autograd that stays on in inference mode: counting writes into tensors, by which a backward notices that
+// what it saved has changed since.
+#include "operators.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace normops {
+namespace {
+
+struct CountedWrite {
+  template <Overload overload, class Operator>
+  static void write(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets) {
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      redispatch<overload>(keys & c10::after_ADInplaceOrView_keyset, arguments, targets);
+    }
+    for (Tensor* target : targets) torch::autograd::impl::bump_version(*target);
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(normops, ADInplaceOrView, m) { register_writes<CountedWrite>(m, Operators()); }
+
+}  // namespace normops

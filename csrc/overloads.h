@@ -1,0 +1,113 @@
+// The overloads of every operator: what those that write into given tensors check, and how a room's kernels become
+// those of the dispatcher.
+#pragma once
+#include <torch/library.h>
+
+#include "operator.h"
+
+namespace normops {
+
+// The part of the checks that autograd's kernels make, as below them a fake tensor no longer shows its device.
+template <Overload overload, class Operator>
+void check_devices(const Operator& arguments) {
+  const auto tensors = tensors_of(arguments);
+  for (size_t i = 0; i < tensors.size(); i++) {
+    if (tensors[i]->defined() && tensors[i]->device() != arguments.input.device()) {
+      check_device(name_of<Operator, overload>, tensor_names<Operator>()[i], *tensors[i], arguments.input);
+    }
+  }
+}
+
+// Devices come first everywhere, so that a call with several faults gets one message in every mode.
+template <Overload overload, class Operator>
+void check(const Operator& arguments) {
+  check_devices<overload>(arguments);
+  arguments.check(name_of<Operator, overload>);
+}
+
+// The arguments, and what is written to. A target that is not wanted is neither checked nor written.
+template <Overload overload, class Operator>
+void check_write(const Operator& arguments, const Targets<Operator>& targets) {
+  constexpr const char* op = name_of<Operator, overload>;
+  constexpr size_t kOverwritten = overload == Overload::inplace ? Operator::kOutputs : 0;
+  check<overload>(arguments);
+  const auto tensors = tensors_of(arguments);
+  std::array<Named, tensors.size() - kOverwritten> read;
+  for (size_t i = 0; i < read.size(); i++) {
+    read[i] = {tensor_names<Operator>()[kOverwritten + i], tensors[kOverwritten + i]};
+  }
+  const Like<Operator> like = arguments.like();
+  for (size_t i = 0; i < targets.size(); i++) {
+    if (!like[i]->defined()) continue;
+    const Named target = {target_name<Operator, overload>(i), targets[i]};
+    check_out(op, target, *like[i], read);
+    for (size_t k = 0; k < i; k++) {
+      if (like[k]->defined()) check_disjoint(op, {target_name<Operator, overload>(k), targets[k]}, target);
+    }
+    if constexpr (requires { arguments.check_target(op, i, target); }) arguments.check_target(op, i, target);
+  }
+}
+
+// New memory for every output that is wanted.
+template <class Operator, class Empty>
+Outputs<Operator> new_outputs(const Operator& arguments, const Empty& empty_contiguous) {
+  const Like<Operator> like = arguments.like();
+  Outputs<Operator> outputs;
+  for (size_t i = 0; i < outputs.size(); i++) {
+    if (like[i]->defined()) outputs[i] = empty_contiguous(*like[i]);
+  }
+  return outputs;
+}
+
+// `Kernels` is a room's way with all operators, in one or both of
+//   static Outputs<Operator> functional(c10::DispatchKeySet keys, const Operator& arguments)
+//   static void write<overload>(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets)
+template <class Kernels, class Operator, Overload overload, class = Signature<Operator, overload>>
+struct Kernel;
+template <class Kernels, class Operator, Overload overload, class Result, class... Raw>
+struct Kernel<Kernels, Operator, overload, Result(Raw...)> {
+  static Result call(c10::DispatchKeySet keys, Raw... raw) {
+    const auto all = std::tie(raw...);
+    constexpr size_t kOutputs = Operator::kOutputs;
+    constexpr size_t kArguments = sizeof...(Raw) - (overload == Overload::out ? kOutputs : 0);
+    return [&]<size_t... i, size_t... k>(std::index_sequence<i...>, std::index_sequence<k...>) -> Result {
+      const auto arguments = make_arguments<Operator>(std::get<i>(all)...);
+      if constexpr (overload == Overload::functional) {
+        return to_result<Result>(Kernels::functional(keys, arguments));
+      } else {
+        constexpr size_t kFirst = overload == Overload::out ? kArguments : 0;
+        Kernels::template write<overload>(keys, arguments, Targets<Operator>{&std::get<kFirst + k>(all)...});
+        if constexpr (!std::is_void_v<Result>) return Result(std::get<kFirst + k>(all)...);
+      }
+    }(std::make_index_sequence<kArguments>(), std::make_index_sequence<kOutputs>());
+  }
+};
+
+template <class... Operators>
+struct List {};
+
+template <class Kernels, class... Operators>
+void register_functional(torch::Library& m, List<Operators...>) {
+  (m.impl(Operators::kName, &Kernel<Kernels, Operators, Overload::functional>::call), ...);
+}
+
+template <class Kernels, class Operator>
+void register_writes_of(torch::Library& m) {
+  m.impl((std::string(Operator::kName) + ".out").c_str(), &Kernel<Kernels, Operator, Overload::out>::call);
+  if constexpr (Operator::kInplaceName != nullptr) {
+    m.impl(Operator::kInplaceName, &Kernel<Kernels, Operator, Overload::inplace>::call);
+  }
+}
+
+template <class Kernels, class... Operators>
+void register_writes(torch::Library& m, List<Operators...>) {
+  (register_writes_of<Kernels, Operators>(m), ...);
+}
+
+template <class Kernels, class Operators>
+void register_all(torch::Library& m, Operators operators) {
+  register_functional<Kernels>(m, operators);
+  register_writes<Kernels>(m, operators);
+}
+
+}  // namespace normops

@@ -1,0 +1,153 @@
+// The operators with kernels in Triton: the same operator functions as those of the C++ backends, whose launchers are
+// functions of the Python module normops.triton.
+#include "binding.h"
+
+#include <ATen/ops/empty_like.h>
+#include <c10/core/DeviceGuard.h>
+#include <pybind11/gil_safe_call_once.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "../backend.h"
+#include "../operators.h"
+#include "../problem.h"
+
+namespace normops::triton {
+namespace {
+
+namespace py = pybind11;
+
+constexpr int kMaxDims = 2;  // that the kernels tell rows apart by
+
+// Imported when it is first needed: Triton takes a second. Importing lets other threads run, which come here too: one
+// that waits for a plain static does so with the GIL, which the import then waits for.
+py::handle launchers() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::module_> module;
+  return module.call_once_and_store_result([] { return py::module_::import("normops.triton"); }).get_stored();
+}
+
+py::object to_python(const Tensor& tensor, const RowLayout& layout) {
+  // For inner = 1 Triton makes code that does not divide.
+  const bool is_nested = layout.dims > 1;
+  return launchers().attr("Rows")(tensor, is_nested ? layout.sizes[1] : 1, layout.strides[0],
+                                  is_nested ? layout.strides[1] : 0);
+}
+
+py::object to_python(const Rows& rows) {
+  return rows.tensor->defined() ? to_python(*rows.tensor, rows.layout) : py::object(py::none());
+}
+
+py::object to_python(const std::optional<Target>& target) {
+  return target.has_value() ? to_python(target->rows()) : py::object(py::none());
+}
+
+const char* to_python(Activation activation) { return activation == Activation::silu ? "silu" : "sigmoid"; }
+
+Rows make_rows_or_none(const OptionalTensor& tensor, size_t normalized_dims) {
+  return is_given(tensor) ? make_rows(*tensor, normalized_dims, kMaxDims) : Rows();
+}
+
+OptionalTensor contiguous(const OptionalTensor& weight) {
+  return is_given(weight) ? OptionalTensor(weight->contiguous()) : std::nullopt;
+}
+
+void launch_forward(const Tensor& input, const OptionalTensor& residual, const Norm& norm, const Tensor& output,
+                    const OptionalTensor& residual_out) {
+  const Problem problem = make_problem(input, norm);
+  const Target y(output, norm.dims(), kMaxDims);
+  std::optional<Target> h;
+  if (is_given(residual_out)) h.emplace(*residual_out, norm.dims(), kMaxDims);
+  {
+    py::gil_scoped_acquire gil;
+    launchers().attr("launch_forward")(to_python(make_rows(input, norm.dims(), kMaxDims)),
+                                       to_python(make_rows_or_none(residual, norm.dims())), to_python(y.rows()),
+                                       to_python(h), contiguous(norm.weight), norm.weight_offset, problem.eps,
+                                       problem.groups, problem.rows, problem.cols);
+  }
+  y.finish();
+  if (h.has_value()) h->finish();
+}
+
+struct TritonBackend {
+  using Guard = c10::DeviceGuard;
+  static Tensor empty_contiguous(const Tensor& like) { return at::empty_like(like, at::MemoryFormat::Contiguous); }
+
+  static void launch(const RmsNorm& arguments, const Tensor& output) {
+    launch_forward(arguments.input, std::nullopt, arguments.norm, output, std::nullopt);
+  }
+
+  static void launch(const AddRmsNorm& arguments, const Tensor& output, const Tensor& residual_out) {
+    launch_forward(arguments.input, arguments.residual, arguments.norm, output, residual_out);
+  }
+
+  static void launch(const RmsNormBackward& arguments, const Tensor& grad_input, const Tensor& grad_weight) {
+    const auto& [grad_output, input, norm, grad_residual, output_mask] = arguments;
+    const Problem problem = make_problem(input, norm);
+    const auto dx = target(grad_input, norm);
+    OptionalTensor dw;
+    {
+      py::gil_scoped_acquire gil;
+      dw = launchers()
+               .attr("launch_backward")(to_python(make_rows(grad_output, norm.dims(), kMaxDims)),
+                                        to_python(make_rows(input, norm.dims(), kMaxDims)),
+                                        to_python(make_rows_or_none(grad_residual, norm.dims())), to_python(dx),
+                                        grad_weight.defined(), contiguous(norm.weight), norm.weight_offset, problem.eps,
+                                        problem.groups, problem.rows, problem.cols)
+               .cast<OptionalTensor>();
+    }
+    if (dx.has_value()) dx->finish();
+    if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
+  }
+
+  static void launch(const GatedRmsNorm& arguments, const Tensor& output) {
+    const auto& [input, gate, norm, activation, norm_before_gate] = arguments;
+    const Problem problem = make_problem(input, norm);
+    const Target y(output, norm.dims(), kMaxDims);
+    {
+      py::gil_scoped_acquire gil;
+      launchers().attr("launch_gated_forward")(
+          to_python(make_rows(input, norm.dims(), kMaxDims)), to_python(make_rows(gate, norm.dims(), kMaxDims)),
+          to_python(y.rows()), contiguous(norm.weight), norm.weight_offset, problem.eps,
+          to_python(arguments.gating().activation), norm_before_gate, problem.groups, problem.rows, problem.cols);
+    }
+    y.finish();
+  }
+
+  static void launch(const GatedRmsNormBackward& arguments, const Tensor& grad_input, const Tensor& grad_gate,
+                     const Tensor& grad_weight) {
+    const auto& [grad_output, input, gate, norm, activation, norm_before_gate, output_mask] = arguments;
+    const Problem problem = make_problem(input, norm);
+    const auto dx = target(grad_input, norm), dgate = target(grad_gate, norm);
+    OptionalTensor dw;
+    {
+      py::gil_scoped_acquire gil;
+      dw = launchers()
+               .attr("launch_gated_backward")(to_python(make_rows(grad_output, norm.dims(), kMaxDims)),
+                                              to_python(make_rows(input, norm.dims(), kMaxDims)),
+                                              to_python(make_rows(gate, norm.dims(), kMaxDims)), to_python(dx),
+                                              to_python(dgate), grad_weight.defined(), contiguous(norm.weight),
+                                              norm.weight_offset, problem.eps, to_python(arguments.gating().activation),
+                                              norm_before_gate, problem.groups, problem.rows, problem.cols)
+               .cast<OptionalTensor>();
+    }
+    if (dx.has_value()) dx->finish();
+    if (dgate.has_value()) dgate->finish();
+    if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
+  }
+
+ private:
+  static std::optional<Target> target(const Tensor& gradient, const Norm& norm) {
+    std::optional<Target> target;
+    if (gradient.defined()) target.emplace(gradient, norm.dims(), kMaxDims);
+    return target;
+  }
+};
+
+}  // namespace
+
+python::Registration register_operators(const std::string& dispatch_key) {
+  return python::register_kernels("normops", c10::parseDispatchKey(dispatch_key), [](torch::Library& library) {
+    register_all<BackendKernels<TritonBackend>>(library, Operators());
+  });
+}
+
+}  // namespace normops::triton

@@ -1,0 +1,60 @@
+"""What the rules in Python (vmap, sharding, nested tensors, FLOPs, the passes) know of the operators.
+
+A rule is written once, for all operators: it tells arguments apart by these names, and reads all else from the schemas.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from normops import _C
+
+_ops = torch.ops.normops
+
+# Each operator, and those of them that have an overload which writes over its arguments.
+FUNCTIONAL: tuple[OpOverload, ...] = tuple(getattr(_ops, name).default for name in _C.operators())
+INPLACE: dict[OpOverload, OpOverload] = {
+    getattr(_ops, inplace).default: getattr(_ops, name).default
+    for name, inplace in _C.operators().items()
+    if inplace is not None
+}
+
+# The arguments with the shape of input.
+ROWS = ("input", "gate", "residual", "grad_output", "grad_residual")
+
+
+@cache
+def name_of(op: OpOverload) -> str:
+    """The operator's name, as its messages begin."""
+    return op._schema.name.removeprefix("normops::")
+
+
+@cache
+def arguments_of(op: OpOverload) -> tuple[str, ...]:
+    """The names of its arguments, in their order."""
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+@cache
+def results_of(op: OpOverload) -> tuple[str, ...]:
+    """The names of its results."""
+    return tuple(result.name for result in op._schema.returns)
+
+
+@cache
+def written_by(op: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments that it writes to."""
+    return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def by_name(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, without those that are left out."""
+    return {**dict(zip(arguments_of(op), args, strict=False)), **kwargs}
+
+
+def wanted(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Which of its results a call asks for."""
+    return tuple(arguments.get("output_mask", (True,) * len(results_of(op))))
