@@ -1,13 +1,15 @@
 """Charts of the measurements of one operator in one kind of memory."""
 
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from PIL import Image
 
 from bench.measure import COPY, Measurement
 from bench.peers import NORMOPS, PEERS
@@ -15,6 +17,8 @@ from bench.problems import dtype_name
 
 Dimension = Literal["rows", "cols"]
 
+# Colors of a saved chart: enough for its lines and their edges, in a fraction of the bytes.
+PALETTE = 64
 COLORS = {peer.name: f"C{index}" for index, peer in enumerate(PEERS)} | {COPY: "black"}
 
 
@@ -30,10 +34,17 @@ def save_charts(measurements: Sequence[Measurement], stem: str, folder: Path) ->
     for name, figure in figures.items():
         if figure is not None:
             path = folder / f"{stem}_{name}.png"
-            figure.suptitle(stem.replace("_", " "))
-            figure.savefig(path, dpi=120)
+            problem = measurements[0].problem
+            figure.suptitle(f"{problem.operator.name}, {problem.memory} outputs")
+            _save(figure, path)
             paths.append(path)
     return paths
+
+
+def _save(figure: Figure, path: Path) -> None:
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=100)
+    Image.open(drawn).convert("RGB").quantize(PALETTE, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def _ratios(measurements: Sequence[Measurement], *, along: Dimension, fixed: Dimension) -> Figure | None:
@@ -54,10 +65,10 @@ def _ratios(measurements: Sequence[Measurement], *, along: Dimension, fixed: Dim
             _draw(ax, name, timed)
         # What the operator would take if it moved its bytes as fast as the copy moves its own.
         least = [(s, m.problem.bytes / (2 * m.problem.size.tensor_bytes)) for s, m in zip(sizes, panel, strict=True)]
-        ax.plot(*zip(*least, strict=True), color="black", linestyle="--", label="at the copy's GB/s")
-        ax.set(title=title, xlabel=along, ylabel="time / time of copy", xscale="log", yscale="log")
+        ax.plot(*zip(*least, strict=True), color="black", linestyle="--", label="at a copy's GB/s")
+        ax.set(title=title, xlabel=along, ylabel="time / time of a copy", xscale="log", yscale="log")
         ax.set_xticks(sizes, [str(size) for size in sizes])
-        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.xaxis.set_minor_locator(NullLocator())
         _plain_numbers(ax)
     _legend(figure, axes)
     return figure
@@ -146,11 +157,11 @@ def _draw(ax: Axes, name: str, points: Sequence[tuple[float, float]], linestyle:
 
 def _plain_numbers(ax: Axes) -> None:
     plain = FuncFormatter(lambda value, _: f"{value:g}")
+    # Powers of ten alone would leave an axis of two decades almost without numbers.
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(plain)
-    low, high = ax.get_ylim()
-    # Within a decade or so, powers of ten alone would leave the axis almost without numbers.
-    ax.yaxis.set_minor_formatter(plain if high / low < 20 else NullFormatter())
-    ax.grid(alpha=0.3, which="both")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.grid(alpha=0.3)
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:

@@ -1,5 +1,6 @@
 """Profile training steps: the time inside their norms, the operators and the memory that a step takes."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,9 @@ def profile_steps(step: Callable[[], object], norms: Iterable[nn.Module], device
     What runs inside the modules `norms` counts as time in norms; compiled code has none, there NORM_OPERATORS count.
     """
     activities = [ProfilerActivity.CPU]
+    if device == "cpu":
+        # Kineto, on which the profiler rests, logs each start and stop at a level above its errors, which concern GPUs.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,70 @@
+"""The documents: what they link to exists, all of them can be reached, and what they show of the API is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import normops  # noqa: F401  registers the operators
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+OPERATORS = ("rms_norm", "rms_norm_backward", "add_rms_norm", "gated_rms_norm", "gated_rms_norm_backward")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^\s*```.*?^\s*```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def links(document: Path) -> list[tuple[Path, str]]:
+    """The files that a document links to, and the anchors in them."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(document.read_text()))
+    parts = (target.partition("#") for target in targets if not target.startswith("https://"))
+    return [((document.parent / path).resolve() if path else document, anchor) for path, _, anchor in parts]
+
+
+def anchors(document: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", without_code(document.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    dead = [
+        f"{target}#{anchor}"
+        for target, anchor in links(document)
+        if not target.exists() or (anchor and anchor not in anchors(target))
+    ]
+    assert dead == []
+
+
+def test_every_document_can_be_reached_from_the_readme() -> None:
+    reached, left = set[Path](), [README]
+    while left:
+        document = left.pop()
+        if document not in reached:
+            reached.add(document)
+            left += [target for target, _ in links(document) if target.suffix == ".md"]
+    assert set(DOCUMENTS) - reached == set()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 130
+
+
+def test_the_use_that_the_readme_shows() -> None:
+    shown = re.search(r"^## Use\n\n```python\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    names: dict[str, object] = {}
+    exec(shown[1], names)
+    assert {"norm", "residual", "gated"} <= names.keys()
+
+
+def test_the_schemas_that_are_shown() -> None:
+    text = (ROOT / "docs" / "operators.md").read_text()
+    shown = re.findall(r"^normops::.*?(?=^normops::|^```)", text, flags=re.MULTILINE | re.DOTALL)
+    schemas = [torch._C.parse_schema(" ".join(lines.split())) for lines in shown]
+    assert schemas == [getattr(torch.ops.normops, name).default._schema for name in OPERATORS]
