@@ -498,6 +498,7 @@ def test_operators(kernels: Kernels, program_folder: Path, tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.release  # the sanitizer takes long; what is written beyond the outputs, every test here sees
 def test_memory_that_kernels_access(program_folder: Path) -> None:
     """Under the address sanitizer, with buffers that are as long as they must be and no longer."""
     program = emulated_cuda.build(emulated_cuda.TESTS / "cuda_bounds.cpp", program_folder / "cuda_bounds", *SANITIZED)
