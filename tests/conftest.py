@@ -13,14 +13,18 @@ import normops  # noqa: F401  registers torch.ops.normops
 # nothing to do any more, are short ones.
 LONGEST = (
     "test_cuda_emulation.py",
+    "test_cpu_kernels.py",
     "test_examples.py",
     "test_inductor.py",
     "test_gated_rms_norm.py",
     "test_families.py",
     "test_adoption_fuzz.py",
-    "test_patched_norms.py",
-    "test_cpu_kernels.py",
     "test_check_gpu.py",
+    "test_cuda_host.py",
+    "test_running.py",
+    "test_patched_norms.py",
+    "test_lookalikes.py",
+    "test_export.py",
 )
 
 
@@ -43,8 +47,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if config.getoption("--device") == "cpu":
         for item in items:
-            # The interpreter takes long: to the kernels, float16 is another bfloat16, and groups are rows of any dtype.
-            if config.getoption("--triton") and re.search(r"-float16-w:|-float64-w:.*-\dg-", item.name):
+            # The interpreter takes long: to the kernels, float16 is another bfloat16, groups of several dimensions are
+            # groups, rows of any dtype, and wide rows are read alike with a gate.
+            few = r"-float16-w:|-float64-w:.*-\dg-|-[23]g-|first-9000-"
+            if config.getoption("--triton") and re.search(few, item.name):
                 item.add_marker(pytest.mark.release)
         return
     # The others are the same on any machine.

@@ -17,6 +17,7 @@ import pytest
 import torch
 from emulated_cuda import SANITIZED, Kernels, Output, device
 from gated_cases import GATED_CASES, GATINGS, GatedCase
+from tiers import mostly_for_release
 from torch import Tensor
 
 from reference import cases, oracle
@@ -34,6 +35,10 @@ HALVES = (torch.float16, torch.bfloat16)
 RAGGED = (1, 5, 63, 64, 65, 100, 769, 4096, 4097)
 PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thread has more of them, then any width
 SEEDS = range(4)
+# Where all widths are gone through: float16 is bfloat16 with other bits, float64 float32 with fewer of them to a pack.
+SWEPT_DTYPES = pytest.mark.parametrize(
+    "dtype", mostly_for_release(cases.DTYPES, (torch.bfloat16, torch.float32)), ids=str
+)
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +203,7 @@ def test_values(number: int, kernels: Kernels) -> None:
     check_add(kernels, case, torch.float32 if case.dtype in HALVES and number % 2 else case.dtype, *place)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@SWEPT_DTYPES
 @pytest.mark.parametrize(("multiprocessors", "shared_kib"), [(1, 227), (2, 99)])
 def test_every_configuration(kernels: Kernels, multiprocessors: int, shared_kib: int, dtype: torch.dtype) -> None:
     """On one multiprocessor, the blocks of the backward take several rows one after another."""
@@ -216,7 +221,7 @@ def test_every_configuration(kernels: Kernels, multiprocessors: int, shared_kib:
             check_add(kernels, case, torch.float32, on, seed=number)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@SWEPT_DTYPES
 @pytest.mark.parametrize(("cluster", "packs"), [(2, 2049), (4, 8192), (8, 9000), (16, 33000)])
 def test_clusters(kernels: Kernels, cluster: int, packs: int, dtype: torch.dtype) -> None:
     on = device(cluster, cluster=16)
@@ -234,7 +239,7 @@ def test_clusters(kernels: Kernels, cluster: int, packs: int, dtype: torch.dtype
     assert same(compute(kernels, case.grad_output(), case.input(), values((cols,), dtype, 3), 2, on), expected)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@SWEPT_DTYPES
 @pytest.mark.parametrize("packs", [7, 40, *PACKS])
 def test_groups(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
     """Each group of rows has the bits that it has alone, whichever access serves it."""
@@ -395,7 +400,7 @@ def same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     return all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@SWEPT_DTYPES
 @pytest.mark.parametrize(("compute", "of_rows"), [(compute, 2), (compute_gated, 6)])
 def test_what_does_not_show_in_the_bits(kernels: Kernels, compute: Compute, of_rows: int, dtype: torch.dtype) -> None:
     """The order of threads, the batch around a row, the number of multiprocessors, strides and alignment."""
@@ -494,6 +499,7 @@ def test_operators(kernels: Kernels, program_folder: Path, tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.release  # the sanitizer takes long; what is written beyond the outputs, every test here sees
 def test_memory_that_kernels_access(program_folder: Path) -> None:
     """Under the address sanitizer, with buffers that are as long as they must be and no longer."""
     program = emulated_cuda.build(emulated_cuda.TESTS / "cuda_bounds.cpp", program_folder / "cuda_bounds", *SANITIZED)

@@ -98,6 +98,7 @@ def test_examples_say_what_is_wrong(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.release  # starts three processes for a sentence
 def test_processes_that_cannot_share_batches() -> None:
     result = run(*TORCHRUN[:-1], "3", "examples/baby_llama.py")
     assert result.returncode != 0

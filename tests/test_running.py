@@ -125,6 +125,9 @@ def test_usage(folder: Path, arguments: str, said: str) -> None:
     assert actual.returncode == 2
     assert actual.stderr.startswith("usage: python -m normops\n")
     assert actual.stderr.endswith(f"\n\n{said}\n")
+
+
+def test_help(folder: Path) -> None:
     helped = run(folder, "-m", "normops", "--help")
     assert (helped.returncode, helped.stdout.splitlines()[0]) == (0, "usage: python -m normops")
 
