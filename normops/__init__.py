@@ -1,4 +1,4 @@
-"""Fused RMSNorm for PyTorch: one operator, forward and backward, on every device and in every execution mode.
+"""Fused RMSNorm for PyTorch: one operator forward and one backward, in every execution mode.
 
 Importing normops registers the operators of ``torch.ops.normops``: ``rms_norm``, ``add_rms_norm``,
 ``gated_rms_norm``, ``rms_norm_backward``, ``gated_rms_norm_backward``, their ``.out`` overloads, ``rms_norm_`` and

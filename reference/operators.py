@@ -203,6 +203,19 @@ OPERATORS = (RMS_NORM, RMS_NORM_BACKWARD, ADD_RMS_NORM, GATED_RMS_NORM, GATED_RM
 DIFFERENTIABLE = tuple(operator for operator in OPERATORS if operator.gradient)
 
 
+def of_rows(operator: Operator, cols: int) -> Callable[..., Any]:
+    """What users call, of input, another tensor like it in the place of all that are beside it, and weight."""
+    function, beside = operator.function, tuple(operator.tensors)
+    assert function is not None
+
+    def norm(input: Tensor, other: Tensor, weight: Tensor | None) -> Any:
+        others = dict.fromkeys(beside, other)
+        return function(input=input, normalized_shape=cols, weight=weight, eps=cases.EPS, **others)
+
+    norm.__name__ = operator.name
+    return norm
+
+
 def named(name: str) -> Operator:
     (operator,) = (operator for operator in OPERATORS if operator.name == name)
     return operator

@@ -14,20 +14,12 @@ from traced_graphs import trace
 import normops
 from reference import cases
 from reference.cases import HALVES
+from reference.operators import DIFFERENTIABLE, Operator, of_rows
 
 Call = Callable[[Tensor, Tensor, Tensor], Any]
 
 
-def norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    return normops.rms_norm(x, 8, weight, cases.EPS)
-
-
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return normops.add_rms_norm(x, residual, 8, weight, cases.EPS)
-
-
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    return normops.gated_rms_norm(x, gate, 8, weight, cases.EPS)
+NORMS = [of_rows(operator, 8) for operator in DIFFERENTIABLE]
 
 
 def module(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
@@ -69,7 +61,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("autocast_dtype", HALVES, ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm, gated_norm, module])
+@pytest.mark.parametrize("call", [*NORMS, module])
 def test_eager(call: Call, autocast_dtype: torch.dtype, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     expected = forward_and_backward(call, dtypes, device)
     assert expected[0].dtype == dtypes[0]
@@ -82,7 +74,7 @@ def test_eager(call: Call, autocast_dtype: torch.dtype, dtypes: tuple[torch.dtyp
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm, gated_norm])
+@pytest.mark.parametrize("call", NORMS)
 def test_compiled(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     expected = forward_and_backward(call, dtypes, device)
     for function in (call, in_function(call, device, torch.bfloat16)):
@@ -93,22 +85,13 @@ def test_compiled(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("call", "operator", "backward_operator"),
-    [
-        (norm, "rms_norm", "rms_norm_backward"),
-        (add_norm, "add_rms_norm", "rms_norm_backward"),
-        (gated_norm, "gated_rms_norm", "gated_rms_norm_backward"),
-    ],
-)
-def test_compiled_graphs_hold_no_conversion(
-    call: Call, operator: str, backward_operator: str, dtype: torch.dtype, device: str
-) -> None:
+@pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
+def test_compiled_graphs_hold_no_conversion(operator: Operator, dtype: torch.dtype, device: str) -> None:
     tensors = (cases.values(shape, dtype).to(device).requires_grad_() for shape in ((3, 8), (3, 8), (8,)))
-    forward, backward = trace(in_function(call, device, torch.bfloat16), *tensors)
+    forward, backward = trace(in_function(of_rows(operator, 8), device, torch.bfloat16), *tensors)
     assert backward is not None
     assert computed(forward) == [f"normops.{operator}.default"]
-    assert computed(backward) == [f"normops.{backward_operator}.default"]
+    assert computed(backward) == [f"normops.{operator.gradient}.default"]
 
 
 class Block(nn.Module):
@@ -166,10 +149,9 @@ def test_a_gpu_that_is_not_there() -> None:
             assert nn.functional.linear(x, x).dtype == torch.bfloat16
             for dtype in cases.DTYPES:
                 y = x.to(dtype)
-                assert norm(y, y, weight).dtype == dtype
-                assert [t.dtype for t in add_norm(y, y, weight)] == [dtype, dtype]
-                assert gated_norm(y, y, weight).dtype == dtype
-                assert norm(y.cpu(), y, weight.cpu()).dtype == dtype
+                for operator, norm in zip(DIFFERENTIABLE, NORMS, strict=True):
+                    assert {t.dtype for t in operator.results(norm(y, y, weight))} == {dtype}
+                assert normops.rms_norm(y.cpu(), 8, weight.cpu()).dtype == dtype
     finally:
         torch.set_autocast_enabled("cuda", False)
         torch.set_autocast_dtype("cuda", before)

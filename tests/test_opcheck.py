@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import normops  # noqa: F401  registers the operators
 from reference.cases import FEW_CASES
 from reference.operators import OPERATORS, Operator, OperatorCase, other_dtypes, positional
 

@@ -1,6 +1,7 @@
 """hypothesis draws shapes, strides, dtypes and flags for the same oracle."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from reference import cases, oracle
 from reference.cases import Case, on
+from reference.operators import OPERATORS, Operator, OperatorCase, other_dtypes
 
 ops = torch.ops.normops
 
@@ -32,83 +34,53 @@ def strided(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype, seed: i
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Case, Tensor, Tensor, Tensor | None]:
+def problems(draw: st.DrawFn, operator: Operator) -> tuple[OperatorCase, dict[str, Any]]:
+    """A case, and its arguments in any layout."""
     leading = draw(st.lists(st.integers(0, 6), max_size=3))
     normalized = draw(st.lists(st.integers(0, 12), min_size=1, max_size=2))
     if draw(st.booleans()):
         normalized[-1] = draw(st.integers(0, 300))
     shape = (*leading, *normalized)
     dtype = draw(dtypes)
-    case = Case(
+    of_rows = Case(
         shape,
         dtype,
         len(normalized),
         draw(st.none() | dtypes),
         draw(st.sampled_from([cases.EPS, None, 1e-6, 1.0])),
         draw(st.sampled_from([0.0, 1.0, -0.5])),
+        has_residual=draw(st.booleans()),
         group_dims=draw(st.integers(0, len(leading))),
     )
-    dy, x = draw(strided(shape, dtype, 1)), draw(strided(shape, dtype, 2))
-    residual = draw(strided(shape, dtype, 3)) if draw(st.booleans()) else None
-    return case, dy, x, residual
+    flags = {name: draw(st.sampled_from(values)) for name, values in operator.flags.items()}
+    case = OperatorCase(operator, of_rows, flags, draw(st.sampled_from([{}, *other_dtypes(operator, dtype)])))
+    arguments = case.arguments()
+    for seed, name in enumerate(("input", *operator.tensors)):
+        if arguments[name] is not None:
+            arguments[name] = draw(strided(shape, arguments[name].dtype, seed))
+    return case, arguments
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
 @settings(
-    max_examples=400, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(problem=problems(), threads=st.sampled_from([1, 2]))
-def test_within_the_oracle(problem: tuple[Case, Tensor, Tensor, Tensor | None], threads: int, device: str) -> None:
-    case, dy, x, residual = problem
-    weight, shape = case.weight(), case.normalized_shape
-    keywords = {"weight_offset": case.weight_offset}
+@given(data=st.data(), threads=st.sampled_from([1, 2]))
+def test_within_the_oracle(operator: Operator, data: st.DataObject, threads: int, device: str) -> None:
+    case, arguments = data.draw(problems(operator))
+    moved = {name: on(device, value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        output = ops.rms_norm(on(device, x), shape, on(device, weight), case.eps, **keywords)
-        grad_input, grad_weight = ops.rms_norm_backward(
-            on(device, dy),
-            on(device, x),
-            shape,
-            on(device, weight),
-            case.eps,
-            **keywords,
-            grad_residual=on(device, residual),
-        )
+        results = operator.results(operator.default(**moved))
     finally:
         torch.set_num_threads(before)
-    oracle.assert_within(output, oracle.rms_norm(x, shape, weight, case.eps, case.weight_offset), "output")
-    expected = oracle.rms_norm_backward(dy, x, shape, weight, case.eps, case.weight_offset, residual)
-    oracle.assert_within(grad_input, expected.grad_input, "grad_input")
-    if expected.grad_weight is not None:
-        oracle.assert_within(grad_weight, expected.grad_weight, "grad_weight")
-
-
-@pytest.mark.usefixtures("poisoned_memory")
-@settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(problem=problems(), residual_is_wide=st.booleans(), data=st.data())
-def test_add_within_the_oracle(
-    problem: tuple[Case, Tensor, Tensor, Tensor | None], residual_is_wide: bool, data: st.DataObject, device: str
-) -> None:
-    case, dy, x, _ = problem
-    wide = residual_is_wide and case.dtype in (torch.float16, torch.bfloat16)
-    residual = data.draw(strided(case.shape, torch.float32 if wide else case.dtype, 4))
-    weight, shape = case.weight(), case.normalized_shape
-    keywords = {"weight_offset": case.weight_offset}
-    output, residual_out = ops.add_rms_norm(
-        on(device, x), on(device, residual), shape, on(device, weight), case.eps, **keywords
-    )
-    assert torch.equal(residual_out.cpu(), (x + residual).to(residual.dtype))
-    h = residual_out.cpu()
-    expected = oracle.rms_norm(h, shape, weight, case.eps, case.weight_offset, case.dtype)
-    oracle.assert_within(output, expected, "output")
-    grad_input, _ = ops.rms_norm_backward(
-        on(device, dy), residual_out, shape, on(device, weight), case.eps, **keywords, grad_residual=residual_out
-    )
-    gradients = oracle.rms_norm_backward(dy, h, shape, weight, case.eps, case.weight_offset, h)
-    oracle.assert_within(grad_input, gradients.grad_input, "grad_input")
+    for name, result, bounded in zip(operator.outputs, results, case.expected(arguments), strict=True):
+        if bounded is None:
+            assert result is None
+        else:
+            oracle.assert_within(result, bounded, name)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from assertions import assert_same_bits
 
-import normops  # noqa: F401  registers the operators
 from reference import cases, oracle
 from reference.cases import HALVES, Case, on
 from reference.operators import (

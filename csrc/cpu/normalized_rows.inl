@@ -53,7 +53,7 @@ struct NormalizedRows {
   NORMOPS_INLINE void write_columns(int64_t begin, int64_t end) const {
     if constexpr (kLoadsAhead) {
       // The nop keeps the stores from following the loads at once. Where the output is not in the caches, Zen 4 then
-      // takes a quarter less time; docs/performance.md tells what was measured. Why is not known.
+      // takes a quarter less time; docs/performance-notes.md tells what was measured. Why is not known.
       for (; begin + kStep<R> <= end; begin += kStep<R>) write_step(begin, [] { asm volatile("nop"); });
       if constexpr (kRest == Rest::none) return;
     }

@@ -37,7 +37,7 @@ constexpr int kNarrowTile = 8;
 //   if they lie at equal distances and are of their compute type, also rows of 256 bytes: kSequentialTile at a time;
 //     and rows of kSequentialBytes to kNarrowBytes, if a thread writes at least kSequentialShare bytes, which is more
 //     than the second-level cache has room for beside what is read: one at a time.
-// docs/performance.md has the measurements.
+// docs/performance-notes.md has the measurements.
 constexpr int64_t kSequentialCols = 2 * kSpan;
 constexpr int kSequentialTile = 16;
 constexpr int64_t kSequentialBytes = 512;
