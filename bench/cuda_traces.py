@@ -194,7 +194,9 @@ def main() -> None:
         prog="python -m bench.cuda_traces", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--record", action="store_true", help=f"writes {RECORDED.name}, which the test compares with")
-    parser.add_argument("--markdown", action="store_true", help="prints the tables for docs/performance/cuda_traces/results.md")
+    parser.add_argument(
+        "--markdown", action="store_true", help="prints the tables for docs/performance/cuda_traces/results.md"
+    )
     given = parser.parse_args()
     if not (OBJECTS / f"{SOURCES[0]}.o").exists():
         parser.error("expected a build in place with NORMOPS_CUDA=1 and sm_90 in NORMOPS_CUDA_ARCHS, but found none")
