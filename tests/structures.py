@@ -8,9 +8,9 @@ from typing import Any
 CSRC = Path(__file__).parent.parent / "csrc"
 HEADERS = ("rows.h", "gating.h", "kernel_args.h", "cuda/rms_norm_launch.h", "cuda/launch_config.h")
 
-# A class of a name and a base, or none, and what it declares: members, one to a line, and what else there is.
+# A struct's name, its base or none, and what it declares: members, one to a line, and what else there is.
 STRUCT = re.compile(r"^struct (\w+)(?: : (\w+))? \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
-MEMBER = re.compile(r"^  (?!static)([\w ]+?\*?) (\w+)(?:\[(\w+)\])?(?: = \w*|\{\})?(?: = \{\})?;", re.MULTILINE)
+MEMBER = re.compile(r"^  (?!static)([\w ]+?\*?) (\w+)(?:\[(\w+)\])?(?: = [^;]*)?;", re.MULTILINE)
 CONSTANT = re.compile(r"static constexpr int (\w+) = (\d+);")
 
 SCALARS = {

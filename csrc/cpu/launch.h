@@ -1,4 +1,4 @@
-// What the launchers on CPU tensors have in common: new memory, the scale, and the arguments of a forward.
+// What the launchers on CPU tensors have in common: new memory, the scale, and how the kernels are to go about it.
 #pragma once
 #include <ATen/ops/empty_native.h>
 

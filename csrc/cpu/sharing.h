@@ -104,9 +104,8 @@ class SpanSums {
 };
 
 // The arguments of a call for each of the threads that share it: to those that all have in common it adds the scale,
-// which a thread may convert for itself, and the memory for what kernels hold of a row. scale.own_count()
-// is how many numbers a thread needs memory for to convert the scale, and scale.in(own) is the scale, in that memory or
-// elsewhere.
+// which a thread may convert for itself, and the memory for what kernels hold of a row. scale.own_count() is how many
+// numbers a thread needs memory for to convert the scale, and scale.in(own) is the scale, in that memory or elsewhere.
 template <class Args, class Scale>
 class ThreadsArgs {
  public:
