@@ -43,7 +43,7 @@ struct BackendKernels {
       std::apply([&](auto*... output) { Backend::launch(arguments, *output...); }, outputs);
     } else {
       for (const Tensor* output : outputs) {
-        if (is_wanted(output)) output->zero_();  // what has elements is a sum over no rows
+        if (is_wanted(output) && output->numel() > 0) output->zero_();  // a sum over no rows
       }
     }
   }
