@@ -11,8 +11,9 @@ TRITON_OF_2.13.0 := triton==3.7.1
 # Wherever the environment says that Python is to keep nothing of what it compiles: hundreds of processes import torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-# torch.compile wants one word in CXX, which may be several ("ccache g++") where something is built.
-RUN := env $(if $(word 2,$(CXX)),--unset=CXX)
+# torch.compile wants one word in CXX, which may be several ("ccache g++") where something is built: a test that asks for
+# what is built finds it in BUILT_WITH.
+RUN := env $(if $(word 2,$(CXX)),--unset=CXX BUILT_WITH='$(CXX)')
 
 .PHONY: install install-dev test test-all test-torch lint format demo demo-patch bench bench-instructions \
 	check-cuda-compile package wheels clean check-gpu

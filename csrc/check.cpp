@@ -108,7 +108,7 @@ void check_narrower_or_wider_input(const char* op, const char* name, const Tenso
   (is_16_bits(input) ? check_wider_input : check_narrower_input)(op, name, tensor, input);
 }
 
-void check_out(const char* op, const Named& out, const Tensor& result, c10::ArrayRef<Named> inputs) {
+void check_out(const char* op, const Named& out, const Tensor& result) {
   const Tensor& tensor = *out.tensor;
   check_device(op, out.name, tensor, result);
   check_tensor(op, out.name, tensor);
@@ -121,8 +121,11 @@ void check_out(const char* op, const Named& out, const Tensor& result, c10::Arra
     TORCH_CHECK(strides[d] != 0 || sizes[d] <= 1, op, ": expected ", out.name,
                 " to have an element of memory for each of its own, but got an expanded tensor with strides ", strides);
   }
+}
+
+void check_overlaps(const char* op, const Named& out, c10::ArrayRef<Named> inputs) {
   for (const Named& input : inputs) {
-    TORCH_CHECK(overlap(tensor, *input.tensor) != Overlap::partial, op, ": expected ", out.name, " to be exactly ",
+    TORCH_CHECK(overlap(*out.tensor, *input.tensor) != Overlap::partial, op, ": expected ", out.name, " to be exactly ",
                 input.name, " or to share no memory with it, but got a partial overlap");
   }
 }

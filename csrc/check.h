@@ -45,9 +45,11 @@ struct Named {
   const Tensor* tensor;  // may be undefined
 };
 
-// The target of an `.out` overload: it must look like `result`, and share memory with an input only by being that
-// input.
-void check_out(const char* op, const Named& out, const Tensor& result, c10::ArrayRef<Named> inputs);
+// What is written to: it must look like `result`, with memory for each of its elements.
+void check_out(const char* op, const Named& out, const Tensor& result);
+
+// It may share memory with an input only by being that input.
+void check_overlaps(const char* op, const Named& out, c10::ArrayRef<Named> inputs);
 
 // Two outputs of one call.
 void check_disjoint(const char* op, const Named& out, const Named& other_out);

@@ -40,11 +40,12 @@ void check_write(const Operator& arguments, const Targets<Operator>& targets) {
   for (size_t i = 0; i < targets.size(); i++) {
     if (!like[i]->defined()) continue;
     const Named target = {target_name<Operator, overload>(i), targets[i]};
-    check_out(op, target, *like[i], read);
+    check_out(op, target, *like[i]);
+    if constexpr (requires { arguments.check_target(op, i, target); }) arguments.check_target(op, i, target);
+    check_overlaps(op, target, read);
     for (size_t k = 0; k < i; k++) {
       if (like[k]->defined()) check_disjoint(op, {target_name<Operator, overload>(k), targets[k]}, target);
     }
-    if constexpr (requires { arguments.check_target(op, i, target); }) arguments.check_target(op, i, target);
   }
 }
 

@@ -1,10 +1,12 @@
 """normops.patch on modules alone, and on what else is done with modules."""
 
 import copy
+import gc
 import io
 import pickle
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import norms_of_others as others
@@ -139,6 +141,29 @@ def test_report() -> None:
         "not RMSNorms:           2              LayerNorm",
         "ran normops before:     4              RMSNorm",
     ]
+
+
+def test_what_collections_of_garbage_call_is_not_the_forward() -> None:
+    called = []
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        with nullcontext():  # which a forward may not
+            called.append(phase)
+
+    class Norm(nn.RMSNorm):
+        pass
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(1)
+    try:
+        report = normops.patch(nn.Sequential(Norm(8)))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(callback)
+    assert called
+    assert gc.isenabled()
+    assert len(report.patched) == 1
 
 
 def test_nothing_to_patch() -> None:

@@ -267,7 +267,7 @@ def test_the_module_of_normops_ran_normops_before() -> None:
     ("theirs", "options"),
     [
         (MambaRMSNormGated(SIZE, group_size=SIZE), {"norm_before_gate": False}),
-        (MambaRMSNormGated(SIZE, group_size=16), {"norm_before_gate": False, "groups": 4}),
+        (MambaRMSNormGated(SIZE, group_size=16), {"norm_before_gate": False, "group_size": 16}),
         (Qwen3NextRMSNormGated(SIZE), {}),
         (KimiLinearRMSNormGated(SIZE), {"activation": "sigmoid"}),
     ],

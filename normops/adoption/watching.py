@@ -7,6 +7,7 @@ the next time. The forward that was run is then known to compute this graph for 
 """
 
 import builtins
+import gc
 import inspect
 import operator
 import sys
@@ -337,15 +338,18 @@ def watch(
     spaces = _take_attributes(copy, weight, seen)
     nodes = tuple(seen.add_input(name, tensor) for name, tensor in arguments)
     weight_node = None if weight is None else seen.add_input("weight", weight[1], is_fixed=True)
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
     sys._getframe().f_trace_opcodes = True  # Python 3.12 looks here when tracing begins
     try:
         with seen:
+            gc.disable()  # or what other people have called at a collection would be taken for a part of the forward
             sys.settrace(seen.trace)
             try:
                 result = forward(copy, *(tensor for _, tensor in arguments))
             finally:
                 sys.settrace(before)
+                if collects:
+                    gc.enable()
     except _Stop:
         raise Unfit(seen.refusals[0]) from None
     except SystemExit:
