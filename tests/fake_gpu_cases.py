@@ -250,7 +250,8 @@ def tensors_without_elements_ask_nothing(gpus: Gpus) -> None:
         equal(gpus.calls("cuda", "load", "launch", "zero"), [])
         ops.rms_norm_backward(x, x, [cols], w, EPS)
         ops.gated_rms_norm_backward(x, x, x, [cols], w, EPS)
-        equal(gpus.calls("cuda", "load", "launch", "zero"), ["zero", "zero"])
+        sums_over_no_rows = ["zero", "zero"] if cols > 0 else []
+        equal(gpus.calls("cuda", "load", "launch", "zero"), sums_over_no_rows)
 
 
 @case
