@@ -43,7 +43,6 @@ void check_shape(const char* op, const char* name, const Tensor& tensor, c10::Sy
 // `or_else` says for the message which other dtypes are welcome, `is_else` whether the tensor has one of them.
 void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input, const char* or_else,
                       bool is_else) {
-  normops::check_device(op, name, tensor, input);
   check_tensor(op, name, tensor);
   TORCH_CHECK(is_else || tensor.scalar_type() == input.scalar_type(), op, ": expected ", name, " to be ",
               dtype_name(input), ", the dtype of input", or_else, ", but got ", dtype_name(tensor));
@@ -73,7 +72,6 @@ void check_norm(const char* op, const Tensor& input, const Norm& norm) {
   TORCH_CHECK(leading >= 0, message());
   check_equal(input.sym_sizes().slice(leading), normalized_shape, message);
   if (is_given(weight)) {
-    check_device(op, "weight", *weight, input);
     check_tensor(op, "weight", *weight);
     const auto weight_message = [&] {
       const auto& shape = input.sym_sizes();

@@ -5,7 +5,7 @@
 //   kName, kInplaceName        the operator's name, and that of its in-place overload or null
 //   kOutputs                   how many tensors it returns
 //   members()                  std::tie of the members
-//   check(op)                  throws what is wrong with the arguments, in the name of `op`
+//   check(op)                  throws what is wrong with the arguments, which are on one device, in the name of `op`
 //   like()                     which argument each output looks like, whose shape and dtype it has; an undefined one:
 //                              that output is not wanted
 // and one of its members is the tensor `input`. An in-place overload writes output i over argument i.

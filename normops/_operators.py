@@ -15,12 +15,13 @@ from normops import _C
 Operator: TypeAlias = OpOverload
 
 _ops = torch.ops.normops
+_names = _C.operators()
 
 # Each operator, and those of them that have an overload which writes over its arguments.
-FUNCTIONAL: tuple[Operator, ...] = tuple(getattr(_ops, name).default for name in _C.operators())
+FUNCTIONAL: tuple[Operator, ...] = tuple(getattr(_ops, name).default for name in _names)
 INPLACE: dict[Operator, Operator] = {
     getattr(_ops, inplace).default: getattr(_ops, name).default
-    for name, inplace in _C.operators().items()
+    for name, inplace in _names.items()
     if inplace is not None
 }
 

@@ -93,8 +93,8 @@ def _register(op: Operator, functional: Operator) -> None:
             for target, result in zip(targets, results, strict=True):
                 target.tensor.copy_(result)
             return (args[0], dims[0]) if results_of(op) else (None, None)
-        dims = tuple(None if value is None else 0 for value in results)
-        return (results, dims) if len(results) > 1 else (results[0], dims[0])
+        result_dims = tuple(None if value is None else 0 for value in results)
+        return (results, result_dims) if len(results) > 1 else (results[0], result_dims[0])
 
     torch.library.register_vmap(f"normops::{name_of(op)}", rule, lib=_library)
 

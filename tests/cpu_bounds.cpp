@@ -130,27 +130,27 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     const Memory held(side, compute_dtype(dtype), held_rows(gated) * padded_cols(dtype, cols));
     run_forward(gated_rms_norm_kernels(), with_scale(gated, scale, held.data()));
     for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
-      const GatedRmsNormBackwardArgs gated = {{.dtype = dtype,
-                                               .grad_output_dtype = dtype,
-                                               .rows = rows,
-                                               .cols = cols,
-                                               .eps = 1e-5,
-                                               .weight = of_groups,
-                                               .grad_output = grad_output.data(),
-                                               .grad_output_rows = grad_output.layout,
-                                               .input = input.data(),
-                                               .input_rows = input.layout,
-                                               .grad_input = wants & 1 ? grad_gated.data() : nullptr,
-                                               .grad_input_rows = grad_gated.layout,
-                                               .grad_weight_partials = wants & 4 ? gated_partials.data() : nullptr},
-                                              gating,
-                                              residual_dtype,
-                                              gate.data(),
-                                              gate.layout,
-                                              wants & 2 ? grad_gate.data() : nullptr,
-                                              grad_gate.layout};
-      const Memory held(side, compute_dtype(dtype), held_rows(gated) * padded_cols(dtype, cols));
-      const auto args = with_scale(gated, scale, held.data());
+      const GatedRmsNormBackwardArgs backward = {{.dtype = dtype,
+                                                  .grad_output_dtype = dtype,
+                                                  .rows = rows,
+                                                  .cols = cols,
+                                                  .eps = 1e-5,
+                                                  .weight = of_groups,
+                                                  .grad_output = grad_output.data(),
+                                                  .grad_output_rows = grad_output.layout,
+                                                  .input = input.data(),
+                                                  .input_rows = input.layout,
+                                                  .grad_input = wants & 1 ? grad_gated.data() : nullptr,
+                                                  .grad_input_rows = grad_gated.layout,
+                                                  .grad_weight_partials = wants & 4 ? gated_partials.data() : nullptr},
+                                                 gating,
+                                                 residual_dtype,
+                                                 gate.data(),
+                                                 gate.layout,
+                                                 wants & 2 ? grad_gate.data() : nullptr,
+                                                 grad_gate.layout};
+      const Memory held(side, compute_dtype(dtype), held_rows(backward) * padded_cols(dtype, cols));
+      const auto args = with_scale(backward, scale, held.data());
       const GatedRmsNormBackwardKernels& gated_backward = gated_rms_norm_backward_kernels();
       gated_backward.rows(args, 0, chunks * groups);
       gated_backward.sums(args, rows - 1, 0, spans, squares.data(), dots.data());

@@ -5,7 +5,7 @@
 #include <array>
 #include <iterator>
 
-#include "../overloads.h"
+#include "../operator.h"
 
 namespace normops {
 

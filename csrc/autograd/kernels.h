@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include "../overloads.h"
 #include "node.h"
 
 namespace normops {
