@@ -13,6 +13,7 @@ from bench.problems import FILL, SHAPES, Problem, Size, parse_shapes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OVERHEAD = "overhead"
+PROCESSES = 7
 DEFAULT_SHAPES = {"cpu": ("512x4096", "4096x4096"), "cuda": (FILL, "decode")}
 
 
@@ -24,6 +25,8 @@ class Arguments:
     sizes: list[Size]
     peers: list[Peer]
     memories: tuple[str, ...]
+    processes: int | None
+    """That interleave single calls of all operators, or None where each problem is measured by itself."""
     cache: str
     threads: int
     turns: int
@@ -47,6 +50,10 @@ def parse_arguments(description: str | None) -> Arguments:
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no GPU")
+    if given.interleave is not None and given.interleave < 2:
+        parser.error(f"argument --interleave: expected at least 2 processes, but got {given.interleave}")
+    if given.interleave and (given.device != "cpu" or given.memory == "preallocated"):
+        parser.error("argument --interleave: it is about the places of fresh outputs on the CPU")
     try:
         sizes = [
             Size(rows, cols, dtype, given.device)
@@ -63,7 +70,8 @@ def parse_arguments(description: str | None) -> Arguments:
         operators=[operator for operator in OPERATORS if operator.name in names or "all" in names],
         sizes=list(dict.fromkeys(sizes)),
         peers=[peer for peer in PEERS if peer is NORMOPS or not given.peers or peer.name in given.peers],
-        memories=MEMORIES if given.memory == "both" else (given.memory,),
+        memories=("fresh",) if given.interleave else MEMORIES if given.memory == "both" else (given.memory,),
+        processes=given.interleave,
         cache=given.cache,
         threads=given.threads,
         turns=given.turns,
@@ -91,6 +99,15 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     )
     add_names("--peers", f"beside normops and the copy: {', '.join(peers)}; default: all that are installed", peers)
     parser.add_argument("--memory", choices=(*MEMORIES, "both"), default="both", help="the outputs'; default: both")
+    parser.add_argument(
+        "--interleave",
+        type=int,
+        nargs="?",
+        const=PROCESSES,
+        metavar="PROCESSES",
+        help="single calls of all operators alternate, in one process after another, so that fresh outputs take turns "
+        f"in memory as in a model; {PROCESSES} processes if no number is given",
+    )
     parser.add_argument(
         "--cache",
         choices=("warm", "cold"),

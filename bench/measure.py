@@ -1,5 +1,7 @@
-"""Measures one problem: builds the calls, checks their results, times them in turns."""
+"""Measures problems of one size: builds the calls, checks their results, times them in turns."""
 
+import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,9 +10,10 @@ from itertools import cycle
 import torch
 
 from bench.checks import find_error
+from bench.operators import Operator
 from bench.peers import Builder, Peer
 from bench.problems import Problem, Tensors
-from bench.timing import Call, Timer, Timing, alternate, device_timer
+from bench.timing import Call, Timer, Timing, alternate, device_timer, interleave
 
 COPY = "copy"
 
@@ -22,6 +25,8 @@ class Measurement:
     """By peer, and of the copy of the input."""
     wrong: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    processes: int | None = None
+    """How many of them the timings are the medians of, or None where they are those of turns."""
 
     def gb_per_s(self, name: str) -> float:
         moved = 2 * self.problem.size.tensor_bytes if name == COPY else self.problem.bytes
@@ -32,38 +37,74 @@ class Measurement:
         return self.gb_per_s(name) / self.gb_per_s(COPY)
 
     def ratio(self, name: str, base: str) -> float:
+        if self.processes is not None:
+            return statistics.median(self.ratios(name, base))
         return self.timings[name].median / self.timings[base].median
+
+    def ratios(self, name: str, base: str) -> list[float]:
+        """One for each turn or process."""
+        pairs = zip(self.timings[name].seconds, self.timings[base].seconds, strict=True)
+        return [seconds / of_base for seconds, of_base in pairs]
 
 
 def measure(
-    problem: Problem, sets: Sequence[Tensors], peers: Sequence[Peer], *, turns: int, seconds: float
-) -> Measurement:
-    """Measures on these sets of inputs, each call on the next of them."""
-    measurement = Measurement(problem)
+    problems: Sequence[Problem],
+    sets: Sequence[Tensors],
+    peers: Sequence[Peer],
+    *,
+    turns: int,
+    seconds: float,
+    interleaved: bool = False,
+) -> list[Measurement]:
+    """Measures problems of one size and memory beside one copy, on these sets of inputs, each call on the next."""
+    measurements = [Measurement(problem) for problem in problems]
     position = cycle(range(len(sets)))
-    device = problem.size.device
-    timers = {COPY: device_timer(_rotate(_copy(problem.memory), sets, position), device)}
-    torch.compiler.reset()  # beyond a number of shapes, torch.compile gives up on a function
-    for peer in peers:
-        build = peer.builder(problem)
-        if reason := peer.why_not(problem):
-            measurement.left_out[peer.name] = reason
-        elif build is not None:
-            try:
-                error = find_error(peer, build, problem.operator, sets[0], build(sets[0])())
-                if error is None:
-                    timers[peer.name] = _tried(device_timer(_rotate(build, sets, position), device))
-            except Exception as failure:  # a peer that fails is reported, and the others are measured
-                error = f"{type(failure).__name__}: {failure}".splitlines()[0]
-            if error is not None:
-                measurement.wrong[peer.name] = error
-    measurement.timings = alternate(timers, turns=turns, seconds=seconds, period=len(sets))
-    return measurement
+    copy = _rotate(_copy(problems[0].memory), sets, position)
+    timers: dict[tuple[Operator | None, str], Timer] = {(None, COPY): device_timer(copy, problems[0].size.device)}
+    if "torch._dynamo" in sys.modules:  # which takes seconds to import
+        torch.compiler.reset()  # beyond a number of shapes, torch.compile gives up on a function
+    for measurement in measurements:
+        for peer in peers:
+            if timer := _timer(measurement, peer, sets, position):
+                timers[measurement.problem.operator, peer.name] = timer
+    if interleaved:
+        timings = interleave(timers, turns=turns, seconds=seconds)
+    else:
+        timings = alternate(timers, turns=turns, seconds=seconds, period=len(sets))
+    for measurement in measurements:
+        of_problem = (None, measurement.problem.operator)
+        measurement.timings = {name: timing for (of, name), timing in timings.items() if of in of_problem}
+    return measurements
 
 
-def _tried(timer: Timer) -> Timer:
-    timer(1)
-    return timer
+def merge(measurements: Sequence[Measurement]) -> Measurement:
+    """Those of one problem in several processes as one."""
+    first = measurements[0]
+    wrong = {name: error for measurement in measurements for name, error in measurement.wrong.items()}
+    timings = {
+        name: Timing([measurement.timings[name].median for measurement in measurements], timing.calls_per_turn)
+        for name, timing in first.timings.items()
+        if name not in wrong
+    }
+    return Measurement(first.problem, timings, wrong, first.left_out, len(measurements))
+
+
+def _timer(measurement: Measurement, peer: Peer, sets: Sequence[Tensors], position: Iterator[int]) -> Timer | None:
+    """None where the measurement says why there is none."""
+    problem, build = measurement.problem, peer.builder(measurement.problem)
+    if reason := peer.why_not(problem):
+        measurement.left_out[peer.name] = reason
+    elif build is not None:
+        try:
+            error = find_error(peer, build, problem.operator, sets[0], build(sets[0])())
+            if error is None:
+                timer = device_timer(_rotate(build, sets, position), problem.size.device)
+                timer(1)
+                return timer
+        except Exception as failure:  # a peer that fails is reported, and the others are measured
+            error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        measurement.wrong[peer.name] = error
+    return None
 
 
 def _copy(memory: str) -> Builder:

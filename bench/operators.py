@@ -29,6 +29,10 @@ class Operator:
     """The oracle's values and bounds of the results, in their order."""
     memories: tuple[str, ...] = MEMORIES
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """By name, as functions that have none cannot be sent to another process."""
+        return _named, (self.name,)
+
     def elements(self, rows: int, cols: int) -> int:
         return sum(cols if name in VECTORS else rows * cols for name in self.reads + self.writes)
 
@@ -73,3 +77,7 @@ OPERATORS = (
     _measured(reference.RMS_NORM_BACKWARD, "add_rms_norm_backward", ("grad_residual",)),
     _one_after_another("gated_forward_backward", _OF["gated_rms_norm"], _OF["gated_rms_norm_backward"]),
 )
+
+
+def _named(name: str) -> Operator:
+    return next(operator for operator in OPERATORS if operator.name == name)

@@ -133,6 +133,7 @@ def _measurement_json(measurement: Measurement) -> dict[str, Any]:
         "device": problem.size.device,
         "memory": problem.memory,
         "bytes": problem.bytes,
+        "processes": measurement.processes,
         "calls": {
             name: _timing_json(timing)
             | {"gb_per_s": measurement.gb_per_s(name), "of_copy": measurement.of_copy(name)}

@@ -74,12 +74,14 @@ def summary_table(measurements: Sequence[Measurement], cache: str) -> Table:
         cells = [format_seconds(measurement.timings[COPY].median), _normops_cell(measurement)]
         for name in peers:
             if name in measurement.timings and NORMOPS.name in measurement.timings:
-                cells.append(f"{measurement.ratio(name, NORMOPS.name):.2f}x")
+                cells.append(f"{measurement.ratio(name, NORMOPS.name):.2f}x{_range(measurement, name)}")
             else:
                 cells.append("wrong" if name in measurement.wrong else "-")
         return str(measurement.problem.size), *cells
 
     title = f"{_title(measurements, cache)}: normops over copy, peers over normops"
+    if measurements[0].processes is not None:
+        title += " (least to most)"
     return Table(title, ("", COPY, NORMOPS.name, *peers), [[row(m) for m in measurements]])
 
 
@@ -92,7 +94,9 @@ def details_table(measurements: Sequence[Measurement], cache: str) -> Table:
 
 def _title(measurements: Sequence[Measurement], cache: str) -> str:
     problem = measurements[0].problem
-    return f"{problem.operator.name}, {problem.memory} outputs, {cache} caches"
+    processes = measurements[0].processes
+    interleaved = f", interleaved in {processes} processes" if processes is not None else ""
+    return f"{problem.operator.name}, {problem.memory} outputs, {cache} caches{interleaved}"
 
 
 def _details(measurement: Measurement) -> Iterator[Row]:
@@ -124,6 +128,14 @@ def _normops_cell(measurement: Measurement) -> str:
     if NORMOPS.name not in measurement.timings:
         return "wrong"
     return f"{format_seconds(measurement.timings[NORMOPS.name].median)} ({measurement.ratio(NORMOPS.name, COPY):.2f}x)"
+
+
+def _range(measurement: Measurement, name: str) -> str:
+    """Of the processes, as medians do not tell how far they are apart."""
+    if measurement.processes is None:
+        return ""
+    ratios = measurement.ratios(name, NORMOPS.name)
+    return f" ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _three_digits(number: float) -> str:

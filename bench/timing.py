@@ -5,12 +5,15 @@ import random
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[], object]
+Key = TypeVar("Key", bound=Hashable)
 
 # A turn is made of as many calls as take this long: well above the clock's resolution and its own cost.
 TURN_SECONDS = 1e-3
@@ -23,7 +26,7 @@ SETTLE_SECONDS = 1e-2
 @dataclass(frozen=True)
 class Timing:
     seconds: list[float]
-    """Per call, one for each turn."""
+    """Per call, one for each turn or, of several processes, their medians."""
     calls_per_turn: int
 
     @property
@@ -82,7 +85,7 @@ def device_timer(call: Call, device: str) -> Timer:
     return timer
 
 
-def alternate(timers: Mapping[str, Timer], *, turns: int, seconds: float, period: int = 1) -> dict[str, Timing]:
+def alternate(timers: Mapping[Key, Timer], *, turns: int, seconds: float, period: int = 1) -> dict[Key, Timing]:
     """Takes at least ``turns`` turns of each timer, and of all for at least ``seconds``.
 
     A turn has a multiple of ``period`` calls.
@@ -92,17 +95,31 @@ def alternate(timers: Mapping[str, Timer], *, turns: int, seconds: float, period
         timer(1)
         shortest = min(timer(1) for _ in range(3))
         counts[name] = max(1, math.ceil(TURN_SECONDS / shortest / period)) * period
-    taken: dict[str, list[float]] = {name: [] for name in timers}
-    order = list(timers)
-    shuffle = random.Random(0).shuffle
+    takes = {name: partial(_take_turn, timer, counts[name]) for name, timer in timers.items()}
+    taken = _shuffled(takes, random.Random(0), turns, seconds)
+    return {name: Timing(taken[name], counts[name]) for name in timers}
+
+
+def interleave(timers: Mapping[Key, Timer], *, turns: int, seconds: float) -> dict[Key, Timing]:
+    """As alternate does, with turns of a single call, so that no output returns to the place that the last one left."""
+    takes = {name: partial(timer, 1) for name, timer in timers.items()}
+    # Another order in each process, as it decides where outputs lie.
+    return {name: Timing(taken, 1) for name, taken in _shuffled(takes, random.Random(), turns, seconds).items()}
+
+
+def _shuffled(
+    takes: Mapping[Key, Callable[[], float]], generator: random.Random, turns: int, seconds: float
+) -> dict[Key, list[float]]:
+    taken: dict[Key, list[float]] = {name: [] for name in takes}
+    order = list(takes)
     start = time.perf_counter()
     turn = 0
     while turn < turns or time.perf_counter() - start < seconds:
-        shuffle(order)  # no call always follows the same other one
+        generator.shuffle(order)  # no call always follows the same other one
         for name in order:
-            taken[name].append(_take_turn(timers[name], counts[name]))
+            taken[name].append(takes[name]())
         turn += 1
-    return {name: Timing(taken[name], counts[name]) for name in timers}
+    return taken
 
 
 def _take_turn(timer: Timer, count: int) -> float:
