@@ -2,17 +2,22 @@
 
 import json
 import platform
+import statistics
 import subprocess
 import sys
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench import checks, hugging_face
+from bench.measure import Measurement, merge
 from bench.operators import OPERATORS
 from bench.peers import NORMOPS, PEERS, Peer
 from bench.problems import Problem, Size, make_inputs
+from bench.timing import Timing, interleave
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,6 +44,49 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert (tmp_path / "rms_norm_fresh_roofline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_interleaved_operators(tmp_path: Path) -> None:
+    quick = ("--turns", "2", "--seconds", "0", "--peers", "F.rms_norm", "--dtype", "float32", "--shapes", "4x64")
+    operators = ("--op", "rms_norm", "rms_norm_backward")
+    result = bench(*operators, *quick, "--interleave", "2", "--save", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "wrong" not in result.stdout
+    forward, backward = json.loads((tmp_path / "results.json").read_text())["measurements"]
+    assert [m["operator"] for m in (forward, backward)] == list(operators[1:])
+    assert [(m["memory"], m["processes"]) for m in (forward, backward)] == [("fresh", 2)] * 2
+    assert forward["calls"]["copy"]["seconds"] == backward["calls"]["copy"]["seconds"]
+    assert forward["calls"]["normops"]["seconds"] != backward["calls"]["normops"]["seconds"]
+    assert {call["calls_per_turn"] for call in forward["calls"].values()} == {1}
+    of_peer, of_normops = (forward["calls"][name]["seconds"] for name in ("F.rms_norm", "normops"))
+    ratios = [peer / ours for peer, ours in zip(of_peer, of_normops, strict=True)]
+    assert len(ratios) == 2
+    assert forward["calls"]["F.rms_norm"]["over_normops"] == statistics.median(ratios)
+    assert f"x ({min(ratios):.2f} to {max(ratios):.2f}) |" in (tmp_path / "results.md").read_text()
+
+
+def test_interleaved_calls_are_made_one_at_a_time() -> None:
+    counts: list[tuple[str, int]] = []
+
+    def timer(name: str, count: int) -> float:
+        counts.append((name, count))
+        return 1e-6
+
+    names = ("copy", "forward", "backward")
+    timings = interleave({name: partial(timer, name) for name in names}, turns=20, seconds=0)
+    assert timings == dict.fromkeys(names, Timing([1e-6] * 20, 1))
+    turns = [tuple(counts[first : first + 3]) for first in range(0, len(counts), 3)]
+    assert all(Counter(turn) == Counter((name, 1) for name in names) for turn in turns)
+    assert len(set(turns)) > 1
+
+
+def test_a_peer_that_is_wrong_in_one_process_is_wrong() -> None:
+    problem = Problem(OPERATORS[0], Size(4, 64, torch.float32, "cpu"), "fresh")
+    right = Measurement(problem, {"normops": Timing([1.0, 2.0, 6.0], 1), "other": Timing([3.0], 1)})
+    wrong = Measurement(problem, {"normops": Timing([4.0], 1)}, {"other": "output: too large"})
+    merged = merge([right, wrong])
+    assert merged.timings == {"normops": Timing([2.0, 4.0], 1)}
+    assert merged.wrong == {"other": "output: too large"}
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other rules")
 def test_chance_does_not_decide_who_pays_for_page_faults() -> None:
     """Without keep_freed_memory, the last round has 2528 in most processes."""
@@ -61,6 +109,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     [
         (("--shapes", "4by64"), "expected llama, qk, wide, decode, fill, all or ROWSxCOLS, but got 4by64"),
         (("--op", "softmax"), "invalid choice: 'softmax'"),
+        (("--interleave", "1"), "expected at least 2 processes, but got 1"),
+        (("--interleave", "--memory", "preallocated"), "it is about the places of fresh outputs on the CPU"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
