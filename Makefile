@@ -87,7 +87,7 @@ check-gpu:
 
 # Needs valgrind.
 bench-instructions: install-dev
-	$(BIN)/python -m bench.instructions $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m bench.instructions $(ARGS)
 
 # An sdist, a wheel made from it, and that wheel installed into a fresh environment and imported from elsewhere.
 package: $(VENV)/required-dev

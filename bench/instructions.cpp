@@ -42,7 +42,7 @@ void count_kernels(DType dtype, int64_t rows, int64_t cols) {
         [&] { backward_kernels.backward.rows(p.backward, 0, p.chunks); });
   // The gate that is held, and the one that is not.
   for (const bool norm_first : {true, false}) {
-    std::vector<char> held(2 * kNarrowTile * p.scale.size());
+    std::vector<char> held(kForwardTile * p.scale.size());
     p.gated.gating = p.gated_backward.gating = {Activation::silu, norm_first};
     p.gated.held = p.gated_backward.held = held.data();
     const std::string name = norm_first ? "norm first" : "gate first";

@@ -1,4 +1,4 @@
-"""Counts the instructions of each CPU kernel under valgrind: python -m bench.instructions.
+"""Counts the instructions of each CPU kernel under valgrind: make bench-instructions.
 
 Unlike times, counts repeat on any machine, so a test compares them with the recorded ones. They depend on the compiler;
 the recorded ones are those of GCC 12. Valgrind does not run AVX-512, which is therefore not counted.
@@ -94,7 +94,7 @@ def tables(counts: Counts, over: Counts | None) -> list[Table]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.instructions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="make bench-instructions ARGS=", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--record", action="store_true", help=f"writes {RECORDED.name}, which the test compares with")
     given = parser.parse_args()

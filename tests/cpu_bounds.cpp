@@ -76,8 +76,8 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     kernels.scale(residual_dtype, weight_dtype, weight.data(), 1.0, cols, residual_scale.data(), group, 0, cols);
   }
   const Weight of_groups = {weight.data(), weight_dtype, 1, groups};
-  const auto with_scale = [&]<class Args>(const Args& args, const Memory& scale, void* held = nullptr) {
-    return CpuArgs<Args>{args, /*stream=*/true, kRowsPerChunk, scale.data(), held};
+  const auto with_scale = [&]<class Args>(const Args& args, const Memory& scale) {
+    return CpuArgs<Args>{args, /*stream=*/true, kRowsPerChunk, scale.data()};
   };
   const RmsNormArgs forward = {.dtype = dtype,
                                .rows = rows,
@@ -127,8 +127,13 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   const Memory gated_partials(side, compute_dtype(dtype), chunks * groups * padded_cols(dtype, cols));
   for (const Gating gating : {Gating{Activation::silu, true}, Gating{Activation::silu, false}}) {
     const GatedRmsNormArgs gated = {forward, gating, residual_dtype, gate.data(), gate.layout};
-    const Memory held(side, compute_dtype(dtype), held_rows(gated) * padded_cols(dtype, cols));
-    run_forward(gated_rms_norm_kernels(), with_scale(gated, scale, held.data()));
+    auto args = with_scale(gated, scale);
+    for (const bool stream : {true, false}) {
+      args.stream = stream;
+      const Memory held(side, compute_dtype(dtype), held_rows(args) * padded_cols(dtype, cols));
+      args.held = held.data();
+      run_forward(gated_rms_norm_kernels(), args);
+    }
     for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
       const GatedRmsNormBackwardArgs backward = {{.dtype = dtype,
                                                   .grad_output_dtype = dtype,
@@ -149,8 +154,9 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                                                  gate.layout,
                                                  wants & 2 ? grad_gate.data() : nullptr,
                                                  grad_gate.layout};
-      const Memory held(side, compute_dtype(dtype), held_rows(backward) * padded_cols(dtype, cols));
-      const auto args = with_scale(backward, scale, held.data());
+      auto args = with_scale(backward, scale);
+      const Memory held(side, compute_dtype(dtype), held_rows(args) * padded_cols(dtype, cols));
+      args.held = held.data();
       const GatedRmsNormBackwardKernels& gated_backward = gated_rms_norm_backward_kernels();
       gated_backward.rows(args, 0, chunks * groups);
       gated_backward.sums(args, rows - 1, 0, spans, squares.data(), dots.data());

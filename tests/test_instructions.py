@@ -27,4 +27,4 @@ def test_no_kernel_takes_more_instructions_than_recorded(program_folder: Path) -
         for dtype, ratio in by_dtype.items()
         if ratio > TOLERATED
     }
-    assert not risen, "python -m bench.instructions shows all counts, --record accepts them"
+    assert not risen, "make bench-instructions shows all counts, ARGS=--record accepts them"

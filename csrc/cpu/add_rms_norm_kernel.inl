@@ -12,6 +12,8 @@ class SumRows {
   using Element = R;
   using Args = CpuArgs<AddRmsNormArgs>;
   static constexpr bool kCostly = false;
+  static constexpr Ahead kAhead = Ahead::when_streaming;
+  static constexpr bool kFetchesOutput = true;
 
   struct Row {
     const T* x;
@@ -27,29 +29,42 @@ class SumRows {
                  };
     }
 
-    GivenNumbers<R> numbers() const { return {h}; }
+    auto epilogue() const { return GivenNumbers<R>(h); }
   };
 
-  SumRows(const CpuArgs<AddRmsNormArgs>& args, int64_t row)
+  struct Rows {
+    EvenRows<const T> x;
+    EvenRows<const R> residual;
+    EvenRows<R> h;
+
+    template <class Visit>
+    void each(Visit visit) {
+      visit(x), visit(residual), visit(h);
+    }
+    Row row(int) const { return {x.row, residual.row, h.row}; }
+    NORMOPS_INLINE void prefetch(int64_t column) const {
+      NORMOPS_ISA::prefetch(x.row + x.stride + column);
+      NORMOPS_ISA::prefetch(residual.row + residual.stride + column);
+    }
+  };
+
+  SumRows(const Args& args, int64_t row)
       : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
         residuals_(static_cast<const R*>(args.residual), args.residual_rows, row),
         sums_(static_cast<R*>(args.residual_out), args.residual_out_rows, row) {}
 
-  template <int kRows>
-  void next(Row (&rows)[kRows]) {
-    const T* x[kRows];
-    const R* residual[kRows];
-    R* h[kRows];
-    inputs_.next(x);
-    residuals_.next(residual);
-    sums_.next(h);
-    for (int r = 0; r < kRows; r++) rows[r] = {x[r], residual[r], h[r]};
+  template <class Visit>
+  void each(Visit visit) {
+    visit(inputs_), visit(residuals_), visit(sums_);
+  }
+  Rows next_even(int64_t count) {
+    return {inputs_.next_even(count), residuals_.next_even(count), sums_.next_even(count)};
   }
 
  private:
-  RowIterator<const T, kNarrowTile> inputs_;
-  RowIterator<const R, kNarrowTile> residuals_;
-  RowIterator<R, kNarrowTile> sums_;
+  RowIterator<const T> inputs_;
+  RowIterator<const R> residuals_;
+  RowIterator<R> sums_;
 };
 
 void rows(const CpuArgs<AddRmsNormArgs>& args, int64_t begin, int64_t end) {

@@ -80,6 +80,11 @@ NORMOPS_INLINE void finish_stream() {
 // Into the second-level cache.
 NORMOPS_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+// A mask of the first `count` of 64 bytes, but not of all of them.
+NORMOPS_INLINE __mmask64 mask_of_bytes(uint64_t count) { return (uint64_t{1} << count) - 1; }
+#endif
+
 // A register of elements of T, in their order.
 template <class T>
 NORMOPS_INLINE auto load_register(const T* source) {
@@ -174,6 +179,13 @@ NORMOPS_INLINE Block<R> load(const T* source, Whole = {}) {
 template <class R, class T>
 NORMOPS_INLINE Block<R> load(const T* source, Part part) {
   T lanes[kLanes<R>] = {};
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  if constexpr (sizeof lanes == 64) {
+    const __m512i bits = _mm512_maskz_loadu_epi8(mask_of_bytes(part.lanes * sizeof(T)), source);
+    std::memcpy(lanes, &bits, sizeof bits);
+    return load<R>(lanes);
+  }
+#endif
   std::memcpy(lanes, source, part.lanes * sizeof(T));
   return load<R>(lanes);
 }
@@ -207,6 +219,13 @@ template <class R, class T, class Way = Cached>
 NORMOPS_INLINE void store(T* target, const Block<R>& block, Part part, Way = {}) {
   T lanes[kLanes<R>];
   store(lanes, block);
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  if constexpr (sizeof lanes == 64) {
+    __m512i bits;
+    std::memcpy(&bits, lanes, sizeof bits);
+    return _mm512_mask_storeu_epi8(target, mask_of_bytes(part.lanes * sizeof(T)), bits);
+  }
+#endif
   std::memcpy(target, lanes, part.lanes * sizeof(T));
 }
 
@@ -237,6 +256,23 @@ NORMOPS_INLINE Block<R> fma(const Block<R>& a, const Block<R>& b, const Block<R>
   Block<R> block;
   for (int i = 0; i < block.kVectors; i++) block.v[i] = fma_vector(a.v[i], b.v[i], c.v[i]);
   return block;
+}
+
+// The larger ones of |a| and b, which are b where a is NaN.
+template <class R>
+NORMOPS_INLINE Block<R> max_magnitude(const Block<R>& a, const Block<R>& b) {
+  Block<R> block;
+  for (int i = 0; i < block.kVectors; i++) block.v[i] = max_vector(-minus_magnitude(a.v[i]), b.v[i]);
+  return block;
+}
+
+template <class R>
+NORMOPS_INLINE compute_t<R> largest_of(const Block<R>& block) {
+  compute_t<R> result = block.v[0][0];
+  for (const auto& v : block.v) {
+    for (int lane = 0; lane < Block<R>::kVectorLanes; lane++) result = v[lane] > result ? v[lane] : result;
+  }
+  return result;
 }
 
 template <class Scalar, int kCount>
@@ -272,6 +308,13 @@ template <class R>
 struct Folded {
   quad_t<R> quads[kEvenOdd<R> ? 2 : 1];
 };
+
+template <class R>
+NORMOPS_INLINE Folded<R> operator+(const Folded<R>& a, const Folded<R>& b) {
+  Folded<R> folded;
+  for (int i = 0; i < (kEvenOdd<R> ? 2 : 1); i++) folded.quads[i] = a.quads[i] + b.quads[i];
+  return folded;
+}
 
 template <class R>
 NORMOPS_INLINE Folded<R> fold_chains(const Block<R> (&chain)[kChainBlocks<R>]) {

@@ -35,7 +35,7 @@ struct Backend : CpuBackend {
                           5);
     const auto dx = write_if_wanted(grad_input, norm.dims(), args.grad_input, args.grad_input_rows);
     const auto dg = write_if_wanted(grad_gate, norm.dims(), args.grad_gate, args.grad_gate_rows);
-    PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight, tensors_of(arguments));
+    PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight);
     args.grad_weight_partials = partials.data();
     run_backward(gated_rms_norm_backward_kernels(), args, scale);
     if (dx.has_value()) dx->finish();

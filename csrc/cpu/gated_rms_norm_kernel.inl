@@ -19,130 +19,153 @@ struct GatedRow {
   }
 };
 
-// Finds each row together with the one that follows it, which is to be prefetched: an activation takes so long that the
-// processor does not look far enough ahead by itself. The last row is followed by the first.
+// The rows of the input and of its gate. Each row is prefetched while the activation of the one before it is formed,
+// which takes so long that the processor does not look far enough ahead by itself.
 template <class T>
-class GatedRows {
- public:
-  struct Pair {
-    GatedRow<T> row, ahead;
-  };
+struct GatedRows {
+  EvenRows<const T> x;
+  EvenRows<const char> gate;
+  DType gate_dtype;
+  Activation activation;
 
-  GatedRows(const CpuArgs<GatedRmsNormArgs>& args, int64_t row)
-      : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
-        gates_(static_cast<const char*>(args.gate), args.gate_rows, row),
-        ahead_{inputs_.next(), {gates_.next(), args.gate_dtype}, args.gating.activation} {}
-
-  Pair next() {
-    const GatedRow<T> row = ahead_;
-    ahead_.x = inputs_.next();
-    ahead_.gate.data = gates_.next();
-    return {row, ahead_};
+  template <class Visit>
+  void each(Visit visit) {
+    visit(x), visit(gate);
   }
+  GatedRow<T> row() const { return {x.row, {gate.row, gate_dtype}, activation}; }
+  NORMOPS_INLINE void prefetch(int64_t column) const {
+    NORMOPS_ISA::prefetch(x.row + x.stride + column);
+    GateRow<T, const char>{gate.row + gate.stride, gate_dtype}.prefetch(column);
+  }
+};
+
+template <class T>
+class GatedSource {
+ public:
+  using Element = T;
+  using Args = CpuArgs<GatedRmsNormArgs>;
+  static constexpr bool kCostly = true;
+
+  GatedSource(const Args& args, int64_t row)
+      : args_(args),
+        inputs_(static_cast<const T*>(args.input), args.input_rows, row),
+        gates_(static_cast<const char*>(args.gate), args.gate_rows, row) {}
+
+  template <class Visit>
+  void each(Visit visit) {
+    visit(inputs_), visit(gates_);
+  }
+
+ protected:
+  GatedRows<T> next_gated(int64_t count) {
+    return {inputs_.next_even(count), gates_.next_even(count), args_.gate_dtype, args_.gating.activation};
+  }
+  const Args& args_;
 
  private:
   RowIterator<const T> inputs_;
   RowIterator<const char> gates_;
-  GatedRow<T> ahead_;
 };
 
 // y = x * rstd * w * a
 template <class T>
-class NormFirstRows {
- public:
-  using Element = T;
-  using Args = CpuArgs<GatedRmsNormArgs>;
-  static constexpr bool kCostly = true;
+struct NormFirstRows : GatedSource<T> {
+  static constexpr Ahead kAhead = Ahead::when_written;
+  static constexpr bool kFetchesOutput = false;
 
-  struct Numbers : GivenNumbers<T> {
+  struct Gated : GivenNumbers<T> {
     GatedRow<T> row;
 
+    explicit Gated(const GatedRow<T>& row) : GivenNumbers<T>(row.x), row(row) {}
     template <class Extent>
-    NORMOPS_INLINE Block<T> finished(const Block<T>& y, int64_t column, Extent extent) const {
-      return y * row.a(column, extent);
+    NORMOPS_INLINE void finish(Block<T> (&y)[1], int64_t column, Extent extent) const {
+      y[0] = y[0] * row.a(column, extent);
     }
   };
 
-  struct Row {
-    GatedRow<T> row;
-    const T* ahead;
-
-    auto squares() const {
-      return [row = *this](int64_t column, auto extent, const Block<T>& sum) NORMOPS_INLINE_LAMBDA {
-        prefetch(row.ahead + column);
-        row.row.gate.prefetch(column);
-        return squares_of(row.row.x)(column, extent, sum);
-      };
-    }
-    Numbers numbers() const { return {{row.x}, row}; }
+  struct Row : GatedRow<T> {
+    auto squares() const { return squares_of(this->x); }
+    auto epilogue() const { return Gated(*this); }
   };
 
-  NormFirstRows(const CpuArgs<GatedRmsNormArgs>& args, int64_t row) : rows_(args, row) {}
+  struct Rows : GatedRows<T> {
+    Row row(int) const { return {GatedRows<T>::row()}; }
+  };
 
-  template <int kRows>
-  void next(Row (&rows)[kRows]) {
-    for (auto& row : rows) {
-      const auto pair = rows_.next();
-      row = {pair.row, pair.ahead.x};
-    }
-  }
-
- private:
-  GatedRows<T> rows_;
+  using GatedSource<T>::GatedSource;
+  Rows next_even(int64_t count) { return {this->next_gated(count)}; }
 };
 
 // h = x * a, which is held, and y = h * rstd * w.
 template <class T>
-class GateFirstRows {
+class GateFirstRows : public GatedSource<T> {
  public:
-  using Element = T;
-  using Args = CpuArgs<GatedRmsNormArgs>;
-  static constexpr bool kCostly = true;
+  static constexpr Ahead kAhead = Ahead::when_summed;
+  static constexpr bool kInOutput = std::is_same_v<T, compute_t<T>>;
+  static constexpr bool kFetchesOutput = !kInOutput;
 
-  struct Numbers : GivenNumbers<T> {
+  struct Held : Epilogue<T> {
     const compute_t<T>* held;
 
+    explicit Held(const compute_t<T>* held) : held(held) {}
     template <class Extent>
-    NORMOPS_INLINE Block<T> block(int64_t column, Extent) const {
+    NORMOPS_INLINE Block<T> block(int64_t column, Extent extent) const {
+      if constexpr (kInOutput) return load<T>(held + column, extent);
       return load_held<T>(held + column);
     }
   };
 
-  struct Row {
-    typename GatedRows<T>::Pair rows;
+  struct Row : GatedRow<T> {
     compute_t<T>* held;
 
     auto squares() const {
-      return [rows = rows, held = held](int64_t column, auto extent, const Block<T>& sum) NORMOPS_INLINE_LAMBDA {
-        prefetch(rows.ahead.x + column);
-        rows.ahead.gate.prefetch(column);
-        const Block<T> h = load<T>(rows.row.x + column, extent) * rows.row.a(column, extent);
-        store_held<T>(held + column, h);
+      return [row = *this](int64_t column, auto extent, const Block<T>& sum) NORMOPS_INLINE_LAMBDA {
+        const Block<T> h = load<T>(row.x + column, extent) * row.a(column, extent);
+        if constexpr (kInOutput) {
+          store(row.held + column, h, extent);
+        } else {
+          store_held<T>(row.held + column, h);
+        }
         return fma(h, h, sum);
       };
     }
-    Numbers numbers() const { return {{}, held}; }
+    auto epilogue() const { return Held(held); }
   };
 
-  GateFirstRows(const CpuArgs<GatedRmsNormArgs>& args, int64_t row)
-      : rows_(args, row),
-        held_(static_cast<compute_t<T>*>(args.held)),
-        held_stride_(padded_cols(kDType<T>, args.cols)),
-        held_rows_(held_rows(args)) {}
+  struct Rows : GatedRows<T> {
+    EvenRows<compute_t<T>> held;
+    int64_t held_stride;  // between the rows of a tile
 
-  template <int kRows>
-  void next(Row (&rows)[kRows]) {
-    for (auto& row : rows) {
-      row = {rows_.next(), held_ + count_ * held_stride_};
-      if (++count_ == held_rows_) count_ = 0;
+    template <class Visit>
+    void each(Visit visit) {
+      GatedRows<T>::each(visit);
+      visit(held);
     }
+    Row row(int r) const { return {GatedRows<T>::row(), held.row + r * held_stride}; }
+  };
+
+  GateFirstRows(const typename GatedSource<T>::Args& args, int64_t row)
+      : GatedSource<T>(args, row),
+        holds_in_output_(holds_in_output(args)),
+        held_{static_cast<compute_t<T>*>(args.held)},
+        held_stride_(padded_cols(kDType<T>, args.cols)),
+        outputs_(static_cast<compute_t<T>*>(args.output), args.output_rows, row) {}
+
+  template <class Visit>
+  void each(Visit visit) {
+    GatedSource<T>::each(visit);
+    if (holds_in_output_) visit(outputs_);
+  }
+  Rows next_even(int64_t count) {
+    if (holds_in_output_) return {this->next_gated(count), outputs_.next_even(count), 0};
+    return {this->next_gated(count), held_, held_stride_};
   }
 
  private:
-  GatedRows<T> rows_;
-  compute_t<T>* const held_;
-  const int64_t held_stride_, held_rows_;
-  int64_t count_ = 0;
+  const bool holds_in_output_;
+  const EvenRows<compute_t<T>> held_;
+  const int64_t held_stride_;
+  RowIterator<compute_t<T>> outputs_;
 };
 
 // Calls visit.template operator()<T, Source>(args) with the type and the order of the arguments.

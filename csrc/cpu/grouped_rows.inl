@@ -1,4 +1,5 @@
 // Rows of tensors, group by group of the weight.
+#include "row_config.h"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {

@@ -1,9 +1,7 @@
 // What the launchers of a backward have in common: its arguments, and grad_weight, of which kernels write partial sums.
 #pragma once
-#include <algorithm>
 #include <cmath>
 
-#include "../overlap.h"
 #include "launch.h"
 
 namespace normops::cpu {
@@ -24,43 +22,25 @@ CpuArgs<Args> cpu_backward_args(const Args& args, int64_t tensors) {
   return result;
 }
 
-// Whether the partial of a single chunk can be formed in grad_weight itself: it is laid out in the same way, and is
-// none of these inputs, which are read until the end.
-inline bool is_partial_layout(const Tensor& grad_weight, DType dtype, int64_t cols,
-                              c10::ArrayRef<const Tensor*> inputs) {
-  return dtype_of(grad_weight) == dtype && compute_dtype(dtype) == dtype && grad_weight.is_contiguous() &&
-         padded_cols(dtype, cols) == cols && std::all_of(inputs.begin(), inputs.end(), [&](const Tensor* input) {
-           return overlap(grad_weight, *input) == Overlap::none;
-         });
-}
-
-// The partials of a call, if grad_weight is defined, and their sum over the chunks. `inputs` are what the kernels read.
-// What has no memory has none here, before a gradient is written over an input.
+// The partials of a call, if grad_weight is defined, and their sum over the chunks. What has no memory has none here,
+// before a gradient is written over an input.
 class PartialSums {
  public:
-  PartialSums(const Problem& problem, int64_t rows_per_chunk, DType dtype, const Tensor& grad_weight,
-              c10::ArrayRef<const Tensor*> inputs)
+  PartialSums(const Problem& problem, int64_t rows_per_chunk, DType dtype, const Tensor& grad_weight)
       : problem_(problem),
         dtype_(dtype),
         grad_weight_(grad_weight),
         chunks_(chunk_count(problem.rows / problem.groups, rows_per_chunk)),
-        is_partial_(chunks_ == 1 && grad_weight.defined() &&
-                    is_partial_layout(grad_weight, dtype, problem.cols, inputs)),
-        partials_(dtype, grad_weight.defined() && !is_partial_
-                             ? chunks_ * problem.groups * padded_cols(dtype, problem.cols)
-                             : 0) {
+        partials_(dtype, grad_weight.defined() ? chunks_ * problem.groups * padded_cols(dtype, problem.cols) : 0) {
     if (!grad_weight.defined()) return;
     sum_ = grad_weight.is_contiguous() ? grad_weight : CpuBackend::empty_contiguous(grad_weight);
     sum_data_ = sum_.mutable_data_ptr();
   }
 
-  void* data() {
-    if (!grad_weight_.defined()) return nullptr;
-    return is_partial_ ? sum_data_ : partials_.data();
-  }
+  void* data() { return grad_weight_.defined() ? partials_.data() : nullptr; }
 
   void finish() {
-    if (!grad_weight_.defined() || is_partial_) return;
+    if (!grad_weight_.defined()) return;
     const auto add_up = rms_norm_backward_kernels().grad_weight;
     const DType weight_dtype = dtype_of(sum_);
     parallel_for_columns(problem_.groups, problem_.cols, grain(chunks_),
@@ -76,7 +56,6 @@ class PartialSums {
   DType dtype_;
   const Tensor& grad_weight_;
   int64_t chunks_;
-  bool is_partial_;
   OwnScratch partials_;
   Tensor sum_;  // contiguous: grad_weight itself, if it is
   void* sum_data_ = nullptr;

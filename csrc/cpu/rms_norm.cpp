@@ -29,7 +29,7 @@ struct Backend : CpuBackend {
     auto args = cpu_backward_args(backward_args(problem, dy, x, scale.weight()), 3);
     const Rows residual = read_if_given(grad_residual, norm.dims(), args.grad_residual, args.grad_residual_rows);
     const auto dx = write_if_wanted(grad_input, norm.dims(), args.grad_input, args.grad_input_rows);
-    PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight, tensors_of(arguments));
+    PartialSums partials(problem, args.rows_per_chunk, dtype, grad_weight);
     args.grad_weight_partials = partials.data();
     run_backward(rms_norm_backward_kernels().backward, args, scale);
     if (dx.has_value()) dx->finish();

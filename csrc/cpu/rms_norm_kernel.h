@@ -26,26 +26,6 @@ inline int64_t chunk_count(int64_t rows, int64_t rows_per_chunk) {
 // right in float64.
 constexpr int64_t kSpan = 1024;
 
-// Rows that go through a kernel together are a tile. The forward overlaps tiles: each is written while the next one is
-// summed. Rows of at most kNarrowBytes make tiles of kNarrowTile rows; what is left of them, and wider rows, make tiles
-// of one or two.
-constexpr int64_t kNarrowBytes = 2048;
-constexpr int kNarrowTile = 8;
-
-// On AVX-512, rms_norm takes some tiles sequentially instead: a tile is written before the next one is read. These are
-//   rows of more than kNarrowBytes, but at most kSequentialCols columns: one at a time;
-//   if they lie at equal distances and are of their compute type, also rows of 256 bytes: kSequentialTile at a time;
-//     and rows of kSequentialBytes to kNarrowBytes, if a thread writes at least kSequentialShare bytes, which is more
-//     than the second-level cache has room for beside what is read: one at a time.
-// docs/performance-notes.md has the measurements.
-constexpr int64_t kSequentialCols = 2 * kSpan;
-constexpr int kSequentialTile = 16;
-constexpr int64_t kSequentialBytes = 512;
-constexpr int64_t kSequentialShare = 1 << 20;
-
-// The most rows of a tile of the backward.
-constexpr int kBackwardTile = 8;
-
 // What a thread gives a kernel besides: how it is to go about it, and memory.
 template <class Args>
 struct CpuArgs : Args {
@@ -56,8 +36,10 @@ struct CpuArgs : Args {
 };
 
 // Rows that a kernel holds something of between its passes.
-inline int64_t held_rows(const RmsNormArgs&) { return 0; }
-inline int64_t held_rows(const RmsNormBackwardArgs&) { return 0; }
+template <class Args>
+int64_t held_rows(const CpuArgs<Args>&) {
+  return 0;
+}
 
 // The kernels of a forward.
 template <class Args>
@@ -66,7 +48,7 @@ struct ForwardKernels {
   void (*rows)(const CpuArgs<Args>& args, int64_t begin, int64_t end);
   // Two steps for one row that threads share. The first one computes squares[begin:end], the sums of x^2 over these
   // spans; the second one, when their total is known, output[row, begin:end], where begin is a multiple of
-  // kLongestBlock.
+  // kLongestBlock. They may be null: then no row is shared.
   void (*sums)(const CpuArgs<Args>& args, int64_t row, int64_t begin, int64_t end, double* squares);
   void (*columns)(const CpuArgs<Args>& args, int64_t row, double square_sum, int64_t begin, int64_t end);
 };

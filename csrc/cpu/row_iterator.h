@@ -1,25 +1,29 @@
 // How kernels walk over rows. No torch header. The code is shared by the kernels of all instruction sets, so it is
 // compiled for the baseline.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "../rows.h"
 
 namespace normops::cpu {
 
-// Rows at equal distances.
+// Rows in stretches: those of a stretch lie at equal distances, and so do the stretches. How many rows a stretch has is
+// told by a Stretch, which several tensors share.
 template <class T>
 struct EvenRows {
   T* row;          // the current one
-  int64_t stride;  // in elements
+  int64_t stride;  // to the next one of the stretch, in elements
+  int64_t jump;    // what has to be added behind the last one of a stretch
 
   void next() { row += stride; }
+  void next_stretch() { row += jump; }
 };
 
 // Walks over rows without a division per row: from `row` on, over all of them or over each `step`-th one. `step` is the
 // size of some of the tensor's last dimensions together, as the number of a weight's groups is, and `row` is a multiple
-// of it. Up to kAtOnce rows are found at once.
-template <class T, int kAtOnce = 1>
+// of it.
+template <class T>
 class RowIterator {
  public:
   RowIterator(T* data, const RowLayout& layout, int64_t row, int64_t step = 1)
@@ -29,19 +33,12 @@ class RowIterator {
     if (last_ < 0) return;
     stride_ = layout.strides[last_] * step;
     size_ = layout.sizes[last_] / step;
-    int64_t index = row;
     if (last_ > 0) {
-      index = row % size_;
-      row /= size_;
-      for (int d = last_ - 1; d >= 0; d--) {
-        index_[d] = row % layout.sizes[d];
-        row /= layout.sizes[d];
-        data_ += index_[d] * layout.strides[d];
-      }
+      go_on(row);
+    } else {
+      data_ += row * stride_;
+      left_ = size_ - row;
     }
-    data_ += index * stride_;
-    left_ = size_ - index;
-    for (int r = 0; r < kAtOnce; r++) offsets_[r] = r * stride_ * static_cast<int64_t>(sizeof(T));
   }
 
   // The current row; moves on to the next one.
@@ -52,31 +49,42 @@ class RowIterator {
     return row;
   }
 
-  // How many rows from the current one on lie at equal distances.
-  int64_t even_count() const { return left_; }
+  // The rows of the innermost dimension, which lie at equal distances, or INT64_MAX if there is no other; and those
+  // that are left of it.
+  int64_t stretch() const { return last_ > 0 ? size_ : INT64_MAX; }
+  int64_t stretch_left() const { return left_; }
 
-  // The next `count` rows, at most even_count(); moves on behind them.
+  // How many rows from the current one on lie in stretches at equal distances.
+  int64_t even_left() const {
+    return last_ > 0 ? left_ + (layout_->sizes[last_ - 1] - index_[last_ - 1] - 1) * size_ : left_;
+  }
+
+  // The next `count` rows, at most even_left(); moves on behind them.
   EvenRows<T> next_even(int64_t count) {
-    const EvenRows<T> rows = {data_, stride_};
-    data_ += count * stride_;
-    left_ -= count;
-    if (left_ == 0) carry();
+    const EvenRows<T> rows = {data_, stride_, last_ > 0 ? layout_->strides[last_ - 1] - size_ * stride_ : 0};
+    if (count < left_) {
+      data_ += count * stride_;
+      left_ -= count;
+    } else if (last_ > 0) {
+      count += size_ - left_;  // from the beginning of the stretch on
+      data_ -= (size_ - left_) * stride_;
+      go_on(count);
+    }
     return rows;
   }
 
-  // The next kRows rows; moves on behind them.
-  template <int kRows>
-  void next(T* (&rows)[kRows]) {
-    static_assert(kRows <= kAtOnce);
-    if (left_ <= kRows) return next_one_by_one(rows, kRows);
-    for (int r = 0; r < kRows; r++) rows[r] = reinterpret_cast<T*>(reinterpret_cast<intptr_t>(data_) + offsets_[r]);
-    data_ += kRows * stride_;
-    left_ -= kRows;
-  }
-
  private:
-  [[gnu::noinline]] void next_one_by_one(T** rows, int count) {
-    for (int r = 0; r < count; r++) rows[r] = next();
+  // Goes on by `count` rows, from the first one of an innermost dimension on.
+  [[gnu::noinline]] void go_on(int64_t count) {
+    data_ += count % size_ * stride_;
+    left_ = size_ - count % size_;
+    count /= size_;
+    for (int d = last_ - 1; d >= 0 && count > 0; d--) {
+      const int64_t index = (index_[d] + count) % layout_->sizes[d];
+      count = (index_[d] + count) / layout_->sizes[d];
+      data_ += (index - index_[d]) * layout_->strides[d];
+      index_[d] = index;
+    }
   }
 
   // Called behind the last row of the innermost dimension: goes back to its first row, and on by one in the dimensions
@@ -97,9 +105,31 @@ class RowIterator {
   int64_t size_ = 0;    // the steps in that dimension
   int64_t left_ = 2;    // those of them that are left; a layout without dimensions has one row, and never carries
   const RowLayout* layout_;
-  int last_;                       // that dimension
-  int64_t offsets_[kAtOnce] = {};  // of the next rows from the current one, in bytes: one addition makes them addresses
+  int last_;  // that dimension
   int64_t index_[RowLayout::kMaxDims] = {};
+};
+
+// Rows of several tensors that are walked over together: `count` of them, in stretches of `size` rows.
+struct Stretches {
+  int64_t size;
+  int64_t left;  // of the first one, the rows from the current one on
+  int64_t count;
+
+  // As many of the next `rows` as make stretches for every tensor of `each`, which calls a function for each iterator.
+  template <class Each>
+  static Stretches common(int64_t rows, Each each) {
+    Stretches result = {INT64_MAX, INT64_MAX, rows};
+    each([&](const auto& tensor) {
+      result.size = std::min(result.size, tensor.stretch());
+      result.left = std::min(result.left, tensor.stretch_left());
+    });
+    each([&](const auto& tensor) {
+      const bool fits =
+          tensor.stretch() == INT64_MAX || (tensor.stretch() == result.size && tensor.stretch_left() == result.left);
+      result.count = std::min(result.count, fits ? tensor.even_left() : result.left);
+    });
+    return result;
+  }
 };
 
 }  // namespace normops::cpu

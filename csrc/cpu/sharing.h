@@ -145,7 +145,7 @@ void share_out(const CpuArgs<Args>& args, const Scale& scale, int64_t end, int64
 
 template <class Args, class Scale>
 void run_forward(const ForwardKernels<Args>& kernels, const CpuArgs<Args>& args, const Scale& scale) {
-  if (!shares_rows(args.rows, args.cols)) {
+  if (kernels.sums == nullptr || !shares_rows(args.rows, args.cols)) {
     share_out(args, scale, args.rows, grain(args.cols),
               [&](const CpuArgs<Args>& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
     return;
