@@ -76,6 +76,22 @@ def test_neon(native: Path, program_folder: Path) -> None:
     assert hashes("qemu-aarch64-static", str(program)) == ("neon", expected)
 
 
+def test_what_operators_to_come_need(native: Path, program_folder: Path) -> None:
+    """Toy operators with outputs of another type, a second statistic and paired columns, on every instruction set."""
+    toys = [str(kernel_programs.TESTS / "toys" / f"{name}.cpp") for name in ("forward", "backward")]
+    source = kernel_programs.TESTS / "cpu_seams.cpp"
+    program = kernel_programs.build(source, program_folder, kernel_programs.NATIVE, "-O0", f"-I{Path(toys[0]).parent}", *toys)
+    best, expected = hashes(str(program))
+    assert len(expected) == len(set(expected)) == 164
+    assert not [line for line in expected if line.startswith("wrong")]
+    compiled = normops.build_info()["cpu_isas"]
+    for isa in compiled[: compiled.index(best)]:
+        name, lines = hashes(str(program), isa=isa)
+        assert name == isa
+        assert not [line for line in lines if line.startswith("wrong")]
+        assert lines == expected or isa == "baseline"  # which does not fuse multiply-adds
+
+
 @pytest.mark.parametrize("kernels", [kernel_programs.NATIVE, kernel_programs.EMULATED_AVX512], ids=lambda k: k.name)
 def test_memory_that_kernels_access(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
     """Each buffer ends, or begins, at a page that nobody may access."""
