@@ -228,6 +228,24 @@ NORMOPS_INLINE void write_row(const typename Source::Rows& rows, int r, const Ou
   });
 }
 
+// As many of the next `rows` as make stretches for every tensor of `each`, which calls a function for each iterator.
+template <class Each>
+NORMOPS_INLINE Stretches common_stretches(int64_t rows, Each each) {
+  Stretches result = {INT64_MAX, INT64_MAX, rows};
+  const auto lower = [](int64_t& number, int64_t bound)
+                         NORMOPS_INLINE_LAMBDA { number = bound < number ? bound : number; };
+  each([&](const auto& tensor) NORMOPS_INLINE_LAMBDA {
+    lower(result.size, tensor.stretch());
+    lower(result.left, tensor.stretch_left());
+  });
+  each([&](const auto& tensor) NORMOPS_INLINE_LAMBDA {
+    const bool fits =
+        tensor.stretch() == INT64_MAX || (tensor.stretch() == result.size && tensor.stretch_left() == result.left);
+    lower(result.count, fits ? tensor.even_left() : result.left);
+  });
+  return result;
+}
+
 // Calls visit(r) for `count` rows, and moves all tensors of `rows` on behind each. Rows are not counted one by one, and
 // not for each tensor: that takes registers, and narrow rows took up to a third more time.
 template <class Visit, class... Rows>
@@ -304,7 +322,7 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
   RowIterator<T> outputs(static_cast<T*>(args.output), args.output_rows, begin);
   RowIterator<const compute_t<R>> scales(scale_of<Source>(args, 0), scale_layout, begin);
   while (begin < end) {
-    Stretches stretches = Stretches::common(end - begin, [&](auto visit) {
+    Stretches stretches = common_stretches(end - begin, [&](auto visit) NORMOPS_INLINE_LAMBDA {
       source.each(visit);
       visit(outputs), visit(scales);
     });

@@ -1,7 +1,6 @@
 // How kernels walk over rows. No torch header. The code is shared by the kernels of all instruction sets, so it is
 // compiled for the baseline.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 
 #include "../rows.h"
@@ -114,22 +113,6 @@ struct Stretches {
   int64_t size;
   int64_t left;  // of the first one, the rows from the current one on
   int64_t count;
-
-  // As many of the next `rows` as make stretches for every tensor of `each`, which calls a function for each iterator.
-  template <class Each>
-  static Stretches common(int64_t rows, Each each) {
-    Stretches result = {INT64_MAX, INT64_MAX, rows};
-    each([&](const auto& tensor) {
-      result.size = std::min(result.size, tensor.stretch());
-      result.left = std::min(result.left, tensor.stretch_left());
-    });
-    each([&](const auto& tensor) {
-      const bool fits =
-          tensor.stretch() == INT64_MAX || (tensor.stretch() == result.size && tensor.stretch_left() == result.left);
-      result.count = std::min(result.count, fits ? tensor.even_left() : result.left);
-    });
-    return result;
-  }
 };
 
 }  // namespace normops::cpu
