@@ -92,10 +92,24 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                               residual.layout, residual_out.data(), residual_out.layout};
   const int64_t spans = (cols + kSpan - 1) / kSpan;
   std::vector<double> squares(spans), dots(spans);
+  const auto with_held = [&](auto args, const auto& run) {
+    const Memory held(side, compute_dtype(args.dtype), held_rows(args) * padded_cols(args.dtype, cols));
+    args.held = held.data();
+    run(args);
+  };
   const auto run_forward = [&](const auto& kernels, const auto& args) {
-    kernels.rows(args, 0, rows);
-    kernels.sums(args, rows - 1, 0, spans, squares.data());
-    kernels.columns(args, rows - 1, 1.0, 0, cols);
+    with_held(args, [&](const auto& args) {
+      kernels.rows(args, 0, rows);
+      kernels.sums(args, rows - 1, 0, spans, squares.data());
+      kernels.columns(args, rows - 1, 1.0, 0, cols);
+    });
+  };
+  const auto run_backward = [&](const auto& kernels, const auto& args) {
+    with_held(args, [&](const auto& args) {
+      kernels.rows(args, 0, chunks * groups);
+      kernels.sums(args, rows - 1, 0, spans, squares.data(), dots.data());
+      kernels.columns(args, rows - 1, 1.0, 1.0, 0, cols);
+    });
   };
   run_forward(kernels.forward, with_scale(forward, scale));
   run_forward(add_rms_norm_kernels(), with_scale(add, residual_scale));
@@ -117,10 +131,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                                       .grad_input = wants & 1 ? grad_input.data() : nullptr,
                                       .grad_input_rows = grad_input.layout,
                                       .grad_weight_partials = wants & 2 ? partials.data() : nullptr};
-    const auto backward = with_scale(args, residual_scale);
-    backward_kernels.backward.rows(backward, 0, chunks * groups);
-    backward_kernels.backward.sums(backward, rows - 1, 0, spans, squares.data(), dots.data());
-    backward_kernels.backward.columns(backward, rows - 1, 1.0, 1.0, 0, cols);
+    run_backward(backward_kernels.backward, with_scale(args, residual_scale));
   }
   // The gate is of the residual's type.
   const Rows gate = rows_of(residual_dtype), grad_gate = rows_of(residual_dtype), grad_gated = rows_of(dtype);
@@ -130,37 +141,29 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     auto args = with_scale(gated, scale);
     for (const bool stream : {true, false}) {
       args.stream = stream;
-      const Memory held(side, compute_dtype(dtype), held_rows(args) * padded_cols(dtype, cols));
-      args.held = held.data();
       run_forward(gated_rms_norm_kernels(), args);
     }
     for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
-      const GatedRmsNormBackwardArgs backward = {{.dtype = dtype,
-                                                  .grad_output_dtype = dtype,
-                                                  .rows = rows,
-                                                  .cols = cols,
-                                                  .eps = 1e-5,
-                                                  .weight = of_groups,
-                                                  .grad_output = grad_output.data(),
-                                                  .grad_output_rows = grad_output.layout,
-                                                  .input = input.data(),
-                                                  .input_rows = input.layout,
-                                                  .grad_input = wants & 1 ? grad_gated.data() : nullptr,
-                                                  .grad_input_rows = grad_gated.layout,
-                                                  .grad_weight_partials = wants & 4 ? gated_partials.data() : nullptr},
-                                                 gating,
-                                                 residual_dtype,
-                                                 gate.data(),
-                                                 gate.layout,
-                                                 wants & 2 ? grad_gate.data() : nullptr,
-                                                 grad_gate.layout};
-      auto args = with_scale(backward, scale);
-      const Memory held(side, compute_dtype(dtype), held_rows(args) * padded_cols(dtype, cols));
-      args.held = held.data();
-      const GatedRmsNormBackwardKernels& gated_backward = gated_rms_norm_backward_kernels();
-      gated_backward.rows(args, 0, chunks * groups);
-      gated_backward.sums(args, rows - 1, 0, spans, squares.data(), dots.data());
-      gated_backward.columns(args, rows - 1, 1.0, 1.0, 0, cols);
+      const GatedRmsNormBackwardArgs gated = {{.dtype = dtype,
+                                               .grad_output_dtype = dtype,
+                                               .rows = rows,
+                                               .cols = cols,
+                                               .eps = 1e-5,
+                                               .weight = of_groups,
+                                               .grad_output = grad_output.data(),
+                                               .grad_output_rows = grad_output.layout,
+                                               .input = input.data(),
+                                               .input_rows = input.layout,
+                                               .grad_input = wants & 1 ? grad_gated.data() : nullptr,
+                                               .grad_input_rows = grad_gated.layout,
+                                               .grad_weight_partials = wants & 4 ? gated_partials.data() : nullptr},
+                                              gating,
+                                              residual_dtype,
+                                              gate.data(),
+                                              gate.layout,
+                                              wants & 2 ? grad_gate.data() : nullptr,
+                                              grad_gate.layout};
+      run_backward(gated_rms_norm_backward_kernels(), with_scale(gated, scale));
     }
   }
   for (int64_t group = 0; group < groups; group++) {

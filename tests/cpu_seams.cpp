@@ -3,8 +3,6 @@
 #include <cinttypes>
 #include <cmath>
 #include <cstdio>
-#include <functional>
-#include <string>
 
 #include "isa.h"
 #include "kernel_problem.h"
@@ -14,12 +12,6 @@ namespace {
 
 using namespace normops;
 using namespace normops::cpu;
-
-uint64_t hash(const std::vector<char>& bytes) {
-  uint64_t value = 14695981039346656037u;
-  for (const char byte : bytes) value = (value ^ static_cast<unsigned char>(byte)) * 1099511628211u;
-  return value;
-}
 
 double number(DType dtype, const void* data, int64_t index) {
   double result = 0;
@@ -91,12 +83,6 @@ struct Toy {
   CpuArgs<Args> with_scale(const Args& args) const {
     return {args, false, 12, scale.data(), nullptr};
   }
-  // The order of kernels without pairs.
-  std::vector<char> plain_scale() const {
-    std::vector<char> result(scale.size());
-    toy_kernels().to_pairs(dtype, weight.data(), cols, 0, result.data());
-    return result;
-  }
   void report(const char* what, const std::vector<char>& result) const {
     std::printf("%s dtype %d cols %" PRId64 " pairs %" PRId64 ": %016" PRIx64 "\n", what, static_cast<int>(dtype), cols,
                 pairs, hash(result));
@@ -142,7 +128,8 @@ struct Toy {
     std::vector<char> output(kRows * cols);
     std::vector<float> steps(kRows);
     const RowLayout output_rows = {1, {kRows}, {cols}};
-    const std::vector<char> plain = plain_scale();
+    std::vector<char> plain(scale.size());  // in the order of kernels without pairs
+    toy_kernels().to_pairs(dtype, weight.data(), cols, 0, plain.data());
     auto quantized = with_scale(QuantizedArgs{args(output.data(), output_rows), steps.data(), {1, {kRows}, {1}}});
     quantized.scale = plain.data();
     toy_kernels().quantized(quantized, 0, kRows);

@@ -11,12 +11,6 @@ namespace {
 using namespace normops;
 using namespace normops::cpu;
 
-uint64_t hash(const std::vector<char>& bytes) {  // FNV-1a
-  uint64_t value = 14695981039346656037u;
-  for (const char byte : bytes) value = (value ^ static_cast<unsigned char>(byte)) * 1099511628211u;
-  return value;
-}
-
 void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, int64_t groups = 1) {
   constexpr int64_t kRows = 21, kRowsPerChunk = 12;
   KernelProblem p(dtype, residual_dtype, weight_dtype, kRows * groups, cols, kRowsPerChunk, groups);

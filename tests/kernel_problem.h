@@ -41,6 +41,13 @@ inline std::vector<char> random_numbers(DType dtype, int64_t count) {
   return bytes;
 }
 
+// FNV-1a
+inline uint64_t hash(const std::vector<char>& bytes) {
+  uint64_t value = 14695981039346656037u;
+  for (const char byte : bytes) value = (value ^ static_cast<unsigned char>(byte)) * 1099511628211u;
+  return value;
+}
+
 // Row-major problems with all of their inputs and outputs, and the kernels' arguments for them. The residual, which is
 // also the backward's input, and the gate may be of a wider type. `rows_per_chunk` are those of a group.
 struct KernelProblem {

@@ -30,9 +30,9 @@ namespace {
 //   terms(column, extent): the Terms of a block, for the second pass
 //   prefetch_read(column), prefetch_written(column)
 //   store(column, outputs, extent, way)
-//   paired_terms(column, extent), if there are pairs: the Terms of both blocks, for either pass; the other functions
+//   paired_terms(column, extent), if there are pairs: the Terms of both blocks, for either pass. The other functions
 //   are
-//     called for columns without a pair
+//     called for columns without a pair.
 // Terms have dy, x and
 //   rest(minus_c): what is added to dy * rstd * w, which makes it the gradient of x
 //   outputs(gradient, rstd, w): what is stored, given that gradient

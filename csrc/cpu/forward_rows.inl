@@ -10,9 +10,8 @@ namespace {
 //   block(column, extent): what is normalized
 //   static constexpr int kParts: 2 if columns are finished in pairs, which PairedParts describes. There are `pairs` of
 //     them, and the scale is in their order.
-//   finish(y, column, extent): turns the normalized blocks times the scale, kParts of them or one, into what is
-//   written;
-//     the first block begins with `column`
+//   finish(y, column, extent): turns normalized blocks times the scale, kParts of them or one, into what is written.
+//     The first block begins with `column`.
 //   static constexpr bool kHasLargest: whether set_largest(value) is called before a row is written, with the largest
 //     magnitude of what finish() leaves in it, NaNs left out
 //   store(target, y, extent, way): writes a finished block, to an output that may be of any type

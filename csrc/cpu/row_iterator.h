@@ -7,8 +7,8 @@
 
 namespace normops::cpu {
 
-// Rows in stretches: those of a stretch lie at equal distances, and so do the stretches. How many rows a stretch has is
-// told by a Stretch, which several tensors share.
+// Rows in stretches: those of a stretch lie at equal distances, and so do the stretches. How many rows a stretch has
+// is told by Stretches, which several tensors share.
 template <class T>
 struct EvenRows {
   T* row;          // the current one
