@@ -77,13 +77,15 @@ check-cuda-compile:
 	NORMOPS_CUDA=1 NORMOPS_CUDA_ARCHS=all $(MAKE) install-dev
 	NORMOPS_CUDA=1 $(BIN)/python -m pytest tests/test_cuda_compile.py
 
-# Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, pytest, hypothesis and rich, and downloads
-# nothing. Three steps of nine minutes at most, or those of STEP; with DEVICE=cpu a rehearsal.
-STEP ?= 1 2 3
+# Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, ninja, pytest and rich, and downloads nothing.
+# Nine minutes at most for each step of STEP. WHEELS is a folder of implementations to measure beside; with DEVICE=cpu it
+# is a rehearsal.
+STEP ?= 1
 DEVICE ?= cuda
 check-gpu:
 	status=0; for step in $(STEP); do \
-		$(PYTHON) -m bench.check_gpu --step $$step --device $(DEVICE) --out $(OUT) || status=1; done; exit $$status
+		$(PYTHON) -m bench.check_gpu --step $$step --device $(DEVICE) --out $(OUT) \
+			$(if $(WHEELS),--wheels $(WHEELS)) || status=1; done; exit $$status
 
 # Needs valgrind.
 bench-instructions: install-dev

@@ -1,30 +1,50 @@
-"""What a GPU shows, in three steps of at most nine minutes each, the most telling first: make check-gpu.
+"""What a GPU shows, in three steps of at most nine minutes each: make check-gpu.
 
     python -m bench.check_gpu --step 1 --out FOLDER
 
-A step goes through all of its parts, whatever becomes of each. In FOLDER, stepN.txt has what they print while they
-print it, summary.txt a line for each that has ended, stepN the benchmark's results, written anew after each size. With
---device cpu it is a rehearsal, which needs no GPU: the same parts, with little to do.
+Step 1 alone tells most: it builds, runs every configuration of the kernels, and measures bfloat16 beside a copy, ATen's
+rms_norm, the same compiled, and the peers that are installed or, as wheels, in a folder. Step 2 runs all tests, step 3
+measures the rest. A step goes through all of its parts, the most telling first, whatever becomes of each and whatever
+the machine lacks. With --device cpu it is a rehearsal: the same parts, with little to do.
+
+In FOLDER, summary.txt has the machine, what became of each part, and the tables of each benchmark; stepN.txt has what
+parts print, while they print it; stepN.tar has the results of benchmarks, and the folder results those so far of one
+that runs.
 """
 
 import argparse
 import os
+import shutil
 import signal
-import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from threading import Timer
+from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
+from threading import Thread
 
 import torch
 
+from bench.environment import describe_machine
+
 ROOT = Path(__file__).parent.parent
+INSTALLED = ROOT / "build" / "peers"  # what was carried as wheels
 STEP_SECONDS = 540
+GRACE_SECONDS = 5  # at the end of a part's time, to print what it knows
 OUT_OF_TIME = 124  # as timeout(1) has it
-WIDTHS = "every_configuration and full and bfloat16 and (128- or 8192- or 131072-)"  # in bytes
-PEERS = ("normops-triton", "F.rms_norm", "Liger", "quack", "fla", "mamba")
+
+# In bytes, of bfloat16: held by a warp, a block and a cluster; odd widths are accessed otherwise.
+WIDTHS = "every_configuration and bfloat16 and (full or odd) and (128- or 8192- or 131072-)"
+CLUSTER = "every_configuration and bfloat16 and full and 131072-"
+SIZES = ("65536x4096", "262144x1024", "4194304x64", "16384x16384", "4096x65536", "1024x262144")  # 512 MiB each
+BESIDE = ("--peers", "normops-triton", "F.rms_norm", "F.rms_norm-compiled", "Liger", "quack", "fla", "mamba")
+PROCESSES = 8  # more would wait for the one GPU
+OF_MANY_PROCESSES = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# Else what is beyond one tensor is another's, or nobody's, within one allocation.
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 @dataclass(frozen=True)
@@ -34,75 +54,122 @@ class Part:
     seconds: int
     """When these are over it is ended, so that others have their turn."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    after_failure: bool = False
+    """Whether it is in the place of the part before it, if that failed."""
 
 
-def parts(step: int, device: str, out: Path) -> list[Part]:
+def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> list[Part]:
     rehearsal = device == "cpu"
     python = (sys.executable, "-u")
     # A test file that needs what this machine lacks does not keep the others from running.
     pytest = (*python, "-m", "pytest", "--device", device, "--tb=short", "--continue-on-collection-errors")
-    gpu_tests = (*pytest, "tests/test_cuda.py")
-    triton_tests = (*pytest, "@tests/triton.args", *(("--triton", "-k", "1x1 and float16") if rehearsal else ()))
-    amount = ("--shapes", "3x64", "--turns=2", "--seconds=0") if rehearsal else ("--seconds=0.1",)
+    spread = ("--numprocesses", str(2 if rehearsal else PROCESSES)) if find_spec("xdist") else ()
 
-    def bench(folder: str, *arguments: str) -> Sequence[str]:
-        return (*python, "-m", "bench", "--device", device, "--save", str(out / folder), *arguments, *amount)
+    def tests(name: str, seconds: int, *arguments: str, **environment: str) -> Part:
+        return Part(name, (*pytest, *spread, *arguments), seconds, OF_MANY_PROCESSES | environment)
 
-    def sanitized(tool: str, tests: str) -> Sequence[str]:
-        sanitizer = () if rehearsal else ("compute-sanitizer", "--error-exitcode=1", "--tool", tool)
-        return (*sanitizer, *gpu_tests, "-k", tests)
+    def bench(name: str, seconds: int, *arguments: str, shapes: Sequence[str] = (), **environment: str) -> Part:
+        amount = ("--seconds=0.1", *(("--shapes", *shapes) if shapes else ()))
+        amount = ("--seconds=0", "--turns=2", "--shapes", "3x64") if rehearsal else amount
+        command = (*python, "-m", "bench", "--device", device, "--save", str(out / "results"), *arguments, *amount)
+        return Part(name, command, seconds, environment)
 
-    build = Part(
-        "build", (*python, "-m", "normops") if rehearsal else (*python, "setup.py", "build_ext", "--inplace"), 200
-    )
-    operators = ("rms_norm", "rms_norm_backward")
-    fresh = ("--memory", "fresh", "--dtype", "bfloat16")
-    additions = ("--op", "add_rms_norm", "add_rms_norm_backward", *fresh)
-    gates = ("--op", "gated_rms_norm", "gated_rms_norm_backward", *fresh)
-    compiled = ("--peers", *PEERS, "F.rms_norm-compiled")
-    return {
-        1: [
-            build,
-            Part("every configuration", (*gpu_tests, "-v"), 150),
-            Part("speed", bench("step1", "--op", "overhead", *operators, "--peers", *PEERS), 150),
-            Part("profile", (*python, "-m", "bench.profile", "--device", device), 60),
-            Part("memcheck", sanitized("memcheck", WIDTHS), 90),
-        ],
-        2: [
-            build,
-            Part("all tests", (*pytest, *(("tests/test_errors.py",) if rehearsal else ())), 400),
-            Part(
-                "Triton", triton_tests, 300, {"TRITON_INTERPRET": "1"} if rehearsal else {"NORMOPS_BACKEND": "triton"}
-            ),
-        ],
-        3: [
-            build,
-            Part("racecheck", sanitized("racecheck", WIDTHS), 100),
-            Part("speed beside compiled peers", bench("step3", "--op", *operators, *compiled), 240),
-            Part("additions", bench("step3-additions", *additions, *compiled), 120),
-            Part("gates", bench("step3-gates", *gates, *compiled), 120),
-            Part("memcheck of all configurations", sanitized("memcheck", "every_configuration and bfloat16"), 200),
-        ],
-    }[step]
+    def sanitized(name: str, seconds: int, selected: str, **environment: str) -> Part:
+        tool = () if rehearsal else ("compute-sanitizer", "--error-exitcode=1", "--tool", name.split()[0])
+        return Part(name, (*tool, *pytest, "tests/test_cuda.py", "-k", selected), seconds, environment)
+
+    building = (*python, "-m", "normops") if rehearsal else (*python, "setup.py", "build_ext", "--inplace")
+    without_cuda = Part("build without CUDA", building, 150, {"NORMOPS_CUDA": "0"}, after_failure=True)
+    build = (Part("build", building, 240), without_cuda)
+    # One by one, as pip installs none of those that it is given if one of them does not fit.
+    pip = (*python, "-m", "pip", "install", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target")
+    peers = [Part(f"install {wheel.name}", (*pip, str(INSTALLED), str(wheel)), 30) for wheel in wheels]
+    fresh = ("--dtype", "bfloat16", "--memory", "fresh", "--op")
+    if step == 1:
+        both = (*fresh, "rms_norm", "rms_norm_backward", *BESIDE)
+        alone = (*fresh, "rms_norm", "--peers", "F.rms_norm")
+        return [
+            *build,
+            tests("every configuration", 120, "tests/test_cuda.py", "-v"),
+            *peers,
+            bench("speed", 200, *both, shapes=SIZES),
+            bench("speed of few rows", 60, *both, "--op", "overhead", shapes=("decode",)),
+            bench("speed without early start", 30, *alone, shapes=("decode",), NORMOPS_EARLY_START="0"),
+            sanitized("memcheck", 90, WIDTHS, **UNCACHED),
+            Part("profile", (*python, "-m", "bench.profile", "--device", device), 40),
+        ]
+    if step == 2:
+        few = ("--triton", "-k", "1x1 and float16") if rehearsal else ()
+        backend = {"TRITON_INTERPRET": "1"} if rehearsal else {"NORMOPS_BACKEND": "triton"}
+        return [
+            *build,
+            tests("all tests", 250, *(("tests/test_errors.py", "tests/test_opinfo.py") if rehearsal else ("tests",))),
+            tests("Triton", 200, "@tests/triton.args", *few, **backend),
+        ]
+    types = ("--dtype", "bfloat16", "float32", "--op")
+    return [
+        *build,
+        *peers,
+        bench("speed in both types and memories", 200, *types, "rms_norm", "rms_norm_backward", *BESIDE),
+        bench("speed with additions", 80, *fresh, "add_rms_norm", "add_rms_norm_backward", *BESIDE),
+        bench("speed with gates", 80, *fresh, "gated_rms_norm", "gated_rms_norm_backward", *BESIDE),
+        sanitized("racecheck", 90, WIDTHS),
+        sanitized("synccheck", 40, CLUSTER),
+        sanitized("initcheck", 40, CLUSTER, **UNCACHED),
+        sanitized("memcheck of all configurations", 150, "every_configuration and bfloat16", **UNCACHED),
+    ]
 
 
 def run(part: Part, seconds: float, log: Path) -> int:
     """The exit status."""
-    environment = os.environ | {"NORMOPS_CUDA": "1", "NORMOPS_REQUIRE_CUDA": "1"} | dict(part.environment)
-    with log.open("a") as file:
-        print(f"\n$ {' '.join(part.command)}", file=file, flush=True)
-        try:
-            process = subprocess.Popen(
-                part.command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-            )
-        except OSError as error:
-            print(error, file=file)
-            return 1
-        timer = Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
-        timer.start()
-        status = process.wait()
-        timer.cancel()
-    return OUT_OF_TIME if status == -signal.SIGKILL else status
+    path = os.pathsep.join(filter(None, (str(INSTALLED), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"NORMOPS_CUDA": "1", "NORMOPS_REQUIRE_CUDA": "1", "PYTHONPATH": path, **part.environment}
+    write(log, f"\n$ {' '.join(part.command)}\n")
+    try:
+        process = Popen(
+            part.command, cwd=ROOT, env=env, stdout=PIPE, stderr=STDOUT, errors="replace", start_new_session=True
+        )
+    except OSError as error:
+        write(log, f"{error}\n")
+        return 1
+    reader = Thread(target=copy_lines, args=(process, log), daemon=True)
+    reader.start()
+    try:
+        status = process.wait(seconds - GRACE_SECONDS)
+    except TimeoutExpired:
+        status = OUT_OF_TIME
+        os.kill(process.pid, signal.SIGINT)  # for which pytest tells of the tests that have failed
+        reader.join(GRACE_SECONDS)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    reader.join(GRACE_SECONDS)
+    return status
+
+
+def copy_lines(process: Popen[str], log: Path) -> None:
+    for line in process.stdout or ():
+        write(log, line)
+
+
+def write(file: Path, text: str) -> None:
+    """At the end of a file, or on the terminal where the disk takes no more."""
+    try:
+        with file.open("a") as opened:
+            opened.write(text)
+    except OSError as error:
+        print(f"({error.strerror}) {text}", end="", flush=True)
+
+
+def keep_results(out: Path, step: int, name: str) -> None:
+    """Of a benchmark: in few files, as not every machine gives many of them back."""
+    results = out / "results"
+    try:
+        write(out / "summary.txt", (results / "results.md").read_text())
+        with tarfile.open(out / f"step{step}.tar", "a") as archive:
+            archive.add(results, name.replace(" ", "-"))
+        shutil.rmtree(results)
+    except (OSError, tarfile.TarError) as error:
+        print(f"the results of {name} are not in {out}: {error}", flush=True)
 
 
 def name_architecture() -> None:
@@ -113,27 +180,37 @@ def name_architecture() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    end = time.monotonic() + STEP_SECONDS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=int, choices=(1, 2, 3), required=True)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="of other implementations to measure beside")
     given = parser.parse_args(arguments)
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out / "results", ignore_errors=True)
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+        write(out / "summary.txt", f"{line}\n")
+
+    wheels = sorted(given.wheels.resolve().glob("*.whl")) if given.wheels else []
+    machine = describe_machine() | {"wheels": ", ".join(wheel.name for wheel in wheels) or "none"}
+    tell("\n".join(f"{name + ':':9}{value}" for name, value in machine.items()))
     name_architecture()
-    end = time.monotonic() + STEP_SECONDS
-    has_failed = False
-    for part in parts(given.step, given.device, out):
+    statuses: list[int] = []
+    for part in parts(given.step, given.device, out, wheels):
+        if part.after_failure and not statuses[-1]:
+            continue
         begin = time.monotonic()
         left = min(part.seconds, end - begin)
-        status = run(part, left, out / f"step{given.step}.txt") if left > 0 else OUT_OF_TIME
-        result = {0: "passed", OUT_OF_TIME: "out of time"}.get(status, f"failed ({status})")
-        line = f"step {given.step}, {part.name}: {result}, {time.monotonic() - begin:.0f} s"
-        print(line, flush=True)
-        with (out / "summary.txt").open("a") as file:
-            print(line, file=file)
-        has_failed |= status != 0
-    sys.exit(has_failed)
+        statuses.append(run(part, left, out / f"step{given.step}.txt") if left > GRACE_SECONDS else OUT_OF_TIME)
+        result = {0: "passed", OUT_OF_TIME: "out of time"}.get(statuses[-1], f"failed ({statuses[-1]})")
+        tell(f"step {given.step}, {part.name}: {result}, {time.monotonic() - begin:.0f} s")
+        if (out / "results").exists():
+            keep_results(out, given.step, part.name)
+    sys.exit(any(statuses))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ import os
 import platform
 import re
 import shlex
+import subprocess
 import sys
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
 import torch
-
-import normops
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -20,26 +19,38 @@ LARGEST_KEPT = 31 << 20
 
 
 def describe(module: str = "bench") -> dict[str, str]:
+    import normops
+
     build = normops.build_info()
     threads = torch.get_num_threads()
-    environment = {
+    machine = describe_machine()
+    nvcc = f", nvcc {build['cuda_version']}" if build["cuda_version"] else ""
+    return {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "CPU": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores, {_memory()}",
+        **machine,
         "load": f"{os.getloadavg()[0]:.1f} before the run",
         "caches": ", ".join(f"{name} {size >> 10} KiB" for name, size in cpu_caches().items()) or "unknown",
-        "normops": f"{build['version']}, kernels {build['cpu_isa']}, compiler {build['compiler']}",
-        "torch": f"{torch.__version__}, {threads} {'thread' if threads == 1 else 'threads'}",
+        "normops": f"{build['version']}, kernels {build['cpu_isa']}, compiler {build['compiler']}{nvcc}",
+        "torch": f"{machine['torch']}, {threads} {'thread' if threads == 1 else 'threads'}",
+    }
+
+
+def describe_machine() -> dict[str, str]:
+    """What there is before normops is built."""
+    machine = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "CPU": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores, {_memory()}",
+        "torch": torch.__version__,
         "peers": ", ".join(f"{name} {version}" for name, version in _versions()) or "of torch alone",
         "python": f"{platform.python_version()} on {platform.system()} {platform.release()}",
     }
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties()
-        environment["GPU"] = (
+        machine["GPU"] = (
             f"{gpu.name}, {gpu.multi_processor_count} multiprocessors, L2 {gpu.L2_cache_size >> 20} MiB, "
-            f"{gpu.total_memory / (1 << 30):.0f} GiB, CUDA {torch.version.cuda}"
+            f"{gpu.total_memory / (1 << 30):.0f} GiB, driver {_driver()}, CUDA {torch.version.cuda}"
         )
-    return environment
+    return machine
 
 
 def keep_freed_memory() -> None:
@@ -83,9 +94,26 @@ def _memory() -> str:
     return f"{pages / (1 << 30):.0f} GiB"
 
 
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return printed.partition("\n")[0]
+
+
 def _versions() -> list[tuple[str, str]]:
     versions = []
-    for name in ("onnx", "onnxruntime", "triton", "liger-kernel", "quack-kernels"):
+    for name in (
+        "onnx",
+        "onnxruntime",
+        "triton",
+        "liger-kernel",
+        "quack-kernels",
+        "flash-linear-attention",
+        "mamba-ssm",
+    ):
         try:
             versions.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:

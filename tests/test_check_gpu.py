@@ -2,26 +2,131 @@
 
 import json
 import os
+import subprocess
 import sys
+import tarfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench import check_gpu
+from bench.check_gpu import Part
+
+PYTHON = (sys.executable, "-u", "-c")
 
 
-@pytest.mark.release  # what goes before a run on a GPU: other tests and benchmarks, one after another
+def go_through(out: Path, monkeypatch: pytest.MonkeyPatch, parts: Sequence[Part]) -> list[str]:
+    """What became of each part."""
+    monkeypatch.setattr(check_gpu, "parts", lambda *_: parts)
+    with pytest.raises(SystemExit):
+        check_gpu.main(["--step", "1", "--out", str(out)])
+    return results(out)
+
+
+def results(out: Path) -> list[str]:
+    lines = (out / "summary.txt").read_text().splitlines()
+    return [line.split(": ")[1].split(",")[0] for line in lines if line.startswith("step ")]
+
+
+def block_import(folder: Path, name: str) -> None:
+    """As where it is not installed, for processes with the folder in PYTHONPATH."""
+    error = f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')\n"
+    (folder / f"{name}.py").write_text(error)
+
+
+# What goes before a run on a GPU: other tests and benchmarks, one after another.
+@pytest.mark.release
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_rehearsal(step: int, tmp_path: Path) -> None:
+def test_rehearsal(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what the machine may lack, and with a wheel that cannot be installed."""
+    lacks, out, wheels = (tmp_path / name for name in ("lacks", "out", "wheels"))
+    lacks.mkdir()
+    wheels.mkdir()
+    block_import(lacks, "expecttest")
+    (wheels / "quack_kernels-1.0-py3-none-any.whl").write_text("no wheel")
+    monkeypatch.setenv("PYTHONPATH", str(lacks))
+    monkeypatch.setattr(check_gpu, "INSTALLED", tmp_path / "installed")
+    monkeypatch.setattr(check_gpu, "find_spec", lambda _: None)  # xdist
     with pytest.raises(SystemExit) as ended:
-        check_gpu.main(["--step", str(step), "--device", "cpu", "--out", str(tmp_path)])
-    summary = (tmp_path / "summary.txt").read_text()
-    assert ended.value.code == 0, summary + (tmp_path / f"step{step}.txt").read_text()
-    names = [part.name for part in check_gpu.parts(step, "cuda", tmp_path)]
-    assert [line.split(": ")[0] for line in summary.splitlines()] == [f"step {step}, {name}" for name in names]
-    if step != 2:
-        assert json.loads((tmp_path / f"step{step}" / "results.json").read_text())["measurements"]
+        check_gpu.main(["--step", str(step), "--device", "cpu", "--out", str(out), "--wheels", str(wheels)])
+    summary, log = ((out / name).read_text() for name in ("summary.txt", f"step{step}.txt"))
+    parts = check_gpu.parts(step, "cuda", out, sorted(wheels.iterdir()))
+    expected = {part.name: "passed" for part in parts if not part.after_failure}
+    expected |= {name: "failed (1)" for name in expected if name.startswith("install")}
+    assert results(out) == list(expected.values()), summary + log
+    assert ended.value.code == (step != 2), summary
+    assert f"torch:   {torch.__version__}" in summary
+    names = {"summary.txt", f"step{step}.txt"}
+    if step == 2:
+        assert "skipped" in log
+    else:
+        names.add(f"step{step}.tar")
+        with tarfile.open(out / f"step{step}.tar") as archive:
+            kept = [name for name in archive.getnames() if name.endswith("results.json")]
+            assert [name.partition("/")[0].replace("-", " ") for name in kept] == [n for n in expected if "speed" in n]
+            for name in kept:
+                file = archive.extractfile(name)
+                assert file is not None
+                assert json.load(file)["measurements"]
+        assert "### rms_norm, fresh outputs" in summary
+    assert {path.name for path in out.iterdir()} == names
+
+
+def test_without_expecttest_the_tests_that_need_it_skip(tmp_path: Path) -> None:
+    block_import(tmp_path, "expecttest")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "tests/test_opinfo.py"],
+        cwd=check_gpu.ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert "No module named 'expecttest'" in result.stdout
+    assert " skipped in " in result.stdout
+    assert "error" not in result.stdout
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_tests_are_spread_over_processes_if_xdist_is_there(
+    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_gpu, "find_spec", lambda _: object() if is_installed else None)
+    for step, name in ((1, "every configuration"), (2, "all tests"), (2, "Triton")):
+        (part,) = (part for part in check_gpu.parts(step, "cuda", tmp_path) if part.name == name)
+        assert ("--numprocesses" in part.command) == is_installed
+
+
+def test_the_first_step_measures_after_its_tests_and_bfloat16_alone(tmp_path: Path) -> None:
+    parts = check_gpu.parts(1, "cuda", tmp_path, [Path("a.whl"), Path("b.whl")])
+    names = [part.name for part in parts if not part.after_failure]
+    assert names[:5] == ["build", "every configuration", "install a.whl", "install b.whl", "speed"]
+    for part in parts:
+        assert ("bfloat16" in part.command) == part.name.startswith("speed")
+        assert "float32" not in part.command
+
+
+def test_what_sanitizers_are_given(tmp_path: Path) -> None:
+    """No cache of memory where bounds or first writes are looked for."""
+    tools = {
+        part.command[3]: part
+        for step in (1, 3)
+        for part in check_gpu.parts(step, "cuda", tmp_path)
+        if part.command[0] == "compute-sanitizer"
+    }
+    assert sorted(tools) == ["initcheck", "memcheck", "racecheck", "synccheck"]
+    uncached = {tool for tool, part in tools.items() if part.environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1"}
+    assert uncached == {"initcheck", "memcheck"}
+    assert all("--numprocesses" not in part.command for part in tools.values())
+
+
+@pytest.mark.parametrize(("selected", "count"), [(check_gpu.WIDTHS, 6), (check_gpu.CLUSTER, 1)])
+def test_the_widths_that_are_sanitized(selected: str, count: int) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/test_cuda.py", "-k", selected]
+    listed = subprocess.run(command, cwd=check_gpu.ROOT, capture_output=True, text=True, check=True).stdout
+    assert listed.count("test_every_configuration[") == count
 
 
 @pytest.mark.parametrize(
@@ -38,20 +143,66 @@ def test_the_architecture_is_that_of_torchs_gpu(
 
 
 def test_parts_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = (sys.executable, "-u", "-c")
+    monkeypatch.setattr(check_gpu, "GRACE_SECONDS", 1)
+    late = "import time\nprint('begun')\ntry:\n  time.sleep(60)\nexcept KeyboardInterrupt:\n  print('what it knows')\n"
     parts = [
-        check_gpu.Part("missing", ("no-such-program",), 10),
-        check_gpu.Part("late", (*python, "import time; print('begun'); time.sleep(60)"), 2),
-        check_gpu.Part("wrong", (*python, "raise SystemExit(3)"), 10),
-        check_gpu.Part("right", (*python, "print('done')"), 10),
+        Part("missing", ("no-such-program",), 10),
+        Part("instead", (*PYTHON, "print('another')"), 10, after_failure=True),
+        Part("needless", (*PYTHON, "print('never')"), 10, after_failure=True),
+        Part("late", (*PYTHON, late), 4),
+        Part("deaf", (*PYTHON, f"import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{late}"), 4),
+        Part("wrong", (*PYTHON, "raise SystemExit(3)"), 10),
+        Part("right", (*PYTHON, r"import os; os.write(1, b'done \xff\n')"), 10),
     ]
-    monkeypatch.setattr(check_gpu, "parts", lambda *_: parts)
-    with pytest.raises(SystemExit) as ended:
-        check_gpu.main(["--step", "1", "--out", str(tmp_path)])
-    assert ended.value.code == 1
-    results = [line.split(": ")[1].split(",")[0] for line in (tmp_path / "summary.txt").read_text().splitlines()]
-    assert results == ["failed (1)", "out of time", "failed (3)", "passed"]
+    expected = ["failed (1)", "passed", "out of time", "out of time", "failed (3)", "passed"]
+    assert go_through(tmp_path, monkeypatch, parts) == expected
     log = (tmp_path / "step1.txt").read_text()
-    assert "no-such-program" in log
-    assert "begun" in log
-    assert "done" in log
+    for text in ("No such file or directory: 'no-such-program'", "another", "begun", "what it knows", "done"):
+        assert f"\n{text}" in log or f"{text}\n" in log
+    assert "\nnever" not in log
+
+
+def test_a_step_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_gpu, "STEP_SECONDS", 5)
+    monkeypatch.setattr(check_gpu, "GRACE_SECONDS", 1)
+    sleep = (*PYTHON, "import time; time.sleep(60)")
+    begin = time.monotonic()
+    assert go_through(tmp_path, monkeypatch, [Part("long", sleep, 60), Part("next", sleep, 60)]) == ["out of time"] * 2
+    assert time.monotonic() - begin < 10
+
+
+def test_results_are_kept_of_benchmarks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "results"
+    write = (
+        f"from pathlib import Path; p = Path({str(folder)!r}); p.mkdir(); (p / 'results.md').write_text('so far\\n')"
+    )
+    parts = [Part("first", (*PYTHON, f"{write}; 1 / 0"), 10), Part("second one", (*PYTHON, write), 10)]
+    assert go_through(tmp_path, monkeypatch, parts) == ["failed (1)", "passed"]
+    assert (tmp_path / "summary.txt").read_text().count("\nso far\n") == 2
+    with tarfile.open(tmp_path / "step1.tar") as archive:
+        assert archive.getnames() == ["first", "first/results.md", "second-one", "second-one/results.md"]
+    assert not folder.exists()
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """What cannot be written is printed, and all parts have their turn."""
+    for name in ("summary.txt", "step1.txt", "step1.tar"):
+        (tmp_path / name).symlink_to("/dev/full")
+    folder = tmp_path / "results"
+    write = (
+        f"from pathlib import Path; p = Path({str(folder)!r}); p.mkdir(); (p / 'results.md').write_text('so far\\n')"
+    )
+    monkeypatch.setattr(
+        check_gpu, "parts", lambda *_: [Part("a", (*PYTHON, write), 9), Part("b", (*PYTHON, "1 / 0"), 9)]
+    )
+    with pytest.raises(SystemExit):
+        check_gpu.main(["--step", "1", "--out", str(tmp_path)])
+    printed = capfd.readouterr().out
+    for text in (
+        "so far",
+        "step 1, a: passed",
+        "the results of a are not",
+        "ZeroDivisionError",
+        "step 1, b: failed (1)",
+    ):
+        assert text in printed
