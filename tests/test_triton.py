@@ -54,8 +54,8 @@ def compiled(name: str, dtype: str, cols: int, arch: int) -> Any:
         constants = {parameter.name: None for parameter in kernel.params if parameter.has_default}
     config = config_of(cols, 8 if dtype == "fp64" else 4)
 
-    constants |= {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute), "parts": config.parts}
-    constants |= {"block_rows": config.block_rows, "block_cols": config.block_cols, **dict.fromkeys(without)}
+    constants |= {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute)}
+    constants |= {**launch.constants(config), **dict.fromkeys(without)}
     # As Triton makes it of that number.
     ones = (name for name in kernel.arg_names if name == "groups" or name.endswith("_inner"))
     constants = dict.fromkeys(ones, 1) | constants
@@ -72,8 +72,9 @@ def compiled(name: str, dtype: str, cols: int, arch: int) -> Any:
         (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind != "constexpr"
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": config.warps, **launch.COMPILE_OPTIONS}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target = GPUTarget("cuda", arch, 32)
+    options = {"num_warps": config.threads // 32, **launch.COMPILE_OPTIONS}
+    return triton.compile(source, target=target, options=options)
 
 
 WIDTHS = {"one block": 4096, "any width": 65536}
@@ -89,6 +90,18 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, wid
     assert re.search(r"\bst\.global\.v4\.b32", ptx)
     assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)  # whatever the default of this Triton
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
+
+
+@pytest.mark.parametrize("cols", [1, 64, 4096, 32768, 65536])
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward", "gated_rms_norm_backward"])
+def test_sums_do_not_follow_a_layout(name: str, dtype: str, cols: int) -> None:
+    """Each adds two numbers, whose places do not matter: the order of more would be a layout's, hence alignment's."""
+    ttir = compiled(name, dtype, cols, 90).asm["ttir"]
+    sums = re.findall(r'"tt\.reduce"\(.*?axis = (\d) : i32.*?: \(tensor<(\d+(?:x\d+)*)x\w+>\)', ttir, re.DOTALL)
+    assert len(sums) == ttir.count('"tt.reduce"')
+    assert bool(sums) == (cols > 1 or name != "add_rms_norm")
+    assert all(shape.split("x")[int(axis)] == "2" for axis, shape in sums)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

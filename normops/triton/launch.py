@@ -34,12 +34,16 @@ def named_arguments(name: str, rows: Rows | None) -> dict[str, Any]:
 
 def options(config: RowConfig) -> dict[str, Any]:
     """The keyword arguments of a launch with this configuration."""
+    return {**constants(config), "num_warps": config.threads // 32, **COMPILE_OPTIONS}
+
+
+def constants(config: RowConfig) -> dict[str, int]:
+    """Those of them that kernels take."""
     return {
         "block_rows": config.block_rows,
         "block_cols": config.block_cols,
         "parts": config.parts,
-        "num_warps": config.warps,
-        **COMPILE_OPTIONS,
+        "threads": config.threads,
     }
 
 

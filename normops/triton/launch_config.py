@@ -13,42 +13,43 @@ class RowConfig(NamedTuple):
     block_cols: int
     parts: int
     """How many blocks hold a row, which is then read once; 0: none do, and it is read twice."""
-    warps: int
+    threads: int
 
 
-# The widest row, in bytes of the compute type, that one block of at most 16 warps holds: x, dy, scale and the sum of
+# The widest row, in bytes of the compute type, that one block of at most 512 threads holds: x, dy, scale and the sum of
 # grad_weight of the backward then take 64 of a thread's 128 registers.
 BLOCK_BYTES = 32 << 10
 
 # How many elements keep a program busy: it takes narrow rows together until it has as many.
 LEAST_ELEMENTS = 1024
-ELEMENTS_OF_WARP = 512
-MOST_WARPS = 16
+ELEMENTS_OF_THREAD = 16
+LEAST_THREADS = 64
+MOST_THREADS = 512
 
 # Wider rows are held in parts. This is what a thread has of a part: of 16-bit tensors, one access of 16 bytes. What is
 # needed only while a part is dealt with, like the scale, takes no registers for the other parts.
 PART_BYTES_OF_THREAD = 32
 MOST_PARTS = 8
 
-# The forward holds one tensor, 64 registers of the 128 that 16 warps leave a thread: rows up to 128 KiB. The backward
-# holds x, dy and the sum of grad_weight, 192 registers of 255, the most that a thread can have, hence 8 warps: rows up
-# to 64 KiB. More warps with fewer registers each spill, as a thread also needs some for addresses and for what is in
-# flight, however little it holds. tests/test_triton.py asks the compiler.
-FORWARD_WARPS = 16
-BACKWARD_WARPS = 8
+# The forward holds one tensor, 64 registers of the 128 that 512 threads leave each: rows up to 128 KiB. The backward
+# holds x, dy and the sum of grad_weight, 192 registers of 255, the most that a thread can have, hence 256 threads: rows
+# up to 64 KiB. More threads with fewer registers each spill, as a thread also needs some for addresses and for what is
+# in flight, however little it holds. tests/test_triton.py asks the compiler.
+FORWARD_THREADS = 512
+BACKWARD_THREADS = 256
 
 
 # With a gate, rows up to 16 KiB are in one block: the backward holds x, dy, the activated gate and its slope, the scale
 # and the sum of grad_weight, and an activation takes some more for a moment. Rows up to 32 KiB come in parts, for which
 # the backward loads and activates the gate again, as it loads the scale again.
 GATED_BLOCK_BYTES = BLOCK_BYTES // 2
-GATED_ELEMENTS_OF_WARP = ELEMENTS_OF_WARP // 2
+GATED_ELEMENTS_OF_THREAD = ELEMENTS_OF_THREAD // 2
 GATED_MOST_PARTS = MOST_PARTS // 2
 
 
 def forward_config(cols: int, compute_bytes: int) -> RowConfig:
     """The configuration of a forward; that of the backward where both hold a row in one block."""
-    return _row_config(cols, compute_bytes, FORWARD_WARPS)
+    return _row_config(cols, compute_bytes, FORWARD_THREADS)
 
 
 def backward_config(cols: int, compute_bytes: int) -> RowConfig:
@@ -56,32 +57,33 @@ def backward_config(cols: int, compute_bytes: int) -> RowConfig:
 
     It holds rows up to half as wide as the forward does: from BLOCK_BYTES on, the two sum a row in different orders.
     """
-    return _row_config(cols, compute_bytes, BACKWARD_WARPS)
+    return _row_config(cols, compute_bytes, BACKWARD_THREADS)
 
 
 def gated_config(cols: int, compute_bytes: int) -> RowConfig:
     """The configuration of gated_rms_norm and its backward, which so sum a row in the same order."""
-    return _row_config(cols, compute_bytes, BACKWARD_WARPS, GATED_BLOCK_BYTES, GATED_ELEMENTS_OF_WARP, GATED_MOST_PARTS)
+    elements, parts = GATED_ELEMENTS_OF_THREAD, GATED_MOST_PARTS
+    return _row_config(cols, compute_bytes, BACKWARD_THREADS, GATED_BLOCK_BYTES, elements, parts)
 
 
 def _row_config(
     cols: int,
     compute_bytes: int,
-    wide_warps: int,
+    wide_threads: int,
     block_bytes: int = BLOCK_BYTES,
-    elements_of_warp: int = ELEMENTS_OF_WARP,
+    elements_of_thread: int = ELEMENTS_OF_THREAD,
     most_parts: int = MOST_PARTS,
 ) -> RowConfig:
     block_cols = triton.next_power_of_2(cols)
     if block_cols * compute_bytes <= block_bytes:
         block_rows = max(1, LEAST_ELEMENTS // block_cols)
-        warps = min(MOST_WARPS, max(2, block_rows * block_cols // elements_of_warp))
-        return RowConfig(block_rows, block_cols, 1, warps)
-    block_cols = wide_warps * 32 * PART_BYTES_OF_THREAD // compute_bytes
+        threads = min(MOST_THREADS, max(LEAST_THREADS, block_rows * block_cols // elements_of_thread))
+        return RowConfig(block_rows, block_cols, 1, threads)
+    block_cols = wide_threads * PART_BYTES_OF_THREAD // compute_bytes
     parts = triton.cdiv(cols, block_cols)
     if parts <= most_parts:
-        return RowConfig(1, block_cols, parts, wide_warps)
-    return RowConfig(1, BLOCK_BYTES // compute_bytes // 2, 0, MOST_WARPS)
+        return RowConfig(1, block_cols, parts, wide_threads)
+    return RowConfig(1, BLOCK_BYTES // compute_bytes // 2, 0, MOST_THREADS)
 
 
 def backward_programs(rows: int, groups: int, config: RowConfig, device: torch.device) -> int:
@@ -92,7 +94,7 @@ def backward_programs(rows: int, groups: int, config: RowConfig, device: torch.d
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         # A program that holds more than one block takes all registers of a multiprocessor.
-        at_once = multiprocessors * (MOST_WARPS // config.warps if config.parts == 1 else 1)
+        at_once = multiprocessors * (MOST_THREADS // config.threads if config.parts == 1 else 1)
     else:
         at_once = 3  # in the interpreter: enough to show how they share
     return groups * min(triton.cdiv(rows // groups, config.block_rows), max(1, at_once // groups))

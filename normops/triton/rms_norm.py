@@ -8,6 +8,7 @@ from torch import Tensor
 from normops.triton.activation import activate
 from normops.triton.launch import Rows, arguments, compute_type, make_partials, options
 from normops.triton.launch_config import backward_config, backward_programs, forward_config
+from normops.triton.sums import sum_columns, sum_rows
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def forward_kernel(
     residual_out, out_inner, out_outer_stride, out_inner_stride,
     weight, groups, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
-    block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr,
+    block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, threads: tl.constexpr,
     gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
 ):  # fmt: skip
@@ -124,7 +125,7 @@ def forward_kernel(
             for part in tl.static_range(parts):
                 columns, is_column = _part(first, part, parts, cols)
                 _store(residual_out, out_offsets + columns[None, :], held[part], is_row & is_column[None, :])
-        rstd = _rstd(tl.sum(squares, 1, keep_dims=True), cols, eps, compute)
+        rstd = _rstd(sum_columns(squares, threads), cols, eps, compute)
         for part in tl.static_range(parts):
             columns, is_column = _part(first, part, parts, cols)
             scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
@@ -144,7 +145,7 @@ def forward_kernel(
                 a = _load_activated(gate, gate_offsets + columns, mask, activation, compute)
                 h *= a
             squares += h * h
-        rstd = _rstd(tl.sum(squares, 1, keep_dims=True), cols, eps, compute)
+        rstd = _rstd(sum_columns(squares, threads), cols, eps, compute)
         tl.debug_barrier()  # the sums that one thread has written may be read by another
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
             columns = start + first[None, :]
@@ -212,7 +213,7 @@ def backward_kernel(
     dx, dx_inner, dx_outer_stride, dx_inner_stride,
     weight, partials, groups, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
-    block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr,
+    block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, threads: tl.constexpr,
     gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
     dgate=None, dgate_inner=None, dgate_outer_stride=None, dgate_inner_stride=None,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
@@ -268,7 +269,7 @@ def backward_kernel(
                     scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
                 squares += h * h
                 dots += g * scale * h
-            squares, dots = tl.sum(squares, 1, keep_dims=True), tl.sum(dots, 1, keep_dims=True)
+            squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
             rstd, c = _factors(squares, dots, cols, eps, compute)
             if parts > 1:
                 tl.debug_barrier()  # else Triton holds the scale and the gate, which are to be loaded again
@@ -314,7 +315,7 @@ def backward_kernel(
                 scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
                 squares += h * h
                 dots += g * scale * h
-            squares, dots = tl.sum(squares, 1, keep_dims=True), tl.sum(dots, 1, keep_dims=True)
+            squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
             rstd, c = _factors(squares, dots, cols, eps, compute)
             for start in range(0, tl.cast(cols, tl.int64), block_cols):
                 columns = start + first[None, :]
@@ -343,12 +344,12 @@ def backward_kernel(
                     is_column = start + first < cols
                     is_added = is_column & (row != program)  # one row: a block of its own
                     sum_so_far = tl.load(partial + start + first, mask=is_added, other=0.0)
-                    tl.store(partial + start + first, sum_so_far + tl.sum(g * h, 0), mask=is_column)
+                    tl.store(partial + start + first, sum_so_far + sum_rows(g * h), mask=is_column)
             tl.debug_barrier()  # before the next row adds to them
     if parts != 0 and partials is not None:
         for part in tl.static_range(parts):
             columns, is_column = _part(first, part, parts, cols)
-            tl.store(partial + columns, tl.sum(dw[part], 0), mask=is_column)
+            tl.store(partial + columns, sum_rows(dw[part]), mask=is_column)
 
 
 def launch_forward(
