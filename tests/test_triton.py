@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,11 @@ KERNELS: dict[str, tuple[str, tuple[str, ...], bool | None]] = {
 }
 
 
-def compiled(name: str, dtype: str, cols: int, arch: int) -> Any:
+# AMD's, and how many lanes a warp has on each. CDNA 2 to 4, RDNA 3 and 4.
+LANES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}
+
+
+def compiled(name: str, dtype: str, cols: int, arch: int | str) -> Any:
     """Compiled for rows at equal distances, pointers and strides that are multiples of 16, a weight of compute type."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -72,8 +77,8 @@ def compiled(name: str, dtype: str, cols: int, arch: int) -> Any:
         (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind != "constexpr"
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    target = GPUTarget("cuda", arch, 32)
-    options = {"num_warps": config.threads // 32, **launch.COMPILE_OPTIONS}
+    target = GPUTarget("hip", arch, LANES[arch]) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    options = {"num_warps": config.warps(target.warp_size), **launch.COMPILE_OPTIONS}
     return triton.compile(source, target=target, options=options)
 
 
@@ -90,6 +95,25 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, wid
     assert re.search(r"\bst\.global\.v4\.b32", ptx)
     assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)  # whatever the default of this Triton
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
+
+
+@pytest.mark.parametrize("arch", LANES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "add_rms_norm", "rms_norm_backward with residual", "gated_rms_norm_backward"]
+)
+def test_kernels_compile_for_amd_and_access_16_bytes(name: str, dtype: str, width: str, arch: str) -> None:
+    code = compiled(name, dtype, WIDTHS[width], arch).asm["amdgcn"]
+    for access in ("load", "store"):
+        assert re.search(rf"\b(global|buffer)_{access}_(dwordx4|b128)\b", code)
+    counts = (r"vgpr_spill_count", r"sgpr_spill_count", r"private_segment_fixed_size")
+    spilled, scalars, scratch = (int(re.findall(rf"\.{count}:\s+(\d+)", code)[0]) for count in counts)
+    # These go to lanes of a vector register.
+    assert scalars <= (2 if (name, width, arch) == ("gated_rms_norm_backward", "any width", "gfx90a") else 0)
+    # A backward of float64 with a gate holds more than threads of 256 registers have.
+    may_spill = (name, dtype, width) == ("gated_rms_norm_backward", "fp64", "one block") and LANES[arch] == 32
+    assert may_spill or (spilled, scratch) == (0, 0)
 
 
 @pytest.mark.parametrize("cols", [1, 64, 4096, 32768, 65536])
@@ -261,6 +285,25 @@ def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         normops.use_backend("cuda")
     with normops.use_backend("auto"):
         assert normops.build_info()["cuda_backend"] is None
+
+
+@pytest.mark.parametrize("cols", [1, 64, 4096, 8192, 32768, 65536])
+@pytest.mark.parametrize("lanes", [32, 64])
+def test_as_many_threads_in_warps_of_64_lanes(lanes: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 16 warps, which is what devices take."""
+    from normops.triton import launch, launch_config
+
+    gpu = torch.device("cuda")
+    for config_of in (launch_config.forward_config, launch_config.backward_config, launch_config.gated_config):
+        config = config_of(cols, 4)
+        assert launch.options(config, gpu)["num_warps"] == config.threads // 32
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.version, "hip", "7.2.26015")
+            patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(warp_size=lanes))
+            options = launch.options(config, gpu)
+            assert options["num_warps"] * lanes == options["threads"] == config.threads
+            assert 1 <= options["num_warps"] <= 16
+            assert launch.options(config, torch.device("cpu"))["num_warps"] * 32 == config.threads
 
 
 def test_the_environment_chooses() -> None:

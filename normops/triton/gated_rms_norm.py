@@ -28,7 +28,8 @@ def launch_gated_forward(
         *arguments(input), *arguments(None), *arguments(output), *arguments(None),
         weight, groups, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute,
-        **named_arguments("gate", gate), activation=activation, norm_before_gate=norm_before_gate, **options(config),
+        **named_arguments("gate", gate), activation=activation, norm_before_gate=norm_before_gate,
+        **options(config, input.tensor.device),
     )  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def launch_gated_backward(
         weight, partials, groups, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute,
         **named_arguments("gate", gate), **named_arguments("dgate", grad_gate),
-        activation=activation, norm_before_gate=norm_before_gate, **options(config),
+        activation=activation, norm_before_gate=norm_before_gate,
+        **options(config, input.tensor.device),
     )  # fmt: skip
     return None if partials is None else partials.view(-1, groups * cols).sum(0)

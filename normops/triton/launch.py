@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from normops.triton.launch_config import RowConfig
+from normops.triton.launch_config import RowConfig, lanes_of_warp
 
 # Multiply-adds are not fused, so that the bits are those of the operations as written, in every version of Triton.
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
@@ -32,9 +32,9 @@ def named_arguments(name: str, rows: Rows | None) -> dict[str, Any]:
     return dict(zip(names, arguments(rows), strict=True))
 
 
-def options(config: RowConfig) -> dict[str, Any]:
+def options(config: RowConfig, device: torch.device) -> dict[str, Any]:
     """The keyword arguments of a launch with this configuration."""
-    return {**constants(config), "num_warps": config.threads // 32, **COMPILE_OPTIONS}
+    return {**constants(config), "num_warps": config.warps(lanes_of_warp(device)), **COMPILE_OPTIONS}
 
 
 def constants(config: RowConfig) -> dict[str, int]:

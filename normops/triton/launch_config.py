@@ -15,6 +15,10 @@ class RowConfig(NamedTuple):
     """How many blocks hold a row, which is then read once; 0: none do, and it is read twice."""
     threads: int
 
+    def warps(self, lanes: int) -> int:
+        """How many warps these threads are: with twice the lanes, half as many share a row alike."""
+        return self.threads // lanes
+
 
 # The widest row, in bytes of the compute type, that one block of at most 512 threads holds: x, dy, scale and the sum of
 # grad_weight of the backward then take 64 of a thread's 128 registers.
@@ -84,6 +88,13 @@ def _row_config(
     if parts <= most_parts:
         return RowConfig(1, block_cols, parts, wide_threads)
     return RowConfig(1, BLOCK_BYTES // compute_bytes // 2, 0, MOST_THREADS)
+
+
+def lanes_of_warp(device: torch.device) -> int:
+    """64 on some of AMD's devices, whose type is "cuda", too."""
+    if torch.version.hip is None or device.type != "cuda":
+        return 32
+    return int(torch.cuda.get_device_properties(device).warp_size)
 
 
 def backward_programs(rows: int, groups: int, config: RowConfig, device: torch.device) -> int:

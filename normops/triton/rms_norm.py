@@ -370,7 +370,7 @@ def launch_forward(
     forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
         *arguments(input), *arguments(residual), *arguments(output), *arguments(residual_out),
         weight, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute, **options(config),
+        weight_offset=weight_offset, eps=eps, compute=compute, **options(config, input.tensor.device),
     )  # fmt: skip
 
 
@@ -395,6 +395,6 @@ def launch_backward(
     backward_kernel[programs,](
         *arguments(grad_output), *arguments(input), *arguments(grad_residual), *arguments(grad_input),
         weight, partials, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute, **options(config),
+        weight_offset=weight_offset, eps=eps, compute=compute, **options(config, input.tensor.device),
     )  # fmt: skip
     return None if partials is None else partials.view(-1, groups * cols).sum(0)
