@@ -63,6 +63,11 @@ def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
     if wanted == "0":
         return None, f"no ({because})"
+    if torches[0].rocm is not None:
+        about = f"torch {torches[0].version} is built for ROCm {torches[0].rocm}"
+        if os.environ.get("NORMOPS_CUDA") == "1":
+            stop(f"expected a torch built for CUDA because NORMOPS_CUDA=1, but {about}: leave NORMOPS_CUDA unset")
+        return None, f"no: {about}, where the kernels in Triton serve GPUs"  # FORCE_CUDA=1 means those of ROCm, too
     if nvcc is None:
         if wanted == "1":
             stop(f"expected nvcc on PATH or in CUDA_HOME/bin because {because}, but found none")

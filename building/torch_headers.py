@@ -16,6 +16,8 @@ class Torch(NamedTuple):
     folder: Path
     cuda: str | None
     """The version that it was built with."""
+    rocm: str | None = None
+    """Likewise; AMD's."""
 
     @property
     def minor(self) -> str:
@@ -53,5 +55,5 @@ def _read(folder: Path) -> Torch:
             f"expected torch {'.'.join(map(str, OLDEST))} or later, but got torch {version[1]}: "
             "pip install --upgrade torch"
         )
-    cuda = re.search(r"^cuda\b.* = '([^']+)'", text, re.MULTILINE)
-    return Torch(version[1], folder, cuda[1] if cuda is not None else None)
+    cuda, rocm = (re.search(rf"^{name}\b.* = '([^']+)'", text, re.MULTILINE) for name in ("cuda", "hip"))
+    return Torch(version[1], folder, cuda[1] if cuda is not None else None, rocm[1] if rocm is not None else None)

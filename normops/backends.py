@@ -1,8 +1,10 @@
-"""Which kernels serve CUDA tensors: the compiled ones, those in Triton, or neither."""
+"""Which kernels serve CUDA tensors, which on ROCm are AMD's: the compiled ones, those in Triton, or neither."""
 
 import importlib.util
 import os
 from typing import Literal, get_args
+
+import torch
 
 from normops import _C
 from normops._switch import Switch
@@ -54,6 +56,11 @@ def _resolve(name: str) -> Backend | None:
     if name == "auto":
         return "cuda" if _has_cuda() else "triton" if _has_triton() else None
     if name == "cuda":
+        if torch.version.hip is not None:
+            raise RuntimeError(
+                f"expected a torch built for CUDA for backend 'cuda', but got torch {torch.__version__}, built for "
+                f"ROCm {torch.version.hip}: on AMD's GPUs the kernels in Triton serve, use_backend('triton')"
+            )
         if not _has_cuda():
             raise RuntimeError(
                 "expected compiled CUDA kernels for backend 'cuda', but this build of normops has none: "
@@ -80,7 +87,7 @@ def _select(backend: Backend | None) -> None:
 
 
 def _has_cuda() -> bool:
-    return bool(_C.build_info()["cuda_archs"])
+    return torch.version.hip is None and bool(_C.build_info()["cuda_archs"])
 
 
 def _has_triton() -> bool:

@@ -82,6 +82,22 @@ def test_a_torch_without_cuda_needs_none(tools: Path, monkeypatch: pytest.Monkey
     assert cuda is not None
 
 
+def test_a_torch_for_rocm_takes_no_cuda(tools: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_nvcc(tools)
+    folder = torch_folder(tmp_path / "torch", "2.13.0+rocm7.2", hip="'7.2.26015'")
+    monkeypatch.setenv("NORMOPS_TORCH_FOLDERS", str(folder))
+    torches = find_torches()
+    about = "torch 2.13.0+rocm7.2 is built for ROCm 7.2.26015"
+    notice = f"no: {about}, where the kernels in Triton serve GPUs"
+    assert find_cuda(torches) == (None, notice)
+    monkeypatch.setenv("FORCE_CUDA", "1")
+    assert find_cuda(torches) == (None, notice)
+    monkeypatch.setenv("NORMOPS_CUDA", "1")
+    assert stopped(lambda: find_cuda(torches)) == (
+        f"expected a torch built for CUDA because NORMOPS_CUDA=1, but {about}: leave NORMOPS_CUDA unset"
+    )
+
+
 LATER = (
     "later ones compile it when they first run it, without clusters and early starts: NORMOPS_CUDA_ARCHS names them, "
     "or all"
@@ -335,10 +351,11 @@ def test_the_compiler_of_this_machine_is_found() -> None:
     assert find_compiler().name in ("GCC", "clang")
 
 
-def torch_folder(folder: Path, version: str, cuda: str = "None") -> Path:
+def torch_folder(folder: Path, version: str, cuda: str = "None", hip: str = "None") -> Path:
     (folder / "include" / "torch").mkdir(parents=True)
     (folder / "include" / "torch" / "library.h").touch()
-    (folder / "version.py").write_text(f"__version__ = '{version}'\ndebug = False\ncuda: Optional[str] = {cuda}\n")
+    versions = f"cuda: Optional[str] = {cuda}\nhip: Optional[str] = {hip}\n"
+    (folder / "version.py").write_text(f"__version__ = '{version}'\ndebug = False\n{versions}")
     return folder
 
 

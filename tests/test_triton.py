@@ -287,6 +287,17 @@ def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert normops.build_info()["cuda_backend"] is None
 
 
+def test_on_rocm_the_kernels_are_those_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was built: what AMD's GPUs hold are CUDA tensors to torch."""
+    monkeypatch.setattr(torch.version, "hip", "7.2.26015")
+    monkeypatch.setattr(_C, "build_info", lambda: {"cuda_archs": ["80"]})
+    expected = "expected a torch built for CUDA for backend 'cuda', but got torch .*, built for ROCm 7.2.26015: on"
+    with pytest.raises(RuntimeError, match=expected):
+        normops.use_backend("cuda")
+    with normops.use_backend("auto"):
+        assert backends.current_backend() == "triton"
+
+
 @pytest.mark.parametrize("cols", [1, 64, 4096, 8192, 32768, 65536])
 @pytest.mark.parametrize("lanes", [32, 64])
 def test_as_many_threads_in_warps_of_64_lanes(lanes: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
