@@ -101,7 +101,8 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, wid
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize(
-    "name", ["rms_norm", "add_rms_norm", "rms_norm_backward with residual", "gated_rms_norm_backward"]
+    "name",
+    ["rms_norm", "add_rms_norm", "rms_norm_backward with residual", "gated_rms_norm", "gated_rms_norm_backward"],
 )
 def test_kernels_compile_for_amd_and_access_16_bytes(name: str, dtype: str, width: str, arch: str) -> None:
     code = compiled(name, dtype, WIDTHS[width], arch).asm["amdgcn"]
