@@ -46,7 +46,7 @@ PYTEST := $(RUN) OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHIN
 test: TIER := -m "not release"
 test test-all: install-dev
 	$(PYTEST) --dist loadfile --no-loadscope-reorder $(TIER)
-	TRITON_INTERPRET=1 $(PYTEST) --triton $(TIER) @tests/triton.args
+	$(PYTEST) --triton $(TIER) @tests/triton.args
 
 # The same with another torch, in an environment of its own: a CUDA build of several GB.
 test-torch:

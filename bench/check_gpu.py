@@ -100,7 +100,7 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
         ]
     if step == 2:
         few = ("--triton", "-k", "1x1 and float16") if rehearsal else ()
-        backend = {"TRITON_INTERPRET": "1"} if rehearsal else {"NORMOPS_BACKEND": "triton"}
+        backend = {} if rehearsal else {"NORMOPS_BACKEND": "triton"}
         return [
             *build,
             tests("all tests", 250, *(("tests/test_errors.py", "tests/test_opinfo.py") if rehearsal else ("tests",))),

@@ -12,7 +12,7 @@ import normops  # noqa: F401  registers torch.ops.normops
 # Files that take long come first, the longest of all at the beginning: what is left for the end, when one process has
 # nothing to do any more, are short ones.
 LONGEST = (
-    "test_cuda_emulation.py",
+    "test_cuda_kernels.py",
     "test_cpu_kernels.py",
     "test_examples.py",
     "test_inductor.py",
@@ -33,24 +33,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", default="cpu", choices=("cpu", "cuda"), help="the device that the operators are tested on"
     )
 
-    parser.addoption("--triton", action="store_true", help="on the CPU, test the Triton kernels, in their interpreter")
+    parser.addoption("--triton", action="store_true", help="on the CPU, test the Triton kernels, as compiled for GPUs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--triton"):
-        import triton_interpreter
+        import triton_on_ptx
 
-        config.add_cleanup(triton_interpreter.serve_cpu().close)
+        config.add_cleanup(triton_on_ptx.serve_cpu().close)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if config.getoption("--device") == "cpu":
         for item in items:
-            # The interpreter takes long: to the kernels, float16 is another bfloat16, groups of several dimensions are
-            # groups, rows of any dtype, and wide rows are read alike with a gate.
+            # The interpreter of PTX takes long: to the kernels, float16 is another bfloat16, groups of several
+            # dimensions are groups, rows of any dtype, and wide rows are read alike with a gate.
             few = r"-float16-w:|-float64-w:.*-\dg-|-[23]g-|first-9000-"
-            if config.getoption("--triton") and re.search(few, item.name):
+            is_on_ptx = item.path.name == "test_cuda_kernels.py" or config.getoption("--triton")
+            if is_on_ptx and re.search(few, item.name):
                 item.add_marker(pytest.mark.release)
         return
     # The others are the same on any machine.
@@ -73,6 +74,12 @@ def device(request: pytest.FixtureRequest) -> str:
             pytest.fail("NORMOPS_REQUIRE_CUDA=1, but torch sees no GPU")
         pytest.skip("torch sees no GPU")
     return name
+
+
+@pytest.fixture(scope="session")
+def serves_cpu(request: pytest.FixtureRequest) -> bool:
+    """Whether the CPU kernels are tested, not those of a GPU."""
+    return request.config.getoption("--device") == "cpu" and not request.config.getoption("--triton")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """The Triton kernels: what becomes of them on a GPU, and how they are chosen.
 
-Their values are those that the tests of values find with --triton, see triton_interpreter.py.
+Their values are those that the tests of values find with --triton, see triton_on_ptx.py.
 """
 
 import re
@@ -132,7 +132,6 @@ def test_sums_do_not_follow_a_layout(name: str, dtype: str, cols: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward with residual", "gated_rms_norm_backward"])
 def test_kernels_compile_for_float64(name: str, width: str) -> None:
-    """The interpreter does not see what Triton makes of the branches that are not taken."""
     ptx = compiled(name, "fp64", WIDTHS[width] // 2, 90).asm["ptx"]
     assert re.search(r"\bld\.global\.v2\.b64", ptx)
     assert not re.search(r"\bfma\.rn\.f64", ptx)

@@ -107,5 +107,5 @@ def backward_programs(rows: int, groups: int, config: RowConfig, device: torch.d
         # A program that holds more than one block takes all registers of a multiprocessor.
         at_once = multiprocessors * (MOST_THREADS // config.threads if config.parts == 1 else 1)
     else:
-        at_once = 3  # in the interpreter: enough to show how they share
+        at_once = 3  # in the tests: enough to show how they share
     return groups * min(triton.cdiv(rows // groups, config.block_rows), max(1, at_once // groups))

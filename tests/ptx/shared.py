@@ -1,0 +1,217 @@
+"""The shared memory of all blocks, and who may know of whose accesses: races are found in any schedule.
+
+Time is counted in epochs, which end at barriers: of each block at bar.sync, of each warp at bar.warp.sync. An access is
+before another if an epoch that both threads take part in has ended in between; what a block sends to another, when the
+other has waited for the mbarrier that counts it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ptx.program import PtxError
+
+Array = Any
+WARP = 32
+GRANULE = 4  # bytes that are accessed as a whole
+POISON = 0xFF
+# Instead of the thread that has accessed a granule; ARRIVED - n: it came by way of mbarrier n of the block.
+NOBODY, SEVERAL, AGREED, ARRIVED = -1, -2, -3, -4
+MOST_BARRIERS = 4
+
+
+class Order:
+    """What threads know of each other."""
+
+    def __init__(self, blocks: int, block_threads: int, cluster: int) -> None:
+        threads = blocks * block_threads
+        self.block_threads = block_threads
+        self.epoch = np.zeros(blocks, "i4")
+        self.warp_epoch = np.zeros(threads // WARP, "i4")
+        self.known_epochs = np.zeros((threads, cluster), "i4")  # of the blocks of its cluster, which are over
+        self.phases_seen = np.zeros((threads, MOST_BARRIERS), "i4")  # of the mbarriers of its block
+
+    def end_epoch(self, block: int, rank: int) -> None:
+        """All threads of the block know what any of them knows."""
+        self.epoch[block] += 1
+        threads = slice(block * self.block_threads, (block + 1) * self.block_threads)
+        self.known_epochs[threads] = self.known_epochs[threads].max(0)
+        self.known_epochs[threads, rank] = self.epoch[block]
+        self.phases_seen[threads] = self.phases_seen[threads].max(0)
+
+    def is_before(self, other: Array, at: Array, warp_at: Array, threads: Array) -> Array:
+        """Whether accesses of the threads ``other``, in these epochs, are before what ``threads`` do now."""
+        block, warp = threads // self.block_threads, threads // WARP
+        by_block = (other // self.block_threads == block) & (self.epoch[block] > at)
+        return (other == threads) | by_block | ((other // WARP == warp) & (self.warp_epoch[warp] > warp_at))
+
+
+class Shared:
+    def __init__(self, blocks: int, size: int, order: Order, finds_races: bool) -> None:
+        """``size`` bytes of each block, followed by some that nobody may access."""
+        self.size, self.finds_races, self.order = size, finds_races, order
+        self.stride = -(-size // 16) * 16 + 16
+        self.bytes_ = np.full(blocks * self.stride, POISON, "u1")
+        granules = self.bytes_.size // GRANULE
+        self.is_initialized = np.zeros(granules, bool)
+        self.writer, self.reader = np.full((2, granules), NOBODY, "i4")
+        self.written_at, self.read_at = np.zeros((2, 2, granules), "i4")  # epochs of block and warp
+        self.agreeing: dict[int, set[int]] = {}  # threads, of granules to which several have written the same
+
+    def expect_inside(self, offsets: Array, size: int, line: int) -> None:
+        wrong = (offsets % size != 0) | (offsets + size > self.size)
+        if wrong.any():
+            raise PtxError(f"line {line}: {size} bytes of shared memory at {offsets[wrong][0]} of {self.size}")
+
+    def read(self, places: Array, threads: Array, kind: str, count: int, line: int) -> Array:
+        element = np.dtype(kind).itemsize
+        granules = self._granules(places, element * count)
+        if not self.is_initialized[granules].all():
+            wrong = int(granules[~self.is_initialized[granules]][0]) * GRANULE % self.stride
+            raise PtxError(f"line {line}: read of shared memory at {wrong} that nobody has written")
+        if self.finds_races:
+            self._note_read(granules, np.broadcast_to(threads[:, None], granules.shape), line)
+        return self.bytes_.view(kind)[places // element + np.arange(count)[:, None]]
+
+    def write(self, places: Array, threads: Array, values: Array, line: int) -> None:
+        """``values`` by number in a vector, then by thread."""
+        granules = self._granules(places, values.itemsize * len(values))
+        view = self.bytes_.view(values.dtype)
+        at = places // values.itemsize + np.arange(len(values))[:, None]
+        bits = f"u{values.itemsize}"
+        is_there = self.is_initialized[granules].all() and bool((view[at].view(bits) == values.view(bits)).all())
+        view[at] = values
+        self.is_initialized[granules] = True
+        if self.finds_races:
+            by = np.broadcast_to(threads[:, None], granules.shape)
+            if is_there:  # anyone may write it again
+                self._note_agreement(granules, by)
+            else:
+                self._note_write(granules, by, line, bool((view[at].view(bits) == values.view(bits)).all()))
+
+    @staticmethod
+    def _granules(places: Array, size: int) -> Array:
+        return (places // GRANULE)[:, None] + np.arange(max(size // GRANULE, 1))
+
+    def _note_read(self, granules: Array, threads: Array, line: int) -> None:
+        order = self.order
+        writer, at = self.writer[granules], self.written_at[0][granules]
+        fine = writer == NOBODY
+        if (agreed := writer == AGREED).any():
+            fine |= agreed & self._is_behind(granules, threads, at)
+        if (came := writer <= ARRIVED).any():
+            fine |= came & (order.phases_seen[threads, np.where(came, ARRIVED - writer, 0)] > at)
+        fine |= (writer >= 0) & order.is_before(writer, at, self.written_at[1][granules], threads)
+        self._expect(fine, granules, threads, writer, line, "reads", "wrote")
+        # If they are several, the latest of them: they are before the next write if that is behind a barrier.
+        block = threads // order.block_threads
+        previous = self.reader[granules]
+        later = (self.read_at[0][granules] < order.epoch[block]) | (previous == NOBODY) | (previous == threads)
+        self.reader[granules] = np.where(later, threads, SEVERAL)
+        self.reader[granules[self.reader[granules] != threads]] = SEVERAL
+        self.read_at[0][granules] = order.epoch[block]
+        self.read_at[1][granules] = order.warp_epoch[threads // WARP]
+
+    def _note_write(self, granules: Array, threads: Array, line: int, agrees: bool) -> None:
+        order = self.order
+        block = threads // order.block_threads
+        writer, at, warp_at = self.writer[granules], *self.written_at[:, granules]
+        fine = (writer == NOBODY) | (writer <= ARRIVED) | (writer >= 0) & order.is_before(writer, at, warp_at, threads)
+        fine |= (writer == AGREED) & (order.epoch[block] > at)
+        self._expect(fine, granules, threads, writer, line, "writes", "wrote")
+        reader, at, warp_at = self.reader[granules], *self.read_at[:, granules]
+        fine = (reader == NOBODY) | ((reader >= 0) & order.is_before(reader, at, warp_at, threads))
+        fine |= (reader == SEVERAL) & (order.epoch[block] > at)
+        self._expect(fine, granules, threads, reader, line, "writes", "reads")
+        self.reader[granules] = NOBODY
+        self.writer[granules] = threads
+        several = self.writer[granules] != threads
+        self._expect(~several | agrees, granules, threads, self.writer[granules], line, "writes", "writes")
+        self._note_agreement(granules[several], threads[several])
+        self.written_at[0][granules] = order.epoch[block]
+        self.written_at[1][granules] = order.warp_epoch[threads // WARP]
+
+    def _note_agreement(self, granules: Array, threads: Array) -> None:
+        """All of these threads have written what others have written, too."""
+        for granule, thread in zip(granules.ravel().tolist(), threads.ravel().tolist(), strict=True):
+            if self.writer[granule] != AGREED:
+                self.agreeing[granule] = {int(self.writer[granule])}
+                self.writer[granule] = AGREED
+            self.agreeing[granule].add(thread)
+
+    def _is_behind(self, granules: Array, threads: Array, at: Array) -> Array:
+        """Whether a barrier lies between, or the thread has written the same itself."""
+        behind = self.order.epoch[threads // self.order.block_threads] > at
+        for place in np.argwhere(~behind):
+            at_place = tuple(place)
+            behind[at_place] = int(threads[at_place]) in self.agreeing.get(int(granules[at_place]), ())
+        return behind
+
+    def _expect(
+        self, fine: Array, granules: Array, threads: Array, other: Array, line: int, does: str, did: str
+    ) -> None:
+        if fine.all():
+            return
+        place = int(granules[~fine][0]) * GRANULE % self.stride
+        name = int(other[~fine][0])
+        by = f"thread {name}" if name >= 0 else "several threads" if name > ARRIVED else "another block"
+        raise PtxError(
+            f"line {line}: race in shared memory at {place}: thread {threads[~fine][0]} {does} what {by} {did} without "
+            f"a barrier in between"
+        )
+
+
+@dataclass
+class Arrivals:
+    """An mbarrier. A phase ends when nobody is ``pending`` and all bytes have come that were expected."""
+
+    number: int  # in its block
+    cluster_phase: int  # in which it began
+    expected: int
+    pending: int
+    known_epochs: Array  # what those knew who have arrived
+    missing_bytes: int = 0
+    phase: int = 0
+    is_fenced: bool = False
+
+    def end_if_all_came(self) -> None:
+        if self.pending == 0 and self.missing_bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.expected
+
+
+@dataclass(eq=False)
+class Message:
+    """What st.async has sent and has not arrived yet."""
+
+    block: int
+    offset: int
+    value: Array
+    arrivals: Arrivals
+    known_epochs: Array  # to the sender
+
+    def arrive(self, shared: Shared) -> None:
+        size = self.value.dtype.itemsize
+        at = self.block * shared.stride + self.offset
+        shared.bytes_[at : at + size] = np.frombuffer(self.value.tobytes(), "u1")
+        granules = slice(at // GRANULE, (at + size) // GRANULE)
+        shared.is_initialized[granules] = True
+        shared.writer[granules] = ARRIVED - self.arrivals.number
+        shared.written_at[0, granules] = self.arrivals.phase
+        shared.reader[granules] = NOBODY
+        self.arrivals.missing_bytes -= size
+        self.arrivals.known_epochs = np.maximum(self.arrivals.known_epochs, self.known_epochs)
+        self.arrivals.end_if_all_came()
+
+    def expect_unread(self, shared: Shared, rank: int, thread: int, line: int) -> None:
+        """What it will overwrite has been read, as far as the sender knows."""
+        at = (self.block * shared.stride + self.offset) // GRANULE
+        known = self.known_epochs[rank]
+        for granule in range(at, at + self.value.dtype.itemsize // GRANULE):
+            reader, writer = shared.reader[granule], shared.writer[granule]
+            is_read = reader != NOBODY and shared.read_at[0][granule] >= known
+            if is_read or (writer >= 0 and writer != thread and shared.written_at[0][granule] >= known):
+                raise PtxError(
+                    f"line {line}: race in shared memory at {self.offset}: thread {thread} sends to block {self.block} "
+                    f"what that may still be reading"
+                )

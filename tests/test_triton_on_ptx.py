@@ -1,0 +1,57 @@
+"""That the tests of the Triton kernels would see what is wrong with them: with --triton."""
+
+import re
+
+import pytest
+import torch
+from ptx.program import PtxError
+
+from reference.cases import values
+
+ops = torch.ops.normops
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cols", "dtype"),
+    [
+        ("forward_kernel", 4096, torch.bfloat16),
+        ("backward_kernel", 300, torch.float32),
+        ("backward_kernel", 20000, torch.float32),
+    ],
+)
+def test_each_barrier_is_missed(
+    kernel: str, cols: int, dtype: torch.dtype, serves_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever is left out, somebody reads what another thread writes."""
+    if serves_cpu:
+        pytest.skip("the Triton kernels are not tested")
+    import triton_on_ptx
+
+    x, dy, w = values((7, cols), dtype, 1), values((7, cols), dtype, 2), values((cols,), dtype, 3)
+    call = triton_on_ptx.Launcher.__call__
+    left_out: int | None = None
+    seen = 0
+
+    def launch(self, x, y, z, stream, function, *rest):  # type: ignore[no-untyped-def]
+        nonlocal seen
+        if function.kernel.name == kernel:
+            parts = re.split(r"(bar\.sync\s+0;)", function.kernel.body)
+            seen = len(parts) // 2
+            if left_out is not None:
+                del parts[2 * left_out + 1]
+            function = triton_on_ptx.Function(function.kernel.with_body("".join(parts)), function.shared_bytes)
+        return call(self, x, y, z, stream, function, *rest)
+
+    def run() -> None:
+        if kernel == "forward_kernel":
+            ops.rms_norm(x, [cols], w, 1e-5)
+        else:
+            ops.rms_norm_backward(dy, x, [cols], w, 1e-5)
+
+    monkeypatch.setattr(triton_on_ptx.Launcher, "__call__", launch)
+    run()
+    assert seen > 0
+    for number in range(seen):
+        left_out = number
+        with pytest.raises((PtxError, RuntimeError), match=r"race in shared memory|nobody has written"):
+            run()

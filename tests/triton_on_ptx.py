@@ -1,0 +1,112 @@
+"""Runs the Triton kernels on CPU tensors: what Triton compiles for a GPU, in the interpreter of PTX.
+
+Triton's own JIT compiles and launches them, with all that it specializes on; neither a GPU nor ptxas is needed.
+"""
+
+import os
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from ptx.machine import Launch, Machine
+from ptx.memory import memory_of
+from ptx.program import Kernel, kernels_of
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+
+from normops import _C
+
+# Of the kernels in normops/triton, the parameters that they write to. What is there at first they may not read.
+WRITTEN = {"y", "residual_out", "dx", "dgate", "partials"}
+FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
+# Not Triton's own: what is kept there has no machine code, which a GPU would ask for.
+CACHE = Path(__file__).parent.parent / "build" / "triton_on_ptx"
+WARP = 32
+SCRATCH_BYTES = 16  # two pointers that Triton passes behind the parameters, for memory that these kernels do without
+
+launches: Counter[str] = Counter()
+"""How often which kernel ran."""
+
+
+class Function:
+    """A kernel that is loaded."""
+
+    def __init__(self, kernel: Kernel, shared_bytes: int) -> None:
+        self.kernel, self.shared_bytes = kernel, shared_bytes
+
+
+class Launcher:
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._signature, self._metadata = source.signature, metadata
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Function, *rest: Any) -> None:
+        arguments = rest[-len(self._signature) :]
+        params, tensors = b"", []
+        for (name, kind), value in zip(self._signature.items(), arguments, strict=True):
+            if kind == "constexpr":
+                continue
+            code = "Q" if kind[0] == "*" else FORMATS[kind]
+            if kind[0] == "*":
+                tensors.append((name, value, name in WRITTEN))
+                value = value.data_ptr()
+            params += struct.pack("<" + "x" * (-len(params) % struct.calcsize(code)) + code, value)
+        params += bytes(-len(params) % 8 + SCRATCH_BYTES)
+        launch = Launch(
+            function.kernel,
+            (x, y, z),
+            (WARP * self._metadata.num_warps, 1, 1),
+            params,
+            memory_of(tensors),
+            dynamic_shared=function.shared_bytes,
+            starts_early=bool(self._metadata.launch_pdl),
+        )
+        Machine(launch).run()
+        launches[function.kernel.name] += 1
+
+
+class Utils:
+    def __init__(self) -> None:
+        self.ptx = ""
+
+    def load_binary(self, name: str, binary: bytes, shared_bytes: int, device: int) -> tuple[Any, ...]:
+        """Module, function, registers, spills, most threads."""
+        kernel = kernels_of(self.ptx)[name]
+        return kernel, Function(kernel, shared_bytes), 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10, "multiprocessor_count": 3, "warpSize": WARP}
+
+
+class Driver:
+    launcher_cls = Launcher
+
+    def __init__(self, arch: int) -> None:
+        self.utils, self._arch = Utils(), arch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._arch, WARP)
+
+
+def serve_cpu(arch: int | None = None) -> _C.Registration:
+    """Puts the Triton launchers in the place of the CPU kernels. ``arch`` is TRITON_ARCH, or 90."""
+    driver = Driver(arch or int(os.environ.get("TRITON_ARCH", "90")))
+    triton.runtime.driver.set_active(driver)
+    CUDABackend.make_cubin = lambda *arguments, **keywords: b"none"
+
+    def before_load(module: Any, function: Any, name: str, files: dict[str, str], key: str) -> None:
+        path = next(Path(path) for file, path in files.items() if file.endswith(".ptx"))
+        driver.utils.ptx = path.read_text()
+
+    triton.knobs.cache.dir = str(CACHE)
+    triton.knobs.runtime.kernel_load_start_hook = before_load
+    torch.set_num_threads(1)
+    return _C.register_triton("CPU")
