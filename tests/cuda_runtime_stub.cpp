@@ -1,6 +1,6 @@
-// Stands for the CUDA runtime under the kernels' launchers as nvcc compiles them: GPUs that only write down what they
-// are asked. What is not here normops does not call, or its library does not link: no synchronization, no memory, no
-// cudaSetDevice, no count of the devices.
+// Stands for the CUDA runtime under the kernels' launchers as nvcc compiles them: GPUs that write down what they are
+// asked, and leave the kernels that they are to launch to whoever wants to run them. What is not here normops does not
+// call, or its library does not link: no synchronization, no memory, no cudaSetDevice, no count of the devices.
 //
 // What can go wrong goes wrong here, too: a kernel is loaded when it is first used, which a capture does not survive; a
 // device that is busy gets no context; and what a kernel has to ask for it does not get unasked.
@@ -19,7 +19,8 @@
 
 namespace {
 
-constexpr int kDevices = 3;
+constexpr int kDevices = 3;  // that there seem to be
+constexpr int kMostDevices = 256;
 
 // Mirrored by fake_gpus.py.
 struct Gpu {
@@ -34,13 +35,18 @@ struct Gpu {
 
 struct Kernel {
   std::string name;
+  const char* mangled;
   int shared_bytes = 48 << 10;
   int cluster = 8;
 };
 
 std::mutex mutex;
-Gpu gpus[kDevices];
+Gpu gpus[kMostDevices];
 std::ostringstream calls;
+// Returns 0 if the kernel has run.
+using Run = int (*)(const char* kernel, const unsigned* grid, const unsigned* block, unsigned cluster,
+                    size_t shared_bytes, int starts_early, void** args);
+Run run_kernel = nullptr;
 std::map<std::pair<const void*, int>, Kernel> loaded;
 bool is_capturing, is_capture_valid;
 thread_local int current_device;
@@ -87,7 +93,8 @@ cudaError_t load(const void* function, Kernel*& kernel) {
   if (!loaded.contains(key)) {
     if (const cudaError_t error = use_device(); error != cudaSuccess) return error;
     if (const cudaError_t error = change_device(); error != cudaSuccess) return error;
-    loaded[key].name = readable(names().at(function));
+    loaded[key].mangled = names().at(function).c_str();
+    loaded[key].name = readable(loaded[key].mangled);
     calls << "load " << loaded[key].name << '\n';
   }
   kernel = &loaded[key];
@@ -127,6 +134,7 @@ extern "C" {
 
 Gpu* stub_gpu(int device) { return &gpus[device]; }
 int stub_devices() { return kDevices; }
+void stub_run_kernels(Run run) { run_kernel = run; }
 
 // torch's own part: which device is current, and that a capture is under way.
 int stub_current_device() { return current_device; }
@@ -274,15 +282,23 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function, 
   return check_shape(*kernel, config->dynamicSmemBytes, cluster);
 }
 
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void**) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** args) {
   const std::lock_guard lock(mutex);
   Kernel* kernel = nullptr;
   if (const cudaError_t error = load(function, kernel); error != cudaSuccess) return error;
-  const Attributes attributes = attributes_of(*config);
+  const auto [cluster, starts_early] = attributes_of(*config);
   calls << "launch " << kernel->name << " on device " << current_device << " stream "
-        << reinterpret_cast<uintptr_t>(config->stream) << " cluster " << attributes.cluster << " shared "
-        << config->dynamicSmemBytes << (attributes.starts_early ? " early" : "") << '\n';
-  return check_shape(*kernel, config->dynamicSmemBytes, attributes.cluster);
+        << reinterpret_cast<uintptr_t>(config->stream) << " cluster " << cluster << " shared "
+        << config->dynamicSmemBytes << (starts_early ? " early" : "") << '\n';
+  if (const cudaError_t error = check_shape(*kernel, config->dynamicSmemBytes, cluster); error != cudaSuccess) {
+    return error;
+  }
+  if (run_kernel == nullptr) return cudaSuccess;
+  const unsigned grid[] = {config->gridDim.x, config->gridDim.y, config->gridDim.z};
+  const unsigned block[] = {config->blockDim.x, config->blockDim.y, config->blockDim.z};
+  const int error = run_kernel(kernel->mangled, grid, block, static_cast<unsigned>(cluster), config->dynamicSmemBytes,
+                               starts_early, args);
+  return error == 0 ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
 }  // extern "C"

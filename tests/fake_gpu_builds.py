@@ -1,4 +1,4 @@
-"""Builds the operators as they are over GPUs that are none: over cuda_runtime_stub.cpp, or the emulation."""
+"""Builds the operators as they are over the GPUs of cuda_runtime_stub.cpp."""
 
 import os
 import shutil
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import emulated_cuda
+import cuda_on_ptx
 import pytest
 import torch
 from fake_gpus import DEVICE, KERNELS
@@ -35,7 +35,16 @@ def build(folder: Path, *objects: str) -> None:
     subprocess.run([*link, *objects, "-o", str(folder / KERNELS)], check=True)
     torch_folder = Path(torch.__file__).parent
     includes = [f"-isystem{torch_folder}/include{api}" for api in ("", "/torch/csrc/api/include")]
-    libraries = [f"-L{folder}", "-lnormops_kernels", f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu", "-ltorch"]
+    libraries = [
+        f"-L{folder}",
+        "-Wl,--no-as-needed",
+        "-lnormops_kernels",
+        "-Wl,--as-needed",
+        f"-L{torch_folder}/lib",
+        "-lc10",
+        "-ltorch_cpu",
+        "-ltorch",
+    ]
     command = [*CXX, "-O0", "-DAT_PER_OPERATOR_HEADERS", *includes, "-shared", str(TESTS / "fake_gpus.cpp")]
     subprocess.run([*command, *libraries, "-Wl,-rpath,$ORIGIN", "-o", str(folder / DEVICE)], check=True)
     (folder / "torch").mkdir()
@@ -45,18 +54,16 @@ def build(folder: Path, *objects: str) -> None:
 def build_recording(folder: Path) -> None:
     """With what nvcc compiled."""
     stub = folder / "stub.o"
-    command = [*CXX, "-O1", *emulated_cuda.toolkit_includes(), "-c", str(TESTS / "cuda_runtime_stub.cpp")]
+    command = [*CXX, "-O1", *cuda_on_ptx.toolkit_includes(), "-c", str(TESTS / "cuda_runtime_stub.cpp")]
     subprocess.run([*command, "-o", str(stub)], check=True)
     build(folder, *map(str, sorted(BUILT.glob("cuda/*.o"))), str(stub))
 
 
-def build_emulated(folder: Path, emulated_kernels: Path) -> None:
-    """With the kernels of emulated_cuda.py, which compute."""
-    gpus = folder / "emulated_gpus.o"
-    source = TESTS / "emulated_gpus.cpp"
-    subprocess.run([*CXX, f"-I{TESTS.parent}/csrc/cuda", "-c", str(source), "-o", str(gpus)], check=True)
+def build_computing(folder: Path, kernels: Path) -> None:
+    """With the library of cuda_on_ptx.py, whose kernels there is PTX of."""
     # Which the operators need, not these objects.
-    build(folder, str(gpus), "-Wl,--no-as-needed", str(emulated_kernels), f"-Wl,-rpath,{emulated_kernels.parent}")
+    others = [str(BUILT / "cuda" / name) for name in ("device.o", "build_info.o")]
+    build(folder, *others, "-Wl,--no-as-needed", str(kernels), f"-Wl,-rpath,{kernels.parent}")
 
 
 def run(program: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

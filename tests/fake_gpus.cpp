@@ -1,6 +1,6 @@
-// CUDA tensors in a build of torch without CUDA, on the devices of cuda_runtime_stub.cpp or emulated_gpus.cpp: their
-// memory is the CPU's. What torch needs of a device is here: a guard, streams, an allocator, and the operators that
-// normops calls besides its own.
+// CUDA tensors in a build of torch without CUDA, on the devices of cuda_runtime_stub.cpp: their memory is the CPU's.
+// What torch needs of a device is here: a guard, streams, an allocator, and the operators that normops calls besides
+// its own.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
@@ -10,6 +10,8 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <string>
 
 extern "C" {  // of the stub
@@ -58,6 +60,9 @@ struct Block {
   size_t bytes;
 };
 
+std::mutex mutex;
+std::map<void*, size_t> allocated;
+
 // Writes down how long memory lives, and for which stream it is.
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
@@ -68,11 +73,15 @@ struct Allocator final : c10::Allocator {
                    .c_str());
     void* const data = std::aligned_alloc(512, (bytes + 512) / 512 * 512);
     std::memset(data, 0xff, bytes);  // NaN, of any dtype: what nobody writes is seen
+    const std::lock_guard lock(mutex);
+    allocated[data] = bytes;
     return {data, new Block{data, bytes}, &release, device};
   }
   static void release(void* context) {
     const Block* const block = static_cast<Block*>(context);
     stub_write(("release " + std::to_string(block->bytes)).c_str());
+    const std::lock_guard lock(mutex);
+    allocated.erase(block->data);
     std::free(block->data);
     delete block;
   }
@@ -147,5 +156,13 @@ TORCH_LIBRARY(fake_gpus, m) {
 }  // namespace
 
 #pragma GCC visibility push(default)
-extern "C" void fake_set_stream(int device, int64_t stream) { current_streams[device] = stream; }
+extern "C" {
+void fake_set_stream(int device, int64_t stream) { current_streams[device] = stream; }
+
+// Calls use(address, bytes) for all memory there is.
+void fake_each_block(void (*use)(int64_t, int64_t)) {
+  const std::lock_guard lock(mutex);
+  for (const auto& [data, bytes] : allocated) use(reinterpret_cast<int64_t>(data), static_cast<int64_t>(bytes));
+}
+}
 #pragma GCC visibility pop

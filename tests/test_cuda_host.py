@@ -6,7 +6,7 @@ The cases are in fake_gpu_cases.py, which is imported for that.
 import shutil
 from pathlib import Path
 
-import emulated_cuda
+import cuda_on_ptx
 import fake_gpu_builds
 import fake_gpu_cases
 import fake_gpus
@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine"),
-    pytest.mark.skipif(not emulated_cuda.toolkit_includes(), reason="no headers of the CUDA toolkit on this machine"),
+    pytest.mark.skipif(not cuda_on_ptx.toolkit_includes(), reason="no headers of the CUDA toolkit on this machine"),
 ]
 
 

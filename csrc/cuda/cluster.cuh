@@ -20,14 +20,10 @@ __device__ inline void arrive_at_cluster() {
 }
 
 __device__ inline void wait_for_cluster() {
-#if defined(NORMOPS_CUDA_EMULATION)
-  cluster_barrier();
-#elif NORMOPS_CLUSTERS
+#if NORMOPS_CLUSTERS
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
-
-#if !defined(NORMOPS_CUDA_EMULATION)
 
 // An mbarrier, which lies in a block's shared memory and counts the bytes that other blocks send there. It is used
 // again and again: each time ends when all bytes that were expected have come.
@@ -100,7 +96,5 @@ class Arrivals {
 
   uint64_t barrier_;
 };
-
-#endif
 
 }  // namespace normops::cuda

@@ -1,5 +1,4 @@
-// What the kernels take from CUDA, and the one place that knows of the emulation in tests/, which runs the same sources
-// on the CPU.
+// What the kernels take from CUDA.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -10,9 +9,6 @@
 #include <tuple>
 #include <utility>
 
-#if defined(NORMOPS_CUDA_EMULATION)
-#include "cuda_emulation.h"
-#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -20,7 +16,6 @@
 #define NORMOPS_CLUSTERS 1
 #else
 #define NORMOPS_CLUSTERS 0
-#endif
 #endif
 
 namespace normops::cuda {
@@ -31,61 +26,41 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // The dynamic shared memory of a block.
 template <class T>
 __device__ T* dynamic_shared() {
-#if defined(NORMOPS_CUDA_EMULATION)
-  return static_cast<T*>(emulation::dynamic_shared());
-#else
   extern __shared__ uint4 normops_dynamic_shared[];
   return reinterpret_cast<T*>(normops_dynamic_shared);
-#endif
 }
 
 // The compiler moves no memory access across this. Otherwise it would load ahead, and run out of registers.
-__device__ inline void keep_order() {
-#if !defined(NORMOPS_CUDA_EMULATION)
-  asm volatile("" ::: "memory");
-#endif
-}
+__device__ inline void keep_order() { asm volatile("" ::: "memory"); }
 
 // The assembler, too, moves no memory access across this, which costs an instruction. All threads of a warp call it
 // alike.
-__device__ inline void keep_order_of_warp() {
-#if !defined(NORMOPS_CUDA_EMULATION)
-  __syncwarp();
-#endif
-}
+__device__ inline void keep_order_of_warp() { __syncwarp(); }
 
 // Makes the compiler forget what it knows about an integer. Otherwise it would keep what it has made of it, or make the
 // integer anew wherever it is used.
 template <class Integer>
-__device__ void forget([[maybe_unused]] Integer& number) {
-#if !defined(NORMOPS_CUDA_EMULATION)
+__device__ void forget(Integer& number) {
   if constexpr (sizeof(Integer) == 4) {
     asm volatile("" : "+r"(number));
   } else {
     asm volatile("" : "+l"(number));
   }
-#endif
 }
 
 // The same for a pointer to global memory.
 template <class T>
-__device__ void forget([[maybe_unused]] T*& pointer) {
-#if !defined(NORMOPS_CUDA_EMULATION)
+__device__ void forget(T*& pointer) {
   asm volatile("" : "+l"(pointer));
   __builtin_assume(__isGlobal(pointer));
-#endif
 }
 
 // 1 / number, rounded to the nearest, for numbers whose reciprocals are normal. A division would have a branch for the
 // others.
 __device__ inline float reciprocal(float number) {
-#if defined(NORMOPS_CUDA_EMULATION)
-  return 1 / number;
-#else
   float estimate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(number));
   return __fmaf_rn(__fmaf_rn(-number, estimate, 1), estimate, estimate);
-#endif
 }
 
 __device__ inline double reciprocal(double number) { return 1 / number; }
@@ -104,20 +79,6 @@ __device__ inline void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-
-#if defined(NORMOPS_CUDA_EMULATION)
-
-template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), const LaunchShape& shape, void*, const Args&... args) {
-  emulation::launch([&] { kernel(args...); }, shape.grid, shape.block, shape.shared_bytes);
-}
-
-template <class... Params>
-int64_t clusters_at_once(void (*)(Params...), const LaunchShape& shape, int multiprocessors) {
-  return multiprocessors / shape.grid.y;
-}
-
-#else
 
 inline void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("normops: CUDA: ") + cudaGetErrorString(error));
@@ -248,7 +209,5 @@ int64_t clusters_at_once(void (*kernel)(Params...), const LaunchShape& shape, in
     return count;
   });
 }
-
-#endif
 
 }  // namespace normops::cuda

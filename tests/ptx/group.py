@@ -237,7 +237,7 @@ class Group:
 
     def _noise(self, *operands: Array) -> Array:
         """Between -1 and 1."""
-        bits = np.uint64(self.machine.launch.seed)
+        bits = np.uint64(self.machine.launch.hardware)
         for operand in operands:
             bits = (bits ^ operand.view("u4").astype("u8")) * np.uint64(0x9E3779B97F4A7C15)
             bits = bits ^ (bits >> np.uint64(29))

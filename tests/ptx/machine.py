@@ -27,7 +27,8 @@ class Launch:
     dynamic_shared: int = 0
     starts_early: bool = False  # while the kernel before it runs
     group: str = "grid"
-    seed: int = 0  # of the order of groups and messages, and of what approximations return
+    seed: int = 0  # of the order of groups and messages
+    hardware: int = 0  # what approximations return: of one GPU always the same
     finds_races: bool = True
 
 

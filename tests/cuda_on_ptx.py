@@ -1,24 +1,33 @@
-"""Builds the CUDA kernels for the CPU, on cuda_emulation.h, and calls them with tensors."""
+"""Calls the launchers of the CUDA kernels, as nvcc compiles them, and runs the PTX that they launch.
+
+cuda_runtime_stub.cpp is the runtime that they call, ptx the interpreter that it hands kernels to.
+"""
 
 import ctypes
 import os
 import re
 import shutil
 import subprocess
+from collections import Counter
+from collections.abc import Callable
 from ctypes import Structure
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from ptx.machine import Launch, Machine
+from ptx.memory import Memory, memory_of
+from ptx.program import Kernel, kernels_of
 from structures import read_structs
 from torch import Tensor
 
+from building.cuda import FLAGS
 from reference.cases import DTYPES, EPS
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
-KERNELS = TESTS / "cuda_kernels.cpp"
-SANITIZED = ("-fsanitize=address,alignment,bounds", "-fno-sanitize-recover=all", "-g1", "-O1")
+KERNELS, RUNTIME = TESTS / "cuda_kernels.cu", TESTS / "cuda_runtime_stub.cpp"
+ARCHS = (80, 90)
 
 
 def toolkit_includes() -> list[str]:
@@ -39,19 +48,82 @@ def toolkit_includes() -> list[str]:
     return [option for folder in folders for option in ("-isystem", folder)] if found else []
 
 
-def build(source: Path, target: Path, *options: str, csrc: Path = CSRC) -> Path:
-    """Compiles a program, or with -shared a library, that includes the kernels in ``csrc``."""
-    command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
-    command += ["-fno-strict-aliasing"]  # as for nvcc, a pack may be copied as other types than it is read
-    command += ["-U_FORTIFY_SOURCE"]  # which takes a jump from one stack to another for an error
-    command += ["-DNORMOPS_CUDA_EMULATION", *toolkit_includes(), f"-I{TESTS}", f"-I{csrc}/cuda"]
-    subprocess.run([*command, *options, str(source), "-o", str(target)], check=True)
-    return target
+def nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=f"{home}/bin" if home else None)
 
 
-def build_library(target: Path, *options: str, csrc: Path = CSRC) -> Path:
-    # Hidden: symbols of one library must not pass for those of another.
-    return build(KERNELS, target, "-shared", "-fPIC", "-fvisibility=hidden", *options, csrc=csrc)
+def build_library(folder: Path) -> Path:
+    """The launchers over the stub; beside them, what nvcc keeps, is the PTX."""
+    library = folder / "libcuda_kernels.so"
+    archs = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ARCHS]
+    files = [
+        "--keep",
+        f"--keep-dir={folder}",
+        "-shared",
+        "-cudart=none",
+        str(KERNELS),
+        str(RUNTIME),
+        "-o",
+        str(library),
+    ]
+    command = [str(nvcc()), *FLAGS, "--threads=2", *archs, f"-I{CSRC}/cuda", *files]
+    subprocess.run(command, check=True)
+    return library
+
+
+def ptx_of(library: Path, arch: int) -> dict[str, Kernel]:
+    (path,) = library.parent.glob(f"{KERNELS.stem}*compute_{arch}.ptx")
+    return kernels_of(path.read_text())
+
+
+# Called by the stub: the kernel's name, grid, block, blocks of a cluster, bytes of shared memory, whether it starts
+# early, and where its arguments are.
+Run = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_uint,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.POINTER(ctypes.c_void_p),
+)
+
+
+class Gpu:
+    """Runs the kernels that a library over the stub launches, in the PTX of ``arch``."""
+
+    def __init__(self, kernels: dict[str, Kernel], memory: Callable[[], Memory]) -> None:
+        self.kernels, self._memory = kernels, memory
+        self.ran: Counter[str] = Counter()
+        self.seed = self.hardware = 0
+        self.error: BaseException | None = None
+        self.run = Run(self._launched)
+
+    def _launched(self, name: bytes, grid: Any, block: Any, cluster: int, shared: int, early: int, args: Any) -> int:
+        try:
+            kernel = self.kernels[name.decode()]
+            params = bytearray(kernel.param_bytes)
+            for number, (offset, size) in enumerate(kernel.params.values()):
+                params[offset : offset + size] = ctypes.string_at(args[number], size)
+            sizes = (grid[0], grid[1], grid[2]), (block[0], block[1], block[2])
+            launch = Launch(kernel, *sizes, bytes(params), self._memory(), cluster, shared, bool(early), seed=self.seed)
+            # By warp it takes many times as long as all at once.
+            blocks, threads = (int(torch.tensor(size).prod()) for size in sizes)
+            launch.hardware = self.hardware
+            launch.group = ("grid", "block", "warp" if blocks * threads <= 1024 else "cluster")[self.seed % 3]
+            Machine(launch).run()
+            self.ran[kernel.name] += 1
+            return 0
+        except BaseException as error:
+            self.error = error  # for who has called the launcher
+            return 1
+
+    def check(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
 
 _structs = read_structs()
@@ -61,7 +133,7 @@ RowLayout, RowConfig, Weight, Gating, Device = (
 
 
 def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1) -> Structure:
-    return Device(multiprocessors, shared_bytes, cluster, False)
+    return Device(multiprocessors, shared_bytes, cluster)
 
 
 ACTIVATIONS = ("silu", "sigmoid")
@@ -124,22 +196,19 @@ class Rows(NamedTuple):
     layout: Structure
 
 
-def rows_of(tensor: Tensor | None) -> Rows:
-    if tensor is None:
-        return Rows(None, None, RowLayout())
-    layout = row_layout(tensor)
-    if layout is None:
-        tensor = tensor.contiguous()
-        layout = row_layout(tensor)
-        assert layout is not None
-    return Rows(tensor, tensor.data_ptr(), layout)
-
-
 class Kernels:
-    """The functions of cuda_kernels.cpp. ``seed`` says in which order threads run."""
+    """The functions of cuda_kernels.cu.
 
-    def __init__(self, library: Path) -> None:
+    ``seed`` says in which order threads run, and in groups of which size.
+    """
+
+    def __init__(self, library: Path, arch: int) -> None:
         self._library = ctypes.CDLL(str(library))
+        self._library.stub_gpu.restype = ctypes.POINTER(ctypes.c_int * 7)
+        self._arch = arch
+        self._tensors: list[tuple[str, Tensor, bool]] = []
+        self._memory: Memory | None = None
+        self.gpu = Gpu(ptx_of(library, arch), self._memory_of_call)
         sizes = (ctypes.c_int64 * len(_structs)).in_dll(self._library, "structure_bytes")
         assert list(sizes) == [ctypes.sizeof(struct) for struct in _structs.values()]
         for name in ("rms_norm", "rms_norm_backward", "add_rms_norm", "grad_weight"):
@@ -150,6 +219,38 @@ class Kernels:
             getattr(self._library, name).restype = ctypes.c_int64
         for name in ("forward_config_of", "backward_config_of", "gated_config_of"):
             getattr(self._library, name).restype = RowConfig
+
+    def _memory_of_call(self) -> Memory:
+        self._memory = self._memory or memory_of(self._tensors)
+        return self._memory
+
+    def _rows(self, name: str, tensor: Tensor | None, is_written: bool = False) -> Rows:
+        if tensor is None:
+            return Rows(None, None, RowLayout())
+        layout = row_layout(tensor)
+        if layout is None:
+            tensor = tensor.contiguous()
+            layout = row_layout(tensor)
+            assert layout is not None
+        self._tensors.append((name, tensor, is_written))
+        return Rows(tensor, tensor.data_ptr(), layout)
+
+    def _choose_device(self, on: Structure) -> None:
+        # The launchers ask a device once how much it runs: one with another number of multiprocessors is another.
+        self._library.stub_set_device(on.multiprocessors)
+        self._library.stub_gpu(on.multiprocessors).contents[2] = on.multiprocessors
+        on.early_start = self._arch >= 90
+
+    def _call(self, function: str, *arguments: Any, on: Structure | None = None, seed: int = 0) -> None:
+        """With the memory of the rows that were taken since the call before; no other may be accessed."""
+        if on is not None:
+            self._choose_device(on)
+        self._library.stub_run_kernels(self.gpu.run)
+        self.gpu.seed = seed
+        message = getattr(self._library, function)(*arguments, *([ctypes.byref(on)] if on is not None else []))
+        self._tensors, self._memory = [], None
+        self.gpu.check()
+        assert message is None, message.decode()
 
     def forward_config(self, packs_of_row: int, on: Structure) -> Structure:
         return self._library.forward_config_of(ctypes.c_int64(packs_of_row), ctypes.byref(on))
@@ -169,6 +270,7 @@ class Kernels:
         grad_output_dtype: torch.dtype | None = None,
         groups: int = 1,
     ) -> int:
+        self._choose_device(on)
         pair = (DTYPES.index(dtype), DTYPES.index(grad_output_dtype or dtype))
         sizes = (ctypes.c_int64(size) for size in (rows, cols, groups))
         count: int = self._library.partials(*pair, *sizes, ctypes.byref(on))
@@ -186,7 +288,7 @@ class Kernels:
         seed: int = 0,
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
-        x, y = rows_of(input), rows_of(output.rows)
+        x, y = self._rows("input", input), self._rows("output", output.rows, True)
         cols = input.shape[-1]
         args = _structs["RmsNormArgs"](
             DTYPES.index(input.dtype),
@@ -197,7 +299,7 @@ class Kernels:
             *x[1:],
             *y[1:],
         )
-        self._check(self._library.rms_norm(ctypes.byref(args), ctypes.byref(on or device()), ctypes.c_uint64(seed)))
+        self._call("rms_norm", ctypes.byref(args), on=on or device(), seed=seed)
         return output.result()
 
     def add_rms_norm(
@@ -215,7 +317,8 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         output = output or Output(tuple(input.shape), input.dtype)
         residual_out = residual_out or Output(tuple(input.shape), residual.dtype)
-        x, r, y, h = (rows_of(tensor) for tensor in (input, residual, output.rows, residual_out.rows))
+        x, r = self._rows("input", input), self._rows("residual", residual)
+        y, h = self._rows("output", output.rows, True), self._rows("residual_out", residual_out.rows, True)
         cols = input.shape[-1]
         args = _structs["AddRmsNormArgs"](
             DTYPES.index(input.dtype),
@@ -229,7 +332,7 @@ class Kernels:
             *r[1:],
             *h[1:],
         )
-        self._check(self._library.add_rms_norm(ctypes.byref(args), ctypes.byref(on or device()), ctypes.c_uint64(seed)))
+        self._call("add_rms_norm", ctypes.byref(args), on=on or device(), seed=seed)
         return output.result(), residual_out.result()
 
     def rms_norm_backward(
@@ -258,8 +361,9 @@ class Kernels:
             count = self.partials(input.dtype, rows, cols, on, grad_output.dtype, groups)
             compute = torch.float64 if input.dtype == torch.float64 else torch.float32
             partials = Output((count, groups * cols), compute)
-        dy, x, dz = rows_of(grad_output), rows_of(input), rows_of(grad_residual)
-        dx = rows_of(grad_input.rows if grad_input is not None else None)
+        dy, x = self._rows("grad_output", grad_output), self._rows("input", input)
+        dz = self._rows("grad_residual", grad_residual)
+        dx = self._rows("grad_input", grad_input.rows if grad_input is not None else None, True)
         args = _structs["RmsNormBackwardArgs"](
             dtype,
             DTYPES.index(grad_output.dtype),
@@ -271,9 +375,9 @@ class Kernels:
             *x[1:],
             *dz[1:],
             *dx[1:],
-            partials.rows.data_ptr() if partials is not None else None,
+            self._rows("partials", partials.rows if partials is not None else None, True).data,
         )
-        self._check(self._library.rms_norm_backward(ctypes.byref(args), ctypes.byref(on), ctypes.c_uint64(seed)))
+        self._call("rms_norm_backward", ctypes.byref(args), on=on, seed=seed)
         return (
             grad_input.result() if grad_input is not None else None,
             self._grad_weight(dtype, weight, partials, seed),
@@ -294,7 +398,8 @@ class Kernels:
         seed: int = 0,
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
-        x, g, y = rows_of(input), rows_of(gate), rows_of(output.rows)
+        x, g = self._rows("input", input), self._rows("gate", gate)
+        y = self._rows("output", output.rows, True)
         cols = input.shape[-1]
         args = _structs["GatedRmsNormArgs"](
             DTYPES.index(input.dtype),
@@ -308,8 +413,7 @@ class Kernels:
             DTYPES.index(gate.dtype),
             *g[1:],
         )
-        on = on or device()
-        self._check(self._library.gated_rms_norm(ctypes.byref(args), ctypes.byref(on), ctypes.c_uint64(seed)))
+        self._call("gated_rms_norm", ctypes.byref(args), on=on or device(), seed=seed)
         return output.result()
 
     def gated_rms_norm_backward(
@@ -341,12 +445,14 @@ class Kernels:
         if output_mask[2] and weight is not None:
             groups = weight.shape[:-1].numel()
             sizes = (ctypes.c_int64(size) for size in (rows, cols, groups))
+            self._choose_device(on)
             count = self._library.gated_partials(dtype, *sizes, ctypes.byref(on))
             compute = torch.float64 if input.dtype == torch.float64 else torch.float32
             partials = Output((count, groups * cols), compute)
-        dy, x, g = rows_of(grad_output), rows_of(input), rows_of(gate)
-        dx = rows_of(grad_input.rows if grad_input is not None else None)
-        dg = rows_of(grad_gate.rows if grad_gate is not None else None)
+        dy, x = self._rows("grad_output", grad_output), self._rows("input", input)
+        g = self._rows("gate", gate)
+        dx = self._rows("grad_input", grad_input.rows if grad_input is not None else None, True)
+        dg = self._rows("grad_gate", grad_gate.rows if grad_gate is not None else None, True)
         args = _structs["GatedRmsNormBackwardArgs"](
             dtype,
             dtype,
@@ -356,15 +462,15 @@ class Kernels:
             self._weight(weight, weight_offset),
             *dy[1:],
             *x[1:],
-            *rows_of(None)[1:],
+            *self._rows("grad_residual", None)[1:],
             *dx[1:],
-            partials.rows.data_ptr() if partials is not None else None,
+            self._rows("partials", partials.rows if partials is not None else None, True).data,
             Gating(ACTIVATIONS.index(activation), norm_before_gate),
             DTYPES.index(gate.dtype),
             *g[1:],
             *dg[1:],
         )
-        self._check(self._library.gated_rms_norm_backward(ctypes.byref(args), ctypes.byref(on), ctypes.c_uint64(seed)))
+        self._call("gated_rms_norm_backward", ctypes.byref(args), on=on, seed=seed)
         return (
             grad_input.result() if grad_input is not None else None,
             grad_gate.result() if grad_gate is not None else None,
@@ -391,25 +497,20 @@ class Kernels:
         partials = partials.contiguous()
         count, cols = partials.shape
         grad_weight = Output((cols,), weight_dtype)
-        self._check(
-            self._library.grad_weight(
-                dtype,
-                DTYPES.index(weight_dtype),
-                ctypes.c_void_p(partials.data_ptr()),
-                ctypes.c_int64(count),
-                ctypes.c_int64(cols),
-                ctypes.c_void_p(grad_weight.rows.data_ptr()),
-                ctypes.c_uint64(seed),
-            )
+        self._call(
+            "grad_weight",
+            dtype,
+            DTYPES.index(weight_dtype),
+            ctypes.c_void_p(self._rows("partials", partials).data),
+            ctypes.c_int64(count),
+            ctypes.c_int64(cols),
+            ctypes.c_void_p(self._rows("grad_weight", grad_weight.rows, True).data),
+            seed=seed,
         )
         return grad_weight.result()
 
-    @staticmethod
-    def _weight(weight: Tensor | None, offset: float) -> Structure:
+    def _weight(self, weight: Tensor | None, offset: float) -> Structure:
         if weight is None:
             return Weight(None, 0, offset, 1)
+        self._tensors.append(("weight", weight, False))
         return Weight(weight.data_ptr(), DTYPES.index(weight.dtype), offset, weight.shape[:-1].numel())
-
-    @staticmethod
-    def _check(message: bytes | None) -> None:
-        assert message is None, message.decode()

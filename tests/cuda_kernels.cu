@@ -1,6 +1,4 @@
-// The CUDA kernels, run on the CPU by cuda_emulation.h, as functions of C. Those that return a string return null, or
-// what went wrong.
-#include <algorithm>
+// The CUDA kernels' launchers as functions of C. Those that return a string return null, or what went wrong.
 #include <string>
 
 #include "add_rms_norm.cu"
@@ -13,9 +11,8 @@ namespace normops::cuda {
 namespace {
 
 template <class Function>
-const char* message_of(uint64_t seed, Function function) {
+const char* message_of(Function function) {
   static std::string message;
-  emulation::machine.seed(seed);
   try {
     function();
   } catch (const std::exception& error) {
@@ -24,19 +21,6 @@ const char* message_of(uint64_t seed, Function function) {
   }
   return nullptr;
 }
-
-// A GPU refuses to launch more threads than a kernel was compiled for; the emulation does not know for how many.
-constexpr auto kFits = [](const RowConfig& config) {
-  return std::max(config.threads, kBlockThreads) <= max_threads(config.packs) &&
-         (config.threads <= kWarp || !within_warp(config.packs)) &&
-         (config.cluster == 1 || !within_block(config.packs));
-};
-static_assert(std::ranges::all_of(kConfigs, kFits) && kFits(kWidestWithoutClusters));
-constexpr auto kFitsGated = [](const RowConfig& config) {
-  const RowConfig gated = gated_config(config.packs_of_row, {.cluster = kMostBlocksOfCluster});
-  return std::max(gated.threads, kBlockThreads) <= gated_threads(gated.packs) || gated.packs == 0;
-};
-static_assert(std::ranges::all_of(kConfigs, kFitsGated));
 
 }  // namespace
 }  // namespace normops::cuda
@@ -60,28 +44,28 @@ const int64_t structure_bytes[] = {sizeof(RowLayout),
                                    sizeof(Device),
                                    sizeof(RowConfig)};
 
-const char* rms_norm(const RmsNormArgs* args, const Device* device, uint64_t seed) {
-  return message_of(seed, [&] { launch_rms_norm(*args, *device, nullptr); });
+const char* rms_norm(const RmsNormArgs* args, const Device* device) {
+  return message_of([&] { launch_rms_norm(*args, *device, nullptr); });
 }
 
-const char* add_rms_norm(const AddRmsNormArgs* args, const Device* device, uint64_t seed) {
-  return message_of(seed, [&] { launch_add_rms_norm(*args, *device, nullptr); });
+const char* add_rms_norm(const AddRmsNormArgs* args, const Device* device) {
+  return message_of([&] { launch_add_rms_norm(*args, *device, nullptr); });
 }
 
-const char* gated_rms_norm(const GatedRmsNormArgs* args, const Device* device, uint64_t seed) {
-  return message_of(seed, [&] { launch_gated_rms_norm(*args, *device, nullptr); });
+const char* gated_rms_norm(const GatedRmsNormArgs* args, const Device* device) {
+  return message_of([&] { launch_gated_rms_norm(*args, *device, nullptr); });
 }
 
-const char* gated_rms_norm_backward(const GatedRmsNormBackwardArgs* args, const Device* device, uint64_t seed) {
-  return message_of(seed, [&] { launch_gated_rms_norm_backward(*args, *device, nullptr); });
+const char* gated_rms_norm_backward(const GatedRmsNormBackwardArgs* args, const Device* device) {
+  return message_of([&] { launch_gated_rms_norm_backward(*args, *device, nullptr); });
 }
 
 int64_t gated_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Device* device) {
   return gated_rms_norm_backward_partials(dtype, rows, cols, groups, *device);
 }
 
-const char* rms_norm_backward(const RmsNormBackwardArgs* args, const Device* device, uint64_t seed) {
-  return message_of(seed, [&] { launch_rms_norm_backward(*args, *device, nullptr); });
+const char* rms_norm_backward(const RmsNormBackwardArgs* args, const Device* device) {
+  return message_of([&] { launch_rms_norm_backward(*args, *device, nullptr); });
 }
 
 int64_t partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, int64_t groups,
@@ -90,9 +74,8 @@ int64_t partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t col
 }
 
 const char* grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
-                        void* grad_weight, uint64_t seed) {
-  return message_of(seed,
-                    [&] { launch_grad_weight(dtype, weight_dtype, partials, count, cols, grad_weight, nullptr); });
+                        void* grad_weight) {
+  return message_of([&] { launch_grad_weight(dtype, weight_dtype, partials, count, cols, grad_weight, nullptr); });
 }
 
 RowConfig forward_config_of(int64_t packs_of_row, const Device* device) { return row_config(packs_of_row, *device); }

@@ -1,17 +1,21 @@
-"""The operators on CUDA tensors over the emulation: are they what the oracle says of what torch was given?
+"""The operators on CUDA tensors, whose kernels run as PTX: are they what the oracle says of what torch was given?
 
-    python tests/emulated_operators.py FOLDER
+    python tests/cuda_operators.py FOLDER LIBRARY
 
 raises at the first that is not. The kernels have tests of their own; here it is what lies between them and torch.
 """
 
+import ctypes
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import cuda_on_ptx
 import fake_gpus
+import numpy as np
 import torch
+from ptx.memory import Memory, Region
 from torch import Tensor
 
 from reference import oracle
@@ -73,13 +77,31 @@ def check(case: OperatorCase) -> None:
         assert torch.equal(*(on_cpu(y).to(case.case.dtype) for y in (results[0], normalized))), f"output of {case}"
 
 
-def main(folder: Path) -> None:
+def memory_of_gpus(device: ctypes.CDLL) -> Memory:
+    """All of it: which bytes of it a kernel may access, the kernels' own tests say."""
+    memory = Memory()
+
+    def add(address: int, size: int) -> None:
+        if size > 0:
+            memory.add(Region(address, size, f"{size} bytes of a GPU", writable=np.arange(size)))
+
+    device.fake_each_block(ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(add))
+    return memory
+
+
+def main(folder: Path, library: Path) -> None:
     torch.set_num_threads(1)
     fake_gpus.load(folder)
+    device = ctypes.CDLL(str(folder / fake_gpus.DEVICE))
+    gpu = cuda_on_ptx.Gpu(cuda_on_ptx.ptx_of(library, 90), lambda: memory_of_gpus(device))
+    ctypes.CDLL(str(library)).stub_run_kernels(gpu.run)
     for operator in OPERATORS:
         for case in some_cases_of(operator):
-            check(case)
+            try:
+                check(case)
+            finally:
+                gpu.check()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
