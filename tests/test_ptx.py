@@ -313,6 +313,18 @@ def test_shared_memory_behind_a_barrier(group: str) -> None:
     np.testing.assert_array_equal(output, np.tile(np.roll(np.arange(128), -32), 2))
 
 
+def test_lanes_of_a_warp_take_turns_in_shared_memory() -> None:
+    """All of them read what each has written, after a barrier of the warp, and write after another."""
+    body = ADDRESS + SHARED + "mov.u32 %r5, 0;\n"
+    body += "and.b32 %r8, %r90, 32;\nshl.b32 %r8, %r8, 2;\nadd.s32 %r8, %r1, %r8;\n"
+    for turn in range(2):
+        body += f"add.s32 %r9, %r90, {turn};\nst.shared.u32 [%r2], %r9;\nbar.warp.sync -1;\n"
+        body += "ld.shared.v2.u32 {%r10, %r11}, [%r8+8];\nadd.s32 %r5, %r5, %r10;\nbar.warp.sync -1;\n"
+    output = aligned(64, "u4")
+    run(body + "st.global.u32 [%rd1], %r5;", [output], threads=64)
+    np.testing.assert_array_equal(output, np.repeat([2 + 3, 34 + 35], 32))
+
+
 def test_shuffles_and_vectors() -> None:
     body = ADDRESS + "shfl.sync.bfly.b32 %r10|%p1, %r90, 5, 31, -1;\nshfl.sync.idx.b32 %r11, %r10, 3, 31, -1;\n"
     body += "add.s64 %rd2, %rd0, %rd90;\nadd.s64 %rd2, %rd2, %rd90;\nst.global.v2.u32 [%rd2], {%r10, %r11};"
@@ -413,6 +425,18 @@ WRONG: dict[str, tuple[str, str, dict[str, Any]]] = {
         + "st.shared.u32 [%r2], %r90;\nbar.sync 0;\nld.shared.u32 %r4, [%r3];\nst.shared.u32 [%r2], 7;",
         r"race in shared memory at 0: thread 0 writes what thread 32 reads",
         TWO,
+    ),
+    "no barrier of the warp": (
+        SHARED + "xor.b32 %r3, %r2, 4;\nst.shared.u32 [%r2], %r90;\nbar.warp.sync -1;\nld.shared.u32 %r4, [%r1];\n"
+        "st.shared.u32 [%r2], 7;",
+        "race in shared memory at 0: thread 0 writes what several threads reads",
+        {},
+    ),
+    "what several agreed to write": (
+        SHARED + "mov.u32 %r3, 5;\nand.b32 %r4, %r90, 15;\nshl.b32 %r4, %r4, 2;\nadd.s32 %r4, %r1, %r4;\n"
+        "st.shared.u32 [%r4], %r3;\nld.shared.v2.u32 {%r5, %r6}, [%r1];",
+        "race in shared memory at 4: thread 0 reads what several threads wrote",
+        {},
     ),
     "two writers": (SHARED + "st.shared.u32 [%r1], %r90;", "race in shared memory at 0: .* writes what thread", {}),
     "uninitialized": (SHARED + "ld.shared.u32 %r4, [%r2];", "read of shared memory at 0 that nobody has written", {}),

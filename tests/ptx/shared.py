@@ -16,8 +16,9 @@ Array = Any
 WARP = 32
 GRANULE = 4  # bytes that are accessed as a whole
 POISON = 0xFF
-# Instead of the thread that has accessed a granule; ARRIVED - n: it came by way of mbarrier n of the block.
-NOBODY, SEVERAL, AGREED, ARRIVED = -1, -2, -3, -4
+# Instead of the thread that has accessed a granule. ARRIVED - n: it came by way of mbarrier n of the block;
+# OF_WARP - n: several have, all of warp n.
+NOBODY, SEVERAL, AGREED, ARRIVED, OF_WARP = -1, -2, -3, -4, -100
 MOST_BARRIERS = 4
 
 
@@ -99,30 +100,40 @@ class Shared:
         writer, at = self.writer[granules], self.written_at[0][granules]
         fine = writer == NOBODY
         if (agreed := writer == AGREED).any():
-            fine |= agreed & self._is_behind(granules, threads, at)
+            fine |= agreed & self._is_behind(granules, threads, at, self.written_at[1][granules])
         if (came := writer <= ARRIVED).any():
             fine |= came & (order.phases_seen[threads, np.where(came, ARRIVED - writer, 0)] > at)
         fine |= (writer >= 0) & order.is_before(writer, at, self.written_at[1][granules], threads)
         self._expect(fine, granules, threads, writer, line, "reads", "wrote")
-        # If they are several, the latest of them: they are before the next write if that is behind a barrier.
-        block = threads // order.block_threads
-        previous = self.reader[granules]
-        later = (self.read_at[0][granules] < order.epoch[block]) | (previous == NOBODY) | (previous == threads)
-        self.reader[granules] = np.where(later, threads, SEVERAL)
-        self.reader[granules[self.reader[granules] != threads]] = SEVERAL
+        # Of readers behind the same barriers, who they are together: before the next write, if that is behind another.
+        block, warp = threads // order.block_threads, threads // WARP
+        previous, (at, warp_at) = self.reader[granules], self.read_at[:, granules]
+        of_warp = np.where(previous >= 0, previous // WARP, OF_WARP - previous) == warp
+        later = (previous == NOBODY) | (previous == threads) | (order.epoch[block] > at)
+        later |= of_warp & (order.warp_epoch[warp] > warp_at)
+        reader = np.where(later, threads, np.where(of_warp, OF_WARP - warp, SEVERAL))
+        self.reader[granules] = reader
+        several = self.reader[granules] != reader
+        self.reader[granules] = warp
+        mixed = (self.reader[granules] != warp) | (reader == SEVERAL)
+        self.reader[granules] = reader
+        self.reader[granules[several]] = OF_WARP - warp[several]
+        self.reader[granules[mixed]] = SEVERAL
         self.read_at[0][granules] = order.epoch[block]
-        self.read_at[1][granules] = order.warp_epoch[threads // WARP]
+        self.read_at[1][granules] = order.warp_epoch[warp]
 
     def _note_write(self, granules: Array, threads: Array, line: int, agrees: bool) -> None:
         order = self.order
-        block = threads // order.block_threads
+        block, warp = threads // order.block_threads, threads // WARP
         writer, at, warp_at = self.writer[granules], *self.written_at[:, granules]
         fine = (writer == NOBODY) | (writer <= ARRIVED) | (writer >= 0) & order.is_before(writer, at, warp_at, threads)
-        fine |= (writer == AGREED) & (order.epoch[block] > at)
+        if (agreed := writer == AGREED).any():
+            fine |= agreed & self._is_behind(granules, threads, at, warp_at)
         self._expect(fine, granules, threads, writer, line, "writes", "wrote")
         reader, at, warp_at = self.reader[granules], *self.read_at[:, granules]
         fine = (reader == NOBODY) | ((reader >= 0) & order.is_before(reader, at, warp_at, threads))
-        fine |= (reader == SEVERAL) & (order.epoch[block] > at)
+        fine |= (reader < NOBODY) & (order.epoch[block] > at)
+        fine |= (OF_WARP - reader == warp) & (order.warp_epoch[warp] > warp_at)
         self._expect(fine, granules, threads, reader, line, "writes", "reads")
         self.reader[granules] = NOBODY
         self.writer[granules] = threads
@@ -140,12 +151,14 @@ class Shared:
                 self.writer[granule] = AGREED
             self.agreeing[granule].add(thread)
 
-    def _is_behind(self, granules: Array, threads: Array, at: Array) -> Array:
-        """Whether a barrier lies between, or the thread has written the same itself."""
-        behind = self.order.epoch[threads // self.order.block_threads] > at
-        for place in np.argwhere(~behind):
-            at_place = tuple(place)
-            behind[at_place] = int(threads[at_place]) in self.agreeing.get(int(granules[at_place]), ())
+    def _is_behind(self, granules: Array, threads: Array, at: Array, warp_at: Array) -> Array:
+        """Whether a barrier lies between what several agreed to write, or the thread has written the same itself."""
+        behind: Array = self.order.epoch[threads // self.order.block_threads] > at
+        of_warp = self.order.warp_epoch[threads // WARP] > warp_at
+        for place in map(tuple, np.argwhere(~behind)):
+            thread, agreeing = int(threads[place]), self.agreeing.get(int(granules[place]), set())
+            is_of_warp = of_warp[place] and all(other // WARP == thread // WARP for other in agreeing)
+            behind[place] = thread in agreeing or is_of_warp
         return behind
 
     def _expect(
@@ -155,7 +168,7 @@ class Shared:
             return
         place = int(granules[~fine][0]) * GRANULE % self.stride
         name = int(other[~fine][0])
-        by = f"thread {name}" if name >= 0 else "several threads" if name > ARRIVED else "another block"
+        by = f"thread {name}" if name >= 0 else "another block" if OF_WARP < name <= ARRIVED else "several threads"
         raise PtxError(
             f"line {line}: race in shared memory at {place}: thread {threads[~fine][0]} {does} what {by} {did} without "
             f"a barrier in between"
