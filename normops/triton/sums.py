@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def sum_columns(x, threads: tl.constexpr):
-    """The sums over the rows of a block, as a column."""
+    """The sum of each row of a block, over its columns, as a column."""
     # Elements at a time of a thread: 16 bytes of bfloat16, or of float64.
     access: tl.constexpr = 2 if x.dtype == tl.float64 else 8
     if x.shape[1] == 1:
@@ -30,7 +30,7 @@ def sum_columns(x, threads: tl.constexpr):
 
 @triton.jit
 def sum_rows(x):
-    """The sums over the columns of a block."""
+    """The sum of each column of a block, over its rows."""
     if x.shape[0] == 1:
         return tl.reshape(x, (x.shape[1],))
     else:
