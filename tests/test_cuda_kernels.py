@@ -276,6 +276,26 @@ def test_groups(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
             assert same_bits(of_group, grad_input[:, group])
 
 
+@pytest.mark.parametrize("dtype", mostly_for_release(HALVES, (torch.bfloat16,)), ids=str)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, None], ids=str)
+@pytest.mark.parametrize("packs", [8, 40, 200, 33000])
+def test_wider_residuals(kernels: Kernels, packs: int, weight_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Of aligned rows and weights, of groups as well; ``packs`` are those of the residual."""
+    cols, on = packs * pack_elements(torch.float32), device(16, cluster=16)
+    for shape, group_dims in (((3, cols), 0), ((3, 2, cols), 1)):
+        if packs < 1000 or group_dims == 0:
+            case = Case(shape, dtype, weight_dtype=weight_dtype or dtype, group_dims=group_dims)
+            check_add(kernels, case, torch.float32, on)
+
+
+@SWEPT_DTYPES
+def test_weights_and_gates_of_forty_packs(kernels: Kernels, dtype: torch.dtype) -> None:
+    shape = (3, 40 * pack_elements(dtype))
+    check_gated(kernels, GatedCase(Case(shape, dtype, weight_dtype=dtype), dtype, *GATINGS[0]), device())
+    for weight_dtype in cases.DTYPES:
+        check(kernels, Case(shape, dtype, weight_dtype=weight_dtype), device())
+
+
 @SWEPT_DTYPES
 @pytest.mark.parametrize("packs", PACKS)
 def test_masked_gradients(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
