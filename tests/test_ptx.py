@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ptx.machine import Launch, Machine
 from ptx.memory import Memory, Region
-from ptx.program import NUMPY, PtxError, UnknownPtxError, kernels_of
+from ptx.program import BYTES, NUMPY, PtxError, UnknownPtxError, kernels_of
 from ptx.translate import OPCODES
 
 Array = Any
@@ -88,18 +88,18 @@ BITS = {"f32": "f", "f64": "d"}
 
 
 def register(kind: str, number: int) -> str:
-    return f"%{BITS.get(kind) or PLACES[np.dtype(NUMPY[kind]).itemsize]}{number}"
+    return f"%{BITS.get(kind) or PLACES[BYTES[kind]]}{number}"
 
 
 def accessed(kind: str) -> str:
-    return kind if kind in BITS else f"b{8 * np.dtype(NUMPY[kind]).itemsize}"
+    return kind if kind in BITS else f"b{8 * BYTES[kind]}"
 
 
 def elementwise(opcode: str, of: list[str], to: str, operands: str | None = None, count: int = 64) -> list[Array]:
     """The inputs and the output of an instruction, each thread with numbers of its own."""
     body, inputs = [], [numbers(kind, count, seed) for seed, kind in enumerate(of)]
     for number, kind in enumerate([*of, to]):
-        size = np.dtype(NUMPY[kind]).itemsize
+        size = BYTES[kind]
         address = f"%rd{50 + number}"
         body.append(f"ld.param.u64 {address}, [p{number}];\nmul.wide.u32 %rd80, %r95, {size};")
         body.append(f"add.s64 {address}, {address}, %rd80;")
@@ -416,6 +416,11 @@ WRONG: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "no barrier": (
         SHARED + ROTATED + "st.shared.u32 [%r2], %r90;\nld.shared.u32 %r4, [%r3];",
+        r"race in shared memory at 128: thread 0 reads what thread 32 wrote without a barrier",
+        TWO,
+    ),
+    "a branch to what follows, which is no barrier": (
+        SHARED + ROTATED + "st.shared.u32 [%r2], %r90;\nbra.uni NEXT;\nNEXT:\nld.shared.u32 %r4, [%r3];",
         r"race in shared memory at 128: thread 0 reads what thread 32 wrote without a barrier",
         TWO,
     ),

@@ -5,7 +5,6 @@ Triton's own JIT compiles and launches them, with all that it specializes on; ne
 
 import os
 import struct
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import triton
 from ptx.machine import Launch, Machine
 from ptx.memory import memory_of
 from ptx.program import Kernel, kernels_of
+from ptx.shared import WARP
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -24,11 +24,7 @@ WRITTEN = {"y", "residual_out", "dx", "dgate", "partials"}
 FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 # Not Triton's own: what is kept there has no machine code, which a GPU would ask for.
 CACHE = Path(__file__).parent.parent / "build" / "triton_on_ptx"
-WARP = 32
 SCRATCH_BYTES = 16  # two pointers that Triton passes behind the parameters, for memory that these kernels do without
-
-launches: Counter[str] = Counter()
-"""How often which kernel ran."""
 
 
 class Function:
@@ -64,7 +60,6 @@ class Launcher:
             starts_early=bool(self._metadata.launch_pdl),
         )
         Machine(launch).run()
-        launches[function.kernel.name] += 1
 
 
 class Utils:

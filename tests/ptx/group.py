@@ -55,8 +55,8 @@ class Group:
         self.registers: list[Any] = [UNWRITTEN[kind] for kind in machine.kernel.types.values()]
         self.awaited: tuple[Array, Array] = (np.uint32(0), np.uint32(0))  # address and parity of an mbarrier
         self.wait: tuple[Instruction, Mask | None] | None = None
-        in_block, lanes = threads % machine.block_threads, np.arange(self.width) % WARP
-        self.lane, self.laneid = lanes, lanes.astype("u4")
+        in_block = threads % machine.block_threads
+        self.laneid = (np.arange(self.width) % WARP).astype("u4")
         for name, number, sizes in (
             ("tid", in_block, machine.launch.block),
             ("ctaid", self.block_number, machine.launch.grid),
@@ -81,10 +81,8 @@ class Group:
                     machine.has_ended[self.threads[self._active(mask)]] = True
                 continue
             block = kernel.blocks[at]
-            instructions = len(block.body) + (block.last is not None)
-            machine.thread_instructions += instructions * (self.width if mask is None else mask.threads.size)
             function_of(kernel, block, mask is not None)(self.registers, mask, self)
-            if block.last is not None and len(block.successors) == 1 and block.successors[0] == at + 1:
+            if block.last is not None and block.waits:
                 self.wait = (block.last, mask)
                 yield from self._wait(block.last, mask)
             if len(block.successors) == 1:
@@ -282,7 +280,7 @@ class Group:
             left &= ~those
 
     def _log(self, region: Region, offsets: Array, size: int, threads: Array, is_write: bool, line: int) -> None:
-        if region.writable is not None and self.machine.launch.finds_races:
+        if region.writable is not None:
             epoch = self.machine.order.epoch[threads // self.machine.block_threads]
             region.accesses.append((offsets, size, threads, epoch, is_write, line))
 
@@ -404,6 +402,5 @@ class Group:
             if not arrivals.is_fenced or (block != own and arrivals.cluster_phase >= machine.cluster_phase[thread]):
                 raise PtxError(f"line {line}: sent to an mbarrier that may not have begun")
             message = Message(block, offset, value[i], arrivals, machine.order.known_epochs[thread].copy())
-            if machine.launch.finds_races:
-                message.expect_unread(machine.shared, rank - 1, thread, line)
+            message.expect_unread(machine.shared, rank - 1, thread, line)
             machine.messages.append(message)

@@ -29,7 +29,6 @@ class Launch:
     group: str = "grid"
     seed: int = 0  # of the order of groups and messages
     hardware: int = 0  # what approximations return: of one GPU always the same
-    finds_races: bool = True
 
 
 class Machine:
@@ -56,14 +55,13 @@ class Machine:
         self.params = np.frombuffer(launch.params + bytes(16), "u1")
         self.random = random.Random(launch.seed)
         self.order = Order(blocks, threads, launch.cluster)
-        self.shared = Shared(blocks, size, self.order, launch.finds_races)
+        self.shared = Shared(blocks, size, self.order)
         self.arrived = np.zeros(blocks, "i8")  # threads, at the barrier of the block
         self.arrived_at_cluster = np.zeros(blocks, "i8")
         self.cluster_phase = np.zeros(self.thread_count, "i4")
         self.has_ended = np.zeros(self.thread_count, bool)
         self.arrivals: dict[tuple[int, int], Arrivals] = {}  # by block and offset
         self.messages: list[Message] = []
-        self.thread_instructions = 0
 
     def run(self) -> None:
         group_threads = {"grid": self.thread_count, "cluster": self.launch.cluster * self.block_threads}

@@ -9,7 +9,6 @@ import numpy as np
 from ptx.program import PtxError
 
 Array = Any
-ALLOWED = 0xFF
 
 
 def _units(array: Array, size: int) -> Array:
@@ -39,7 +38,7 @@ class Region:
         if offsets is None:
             return None
         allowed = np.zeros(self.bytes_.size, "u1")
-        allowed[offsets + (self.base - self.start)] = ALLOWED
+        allowed[offsets + (self.base - self.start)] = 0xFF
         return allowed
 
     def _expect(self, allowed: Array | None, offsets: Array, size: int, line: int, does: str) -> None:

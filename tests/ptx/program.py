@@ -59,6 +59,7 @@ class Block:
     number: int
     body: list[Instruction]
     last: Instruction | None = None  # a branch or a wait
+    waits: bool = False
     successors: list[int] = field(default_factory=list)  # where a branch goes that is taken, then where it is not
     functions: dict[bool, Any] = field(default_factory=dict)  # what it was translated to, without and with a mask
 
@@ -206,13 +207,13 @@ def _split(instructions: list[Instruction], labels: dict[str, int]) -> list[Bloc
     blocks = []
     for number, (start, end) in enumerate(zip(ordered, [*ordered[1:], len(instructions)], strict=True)):
         block, last, behind = Block(number, instructions[start:end]), instructions[end - 1], number_of[end]
-        block.successors = [behind]
+        block.successors, block.waits = [behind], WAITS.match(last.opcode) is not None
         if BRANCHES.match(last.opcode):
             target = EXIT if last.opcode == "ret" else number_of[labels[last.operands[0]]]
             block.successors = [target, behind] if last.guard else [target]
-        elif WAITS.match(last.opcode) and last.guard:
+        elif block.waits and last.guard:
             raise UnknownPtxError(f"line {last.line}: {last}")
-        if BRANCHES.match(last.opcode) or WAITS.match(last.opcode):
+        if BRANCHES.match(last.opcode) or block.waits:
             block.last = block.body.pop()
         blocks.append(block)
     return blocks

@@ -49,9 +49,9 @@ class Order:
 
 
 class Shared:
-    def __init__(self, blocks: int, size: int, order: Order, finds_races: bool) -> None:
+    def __init__(self, blocks: int, size: int, order: Order) -> None:
         """``size`` bytes of each block, followed by some that nobody may access."""
-        self.size, self.finds_races, self.order = size, finds_races, order
+        self.size, self.order = size, order
         self.stride = -(-size // 16) * 16 + 16
         self.bytes_ = np.full(blocks * self.stride, POISON, "u1")
         granules = self.bytes_.size // GRANULE
@@ -71,8 +71,7 @@ class Shared:
         if not self.is_initialized[granules].all():
             wrong = int(granules[~self.is_initialized[granules]][0]) * GRANULE % self.stride
             raise PtxError(f"line {line}: read of shared memory at {wrong} that nobody has written")
-        if self.finds_races:
-            self._note_read(granules, np.broadcast_to(threads[:, None], granules.shape), line)
+        self._note_read(granules, np.broadcast_to(threads[:, None], granules.shape), line)
         return self.bytes_.view(kind)[places // element + np.arange(count)[:, None]]
 
     def write(self, places: Array, threads: Array, values: Array, line: int) -> None:
@@ -84,12 +83,11 @@ class Shared:
         is_there = self.is_initialized[granules].all() and bool((view[at].view(bits) == values.view(bits)).all())
         view[at] = values
         self.is_initialized[granules] = True
-        if self.finds_races:
-            by = np.broadcast_to(threads[:, None], granules.shape)
-            if is_there:  # anyone may write it again
-                self._note_agreement(granules, by)
-            else:
-                self._note_write(granules, by, line, bool((view[at].view(bits) == values.view(bits)).all()))
+        by = np.broadcast_to(threads[:, None], granules.shape)
+        if is_there:  # anyone may write it again
+            self._note_agreement(granules, by)
+        else:
+            self._note_write(granules, by, line, bool((view[at].view(bits) == values.view(bits)).all()))
 
     @staticmethod
     def _granules(places: Array, size: int) -> Array:
@@ -141,7 +139,7 @@ class Shared:
         self._expect(~several | agrees, granules, threads, self.writer[granules], line, "writes", "writes")
         self._note_agreement(granules[several], threads[several])
         self.written_at[0][granules] = order.epoch[block]
-        self.written_at[1][granules] = order.warp_epoch[threads // WARP]
+        self.written_at[1][granules] = order.warp_epoch[warp]
 
     def _note_agreement(self, granules: Array, threads: Array) -> None:
         """All of these threads have written what others have written, too."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ptx.numbers import HELPERS
-from ptx.program import BYTES, NUMPY, WAITS, Block, Instruction, Kernel, UnknownPtxError
+from ptx.program import BYTES, NUMPY, Block, Instruction, Kernel, UnknownPtxError
 
 Handler = Callable[..., None]
 OPCODES: list[tuple[str, Handler]] = []
@@ -58,7 +58,7 @@ class _Translator:
         return self.guard or self.of_block
 
     def function(self, block: Block) -> Any:
-        waits = [block.last] if block.last is not None and WAITS.match(block.last.opcode) else []
+        waits = [block.last] if block.last is not None and block.waits else []
         for instruction in [*block.body, *waits]:
             self._translate(instruction)
         source = "def block(R, m, S):\n" + "".join(f"    {line}\n" for line in self.lines or ["pass"])
