@@ -4,6 +4,7 @@ cuda_runtime_stub.cpp is the runtime that they call, ptx the interpreter that it
 """
 
 import ctypes
+import math
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from ctypes import Structure
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fake_gpus
 import torch
 from ptx.machine import Launch, Machine
 from ptx.memory import Memory, memory_of
@@ -30,14 +32,18 @@ KERNELS, RUNTIME = TESTS / "cuda_kernels.cu", TESTS / "cuda_runtime_stub.cpp"
 ARCHS = (80, 90)
 
 
+def nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=f"{home}/bin" if home else None)
+
+
 def toolkit_includes() -> list[str]:
     """Compiler options for the headers of the CUDA toolkit; none if it is not found."""
-    home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    home, compiler = os.environ.get("CUDA_HOME"), nvcc()
     folders = []
-    if nvcc is not None:
+    if compiler is not None:
         # As in building/cuda.py, nvcc itself tells, which holds for wrappers and wheels as well.
-        plan = subprocess.run([nvcc, "--dryrun", "-c", "any.cu"], capture_output=True, text=True, check=True).stderr
+        plan = subprocess.run([compiler, "--dryrun", "-c", "any.cu"], capture_output=True, text=True, check=True).stderr
         for name, option in (("INCLUDES", "-I"), ("SYSTEM_INCLUDES", '-isystem" "')):
             line = re.search(rf"^#\$ {name}=(.*)$", plan, re.MULTILINE)
             folders += re.findall(rf'"{option}([^"]+)"', line[1]) if line is not None else []
@@ -48,26 +54,12 @@ def toolkit_includes() -> list[str]:
     return [option for folder in folders for option in ("-isystem", folder)] if found else []
 
 
-def nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=f"{home}/bin" if home else None)
-
-
 def build_library(folder: Path) -> Path:
     """The launchers over the stub; beside them, what nvcc keeps, is the PTX."""
     library = folder / "libcuda_kernels.so"
     archs = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ARCHS]
-    files = [
-        "--keep",
-        f"--keep-dir={folder}",
-        "-shared",
-        "-cudart=none",
-        str(KERNELS),
-        str(RUNTIME),
-        "-o",
-        str(library),
-    ]
-    command = [str(nvcc()), *FLAGS, "--threads=2", *archs, f"-I{CSRC}/cuda", *files]
+    command = [str(nvcc()), *FLAGS, "--threads=2", *archs, f"-I{CSRC}/cuda", "--keep", f"--keep-dir={folder}"]
+    command += ["-shared", "-cudart=none", str(KERNELS), str(RUNTIME), "-o", str(library)]
     subprocess.run(command, check=True)
     return library
 
@@ -92,7 +84,7 @@ Run = ctypes.CFUNCTYPE(
 
 
 class Gpu:
-    """Runs the kernels that a library over the stub launches, in the PTX of ``arch``."""
+    """Runs the kernels that a library over the stub launches, in this PTX of them."""
 
     def __init__(self, kernels: dict[str, Kernel], memory: Callable[[], Memory]) -> None:
         self.kernels, self._memory = kernels, memory
@@ -109,10 +101,10 @@ class Gpu:
                 params[offset : offset + size] = ctypes.string_at(args[number], size)
             sizes = (grid[0], grid[1], grid[2]), (block[0], block[1], block[2])
             launch = Launch(kernel, *sizes, bytes(params), self._memory(), cluster, shared, bool(early), seed=self.seed)
-            # By warp it takes many times as long as all at once.
-            blocks, threads = (int(torch.tensor(size).prod()) for size in sizes)
             launch.hardware = self.hardware
-            launch.group = ("grid", "block", "warp" if blocks * threads <= 1024 else "cluster")[self.seed % 3]
+            # By warp it takes many times as long as all at once.
+            is_small = math.prod(launch.grid + launch.block) <= 1024
+            launch.group = ("grid", "block", "warp" if is_small else "cluster")[self.seed % 3]
             Machine(launch).run()
             self.ran[kernel.name] += 1
             return 0
@@ -204,7 +196,7 @@ class Kernels:
 
     def __init__(self, library: Path, arch: int) -> None:
         self._library = ctypes.CDLL(str(library))
-        self._library.stub_gpu.restype = ctypes.POINTER(ctypes.c_int * 7)
+        self._library.stub_gpu.restype = ctypes.POINTER(fake_gpus.Gpu)
         self._arch = arch
         self._tensors: list[tuple[str, Tensor, bool]] = []
         self._memory: Memory | None = None
@@ -235,10 +227,13 @@ class Kernels:
         self._tensors.append((name, tensor, is_written))
         return Rows(tensor, tensor.data_ptr(), layout)
 
+    def _written(self, name: str, output: Output | None) -> Rows:
+        return self._rows(name, output.rows if output is not None else None, True)
+
     def _choose_device(self, on: Structure) -> None:
         # The launchers ask a device once how much it runs: one with another number of multiprocessors is another.
         self._library.stub_set_device(on.multiprocessors)
-        self._library.stub_gpu(on.multiprocessors).contents[2] = on.multiprocessors
+        self._library.stub_gpu(on.multiprocessors).contents.multiprocessors = on.multiprocessors
         on.early_start = self._arch >= 90
 
     def _call(self, function: str, *arguments: Any, on: Structure | None = None, seed: int = 0) -> None:
@@ -270,10 +265,12 @@ class Kernels:
         grad_output_dtype: torch.dtype | None = None,
         groups: int = 1,
     ) -> int:
-        self._choose_device(on)
         pair = (DTYPES.index(dtype), DTYPES.index(grad_output_dtype or dtype))
-        sizes = (ctypes.c_int64(size) for size in (rows, cols, groups))
-        count: int = self._library.partials(*pair, *sizes, ctypes.byref(on))
+        return self._count_partials("partials", *pair, sizes=(rows, cols, groups), on=on)
+
+    def _count_partials(self, function: str, *dtypes: int, sizes: tuple[int, int, int], on: Structure) -> int:
+        self._choose_device(on)
+        count: int = getattr(self._library, function)(*dtypes, *map(ctypes.c_int64, sizes), ctypes.byref(on))
         return count
 
     def rms_norm(
@@ -288,7 +285,7 @@ class Kernels:
         seed: int = 0,
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
-        x, y = self._rows("input", input), self._rows("output", output.rows, True)
+        x, y = self._rows("input", input), self._written("output", output)
         cols = input.shape[-1]
         args = _structs["RmsNormArgs"](
             DTYPES.index(input.dtype),
@@ -318,7 +315,7 @@ class Kernels:
         output = output or Output(tuple(input.shape), input.dtype)
         residual_out = residual_out or Output(tuple(input.shape), residual.dtype)
         x, r = self._rows("input", input), self._rows("residual", residual)
-        y, h = self._rows("output", output.rows, True), self._rows("residual_out", residual_out.rows, True)
+        y, h = self._written("output", output), self._written("residual_out", residual_out)
         cols = input.shape[-1]
         args = _structs["AddRmsNormArgs"](
             DTYPES.index(input.dtype),
@@ -363,7 +360,7 @@ class Kernels:
             partials = Output((count, groups * cols), compute)
         dy, x = self._rows("grad_output", grad_output), self._rows("input", input)
         dz = self._rows("grad_residual", grad_residual)
-        dx = self._rows("grad_input", grad_input.rows if grad_input is not None else None, True)
+        dx = self._written("grad_input", grad_input)
         args = _structs["RmsNormBackwardArgs"](
             dtype,
             DTYPES.index(grad_output.dtype),
@@ -375,7 +372,7 @@ class Kernels:
             *x[1:],
             *dz[1:],
             *dx[1:],
-            self._rows("partials", partials.rows if partials is not None else None, True).data,
+            self._written("partials", partials).data,
         )
         self._call("rms_norm_backward", ctypes.byref(args), on=on, seed=seed)
         return (
@@ -399,7 +396,7 @@ class Kernels:
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
         x, g = self._rows("input", input), self._rows("gate", gate)
-        y = self._rows("output", output.rows, True)
+        y = self._written("output", output)
         cols = input.shape[-1]
         args = _structs["GatedRmsNormArgs"](
             DTYPES.index(input.dtype),
@@ -444,15 +441,13 @@ class Kernels:
         partials = None
         if output_mask[2] and weight is not None:
             groups = weight.shape[:-1].numel()
-            sizes = (ctypes.c_int64(size) for size in (rows, cols, groups))
-            self._choose_device(on)
-            count = self._library.gated_partials(dtype, *sizes, ctypes.byref(on))
+            count = self._count_partials("gated_partials", dtype, sizes=(rows, cols, groups), on=on)
             compute = torch.float64 if input.dtype == torch.float64 else torch.float32
             partials = Output((count, groups * cols), compute)
         dy, x = self._rows("grad_output", grad_output), self._rows("input", input)
         g = self._rows("gate", gate)
-        dx = self._rows("grad_input", grad_input.rows if grad_input is not None else None, True)
-        dg = self._rows("grad_gate", grad_gate.rows if grad_gate is not None else None, True)
+        dx = self._written("grad_input", grad_input)
+        dg = self._written("grad_gate", grad_gate)
         args = _structs["GatedRmsNormBackwardArgs"](
             dtype,
             dtype,
@@ -464,7 +459,7 @@ class Kernels:
             *x[1:],
             *self._rows("grad_residual", None)[1:],
             *dx[1:],
-            self._rows("partials", partials.rows if partials is not None else None, True).data,
+            self._written("partials", partials).data,
             Gating(ACTIVATIONS.index(activation), norm_before_gate),
             DTYPES.index(gate.dtype),
             *g[1:],
@@ -504,7 +499,7 @@ class Kernels:
             ctypes.c_void_p(self._rows("partials", partials).data),
             ctypes.c_int64(count),
             ctypes.c_int64(cols),
-            ctypes.c_void_p(self._rows("grad_weight", grad_weight.rows, True).data),
+            ctypes.c_void_p(self._written("grad_weight", grad_weight).data),
             seed=seed,
         )
         return grad_weight.result()
