@@ -41,11 +41,16 @@ void check_shape(const char* op, const char* name, const Tensor& tensor, c10::Sy
 }
 
 // `or_else` says for the message which other dtypes are welcome, `is_else` whether the tensor has one of them.
+void check_dtype(const char* op, const char* name, const Tensor& tensor, const Named& other, const char* or_else = "",
+                 bool is_else = false) {
+  check_tensor(op, name, tensor);
+  TORCH_CHECK(is_else || tensor.scalar_type() == other.tensor->scalar_type(), op, ": expected ", name, " to be ",
+              dtype_name(*other.tensor), ", the dtype of ", other.name, or_else, ", but got ", dtype_name(tensor));
+}
+
 void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input, const char* or_else,
                       bool is_else) {
-  check_tensor(op, name, tensor);
-  TORCH_CHECK(is_else || tensor.scalar_type() == input.scalar_type(), op, ": expected ", name, " to be ",
-              dtype_name(input), ", the dtype of input", or_else, ", but got ", dtype_name(tensor));
+  check_dtype(op, name, tensor, {"input", &input}, or_else, is_else);
   check_shape(op, name, tensor, input.sym_sizes(), "the shape of input");
 }
 
@@ -97,9 +102,19 @@ void check_narrower_input(const char* op, const char* name, const Tensor& tensor
 }
 
 void check_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  check_wider_dtype(op, name, tensor, input);
+  check_shape(op, name, tensor, input.sym_sizes(), "the shape of input");
+}
+
+void check_wider_dtype(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
   const bool may_differ = is_16_bits(input);
-  check_like_input(op, name, tensor, input, may_differ ? ", or float32" : "",
-                   may_differ && tensor.scalar_type() == at::kFloat);
+  check_dtype(op, name, tensor, {"input", &input}, may_differ ? ", or float32" : "",
+              may_differ && tensor.scalar_type() == at::kFloat);
+}
+
+void check_like(const char* op, const char* name, const Tensor& tensor, const Named& other) {
+  check_dtype(op, name, tensor, other);
+  check_shape(op, name, tensor, other.tensor->sym_sizes(), c10::str("the shape of ", other.name).c_str());
 }
 
 void check_narrower_or_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {

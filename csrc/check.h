@@ -37,6 +37,9 @@ void check_narrower_input(const char* op, const char* name, const Tensor& tensor
 // A tensor that has to look like `input`, but may be float32 if input has 16 bits.
 void check_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
+// The same of a tensor that may have any shape.
+void check_wider_dtype(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
+
 // A tensor that has to look like `input`, but one of the two may be float32 beside 16 bits of the other.
 void check_narrower_or_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
@@ -44,6 +47,9 @@ struct Named {
   const char* name;
   const Tensor* tensor;  // may be undefined
 };
+
+// A tensor that has to have the dtype and the shape of another argument.
+void check_like(const char* op, const char* name, const Tensor& tensor, const Named& other);
 
 // What is written to: it must look like `result`, with memory for each of its elements.
 void check_out(const char* op, const Named& out, const Tensor& result);

@@ -74,4 +74,26 @@ struct GatedRmsNormBackwardArgs : RmsNormBackwardArgs {
   RowLayout grad_gate_rows;
 };
 
+// How rows are rotated: the columns [offset, offset + 2 * pairs), of which i and i + pairs belong together, or, if they
+// are interleaved, 2 * i and 2 * i + 1.
+struct Rotation {
+  bool interleaved;
+  bool angle_of_pair;  // whether cos and sin have a column for each pair, or one for each column that is rotated
+  DType dtype;         // of cos and sin: that of the input, or float32 beside one of 16 bits
+  int64_t offset;
+  int64_t pairs;
+  const void* cos;  // dtype [rows, columns], as sin; rows of several heads may be the same
+  const void* sin;
+  RowLayout rows;  // of both
+};
+
+struct RmsNormRopeArgs : RmsNormArgs {
+  Rotation rotation;
+};
+
+// In these RmsNormBackwardArgs, grad_output_dtype is dtype, and there is no grad_residual.
+struct RmsNormRopeBackwardArgs : RmsNormBackwardArgs {
+  Rotation rotation;
+};
+
 }  // namespace normops

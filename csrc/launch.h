@@ -3,6 +3,7 @@
 #include "kernel_args.h"
 #include "operator.h"
 #include "problem.h"
+#include "rms_norm_rope.h"
 
 namespace normops {
 
@@ -61,6 +62,43 @@ inline std::optional<Target> write_if_wanted(const Tensor& gradient, size_t norm
   data = target->data();
   layout = target->layout();
   return target;
+}
+
+// cos and sin, whose rows broadcast over those of the input and lie alike.
+class Tables {
+ public:
+  Tables(const Tensor& input, const Tensor& cos, const Tensor& sin, int max_dims = RowLayout::kMaxDims) {
+    const bool are_alike = cos.strides() == sin.strides();
+    cos_ = make_rows(over_rows(input, are_alike ? cos : cos.contiguous()), 1, max_dims);
+    sin_ = make_rows(over_rows(input, are_alike ? sin : sin.contiguous()), 1, max_dims);
+  }
+
+  const Tensor& cos() const { return *cos_.tensor; }
+  const Tensor& sin() const { return *sin_.tensor; }
+  const RowLayout& rows() const { return cos_.layout; }
+
+ private:
+  static Tensor over_rows(const Tensor& input, const Tensor& table) {
+    c10::DimVector sizes(input.sizes());
+    sizes.back() = table.size(-1);
+    return table.expand(sizes);
+  }
+
+  Rows cos_, sin_;
+};
+
+inline Rotation make_rotation(const Tables& tables, const Rope& rope) {
+  const int64_t columns = tables.cos().size(-1), pairs = rope.rotary_dim.value_or(columns) / 2;
+  return {
+      .interleaved = rope.interleaved,
+      .angle_of_pair = columns == pairs,
+      .dtype = dtype_of(tables.cos()),
+      .offset = rope.rotary_offset,
+      .pairs = pairs,
+      .cos = tables.cos().const_data_ptr(),
+      .sin = tables.sin().const_data_ptr(),
+      .rows = tables.rows(),
+  };
 }
 
 }  // namespace normops

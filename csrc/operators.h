@@ -4,9 +4,11 @@
 #include "gated_rms_norm.h"
 #include "overloads.h"
 #include "rms_norm.h"
+#include "rms_norm_rope.h"
 
 namespace normops {
 
-using Operators = List<RmsNorm, RmsNormBackward, AddRmsNorm, GatedRmsNorm, GatedRmsNormBackward>;
+using Operators =
+    List<RmsNorm, RmsNormBackward, AddRmsNorm, GatedRmsNorm, GatedRmsNormBackward, RmsNormRope, RmsNormRopeBackward>;
 
 }  // namespace normops

@@ -67,4 +67,34 @@ TORCH_LIBRARY(normops, m) {
       "bool norm_before_gate=True, bool[3] output_mask=[True, True, True], *, Tensor(a!) grad_input, "
       "Tensor(b!) grad_gate, Tensor(c!) grad_weight) -> (Tensor(a!), Tensor(b!), Tensor(c!))",
       tags);
+
+  // cos and sin broadcast over the leading dimensions of input. Their last dimension is the rotary_dim, and by default
+  // says what that is, or half of it. The columns from rotary_offset on are rotated, so many of them.
+  m.def(
+      "rms_norm_rope(Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, float weight_offset=0.0, bool interleaved=False, int? rotary_dim=None, "
+      "int rotary_offset=0) -> Tensor",
+      tags);
+  m.def(
+      "rms_norm_rope.out(Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, float weight_offset=0.0, bool interleaved=False, int? rotary_dim=None, "
+      "int rotary_offset=0, Tensor(a!) out) -> Tensor(a!)",
+      tags);
+  m.def(
+      "rms_norm_rope_(Tensor(a!) input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, float weight_offset=0.0, bool interleaved=False, int? rotary_dim=None, "
+      "int rotary_offset=0) -> Tensor(a!)",
+      tags);
+
+  m.def(
+      "rms_norm_rope_backward(Tensor grad_output, Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, "
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, bool interleaved=False, int? rotary_dim=None, "
+      "int rotary_offset=0, bool[2] output_mask=[True, True]) -> (Tensor grad_input, Tensor grad_weight)",
+      tags);
+  m.def(
+      "rms_norm_rope_backward.out(Tensor grad_output, Tensor input, Tensor cos, Tensor sin, "
+      "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
+      "bool interleaved=False, int? rotary_dim=None, int rotary_offset=0, bool[2] output_mask=[True, True], *, "
+      "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
+      tags);
 }

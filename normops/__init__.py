@@ -1,8 +1,8 @@
 """Fused RMSNorm for PyTorch: one operator forward and one backward, in every execution mode.
 
 Importing normops registers the operators of ``torch.ops.normops``: ``rms_norm``, ``add_rms_norm``,
-``gated_rms_norm``, ``rms_norm_backward``, ``gated_rms_norm_backward``, their ``.out`` overloads, ``rms_norm_`` and
-``add_rms_norm_``.
+``gated_rms_norm``, ``rms_norm_rope``, ``rms_norm_backward``, ``gated_rms_norm_backward``, ``rms_norm_rope_backward``,
+their ``.out`` overloads, ``rms_norm_``, ``add_rms_norm_`` and ``rms_norm_rope_``.
 """
 
 import torch as _torch
@@ -14,7 +14,15 @@ from normops._info import BuildInfo, build_info
 from normops._private_torch import warn_if_newer as _warn_if_newer
 from normops.adoption import PatchReport, override_torch, patch, register_kernels, unpatch
 from normops.backends import use_backend
-from normops.functional import add_rms_norm, add_rms_norm_, gated_rms_norm, rms_norm, rms_norm_
+from normops.functional import (
+    add_rms_norm,
+    add_rms_norm_,
+    gated_rms_norm,
+    rms_norm,
+    rms_norm_,
+    rms_norm_rope,
+    rms_norm_rope_,
+)
 from normops.inductor import inductor_options
 from normops.modules import GatedRMSNorm, RMSNorm
 
@@ -41,6 +49,8 @@ __all__ = [
     "register_kernels",
     "rms_norm",
     "rms_norm_",
+    "rms_norm_rope",
+    "rms_norm_rope_",
     "unpatch",
     "use_backend",
 ]

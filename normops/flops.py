@@ -17,6 +17,9 @@ what is done once a row (the division, eps, the reciprocal root) or once a colum
                          the gate comes first, of input and of the gradient of that product 1 each
       for grad_gate      the slope 2, for silu 3; times what was gated and its gradient 2; and where the norm comes
                          first, that norm 1, 2 with a weight
+    rms_norm_rope        the same as rms_norm; the rotation, for every element that is rotated, 3
+    rms_norm_rope_backward
+                         the same as rms_norm_backward; the rotation of grad_output the same
 
 So a norm with a weight takes 4 operations per element forward and 11 backward.
 
@@ -63,6 +66,14 @@ def _backward(arguments: Mapping[str, Any], wants: Mapping[str, bool]) -> int:
     return of_norm + activation + products + for_gate * (2 + _is_silu(arguments) + 2 + normed)
 
 
+def _rotation(arguments: Mapping[str, Any]) -> int:
+    """Of all rows, if they are rotated."""
+    if "cos" not in arguments:
+        return 0
+    rotary_dim = arguments.get("rotary_dim")
+    return 3 * prod(arguments["input"][:-1]) * (arguments["cos"][-1] if rotary_dim is None else rotary_dim)
+
+
 def _is_silu(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("activation", "silu") != "sigmoid"
 
@@ -71,9 +82,10 @@ def _register(op: Operator) -> None:
     def count(*args: Any, **kwargs: Any) -> int:
         arguments = by_name(op, args, kwargs)
         if "grad_output" not in arguments:
-            return prod(arguments["input"]) * _forward(arguments)
+            return prod(arguments["input"]) * _forward(arguments) + _rotation(arguments)
         wants = dict(zip(results_of(op), wanted(op, arguments), strict=True))
-        return prod(arguments["input"]) * _backward(arguments, wants)
+        per_element = _backward(arguments, wants)
+        return prod(arguments["input"]) * per_element + (_rotation(arguments) if per_element else 0)
 
     register_flop_formula(op.overloadpacket)(count)
 

@@ -172,6 +172,84 @@ def gated_rms_norm(
     )
 
 
+def rms_norm_rope(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+) -> Tensor:
+    r"""Normalizes each head of queries or keys and rotates it by the angles of its position, in one pass.
+
+    With :math:`u = \mathrm{rms\_norm}(x)` and :math:`h` half the rotated columns, for :math:`i < h`
+
+    .. math:: y_i = u_i \cos_i - u_{i+h} \sin_i \qquad y_{i+h} = u_{i+h} \cos_{i+h} + u_i \sin_{i+h}
+
+    or, interleaved, the same of columns :math:`2i` and :math:`2i+1` (Su et al., "RoFormer: Enhanced Transformer with
+    Rotary Position Embedding", 2021). Everything is computed in float32 (float64 for float64 inputs) and rounded once.
+    Differentiable in ``input`` and ``weight``; under ``torch.compile`` it stays one operator forward
+    (``normops.rms_norm_rope``) and one backward (``normops.rms_norm_rope_backward``). Where ``cos`` or ``sin`` requires
+    a gradient, too, PyTorch's own operators compute.
+
+    Args:
+        input: shape ``[*, columns]``, such as ``[batch, sequence, heads, head_dim]``; any strides: slices of a packed
+            projection, or the transpose ``[batch, heads, sequence, head_dim]``, are read where they lie.
+        cos: shape ``[*, rotary_dim]``, the cosine for each column that is rotated, or half as wide, the one of both
+            columns of a pair; then ``rotary_dim`` is to be given. The dimensions before broadcast over those of
+            ``input``: ``[sequence, 1, rotary_dim]`` has the same angles for all samples and heads, which are not
+            copied. The dtype of ``input``, or float32 beside 16 bits.
+        sin: as ``cos``, of its shape and dtype.
+        normalized_shape: the last dimension of ``input``; one.
+        weight: see :func:`rms_norm`, as for ``eps`` and ``weight_offset``.
+        eps: see :func:`rms_norm`.
+        weight_offset: see :func:`rms_norm`.
+        interleaved: whether neighbours belong together, as in GPT-J, GLM and Cohere, instead of the two halves.
+        rotary_dim: how many columns are rotated, an even number; None: as many as ``cos`` has. The others are only
+            normalized.
+        rotary_offset: the first of them.
+
+    Returns:
+        A contiguous tensor with the shape, dtype and device of ``input``.
+
+    Raises:
+        RuntimeError: see :func:`rms_norm`; or ``normalized_shape`` is not one dimension, ``cos`` or ``sin`` has another
+            width than ``rotary_dim`` or half of it, or does not broadcast, ``rotary_dim`` is odd, or there are no
+            such columns.
+
+    Example:
+        >>> import torch, normops
+        >>> query = torch.randn(2, 7, 4, 64)  # batch, sequence, heads, head_dim
+        >>> angles = torch.outer(torch.arange(7.0), 10000 ** -(torch.arange(0, 64, 2) / 64))
+        >>> cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)  # for all heads
+        >>> normops.rms_norm_rope(query, cos, sin, 64, torch.ones(64), rotary_dim=64).shape
+        torch.Size([2, 7, 4, 64])
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        output = _C.rms_norm_rope(
+            input, cos, sin, normalized_shape, weight, eps, weight_offset, interleaved, rotary_dim, rotary_offset
+        )
+        if output is not NotImplemented:
+            return output
+    return torch.ops.normops.rms_norm_rope.default(
+        input,
+        cos,
+        sin,
+        _as_shape(normalized_shape),
+        weight,
+        eps,
+        weight_offset=weight_offset,
+        interleaved=interleaved,
+        rotary_dim=rotary_dim,
+        rotary_offset=rotary_offset,
+    )
+
+
 def rms_norm_(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -222,6 +300,47 @@ def add_rms_norm_(
     """
     shape = _as_shape(normalized_shape)
     torch.ops.normops.add_rms_norm_.default(input, residual, shape, weight, eps, weight_offset=weight_offset)
+
+
+def rms_norm_rope_(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+) -> Tensor:
+    """In-place :func:`rms_norm_rope` for inference: the result replaces ``input``, which is returned.
+
+    Raises:
+        RuntimeError: as :func:`rms_norm_rope`; if an argument requires a gradient and gradients are enabled; if
+            ``input`` is an expanded tensor or overlaps another argument in part.
+
+    Example:
+        >>> import torch, normops
+        >>> qkv = torch.randn(7, 3, 4, 64)  # the queries of a packed projection
+        >>> cos, sin = torch.ones(7, 1, 64), torch.zeros(7, 1, 64)
+        >>> query = normops.rms_norm_rope_(qkv[:, 0], cos, sin, 64)
+        >>> query.data_ptr() == qkv.data_ptr()
+        True
+    """
+    return torch.ops.normops.rms_norm_rope_.default(
+        input,
+        cos,
+        sin,
+        _as_shape(normalized_shape),
+        weight,
+        eps,
+        weight_offset=weight_offset,
+        interleaved=interleaved,
+        rotary_dim=rotary_dim,
+        rotary_offset=rotary_offset,
+    )
 
 
 def _as_shape(normalized_shape: int | Sequence[int]) -> Sequence[int]:

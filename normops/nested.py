@@ -17,10 +17,16 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nested._internal.ops import extract_kwargs, raggedness_matches, register_jagged_func
 
-from normops._operators import FUNCTIONAL, ROWS, Operator, arguments_of, by_name, name_of, results_of
+from normops._operators import FUNCTIONAL, ROWS, TABLES, Operator, arguments_of, by_name, name_of, results_of
 
 
-def _check(name: str, rows: Mapping[str, NestedTensor], normalized_shape: Sequence[int], weight: Tensor | None) -> None:
+def _check(
+    name: str,
+    rows: Mapping[str, NestedTensor],
+    tables: Mapping[str, Tensor],
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+) -> None:
     input = rows["input"]
     dims = input.dim() - input._ragged_idx  # from the ragged one on
     if len(normalized_shape) >= dims:
@@ -33,7 +39,14 @@ def _check(name: str, rows: Mapping[str, NestedTensor], normalized_shape: Sequen
             f"{name}: expected weight to have dimensions behind the ragged one of input, whose shape is "
             f"{list(input.shape)}, but got {list(weight.shape)}"
         )
-    for argument, tensor in rows.items():
+    for argument, tensor in tables.items():
+        if not tensor.is_nested and tensor.dim() >= dims:
+            raise RuntimeError(
+                f"{name}: expected {argument} to be nested as input is, or to have dimensions behind the ragged one "
+                f"of input, whose shape is {list(input.shape)}, but got {list(tensor.shape)}"
+            )
+    nested = {argument: tensor for argument, tensor in tables.items() if tensor.is_nested}
+    for argument, tensor in {**rows, **nested}.items():
         if not tensor.is_nested or not raggedness_matches(input, tensor.shape):
             raise RuntimeError(
                 f"{name}: expected {argument} to have the sequences of input, whose shape is {list(input.shape)}, "
@@ -49,8 +62,10 @@ def _register(op: Operator) -> None:
     def of_values(op: Operator, *args: Any, **kwargs: Any) -> Any:
         arguments = by_name(op, args, kwargs)
         rows = {name: arguments[name] for name in ROWS if arguments.get(name) is not None}
-        _check(name_of(op), rows, arguments["normalized_shape"], arguments.get("weight"))
-        results = op(**arguments | {name: tensor._values for name, tensor in rows.items()})
+        tables = {name: arguments[name] for name in TABLES if name in arguments}
+        _check(name_of(op), rows, tables, arguments["normalized_shape"], arguments.get("weight"))
+        nested = {name: tensor for name, tensor in {**rows, **tables}.items() if tensor.is_nested}
+        results = op(**arguments | {name: tensor._values for name, tensor in nested.items()})
         if isinstance(results, Tensor):
             return _like(rows["input"], results)
         return tuple(
@@ -60,7 +75,8 @@ def _register(op: Operator) -> None:
 
     of_values.__name__ = name_of(op)  # with which torch's own messages begin
     names = arguments_of(op)
-    nested = ", ".join(f"{name}: jt_all" for name in names[: names.index("normalized_shape")])
+    tensors = names[: names.index("normalized_shape")]
+    nested = ", ".join(f"{name}: {'any' if name in TABLES else 'jt_all'}" for name in tensors)
     register_jagged_func(op, f"{nested}, normalized_shape: any, weight: t?, ...")(of_values)
 
 

@@ -14,8 +14,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """The ``custom_translation_table`` with which ``torch.onnx.export`` writes ONNX's ``RMSNormalization``.
 
     It makes one of each ``rms_norm``, an ``Add`` and one of each ``add_rms_norm``, one of each ``gated_rms_norm`` and
-    a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, with dynamic sizes where the exported program
-    has them. A weight per group becomes a ``Mul`` after it. ``RMSNormalization`` came with version 23 of ONNX's
+    a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, one of each ``rms_norm_rope`` and the rotation in
+    products and sums after it, with dynamic sizes where the exported program has them. A weight per group becomes a ``Mul`` after it. ``RMSNormalization`` came with version 23 of ONNX's
     operators.
 
     ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
@@ -24,9 +24,9 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     stores ``eps`` as a float32, beside float64 inputs too.
 
     Returns:
-        The functions that write ``torch.ops.normops.rms_norm.default``, ``torch.ops.normops.add_rms_norm.default`` and
-        ``torch.ops.normops.gated_rms_norm.default``. Other operators of normops do not remain in an exported program,
-        but for ``rms_norm_backward`` and ``gated_rms_norm_backward``, which have no translation.
+        The functions that write ``torch.ops.normops.rms_norm.default``, ``torch.ops.normops.add_rms_norm.default``,
+        ``torch.ops.normops.gated_rms_norm.default`` and ``torch.ops.normops.rms_norm_rope.default``. Other operators of
+        normops do not remain in an exported program, but for the backwards, which have no translation.
 
     Raises:
         ImportError: if onnxscript is not installed.
@@ -49,6 +49,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         ops.rms_norm.default: _rms_norm,
         ops.add_rms_norm.default: _add_rms_norm,
         ops.gated_rms_norm.default: _gated_rms_norm,
+        ops.rms_norm_rope.default: _rms_norm_rope,
     }
 
 
@@ -105,6 +106,53 @@ def _gated_rms_norm(
     output = _normalize(h, compute, len(normalized_shape), weight, eps, weight_offset)
     if norm_before_gate:
         output = opset23.Mul(output, activated)
+    return _cast(output, compute, input.dtype)
+
+
+def _rms_norm_rope(
+    input: Value,
+    cos: Value,
+    sin: Value,
+    normalized_shape: Sequence[Any],
+    weight: Value | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+) -> Value:
+    from onnxscript import opset23
+
+    def ints(*numbers: int) -> Value:
+        return opset23.Constant(value_ints=numbers)
+
+    compute = _compute_type(input.dtype)
+    h = _normalize(_cast(input, input.dtype, compute), compute, 1, weight, eps, weight_offset)
+    columns = cos.shape[-1]
+    rotary_dim = columns if rotary_dim is None else rotary_dim
+    half, end = rotary_dim // 2, rotary_offset + rotary_dim
+    first = (0, rotary_dim, 2) if interleaved else (0, half, 1)
+    second = (1, rotary_dim, 2) if interleaved else (half, rotary_dim, 1)
+
+    def part(value: Value, begin: int, end: int, step: int = 1) -> Value:
+        return opset23.Slice(value, ints(begin), ints(end), ints(-1), ints(step))
+
+    def of_pair(table: Value) -> tuple[Value, Value]:
+        table = _cast(table, table.dtype, compute)
+        return (part(table, *first), part(table, *second)) if columns == rotary_dim else (table, table)
+
+    rows = part(h, rotary_offset, end)
+    a, b = part(rows, *first), part(rows, *second)
+    (cos_a, cos_b), (sin_a, sin_b) = of_pair(cos), of_pair(sin)
+    turned_a = opset23.Sub(opset23.Mul(a, cos_a), opset23.Mul(b, sin_a))
+    turned_b = opset23.Add(opset23.Mul(b, cos_b), opset23.Mul(a, sin_b))
+    if interleaved:
+        pairs = [opset23.Unsqueeze(turned, ints(-1)) for turned in (turned_a, turned_b)]
+        rotated = opset23.Reshape(opset23.Concat(*pairs, axis=-1), opset23.Shape(rows))
+    else:
+        rotated = opset23.Concat(turned_a, turned_b, axis=-1)
+    last = 2**63 - 1  # however many there are
+    output = opset23.Concat(part(h, 0, rotary_offset), rotated, part(h, end, last), axis=-1)
     return _cast(output, compute, input.dtype)
 
 

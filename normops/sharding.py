@@ -6,7 +6,8 @@ Rows are independent of each other, so **shards of rows stay where they are**: w
 is not among the dimensions of ``normalized_shape``, the outputs are ``Shard(d)``, too, and nothing is communicated;
 ``grad_weight`` is then ``Partial()``, a sum that is still to be taken over the ranks, by whoever needs it. A ``weight``
 of shape ``[*groups, *normalized_shape]`` and its gradient are sharded as ``input`` is on the dimensions that they have
-of it: heads beside heads, and nothing is communicated. **All else is replicated first**: a sharded normalized dimension
+of it: heads beside heads, and nothing is communicated. So are ``cos`` and ``sin``, which broadcast over ``input``, on the
+dimensions that they have in common with it: shards of a sequence take their own positions. **All else is replicated first**: a sharded normalized dimension
 is gathered, an ``input`` that is ``Partial()`` is summed up, a ``weight`` that is sharded otherwise is gathered. Of
 several arguments with the shape of ``input``, the first one that is sharded by rows on a dimension of the mesh decides
 for all. ``normalized_shape`` is that of the whole tensor, and so of its shards.
@@ -37,7 +38,18 @@ from torch.distributed.tensor.parallel import SequenceParallel as _SequenceParal
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Module
 
-from normops._operators import FUNCTIONAL, INPLACE, ROWS, arguments_of, by_name, name_of, results_of, wanted, written_by
+from normops._operators import (
+    FUNCTIONAL,
+    INPLACE,
+    ROWS,
+    TABLES,
+    arguments_of,
+    by_name,
+    name_of,
+    results_of,
+    wanted,
+    written_by,
+)
 
 Placements = tuple[Placement, ...]
 
@@ -65,6 +77,13 @@ def _of_weight(rows: Placement, first_dim: int, otherwise: Placement) -> Placeme
     return Shard(rows.dim - first_dim)
 
 
+def _of_table(rows: Placement, table: DTensorSpec, dims: int) -> Placement:
+    """The placement of a table that broadcasts over the rows: theirs, on a dimension that it has in common with them."""
+    placement = _of_weight(rows, dims - table.ndim, Replicate())
+    is_broadcast = isinstance(placement, (Shard, _StridedShard)) and table.shape[placement.dim] == 1
+    return Replicate() if is_broadcast else placement
+
+
 def _strategy(schema: OpSchema) -> OpStrategy:
     """The one way to run an operator: all that has the shape of input sharded alike, by rows or not at all."""
     arguments = by_name(schema.op, schema.args_schema, schema.kwargs_schema)
@@ -78,6 +97,10 @@ def _strategy(schema: OpSchema) -> OpStrategy:
         first_dim = specs["input"].ndim - specs["weight"].ndim
         others["weight"] = tuple(_of_weight(p, first_dim, Replicate()) for p in rows)
         others["grad_weight"] = tuple(_of_weight(p, first_dim, Partial()) for p in rows)
+
+    for name in TABLES:
+        if name in specs:
+            others[name] = tuple(_of_table(p, specs[name], specs["input"].ndim) for p in rows)
 
     def placed(name: str) -> DTensorSpec:
         return DTensorSpec(mesh, others.get(name, rows))

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from normops import _C
-from normops._operators import FUNCTIONAL, INPLACE, Operator, arguments_of, name_of, results_of, wanted, written_by
+from normops._operators import (
+    FUNCTIONAL,
+    INPLACE,
+    TABLES,
+    Operator,
+    arguments_of,
+    name_of,
+    results_of,
+    wanted,
+    written_by,
+)
 
 _library = torch.library.Library("normops", "IMPL")
 
@@ -30,6 +40,12 @@ class _Batch(NamedTuple):
 
     def unshared(self) -> Tensor:
         return self.tensor.expand(self.size, *self.tensor.shape) if self.is_shared else self.tensor
+
+    def of_dims(self, dims: int) -> "_Batch":
+        """With so many dimensions of a sample, of which the first ones have size 1."""
+        samples = self.tensor.unsqueeze(0) if self.is_shared else self.tensor
+        more = (1,) * (dims + 1 - samples.dim())
+        return _Batch(samples.reshape(samples.shape[0], *more, *samples.shape[1:]), False, self.size)
 
 
 def _before(weight: Tensor, batch: _Batch) -> Tensor:
@@ -55,6 +71,8 @@ def _call(op: Operator, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
     def whole(name: str, value: Any) -> Any:
         if not isinstance(value, _Batch):
             return value
+        if name in TABLES:
+            value = value.of_dims(arguments["input"].sample().dim())
         if name == "weight":
             return value.tensor if weights is None else weights
         return value.unshared() if weights is None else _before(weights, value)

@@ -43,3 +43,34 @@ def gated_rms_norm(
     if norm_before_gate:
         return rms_norm(input, normalized_shape, weight, eps, weight_offset) * activated
     return rms_norm(input * activated, normalized_shape, weight, eps, weight_offset)
+
+
+def rotated(
+    rows: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int | None, rotary_offset: int
+) -> Tensor:
+    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+    if cos.shape[-1] != rotary_dim:
+        cos, sin = ((t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1)) for t in (cos, sin))
+    before, columns, behind = rows.tensor_split((rotary_offset, rotary_offset + rotary_dim), -1)
+    if interleaved:
+        turned = torch.stack((-columns[..., 1::2], columns[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = columns.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return torch.cat((before, columns * cos + turned * sin, behind), -1)
+
+
+def rms_norm_rope(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+) -> Tensor:
+    output = rms_norm(input, normalized_shape, weight, eps, weight_offset)
+    return rotated(output, cos, sin, interleaved, rotary_dim, rotary_offset)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,8 +39,21 @@ def narrower_or_wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return (*narrower(dtype), *wider(dtype)[1:])
 
 
-def like_input(case: Case, dtype: torch.dtype, seed: int) -> Tensor:
+Flags = Mapping[str, object]
+
+
+def like_input(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
     return case.grad_layout(case.shape, dtype, seed)
+
+
+def table(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers for angles, as wide as these flags want them: of each row, or where there are several dimensions of rows,
+    the same along the last of them."""
+    columns = (case.shape[-1] - cast("int", flags.get("rotary_offset", 0))) // 2 * 2
+    if (rotary_dim := flags.get("rotary_dim")) is not None:
+        columns = cast("int", rotary_dim) // 2
+    leading = case.shape[:-1] if len(case.shape) < 3 else (*case.shape[:-2], 1)
+    return case.grad_layout((*leading, columns), dtype, seed)
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class Argument:
     """A tensor beside input and weight."""
 
     dtypes: Dtypes = equal
-    make: Callable[[Case, torch.dtype, int], Tensor] = like_input
+    make: Callable[[Case, Flags, torch.dtype, int], Tensor] = like_input
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +71,11 @@ class Operator:
     """Its result is a Bounded, or a tuple with one for each result, or None for one that is None."""
     tensors: Mapping[str, Argument] = field(default_factory=dict)
     """Beside input and weight. An optional one is given in cases that have a residual."""
-    flags: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Arguments that choose what is computed, each with all of its values."""
+    flags: tuple[Flags, ...] = ({},)
+    """Arguments that choose what is computed, in all combinations that differ."""
+    alike: tuple[str, ...] = ()
+    """Tensors beside the input that have one dtype."""
+    takes: Callable[[Case], bool] = lambda case: True
     gradient: str | None = None
     """The operator that differentiates it."""
     definition: Callable[..., Any] | None = None
@@ -132,11 +148,6 @@ class Operator:
     def masks(self) -> Iterator[tuple[bool, ...]]:
         return product((True, False), repeat=len(self.outputs))
 
-    def flag_values(self) -> Iterator[dict[str, object]]:
-        """Every combination."""
-        for values in product(*self.flags.values()):
-            yield dict(zip(self.flags, values, strict=True))
-
     def results(self, returned: Any) -> tuple[Any, ...]:
         """What a call has returned, one or several, as a tuple."""
         return tuple(returned) if len(self.outputs) > 1 else (returned,)
@@ -183,7 +194,11 @@ ADD_RMS_NORM = Operator(
     # It is written before the weight is read.
     never_over=frozenset({("residual_out", "weight")}),
 )
-GATING = {"activation": ("silu", "sigmoid"), "norm_before_gate": (True, False)}
+GATING = tuple(
+    {"activation": activation, "norm_before_gate": norm_before_gate}
+    for activation in ("silu", "sigmoid")
+    for norm_before_gate in (True, False)
+)
 GATED_RMS_NORM = Operator(
     "gated_rms_norm",
     oracle.gated_rms_norm,
@@ -199,7 +214,48 @@ GATED_RMS_NORM_BACKWARD = Operator(
     GATING,
 )
 
-OPERATORS = (RMS_NORM, RMS_NORM_BACKWARD, ADD_RMS_NORM, GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD)
+
+# The angle of each column, or of each pair; all columns, from the first one on, or some.
+ROPES = (
+    {"interleaved": False, "rotary_dim": None, "rotary_offset": 0},
+    {"interleaved": True, "rotary_dim": None, "rotary_offset": 0},
+    {"interleaved": False, "rotary_dim": 4, "rotary_offset": 3},
+    {"interleaved": True, "rotary_dim": 4, "rotary_offset": 3},
+)
+
+
+def has_heads(case: Case) -> bool:
+    return case.normalized_dims == 1 and case.shape[-1] >= 8
+
+
+RMS_NORM_ROPE_BACKWARD = Operator(
+    "rms_norm_rope_backward",
+    oracle.rms_norm_rope_backward,
+    {"grad_output": Argument(), "cos": Argument(wider, table), "sin": Argument(wider, table)},
+    ROPES,
+    ("cos", "sin"),
+    has_heads,
+)
+RMS_NORM_ROPE = Operator(
+    "rms_norm_rope",
+    oracle.rms_norm_rope,
+    {"cos": Argument(wider, table), "sin": Argument(wider, table)},
+    ROPES,
+    ("cos", "sin"),
+    has_heads,
+    gradient="rms_norm_rope_backward",
+    definition=definitions.rms_norm_rope,
+)
+
+OPERATORS = (
+    RMS_NORM,
+    RMS_NORM_BACKWARD,
+    ADD_RMS_NORM,
+    GATED_RMS_NORM,
+    GATED_RMS_NORM_BACKWARD,
+    RMS_NORM_ROPE,
+    RMS_NORM_ROPE_BACKWARD,
+)
 DIFFERENTIABLE = tuple(operator for operator in OPERATORS if operator.gradient)
 
 
@@ -225,7 +281,7 @@ class Variant(NamedTuple):
     """An operator with values for its flags."""
 
     operator: Operator
-    flags: Mapping[str, object]
+    flags: Flags
 
     def at(self, case: Case, dtypes: Mapping[str, torch.dtype] | None = None) -> "OperatorCase":
         return OperatorCase(self.operator, case, self.flags, dtypes or {})
@@ -235,13 +291,13 @@ class Variant(NamedTuple):
 
 
 def variants(operators: Iterable[Operator] = OPERATORS) -> tuple[Variant, ...]:
-    return tuple(Variant(operator, flags) for operator in operators for flags in operator.flag_values())
+    return tuple(Variant(operator, flags) for operator in operators for flags in operator.flags)
 
 
 class OperatorCase(NamedTuple):
     operator: Operator
     case: Case
-    flags: Mapping[str, object]
+    flags: Flags
     dtypes: Mapping[str, torch.dtype]
     """Of tensors beside input and weight: those that are not the input's."""
 
@@ -259,7 +315,7 @@ class OperatorCase(NamedTuple):
         for seed, (name, argument) in enumerate(self.operator.tensors.items(), 4):
             is_given = case.has_residual or not self.operator.is_optional(name)
             dtype = self.dtypes.get(name, case.dtype)
-            made[name] = argument.make(case, dtype, seed) if is_given else None
+            made[name] = argument.make(case, self.flags, dtype, seed) if is_given else None
         moved = {name: on(device, value) if isinstance(value, Tensor) else value for name, value in made.items()}
         return {name: moved[name] for name in self.operator.names if name in moved}
 
@@ -298,24 +354,23 @@ def other_dtypes(operator: Operator, dtype: torch.dtype) -> tuple[dict[str, torc
     """Of the tensors beside an input of this dtype: every choice but that of its own for all of them."""
     choices = [argument.dtypes(dtype) for argument in operator.tensors.values()]
     others = (dict(zip(operator.tensors, chosen, strict=True)) for chosen in product(*choices))
-    return tuple(chosen for chosen in others if set(chosen.values()) - {dtype})
+    possible = (chosen for chosen in others if len({chosen[name] for name in operator.alike}) <= 1)
+    return tuple(chosen for chosen in possible if set(chosen.values()) - {dtype})
 
 
 def cases_of(operator: Operator) -> tuple[OperatorCase, ...]:
     """Every case with all tensors in its dtype, about half with other dtypes beside the input's, and every flag."""
     choose = random.Random(0)
-    every = list(operator.flag_values())
-    found = [OperatorCase(operator, case, choose.choice(every), {}) for case in CASES]
-    for index, case in enumerate(CASES):
+    every, taken = operator.flags, [case for case in CASES if operator.takes(case)]
+    found = [OperatorCase(operator, case, choose.choice(every), {}) for case in taken]
+    for index, case in enumerate(taken):
         others = other_dtypes(operator, case.dtype)
         if index % 2 < len(others):
             found.append(OperatorCase(operator, case, choose.choice(every), choose.choice(others)))
-    if operator.flags:
+    if len(every) > 1:
+        narrow = [Case((3, cols), torch.float32, 1, torch.float32) for cols in (1, 17, 1000)]
         for flags in every:
-            found += [
-                OperatorCase(operator, Case((3, cols), torch.float32, 1, torch.float32), flags, {})
-                for cols in (1, 17, 1000)
-            ]
+            found += [OperatorCase(operator, case, flags, {}) for case in narrow if operator.takes(case)]
             for dtype in HALVES:
                 case = Case(
                     (4, 3, 36), dtype, 1, dtype, layout=cases.qkv_slice, grad_layout=cases.padded_rows, group_dims=1

@@ -143,8 +143,9 @@ def _grad_input(
     dy_underflow: Array | float = 0.0,
     h_roundings: float = 0.0,
     h_underflow: Array | float = 0.0,
+    dot_roundings: float = 0.0,
 ) -> _Value:
-    """``dy_roundings``, ...: of dy and h themselves."""
+    """``dy_roundings``, ...: of dy and h themselves; ``dot_roundings``: in the sum of dy * w * h, besides."""
     cols = t.h.shape[1]
 
     def mean(array: Array) -> Array:
@@ -156,7 +157,7 @@ def _grad_input(
     direct = t.rstd * g_magnitude
     projected = t.rstd**3 * h * mean(g_magnitude * h)
     roundoffs = direct * (t.rstd_roundings + 5 + dy_roundings + h_roundings) + projected * (
-        3 * t.rstd_roundings + _sum_roundings(cols, t.compute) + 8 + dy_roundings + 5 * h_roundings
+        3 * t.rstd_roundings + _sum_roundings(cols, t.compute) + 8 + dot_roundings + dy_roundings + 5 * h_roundings
     )
     of_g, of_h, of_rstd = dy_underflow * t.w_magnitude, h_underflow, _rstd_underflow(t, h_underflow)
     underflow = t.rstd * of_g + g_magnitude * of_rstd
@@ -344,6 +345,99 @@ def gated_rms_norm_backward(
             for_gate.bounded(gate, compute),
             None if weight is None else _grad_weight(t, g.value, weight, normalized_shape, *extra),
         )
+
+
+class _Angles(NamedTuple):
+    """For each column of the rows: cos, sin with the sign of its product, and the column that is multiplied by it."""
+
+    cos: Array
+    sin: Array
+    other: Array
+
+
+def _angles(
+    cos: Tensor, sin: Tensor, t: _Terms, input: Tensor, interleaved: bool, rotary_dim: int | None, offset: int
+) -> _Angles:
+    cols = input.shape[-1]
+    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+    column = np.arange(rotary_dim)
+    half = rotary_dim // 2
+    is_first = column % 2 == 0 if interleaved else column < half
+    step = 1 if interleaved else half
+    of_table = column
+    if cos.shape[-1] != rotary_dim:
+        of_table = column // 2 if interleaved else column % max(half, 1)
+
+    def of_rows(table: Tensor, elsewhere: float) -> Array:
+        full = np.full((*input.shape[:-1], cols), elsewhere, t.h.dtype)
+        full[..., offset : offset + rotary_dim] = _wide(table, t.compute)[..., of_table]
+        return full.reshape(t.h.shape)
+
+    signs, other = np.ones(cols, t.h.dtype), np.arange(cols)
+    signs[offset : offset + rotary_dim] = np.where(is_first, -1, 1)
+    other[offset : offset + rotary_dim] = offset + np.where(is_first, column + step, column - step)
+    return _Angles(of_rows(cos, 1.0), of_rows(sin, 0.0) * signs, other)
+
+
+def _turned(rows: _Value, angles: _Angles, compute: torch.dtype, back: bool = False) -> _Value:
+    """Two products and their sum, each rounded."""
+    a = angles
+    sin = a.sin[:, a.other] if back else a.sin
+    terms = np.abs(rows.value * a.cos) + np.abs(rows.value[:, a.other] * sin)
+    of_rows = np.broadcast_to(rows.underflow, rows.value.shape)
+    return _Value(
+        rows.value * a.cos + rows.value[:, a.other] * sin,
+        rows.roundoffs * np.abs(a.cos) + rows.roundoffs[:, a.other] * np.abs(sin) + 2 * terms,
+        of_rows * np.abs(a.cos)
+        + of_rows[:, a.other] * np.abs(sin)
+        + 2 * torch.finfo(compute).smallest_normal * torch.finfo(compute).eps,
+    )
+
+
+def rms_norm_rope(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+) -> Bounded:
+    t = _terms(input, normalized_shape, weight, eps, weight_offset)
+    angles = _angles(cos, sin, t, input, interleaved, rotary_dim, rotary_offset)
+    with np.errstate(all="ignore"):
+        return _turned(_normed(t), angles, t.compute).bounded(input, t.compute)
+
+
+def rms_norm_rope_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+) -> Backward:
+    t = _terms(input, normalized_shape, weight, eps, weight_offset)
+    angles = _angles(cos, sin, t, input, interleaved, rotary_dim, rotary_offset)
+    with np.errstate(all="ignore"):
+        dy = _turned(_exact(_wide(grad_output, t.compute).reshape(t.h.shape)), angles, t.compute, back=True)
+        # The two products may cancel, so that their roundings count by themselves, and not relative to their sum.
+        off = dy.roundoffs * torch.finfo(t.compute).eps / 2 + dy.underflow
+        # The columns before the rotated ones, those and the others are summed apart, and these sums added.
+        grad_input = _grad_input(t, dy.value, dy_underflow=off, dot_roundings=2).bounded(input, t.compute)
+        lost = off * np.abs(t.h) * t.rstd
+        grad_weight = (
+            None if weight is None else _grad_weight(t, dy.value, weight, normalized_shape, underflow=lost)
+        )
+    return Backward(grad_input, grad_weight)
 
 
 def violation(actual: Tensor, expected: Bounded) -> str | None:

@@ -52,7 +52,7 @@ def problems(draw: st.DrawFn, operator: Operator) -> tuple[OperatorCase, dict[st
         has_residual=draw(st.booleans()),
         group_dims=draw(st.integers(0, len(leading))),
     )
-    flags = {name: draw(st.sampled_from(values)) for name, values in operator.flags.items()}
+    flags = draw(st.sampled_from(operator.flags))
     case = OperatorCase(operator, of_rows, flags, draw(st.sampled_from([{}, *other_dtypes(operator, dtype)])))
     arguments = case.arguments()
     for seed, name in enumerate(("input", *operator.tensors)):

@@ -20,6 +20,8 @@ using torch::autograd::variable_list;
 //   using Saved = ...;                             the struct of another operator, whose first tensors are
 //   static constexpr size_t kSavedOutputs;         so many of this one's outputs
 //   static Saved saved(const Operator& arguments, const Outputs<Operator>& outputs);
+// If it does not give the gradients of all arguments, it has
+//   static bool covers(const Operator& arguments);  whether none of the others is asked for
 template <class Operator>
 struct Derivative;
 

@@ -13,13 +13,21 @@ bool has_tangent(const Tensors&... tensors) {
   return ((tensors.defined() && tensors._fw_grad(/*level=*/0).defined()) || ...);
 }
 
-// Autograd's kernels. composite(arguments) is the operator's definition in ATen, which differentiates in forward mode.
+// Whether the operator's derivative gives all gradients that are asked for.
+template <class Operator>
+bool is_covered([[maybe_unused]] const Operator& arguments) {
+  if constexpr (requires { Derivative<Operator>::covers(arguments); }) return Derivative<Operator>::covers(arguments);
+  return true;
+}
+
+// Autograd's kernels. composite(arguments) is the operator's definition in ATen, which differentiates in forward mode
+// and by all arguments.
 struct Autograd {
   template <class Operator>
   static Outputs<Operator> functional(c10::DispatchKeySet keys, const Operator& arguments) {
     check_devices<Overload::functional>(arguments);
     const auto run = [&](auto*... tensor) -> Outputs<Operator> {
-      if (has_tangent(*tensor...)) {
+      if (has_tangent(*tensor...) || !is_covered(arguments)) {
         arguments.check(Operator::kName);
         return to_array<Operator>(composite(arguments));
       }

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <tuple>
 
@@ -60,9 +61,12 @@ auto with_restored(const variable_list& tensors, const Attributes& attributes, c
         return Type(std::get<attribute>(attributes));
       }
     };
+    static constexpr bool are_shapes[] = {std::is_same_v<Argument, c10::SymIntArrayRef>...};
+    constexpr size_t shape = std::find(are_shapes, std::end(are_shapes), true) - are_shapes;
+    constexpr size_t dims = std::count(are_attributes, are_attributes + shape, true);
     const auto with_arguments = [&](const auto&... argument) {
       auto saved = make_arguments<Saved>(argument...);
-      saved.norm.normalized_shape = last_sizes(saved.input, std::get<int64_t>(attributes));
+      saved.norm.normalized_shape = last_sizes(saved.input, std::get<dims>(attributes));
       return f(saved);
     };
     return [&]<size_t... i>(std::index_sequence<i...>) {

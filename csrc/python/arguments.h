@@ -51,17 +51,24 @@ inline bool parse(PyObject* object, double& number) {
   return true;
 }
 
-inline bool parse(PyObject* object, std::optional<double>& number) {
-  if (object == Py_None) return true;
-  return parse(object, number.emplace());
+inline bool parse(PyObject* object, int64_t& number) {
+  if (!PyLong_CheckExact(object)) return false;
+  int overflow = 0;
+  number = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0;
 }
 
 inline bool parse(PyObject* object, c10::SymInt& number) {
-  if (!PyLong_CheckExact(object)) return false;
-  int overflow = 0;
-  const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
-  number = c10::SymInt(static_cast<int64_t>(value));
-  return overflow == 0;
+  int64_t value = 0;
+  if (!parse(object, value)) return false;
+  number = c10::SymInt(value);
+  return true;
+}
+
+template <class Number>
+bool parse(PyObject* object, std::optional<Number>& number) {
+  if (object == Py_None) return true;
+  return parse(object, number.emplace());
 }
 
 using Shape = c10::SmallVector<c10::SymInt, 4>;

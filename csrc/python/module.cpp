@@ -71,7 +71,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   normops::cpu::current_isa();  // a wrong NORMOPS_CPU_ISA is an error of the import, not of the first call
 
   if (PyModule_AddFunctions(
-          m.ptr(), direct_calls(normops::List<normops::RmsNorm, normops::AddRmsNorm, normops::GatedRmsNorm>())) != 0)
+          m.ptr(),
+          direct_calls(
+              normops::List<normops::RmsNorm, normops::AddRmsNorm, normops::GatedRmsNorm, normops::RmsNormRope>())) !=
+      0)
     throw py::error_already_set();
 
   py::class_<normops::python::Registration>(m, "Registration").def("close", &normops::python::Registration::close);

@@ -7,7 +7,10 @@
 #include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include "../backend.h"
+#include "../launch.h"
 #include "../operators.h"
 #include "../problem.h"
 
@@ -16,7 +19,8 @@ namespace {
 
 namespace py = pybind11;
 
-constexpr int kMaxDims = 2;  // that the kernels tell rows apart by
+constexpr int kMaxDims = 2;       // that the kernels tell rows apart by
+constexpr int kMaxTableDims = 3;  // and those of cos and sin: samples, tokens and heads, say, without a copy for each
 
 // Imported when it is first needed: Triton takes a second. Importing lets other threads run, which come here too: one
 // that waits for a plain static does so with the GIL, which the import then waits for.
@@ -38,6 +42,18 @@ py::object to_python(const Rows& rows) {
 
 py::object to_python(const std::optional<Target>& target) {
   return target.has_value() ? to_python(target->rows()) : py::object(py::none());
+}
+
+// Row r of the tables is r / (middle * inner), r / inner % middle and r % inner along its dimensions.
+py::object to_python(const Tables& tables, const Rope& rope) {
+  const Rotation rotation = make_rotation(tables, rope);
+  int64_t sizes[kMaxTableDims] = {1, 1, 1}, strides[kMaxTableDims] = {};
+  const int first = kMaxTableDims - rotation.rows.dims;
+  std::copy_n(rotation.rows.sizes, rotation.rows.dims, sizes + first);
+  std::copy_n(rotation.rows.strides, rotation.rows.dims, strides + first);
+  return launchers().attr("Rotation")(tables.cos(), tables.sin(), sizes[1], sizes[2], strides[0], strides[1],
+                                      strides[2], rotation.interleaved, rotation.angle_of_pair, rotation.offset,
+                                      rotation.pairs);
 }
 
 const char* to_python(Activation activation) { return activation == Activation::silu ? "silu" : "sigmoid"; }
@@ -131,6 +147,39 @@ struct TritonBackend {
     }
     if (dx.has_value()) dx->finish();
     if (dgate.has_value()) dgate->finish();
+    if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
+  }
+
+  static void launch(const RmsNormRope& arguments, const Tensor& output) {
+    const auto& [input, cos, sin, norm, rope] = arguments;
+    const Problem problem = make_problem(input, norm);
+    const Target y(output, norm.dims(), kMaxDims);
+    {
+      py::gil_scoped_acquire gil;
+      launchers().attr("launch_rope_forward")(to_python(make_rows(input, norm.dims(), kMaxDims)),
+                                              to_python(Tables(input, cos, sin, kMaxTableDims), rope),
+                                              to_python(y.rows()), contiguous(norm.weight), norm.weight_offset,
+                                              problem.eps, problem.groups, problem.rows, problem.cols);
+    }
+    y.finish();
+  }
+
+  static void launch(const RmsNormRopeBackward& arguments, const Tensor& grad_input, const Tensor& grad_weight) {
+    const auto& [grad_output, input, cos, sin, norm, rope, output_mask] = arguments;
+    const Problem problem = make_problem(input, norm);
+    const auto dx = target(grad_input, norm);
+    OptionalTensor dw;
+    {
+      py::gil_scoped_acquire gil;
+      dw = launchers()
+               .attr("launch_rope_backward")(to_python(make_rows(grad_output, norm.dims(), kMaxDims)),
+                                             to_python(make_rows(input, norm.dims(), kMaxDims)),
+                                             to_python(Tables(input, cos, sin, kMaxTableDims), rope), to_python(dx),
+                                             grad_weight.defined(), contiguous(norm.weight), norm.weight_offset,
+                                             problem.eps, problem.groups, problem.rows, problem.cols)
+               .cast<OptionalTensor>();
+    }
+    if (dx.has_value()) dx->finish();
     if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
   }
 

@@ -1,0 +1,76 @@
+#include "rms_norm_rope.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+
+#include "fallback.h"
+#include "rms_norm.h"
+
+namespace normops {
+namespace {
+
+// The columns that are rotated, or their angles, in pairs: first or second of each.
+struct Pairs {
+  Tensor first, second;
+};
+
+Pairs in_pairs(const Tensor& columns, bool interleaved) {
+  const c10::SymInt two = 2, half = columns.sym_size(-1) / 2;
+  const int64_t dim = interleaved ? -1 : -2;
+  const auto sizes = interleaved ? std::array{half, two} : std::array{two, half};
+  const Tensor pairs = columns.unflatten_symint(-1, sizes);
+  return {pairs.select(dim, 0), pairs.select(dim, 1)};
+}
+
+// turn(x, cos, sin) returns the new Pairs.
+template <class Turn>
+Tensor rotate_columns(const Tensor& rows, const Tensor& cos, const Tensor& sin, const Rope& rope, const Turn& turn) {
+  const c10::SymInt rotary_dim = rotary_columns(cos, rope), offset = rope.rotary_offset, end = offset + rotary_dim;
+  const bool has_angle_of_pair = rope.rotary_dim.has_value() && cos.sym_size(-1) != rotary_dim;
+  const auto angles = [&](const Tensor& table) {
+    return has_angle_of_pair ? Pairs{table, table} : in_pairs(table, rope.interleaved);
+  };
+  const Tensor columns = rows.narrow_symint(-1, offset, rotary_dim);
+  const Pairs y = turn(in_pairs(columns, rope.interleaved), angles(cos), angles(sin));
+  const Tensor rotated = at::stack({y.first, y.second}, rope.interleaved ? -1 : -2).flatten(-2);
+  return at::cat({rows.narrow_symint(-1, 0, offset), rotated, rows.narrow_symint(-1, end, rows.sym_size(-1) - end)},
+                 -1);
+}
+
+}  // namespace
+
+Tensor rotate(const Tensor& rows, const Tensor& cos, const Tensor& sin, const Rope& rope) {
+  return rotate_columns(rows, cos, sin, rope, [](const Pairs& x, const Pairs& c, const Pairs& s) {
+    return Pairs{x.first * c.first - x.second * s.first, x.second * c.second + x.first * s.second};
+  });
+}
+
+Tensor rotate_back(const Tensor& rows, const Tensor& cos, const Tensor& sin, const Rope& rope) {
+  return rotate_columns(rows, cos, sin, rope, [](const Pairs& x, const Pairs& c, const Pairs& s) {
+    return Pairs{x.first * c.first + x.second * s.second, x.second * c.second - x.first * s.first};
+  });
+}
+
+Tensor composite(const RmsNormRope& arguments) {
+  const auto& [input, cos, sin, norm, rope] = arguments;
+  const Tensor normalized = composite(RmsNorm{to_compute_dtype(input, input), norm});
+  const Tensor output = rotate(normalized, to_compute_dtype(cos, input), to_compute_dtype(sin, input), rope);
+  return output.to(input.scalar_type());
+}
+
+std::tuple<Tensor, Tensor> composite(const RmsNormRopeBackward& arguments) {
+  const auto& [grad_output, input, cos, sin, norm, rope, output_mask] = arguments;
+  const Tensor dy = rotate_back(to_compute_dtype(grad_output, input), to_compute_dtype(cos, input),
+                                to_compute_dtype(sin, input), rope);
+  auto [grad_input, grad_weight] =
+      composite(RmsNormBackward{dy, to_compute_dtype(input, input), norm, std::nullopt, output_mask});
+  if (grad_input.defined()) grad_input = grad_input.to(input.scalar_type());
+  return {grad_input, grad_weight};
+}
+
+TORCH_LIBRARY_IMPL(normops, CompositeExplicitAutograd, m) {
+  register_all<Fallback>(m, List<RmsNormRope, RmsNormRopeBackward>());
+}
+
+}  // namespace normops

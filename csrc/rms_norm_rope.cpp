@@ -1,0 +1,45 @@
+#include "rms_norm_rope.h"
+
+namespace normops {
+namespace {
+
+// Whether a size is 1 or `expected`, which a symbol may have to say.
+bool is_broadcast(const c10::SymInt& size, const c10::SymInt& expected) {
+  const auto known = size.maybe_as_int(), known_expected = expected.maybe_as_int();
+  if (known.has_value() && known_expected.has_value()) return *known == 1 || *known == *known_expected;
+  return size.sym_eq(1).sym_or(size.sym_eq(expected)).expect_true(__FILE__, __LINE__);
+}
+
+void check_broadcast(const char* op, const Tensor& cos, const Tensor& input) {
+  const auto sizes = cos.sym_sizes(), of_input = input.sym_sizes();
+  const auto message = [&] {
+    return c10::str(op, ": expected cos to broadcast over the leading dimensions of input, whose shape is ", of_input,
+                    ", but got the shape ", sizes);
+  };
+  TORCH_CHECK(!sizes.empty() && sizes.size() <= of_input.size(), message());
+  const size_t more = of_input.size() - sizes.size();
+  for (size_t d = 0; d + 1 < sizes.size(); d++) TORCH_CHECK(is_broadcast(sizes[d], of_input[more + d]), message());
+}
+
+}  // namespace
+
+void check_rope(const char* op, const Tensor& input, const Tensor& cos, const Tensor& sin, const Norm& norm,
+                const Rope& rope) {
+  TORCH_CHECK(norm.dims() == 1, op, ": expected normalized_shape to be one dimension, along which rows are rotated, ",
+              "but got ", norm.normalized_shape);
+  check_wider_dtype(op, "cos", cos, input);
+  check_broadcast(op, cos, input);
+  check_like(op, "sin", sin, {"cos", &cos});
+  const auto &cols = input.sym_sizes().back(), &columns = cos.sym_sizes().back();
+  const c10::SymInt rotary_dim = rotary_columns(cos, rope);
+  TORCH_SYM_CHECK(rotary_dim.sym_ge(0), op, ": expected rotary_dim to be at least 0, but got ", rotary_dim);
+  TORCH_SYM_CHECK((rotary_dim % 2).sym_eq(0), op, ": expected rotary_dim",
+                  rope.rotary_dim.has_value() ? "" : ", the columns of cos,", " to be even, but got ", rotary_dim);
+  TORCH_SYM_CHECK(columns.sym_eq(rotary_dim).sym_or(columns.sym_eq(rotary_dim / 2)), op, ": expected cos to have ",
+                  rotary_dim, " columns, the rotary_dim, or half as many, but got ", columns);
+  TORCH_CHECK(rope.rotary_offset >= 0, op, ": expected rotary_offset to be at least 0, but got ", rope.rotary_offset);
+  TORCH_SYM_CHECK((rotary_dim + rope.rotary_offset).sym_le(cols), op, ": expected the rotated columns, ", rotary_dim,
+                  " from rotary_offset ", rope.rotary_offset, " on, to be among those of input, but it has ", cols);
+}
+
+}  // namespace normops
