@@ -33,7 +33,7 @@ void count_kernels(DType dtype, int64_t rows, int64_t cols) {
   CpuArgs<RmsNormBackwardArgs> without_residual = p.backward;
   without_residual.grad_residual = nullptr;
   count("scale", dtype, rows, cols, cols,
-        [&] { kernels.scale(dtype, dtype, p.weight.data(), 0.0, cols, p.scale.data(), 0, 0, cols); });
+        [&] { kernels.scale(dtype, dtype, p.weight.data(), 0.0, p.scale.data(), cols); });
   count("forward", dtype, rows, cols, elements, [&] { kernels.forward.rows(p.forward, 0, rows); });
   count("add_forward", dtype, rows, cols, elements, [&] { add_rms_norm_kernels().rows(p.add, 0, rows); });
   count("backward", dtype, rows, cols, elements,
@@ -52,8 +52,19 @@ void count_kernels(DType dtype, int64_t rows, int64_t cols) {
           [&] { gated_rms_norm_backward_kernels().rows(p.gated_backward, 0, p.chunks); });
   }
   count("grad_weight", dtype, rows, cols, p.chunks * cols, [&] {
-    backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, 1, cols, p.grad_weight.data(), 0, 0, cols);
+    backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, padded_cols(dtype, cols),
+                                 p.grad_weight.data(), cols);
   });
+  for (const bool are_neighbours : {false, true}) {
+    const PairedColumns paired = {0, cols / 2, are_neighbours};
+    p.set_rotation(paired, false, 16);
+    p.make_scale(dtype, 0.0, paired);
+    const std::string name = are_neighbours ? "neighbours" : "halves";
+    count(("rope_forward " + name).c_str(), dtype, rows, cols, elements,
+          [&] { rms_norm_rope_kernels().rows(p.rope, 0, rows); });
+    count(("rope_backward " + name).c_str(), dtype, rows, cols, elements,
+          [&] { rms_norm_rope_backward_kernels().rows(p.rope_backward, 0, p.chunks); });
+  }
 }
 
 }  // namespace

@@ -29,7 +29,6 @@ void check_rope(const char* op, const Tensor& input, const Tensor& cos, const Te
               "but got ", norm.normalized_shape);
   check_wider_dtype(op, "cos", cos, input);
   check_broadcast(op, cos, input);
-  check_like(op, "sin", sin, {"cos", &cos});
   const auto &cols = input.sym_sizes().back(), &columns = cos.sym_sizes().back();
   const c10::SymInt rotary_dim = rotary_columns(cos, rope);
   TORCH_SYM_CHECK(rotary_dim.sym_ge(0), op, ": expected rotary_dim to be at least 0, but got ", rotary_dim);
@@ -40,6 +39,7 @@ void check_rope(const char* op, const Tensor& input, const Tensor& cos, const Te
   TORCH_CHECK(rope.rotary_offset >= 0, op, ": expected rotary_offset to be at least 0, but got ", rope.rotary_offset);
   TORCH_SYM_CHECK((rotary_dim + rope.rotary_offset).sym_le(cols), op, ": expected the rotated columns, ", rotary_dim,
                   " from rotary_offset ", rope.rotary_offset, " on, to be among those of input, but it has ", cols);
+  check_like(op, "sin", sin, {"cos", &cos});
 }
 
 }  // namespace normops

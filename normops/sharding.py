@@ -78,7 +78,7 @@ def _of_weight(rows: Placement, first_dim: int, otherwise: Placement) -> Placeme
 
 
 def _of_table(rows: Placement, table: DTensorSpec, dims: int) -> Placement:
-    """The placement of a table that broadcasts over the rows: theirs, on a dimension that it has in common with them."""
+    """The placement of a table that broadcasts over the rows: theirs, on a dimension that both have."""
     placement = _of_weight(rows, dims - table.ndim, Replicate())
     is_broadcast = isinstance(placement, (Shard, _StridedShard)) and table.shape[placement.dim] == 1
     return Replicate() if is_broadcast else placement

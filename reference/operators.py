@@ -46,14 +46,17 @@ def like_input(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tenso
     return case.grad_layout(case.shape, dtype, seed)
 
 
-def table(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers for angles, as wide as these flags want them: of each row, or where there are several dimensions of rows,
-    the same along the last of them."""
-    columns = (case.shape[-1] - cast("int", flags.get("rotary_offset", 0))) // 2 * 2
+def table_shape(shape: tuple[int, ...], flags: Flags) -> tuple[int, ...]:
+    """Of the angles of rows of this shape, as wide as these flags want them: the last of several dimensions shares
+    them, as heads do."""
+    columns = (shape[-1] - cast("int", flags.get("rotary_offset", 0))) // 2 * 2
     if (rotary_dim := flags.get("rotary_dim")) is not None:
         columns = cast("int", rotary_dim) // 2
-    leading = case.shape[:-1] if len(case.shape) < 3 else (*case.shape[:-2], 1)
-    return case.grad_layout((*leading, columns), dtype, seed)
+    return (*(shape[:-1] if len(shape) < 3 else (*shape[:-2], 1)), columns)
+
+
+def table(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
+    return case.grad_layout(table_shape(case.shape, flags), dtype, seed)
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class Operator:
     """Beside input and weight. An optional one is given in cases that have a residual."""
     flags: tuple[Flags, ...] = ({},)
     """Arguments that choose what is computed, in all combinations that differ."""
-    alike: tuple[str, ...] = ()
-    """Tensors beside the input that have one dtype."""
+    tables: tuple[str, ...] = ()
+    """Tensors that broadcast over the rows of input. They have one dtype, and no gradient by ``gradient``."""
     takes: Callable[[Case], bool] = lambda case: True
     gradient: str | None = None
     """The operator that differentiates it."""
@@ -140,6 +143,10 @@ class Operator:
 
     def __str__(self) -> str:
         return self.name
+
+    def shape_of(self, name: str, shape: tuple[int, ...], flags: Flags) -> tuple[int, ...]:
+        """Of a tensor beside an input of this shape."""
+        return table_shape(shape, flags) if name in self.tables else shape
 
     def is_optional(self, name: str) -> bool:
         (argument,) = (argument for argument in self.default._schema.arguments if argument.name == name)
@@ -219,13 +226,13 @@ GATED_RMS_NORM_BACKWARD = Operator(
 ROPES = (
     {"interleaved": False, "rotary_dim": None, "rotary_offset": 0},
     {"interleaved": True, "rotary_dim": None, "rotary_offset": 0},
-    {"interleaved": False, "rotary_dim": 4, "rotary_offset": 3},
-    {"interleaved": True, "rotary_dim": 4, "rotary_offset": 3},
+    {"interleaved": False, "rotary_dim": 4, "rotary_offset": 1},
+    {"interleaved": True, "rotary_dim": 4, "rotary_offset": 1},
 )
 
 
 def has_heads(case: Case) -> bool:
-    return case.normalized_dims == 1 and case.shape[-1] >= 8
+    return case.normalized_dims == 1 and case.shape[-1] >= 5
 
 
 RMS_NORM_ROPE_BACKWARD = Operator(
@@ -261,11 +268,11 @@ DIFFERENTIABLE = tuple(operator for operator in OPERATORS if operator.gradient)
 
 def of_rows(operator: Operator, cols: int) -> Callable[..., Any]:
     """What users call, of input, another tensor like it in the place of all that are beside it, and weight."""
-    function, beside = operator.function, tuple(operator.tensors)
+    function = operator.function
     assert function is not None
 
     def norm(input: Tensor, other: Tensor, weight: Tensor | None) -> Any:
-        others = dict.fromkeys(beside, other)
+        others = {name: other.detach() if name in operator.tables else other for name in operator.tensors}
         return function(input=input, normalized_shape=cols, weight=weight, eps=cases.EPS, **others)
 
     norm.__name__ = operator.name
@@ -282,6 +289,13 @@ class Variant(NamedTuple):
 
     operator: Operator
     flags: Flags
+
+    def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.operator.shape_of(name, shape, self.flags)
+
+    def beside(self, name: str, rows: Tensor) -> Tensor:
+        """A tensor beside the input, made of one like it: as wide as that has to be."""
+        return rows[..., : self.shape_of(name, tuple(rows.shape))[-1]]
 
     def at(self, case: Case, dtypes: Mapping[str, torch.dtype] | None = None) -> "OperatorCase":
         return OperatorCase(self.operator, case, self.flags, dtypes or {})
@@ -354,7 +368,7 @@ def other_dtypes(operator: Operator, dtype: torch.dtype) -> tuple[dict[str, torc
     """Of the tensors beside an input of this dtype: every choice but that of its own for all of them."""
     choices = [argument.dtypes(dtype) for argument in operator.tensors.values()]
     others = (dict(zip(operator.tensors, chosen, strict=True)) for chosen in product(*choices))
-    possible = (chosen for chosen in others if len({chosen[name] for name in operator.alike}) <= 1)
+    possible = (chosen for chosen in others if len({chosen[name] for name in operator.tables}) <= 1)
     return tuple(chosen for chosen in possible if set(chosen.values()) - {dtype})
 
 

@@ -434,9 +434,7 @@ def rms_norm_rope_backward(
         # The columns before the rotated ones, those and the others are summed apart, and these sums added.
         grad_input = _grad_input(t, dy.value, dy_underflow=off, dot_roundings=2).bounded(input, t.compute)
         lost = off * np.abs(t.h) * t.rstd
-        grad_weight = (
-            None if weight is None else _grad_weight(t, dy.value, weight, normalized_shape, underflow=lost)
-        )
+        grad_weight = None if weight is None else _grad_weight(t, dy.value, weight, normalized_shape, underflow=lost)
     return Backward(grad_input, grad_weight)
 
 

@@ -72,8 +72,13 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
 
   const RmsNormKernels& kernels = rms_norm_kernels();
   for (int64_t group = 0; group < groups; group++) {
-    kernels.scale(dtype, weight_dtype, weight.data(), 1.0, cols, scale.data(), group, 0, cols);
-    kernels.scale(residual_dtype, weight_dtype, weight.data(), 1.0, cols, residual_scale.data(), group, 0, cols);
+    const char* const of_group = weight.data() + group * cols * size_of(weight_dtype);
+    const auto convert = [&](DType dtype, const Memory& scale) {
+      char* const target = scale.data() + group * padded_cols(dtype, cols) * size_of(compute_dtype(dtype));
+      kernels.scale(dtype, weight_dtype, of_group, 1.0, target, cols);
+    };
+    convert(dtype, scale);
+    convert(residual_dtype, residual_scale);
   }
   const Weight of_groups = {weight.data(), weight_dtype, 1, groups};
   const auto with_scale = [&]<class Args>(const Args& args, const Memory& scale) {
@@ -100,6 +105,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   const auto run_forward = [&](const auto& kernels, const auto& args) {
     with_held(args, [&](const auto& args) {
       kernels.rows(args, 0, rows);
+      if (kernels.sums == nullptr) return;
       kernels.sums(args, rows - 1, 0, spans, squares.data());
       kernels.columns(args, rows - 1, 1.0, 0, cols);
     });
@@ -107,6 +113,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   const auto run_backward = [&](const auto& kernels, const auto& args) {
     with_held(args, [&](const auto& args) {
       kernels.rows(args, 0, chunks * groups);
+      if (kernels.sums == nullptr) return;
       kernels.sums(args, rows - 1, 0, spans, squares.data(), dots.data());
       kernels.columns(args, rows - 1, 1.0, 1.0, 0, cols);
     });
@@ -167,9 +174,41 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     }
   }
   for (int64_t group = 0; group < groups; group++) {
-    backward_kernels.grad_weight(residual_dtype, weight_dtype, partials.data(), chunks, groups, cols,
-                                 grad_weight.data(), group, 0, cols);
+    const int64_t held = padded_cols(residual_dtype, cols);
+    backward_kernels.grad_weight(residual_dtype, weight_dtype,
+                                 partials.data() + group * held * size_of(compute_dtype(dtype)), chunks, groups * held,
+                                 grad_weight.data() + group * cols * size_of(weight_dtype), cols);
   }
+  // cos and sin are of the residual's type, those of three rows the same.
+  each_rotation(cols, [&](const PairedColumns& paired, bool angle_of_pair) {
+    const int64_t angles = angle_of_pair ? paired.pairs : 2 * paired.pairs, heads = rows % 3 == 0 ? 3 : 1;
+    const Memory cos(side, residual_dtype, rows / heads * angles), sin(side, residual_dtype, rows / heads * angles);
+    const Rotation rotation = {
+        paired.are_neighbours, angle_of_pair, residual_dtype, paired.offset,
+        paired.pairs,          cos.data(),    sin.data(),     {2, {rows / heads, heads}, {angles, 0}}};
+    const HeldOrder order(dtype, cols, paired);
+    const Memory scale(side, compute_dtype(dtype), groups * order.held_cols());
+    const Memory partials(side, compute_dtype(dtype), chunks * groups * order.held_cols());
+    run_forward(rms_norm_rope_kernels(), with_scale(RmsNormRopeArgs{forward, rotation}, scale));
+    for (const int wants : {1, 2, 3}) {  // grad_input, grad_weight
+      run_backward(rms_norm_rope_backward_kernels(),
+                   with_scale(RmsNormRopeBackwardArgs{{.dtype = dtype,
+                                                       .grad_output_dtype = dtype,
+                                                       .rows = rows,
+                                                       .cols = cols,
+                                                       .eps = 1e-5,
+                                                       .weight = of_groups,
+                                                       .grad_output = grad_output.data(),
+                                                       .grad_output_rows = grad_output.layout,
+                                                       .input = input.data(),
+                                                       .input_rows = input.layout,
+                                                       .grad_input = wants & 1 ? grad_gated.data() : nullptr,
+                                                       .grad_input_rows = grad_gated.layout,
+                                                       .grad_weight_partials = wants & 2 ? partials.data() : nullptr},
+                                                      rotation},
+                              scale));
+    }
+  });
 }
 
 }  // namespace

@@ -63,16 +63,16 @@ bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
   KernelProblem p(dtype, dtype, dtype, rows, cols, kRowsPerChunk, groups);
   const RmsNormKernels& kernels = rms_norm_kernels();
   const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
-  parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) noexcept {
-    kernels.scale(dtype, dtype, p.weight.data(), kWeightOffset, cols, p.scale.data(), group, begin, end);
+  const HeldOrder order(dtype, cols);
+  parallel_for_columns(groups, order.held_cols(), 1, [&](int64_t group, int64_t begin, int64_t end) noexcept {
+    p.write_scale(dtype, kWeightOffset, p.scale.data(), order, group, begin, end);
   });
   run_forward(kernels.forward, p.forward, SharedScale{p});
   const std::vector<char> output = p.output;
   run_forward(add_rms_norm_kernels(), p.add, OwnScale{p});
   run_backward(backward_kernels.backward, p.backward, OwnScale{p});
-  parallel_for_columns(groups, cols, 1, [&](int64_t group, int64_t begin, int64_t end) noexcept {
-    backward_kernels.grad_weight(dtype, dtype, p.partials.data(), p.chunks, groups, cols, p.grad_weight.data(), group,
-                                 begin, end);
+  parallel_for_columns(groups, order.held_cols(), 1, [&](int64_t group, int64_t begin, int64_t end) noexcept {
+    p.sum_grad_weight(dtype, order, group, begin, end);
   });
   const std::vector<char> shared[] = {output, p.output, p.residual_out, p.grad_input, p.grad_weight};
   std::vector<std::vector<char>> gated_results;

@@ -33,6 +33,14 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
     p.sum_grad_weight(dtype);
     results.insert(results.end(), {hash(p.output), hash(p.grad_input), hash(p.grad_gate), hash(p.grad_weight)});
   }
+  each_rotation(cols, [&](const PairedColumns& paired, bool angle_of_pair) {
+    p.set_rotation(paired, angle_of_pair, 3);
+    p.make_scale(dtype, 1.0, paired);
+    rms_norm_rope_kernels().rows(p.rope, 0, kRows * groups);
+    rms_norm_rope_backward_kernels().rows(p.rope_backward, 0, p.chunks * groups);
+    p.sum_grad_weight(dtype, paired);
+    results.insert(results.end(), {hash(p.output), hash(p.grad_input), hash(p.grad_weight)});
+  });
   std::printf("dtype %d residual %d weight %d groups %" PRId64 " cols %" PRId64 ":", static_cast<int>(dtype),
               static_cast<int>(residual_dtype), static_cast<int>(weight_dtype), groups, cols);
   for (const uint64_t result : results) std::printf(" %016" PRIx64, result);

@@ -8,6 +8,7 @@
 
 #include "add_rms_norm_kernel.h"
 #include "gated_rms_norm_kernel.h"
+#include "rms_norm_rope_kernel.h"
 
 namespace normops::cpu {
 
@@ -55,12 +56,15 @@ struct KernelProblem {
                 int64_t rows_per_chunk, int64_t groups = 1)
       : groups(groups),
         cols(cols),
+        residual_dtype(residual_dtype),
         weight_dtype(weight_dtype),
         input(random_numbers(dtype, rows * cols)),
         grad_output(random_numbers(dtype, rows * cols)),
         residual(random_numbers(residual_dtype, rows * cols)),
         grad_residual(random_numbers(residual_dtype, rows * cols)),
         gate(random_numbers(residual_dtype, rows * cols)),
+        cos(random_numbers(residual_dtype, rows * cols)),
+        sin(random_numbers(residual_dtype, rows * cols)),
         weight(random_numbers(weight_dtype, groups * cols)),
         output(input.size()),
         residual_out(residual.size()),
@@ -68,8 +72,7 @@ struct KernelProblem {
         grad_gate(gate.size()),
         grad_weight(weight.size()),
         chunks(chunk_count(rows / groups, rows_per_chunk)),
-        scale(groups * std::max(padded_cols(dtype, cols), padded_cols(residual_dtype, cols)) *
-              size_of(compute_dtype(dtype))),
+        scale(groups * (padded_cols(dtype, cols) + 3 * kLongestBlock) * size_of(compute_dtype(dtype))),
         partials(chunks * scale.size()) {
     RowLayout layout;
     layout.dims = 1;
@@ -109,30 +112,61 @@ struct KernelProblem {
     gated = with_scale(GatedRmsNormArgs{args, {}, residual_dtype, gate.data(), layout});
     gated_backward = with_scale(
         GatedRmsNormBackwardArgs{backward_args, {}, residual_dtype, gate.data(), layout, grad_gate.data(), layout});
-    gated_backward.dtype = dtype;
-    gated_backward.input = input.data();
-    gated_backward.grad_residual = nullptr;
+    rope = with_scale(RmsNormRopeArgs{args, {}});
+    rope_backward = with_scale(RmsNormRopeBackwardArgs{backward_args, {}});
+    for (RmsNormBackwardArgs* args :
+         {static_cast<RmsNormBackwardArgs*>(&gated_backward), static_cast<RmsNormBackwardArgs*>(&rope_backward)}) {
+      args->dtype = dtype;
+      args->input = input.data();
+      args->grad_residual = nullptr;
+    }
   }
   KernelProblem(const KernelProblem&) = delete;
 
-  // Of every group: the scale as kernels of `dtype` read it, and grad_weight of the partials that they wrote.
-  void make_scale(DType dtype, double weight_offset) { write_scale(dtype, weight_offset, scale.data()); }
-  void write_scale(DType dtype, double weight_offset, void* scale) const {
+  // Rows with the angles of every `heads`-th one.
+  void set_rotation(const PairedColumns& paired, bool angle_of_pair, int64_t heads) {
+    const int64_t angles = angle_of_pair ? paired.pairs : 2 * paired.pairs, rows = forward.rows;
+    const RowLayout layout = {2, {rows / heads, heads}, {angles, 0}};
+    rope.rotation = rope_backward.rotation = {paired.are_neighbours, angle_of_pair, residual_dtype, paired.offset,
+                                              paired.pairs,          cos.data(),    sin.data(),     layout};
+  }
+
+  // Of every group: the scale as kernels of `dtype` read it, and grad_weight of the partials that they wrote, or some
+  // of it.
+  void make_scale(DType dtype, double weight_offset, const PairedColumns& paired = {}) {
+    write_scale(dtype, weight_offset, scale.data(), paired);
+  }
+  void write_scale(DType dtype, double weight_offset, void* scale, const PairedColumns& paired = {}) const {
+    const HeldOrder order(dtype, cols, paired);
     for (int64_t group = 0; group < groups; group++) {
-      rms_norm_kernels().scale(dtype, weight_dtype, weight.data(), weight_offset, cols, scale, group, 0, cols);
+      write_scale(dtype, weight_offset, scale, order, group, 0, order.held_cols());
     }
   }
-  void sum_grad_weight(DType dtype) {
-    for (int64_t group = 0; group < groups; group++) {
-      rms_norm_backward_kernels().grad_weight(dtype, weight_dtype, partials.data(), chunks, groups, cols,
-                                              grad_weight.data(), group, 0, cols);
-    }
+  void write_scale(DType dtype, double weight_offset, void* scale, const HeldOrder& order, int64_t group, int64_t begin,
+                   int64_t end) const {
+    order.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
+      rms_norm_kernels().scale(
+          dtype, weight_dtype, weight.data() + (group * cols + column) * size_of(weight_dtype), weight_offset,
+          static_cast<char*>(scale) + (group * order.held_cols() + held) * size_of(compute_dtype(dtype)), count);
+    });
+  }
+  void sum_grad_weight(DType dtype, const PairedColumns& paired = {}) {
+    const HeldOrder order(dtype, cols, paired);
+    for (int64_t group = 0; group < groups; group++) sum_grad_weight(dtype, order, group, 0, order.held_cols());
+  }
+  void sum_grad_weight(DType dtype, const HeldOrder& order, int64_t group, int64_t begin, int64_t end) {
+    order.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
+      rms_norm_backward_kernels().grad_weight(
+          dtype, weight_dtype, partials.data() + (group * order.held_cols() + held) * size_of(compute_dtype(dtype)),
+          chunks, groups * order.held_cols(), grad_weight.data() + (group * cols + column) * size_of(weight_dtype),
+          count);
+    });
   }
 
   int64_t groups, cols;
-  DType weight_dtype;
-  std::vector<char> input, grad_output, residual, grad_residual, gate, weight, output, residual_out, grad_input,
-      grad_gate, grad_weight;
+  DType residual_dtype, weight_dtype;
+  std::vector<char> input, grad_output, residual, grad_residual, gate, cos, sin, weight, output, residual_out,
+      grad_input, grad_gate, grad_weight;
   int64_t chunks;
   std::vector<char> scale, partials;
   CpuArgs<RmsNormArgs> forward;
@@ -140,7 +174,18 @@ struct KernelProblem {
   CpuArgs<RmsNormBackwardArgs> backward;
   CpuArgs<GatedRmsNormArgs> gated;  // with a gate of residual_dtype
   CpuArgs<GatedRmsNormBackwardArgs> gated_backward;
+  CpuArgs<RmsNormRopeArgs> rope;  // with angles of residual_dtype
+  CpuArgs<RmsNormRopeBackwardArgs> rope_backward;
 };
+
+// Calls visit(paired, angle_of_pair) for rotations of rows.
+template <class Visit>
+void each_rotation(int64_t cols, const Visit& visit) {
+  for (const bool are_neighbours : {false, true}) {
+    visit(PairedColumns{0, cols / 2, are_neighbours}, false);
+    visit(PairedColumns{cols > 3 ? 3 : 0, cols > 3 ? (cols - 3) / 3 : 0, are_neighbours}, true);
+  }
+}
 
 // How gates are applied.
 constexpr Gating kGatings[] = {

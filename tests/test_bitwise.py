@@ -31,7 +31,7 @@ def compute(variant: Variant, dy: Tensor, x: Tensor, w: Tensor, **changes: objec
     """The results by name; dy is every tensor beside input and weight, in each of the dtypes that it may have."""
     operator, found = variant.operator, {}
     for dtypes in ({}, *other_dtypes(operator, x.dtype)):
-        beside = {name: dy.to(dtypes.get(name, x.dtype)) for name in operator.tensors}
+        beside = {name: variant.beside(name, dy).to(dtypes.get(name, x.dtype)) for name in operator.tensors}
         arguments = {"input": x, **beside, "normalized_shape": [x.shape[-1]], "weight": w, "eps": EPS}
         results = operator.results(operator.default(**arguments, **variant.flags, **changes))
         kind = "-".join(map(cases.short, dtypes.values()))
@@ -129,7 +129,8 @@ def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype
         results: list[Tensor | None] = []
         for mask in masks:
             results += compute(variant, dy, x, w, **mask).values()
-        arguments = {"input": x, **dict.fromkeys(operator.tensors, dy), "normalized_shape": [cols]} | without
+        beside = {name: variant.beside(name, dy) for name in operator.tensors}
+        arguments = {"input": x, **beside, "normalized_shape": [cols]} | without
         return results + list(operator.results(operator.default(**arguments, **variant.flags)))
 
     torch.set_num_threads(1)

@@ -89,11 +89,53 @@ def of_tensor(name: str) -> Errors:
     ]
 
 
-ERRORS = [
-    (operator, changes, expected)
-    for operator in OPERATORS
-    for changes, expected in (*COMMON, *(error for name in operator.tensors for error in of_tensor(name)))
+BROADCAST = (
+    "expected cos to broadcast over the leading dimensions of input, whose shape is [2, 3, 4], but got the shape"
+)
+ROPE: Errors = [
+    (
+        {"normalized_shape": [3, 4], "weight": None},
+        "expected normalized_shape to be one dimension, along which rows are rotated, but got [3, 4]",
+    ),
+    *(({"cos": torch.ones(shape)}, f"{BROADCAST} {list(shape)}") for shape in ((2, 4, 4), (4, 1, 4), (1, 2, 3, 4), ())),
+    *(
+        ({name: torch.ones(1, 1, 4, device="meta")}, f"expected {name} to be on cpu, the device of input, but got meta")
+        for name in ("cos", "sin")
+    ),
+    *(
+        ({name: torch.ones(2, 1, 4, dtype=torch.int64)}, f"{FLOATING.format(name)}, but got int64")
+        for name in ("cos", "sin")
+    ),
+    ({"sin": torch.ones(2, 1, 2)}, "expected sin to have shape [2, 1, 4], the shape of cos, but got [2, 1, 2]"),
+    ({"sin": torch.ones(4)}, "expected sin to have shape [2, 1, 4], the shape of cos, but got [4]"),
+    ({"sin": torch.ones(2, 1, 4).double()}, "expected sin to be float32, the dtype of cos, but got float64"),
+    ({"cos": torch.ones(3)}, "expected rotary_dim, the columns of cos, to be even, but got 3"),
+    ({"rotary_dim": 3}, "expected rotary_dim to be even, but got 3"),
+    ({"rotary_dim": -2}, "expected rotary_dim to be at least 0, but got -2"),
+    ({"rotary_dim": 2}, "expected cos to have 2 columns, the rotary_dim, or half as many, but got 4"),
+    ({"rotary_dim": 12}, "expected cos to have 12 columns, the rotary_dim, or half as many, but got 4"),
+    ({"rotary_offset": -1}, "expected rotary_offset to be at least 0, but got -1"),
+    (
+        {"rotary_offset": 1},
+        "expected the rotated columns, 4 from rotary_offset 1 on, to be among those of input, but it has 4",
+    ),
+    (
+        {"cos": torch.ones(6), "sin": torch.ones(6)},
+        "expected the rotated columns, 6 from rotary_offset 0 on, to be among those of input, but it has 4",
+    ),
+    (
+        {"rotary_dim": 8},
+        "expected the rotated columns, 8 from rotary_offset 0 on, to be among those of input, but it has 4",
+    ),
 ]
+
+
+def of_operator(operator: Operator) -> Errors:
+    of_rows = [error for name in operator.tensors if name not in operator.tables for error in of_tensor(name)]
+    return [*COMMON, *of_rows, *(ROPE if operator.tables else [])]
+
+
+ERRORS = [(operator, changes, expected) for operator in OPERATORS for changes, expected in of_operator(operator)]
 
 
 def arguments_of(operator: Operator, dtype: torch.dtype = torch.float32) -> Arguments:
@@ -139,7 +181,9 @@ def test_errors(operator: Operator, changes: Arguments, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "name"), [(operator, name) for operator in OPERATORS for name in operator.tensors], ids=str
+    ("operator", "name"),
+    [(operator, name) for operator in OPERATORS for name in operator.tensors if name not in operator.tables[1:]],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_other_dtypes_than_the_inputs(dtype: torch.dtype, operator: Operator, name: str) -> None:
@@ -147,7 +191,9 @@ def test_other_dtypes_than_the_inputs(dtype: torch.dtype, operator: Operator, na
     _, *others = allowed = operator.tensors[name].dtypes(dtype)
     choice = f", or {' or '.join(map(short, others))}" if others else ""
     for other in DTYPES:
-        changed = arguments | {name: arguments[name].to(other)}
+        changed = arguments | {
+            each: arguments[each].to(other) for each in (operator.tables if name in operator.tables else (name,))
+        }
         calls = [operator.packet, check_of(operator), *([operator.function] if operator.function else [])]
         for call in calls:
             if other in allowed:

@@ -121,7 +121,12 @@ def test_exact_aliasing(variant: Variant, cols: int, dtype: torch.dtype, layout:
             writing.check(over)
 
 
-SINGLE_ROWS = [(variant, over) for variant in variants() for over in ("input", *variant.operator.tensors, "weight")]
+SINGLE_ROWS = [
+    (variant, over)
+    for variant in variants()
+    for over in ("input", *variant.operator.tensors, "weight")
+    if variant.shape_of(over, (64,)) == (64,)
+]
 
 
 @pytest.mark.parametrize("cols", [64, 70, 40000])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def strided(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype, seed: i
 def problems(draw: st.DrawFn, operator: Operator) -> tuple[OperatorCase, dict[str, Any]]:
     """A case, and its arguments in any layout."""
     leading = draw(st.lists(st.integers(0, 6), max_size=3))
-    normalized = draw(st.lists(st.integers(0, 12), min_size=1, max_size=2))
+    normalized = draw(st.lists(st.integers(0, 12), min_size=1, max_size=1 if operator.tables else 2))
     if draw(st.booleans()):
         normalized[-1] = draw(st.integers(0, 300))
     shape = (*leading, *normalized)
@@ -52,12 +52,13 @@ def problems(draw: st.DrawFn, operator: Operator) -> tuple[OperatorCase, dict[st
         has_residual=draw(st.booleans()),
         group_dims=draw(st.integers(0, len(leading))),
     )
+    assume(operator.takes(of_rows))
     flags = draw(st.sampled_from(operator.flags))
     case = OperatorCase(operator, of_rows, flags, draw(st.sampled_from([{}, *other_dtypes(operator, dtype)])))
     arguments = case.arguments()
     for seed, name in enumerate(("input", *operator.tensors)):
         if arguments[name] is not None:
-            arguments[name] = draw(strided(shape, arguments[name].dtype, seed))
+            arguments[name] = draw(strided(operator.shape_of(name, shape, flags), arguments[name].dtype, seed))
     return case, arguments
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import normops
 from reference import cases
-from reference.cases import EPS
+from reference.cases import EPS, Case
 from reference.operators import OPERATORS, Operator, Variant, other_dtypes, variants
 
 ops = torch.ops.normops
@@ -22,15 +22,21 @@ DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torc
 
 Dims = tuple[int | None, ...]
 
-SHAPES = pytest.mark.parametrize(
-    ("shape", "normalized_shape", "weight_shape"),
-    [
-        ((3, 16), (16,), (16,)),
-        ((16,), (16,), (16,)),
-        ((2, 3, 4, 5), (4, 5), (4, 5)),
-        ((2, 3, 4, 5), (5,), (4, 5)),
-        ((3, 16), (16,), (3, 16)),
-    ],
+
+class Shapes(NamedTuple):
+    """Of a sample."""
+
+    input: tuple[int, ...]
+    normalized: tuple[int, ...]
+    weight: tuple[int, ...]
+
+
+SHAPES = (
+    Shapes((3, 16), (16,), (16,)),
+    Shapes((16,), (16,), (16,)),
+    Shapes((2, 3, 4, 5), (4, 5), (4, 5)),
+    Shapes((2, 3, 4, 5), (5,), (4, 5)),
+    Shapes((3, 16), (16,), (3, 16)),
 )
 
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
@@ -75,16 +81,18 @@ def masks_of(operator: Operator) -> list[tuple[bool, ...]]:
     return [mask for mask in operator.masks() if any(mask)] if operator.has_mask else [()]
 
 
-CALLS = [(variant, dims) for variant in variants() for dims in dims_of(len(variant.operator.tensors) + 1)]
+TAKEN = [
+    (shapes, variant)
+    for shapes, variant in product(SHAPES, variants())
+    if variant.operator.takes(Case(shapes.input, torch.float32, len(shapes.normalized)))
+]
+CALLS = [(*taken, dims) for taken in TAKEN for dims in dims_of(len(taken[1].operator.tensors) + 1)]
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize(("variant", "dims"), CALLS, ids=str)
-@SHAPES
+@pytest.mark.parametrize(("shapes", "variant", "dims"), CALLS, ids=str)
 def test_one_call_with_the_bits_of_each_sample(
-    shape: tuple[int, ...],
-    normalized_shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
+    shapes: Shapes,
     variant: Variant,
     dims: Dims,
     dtype: torch.dtype,
@@ -95,7 +103,7 @@ def test_one_call_with_the_bits_of_each_sample(
     operator = variant.operator
     names = ["input", *operator.tensors, "weight"]
     others: dict[str, Any] = {
-        "normalized_shape": normalized_shape,
+        "normalized_shape": shapes.normalized,
         "eps": EPS,
         "weight_offset": 0.5,
         **variant.flags,
@@ -105,10 +113,12 @@ def test_one_call_with_the_bits_of_each_sample(
         ({}, *other_dtypes(operator, dtype)), masks_of(operator), {(), tuple(optional)}
     ):
         tensors: list[Tensor | None] = [
-            None if name in without else batched(shape, dim, dtypes.get(name, dtype), seed, device)
+            None
+            if name in without
+            else batched(variant.shape_of(name, shapes.input), dim, dtypes.get(name, dtype), seed, device)
             for seed, (name, dim) in enumerate(zip(names[:-1], dims[:-1], strict=True), 1)
         ]
-        tensors.append(batched(weight_shape, dims[-1], weight_dtype, 9, device))
+        tensors.append(batched(shapes.weight, dims[-1], weight_dtype, 9, device))
         given = tuple(None if tensor is None else dim for tensor, dim in zip(tensors, dims, strict=True))
         if all(dim is None for dim in given):
             continue
@@ -132,22 +142,17 @@ def test_one_call_with_the_bits_of_each_sample(
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("variant", variants(), ids=str)
-@SHAPES
-def test_without_weight(
-    shape: tuple[int, ...],
-    normalized_shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    variant: Variant,
-    dim: int,
-    device: str,
-) -> None:
+@pytest.mark.parametrize(("shapes", "variant"), TAKEN, ids=str)
+def test_without_weight(shapes: Shapes, variant: Variant, dim: int, device: str) -> None:
     operator, names = variant.operator, ["input", *variant.operator.tensors]
-    tensors = [batched(shape, dim, torch.float32, seed, device) for seed in range(len(names))]
+    tensors = [
+        batched(variant.shape_of(name, shapes.input), dim, torch.float32, seed, device)
+        for seed, name in enumerate(names)
+    ]
 
     def call(*tensors: Tensor) -> Any:
         given = dict(zip(names, tensors, strict=True))
-        results = operator.default(**given, normalized_shape=normalized_shape, **variant.flags)
+        results = operator.default(**given, normalized_shape=shapes.normalized, **variant.flags)
         return tuple(result for result in operator.results(results) if result is not None)
 
     dims = (dim,) * len(tensors)
@@ -226,7 +231,10 @@ def test_in_place(variant: Variant, input_dim: int, weight_dim: int | None, devi
     dims = (*[input_dim] * (len(names) - 1), weight_dim)
 
     def tensors() -> list[Tensor]:
-        made = [batched((3, 16), input_dim, torch.bfloat16, seed, device) for seed in range(len(names) - 1)]
+        made = [
+            batched(variant.shape_of(name, (3, 16)), input_dim, torch.bfloat16, seed, device)
+            for seed, name in enumerate(names[:-1])
+        ]
         return [*made, batched((16,), weight_dim, torch.float32, 9, device)]
 
     def calling(function: Callable[..., Any]) -> Callable[..., Any]:

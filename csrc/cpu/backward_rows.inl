@@ -23,16 +23,15 @@ namespace {
 //   next(r, position): row r of the current group as a Row; `position` is its place in the tile, which is where what
 //     the first pass computes for the second one is kept
 //   static bool begins_with_lines(const Args&): whether rows may be written around the caches
-//   static pairs(args), if dy is formed in pairs of columns, which PairedParts describes: how many
+//   static constexpr Pairing kPairing, if some columns of dy are formed in pairs, those that paired_columns(args) tells
 // A Row has
 //   x(column, extent): a block of x, for the first pass
 //   summed(column, extent): the Terms of a block, for the first pass
 //   terms(column, extent): the Terms of a block, for the second pass
 //   prefetch_read(column), prefetch_written(column)
 //   store(column, outputs, extent, way)
-//   paired_terms(column, extent), if there are pairs: the Terms of both blocks, for either pass. The other functions
-//   are
-//     called for columns without a pair.
+//   paired_terms(parts, column, extent), if there are pairs: the Terms of the blocks of these parts, for either pass.
+//     The other functions are called for columns without a pair.
 // Terms have dy, x and
 //   rest(minus_c): what is added to dy * rstd * w, which makes it the gradient of x
 //   outputs(gradient, rstd, w): what is stored, given that gradient
@@ -98,37 +97,49 @@ NORMOPS_INLINE auto terms_of(const Row& row, const OnePart&, int64_t column, Ext
   return TermsOfOne<std::remove_const_t<decltype(terms)>>{{terms}};
 }
 
-template <class Row, class R, class Extent>
-NORMOPS_INLINE auto terms_of(const Row& row, const PairedParts<R>&, int64_t column, Extent extent) {
-  return row.paired_terms(column, extent);
+template <class Row, class Extent>
+NORMOPS_INLINE auto terms_of(const Row& row, const TwoParts& parts, int64_t column, Extent extent) {
+  return row.paired_terms(parts, column, extent);
 }
 
-// The sum of dy * w * x over a row, of whose columns some are in pairs. It is not formed in spans: such rows are heads.
-template <Rest kRest, class R, class Row>
-NORMOPS_INLINE Folded<R> fold_paired_dots(const Row& row, const compute_t<R>* scale, int64_t cols) {
+template <class Row, class Extent>
+NORMOPS_INLINE auto terms_of(const Row& row, const NeighbourParts& parts, int64_t column, Extent extent) {
+  return row.paired_terms(parts, column, extent);
+}
+
+// The sum of dy * w * x over a span of a row, of whose columns some are in pairs: each stretch has its own spans, those
+// of two parts half as long, so that no chain is longer than in a row without pairs.
+template <Pairing pairing, Rest kRest, class R, class Row>
+NORMOPS_INLINE Folded<R> fold_paired_dots(const Row& row, const PairedColumns& paired, const compute_t<R>* scale,
+                                          int64_t span, int64_t cols) {
   Folded<R> total = {};
-  each_stretch<R, 2>(row.pairs, 0, cols, [&](const auto& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
-    total =
-        total + fold_span<R, kRest>(begin, end, [&](int64_t column, auto extent, Block<R> sum) NORMOPS_INLINE_LAMBDA {
-          const auto terms = terms_of(row, parts, column, extent);
-          for (int p = 0; p < parts.kCount; p++) {
-            sum = fma(terms.part[p].dy * load_held<R>(scale + parts.held(column, p)), terms.part[p].x, sum);
-          }
-          return sum;
-        });
+  each_stretch<R, pairing>(paired, 0, cols, [&](const auto& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
+    const int64_t first = begin + span / parts.kCount, last = first + kSpan / parts.kCount;
+    if (first >= end) return;
+    total = total + fold_span<R, kRest>(first, last < end ? last : end,
+                                        [&](int64_t column, auto extent, Block<R> sum) NORMOPS_INLINE_LAMBDA {
+                                          const auto terms = terms_of(row, parts, column, extent);
+                                          for (int p = 0; p < parts.kCount; p++) {
+                                            const Block<R> w = load_held<R>(scale + parts.held(column, p));
+                                            sum = fma(terms.part[p].dy * w, terms.part[p].x, sum);
+                                          }
+                                          return sum;
+                                        });
   });
   return total;
 }
 
 template <class Source>
 NORMOPS_INLINE void fold_row(const typename Source::Row& of_tile, const compute_t<typename Source::Element>* scale,
-                             int64_t begin, int64_t end, [[maybe_unused]] int64_t cols, bool prefetches,
-                             Folded<typename Source::Element>& squares, Folded<typename Source::Element>& dots) {
+                             int64_t begin, int64_t end, [[maybe_unused]] const PairedColumns& paired,
+                             [[maybe_unused]] int64_t cols, bool prefetches, Folded<typename Source::Element>& squares,
+                             Folded<typename Source::Element>& dots) {
   using R = typename Source::Element;
   // A loop takes 1.2 to 1.4 of the time at 333 x 100.
   constexpr Rest kRest = Source::kCostly ? Rest::looped : Rest::unrolled;
   const typename Source::Row row = of_tile;
-  if constexpr (Source::kGradRows && kParts<Source> == 1 && (kConfig.both_sums || Source::kSharedTerms)) {
+  constexpr Pairing pairing = pairing_of<Source>();
+  if constexpr (Source::kGradRows && pairing == Pairing::none && (kConfig.both_sums || Source::kSharedTerms)) {
     Folded<R> folded[2];
     fold_span<R, kRest>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sums)[2]) NORMOPS_INLINE_LAMBDA {
       const Block<R> w = load_held<R>(scale + column);
@@ -141,8 +152,8 @@ NORMOPS_INLINE void fold_row(const typename Source::Row& of_tile, const compute_
     dots = folded[1];
   } else {
     squares = fold_span<R, kRest>(begin, end, squares_of_row(row));
-    if constexpr (kParts<Source> == 2) {
-      dots = begin == 0 ? fold_paired_dots<kRest, R>(row, scale, cols) : Folded<R>{};
+    if constexpr (pairing != Pairing::none) {
+      dots = fold_paired_dots<pairing, kRest, R>(row, paired, scale, begin, cols);
     } else if constexpr (Source::kGradRows) {
       const auto dot = dots_of_row(row, scale);
       dots =
@@ -167,13 +178,14 @@ NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kBackwardTile], int count
 template <class Source>
 [[gnu::noinline]] void sum_tile(const typename Source::Args& args, BackwardTile<Source>& tile, bool prefetches) {
   using R = typename Source::Element;
+  const PairedColumns paired = paired_columns(args);
   double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
   Folded<R> square_folds[kBackwardTile] = {}, dot_folds[kBackwardTile] = {};
   for (int64_t begin = 0; begin < args.cols; begin += kSpan) {
     const compute_t<R>* scale = tile.scale;
     for (int r = 0, left = tile.rows_per_group; r < tile.count; r++) {
-      fold_row<Source>(tile.rows[r], scale, begin, span_end(begin, args.cols), args.cols, prefetches, square_folds[r],
-                       dot_folds[r]);
+      fold_row<Source>(tile.rows[r], scale, begin, span_end(begin, args.cols), paired, args.cols, prefetches,
+                       square_folds[r], dot_folds[r]);
       if (--left == 0) scale += tile.stride, left = tile.rows_per_group;
     }
     add_sums(square_folds, tile.count, squares);
@@ -202,6 +214,7 @@ class BackwardRows {
   using Compute = compute_t<R>;
   using Tile = BackwardTile<Source>;
   using Row = typename Source::Row;
+  static constexpr Pairing kPairing = pairing_of<Source>();
   static constexpr bool kMayPrefetch = Source::kGradRows && kConfig.may_prefetch;
 
   BackwardRows(const Args& args, const Region& region)
@@ -210,8 +223,9 @@ class BackwardRows {
         prefetches_(kMayPrefetch && region.rows * region.groups * args.cols * Source::kAllBytes > kPrefetchBytes &&
                     (args.cols * static_cast<int64_t>(sizeof(R)) > kReadAheadRowBytes || args.weight.groups > 1 ||
                      Source::kCostly)),
-        streams_(prefetches_ && args.stream && kLanes<R> * sizeof(R) == 64 && Source::begins_with_lines(args)),
-        pairs_(pairs_of<Source>(args)),
+        streams_(prefetches_ && args.stream && kLanes<R> * sizeof(R) == 64 && Source::begins_with_lines(args) &&
+                 held_order<Source>(args).has_lines(sizeof(R))),
+        paired_(paired_columns(args)),
         row_(region.row),
         group_(region.group + region.groups),
         source_(args, region.row) {
@@ -266,7 +280,7 @@ class BackwardRows {
   template <class Choice>
   [[gnu::noinline]] void write_group(const Tile& tile, const Tile& ahead, int first, int64_t begin, int64_t end,
                                      const Compute* scale, Compute* partial, Choice wants_grad_weight) const {
-    const int64_t span = kParts<Source> == 2 ? end : kSpan;
+    const int64_t span = kPairing == Pairing::none ? kSpan : end;
     for (; begin < end; begin += span) {
       const int64_t last = begin + span < end ? begin + span : end;
       int r = first;
@@ -306,8 +320,8 @@ class BackwardRows {
       rstd[r] = broadcast<R>(tile.rstd[first + r]);
       minus_c[r] = broadcast<R>(tile.minus_c[first + r]);
     }
-    each_stretch<R, kParts<Source>>(
-        pairs_, begin, end, [&](const auto& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
+    each_stretch<R, kPairing>(
+        paired_, begin, end, [&](const auto& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
           constexpr int kCount = std::remove_reference_t<decltype(parts)>::kCount;
           for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
             Block<R> w[kCount], dw[kCount];
@@ -345,7 +359,7 @@ class BackwardRows {
   const Args& args_;
   const Region region_;
   const bool prefetches_, streams_;
-  const int64_t pairs_;
+  const PairedColumns paired_;
   int tile_rows_;  // the most that a tile has
   // The rows that tiles are being made of: `count_` of each group, from `row_` on, all of one chunk. The tile that
   // comes next begins with those of group `group_`.

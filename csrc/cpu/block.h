@@ -250,6 +250,13 @@ NORMOPS_INLINE Block<R> operator+(const Block<R>& a, const Block<R>& b) {
   return block;
 }
 
+template <class R>
+NORMOPS_INLINE Block<R> operator-(const Block<R>& a) {
+  Block<R> block;
+  for (int i = 0; i < block.kVectors; i++) block.v[i] = -a.v[i];
+  return block;
+}
+
 // a * b + c, rounded once where there is an instruction for it, which is everywhere but on x86's baseline.
 template <class R>
 NORMOPS_INLINE Block<R> fma(const Block<R>& a, const Block<R>& b, const Block<R>& c) {

@@ -8,21 +8,20 @@ namespace {
 
 // What an epilogue has that says nothing else. An Epilogue makes of a row that has been summed what is written:
 //   block(column, extent): what is normalized
-//   static constexpr int kParts: 2 if columns are finished in pairs, which PairedParts describes. There are `pairs` of
-//     them, and the scale is in their order.
-//   finish(y, column, extent): turns normalized blocks times the scale, kParts of them or one, into what is written.
-//     The first block begins with `column`.
+//   static constexpr Pairing kPairing: whether some columns are finished in pairs, those that `paired` tells
+//   finish(parts, y, column, extent): turns normalized blocks times the scale, as many as the parts are, into what is
+//     written. The first block begins with `column`.
 //   static constexpr bool kHasLargest: whether set_largest(value) is called before a row is written, with the largest
 //     magnitude of what finish() leaves in it, NaNs left out
 //   store(target, y, extent, way): writes a finished block, to an output that may be of any type
 template <class R>
 struct Epilogue {
-  static constexpr int kParts = 1;
-  static constexpr int64_t pairs = 0;
+  static constexpr Pairing kPairing = Pairing::none;
+  static constexpr PairedColumns paired = {};
   static constexpr bool kHasLargest = false;
 
   template <class Extent>
-  NORMOPS_INLINE void finish(Block<R> (&)[1], int64_t, Extent) const {}
+  NORMOPS_INLINE void finish(const OnePart&, Block<R> (&)[1], int64_t, Extent) const {}
 
   template <class T, class Extent, class Way>
   NORMOPS_INLINE void store(T* target, const Block<R>& y, Extent extent, Way way) const {
@@ -54,7 +53,6 @@ enum class Ahead { when_streaming, when_summed, when_written };
 //     kAhead
 //     kFetchesOutput: whether the row of the output is prefetched while a row is summed that goes by itself
 //   a constructor of (const Args&, row)
-//   static pairs(args), if its epilogue has pairs: how many
 //   each(visit): calls visit(iterator) for each of its tensors
 //   next_even(count): the next rows, as Rows
 // Rows have
@@ -140,7 +138,7 @@ struct WrittenRow {
       const Block<R> h = epilogue.block(parts.column(column, p), extent);
       blocks[p] = h * rstd * load_held<R>(scale + parts.held(column, p));
     }
-    epilogue.finish(blocks, column, extent);
+    epilogue.finish(parts, blocks, column, extent);
   }
 
   template <class Parts, class Extent>
@@ -155,8 +153,8 @@ struct WrittenRow {
   // The largest magnitude of what is written.
   NORMOPS_INLINE compute_t<R> largest(int64_t cols) const {
     Block<R> result = {};
-    each_stretch<R, Epilogue::kParts>(
-        epilogue.pairs, 0, cols,
+    each_stretch<R, Epilogue::kPairing>(
+        epilogue.paired, 0, cols,
         [&]<class Parts>(const Parts& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
           for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
             Block<R> blocks[Parts::kCount];
@@ -170,9 +168,10 @@ struct WrittenRow {
   // Writes columns [begin, end), and calls prefetch(column) for each block.
   template <Rest kRest, class Prefetch>
   NORMOPS_INLINE void write(int64_t begin, int64_t end, Prefetch prefetch) const {
-    each_stretch<R, Epilogue::kParts>(epilogue.pairs, begin, end,
-                                      [=, *this](const auto& parts, int64_t begin, int64_t end)
-                                          NORMOPS_INLINE_LAMBDA { write_stretch<kRest>(parts, begin, end, prefetch); });
+    each_stretch<R, Epilogue::kPairing>(
+        epilogue.paired, begin, end, [=, *this](const auto& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
+          write_stretch<kRest>(parts, begin, end, prefetch);
+        });
   }
 
  private:
@@ -197,7 +196,7 @@ struct WrittenRow {
 #pragma GCC unroll 4
         for (int i = 0; i < kBlocks; i++) store(parts, column + i * kLanes<R>, Whole{}, blocks[i]);
       }
-      if constexpr (kRest == Rest::none && Epilogue::kParts == 1) return;
+      if constexpr (kRest == Rest::none && Epilogue::kPairing == Pairing::none) return;
     }
     for_each_block<R>(column, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
       Block<R> blocks[kCount];
@@ -313,7 +312,8 @@ template <class T, class Source>
 void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
   using R = typename Source::Element;
   const int64_t cols = args.cols, bytes = cols * static_cast<int64_t>(sizeof(R));
-  const bool streams = args.stream && begins_with_lines(static_cast<const T*>(args.output), args.output_rows);
+  const bool streams = args.stream && begins_with_lines(static_cast<const T*>(args.output), args.output_rows) &&
+                       held_order<Source>(args).has_lines(sizeof(T));
   const bool is_tiled =
       bytes <= tiled_bytes(NORMOPS_VECTOR_BYTES, sizeof(R), Source::kCostly ? 0 : (end - begin) * bytes);
   const RowLayout scale_layout = scale_rows<Source>(args);

@@ -78,7 +78,7 @@ struct NormFirstRows : GatedSource<T> {
 
     explicit Gated(const GatedRow<T>& row) : GivenNumbers<T>(row.x), row(row) {}
     template <class Extent>
-    NORMOPS_INLINE void finish(Block<T> (&y)[1], int64_t column, Extent extent) const {
+    NORMOPS_INLINE void finish(const OnePart&, Block<T> (&y)[1], int64_t column, Extent extent) const {
       y[0] = y[0] * row.a(column, extent);
     }
   };

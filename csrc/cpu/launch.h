@@ -27,16 +27,19 @@ struct CpuBackend {
 // lines that another core has just written (8 x 4096 bfloat16, 2 threads of a Xeon: 5.5 us instead of 9.5).
 class Scale {
  public:
-  Scale(const Norm& norm, DType dtype, const Problem& problem)
+  Scale(const Norm& norm, DType dtype, const Problem& problem) : Scale(norm, dtype, problem, {dtype, problem.cols}) {}
+
+  Scale(const Norm& norm, DType dtype, const Problem& problem, const HeldOrder& order)
       : tensor_(is_given(norm.weight) ? norm.weight->expect_contiguous() : c10::MaybeOwned<Tensor>()),
         weight_(make_weight(*tensor_, norm, problem)),
         dtype_(dtype),
         problem_(problem),
+        order_(order),
         conversion_(conversion()),
         shared_(dtype, conversion_ == Conversion::together ? count() : 0) {
     if (conversion_ != Conversion::together) return;
     parallel_for_columns(
-        problem.groups, problem.cols, kGrainElements,
+        problem.groups, order.held_cols(), kGrainElements,
         [&](int64_t group, int64_t begin, int64_t end) noexcept { convert(shared_.data(), group, begin, end); });
   }
 
@@ -47,7 +50,7 @@ class Scale {
   const void* in(Scratch& own) const noexcept {
     if (conversion_ == Conversion::none) return weight_.data;
     if (conversion_ == Conversion::together) return shared_.data();
-    for (int64_t group = 0; group < problem_.groups; group++) convert(own.data(), group, 0, problem_.cols);
+    for (int64_t group = 0; group < problem_.groups; group++) convert(own.data(), group, 0, order_.held_cols());
     return own.data();
   }
 
@@ -56,22 +59,29 @@ class Scale {
 
   Conversion conversion() const {
     if (weight_.data != nullptr && weight_.offset == 0 && weight_.dtype == dtype_ && compute_dtype(dtype_) == dtype_ &&
-        padded_cols(dtype_, problem_.cols) == problem_.cols) {
+        order_.is_natural()) {
       return Conversion::none;
     }
     return problem_.groups * problem_.cols > kGrainElements ? Conversion::together : Conversion::each;
   }
 
-  int64_t count() const { return problem_.groups * padded_cols(dtype_, problem_.cols); }
+  int64_t count() const { return problem_.groups * order_.held_cols(); }
 
+  // What is held from `begin` to `end` of a group's.
   void convert(void* scale, int64_t group, int64_t begin, int64_t end) const noexcept {
+    const int64_t bytes = size_of(compute_dtype(dtype_));
+    char* const of_group = static_cast<char*>(scale) + group * order_.held_cols() * bytes;
     if (weight_.data != nullptr) {
-      rms_norm_kernels().scale(dtype_, weight_.dtype, weight_.data, weight_.offset, problem_.cols, scale, group, begin,
-                               end);
+      const char* const weight =
+          static_cast<const char*>(weight_.data) + group * problem_.cols * size_of(weight_.dtype);
+      order_.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
+        rms_norm_kernels().scale(dtype_, weight_.dtype, weight + column * size_of(weight_.dtype), weight_.offset,
+                                 of_group + held * bytes, count);
+      });
     } else if (compute_dtype(dtype_) == DType::float64) {
-      std::fill_n(static_cast<double*>(scale) + begin, padded_cols(dtype_, end - begin), 1.0);
+      std::fill_n(reinterpret_cast<double*>(of_group) + begin, end - begin, 1.0);
     } else {
-      std::fill_n(static_cast<float*>(scale) + begin, padded_cols(dtype_, end - begin), 1.0f);
+      std::fill_n(reinterpret_cast<float*>(of_group) + begin, end - begin, 1.0f);
     }
   }
 
@@ -79,6 +89,7 @@ class Scale {
   Weight weight_;
   DType dtype_;
   const Problem& problem_;
+  HeldOrder order_;
   Conversion conversion_;
   OwnScratch shared_;
 };

@@ -27,11 +27,16 @@ CpuArgs<Args> cpu_backward_args(const Args& args, int64_t tensors) {
 class PartialSums {
  public:
   PartialSums(const Problem& problem, int64_t rows_per_chunk, DType dtype, const Tensor& grad_weight)
+      : PartialSums(problem, rows_per_chunk, dtype, grad_weight, {dtype, problem.cols}) {}
+
+  PartialSums(const Problem& problem, int64_t rows_per_chunk, DType dtype, const Tensor& grad_weight,
+              const HeldOrder& order)
       : problem_(problem),
         dtype_(dtype),
         grad_weight_(grad_weight),
+        order_(order),
         chunks_(chunk_count(problem.rows / problem.groups, rows_per_chunk)),
-        partials_(dtype, grad_weight.defined() ? chunks_ * problem.groups * padded_cols(dtype, problem.cols) : 0) {
+        partials_(dtype, grad_weight.defined() ? chunks_ * problem.groups * order.held_cols() : 0) {
     if (!grad_weight.defined()) return;
     sum_ = grad_weight.is_contiguous() ? grad_weight : CpuBackend::empty_contiguous(grad_weight);
     sum_data_ = sum_.mutable_data_ptr();
@@ -43,11 +48,17 @@ class PartialSums {
     if (!grad_weight_.defined()) return;
     const auto add_up = rms_norm_backward_kernels().grad_weight;
     const DType weight_dtype = dtype_of(sum_);
-    parallel_for_columns(problem_.groups, problem_.cols, grain(chunks_),
-                         [&](int64_t group, int64_t begin, int64_t end) noexcept {
-                           add_up(dtype_, weight_dtype, partials_.data(), chunks_, problem_.groups, problem_.cols,
-                                  sum_data_, group, begin, end);
-                         });
+    const int64_t stride = problem_.groups * order_.held_cols();
+    parallel_for_columns(
+        problem_.groups, order_.held_cols(), grain(chunks_), [&](int64_t group, int64_t begin, int64_t end) noexcept {
+          const char* const of_group =
+              static_cast<const char*>(partials_.data()) + group * order_.held_cols() * size_of(compute_dtype(dtype_));
+          char* const sum = static_cast<char*>(sum_data_) + group * problem_.cols * size_of(weight_dtype);
+          order_.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
+            add_up(dtype_, weight_dtype, of_group + held * size_of(compute_dtype(dtype_)), chunks_, stride,
+                   sum + column * size_of(weight_dtype), count);
+          });
+        });
     if (!sum_.is_same(grad_weight_)) grad_weight_.copy_(sum_);
   }
 
@@ -55,6 +66,7 @@ class PartialSums {
   const Problem& problem_;
   DType dtype_;
   const Tensor& grad_weight_;
+  HeldOrder order_;
   int64_t chunks_;
   OwnScratch partials_;
   Tensor sum_;  // contiguous: grad_weight itself, if it is

@@ -127,23 +127,20 @@ void columns(const CpuArgs<RmsNormBackwardArgs>& args, int64_t row, double squar
 }
 
 template <class T, class W>
-void grad_weight_columns(const compute_t<T>* partials, int64_t chunks, int64_t stride, W* grad_weight, int64_t begin,
-                         int64_t end) {
-  for_each_block<T>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
+void grad_weight_columns(const compute_t<T>* partials, int64_t chunks, int64_t stride, W* grad_weight, int64_t count) {
+  for_each_block<T>(0, count, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
     Block<T> total = {};
     for (int64_t chunk = 0; chunk < chunks; chunk++) total = total + load_held<T>(partials + chunk * stride + column);
     store(grad_weight + column, canonical_nans(total), extent);
   });
 }
 
-void grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t groups, int64_t cols,
-                 void* grad_weight, int64_t group, int64_t begin, int64_t end) {
-  const int64_t stride = padded_cols(dtype, cols);
+void grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t stride,
+                 void* grad_weight, int64_t count) {
   dispatch(dtype, [&]<class T>() {
-    const auto* const of_group = static_cast<const compute_t<T>*>(partials) + group * stride;
     dispatch(weight_dtype, [&]<class W>() {
-      grad_weight_columns<T>(of_group, chunks, groups * stride, static_cast<W*>(grad_weight) + group * cols, begin,
-                             end);
+      grad_weight_columns<T>(static_cast<const compute_t<T>*>(partials), chunks, stride, static_cast<W*>(grad_weight),
+                             count);
     });
   });
 }

@@ -5,20 +5,18 @@ namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
 template <class T, class W>
-void scale_columns(const W* weight, double weight_offset, compute_t<T>* scale, int64_t begin, int64_t end) {
+void scale_columns(const W* weight, double weight_offset, compute_t<T>* scale, int64_t count) {
   // Adding -0 changes nothing, adding 0 would change the sign of a weight that is -0.
   const Block<T> offset = broadcast<T>(static_cast<compute_t<T>>(weight_offset == 0 ? -0.0 : weight_offset));
-  for_each_block<T>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
+  for_each_block<T>(0, count, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
     store_held<T>(scale + column, canonical_nans(load<T>(weight + column, extent) + offset));
   });
 }
 
-void scale(DType dtype, DType weight_dtype, const void* weight, double weight_offset, int64_t cols, void* scale,
-           int64_t group, int64_t begin, int64_t end) {
+void scale(DType dtype, DType weight_dtype, const void* weight, double weight_offset, void* scale, int64_t count) {
   dispatch(dtype, [&]<class T>() {
-    auto* const scale_row = static_cast<compute_t<T>*>(scale) + group * padded_cols(dtype, cols);
     dispatch(weight_dtype, [&]<class W>() {
-      scale_columns<T>(static_cast<const W*>(weight) + group * cols, weight_offset, scale_row, begin, end);
+      scale_columns<T>(static_cast<const W*>(weight), weight_offset, static_cast<compute_t<T>*>(scale), count);
     });
   });
 }

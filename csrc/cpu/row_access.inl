@@ -11,8 +11,8 @@ bool begins_with_lines(const T* data, const RowLayout& layout) {
   return result;
 }
 
-// The blocks of a row that are formed together: where they begin in the row, and in what kernels hold in an order of
-// their own, as they do the scale.
+// The blocks of a row that are formed together: where they begin in the row, and in what is held. Here, each block by
+// itself.
 struct OnePart {
   static constexpr int kCount = 1;
   int64_t held_offset = 0;
@@ -21,36 +21,36 @@ struct OnePart {
   NORMOPS_INLINE int64_t held(int64_t column, int) const { return column + held_offset; }
 };
 
-// Two blocks, as the columns c < pairs are paired with c + pairs. What is held has the first halves of the pairs, the
-// second ones, and the columns without a pair one after another, each padded to whole blocks.
-template <class R>
-struct PairedParts {
+// Two blocks: the second columns of pairs lie behind the first ones.
+struct TwoParts {
   static constexpr int kCount = 2;
-  int64_t pairs, held_pairs;
+  int64_t pairs, held_offset, held_pairs;
 
-  explicit PairedParts(int64_t pairs) : pairs(pairs), held_pairs(padded_cols(kDType<R>, pairs)) {}
   NORMOPS_INLINE int64_t column(int64_t column, int p) const { return column + p * pairs; }
-  NORMOPS_INLINE int64_t held(int64_t column, int p) const { return column + p * held_pairs; }
-  OnePart rest() const { return {2 * (held_pairs - pairs)}; }
-  int64_t held_cols(int64_t cols) const { return 2 * held_pairs + padded_cols(kDType<R>, cols - 2 * pairs); }
+  NORMOPS_INLINE int64_t held(int64_t column, int p) const { return column + held_offset + p * held_pairs; }
 };
 
-// How many blocks of a row the kernels of a Source form together, and how many pairs there are.
-template <class Source>
-constexpr int kParts = requires(const typename Source::Args& args) { Source::pairs(args); } ? 2 : 1;
+// A block of pairs of neighbours.
+struct NeighbourParts : OnePart {};
+
+// How columns are formed: each by itself, or those that paired_columns() tells in pairs.
+enum class Pairing { none, halves, neighbours };
 
 template <class Source>
-int64_t pairs_of([[maybe_unused]] const typename Source::Args& args) {
-  if constexpr (kParts<Source> == 2) return Source::pairs(args);
-  return 0;
+constexpr Pairing pairing_of() {
+  if constexpr (requires { Source::kPairing; }) return Source::kPairing;
+  return Pairing::none;
+}
+
+template <class Source>
+HeldOrder held_order(const typename Source::Args& args) {
+  return {kDType<typename Source::Element>, args.cols, paired_columns(args)};
 }
 
 // The numbers of a group's scale, and of its partial.
 template <class Source>
 int64_t held_cols(const typename Source::Args& args) {
-  using R = typename Source::Element;
-  return kParts<Source> == 2 ? PairedParts<R>(pairs_of<Source>(args)).held_cols(args.cols)
-                             : padded_cols(kDType<R>, args.cols);
+  return held_order<Source>(args).held_cols();
 }
 
 template <class Source>
@@ -59,15 +59,25 @@ NORMOPS_INLINE auto* scale_of(const typename Source::Args& args, int64_t group) 
 }
 
 // Calls visit(parts, begin, end) for the stretches of columns [begin, end) that are formed in the same way. With pairs,
-// these are all columns of the row, and the stretch of the pairs counts their first halves.
-template <class R, int kParts, class Visit>
-NORMOPS_INLINE void each_stretch([[maybe_unused]] int64_t pairs, int64_t begin, int64_t end, Visit visit) {
-  if constexpr (kParts == 1) {
+// these are all columns of the row, and the stretch of two parts counts the first columns of pairs.
+template <class R, Pairing pairing, class Visit>
+NORMOPS_INLINE void each_stretch([[maybe_unused]] const PairedColumns& paired, int64_t begin, int64_t end,
+                                 Visit visit) {
+  if constexpr (pairing == Pairing::none) {
     visit(OnePart(), begin, end);
   } else {
-    const PairedParts<R> paired(pairs);
-    visit(paired, begin, pairs);
-    visit(paired.rest(), 2 * pairs, end);
+    constexpr DType dtype = kDType<R>;
+    const int64_t first = paired.offset, pairs = paired.pairs, behind = first + 2 * pairs;
+    if (first > 0) visit(OnePart(), begin, first);
+    const int64_t held = padded_cols(dtype, first) - first;  // how far from its own place what is held is
+    if constexpr (pairing == Pairing::halves) {
+      const int64_t held_pairs = padded_cols(dtype, pairs);
+      visit(TwoParts{pairs, held, held_pairs}, first, first + pairs);
+      if (behind < end) visit(OnePart{held + 2 * (held_pairs - pairs)}, behind, end);
+    } else {
+      visit(NeighbourParts{held}, first, behind);
+      if (behind < end) visit(OnePart{held + padded_cols(dtype, 2 * pairs) - 2 * pairs}, behind, end);
+    }
   }
 }
 

@@ -165,7 +165,7 @@ void run_forward(const ForwardKernels<Args>& kernels, const CpuArgs<Args>& args,
 
 template <class Args, class Scale>
 void run_backward(const BackwardKernels<Args>& kernels, const CpuArgs<Args>& args, const Scale& scale) {
-  if (!shares_rows(args.rows, args.cols)) {
+  if (kernels.sums == nullptr || !shares_rows(args.rows, args.cols)) {
     const int64_t groups = args.weight.groups;
     const int64_t parts = chunk_count(args.rows / groups, args.rows_per_chunk) * groups;
     share_out(args, scale, parts, grain(args.rows_per_chunk * args.cols),

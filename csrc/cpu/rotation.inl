@@ -1,0 +1,112 @@
+// Rows of cos and sin, and how columns are turned by them.
+
+namespace normops::cpu::NORMOPS_ISA {
+namespace {
+
+template <class R>
+using VectorLanes = std::make_integer_sequence<int, Block<R>::kVectorLanes>;
+
+// Each number of half a block twice.
+template <class R, int... kLane>
+NORMOPS_INLINE Block<R> doubled(const Block<R>& half, std::integer_sequence<int, kLane...>) {
+  Block<R> result;
+  for (int i = 0; i < result.kVectors; i += 2) {
+    result.v[i] = shuffle<kLane / 2 ...>(half.v[i / 2], half.v[i / 2]);
+    if constexpr (Block<R>::kVectors > 1) {
+      result.v[i + 1] = shuffle<(Block<R>::kVectorLanes + kLane) / 2 ...>(half.v[i / 2], half.v[i / 2]);
+    }
+  }
+  return result;
+}
+
+template <class R, int... kLane>
+NORMOPS_INLINE Block<R> with_neighbours_swapped(const Block<R>& block, std::integer_sequence<int, kLane...>) {
+  Block<R> result;
+  for (int i = 0; i < result.kVectors; i++) result.v[i] = shuffle<(kLane ^ 1)...>(block.v[i], block.v[i]);
+  return result;
+}
+
+// The first of neighbours negated if kFirst, or else the second one.
+template <class R, bool kFirst, int... kLane>
+NORMOPS_INLINE Block<R> with_one_negated(const Block<R>& block, std::integer_sequence<int, kLane...>) {
+  const typename Block<R>::vector signs = {(kLane % 2 == (kFirst ? 0 : 1) ? compute_t<R>(-1) : compute_t<R>(1))...};
+  Block<R> result;
+  for (int i = 0; i < result.kVectors; i++) result.v[i] = block.v[i] * signs;
+  return result;
+}
+
+// The angles of a row, of type W, for blocks of R: of columns [offset, offset + 2 * pairs).
+template <class R, class W>
+struct Angles {
+  const W *cos, *sin;
+  int64_t offset;
+  int64_t second;  // from the angle of a pair's first column to that of the second one: 0 if they are one
+  bool of_pair;
+
+  // The rotation of the columns of blocks, and its transpose if kBack. Of halves: the first block begins at `column`.
+  template <bool kBack, class Extent>
+  NORMOPS_INLINE void turn(const TwoParts&, Block<R> (&y)[2], int64_t column, Extent extent) const {
+    const W *const c = cos + (column - offset), *const s = sin + (column - offset);
+    turn_pairs<kBack>(y[0], y[1], load<R>(c, extent), load<R>(c + second, extent), load<R>(s, extent),
+                      load<R>(s + second, extent));
+  }
+
+  template <bool kBack, class Extent>
+  NORMOPS_INLINE void turn(const NeighbourParts&, Block<R> (&y)[1], int64_t column, Extent extent) const {
+    const Block<R> c = of_neighbours(cos, column - offset, extent), s = of_neighbours(sin, column - offset, extent);
+    if constexpr (kEvenOdd<R>) {
+      const auto even = y[0].v[0], odd = y[0].v[1];
+      if constexpr (kBack) {
+        y[0].v[0] = fma_vector(even, c.v[0], odd * s.v[1]);
+        y[0].v[1] = fma_vector(odd, c.v[1], -(even * s.v[0]));
+      } else {
+        y[0].v[0] = fma_vector(even, c.v[0], -(odd * s.v[0]));
+        y[0].v[1] = fma_vector(odd, c.v[1], even * s.v[1]);
+      }
+    } else {
+      constexpr VectorLanes<R> kVectorLanes;
+      const Block<R> other =
+          kBack ? with_neighbours_swapped(y[0] * s, kVectorLanes) : with_neighbours_swapped(y[0], kVectorLanes) * s;
+      y[0] = fma(y[0], c, with_one_negated<R, !kBack>(other, kVectorLanes));
+    }
+  }
+
+ private:
+  template <bool kBack>
+  static NORMOPS_INLINE void turn_pairs(Block<R>& first, Block<R>& second, const Block<R>& cos_first,
+                                        const Block<R>& cos_second, const Block<R>& sin_first,
+                                        const Block<R>& sin_second) {
+    const Block<R> x = first;
+    if constexpr (kBack) {
+      first = fma(x, cos_first, second * sin_second);
+      second = fma(second, cos_second, -(x * sin_first));
+    } else {
+      first = fma(x, cos_first, -(second * sin_first));
+      second = fma(second, cos_second, x * sin_second);
+    }
+  }
+
+  // Those of the columns of a block: the numbers that a table has for them, or each twice.
+  template <class Extent>
+  NORMOPS_INLINE Block<R> of_neighbours(const W* table, int64_t column, Extent extent) const {
+    if (!of_pair) return load<R>(table + column, extent);
+    int64_t pairs = kLanes<R> / 2;
+    if constexpr (std::is_same_v<Extent, Part>) pairs = extent.lanes / 2;
+    if constexpr (kEvenOdd<R>) {
+      W numbers[kLanes<R> / 2] = {};
+      std::memcpy(numbers, table + column / 2, pairs * sizeof(W));
+      const auto of_pairs = load_register(numbers);
+      return {of_pairs, of_pairs};
+    } else {
+      return doubled(load<R>(table + column / 2, Part{pairs}), VectorLanes<R>());
+    }
+  }
+};
+
+template <class R, class W>
+Angles<R, W> angles_of(const Rotation& rotation, const W* cos, const W* sin) {
+  return {cos, sin, rotation.offset, rotation.angle_of_pair ? 0 : rotation.pairs, rotation.angle_of_pair};
+}
+
+}  // namespace
+}  // namespace normops::cpu::NORMOPS_ISA

@@ -1,0 +1,252 @@
+"""What is peculiar to rms_norm_rope: which columns are rotated, tables that heads share, gradients of angles."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from assertions import assert_same_bits, same_bits
+from graphs import computed
+from torch import Tensor
+from traced_graphs import trace
+
+import normops
+from reference import cases, definitions, oracle
+from reference.cases import DTYPES, EPS
+from reference.operators import named
+
+ops = torch.ops.normops
+
+B, S, H, D = 2, 7, 3, 64
+
+
+def angles(columns: int, dtype: torch.dtype, device: str, positions: int = S) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions, [positions, columns]: an angle for each pair, twice if there are more columns."""
+    frequencies = 10000 ** -(torch.arange(columns, dtype=torch.float64) / columns)
+    table = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    return table.cos().to(device, dtype), table.sin().to(device, dtype)
+
+
+def query(dtype: torch.dtype, device: str, shape: tuple[int, ...] = (B, S, H, D)) -> tuple[Tensor, Tensor]:
+    return (
+        cases.values(shape, dtype, 1).to(device),
+        (cases.values(shape[-1:], torch.float64, 2, 0.5) + 1).to(device, dtype),
+    )
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def rotate_neighbours(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotary_dim", [D, 16, 40])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_models_compute(interleaved: bool, rotary_dim: int, dtype: torch.dtype, device: str) -> None:
+    """As transformers spells it, in float64: with a table for each column, or one for each pair."""
+    x, w = query(dtype, device)
+    cos, sin = (table[:, None] for table in angles(rotary_dim // 2, dtype, device))
+    both = torch.repeat_interleave if interleaved else lambda t, n, dim: torch.cat([t] * n, dim)
+    wide_cos, wide_sin = (both(table, 2, dim=-1) for table in (cos, sin))
+    normed = definitions.rms_norm(x.double(), (D,), w.double(), EPS)
+    rotated, rest = normed[..., :rotary_dim], normed[..., rotary_dim:]
+    turned = (rotate_neighbours if interleaved else rotate_half)(rotated)
+    expected = torch.cat((rotated * wide_cos + turned * wide_sin, rest), -1)
+
+    options: dict[str, Any] = {"interleaved": interleaved, "rotary_dim": rotary_dim}
+    of_pairs = normops.rms_norm_rope(x, cos, sin, D, w, EPS, **options)
+    torch.testing.assert_close(of_pairs.double(), expected, rtol=torch.finfo(dtype).eps * 2, atol=1e-3 * EPS)
+    of_columns = normops.rms_norm_rope(x, wide_cos, wide_sin, D, w, EPS, interleaved=interleaved)
+    assert same_bits(of_columns, of_pairs)
+    assert same_bits(of_pairs[..., rotary_dim:], normops.rms_norm(x, D, w, EPS)[..., rotary_dim:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", ["rms_norm_rope", "rms_norm_rope_backward"])
+@pytest.mark.parametrize(
+    ("cols", "rotary_dim", "offset"),
+    [
+        (512, 512, 0),
+        (512, 64, 448),
+        (80, 80, 0),
+        (96, 48, 24),
+        (100, 34, 1),
+        (5, 2, 3),
+        (1030, 1026, 3),
+        (9001, 4500, 7),
+    ],
+)
+def test_widths_and_offsets(
+    cols: int, rotary_dim: int, offset: int, name: str, interleaved: bool, dtype: torch.dtype, device: str
+) -> None:
+    """Within the oracle's bounds, in 16 bits with tables of either dtype, with one angle for each column or pair."""
+    operator = named(name)
+    x, dy, w = (
+        cases.values(shape, dtype, i).to(device) for i, shape in enumerate(((5, 3, cols), (5, 3, cols), (cols,)))
+    )
+    given = {"grad_output": dy} if "grad_output" in operator.names else {}
+    for columns in (rotary_dim, rotary_dim // 2):
+        for table_dtype in {dtype, torch.float32 if dtype in cases.HALVES else dtype}:
+            cos, sin = (cases.values((5, 1, columns), table_dtype, i, 0.5).to(device) for i in (3, 4))
+            options = {"interleaved": interleaved, "rotary_dim": rotary_dim, "rotary_offset": offset}
+            arguments = {**given, "input": x, "cos": cos, "sin": sin, "normalized_shape": (cols,), "weight": w}
+            arguments |= {"eps": EPS, "weight_offset": 1.0, **options}
+            results = operator.results(operator.default(**arguments))
+            for result, expected in zip(results, operator.expected(arguments), strict=True):
+                assert expected is not None
+                oracle.assert_within(result, expected, f"{columns} {table_dtype}")
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "packed projection": lambda x: torch.stack((x, x + 1, x + 2), 2)[:, :, 1].sub(1),
+    "slice of a projection": lambda x: torch.cat((torch.full_like(x, torch.nan), x), -2)[:, :, H:],
+    "heads before tokens in memory": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tokens_before_heads_or_heads_before_tokens(interleaved: bool, layout: str, device: str) -> None:
+    """[B, S, H, D] and its transpose, read where they lie, with the same bits forward and backward."""
+    x, w = query(torch.bfloat16, device)
+    x = LAYOUTS[layout](x)
+    dy = cases.values((B, S, H, D), torch.bfloat16, 5).to(device)
+    cos, sin = (table.expand(B, S, D) for table in angles(D, torch.bfloat16, device))
+    options = {"interleaved": interleaved}
+    expected = ops.rms_norm_rope(x, cos[:, :, None], sin[:, :, None], [D], w, EPS, **options)
+    actual = ops.rms_norm_rope(x.transpose(1, 2), cos[:, None], sin[:, None], [D], w, EPS, **options)
+    assert actual.is_contiguous()
+    assert same_bits(actual.transpose(1, 2), expected)
+    gradients = ops.rms_norm_rope_backward(dy, x, cos[:, :, None], sin[:, :, None], [D], w, EPS, **options)
+    of_transposed = ops.rms_norm_rope_backward(
+        dy.transpose(1, 2), x.transpose(1, 2), cos[:, None], sin[:, None], [D], w, EPS, **options
+    )
+    assert same_bits(of_transposed[0].transpose(1, 2), gradients[0])
+    torch.testing.assert_close(of_transposed[1], gradients[1], rtol=0.02, atol=0.02)  # rows in another order
+
+
+@pytest.mark.parametrize("shape", [(S, 1, D), (1, S, 1, D), (B, S, 1, D), (S, H, D), (D,), (1, 1, 1, D)], ids=str)
+def test_nothing_is_copied_for_heads_and_samples(shape: tuple[int, ...], device: str) -> None:
+    x, w = query(torch.float32, device)
+    packed = torch.cat((x, x, x), -2)[:, :, H : 2 * H]
+    cos, sin = (cases.values(shape, torch.float32, seed).to(device) for seed in (3, 4))
+    expected = ops.rms_norm_rope(x, cos.expand(x.shape).contiguous(), sin.expand(x.shape).contiguous(), [D], w, EPS)
+    transposed = [table.expand(x.shape).transpose(1, 2) for table in (cos, sin)]
+    results = []
+    with torch.profiler.profile() as profile:
+        for rows, tables in ((packed, (cos, sin)), (packed.transpose(1, 2), transposed)):
+            results.append(ops.rms_norm_rope(rows, *tables, [D], w, EPS))
+            ops.rms_norm_rope_backward(rows, rows, *tables, [D], w, EPS)
+    assert same_bits(results[0], expected)
+    assert same_bits(results[1].transpose(1, 2), expected)
+    ran = {event.name for event in profile.events()}
+    assert not ran & {"aten::copy_", "aten::clone", "aten::contiguous"}
+
+
+def test_tables_that_lie_differently(device: str) -> None:
+    x, w = query(torch.float32, device)
+    cos, sin = (table[:, None] for table in angles(D, torch.float32, device))
+    expected = ops.rms_norm_rope(x, cos, sin, [D], w, EPS)
+    other = torch.stack((sin, sin + 1), -1)[..., 0]
+    assert same_bits(ops.rms_norm_rope(x, cos, other, [D], w, EPS), expected)
+    assert same_bits(ops.rms_norm_rope(x, other.mul(0).add(cos), sin, [D], w, EPS), expected)
+
+
+def test_no_columns_or_no_rows_are_rotated(device: str) -> None:
+    x, w = query(torch.float32, device)
+    nothing = torch.empty(0, device=device)
+    assert same_bits(normops.rms_norm_rope(x, nothing, nothing, D, w, EPS), normops.rms_norm(x, D, w, EPS))
+    cos = torch.ones(D, device=device)
+    assert normops.rms_norm_rope(x[:0], cos, cos, D, w).shape == (0, S, H, D)
+    gradients = ops.rms_norm_rope_backward(x[:0], x[:0], cos, cos, [D], w)
+    assert gradients[0].shape == (0, S, H, D)
+    assert torch.equal(gradients[1], torch.zeros_like(w))
+
+
+def test_the_inverse_rotation(device: str) -> None:
+    """With the sines negated, columns from an offset on come back."""
+    x, _ = query(torch.float64, device)
+    cos, sin = (table[:, None] for table in angles(8, torch.float64, device))
+    options: dict[str, Any] = {"rotary_dim": 16, "rotary_offset": D - 16, "interleaved": True}
+    once = normops.rms_norm_rope(x, cos, sin, D, eps=0.0, **options)
+    torch.testing.assert_close(
+        normops.rms_norm_rope(once, cos, -sin, D, eps=0.0, **options), normops.rms_norm(x, D, eps=0.0)
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("columns", [D, D // 2])
+@pytest.mark.parametrize("asked", [("cos",), ("sin",), ("cos", "sin", "input", "weight")], ids=str)
+def test_gradients_of_angles(asked: tuple[str, ...], columns: int, interleaved: bool, device: str) -> None:
+    """By the definition in torch's operators: first and second order, and none is left out."""
+    x, w = query(torch.float64, device, (3, 2, D))
+    cos, sin = (cases.values((3, 1, columns), torch.float64, seed).to(device) for seed in (3, 4))
+    tensors = {"input": x, "cos": cos, "sin": sin, "weight": w}
+    options = {"interleaved": interleaved, "rotary_dim": D}
+
+    def derivatives(norm: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = {name: tensor.detach().clone().requires_grad_(name in asked) for name, tensor in tensors.items()}
+        wanted = [leaves[name] for name in asked]
+        output = norm(**leaves, normalized_shape=(D,), eps=EPS, **options)
+        first = torch.autograd.grad(output.pow(3).sum(), wanted, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+        return [*first, *second]
+
+    expected = derivatives(definitions.rms_norm_rope)
+    torch.testing.assert_close(derivatives(normops.rms_norm_rope), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(normops.rms_norm_rope, backend="aot_eager", fullgraph=True)
+    leaves = {name: tensor.detach().clone().requires_grad_(name in asked) for name, tensor in tensors.items()}
+    output = compiled(**leaves, normalized_shape=D, eps=EPS, **options)
+    first = torch.autograd.grad(output.pow(3).sum(), [leaves[name] for name in asked])
+    torch.testing.assert_close(list(first), expected[: len(first)])
+
+
+def test_the_backward_differentiates_by_angles(device: str) -> None:
+    x, w = query(torch.float64, device, (3, D))
+    tensors = [cases.values((3, D), torch.float64, seed).to(device).requires_grad_() for seed in (5, 3, 4)]
+
+    def gradients(dy: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.rms_norm_rope_backward(dy, x, cos, sin, [D], w, EPS)
+
+    assert torch.autograd.gradcheck(gradients, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_for_any_sequence(dynamic: bool, device: str) -> None:
+    """Half tables, whose width does not say what rotary_dim is, and a sequence that grows."""
+    w = torch.ones(D, device=device)
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return normops.rms_norm_rope(x, cos.unsqueeze(1), sin.unsqueeze(1), D, w, EPS, rotary_dim=D)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(rotate, backend="aot_eager", fullgraph=True, dynamic=dynamic or None)
+    for length in (7, 11, 1):
+        x = cases.values((B, length, H, D), torch.float32).to(device)
+        tables = angles(D // 2, torch.float32, device, length)
+        assert same_bits(compiled(x, *tables), rotate(x, *tables))
+    x = cases.values((B, S, H, D), torch.float32).to(device).requires_grad_()
+    forward, backward = trace(rotate, x, *angles(D // 2, torch.float32, device), dynamic=dynamic)
+    assert backward is not None
+    assert [name for name in computed(forward) if name.startswith("normops")] == ["normops.rms_norm_rope.default"]
+    assert computed(backward) == ["normops.rms_norm_rope_backward.default"]
+
+
+def test_in_place_of_a_packed_projection(device: str) -> None:
+    """Queries and keys of one projection, as inference writes them."""
+    qkv = cases.values((B, S, 3 * H, D), torch.bfloat16).to(device)
+    cos, sin = (table[:, None] for table in angles(D, torch.bfloat16, device))
+    weights = [cases.values((D,), torch.bfloat16, seed).to(device) for seed in (5, 6)]
+    parts = qkv.split(H, 2)
+    expected = [normops.rms_norm_rope(p, cos, sin, D, w, EPS) for p, w in zip(parts[:2], weights, strict=True)]
+    values = parts[2].clone()
+    for part, w in zip(parts[:2], weights, strict=True):
+        normops.rms_norm_rope_(part, cos, sin, D, w, EPS)
+    assert_same_bits(qkv.split(H, 2), [*expected, values])
