@@ -43,9 +43,9 @@ class _Batch(NamedTuple):
 
     def of_dims(self, dims: int) -> "_Batch":
         """With so many dimensions of a sample, of which the first ones have size 1."""
-        samples = self.tensor.unsqueeze(0) if self.is_shared else self.tensor
-        more = (1,) * (dims + 1 - samples.dim())
-        return _Batch(samples.reshape(samples.shape[0], *more, *samples.shape[1:]), False, self.size)
+        samples = self.unshared()
+        first = (None,) * (dims + 1 - samples.dim())
+        return _Batch(samples[:, *first], False, self.size)
 
 
 def _before(weight: Tensor, batch: _Batch) -> Tensor:

@@ -348,11 +348,13 @@ def gated_rms_norm_backward(
 
 
 class _Angles(NamedTuple):
-    """For each column of the rows: cos, sin with the sign of its product, and the column that is multiplied by it."""
+    """For each column of the rows: cos, sin with the sign of its product, the column that is multiplied by it, and
+    whether the column is rotated."""
 
     cos: Array
     sin: Array
     other: Array
+    is_rotated: Array
 
 
 def _angles(
@@ -376,22 +378,25 @@ def _angles(
     signs, other = np.ones(cols, t.h.dtype), np.arange(cols)
     signs[offset : offset + rotary_dim] = np.where(is_first, -1, 1)
     other[offset : offset + rotary_dim] = offset + np.where(is_first, column + step, column - step)
-    return _Angles(of_rows(cos, 1.0), of_rows(sin, 0.0) * signs, other)
+    is_rotated = (np.arange(cols) >= offset) & (np.arange(cols) < offset + rotary_dim)
+    return _Angles(of_rows(cos, 1.0), of_rows(sin, 0.0) * signs, other, is_rotated)
 
 
 def _turned(rows: _Value, angles: _Angles, compute: torch.dtype, back: bool = False) -> _Value:
     """Two products and their sum, each rounded."""
-    a = angles
-    sin = a.sin[:, a.other] if back else a.sin
-    terms = np.abs(rows.value * a.cos) + np.abs(rows.value[:, a.other] * sin)
-    of_rows = np.broadcast_to(rows.underflow, rows.value.shape)
-    return _Value(
-        rows.value * a.cos + rows.value[:, a.other] * sin,
-        rows.roundoffs * np.abs(a.cos) + rows.roundoffs[:, a.other] * np.abs(sin) + 2 * terms,
-        of_rows * np.abs(a.cos)
-        + of_rows[:, a.other] * np.abs(sin)
-        + 2 * torch.finfo(compute).smallest_normal * torch.finfo(compute).eps,
-    )
+    a, info = angles, torch.finfo(compute)
+    cos, sin = a.cos, a.sin[:, a.other] if back else a.sin
+    lost = np.broadcast_to(rows.underflow, rows.value.shape)
+
+    def turned(of_rows: Array, cos: Array, sin: Array) -> Array:
+        return of_rows * cos + of_rows[:, a.other] * sin
+
+    size = turned(np.abs(rows.value), np.abs(cos), np.abs(sin))
+    value = turned(rows.value, cos, sin)
+    roundoffs = turned(rows.roundoffs, np.abs(cos), np.abs(sin)) + 2 * size
+    underflow = turned(lost, np.abs(cos), np.abs(sin)) + 2 * info.smallest_normal * info.eps
+    plain = (rows.value, rows.roundoffs, lost)
+    return _Value(*(np.where(a.is_rotated, *pair) for pair in zip((value, roundoffs, underflow), plain, strict=True)))
 
 
 def rms_norm_rope(

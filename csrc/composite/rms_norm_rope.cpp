@@ -16,11 +16,9 @@ struct Pairs {
 };
 
 Pairs in_pairs(const Tensor& columns, bool interleaved) {
-  const c10::SymInt two = 2, half = columns.sym_size(-1) / 2;
-  const int64_t dim = interleaved ? -1 : -2;
-  const auto sizes = interleaved ? std::array{half, two} : std::array{two, half};
-  const Tensor pairs = columns.unflatten_symint(-1, sizes);
-  return {pairs.select(dim, 0), pairs.select(dim, 1)};
+  const c10::SymInt count = columns.sym_size(-1), half = count / 2;
+  if (!interleaved) return {columns.narrow_symint(-1, 0, half), columns.narrow_symint(-1, half, half)};
+  return {columns.slice_symint(-1, 0, count, 2), columns.slice_symint(-1, 1, count, 2)};
 }
 
 // turn(x, cos, sin) returns the new Pairs.
@@ -33,7 +31,8 @@ Tensor rotate_columns(const Tensor& rows, const Tensor& cos, const Tensor& sin, 
   };
   const Tensor columns = rows.narrow_symint(-1, offset, rotary_dim);
   const Pairs y = turn(in_pairs(columns, rope.interleaved), angles(cos), angles(sin));
-  const Tensor rotated = at::stack({y.first, y.second}, rope.interleaved ? -1 : -2).flatten(-2);
+  const Tensor rotated = rope.interleaved ? at::stack({y.first, y.second}, -1).view_symint(columns.sym_sizes())
+                                          : at::cat({y.first, y.second}, -1);
   return at::cat({rows.narrow_symint(-1, 0, offset), rotated, rows.narrow_symint(-1, end, rows.sym_size(-1) - end)},
                  -1);
 }
