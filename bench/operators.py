@@ -15,8 +15,15 @@ EPS = 1e-5
 # Where outputs are: in memory that calls are given, or in memory that they allocate.
 MEMORIES = ("preallocated", "fresh")
 
-# Every other tensor has rows x cols elements.
+# Every other tensor has rows x cols elements, but for those that heads share.
 VECTORS = ("weight", "grad_weight")
+TABLES = ("cos", "sin")
+HEADS = 16
+
+
+def heads_of(rows: int) -> int:
+    """How many rows share a row of a table."""
+    return HEADS if rows % HEADS == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,8 @@ class Operator:
         return _named, (self.name,)
 
     def elements(self, rows: int, cols: int) -> int:
-        return sum(cols if name in VECTORS else rows * cols for name in self.reads + self.writes)
+        counts = dict.fromkeys(VECTORS, cols) | dict.fromkeys(TABLES, rows // heads_of(rows) * cols)
+        return sum(counts.get(name, rows * cols) for name in self.reads + self.writes)
 
 
 # The same inputs are checked for several peers and memories, and the oracle takes longer than they do: the results of a
@@ -76,6 +84,7 @@ OPERATORS = (
     # Of the sum, which it reads as input.
     _measured(reference.RMS_NORM_BACKWARD, "add_rms_norm_backward", ("grad_residual",)),
     _one_after_another("gated_forward_backward", _OF["gated_rms_norm"], _OF["gated_rms_norm_backward"]),
+    _one_after_another("rope_forward_backward", _OF["rms_norm_rope"], _OF["rms_norm_rope_backward"]),
 )
 
 

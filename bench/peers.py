@@ -17,12 +17,13 @@ from torch import Tensor
 
 import normops
 from bench import hugging_face, onnx_runtime
-from bench.operators import EPS
+from bench.operators import EPS, TABLES
 from bench.problems import Problem, Tensors
 
 Norm = Callable[[Tensor, Tensor], Tensor]
 AddNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 GatedNorm = Callable[[Tensor, Tensor, Tensor], Tensor]
+RotatedNorm = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Builder = Callable[[Tensors], Callable[[], object]]
 
 
@@ -104,6 +105,17 @@ def then_gate(norm: Norm) -> GatedNorm:
     return gated_norm
 
 
+def then_rotate(norm: Norm) -> RotatedNorm:
+    """The norm, then apply_rotary_pos_emb in Hugging Face's transformers."""
+
+    def rotated_norm(input: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
+        normed = norm(input, weight)
+        first, second = normed.chunk(2, -1)
+        return normed * cos + torch.cat((-second, first), -1) * sin
+
+    return rotated_norm
+
+
 def qwen3_next_rms_norm_gated(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     """Qwen3NextRMSNormGated.forward in Hugging Face's transformers."""
     return (llama_rms_norm(input, weight) * F.silu(gate.to(torch.float32))).to(input.dtype)
@@ -128,12 +140,28 @@ def mamba_gated_rms_norm(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     )
 
 
+def liger_rms_norm_rope(input: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
+    rotate = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
+    queries, keys = liger_rms_norm(input, weight)[None].transpose(1, 2).chunk(2, 1)  # it rotates both at once
+    rotated = rotate.apply(queries, keys, cos.transpose(0, 1), sin.transpose(0, 1))
+    return torch.cat(rotated[:2], 1).transpose(1, 2)[0]
+
+
+def axolotl_rms_norm_rope(input: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
+    function = importlib.import_module("axolotl.kernels.gemma4_fused_rope").fused_rms_norm_rope
+    return function(input[None], weight, cos.transpose(0, 1), sin.transpose(0, 1), eps=EPS)[0]
+
+
 def normops_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return normops.add_rms_norm(input, residual, weight.shape, weight, EPS)
 
 
 def normops_gated_rms_norm(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     return normops.gated_rms_norm(input, gate, weight.shape, weight, EPS)
+
+
+def normops_rms_norm_rope(input: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
+    return normops.rms_norm_rope(input, cos, sin, weight.shape, weight, EPS)
 
 
 def normops_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
@@ -193,47 +221,71 @@ def _add_backward(norm: AddNorm) -> Builder:
     return build
 
 
-def _gated_leaves(inputs: Tensors) -> tuple[Tensor, ...]:
-    return tuple(inputs[name].detach().requires_grad_() for name in ("input", "gate", "weight"))
-
-
-def _gated_forward(norm: GatedNorm) -> Builder:
-    return lambda inputs: partial(norm, inputs["input"], inputs["gate"], inputs["weight"])
-
-
-def _gated_backward(norm: GatedNorm) -> Builder:
-    def build(inputs: Tensors) -> Callable[[], object]:
-        leaves = _gated_leaves(inputs)
-        with torch._functorch.config.patch(donated_buffer=False):
-            output = norm(*leaves)
-        return lambda: torch.autograd.grad(output, leaves, inputs["grad_output"], retain_graph=True)
-
-    return build
-
-
-def _gated_forward_backward(norm: GatedNorm) -> Builder:
-    def build(inputs: Tensors) -> Callable[[], object]:
-        leaves = _gated_leaves(inputs)
-
-        def call() -> tuple[Tensor, ...]:
-            output = norm(*leaves)
-            return output.detach(), *torch.autograd.grad(output, leaves, inputs["grad_output"])
-
-        return call
-
-    return build
-
-
-def _gated_with_autograd(norm: GatedNorm) -> dict[str, Builder]:
+def _of_heads(inputs: Tensors) -> Tensors:
+    """With tables, rows are those of heads, which share them."""
+    if "cos" not in inputs:
+        return inputs
+    cols = inputs["weight"].shape[0]
+    heads = inputs["input"].shape[0] // inputs["cos"].shape[0]
     return {
-        "gated_rms_norm": _gated_forward(norm),
-        "gated_rms_norm_backward": _gated_backward(norm),
-        "gated_forward_backward": _gated_forward_backward(norm),
+        name: tensor if name == "weight" else tensor.view(-1, 1 if name in TABLES else heads, cols)
+        for name, tensor in inputs.items()
     }
 
 
+def _three_ways(name: str, of_both: str, names: tuple[str, ...], norm: Callable[..., Tensor]) -> dict[str, Builder]:
+    """A norm of tensors of these names, its backward, and both."""
+
+    def leaves_of(inputs: Tensors) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Its arguments, those of them that have gradients, and the gradient of its result."""
+        inputs = _of_heads(inputs)
+        arguments = [inputs[name].detach().requires_grad_(name not in TABLES) for name in names]
+        return arguments, [tensor for tensor in arguments if tensor.requires_grad], inputs["grad_output"]
+
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor.flatten(0, -2)
+
+    def forward(inputs: Tensors) -> Callable[[], object]:
+        given = [_of_heads(inputs)[name] for name in names]
+        return lambda: rows(norm(*given))
+
+    def backward(inputs: Tensors) -> Callable[[], object]:
+        arguments, leaves, grad_output = leaves_of(inputs)
+        with torch._functorch.config.patch(donated_buffer=False):
+            output = norm(*arguments)
+
+        def call() -> tuple[Tensor, ...]:
+            *gradients, of_weight = torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
+            return *map(rows, gradients), of_weight
+
+        return call
+
+    def forward_backward(inputs: Tensors) -> Callable[[], object]:
+        arguments, leaves, grad_output = leaves_of(inputs)
+
+        def call() -> tuple[Tensor, ...]:
+            output = norm(*arguments)
+            *gradients, of_weight = torch.autograd.grad(output, leaves, grad_output)
+            return rows(output.detach()), *map(rows, gradients), of_weight
+
+        return call
+
+    return {name: forward, f"{name}_backward": backward, of_both: forward_backward}
+
+
+def _gated_with_autograd(norm: GatedNorm) -> dict[str, Builder]:
+    return _three_ways("gated_rms_norm", "gated_forward_backward", ("input", "gate", "weight"), norm)
+
+
+def _rotated_with_autograd(norm: RotatedNorm) -> dict[str, Builder]:
+    return _three_ways("rms_norm_rope", "rope_forward_backward", ("input", "cos", "sin", "weight"), norm)
+
+
 def _with_autograd(
-    norm: Norm, add_norm: AddNorm | None = None, gated_norm: GatedNorm | None = None
+    norm: Norm,
+    add_norm: AddNorm | None = None,
+    gated_norm: GatedNorm | None = None,
+    rotated_norm: RotatedNorm | None = None,
 ) -> dict[str, Builder]:
     add_norm = add_norm or unfused(norm)
     return {
@@ -243,6 +295,7 @@ def _with_autograd(
         "add_rms_norm": _add_forward(add_norm),
         "add_rms_norm_backward": _add_backward(add_norm),
         **_gated_with_autograd(gated_norm or then_gate(norm)),
+        **_rotated_with_autograd(rotated_norm or then_rotate(norm)),
     }
 
 
@@ -255,9 +308,9 @@ def _compiled(norm: Norm, gated_norm: GatedNorm | None = None) -> dict[str, Buil
 
     def build(operator: str) -> Builder:
         # torch.compile only here: it takes seconds to import what it needs.
-        return lambda inputs: _with_autograd(_compile(norm), _compile(unfused(norm)), _compile(gated_norm))[operator](
-            inputs
-        )
+        return lambda inputs: _with_autograd(
+            _compile(norm), _compile(unfused(norm)), _compile(gated_norm), _compile(then_rotate(norm))
+        )[operator](inputs)
 
     return {operator: build(operator) for operator in _with_autograd(norm)}
 
@@ -365,6 +418,30 @@ def _normops_gated_backward_out(inputs: Tensors) -> Callable[[], object]:
     return partial(operator, inputs["grad_output"], input, gate, weight.shape, weight, EPS, **targets)
 
 
+def _normops_rope_out(inputs: Tensors) -> Callable[[], object]:
+    given, weight = _of_heads(inputs), inputs["weight"]
+    out = torch.empty_like(inputs["input"])
+    operator = torch.ops.normops.rms_norm_rope.out
+    call = partial(
+        operator, given["input"], given["cos"], given["sin"], weight.shape, weight, EPS, out=out.view_as(given["input"])
+    )
+    return lambda: call().view_as(out)
+
+
+def _normops_rope_backward_out(inputs: Tensors) -> Callable[[], object]:
+    given, weight = _of_heads(inputs), inputs["weight"]
+    names = "grad_output", "input", "cos", "sin"
+    targets = {"grad_input": torch.empty_like(given["input"]), "grad_weight": torch.empty_like(weight)}
+    operator = torch.ops.normops.rms_norm_rope_backward.out
+    call = partial(operator, *(given[name] for name in names), weight.shape, weight, EPS, **targets)
+
+    def rows() -> tuple[Tensor, Tensor]:
+        grad_input, grad_weight = call()
+        return grad_input.flatten(0, 1), grad_weight
+
+    return rows
+
+
 def _unfused_out(inputs: Tensors) -> Callable[[], object]:
     input, residual, weight = inputs["input"], inputs["residual"], inputs["weight"]
     out, residual_out = torch.empty_like(input), torch.empty_like(residual)
@@ -389,7 +466,7 @@ def _unfused_backward_out(inputs: Tensors) -> Callable[[], object]:
 
 NORMOPS = Peer(
     "normops",
-    _with_autograd(normops_rms_norm, normops_add_rms_norm, normops_gated_rms_norm),
+    _with_autograd(normops_rms_norm, normops_add_rms_norm, normops_gated_rms_norm, normops_rms_norm_rope),
     {
         "rms_norm": _normops_out,
         "rms_norm_backward": _normops_backward_out,
@@ -397,6 +474,8 @@ NORMOPS = Peer(
         "add_rms_norm_backward": _normops_add_backward_out,
         "gated_rms_norm": _normops_gated_out,
         "gated_rms_norm_backward": _normops_gated_backward_out,
+        "rms_norm_rope": _normops_rope_out,
+        "rms_norm_rope_backward": _normops_rope_backward_out,
     },
     has_bounds=True,
 )
@@ -407,6 +486,13 @@ UNFUSED = Peer(
     {name: build for name, build in _with_autograd(normops_rms_norm).items() if name.startswith("add_")},
     {"add_rms_norm": _unfused_out, "add_rms_norm_backward": _unfused_backward_out},
 )
+
+
+def _rotated_and_compiled(operator: str) -> Builder:
+    return lambda inputs: _rotated_with_autograd(_compile(then_rotate(normops_rms_norm)))[operator](inputs)
+
+
+_NORM_THEN_ROTATION = _rotated_with_autograd(then_rotate(normops_rms_norm))
 
 
 def _in_triton(build: Builder) -> Builder:
@@ -434,6 +520,11 @@ PEERS = (
         has_bounds=True,
     ),
     UNFUSED,
+    Peer("normops, rotation", _NORM_THEN_ROTATION),
+    Peer(
+        "normops, rotation-compiled",
+        {name: _rotated_and_compiled(name) for name in _NORM_THEN_ROTATION},
+    ),
     Peer("F.rms_norm", _with_autograd(rms_norm)),
     Peer("F.rms_norm-compiled", _compiled(rms_norm), _compiled_into(rms_norm)),
     # Of gated norms the one that goes with it, Qwen3NextRMSNormGated.
@@ -462,7 +553,7 @@ PEERS = (
     ),
     Peer(
         "Liger",
-        _with_autograd(liger_rms_norm, liger_add_rms_norm),
+        _with_autograd(liger_rms_norm, liger_add_rms_norm, rotated_norm=liger_rms_norm_rope),
         devices=("cuda",),
         missing=_not_installed("liger_kernel"),
     ),
@@ -471,5 +562,8 @@ PEERS = (
     ),
     Peer("fla", _gated_with_autograd(fla_gated_rms_norm), devices=("cuda",), missing=_not_installed("fla")),
     Peer("mamba", _gated_with_autograd(mamba_gated_rms_norm), devices=("cuda",), missing=_not_installed("mamba_ssm")),
+    Peer(
+        "axolotl", _rotated_with_autograd(axolotl_rms_norm_rope), devices=("cuda",), missing=_not_installed("axolotl")
+    ),
     Peer("F.layer_norm", _with_autograd(layer_norm), own_definition=True),
 )

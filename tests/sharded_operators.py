@@ -21,6 +21,7 @@ ops = torch.ops.normops
 rms_norm: Callable[..., Any] = normops.rms_norm
 add_rms_norm: Callable[..., Any] = normops.add_rms_norm
 gated_rms_norm: Callable[..., Any] = normops.gated_rms_norm
+rms_norm_rope: Callable[..., Any] = normops.rms_norm_rope
 
 
 def normalized(shape: tuple[int, ...], dims: int) -> tuple[int, ...]:
@@ -198,6 +199,51 @@ def gated_norms_are_sharded_by_rows_and_by_heads() -> None:
         expected = ops.gated_rms_norm_backward(dy, x, gate, [8], w, cases.EPS, **gating)
         for leaf, gradient in zip((given, of_gate, weight), expected, strict=True):
             torch.testing.assert_close(grad_of(leaf).full_tensor(), gradient)
+
+
+@case(2, 4)
+def rotated_norms_are_sharded_by_samples_by_tokens_and_by_heads() -> None:
+    """cos and sin, whole or sharded as the tokens are, go along: nothing is communicated."""
+    mesh = mesh_of()
+    shape, of_weight = (4, 4, 4, 8), (4, 8)
+    x, dy, w = (cases.values(s, torch.float32, i) for i, s in enumerate((shape, shape, of_weight)))
+    keywords = {"weight_offset": 1.0, "interleaved": True, "rotary_dim": 6, "rotary_offset": 1}
+    for d, (of_table, dim) in itertools.product((0, 1, 2), (((4, 4, 1, 3), 1), ((4, 1, 3), 0), ((1, 4, 1, 3), 1))):
+        cos, sin = (cases.values(of_table, torch.float32, i) for i in (3, 4))
+        expected = rms_norm_rope(x, cos, sin, 8, w, cases.EPS, **keywords)
+        gradients = ops.rms_norm_rope_backward(dy, x, cos, sin, [8], w, cases.EPS, **keywords)
+        for on_table in (Replicate(), *([Shard(dim)] if d == 1 else [])):
+            tables = [placed(t, mesh, (on_table,)) for t in (cos, sin)]
+            given = placed(x, mesh, (Shard(d),)).requires_grad_()
+            weight = placed(w, mesh, (Shard(0) if d == 2 else Replicate(),)).requires_grad_()
+            grad = placed(dy, mesh, (Shard(d),))
+            output, sent = communicated(lambda: rms_norm_rope(given, *tables, 8, weight, cases.EPS, **keywords))  # noqa: B023
+            assert sent == {}
+            assert output.placements == (Shard(d),)
+            torch.testing.assert_close(output.full_tensor(), expected)
+            _, sent = communicated(lambda: output.backward(grad))  # noqa: B023
+            assert sent == {}
+            assert grad_of(given).placements == (Shard(d),)
+            assert grad_of(weight).placements == ((Shard(0),) if d == 2 else (Partial(),))
+            for leaf, gradient in zip((given, weight), gradients, strict=True):
+                torch.testing.assert_close(grad_of(leaf).full_tensor(), gradient)
+
+
+@case(2)
+def any_placements_of_a_rotated_norm_give_the_same_values() -> None:
+    mesh = mesh_of()
+    choose = random.Random(2)
+    shape = (3, 4, 8)
+    for shape_of_table in ((3, 4, 8), (3, 1, 8), (4, 8), (8,)):
+        whole = [
+            cases.values(s, torch.float32, i) for i, s in enumerate((shape, shape, shape_of_table, shape_of_table))
+        ]
+        for _ in range(6):
+            rows = [placed(t, mesh, placements_at_random(t.dim(), mesh, choose)) for t in whole]
+            actual = ops.rms_norm_rope_backward(*rows, [8], None, cases.EPS)[0]
+            torch.testing.assert_close(
+                actual.full_tensor(), ops.rms_norm_rope_backward(*whole, [8], None, cases.EPS)[0]
+            )
 
 
 @case(2)

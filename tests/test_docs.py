@@ -11,7 +11,15 @@ import normops  # noqa: F401  registers the operators
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-OPERATORS = ("rms_norm", "rms_norm_backward", "add_rms_norm", "gated_rms_norm", "gated_rms_norm_backward")
+OPERATORS = (
+    "rms_norm",
+    "rms_norm_backward",
+    "add_rms_norm",
+    "gated_rms_norm",
+    "gated_rms_norm_backward",
+    "rms_norm_rope",
+    "rms_norm_rope_backward",
+)
 
 
 def without_code(text: str) -> str:

@@ -100,6 +100,26 @@ def test_operators_that_write() -> None:
     assert counts(lambda: backward(y, x, [COLS], w, grad_input=dx, grad_weight=dw)) == {ops.rms_norm_backward: 11}
 
 
+@pytest.mark.parametrize(("rotary_dim", "per_element"), [(None, 3), (4, 1.5), (0, 0)])
+def test_rotated(rotary_dim: int | None, per_element: float) -> None:
+    x, w = torch.ones(SHAPE, requires_grad=True), torch.ones(COLS, requires_grad=True)
+    table = torch.ones(COLS if rotary_dim is None else rotary_dim // 2)
+
+    def call() -> None:
+        normops.rms_norm_rope(x, table, table, COLS, w, rotary_dim=rotary_dim).backward(torch.ones(SHAPE))
+
+    assert counts(call) == {ops.rms_norm_rope: 4 + per_element, ops.rms_norm_rope_backward: 11 + per_element}
+    masked = counts(lambda: ops.rms_norm_rope_backward(x, x, table, table, [COLS], rotary_dim=rotary_dim))
+    assert masked == {ops.rms_norm_rope_backward: 7 + per_element}
+    nothing = {"rotary_dim": rotary_dim, "output_mask": [False, False]}
+    assert counts(lambda: ops.rms_norm_rope_backward(x, x, table, table, [COLS], **nothing)) == {
+        ops.rms_norm_rope_backward: 0
+    }
+    assert counts(lambda: normops.rms_norm_rope_(torch.ones(SHAPE), table, table, COLS, rotary_dim=rotary_dim)) == {
+        ops.rms_norm_rope_: 3 + per_element
+    }
+
+
 @pytest.mark.parametrize(("mask", "expected"), [([False, True], 5), ([True, False], 8), ([False, False], 0)])
 def test_only_the_gradients_that_are_asked_for(mask: list[bool], expected: int) -> None:
     x, w = torch.ones(SHAPE), torch.ones(COLS)

@@ -36,6 +36,14 @@ def gated(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
     return normops.gated_rms_norm(x, gate, 8, w, 1e-3, weight_offset=1.0, norm_before_gate=False)
 
 
+def rotated(x: Tensor, angles: Tensor, w: Tensor) -> Tensor:
+    """By angles of each position, or of all alike."""
+    cos, sin = torch.cos(angles.detach()), torch.sin(angles.detach())
+    row = torch.linspace(0, 1, 8, device=w.device)
+    y = normops.rms_norm_rope(x, cos, sin, 8, w, 1e-3, interleaved=True) * angles
+    return y + normops.rms_norm_rope(x, row.cos(), row.sin(), 8, w, 1e-3)
+
+
 def derivatives(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, w: Tensor) -> Results:
     inputs = (x.requires_grad_(), residual.requires_grad_(), w)
     output = norm(*inputs)
@@ -45,7 +53,7 @@ def derivatives(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, w: Ten
 
 
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
-@pytest.mark.parametrize("norm", [plain, with_residual, gated], ids=lambda norm: norm.__name__)
+@pytest.mark.parametrize("norm", [plain, with_residual, gated, rotated], ids=lambda norm: norm.__name__)
 def test_the_same_as_of_the_values(norm: Callable[..., Tensor], backend: str | None, device: str) -> None:
     torch._dynamo.reset()
     x, w = jagged(device), weight(device)
@@ -94,6 +102,10 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         normops.add_rms_norm(x, other, 8)
     with pytest.raises(RuntimeError, match="gated_rms_norm: expected gate to have the sequences of input"):
         normops.gated_rms_norm(x, other, 8)
+    with pytest.raises(RuntimeError, match="rms_norm_rope: expected cos to have the sequences of input"):
+        normops.rms_norm_rope(x, other, other, 8)
+    with pytest.raises(RuntimeError, match=r"rms_norm_rope: expected cos to be nested as input is, or .* got \[6, 8\]"):
+        normops.rms_norm_rope(x, x.values(), x.values(), 8)
     for mixed in ((x, x.values()), (x.values(), x)):
         with pytest.raises(ValueError, match=r"add_rms_norm.*: expected (input|residual) to be a jagged layout"):
             normops.add_rms_norm(*mixed, 8)

@@ -4,7 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import normops
 from normops.onnx import translation_table
 from reference import cases, oracle
 from reference.cases import HALVES
+from reference.operators import ROPES, Flags, table_shape
 from reference.oracle import exact_sum
 
 pytest.importorskip("onnxscript")
@@ -180,6 +181,62 @@ def test_gated(dtype: torch.dtype, gate_dtype: torch.dtype) -> None:
                 x, gate, norm.normalized_shape, norm.weight(), norm.eps, norm.weight_offset, *gating
             )
             oracle.assert_within(output, expected, f"{norm}, {gating}")
+
+
+# With a weight, without one, and with one for each head.
+ROTATED = (NORMS[1], NORMS[5], NORMS[-1])
+
+
+class RotatedNorms(nn.Module):
+    """Rotated each way, by tables for each column and for each pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([norm.weight() for norm in ROTATED])
+
+    def forward(self, input: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+        return [
+            ops.rms_norm_rope(
+                input,
+                *(table[..., : columns_of(rope)] for table in (cos, sin)),
+                norm.normalized_shape,
+                weight,
+                norm.eps,
+                weight_offset=norm.weight_offset,
+                **rope,
+            )
+            for norm, weight in zip(ROTATED, self.weights, strict=True)
+            for rope in ROPES
+        ]
+
+
+def columns_of(rope: Flags) -> int:
+    return table_shape(COLS, rope)[-1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "table_dtype"),
+    [*((dtype, dtype) for dtype in cases.DTYPES), *((dtype, torch.float32) for dtype in HALVES)],
+    ids=str,
+)
+def test_rotated(dtype: torch.dtype, table_dtype: torch.dtype) -> None:
+    """Heads share cos and sin."""
+
+    def inputs(sizes: tuple[int, int]) -> list[Tensor]:
+        tables = (cases.values((*sizes, 1, COLS[-1]), table_dtype, seed, 0.7) for seed in (1, 2))
+        return [cases.values((*sizes, *COLS), dtype), *tables]
+
+    program, nodes = export(RotatedNorms(), *inputs(EXPORTED))
+    assert nodes["RMSNormalization"] == len(ROTATED)  # torch.onnx merges nodes that compute the same
+    for sizes in (EXPORTED, OTHER):
+        x, cos, sin = inputs(sizes)
+        choices: list[tuple[Norm, Any]] = list(itertools.product(ROTATED, ROPES))
+        for output, (norm, rope) in zip(program(x, cos, sin), choices, strict=True):
+            assert output.dtype == dtype
+            of_rope = (table[..., : columns_of(rope)] for table in (cos, sin))
+            of_norm = norm.normalized_shape, norm.weight(), norm.eps, norm.weight_offset
+            expected = oracle.rms_norm_rope(x, *of_rope, *of_norm, **rope)
+            oracle.assert_within(output, expected, f"{norm}, {rope}")
 
 
 class Block(nn.Module):

@@ -188,22 +188,22 @@ def test_gradients_of_angles(asked: tuple[str, ...], columns: int, interleaved: 
     x, w = query(torch.float64, device, (3, 2, D))
     cos, sin = (cases.values((3, 1, columns), torch.float64, seed).to(device) for seed in (3, 4))
     tensors = {"input": x, "cos": cos, "sin": sin, "weight": w}
-    options = {"interleaved": interleaved, "rotary_dim": D}
+    others: dict[str, Any] = {"normalized_shape": (D,), "eps": EPS, "interleaved": interleaved, "rotary_dim": D}
 
     def derivatives(norm: Callable[..., Tensor]) -> list[Tensor]:
         leaves = {name: tensor.detach().clone().requires_grad_(name in asked) for name, tensor in tensors.items()}
         wanted = [leaves[name] for name in asked]
-        output = norm(**leaves, normalized_shape=(D,), eps=EPS, **options)
+        output = norm(**leaves, **others)
         first = torch.autograd.grad(output.pow(3).sum(), wanted, create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+        second = torch.autograd.grad([g.square().sum() for g in first], wanted)
         return [*first, *second]
 
     expected = derivatives(definitions.rms_norm_rope)
     torch.testing.assert_close(derivatives(normops.rms_norm_rope), expected)
     torch._dynamo.reset()
-    compiled = torch.compile(normops.rms_norm_rope, backend="aot_eager", fullgraph=True)
+    compiled: Callable[..., Tensor] = torch.compile(normops.rms_norm_rope, backend="aot_eager", fullgraph=True)
     leaves = {name: tensor.detach().clone().requires_grad_(name in asked) for name, tensor in tensors.items()}
-    output = compiled(**leaves, normalized_shape=D, eps=EPS, **options)
+    output = compiled(**leaves, **others)
     first = torch.autograd.grad(output.pow(3).sum(), [leaves[name] for name in asked])
     torch.testing.assert_close(list(first), expected[: len(first)])
 
