@@ -5,13 +5,14 @@ into tensors, or switch autograd and autocast, so that not every two neighbours 
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -44,12 +45,28 @@ _SPELLINGS = {
     "silu": _Spellings((F.silu,), (), ("input",)),
     "sigmoid": _Spellings((torch.sigmoid, F.sigmoid), ("sigmoid",), ("input",)),
 }
-_BY_TARGET = {target: name for name, (functions, methods, _) in _SPELLINGS.items() for target in (*functions, *methods)}
+# What rotations arrange and turn columns with. No part of an RMSNorm.
+_OF_ROTATIONS = {
+    "neg": _Spellings((torch.neg, torch.negative, operator.neg), ("neg", "negative", "__neg__"), ("input",)),
+    "cat": _Spellings((torch.cat, torch.concat, torch.concatenate), (), ("tensors", "dim")),
+    "stack": _Spellings((torch.stack,), (), ("tensors", "dim")),
+    "repeat": _Spellings((torch.repeat_interleave,), ("repeat_interleave",), ("input", "repeats", "dim")),
+}
+
+
+def _by_target(spellings: Mapping[str, _Spellings]) -> dict[Any, str]:
+    return {target: name for name, (functions, methods, _) in spellings.items() for target in (*functions, *methods)}
+
+
+_BY_TARGET, _ROTATIONS_BY_TARGET = _by_target(_SPELLINGS), _by_target(_OF_ROTATIONS)
 _POWERS = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt"}
 
 CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _RESHAPES = (torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze)
+_PERMUTES = (torch.transpose, torch.permute, torch.swapaxes, torch.swapdims, torch.movedim, torch.moveaxis)
+_SPLITS = (torch.chunk, torch.split, torch.tensor_split)
+_SLICES = (torch.narrow, operator.getitem, "narrow")
 NORMS = (F.rms_norm, torch.rms_norm)
 
 OPERATIONS = frozenset((*filter(callable, _BY_TARGET), *_RESHAPES, *NORMS))
@@ -88,6 +105,18 @@ def call_of(node: Any) -> Call | None:
     return _simplest(Call(name, tuple(given[parameter] for parameter in parameters)))
 
 
+def arrangement_of(node: Any) -> Call | None:
+    """What the node computes, if that is one of those steps of a rotation that are no part of norms."""
+    if value_of(node) is None or node.op not in ("call_function", "call_method"):
+        return None
+    name = _ROTATIONS_BY_TARGET.get(node.target)
+    parameters = () if name is None else _OF_ROTATIONS[name].parameters
+    given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
+    if name is None or given.keys() != {*parameters} or len(node.args) > len(parameters):
+        return None
+    return Call(name, tuple(given[parameter] for parameter in parameters))
+
+
 def _simplest(call: Call) -> Call | None:
     """The same call, but with one name each for squares, for roots and for quotients, however they are written."""
     a, *others = call.arguments
@@ -118,6 +147,58 @@ def arguments_of_norm(node: Node) -> tuple[Any, ...]:
 def is_reshape(node: Node) -> bool:
     """Whether a node's elements are those of its first argument, in their order."""
     return node.target in (*_RESHAPES, "view", *(each.__name__ for each in _RESHAPES))
+
+
+def applied(node: Node, tensor: Tensor) -> Tensor:
+    """What the node computes with another first argument."""
+    others, named = map_arg((node.args[1:], node.kwargs), lambda other: other.meta["example_value"])
+    target: Any = getattr(type(tensor), node.target) if isinstance(node.target, str) else node.target
+    result: Tensor = target(tensor, *others, **named)
+    return result
+
+
+def dims_permuted_by(node: Node) -> tuple[int, ...] | None:
+    """For each dimension of the node's value the one of its first argument; None if it does not permute them."""
+    if node.target not in _PERMUTES and node.target not in [each.__name__ for each in _PERMUTES]:
+        return None
+    value = value_of(node.args[0]) if node.args else None
+    if value is None:
+        return None
+    # Its sizes tell dimensions apart, in whichever way the call names them.
+    return tuple(applied(node, torch.empty(*range(value.dim()), device="meta")).shape)
+
+
+class Slice(NamedTuple):
+    """The columns ``start``, ``start + step``, ... of a tensor, in all of its rows."""
+
+    nodes: tuple[Node, ...]
+    """Those that take them: the slice, and the call that split the tensor in several."""
+    source: Node
+    start: Any
+    step: Any
+
+
+def slice_of(node: Node) -> Slice | None:
+    """The columns that a node's value is made of, if it is a view of some columns of another node's."""
+    if node.target not in _SLICES or not node.args or not isinstance(node.args[0], Node):
+        return None
+    nodes: tuple[Node, ...] = (node,)
+    source = node.args[0]
+    is_split = source.target in _SPLITS or source.target in [each.__name__ for each in _SPLITS]
+    if is_split and node.target is operator.getitem and source.args and isinstance(source.args[0], Node):
+        nodes, source = (node, source), source.args[0]
+    x, part = value_of(source), value_of(node)
+    if x is None or part is None or x.untyped_storage()._cdata != part.untyped_storage()._cdata:
+        return None
+    # However the call says which columns: the strides tell.
+    is_of_last_dim = x.dim() == part.dim() > 0 and all(
+        is_equal(a, b)
+        for a, b in zip((*x.shape[:-1], *x.stride()[:-1]), (*part.shape[:-1], *part.stride()[:-1]), strict=True)
+    )
+    offset = part.storage_offset() - x.storage_offset()
+    if not is_of_last_dim or not is_equal(x.stride(-1), 1):
+        return None
+    return Slice(nodes, source, offset, part.stride(-1))
 
 
 def number(argument: Any) -> float | None:

@@ -26,6 +26,8 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # A function of torch that is written in Python writes only if it was given one of these.
 _PERMISSIONS = ("inplace", "out", "running_mean", "running_var", "max_norm")
 
+IS_RECORDED = "normops.is_recorded"
+"""The key in ``meta`` of operators that a pass has put there: whether they save their arguments for a backward."""
 
 IS_COPY = "normops.is_copy"
 """The key in ``meta`` of nodes that a pass has made to copy a tensor, and to whose results nothing writes."""

@@ -16,7 +16,7 @@ from normops.inductor.calls import (
     specialized,
     value_of,
 )
-from normops.inductor.effects import is_harmless
+from normops.inductor.search import NoMatch, Search, may_be_computed_at, require, value
 
 
 class Weight(NamedTuple):
@@ -42,10 +42,6 @@ class Match(NamedTuple):
     """The node of the result, and all those on the way to it. They have no other effects."""
 
 
-class _NoMatch(Exception):  # noqa: N818  nothing failed
-    pass
-
-
 def match_norm(node: Node) -> Match | None:
     """The norm of which a node is the inverted root, or the division by the root.
 
@@ -57,20 +53,8 @@ def match_norm(node: Node) -> Match | None:
         return None
     try:
         return _Search().match(node)
-    except _NoMatch:
+    except NoMatch:
         return None
-
-
-def _value(node: Any) -> Tensor:
-    value = value_of(node)
-    if value is None:
-        raise _NoMatch
-    return value
-
-
-def _require(holds: object) -> None:
-    if not holds:
-        raise _NoMatch
 
 
 def _widens(before: Tensor, after: Tensor) -> bool:
@@ -78,11 +62,11 @@ def _widens(before: Tensor, after: Tensor) -> bool:
     return torch.promote_types(before.dtype, after.dtype) == after.dtype
 
 
-class _Search:
+class _Search(Search):
     """Reads the graph from the root up to the input, and from there down to the result."""
 
     def __init__(self) -> None:
-        self._inner: list[Node] = []
+        super().__init__()
         # The nodes that others may use, too: casts of the input and of the weight, and 1 + weight.
         self._bypassed: list[Node] = []
 
@@ -90,53 +74,35 @@ class _Search:
         dividend, root = self._dividend_and_root(node)
         open_eps, squared = self._mean_square(root)
         input = self._above_widening(squared)
-        _require(_value(input).dim() > 0)  # mean(-1) takes a single number, too
+        require(value(input).dim() > 0)  # mean(-1) takes a single number, too
         if dividend is None:
             node, dividend = self._product(self._below_narrowing(node))
         weight = self._times_input(dividend, input)
         last = self._below_narrowing(node)
         if weight is None:
             last, weight = self._weighted(last, input)
-        nodes = frozenset((*self._inner, *self._bypassed))
+        nodes = frozenset((*self.inner, *self._bypassed))
         self._check(input, last, nodes)
         eps = specialized(open_eps)
         if eps is None or not math.isfinite(eps):
-            raise _NoMatch
+            raise NoMatch
         return Match(input, weight, eps, open_eps, self._dtype(input, last), last, nodes)
 
     def _check(self, input: Node, last: Node, nodes: frozenset[Node]) -> None:
-        _require(order_in_memory(_value(last), 1))
-        _require(all(_value(node).dtype in DTYPES for node in (input, *nodes)))
-        inner = {*self._inner}
-        _require(all(user in inner for node in inner - {last} for user in node.users))
-        above, node = set(nodes), last
-        while above:
-            _require(node in nodes or is_harmless(node))
-            above.discard(node)
-            node = node.prev
+        require(order_in_memory(value(last), 1))
+        require(all(value(node).dtype in DTYPES for node in (input, *nodes)))
+        self.require_uses_within(last)
+        require(may_be_computed_at(last, nodes))
 
     def _dtype(self, input: Node, last: Node) -> torch.dtype:
-        if any(_value(node).dtype is torch.float64 for node in self._inner):
+        if any(value(node).dtype is torch.float64 for node in self.inner):
             return torch.float64
-        return torch.promote_types(_value(input).dtype, _value(last).dtype)
-
-    def _take(self, node: Any, *names: str) -> tuple[Any, ...]:
-        """The arguments of a node, which must be one of these and becomes part of the norm."""
-        call = call_of(node)
-        if call is None or call.name not in names:
-            raise _NoMatch
-        self._inner.append(node)
-        return call.arguments
-
-    def _above_casts(self, node: Any) -> Any:
-        while (call := call_of(node)) is not None and call.name == "cast":
-            (node,) = self._take(node, "cast")
-        return node
+        return torch.promote_types(value(input).dtype, value(last).dtype)
 
     def _above_widening(self, node: Any) -> Any:
         while (call := call_of(node)) is not None and call.name == "cast":
             (above,) = call.arguments
-            if not _widens(_value(above), _value(node)):
+            if not _widens(value(above), value(node)):
                 break
             self._bypassed.append(node)
             node = above
@@ -148,62 +114,62 @@ class _Search:
         call = call_of(user)
         if user is None or len(node.users) > 1 or call is None or call.name != "cast":
             return node
-        if not _widens(_value(user), _value(node)):
+        if not _widens(value(user), value(node)):
             return node
-        self._inner.append(user)
+        self.inner.append(user)
         return user
 
     def _dividend_and_root(self, node: Node) -> tuple[Node | None, Any]:
         """x and v, if the node computes x / sqrt(v); x is None for 1 / sqrt(v)."""
-        arguments = self._take(node, "rsqrt", "div")
+        arguments = self.take(node, "rsqrt", "div")
         if len(arguments) == 1:
             return None, arguments[0]
         dividend, divisor = arguments
-        _require(isinstance(dividend, Node) or number(dividend) == 1.0)
-        (root,) = self._take(self._above_casts(divisor), "sqrt")
+        require(isinstance(dividend, Node) or number(dividend) == 1.0)
+        (root,) = self.take(self.above_casts(divisor), "sqrt")
         return dividend if isinstance(dividend, Node) else None, root
 
     def _mean_square(self, node: Any) -> tuple[Any, Any]:
         """eps and x, if the node computes mean(x * x) + eps over the last dimension."""
         eps: Any = 0.0
-        node = self._above_casts(node)
+        node = self.above_casts(node)
         call = call_of(node)
         if call is not None and call.name == "add":
-            a, eps = self._take(node, "add")
+            a, eps = self.take(node, "add")
             a, eps = (eps, a) if value_of(a) is None else (a, eps)
-            _require(value_of(eps) is None)
-            node = self._above_casts(a)
+            require(value_of(eps) is None)
+            node = self.above_casts(a)
         squares, dim, keepdim = self._mean(node)
-        last_dims: tuple[Any, ...] = (-1, [-1], (-1,), _value(squares).dim() - 1)
-        _require(keepdim is True and dim in last_dims)
-        (x,) = self._take(self._above_casts(squares), "square")
+        last_dims: tuple[Any, ...] = (-1, [-1], (-1,), value(squares).dim() - 1)
+        require(keepdim is True and dim in last_dims)
+        (x,) = self.take(self.above_casts(squares), "square")
         return eps, x
 
     def _mean(self, node: Any) -> tuple[Any, ...]:
         call = call_of(node)
         if call is None or call.name != "div":
-            return self._take(node, "mean")
-        total, size = self._take(node, "div")
-        arguments = self._take(self._above_casts(total), "sum")
-        shape = _value(arguments[0]).shape
-        _require(len(shape) > 0 and value_of(size) is None and is_equal(shape[-1], size))
+            return self.take(node, "mean")
+        total, size = self.take(node, "div")
+        arguments = self.take(self.above_casts(total), "sum")
+        shape = value(arguments[0]).shape
+        require(len(shape) > 0 and value_of(size) is None and is_equal(shape[-1], size))
         return arguments
 
     def _product(self, factor: Node) -> tuple[Node, Any]:
         """The only user of a factor, which must be a product, and the other factor."""
-        _require(len(factor.users) == 1)
+        require(len(factor.users) == 1)
         product = next(iter(factor.users))
-        a, b = self._take(product, "mul")
+        a, b = self.take(product, "mul")
         return product, b if a is factor else a
 
     def _times_input(self, node: Any, input: Node) -> Weight | None:
         """The weight, if a node computes weight * input; None, if it is the input alone."""
         if self._above_widening(node) is input:
             return None
-        for weight, x in (arguments := self._take(node, "mul")), arguments[::-1]:
+        for weight, x in (arguments := self.take(node, "mul")), arguments[::-1]:
             if self._above_widening(x) is input and (found := self._weight(weight, input)) is not None:
                 return found
-        raise _NoMatch
+        raise NoMatch
 
     def _weighted(self, normalized: Node, input: Node) -> tuple[Node, Weight | None]:
         """The product with a weight, if that is the only user of the normalized input."""
@@ -215,7 +181,7 @@ class _Search:
         weight = self._weight(b if a is normalized else a, input)
         if weight is None:
             return normalized, None
-        self._inner.append(user)
+        self.inner.append(user)
         return self._below_narrowing(user), weight
 
     def _weight(self, node: Any, input: Node) -> Weight | None:
@@ -229,7 +195,7 @@ class _Search:
             if (constant := number(b)) is not None and math.isfinite(constant):
                 self._bypassed.append(above)
                 offset, above = constant, self._above_widening(a)
-        weight, x = value_of(above), _value(input)
+        weight, x = value_of(above), value(input)
         is_weight = weight is not None and weight.dtype in DTYPES and weight.dim() == 1 and weight.device == x.device
         if weight is not None and is_weight and is_equal(weight.shape[0], x.shape[-1]):
             return Weight(above, offset)

@@ -14,13 +14,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from normops.inductor import inductor_options
 from normops.inductor.calls import DTYPES, NORMS, arguments_of_norm, order_in_memory, specialized, value_of
-from normops.inductor.effects import IS_COPY, memory_of, memory_written_by, shares_memory, subgraphs
+from normops.inductor.effects import IS_COPY, IS_RECORDED, memory_of, memory_written_by, shares_memory, subgraphs
 from normops.inductor.handwritten import match_norm
 from normops.inductor.residuals import fuse_additions
+from normops.inductor.rotations import join_rotations
 
-_IS_RECORDED = "normops.is_recorded"
-"""Whether an operator that replaces a norm saves its arguments for a backward."""
-_OPERATORS = (torch.ops.normops.rms_norm.default, torch.ops.normops.gated_rms_norm.default)
+_normops = torch.ops.normops
+_OPERATORS = (_normops.rms_norm.default, _normops.gated_rms_norm.default, _normops.rms_norm_rope.default)
 
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 
@@ -62,11 +62,12 @@ class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
 
 
 class BeforeAutograd(_Pass):
-    """Norms become operators of normops, so that autograd makes one of each, forward and backward."""
+    """Norms become operators of normops, with the rotations that follow: autograd makes one of each, each way."""
 
     def change(self, graph: Graph) -> None:
         """Changes a graph of Dynamo's, with what is under it."""
         replace_norms(graph)
+        join_rotations(graph)
         keep_what_is_written(graph)
 
 
@@ -151,7 +152,7 @@ def _is_recorded(node: Node) -> bool:
     """Whether a node is an operator of normops, put there by a pass or by the program, that saves its arguments."""
     value = value_of(node)
     is_of_program = node.target in _OPERATORS and value is not None and value.requires_grad
-    return is_of_program or node.meta.get(_IS_RECORDED, False)
+    return is_of_program or node.meta.get(IS_RECORDED, False)
 
 
 def _replace_norm_of_torch(node: Node) -> None:
@@ -189,13 +190,15 @@ def _compute_instead(
     assert order is not None
     is_permuted = list(order) != sorted(order)
     with graph.inserting_before(node):
-        input = input if x.dtype == dtype else graph.call_method("to", (input, dtype))
+        if x.dtype != dtype:
+            input, x = graph.call_method("to", (input, dtype)), x.to(dtype)
+            input.meta["example_value"] = x
         if is_permuted:
-            input = graph.call_method("permute", (input, order))
-            input.meta |= {"example_value": x.permute(order)} if x.dtype == dtype else {}
+            input, x = graph.call_method("permute", (input, order)), x.permute(order)
+            input.meta["example_value"] = x
         arguments = (input, normalized_shape, weight, eps)
-        result = graph.call_function(torch.ops.normops.rms_norm.default, arguments, {"weight_offset": weight_offset})
-        result.meta[_IS_RECORDED] = y.requires_grad
+        result = graph.call_function(_normops.rms_norm.default, arguments, {"weight_offset": weight_offset})
+        result.meta |= {IS_RECORDED: y.requires_grad, "example_value": x.new_empty(x.shape)}
         if is_permuted:
             result = graph.call_method("permute", (result, tuple(map(order.index, range(len(order))))))
         result = result if y.dtype == dtype else graph.call_method("to", (result, y.dtype))

@@ -1,0 +1,69 @@
+"""What searches for a pattern in a graph of Dynamo's have in common."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from normops.inductor.calls import Call, call_of, value_of
+from normops.inductor.effects import is_harmless
+
+
+class NoMatch(Exception):  # noqa: N818  nothing failed
+    """What a search raises where the pattern is not."""
+
+
+def value(node: Any) -> Tensor:
+    """The value of a node, which must be a strided tensor."""
+    tensor = value_of(node)
+    if tensor is None:
+        raise NoMatch
+    return tensor
+
+
+def require(holds: object) -> None:
+    """Ends a search without a match unless this holds."""
+    if not holds:
+        raise NoMatch
+
+
+class Search:
+    """A search, with the nodes that became a part of the pattern so far."""
+
+    def __init__(self) -> None:
+        self.inner: list[Node] = []
+
+    def take(self, node: Any, *names: str, read: Callable[[Any], Call | None] = call_of) -> tuple[Any, ...]:
+        """The arguments of a node, which must be one of these calls and becomes part of the pattern."""
+        call = read(node)
+        if call is None or call.name not in names:
+            raise NoMatch
+        self.inner.append(node)
+        return call.arguments
+
+    def above_casts(self, node: Any) -> Any:
+        """What a node casts, once or several times; the node itself if it is no cast."""
+        while (call := call_of(node)) is not None and call.name == "cast":
+            (node,) = self.take(node, "cast")
+        return node
+
+    def require_uses_within(self, last: Node) -> None:
+        """Nothing else may use what is on the way to the last node."""
+        inner = {*self.inner}
+        require(all(user in inner for node in inner - {last} for user in node.users))
+
+
+def may_be_computed_at(last: Node, nodes: Iterable[Node]) -> bool:
+    """Whether all of these nodes, of which this is the last one, may be computed in its place.
+
+    What is between them must be harmless; they themselves have no other effects.
+    """
+    nodes = {*nodes}
+    above, node = set(nodes), last
+    while above:
+        if node not in nodes and not is_harmless(node):
+            return False
+        above.discard(node)
+        node = node.prev
+    return True
