@@ -86,6 +86,14 @@ def value_of(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) and value.layout is torch.strided else None
 
 
+def storage_of(tensor: Tensor) -> Any:
+    """What a tensor's memory is known by; None if it cannot be told, as under vmap."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return None
+
+
 def call_of(node: Any) -> Call | None:
     """What the node computes, into a tensor of its own; None if that is something else."""
     if value_of(node) is None or node.op not in ("call_function", "call_method"):
@@ -188,7 +196,7 @@ def slice_of(node: Node) -> Slice | None:
     if is_split and node.target is operator.getitem and source.args and isinstance(source.args[0], Node):
         nodes, source = (node, source), source.args[0]
     x, part = value_of(source), value_of(node)
-    if x is None or part is None or x.untyped_storage()._cdata != part.untyped_storage()._cdata:
+    if x is None or part is None or storage_of(x) is None or storage_of(x) != storage_of(part):
         return None
     # However the call says which columns: the strides tell.
     is_of_last_dim = x.dim() == part.dim() > 0 and all(

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import magic_methods
 from torch.utils._pytree import tree_leaves
 
-from normops.inductor.calls import call_of
+from normops.inductor.calls import call_of, storage_of
 
 _OPERATORS = {getattr(operator, name) for name in magic_methods if hasattr(operator, name)}
 _VIEWS = {"size", "view", "reshape", "flatten", "unflatten", "transpose", "permute", getattr, operator.getitem}
@@ -66,7 +66,7 @@ def memory_of(node: Node) -> set[Any]:
     value = node.meta.get("example_value")
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     is_known = value is not None and all(tensor.layout is torch.strided for tensor in tensors)
-    return {tensor.untyped_storage()._cdata for tensor in tensors} if is_known else {None}
+    return {storage_of(tensor) for tensor in tensors} if is_known else {None}
 
 
 def shares_memory(node: Node, memory: set[Any]) -> bool:

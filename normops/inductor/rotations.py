@@ -133,6 +133,7 @@ class _Search(Search):
 
     def _columns(self, node: Any) -> _Columns:
         """Which columns a node's value is made of, cast or not."""
+        require(value(node).dim() > 0)
         start, step, size = 0, 1, value(node).shape[-1]
         while True:
             if (call := call_of(node)) is not None and call.name == "cast":
@@ -195,11 +196,11 @@ class _Search(Search):
         return last
 
     def _below_cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """The cast of the node to this dtype, if nothing else uses it."""
         user = next(iter(node.users), None)
         call = call_of(user)
-        if value(node).dtype == dtype or user is None or len(node.users) > 1 or call is None or call.name != "cast":
+        if user is None or len(node.users) > 1 or call is None or call.name != "cast" or value(user).dtype != dtype:
             return node
-        require(value(user).dtype == dtype)
         self.inner.append(user)
         return user
 
