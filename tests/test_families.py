@@ -117,32 +117,35 @@ def test_family(family: str) -> None:
     assert torch.equal(step(model)[0], expected[0])
 
 
-# The norms of a model as it is, those of gated norms among them, and how many additions become a part of one. Left are
-# additions of what Inductor computes in a loop with them: scaled (granite), by dropout (phi3), after a norm (olmo2).
+# The norms of a model as it is, those of gated norms among them, and how many additions and how many rotations become a
+# part of one. Left are additions of what Inductor computes in a loop with them: scaled (granite), by dropout (phi3),
+# after a norm (olmo2); and rotations before a norm (hunyuan), or of heads that were normalized together (olmo2).
 COMPILED = {
-    "bamba": (7, 4),
-    "bitnet": (9, 4),
-    "deepseek_v4": (16, 0),
-    "dots1": (9, 3),
-    "ernie4_5": (5, 4),
-    "gemma": (5, 4),
-    "gemma2": (9, 4),
-    "gemma3_text": (13, 4),
-    "gemma4_text": (18, 2),
-    "glm4": (9, 4),
-    "gpt_oss": (5, 4),
-    "granite": (5, 0),
-    "lfm2": (9, 4),
-    "llama": (5, 4),
-    "mamba2": (5, 2),
-    "mistral": (5, 4),
-    "mixtral": (5, 4),
-    "nemotron_h": (6, 3),
-    "olmo2": (9, 1),
-    "phi3": (5, 0),
-    "qwen3": (9, 4),
-    "qwen3_moe": (9, 4),
-    "recurrent_gemma": (5, 2),
+    "apertus": (9, 4, 4),
+    "bamba": (7, 4, 0),
+    "bitnet": (9, 4, 0),
+    "deepseek_v4": (16, 0, 4),
+    "dots1": (9, 3, 4),
+    "ernie4_5": (5, 4, 0),
+    "gemma": (5, 4, 0),
+    "gemma2": (9, 4, 0),
+    "gemma3_text": (13, 4, 4),
+    "gemma4_text": (18, 2, 4),
+    "glm4": (9, 4, 0),
+    "gpt_oss": (5, 4, 0),
+    "granite": (5, 0, 0),
+    "hunyuan_v1_dense": (9, 4, 0),
+    "lfm2": (9, 4, 4),
+    "llama": (5, 4, 0),
+    "mamba2": (5, 2, 0),
+    "mistral": (5, 4, 0),
+    "mixtral": (5, 4, 0),
+    "nemotron_h": (6, 3, 0),
+    "olmo2": (9, 1, 0),
+    "phi3": (5, 0, 0),
+    "qwen3": (9, 4, 4),
+    "qwen3_moe": (9, 4, 4),
+    "recurrent_gemma": (5, 2, 0),
 }
 
 
@@ -153,9 +156,11 @@ def test_compiled_with_passes(family: str) -> None:
     compiled, graphs = compiled_with_passes(model)
     assert_near(step(model, compiled), expected)
     forward = Counter(norms(graphs.forward))
-    assert (forward.total(), forward["add_rms_norm"]) == COMPILED[family]
+    rotations = forward["rms_norm_rope"]
+    assert (forward.total(), forward["add_rms_norm"], rotations) == COMPILED[family]
     assert not [name for name in graphs.forward if name.startswith("aten.rsqrt")]
-    assert norms(graphs.backward) == ["rms_norm_backward"] * forward.total()
+    expected_backward = {"rms_norm_backward": forward.total() - rotations, "rms_norm_rope_backward": rotations}
+    assert Counter(norms(graphs.backward)) == Counter(expected_backward)
 
 
 @pytest.mark.release  # of a whole model what test_inductor.py has of its parts
@@ -166,7 +171,13 @@ def test_compiled_by_inductor() -> None:
     compiled = torch.compile(model, fullgraph=True, options=normops.inductor_options())
     assert_near(step(model, compiled), expected)
     ran = Counter(operators_run(lambda: step(model, compiled)))
-    assert ran == {"normops::rms_norm": 5, "normops::add_rms_norm": 4, "normops::rms_norm_backward": 9}
+    assert ran == {
+        "normops::rms_norm": 1,
+        "normops::add_rms_norm": 4,
+        "normops::rms_norm_rope": 4,
+        "normops::rms_norm_backward": 5,
+        "normops::rms_norm_rope_backward": 4,
+    }
 
 
 @pytest.mark.release  # builds every family
