@@ -1,7 +1,7 @@
 """Train a small Llama from scratch with torch.nn.RMSNorm and with normops.RMSNorm, and compare the two.
 
-    python examples/baby_llama.py [--model llama|gated] [--norm all|torch|eager|fused|compiled] [--steps N]
-                                  [--device cpu|cuda] [--dtype float32|bfloat16] [--out DIR]
+    python examples/baby_llama.py [--model llama|qk-norm|gated] [--norm all|torch|eager|fused|compiled]
+                                  [--steps N] [--device cpu|cuda] [--dtype float32|bfloat16] [--out DIR]
     torchrun --nproc-per-node 2 examples/baby_llama.py ...
 
 It needs tqdm and matplotlib besides normops, and nothing is downloaded: the text is the source code of the
@@ -10,6 +10,9 @@ add to the residual stream as well, one operator for both. This and torch.compil
 the variants: they start from the same weights and see the same batches. In bfloat16 the norms keep float32
 weights; a CPU without instructions for bfloat16 is very slow. Under torchrun, each process has its part of
 the same batches, and FSDP keeps a part of the parameters in each (data_parallel.py): the losses are the same.
+
+With --model qk-norm, queries and keys are normalized per head before they are rotated (qk_norm_model.py): one operator
+for both steps where the norms are fused, and else a norm and what follows.
 
 With --model gated, linear attention takes the place of attention, and what it returns passes a gated norm
 (gated_model.py), which is one operator as well where the norms are fused, and else a norm and what follows.
@@ -24,11 +27,12 @@ draws the loss curves to DIR/loss.png and lets the last model write some text. T
                  its compiled code in Inductor's cache)
     operators    how many a step calls in eager mode, the optimizer's and those of autograd included, without those
                  that operators call themselves
-    norms ms     time in the norms of a step, in the additions before them and with their gates, forward and
-                 backward, from torch.profiler: on the CPU the time spent, on CUDA that of the kernels. Backward
-                 it is, in eager mode, the time of the autograd nodes that they recorded, with the sums of
-                 gradients that autograd makes for them; in compiled code, which has no such nodes, that of the
-                 operators normops::rms_norm_backward and normops::gated_rms_norm_backward.
+    norms ms     time in the norms of a step, in the additions before them, with their gates and with the rotations
+                 after them, forward and backward, from torch.profiler: on the CPU the time spent, on CUDA that
+                 of the kernels. Backward it is, in eager mode, the time of the autograd nodes that they
+                 recorded, with the sums of gradients that autograd makes for them; in compiled code, which has
+                 no such nodes, that of the operators normops::rms_norm_backward,
+                 normops::rms_norm_rope_backward and normops::gated_rms_norm_backward.
     norms %      the same as a share of the wall time of a step under the profiler
     peak MB      parameters, buffers and optimizer state, plus the most bytes in all other tensors, gradients
                  among them, at any one time in a step; what libraries allocate for themselves is not counted.
@@ -54,6 +58,7 @@ import torch.nn.functional as F
 from gated_model import GatedLlama, GatedNorm
 from llama_model import CONTEXT, DIM, AddNorm, Llama
 from matplotlib.figure import Figure
+from qk_norm_model import QKNormLlama, RotatedNorm
 from step_profile import profile_steps
 from tables import print_table
 from torch import Tensor, nn
@@ -87,7 +92,9 @@ VARIANTS = {
 }
 
 
-MODELS = {"llama": Llama, "gated": GatedLlama}
+MODELS = {"llama": Llama, "qk-norm": QKNormLlama, "gated": GatedLlama}
+# What holds a norm and the operations that it is fused with.
+NORMS = (AddNorm, GatedNorm, RotatedNorm)
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,7 @@ def run(
     losses, seconds = train(variant.label, train_step, schedule, steps)
     median = statistics.median(seconds[min(3, steps - 1) :])
     held_out = validation_loss(model, data.validation, device)
-    norms = [] if variant.compiled else [each for each in model.modules() if isinstance(each, (AddNorm, GatedNorm))]
+    norms = [] if variant.compiled else [each for each in model.modules() if isinstance(each, NORMS)]
     profiled = profile_steps(train_step, norms, device)
     state = [value for values in optimizer.state.values() for value in values.values()]
     resident = sum(map(data_parallel.nbytes, (*model.parameters(), *model.buffers(), *state)))
@@ -243,15 +250,16 @@ def print_operators(made: type[Llama]) -> None:
         rows.append([graph, *texts, yes_or_no(tallies[0] == tallies[1])])
     print_table(rows)
     kinds = Counter(map(type, made(normops.RMSNorm, fused=True).modules()))
-    plain, gated = kinds[AddNorm], kinds[GatedNorm]
-    forward = Counter(rms_norm=1, add_rms_norm=plain - 1, gated_rms_norm=gated)
-    backward = Counter(rms_norm_backward=plain, gated_rms_norm_backward=gated)
+    plain, gated, rotated = (kinds[kind] for kind in NORMS)
+    forward = Counter(rms_norm=1, add_rms_norm=plain - 1, gated_rms_norm=gated, rms_norm_rope=rotated)
+    backward = Counter(rms_norm_backward=plain, gated_rms_norm_backward=gated, rms_norm_rope_backward=rotated)
+    count = plain + gated + rotated
     one_each = all(
         tallies[f"{made.__name__} {direction}"] == Counter({f"normops.{name}.default": n for name, n in counts.items()})
         for tallies in found.values()
         for direction, counts in (("forward", forward), ("backward", backward))
     )
-    print(f"one operator forward and one backward for each of the {plain + gated} norms: {yes_or_no(one_each)}\n")
+    print(f"one operator forward and one backward for each of the {count} norms: {yes_or_no(one_each)}\n")
 
 
 def yes_or_no(condition: bool) -> str:
@@ -300,7 +308,8 @@ def sample(model: Llama, prompt: str, length: int, device: str, temperature: flo
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Llama with different RMSNorms and compare.")
-    parser.add_argument("--model", choices=MODELS, default="llama", help="gated: with linear attention and gated norms")
+    models = "qk-norm: with norms of queries and keys; gated: with linear attention and gated norms"
+    parser.add_argument("--model", choices=MODELS, default="llama", help=models)
     parser.add_argument("--norm", choices=("all", *VARIANTS), default="all", help="which variants to train")
     parser.add_argument("--steps", type=int, default=200, help="of training, for each variant (default: 200)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

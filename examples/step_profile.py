@@ -20,6 +20,8 @@ NORM_OPERATORS = {
     "normops::rms_norm_backward",
     "normops::gated_rms_norm",
     "normops::gated_rms_norm_backward",
+    "normops::rms_norm_rope",
+    "normops::rms_norm_rope_backward",
 }
 # What calls of the modules that count are named.
 RANGE = "norm"

@@ -66,6 +66,14 @@ def test_gated_model(tmp_path: Path) -> None:
     assert peaks == sorted(set(peaks), reverse=True)
 
 
+@pytest.mark.release  # trains another model
+def test_qk_norm_model(tmp_path: Path) -> None:
+    output = trained(tmp_path, "--model", "qk-norm")
+    assert_shows_what_it_should(output, "QKNormLlama", norms=17)
+    (graph,) = (line for line in output.splitlines() if line.startswith("QKNormLlama forward "))
+    assert graph.count("8 normops.rms_norm_rope.default") == 2  # on each device, queries and keys of four layers
+
+
 @pytest.mark.release  # test_sharding.py has the parts
 def test_baby_llama_in_two_processes(alone: str, tmp_path: Path) -> None:
     result = run(*TORCHRUN, "examples/baby_llama.py", "--norm", "fused", "--steps", "3", "--out", str(tmp_path))
