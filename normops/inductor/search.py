@@ -1,6 +1,6 @@
 """What searches for a pattern in a graph of Dynamo's have in common."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -48,10 +48,10 @@ class Search:
             (node,) = self.take(node, "cast")
         return node
 
-    def require_uses_within(self, last: Node) -> None:
-        """Nothing else may use what is on the way to the last node."""
+    def require_uses_within(self, last: Node, *, but: Sequence[Any] = ()) -> None:
+        """Nothing else may use what is on the way to the last node, but calls of these targets."""
         inner = {*self.inner}
-        require(all(user in inner for node in inner - {last} for user in node.users))
+        require(all(user in inner or user.target in but for node in inner - {last} for user in node.users))
 
 
 def may_be_computed_at(last: Node, nodes: Iterable[Node]) -> bool:
