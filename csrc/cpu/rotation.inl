@@ -39,16 +39,19 @@ NORMOPS_INLINE Block<R> with_one_negated(const Block<R>& block, std::integer_seq
 template <class R, class W>
 struct Angles {
   const W *cos, *sin;
-  int64_t offset;
-  int64_t second;  // from the angle of a pair's first column to that of the second one: 0 if they are one
-  bool of_pair;
+  int64_t offset, pairs;
+  bool of_pair;  // whether both columns of a pair have one angle
 
   // The rotation of the columns of blocks, and its transpose if kBack. Of halves: the first block begins at `column`.
   template <bool kBack, class Extent>
   NORMOPS_INLINE void turn(const TwoParts&, Block<R> (&y)[2], int64_t column, Extent extent) const {
-    const W *const c = cos + (column - offset), *const s = sin + (column - offset);
-    turn_pairs<kBack>(y[0], y[1], load<R>(c, extent), load<R>(c + second, extent), load<R>(s, extent),
-                      load<R>(s + second, extent));
+    const W *const cosines = cos + (column - offset), *const sines = sin + (column - offset);
+    const Block<R> c = load<R>(cosines, extent), s = load<R>(sines, extent);
+    if (of_pair) {
+      turn_pairs<kBack>(y[0], y[1], c, c, s, s);
+    } else {
+      turn_pairs<kBack>(y[0], y[1], c, load<R>(cosines + pairs, extent), s, load<R>(sines + pairs, extent));
+    }
   }
 
   template <bool kBack, class Extent>
@@ -105,7 +108,7 @@ struct Angles {
 
 template <class R, class W>
 Angles<R, W> angles_of(const Rotation& rotation, const W* cos, const W* sin) {
-  return {cos, sin, rotation.offset, rotation.angle_of_pair ? 0 : rotation.pairs, rotation.angle_of_pair};
+  return {cos, sin, rotation.offset, rotation.pairs, rotation.angle_of_pair};
 }
 
 }  // namespace
