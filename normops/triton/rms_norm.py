@@ -8,60 +8,23 @@ from torch import Tensor
 from normops.triton.activation import activate
 from normops.triton.launch import Rows, arguments, compute_type, make_partials, options
 from normops.triton.launch_config import backward_config, backward_programs, forward_config
+from normops.triton.row import factors_of, load, load_scale, row_offsets, rstd_of, store
 from normops.triton.sums import sum_columns, sum_rows
-
-
-@triton.jit
-def _offsets(rows, inner, outer_stride, inner_stride):
-    """The offsets of the first elements of ``rows``, in 64 bits, as a column: one to a line of a block."""
-    return (rows // inner * outer_stride + rows % inner * inner_stride)[:, None]
-
-
-# eps and weight_offset are compile-time constants, as a float argument of a kernel is a float32, which float64 inputs
-# would feel; models use one or two values of each.
-@triton.jit
-def _rstd(square_sum, cols, eps: tl.constexpr, compute: tl.constexpr):
-    """1 / sqrt(mean + eps), rounded to nearest at each step."""
-    if compute == tl.float64:
-        return 1.0 / tl.sqrt(square_sum / tl.cast(cols, tl.float64) + eps)
-    else:  # without it, Triton would compile these lines for float64, too, and refuse to
-        return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square_sum, tl.cast(cols, tl.float32)) + eps))
-
-
-@triton.jit
-def _load(pointer, offsets, mask, compute: tl.constexpr):
-    return tl.load(pointer + offsets, mask=mask, other=0.0).to(compute)
-
-
-@triton.jit
-def _store(pointer, offsets, numbers, mask):
-    tl.store(pointer + offsets, numbers.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _load_scale(weight, columns, is_column, weight_offset: tl.constexpr, compute: tl.constexpr):
-    if weight is None:
-        scale = tl.full(columns.shape, 1.0, compute)
-    else:
-        scale = _load(weight, columns, is_column, compute)
-        if weight_offset != 0.0:  # adding 0 would change the sign of a weight that is -0
-            scale += weight_offset
-    return scale
 
 
 @triton.jit
 def _load_sum(x, residual, offsets, residual_offsets, mask, compute: tl.constexpr):
     """The numbers to normalize: x, or its sum with the residual as it is rounded when it is written."""
-    h = _load(x, offsets, mask, compute)
+    h = load(x, offsets, mask, compute)
     if residual is not None:
-        h += _load(residual, residual_offsets, mask, compute)
+        h += load(residual, residual_offsets, mask, compute)
         h = h.to(residual.dtype.element_ty).to(compute)
     return h
 
 
 @triton.jit
 def _load_activated(gate, offsets, mask, activation: tl.constexpr, compute: tl.constexpr):
-    activated, _ = activate(_load(gate, offsets, mask, compute), activation, compute)
+    activated, _ = activate(load(gate, offsets, mask, compute), activation, compute)
     return activated
 
 
@@ -97,12 +60,12 @@ def forward_kernel(
     if weight is not None:
         weight += group * cols
     is_row = (row < rows)[:, None]
-    x_offsets = _offsets(row, x_inner, x_outer_stride, x_inner_stride)
-    residual_offsets = _offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
-    out_offsets = _offsets(row, out_inner, out_outer_stride, out_inner_stride)
-    y_offsets = _offsets(row, y_inner, y_outer_stride, y_inner_stride)
+    x_offsets = row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
+    residual_offsets = row_offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
+    out_offsets = row_offsets(row, out_inner, out_outer_stride, out_inner_stride)
+    y_offsets = row_offsets(row, y_inner, y_outer_stride, y_inner_stride)
     if gate is not None:
-        gate_offsets = _offsets(row, gate_inner, gate_outer_stride, gate_inner_stride)
+        gate_offsets = row_offsets(row, gate_inner, gate_outer_stride, gate_inner_stride)
     first = tl.arange(0, block_cols)
 
     if parts != 0:
@@ -124,15 +87,15 @@ def forward_kernel(
         if residual is not None:  # after all loads, as a load after a store would wait for it
             for part in tl.static_range(parts):
                 columns, is_column = _part(first, part, parts, cols)
-                _store(residual_out, out_offsets + columns[None, :], held[part], is_row & is_column[None, :])
-        rstd = _rstd(sum_columns(squares, threads), cols, eps, compute)
+                store(residual_out, out_offsets + columns[None, :], held[part], is_row & is_column[None, :])
+        rstd = rstd_of(sum_columns(squares, threads), cols, eps, compute)
         for part in tl.static_range(parts):
             columns, is_column = _part(first, part, parts, cols)
-            scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
+            scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
             result = held[part] * rstd * scale
             if gate is not None and norm_before_gate:
                 result *= held_a[part]
-            _store(y, y_offsets + columns[None, :], result, is_row & is_column[None, :])
+            store(y, y_offsets + columns[None, :], result, is_row & is_column[None, :])
     else:
         squares = tl.zeros((block_rows, block_cols), compute)
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
@@ -140,21 +103,21 @@ def forward_kernel(
             mask = is_row & (columns < cols)
             h = _load_sum(x, residual, x_offsets + columns, residual_offsets + columns, mask, compute)
             if residual is not None:
-                _store(residual_out, out_offsets + columns, h, mask)
+                store(residual_out, out_offsets + columns, h, mask)
             if gate is not None and not norm_before_gate:
                 a = _load_activated(gate, gate_offsets + columns, mask, activation, compute)
                 h *= a
             squares += h * h
-        rstd = _rstd(sum_columns(squares, threads), cols, eps, compute)
+        rstd = rstd_of(sum_columns(squares, threads), cols, eps, compute)
         tl.debug_barrier()  # the sums that one thread has written may be read by another
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
             columns = start + first[None, :]
             mask = is_row & (columns < cols)
             if residual is not None:
-                h = _load(residual_out, out_offsets + columns, mask, compute)
+                h = load(residual_out, out_offsets + columns, mask, compute)
             else:
-                h = _load(x, x_offsets + columns, mask, compute)
-            scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
+                h = load(x, x_offsets + columns, mask, compute)
+            scale = load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
             if gate is not None:
                 a = _load_activated(gate, gate_offsets + columns, mask, activation, compute)
                 if not norm_before_gate:
@@ -162,14 +125,7 @@ def forward_kernel(
             result = h * rstd * scale
             if gate is not None and norm_before_gate:
                 result *= a
-            _store(y, y_offsets + columns, result, mask)
-
-
-@triton.jit
-def _factors(squares, dots, cols, eps: tl.constexpr, compute: tl.constexpr):
-    """rstd, and c = rstd^3 * mean(dy * w * x), of sums over a row."""
-    rstd = _rstd(squares, cols, eps, compute)
-    return rstd, rstd * rstd * rstd * (dots / tl.cast(cols, compute))
+            store(y, y_offsets + columns, result, mask)
 
 
 @triton.jit
@@ -181,7 +137,7 @@ def _load_gated(
 
     With them come the activated gate and the gate's slope, times what it has multiplied.
     """
-    a, slope = activate(_load(gate, offsets, mask, compute), activation, compute)
+    a, slope = activate(load(gate, offsets, mask, compute), activation, compute)
     if norm_before_gate:
         return h, g * a, a, g * slope
     else:
@@ -195,14 +151,14 @@ def _store_gated(
     """Stores dx and dgate, made of dh, the gradient of what is normalized."""
     if dgate is not None:
         if norm_before_gate:
-            _store(dgate, dgate_offsets, slope * normalized, mask)
+            store(dgate, dgate_offsets, slope * normalized, mask)
         else:
-            _store(dgate, dgate_offsets, slope * dh, mask)
+            store(dgate, dgate_offsets, slope * dh, mask)
     if dx is not None:
         if norm_before_gate:
-            _store(dx, dx_offsets, dh, mask)
+            store(dx, dx_offsets, dh, mask)
         else:
-            _store(dx, dx_offsets, dh * a, mask)
+            store(dx, dx_offsets, dh * a, mask)
 
 
 @triton.jit
@@ -235,20 +191,20 @@ def backward_kernel(
         for _ in tl.static_range(parts):
             dw += (tl.zeros((block_rows, block_cols), compute),)
     if parts == 1:
-        scale = _load_scale(weight, first, first < cols, weight_offset, compute)[None, :]
+        scale = load_scale(weight, first, first < cols, weight_offset, compute)[None, :]
     # In 64 bits, as the last step would wrap around where there are nearly 2^31 rows.
     for start_sample in range(
         program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows
     ):
         row = (start_sample + tl.arange(0, block_rows)) * groups + group
         is_row = (row < rows)[:, None]
-        dy_offsets = _offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
-        x_offsets = _offsets(row, x_inner, x_outer_stride, x_inner_stride)
-        residual_offsets = _offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
-        dx_offsets = _offsets(row, dx_inner, dx_outer_stride, dx_inner_stride)
+        dy_offsets = row_offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
+        x_offsets = row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
+        residual_offsets = row_offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
+        dx_offsets = row_offsets(row, dx_inner, dx_outer_stride, dx_inner_stride)
         if gate is not None:
-            gate_offsets = _offsets(row, gate_inner, gate_outer_stride, gate_inner_stride)
-            dgate_offsets = _offsets(row, dgate_inner, dgate_outer_stride, dgate_inner_stride)
+            gate_offsets = row_offsets(row, gate_inner, gate_outer_stride, gate_inner_stride)
+            dgate_offsets = row_offsets(row, dgate_inner, dgate_outer_stride, dgate_inner_stride)
         if parts != 0:
             held_h = ()
             held_g = ()
@@ -257,8 +213,8 @@ def backward_kernel(
             for part in tl.static_range(parts):
                 columns, is_column = _part(first, part, parts, cols)
                 mask = is_row & is_column[None, :]
-                h = _load(x, x_offsets + columns[None, :], mask, compute)
-                g = _load(dy, dy_offsets + columns[None, :], mask, compute)
+                h = load(x, x_offsets + columns[None, :], mask, compute)
+                g = load(dy, dy_offsets + columns[None, :], mask, compute)
                 held_h += (h,)
                 held_g += (g,)
                 if gate is not None:
@@ -266,11 +222,11 @@ def backward_kernel(
                         h, g, gate, gate_offsets + columns[None, :], mask, activation, norm_before_gate, compute
                     )
                 if parts > 1:
-                    scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
+                    scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
                 squares += h * h
                 dots += g * scale * h
             squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
-            rstd, c = _factors(squares, dots, cols, eps, compute)
+            rstd, c = factors_of(squares, dots, cols, eps, compute)
             if parts > 1:
                 tl.debug_barrier()  # else Triton holds the scale and the gate, which are to be loaded again
             dw_so_far = dw
@@ -289,56 +245,56 @@ def backward_kernel(
                 dw += (dw_so_far[part] + g * h,)
                 if dx is not None or dgate is not None:
                     if parts > 1:
-                        scale = _load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
+                        scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
                     result = g * scale - h * c
                     if residual is not None:
-                        result += _load(residual, residual_offsets + columns[None, :], mask, compute)
+                        result += load(residual, residual_offsets + columns[None, :], mask, compute)
                     if gate is not None:
                         _store_gated(
                             dx, dx_offsets + columns[None, :], dgate, dgate_offsets + columns[None, :],
                             result, h * rstd * scale, a, slope, mask, norm_before_gate,
                         )  # fmt: skip
                     else:
-                        _store(dx, dx_offsets + columns[None, :], result, mask)
+                        store(dx, dx_offsets + columns[None, :], result, mask)
         else:
             squares = tl.zeros((block_rows, block_cols), compute)
             dots = tl.zeros((block_rows, block_cols), compute)
             for start in range(0, tl.cast(cols, tl.int64), block_cols):
                 columns = start + first[None, :]
                 mask = is_row & (columns < cols)
-                h = _load(x, x_offsets + columns, mask, compute)
-                g = _load(dy, dy_offsets + columns, mask, compute)
+                h = load(x, x_offsets + columns, mask, compute)
+                g = load(dy, dy_offsets + columns, mask, compute)
                 if gate is not None:
                     h, g, _, _ = _load_gated(
                         h, g, gate, gate_offsets + columns, mask, activation, norm_before_gate, compute
                     )
-                scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
+                scale = load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
                 squares += h * h
                 dots += g * scale * h
             squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
-            rstd, c = _factors(squares, dots, cols, eps, compute)
+            rstd, c = factors_of(squares, dots, cols, eps, compute)
             for start in range(0, tl.cast(cols, tl.int64), block_cols):
                 columns = start + first[None, :]
                 mask = is_row & (columns < cols)
-                h = _load(x, x_offsets + columns, mask, compute)
-                g = _load(dy, dy_offsets + columns, mask, compute)
+                h = load(x, x_offsets + columns, mask, compute)
+                g = load(dy, dy_offsets + columns, mask, compute)
                 if gate is not None:
                     h, g, a, slope = _load_gated(
                         h, g, gate, gate_offsets + columns, mask, activation, norm_before_gate, compute
                     )
                 g *= rstd
-                scale = _load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
+                scale = load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
                 if dx is not None or dgate is not None:
                     result = g * scale - h * c
                     if residual is not None:
-                        result += _load(residual, residual_offsets + columns, mask, compute)
+                        result += load(residual, residual_offsets + columns, mask, compute)
                     if gate is not None:
                         _store_gated(
                             dx, dx_offsets + columns, dgate, dgate_offsets + columns,
                             result, h * rstd * scale, a, slope, mask, norm_before_gate,
                         )  # fmt: skip
                     else:
-                        _store(dx, dx_offsets + columns, result, mask)
+                        store(dx, dx_offsets + columns, result, mask)
                 if partials is not None:
                     # The row's part is added where it is stored: a program has no room for so wide a sum.
                     is_column = start + first < cols

@@ -1,0 +1,50 @@
+"""What kernels share: how they reach rows and weights, and what a row is multiplied by."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_offsets(rows, inner, outer_stride, inner_stride):
+    """The offsets of the first elements of ``rows``, in 64 bits, as a column: one to a line of a block."""
+    return (rows // inner * outer_stride + rows % inner * inner_stride)[:, None]
+
+
+@triton.jit
+def load(pointer, offsets, mask, compute: tl.constexpr):
+    return tl.load(pointer + offsets, mask=mask, other=0.0).to(compute)
+
+
+@triton.jit
+def store(pointer, offsets, numbers, mask):
+    tl.store(pointer + offsets, numbers.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_scale(weight, columns, is_column, weight_offset: tl.constexpr, compute: tl.constexpr):
+    if weight is None:
+        scale = tl.full(columns.shape, 1.0, compute)
+    else:
+        scale = load(weight, columns, is_column, compute)
+        if weight_offset != 0.0:  # adding 0 would change the sign of a weight that is -0
+            scale += weight_offset
+    return scale
+
+
+# eps and weight_offset are compile-time constants, as a float argument of a kernel is a float32, which float64 inputs
+# would feel; models use one or two values of each.
+@triton.jit
+def rstd_of(square_sum, cols, eps: tl.constexpr, compute: tl.constexpr):
+    """1 / sqrt(mean + eps), rounded to nearest at each step."""
+    if compute == tl.float64:
+        return 1.0 / tl.sqrt(square_sum / tl.cast(cols, tl.float64) + eps)
+    else:  # without it, Triton would compile these lines for float64, too, and refuse to
+        return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square_sum, tl.cast(cols, tl.float32)) + eps))
+
+
+@triton.jit
+def factors_of(squares, dots, cols, eps: tl.constexpr, compute: tl.constexpr):
+    """rstd, and c = rstd^3 * mean(dy * w * x), of sums over a row."""
+    rstd = rstd_of(squares, cols, eps, compute)
+    return rstd, rstd * rstd * rstd * (dots / tl.cast(cols, compute))
