@@ -21,6 +21,37 @@ class Rows(NamedTuple):
     inner_stride: int
 
 
+class Rotation(NamedTuple):
+    """How rows are rotated: the columns [offset, offset + 2 * pairs), by cos and sin.
+
+    Row r of these starts at element ``r // (middle * inner) * outer_stride + r // inner % middle * middle_stride +
+    r % inner * inner_stride``, and has an angle for each pair, or for each column. Column i belongs with i + pairs,
+    or 2 * i, interleaved, with 2 * i + 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    middle: int
+    inner: int
+    outer_stride: int
+    middle_stride: int
+    inner_stride: int
+    interleaved: bool
+    angle_of_pair: bool
+    offset: int
+    pairs: int
+
+
+def rotation_arguments(rotation: Rotation) -> tuple[Tensor | int, ...]:
+    """A rotation's tables as a kernel takes them."""
+    return rotation[: Rotation._fields.index("interleaved")]
+
+
+def rotation_constants(rotation: Rotation) -> dict[str, Any]:
+    """What kernels are compiled for: it is the same in all layers of a model."""
+    return {name: getattr(rotation, name) for name in ("interleaved", "angle_of_pair", "offset", "pairs")}
+
+
 def arguments(rows: Rows | None) -> tuple[Tensor | None, int, int, int]:
     """Rows as a kernel takes them."""
     return (None, 1, 0, 0) if rows is None else rows
@@ -50,6 +81,11 @@ def constants(config: RowConfig) -> dict[str, int]:
 def compute_type(input: Rows) -> tl.dtype:
     """The type that kernels for this input compute in."""
     return tl.float64 if input.tensor.dtype == torch.float64 else tl.float32
+
+
+def index_type(rows: int) -> tl.dtype:
+    """The type that kernels divide numbers of rows in."""
+    return tl.int32 if rows < 1 << 31 else tl.int64
 
 
 def make_partials(programs: int, cols: int, input: Rows) -> Tensor:

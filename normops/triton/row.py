@@ -12,6 +12,17 @@ def row_offsets(rows, inner, outer_stride, inner_stride):
 
 
 @triton.jit
+def nested_offsets(rows, middle, inner, outer_stride, middle_stride, inner_stride):
+    """As row_offsets, in three dimensions. Rows in 32 bits are divided by fewer instructions."""
+    outer = rows // inner
+    last = rows - outer * inner
+    first = outer // middle
+    second = outer - first * middle
+    offsets = first.to(tl.int64) * outer_stride + second.to(tl.int64) * middle_stride
+    return (offsets + last.to(tl.int64) * inner_stride)[:, None]
+
+
+@triton.jit
 def load(pointer, offsets, mask, compute: tl.constexpr):
     return tl.load(pointer + offsets, mask=mask, other=0.0).to(compute)
 

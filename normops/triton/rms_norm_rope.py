@@ -1,0 +1,384 @@
+"""The kernels in Triton, and the launchers, of rms_norm_rope and rms_norm_rope_backward.
+
+A block has the first columns of the pairs, another one the second columns, at the same places, so that a thread rotates
+what it holds. A third block has the columns that are not rotated, if there are any.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from normops.triton.launch import (
+    Rotation,
+    Rows,
+    arguments,
+    compute_type,
+    index_type,
+    make_partials,
+    options,
+    rotation_arguments,
+    rotation_constants,
+)
+from normops.triton.launch_config import backward_programs, rope_config
+from normops.triton.rms_norm import launch_backward, launch_forward
+from normops.triton.row import factors_of, load, load_scale, nested_offsets, rstd_of, store
+from normops.triton.sums import sum_columns, sum_rows
+
+
+@triton.jit
+def _load_pairs(
+    pointer, offsets, start, is_row,
+    pairs: tl.constexpr, block: tl.constexpr, interleaved: tl.constexpr, compute: tl.constexpr,
+):  # fmt: skip
+    """The first columns of ``block`` pairs from ``start`` on, and their second columns."""
+    if interleaved:
+        columns = 2 * start + tl.arange(0, 2 * block)[None, :]
+        both = load(pointer, offsets + columns, is_row & (columns < 2 * pairs), compute)
+        first, second = tl.split(tl.reshape(both, (both.shape[0], block, 2)))
+    else:
+        columns = start + tl.arange(0, block)[None, :]
+        mask = is_row & (columns < pairs)
+        first = load(pointer, offsets + columns, mask, compute)
+        second = load(pointer, offsets + pairs + columns, mask, compute)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(
+    pointer, offsets, start, is_row, first, second, pairs: tl.constexpr, interleaved: tl.constexpr
+):  # fmt: skip
+    block: tl.constexpr = first.shape[1]
+    if interleaved:
+        columns = 2 * start + tl.arange(0, 2 * block)[None, :]
+        store(pointer, offsets + columns, tl.interleave(first, second), is_row & (columns < 2 * pairs))
+    else:
+        columns = start + tl.arange(0, block)[None, :]
+        mask = is_row & (columns < pairs)
+        store(pointer, offsets + columns, first, mask)
+        store(pointer, offsets + pairs + columns, second, mask)
+
+
+@triton.jit
+def _load_angles(
+    table, offsets, start, is_row,
+    pairs: tl.constexpr, block: tl.constexpr,
+    interleaved: tl.constexpr, angle_of_pair: tl.constexpr, compute: tl.constexpr,
+):  # fmt: skip
+    """A row of cos, or of sin: for the first columns of pairs, and for the second columns."""
+    if angle_of_pair:
+        columns = start + tl.arange(0, block)[None, :]
+        first = load(table, offsets + columns, is_row & (columns < pairs), compute)
+        return first, first
+    else:
+        return _load_pairs(table, offsets, start, is_row, pairs, block, interleaved, compute)
+
+
+@triton.jit
+def _load_scale_of_pairs(
+    weight, start, weight_offset: tl.constexpr,
+    pairs: tl.constexpr, block: tl.constexpr, interleaved: tl.constexpr, compute: tl.constexpr,
+):  # fmt: skip
+    """Of a weight that starts with the first column that is rotated."""
+    if weight is None:
+        first = tl.full((1, block), 1.0, compute)
+        return first, first
+    else:
+        is_row = tl.full((1, 1), True, tl.int1)
+        first, second = _load_pairs(weight, 0, start, is_row, pairs, block, interleaved, compute)
+        if weight_offset != 0.0:
+            first += weight_offset
+            second += weight_offset
+        return first, second
+
+
+@triton.jit
+def _rest(start, block: tl.constexpr, cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr):
+    """The columns that are not rotated, ``block`` of them from the ``start``-th on, and whether there are so many."""
+    columns = start + tl.arange(0, block)[None, :]
+    is_column = columns < cols - 2 * pairs
+    if offset == 0:
+        columns += 2 * pairs
+    elif offset + 2 * pairs < cols:
+        columns += tl.where(columns < offset, 0, 2 * pairs)
+    return columns, is_column
+
+
+@triton.jit
+def _load_rotated_back(
+    dy, offsets, cos, sin, angles, start, is_row,
+    pairs: tl.constexpr, block: tl.constexpr,
+    interleaved: tl.constexpr, angle_of_pair: tl.constexpr, compute: tl.constexpr,
+):  # fmt: skip
+    g1, g2 = _load_pairs(dy, offsets, start, is_row, pairs, block, interleaved, compute)
+    c1, c2 = _load_angles(cos, angles, start, is_row, pairs, block, interleaved, angle_of_pair, compute)
+    s1, s2 = _load_angles(sin, angles, start, is_row, pairs, block, interleaved, angle_of_pair, compute)
+    return g1 * c1 + g2 * s2, g2 * c2 - g1 * s1
+
+
+@triton.jit
+def rope_forward_kernel(
+    x, x_inner, x_outer_stride, x_inner_stride,
+    y, y_inner, y_outer_stride, y_inner_stride,
+    cos, sin, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride,
+    weight, groups, rows,
+    cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr,
+    interleaved: tl.constexpr, angle_of_pair: tl.constexpr,
+    weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr, index: tl.constexpr,
+    block_rows: tl.constexpr, block_cols: tl.constexpr, block_rest: tl.constexpr,
+    parts: tl.constexpr, threads: tl.constexpr,
+):  # fmt: skip
+    """y = x * rstd * w, of which 2 * pairs columns, from ``offset`` on, are rotated."""
+    program = tl.program_id(0).to(tl.int64)
+    group = program % groups
+    row = (program // groups * block_rows + tl.arange(0, block_rows)) * groups + group
+    rotated_weight = None
+    if weight is not None:
+        weight += group * cols
+        rotated_weight = weight + offset
+    is_row = (row < rows)[:, None]
+    row = row.to(index)
+    x_offsets = nested_offsets(row, 1, x_inner, x_outer_stride, 0, x_inner_stride)
+    y_offsets = nested_offsets(row, 1, y_inner, y_outer_stride, 0, y_inner_stride)
+    angles = nested_offsets(
+        row, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride
+    )
+
+    if parts != 0:
+        h1, h2 = _load_pairs(x + offset, x_offsets, 0, is_row, pairs, block_cols, interleaved, compute)
+        c1, c2 = _load_angles(cos, angles, 0, is_row, pairs, block_cols, interleaved, angle_of_pair, compute)
+        s1, s2 = _load_angles(sin, angles, 0, is_row, pairs, block_cols, interleaved, angle_of_pair, compute)
+        w1, w2 = _load_scale_of_pairs(rotated_weight, 0, weight_offset, pairs, block_cols, interleaved, compute)
+        squares = sum_columns(h1 * h1 + h2 * h2, threads)
+        if block_rest != 0:
+            columns, is_column = _rest(0, block_rest, cols, offset, pairs)
+            h = load(x, x_offsets + columns, is_row & is_column, compute)
+            w = load_scale(weight, columns, is_column, weight_offset, compute)
+            squares += sum_columns(h * h, threads)
+        rstd = rstd_of(squares, cols, eps, compute)
+        u1, u2 = h1 * rstd * w1, h2 * rstd * w2
+        _store_pairs(y + offset, y_offsets, 0, is_row, u1 * c1 - u2 * s1, u2 * c2 + u1 * s2, pairs, interleaved)
+        if block_rest != 0:
+            store(y, y_offsets + columns, h * rstd * w, is_row & is_column)
+    else:
+        squares = tl.zeros((block_rows, block_cols), compute)
+        for start in range(0, tl.cast(pairs, tl.int64), block_cols):
+            h1, h2 = _load_pairs(x + offset, x_offsets, start, is_row, pairs, block_cols, interleaved, compute)
+            squares += h1 * h1 + h2 * h2
+        squares = sum_columns(squares, threads)
+        if block_rest != 0:
+            rest_squares = tl.zeros((block_rows, block_rest), compute)
+            for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_rest):
+                columns, is_column = _rest(start, block_rest, cols, offset, pairs)
+                h = load(x, x_offsets + columns, is_row & is_column, compute)
+                rest_squares += h * h
+            squares += sum_columns(rest_squares, threads)
+        rstd = rstd_of(squares, cols, eps, compute)
+        for start in range(0, tl.cast(pairs, tl.int64), block_cols):
+            h1, h2 = _load_pairs(x + offset, x_offsets, start, is_row, pairs, block_cols, interleaved, compute)
+            c1, c2 = _load_angles(cos, angles, start, is_row, pairs, block_cols, interleaved, angle_of_pair, compute)
+            s1, s2 = _load_angles(sin, angles, start, is_row, pairs, block_cols, interleaved, angle_of_pair, compute)
+            w1, w2 = _load_scale_of_pairs(
+                rotated_weight, start, weight_offset, pairs, block_cols, interleaved, compute
+            )
+            u1, u2 = h1 * rstd * w1, h2 * rstd * w2
+            _store_pairs(y + offset, y_offsets, start, is_row, u1 * c1 - u2 * s1, u2 * c2 + u1 * s2, pairs, interleaved)
+        if block_rest != 0:
+            for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_rest):
+                columns, is_column = _rest(start, block_rest, cols, offset, pairs)
+                h = load(x, x_offsets + columns, is_row & is_column, compute)
+                w = load_scale(weight, columns, is_column, weight_offset, compute)
+                store(y, y_offsets + columns, h * rstd * w, is_row & is_column)
+
+
+@triton.jit
+def rope_backward_kernel(
+    dy, dy_inner, dy_outer_stride, dy_inner_stride,
+    x, x_inner, x_outer_stride, x_inner_stride,
+    dx, dx_inner, dx_outer_stride, dx_inner_stride,
+    cos, sin, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride,
+    weight, partials, groups, rows,
+    cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr,
+    interleaved: tl.constexpr, angle_of_pair: tl.constexpr,
+    weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr, index: tl.constexpr,
+    block_rows: tl.constexpr, block_cols: tl.constexpr, block_rest: tl.constexpr,
+    parts: tl.constexpr, threads: tl.constexpr,
+):  # fmt: skip
+    """dx = g * rstd * w - x * c, and this program's rows' part of dw = sum of g * rstd * x; g is dy rotated back."""
+    program = tl.program_id(0).to(tl.int64)
+    group = program % groups
+    rotated_weight = None
+    if weight is not None:
+        weight += group * cols
+        rotated_weight = weight + offset
+    partial = partials
+    if partials is not None:
+        partial += program * cols
+    if parts != 0:
+        w1, w2 = _load_scale_of_pairs(rotated_weight, 0, weight_offset, pairs, block_cols, interleaved, compute)
+        dw1 = tl.zeros((block_rows, block_cols), compute)
+        dw2 = tl.zeros((block_rows, block_cols), compute)
+        if block_rest != 0:
+            columns, is_column = _rest(0, block_rest, cols, offset, pairs)
+            w = load_scale(weight, columns, is_column, weight_offset, compute)
+            dw = tl.zeros((block_rows, block_rest), compute)
+    for start_sample in range(
+        program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows
+    ):
+        row = (start_sample + tl.arange(0, block_rows)) * groups + group
+        is_row = (row < rows)[:, None]
+        is_added = (row != program)[:, None]
+        row = row.to(index)
+        dy_offsets = nested_offsets(row, 1, dy_inner, dy_outer_stride, 0, dy_inner_stride)
+        x_offsets = nested_offsets(row, 1, x_inner, x_outer_stride, 0, x_inner_stride)
+        dx_offsets = nested_offsets(row, 1, dx_inner, dx_outer_stride, 0, dx_inner_stride)
+        angles = nested_offsets(
+            row, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride
+        )
+        if parts != 0:
+            h1, h2 = _load_pairs(x + offset, x_offsets, 0, is_row, pairs, block_cols, interleaved, compute)
+            g1, g2 = _load_rotated_back(
+                dy + offset, dy_offsets, cos, sin, angles, 0, is_row,
+                pairs, block_cols, interleaved, angle_of_pair, compute,
+            )  # fmt: skip
+            squares = sum_columns(h1 * h1 + h2 * h2, threads)
+            dots = sum_columns(g1 * w1 * h1 + g2 * w2 * h2, threads)
+            if block_rest != 0:
+                h = load(x, x_offsets + columns, is_row & is_column, compute)
+                g = load(dy, dy_offsets + columns, is_row & is_column, compute)
+                squares += sum_columns(h * h, threads)
+                dots += sum_columns(g * w * h, threads)
+            rstd, c = factors_of(squares, dots, cols, eps, compute)
+            # Not for rows behind the last one: their rstd is infinite if eps is 0, and would make NaNs.
+            factor = tl.where(is_row, rstd, 0.0)
+            g1, g2 = g1 * factor, g2 * factor
+            dw1 += g1 * h1
+            dw2 += g2 * h2
+            if dx is not None:
+                dx1, dx2 = g1 * w1 - h1 * c, g2 * w2 - h2 * c
+                _store_pairs(dx + offset, dx_offsets, 0, is_row, dx1, dx2, pairs, interleaved)
+            if block_rest != 0:
+                g *= factor
+                dw += g * h
+                if dx is not None:
+                    store(dx, dx_offsets + columns, g * w - h * c, is_row & is_column)
+        else:
+            squares = tl.zeros((block_rows, block_cols), compute)
+            dots = tl.zeros((block_rows, block_cols), compute)
+            for start in range(0, tl.cast(pairs, tl.int64), block_cols):
+                h1, h2 = _load_pairs(x + offset, x_offsets, start, is_row, pairs, block_cols, interleaved, compute)
+                g1, g2 = _load_rotated_back(
+                    dy + offset, dy_offsets, cos, sin, angles, start, is_row,
+                    pairs, block_cols, interleaved, angle_of_pair, compute,
+                )  # fmt: skip
+                w1, w2 = _load_scale_of_pairs(
+                    rotated_weight, start, weight_offset, pairs, block_cols, interleaved, compute
+                )
+                squares += h1 * h1 + h2 * h2
+                dots += g1 * w1 * h1 + g2 * w2 * h2
+            squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
+            if block_rest != 0:
+                rest_squares = tl.zeros((block_rows, block_rest), compute)
+                rest_dots = tl.zeros((block_rows, block_rest), compute)
+                for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_rest):
+                    columns, is_column = _rest(start, block_rest, cols, offset, pairs)
+                    h = load(x, x_offsets + columns, is_row & is_column, compute)
+                    g = load(dy, dy_offsets + columns, is_row & is_column, compute)
+                    w = load_scale(weight, columns, is_column, weight_offset, compute)
+                    rest_squares += h * h
+                    rest_dots += g * w * h
+                squares += sum_columns(rest_squares, threads)
+                dots += sum_columns(rest_dots, threads)
+            rstd, c = factors_of(squares, dots, cols, eps, compute)
+            for start in range(0, tl.cast(pairs, tl.int64), block_cols):
+                h1, h2 = _load_pairs(x + offset, x_offsets, start, is_row, pairs, block_cols, interleaved, compute)
+                g1, g2 = _load_rotated_back(
+                    dy + offset, dy_offsets, cos, sin, angles, start, is_row,
+                    pairs, block_cols, interleaved, angle_of_pair, compute,
+                )  # fmt: skip
+                g1, g2 = g1 * rstd, g2 * rstd
+                w1, w2 = _load_scale_of_pairs(
+                    rotated_weight, start, weight_offset, pairs, block_cols, interleaved, compute
+                )
+                if dx is not None:
+                    dx1, dx2 = g1 * w1 - h1 * c, g2 * w2 - h2 * c
+                    _store_pairs(dx + offset, dx_offsets, start, is_row, dx1, dx2, pairs, interleaved)
+                if partials is not None:
+                    # The row's part is added where it is stored: a program has no room for so wide a sum.
+                    dw1, dw2 = _load_pairs(
+                        partial + offset, 0, start, is_added, pairs, block_cols, interleaved, compute
+                    )
+                    dw1, dw2 = dw1 + g1 * h1, dw2 + g2 * h2
+                    _store_pairs(partial + offset, 0, start, is_row, dw1, dw2, pairs, interleaved)
+            if block_rest != 0:
+                for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_rest):
+                    columns, is_column = _rest(start, block_rest, cols, offset, pairs)
+                    h = load(x, x_offsets + columns, is_row & is_column, compute)
+                    g = load(dy, dy_offsets + columns, is_row & is_column, compute) * rstd
+                    w = load_scale(weight, columns, is_column, weight_offset, compute)
+                    if dx is not None:
+                        store(dx, dx_offsets + columns, g * w - h * c, is_row & is_column)
+                    if partials is not None:
+                        dw = load(partial, columns, is_added & is_column, compute)
+                        store(partial, columns, dw + g * h, is_column)
+            tl.debug_barrier()  # before the next row adds to the sums
+    if parts != 0 and partials is not None:
+        dw1, dw2 = sum_rows(dw1)[None, :], sum_rows(dw2)[None, :]
+        is_row = tl.full((1, 1), True, tl.int1)
+        _store_pairs(partial + offset, 0, 0, is_row, dw1, dw2, pairs, interleaved)
+        if block_rest != 0:
+            store(partial, columns, sum_rows(dw)[None, :], is_column)
+
+
+def launch_rope_forward(
+    input: Rows,
+    rotation: Rotation,
+    output: Rows,
+    weight: Tensor | None,
+    weight_offset: float,
+    eps: float,
+    groups: int,
+    rows: int,
+    cols: int,
+) -> None:
+    """Launches rms_norm_rope. ``weight`` is ``[groups, cols]``."""
+    if rotation.pairs == 0:
+        return launch_forward(input, None, output, None, weight, weight_offset, eps, groups, rows, cols)
+    compute = compute_type(input)
+    config, block_rest = rope_config(cols, rotation.pairs, compute.primitive_bitwidth // 8)
+    rope_forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
+        *arguments(input), *arguments(output), *rotation_arguments(rotation), weight, groups, rows,
+        **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
+        compute=compute, index=index_type(rows), block_rest=block_rest, **options(config, input.tensor.device),
+    )  # fmt: skip
+
+
+def launch_rope_backward(
+    grad_output: Rows,
+    input: Rows,
+    rotation: Rotation,
+    grad_input: Rows | None,
+    wants_weight: bool,
+    weight: Tensor | None,
+    weight_offset: float,
+    eps: float,
+    groups: int,
+    rows: int,
+    cols: int,
+) -> Tensor | None:
+    """Writes grad_input; returns grad_weight in the compute type, flat, if it is wanted."""
+    if rotation.pairs == 0:
+        return launch_backward(
+            grad_output, input, None, grad_input, wants_weight, weight, weight_offset, eps, groups, rows, cols
+        )
+    compute = compute_type(input)
+    config, block_rest = rope_config(cols, rotation.pairs, compute.primitive_bitwidth // 8)
+    programs = backward_programs(rows, groups, config, input.tensor.device)
+    partials = make_partials(programs, cols, input) if wants_weight else None
+    rope_backward_kernel[programs,](
+        *arguments(grad_output), *arguments(input), *arguments(grad_input), *rotation_arguments(rotation),
+        weight, partials, groups, rows,
+        **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
+        compute=compute, index=index_type(rows), block_rest=block_rest, **options(config, input.tensor.device),
+    )  # fmt: skip
+    return None if partials is None else partials.view(-1, groups * cols).sum(0)
