@@ -70,29 +70,27 @@ def gated_config(cols: int, compute_bytes: int) -> RowConfig:
     return _row_config(cols, compute_bytes, BACKWARD_THREADS, GATED_BLOCK_BYTES, elements, parts)
 
 
-# With a rotation, rows up to 16 KiB are held: while x, dy, the scale and the sum of grad_weight are, cos and sin of the row
-# take as many registers again. Wider rows, which no model has as heads, are read twice.
+# With a rotation, rows up to 16 KiB are held: while x, dy, the scale and the sum of grad_weight are, cos and sin take as
+# many registers again. Wider rows, which no model has as heads, are read twice.
 ROPE_BLOCK_BYTES = BLOCK_BYTES // 2
 ROPE_THREADS = 256
+MOST_REST_PARTS = 4
 
 
 def rope_config(cols: int, pairs: int, compute_bytes: int) -> tuple[RowConfig, int]:
-    """The configuration of rms_norm_rope and its backward: of the first columns of pairs, as of the second ones.
+    """The configuration of rms_norm_rope and its backward, whose blocks have the first, or the second, of a row's pairs.
 
-    With it, how many of the columns that are not rotated a program holds at a time: a power of two, or 0 for none.
+    With it, how many blocks hold the columns that are not rotated.
     """
     rest = cols - 2 * pairs
-    block_cols = triton.next_power_of_2(pairs)
-    block_rest = triton.next_power_of_2(rest) if rest else 0
-    width = triton.next_power_of_2(2 * block_cols + block_rest)
-    if width * compute_bytes > ROPE_BLOCK_BYTES:
-        block = ROPE_THREADS * PART_BYTES_OF_THREAD // compute_bytes
-        return RowConfig(1, block, 0, ROPE_THREADS), block if rest else 0
-    block_rows = max(1, LEAST_ELEMENTS // width)
-    threads = max(LEAST_THREADS, block_rows * width // ELEMENTS_OF_THREAD)
-    # Else several threads would have the same element, and one read it after another has written it, in place.
-    least = threads // block_rows
-    return RowConfig(block_rows, max(block_cols, least), 1, threads), max(block_rest, least) if rest else 0
+    block_cols = max(triton.next_power_of_2(pairs), triton.next_power_of_2(triton.cdiv(rest, MOST_REST_PARTS)))
+    parts = triton.cdiv(rest, block_cols)
+    if (2 + parts) * block_cols * compute_bytes > ROPE_BLOCK_BYTES:
+        block_cols = ROPE_THREADS * PART_BYTES_OF_THREAD // compute_bytes
+        return RowConfig(1, block_cols, 0, ROPE_THREADS), triton.cdiv(rest, block_cols)
+    elements_of_thread = ELEMENTS_OF_THREAD // (4 if rest else 2)  # of a block
+    block_rows = max(1, LEAST_THREADS * elements_of_thread // block_cols)
+    return RowConfig(block_rows, block_cols, 1, block_rows * block_cols // elements_of_thread), parts
 
 
 def _row_config(

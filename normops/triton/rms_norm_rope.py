@@ -1,7 +1,8 @@
 """The kernels in Triton, and the launchers, of rms_norm_rope and rms_norm_rope_backward.
 
 A block has the first columns of the pairs, another one the second columns, at the same places, so that a thread rotates
-what it holds. A third block has the columns that are not rotated, if there are any.
+what it holds. The columns that are not rotated are in blocks of the same shape: Triton would convert those of another
+one, all of it, for what a row has in common.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -76,16 +77,16 @@ def _load_angles(
 
 @triton.jit
 def _load_scale_of_pairs(
-    weight, start, weight_offset: tl.constexpr,
+    weight, start, is_row, weight_offset: tl.constexpr,
     pairs: tl.constexpr, block: tl.constexpr, interleaved: tl.constexpr, compute: tl.constexpr,
 ):  # fmt: skip
-    """Of a weight that starts with the first column that is rotated."""
+    """Of a weight that starts with the first column that is rotated: the same for each row."""
     if weight is None:
-        first = tl.full((1, block), 1.0, compute)
+        first = tl.full((is_row.shape[0], block), 1.0, compute)
         return first, first
     else:
-        is_row = tl.full((1, 1), True, tl.int1)
-        first, second = _load_pairs(weight, 0, start, is_row, pairs, block, interleaved, compute)
+        offsets = tl.zeros(is_row.shape, tl.int32)
+        first, second = _load_pairs(weight, offsets, start, is_row, pairs, block, interleaved, compute)
         if weight_offset != 0.0:
             first += weight_offset
             second += weight_offset
@@ -125,8 +126,8 @@ def rope_forward_kernel(
     cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr,
     interleaved: tl.constexpr, angle_of_pair: tl.constexpr,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr, index: tl.constexpr,
-    block_rows: tl.constexpr, block_cols: tl.constexpr, block_rest: tl.constexpr,
-    parts: tl.constexpr, threads: tl.constexpr,
+    block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, rest_parts: tl.constexpr,
+    threads: tl.constexpr,
 ):  # fmt: skip
     """y = x * rstd * w, of which 2 * pairs columns, from ``offset`` on, are rotated."""
     program = tl.program_id(0).to(tl.int64)
@@ -140,55 +141,60 @@ def rope_forward_kernel(
     row = row.to(index)
     x_offsets = nested_offsets(row, 1, x_inner, x_outer_stride, 0, x_inner_stride)
     y_offsets = nested_offsets(row, 1, y_inner, y_outer_stride, 0, y_inner_stride)
-    angles = nested_offsets(
-        row, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride
-    )
+    angles = nested_offsets(row, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride)
 
     if parts != 0:
         h1, h2 = _load_pairs(x + offset, x_offsets, 0, is_row, pairs, block_cols, interleaved, compute)
         c1, c2 = _load_angles(cos, angles, 0, is_row, pairs, block_cols, interleaved, angle_of_pair, compute)
         s1, s2 = _load_angles(sin, angles, 0, is_row, pairs, block_cols, interleaved, angle_of_pair, compute)
-        w1, w2 = _load_scale_of_pairs(rotated_weight, 0, weight_offset, pairs, block_cols, interleaved, compute)
-        squares = sum_columns(h1 * h1 + h2 * h2, threads)
-        if block_rest != 0:
-            columns, is_column = _rest(0, block_rest, cols, offset, pairs)
+        w1, w2 = _load_scale_of_pairs(rotated_weight, 0, is_row, weight_offset, pairs, block_cols, interleaved, compute)
+        squares = h1 * h1 + h2 * h2
+        held = ()
+        for part in tl.static_range(rest_parts):
+            columns, is_column = _rest(part * block_cols, block_cols, cols, offset, pairs)
             h = load(x, x_offsets + columns, is_row & is_column, compute)
-            w = load_scale(weight, columns, is_column, weight_offset, compute)
-            squares += sum_columns(h * h, threads)
-        rstd = rstd_of(squares, cols, eps, compute)
+            held += (h,)
+            squares += h * h
+        rstd = rstd_of(sum_columns(squares, threads), cols, eps, compute)
         u1, u2 = h1 * rstd * w1, h2 * rstd * w2
         _store_pairs(y + offset, y_offsets, 0, is_row, u1 * c1 - u2 * s1, u2 * c2 + u1 * s2, pairs, interleaved)
-        if block_rest != 0:
-            store(y, y_offsets + columns, h * rstd * w, is_row & is_column)
+        for part in tl.static_range(rest_parts):
+            columns, is_column = _rest(part * block_cols, block_cols, cols, offset, pairs)
+            of_rows = tl.broadcast_to(columns, (block_rows, block_cols))  # as in _load_scale_of_pairs
+            w = load_scale(weight, of_rows, is_row & is_column, weight_offset, compute)
+            store(y, y_offsets + columns, held[part] * rstd * w, is_row & is_column)
     else:
         squares = tl.zeros((block_rows, block_cols), compute)
         for start in range(0, tl.cast(pairs, tl.int64), block_cols):
             h1, h2 = _load_pairs(x + offset, x_offsets, start, is_row, pairs, block_cols, interleaved, compute)
             squares += h1 * h1 + h2 * h2
-        squares = sum_columns(squares, threads)
-        if block_rest != 0:
-            rest_squares = tl.zeros((block_rows, block_rest), compute)
-            for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_rest):
-                columns, is_column = _rest(start, block_rest, cols, offset, pairs)
-                h = load(x, x_offsets + columns, is_row & is_column, compute)
-                rest_squares += h * h
-            squares += sum_columns(rest_squares, threads)
-        rstd = rstd_of(squares, cols, eps, compute)
+        for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_cols):
+            columns, is_column = _rest(start, block_cols, cols, offset, pairs)
+            h = load(x, x_offsets + columns, is_row & is_column, compute)
+            squares += h * h
+        rstd = rstd_of(sum_columns(squares, threads), cols, eps, compute)
         for start in range(0, tl.cast(pairs, tl.int64), block_cols):
             h1, h2 = _load_pairs(x + offset, x_offsets, start, is_row, pairs, block_cols, interleaved, compute)
             c1, c2 = _load_angles(cos, angles, start, is_row, pairs, block_cols, interleaved, angle_of_pair, compute)
             s1, s2 = _load_angles(sin, angles, start, is_row, pairs, block_cols, interleaved, angle_of_pair, compute)
             w1, w2 = _load_scale_of_pairs(
-                rotated_weight, start, weight_offset, pairs, block_cols, interleaved, compute
+                rotated_weight, start, is_row, weight_offset, pairs, block_cols, interleaved, compute
             )
             u1, u2 = h1 * rstd * w1, h2 * rstd * w2
             _store_pairs(y + offset, y_offsets, start, is_row, u1 * c1 - u2 * s1, u2 * c2 + u1 * s2, pairs, interleaved)
-        if block_rest != 0:
-            for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_rest):
-                columns, is_column = _rest(start, block_rest, cols, offset, pairs)
-                h = load(x, x_offsets + columns, is_row & is_column, compute)
-                w = load_scale(weight, columns, is_column, weight_offset, compute)
-                store(y, y_offsets + columns, h * rstd * w, is_row & is_column)
+        for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_cols):
+            columns, is_column = _rest(start, block_cols, cols, offset, pairs)
+            h = load(x, x_offsets + columns, is_row & is_column, compute)
+            w = load_scale(weight, columns, is_column, weight_offset, compute)
+            store(y, y_offsets + columns, h * rstd * w, is_row & is_column)
+
+
+@triton.jit
+def _in_any_layout(x):
+    """The numbers of a column, as they are. Triton's compiler carries a layout of theirs past it no further: where more
+    than two blocks are multiplied by them, it would have a thread hold a whole row of each, and spill most of it.
+    """
+    return tl.gather(x, tl.zeros(x.shape, tl.int32), 1)
 
 
 @triton.jit
@@ -201,8 +207,8 @@ def rope_backward_kernel(
     cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr,
     interleaved: tl.constexpr, angle_of_pair: tl.constexpr,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr, index: tl.constexpr,
-    block_rows: tl.constexpr, block_cols: tl.constexpr, block_rest: tl.constexpr,
-    parts: tl.constexpr, threads: tl.constexpr,
+    block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, rest_parts: tl.constexpr,
+    threads: tl.constexpr,
 ):  # fmt: skip
     """dx = g * rstd * w - x * c, and this program's rows' part of dw = sum of g * rstd * x; g is dy rotated back."""
     program = tl.program_id(0).to(tl.int64)
@@ -214,14 +220,21 @@ def rope_backward_kernel(
     partial = partials
     if partials is not None:
         partial += program * cols
+    one_row = tl.full((1, 1), True, tl.int1)
     if parts != 0:
-        w1, w2 = _load_scale_of_pairs(rotated_weight, 0, weight_offset, pairs, block_cols, interleaved, compute)
+        each_row = tl.full((block_rows, 1), True, tl.int1)
+        w1, w2 = _load_scale_of_pairs(
+            rotated_weight, 0, each_row, weight_offset, pairs, block_cols, interleaved, compute
+        )
         dw1 = tl.zeros((block_rows, block_cols), compute)
         dw2 = tl.zeros((block_rows, block_cols), compute)
-        if block_rest != 0:
-            columns, is_column = _rest(0, block_rest, cols, offset, pairs)
-            w = load_scale(weight, columns, is_column, weight_offset, compute)
-            dw = tl.zeros((block_rows, block_rest), compute)
+        w = ()
+        dw = ()
+        for part in tl.static_range(rest_parts):
+            columns, is_column = _rest(part * block_cols, block_cols, cols, offset, pairs)
+            of_rows = tl.broadcast_to(columns, (block_rows, block_cols))
+            w += (load_scale(weight, of_rows, each_row & is_column, weight_offset, compute),)
+            dw += (tl.zeros((block_rows, block_cols), compute),)
     for start_sample in range(
         program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows
     ):
@@ -241,14 +254,22 @@ def rope_backward_kernel(
                 dy + offset, dy_offsets, cos, sin, angles, 0, is_row,
                 pairs, block_cols, interleaved, angle_of_pair, compute,
             )  # fmt: skip
-            squares = sum_columns(h1 * h1 + h2 * h2, threads)
-            dots = sum_columns(g1 * w1 * h1 + g2 * w2 * h2, threads)
-            if block_rest != 0:
+            squares = h1 * h1 + h2 * h2
+            dots = g1 * w1 * h1 + g2 * w2 * h2
+            held_h = ()
+            held_g = ()
+            for part in tl.static_range(rest_parts):
+                columns, is_column = _rest(part * block_cols, block_cols, cols, offset, pairs)
                 h = load(x, x_offsets + columns, is_row & is_column, compute)
                 g = load(dy, dy_offsets + columns, is_row & is_column, compute)
-                squares += sum_columns(h * h, threads)
-                dots += sum_columns(g * w * h, threads)
+                held_h += (h,)
+                held_g += (g,)
+                squares += h * h
+                dots += g * w[part] * h
+            squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
             rstd, c = factors_of(squares, dots, cols, eps, compute)
+            if rest_parts > 0:
+                rstd, c = _in_any_layout(rstd), _in_any_layout(c)
             # Not for rows behind the last one: their rstd is infinite if eps is 0, and would make NaNs.
             factor = tl.where(is_row, rstd, 0.0)
             g1, g2 = g1 * factor, g2 * factor
@@ -257,11 +278,15 @@ def rope_backward_kernel(
             if dx is not None:
                 dx1, dx2 = g1 * w1 - h1 * c, g2 * w2 - h2 * c
                 _store_pairs(dx + offset, dx_offsets, 0, is_row, dx1, dx2, pairs, interleaved)
-            if block_rest != 0:
-                g *= factor
-                dw += g * h
+            dw_so_far = dw
+            dw = ()
+            for part in tl.static_range(rest_parts):
+                columns, is_column = _rest(part * block_cols, block_cols, cols, offset, pairs)
+                h = held_h[part]
+                g = held_g[part] * factor
+                dw += (dw_so_far[part] + g * h,)
                 if dx is not None:
-                    store(dx, dx_offsets + columns, g * w - h * c, is_row & is_column)
+                    store(dx, dx_offsets + columns, g * w[part] - h * c, is_row & is_column)
         else:
             squares = tl.zeros((block_rows, block_cols), compute)
             dots = tl.zeros((block_rows, block_cols), compute)
@@ -272,23 +297,18 @@ def rope_backward_kernel(
                     pairs, block_cols, interleaved, angle_of_pair, compute,
                 )  # fmt: skip
                 w1, w2 = _load_scale_of_pairs(
-                    rotated_weight, start, weight_offset, pairs, block_cols, interleaved, compute
+                    rotated_weight, start, is_row, weight_offset, pairs, block_cols, interleaved, compute
                 )
                 squares += h1 * h1 + h2 * h2
                 dots += g1 * w1 * h1 + g2 * w2 * h2
+            for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_cols):
+                columns, is_column = _rest(start, block_cols, cols, offset, pairs)
+                h = load(x, x_offsets + columns, is_row & is_column, compute)
+                g = load(dy, dy_offsets + columns, is_row & is_column, compute)
+                w = load_scale(weight, columns, is_column, weight_offset, compute)
+                squares += h * h
+                dots += g * w * h
             squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
-            if block_rest != 0:
-                rest_squares = tl.zeros((block_rows, block_rest), compute)
-                rest_dots = tl.zeros((block_rows, block_rest), compute)
-                for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_rest):
-                    columns, is_column = _rest(start, block_rest, cols, offset, pairs)
-                    h = load(x, x_offsets + columns, is_row & is_column, compute)
-                    g = load(dy, dy_offsets + columns, is_row & is_column, compute)
-                    w = load_scale(weight, columns, is_column, weight_offset, compute)
-                    rest_squares += h * h
-                    rest_dots += g * w * h
-                squares += sum_columns(rest_squares, threads)
-                dots += sum_columns(rest_dots, threads)
             rstd, c = factors_of(squares, dots, cols, eps, compute)
             for start in range(0, tl.cast(pairs, tl.int64), block_cols):
                 h1, h2 = _load_pairs(x + offset, x_offsets, start, is_row, pairs, block_cols, interleaved, compute)
@@ -298,7 +318,7 @@ def rope_backward_kernel(
                 )  # fmt: skip
                 g1, g2 = g1 * rstd, g2 * rstd
                 w1, w2 = _load_scale_of_pairs(
-                    rotated_weight, start, weight_offset, pairs, block_cols, interleaved, compute
+                    rotated_weight, start, is_row, weight_offset, pairs, block_cols, interleaved, compute
                 )
                 if dx is not None:
                     dx1, dx2 = g1 * w1 - h1 * c, g2 * w2 - h2 * c
@@ -310,24 +330,23 @@ def rope_backward_kernel(
                     )
                     dw1, dw2 = dw1 + g1 * h1, dw2 + g2 * h2
                     _store_pairs(partial + offset, 0, start, is_row, dw1, dw2, pairs, interleaved)
-            if block_rest != 0:
-                for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_rest):
-                    columns, is_column = _rest(start, block_rest, cols, offset, pairs)
-                    h = load(x, x_offsets + columns, is_row & is_column, compute)
-                    g = load(dy, dy_offsets + columns, is_row & is_column, compute) * rstd
-                    w = load_scale(weight, columns, is_column, weight_offset, compute)
-                    if dx is not None:
-                        store(dx, dx_offsets + columns, g * w - h * c, is_row & is_column)
-                    if partials is not None:
-                        dw = load(partial, columns, is_added & is_column, compute)
-                        store(partial, columns, dw + g * h, is_column)
+            for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_cols):
+                columns, is_column = _rest(start, block_cols, cols, offset, pairs)
+                h = load(x, x_offsets + columns, is_row & is_column, compute)
+                g = load(dy, dy_offsets + columns, is_row & is_column, compute) * rstd
+                w = load_scale(weight, columns, is_column, weight_offset, compute)
+                if dx is not None:
+                    store(dx, dx_offsets + columns, g * w - h * c, is_row & is_column)
+                if partials is not None:
+                    dw = load(partial, columns, is_added & is_column, compute)
+                    store(partial, columns, dw + g * h, is_column)
             tl.debug_barrier()  # before the next row adds to the sums
     if parts != 0 and partials is not None:
         dw1, dw2 = sum_rows(dw1)[None, :], sum_rows(dw2)[None, :]
-        is_row = tl.full((1, 1), True, tl.int1)
-        _store_pairs(partial + offset, 0, 0, is_row, dw1, dw2, pairs, interleaved)
-        if block_rest != 0:
-            store(partial, columns, sum_rows(dw)[None, :], is_column)
+        _store_pairs(partial + offset, 0, 0, one_row, dw1, dw2, pairs, interleaved)
+        for part in tl.static_range(rest_parts):
+            columns, is_column = _rest(part * block_cols, block_cols, cols, offset, pairs)
+            store(partial, columns, sum_rows(dw[part])[None, :], is_column)
 
 
 def launch_rope_forward(
@@ -345,11 +364,11 @@ def launch_rope_forward(
     if rotation.pairs == 0:
         return launch_forward(input, None, output, None, weight, weight_offset, eps, groups, rows, cols)
     compute = compute_type(input)
-    config, block_rest = rope_config(cols, rotation.pairs, compute.primitive_bitwidth // 8)
+    config, rest_parts = rope_config(cols, rotation.pairs, compute.primitive_bitwidth // 8)
     rope_forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
         *arguments(input), *arguments(output), *rotation_arguments(rotation), weight, groups, rows,
         **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
-        compute=compute, index=index_type(rows), block_rest=block_rest, **options(config, input.tensor.device),
+        compute=compute, index=index_type(rows), rest_parts=rest_parts, **options(config, input.tensor.device),
     )  # fmt: skip
 
 
@@ -372,13 +391,13 @@ def launch_rope_backward(
             grad_output, input, None, grad_input, wants_weight, weight, weight_offset, eps, groups, rows, cols
         )
     compute = compute_type(input)
-    config, block_rest = rope_config(cols, rotation.pairs, compute.primitive_bitwidth // 8)
+    config, rest_parts = rope_config(cols, rotation.pairs, compute.primitive_bitwidth // 8)
     programs = backward_programs(rows, groups, config, input.tensor.device)
     partials = make_partials(programs, cols, input) if wants_weight else None
     rope_backward_kernel[programs,](
         *arguments(grad_output), *arguments(input), *arguments(grad_input), *rotation_arguments(rotation),
         weight, partials, groups, rows,
         **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
-        compute=compute, index=index_type(rows), block_rest=block_rest, **options(config, input.tensor.device),
+        compute=compute, index=index_type(rows), rest_parts=rest_parts, **options(config, input.tensor.device),
     )  # fmt: skip
     return None if partials is None else partials.view(-1, groups * cols).sum(0)
