@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,9 +42,6 @@ LANES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}
 
 def compiled(name: str, dtype: str, cols: int, arch: int | str) -> Any:
     """Compiled for rows at equal distances, pointers and strides that are multiples of 16, a weight of compute type."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from normops.triton import launch, launch_config, rms_norm
 
     kernel_name, without, norm_before_gate = KERNELS[name]
@@ -72,14 +69,64 @@ def compiled(name: str, dtype: str, cols: int, arch: int | str) -> Any:
             return "i32"
         return f"*{compute}" if name in ("weight", "partials") else f"*{dtype}"
 
-    signature = {name: type_of(name) for name in kernel.arg_names}
+    return compiled_with(kernel, {name: type_of(name) for name in kernel.arg_names}, constants, config, arch)
+
+
+def compiled_with(
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    config: Any,
+    arch: int | str,
+    of_any_value: tuple[str, ...] = (),
+) -> Any:
+    """For arguments that are multiples of 16, but for some of any value."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from normops.triton import launch
+
     aligned = {
-        (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind != "constexpr"
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(signature.items())
+        if kind != "constexpr" and name not in of_any_value
     }
     source = ASTSource(kernel, signature, constants, aligned)
     target = GPUTarget("hip", arch, LANES[arch]) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     options = {"num_warps": config.warps(target.warp_size), **launch.COMPILE_OPTIONS}
     return triton.compile(source, target=target, options=options)
+
+
+class Rope(NamedTuple):
+    """How rows are rotated: the numbers that kernels are compiled for."""
+
+    cols: int
+    pairs: int
+    offset: int = 0
+    interleaved: bool = False
+    angle_of_pair: bool = False
+
+    def __str__(self) -> str:
+        kind = " interleaved" * self.interleaved + " half tables" * self.angle_of_pair
+        return f"{2 * self.pairs} of {self.cols} from {self.offset}{kind}"
+
+
+def compiled_rope(kernel_name: str, dtype: str, table_dtype: str, rope: Rope, arch: int | str) -> Any:
+    """As ``compiled``; cos and sin are shared by heads, whose number is any."""
+    from normops.triton import launch, launch_config, rms_norm_rope
+
+    kernel: Any = getattr(rms_norm_rope, kernel_name)
+    compute = "fp64" if dtype == "fp64" else "fp32"
+    config, rest_parts = launch_config.rope_config(rope.cols, rope.pairs, 8 if dtype == "fp64" else 4)
+    shared = ("table_middle", "table_inner")
+    ones = (name for name in kernel.arg_names if name.endswith(("groups", "_middle", "_inner")) and name not in shared)
+    constants = {**dict.fromkeys(ones, 1), **launch.constants(config), **rope._asdict(), "rest_parts": rest_parts}
+    constants |= {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute)}
+    constants |= {"index": triton.language.int32}
+    types = dict.fromkeys(("weight", "partials"), f"*{compute}") | dict.fromkeys(("cos", "sin"), f"*{table_dtype}")
+    types |= dict.fromkeys((*shared, "rows", *(name for name in kernel.arg_names if name.endswith("_stride"))), "i32")
+    signature = {name: "constexpr" if name in constants else types.get(name, f"*{dtype}") for name in kernel.arg_names}
+    return compiled_with(kernel, signature, constants, config, arch, shared)
 
 
 WIDTHS = {"one block": 4096, "any width": 65536}
@@ -137,6 +184,18 @@ def test_kernels_compile_for_float64(name: str, width: str) -> None:
     assert not re.search(r"\bfma\.rn\.f64", ptx)
 
 
+def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
+    """Of a thread: registers, and bytes of what is spilled and of local memory."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not cuobjdump.exists():
+        pytest.skip("this Triton comes without cuobjdump")
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    command = [str(cuobjdump), "--dump-resource-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return tuple(int(re.findall(rf"\b{what}:(\d+)", usage)[0]) for what in ("REG", "STACK", "LOCAL"))
+
+
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize(
@@ -152,21 +211,98 @@ def test_kernels_compile_for_float64(name: str, width: str) -> None:
 )
 def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str, arch: int, tmp_path: Path) -> None:
     """With the operands that take most of them; a multiprocessor has 65536."""
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not cuobjdump.exists():
-        pytest.skip("this Triton comes without cuobjdump")
     kernel = compiled(name, dtype, bytes // (8 if dtype == "fp64" else 4), arch)
     assert re.search(r"\bld\.global\.v2\.b64" if dtype == "fp64" else r"\bld\.global\.v4\.b32", kernel.asm["ptx"])
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    command = [str(cuobjdump), "--dump-resource-usage", str(cubin)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, spilled, local = (int(re.findall(rf"\b{what}:(\d+)", usage)[0]) for what in ("REG", "STACK", "LOCAL"))
+    registers, spilled, local = resource_usage(kernel, tmp_path)
     assert registers * 32 * kernel.metadata.num_warps <= 65536
     assert local == 0
     # The backward in float32 is at the limit of what a thread can have: two registers too many for sm_100.
     at_limit = (name, dtype, arch) == ("rms_norm_backward with residual", "fp32", 100)
     assert spilled <= (8 if at_limit else 0)
+
+
+ROPE_KERNELS = ("rope_forward_kernel", "rope_backward_kernel")
+# Heads of models; all columns, the first ones, the last ones (DeepSeek-V4).
+HEADS = [
+    *(Rope(cols, cols // 2, 0, interleaved) for cols in (64, 128, 256) for interleaved in (False, True)),
+    Rope(128, 64, angle_of_pair=True),
+    Rope(128, 64, interleaved=True, angle_of_pair=True),
+    Rope(128, 32),
+    Rope(128, 32, interleaved=True),
+    Rope(64, 8),
+    Rope(512, 32, 448, interleaved=True),
+]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtypes", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")], ids="-".join)
+@pytest.mark.parametrize("rope", HEADS, ids=str)
+@pytest.mark.parametrize("name", ROPE_KERNELS)
+def test_heads_are_rotated_in_registers(
+    name: str, rope: Rope, dtypes: tuple[str, str], arch: int, tmp_path: Path
+) -> None:
+    """The forward without shared memory, unless it exchanges sums; rows are told apart in 32 bits."""
+    kernel = compiled_rope(name, *dtypes, rope, arch)
+    ptx = kernel.asm["ptx"]
+    accesses = set(re.findall(r"\b(?:ld|st)\.global\.(\S+)", ptx))
+    if 2 * rope.pairs == rope.cols:
+        assert name == "rope_backward_kernel" or accesses == {"v4.b32"}  # it stores grad_weight, too
+        assert re.search(r"\bld\.global\.v4\.b32", ptx)
+        assert re.search(r"\bst\.global\.v4\.b32", ptx)
+    elif name == "rope_forward_kernel":
+        assert accesses <= {"v4.b32", "v2.b32"}
+    assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)
+    assert not re.search(r"\b(div|rem)\.[su]64", ptx)
+    _, spilled, local = resource_usage(kernel, tmp_path)
+    assert (spilled, local) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "rope", [Rope(4096, 2048), Rope(4096, 2048, interleaved=True), Rope(65536, 16384, 64)], ids=str
+)
+@pytest.mark.parametrize("name", ROPE_KERNELS)
+def test_wide_rows_are_rotated_without_spills(name: str, rope: Rope, tmp_path: Path) -> None:
+    registers, spilled, local = resource_usage(kernel := compiled_rope(name, "fp32", "fp32", rope, 90), tmp_path)
+    assert registers * 32 * kernel.metadata.num_warps <= 65536
+    assert (spilled, local) == (0, 0)
+
+
+@pytest.mark.parametrize("arch", LANES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("rope", [Rope(128, 64), Rope(128, 64, interleaved=True), Rope(128, 32)], ids=str)
+@pytest.mark.parametrize("name", ROPE_KERNELS)
+def test_heads_are_rotated_in_registers_on_amd(name: str, rope: Rope, dtype: str, arch: str) -> None:
+    code = compiled_rope(name, dtype, dtype, rope, arch).asm["amdgcn"]
+    if 2 * rope.pairs == rope.cols:
+        for access in ("load", "store"):
+            assert re.search(rf"\b(global|buffer)_{access}_(dwordx4|b128)\b", code)
+    for count in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
+        assert re.findall(rf"\.{count}:\s+(\d+)", code) == ["0"]
+
+
+@pytest.mark.parametrize(
+    "rope", [Rope(128, 64), Rope(128, 64, interleaved=True), Rope(128, 32), Rope(9000, 4500)], ids=str
+)
+@pytest.mark.parametrize("name", ROPE_KERNELS)
+def test_sums_of_rotated_rows_do_not_follow_a_layout(name: str, rope: Rope) -> None:
+    ttir = compiled_rope(name, "bf16", "bf16", rope, 90).asm["ttir"]
+    sums = re.findall(r'"tt\.reduce"\(.*?axis = (\d) : i32.*?: \(tensor<(\d+(?:x\d+)*)x\w+>\)', ttir, re.DOTALL)
+    assert 0 < len(sums) == ttir.count('"tt.reduce"')
+    assert all(shape.split("x")[int(axis)] == "2" for axis, shape in sums)
+
+
+@pytest.mark.parametrize("compute_bytes", [4, 8])
+def test_no_two_threads_have_an_element_of_a_rotated_row(compute_bytes: int) -> None:
+    """In place, one would read what the other has written."""
+    from normops.triton.launch_config import ROPE_BLOCK_BYTES, rope_config
+
+    for cols in (8, 36, 64, 70, 80, 96, 128, 192, 256, 512, 576, 1024, 4096, 9000):
+        for pairs in {0, 1, 2, cols // 8, cols // 4, cols // 2}:
+            config, rest_parts = rope_config(cols, pairs, compute_bytes)
+            assert config.block_rows * config.block_cols >= config.threads
+            assert rest_parts * config.block_cols >= cols - 2 * pairs
+            held = config.block_cols >= pairs and (2 + rest_parts) * config.block_cols * compute_bytes
+            assert config.parts == (1 if held and held <= ROPE_BLOCK_BYTES else 0)
 
 
 @pytest.mark.parametrize("compute_bytes", [4, 8])
@@ -272,6 +408,35 @@ def test_rows_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
         registration.close()
     inner, outer_stride, inner_stride = 2, 12, 4
     assert got == [((1, 4, 0), (1, 4, 0)), ((inner, outer_stride, inner_stride), (1, 4, 0)), ((1, 0, 0), (1, 0, 0))]
+
+
+def test_rotated_rows_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed heads of a batch, and tables for all samples and heads, lie in three dimensions: nothing is copied."""
+    import normops.triton
+
+    got: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(normops.triton, "launch_rope_forward", lambda *arguments: got.append(arguments))
+    registration = _C.register_triton("CPU")
+    cols, heads, tokens = 8, 3, 5
+    x = torch.ones(2, tokens, heads, cols)
+    cos, sin = torch.ones(1, tokens, 1, 4), torch.ones(1, tokens, 1, 4)
+    try:
+        for input, of_heads in ((x.transpose(1, 2), cos.transpose(1, 2)), (x, cos)):
+            normops.rms_norm_rope(input, of_heads, of_heads.clone(), cols, rotary_dim=8)
+        normops.rms_norm_rope(x[0, 0], cos[0, :heads, 0], sin[0, :heads, 0], cols, interleaved=True, rotary_offset=3)
+    finally:
+        registration.close()
+    transposed, in_order, rows = got
+    assert transposed[0].tensor.data_ptr() == in_order[0].tensor.data_ptr() == x.data_ptr()
+    assert transposed[1].cos.data_ptr() == in_order[1].cos.data_ptr() == cos.data_ptr()
+    # middle and inner, and three strides
+    assert transposed[0][1:] == (heads, tokens, tokens * heads * cols, cols, heads * cols)
+    assert transposed[1][2:7] == (heads, tokens, 0, 0, 4)
+    assert in_order[0][1:] == in_order[2][1:] == (1, 1, cols, 0, 0)
+    assert in_order[1][2:7] == (tokens, heads, 0, 4, 0)
+    assert rows[1][2:7] == (1, 1, 4, 0, 0)
+    assert transposed[1][7:] == in_order[1][7:] == (False, True, 0, 4)
+    assert rows[1][7:] == (True, False, 3, 2)
 
 
 def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

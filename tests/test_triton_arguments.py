@@ -26,6 +26,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
         "gated_rms_norm, gate first",
         "gated_rms_norm_backward",
         "gated_rms_norm_backward, gate first",
+        "rms_norm_rope",
+        "rms_norm_rope, interleaved",
+        "rms_norm_rope_backward",
+        "rms_norm_rope_backward, interleaved",
     ),
     "cols": (1, 16, 100, 8208, 70001),
     "groups": (1, 3, 16),
@@ -118,6 +122,16 @@ def launch(
     def make() -> launchers.Rows:
         return launchers.Rows(tensor(dtypes[0], is_aligned), inner, *strides)
 
+    def make_nested() -> launchers.NestedRows:
+        return launchers.NestedRows(tensor(dtypes[0], is_aligned), min(inner, 7), inner, *strides, cols + 2)
+
+    def make_rotation() -> launchers.Rotation:
+        """Of columns in the middle, or of none; tables of the weight's type, which may be float32 beside 16 bits."""
+        dtype = dtypes[1] or dtypes[0]
+        tables = tensor(dtype, is_aligned), tensor(dtype, is_aligned)
+        nesting = min(inner, 7), inner, *strides, 0
+        return launchers.Rotation(*tables, *nesting, bool(rest), is_aligned, cols // 8, cols // 4)
+
     name, _, rest = operator.partition(",")
     weight = None if dtypes[1] is None or operator == "grad_input alone" else tensor(dtypes[1], is_aligned)
     shape = (groups, groups * rows, cols)
@@ -135,6 +149,11 @@ def launch(
             launchers.launch_gated_backward(
                 make(), make(), make(), make(), make(), wants_weight, *common, *gating, *shape
             )
+        case "rms_norm_rope":
+            launchers.launch_rope_forward(make_nested(), make_rotation(), make_nested(), *common, *shape)
+        case "rms_norm_rope_backward":
+            nested = make_nested(), make_nested(), make_rotation(), make_nested()
+            launchers.launch_rope_backward(*nested, wants_weight, *common, *shape)
         case _:
             residual = make() if name.endswith("residual") else None
             grad_input = None if name == "grad_weight alone" else make()

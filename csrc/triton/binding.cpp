@@ -7,8 +7,6 @@
 #include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-
 #include "../backend.h"
 #include "../launch.h"
 #include "../operators.h"
@@ -19,8 +17,8 @@ namespace {
 
 namespace py = pybind11;
 
-constexpr int kMaxDims = 2;       // that the kernels tell rows apart by
-constexpr int kMaxTableDims = 3;  // and those of cos and sin: samples, tokens and heads, say, without a copy for each
+constexpr int kMaxDims = 2;        // that the kernels tell rows apart by
+constexpr int kMaxNestedDims = 3;  // and, where rows are rotated, those of samples, tokens and heads, in any order
 
 // Imported when it is first needed: Triton takes a second. Importing lets other threads run, which come here too: one
 // that waits for a plain static does so with the GIL, which the import then waits for.
@@ -44,16 +42,30 @@ py::object to_python(const std::optional<Target>& target) {
   return target.has_value() ? to_python(target->rows()) : py::object(py::none());
 }
 
-// Row r of the tables is r / (middle * inner), r / inner % middle and r % inner along its dimensions.
+// Row r is r / (middle * inner), r / inner % middle and r % inner along the three dimensions. For those that are
+// missing Triton makes code that does not divide.
+struct Nesting {
+  int64_t middle = 1, inner = 1, outer_stride, middle_stride = 0, inner_stride = 0;
+
+  explicit Nesting(const RowLayout& layout) : outer_stride(layout.strides[0]) {
+    const int last = layout.dims - 1;
+    if (layout.dims > 1) inner = layout.sizes[last], inner_stride = layout.strides[last];
+    if (layout.dims > 2) middle = layout.sizes[1], middle_stride = layout.strides[1];
+  }
+};
+
+py::object to_python_nested(const Rows& rows) {
+  const Nesting nesting(rows.layout);
+  return launchers().attr("NestedRows")(*rows.tensor, nesting.middle, nesting.inner, nesting.outer_stride,
+                                        nesting.middle_stride, nesting.inner_stride);
+}
+
 py::object to_python(const Tables& tables, const Rope& rope) {
   const Rotation rotation = make_rotation(tables, rope);
-  int64_t sizes[kMaxTableDims] = {1, 1, 1}, strides[kMaxTableDims] = {};
-  const int first = kMaxTableDims - rotation.rows.dims;
-  std::copy_n(rotation.rows.sizes, rotation.rows.dims, sizes + first);
-  std::copy_n(rotation.rows.strides, rotation.rows.dims, strides + first);
-  return launchers().attr("Rotation")(tables.cos(), tables.sin(), sizes[1], sizes[2], strides[0], strides[1],
-                                      strides[2], rotation.interleaved, rotation.angle_of_pair, rotation.offset,
-                                      rotation.pairs);
+  const Nesting nesting(rotation.rows);
+  return launchers().attr("Rotation")(tables.cos(), tables.sin(), nesting.middle, nesting.inner, nesting.outer_stride,
+                                      nesting.middle_stride, nesting.inner_stride, rotation.interleaved,
+                                      rotation.angle_of_pair, rotation.offset, rotation.pairs);
 }
 
 const char* to_python(Activation activation) { return activation == Activation::silu ? "silu" : "sigmoid"; }
@@ -153,12 +165,12 @@ struct TritonBackend {
   static void launch(const RmsNormRope& arguments, const Tensor& output) {
     const auto& [input, cos, sin, norm, rope] = arguments;
     const Problem problem = make_problem(input, norm);
-    const Target y(output, norm.dims(), kMaxDims);
+    const Target y(output, norm.dims(), kMaxNestedDims);
     {
       py::gil_scoped_acquire gil;
-      launchers().attr("launch_rope_forward")(to_python(make_rows(input, norm.dims(), kMaxDims)),
-                                              to_python(Tables(input, cos, sin, kMaxTableDims), rope),
-                                              to_python(y.rows()), contiguous(norm.weight), norm.weight_offset,
+      launchers().attr("launch_rope_forward")(to_python_nested(make_rows(input, norm.dims(), kMaxNestedDims)),
+                                              to_python(Tables(input, cos, sin, kMaxNestedDims), rope),
+                                              to_python_nested(y.rows()), contiguous(norm.weight), norm.weight_offset,
                                               problem.eps, problem.groups, problem.rows, problem.cols);
     }
     y.finish();
@@ -167,14 +179,15 @@ struct TritonBackend {
   static void launch(const RmsNormRopeBackward& arguments, const Tensor& grad_input, const Tensor& grad_weight) {
     const auto& [grad_output, input, cos, sin, norm, rope, output_mask] = arguments;
     const Problem problem = make_problem(input, norm);
-    const auto dx = target(grad_input, norm);
+    const auto dx = target(grad_input, norm, kMaxNestedDims);
     OptionalTensor dw;
     {
       py::gil_scoped_acquire gil;
       dw = launchers()
-               .attr("launch_rope_backward")(to_python(make_rows(grad_output, norm.dims(), kMaxDims)),
-                                             to_python(make_rows(input, norm.dims(), kMaxDims)),
-                                             to_python(Tables(input, cos, sin, kMaxTableDims), rope), to_python(dx),
+               .attr("launch_rope_backward")(to_python_nested(make_rows(grad_output, norm.dims(), kMaxNestedDims)),
+                                             to_python_nested(make_rows(input, norm.dims(), kMaxNestedDims)),
+                                             to_python(Tables(input, cos, sin, kMaxNestedDims), rope),
+                                             dx.has_value() ? to_python_nested(dx->rows()) : py::object(py::none()),
                                              grad_weight.defined(), contiguous(norm.weight), norm.weight_offset,
                                              problem.eps, problem.groups, problem.rows, problem.cols)
                .cast<OptionalTensor>();
@@ -184,9 +197,9 @@ struct TritonBackend {
   }
 
  private:
-  static std::optional<Target> target(const Tensor& gradient, const Norm& norm) {
+  static std::optional<Target> target(const Tensor& gradient, const Norm& norm, int max_dims = kMaxDims) {
     std::optional<Target> target;
-    if (gradient.defined()) target.emplace(gradient, norm.dims(), kMaxDims);
+    if (gradient.defined()) target.emplace(gradient, norm.dims(), max_dims);
     return target;
   }
 };

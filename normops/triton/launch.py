@@ -21,12 +21,26 @@ class Rows(NamedTuple):
     inner_stride: int
 
 
+class NestedRows(NamedTuple):
+    """The rows of a tensor, in three dimensions.
+
+    Row r starts at element ``r // (middle * inner) * outer_stride + r // inner % middle * middle_stride +
+    r % inner * inner_stride``.
+    """
+
+    tensor: Tensor
+    middle: int
+    inner: int
+    outer_stride: int
+    middle_stride: int
+    inner_stride: int
+
+
 class Rotation(NamedTuple):
     """How rows are rotated: the columns [offset, offset + 2 * pairs), by cos and sin.
 
-    Row r of these starts at element ``r // (middle * inner) * outer_stride + r // inner % middle * middle_stride +
-    r % inner * inner_stride``, and has an angle for each pair, or for each column. Column i belongs with i + pairs,
-    or 2 * i, interleaved, with 2 * i + 1.
+    Column i of these belongs with i + pairs, or 2 * i, interleaved, with 2 * i + 1. The rows of cos and sin lie as
+    NestedRows, and have an angle for each pair, or for each column.
     """
 
     cos: Tensor
@@ -57,6 +71,11 @@ def arguments(rows: Rows | None) -> tuple[Tensor | None, int, int, int]:
     return (None, 1, 0, 0) if rows is None else rows
 
 
+def nested_arguments(rows: NestedRows | None) -> tuple[Tensor | None, int, int, int, int, int]:
+    """NestedRows as a kernel takes them."""
+    return (None, 1, 1, 0, 0, 0) if rows is None else rows
+
+
 def named_arguments(name: str, rows: Rows | None) -> dict[str, Any]:
     """Rows that only some launches have, as a kernel takes them: by name."""
     names = (name, f"{name}_inner", f"{name}_outer_stride", f"{name}_inner_stride")
@@ -78,7 +97,7 @@ def constants(config: RowConfig) -> dict[str, int]:
     }
 
 
-def compute_type(input: Rows) -> tl.dtype:
+def compute_type(input: Rows | NestedRows) -> tl.dtype:
     """The type that kernels for this input compute in."""
     return tl.float64 if input.tensor.dtype == torch.float64 else tl.float32
 
@@ -88,7 +107,7 @@ def index_type(rows: int) -> tl.dtype:
     return tl.int32 if rows < 1 << 31 else tl.int64
 
 
-def make_partials(programs: int, cols: int, input: Rows) -> Tensor:
+def make_partials(programs: int, cols: int, input: Rows | NestedRows) -> Tensor:
     """Memory for partial sums of grad_weight: a row for each program of a backward."""
     dtype = torch.float64 if input.tensor.dtype == torch.float64 else torch.float32
     return torch.empty((programs, cols), dtype=dtype, device=input.tensor.device)

@@ -70,15 +70,15 @@ def gated_config(cols: int, compute_bytes: int) -> RowConfig:
     return _row_config(cols, compute_bytes, BACKWARD_THREADS, GATED_BLOCK_BYTES, elements, parts)
 
 
-# With a rotation, rows up to 16 KiB are held: while x, dy, the scale and the sum of grad_weight are, cos and sin take as
-# many registers again. Wider rows, which no model has as heads, are read twice.
+# With a rotation, rows up to 16 KiB are held: beside x, dy, the scale and the sum of grad_weight, cos and sin take half
+# as many registers again. Wider rows, which no model has as heads, are read twice.
 ROPE_BLOCK_BYTES = BLOCK_BYTES // 2
 ROPE_THREADS = 256
 MOST_REST_PARTS = 4
 
 
 def rope_config(cols: int, pairs: int, compute_bytes: int) -> tuple[RowConfig, int]:
-    """The configuration of rms_norm_rope and its backward, whose blocks have the first, or the second, of a row's pairs.
+    """The configuration of rms_norm_rope and its backward, whose blocks have the first, or the second, of pairs.
 
     With it, how many blocks hold the columns that are not rotated.
     """

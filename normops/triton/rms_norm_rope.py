@@ -11,19 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 from normops.triton.launch import (
+    NestedRows,
     Rotation,
-    Rows,
-    arguments,
     compute_type,
     index_type,
     make_partials,
+    nested_arguments,
     options,
     rotation_arguments,
     rotation_constants,
 )
 from normops.triton.launch_config import backward_programs, rope_config
-from normops.triton.rms_norm import launch_backward, launch_forward
-from normops.triton.row import factors_of, load, load_scale, nested_offsets, rstd_of, store
+from normops.triton.row import factors_of, load, load_scale, nested_row_offsets, rstd_of, store
 from normops.triton.sums import sum_columns, sum_rows
 
 
@@ -119,8 +118,8 @@ def _load_rotated_back(
 
 @triton.jit
 def rope_forward_kernel(
-    x, x_inner, x_outer_stride, x_inner_stride,
-    y, y_inner, y_outer_stride, y_inner_stride,
+    x, x_middle, x_inner, x_outer_stride, x_middle_stride, x_inner_stride,
+    y, y_middle, y_inner, y_outer_stride, y_middle_stride, y_inner_stride,
     cos, sin, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride,
     weight, groups, rows,
     cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr,
@@ -139,9 +138,11 @@ def rope_forward_kernel(
         rotated_weight = weight + offset
     is_row = (row < rows)[:, None]
     row = row.to(index)
-    x_offsets = nested_offsets(row, 1, x_inner, x_outer_stride, 0, x_inner_stride)
-    y_offsets = nested_offsets(row, 1, y_inner, y_outer_stride, 0, y_inner_stride)
-    angles = nested_offsets(row, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride)
+    x_offsets = nested_row_offsets(row, x_middle, x_inner, x_outer_stride, x_middle_stride, x_inner_stride)
+    y_offsets = nested_row_offsets(row, y_middle, y_inner, y_outer_stride, y_middle_stride, y_inner_stride)
+    angles = nested_row_offsets(
+        row, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride
+    )
 
     if parts != 0:
         h1, h2 = _load_pairs(x + offset, x_offsets, 0, is_row, pairs, block_cols, interleaved, compute)
@@ -199,9 +200,9 @@ def _in_any_layout(x):
 
 @triton.jit
 def rope_backward_kernel(
-    dy, dy_inner, dy_outer_stride, dy_inner_stride,
-    x, x_inner, x_outer_stride, x_inner_stride,
-    dx, dx_inner, dx_outer_stride, dx_inner_stride,
+    dy, dy_middle, dy_inner, dy_outer_stride, dy_middle_stride, dy_inner_stride,
+    x, x_middle, x_inner, x_outer_stride, x_middle_stride, x_inner_stride,
+    dx, dx_middle, dx_inner, dx_outer_stride, dx_middle_stride, dx_inner_stride,
     cos, sin, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride,
     weight, partials, groups, rows,
     cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr,
@@ -242,10 +243,10 @@ def rope_backward_kernel(
         is_row = (row < rows)[:, None]
         is_added = (row != program)[:, None]
         row = row.to(index)
-        dy_offsets = nested_offsets(row, 1, dy_inner, dy_outer_stride, 0, dy_inner_stride)
-        x_offsets = nested_offsets(row, 1, x_inner, x_outer_stride, 0, x_inner_stride)
-        dx_offsets = nested_offsets(row, 1, dx_inner, dx_outer_stride, 0, dx_inner_stride)
-        angles = nested_offsets(
+        dy_offsets = nested_row_offsets(row, dy_middle, dy_inner, dy_outer_stride, dy_middle_stride, dy_inner_stride)
+        x_offsets = nested_row_offsets(row, x_middle, x_inner, x_outer_stride, x_middle_stride, x_inner_stride)
+        dx_offsets = nested_row_offsets(row, dx_middle, dx_inner, dx_outer_stride, dx_middle_stride, dx_inner_stride)
+        angles = nested_row_offsets(
             row, table_middle, table_inner, table_outer_stride, table_middle_stride, table_inner_stride
         )
         if parts != 0:
@@ -350,9 +351,9 @@ def rope_backward_kernel(
 
 
 def launch_rope_forward(
-    input: Rows,
+    input: NestedRows,
     rotation: Rotation,
-    output: Rows,
+    output: NestedRows,
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
@@ -361,22 +362,20 @@ def launch_rope_forward(
     cols: int,
 ) -> None:
     """Launches rms_norm_rope. ``weight`` is ``[groups, cols]``."""
-    if rotation.pairs == 0:
-        return launch_forward(input, None, output, None, weight, weight_offset, eps, groups, rows, cols)
     compute = compute_type(input)
     config, rest_parts = rope_config(cols, rotation.pairs, compute.primitive_bitwidth // 8)
     rope_forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
-        *arguments(input), *arguments(output), *rotation_arguments(rotation), weight, groups, rows,
+        *nested_arguments(input), *nested_arguments(output), *rotation_arguments(rotation), weight, groups, rows,
         **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
         compute=compute, index=index_type(rows), rest_parts=rest_parts, **options(config, input.tensor.device),
     )  # fmt: skip
 
 
 def launch_rope_backward(
-    grad_output: Rows,
-    input: Rows,
+    grad_output: NestedRows,
+    input: NestedRows,
     rotation: Rotation,
-    grad_input: Rows | None,
+    grad_input: NestedRows | None,
     wants_weight: bool,
     weight: Tensor | None,
     weight_offset: float,
@@ -386,17 +385,13 @@ def launch_rope_backward(
     cols: int,
 ) -> Tensor | None:
     """Writes grad_input; returns grad_weight in the compute type, flat, if it is wanted."""
-    if rotation.pairs == 0:
-        return launch_backward(
-            grad_output, input, None, grad_input, wants_weight, weight, weight_offset, eps, groups, rows, cols
-        )
     compute = compute_type(input)
     config, rest_parts = rope_config(cols, rotation.pairs, compute.primitive_bitwidth // 8)
     programs = backward_programs(rows, groups, config, input.tensor.device)
     partials = make_partials(programs, cols, input) if wants_weight else None
     rope_backward_kernel[programs,](
-        *arguments(grad_output), *arguments(input), *arguments(grad_input), *rotation_arguments(rotation),
-        weight, partials, groups, rows,
+        *nested_arguments(grad_output), *nested_arguments(input), *nested_arguments(grad_input),
+        *rotation_arguments(rotation), weight, partials, groups, rows,
         **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
         compute=compute, index=index_type(rows), rest_parts=rest_parts, **options(config, input.tensor.device),
     )  # fmt: skip

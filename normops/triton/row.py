@@ -12,7 +12,7 @@ def row_offsets(rows, inner, outer_stride, inner_stride):
 
 
 @triton.jit
-def nested_offsets(rows, middle, inner, outer_stride, middle_stride, inner_stride):
+def nested_row_offsets(rows, middle, inner, outer_stride, middle_stride, inner_stride):
     """As row_offsets, in three dimensions. Rows in 32 bits are divided by fewer instructions."""
     outer = rows // inner
     last = rows - outer * inner
@@ -24,16 +24,19 @@ def nested_offsets(rows, middle, inner, outer_stride, middle_stride, inner_strid
 
 @triton.jit
 def load(pointer, offsets, mask, compute: tl.constexpr):
+    """What is there, in the type to compute in; 0 where the mask has none."""
     return tl.load(pointer + offsets, mask=mask, other=0.0).to(compute)
 
 
 @triton.jit
 def store(pointer, offsets, numbers, mask):
+    """Stores numbers, rounded to the type of what is there."""
     tl.store(pointer + offsets, numbers.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_scale(weight, columns, is_column, weight_offset: tl.constexpr, compute: tl.constexpr):
+    """What these columns are multiplied by: the weight and its offset, or 1."""
     if weight is None:
         scale = tl.full(columns.shape, 1.0, compute)
     else:
