@@ -229,6 +229,13 @@ def test_bit_fields(opcode: str) -> None:
     )
 
 
+def test_permuted_bytes() -> None:
+    a, b, result = elementwise("prmt.b32", ["b32"] * 2, "b32", "{0}, {1}, 0x7301U")
+    bytes_of = [x.view("u1").reshape(-1, 4) for x in (a, b, result)]
+    first, second, permuted = bytes_of
+    np.testing.assert_array_equal(permuted, np.stack([first[:, 1], first[:, 0], first[:, 3], second[:, 3]], 1))
+
+
 @pytest.mark.parametrize(
     ("opcode", "kind", "compare"),
     [

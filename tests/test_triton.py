@@ -431,7 +431,7 @@ def test_rotated_rows_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> No
     assert transposed[1].cos.data_ptr() == in_order[1].cos.data_ptr() == cos.data_ptr()
     # middle and inner, and three strides
     assert transposed[0][1:] == (heads, tokens, tokens * heads * cols, cols, heads * cols)
-    assert transposed[1][2:7] == (heads, tokens, 0, 0, 4)
+    assert transposed[1][2:7] == (1, tokens, 0, 0, 4)  # its samples and heads are one dimension, of stride 0
     assert in_order[0][1:] == in_order[2][1:] == (1, 1, cols, 0, 0)
     assert in_order[1][2:7] == (tokens, heads, 0, 4, 0)
     assert rows[1][2:7] == (1, 1, 4, 0, 0)

@@ -114,6 +114,17 @@ def bit_field(x: Array, position: Array, length: Array) -> Array:
     return shr(shl(x, np.uint32(32) - position - length), np.uint32(32) - length)
 
 
+def permuted_bytes(a: Array, b: Array, selector: Array) -> Array:
+    """Of the four bytes of ``a`` and then those of ``b``, the ones that the selector's digits say, lowest first."""
+    both = a.astype("u8") | b.astype("u8") << np.uint64(32)
+    result = np.zeros_like(a)
+    for byte in range(4):
+        chosen = selector >> np.uint32(4 * byte) & np.uint32(7)
+        found = both >> (chosen.astype("u8") * np.uint64(8)) & np.uint64(0xFF)
+        result |= found.astype("u4") << np.uint32(8 * byte)
+    return result
+
+
 def bf16_of_f32(x: Array) -> Array:
     bits = x.view("u4")
     rounding = np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
@@ -167,6 +178,7 @@ HELPERS = {
         shl,
         shr,
         bit_field,
+        permuted_bytes,
         bf16_of_f32,
         f32_of_bf16,
         pair_of,

@@ -220,6 +220,13 @@ def _bit_field(t: _Translator, i: Instruction, kind: str) -> None:
     t.compute(i, kind, "bit_field({}, {}, {})", kind, "u32", "u32")
 
 
+@opcode(r"prmt\.b32")
+def _permute(t: _Translator, i: Instruction) -> None:
+    selector = int(i.operands[3].rstrip("U"), 0)  # one that is a register is not known
+    assert not selector & 0x8888, i.operands  # nor are signs
+    t.compute(i, "u32", "permuted_bytes({}, {}, {})", "u32", "u32", "u32")
+
+
 # Floating point.
 
 
