@@ -324,10 +324,13 @@ class Group:
         places = self._shared_places(address, source.itemsize * len(values), mask, line)
         self.machine.shared.write(places, self._of_active(self.threads, mask), source, line)
 
-    def store_matrix(self, address: Array, values: Any, mask: Mask | None, line: int) -> None:
+    def store_matrix(self, address: Array, values: Any, transposed: bool, mask: Mask | None, line: int) -> None:
         """Of m8n8.b16: a lane has two neighbours in row lane / 4, and eight lanes have the addresses of the rows."""
         self._expect_whole_warps(mask, line)
         for n, value in enumerate(values):
+            if transposed:
+                matrices = np.ascontiguousarray(np.broadcast_to(value, self.width)).view("u2").reshape(-1, 8, 8)
+                value = np.ascontiguousarray(matrices.transpose(0, 2, 1)).view("u4").ravel()
             self.store_shared(self._matrix_address(address, n), (value,), "u4", mask, line)
 
     def load_matrix(self, address: Array, count: int, transposed: bool, mask: Mask | None, line: int) -> list[Array]:

@@ -361,12 +361,14 @@ def _shuffle(t: _Translator, i: Instruction, mode: str) -> None:
     t.write(target, t.call(i, f"shuffle_{mode}", *operands), "u32")
 
 
-@opcode(r"stmatrix\.sync\.aligned\.m8n8\.x([124])\.shared\.b16")
-def _store_matrix(t: _Translator, i: Instruction, count: str) -> None:
+@opcode(r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
+def _store_matrix(t: _Translator, i: Instruction, count: str, transposed: str | None) -> None:
     names = names_of(i.operands[1])
     assert len(names) == int(count), names
     sources = ", ".join(t.read(name, "b32") for name in names)
-    t.lines.append(t.call(i, "store_matrix", t.address(i.operands[0], "u32"), f"({sources},)"))
+    t.lines.append(
+        t.call(i, "store_matrix", t.address(i.operands[0], "u32"), f"({sources},)", str(transposed is not None))
+    )
 
 
 @opcode(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
