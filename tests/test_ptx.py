@@ -340,17 +340,23 @@ def test_shuffles_and_vectors() -> None:
     np.testing.assert_array_equal(output.reshape(-1, 2), np.stack([np.arange(32) ^ 5, np.full(32, 6)], 1))
 
 
-@pytest.mark.parametrize(("stored", "loaded"), [("", ""), ("", ".trans"), (".trans", ""), (".trans", ".trans")])
-def test_matrices(stored: str, loaded: str) -> None:
+STORES = ("stmatrix.sync.aligned.m8n8.x1.shared.b16", "stmatrix.sync.aligned.m8n8.x1.trans.shared.b16")
+LOADS = ("ldmatrix.sync.aligned.m8n8.x1.shared.b16", "ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16")
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("load", LOADS)
+def test_matrices(store: str, load: str) -> None:
     """Rows of 8 times 8 numbers of 16 bits, by lane two numbers of each."""
     body = ADDRESS + "mov.u32 %r1, static;\nand.b32 %r2, %r90, 7;\nshl.b32 %r2, %r2, 4;\nadd.s32 %r2, %r1, %r2;\n"
     body += "shl.b32 %r5, %r90, 1;\nshl.b32 %r6, %r5, 16;\nadd.s32 %r6, %r6, 65536;\nor.b32 %r5, %r5, %r6;\n"
-    body += f"stmatrix.sync.aligned.m8n8.x1{stored}.shared.b16 [%r2], {{%r5}};\nbar.sync 0;\n"
-    body += f"ldmatrix.sync.aligned.m8n8.x1{loaded}.shared.b16 {{%r7}}, [%r2];\nst.global.u32 [%rd1], %r7;"
+    body += f"{store} [%r2], {{%r5}};\nbar.sync 0;\n{load} {{%r7}}, [%r2];\nst.global.u32 [%rd1], %r7;"
     output = aligned(32, "u4")
     run(body, [output])
     matrix = np.arange(64).reshape(8, 8)
-    np.testing.assert_array_equal(output.view("u2").reshape(8, 8), matrix if stored == loaded else matrix.T)
+    np.testing.assert_array_equal(
+        output.view("u2").reshape(8, 8), matrix if STORES.index(store) == LOADS.index(load) else matrix.T
+    )
 
 
 CLUSTER = """
