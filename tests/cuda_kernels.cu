@@ -6,6 +6,7 @@
 #include "gated_rms_norm_backward.cu"
 #include "rms_norm.cu"
 #include "rms_norm_backward.cu"
+#include "rms_norm_rope.cu"
 
 namespace normops::cuda {
 namespace {
@@ -41,6 +42,9 @@ const int64_t structure_bytes[] = {sizeof(RowLayout),
                                    sizeof(AddRmsNormArgs),
                                    sizeof(GatedRmsNormArgs),
                                    sizeof(GatedRmsNormBackwardArgs),
+                                   sizeof(Rotation),
+                                   sizeof(RmsNormRopeArgs),
+                                   sizeof(RmsNormRopeBackwardArgs),
                                    sizeof(Device),
                                    sizeof(RowConfig)};
 
@@ -58,6 +62,10 @@ const char* gated_rms_norm(const GatedRmsNormArgs* args, const Device* device) {
 
 const char* gated_rms_norm_backward(const GatedRmsNormBackwardArgs* args, const Device* device) {
   return message_of([&] { launch_gated_rms_norm_backward(*args, *device, nullptr); });
+}
+
+const char* rms_norm_rope(const RmsNormRopeArgs* args, const Device* device) {
+  return message_of([&] { launch_rms_norm_rope(*args, *device, nullptr); });
 }
 
 int64_t gated_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Device* device) {
@@ -81,6 +89,8 @@ const char* grad_weight(DType dtype, DType weight_dtype, const void* partials, i
 RowConfig forward_config_of(int64_t packs_of_row, const Device* device) { return row_config(packs_of_row, *device); }
 
 RowConfig gated_config_of(int64_t packs_of_row, const Device* device) { return gated_config(packs_of_row, *device); }
+
+RowConfig rope_config_of(int64_t slots_of_row, const Device* device) { return rope_config(slots_of_row, *device); }
 
 RowConfig backward_config_of(DType dtype, int64_t packs_of_row, const Device* device) {
   return dispatch(dtype, [&]<class T>() -> RowConfig {

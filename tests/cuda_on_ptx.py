@@ -119,8 +119,8 @@ class Gpu:
 
 
 _structs = read_structs()
-RowLayout, RowConfig, Weight, Gating, Device = (
-    _structs[name] for name in ("RowLayout", "RowConfig", "Weight", "Gating", "Device")
+RowLayout, RowConfig, Weight, Gating, Rotation, Device = (
+    _structs[name] for name in ("RowLayout", "RowConfig", "Weight", "Gating", "Rotation", "Device")
 )
 
 
@@ -205,11 +205,11 @@ class Kernels:
         assert list(sizes) == [ctypes.sizeof(struct) for struct in _structs.values()]
         for name in ("rms_norm", "rms_norm_backward", "add_rms_norm", "grad_weight"):
             getattr(self._library, name).restype = ctypes.c_char_p
-        for name in ("gated_rms_norm", "gated_rms_norm_backward"):
+        for name in ("gated_rms_norm", "gated_rms_norm_backward", "rms_norm_rope"):
             getattr(self._library, name).restype = ctypes.c_char_p
         for name in ("partials", "gated_partials"):
             getattr(self._library, name).restype = ctypes.c_int64
-        for name in ("forward_config_of", "backward_config_of", "gated_config_of"):
+        for name in ("forward_config_of", "backward_config_of", "gated_config_of", "rope_config_of"):
             getattr(self._library, name).restype = RowConfig
 
     def _memory_of_call(self) -> Memory:
@@ -252,6 +252,9 @@ class Kernels:
 
     def gated_config(self, packs_of_row: int, on: Structure) -> Structure:
         return self._library.gated_config_of(ctypes.c_int64(packs_of_row), ctypes.byref(on))
+
+    def rope_config(self, slots_of_row: int, on: Structure) -> Structure:
+        return self._library.rope_config_of(ctypes.c_int64(slots_of_row), ctypes.byref(on))
 
     def backward_config(self, dtype: torch.dtype, packs_of_row: int, on: Structure) -> Structure:
         return self._library.backward_config_of(DTYPES.index(dtype), ctypes.c_int64(packs_of_row), ctypes.byref(on))
@@ -471,6 +474,52 @@ class Kernels:
             grad_gate.result() if grad_gate is not None else None,
             self._grad_weight(dtype, weight, partials, seed),
         )
+
+    def rms_norm_rope(
+        self,
+        input: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        weight: Tensor | None = None,
+        weight_offset: float = 0.0,
+        *,
+        interleaved: bool = False,
+        rotary_dim: int | None = None,
+        rotary_offset: int = 0,
+        eps: float = EPS,
+        output: Output | None = None,
+        on: Structure | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        output = output or Output(tuple(input.shape), input.dtype)
+        x, y = self._rows("input", input), self._written("output", output)
+        cols = input.shape[-1]
+        args = _structs["RmsNormRopeArgs"](
+            DTYPES.index(input.dtype),
+            input.numel() // cols,
+            cols,
+            eps,
+            self._weight(weight, weight_offset),
+            *x[1:],
+            *y[1:],
+            self._rotation(input, cos, sin, interleaved, rotary_dim, rotary_offset),
+        )
+        self._call("rms_norm_rope", ctypes.byref(args), on=on or device(), seed=seed)
+        return output.result()
+
+    def _rotation(
+        self, input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int | None, rotary_offset: int
+    ) -> Structure:
+        """What Tables and make_rotation of csrc/launch.h make of them."""
+        are_alike = cos.stride() == sin.stride()
+        c, s = (
+            self._rows(name, (table if are_alike else table.contiguous()).expand(*input.shape[:-1], -1))
+            for name, table in (("cos", cos), ("sin", sin))
+        )
+        columns = cos.shape[-1]
+        pairs = (columns if rotary_dim is None else rotary_dim) // 2
+        dtype = DTYPES.index(cos.dtype)
+        return Rotation(interleaved, columns == pairs, dtype, rotary_offset, pairs, c.data, s.data, c.layout)
 
     def _grad_weight(self, dtype: int, weight: Tensor | None, partials: Output | None, seed: int) -> Tensor | None:
         if partials is None or weight is None:

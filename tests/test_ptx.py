@@ -149,6 +149,8 @@ ARITHMETIC: list[tuple[str, list[str], str, Callable[..., Array]]] = [
     ("mul.wide.s32", ["s32"] * 2, "s64", lambda a, b: a.astype("i8") * b),
     ("mad.wide.u32", ["u32", "u32", "u64"], "u64", lambda a, b, c: a.astype("u8") * b + c),
     ("mad.lo.s32", ["s32"] * 3, "s32", lambda a, b, c: a * b + c),
+    ("min.s32", ["s32"] * 2, "s32", np.minimum),
+    ("max.u64", ["u64"] * 2, "u64", np.maximum),
     ("neg.s32", ["s32"], "s32", lambda a: -a),
     ("and.b32", ["b32"] * 2, "b32", lambda a, b: a & b),
     ("xor.b64", ["b64"] * 2, "b64", lambda a, b: a ^ b),

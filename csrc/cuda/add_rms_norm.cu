@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
   const auto load_sum = [&](int64_t column, int64_t count) {
     return load<kPack<R>>(addition.residual_out, h, column, count);
   };
-  normalize_any_width(args, add, load_sum);
+  normalize_any_width(args, Columns<R, int64_t>(args.cols), add, load_sum);
 }
 
 }  // namespace

@@ -27,15 +27,21 @@ struct Forward {
   }
 };
 
+// Packs begin at multiples of a pack where `begins` is one, too.
 template <class T, class R>
-Forward<T, R, General> forward_of(const RmsNormArgs& args) {
+Forward<T, R, General> forward_of(const RmsNormArgs& args, int64_t begins) {
   return {args.rows,
           args.cols,
           1.0 / static_cast<double>(args.cols),
           args.eps,
           {args.weight.groups},
-          scale_of<R>(args.weight, args.cols),
-          rows_of<T, R>(args.output, args.output_rows, args.cols)};
+          scale_of<R>(args.weight, begins),
+          rows_of<T, R>(args.output, args.output_rows, begins)};
+}
+
+template <class T, class R>
+Forward<T, R, General> forward_of(const RmsNormArgs& args) {
+  return forward_of<T, R>(args, args.cols);
 }
 
 // h * rstd * w
@@ -49,17 +55,19 @@ __device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbe
 
 // What an operator computes of the normalized numbers before they are written: nothing.
 struct NoEpilogue {
-  template <class Numbers, class... Place>
-  __device__ void operator()(Numbers&, Place...) const {}
+  template <class... Computed>
+  __device__ void operator()(const Computed&...) const {}
 };
 
 // Normalizes rows that are held in registers: a thread has kPacks packs of each, or the numbers of as many.
-// epilogue(numbers, r, p) changes what is written for pack p of row r.
-template <class T, class R, class Access, class Scale, class Values, int kRows, int kPacks, class Epilogue = NoEpilogue>
+// epilogue(numbers, r, p) changes what is written for the packs from p on that belong together, of row r.
+template <class T, class R, class Access, class Scale, class Columns, class Values, int kRows, int kPacks,
+          class Epilogue = NoEpilogue>
 __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& scale, const TakenRows& rows,
-                               const Columns<R, int>& columns, Values (&h)[kRows][kPacks],
+                               const Columns& columns, Values (&h)[kRows][kPacks],
                                RowSums<compute_t<R>, kRows, kPacks>& sum_row, Epilogue epilogue = {}) {
   using Compute = compute_t<R>;
+  constexpr int kTogether = Columns::kTogether;
   typename Scale::Held held[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; p++) held[p] = scale.hold(columns.column(p), columns.count(p));
@@ -83,32 +91,41 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& s
   for (int r = 0; r < kRows; r++) target[r] = columns.of_row(args.output.row(rows.first, rows.further(r)));
 
 #pragma unroll
-  for (int p = 0; p < kPacks; p++) {
-    const int column = columns.column(p), count = columns.count(p);
-    const Numbers<R> w = scale.numbers(held[p], column, count);
+  for (int p = 0; p < kPacks; p += kTogether) {
+    Numbers<R> w[kTogether];
+#pragma unroll
+    for (int t = 0; t < kTogether; t++) {
+      w[t] = scale.numbers(held[p + t], columns.column(p + t), columns.count(p + t));
+    }
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      Numbers<R> y = normalized<R>(h[r][p], rstd[r], w);
+      Numbers<R> y[kTogether];
+#pragma unroll
+      for (int t = 0; t < kTogether; t++) y[t] = normalized<R>(h[r][p + t], rstd[r], w[t]);
       epilogue(y, r, p);
-      store(args.output, target[r], columns.offset(p), rows.has(r) ? count : 0, from_compute<T>(y));
+#pragma unroll
+      for (int t = 0; t < kTogether; t++) {
+        const int count = rows.has(r) ? columns.count(p + t) : 0;
+        store(args.output, target[r], columns.offset(p + t), count, from_compute<T>(y[t]));
+      }
     }
     keep_few_registers<kPacks>();
   }
 }
 
 // Normalizes a row of any width, in a block of kAnyWidth. load(column, count) returns a pack of the row, or its
-// numbers, and is called twice for each pack, the second time when the row has been summed. epilogue(numbers, column,
-// count) changes what is written.
-template <class T, class R, class LoadFirst, class LoadAgain, class Epilogue = NoEpilogue>
-__device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirst load_first, LoadAgain load_again,
-                                    Epilogue epilogue = {}) {
+// numbers, and is called twice for each pack, the second time when the row has been summed. epilogue(numbers, p)
+// changes what is written for the thread's packs from p on that belong together.
+template <class T, class R, class Columns, class LoadFirst, class LoadAgain, class Epilogue = NoEpilogue>
+__device__ void normalize_any_width(const Forward<T, R, General>& args, const Columns& columns, LoadFirst load_first,
+                                    LoadAgain load_again, Epilogue epilogue = {}) {
   using Compute = compute_t<R>;
+  constexpr int kTogether = Columns::kTogether;
   __shared__ RowSumShared<double, 1> shared;
   RowSums<double, 1, kAnyWidth.packs> sum_row(shared);
   wait_for_previous_kernel();
-  const Columns<R, int64_t> columns(args.cols);
   double square_sum[1] = {};
-  for (int64_t first = 0; columns.count(first) > 0; first += kPacksOfChain) {
+  for (int64_t first = 0; columns.reaches(first); first += kPacksOfChain) {
     Compute chains[kChains<R>] = {};
 #pragma unroll
     for (int p = 0; p < kPacksOfChain; p++) {
@@ -122,11 +139,18 @@ __device__ void normalize_any_width(const Forward<T, R, General>& args, LoadFirs
   const BlockRows block(args.groups.count, 1);
   const auto scale = args.scale.of_group(block.group, args.cols);
   T* const target = args.output.row(block.first);
-  for (int64_t p = 0; columns.count(p) > 0; p++) {
-    const int64_t column = columns.column(p), count = columns.count(p);
-    Numbers<R> y = normalized<R>(load_again(column, count), rstd, scale.numbers({}, column, count));
-    epilogue(y, column, count);
-    store(args.output, target, column, count, from_compute<T>(y));
+  for (int64_t p = 0; columns.reaches(p); p += kTogether) {
+    Numbers<R> y[kTogether];
+#pragma unroll
+    for (int t = 0; t < kTogether; t++) {
+      const int64_t column = columns.column(p + t), count = columns.count(p + t);
+      y[t] = normalized<R>(load_again(column, count), rstd, scale.numbers({}, column, count));
+    }
+    epilogue(y, p);
+#pragma unroll
+    for (int t = 0; t < kTogether; t++) {
+      store(args.output, target, columns.column(p + t), columns.count(p + t), from_compute<T>(y[t]));
+    }
   }
 }
 

@@ -41,9 +41,9 @@ __global__ void __launch_bounds__(gated_threads(kPacks), gated_min_blocks(kPacks
     return activate<T>(gate[r].numbers(gated.gate, columns, p), gated.activation).value;
   };
   if constexpr (kNormFirst) {
-    normalize_rows(args, scale, rows, columns, x, sum_row, [&](Numbers<T>& y, int r, int p) {
+    normalize_rows(args, scale, rows, columns, x, sum_row, [&](Numbers<T>(&y)[1], int r, int p) {
       if (p == 0) gate[r].keep();
-      multiply<T>(y, activated(r, p));
+      multiply<T>(y[0], activated(r, p));
     });
   } else {
     Numbers<T> h[kRows][kPacks];
@@ -65,6 +65,7 @@ template <class T, bool kNormFirst>
 __global__ void __launch_bounds__(kAnyWidth.threads, 1)
     gated_rms_norm_any_width_kernel(const Forward<T, T, General> args, const Gated<T, General> gated) {
   const int64_t row = BlockRows(args.groups.count, 1).first;
+  const Columns<T, int64_t> columns(args.cols);
   const T* const x = gated.input.row(row);
   const char* const gate = gated.gate.row(row);
   const auto load_x = [&](int64_t column, int64_t count) { return load<kPack<T>>(gated.input, x, column, count); };
@@ -72,8 +73,8 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
     return activate<T>(load_numbers(gated.gate, gate, column, count), gated.activation).value;
   };
   if constexpr (kNormFirst) {
-    normalize_any_width(args, load_x, load_x, [&](Numbers<T>& y, int64_t column, int64_t count) {
-      multiply<T>(y, activated(column, count));
+    normalize_any_width(args, columns, load_x, load_x, [&](Numbers<T>(&y)[1], int64_t p) {
+      multiply<T>(y[0], activated(columns.column(p), columns.count(p)));
     });
   } else {
     const auto load_h = [&](int64_t column, int64_t count) {
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
       multiply<T>(h, activated(column, count));
       return h;
     };
-    normalize_any_width(args, load_h, load_h);
+    normalize_any_width(args, columns, load_h, load_h);
   }
 }
 

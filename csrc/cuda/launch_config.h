@@ -90,4 +90,17 @@ constexpr RowConfig gated_config(int64_t packs_of_row, const Device& device) {
   return config.cluster <= device.cluster ? config : kAnyWidth;
 }
 
+// rms_norm_rope and its backward hold rows in slots of two packs, and as much of them as those with a gate. A thread
+// has at least a slot, so that half as many have a narrow row. Both sum a row in the same order.
+constexpr bool is_rope_packs(int packs) { return packs == 2 || packs == 4; }
+
+constexpr RowConfig rope_config(int64_t slots_of_row, const Device& device) {
+  RowConfig config = gated_config(2 * slots_of_row, device);
+  if (config.packs == 1) {
+    config.packs = 2;
+    config.threads /= 2;
+  }
+  return config;
+}
+
 }  // namespace normops::cuda

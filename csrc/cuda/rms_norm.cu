@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
     rms_norm_any_width_kernel(const Forward<T, T, General> args, const RowsOf<const T> input) {
   const T* const row = input.row(BlockRows(args.groups.count, 1).first);
   const auto load_pack = [&](int64_t column, int64_t count) { return load<kPack<T>>(input, row, column, count); };
-  normalize_any_width(args, load_pack, load_pack);
+  normalize_any_width(args, Columns<T, int64_t>(args.cols), load_pack, load_pack);
 }
 
 }  // namespace

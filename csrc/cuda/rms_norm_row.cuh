@@ -6,9 +6,12 @@
 
 namespace normops::cuda {
 
-// The columns of a thread's packs. Index is as wide as the row needs: 32 bits take fewer registers.
+// The columns of a thread's packs. Index is as wide as the row needs: 32 bits take fewer registers. Operators that deal
+// with several packs at once have others, with functions of the same names.
 template <class T, class Index>
 struct Columns {
+  static constexpr int kTogether = 1;  // packs
+
   Index cols;
   Index first = static_cast<Index>((cluster_rank() * blockDim.x + threadIdx.x) * kPack<T>);
   Index step = static_cast<Index>(cluster_blocks() * blockDim.x * kPack<T>);
@@ -21,6 +24,11 @@ struct Columns {
   __device__ Index offset(Index pack) const { return pack * step; }
   // How many elements of the pack are inside the row: 0 or less if it is behind the row's end.
   __device__ Index count(Index pack) const { return cols - column(pack); }
+  // Whether this pack of the thread, or one after it, is inside the row.
+  __device__ bool reaches(Index pack) const { return count(pack) > 0; }
+  // Whether no other pack has what would be the column of the pack's element i, inside the row or behind it.
+  __device__ bool owns(Index, int) const { return true; }
+  __device__ void take_none() { cols = 0; }
 
   // The address of the first of the thread's elements in a row, computed only once.
   template <class W>
@@ -70,9 +78,9 @@ __device__ void keep_few_registers() {
 
 // Loads a thread's packs of a row, or zeros if there is no such row. That, and `aligned`, are asked before all loads,
 // so that the loads follow one another.
-template <class R, class Rows, class T, int kPacks>
+template <class R, class Rows, class T, int kPacks, class Columns>
 __device__ void load_packs(Elements<T, kPack<R>> (&packs)[kPacks], const Rows& rows, const T* row, bool is_row,
-                           const Columns<R, int>& columns) {
+                           const Columns& columns) {
   const T* const place = columns.of_row(row);
   if (rows.aligned) {
 #pragma unroll

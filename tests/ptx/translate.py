@@ -213,6 +213,11 @@ def _shift(t: _Translator, i: Instruction, operation: str, kind: str) -> None:
         t.compute(i, kind, operation + "({}, {})", kind, "u32")
 
 
+@opcode(r"(min|max)\.([su](?:32|64))")
+def _extreme(t: _Translator, i: Instruction, operation: str, kind: str) -> None:
+    t.compute(i, kind, f"np.{operation}imum({{}}, {{}})")
+
+
 @opcode(r"bfe\.([su]32)")
 def _bit_field(t: _Translator, i: Instruction, kind: str) -> None:
     position, length = map(int, i.operands[2:])

@@ -1,0 +1,197 @@
+// How rows are rotated: which columns a thread has, and cos and sin for these.
+#pragma once
+#include "rms_norm_row.cuh"
+
+namespace normops::cuda {
+
+// How many slots, of two packs each, a stretch of so many columns has.
+template <class T, class Index>
+__host__ __device__ constexpr Index slots_of(Index columns) {
+  return (columns + 2 * kPack<T> - 1) / (2 * kPack<T>);
+}
+
+// cos and sin, of T or, beside 16 bits, of float32, and which columns they rotate: see Rotation.
+template <class T>
+struct RotationOf {
+  AnyRowsOf<const T> cos;
+  int64_t sin;  // how many bytes behind cos
+  int64_t offset;
+  int64_t pairs;
+  bool interleaved;
+  bool angle_of_pair;
+
+  bool is_plain() const { return cos.bytes.aligned; }
+
+  // cos of a row.
+  __device__ const char* row(int64_t first, int64_t further = 0) const { return cos.row(first, further); }
+
+  // Rotates the two packs of a slot, or rotates them back. Where there is no row, it is null.
+  template <class Access, bool kBack = false, class Columns, class Index>
+  __device__ void rotate(Numbers<T> (&packs)[2], const char* row, const Columns& columns, Index first_pack) const {
+    if (!columns.is_rotated(first_pack)) return;
+    Numbers<T> cos[2], sin[2];
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      const Index in_slot = angle_of_pair && !interleaved ? 0 : t;
+      const Index column = columns.column(first_pack + in_slot) - static_cast<Index>(offset);
+      const Index count = row != nullptr ? columns.count(first_pack + t) : 0;
+      cos[t] = angles<Access>(row, column, count);
+      sin[t] = angles<Access>(row + this->sin, column, count);
+    }
+    if (interleaved) {
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+#pragma unroll
+        for (int i = 0; i < kPack<T>; i += 2) {
+          turn<kBack>(packs[t].element[i], packs[t].element[i + 1], cos[t].element[i], sin[t].element[i],
+                      cos[t].element[i + 1], sin[t].element[i + 1]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) {
+        turn<kBack>(packs[0].element[i], packs[1].element[i], cos[0].element[i], sin[0].element[i], cos[1].element[i],
+                    sin[1].element[i]);
+      }
+    }
+  }
+
+ private:
+  using Compute = compute_t<T>;
+
+  template <bool kBack>
+  static __device__ void turn(Compute& first, Compute& second, Compute cos_first, Compute sin_first, Compute cos_second,
+                              Compute sin_second) {
+    const Compute x = first, y = second;
+    first = fma_rn(y, kBack ? sin_second : -sin_first, x * cos_first);
+    second = fma_rn(x, kBack ? -sin_first : sin_second, y * cos_second);
+  }
+
+  // Of the columns of a pack that begins at `column` of those that are rotated.
+  template <class Access, class Index>
+  __device__ Numbers<T> angles(const char* row, Index column, Index count) const {
+    if constexpr (sizeof(T) == 2) {
+      if (cos.dtype == DType::float32) return angles_of<float, Access>(row, column, count);
+    }
+    return angles_of<T, Access>(row, column, count);
+  }
+
+  template <class W, class Access, class Index>
+  __device__ Numbers<T> angles_of(const char* row, Index column, Index count) const {
+    const bool aligned = !std::is_same_v<Access, General> || cos.bytes.aligned;
+    const W* const table = reinterpret_cast<const W*>(row);
+    if (!angle_of_pair || !interleaved) {
+      return to_compute<T>(load_elements<W, kPack<T>>(table + column, count, aligned));
+    }
+    const auto of_pairs = load_elements<W, kPack<T> / 2>(table + column / 2, count / 2, aligned);
+    Numbers<T> numbers;
+#pragma unroll
+    for (int i = 0; i < kPack<T>; i++) numbers.element[i] = of_pairs.number(i / 2);
+    return numbers;
+  }
+};
+
+// The columns of a thread's packs, as for rms_norm, but in slots of two packs that are rotated together: with i it has
+// i + pairs, or, interleaved, with 2 * i it has 2 * i + 1. The columns before those that are rotated have slots of
+// their own, as have those behind them; each such stretch has its first half in the first packs of its slots.
+template <class T, class Index>
+class RotatedColumns {
+ public:
+  static constexpr int kTogether = 2;
+
+  __device__ RotatedColumns(int64_t cols, const RotationOf<T>& rotation)
+      : cols_(static_cast<Index>(cols)),
+        offset_(static_cast<Index>(rotation.offset)),
+        rotated_(static_cast<Index>(2 * rotation.pairs)),
+        is_halved_(!rotation.interleaved) {}
+
+  __device__ Index column(Index pack) const {
+    const Stretch stretch = stretch_of(pack);
+    return stretch.begin + stretch.slot * kPack<T> + (pack % 2 == 0 ? 0 : stretch.half);
+  }
+  __device__ Index offset(Index pack) const { return column(pack); }
+  // How many elements of the pack are its own: 0 or less if it is behind the end of a row, or of half a stretch.
+  __device__ Index count(Index pack) const {
+    const Stretch stretch = stretch_of(pack);
+    const Index half_end = stretch.begin + stretch.half;
+    const Index end = pack % 2 == 0 && half_end < stretch.end ? half_end : stretch.end;
+    return takes_none_ ? 0 : end - column(pack);
+  }
+  __device__ bool is_rotated(Index pack) const { return stretch_of(pack).is_rotated; }
+  __device__ bool reaches(Index pack) const {
+    return slot(pack) < slots_of<T>(offset_) + slots_of<T>(rotated_) + slots_of<T>(cols_ - offset_ - rotated_);
+  }
+  __device__ bool owns(Index pack, int i) const { return i < count(pack); }
+  __device__ void take_none() { takes_none_ = true; }
+
+  template <class W>
+  __device__ W* of_row(W* row) const {
+    return row;
+  }
+
+ private:
+  struct Stretch {
+    Index begin, half, end;
+    Index slot;  // of the stretch
+    bool is_rotated;
+  };
+
+  __device__ Index slot(Index pack) const {
+    const Index first = static_cast<Index>(cluster_rank() * blockDim.x + threadIdx.x);
+    const Index step = static_cast<Index>(cluster_blocks() * blockDim.x);
+    return first + pack / 2 * step;
+  }
+
+  __device__ Stretch stretch_of(Index pack) const {
+    const Index before = slots_of<T>(offset_), rotated = before + slots_of<T>(rotated_);
+    const Index end = offset_ + rotated_, slot = this->slot(pack);
+    Stretch stretch;
+    if (slot < before) {
+      stretch = {0, 0, offset_, slot, false};
+    } else if (slot < rotated) {
+      stretch = {offset_, 0, end, slot - before, true};
+    } else {
+      stretch = {end, 0, cols_, slot - rotated, false};
+    }
+    stretch.half =
+        stretch.is_rotated && is_halved_ ? rotated_ / 2 : slots_of<T>(stretch.end - stretch.begin) * kPack<T>;
+    return stretch;
+  }
+
+  Index cols_, offset_, rotated_;
+  bool is_halved_;
+  bool takes_none_ = false;
+};
+
+// A number that is a multiple of a pack if all stretches, and the first halves of all, begin at one: see
+// RotatedColumns.
+inline int64_t begins_of(const Rotation& rotation, int64_t cols) {
+  return cols | rotation.offset | (rotation.interleaved ? 2 * rotation.pairs : rotation.pairs);
+}
+
+template <class T>
+RotationOf<T> rotation_of(const Rotation& rotation, int64_t cols) {
+  const auto table = [&](const void* data) {
+    return any_rows_of<const T>(data, rotation.dtype, rotation.rows, begins_of(rotation, cols));
+  };
+  AnyRowsOf<const T> cos = table(rotation.cos);
+  cos.bytes.aligned = cos.bytes.aligned && table(rotation.sin).bytes.aligned;
+  return {cos,
+          static_cast<const char*>(rotation.sin) - static_cast<const char*>(rotation.cos),
+          rotation.offset,
+          rotation.pairs,
+          rotation.interleaved,
+          rotation.angle_of_pair};
+}
+
+template <class T>
+RowConfig rope_config_of(const Rotation& rotation, int64_t cols, const Device& device) {
+  const int64_t rotated = 2 * rotation.pairs, behind = cols - rotation.offset - rotated;
+  return rope_config(slots_of<T>(rotation.offset) + slots_of<T>(rotated) + slots_of<T>(behind), device);
+}
+
+// One kernel for plain access, with groups or without, is enough: heads have both.
+template <class Access>
+using RopeAccess = std::conditional_t<std::is_same_v<Access, General>, General, PlainOfGroups>;
+
+}  // namespace normops::cuda
