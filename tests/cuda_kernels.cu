@@ -7,6 +7,7 @@
 #include "rms_norm.cu"
 #include "rms_norm_backward.cu"
 #include "rms_norm_rope.cu"
+#include "rms_norm_rope_backward.cu"
 
 namespace normops::cuda {
 namespace {
@@ -66,6 +67,15 @@ const char* gated_rms_norm_backward(const GatedRmsNormBackwardArgs* args, const 
 
 const char* rms_norm_rope(const RmsNormRopeArgs* args, const Device* device) {
   return message_of([&] { launch_rms_norm_rope(*args, *device, nullptr); });
+}
+
+const char* rms_norm_rope_backward(const RmsNormRopeBackwardArgs* args, const Device* device) {
+  return message_of([&] { launch_rms_norm_rope_backward(*args, *device, nullptr); });
+}
+
+int64_t rope_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Rotation* rotation,
+                      const Device* device) {
+  return rms_norm_rope_backward_partials(dtype, rows, cols, groups, *rotation, *device);
 }
 
 int64_t gated_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Device* device) {

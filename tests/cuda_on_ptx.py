@@ -205,9 +205,9 @@ class Kernels:
         assert list(sizes) == [ctypes.sizeof(struct) for struct in _structs.values()]
         for name in ("rms_norm", "rms_norm_backward", "add_rms_norm", "grad_weight"):
             getattr(self._library, name).restype = ctypes.c_char_p
-        for name in ("gated_rms_norm", "gated_rms_norm_backward", "rms_norm_rope"):
+        for name in ("gated_rms_norm", "gated_rms_norm_backward", "rms_norm_rope", "rms_norm_rope_backward"):
             getattr(self._library, name).restype = ctypes.c_char_p
-        for name in ("partials", "gated_partials"):
+        for name in ("partials", "gated_partials", "rope_partials"):
             getattr(self._library, name).restype = ctypes.c_int64
         for name in ("forward_config_of", "backward_config_of", "gated_config_of", "rope_config_of"):
             getattr(self._library, name).restype = RowConfig
@@ -271,9 +271,11 @@ class Kernels:
         pair = (DTYPES.index(dtype), DTYPES.index(grad_output_dtype or dtype))
         return self._count_partials("partials", *pair, sizes=(rows, cols, groups), on=on)
 
-    def _count_partials(self, function: str, *dtypes: int, sizes: tuple[int, int, int], on: Structure) -> int:
+    def _count_partials(
+        self, function: str, *dtypes: int, sizes: tuple[int, int, int], on: Structure, beside: tuple[Any, ...] = ()
+    ) -> int:
         self._choose_device(on)
-        count: int = getattr(self._library, function)(*dtypes, *map(ctypes.c_int64, sizes), ctypes.byref(on))
+        count: int = getattr(self._library, function)(*dtypes, *map(ctypes.c_int64, sizes), *beside, ctypes.byref(on))
         return count
 
     def rms_norm(
@@ -506,6 +508,60 @@ class Kernels:
         )
         self._call("rms_norm_rope", ctypes.byref(args), on=on or device(), seed=seed)
         return output.result()
+
+    def rms_norm_rope_backward(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        weight: Tensor | None = None,
+        weight_offset: float = 0.0,
+        *,
+        interleaved: bool = False,
+        rotary_dim: int | None = None,
+        rotary_offset: int = 0,
+        eps: float = EPS,
+        output_mask: tuple[bool, bool] = (True, True),
+        grad_input: Output | None = None,
+        on: Structure | None = None,
+        seed: int = 0,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        on = on or device()
+        dtype = DTYPES.index(input.dtype)
+        cols = input.shape[-1]
+        rows = input.numel() // cols
+        if output_mask[0]:
+            grad_input = grad_input or Output(tuple(input.shape), input.dtype)
+        rotation = self._rotation(input, cos, sin, interleaved, rotary_dim, rotary_offset)
+        partials = None
+        if output_mask[1] and weight is not None:
+            groups = weight.shape[:-1].numel()
+            beside = (ctypes.byref(rotation),)
+            count = self._count_partials("rope_partials", dtype, sizes=(rows, cols, groups), on=on, beside=beside)
+            compute = torch.float64 if input.dtype == torch.float64 else torch.float32
+            partials = Output((count, groups * cols), compute)
+        dy, x = self._rows("grad_output", grad_output), self._rows("input", input)
+        dx = self._written("grad_input", grad_input)
+        args = _structs["RmsNormRopeBackwardArgs"](
+            dtype,
+            dtype,
+            rows,
+            cols,
+            eps,
+            self._weight(weight, weight_offset),
+            *dy[1:],
+            *x[1:],
+            *self._rows("grad_residual", None)[1:],
+            *dx[1:],
+            self._written("partials", partials).data,
+            rotation,
+        )
+        self._call("rms_norm_rope_backward", ctypes.byref(args), on=on, seed=seed)
+        return (
+            grad_input.result() if grad_input is not None else None,
+            self._grad_weight(dtype, weight, partials, seed),
+        )
 
     def _rotation(
         self, input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int | None, rotary_offset: int

@@ -42,19 +42,25 @@ struct Backward {
   }
 };
 
+// Packs begin at multiples of a pack where `begins` is one, too.
 template <class T, class R>
-Backward<T, R, General> backward_of(const RmsNormBackwardArgs& args) {
+Backward<T, R, General> backward_of(const RmsNormBackwardArgs& args, int64_t begins) {
   return {args.rows,
           args.cols,
           1.0 / static_cast<double>(args.cols),
           args.eps,
           {args.weight.groups},
-          scale_of<R>(args.weight, args.cols),
-          rows_of<const T, R>(args.grad_output, args.grad_output_rows, args.cols),
-          rows_of<const R, R>(args.input, args.input_rows, args.cols),
-          rows_of<const R, R>(args.grad_residual, args.grad_residual_rows, args.cols),
-          rows_of<R, R>(args.grad_input, args.grad_input_rows, args.cols),
+          scale_of<R>(args.weight, begins),
+          rows_of<const T, R>(args.grad_output, args.grad_output_rows, begins),
+          rows_of<const R, R>(args.input, args.input_rows, begins),
+          rows_of<const R, R>(args.grad_residual, args.grad_residual_rows, begins),
+          rows_of<R, R>(args.grad_input, args.grad_input_rows, begins),
           static_cast<compute_t<R>*>(args.grad_weight_partials)};
+}
+
+template <class T, class R>
+Backward<T, R, General> backward_of(const RmsNormBackwardArgs& args) {
+  return backward_of<T, R>(args, args.cols);
 }
 
 // The numbers of a row that its gradients are made of.
@@ -82,18 +88,18 @@ struct Terms {
 struct NoGate {
   static constexpr bool kTakesResidual = true;
   struct Nothing {};
+  struct Activated {
+    __device__ Nothing operator[](int) const { return {}; }
+  };
 
-  // What is held of a row of gates, in kPacks packs, and what is made of it once for both passes.
+  // What is held of a row of gates, in kPacks packs, and what is made of it, and of the packs of grad_output, once for
+  // both passes.
   template <int kPacks>
   struct Held {
-    struct Activated {
-      __device__ Nothing operator[](int) const { return {}; }
-    };
-
     template <class... Place>
     __device__ void load(const NoGate&, const Place&...) {}
-    template <class Columns>
-    __device__ Activated activate(const NoGate&, const Columns&) const {
+    template <class Columns, class Gradients>
+    __device__ Activated activate(const NoGate&, const Columns&, const Gradients&) const {
       return {};
     }
   };
@@ -101,7 +107,11 @@ struct NoGate {
   __device__ Nothing row(int64_t) const { return {}; }
   __device__ Nothing row_of_gradient(int64_t) const { return {}; }
 
-  __device__ Nothing activate(Nothing, int64_t, int64_t) const { return {}; }
+  // The same for packs that are dealt with together, of which p is the thread's first.
+  template <class Columns, class Gradients>
+  __device__ Activated activate(Nothing, const Columns&, int64_t, const Gradients&) const {
+    return {};
+  }
 
   template <class Gradients, class Values>
   __device__ Terms<Gradients, Values> terms(const Gradients& grad_output, const Values& input, Nothing) const {
@@ -174,7 +184,8 @@ class WeightSums {
 
   // Writes the partial sum of the block. If several rows share the block, their sums are added in the order of the
   // rows.
-  __device__ void write(const Columns<T, int>& columns, Compute* partial) {
+  template <class Columns>
+  __device__ void write(const Columns& columns, Compute* partial) {
     if (blockDim.y == 1) {
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
@@ -190,7 +201,9 @@ class WeightSums {
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
 #pragma unroll
-      for (int i = 0; i < kPack<T>; i++) shared[threadIdx.y * width + columns.column(p) + i] = at(p, i);
+      for (int i = 0; i < kPack<T>; i++) {
+        if (columns.owns(p, i)) shared[threadIdx.y * width + columns.column(p) + i] = at(p, i);
+      }
     }
     __syncthreads();
     for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < columns.cols;
@@ -207,14 +220,13 @@ class WeightSums {
 
 // Rows that fit into registers: each element is read once. A block takes rows until none is left, and then writes its
 // share of grad_weight.
-template <int kPacks, class T, class R, class Access, class Gate>
-__device__ void backward_rows(const Backward<T, R, Access>& args, const Gate& gate) {
+template <int kPacks, class T, class R, class Access, class Columns, class Gate>
+__device__ void backward_rows(const Backward<T, R, Access>& args, const Columns& columns, const Gate& gate) {
   using Compute = compute_t<R>;
   __shared__ RowSumShared<Compute, 2> shared;
   RowSums<Compute, 2, kPacks> sum_row(shared);
-  const Columns<R, int> columns(args.cols);
-  Columns<R, int> written = columns;
-  if (args.grad_input.data == nullptr) written.cols = 0;
+  Columns written = columns;
+  if (args.grad_input.data == nullptr) written.take_none();
 
   const BlockRows block(args.groups.count, blockDim.y);
   const auto scale_of_group = args.scale.of_group(block.group, args.cols);
@@ -268,7 +280,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Gate& ga
     }
     auto& [x, dy, held] = loaded;
 
-    const auto activated = held.activate(gate, columns);
+    const auto activated = held.activate(gate, columns, dy);
     Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
@@ -313,12 +325,13 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Gate& ga
 }
 
 // Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
-template <class T, class R, class Gate>
-__device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, const Gate& gate) {
+template <class T, class R, class Columns, class Gate>
+__device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, const Columns& columns,
+                                           const Gate& gate) {
   using Compute = compute_t<R>;
+  constexpr int kTogether = Columns::kTogether;
   __shared__ RowSumShared<double, 2> shared;
   RowSums<double, 2, kAnyWidth.packs> sum_row(shared);
-  const Columns<R, int64_t> columns(args.cols);
   Compute* const partial = args.partials != nullptr ? args.partials + blockIdx.x * args.cols : nullptr;
   const BlockRows block(args.groups.count, 1);
   const auto scale = args.scale.of_group(block.group, args.cols);
@@ -328,16 +341,27 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
     const T* const dy_row = args.grad_output.row(row);
     const R* const residual_row = args.grad_residual.row(row);
     const auto gate_row = gate.row(row);
-    const auto load_terms = [&](int64_t column, int64_t count) {
-      return gate.terms(load<kPack<R>>(args.grad_output, dy_row, column, count),
-                        load<kPack<R>>(args.input, x_row, column, count), gate.activate(gate_row, column, count));
+    // Calls use(terms, t) for each of the packs that are dealt with together, when all of them have been loaded.
+    const auto with_terms = [&](int64_t p, auto use) {
+      Pack<R> x[kTogether];
+      Elements<T, kPack<R>> dy[kTogether];
+#pragma unroll
+      for (int t = 0; t < kTogether; t++) {
+        const int64_t column = columns.column(p + t), count = columns.count(p + t);
+        dy[t] = load<kPack<R>>(args.grad_output, dy_row, column, count);
+        x[t] = load<kPack<R>>(args.input, x_row, column, count);
+      }
+      const auto activated = gate.activate(gate_row, columns, p, dy);
+#pragma unroll
+      for (int t = 0; t < kTogether; t++) use(gate.terms(dy[t], x[t], activated[t]), p + t);
     };
     double sums[2] = {};
-    for (int64_t first = 0; columns.count(first) > 0; first += kPacksOfChain) {
+    for (int64_t first = 0; columns.reaches(first); first += kPacksOfChain) {
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
-      for (int p = 0; p < kPacksOfChain; p++) {
-        const int64_t column = columns.column(first + p), count = columns.count(first + p);
-        add_terms<R>(load_terms(column, count), scale.numbers({}, column, count), squares, dots);
+      for (int i = 0; i < kPacksOfChain; i += kTogether) {
+        with_terms(first + i, [&](const auto& terms, int64_t p) {
+          add_terms<R>(terms, scale.numbers({}, columns.column(p), columns.count(p)), squares, dots);
+        });
       }
       sums[0] += fold(squares);
       sums[1] += fold(dots);
@@ -347,9 +371,8 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
         factors_of(static_cast<Compute>(sums[0]), static_cast<Compute>(sums[1]), args.inverse_cols, args.eps);
 
     const auto gate_target = gate.row_of_gradient(row);
-    for (int64_t p = 0; columns.count(p) > 0; p++) {
+    const auto write = [&](const auto& terms, int64_t p) {
       const int64_t column = columns.column(p), count = columns.count(p);
-      const auto terms = load_terms(column, count);
       const Numbers<R> w = scale.numbers({}, column, count);
       Numbers<R> dx = gradients<R>(terms, w, load_residual(args.grad_residual, residual_row, column, count), factors,
                                    [&](int i, Compute scaled_dy, Compute x_element) {
@@ -361,7 +384,8 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
       if (args.grad_input.data != nullptr) {
         store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));
       }
-    }
+    };
+    for (int64_t p = 0; columns.reaches(p); p += kTogether) with_terms(p, write);
   }
 }
 

@@ -31,19 +31,21 @@ struct Gate {
   }
 
   template <int kPacks>
+  struct Activations {
+    Activated<T> of_pack[kPacks];
+    __device__ const Activated<T>& operator[](int p) const { return of_pack[p]; }
+  };
+
+  template <int kPacks>
   struct Held : HeldGate<T, kPacks, Access> {
     __device__ void load(const Gate& gate, int64_t row, bool is_row, const Columns<T, int>& columns) {
       HeldGate<T, kPacks, Access>::load(gate.rows, gate.rows.row(row), is_row, columns);
     }
 
-    struct Activations {
-      Activated<T> of_pack[kPacks];
-      __device__ const Activated<T>& operator[](int p) const { return of_pack[p]; }
-    };
-
     // Formed once, for both passes over a row.
-    __device__ Activations activate(const Gate& gate, const Columns<T, int>& columns) const {
-      Activations activations;
+    template <class Gradients>
+    __device__ Activations<kPacks> activate(const Gate& gate, const Columns<T, int>& columns, const Gradients&) const {
+      Activations<kPacks> activations;
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
         activations.of_pack[p] = cuda::activate<T>(this->numbers(gate.rows, columns, p), gate.gating.activation);
@@ -56,8 +58,11 @@ struct Gate {
   __device__ auto row(int64_t index) const { return rows.row(index); }
   __device__ auto row_of_gradient(int64_t index) const { return gradients.row(index); }
 
-  __device__ Activated<T> activate(const char* row, int64_t column, int64_t count) const {
-    return cuda::activate<T>(load_numbers(rows, row, column, count), gating.activation);
+  template <class Gradients>
+  __device__ Activations<1> activate(const char* row, const Columns<T, int64_t>& columns, int64_t p,
+                                     const Gradients&) const {
+    const Numbers<T> numbers = load_numbers(rows, row, columns.column(p), columns.count(p));
+    return {{cuda::activate<T>(numbers, gating.activation)}};
   }
 
   __device__ GatedTerms<T> terms(const Pack<T>& grad_output, const Pack<T>& input, const Activated<T>& a) const {
@@ -90,13 +95,13 @@ struct Gate {
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_blocks(kPacks))
     gated_rms_norm_backward_kernel(const Backward<T, T, Access> args, const Gate<T, Access> gate) {
-  backward_rows<kPacks>(args, gate);
+  backward_rows<kPacks>(args, Columns<T, int>(args.cols), gate);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads, 1)
     gated_rms_norm_backward_any_width_kernel(const Backward<T, T, General> args, const Gate<T, General> gate) {
-  backward_rows_of_any_width(args, gate);
+  backward_rows_of_any_width(args, Columns<T, int64_t>(args.cols), gate);
 }
 
 struct GatedKernels {

@@ -7,13 +7,13 @@ namespace {
 template <class T, class R, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), backward_min_blocks(kPacks))
     rms_norm_backward_kernel(const Backward<T, R, Access> args) {
-  backward_rows<kPacks>(args, NoGate());
+  backward_rows<kPacks>(args, Columns<R, int>(args.cols), NoGate());
 }
 
 template <class T, class R>
 __global__ void __launch_bounds__(kAnyWidth.threads)
     rms_norm_backward_any_width_kernel(const Backward<T, R, General> args) {
-  backward_rows_of_any_width(args, NoGate());
+  backward_rows_of_any_width(args, Columns<R, int64_t>(args.cols), NoGate());
 }
 
 // grad_weight = sum over the partials, in chains that neighbouring threads of y share: a block sums 32 columns.

@@ -98,9 +98,10 @@ template <class T, class Index>
 class RotatedColumns {
  public:
   static constexpr int kTogether = 2;
+  Index cols;
 
   __device__ RotatedColumns(int64_t cols, const RotationOf<T>& rotation)
-      : cols_(static_cast<Index>(cols)),
+      : cols(static_cast<Index>(cols)),
         offset_(static_cast<Index>(rotation.offset)),
         rotated_(static_cast<Index>(2 * rotation.pairs)),
         is_halved_(!rotation.interleaved) {}
@@ -119,7 +120,7 @@ class RotatedColumns {
   }
   __device__ bool is_rotated(Index pack) const { return stretch_of(pack).is_rotated; }
   __device__ bool reaches(Index pack) const {
-    return slot(pack) < slots_of<T>(offset_) + slots_of<T>(rotated_) + slots_of<T>(cols_ - offset_ - rotated_);
+    return slot(pack) < slots_of<T>(offset_) + slots_of<T>(rotated_) + slots_of<T>(cols - offset_ - rotated_);
   }
   __device__ bool owns(Index pack, int i) const { return i < count(pack); }
   __device__ void take_none() { takes_none_ = true; }
@@ -151,14 +152,14 @@ class RotatedColumns {
     } else if (slot < rotated) {
       stretch = {offset_, 0, end, slot - before, true};
     } else {
-      stretch = {end, 0, cols_, slot - rotated, false};
+      stretch = {end, 0, cols, slot - rotated, false};
     }
     stretch.half =
         stretch.is_rotated && is_halved_ ? rotated_ / 2 : slots_of<T>(stretch.end - stretch.begin) * kPack<T>;
     return stretch;
   }
 
-  Index cols_, offset_, rotated_;
+  Index offset_, rotated_;
   bool is_halved_;
   bool takes_none_ = false;
 };

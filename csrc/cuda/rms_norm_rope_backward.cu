@@ -1,0 +1,132 @@
+// rms_norm_rope_backward: grad_output is rotated back, then it is rms_norm_backward of h = x
+#include "backward_rows.cuh"
+#include "rms_norm_rope_launch.h"
+#include "rope.cuh"
+
+namespace normops::cuda {
+namespace {
+
+// In the place of a gate: dy is grad_output, rotated back.
+template <class T, class Access>
+struct RotatedBack : NoGate {
+  static constexpr bool kTakesResidual = false;
+
+  const RotationOf<T>& rotation;
+
+  template <int kPacks>
+  struct Gradients {
+    Numbers<T> of_pack[kPacks];
+    __device__ const Numbers<T>& operator[](int p) const { return of_pack[p]; }
+  };
+
+  template <int kPacks>
+  struct Held {
+    const char* angles;  // null: there is no row
+
+    __device__ void load(const RotatedBack& back, int64_t row, bool is_row, const RotatedColumns<T, int>&) {
+      angles = is_row ? back.row(row) : nullptr;
+    }
+    __device__ Gradients<kPacks> activate(const RotatedBack& back, const RotatedColumns<T, int>& columns,
+                                          const Pack<T> (&grad_output)[kPacks]) const {
+      return back.rotated(angles, columns, 0, grad_output);
+    }
+  };
+
+  __device__ const char* row(int64_t index) const { return rotation.row(index); }
+
+  __device__ Gradients<2> activate(const char* row, const RotatedColumns<T, int64_t>& columns, int64_t p,
+                                   const Pack<T> (&grad_output)[2]) const {
+    return rotated(row, columns, p, grad_output);
+  }
+
+  __device__ Terms<Numbers<T>, Pack<T>> terms(const Pack<T>&, const Pack<T>& input, const Numbers<T>& dy) const {
+    return {dy, input};
+  }
+
+ private:
+  template <class Columns, class Index, int kPacks>
+  __device__ Gradients<kPacks> rotated(const char* row, const Columns& columns, Index first,
+                                       const Pack<T> (&grad_output)[kPacks]) const {
+    Gradients<kPacks> gradients;
+#pragma unroll
+    for (int p = 0; p < kPacks; p += 2) {
+      Numbers<T> slot[2] = {to_compute<T>(grad_output[p]), to_compute<T>(grad_output[p + 1])};
+      rotation.template rotate<Access, true>(slot, row, columns, first + p);
+      gradients.of_pack[p] = slot[0];
+      gradients.of_pack[p + 1] = slot[1];
+      keep_few_registers<kPacks>();
+    }
+    return gradients;
+  }
+};
+
+// Rows that fit into registers: each element is read once.
+template <class T, int kPacks, class Access>
+__global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_blocks(kPacks))
+    rms_norm_rope_backward_kernel(const Backward<T, T, Access> args, const RotationOf<T> rotation) {
+  backward_rows<kPacks>(args, RotatedColumns<T, int>(args.cols, rotation), RotatedBack<T, Access>{{}, rotation});
+}
+
+template <class T>
+__global__ void __launch_bounds__(kAnyWidth.threads, 1)
+    rms_norm_rope_backward_any_width_kernel(const Backward<T, T, General> args, const RotationOf<T> rotation) {
+  backward_rows_of_any_width(args, RotatedColumns<T, int64_t>(args.cols, rotation),
+                             RotatedBack<T, General>{{}, rotation});
+}
+
+struct RopeKernels {
+  template <class T, class R, int kPacks, class Access>
+  static constexpr auto held() {
+    return rms_norm_rope_backward_kernel<T, kPacks, RopeAccess<Access>>;
+  }
+  template <class T, class R>
+  static constexpr auto any_width() {
+    return rms_norm_rope_backward_any_width_kernel<T>;
+  }
+};
+
+// Calls launch.template operator()<T, kPacks>(shape).
+template <class Launch>
+void dispatch_rope_backward(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Rotation& rotation,
+                            const Device& device, Launch launch) {
+  dispatch(dtype, [&]<class T>() {
+    const RowConfig config = rope_config_of<T>(rotation, cols, device);
+    dispatch_packs(config.packs, [&]<int kPacks>() {
+      if constexpr (kPacks == 0 || is_rope_packs(kPacks)) {
+        launch.template operator()<T, kPacks>(
+            backward_shape<RopeKernels, T, T, kPacks>(config, rows, cols, groups, device));
+      }
+    });
+  });
+}
+
+}  // namespace
+
+int64_t rms_norm_rope_backward_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups,
+                                        const Rotation& rotation, const Device& device) {
+  int64_t blocks = 0;
+  dispatch_rope_backward(dtype, rows, cols, groups, rotation, device,
+                         [&]<class T, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
+  return blocks / groups;
+}
+
+void launch_rms_norm_rope_backward(const RmsNormRopeBackwardArgs& args, const Device& device, Stream stream) {
+  const auto launch_shape = [&]<class T, int kPacks>(const LaunchShape& shape) {
+    const auto backward = backward_of<T, T>(args, begins_of(args.rotation, args.cols));
+    const auto rotation = rotation_of<T>(args.rotation, args.cols);
+    if constexpr (kPacks == 0) {
+      launch(rms_norm_rope_backward_any_width_kernel<T>, shape, stream, backward, rotation);
+    } else {
+      const auto launch_with = [&]<class Chosen>() {
+        using Access = RopeAccess<Chosen>;
+        launch(rms_norm_rope_backward_kernel<T, kPacks, Access>, shape, stream, backward.template as<Access>(),
+               rotation);
+      };
+      dispatch_access<kPacks>(backward.scale, launch_with, backward.grad_output, backward.input, backward.grad_input,
+                              rotation);
+    }
+  };
+  dispatch_rope_backward(args.dtype, args.rows, args.cols, args.weight.groups, args.rotation, device, launch_shape);
+}
+
+}  // namespace normops::cuda
