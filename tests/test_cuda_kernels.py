@@ -15,6 +15,7 @@ import torch
 from cuda_on_ptx import Kernels, Output, device
 from gated_cases import GATED_CASES, GATINGS, GatedCase
 from ptx.program import PtxError
+from rope_cases import ROPE_CASES, RopeCase, rope_case_of, rotated
 from tiers import mostly_for_release
 from torch import Tensor
 
@@ -79,6 +80,17 @@ def widths(kernels: Kernels, dtype: torch.dtype, on: Structure) -> list[int]:
             packs = config.packs_of_row + 1
         found.append((packs - 1) * pack_elements(dtype) + 1)
     return sorted(set(found))
+
+
+def rope_widths(kernels: Kernels, dtype: torch.dtype, on: Structure) -> list[int]:
+    """The same for rows of which all columns are rotated."""
+    found, slots, pack = [], 1, pack_elements(dtype)
+    while (config := kernels.rope_config(slots, on)).packs > 0:
+        assert config.packs in (2, 4)
+        assert config.cluster == 1
+        found += [(slots - 1) * 2 * pack + 1, config.packs_of_row * pack]
+        slots = config.packs_of_row // 2 + 1
+    return [*found, (slots - 1) * 2 * pack + 1]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -198,6 +210,43 @@ def check_gated(
             oracle.assert_within(gradient, bounded, f"{name} of {gated_case}")
 
 
+def check_rope(
+    kernels: Kernels, rope: RopeCase, on: Structure, seed: int = 0, offset: int = 0, padding: int = 0
+) -> None:
+    """The same for rms_norm_rope."""
+    case, tables = rope.case, (rope.cos, rope.sin)
+    grad_output, input, weight = case.grad_output(), case.input(), case.weight()
+    eps = torch.finfo(torch.float64 if case.dtype == torch.float64 else torch.float32).eps
+    keywords: dict[str, Any] = {**rope.keywords, "weight_offset": case.weight_offset}
+    keywords["eps"] = case.eps if case.eps is not None else eps
+
+    output = Output(case.shape, case.dtype, offset, padding)
+    actual = kernels.rms_norm_rope(input, *tables, weight, **keywords, output=output, on=on, seed=seed)
+    expected = oracle.rms_norm_rope(input, *tables, case.normalized_shape, weight, **keywords)
+    oracle.assert_within(actual, expected, f"output of {rope}")
+
+    output = Output(case.shape, case.dtype, offset, padding)
+    gradients = kernels.rms_norm_rope_backward(
+        grad_output, input, *tables, weight, **keywords, grad_input=output, on=on, seed=seed
+    )
+    exact = oracle.rms_norm_rope_backward(grad_output, input, *tables, case.normalized_shape, weight, **keywords)
+    assert [gradient is None for gradient in gradients] == [bounded is None for bounded in exact]
+    for name, gradient, bounded in zip(exact._fields, gradients, exact, strict=True):
+        if gradient is not None and bounded is not None:
+            oracle.assert_within(gradient, bounded, f"{name} of {rope}")
+
+
+@pytest.mark.parametrize(
+    "number",
+    mostly_for_release(range(len(ROPE_CASES)), range(0, len(ROPE_CASES), 3)),  # the interpreter takes long
+    ids=lambda number: str(ROPE_CASES[number]),
+)
+def test_rope_values(number: int, kernels: Kernels, without_clusters: Kernels) -> None:
+    kernels = (kernels, without_clusters)[number // 6 % 2]
+    kernels.gpu.hardware = number
+    check_rope(kernels, rope_case_of(ROPE_CASES[number]), device(number % 3 + 1), number, number % 2, number % 4)
+
+
 @pytest.mark.parametrize("number", range(len(KERNEL_GATED_CASES)), ids=lambda number: str(KERNEL_GATED_CASES[number]))
 def test_gated_values(number: int, kernels: Kernels, without_clusters: Kernels) -> None:
     kernels = (kernels, without_clusters)[number // 6 % 2]
@@ -233,6 +282,53 @@ def test_every_configuration(
         check_gated(kernels, GatedCase(case, dtype, *GATINGS[number % 4]), on, seed=number)
         if dtype in HALVES:
             check_add(kernels, case, torch.float32, on, seed=number)
+
+
+@SWEPT_DTYPES
+@pytest.mark.parametrize(("multiprocessors", "arch"), [(1, 90), (2, 80)])
+def test_every_configuration_of_rope(
+    kernels: Kernels, without_clusters: Kernels, multiprocessors: int, arch: int, dtype: torch.dtype
+) -> None:
+    kernels = kernels if arch == 90 else without_clusters
+    on, pack = device(multiprocessors), pack_elements(dtype)
+    of_tables = (dtype, torch.float32) if dtype in HALVES else (dtype,)
+    for number, cols in enumerate(sorted({*RAGGED, *rope_widths(kernels, dtype, on), 24 * pack, 100 * pack})):
+        tokens = max(min(150, 10_000 // cols), 2) + number % 3
+        weight_dtype = dtype if cols % pack == 0 else torch.float32
+        case = Case((tokens, 2, cols), dtype, weight_dtype=weight_dtype, group_dims=number % 2)
+        for way in range(6) if cols % pack == 0 and cols < 1000 else (number % 6,):
+            table_dtype = of_tables[(way + number) % len(of_tables)]
+            check_rope(kernels, rotated(case, way, pack, table_dtype), on, seed=number + way)
+
+
+@SWEPT_DTYPES
+@pytest.mark.parametrize(("cluster", "packs"), [(2, 2000), (4, 4096), (16, 16000)])
+def test_clusters_of_rope(kernels: Kernels, cluster: int, packs: int, dtype: torch.dtype) -> None:
+    on, pack = device(cluster, cluster=16), pack_elements(dtype)
+    assert kernels.rope_config(packs // 2, on).cluster == cluster
+    for way, cols in enumerate((packs * pack, packs * pack - 1)):
+        check_rope(kernels, rotated(Case((2, cols), dtype, weight_dtype=dtype), way, pack), on, seed=way)
+
+
+@SWEPT_DTYPES
+@pytest.mark.parametrize("packs", [8, 70])
+def test_rows_that_share_tables(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
+    """Heads have the bits that they have with tables and weights of their own, whichever access serves them."""
+    pack = pack_elements(dtype)
+    for way, layout in enumerate((cases.contiguous, cases.misaligned, cases.qkv_slice, cases.transposed)):
+        case = Case((2, 3, 2, packs * pack), dtype, weight_dtype=dtype, layout=layout, group_dims=1)
+        dy, x, w, rope = case.grad_output(), case.input(), case.weight(), rotated(case, way, pack)
+        assert w is not None
+        tables = rope.cos[:1], rope.sin[:1]  # for every batch
+        output = kernels.rms_norm_rope(x, *tables, w, **rope.keywords)
+        grad_input, _ = kernels.rms_norm_rope_backward(dy, x, *tables, w, **rope.keywords)
+        assert grad_input is not None
+        for head in range(2):
+            alone = (x[:, :, head], *(table[:, :, 0].expand(2, -1, -1).contiguous() for table in tables), w[head])
+            assert same_bits(kernels.rms_norm_rope(*alone, **rope.keywords), output[:, :, head])
+            of_head, _ = kernels.rms_norm_rope_backward(dy[:, :, head], *alone, **rope.keywords)
+            assert of_head is not None
+            assert same_bits(of_head, grad_input[:, :, head])
 
 
 @SWEPT_DTYPES
@@ -332,6 +428,22 @@ def test_masked_gradients_of_gated(kernels: Kernels, packs: int, dtype: torch.dt
 
 
 @SWEPT_DTYPES
+@pytest.mark.parametrize("packs", PACKS)
+def test_masked_gradients_of_rope(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
+    pack = pack_elements(dtype)
+    case = Case((5, packs * pack - 1), dtype, weight_dtype=torch.float32)
+    rope = rotated(case, packs, pack)
+    arguments = (case.grad_output(), case.input(), rope.cos, rope.sin, case.weight())
+    expected = kernels.rms_norm_rope_backward(*arguments, **rope.keywords)
+    for output_mask in itertools.product((True, False), repeat=2):
+        gradients = kernels.rms_norm_rope_backward(*arguments, **rope.keywords, output_mask=output_mask)
+        for is_wanted, gradient, whole in zip(output_mask, gradients, expected, strict=True):
+            assert (gradient is not None) == is_wanted
+            assert whole is not None
+            assert gradient is None or same_bits(gradient, whole), output_mask
+
+
+@SWEPT_DTYPES
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("packs", PACKS)
 def test_outputs_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: torch.dtype) -> None:
@@ -390,6 +502,31 @@ def test_gated_outputs_that_are_inputs(kernels: Kernels, packs: int, offset: int
 @SWEPT_DTYPES
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("packs", PACKS)
+def test_rotated_outputs_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: torch.dtype) -> None:
+    """Tables of the input's shape are among these."""
+    shape = (7, packs * pack_elements(dtype))
+    weight = values(shape[1:], dtype, 3)
+    inputs = [values(shape, dtype, seed) for seed in range(4)]  # grad_output, input, cos, sin
+    for interleaved in (False, True):
+        keywords: dict[str, Any] = {"interleaved": interleaved}
+        output = kernels.rms_norm_rope(*inputs[1:], weight, **keywords)
+        grad_input, _ = kernels.rms_norm_rope_backward(*inputs, weight, **keywords)
+        assert grad_input is not None
+        for number in range(4):
+            memory = Output(shape, dtype, offset)
+            memory.rows.copy_(inputs[number])
+            placed = [memory.rows if n == number else tensor for n, tensor in enumerate(inputs)]
+            if number > 0:
+                assert same_bits(kernels.rms_norm_rope(*placed[1:], weight, **keywords, output=memory), output), number
+                memory.rows.copy_(inputs[number])
+            gradient, _ = kernels.rms_norm_rope_backward(*placed, weight, **keywords, grad_input=memory)
+            assert gradient is not None
+            assert same_bits(gradient, grad_input), number
+
+
+@SWEPT_DTYPES
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("packs", PACKS)
 def test_sums_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: torch.dtype) -> None:
     shape = (7, packs * pack_elements(dtype))
     x, residual, weight = values(shape, dtype, 1), values(shape, dtype, 2), values(shape[1:], dtype, 3)
@@ -427,6 +564,23 @@ def compute_gated(
     return *of_rows, *of_weight
 
 
+def compute_rope(
+    kernels: Kernels, dy: Tensor, x: Tensor, w: Tensor, seed: int = 0, on: Structure | None = None
+) -> tuple[Tensor, ...]:
+    """The same with both ways to pair columns, and with dy and x as tables, too."""
+    on, mask = on or device(1), (True, x.shape[1] < 1000)
+    even = x.shape[1] // 2 * 2
+    tables = dy[:, :even], x[:, :even]
+    of_rows, of_weight = [], []
+    for interleaved in (False, True):
+        keywords: dict[str, Any] = {"interleaved": interleaved, "on": on, "seed": seed}
+        of_rows.append(kernels.rms_norm_rope(x, *tables, w, **keywords))
+        gradients = kernels.rms_norm_rope_backward(dy, x, *tables, w, **keywords, output_mask=mask)
+        of_rows += [gradient for gradient in gradients[:1] if gradient is not None]
+        of_weight += [gradient for gradient in gradients[1:] if gradient is not None]
+    return *of_rows, *of_weight
+
+
 Compute = Callable[..., tuple[Tensor, ...]]
 
 
@@ -435,7 +589,7 @@ def same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 
 
 @SWEPT_DTYPES
-@pytest.mark.parametrize(("compute", "of_rows", "step"), [(compute, 2, 1), (compute_gated, 6, 2)])
+@pytest.mark.parametrize(("compute", "of_rows", "step"), [(compute, 2, 1), (compute_gated, 6, 2), (compute_rope, 4, 2)])
 def test_what_does_not_show_in_the_bits(
     kernels: Kernels, compute: Compute, of_rows: int, step: int, dtype: torch.dtype
 ) -> None:
