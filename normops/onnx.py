@@ -15,8 +15,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     It makes one of each ``rms_norm``, an ``Add`` and one of each ``add_rms_norm``, one of each ``gated_rms_norm`` and
     a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, one of each ``rms_norm_rope`` and the rotation in
-    products and sums after it, with dynamic sizes where the exported program has them. A weight per group becomes a ``Mul`` after it. ``RMSNormalization`` came with version 23 of ONNX's
-    operators.
+    products and sums after it, with dynamic sizes where the exported program has them. A weight per group becomes a
+    ``Mul`` after it. ``RMSNormalization`` came with version 23 of ONNX's operators.
 
     ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
     the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once),

@@ -45,7 +45,7 @@ class _Batch(NamedTuple):
         """With so many dimensions of a sample, of which the first ones have size 1."""
         samples = self.unshared()
         first = (None,) * (dims + 1 - samples.dim())
-        return _Batch(samples[:, *first], False, self.size)
+        return _Batch(samples[(slice(None), *first)], False, self.size)
 
 
 def _before(weight: Tensor, batch: _Batch) -> Tensor:

@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 OBJECTS = ROOT / "build" / "ext" / "cuda"
-SOURCES = ("rms_norm", "add_rms_norm", "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward")
+SOURCES = (
+    "rms_norm",
+    "add_rms_norm",
+    "rms_norm_backward",
+    "gated_rms_norm",
+    "gated_rms_norm_backward",
+    "rms_norm_rope",
+    "rms_norm_rope_backward",
+)
 RECORDED = Path(__file__).with_name("cuda_counts.json")
 ARCHITECTURE = "90"
 INSTRUCTION_BYTES = 16

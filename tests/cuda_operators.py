@@ -28,10 +28,10 @@ SOME_CASES = (*SIZES[::17], *CASES[len(SIZES) :: 7])
 
 
 def some_cases_of(operator: Operator) -> list[OperatorCase]:
-    flags = list(operator.flag_values())
+    flags = operator.flags
     few = [
         OperatorCase(operator, case, flags[(number + index) % len(flags)], dtypes)
-        for number, case in enumerate(FEW_CASES)
+        for number, case in enumerate(filter(operator.takes, FEW_CASES))
         for index, dtypes in enumerate(({}, *other_dtypes(operator, case.dtype)))
     ]
     every = cases_of(operator)

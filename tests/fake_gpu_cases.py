@@ -41,6 +41,9 @@ def every_operator(gpus: Gpus, device: int = 0, cols: int = 4096) -> None:
     ops.add_rms_norm(x, g, [cols], w, EPS)
     ops.gated_rms_norm(x, g, [cols], w, EPS)
     ops.gated_rms_norm_backward(g, x, g, [cols], w, EPS)
+    ops.rms_norm_rope(x, g, g, [cols], w, EPS)
+    ops.rms_norm_rope_(x, g, g, [cols], w, EPS)
+    ops.rms_norm_rope_backward(g, x, g, g, [cols], w, EPS)
 
 
 LAUNCH = "launch rms_norm_kernel<float, 4, Plain> on device {} stream {} cluster 1 shared 0 early"
@@ -212,12 +215,13 @@ def the_stream_is_the_current_one_of_the_tensors_device(gpus: Gpus) -> None:
 def partial_sums_live_until_they_are_summed(gpus: Gpus) -> None:
     gpus[0].multiprocessors = 3
     x, w = gpus.tensor(8, 4096), gpus.tensor(4096)
-    for kernel in ("rms_norm_backward", "gated_rms_norm_backward"):
+    for kernel, beside, mask in (
+        ("rms_norm_backward", (), [False, True]),
+        ("gated_rms_norm_backward", (x,), [False, False, True]),
+        ("rms_norm_rope_backward", (x, x), [False, True]),
+    ):
         gpus.calls()
-        if kernel == "rms_norm_backward":
-            result = ops.rms_norm_backward(x, x, [4096], w, EPS, output_mask=[False, True])
-        else:
-            result = ops.gated_rms_norm_backward(x, x, x, [4096], w, EPS, output_mask=[False, False, True])
+        result = getattr(ops, kernel)(x, x, *beside, [4096], w, EPS, output_mask=mask)
         calls = [re.sub(" on .*", "", line) for line in gpus.calls("allocate", "launch", "release")]
         equal(calls[:2], ["allocate 16384", "allocate 49152"])  # grad_weight; of each block a row
         assert calls[2].startswith(f"launch {kernel}")
@@ -247,10 +251,12 @@ def tensors_without_elements_ask_nothing(gpus: Gpus) -> None:
         ops.rms_norm_(x, [cols], w, EPS)
         ops.add_rms_norm(x, x, [cols], w, EPS)
         ops.gated_rms_norm(x, x, [cols], w, EPS)
+        ops.rms_norm_rope(x, x, x, [cols], w, EPS)
         equal(gpus.calls("cuda", "load", "launch", "zero"), [])
         ops.rms_norm_backward(x, x, [cols], w, EPS)
         ops.gated_rms_norm_backward(x, x, x, [cols], w, EPS)
-        sums_over_no_rows = ["zero", "zero"] if cols > 0 else []
+        ops.rms_norm_rope_backward(x, x, x, x, [cols], w, EPS)
+        sums_over_no_rows = ["zero", "zero", "zero"] if cols > 0 else []
         equal(gpus.calls("cuda", "load", "launch", "zero"), sums_over_no_rows)
 
 

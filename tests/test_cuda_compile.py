@@ -24,6 +24,11 @@ ALL_KERNELS = {
     "gated_rms_norm_any_width_kernel": 2 * 4,
     "gated_rms_norm_backward_kernel": (4 + 2 * 3) * 3,
     "gated_rms_norm_backward_any_width_kernel": 4,
+    # With 2 or 4 packs, and plain access with groups or without in one.
+    "rms_norm_rope_kernel": (4 + 3) * 2,
+    "rms_norm_rope_any_width_kernel": 4,
+    "rms_norm_rope_backward_kernel": (4 + 3) * 2,
+    "rms_norm_rope_backward_any_width_kernel": 4,
     "grad_weight_kernel": 2 * 4,
     "any_kernel": 1,  # of device.cu, which is asked about and never run
 }

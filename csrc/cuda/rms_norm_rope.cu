@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(gated_threads(kPacks), gated_min_blocks(kPacks
   constexpr int kRows = rows_in_flight(kPacks);
   __shared__ RowSumShared<compute_t<T>, kRows> shared;
   RowSums<compute_t<T>, kRows, kPacks> sum_row(shared);
-  const RotatedColumns<T, int> columns(args.cols, rotation);
+  const HeldRotatedColumns<T, kPacks> columns(args.cols, rotation);
   const BlockRows block(args.groups.count, kRows * blockDim.y);
   const TakenRows rows(block, args.rows, args.groups.count);
   wait_for_previous_kernel();
@@ -23,10 +23,12 @@ __global__ void __launch_bounds__(gated_threads(kPacks), gated_min_blocks(kPacks
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
     load_packs<T>(x[r], input, input.row(rows.first, rows.further(r)), rows.has(r), columns);
-    angles[r] = rows.has(r) ? rotation.row(rows.first, rows.further(r)) : nullptr;
+    angles[r] = rotation.row(rows.first, rows.further(r));
   }
   normalize_rows(args, args.scale.of_group(block.group, args.cols), rows, columns, x, sum_row,
-                 [&](Numbers<T>(&y)[2], int r, int p) { rotation.template rotate<Access>(y, angles[r], columns, p); });
+                 [&](Numbers<T>(&y)[2], int r, int p) {
+                   rotation.template rotate<Access>(y, angles[r], rows.has(r), columns, p);
+                 });
 }
 
 // Rows of any width: read twice.
@@ -39,8 +41,9 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
   const T* const x = input.row(row);
   const char* const angles = rotation.row(row);
   const auto load_pack = [&](int64_t column, int64_t count) { return load<kPack<T>>(input, x, column, count); };
-  normalize_any_width(args, columns, load_pack, load_pack,
-                      [&](Numbers<T>(&y)[2], int64_t p) { rotation.template rotate<General>(y, angles, columns, p); });
+  normalize_any_width(args, columns, load_pack, load_pack, [&](Numbers<T>(&y)[2], int64_t p) {
+    rotation.template rotate<General>(y, angles, true, columns, p);
+  });
 }
 
 }  // namespace

@@ -21,14 +21,18 @@ struct RotatedBack : NoGate {
 
   template <int kPacks>
   struct Held {
-    const char* angles;  // null: there is no row
+    const char* angles;
+    bool has_row;
 
-    __device__ void load(const RotatedBack& back, int64_t row, bool is_row, const RotatedColumns<T, int>&) {
-      angles = is_row ? back.row(row) : nullptr;
+    template <class Columns>
+    __device__ void load(const RotatedBack& back, int64_t row, bool is_row, const Columns&) {
+      angles = back.row(row);
+      has_row = is_row;
     }
-    __device__ Gradients<kPacks> activate(const RotatedBack& back, const RotatedColumns<T, int>& columns,
+    template <class Columns>
+    __device__ Gradients<kPacks> activate(const RotatedBack& back, const Columns& columns,
                                           const Pack<T> (&grad_output)[kPacks]) const {
-      return back.rotated(angles, columns, 0, grad_output);
+      return back.rotated(angles, has_row, columns, 0, grad_output);
     }
   };
 
@@ -36,7 +40,7 @@ struct RotatedBack : NoGate {
 
   __device__ Gradients<2> activate(const char* row, const RotatedColumns<T, int64_t>& columns, int64_t p,
                                    const Pack<T> (&grad_output)[2]) const {
-    return rotated(row, columns, p, grad_output);
+    return rotated(row, true, columns, p, grad_output);
   }
 
   __device__ Terms<Numbers<T>, Pack<T>> terms(const Pack<T>&, const Pack<T>& input, const Numbers<T>& dy) const {
@@ -45,13 +49,13 @@ struct RotatedBack : NoGate {
 
  private:
   template <class Columns, class Index, int kPacks>
-  __device__ Gradients<kPacks> rotated(const char* row, const Columns& columns, Index first,
+  __device__ Gradients<kPacks> rotated(const char* row, bool is_row, const Columns& columns, Index first,
                                        const Pack<T> (&grad_output)[kPacks]) const {
     Gradients<kPacks> gradients;
 #pragma unroll
     for (int p = 0; p < kPacks; p += 2) {
       Numbers<T> slot[2] = {to_compute<T>(grad_output[p]), to_compute<T>(grad_output[p + 1])};
-      rotation.template rotate<Access, true>(slot, row, columns, first + p);
+      rotation.template rotate<Access, true>(slot, row, is_row, columns, first + p);
       gradients.of_pack[p] = slot[0];
       gradients.of_pack[p + 1] = slot[1];
       keep_few_registers<kPacks>();
@@ -64,7 +68,7 @@ struct RotatedBack : NoGate {
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_blocks(kPacks))
     rms_norm_rope_backward_kernel(const Backward<T, T, Access> args, const RotationOf<T> rotation) {
-  backward_rows<kPacks>(args, RotatedColumns<T, int>(args.cols, rotation), RotatedBack<T, Access>{{}, rotation});
+  backward_rows<kPacks>(args, HeldRotatedColumns<T, kPacks>(args.cols, rotation), RotatedBack<T, Access>{{}, rotation});
 }
 
 template <class T>

@@ -7,7 +7,7 @@ namespace normops::cuda {
 // How many slots, of two packs each, a stretch of so many columns has.
 template <class T, class Index>
 __host__ __device__ constexpr Index slots_of(Index columns) {
-  return (columns + 2 * kPack<T> - 1) / (2 * kPack<T>);
+  return static_cast<std::make_unsigned_t<Index>>(columns + 2 * kPack<T> - 1) / (2 * kPack<T>);
 }
 
 // cos and sin, of T or, beside 16 bits, of float32, and which columns they rotate: see Rotation.
@@ -23,18 +23,24 @@ struct RotationOf {
   bool is_plain() const { return cos.bytes.aligned; }
 
   // cos of a row.
-  __device__ const char* row(int64_t first, int64_t further = 0) const { return cos.row(first, further); }
+  __device__ const char* row(int64_t first, int64_t further = 0) const {
+    const char* row = cos.row(first, further);
+    forget(row);
+    return row;
+  }
 
-  // Rotates the two packs of a slot, or rotates them back. Where there is no row, it is null.
+  // Rotates the two packs of a slot, or rotates them back.
   template <class Access, bool kBack = false, class Columns, class Index>
-  __device__ void rotate(Numbers<T> (&packs)[2], const char* row, const Columns& columns, Index first_pack) const {
+  __device__ void rotate(Numbers<T> (&packs)[2], const char* row, bool is_row, const Columns& columns,
+                         Index first_pack) const {
     if (!columns.is_rotated(first_pack)) return;
     Numbers<T> cos[2], sin[2];
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-      const Index in_slot = angle_of_pair && !interleaved ? 0 : t;
-      const Index column = columns.column(first_pack + in_slot) - static_cast<Index>(offset);
-      const Index count = row != nullptr ? columns.count(first_pack + t) : 0;
+      const bool is_shared = angle_of_pair && !interleaved;  // the first pack's angles are the second's, too
+      const Index begin = is_shared ? columns.column(first_pack) : columns.column(first_pack + t);
+      const Index column = begin - static_cast<Index>(offset);
+      const Index count = is_row ? columns.count(first_pack + t) : 0;
       cos[t] = angles<Access>(row, column, count);
       sin[t] = angles<Access>(row + this->sin, column, count);
     }
@@ -83,7 +89,7 @@ struct RotationOf {
     if (!angle_of_pair || !interleaved) {
       return to_compute<T>(load_elements<W, kPack<T>>(table + column, count, aligned));
     }
-    const auto of_pairs = load_elements<W, kPack<T> / 2>(table + column / 2, count / 2, aligned);
+    const auto of_pairs = load_elements<W, kPack<T> / 2>(table + (column >> 1), count >> 1, aligned);
     Numbers<T> numbers;
 #pragma unroll
     for (int i = 0; i < kPack<T>; i++) numbers.element[i] = of_pairs.number(i / 2);
@@ -98,10 +104,9 @@ template <class T, class Index>
 class RotatedColumns {
  public:
   static constexpr int kTogether = 2;
-  Index cols;
 
   __device__ RotatedColumns(int64_t cols, const RotationOf<T>& rotation)
-      : cols(static_cast<Index>(cols)),
+      : cols_(static_cast<Index>(cols)),
         offset_(static_cast<Index>(rotation.offset)),
         rotated_(static_cast<Index>(2 * rotation.pairs)),
         is_halved_(!rotation.interleaved) {}
@@ -110,24 +115,16 @@ class RotatedColumns {
     const Stretch stretch = stretch_of(pack);
     return stretch.begin + stretch.slot * kPack<T> + (pack % 2 == 0 ? 0 : stretch.half);
   }
-  __device__ Index offset(Index pack) const { return column(pack); }
   // How many elements of the pack are its own: 0 or less if it is behind the end of a row, or of half a stretch.
   __device__ Index count(Index pack) const {
     const Stretch stretch = stretch_of(pack);
     const Index half_end = stretch.begin + stretch.half;
     const Index end = pack % 2 == 0 && half_end < stretch.end ? half_end : stretch.end;
-    return takes_none_ ? 0 : end - column(pack);
+    return end - column(pack);
   }
   __device__ bool is_rotated(Index pack) const { return stretch_of(pack).is_rotated; }
   __device__ bool reaches(Index pack) const {
-    return slot(pack) < slots_of<T>(offset_) + slots_of<T>(rotated_) + slots_of<T>(cols - offset_ - rotated_);
-  }
-  __device__ bool owns(Index pack, int i) const { return i < count(pack); }
-  __device__ void take_none() { takes_none_ = true; }
-
-  template <class W>
-  __device__ W* of_row(W* row) const {
-    return row;
+    return slot(pack) < slots_of<T>(offset_) + slots_of<T>(rotated_) + slots_of<T>(cols_ - offset_ - rotated_);
   }
 
  private:
@@ -152,15 +149,51 @@ class RotatedColumns {
     } else if (slot < rotated) {
       stretch = {offset_, 0, end, slot - before, true};
     } else {
-      stretch = {end, 0, cols, slot - rotated, false};
+      stretch = {end, 0, cols_, slot - rotated, false};
     }
     stretch.half =
         stretch.is_rotated && is_halved_ ? rotated_ / 2 : slots_of<T>(stretch.end - stretch.begin) * kPack<T>;
     return stretch;
   }
 
-  Index offset_, rotated_;
+  Index cols_, offset_, rotated_;
   bool is_halved_;
+};
+
+// The same for kPacks packs, computed only once.
+template <class T, int kPacks>
+class HeldRotatedColumns {
+ public:
+  static constexpr int kTogether = 2;
+  int cols;
+
+  __device__ HeldRotatedColumns(int64_t cols, const RotationOf<T>& rotation) : cols(static_cast<int>(cols)) {
+    const RotatedColumns<T, int> columns(cols, rotation);
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) {
+      columns_[p] = columns.column(p);
+      counts_[p] = columns.count(p);
+      is_rotated_[p] = columns.is_rotated(p);
+      forget(columns_[p]);
+      forget(counts_[p]);
+    }
+  }
+
+  __device__ int column(int pack) const { return columns_[pack]; }
+  __device__ int offset(int pack) const { return columns_[pack]; }
+  __device__ int count(int pack) const { return takes_none_ ? 0 : counts_[pack]; }
+  __device__ bool is_rotated(int pack) const { return is_rotated_[pack]; }
+  __device__ bool owns(int pack, int i) const { return i < counts_[pack]; }
+  __device__ void take_none() { takes_none_ = true; }
+
+  template <class W>
+  __device__ W* of_row(W* row) const {
+    return row;
+  }
+
+ private:
+  int columns_[kPacks], counts_[kPacks];
+  bool is_rotated_[kPacks];
   bool takes_none_ = false;
 };
 
