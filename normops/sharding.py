@@ -2,15 +2,16 @@
 
 normops imports this module when ``torch.distributed.tensor`` is imported, by whomever; nothing needs to be called.
 
-Rows are independent of each other, so **shards of rows stay where they are**: where ``input`` is ``Shard(d)`` and ``d``
-is not among the dimensions of ``normalized_shape``, the outputs are ``Shard(d)``, too, and nothing is communicated;
-``grad_weight`` is then ``Partial()``, a sum that is still to be taken over the ranks, by whoever needs it. A ``weight``
-of shape ``[*groups, *normalized_shape]`` and its gradient are sharded as ``input`` is on the dimensions that they have
-of it: heads beside heads, and nothing is communicated. So are ``cos`` and ``sin``, which broadcast over ``input``, on the
-dimensions that they have in common with it: shards of a sequence take their own positions. **All else is replicated
-first**: a sharded normalized dimension is gathered, an ``input`` that is ``Partial()`` is summed up, a ``weight``
-that is sharded otherwise is gathered. Of several arguments with the shape of ``input``, the first one that is sharded by
-rows on a dimension of the mesh decides for all. ``normalized_shape`` is that of the whole tensor, and so of its shards.
+Rows are independent of each other, so **shards of rows stay where they are**: where ``input`` is ``Shard(d)`` and
+``d`` is not among the dimensions of ``normalized_shape``, the outputs are ``Shard(d)``, too, and nothing is
+communicated; ``grad_weight`` is then ``Partial()``, a sum that is still to be taken over the ranks, by whoever needs
+it. A ``weight`` of shape ``[*groups, *normalized_shape]`` and its gradient are sharded as ``input`` is on the
+dimensions that they have of it: heads beside heads, and nothing is communicated. So are ``cos`` and ``sin``, which
+broadcast over ``input``, on the dimensions that they have in common with it: shards of a sequence take their own
+positions. **All else is replicated first**: a sharded normalized dimension is gathered, an ``input`` that is
+``Partial()`` is summed up, a ``weight`` that is sharded otherwise is gathered. Of several arguments with the shape of
+``input``, the first one that is sharded by rows on a dimension of the mesh decides for all. ``normalized_shape`` is
+that of the whole tensor, and so of its shards.
 
 ``rms_norm_``, ``add_rms_norm_`` and ``rms_norm_rope_`` cannot change how the tensors that they write to are sharded,
 and refuse where they would have to. The ``.out`` overloads take no DTensor.

@@ -522,7 +522,7 @@ class Kernels:
         rotary_dim: int | None = None,
         rotary_offset: int = 0,
         eps: float = EPS,
-        output_mask: tuple[bool, bool] = (True, True),
+        output_mask: tuple[bool, ...] = (True, True),
         grad_input: Output | None = None,
         on: Structure | None = None,
         seed: int = 0,

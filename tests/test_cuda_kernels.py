@@ -324,7 +324,7 @@ def test_rows_that_share_tables(kernels: Kernels, packs: int, dtype: torch.dtype
         grad_input, _ = kernels.rms_norm_rope_backward(dy, x, *tables, w, **rope.keywords)
         assert grad_input is not None
         for head in range(2):
-            alone = (x[:, :, head], *(table[:, :, 0].expand(2, -1, -1).contiguous() for table in tables), w[head])
+            alone: Any = (x[:, :, head], *(table[:, :, 0].expand(2, -1, -1).contiguous() for table in tables), w[head])
             assert same_bits(kernels.rms_norm_rope(*alone, **rope.keywords), output[:, :, head])
             of_head, _ = kernels.rms_norm_rope_backward(dy[:, :, head], *alone, **rope.keywords)
             assert of_head is not None
@@ -505,21 +505,22 @@ def test_gated_outputs_that_are_inputs(kernels: Kernels, packs: int, offset: int
 def test_rotated_outputs_that_are_inputs(kernels: Kernels, packs: int, offset: int, dtype: torch.dtype) -> None:
     """Tables of the input's shape are among these."""
     shape = (7, packs * pack_elements(dtype))
-    weight = values(shape[1:], dtype, 3)
-    inputs = [values(shape, dtype, seed) for seed in range(4)]  # grad_output, input, cos, sin
+    # grad_output, input, cos, sin, weight
+    inputs: Any = [*(values(shape, dtype, seed) for seed in range(4)), values(shape[1:], dtype, 3)]
     for interleaved in (False, True):
         keywords: dict[str, Any] = {"interleaved": interleaved}
-        output = kernels.rms_norm_rope(*inputs[1:], weight, **keywords)
-        grad_input, _ = kernels.rms_norm_rope_backward(*inputs, weight, **keywords)
+        output = kernels.rms_norm_rope(*inputs[1:], **keywords)
+        grad_input, _ = kernels.rms_norm_rope_backward(*inputs, **keywords)
         assert grad_input is not None
         for number in range(4):
             memory = Output(shape, dtype, offset)
             memory.rows.copy_(inputs[number])
-            placed = [memory.rows if n == number else tensor for n, tensor in enumerate(inputs)]
+            placed: Any = [memory.rows if n == number else tensor for n, tensor in enumerate(inputs)]
             if number > 0:
-                assert same_bits(kernels.rms_norm_rope(*placed[1:], weight, **keywords, output=memory), output), number
+                written = kernels.rms_norm_rope(*placed[1:], **keywords, output=memory)
+                assert same_bits(written, output), number
                 memory.rows.copy_(inputs[number])
-            gradient, _ = kernels.rms_norm_rope_backward(*placed, weight, **keywords, grad_input=memory)
+            gradient, _ = kernels.rms_norm_rope_backward(*placed, **keywords, grad_input=memory)
             assert gradient is not None
             assert same_bits(gradient, grad_input), number
 
