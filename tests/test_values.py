@@ -59,6 +59,24 @@ def test_masked_gradients_are_left_out(variant: Variant, has_weight: bool, devic
         assert_same_bits(targets.values(), expected, mask)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_grad_weight_of_float64_is_rounded_once(dtype: torch.dtype, device: str, serves_cpu: bool) -> None:
+    """And not to float32 on the way: no neighbour of it is nearer to the sum in float64."""
+    if device == "cpu" and not serves_cpu:
+        pytest.skip("torch converts what Triton has summed")
+    wide = torch.float64
+    for seed in range(0, 30, 2):
+        x, dy = (cases.values((3, 9000), wide, seed + i, 1.0).to(device) for i in (0, 1))
+        exact, rounded = (
+            torch.ops.normops.rms_norm_backward(dy, x, [9000], torch.ones(9000, dtype=d, device=device))[1]
+            for d in (wide, dtype)
+        )
+        bits = rounded.view(torch.int16)
+        near = torch.stack([(bits + i).view(dtype).to(wide) for i in (-1, 0, 1)])
+        distances = (near - exact).abs()
+        assert (distances[1] <= distances.amin(0) + 1e-15 * exact.abs()).all(), seed
+
+
 SPECIALS = [(variant, where) for variant in variants() for where in ("input", *variant.operator.tensors)]
 
 

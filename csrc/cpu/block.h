@@ -190,6 +190,21 @@ NORMOPS_INLINE Block<R> load(const T* source, Part part) {
   return load<R>(lanes);
 }
 
+// A number as T is computed in: for 16 bits, one that is then rounded as the number itself would be. (An odd last bit
+// tells on which side of a float it lies.)
+template <class T, class Number>
+NORMOPS_INLINE compute_t<T> narrowed(Number number) {
+  auto result = static_cast<compute_t<T>>(number);
+  if constexpr (sizeof(T) == 2 && sizeof(Number) == 8) {
+    if (result != number) {
+      uint32_t bits = bit_cast<uint32_t>(result);
+      if ((result > number) == (number > 0)) bits--;  // away from zero
+      result = bit_cast<float>(bits | 1);
+    }
+  }
+  return result;
+}
+
 // The way back. Where T is another type than R, NaNs may have any payload, so they are replaced first.
 template <class R, class T, class Way = Cached>
 NORMOPS_INLINE void store(T* target, const Block<R>& block, Whole = {}, Way way = {}) {
@@ -199,7 +214,7 @@ NORMOPS_INLINE void store(T* target, const Block<R>& block, Whole = {}, Way way 
     store(numbers, block);
     for (int i = 0; i < kLanes<R>; i++) {
       T lanes[kLanes<T>];
-      store(lanes, canonical_nans(broadcast<T>(static_cast<compute_t<T>>(numbers[i]))));
+      store(lanes, canonical_nans(broadcast<T>(narrowed<T>(numbers[i]))));
       target[i] = lanes[0];
     }
   } else if constexpr (kEvenOdd<R> && std::is_same_v<R, T>) {

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(1024)
   sum_lanes(column_sum, kWarp);
   const int64_t target = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.y;
   if (threadIdx.x == 0 && target < cols) {
-    grad_weight[target] = from_compute<W>(static_cast<compute_t<W>>(column_sum[0]));
+    grad_weight[target] = from_number<W>(column_sum[0]);
   }
 }
 

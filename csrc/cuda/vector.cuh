@@ -29,6 +29,21 @@ __device__ T from_compute(compute_t<T> value) {
   }
 }
 
+// The same of a number of another compute type, which is rounded once. (An odd last bit tells on which side of a float
+// it lies.)
+template <class T, class Number>
+__device__ T from_number(Number number) {
+  auto result = static_cast<compute_t<T>>(number);
+  if constexpr (sizeof(T) == 2 && sizeof(Number) == 8) {
+    if (result != number) {
+      unsigned bits = __float_as_uint(result);
+      if ((result > number) == (number > 0)) bits--;  // away from zero
+      result = __uint_as_float(bits | 1);
+    }
+  }
+  return from_compute<T>(result);
+}
+
 // Two 16-bit elements in one register, as a load leaves them. If they were taken apart too early, each would take a
 // register of its own.
 template <class T>
