@@ -40,6 +40,17 @@ def _norm(h: Tensor, weight: Tensor) -> Tensor:
     return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * weight
 
 
+def _tables(like: Tensor) -> tuple[Tensor, Tensor]:
+    """In the place of cosines and sines: numbers that every dtype has."""
+    columns = torch.arange(COLS, device=like.device)
+    return ((columns % 5 - 2) / 2).to(like.dtype), ((columns % 3 - 1) / 2).to(like.dtype)
+
+
+def _rotated(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = h.chunk(2, -1)
+    return h * cos + torch.cat((-second, first), -1) * sin
+
+
 CHECKS = (
     Check("rms_norm", 1, lambda x, w: [normops.rms_norm(x, COLS, w, EPS)], lambda x, w: [_norm(x, w)]),
     Check(
@@ -53,6 +64,12 @@ CHECKS = (
         2,
         lambda x, gate, w: [normops.gated_rms_norm(x, gate, COLS, w, EPS)],
         lambda x, gate, w: [_norm(x, w) * gate * gate.sigmoid()],
+    ),
+    Check(
+        "rms_norm_rope",
+        1,
+        lambda x, w: [normops.rms_norm_rope(x, *_tables(x), COLS, w, EPS)],
+        lambda x, w: [_rotated(_norm(x, w), *_tables(x))],
     ),
 )
 
