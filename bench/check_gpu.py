@@ -113,6 +113,7 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
         bench("speed in both types and memories", 200, *types, "rms_norm", "rms_norm_backward", *BESIDE),
         bench("speed with additions", 80, *fresh, "add_rms_norm", "add_rms_norm_backward", *BESIDE),
         bench("speed with gates", 80, *fresh, "gated_rms_norm", "gated_rms_norm_backward", *BESIDE),
+        bench("speed with rotations", 60, *fresh, "rms_norm_rope", "rms_norm_rope_backward", *BESIDE),
         sanitized("racecheck", 90, WIDTHS),
         sanitized("synccheck", 40, CLUSTER),
         sanitized("initcheck", 40, CLUSTER, **UNCACHED),

@@ -99,6 +99,26 @@ def call_gated_rms_norm_backward_out(p: Problem) -> object:
     return ops.gated_rms_norm_backward.out(p.grad_output, p.input, p.other, [p.cols], p.weight, EPS, **gradients)
 
 
+def call_rms_norm_rope(p: Problem) -> object:
+    return normops.rms_norm_rope(p.input, p.other, p.other, p.cols, p.weight, EPS)
+
+
+def call_rms_norm_rope_inplace(p: Problem) -> object:
+    return normops.rms_norm_rope_(p.input, p.other, p.other, p.cols, p.weight, EPS, interleaved=True)
+
+
+def call_rms_norm_rope_backward(p: Problem) -> object:
+    return ops.rms_norm_rope_backward(p.grad_output, p.input, p.other, p.other, [p.cols], p.weight, EPS)
+
+
+def call_rms_norm_rope_backward_out(p: Problem) -> object:
+    """grad_input takes the place of the input."""
+    gradients = {"grad_input": p.input, "grad_weight": p.grad_weight}
+    return ops.rms_norm_rope_backward.out(
+        p.grad_output, p.input, p.other, p.other, [p.cols], p.weight, EPS, **gradients
+    )
+
+
 CALLS: dict[str, Callable[[Problem], object]] = {
     name.removeprefix("call_"): call for name, call in globals().items() if name.startswith("call_")
 }

@@ -65,6 +65,19 @@ def test_the_gated_norm_goes_direct_too() -> None:
     assert {torch.ops.normops.gated_rms_norm, torch.ops.normops.gated_rms_norm.default} & set(Logged.calls)
 
 
+def test_the_rotated_norm_goes_direct_too() -> None:
+    x = cases.values((3, 8), torch.float32)
+    arguments = (x, x, x, 8, None, None, 0.0, False, 8, 0)
+    assert _C.rms_norm_rope(*arguments) is not NotImplemented
+    assert _C.rms_norm_rope(*arguments[:8], None, 0) is not NotImplemented
+    for index, other in ((7, 1), (8, 8.0), (8, 2**70), (9, None), (9, True), (1, x.as_subclass(Logged))):
+        changed = [*arguments[:index], other, *arguments[index + 1 :]]
+        assert _C.rms_norm_rope(*changed) is NotImplemented  # type: ignore[arg-type]
+    Logged.calls.clear()
+    assert type(normops.rms_norm_rope(x.as_subclass(Logged), x, x, 8)) is Logged
+    assert {torch.ops.normops.rms_norm_rope, torch.ops.normops.rms_norm_rope.default} & set(Logged.calls)
+
+
 def test_a_function_mode_sees_the_operator() -> None:
     seen = []
 

@@ -126,6 +126,7 @@ TRACED: dict[str, Callable[[Tensor], Any]] = {
     "numbers of both kinds": lambda x: normops.rms_norm(x.unflatten(-1, (4, -1)), (4, x.shape[-1] // 4)),
     "add_rms_norm": lambda x: normops.add_rms_norm(x, x.sin(), x.shape[-1:]),
     "gated_rms_norm": lambda x: normops.gated_rms_norm(x, x.sin(), x.size()[-1:]),
+    "rms_norm_rope": lambda x: normops.rms_norm_rope(x, x.cos(), x.sin(), x.size()[-1:]),
     "rms_norm_": lambda x: normops.rms_norm_(x.clone(), x.shape[-1:]),
     "add_rms_norm_": add_in_place,
     "F.rms_norm": lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:]),

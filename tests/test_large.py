@@ -48,3 +48,13 @@ def test_gated(device: str) -> None:
     )
     oracle.assert_within(output[-1:], oracle.gated_rms_norm(row, gate, (COLS,), None, cases.EPS))
     assert torch.equal(output[0], output[-1])
+
+
+@pytest.mark.release  # as test_add
+def test_rotated(device: str) -> None:
+    row, cos, sin = (cases.values((1, COLS), torch.bfloat16, seed) for seed in range(3))
+    output = ops.rms_norm_rope(
+        on(device, row.expand(ROWS, COLS)), on(device, cos), on(device, sin), (COLS,), None, cases.EPS
+    )
+    oracle.assert_within(output[-1:], oracle.rms_norm_rope(row, cos, sin, (COLS,), None, cases.EPS))
+    assert torch.equal(output[0], output[-1])

@@ -65,6 +65,12 @@ def gated_norm(t: Problem) -> tuple[Tensor, ...]:
     return (normops.gated_rms_norm(t.input, t.residual, t.input.shape[-1], t.weight, cases.EPS),)
 
 
+def rotated_norm(t: Problem) -> tuple[Tensor, ...]:
+    """By the residual, of which no gradient is asked for."""
+    table = t.residual.detach()
+    return (normops.rms_norm_rope(t.input, table, table, t.input.shape[-1], t.weight, cases.EPS),)
+
+
 def both_norms(t: Problem) -> tuple[Tensor, ...]:
     """The last that the backward needs is an output of the last operator."""
     return add_norm(t._replace(input=norm(t)[0] * 2))
@@ -91,15 +97,20 @@ def assert_same_bits(actual: tuple[Tensor | None, ...], expected: tuple[Tensor |
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm, gated_norm])
+@pytest.mark.parametrize("call", [norm, add_norm, gated_norm, rotated_norm])
 def test_saves_the_normalized_tensor_and_the_weight(call: Block, dtypes: tuple[torch.dtype, ...], device: str) -> None:
-    """The input of rms_norm, or residual_out, an output of add_rms_norm, or input and gate; none in a wider dtype."""
+    """The input of rms_norm, or residual_out, an output of add_rms_norm, or input and gate, or input and tables."""
     t = leaves(dtypes, device)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
         outputs = call(t)
-    normalized = [t.input] if call is norm else [t.input, t.residual] if call is gated_norm else [outputs[1]]
-    expected = [*normalized, t.weight]
+    of_rows = {
+        norm: (t.input,),
+        add_norm: outputs[1:],
+        gated_norm: (t.input, t.residual),
+        rotated_norm: (t.input, t.residual, t.residual),
+    }
+    expected = [*of_rows[call], t.weight]
     assert [s.data_ptr() for s in saved] == [e.data_ptr() for e in expected]
     assert sum(s.untyped_storage().nbytes() for s in saved) == sum(e.nbytes for e in expected)
 
@@ -114,14 +125,14 @@ def allocations(call: Callable[[], tuple[Tensor, ...]]) -> tuple[list[int], tupl
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm, gated_norm])
+@pytest.mark.parametrize("call", [norm, add_norm, gated_norm, rotated_norm])
 def test_allocates_what_it_returns(call: Block, dtypes: tuple[torch.dtype, ...]) -> None:
     """Nothing else, in the backward either."""
     t = leaves(dtypes, "cpu", (64, 40))
     made, outputs = allocations(lambda: call(t))
     assert made == sorted(y.nbytes for y in outputs)
     grad_outputs = [torch.ones_like(y) for y in outputs]
-    inputs = (t.input, t.weight) if call is norm else tuple(t)
+    inputs = (t.input, t.weight) if call in (norm, rotated_norm) else tuple(t)
     made, gradients = allocations(lambda: torch.autograd.grad(outputs, inputs, grad_outputs))
     # input and residual of one dtype receive the same tensor
     assert made == sorted({g.data_ptr(): g.nbytes for g in gradients}.values())

@@ -86,6 +86,11 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "gated_rms_norm_backward.out": lambda x, other: ops.gated_rms_norm_backward.out(
         other, other, other, [64], grad_input=torch.empty_like(x), grad_gate=x, grad_weight=torch.empty(0)
     ),
+    "rms_norm_rope_": lambda x, other: normops.rms_norm_rope_(x, other, other, 64),
+    "rms_norm_rope.out": lambda x, other: ops.rms_norm_rope.out(other, other, other, [64], out=x),
+    "rms_norm_rope_backward.out": lambda x, other: ops.rms_norm_rope_backward.out(
+        other, other, other, other, [64], grad_input=x, grad_weight=torch.empty(0)
+    ),
     "add_rms_norm_": lambda x, other: normops.add_rms_norm_(other, x, 64),
     "add_rms_norm.out": lambda x, other: ops.add_rms_norm.out(
         other, other, [64], out=torch.empty_like(x), residual_out=x

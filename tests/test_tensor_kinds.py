@@ -32,7 +32,12 @@ def gated(x: Tensor, w: Tensor) -> Tensor:
     return normops.gated_rms_norm(x, x, 8, w, 1e-3)
 
 
-NORMS = pytest.mark.parametrize("norm", [plain, with_residual, gated], ids=lambda norm: norm.__name__)
+def rotated(x: Tensor, w: Tensor) -> Tensor:
+    table = torch.linspace(0, 1, 8)
+    return normops.rms_norm_rope(x, table.cos().to(x.device), table.sin().to(x.device), 8, w, 1e-3)
+
+
+NORMS = pytest.mark.parametrize("norm", [plain, with_residual, gated, rotated], ids=lambda norm: norm.__name__)
 
 
 def derivatives(call: Callable[..., Tensor], x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
