@@ -104,7 +104,7 @@ def test_saves_the_normalized_tensor_and_the_weight(call: Block, dtypes: tuple[t
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
         outputs = call(t)
-    of_rows = {
+    of_rows: dict[Block, tuple[Tensor, ...]] = {
         norm: (t.input,),
         add_norm: outputs[1:],
         gated_norm: (t.input, t.residual),
