@@ -35,13 +35,13 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "_values",
         ),
     ),
+    "normops.inductor.calls": ("normops.inductor_options", ("_cdata",)),
     "normops.inductor.effects": (
         "normops.inductor_options",
         (
             "torch._ops.OpOverload",
             "torch._ops.OpOverloadPacket",
             "torch.utils._pytree.tree_leaves",
-            "_cdata",
             "_schema",
         ),
     ),

@@ -1,5 +1,7 @@
 """In place, an operator's results replace its inputs."""
 
+from itertools import product
+
 import pytest
 import torch
 from assertions import assert_same_bits, message_of
@@ -25,8 +27,15 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("cols", [0, 1, 5, 64, 100, 40000])
-@pytest.mark.parametrize("variant", variants(INPLACE), ids=str)
+@pytest.mark.parametrize(
+    ("variant", "cols"),
+    [
+        (variant, cols)
+        for variant, cols in product(variants(INPLACE), (0, 1, 5, 64, 100, 40000))
+        if variant.operator.takes(Case((cols,), torch.float32))
+    ],
+    ids=str,
+)
 def test_the_results_replace_the_inputs(
     variant: Variant, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str
 ) -> None:

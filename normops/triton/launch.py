@@ -58,7 +58,8 @@ class Rotation(NamedTuple):
 
 def rotation_arguments(rotation: Rotation) -> tuple[Tensor | int, ...]:
     """A rotation's tables as a kernel takes them."""
-    return rotation[: Rotation._fields.index("interleaved")]
+    cos, sin, middle, inner, outer_stride, middle_stride, inner_stride, *_ = rotation
+    return cos, sin, middle, inner, outer_stride, middle_stride, inner_stride
 
 
 def rotation_constants(rotation: Rotation) -> dict[str, Any]:
