@@ -236,6 +236,7 @@ def rope_backward_kernel(
             of_rows = tl.broadcast_to(columns, (block_rows, block_cols))
             w += (load_scale(weight, of_rows, each_row & is_column, weight_offset, compute),)
             dw += (tl.zeros((block_rows, block_cols), compute),)
+        tl.debug_barrier()  # dx of a single row may be the weight, which other threads read as well
     for start_sample in range(
         program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows
     ):
