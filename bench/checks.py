@@ -93,5 +93,6 @@ def _first_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tenso
 
 
 def tensors_of(output: object) -> tuple[Tensor, ...]:
+    """The results of a call, those of heads as rows."""
     tensors = output if isinstance(output, tuple) else (output,)
-    return tuple(tensor.detach() for tensor in tensors)
+    return tuple(tensor.detach().flatten(0, -2) if tensor.dim() > 2 else tensor.detach() for tensor in tensors)

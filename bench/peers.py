@@ -168,45 +168,13 @@ def normops_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
     return normops.rms_norm(input, weight.shape, weight, EPS)
 
 
-def _forward(norm: Norm) -> Builder:
-    return lambda inputs: partial(norm, inputs["input"], inputs["weight"])
-
-
-def _leaves(inputs: Tensors) -> tuple[Tensor, Tensor]:
-    return inputs["input"].detach().requires_grad_(), inputs["weight"].detach().requires_grad_()
-
-
-def _backward(norm: Norm) -> Builder:
-    def build(inputs: Tensors) -> Callable[[], object]:
-        leaves = _leaves(inputs)
-        # A compiled backward is not to consume what the forward saved: it runs again and again.
-        with torch._functorch.config.patch(donated_buffer=False):
-            output = norm(*leaves)
-        return lambda: torch.autograd.grad(output, leaves, inputs["grad_output"], retain_graph=True)
-
-    return build
-
-
-def _forward_backward(norm: Norm) -> Builder:
-    def build(inputs: Tensors) -> Callable[[], object]:
-        leaves = _leaves(inputs)
-
-        def call() -> tuple[Tensor, ...]:
-            output = norm(*leaves)
-            return output.detach(), *torch.autograd.grad(output, leaves, inputs["grad_output"])
-
-        return call
-
-    return build
-
-
 def _add_forward(norm: AddNorm) -> Builder:
     return lambda inputs: partial(norm, inputs["input"], inputs["residual"], inputs["weight"])
 
 
 def _add_backward(norm: AddNorm) -> Builder:
     def build(inputs: Tensors) -> Callable[[], object]:
-        input, weight = _leaves(inputs)
+        input, weight = (inputs[name].detach().requires_grad_() for name in ("input", "weight"))
         residual = torch.zeros_like(input).requires_grad_()  # so that the sum is the input
         with torch._functorch.config.patch(donated_buffer=False):
             outputs = norm(input, residual, weight)
@@ -242,31 +210,23 @@ def _three_ways(name: str, of_both: str, names: tuple[str, ...], norm: Callable[
         arguments = [inputs[name].detach().requires_grad_(name not in TABLES) for name in names]
         return arguments, [tensor for tensor in arguments if tensor.requires_grad], inputs["grad_output"]
 
-    def rows(tensor: Tensor) -> Tensor:
-        return tensor.flatten(0, -2)
-
     def forward(inputs: Tensors) -> Callable[[], object]:
-        given = [_of_heads(inputs)[name] for name in names]
-        return lambda: rows(norm(*given))
+        inputs = _of_heads(inputs)
+        return partial(norm, *(inputs[name] for name in names))
 
     def backward(inputs: Tensors) -> Callable[[], object]:
         arguments, leaves, grad_output = leaves_of(inputs)
+        # A compiled backward is not to consume what the forward saved: it runs again and again.
         with torch._functorch.config.patch(donated_buffer=False):
             output = norm(*arguments)
-
-        def call() -> tuple[Tensor, ...]:
-            *gradients, of_weight = torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
-            return *map(rows, gradients), of_weight
-
-        return call
+        return lambda: torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
 
     def forward_backward(inputs: Tensors) -> Callable[[], object]:
         arguments, leaves, grad_output = leaves_of(inputs)
 
         def call() -> tuple[Tensor, ...]:
             output = norm(*arguments)
-            *gradients, of_weight = torch.autograd.grad(output, leaves, grad_output)
-            return rows(output.detach()), *map(rows, gradients), of_weight
+            return output.detach(), *torch.autograd.grad(output, leaves, grad_output)
 
         return call
 
@@ -289,9 +249,7 @@ def _with_autograd(
 ) -> dict[str, Builder]:
     add_norm = add_norm or unfused(norm)
     return {
-        "rms_norm": _forward(norm),
-        "rms_norm_backward": _backward(norm),
-        "forward_backward": _forward_backward(norm),
+        **_three_ways("rms_norm", "forward_backward", ("input", "weight"), norm),
         "add_rms_norm": _add_forward(add_norm),
         "add_rms_norm_backward": _add_backward(add_norm),
         **_gated_with_autograd(gated_norm or then_gate(norm)),
@@ -419,27 +377,18 @@ def _normops_gated_backward_out(inputs: Tensors) -> Callable[[], object]:
 
 
 def _normops_rope_out(inputs: Tensors) -> Callable[[], object]:
-    given, weight = _of_heads(inputs), inputs["weight"]
-    out = torch.empty_like(inputs["input"])
-    operator = torch.ops.normops.rms_norm_rope.out
-    call = partial(
-        operator, given["input"], given["cos"], given["sin"], weight.shape, weight, EPS, out=out.view_as(given["input"])
-    )
-    return lambda: call().view_as(out)
+    given = _of_heads(inputs)
+    input, weight, tables = given["input"], given["weight"], (given["cos"], given["sin"])
+    out = torch.empty_like(input)
+    return partial(torch.ops.normops.rms_norm_rope.out, input, *tables, weight.shape, weight, EPS, out=out)
 
 
 def _normops_rope_backward_out(inputs: Tensors) -> Callable[[], object]:
-    given, weight = _of_heads(inputs), inputs["weight"]
-    names = "grad_output", "input", "cos", "sin"
-    targets = {"grad_input": torch.empty_like(given["input"]), "grad_weight": torch.empty_like(weight)}
+    given = _of_heads(inputs)
+    input, weight, tables = given["input"], given["weight"], (given["cos"], given["sin"])
+    targets = {"grad_input": torch.empty_like(input), "grad_weight": torch.empty_like(weight)}
     operator = torch.ops.normops.rms_norm_rope_backward.out
-    call = partial(operator, *(given[name] for name in names), weight.shape, weight, EPS, **targets)
-
-    def rows() -> tuple[Tensor, Tensor]:
-        grad_input, grad_weight = call()
-        return grad_input.flatten(0, 1), grad_weight
-
-    return rows
+    return partial(operator, given["grad_output"], input, *tables, weight.shape, weight, EPS, **targets)
 
 
 def _unfused_out(inputs: Tensors) -> Callable[[], object]:
