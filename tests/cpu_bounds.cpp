@@ -140,8 +140,25 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                                       .grad_weight_partials = wants & 2 ? partials.data() : nullptr};
     run_backward(backward_kernels.backward, with_scale(args, residual_scale));
   }
+  // That of operators whose input is of grad_output's type.
+  const Rows grad_of_input = rows_of(dtype);
+  const auto backward_of_input = [&](bool wants_grad_input, void* partials) {
+    return RmsNormBackwardArgs{.dtype = dtype,
+                               .grad_output_dtype = dtype,
+                               .rows = rows,
+                               .cols = cols,
+                               .eps = 1e-5,
+                               .weight = of_groups,
+                               .grad_output = grad_output.data(),
+                               .grad_output_rows = grad_output.layout,
+                               .input = input.data(),
+                               .input_rows = input.layout,
+                               .grad_input = wants_grad_input ? grad_of_input.data() : nullptr,
+                               .grad_input_rows = grad_of_input.layout,
+                               .grad_weight_partials = partials};
+  };
   // The gate is of the residual's type.
-  const Rows gate = rows_of(residual_dtype), grad_gate = rows_of(residual_dtype), grad_gated = rows_of(dtype);
+  const Rows gate = rows_of(residual_dtype), grad_gate = rows_of(residual_dtype);
   const Memory gated_partials(side, compute_dtype(dtype), chunks * groups * padded_cols(dtype, cols));
   for (const Gating gating : {Gating{Activation::silu, true}, Gating{Activation::silu, false}}) {
     const GatedRmsNormArgs gated = {forward, gating, residual_dtype, gate.data(), gate.layout};
@@ -151,19 +168,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
       run_forward(gated_rms_norm_kernels(), args);
     }
     for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
-      const GatedRmsNormBackwardArgs gated = {{.dtype = dtype,
-                                               .grad_output_dtype = dtype,
-                                               .rows = rows,
-                                               .cols = cols,
-                                               .eps = 1e-5,
-                                               .weight = of_groups,
-                                               .grad_output = grad_output.data(),
-                                               .grad_output_rows = grad_output.layout,
-                                               .input = input.data(),
-                                               .input_rows = input.layout,
-                                               .grad_input = wants & 1 ? grad_gated.data() : nullptr,
-                                               .grad_input_rows = grad_gated.layout,
-                                               .grad_weight_partials = wants & 4 ? gated_partials.data() : nullptr},
+      const GatedRmsNormBackwardArgs gated = {backward_of_input(wants & 1, wants & 4 ? gated_partials.data() : nullptr),
                                               gating,
                                               residual_dtype,
                                               gate.data(),
@@ -191,22 +196,8 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     const Memory partials(side, compute_dtype(dtype), chunks * groups * order.held_cols());
     run_forward(rms_norm_rope_kernels(), with_scale(RmsNormRopeArgs{forward, rotation}, scale));
     for (const int wants : {1, 2, 3}) {  // grad_input, grad_weight
-      run_backward(rms_norm_rope_backward_kernels(),
-                   with_scale(RmsNormRopeBackwardArgs{{.dtype = dtype,
-                                                       .grad_output_dtype = dtype,
-                                                       .rows = rows,
-                                                       .cols = cols,
-                                                       .eps = 1e-5,
-                                                       .weight = of_groups,
-                                                       .grad_output = grad_output.data(),
-                                                       .grad_output_rows = grad_output.layout,
-                                                       .input = input.data(),
-                                                       .input_rows = input.layout,
-                                                       .grad_input = wants & 1 ? grad_gated.data() : nullptr,
-                                                       .grad_input_rows = grad_gated.layout,
-                                                       .grad_weight_partials = wants & 2 ? partials.data() : nullptr},
-                                                      rotation},
-                              scale));
+      const RmsNormBackwardArgs backward = backward_of_input(wants & 1, wants & 2 ? partials.data() : nullptr);
+      run_backward(rms_norm_rope_backward_kernels(), with_scale(RmsNormRopeBackwardArgs{backward, rotation}, scale));
     }
   });
 }

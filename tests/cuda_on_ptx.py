@@ -290,16 +290,8 @@ class Kernels:
         seed: int = 0,
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
-        x, y = self._rows("input", input), self._written("output", output)
-        cols = input.shape[-1]
         args = _structs["RmsNormArgs"](
-            DTYPES.index(input.dtype),
-            input.numel() // cols,
-            cols,
-            eps,
-            self._weight(weight, weight_offset),
-            *x[1:],
-            *y[1:],
+            *self._forward(input, output, weight, weight_offset, eps),
         )
         self._call("rms_norm", ctypes.byref(args), on=on or device(), seed=seed)
         return output.result()
@@ -319,17 +311,9 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         output = output or Output(tuple(input.shape), input.dtype)
         residual_out = residual_out or Output(tuple(input.shape), residual.dtype)
-        x, r = self._rows("input", input), self._rows("residual", residual)
-        y, h = self._written("output", output), self._written("residual_out", residual_out)
-        cols = input.shape[-1]
+        r, h = self._rows("residual", residual), self._written("residual_out", residual_out)
         args = _structs["AddRmsNormArgs"](
-            DTYPES.index(input.dtype),
-            input.numel() // cols,
-            cols,
-            eps,
-            self._weight(weight, weight_offset),
-            *x[1:],
-            *y[1:],
+            *self._forward(input, output, weight, weight_offset, eps),
             DTYPES.index(residual.dtype),
             *r[1:],
             *h[1:],
@@ -352,37 +336,17 @@ class Kernels:
         seed: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
         on = on or device()
-        dtype = DTYPES.index(input.dtype)
-        cols = input.shape[-1]
-        rows = input.numel() // cols
         if output_mask[0]:
             grad_input = grad_input or Output(tuple(input.shape), input.dtype)
-        partials = None
-        if output_mask[1] and weight is not None:
-            groups = weight.shape[:-1].numel()
-            count = self.partials(input.dtype, rows, cols, on, grad_output.dtype, groups)
-            compute = torch.float64 if input.dtype == torch.float64 else torch.float32
-            partials = Output((count, groups * cols), compute)
-        dy, x = self._rows("grad_output", grad_output), self._rows("input", input)
-        dz = self._rows("grad_residual", grad_residual)
-        dx = self._written("grad_input", grad_input)
+        dtypes = DTYPES.index(input.dtype), DTYPES.index(grad_output.dtype)
+        partials = self._partials(input, weight, "partials", *dtypes, on=on) if output_mask[1] else None
         args = _structs["RmsNormBackwardArgs"](
-            dtype,
-            DTYPES.index(grad_output.dtype),
-            rows,
-            cols,
-            eps,
-            self._weight(weight, weight_offset),
-            *dy[1:],
-            *x[1:],
-            *dz[1:],
-            *dx[1:],
-            self._written("partials", partials).data,
+            *self._backward(grad_output, input, grad_residual, weight, weight_offset, eps, grad_input, partials),
         )
         self._call("rms_norm_backward", ctypes.byref(args), on=on, seed=seed)
         return (
             grad_input.result() if grad_input is not None else None,
-            self._grad_weight(dtype, weight, partials, seed),
+            self._grad_weight(input, weight, partials, seed),
         )
 
     def gated_rms_norm(
@@ -400,17 +364,9 @@ class Kernels:
         seed: int = 0,
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
-        x, g = self._rows("input", input), self._rows("gate", gate)
-        y = self._written("output", output)
-        cols = input.shape[-1]
+        g = self._rows("gate", gate)
         args = _structs["GatedRmsNormArgs"](
-            DTYPES.index(input.dtype),
-            input.numel() // cols,
-            cols,
-            eps,
-            self._weight(weight, weight_offset),
-            *x[1:],
-            *y[1:],
+            *self._forward(input, output, weight, weight_offset, eps),
             Gating(ACTIVATIONS.index(activation), norm_before_gate),
             DTYPES.index(gate.dtype),
             *g[1:],
@@ -436,35 +392,15 @@ class Kernels:
         seed: int = 0,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         on = on or device()
-        dtype = DTYPES.index(input.dtype)
-        cols = input.shape[-1]
-        rows = input.numel() // cols
         if output_mask[0]:
             grad_input = grad_input or Output(tuple(input.shape), input.dtype)
         if output_mask[1]:
             grad_gate = grad_gate or Output(tuple(input.shape), gate.dtype)
-        partials = None
-        if output_mask[2] and weight is not None:
-            groups = weight.shape[:-1].numel()
-            count = self._count_partials("gated_partials", dtype, sizes=(rows, cols, groups), on=on)
-            compute = torch.float64 if input.dtype == torch.float64 else torch.float32
-            partials = Output((count, groups * cols), compute)
-        dy, x = self._rows("grad_output", grad_output), self._rows("input", input)
-        g = self._rows("gate", gate)
-        dx = self._written("grad_input", grad_input)
-        dg = self._written("grad_gate", grad_gate)
+        dtype = DTYPES.index(input.dtype)
+        partials = self._partials(input, weight, "gated_partials", dtype, on=on) if output_mask[2] else None
+        g, dg = self._rows("gate", gate), self._written("grad_gate", grad_gate)
         args = _structs["GatedRmsNormBackwardArgs"](
-            dtype,
-            dtype,
-            rows,
-            cols,
-            eps,
-            self._weight(weight, weight_offset),
-            *dy[1:],
-            *x[1:],
-            *self._rows("grad_residual", None)[1:],
-            *dx[1:],
-            self._written("partials", partials).data,
+            *self._backward(grad_output, input, None, weight, weight_offset, eps, grad_input, partials),
             Gating(ACTIVATIONS.index(activation), norm_before_gate),
             DTYPES.index(gate.dtype),
             *g[1:],
@@ -474,7 +410,7 @@ class Kernels:
         return (
             grad_input.result() if grad_input is not None else None,
             grad_gate.result() if grad_gate is not None else None,
-            self._grad_weight(dtype, weight, partials, seed),
+            self._grad_weight(input, weight, partials, seed),
         )
 
     def rms_norm_rope(
@@ -494,16 +430,8 @@ class Kernels:
         seed: int = 0,
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
-        x, y = self._rows("input", input), self._written("output", output)
-        cols = input.shape[-1]
         args = _structs["RmsNormRopeArgs"](
-            DTYPES.index(input.dtype),
-            input.numel() // cols,
-            cols,
-            eps,
-            self._weight(weight, weight_offset),
-            *x[1:],
-            *y[1:],
+            *self._forward(input, output, weight, weight_offset, eps),
             self._rotation(input, cos, sin, interleaved, rotary_dim, rotary_offset),
         )
         self._call("rms_norm_rope", ctypes.byref(args), on=on or device(), seed=seed)
@@ -528,39 +456,21 @@ class Kernels:
         seed: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
         on = on or device()
-        dtype = DTYPES.index(input.dtype)
-        cols = input.shape[-1]
-        rows = input.numel() // cols
         if output_mask[0]:
             grad_input = grad_input or Output(tuple(input.shape), input.dtype)
         rotation = self._rotation(input, cos, sin, interleaved, rotary_dim, rotary_offset)
-        partials = None
-        if output_mask[1] and weight is not None:
-            groups = weight.shape[:-1].numel()
-            beside = (ctypes.byref(rotation),)
-            count = self._count_partials("rope_partials", dtype, sizes=(rows, cols, groups), on=on, beside=beside)
-            compute = torch.float64 if input.dtype == torch.float64 else torch.float32
-            partials = Output((count, groups * cols), compute)
-        dy, x = self._rows("grad_output", grad_output), self._rows("input", input)
-        dx = self._written("grad_input", grad_input)
+        dtype, beside = DTYPES.index(input.dtype), (ctypes.byref(rotation),)
+        partials = (
+            self._partials(input, weight, "rope_partials", dtype, on=on, beside=beside) if output_mask[1] else None
+        )
         args = _structs["RmsNormRopeBackwardArgs"](
-            dtype,
-            dtype,
-            rows,
-            cols,
-            eps,
-            self._weight(weight, weight_offset),
-            *dy[1:],
-            *x[1:],
-            *self._rows("grad_residual", None)[1:],
-            *dx[1:],
-            self._written("partials", partials).data,
+            *self._backward(grad_output, input, None, weight, weight_offset, eps, grad_input, partials),
             rotation,
         )
         self._call("rms_norm_rope_backward", ctypes.byref(args), on=on, seed=seed)
         return (
             grad_input.result() if grad_input is not None else None,
-            self._grad_weight(dtype, weight, partials, seed),
+            self._grad_weight(input, weight, partials, seed),
         )
 
     def _rotation(
@@ -577,9 +487,69 @@ class Kernels:
         dtype = DTYPES.index(cos.dtype)
         return Rotation(interleaved, columns == pairs, dtype, rotary_offset, pairs, c.data, s.data, c.layout)
 
-    def _grad_weight(self, dtype: int, weight: Tensor | None, partials: Output | None, seed: int) -> Tensor | None:
+    def _forward(
+        self, input: Tensor, output: Output, weight: Tensor | None, weight_offset: float, eps: float
+    ) -> tuple[Any, ...]:
+        """The members of RmsNormArgs."""
+        return (
+            *self._problem(input, weight, weight_offset, eps),
+            *self._rows("input", input)[1:],
+            *self._written("output", output)[1:],
+        )
+
+    def _backward(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        grad_residual: Tensor | None,
+        weight: Tensor | None,
+        weight_offset: float,
+        eps: float,
+        grad_input: Output | None,
+        partials: Output | None,
+    ) -> tuple[Any, ...]:
+        """The members of RmsNormBackwardArgs."""
+        dtype, *problem = self._problem(input, weight, weight_offset, eps)
+        return (
+            dtype,
+            DTYPES.index(grad_output.dtype),
+            *problem,
+            *self._rows("grad_output", grad_output)[1:],
+            *self._rows("input", input)[1:],
+            *self._rows("grad_residual", grad_residual)[1:],
+            *self._written("grad_input", grad_input)[1:],
+            self._written("partials", partials).data,
+        )
+
+    def _problem(
+        self, input: Tensor, weight: Tensor | None, weight_offset: float, eps: float
+    ) -> tuple[int, int, int, float, Structure]:
+        """What both begin with."""
+        cols = input.shape[-1]
+        return DTYPES.index(input.dtype), input.numel() // cols, cols, eps, self._weight(weight, weight_offset)
+
+    def _partials(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        function: str,
+        *dtypes: int,
+        on: Structure,
+        beside: tuple[Any, ...] = (),
+    ) -> Output | None:
+        """As many partial sums of grad_weight as a function of the library says."""
+        if weight is None:
+            return None
+        cols, groups = input.shape[-1], weight.shape[:-1].numel()
+        sizes = (input.numel() // cols, cols, groups)
+        count = self._count_partials(function, *dtypes, sizes=sizes, on=on, beside=beside)
+        compute = torch.float64 if input.dtype == torch.float64 else torch.float32
+        return Output((count, groups * cols), compute)
+
+    def _grad_weight(self, input: Tensor, weight: Tensor | None, partials: Output | None, seed: int) -> Tensor | None:
         if partials is None or weight is None:
             return None
+        dtype = DTYPES.index(input.dtype)
         sums = partials.result()
         cols = sums.shape[1]
         if cols <= 2 * END:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from reference.cases import Case, values
-from reference.operators import RMS_NORM_ROPE, Flags, OperatorCase, cases_of
+from reference.operators import RMS_NORM_ROPE, Flags, OperatorCase, cases_of, table_shape
 
 
 class RopeCase(NamedTuple):
@@ -49,6 +49,6 @@ def ropes(cols: int, pack: int) -> list[tuple[Flags, int]]:
 def rotated(case: Case, number: int, pack: int, dtype: torch.dtype | None = None) -> RopeCase:
     """The case with one of ``ropes`` and tables that heads, its last dimension of rows, share if there are several."""
     keywords, columns = (ways := ropes(case.shape[-1], pack))[number % len(ways)]
-    rows = case.shape[:-1] if len(case.shape) < 3 else (*case.shape[:-2], 1)
-    cos, sin = (values((*rows, columns), dtype or case.dtype, seed, scale=1.0) for seed in (7, 8))
+    shape = (*table_shape(case.shape, keywords)[:-1], columns)
+    cos, sin = (values(shape, dtype or case.dtype, seed, scale=1.0) for seed in (7, 8))
     return RopeCase(case, cos, sin, dict(keywords))
