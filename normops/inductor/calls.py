@@ -108,9 +108,8 @@ def call_of(node: Any) -> Call | None:
     if parameters == _REDUCTION:
         given = {"keepdim": False, "dim": given.pop("axis", None)} | given
         given.pop("dtype", None)  # the value has it
-    if given.keys() != {*parameters} or len(node.args) > len(parameters):
-        return None
-    return _simplest(Call(name, tuple(given[parameter] for parameter in parameters)))
+    call = _complete(name, node, parameters, given)
+    return None if call is None else _simplest(call)
 
 
 def arrangement_of(node: Any) -> Call | None:
@@ -118,9 +117,15 @@ def arrangement_of(node: Any) -> Call | None:
     if value_of(node) is None or node.op not in ("call_function", "call_method"):
         return None
     name = _ROTATIONS_BY_TARGET.get(node.target)
-    parameters = () if name is None else _OF_ROTATIONS[name].parameters
-    given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
-    if name is None or given.keys() != {*parameters} or len(node.args) > len(parameters):
+    if name is None:
+        return None
+    parameters = _OF_ROTATIONS[name].parameters
+    return _complete(name, node, parameters, dict(zip(parameters, node.args, strict=False)) | node.kwargs)
+
+
+def _complete(name: str, node: Node, parameters: tuple[str, ...], given: Mapping[str, Any]) -> Call | None:
+    """The call, if it is given all of its parameters and nothing else."""
+    if given.keys() != {*parameters} or len(node.args) > len(parameters):
         return None
     return Call(name, tuple(given[parameter] for parameter in parameters))
 
