@@ -97,13 +97,8 @@ NORMOPS_INLINE auto terms_of(const Row& row, const OnePart&, int64_t column, Ext
   return TermsOfOne<std::remove_const_t<decltype(terms)>>{{terms}};
 }
 
-template <class Row, class Extent>
-NORMOPS_INLINE auto terms_of(const Row& row, const TwoParts& parts, int64_t column, Extent extent) {
-  return row.paired_terms(parts, column, extent);
-}
-
-template <class Row, class Extent>
-NORMOPS_INLINE auto terms_of(const Row& row, const NeighbourParts& parts, int64_t column, Extent extent) {
+template <class Row, class Parts, class Extent>
+NORMOPS_INLINE auto terms_of(const Row& row, const Parts& parts, int64_t column, Extent extent) {
   return row.paired_terms(parts, column, extent);
 }
 
@@ -194,12 +189,6 @@ template <class Source>
   tile.set_sums(squares, dots, args.cols, args.eps);
 }
 
-template <class Source>
-auto* partial_of(const typename Source::Args& args, int64_t chunk, int64_t group) {
-  return static_cast<compute_t<typename Source::Element>*>(args.grad_weight_partials) +
-         (chunk * args.weight.groups + group) * held_cols<Source>(args);
-}
-
 // A part of the problem: `rows` rows, from `row` on, of each of `groups` groups, from `group` on.
 struct Region {
   int64_t row, rows;
@@ -226,6 +215,7 @@ class BackwardRows {
         streams_(prefetches_ && args.stream && kLanes<R> * sizeof(R) == 64 && Source::begins_with_lines(args) &&
                  held_order<Source>(args).has_lines(sizeof(R))),
         paired_(paired_columns(args)),
+        held_cols_(held_cols<Source>(args)),
         row_(region.row),
         group_(region.group + region.groups),
         source_(args, region.row) {
@@ -240,9 +230,10 @@ class BackwardRows {
     tile.count = 0;
     if (count_ == 0) return;
     tile.rows_per_group = count_;
-    tile.scale = scale_of<Source>(args_, group_);
-    tile.partial = args_.grad_weight_partials != nullptr ? partial_of<Source>(args_, chunk_, group_) : nullptr;
-    tile.stride = held_cols<Source>(args_);
+    tile.stride = held_cols_;
+    tile.scale = static_cast<const Compute*>(args_.scale) + group_ * held_cols_;
+    tile.partial = static_cast<Compute*>(args_.grad_weight_partials);
+    if (tile.partial != nullptr) tile.partial += (chunk_ * args_.weight.groups + group_) * held_cols_;
     tile.begins_chunk = row_ == chunk_ * args_.rows_per_chunk;
     do {
       source_.next_group();
@@ -360,6 +351,7 @@ class BackwardRows {
   const Region region_;
   const bool prefetches_, streams_;
   const PairedColumns paired_;
+  const int64_t held_cols_;
   int tile_rows_;  // the most that a tile has
   // The rows that tiles are being made of: `count_` of each group, from `row_` on, all of one chunk. The tile that
   // comes next begins with those of group `group_`.
