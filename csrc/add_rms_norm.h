@@ -1,5 +1,5 @@
-// The operator add_rms_norm. Its backward is rms_norm_backward, with the sum as input and the gradient of residual_out
-// as grad_residual.
+// The operator add_rms_norm, of the sum of residual and alpha times input. Its backward is rms_norm_backward, with the
+// sum as input and the gradient of residual_out as grad_residual.
 #pragma once
 #include "operator.h"
 
@@ -13,8 +13,9 @@ struct AddRmsNorm {
   const Tensor& input;
   const Tensor& residual;
   Norm norm;
+  double alpha;
 
-  auto members() const { return std::tie(input, residual, norm); }
+  auto members() const { return std::tie(input, residual, norm, alpha); }
   void check(const char* op) const {
     check_norm(op, input, norm);
     check_wider_input(op, "residual", residual, input);

@@ -66,7 +66,7 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
 }
 
 void check_norm(const char* op, const Tensor& input, const Norm& norm) {
-  const auto& [normalized_shape, weight, eps, weight_offset] = norm;
+  const auto& [normalized_shape, weight, eps, weight_offset, casting_mode] = norm;
   check_tensor(op, "input", input);
   const int64_t leading = input.dim() - static_cast<int64_t>(normalized_shape.size());
   TORCH_CHECK(!normalized_shape.empty(), op, ": expected normalized_shape to have at least one dimension, but got []");
@@ -89,6 +89,8 @@ void check_norm(const char* op, const Tensor& input, const Norm& norm) {
     check_equal(weight->sym_sizes(), input.sym_sizes().slice(leading - groups), weight_message);
   }
   TORCH_CHECK(!eps.has_value() || !std::isnan(*eps), op, ": expected eps to be a number, but got nan");
+  TORCH_CHECK(find_casting(casting_mode).has_value(), op,
+              ": expected casting_mode to be \"gemma\" or \"llama\", but got \"", casting_mode, "\"");
 }
 
 void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "casting.h"
 #include "dispatch.h"
 #include "gating.h"
 #include "rows.h"
@@ -24,6 +25,7 @@ struct RmsNormArgs {
   int64_t cols;
   double eps;
   Weight weight;
+  Casting casting;    // to dtype
   const void* input;  // dtype [rows, cols]
   RowLayout input_rows;
   void* output;  // dtype [rows, cols]
@@ -37,6 +39,7 @@ struct RmsNormBackwardArgs {
   int64_t cols;
   double eps;
   Weight weight;
+  Casting casting;          // to grad_output_dtype
   const void* grad_output;  // grad_output_dtype [rows, cols]
   RowLayout grad_output_rows;
   const void* input;  // dtype [rows, cols]
@@ -53,8 +56,9 @@ struct AddRmsNormArgs : RmsNormArgs {
   DType residual_dtype;  // dtype, or float32 beside one of 16 bits
   const void* residual;  // residual_dtype [rows, cols]
   RowLayout residual_rows;
-  void* residual_out;  // residual_dtype [rows, cols]: input + residual
+  void* residual_out;  // residual_dtype [rows, cols]: alpha * input + residual
   RowLayout residual_out_rows;
+  double alpha;
 };
 
 struct GatedRmsNormArgs : RmsNormArgs {

@@ -17,6 +17,7 @@
 #include <tuple>
 #include <utility>
 
+#include "casting.h"
 #include "check.h"
 
 namespace normops {
@@ -27,9 +28,11 @@ struct Norm {
   const OptionalTensor& weight;
   std::optional<double> eps;
   double weight_offset;
+  std::string_view casting_mode;
 
+  Casting casting() const { return *find_casting(casting_mode); }  // of one that passed the check
   size_t dims() const { return normalized_shape.size(); }
-  auto members() const { return std::tie(normalized_shape, weight, eps, weight_offset); }
+  auto members() const { return std::tie(normalized_shape, weight, eps, weight_offset, casting_mode); }
 };
 
 enum class Overload { functional, out, inplace };

@@ -20,6 +20,7 @@ Problem make_problem(const at::Tensor& input, const Norm& norm) {
       .cols = c10::multiply_integers(input.sizes().slice(input.dim() - norm.dims())),
       .groups = is_given(norm.weight) ? c10::multiply_integers(leading(*norm.weight)) : 1,
       .eps = resolve_eps(norm.eps, input.scalar_type()),
+      .casting = norm.casting(),
   };
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "casting.h"
 #include "dispatch.h"
 #include "rows.h"
 
@@ -19,6 +20,7 @@ struct Problem {
   int64_t cols;
   int64_t groups;  // rows of the weight, 1 without one: row r of the input has row r % groups
   double eps;
+  Casting casting;  // to the dtype of the output
 };
 
 Problem make_problem(const at::Tensor& input, const Norm& norm);

@@ -8,62 +8,69 @@ TORCH_LIBRARY(normops, m) {
 
   m.def(
       "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0) -> Tensor",
+      "float weight_offset=0.0, str casting_mode=\"gemma\") -> Tensor",
       tags);
   m.def(
       "rms_norm.out(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0, Tensor(a!) out) -> Tensor(a!)",
+      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor(a!) out) -> Tensor(a!)",
       tags);
   m.def(
       "rms_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0) -> Tensor(a!)",
+      "float weight_offset=0.0, str casting_mode=\"gemma\") -> Tensor(a!)",
       tags);
 
   m.def(
       "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, Tensor? grad_residual=None, bool[2] output_mask=[True, True]) "
+      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] "
+      "output_mask=[True, True]) "
       "-> (Tensor grad_input, Tensor grad_weight)",
       tags);
   m.def(
       "rms_norm_backward.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, Tensor? grad_residual=None, bool[2] output_mask=[True, True], "
+      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] "
+      "output_mask=[True, True], "
       "*, Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
       tags);
 
   m.def(
       "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0) -> (Tensor output, Tensor residual_out)",
+      "float weight_offset=0.0, str casting_mode=\"gemma\", float alpha=1.0) -> (Tensor output, Tensor residual_out)",
       tags);
   m.def(
       "add_rms_norm.out(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, Tensor(a!) out, Tensor(b!) residual_out) "
+      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", float alpha=1.0, Tensor(a!) out, "
+      "Tensor(b!) residual_out) "
       "-> (Tensor(a!), Tensor(b!))",
       tags);
   // Returns nothing: the dispatcher cannot box a call that returns several of its first arguments.
   m.def(
       "add_rms_norm_(Tensor(a!) input, Tensor(b!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0) -> ()",
+      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", float alpha=1.0) -> ()",
       tags);
 
   // activation is "silu", also called "swish", or "sigmoid".
   m.def(
       "gated_rms_norm(Tensor input, Tensor gate, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0, str activation=\"silu\", bool norm_before_gate=True) -> Tensor",
+      "float weight_offset=0.0, str casting_mode=\"gemma\", str activation=\"silu\", bool norm_before_gate=True) -> "
+      "Tensor",
       tags);
   m.def(
       "gated_rms_norm.out(Tensor input, Tensor gate, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "*, float weight_offset=0.0, str activation=\"silu\", bool norm_before_gate=True, Tensor(a!) out) -> Tensor(a!)",
+      "*, float weight_offset=0.0, str casting_mode=\"gemma\", str activation=\"silu\", bool norm_before_gate=True, "
+      "Tensor(a!) out) -> Tensor(a!)",
       tags);
 
   m.def(
       "gated_rms_norm_backward(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str activation=\"silu\", "
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", str "
+      "activation=\"silu\", "
       "bool norm_before_gate=True, bool[3] output_mask=[True, True, True]) "
       "-> (Tensor grad_input, Tensor grad_gate, Tensor grad_weight)",
       tags);
   m.def(
       "gated_rms_norm_backward.out(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str activation=\"silu\", "
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", str "
+      "activation=\"silu\", "
       "bool norm_before_gate=True, bool[3] output_mask=[True, True, True], *, Tensor(a!) grad_input, "
       "Tensor(b!) grad_gate, Tensor(c!) grad_weight) -> (Tensor(a!), Tensor(b!), Tensor(c!))",
       tags);
@@ -72,28 +79,33 @@ TORCH_LIBRARY(normops, m) {
   // says what that is, or half of it. The columns from rotary_offset on are rotated, so many of them.
   m.def(
       "rms_norm_rope(Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, bool interleaved=False, int? rotary_dim=None, "
+      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", bool interleaved=False, int? "
+      "rotary_dim=None, "
       "int rotary_offset=0) -> Tensor",
       tags);
   m.def(
       "rms_norm_rope.out(Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, bool interleaved=False, int? rotary_dim=None, "
+      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", bool interleaved=False, int? "
+      "rotary_dim=None, "
       "int rotary_offset=0, Tensor(a!) out) -> Tensor(a!)",
       tags);
   m.def(
       "rms_norm_rope_(Tensor(a!) input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, bool interleaved=False, int? rotary_dim=None, "
+      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", bool interleaved=False, int? "
+      "rotary_dim=None, "
       "int rotary_offset=0) -> Tensor(a!)",
       tags);
 
   m.def(
       "rms_norm_rope_backward(Tensor grad_output, Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, bool interleaved=False, int? rotary_dim=None, "
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", bool "
+      "interleaved=False, int? rotary_dim=None, "
       "int rotary_offset=0, bool[2] output_mask=[True, True]) -> (Tensor grad_input, Tensor grad_weight)",
       tags);
   m.def(
       "rms_norm_rope_backward.out(Tensor grad_output, Tensor input, Tensor cos, Tensor sin, "
-      "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
+      "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, str "
+      "casting_mode=\"gemma\", "
       "bool interleaved=False, int? rotary_dim=None, int rotary_offset=0, bool[2] output_mask=[True, True], *, "
       "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
       tags);

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from normops import _C
 
+CastingMode = Literal["gemma", "llama"]
+
 
 def rms_norm(
     input: Tensor,
@@ -16,6 +18,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
+    casting_mode: CastingMode = "gemma",
 ) -> Tensor:
     r"""Applies root mean square layer normalization over the last dimensions of the input.
 
@@ -23,8 +26,8 @@ def rms_norm(
 
     (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). The first four arguments are those of
     :func:`torch.nn.functional.rms_norm`. Everything is computed in float32 (float64 for float64 inputs) and rounded
-    once. Differentiable in ``input`` and ``weight``; under ``torch.compile`` it stays one operator forward
-    (``normops.rms_norm``) and one backward (``normops.rms_norm_backward``).
+    once, or as ``casting_mode`` says. Differentiable in ``input`` and ``weight``; under ``torch.compile`` it stays one
+    operator forward (``normops.rms_norm``) and one backward (``normops.rms_norm_backward``).
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
@@ -35,13 +38,17 @@ def rms_norm(
         eps: added to the mean of squares. None means the machine epsilon of the type computed in:
             that of float64 for float64 inputs, that of float32 otherwise.
         weight_offset: added to the weight. 1.0 is Gemma's ``1 + w``.
+        casting_mode: where results of 16 bits are rounded on the way, in Liger's words. ``"gemma"``: nowhere.
+            ``"llama"``: the normalized input is rounded to the dtype of ``input``, and so is its product with the
+            weight, before anything is made of it, as in the models of transformers and the kernels of vLLM; the
+            backward rounds as their autograd does. See docs/reproducibility.md.
 
     Returns:
         A contiguous tensor with the shape, dtype and device of ``input``.
 
     Raises:
         RuntimeError: the message names the argument, what was expected and what came: a wrong shape, dtype, device or
-            layout, or an ``eps`` that is NaN.
+            layout, an ``eps`` that is NaN, or another ``casting_mode``.
 
     Example:
         >>> import torch, normops
@@ -52,11 +59,13 @@ def rms_norm(
         torch.Size([7, 32, 128])
     """
     if not torch.compiler.is_dynamo_compiling():
-        output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset)
+        output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode)
         if output is not NotImplemented:
             return output
     shape = _as_shape(normalized_shape)
-    return torch.ops.normops.rms_norm.default(input, shape, weight, eps, weight_offset=weight_offset)
+    return torch.ops.normops.rms_norm.default(
+        input, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode
+    )
 
 
 def add_rms_norm(
@@ -67,22 +76,28 @@ def add_rms_norm(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
+    casting_mode: CastingMode = "gemma",
+    alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     r"""Adds the input to a residual stream and normalizes the sum: what stands between two sublayers of a transformer.
 
-    .. math:: h = x + r, \quad y = \frac{h}{\sqrt{\mathrm{mean}(h^2) + \epsilon}} \cdot (w + \text{weight\_offset})
+    .. math:: h = \text{alpha} \cdot x + r, \quad
+        y = \frac{h}{\sqrt{\mathrm{mean}(h^2) + \epsilon}} \cdot (w + \text{weight\_offset})
 
     One pass over memory forward, and one backward (``normops.rms_norm_backward`` with the gradient of ``h``). The sum
     is rounded once to the dtype of ``residual``, and normalized as rounded: ``y`` is what :func:`rms_norm` makes of
-    ``h``.
+    ``h``. With ``casting_mode="llama"``, the product with ``alpha`` is rounded to the dtype of ``input`` before it is
+    added.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
         residual: the shape of ``input``, and its dtype, or float32 if ``input`` has 16 bits; any strides.
-        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps`` and ``weight_offset``.
+        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps``, ``weight_offset`` and ``casting_mode``.
         weight: see :func:`rms_norm`.
         eps: see :func:`rms_norm`.
         weight_offset: see :func:`rms_norm`.
+        casting_mode: see :func:`rms_norm`.
+        alpha: what ``input`` is multiplied by, as Granite's ``residual_multiplier``.
 
     Returns:
         ``(output, residual_out)``, that is ``y`` and ``h``: contiguous tensors with the shape of ``input``; ``output``
@@ -97,11 +112,13 @@ def add_rms_norm(
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     if not torch.compiler.is_dynamo_compiling():
-        outputs = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, weight_offset)
+        outputs = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, weight_offset, casting_mode, alpha)
         if outputs is not NotImplemented:
             return outputs
     shape = _as_shape(normalized_shape)
-    return torch.ops.normops.add_rms_norm.default(input, residual, shape, weight, eps, weight_offset=weight_offset)
+    return torch.ops.normops.add_rms_norm.default(
+        input, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
+    )
 
 
 def gated_rms_norm(
@@ -112,6 +129,7 @@ def gated_rms_norm(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
+    casting_mode: CastingMode = "gemma",
     activation: Literal["silu", "swish", "sigmoid"] = "silu",
     norm_before_gate: bool = True,
 ) -> Tensor:
@@ -132,11 +150,12 @@ def gated_rms_norm(
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
         gate: the shape of ``input``, and its dtype; but beside an ``input`` of 16 bits it may be float32, and beside
             one of float32 it may have 16 bits. Any strides: both are usually slices of one projection.
-        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps`` and ``weight_offset``.
+        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps``, ``weight_offset`` and ``casting_mode``.
         weight: see :func:`rms_norm`. One of shape ``[groups, columns]`` is that of Mamba-2's groups, with ``input``
             and ``gate`` viewed as ``[*, groups, columns]``.
         eps: see :func:`rms_norm`.
         weight_offset: see :func:`rms_norm`.
+        casting_mode: see :func:`rms_norm`.
         activation: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``.
         norm_before_gate: False gates before the mean of squares is taken.
 
@@ -156,7 +175,7 @@ def gated_rms_norm(
     """
     if not torch.compiler.is_dynamo_compiling():
         output = _C.gated_rms_norm(
-            input, gate, normalized_shape, weight, eps, weight_offset, activation, norm_before_gate
+            input, gate, normalized_shape, weight, eps, weight_offset, casting_mode, activation, norm_before_gate
         )
         if output is not NotImplemented:
             return output
@@ -167,6 +186,7 @@ def gated_rms_norm(
         weight,
         eps,
         weight_offset=weight_offset,
+        casting_mode=casting_mode,
         activation=activation,
         norm_before_gate=norm_before_gate,
     )
@@ -181,6 +201,7 @@ def rms_norm_rope(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
+    casting_mode: CastingMode = "gemma",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -209,6 +230,7 @@ def rms_norm_rope(
         weight: see :func:`rms_norm`, as for ``eps`` and ``weight_offset``.
         eps: see :func:`rms_norm`.
         weight_offset: see :func:`rms_norm`.
+        casting_mode: see :func:`rms_norm`.
         interleaved: whether neighbours belong together, as in GPT-J, GLM and Cohere, instead of the two halves.
         rotary_dim: how many columns are rotated, an even number; None: as many as ``cos`` has. The others are only
             normalized.
@@ -232,7 +254,17 @@ def rms_norm_rope(
     """
     if not torch.compiler.is_dynamo_compiling():
         output = _C.rms_norm_rope(
-            input, cos, sin, normalized_shape, weight, eps, weight_offset, interleaved, rotary_dim, rotary_offset
+            input,
+            cos,
+            sin,
+            normalized_shape,
+            weight,
+            eps,
+            weight_offset,
+            casting_mode,
+            interleaved,
+            rotary_dim,
+            rotary_offset,
         )
         if output is not NotImplemented:
             return output
@@ -244,6 +276,7 @@ def rms_norm_rope(
         weight,
         eps,
         weight_offset=weight_offset,
+        casting_mode=casting_mode,
         interleaved=interleaved,
         rotary_dim=rotary_dim,
         rotary_offset=rotary_offset,
@@ -257,6 +290,7 @@ def rms_norm_(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
+    casting_mode: CastingMode = "gemma",
 ) -> Tensor:
     """In-place :func:`rms_norm` for inference: the result replaces ``input``, which is returned.
 
@@ -273,7 +307,9 @@ def rms_norm_(
         tensor([[0.8485, 1.1314]])
     """
     shape = _as_shape(normalized_shape)
-    return torch.ops.normops.rms_norm_.default(input, shape, weight, eps, weight_offset=weight_offset)
+    return torch.ops.normops.rms_norm_.default(
+        input, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode
+    )
 
 
 def add_rms_norm_(
@@ -284,6 +320,8 @@ def add_rms_norm_(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
+    casting_mode: CastingMode = "gemma",
+    alpha: float = 1.0,
 ) -> None:
     """In-place :func:`add_rms_norm` for inference: the result replaces ``input``, the sum replaces ``residual``.
 
@@ -299,7 +337,9 @@ def add_rms_norm_(
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     shape = _as_shape(normalized_shape)
-    torch.ops.normops.add_rms_norm_.default(input, residual, shape, weight, eps, weight_offset=weight_offset)
+    torch.ops.normops.add_rms_norm_.default(
+        input, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
+    )
 
 
 def rms_norm_rope_(
@@ -311,6 +351,7 @@ def rms_norm_rope_(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
+    casting_mode: CastingMode = "gemma",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -337,6 +378,7 @@ def rms_norm_rope_(
         weight,
         eps,
         weight_offset=weight_offset,
+        casting_mode=casting_mode,
         interleaved=interleaved,
         rotary_dim=rotary_dim,
         rotary_offset=rotary_offset,

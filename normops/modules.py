@@ -6,7 +6,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from normops.functional import add_rms_norm, gated_rms_norm, rms_norm
+from normops.functional import CastingMode, add_rms_norm, gated_rms_norm, rms_norm
 
 Activation = Literal["silu", "swish", "sigmoid"]
 
@@ -15,6 +15,7 @@ class _OffsetRMSNorm(nn.RMSNorm):
     """torch's, with a weight to which something is added."""
 
     weight_offset: float
+    casting_mode: CastingMode
 
     def __init__(
         self,
@@ -24,8 +25,10 @@ class _OffsetRMSNorm(nn.RMSNorm):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         weight_offset: float,
+        casting_mode: CastingMode,
     ) -> None:
         self.weight_offset = weight_offset  # before reset_parameters, which the base class calls
+        self.casting_mode = casting_mode
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
@@ -34,9 +37,10 @@ class _OffsetRMSNorm(nn.RMSNorm):
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def extra_repr(self) -> str:
-        """As in the base class, with ``weight_offset`` where there is one."""
+        """As in the base class, with ``weight_offset`` and ``casting_mode`` where they are not the default."""
         base: str = super().extra_repr()
-        return base + ("" if self.weight_offset == 0.0 else f", weight_offset={self.weight_offset}")
+        offset = "" if self.weight_offset == 0.0 else f", weight_offset={self.weight_offset}"
+        return base + offset + ("" if self.casting_mode == "gemma" else f", casting_mode={self.casting_mode}")
 
 
 class RMSNorm(_OffsetRMSNorm):
@@ -51,6 +55,7 @@ class RMSNorm(_OffsetRMSNorm):
         device: of the weight.
         dtype: of the weight; it may differ from that of the input.
         weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``. The weight starts at ``1 - weight_offset``.
+        casting_mode: see :func:`normops.rms_norm`.
         groups: the dimensions before those of ``normalized_shape`` that have a weight each: heads, or groups of columns
             that are normalized by themselves. An ``int`` means one. The weight is ``[*groups, *normalized_shape]``.
 
@@ -82,9 +87,10 @@ class RMSNorm(_OffsetRMSNorm):
         dtype: torch.dtype | None = None,
         *,
         weight_offset: float = 0.0,
+        casting_mode: CastingMode = "gemma",
         groups: int | Sequence[int] = (),
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset, casting_mode)
         self.groups = (groups,) if isinstance(groups, int) else tuple(groups)
         if self.groups and elementwise_affine:
             self.weight = nn.Parameter(torch.empty((*self.groups, *self.normalized_shape), device=device, dtype=dtype))
@@ -94,17 +100,22 @@ class RMSNorm(_OffsetRMSNorm):
     def forward(self, x: Tensor) -> Tensor: ...
 
     @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor, alpha: float = 1.0) -> tuple[Tensor, Tensor]: ...
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the normalized ``x``, or with a residual the normalized sum and the sum.
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, alpha: float = 1.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the normalized ``x``, or with a residual the normalized sum ``alpha * x + residual``, and the sum.
 
         See :func:`normops.rms_norm` and :func:`normops.add_rms_norm`.
         """
-        shape, weight, eps, weight_offset = self.normalized_shape, self.weight, self.eps, self.weight_offset
+        shape, weight, eps = self.normalized_shape, self.weight, self.eps
+        weight_offset, casting_mode = self.weight_offset, self.casting_mode
         if residual is None:
-            return rms_norm(x, shape, weight, eps, weight_offset=weight_offset)
-        return add_rms_norm(x, residual, shape, weight, eps, weight_offset=weight_offset)
+            return rms_norm(x, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode)
+        return add_rms_norm(
+            x, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
+        )
 
     def extra_repr(self) -> str:
         """As in the base class, with ``weight_offset`` and ``groups`` where there are any."""
@@ -127,6 +138,7 @@ class GatedRMSNorm(_OffsetRMSNorm):
         norm_before_gate: whether the normalized input is multiplied by the activated gate (Qwen3-Next, gated linear
             attention) or the input, before it is normalized (Mamba 2 in transformers).
         weight_offset: added to the weight, which starts at ``1 - weight_offset``.
+        casting_mode: see :func:`normops.rms_norm`.
         group_size: how many columns are normalized by themselves, as in mamba; None: all of them. The weight is as
             wide as ``normalized_shape``.
 
@@ -162,9 +174,10 @@ class GatedRMSNorm(_OffsetRMSNorm):
         activation: Activation = "silu",
         norm_before_gate: bool = True,
         weight_offset: float = 0.0,
+        casting_mode: CastingMode = "gemma",
         group_size: int | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset, casting_mode)
         shape = self.normalized_shape
         if group_size is not None and (len(shape) != 1 or group_size < 1 or shape[0] % group_size):
             raise ValueError(
@@ -186,6 +199,7 @@ class GatedRMSNorm(_OffsetRMSNorm):
             weight,
             self.eps,
             weight_offset=self.weight_offset,
+            casting_mode=self.casting_mode,
             activation=self.activation,
             norm_before_gate=self.norm_before_gate,
         )

@@ -1,4 +1,4 @@
-"""The operators in differentiable operations of torch, for derivatives in float64."""
+"""The operators in differentiable operations of torch, for derivatives in float64, in which no cast changes a number."""
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
 ) -> Tensor:
     dims = tuple(range(-len(normalized_shape), 0))
     output = input * torch.rsqrt(input.square().mean(dims, keepdim=True) + eps)
@@ -24,8 +25,10 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
+    alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    residual_out = input + residual
+    residual_out = alpha * input + residual
     return rms_norm(residual_out, normalized_shape, weight, eps, weight_offset), residual_out
 
 
@@ -36,6 +39,7 @@ def gated_rms_norm(
     weight: Tensor | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
     activation: str = "silu",
     norm_before_gate: bool = True,
 ) -> Tensor:
@@ -68,6 +72,7 @@ def rms_norm_rope(
     weight: Tensor | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,

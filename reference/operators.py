@@ -186,24 +186,30 @@ def positional(overload: Any, arguments: Mapping[str, object]) -> tuple[tuple[An
     return tuple(args), kwargs
 
 
+CASTINGS = ({"casting_mode": "gemma"}, {"casting_mode": "llama"})
 RMS_NORM_BACKWARD = Operator(
     "rms_norm_backward",
     oracle.rms_norm_backward,
     {"grad_output": Argument(narrower), "grad_residual": Argument()},
+    CASTINGS,
 )
-RMS_NORM = Operator("rms_norm", oracle.rms_norm, gradient="rms_norm_backward", definition=definitions.rms_norm)
+RMS_NORM = Operator(
+    "rms_norm", oracle.rms_norm, flags=CASTINGS, gradient="rms_norm_backward", definition=definitions.rms_norm
+)
 ADD_RMS_NORM = Operator(
     "add_rms_norm",
     oracle.add_rms_norm,
     {"residual": Argument(wider)},
+    # A power of two, so that the product is exact, with and without fused multiply-adds.
+    ({"casting_mode": "gemma", "alpha": 1.0}, {"casting_mode": "llama", "alpha": 0.25}),
     gradient="rms_norm_backward",
     definition=definitions.add_rms_norm,
     # It is written before the weight is read.
     never_over=frozenset({("residual_out", "weight")}),
 )
 GATING = tuple(
-    {"activation": activation, "norm_before_gate": norm_before_gate}
-    for activation in ("silu", "sigmoid")
+    {"activation": activation, "norm_before_gate": norm_before_gate, "casting_mode": casting_mode}
+    for activation, casting_mode in (("silu", "gemma"), ("sigmoid", "gemma"), ("silu", "llama"))
     for norm_before_gate in (True, False)
 )
 GATED_RMS_NORM = Operator(
@@ -224,10 +230,12 @@ GATED_RMS_NORM_BACKWARD = Operator(
 
 # The angle of each column, or of each pair; all columns, from the first one on, or some.
 ROPES = (
-    {"interleaved": False, "rotary_dim": None, "rotary_offset": 0},
-    {"interleaved": True, "rotary_dim": None, "rotary_offset": 0},
-    {"interleaved": False, "rotary_dim": 4, "rotary_offset": 1},
-    {"interleaved": True, "rotary_dim": 4, "rotary_offset": 1},
+    {"casting_mode": "gemma", "interleaved": False, "rotary_dim": None, "rotary_offset": 0},
+    {"casting_mode": "gemma", "interleaved": True, "rotary_dim": None, "rotary_offset": 0},
+    {"casting_mode": "gemma", "interleaved": False, "rotary_dim": 4, "rotary_offset": 1},
+    {"casting_mode": "gemma", "interleaved": True, "rotary_dim": 4, "rotary_offset": 1},
+    {"casting_mode": "llama", "interleaved": False, "rotary_dim": 4, "rotary_offset": 1},
+    {"casting_mode": "llama", "interleaved": True, "rotary_dim": None, "rotary_offset": 0},
 )
 
 

@@ -123,13 +123,57 @@ class _Value(NamedTuple):
         return _bounded(shaped[0], shaped[1], dtype or like.dtype, compute, shaped[2])
 
 
-def _normed(t: _Terms, h_roundings: float = 0.0, h_underflow: Array | float = 0.0) -> _Value:
-    """``h_roundings``, ``h_underflow``: of h itself, on which rstd depends too."""
-    output = t.h * t.rstd * t.w
-    # x * rstd and the product with w; the conversion of the weight and its sum with the offset, which may cancel.
-    roundoffs = np.abs(output) * (t.rstd_roundings + 2 + 2 * h_roundings) + np.abs(t.h * t.rstd) * t.w_magnitude * 2
-    underflow = np.abs(t.w) * (t.rstd * h_underflow + np.abs(t.h) * _rstd_underflow(t, h_underflow))
-    return _Value(output, roundoffs, underflow)
+def _product(a: _Value, b: _Value, compute: torch.dtype) -> _Value:
+    """And its rounding, once more where it underflows."""
+    info = torch.finfo(compute)
+    value = a.value * b.value
+    return _Value(
+        value,
+        np.abs(a.value) * b.roundoffs + np.abs(b.value) * a.roundoffs + np.abs(value),
+        np.abs(a.value) * b.underflow + np.abs(b.value) * a.underflow + info.smallest_normal * info.eps,
+    )
+
+
+def _exact(array: Array) -> _Value:
+    return _Value(array, np.zeros_like(array))
+
+
+def _as_stored(array: Array, dtype: torch.dtype) -> Array:
+    rounded: Array = torch.from_numpy(array.astype(np.float64)).to(dtype).to(torch.float64).numpy()
+    return rounded.astype(array.dtype)
+
+
+def _cast(value: _Value, dtype: torch.dtype | None, compute: torch.dtype) -> _Value:
+    """What is made of a value that is rounded to the dtype on the way, if there is one: a number without an error, but
+    where what the computed value may be does not all round to that number."""
+    if dtype is None or torch.finfo(dtype).eps <= torch.finfo(compute).eps:
+        return value
+    info = torch.finfo(compute)
+    off = value.roundoffs * info.eps / 2 + value.underflow + 4 * info.smallest_normal * info.eps
+    low, rounded, high = (_as_stored(value.value + by, dtype) for by in (-off, 0 * off, off))
+    error = np.where(low == high, 0.0, np.maximum(high - rounded, rounded - low))
+    return _Value(rounded, np.zeros_like(rounded), error)
+
+
+def _cast_dtype(casting_mode: str, dtype: torch.dtype) -> torch.dtype | None:
+    """To which the mode casts on the way to an output of this dtype."""
+    return {"gemma": None, "llama": dtype}[casting_mode]
+
+
+def _normalized(t: _Terms, h_roundings: float = 0.0, h_underflow: Array | float = 0.0) -> _Value:
+    """h * rstd. ``h_roundings``, ``h_underflow``: of h itself, on which rstd depends too."""
+    value = t.h * t.rstd
+    underflow = t.rstd * h_underflow + np.abs(t.h) * _rstd_underflow(t, h_underflow)
+    return _Value(value, np.abs(value) * (t.rstd_roundings + 1 + 2 * h_roundings), underflow)
+
+
+def _normed(
+    t: _Terms, dtype: torch.dtype | None, h_roundings: float = 0.0, h_underflow: Array | float = 0.0
+) -> _Value:
+    """``dtype``: to which results are cast, or None; others: see ``_normalized``."""
+    n = _cast(_normalized(t, h_roundings, h_underflow), dtype, t.compute)
+    # The conversion of the weight and its sum with the offset, which may cancel, and the product.
+    return _product(n, _Value(t.w, t.w_magnitude * 2), t.compute)
 
 
 def _rstd_underflow(t: _Terms, h_underflow: Array | float) -> Array:
@@ -138,6 +182,7 @@ def _rstd_underflow(t: _Terms, h_underflow: Array | float) -> Array:
 
 def _grad_input(
     t: _Terms,
+    dtype: torch.dtype | None,
     dy: Array,
     dy_roundings: float = 0.0,
     dy_underflow: Array | float = 0.0,
@@ -145,21 +190,25 @@ def _grad_input(
     h_underflow: Array | float = 0.0,
     dot_roundings: float = 0.0,
 ) -> _Value:
-    """``dy_roundings``, ...: of dy and h themselves; ``dot_roundings``: in the sum of dy * w * h, besides."""
+    """``dtype``: to which dy * w is cast, or None; ``dy_roundings``, ...: of dy and h themselves; ``dot_roundings``: in
+    the sum of dy * w * h, besides."""
     cols = t.h.shape[1]
 
     def mean(array: Array) -> Array:
         return array.sum(1, keepdims=True) / max(cols, 1)
 
     g, h = dy * t.w, np.abs(t.h)
-    g_magnitude = np.abs(dy) * t.w_magnitude
+    g_magnitude, of_g = np.abs(dy) * t.w_magnitude, dy_underflow * t.w_magnitude
+    if dtype is not None:
+        g, _, of_g = _cast(_Value(g, g_magnitude * (3 + dy_roundings), of_g), dtype, t.compute)
+        g_magnitude = np.abs(g)
     value = t.rstd * g - t.rstd**3 * t.h * mean(g * t.h)
     direct = t.rstd * g_magnitude
     projected = t.rstd**3 * h * mean(g_magnitude * h)
     roundoffs = direct * (t.rstd_roundings + 5 + dy_roundings + h_roundings) + projected * (
         3 * t.rstd_roundings + _sum_roundings(cols, t.compute) + 8 + dot_roundings + dy_roundings + 5 * h_roundings
     )
-    of_g, of_h, of_rstd = dy_underflow * t.w_magnitude, h_underflow, _rstd_underflow(t, h_underflow)
+    of_h, of_rstd = h_underflow, _rstd_underflow(t, h_underflow)
     underflow = t.rstd * of_g + g_magnitude * of_rstd
     underflow = underflow + t.rstd**3 * (
         h * mean(of_g * h) + h * mean(g_magnitude * of_h) + of_h * mean(g_magnitude * h)
@@ -169,25 +218,19 @@ def _grad_input(
 
 
 def _grad_weight(
-    t: _Terms,
-    dy: Array,
-    weight: Tensor,
-    normalized_shape: tuple[int, ...],
-    roundings: float = 0.0,
-    underflow: Array | float = 0.0,
+    t: _Terms, dtype: torch.dtype | None, dy: _Value, n: _Value, weight: Tensor, normalized_shape: tuple[int, ...]
 ) -> Bounded:
-    """``roundings``, ``underflow``: of the terms, besides those of rms_norm_backward."""
+    """``n``: h * rstd. ``dtype``: to which that, and its product with dy, are cast, or None."""
     rows_of_group = t.h.shape[0] // max(math.prod(_groups(weight, normalized_shape)), 1)
 
-    def summed(terms: Array) -> Array:
-        return terms.reshape(rows_of_group, *weight.shape).sum(0)
+    def summed(terms: Array | float) -> Array:
+        return np.broadcast_to(terms, t.h.shape).reshape(rows_of_group, *weight.shape).sum(0)
 
-    terms = dy * t.h * t.rstd
+    terms = _cast(_product(dy, _cast(n, dtype, t.compute), t.compute), dtype, t.compute)
     # Within chunks of about sqrt(rows) rows, and over the chunks.
     row_roundings = 2 * (math.isqrt(rows_of_group) + 5)
-    roundoffs = summed(np.abs(terms)) * (t.rstd_roundings + 3 + row_roundings + roundings)
-    lost = summed(np.broadcast_to(underflow, terms.shape))
-    return _bounded(summed(terms), roundoffs, weight.dtype, t.compute, lost)
+    roundoffs = summed(terms.roundoffs) + summed(np.abs(terms.value)) * (row_roundings + 1)
+    return _bounded(summed(terms.value), roundoffs, weight.dtype, t.compute, summed(terms.underflow))
 
 
 def rms_norm(
@@ -196,18 +239,28 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
     dtype: torch.dtype | None = None,
 ) -> Bounded:
     """``dtype``: of the output, by default that of the input."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     with np.errstate(all="ignore"):
-        return _normed(t).bounded(input, t.compute, dtype)
+        normed = _normed(t, _cast_dtype(casting_mode, dtype or input.dtype))
+        return normed.bounded(input, t.compute, dtype)
 
 
-def exact_sum(input: Tensor, residual: Tensor) -> Tensor:
-    """Rounded once."""
+def exact_sum(input: Tensor, residual: Tensor, alpha: float = 1.0, casting_mode: str = "gemma") -> Tensor:
+    """Rounded once, or with the product rounded before."""
     compute = _compute_dtype(input)
-    return (input.to(compute) + residual.to(compute)).to(residual.dtype)
+    x, r = (tensor.detach().cpu().to(compute).numpy().astype(np.longdouble) for tensor in (input, residual))
+    product = x * (np.float32(alpha) if compute == torch.float32 else alpha)
+
+    def as_computed(array: Array) -> Tensor:
+        return torch.from_numpy(array.astype(np.float64 if compute == torch.float64 else np.float32))
+
+    if casting_mode == "llama":
+        product = as_computed(product).to(input.dtype).to(compute).numpy().astype(np.longdouble)
+    return as_computed(product + r).to(residual.dtype)
 
 
 def add_rms_norm(
@@ -217,10 +270,12 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
+    alpha: float = 1.0,
 ) -> tuple[Bounded, Bounded]:
     """The sum is exact, and normalized as rounded."""
-    h = exact_sum(input, residual)
-    output = rms_norm(h, normalized_shape, weight, eps, weight_offset, input.dtype)
+    h = exact_sum(input, residual, alpha, casting_mode)
+    output = rms_norm(h, normalized_shape, weight, eps, weight_offset, casting_mode, input.dtype)
     return output, Bounded(_wide(h, _compute_dtype(h)), np.zeros(h.shape))
 
 
@@ -231,17 +286,21 @@ def rms_norm_backward(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
     grad_residual: Tensor | None = None,
 ) -> Backward:
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     dy = _wide(grad_output, t.compute).reshape(t.h.shape)
+    dtype = _cast_dtype(casting_mode, grad_output.dtype)
     with np.errstate(all="ignore"):
-        value, roundoffs, _ = _grad_input(t, dy)
+        value, roundoffs, underflow = _grad_input(t, dtype, dy)
         if grad_residual is not None:
             residual = _wide(grad_residual, t.compute).reshape(t.h.shape)
             value, roundoffs = value + residual, roundoffs + np.abs(residual) * 2
-        grad_input = _Value(value, roundoffs).bounded(input, t.compute)
-        grad_weight = None if weight is None else _grad_weight(t, dy, weight, normalized_shape)
+        grad_input = _Value(value, roundoffs, underflow).bounded(input, t.compute)
+        grad_weight = None
+        if weight is not None:
+            grad_weight = _grad_weight(t, dtype, _exact(dy), _normalized(t), weight, normalized_shape)
     return Backward(grad_input, grad_weight)
 
 
@@ -274,21 +333,6 @@ def _gate(gate: Tensor, compute: torch.dtype, activation: str, rows: Array) -> _
     )
 
 
-def _product(a: _Value, b: _Value, compute: torch.dtype) -> _Value:
-    """And its rounding, once more where it underflows."""
-    info = torch.finfo(compute)
-    value = a.value * b.value
-    return _Value(
-        value,
-        np.abs(a.value) * b.roundoffs + np.abs(b.value) * a.roundoffs + np.abs(value),
-        np.abs(a.value) * b.underflow + np.abs(b.value) * a.underflow + info.smallest_normal * info.eps,
-    )
-
-
-def _exact(array: Array) -> _Value:
-    return _Value(array, np.zeros_like(array))
-
-
 def gated_rms_norm(
     input: Tensor,
     gate: Tensor,
@@ -296,17 +340,20 @@ def gated_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
     activation: str = "silu",
     norm_before_gate: bool = True,
 ) -> Bounded:
     plain = _terms(input, normalized_shape, weight, eps, weight_offset)
     with np.errstate(all="ignore"):
         a = _gate(gate, plain.compute, activation, plain.h).activation
+        dtype = _cast_dtype(casting_mode, input.dtype)
         if norm_before_gate:
-            return _product(_normed(plain), a, plain.compute).bounded(input, plain.compute)
+            normed = _cast(_normed(plain, dtype), dtype, plain.compute)
+            return _product(normed, a, plain.compute).bounded(input, plain.compute)
         u = _product(_exact(plain.h), a, plain.compute)
         t = _terms(input, normalized_shape, weight, eps, weight_offset, a.value)
-        return _normed(t, ACTIVATION_ROUNDINGS[activation] + 1, u.underflow).bounded(input, t.compute)
+        return _normed(t, dtype, ACTIVATION_ROUNDINGS[activation] + 1, u.underflow).bounded(input, t.compute)
 
 
 def gated_rms_norm_backward(
@@ -317,33 +364,35 @@ def gated_rms_norm_backward(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
     activation: str = "silu",
     norm_before_gate: bool = True,
 ) -> GatedBackward:
     plain = _terms(input, normalized_shape, weight, eps, weight_offset)
     compute = plain.compute
     roundings = ACTIVATION_ROUNDINGS[activation] + 1  # of what is multiplied by an activation
+    dtype = _cast_dtype(casting_mode, input.dtype)
     with np.errstate(all="ignore"):
         a, slope = _gate(gate, compute, activation, plain.h)
         dy = _exact(_wide(grad_output, compute).reshape(plain.h.shape))
         x = _exact(plain.h)
         if norm_before_gate:
-            t, g = plain, _product(dy, a, compute)
-            for_input = _grad_input(t, g.value, roundings, g.underflow)
-            for_gate = _product(_product(dy, _normed(t), compute), slope, compute)
-            extra = roundings, g.underflow * np.abs(t.h) * t.rstd
+            t, g = plain, _cast(_product(dy, a, compute), dtype, compute)
+            n = _normalized(t)
+            for_input = _grad_input(t, dtype, g.value, roundings if dtype is None else 0.0, g.underflow)
+            normed = _cast(_normed(t, dtype), dtype, compute)
+            for_gate = _product(_product(dy, normed, compute), slope, compute)
         else:
             u = _product(x, a, compute)
             t, g = _terms(input, normalized_shape, weight, eps, weight_offset, a.value), dy
-            for_product = _grad_input(t, dy.value, h_roundings=roundings, h_underflow=u.underflow)
+            n = _normalized(t, roundings, u.underflow)
+            for_product = _grad_input(t, dtype, dy.value, h_roundings=roundings, h_underflow=u.underflow)
             for_input = _product(for_product, a, compute)
             for_gate = _product(_product(for_product, x, compute), slope, compute)
-            lost = np.abs(dy.value) * (t.rstd * u.underflow + np.abs(t.h) * _rstd_underflow(t, u.underflow))
-            extra = 2 * roundings, lost
         return GatedBackward(
             for_input.bounded(input, compute),
             for_gate.bounded(gate, compute),
-            None if weight is None else _grad_weight(t, g.value, weight, normalized_shape, *extra),
+            None if weight is None else _grad_weight(t, dtype, g, n, weight, normalized_shape),
         )
 
 
@@ -407,6 +456,7 @@ def rms_norm_rope(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -414,7 +464,9 @@ def rms_norm_rope(
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     angles = _angles(cos, sin, t, input, interleaved, rotary_dim, rotary_offset)
     with np.errstate(all="ignore"):
-        return _turned(_normed(t), angles, t.compute).bounded(input, t.compute)
+        dtype = _cast_dtype(casting_mode, input.dtype)
+        normed = _cast(_normed(t, dtype), dtype, t.compute)
+        return _turned(normed, angles, t.compute).bounded(input, t.compute)
 
 
 def rms_norm_rope_backward(
@@ -426,6 +478,7 @@ def rms_norm_rope_backward(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -433,13 +486,16 @@ def rms_norm_rope_backward(
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     angles = _angles(cos, sin, t, input, interleaved, rotary_dim, rotary_offset)
     with np.errstate(all="ignore"):
-        dy = _turned(_exact(_wide(grad_output, t.compute).reshape(t.h.shape)), angles, t.compute, back=True)
+        dtype = _cast_dtype(casting_mode, input.dtype)
+        turned = _turned(_exact(_wide(grad_output, t.compute).reshape(t.h.shape)), angles, t.compute, back=True)
+        dy = _cast(turned, dtype, t.compute)
         # The two products may cancel, so that their roundings count by themselves, and not relative to their sum.
         off = dy.roundoffs * torch.finfo(t.compute).eps / 2 + dy.underflow
         # The columns before the rotated ones, those and the others are summed apart, and these sums added.
-        grad_input = _grad_input(t, dy.value, dy_underflow=off, dot_roundings=2).bounded(input, t.compute)
-        lost = off * np.abs(t.h) * t.rstd
-        grad_weight = None if weight is None else _grad_weight(t, dy.value, weight, normalized_shape, underflow=lost)
+        grad_input = _grad_input(t, dtype, dy.value, dy_underflow=off, dot_roundings=2).bounded(input, t.compute)
+        grad_weight = None
+        if weight is not None:
+            grad_weight = _grad_weight(t, dtype, dy, _normalized(t), weight, normalized_shape)
     return Backward(grad_input, grad_weight)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 CSRC = Path(__file__).parent.parent / "csrc"
-HEADERS = ("rows.h", "gating.h", "kernel_args.h", "cuda/rms_norm_launch.h", "cuda/launch_config.h")
+HEADERS = ("rows.h", "gating.h", "casting.h", "kernel_args.h", "cuda/rms_norm_launch.h", "cuda/launch_config.h")
 
 # A struct's name, its base or none, and what it declares: members, one to a line, and what else there is.
 STRUCT = re.compile(r"^struct (\w+)(?: : (\w+))? \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)

@@ -1,6 +1,8 @@
-// The derivative of add_rms_norm: rms_norm_backward of the sum, which is its output residual_out; input and residual
-// receive the same gradient.
+// The derivative of add_rms_norm: rms_norm_backward of the sum, which is its output residual_out; residual
+// receives its gradient, input alpha times that.
 #include "../add_rms_norm.h"
+
+#include <ATen/TensorOperators.h>
 
 #include "../composite/add_rms_norm.h"
 #include "../rms_norm.h"
@@ -8,16 +10,25 @@
 
 namespace normops {
 
+// What the derivative needs, as arguments of an operator.
+struct AddedNorm {
+  const Tensor& input;  // residual_out
+  Norm norm;
+  double alpha;
+
+  auto members() const { return std::tie(input, norm, alpha); }
+};
+
 template <>
 struct Derivative<AddRmsNorm> {
   static constexpr const char* kName = "AddRmsNormBackward";
   static constexpr size_t kSavedOutputs = 1;
-  using Saved = RmsNorm;
-  static RmsNorm saved(const AddRmsNorm& arguments, const Outputs<AddRmsNorm>& outputs) {
-    return {outputs[1], arguments.norm};
+  using Saved = AddedNorm;
+  static AddedNorm saved(const AddRmsNorm& arguments, const Outputs<AddRmsNorm>& outputs) {
+    return {outputs[1], arguments.norm, arguments.alpha};
   }
 
-  static variable_list backward(const variable_list& grad_outputs, const RmsNorm& saved, const Needed<3>& needed) {
+  static variable_list backward(const variable_list& grad_outputs, const AddedNorm& saved, const Needed<3>& needed) {
     const Tensor &grad_output = grad_outputs[0], &grad_residual_out = grad_outputs[1];
     Outputs<RmsNormBackward> gradients = {grad_residual_out, Tensor()};
     if (grad_output.defined()) {
@@ -26,7 +37,8 @@ struct Derivative<AddRmsNorm> {
     }
     const auto& [grad_sum, grad_weight] = gradients;
     // Autograd converts it to the input's dtype, where that is another.
-    return {needed[0] ? grad_sum : Tensor(), needed[1] ? grad_sum : Tensor(), grad_weight};
+    const Tensor grad_input = saved.alpha == 1.0 || !needed[0] ? grad_sum : grad_sum * saved.alpha;
+    return {needed[0] ? grad_input : Tensor(), needed[1] ? grad_sum : Tensor(), grad_weight};
   }
 };
 

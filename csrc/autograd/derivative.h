@@ -17,7 +17,7 @@ using torch::autograd::variable_list;
 // one gradient for each tensor among the arguments. It works on its arguments alone, so that compiled autograd can
 // trace it. `Saved` is the operator itself, whose arguments are saved, but for an output_mask: gradients of what that
 // left out are undefined. Or else Derivative has
-//   using Saved = ...;                             the struct of another operator, whose first tensors are
+//   using Saved = ...;                             another struct of arguments, whose first tensors are
 //   static constexpr size_t kSavedOutputs;         so many of this one's outputs
 //   static Saved saved(const Operator& arguments, const Outputs<Operator>& outputs);
 // If it does not give the gradients of all arguments, it has

@@ -37,7 +37,7 @@ struct Derivative<GatedRmsNormBackward> {
     };
     const Tensor dy = computed(saved.grad_output), x = computed(input), g = computed(saved.gate);
     const OptionalTensor w = if_defined(computed(value_or_undefined(saved.norm.weight))), none;
-    const Norm norm = {saved.norm.normalized_shape, w, saved.norm.eps, saved.norm.weight_offset};
+    const Norm norm = {saved.norm.normalized_shape, w, saved.norm.eps, saved.norm.weight_offset, kNoCasting};
     const Tensor u = computed(grad_outputs[0]), z = computed(grad_outputs[1]), v = computed(grad_outputs[2]);
     const Activation kind = saved.gating().activation;
     const Tensor a = activate(g, kind), slope = activation_slope(g, kind);

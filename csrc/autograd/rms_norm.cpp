@@ -22,7 +22,7 @@ variable_list Derivative<RmsNormBackward>::backward(const variable_list& grad_ou
                                                     const Needed<4>& needed) {
   variable_list result(needed.size());
   if (!grad_outputs[0].defined() && !grad_outputs[1].defined()) return result;
-  const auto& [normalized_shape, given_weight, eps, weight_offset] = saved.norm;
+  const auto& [normalized_shape, given_weight, eps, weight_offset, casting_mode] = saved.norm;
   const Tensor &grad_output = saved.grad_output, &input = saved.input, &weight = value_or_undefined(given_weight);
   const auto mean = [dims = saved.norm.dims()](const Tensor& tensor) { return mean_of_rows(tensor, dims); };
 

@@ -1,6 +1,7 @@
 #include "add_rms_norm.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/add.h>
 
 #include "fallback.h"
 #include "rms_norm.h"
@@ -8,10 +9,12 @@
 namespace normops {
 
 std::tuple<Tensor, Tensor> composite(const AddRmsNorm& arguments) {
-  const auto& [input, residual, norm] = arguments;
-  const Tensor sum = to_compute_dtype(input, input) + to_compute_dtype(residual, input);
+  const auto& [input, residual, norm, alpha] = arguments;
+  const Tensor x = to_compute_dtype(input, input), r = to_compute_dtype(residual, input);
+  const Tensor sum =
+      norm.casting().multiplied ? cast_through(x * alpha, input.scalar_type(), true) + r : at::add(r, x, alpha);
   const Tensor residual_out = sum.to(residual.scalar_type());
-  const Tensor output = composite(RmsNorm{to_compute_dtype(residual_out, input), norm});
+  const Tensor output = normalize(to_compute_dtype(residual_out, input), norm, input.scalar_type());
   return {output.to(input.scalar_type()), residual_out};
 }
 

@@ -25,34 +25,39 @@ Tensor activation_curvature(const Tensor& gate, Activation activation) {
 
 Tensor composite(const GatedRmsNorm& arguments) {
   const auto& [input, gate, norm, activation, norm_before_gate] = arguments;
+  const at::ScalarType dtype = input.scalar_type();
   const Tensor x = to_compute_dtype(input, input);
   const Tensor a = activate(to_compute_dtype(gate, input), arguments.gating().activation);
-  const Tensor output = norm_before_gate ? composite(RmsNorm{x, norm}) * a : composite(RmsNorm{x * a, norm});
-  return output.to(input.scalar_type());
+  if (!norm_before_gate) return normalize(x * a, norm, dtype).to(dtype);
+  return (cast_through(normalize(x, norm, dtype), dtype, norm.casting().multiplied) * a).to(dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor> composite(const GatedRmsNormBackward& arguments) {
   const auto& [grad_output, input, gate, norm, activation, norm_before_gate, output_mask] = arguments;
   const Activation kind = arguments.gating().activation;
+  const at::ScalarType dtype = input.scalar_type();
+  const auto cast = [&, casting = norm.casting()](const Tensor& tensor) {
+    return cast_through(tensor, dtype, casting.multiplied);
+  };
   const Tensor dy = to_compute_dtype(grad_output, input), x = to_compute_dtype(input, input);
   const Tensor g = to_compute_dtype(gate, input);
   const Tensor a = activate(g, kind);
   const Tensor slope = output_mask[1] ? activation_slope(g, kind) : Tensor();
   const auto norm_backward = [&](const Tensor& dy, const Tensor& h, bool wants_h) {
-    return composite(RmsNormBackward{dy, h, norm, std::nullopt, {wants_h, output_mask[2]}});
+    return normalize_backward(dy, h, norm, dtype, {wants_h, output_mask[2]});
   };
 
   Tensor grad_input, grad_gate, grad_weight;
   if (norm_before_gate) {
-    std::tie(grad_input, grad_weight) = norm_backward(dy * a, x, output_mask[0]);
-    if (output_mask[1]) grad_gate = dy * composite(RmsNorm{x, norm}) * slope;
+    std::tie(grad_input, grad_weight) = norm_backward(cast(dy * a), x, output_mask[0]);
+    if (output_mask[1]) grad_gate = dy * cast(normalize(x, norm, dtype)) * slope;
   } else {
     Tensor grad_product;
     std::tie(grad_product, grad_weight) = norm_backward(dy, x * a, output_mask[0] || output_mask[1]);
     if (output_mask[0]) grad_input = grad_product * a;
     if (output_mask[1]) grad_gate = grad_product * x * slope;
   }
-  if (output_mask[0]) grad_input = grad_input.to(input.scalar_type());
+  if (output_mask[0]) grad_input = grad_input.to(dtype);
   if (output_mask[1]) grad_gate = grad_gate.to(gate.scalar_type());
   return {grad_input, grad_gate, grad_weight};
 }

@@ -34,30 +34,48 @@ Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps) {
   return at::rsqrt(mean_of_rows(h * h, normalized_dims) + eps);
 }
 
+Tensor cast_through(const Tensor& tensor, at::ScalarType dtype, bool is_wanted) {
+  return is_wanted ? tensor.to(dtype).to(tensor.scalar_type()) : tensor;
+}
+
+Tensor normalize(const Tensor& h, const Norm& norm, at::ScalarType dtype) {
+  const Casting casting = norm.casting();
+  const Tensor rstd = rstd_of_rows(h, norm.dims(), resolve_eps(norm.eps, h.scalar_type()));
+  const Tensor normalized = cast_through(h * rstd, dtype, casting.normalized);
+  return is_given(norm.weight) ? normalized * (to_compute_dtype(*norm.weight, h) + norm.weight_offset) : normalized;
+}
+
+std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h, const Norm& norm, at::ScalarType dtype,
+                                              const std::array<bool, 2>& output_mask) {
+  const auto cast = [&, casting = norm.casting()](const Tensor& tensor) {
+    return cast_through(tensor, dtype, casting.normalized);
+  };
+  const Tensor rstd = rstd_of_rows(h, norm.dims(), resolve_eps(norm.eps, h.scalar_type()));
+  const Tensor h_hat = h * rstd;
+  Tensor grad_input, grad_weight;
+  if (output_mask[0]) {
+    const Tensor g = is_given(norm.weight) ? cast(dy * (to_compute_dtype(*norm.weight, h) + norm.weight_offset)) : dy;
+    grad_input = rstd * (g - h_hat * mean_of_rows(g * h_hat, norm.dims()));
+  }
+  if (output_mask[1] && is_given(norm.weight)) {
+    grad_weight = sum_over_rows(cast(dy * cast(h_hat)), *norm.weight).to(norm.weight->scalar_type());
+  }
+  return {grad_input, grad_weight};
+}
+
 Tensor composite(const RmsNorm& arguments) {
   const auto& [input, norm] = arguments;
-  const Tensor h = to_compute_dtype(input, input);
-  Tensor output = h * rstd_of_rows(h, norm.dims(), resolve_eps(norm.eps, input.scalar_type()));
-  if (is_given(norm.weight)) output = output * (to_compute_dtype(*norm.weight, input) + norm.weight_offset);
-  return output.to(input.scalar_type());
+  return normalize(to_compute_dtype(input, input), norm, input.scalar_type()).to(input.scalar_type());
 }
 
 std::tuple<Tensor, Tensor> composite(const RmsNormBackward& arguments) {
   const auto& [grad_output, input, norm, grad_residual, output_mask] = arguments;
-  const Tensor h = to_compute_dtype(input, input);
-  const Tensor dy = to_compute_dtype(grad_output, input);
-  const Tensor rstd = rstd_of_rows(h, norm.dims(), resolve_eps(norm.eps, input.scalar_type()));
-  const Tensor h_hat = h * rstd;
-
-  Tensor grad_input, grad_weight;
-  if (output_mask[0]) {
-    const Tensor g = is_given(norm.weight) ? dy * (to_compute_dtype(*norm.weight, input) + norm.weight_offset) : dy;
-    grad_input = rstd * (g - h_hat * mean_of_rows(g * h_hat, norm.dims()));
+  auto [grad_input, grad_weight] =
+      normalize_backward(to_compute_dtype(grad_output, input), to_compute_dtype(input, input), norm,
+                         grad_output.scalar_type(), output_mask);
+  if (grad_input.defined()) {
     if (is_given(grad_residual)) grad_input = grad_input + to_compute_dtype(*grad_residual, input);
     grad_input = grad_input.to(input.scalar_type());
-  }
-  if (output_mask[1] && is_given(norm.weight)) {
-    grad_weight = sum_over_rows(dy * h_hat, *norm.weight).to(norm.weight->scalar_type());
   }
   return {grad_input, grad_weight};
 }

@@ -22,4 +22,15 @@ Tensor sum_over_rows(const Tensor& tensor, const Tensor& weight);
 // 1 / sqrt(mean(h^2) + eps)
 Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps);
 
+// `tensor`, rounded to `dtype` if that is asked for.
+Tensor cast_through(const Tensor& tensor, at::ScalarType dtype, bool is_wanted);
+
+// rms_norm of rows in the compute dtype, for an output of `dtype`, which is left to round: that is all but the end of
+// the norm of an input that is a result itself.
+Tensor normalize(const Tensor& h, const Norm& norm, at::ScalarType dtype);
+
+// Its backward, for a gradient in the compute dtype: that of h, which is left to round, and that of the weight.
+std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h, const Norm& norm, at::ScalarType dtype,
+                                              const std::array<bool, 2>& output_mask);
+
 }  // namespace normops

@@ -53,18 +53,20 @@ Tensor rotate_back(const Tensor& rows, const Tensor& cos, const Tensor& sin, con
 
 Tensor composite(const RmsNormRope& arguments) {
   const auto& [input, cos, sin, norm, rope] = arguments;
-  const Tensor normalized = composite(RmsNorm{to_compute_dtype(input, input), norm});
-  const Tensor output = rotate(normalized, to_compute_dtype(cos, input), to_compute_dtype(sin, input), rope);
-  return output.to(input.scalar_type());
+  const at::ScalarType dtype = input.scalar_type();
+  const Tensor normalized =
+      cast_through(normalize(to_compute_dtype(input, input), norm, dtype), dtype, norm.casting().multiplied);
+  return rotate(normalized, to_compute_dtype(cos, input), to_compute_dtype(sin, input), rope).to(dtype);
 }
 
 std::tuple<Tensor, Tensor> composite(const RmsNormRopeBackward& arguments) {
   const auto& [grad_output, input, cos, sin, norm, rope, output_mask] = arguments;
+  const at::ScalarType dtype = input.scalar_type();
   const Tensor dy = rotate_back(to_compute_dtype(grad_output, input), to_compute_dtype(cos, input),
                                 to_compute_dtype(sin, input), rope);
-  auto [grad_input, grad_weight] =
-      composite(RmsNormBackward{dy, to_compute_dtype(input, input), norm, std::nullopt, output_mask});
-  if (grad_input.defined()) grad_input = grad_input.to(input.scalar_type());
+  auto [grad_input, grad_weight] = normalize_backward(cast_through(dy, dtype, norm.casting().multiplied),
+                                                      to_compute_dtype(input, input), norm, dtype, output_mask);
+  if (grad_input.defined()) grad_input = grad_input.to(dtype);
   return {grad_input, grad_weight};
 }
 

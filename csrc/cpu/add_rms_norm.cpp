@@ -9,7 +9,7 @@ namespace {
 
 struct Backend : CpuBackend {
   static void launch(const AddRmsNorm& arguments, const Tensor& output, const Tensor& residual_out) {
-    const auto& [input, residual, norm] = arguments;
+    const auto& [input, residual, norm, alpha] = arguments;
     const Problem problem = make_problem(input, norm);
     const Rows x = make_rows(input, norm.dims()), r = make_rows(residual, norm.dims());
     const Target y(output, norm.dims()), h(residual_out, norm.dims());
@@ -19,7 +19,8 @@ struct Backend : CpuBackend {
                                  r.tensor->const_data_ptr(),
                                  r.layout,
                                  h.data(),
-                                 h.layout()};
+                                 h.layout(),
+                                 alpha};
     run_forward(add_rms_norm_kernels(), cpu_args(args, 2), scale);
     y.finish();
     h.finish();

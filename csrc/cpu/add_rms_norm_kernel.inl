@@ -5,7 +5,7 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// h = x + residual, rounded to residual's type R: what is written is what is summed and normalized.
+// h = alpha * x + residual, rounded to residual's type R: what is written is what is summed and normalized.
 template <class T, class R>
 class SumRows {
  public:
@@ -19,14 +19,19 @@ class SumRows {
     const T* x;
     const R* residual;
     R* h;
+    compute_t<R> alpha;
+    bool casts;
 
     auto squares() const {
-      return [x = x, residual = residual, h = h](int64_t column, auto extent, const Block<R>& sum)
-                 NORMOPS_INLINE_LAMBDA {
-                   store(h + column, load<R>(x + column, extent) + load<R>(residual + column, extent), extent);
-                   const Block<R> rounded = load<R>(h + column, extent);
-                   return fma(rounded, rounded, sum);
-                 };
+      return [x = x, residual = residual, h = h, alpha = broadcast<R>(alpha), casts = casts](
+                 int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+        const Block<R> branch = load<R>(x + column, extent), rest = load<R>(residual + column, extent);
+        // In float32, too, the product that is rounded by itself is another number.
+        const Block<R> total = casts ? rounded<T>(alpha * branch) + rest : fma(alpha, branch, rest);
+        store(h + column, total, extent);
+        const Block<R> rounded = load<R>(h + column, extent);
+        return fma(rounded, rounded, sum);
+      };
     }
 
     auto epilogue() const { return GivenNumbers<R>(h); }
@@ -36,12 +41,14 @@ class SumRows {
     EvenRows<const T> x;
     EvenRows<const R> residual;
     EvenRows<R> h;
+    compute_t<R> alpha;
+    bool casts;
 
     template <class Visit>
     void each(Visit visit) {
       visit(x), visit(residual), visit(h);
     }
-    Row row(int) const { return {x.row, residual.row, h.row}; }
+    Row row(int) const { return {x.row, residual.row, h.row, alpha, casts}; }
     NORMOPS_INLINE void prefetch(int64_t column) const {
       NORMOPS_ISA::prefetch(x.row + x.stride + column);
       NORMOPS_ISA::prefetch(residual.row + residual.stride + column);
@@ -51,20 +58,24 @@ class SumRows {
   SumRows(const Args& args, int64_t row)
       : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
         residuals_(static_cast<const R*>(args.residual), args.residual_rows, row),
-        sums_(static_cast<R*>(args.residual_out), args.residual_out_rows, row) {}
+        sums_(static_cast<R*>(args.residual_out), args.residual_out_rows, row),
+        alpha_(static_cast<compute_t<R>>(args.alpha)),
+        casts_(args.casting.multiplied) {}
 
   template <class Visit>
   void each(Visit visit) {
     visit(inputs_), visit(residuals_), visit(sums_);
   }
   Rows next_even(int64_t count) {
-    return {inputs_.next_even(count), residuals_.next_even(count), sums_.next_even(count)};
+    return {inputs_.next_even(count), residuals_.next_even(count), sums_.next_even(count), alpha_, casts_};
   }
 
  private:
   RowIterator<const T> inputs_;
   RowIterator<const R> residuals_;
   RowIterator<R> sums_;
+  compute_t<R> alpha_;
+  bool casts_;
 };
 
 void rows(const CpuArgs<AddRmsNormArgs>& args, int64_t begin, int64_t end) {

@@ -12,6 +12,7 @@ namespace {
 // Where rows come from, and where what is made of them goes. A Source stands for a norm's rows: x, which is normalized,
 // and dy, the gradient of the normalized x times the scale. It has
 //   using Element: the type in whose order blocks are held
+//   using Gradient: the type of grad_output, to which results are rounded on the way if the Casting of Args says so
 //   using Args: CpuArgs of RmsNormBackwardArgs, or of what is derived from it
 //   static constexpr
 //     kCostly: as in forward_rows.inl
@@ -77,11 +78,20 @@ NORMOPS_INLINE auto squares_of_row(const Row& row) {
   };
 }
 
-template <class Row, class Compute>
-NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale) {
-  return [row, scale]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+// Rounded to the type of the gradient, if that is asked for.
+template <class Source, class R>
+NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
+  if constexpr (sizeof(typename Source::Gradient) == 2) {
+    if (is_wanted) return rounded<typename Source::Gradient>(block);
+  }
+  return block;
+}
+
+template <class Source, class Row, class Compute>
+NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale, bool casts) {
+  return [row, scale, casts]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
     const auto terms = row.summed(column, extent);
-    return fma(terms.dy * load_held<R>(scale + column), terms.x, sum);
+    return fma(cast<Source>(terms.dy * load_held<R>(scale + column), casts), terms.x, sum);
   };
 }
 
@@ -104,9 +114,12 @@ NORMOPS_INLINE auto terms_of(const Row& row, const Parts& parts, int64_t column,
 
 // The sum of dy * w * x over a span of a row, of whose columns some are in pairs: each stretch has its own spans, those
 // of two parts half as long, so that no chain is longer than in a row without pairs.
-template <Pairing pairing, Rest kRest, class R, class Row>
-NORMOPS_INLINE Folded<R> fold_paired_dots(const Row& row, const PairedColumns& paired, const compute_t<R>* scale,
-                                          int64_t span, int64_t cols) {
+template <class Source, Rest kRest, class Row>
+NORMOPS_INLINE auto fold_paired_dots(const Row& row, const PairedColumns& paired,
+                                     const compute_t<typename Source::Element>* scale, int64_t span, int64_t cols,
+                                     bool casts) {
+  using R = typename Source::Element;
+  constexpr Pairing pairing = pairing_of<Source>();
   Folded<R> total = {};
   each_stretch<R, pairing>(paired, 0, cols, [&](const auto& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
     const int64_t first = begin + span / parts.kCount, last = first + kSpan / parts.kCount;
@@ -116,7 +129,7 @@ NORMOPS_INLINE Folded<R> fold_paired_dots(const Row& row, const PairedColumns& p
                                           const auto terms = terms_of(row, parts, column, extent);
                                           for (int p = 0; p < parts.kCount; p++) {
                                             const Block<R> w = load_held<R>(scale + parts.held(column, p));
-                                            sum = fma(terms.part[p].dy * w, terms.part[p].x, sum);
+                                            sum = fma(cast<Source>(terms.part[p].dy * w, casts), terms.part[p].x, sum);
                                           }
                                           return sum;
                                         });
@@ -127,8 +140,8 @@ NORMOPS_INLINE Folded<R> fold_paired_dots(const Row& row, const PairedColumns& p
 template <class Source>
 NORMOPS_INLINE void fold_row(const typename Source::Row& of_tile, const compute_t<typename Source::Element>* scale,
                              int64_t begin, int64_t end, [[maybe_unused]] const PairedColumns& paired,
-                             [[maybe_unused]] int64_t cols, bool prefetches, Folded<typename Source::Element>& squares,
-                             Folded<typename Source::Element>& dots) {
+                             [[maybe_unused]] int64_t cols, bool casts, bool prefetches,
+                             Folded<typename Source::Element>& squares, Folded<typename Source::Element>& dots) {
   using R = typename Source::Element;
   // A loop takes 1.2 to 1.4 of the time at 333 x 100.
   constexpr Rest kRest = Source::kCostly ? Rest::looped : Rest::unrolled;
@@ -141,16 +154,16 @@ NORMOPS_INLINE void fold_row(const typename Source::Row& of_tile, const compute_
       if (prefetches) row.prefetch_written(column);
       const auto terms = row.summed(column, extent);
       sums[0] = fma(terms.x, terms.x, sums[0]);
-      sums[1] = fma(terms.dy * w, terms.x, sums[1]);
+      sums[1] = fma(cast<Source>(terms.dy * w, casts), terms.x, sums[1]);
     });
     squares = folded[0];
     dots = folded[1];
   } else {
     squares = fold_span<R, kRest>(begin, end, squares_of_row(row));
     if constexpr (pairing != Pairing::none) {
-      dots = fold_paired_dots<pairing, kRest, R>(row, paired, scale, begin, cols);
+      dots = fold_paired_dots<Source, kRest>(row, paired, scale, begin, cols, casts);
     } else if constexpr (Source::kGradRows) {
-      const auto dot = dots_of_row(row, scale);
+      const auto dot = dots_of_row<Source>(row, scale, casts);
       dots =
           fold_span<R, kRest>(begin, end, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
             if (prefetches) row.prefetch_written(column);
@@ -179,8 +192,8 @@ template <class Source>
   for (int64_t begin = 0; begin < args.cols; begin += kSpan) {
     const compute_t<R>* scale = tile.scale;
     for (int r = 0, left = tile.rows_per_group; r < tile.count; r++) {
-      fold_row<Source>(tile.rows[r], scale, begin, span_end(begin, args.cols), paired, args.cols, prefetches,
-                       square_folds[r], dot_folds[r]);
+      fold_row<Source>(tile.rows[r], scale, begin, span_end(begin, args.cols), paired, args.cols,
+                       args.casting.normalized, prefetches, square_folds[r], dot_folds[r]);
       if (--left == 0) scale += tile.stride, left = tile.rows_per_group;
     }
     add_sums(square_folds, tile.count, squares);
@@ -303,6 +316,7 @@ class BackwardRows {
                                  const Compute* scale, Compute* partial, WantsGradWeight wants_grad_weight) const {
     // Copies, as the compiler would have to assume of the originals that what is stored changes them.
     const bool prefetches = kMayPrefetch && kRows > 1 && prefetches_, streams = prefetches && streams_;
+    const bool casts = args_.casting.normalized;
     Row rows[kRows], ahead[kRows];
     Block<R> rstd[kRows], minus_c[kRows];
     for (int r = 0; r < kRows; r++) {
@@ -329,11 +343,18 @@ class BackwardRows {
               const auto terms = terms_of(rows[r], parts, column, extent);
               for (int p = 0; p < kCount; p++) {
                 const auto& part = terms.part[p];
-                const Block<R> scaled_dy = part.dy * rstd[r];
                 // dw += dy * rstd * x
-                dw[p] = fma(scaled_dy, part.x, dw[p]);
                 // dx = dy * rstd * w - x * c, and what the terms add
-                outputs[r][p] = part.outputs(fma(scaled_dy, w[p], part.rest(minus_c[r])), rstd[r], w[p]);
+                Block<R> dx;
+                if (sizeof(typename Source::Gradient) == 2 && casts) {
+                  dw[p] = dw[p] + cast<Source>(part.dy * cast<Source>(part.x * rstd[r], true), true);
+                  dx = fma(cast<Source>(part.dy * w[p], true), rstd[r], part.rest(minus_c[r]));
+                } else {
+                  const Block<R> scaled_dy = part.dy * rstd[r];
+                  dw[p] = fma(scaled_dy, part.x, dw[p]);
+                  dx = fma(scaled_dy, w[p], part.rest(minus_c[r]));
+                }
+                outputs[r][p] = part.outputs(dx, rstd[r], w[p]);
               }
             }
             // After the last load: rows often lie a multiple of 4096 bytes apart, and a load that follows a store with
@@ -413,7 +434,8 @@ void backward_sums(const typename Source::Args& args, int64_t row, int64_t begin
   const typename Source::Row of_row = source.next(0, 0);
   sum_spans<R>(args.cols, begin, end, squares, squares_of_row(of_row));
   if (Source::kGradRows) {
-    sum_spans<R>(args.cols, begin, end, dots, dots_of_row(of_row, scale_of<Source>(args, group)));
+    sum_spans<R>(args.cols, begin, end, dots,
+                 dots_of_row<Source>(of_row, scale_of<Source>(args, group), args.casting.normalized));
   } else {
     for (int64_t span = begin; span < end; span++) dots[span] = 0;
   }

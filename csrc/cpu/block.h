@@ -244,6 +244,18 @@ NORMOPS_INLINE void store(T* target, const Block<R>& block, Part part, Way = {})
   std::memcpy(target, lanes, part.lanes * sizeof(T));
 }
 
+// The numbers rounded to T.
+template <class T, class R>
+NORMOPS_INLINE Block<R> rounded(const Block<R>& block) {
+  if constexpr (sizeof(T) >= sizeof(compute_t<R>)) {
+    return block;
+  } else {
+    T lanes[kLanes<R>];
+    store(lanes, block);
+    return load<R>(lanes);
+  }
+}
+
 // Calls visit(column, Whole or Part) for each block of a row of R.
 template <class R, class Visit>
 NORMOPS_INLINE void for_each_block(int64_t begin, int64_t end, Visit visit) {

@@ -8,6 +8,7 @@ namespace {
 
 // What an epilogue has that says nothing else. An Epilogue makes of a row that has been summed what is written:
 //   block(column, extent): what is normalized
+//   static constexpr bool kFinishes: whether finish() changes anything
 //   static constexpr Pairing kPairing: whether some columns are finished in pairs, those that `paired` tells
 //   finish(parts, y, column, extent): turns normalized blocks times the scale, as many as the parts are, into what is
 //     written. The first block begins with `column`.
@@ -16,6 +17,7 @@ namespace {
 //   store(target, y, extent, way): writes a finished block, to an output that may be of any type
 template <class R>
 struct Epilogue {
+  static constexpr bool kFinishes = false;
   static constexpr Pairing kPairing = Pairing::none;
   static constexpr PairedColumns paired = {};
   static constexpr bool kHasLargest = false;
@@ -101,11 +103,12 @@ class InputRows {
   RowIterator<const T> x_;
 };
 
-// Where rows are written, and their scales.
+// Where rows are written, their scales, and where results are rounded on the way.
 template <class T, class R>
 struct OutputRows {
   EvenRows<T> y;
   EvenRows<const compute_t<R>> scale;
+  Casting casting;
 
   template <class Visit>
   void each(Visit visit) {
@@ -129,6 +132,7 @@ struct WrittenRow {
   const compute_t<R>* scale;
   T* y;
   Block<R> rstd;
+  Casting casting;
   Way streams;
 
   template <class Parts, class Extent>
@@ -136,7 +140,8 @@ struct WrittenRow {
 #pragma GCC unroll 2
     for (int p = 0; p < Parts::kCount; p++) {
       const Block<R> h = epilogue.block(parts.column(column, p), extent);
-      blocks[p] = h * rstd * load_held<R>(scale + parts.held(column, p));
+      blocks[p] = cast(h * rstd, casting.normalized) * load_held<R>(scale + parts.held(column, p));
+      if constexpr (Epilogue::kFinishes) blocks[p] = cast(blocks[p], casting.multiplied);
     }
     epilogue.finish(parts, blocks, column, extent);
   }
@@ -175,6 +180,13 @@ struct WrittenRow {
   }
 
  private:
+  static NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
+    if constexpr (sizeof(T) == 2) {
+      if (is_wanted) return rounded<T>(block);
+    }
+    return block;
+  }
+
   // The loads of several blocks come before their stores: a load that follows a store to an address with the same low
   // 12 bits waits for it, and tensors of a power of two bytes that are allocated one after another often differ in
   // those bits by 64 or 128.
@@ -210,8 +222,8 @@ template <class R, class Source, class T, class Way>
 NORMOPS_INLINE auto written_row(const typename Source::Rows& rows, int r, const OutputRows<T, R>& outputs,
                                 compute_t<R> rstd, Way streams) {
   const auto epilogue = rows.row(r).epilogue();
-  return WrittenRow<T, R, std::remove_const_t<decltype(epilogue)>, Way>{epilogue, outputs.scale.row, outputs.y.row,
-                                                                        broadcast<R>(rstd), streams};
+  return WrittenRow<T, R, std::remove_const_t<decltype(epilogue)>, Way>{
+      epilogue, outputs.scale.row, outputs.y.row, broadcast<R>(rstd), outputs.casting, streams};
 }
 
 // Writes the first of `rows`.
@@ -328,7 +340,7 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
     const bool in_tiles = is_tiled && stretches.count >= kForwardTile;
     if (in_tiles) stretches.count -= stretches.count % kForwardTile;
     const typename Source::Rows x = source.next_even(stretches.count);
-    const OutputRows<T, R> y = {outputs.next_even(stretches.count), scales.next_even(stretches.count)};
+    const OutputRows<T, R> y = {outputs.next_even(stretches.count), scales.next_even(stretches.count), args.casting};
     choose<!Source::kCostly>(streams, [&](auto way) {
       choose<true>(in_tiles, [&](auto tiled) {
         constexpr int kRows = decltype(tiled)::value ? kForwardTile : 1;
@@ -354,6 +366,7 @@ void forward_columns(const typename Source::Args& args, int64_t row, double squa
   using R = typename Source::Element;
   const auto rows = Source(args, row).next_even(1);
   OutputRows<T, R> outputs;
+  outputs.casting = args.casting;
   outputs.y.row = RowIterator<T>(static_cast<T*>(args.output), args.output_rows, row).next();
   outputs.scale.row = scale_of<Source>(args, row % args.weight.groups);
   const compute_t<R> rstd = rstd_of<R>(square_sum, args.cols, args.eps);

@@ -15,6 +15,7 @@ template <class T, bool kNormFirst>
 class GatedGradientRows {
  public:
   using Element = T;
+  using Gradient = T;
   using Args = CpuArgs<GatedRmsNormBackwardArgs>;
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
   static constexpr bool kCostly = true, kGradRows = true, kSharedTerms = !kNormFirst;
@@ -26,6 +27,7 @@ class GatedGradientRows {
     T* grad_input;  // null if not wanted
     GateRow<T, char> grad_gate;
     Activation activation;
+    Casting casting;
     compute_t<T>* held;  // the smaller parts of the gate's sigmoid
 
     struct Outputs {
@@ -37,10 +39,14 @@ class GatedGradientRows {
       // The activation's value, and its slope times grad_output or input, whichever is gated. If slope and factor were
       // kept apart, GCC 12 would also store them on the stack.
       Block<T> value, slope;
+      Casting casting;
 
       NORMOPS_INLINE Block<T> rest(const Block<T>& minus_c) const { return minus_c * x; }
       NORMOPS_INLINE Outputs outputs(const Block<T>& gradient, const Block<T>& rstd, const Block<T>& w) const {
-        if constexpr (kNormFirst) return {gradient, x * rstd * w * slope};
+        if constexpr (kNormFirst) {
+          const Block<T> normalized = cast<GatedGradientRows>(x * rstd, casting.normalized);
+          return {gradient, cast<GatedGradientRows>(normalized * w, casting.multiplied) * slope};
+        }
         return {gradient * value, gradient * slope};
       }
     };
@@ -79,8 +85,10 @@ class GatedGradientRows {
     template <class Extent>
     NORMOPS_INLINE Terms gated(int64_t column, Extent extent, const Activated<T>& a) const {
       const Block<T> dy = load<T>(grad_output + column, extent), x = load<T>(input + column, extent);
-      if constexpr (kNormFirst) return {dy * a.value, x, a.value, dy * a.slope};
-      return {dy, x * a.value, a.value, x * a.slope};
+      if constexpr (kNormFirst) {
+        return {cast<GatedGradientRows>(dy * a.value, casting.multiplied), x, a.value, dy * a.slope, casting};
+      }
+      return {dy, x * a.value, a.value, x * a.slope, casting};
     }
   };
 
@@ -106,6 +114,7 @@ class GatedGradientRows {
     row.grad_input = args_.grad_input == nullptr ? nullptr : grad_inputs_.next(r);
     row.grad_gate = {args_.grad_gate == nullptr ? nullptr : grad_gates_.next(r), args_.gate_dtype};
     row.activation = args_.gating.activation;
+    row.casting = args_.casting;
     row.held = static_cast<compute_t<T>*>(args_.held) + position * padded_cols(kDType<T>, args_.cols);
     return row;
   }

@@ -74,6 +74,7 @@ struct NormFirstRows : GatedSource<T> {
   static constexpr bool kFetchesOutput = false;
 
   struct Gated : GivenNumbers<T> {
+    static constexpr bool kFinishes = true;
     GatedRow<T> row;
 
     explicit Gated(const GatedRow<T>& row) : GivenNumbers<T>(row.x), row(row) {}

@@ -9,6 +9,7 @@ template <class T, class R, bool kGradInput, bool kResidual>
 class GivenRows {
  public:
   using Element = R;
+  using Gradient = T;
   using Args = CpuArgs<RmsNormBackwardArgs>;
   static constexpr bool kCostly = false, kGradRows = kGradInput, kSharedTerms = false;
   static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));

@@ -11,6 +11,7 @@ template <class T, class W, Pairing pairing>
 class RotatedGradientRows {
  public:
   using Element = T;
+  using Gradient = T;
   using Args = CpuArgs<RmsNormRopeBackwardArgs>;
   static constexpr Pairing kPairing = pairing;
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
@@ -21,6 +22,7 @@ class RotatedGradientRows {
     const T *grad_output, *input;
     T* grad_input;  // null if not wanted
     Angles<T, W> angles;
+    bool casts;
 
     using Outputs = Block<T>;
     struct Terms {
@@ -50,7 +52,9 @@ class RotatedGradientRows {
       for (int p = 0; p < Parts::kCount; p++) dy[p] = load<T>(grad_output + parts.column(column, p), extent);
       angles.template turn<true>(parts, dy, column, extent);
       PairedTerms<Parts::kCount> terms;
-      for (int p = 0; p < Parts::kCount; p++) terms.part[p] = {dy[p], x(parts.column(column, p), extent)};
+      for (int p = 0; p < Parts::kCount; p++) {
+        terms.part[p] = {cast<RotatedGradientRows>(dy[p], casts), x(parts.column(column, p), extent)};
+      }
       return terms;
     }
     NORMOPS_INLINE void prefetch_read(int64_t column) const {
@@ -84,6 +88,7 @@ class RotatedGradientRows {
     row.input = inputs_.next(r);
     row.grad_input = args_.grad_input == nullptr ? nullptr : grad_inputs_.next(r);
     row.angles = angles_of<T>(args_.rotation, cos_.next(r), sin_.next(r));
+    row.casts = args_.casting.multiplied;
     return row;
   }
 

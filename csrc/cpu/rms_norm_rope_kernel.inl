@@ -16,6 +16,7 @@ class RotatedRows {
   static constexpr Ahead kAhead = Ahead::when_streaming;
 
   struct Rotated : GivenNumbers<T> {
+    static constexpr bool kFinishes = true;
     static constexpr Pairing kPairing = pairing;
     PairedColumns paired;
     Angles<T, W> angles;
