@@ -168,6 +168,24 @@ def normops_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
     return normops.rms_norm(input, weight.shape, weight, EPS)
 
 
+def normops_rms_norm_in_order(input: Tensor, weight: Tensor) -> Tensor:
+    """Rounded where LlamaRMSNorm rounds."""
+    return normops.rms_norm(input, weight.shape, weight, EPS, casting_mode="llama")
+
+
+def normops_add_rms_norm_in_order(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return normops.add_rms_norm(input, residual, weight.shape, weight, EPS, casting_mode="llama")
+
+
+def normops_gated_rms_norm_in_order(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return normops.gated_rms_norm(input, gate, weight.shape, weight, EPS, casting_mode="llama")
+
+
+def normops_rms_norm_then_weight(input: Tensor, weight: Tensor) -> Tensor:
+    """The same bits by a norm that is rounded, and an operator of torch after it."""
+    return weight * normops.rms_norm(input, weight.shape, None, EPS)
+
+
 def _add_forward(norm: AddNorm) -> Builder:
     return lambda inputs: partial(norm, inputs["input"], inputs["residual"], inputs["weight"])
 
@@ -444,6 +462,16 @@ def _rotated_and_compiled(operator: str) -> Builder:
 _NORM_THEN_ROTATION = _rotated_with_autograd(then_rotate(normops_rms_norm))
 
 
+# Norms that round as a model does. Models rotate what they have rounded in an operation of their own.
+_IN_ORDER = {
+    name: build
+    for name, build in _with_autograd(
+        normops_rms_norm_in_order, normops_add_rms_norm_in_order, normops_gated_rms_norm_in_order
+    ).items()
+    if "rope" not in name
+}
+
+
 def _in_triton(build: Builder) -> Builder:
     def build_in_triton(inputs: Tensors) -> Callable[[], object]:
         call = build(inputs)
@@ -469,6 +497,8 @@ PEERS = (
         has_bounds=True,
     ),
     UNFUSED,
+    Peer("normops, llama", _IN_ORDER),
+    Peer("normops, weight", {name: _with_autograd(normops_rms_norm_then_weight)[name] for name in _IN_ORDER}),
     Peer("normops, rotation", _NORM_THEN_ROTATION),
     Peer(
         "normops, rotation-compiled",

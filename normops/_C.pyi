@@ -18,6 +18,7 @@ def rms_norm(
     weight: Tensor | None,
     eps: float | None,
     weight_offset: float,
+    casting_mode: str,
     /,
 ) -> Tensor: ...
 def add_rms_norm(
@@ -27,6 +28,8 @@ def add_rms_norm(
     weight: Tensor | None,
     eps: float | None,
     weight_offset: float,
+    casting_mode: str,
+    alpha: float,
     /,
 ) -> tuple[Tensor, Tensor]: ...
 def gated_rms_norm(
@@ -36,6 +39,7 @@ def gated_rms_norm(
     weight: Tensor | None,
     eps: float | None,
     weight_offset: float,
+    casting_mode: str,
     activation: str,
     norm_before_gate: bool,
     /,
@@ -48,6 +52,7 @@ def rms_norm_rope(
     weight: Tensor | None,
     eps: float | None,
     weight_offset: float,
+    casting_mode: str,
     interleaved: bool,
     rotary_dim: int | None,
     rotary_offset: int,

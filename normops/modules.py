@@ -102,9 +102,7 @@ class RMSNorm(_OffsetRMSNorm):
     @overload
     def forward(self, x: Tensor, residual: Tensor, alpha: float = 1.0) -> tuple[Tensor, Tensor]: ...
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, alpha: float = 1.0
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None, alpha: float = 1.0) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the normalized ``x``, or with a residual the normalized sum ``alpha * x + residual``, and the sum.
 
         See :func:`normops.rms_norm` and :func:`normops.add_rms_norm`.

@@ -1,4 +1,4 @@
-"""The operators in differentiable operations of torch, for derivatives in float64, in which no cast changes a number."""
+"""The operators in differentiable operations of torch, for derivatives in float64, where casts change nothing."""
 
 import torch
 from torch import Tensor

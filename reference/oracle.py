@@ -150,7 +150,7 @@ def _cast(value: _Value, dtype: torch.dtype | None, compute: torch.dtype) -> _Va
         return value
     info = torch.finfo(compute)
     off = value.roundoffs * info.eps / 2 + value.underflow + 4 * info.smallest_normal * info.eps
-    low, rounded, high = (_as_stored(value.value + by, dtype) for by in (-off, 0 * off, off))
+    low, rounded, high = (_as_stored(number, dtype) for number in (value.value - off, value.value, value.value + off))
     error = np.where(low == high, 0.0, np.maximum(high - rounded, rounded - low))
     return _Value(rounded, np.zeros_like(rounded), error)
 
@@ -167,9 +167,7 @@ def _normalized(t: _Terms, h_roundings: float = 0.0, h_underflow: Array | float 
     return _Value(value, np.abs(value) * (t.rstd_roundings + 1 + 2 * h_roundings), underflow)
 
 
-def _normed(
-    t: _Terms, dtype: torch.dtype | None, h_roundings: float = 0.0, h_underflow: Array | float = 0.0
-) -> _Value:
+def _normed(t: _Terms, dtype: torch.dtype | None, h_roundings: float = 0.0, h_underflow: Array | float = 0.0) -> _Value:
     """``dtype``: to which results are cast, or None; others: see ``_normalized``."""
     n = _cast(_normalized(t, h_roundings, h_underflow), dtype, t.compute)
     # The conversion of the weight and its sum with the offset, which may cancel, and the product.
@@ -198,7 +196,8 @@ def _grad_input(
         return array.sum(1, keepdims=True) / max(cols, 1)
 
     g, h = dy * t.w, np.abs(t.h)
-    g_magnitude, of_g = np.abs(dy) * t.w_magnitude, dy_underflow * t.w_magnitude
+    g_magnitude = np.abs(dy) * t.w_magnitude
+    of_g: Array | float = dy_underflow * t.w_magnitude
     if dtype is not None:
         g, _, of_g = _cast(_Value(g, g_magnitude * (3 + dy_roundings), of_g), dtype, t.compute)
         g_magnitude = np.abs(g)
@@ -250,17 +249,15 @@ def rms_norm(
 
 
 def exact_sum(input: Tensor, residual: Tensor, alpha: float = 1.0, casting_mode: str = "gemma") -> Tensor:
-    """Rounded once, or with the product rounded before."""
+    """Rounded once, or with the product rounded before. In float64, alpha must be a power of two."""
     compute = _compute_dtype(input)
-    x, r = (tensor.detach().cpu().to(compute).numpy().astype(np.longdouble) for tensor in (input, residual))
-    product = x * (np.float32(alpha) if compute == torch.float32 else alpha)
-
-    def as_computed(array: Array) -> Tensor:
-        return torch.from_numpy(array.astype(np.float64 if compute == torch.float64 else np.float32))
-
+    wide: Any = np.longdouble if compute == torch.float32 else np.float64
+    narrow = np.float32 if compute == torch.float32 else np.float64
+    x, r = (tensor.detach().cpu().to(compute).numpy().astype(wide) for tensor in (input, residual))
+    product = x * wide(narrow(alpha))
     if casting_mode == "llama":
-        product = as_computed(product).to(input.dtype).to(compute).numpy().astype(np.longdouble)
-    return as_computed(product + r).to(residual.dtype)
+        product = torch.from_numpy(product.astype(narrow)).to(input.dtype).to(compute).numpy().astype(wide)
+    return torch.from_numpy((product + r).astype(narrow)).to(residual.dtype)
 
 
 def add_rms_norm(

@@ -93,8 +93,8 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                                .input_rows = input.layout,
                                .output = output.data(),
                                .output_rows = output.layout};
-  const AddRmsNormArgs add = {forward,         residual_dtype,      residual.data(),
-                              residual.layout, residual_out.data(), residual_out.layout};
+  const AddRmsNormArgs add = {
+      forward, residual_dtype, residual.data(), residual.layout, residual_out.data(), residual_out.layout, 1.0};
   const int64_t spans = (cols + kSpan - 1) / kSpan;
   std::vector<double> squares(spans), dots(spans);
   const auto with_held = [&](auto args, const auto& run) {

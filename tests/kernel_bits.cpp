@@ -11,9 +11,11 @@ namespace {
 using namespace normops;
 using namespace normops::cpu;
 
-void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, int64_t groups = 1) {
+void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, int64_t groups = 1, Casting casting = {},
+         double alpha = 1) {
   constexpr int64_t kRows = 21, kRowsPerChunk = 12;
   KernelProblem p(dtype, residual_dtype, weight_dtype, kRows * groups, cols, kRowsPerChunk, groups);
+  p.set_casting(casting, alpha);
   p.make_scale(dtype, 1.0);
   rms_norm_kernels().forward.rows(p.forward, 0, kRows * groups);
   const uint64_t forward = hash(p.output);
@@ -43,6 +45,7 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
   });
   std::printf("dtype %d residual %d weight %d groups %" PRId64 " cols %" PRId64 ":", static_cast<int>(dtype),
               static_cast<int>(residual_dtype), static_cast<int>(weight_dtype), groups, cols);
+  if (casting.normalized || alpha != 1) std::printf(" casts %d alpha %g:", casting.normalized, alpha);
   for (const uint64_t result : results) std::printf(" %016" PRIx64, result);
   std::printf("\n");
 }
@@ -63,6 +66,9 @@ int main() {
     for (const int64_t cols : {1, 64, 100, 1025}) {
       run(dtype, dtype, dtype, cols, 3);
       if (size_of(dtype) == 2) run(dtype, DType::float32, dtype, cols, 3);
+      run(dtype, dtype, dtype, cols, 1, {true, true}, 0.22);
+      if (size_of(dtype) == 2) run(dtype, DType::float32, dtype, cols, 1, {true, true}, 0.22);
+      run(dtype, dtype, dtype, cols, 1, {}, 0.22);
     }
   }
 }

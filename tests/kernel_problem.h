@@ -107,7 +107,7 @@ struct KernelProblem {
       return CpuArgs<Args>{args, /*stream=*/false, rows_per_chunk, scale.data()};
     };
     forward = with_scale(args);
-    add = with_scale(AddRmsNormArgs{args, residual_dtype, residual.data(), layout, residual_out.data(), layout});
+    add = with_scale(AddRmsNormArgs{args, residual_dtype, residual.data(), layout, residual_out.data(), layout, 1.0});
     backward = with_scale(backward_args);
     gated = with_scale(GatedRmsNormArgs{args, {}, residual_dtype, gate.data(), layout});
     gated_backward = with_scale(
@@ -122,6 +122,20 @@ struct KernelProblem {
     }
   }
   KernelProblem(const KernelProblem&) = delete;
+
+  // Results that are rounded on the way, and a scaled branch of a sum.
+  void set_casting(Casting casting, double alpha) {
+    for (RmsNormArgs* args : {static_cast<RmsNormArgs*>(&forward), static_cast<RmsNormArgs*>(&add),
+                              static_cast<RmsNormArgs*>(&gated), static_cast<RmsNormArgs*>(&rope)}) {
+      args->casting = casting;
+    }
+    for (RmsNormBackwardArgs* args :
+         {static_cast<RmsNormBackwardArgs*>(&backward), static_cast<RmsNormBackwardArgs*>(&gated_backward),
+          static_cast<RmsNormBackwardArgs*>(&rope_backward)}) {
+      args->casting = casting;
+    }
+    add.alpha = alpha;
+  }
 
   // Rows with the angles of every `heads`-th one.
   void set_rotation(const PairedColumns& paired, bool angle_of_pair, int64_t heads) {

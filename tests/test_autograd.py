@@ -175,7 +175,8 @@ def test_third_derivative_and_jvp_of_jvp(variant: Variant, device: str) -> None:
 
 
 def test_jvp_of_jvp_of_several_norms(device: str) -> None:
-    single, added = (Problem(variant, of((3, 5)), device) for variant in variants(DIFFERENTIABLE[:2]))
+    first = [Variant(operator, operator.flags[0]) for operator in DIFFERENTIABLE[:2]]
+    single, added = (Problem(variant, of((3, 5)), device) for variant in first)
     primals = added.primals()
     tangents = tuple(tensor.flip(0) for tensor in primals)
 

@@ -20,10 +20,12 @@ def goes_direct(*arguments: object) -> bool:
 def test_direct_for_plain_arguments() -> None:
     x, w = cases.values((3, 8), torch.float32), nn.Parameter(torch.ones(8))
     for shape in (8, (8,), [8], torch.Size([8])):
-        assert goes_direct(x, shape, w, 1e-5, 0.0)
-    assert goes_direct(x, (3, 8), None, None, 1.0)
-    for arguments in ((x, 8), (x, 8, w, 1, 0.0), (x, 8, w, 1e-5, 0), (x, True, w, 1e-5, 0.0), (8, 8, w, 1e-5, 0.0)):
-        assert not goes_direct(*arguments)
+        assert goes_direct(x, shape, w, 1e-5, 0.0, "gemma")
+    assert goes_direct(x, (3, 8), None, None, 1.0, "llama")
+    plain = (x, 8, w, 1e-5, 0.0, "gemma")
+    assert not goes_direct(*plain[:2])
+    for index, other in ((3, 1), (4, 0), (1, True), (0, 8), (5, None)):
+        assert not goes_direct(*plain[:index], other, *plain[index + 1 :])
 
 
 class Logged(Tensor):
@@ -50,14 +52,14 @@ def test_a_subclass_sees_the_addition_too() -> None:
     outputs = normops.add_rms_norm(x.as_subclass(Logged), x, 8)
     assert all(type(output) is Logged for output in outputs)
     assert {torch.ops.normops.add_rms_norm, torch.ops.normops.add_rms_norm.default} & set(Logged.calls)
-    assert _C.add_rms_norm(x, x, 8, None, None, 0.0) is not NotImplemented
+    assert _C.add_rms_norm(x, x, 8, None, None, 0.0, "gemma", 1.0) is not NotImplemented
 
 
 def test_the_gated_norm_goes_direct_too() -> None:
     x = cases.values((3, 8), torch.float32)
-    arguments = (x, x, 8, None, None, 0.0, "silu", True)
+    arguments = (x, x, 8, None, None, 0.0, "gemma", "silu", True)
     assert _C.gated_rms_norm(*arguments) is not NotImplemented
-    for index, other in ((5, 0), (6, b"silu"), (6, "\udc00"), (6, None), (7, 1), (1, x.as_subclass(Logged))):
+    for index, other in ((5, 0), (7, b"silu"), (7, "\udc00"), (7, None), (8, 1), (1, x.as_subclass(Logged))):
         changed = [*arguments[:index], other, *arguments[index + 1 :]]
         assert _C.gated_rms_norm(*changed) is NotImplemented  # type: ignore[arg-type]
     Logged.calls.clear()
@@ -67,10 +69,10 @@ def test_the_gated_norm_goes_direct_too() -> None:
 
 def test_the_rotated_norm_goes_direct_too() -> None:
     x = cases.values((3, 8), torch.float32)
-    arguments = (x, x, x, 8, None, None, 0.0, False, 8, 0)
+    arguments = (x, x, x, 8, None, None, 0.0, "gemma", False, 8, 0)
     assert _C.rms_norm_rope(*arguments) is not NotImplemented
-    assert _C.rms_norm_rope(*arguments[:8], None, 0) is not NotImplemented
-    for index, other in ((7, 1), (8, 8.0), (8, 2**70), (9, None), (9, True), (1, x.as_subclass(Logged))):
+    assert _C.rms_norm_rope(*arguments[:9], None, 0) is not NotImplemented
+    for index, other in ((8, 1), (9, 8.0), (9, 2**70), (10, None), (10, True), (1, x.as_subclass(Logged))):
         changed = [*arguments[:index], other, *arguments[index + 1 :]]
         assert _C.rms_norm_rope(*changed) is NotImplemented  # type: ignore[arg-type]
     Logged.calls.clear()

@@ -126,7 +126,7 @@ def test_backward_mutants(name: str | None, dtype: torch.dtype) -> None:
     dy, x, residual = (cases.values(SHAPE, dtype, seed) for seed in (1, 2, 3))
     w = cases.values((96,), torch.float32, 4)
     dx, dw = (BACKWARD_MUTANTS[name] if name else backward)(dy, x, w, residual)
-    expected = oracle.rms_norm_backward(dy, x, (96,), w, EPS, OFFSET, residual)
+    expected = oracle.rms_norm_backward(dy, x, (96,), w, EPS, OFFSET, grad_residual=residual)
     assert expected.grad_weight is not None
     rejected = (
         oracle.violation(dx.to(dtype), expected.grad_input) is not None

@@ -5,13 +5,14 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// h = alpha * x + residual, rounded to residual's type R: what is written is what is summed and normalized.
-template <class T, class R>
+// h = x + residual, or kScaled, alpha * x + residual, rounded to residual's type R: what is written is what is summed
+// and normalized.
+template <class T, class R, bool kScaled>
 class SumRows {
  public:
   using Element = R;
   using Args = CpuArgs<AddRmsNormArgs>;
-  static constexpr bool kCostly = false;
+  static constexpr bool kCostly = kScaled;
   static constexpr Ahead kAhead = Ahead::when_streaming;
   static constexpr bool kFetchesOutput = true;
 
@@ -26,8 +27,14 @@ class SumRows {
       return [x = x, residual = residual, h = h, alpha = broadcast<R>(alpha), casts = casts](
                  int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
         const Block<R> branch = load<R>(x + column, extent), rest = load<R>(residual + column, extent);
-        // In float32, too, the product that is rounded by itself is another number.
-        const Block<R> total = casts ? rounded<T>(alpha * branch) + rest : fma(alpha, branch, rest);
+        Block<R> total;
+        if constexpr (!kScaled) {
+          total = branch + rest;
+        } else if (casts) {
+          total = rounded<T>(alpha * branch) + rest;
+        } else {
+          total = fma(alpha, branch, rest);
+        }
         store(h + column, total, extent);
         const Block<R> rounded = load<R>(h + column, extent);
         return fma(rounded, rounded, sum);
@@ -78,19 +85,25 @@ class SumRows {
   bool casts_;
 };
 
+// Calls visit.template operator()<T, Source>() with the source that the arguments ask for.
+template <class Visit>
+void dispatch_sum(const CpuArgs<AddRmsNormArgs>& args, Visit visit) {
+  dispatch_pair(args.dtype, args.residual_dtype, [&]<class T, class R>() {
+    args.alpha == 1 ? visit.template operator()<T, SumRows<T, R, false>>()
+                    : visit.template operator()<T, SumRows<T, R, true>>();
+  });
+}
+
 void rows(const CpuArgs<AddRmsNormArgs>& args, int64_t begin, int64_t end) {
-  dispatch_pair(args.dtype, args.residual_dtype,
-                [&]<class T, class R>() { forward_rows<T, SumRows<T, R>>(args, begin, end); });
+  dispatch_sum(args, [&]<class T, class Source>() { forward_rows<T, Source>(args, begin, end); });
 }
 
 void sums(const CpuArgs<AddRmsNormArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares) {
-  dispatch_pair(args.dtype, args.residual_dtype,
-                [&]<class T, class R>() { forward_sums<SumRows<T, R>>(args, row, begin, end, squares); });
+  dispatch_sum(args, [&]<class, class Source>() { forward_sums<Source>(args, row, begin, end, squares); });
 }
 
 void columns(const CpuArgs<AddRmsNormArgs>& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
-  dispatch_pair(args.dtype, args.residual_dtype,
-                [&]<class T, class R>() { forward_columns<T, SumRows<T, R>>(args, row, square_sum, begin, end); });
+  dispatch_sum(args, [&]<class T, class Source>() { forward_columns<T, Source>(args, row, square_sum, begin, end); });
 }
 
 }  // namespace

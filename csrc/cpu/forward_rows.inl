@@ -125,8 +125,14 @@ RowLayout scale_rows(const typename Source::Args& args) {
   return {2, {INT64_MAX / groups, groups}, {0, held_cols<Source>(args)}};
 }
 
-// A row whose sum is known, to be written: what its epilogue makes of h * rstd * w.
-template <class T, class R, class Epilogue, class Way>
+// Whether rows of T are rounded on the way to being written.
+template <class T>
+NORMOPS_INLINE bool casts(Casting casting) {
+  return sizeof(T) == 2 && (casting.normalized || casting.multiplied);
+}
+
+// A row whose sum is known, to be written: what its epilogue makes of h * rstd * w. kCasts: see casts().
+template <class T, class R, class Epilogue, class Way, bool kCasts>
 struct WrittenRow {
   Epilogue epilogue;
   const compute_t<R>* scale;
@@ -181,7 +187,7 @@ struct WrittenRow {
 
  private:
   static NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (kCasts) {
       if (is_wanted) return rounded<T>(block);
     }
     return block;
@@ -218,19 +224,19 @@ struct WrittenRow {
   }
 };
 
-template <class R, class Source, class T, class Way>
+template <bool kCasts, class R, class Source, class T, class Way>
 NORMOPS_INLINE auto written_row(const typename Source::Rows& rows, int r, const OutputRows<T, R>& outputs,
                                 compute_t<R> rstd, Way streams) {
   const auto epilogue = rows.row(r).epilogue();
-  return WrittenRow<T, R, std::remove_const_t<decltype(epilogue)>, Way>{
+  return WrittenRow<T, R, std::remove_const_t<decltype(epilogue)>, Way, kCasts>{
       epilogue, outputs.scale.row, outputs.y.row, broadcast<R>(rstd), outputs.casting, streams};
 }
 
 // Writes the first of `rows`.
-template <Rest kRest, class Source, class T, class R, class Way>
+template <bool kCasts, Rest kRest, class Source, class T, class R, class Way>
 NORMOPS_INLINE void write_row(const typename Source::Rows& rows, int r, const OutputRows<T, R>& outputs,
                               compute_t<R> rstd, int64_t cols, Way streams) {
-  auto row = written_row<R, Source>(rows, r, outputs, rstd, streams);
+  auto row = written_row<kCasts, R, Source>(rows, r, outputs, rstd, streams);
   if constexpr (row.epilogue.kHasLargest) row.epilogue.set_largest(row.largest(cols));
   row.template write<kRest>(0, cols, [rows, streams](int64_t column) NORMOPS_INLINE_LAMBDA {
     const bool is_wanted = Source::kAhead == Ahead::when_streaming ? streams : Source::kAhead == Ahead::when_written;
@@ -278,7 +284,7 @@ NORMOPS_INLINE void walk(Stretches& stretches, int64_t count, Visit visit, Rows&
 // Tiles of kRows rows: each is summed, then written. All addresses stay in registers, which matters: a load waits for
 // any store that is still on its way to memory and whose address has the same low 12 bits. Those stores cover most such
 // addresses, and a pointer that has to be loaded holds up all that is read through it.
-template <int kRows, Rest kRest, class Source, class T, class R, class Way>
+template <int kRows, bool kCasts, Rest kRest, class Source, class T, class R, class Way>
 [[gnu::noinline]] void process_tiles(typename Source::Rows rows, OutputRows<T, R> outputs, Stretches& stretches,
                                      int64_t tiles, int64_t cols, double eps, Way streams) {
   const auto fold = [cols, streams](const typename Source::Rows& rows, int r, int64_t begin,
@@ -300,7 +306,7 @@ template <int kRows, Rest kRest, class Source, class T, class R, class Way>
           for (int64_t begin = kSpan; begin < cols; begin += kSpan) {
             square_sum += sum_of(fold(rows, 0, begin, outputs.y.row));
           }
-          write_row<kRest, Source>(rows, 0, outputs, rstd_of<R>(square_sum, cols, eps), cols, streams);
+          write_row<kCasts, kRest, Source>(rows, 0, outputs, rstd_of<R>(square_sum, cols, eps), cols, streams);
         },
         rows, outputs);
   } else {
@@ -314,7 +320,8 @@ template <int kRows, Rest kRest, class Source, class T, class R, class Way>
       for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(rstd[r], cols, eps);
       walk(
           stretches, kRows,
-          [&](int r) NORMOPS_INLINE_LAMBDA { write_row<kRest, Source>(rows, r, outputs, rstd[r], cols, streams); },
+          [&](int r)
+              NORMOPS_INLINE_LAMBDA { write_row<kCasts, kRest, Source>(rows, r, outputs, rstd[r], cols, streams); },
           rows, outputs);
     }
   }
@@ -341,12 +348,16 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
     if (in_tiles) stretches.count -= stretches.count % kForwardTile;
     const typename Source::Rows x = source.next_even(stretches.count);
     const OutputRows<T, R> y = {outputs.next_even(stretches.count), scales.next_even(stretches.count), args.casting};
-    choose<!Source::kCostly>(streams, [&](auto way) {
-      choose<true>(in_tiles, [&](auto tiled) {
-        constexpr int kRows = decltype(tiled)::value ? kForwardTile : 1;
-        choose<true>(!Source::kCostly && cols % kStep<R> == 0, [&](auto is_whole) {
-          constexpr Rest kRest = !Source::kCostly && decltype(is_whole)::value ? Rest::none : Rest::looped;
-          process_tiles<kRows, kRest, Source>(x, y, stretches, stretches.count / kRows, cols, args.eps, way);
+    choose<sizeof(T) == 2>(casts<T>(args.casting), [&](auto casts) {
+      // Rounding takes more than choosing.
+      constexpr bool kCasts = std::is_same_v<decltype(casts), std::true_type>, kChooses = Source::kCostly || kCasts;
+      choose<!kChooses>(streams, [&](auto way) {
+        choose<true>(in_tiles, [&](auto tiled) {
+          constexpr int kRows = decltype(tiled)::value ? kForwardTile : 1;
+          choose<true>(!kChooses && cols % kStep<R> == 0, [&](auto is_whole) {
+            constexpr Rest kRest = !kChooses && decltype(is_whole)::value ? Rest::none : Rest::looped;
+            process_tiles<kRows, kCasts, kRest, Source>(x, y, stretches, stretches.count / kRows, cols, args.eps, way);
+          });
         });
       });
     });
@@ -370,8 +381,10 @@ void forward_columns(const typename Source::Args& args, int64_t row, double squa
   outputs.y.row = RowIterator<T>(static_cast<T*>(args.output), args.output_rows, row).next();
   outputs.scale.row = scale_of<Source>(args, row % args.weight.groups);
   const compute_t<R> rstd = rstd_of<R>(square_sum, args.cols, args.eps);
-  written_row<R, Source>(rows, 0, outputs, rstd, Cached{})
-      .template write<Rest::looped>(begin, end, [](int64_t) NORMOPS_INLINE_LAMBDA {});
+  choose<sizeof(T) == 2>(casts<T>(args.casting), [&](auto casts) {
+    written_row<std::is_same_v<decltype(casts), std::true_type>, R, Source>(rows, 0, outputs, rstd, Cached{})
+        .template write<Rest::looped>(begin, end, [](int64_t) NORMOPS_INLINE_LAMBDA {});
+  });
 }
 
 }  // namespace

@@ -1,0 +1,167 @@
+"""casting_mode and alpha: the bits of models, and of the kernels of engines, that round on their way."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from assertions import message_of, same_bits
+from test_errors import arguments_of, assert_same_everywhere, check_of
+from torch import Tensor
+from torch.nn import functional as F
+
+import normops
+from normops.functional import CastingMode
+from reference import cases
+from reference.cases import HALVES
+from reference.operators import OPERATORS, Operator
+from reference.oracle import exact_sum
+
+COLS = 1024
+
+
+def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """LlamaRMSNorm, Qwen3RMSNorm, T5LayerNorm and their like."""
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * h.to(x.dtype)
+
+
+def gate_first(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """MambaRMSNormGated."""
+    h = x.float() * F.silu(gate.float())
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * h.to(x.dtype)
+
+
+def norm_first(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Qwen3NextRMSNormGated."""
+    return (llama(x, weight, eps) * F.silu(gate.float())).to(x.dtype)
+
+
+def engine(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The kernel fused_add_rms_norm of vLLM."""
+    h = x + residual
+    return llama(h, weight, eps), h
+
+
+def exact_rows(dtype: torch.dtype) -> Tensor:
+    """Rows whose mean of squares is the square of a small integer: every order of the sum, and every root, is exact."""
+    signs = torch.randint(0, 2, (5, 8, COLS), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    pairs = torch.tensor([(1, 7), (7, 17), (7, 23), (17, 31), (1, 41)])
+    return (pairs.repeat(1, COLS // 2).unsqueeze(1) * signs).flatten(0, 1).to(dtype)
+
+
+def weights(dtype: torch.dtype) -> Tensor:
+    return (cases.values((COLS,), torch.float64, 3, scale=0.5) + 1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_bits_of_a_model_where_the_statistic_agrees(dtype: torch.dtype, device: str) -> None:
+    x, weight = exact_rows(dtype), weights(dtype)
+    # Sigmoid is exactly 1 there, so that silu gives the gate itself, and a power of two keeps the sum of a row exact.
+    gates = torch.randint(33, 64, x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    powers = torch.full_like(x, 32)
+    for model, fused in (
+        (llama(x, weight, 0.0), partial(normops.rms_norm, x.to(device))),
+        (gate_first(x, powers, weight, 0.0), gated(x, powers, device, norm_before_gate=False)),
+        (norm_first(x, gates, weight, 0.0), gated(x, gates, device, norm_before_gate=True)),
+    ):
+        output = fused(COLS, weight.to(device), 0.0, casting_mode="llama").cpu()
+        assert torch.equal(output, model)
+        assert not torch.equal(fused(COLS, weight.to(device), 0.0).cpu(), model)
+
+
+def gated(x: Tensor, gate: Tensor, device: str, *, norm_before_gate: bool) -> Callable[..., Tensor]:
+    return partial(normops.gated_rms_norm, x.to(device), gate.to(device), norm_before_gate=norm_before_gate)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_bits_of_an_engine_where_the_statistic_agrees(dtype: torch.dtype, device: str) -> None:
+    h, weight = exact_rows(dtype), weights(dtype)
+    x = torch.randint(-64, 64, h.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = engine(x, h - x, weight, 0.0)
+    rows = x.to(device), (h - x).to(device)
+    actual = normops.add_rms_norm(*rows, COLS, weight.to(device), 0.0, casting_mode="llama")
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("model", [llama, gate_first, norm_first])
+def test_few_bits_differ_where_it_may_not(model: Callable[..., Tensor], dtype: torch.dtype, device: str) -> None:
+    """Where a float32 statistic is off by a roundoff, and that carries a number over the middle between two others:
+    outputs, and the gradients of rows, which in the default mode differ in a quarter of all elements."""
+    tensors = [cases.values((512, COLS), dtype, seed, scale=1.0) for seed in range(3)]
+    rows, dy, weight = tensors[: 1 if model is llama else 2], tensors[2], weights(dtype)
+
+    def results(norm: Callable[..., Tensor], device: str) -> list[Tensor]:
+        leaves = [tensor.to(device, copy=True).requires_grad_() for tensor in rows]
+        output = norm(*leaves, weight.to(device))
+        return [tensor.cpu() for tensor in (output, *torch.autograd.grad(output, leaves, dy.to(device)))]
+
+    def fused(*tensors: Tensor, casting_mode: CastingMode = "gemma") -> Tensor:
+        x, *gate, w = tensors
+        if not gate:
+            return normops.rms_norm(x, COLS, w, 1e-6, casting_mode=casting_mode)
+        first = model is norm_first
+        return normops.gated_rms_norm(x, gate[0], COLS, w, 1e-6, casting_mode=casting_mode, norm_before_gate=first)
+
+    expected = results(lambda *t: model(*t, 1e-6), "cpu")
+    in_order, once = results(partial(fused, casting_mode="llama"), device), results(fused, device)
+    for wanted, ordered, other in zip(expected, in_order, once, strict=True):
+        assert (ordered != wanted).double().mean() < 2e-3
+        assert (other != wanted).double().mean() > 0.2
+
+
+@pytest.mark.parametrize("alpha", [0.22, -1.4, 0.0])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_the_order_of_a_scaled_sum(dtype: torch.dtype, alpha: float, device: str) -> None:
+    """``residual + x * alpha`` in the operations of a model, or rounded once."""
+    x, residual = (cases.values((37, COLS), dtype, seed, scale=1.0) for seed in range(2))
+    norm = partial(normops.add_rms_norm, x.to(device), residual.to(device), COLS, alpha=alpha)
+    output, total = norm(casting_mode="llama")
+    assert same_bits(total.cpu(), residual + x * alpha)
+    assert same_bits(output, normops.rms_norm(total, COLS, casting_mode="llama"))
+    has_fma = device != "cpu" or normops.build_info()["cpu_isa"] != "baseline"
+    if dtype != torch.float64 and has_fma:
+        assert same_bits(norm()[1].cpu(), exact_sum(x, residual, alpha))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_mode_makes_no_difference_beyond_16_bits(dtype: torch.dtype, device: str) -> None:
+    x, gate, dy = (cases.values((7, 100), dtype, seed).to(device) for seed in range(3))
+    weight = cases.values((100,), dtype, 3).to(device)
+    for call in (
+        partial(torch.ops.normops.rms_norm, x, [100], weight),
+        partial(torch.ops.normops.add_rms_norm, x, gate, [100], weight),
+        partial(torch.ops.normops.gated_rms_norm, x, gate, [100], weight),
+        partial(torch.ops.normops.rms_norm_rope, x, gate, gate, [100], weight),
+        partial(torch.ops.normops.rms_norm_backward, dy, x, [100], weight),
+        partial(torch.ops.normops.gated_rms_norm_backward, dy, x, gate, [100], weight),
+        partial(torch.ops.normops.rms_norm_rope_backward, dy, x, gate, gate, [100], weight),
+    ):
+        pairs = call(casting_mode="llama"), call()
+        outputs, others = ((pair,) if isinstance(pair, Tensor) else pair for pair in pairs)
+        assert all(same_bits(a, b) for a, b in zip(outputs, others, strict=True))
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_another_mode_is_refused(operator: Operator) -> None:
+    arguments = arguments_of(operator) | {"casting_mode": "none"}
+    expected = f'{operator}: expected casting_mode to be "gemma" or "llama", but got "none"'
+    assert_same_everywhere(operator.packet, arguments, expected)
+    for call in (check_of(operator), operator.function):
+        if call is not None:
+            assert message_of(partial(call, **arguments)) == expected
+
+
+def test_modules() -> None:
+    norm = normops.RMSNorm(64, 1e-6, casting_mode="llama", dtype=torch.bfloat16)
+    x, residual = (cases.values((5, 64), torch.bfloat16, seed) for seed in range(2))
+    assert str(norm) == "RMSNorm((64,), eps=1e-06, elementwise_affine=True, casting_mode=llama)"
+    assert same_bits(norm(x), normops.rms_norm(x, 64, norm.weight, 1e-6, casting_mode="llama"))
+    pair = normops.add_rms_norm(x, residual, 64, norm.weight, 1e-6, casting_mode="llama", alpha=0.22)
+    assert all(same_bits(a, b) for a, b in zip(norm(x, residual, 0.22), pair, strict=True))
+    gated_norm = normops.GatedRMSNorm(64, casting_mode="llama", dtype=torch.bfloat16)
+    expected = normops.gated_rms_norm(x, residual, 64, gated_norm.weight, casting_mode="llama")
+    assert same_bits(gated_norm(x, residual), expected)
