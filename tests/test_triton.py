@@ -34,10 +34,16 @@ KERNELS: dict[str, tuple[str, tuple[str, ...], bool | None]] = {
     "gated_rms_norm_backward": ("backward_kernel", ("residual",), True),
     "gated_rms_norm_backward, gate first": ("backward_kernel", ("residual",), False),
 }
+# Those that round on the way.
+KERNELS |= {f"{name}, llama": KERNELS[name] for name in ("rms_norm", "rms_norm_backward", "gated_rms_norm_backward")}
 
 
 # AMD's, and how many lanes a warp has on each. CDNA 2 to 4, RDNA 3 and 4.
 LANES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}
+
+
+def casts(dtype: str) -> dict[str, Any]:
+    return dict.fromkeys(("normalized", "multiplied"), triton.language.dtype(dtype))
 
 
 def compiled(name: str, dtype: str, cols: int, arch: int | str) -> Any:
@@ -57,6 +63,9 @@ def compiled(name: str, dtype: str, cols: int, arch: int | str) -> Any:
     config = config_of(cols, 8 if dtype == "fp64" else 4)
 
     constants |= {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute)}
+    constants |= casts(dtype if name.endswith("llama") else compute)
+    if kernel_name == "forward_kernel":
+        constants |= {"alpha": 1.0, "fuses": True}
     constants |= {**launch.constants(config), **dict.fromkeys(without)}
     # As Triton makes it of that number.
     ones = (name for name in kernel.arg_names if name == "groups" or name.endswith("_inner"))
@@ -122,7 +131,7 @@ def compiled_rope(kernel_name: str, dtype: str, table_dtype: str, rope: Rope, ar
     ones = (name for name in kernel.arg_names if name.endswith(("groups", "_middle", "_inner")) and name not in shared)
     constants = {**dict.fromkeys(ones, 1), **launch.constants(config), **rope._asdict(), "rest_parts": rest_parts}
     constants |= {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute)}
-    constants |= {"index": triton.language.int32}
+    constants |= {"index": triton.language.int32, **casts(compute)}
     types = dict.fromkeys(("weight", "partials"), f"*{compute}") | dict.fromkeys(("cos", "sin"), f"*{table_dtype}")
     types |= dict.fromkeys((*shared, "rows", *(name for name in kernel.arg_names if name.endswith("_stride"))), "i32")
     signature = {name: "constexpr" if name in constants else types.get(name, f"*{dtype}") for name in kernel.arg_names}

@@ -136,13 +136,13 @@ def launch(
     weight = None if dtypes[1] is None or operator == "grad_input alone" else tensor(dtypes[1], is_aligned)
     shape = (groups, groups * rows, cols)
     wants_weight = weight is not None
-    common = (weight, 1.0, 1e-5)
+    common = (weight, 1.0, 1e-5, launchers.Casting(not is_aligned, not is_aligned))
     gating = ("silu" if is_aligned else "sigmoid", not rest)
     match name:
         case "rms_norm":
-            launchers.launch_forward(make(), None, make(), None, *common, *shape)
+            launchers.launch_forward(make(), None, make(), None, *common, 1.0, *shape)
         case "add_rms_norm":
-            launchers.launch_forward(make(), make(), make(), make(), *common, *shape)
+            launchers.launch_forward(make(), make(), make(), make(), *common, 0.22 if groups > 1 else 1.0, *shape)
         case "gated_rms_norm":
             launchers.launch_gated_forward(make(), make(), make(), *common, *gating, *shape)
         case "gated_rms_norm_backward":

@@ -68,6 +68,8 @@ py::object to_python(const Tables& tables, const Rope& rope) {
                                       rotation.angle_of_pair, rotation.offset, rotation.pairs);
 }
 
+py::object to_python(Casting casting) { return launchers().attr("Casting")(casting.normalized, casting.multiplied); }
+
 const char* to_python(Activation activation) { return activation == Activation::silu ? "silu" : "sigmoid"; }
 
 Rows make_rows_or_none(const OptionalTensor& tensor, size_t normalized_dims) {
@@ -78,8 +80,8 @@ OptionalTensor contiguous(const OptionalTensor& weight) {
   return is_given(weight) ? OptionalTensor(weight->contiguous()) : std::nullopt;
 }
 
-void launch_forward(const Tensor& input, const OptionalTensor& residual, const Norm& norm, const Tensor& output,
-                    const OptionalTensor& residual_out) {
+void launch_forward(const Tensor& input, const OptionalTensor& residual, const Norm& norm, double alpha,
+                    const Tensor& output, const OptionalTensor& residual_out) {
   const Problem problem = make_problem(input, norm);
   const Target y(output, norm.dims(), kMaxDims);
   std::optional<Target> h;
@@ -89,7 +91,7 @@ void launch_forward(const Tensor& input, const OptionalTensor& residual, const N
     launchers().attr("launch_forward")(to_python(make_rows(input, norm.dims(), kMaxDims)),
                                        to_python(make_rows_or_none(residual, norm.dims())), to_python(y.rows()),
                                        to_python(h), contiguous(norm.weight), norm.weight_offset, problem.eps,
-                                       problem.groups, problem.rows, problem.cols);
+                                       to_python(problem.casting), alpha, problem.groups, problem.rows, problem.cols);
   }
   y.finish();
   if (h.has_value()) h->finish();
@@ -100,11 +102,11 @@ struct TritonBackend {
   static Tensor empty_contiguous(const Tensor& like) { return at::empty_like(like, at::MemoryFormat::Contiguous); }
 
   static void launch(const RmsNorm& arguments, const Tensor& output) {
-    launch_forward(arguments.input, std::nullopt, arguments.norm, output, std::nullopt);
+    launch_forward(arguments.input, std::nullopt, arguments.norm, 1.0, output, std::nullopt);
   }
 
   static void launch(const AddRmsNorm& arguments, const Tensor& output, const Tensor& residual_out) {
-    launch_forward(arguments.input, arguments.residual, arguments.norm, output, residual_out);
+    launch_forward(arguments.input, arguments.residual, arguments.norm, arguments.alpha, output, residual_out);
   }
 
   static void launch(const RmsNormBackward& arguments, const Tensor& grad_input, const Tensor& grad_weight) {
@@ -119,7 +121,7 @@ struct TritonBackend {
                                         to_python(make_rows(input, norm.dims(), kMaxDims)),
                                         to_python(make_rows_or_none(grad_residual, norm.dims())), to_python(dx),
                                         grad_weight.defined(), contiguous(norm.weight), norm.weight_offset, problem.eps,
-                                        problem.groups, problem.rows, problem.cols)
+                                        to_python(problem.casting), problem.groups, problem.rows, problem.cols)
                .cast<OptionalTensor>();
     }
     if (dx.has_value()) dx->finish();
@@ -134,7 +136,7 @@ struct TritonBackend {
       py::gil_scoped_acquire gil;
       launchers().attr("launch_gated_forward")(
           to_python(make_rows(input, norm.dims(), kMaxDims)), to_python(make_rows(gate, norm.dims(), kMaxDims)),
-          to_python(y.rows()), contiguous(norm.weight), norm.weight_offset, problem.eps,
+          to_python(y.rows()), contiguous(norm.weight), norm.weight_offset, problem.eps, to_python(problem.casting),
           to_python(arguments.gating().activation), norm_before_gate, problem.groups, problem.rows, problem.cols);
     }
     y.finish();
@@ -153,8 +155,9 @@ struct TritonBackend {
                                               to_python(make_rows(input, norm.dims(), kMaxDims)),
                                               to_python(make_rows(gate, norm.dims(), kMaxDims)), to_python(dx),
                                               to_python(dgate), grad_weight.defined(), contiguous(norm.weight),
-                                              norm.weight_offset, problem.eps, to_python(arguments.gating().activation),
-                                              norm_before_gate, problem.groups, problem.rows, problem.cols)
+                                              norm.weight_offset, problem.eps, to_python(problem.casting),
+                                              to_python(arguments.gating().activation), norm_before_gate,
+                                              problem.groups, problem.rows, problem.cols)
                .cast<OptionalTensor>();
     }
     if (dx.has_value()) dx->finish();
@@ -168,10 +171,10 @@ struct TritonBackend {
     const Target y(output, norm.dims(), kMaxNestedDims);
     {
       py::gil_scoped_acquire gil;
-      launchers().attr("launch_rope_forward")(to_python_nested(make_rows(input, norm.dims(), kMaxNestedDims)),
-                                              to_python(Tables(input, cos, sin, kMaxNestedDims), rope),
-                                              to_python_nested(y.rows()), contiguous(norm.weight), norm.weight_offset,
-                                              problem.eps, problem.groups, problem.rows, problem.cols);
+      launchers().attr("launch_rope_forward")(
+          to_python_nested(make_rows(input, norm.dims(), kMaxNestedDims)),
+          to_python(Tables(input, cos, sin, kMaxNestedDims), rope), to_python_nested(y.rows()), contiguous(norm.weight),
+          norm.weight_offset, problem.eps, to_python(problem.casting), problem.groups, problem.rows, problem.cols);
     }
     y.finish();
   }
@@ -189,7 +192,8 @@ struct TritonBackend {
                                              to_python(Tables(input, cos, sin, kMaxNestedDims), rope),
                                              dx.has_value() ? to_python_nested(dx->rows()) : py::object(py::none()),
                                              grad_weight.defined(), contiguous(norm.weight), norm.weight_offset,
-                                             problem.eps, problem.groups, problem.rows, problem.cols)
+                                             problem.eps, to_python(problem.casting), problem.groups, problem.rows,
+                                             problem.cols)
                .cast<OptionalTensor>();
     }
     if (dx.has_value()) dx->finish();

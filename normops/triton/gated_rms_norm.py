@@ -3,7 +3,16 @@
 import triton
 from torch import Tensor
 
-from normops.triton.launch import Rows, arguments, compute_type, make_partials, named_arguments, options
+from normops.triton.launch import (
+    Casting,
+    Rows,
+    arguments,
+    casting_constants,
+    compute_type,
+    make_partials,
+    named_arguments,
+    options,
+)
 from normops.triton.launch_config import backward_programs, gated_config
 from normops.triton.rms_norm import backward_kernel, forward_kernel
 
@@ -15,6 +24,7 @@ def launch_gated_forward(
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
+    casting: Casting,
     activation: str,
     norm_before_gate: bool,
     groups: int,
@@ -27,7 +37,7 @@ def launch_gated_forward(
     forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
         *arguments(input), *arguments(None), *arguments(output), *arguments(None),
         weight, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute,
+        weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, output, compute),
         **named_arguments("gate", gate), activation=activation, norm_before_gate=norm_before_gate,
         **options(config, input.tensor.device),
     )  # fmt: skip
@@ -43,6 +53,7 @@ def launch_gated_backward(
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
+    casting: Casting,
     activation: str,
     norm_before_gate: bool,
     groups: int,
@@ -57,7 +68,7 @@ def launch_gated_backward(
     backward_kernel[programs,](
         *arguments(grad_output), *arguments(input), *arguments(None), *arguments(grad_input),
         weight, partials, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute,
+        weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, grad_output, compute),
         **named_arguments("gate", gate), **named_arguments("dgate", grad_gate),
         activation=activation, norm_before_gate=norm_before_gate,
         **options(config, input.tensor.device),

@@ -11,6 +11,13 @@ from normops.triton.launch_config import RowConfig, lanes_of_warp
 # Multiply-adds are not fused, so that the bits are those of the operations as written, in every version of Triton.
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 
+_TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
 
 class Rows(NamedTuple):
     """The rows of a tensor: row r starts at element ``r // inner * outer_stride + r % inner * inner_stride``."""
@@ -54,6 +61,19 @@ class Rotation(NamedTuple):
     angle_of_pair: bool
     offset: int
     pairs: int
+
+
+class Casting(NamedTuple):
+    """Which results are rounded to the dtype of the output, or of its gradient, on the way: csrc/casting.h."""
+
+    normalized: bool
+    multiplied: bool
+
+
+def casting_constants(casting: Casting, output: Rows | NestedRows, compute: tl.dtype) -> dict[str, tl.dtype]:
+    """The types that they are cast to, as kernels take them: the one computed in changes nothing."""
+    dtype = _TYPES[output.tensor.dtype]
+    return {name: dtype if is_cast else compute for name, is_cast in casting._asdict().items()}
 
 
 def rotation_arguments(rotation: Rotation) -> tuple[Tensor | int, ...]:

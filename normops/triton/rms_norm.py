@@ -6,18 +6,45 @@ import triton.language as tl
 from torch import Tensor
 
 from normops.triton.activation import activate
-from normops.triton.launch import Rows, arguments, compute_type, make_partials, options
+from normops.triton.launch import (
+    Casting,
+    Rows,
+    arguments,
+    casting_constants,
+    compute_type,
+    make_partials,
+    options,
+)
 from normops.triton.launch_config import backward_config, backward_programs, forward_config
-from normops.triton.row import factors_of, load, load_scale, row_offsets, rstd_of, store
+from normops.triton.row import (
+    apply_scale,
+    apply_scale_backward,
+    cast,
+    factors_of,
+    load,
+    load_scale,
+    row_offsets,
+    rstd_of,
+    store,
+)
 from normops.triton.sums import sum_columns, sum_rows
 
 
 @triton.jit
-def _load_sum(x, residual, offsets, residual_offsets, mask, compute: tl.constexpr):
-    """The numbers to normalize: x, or its sum with the residual as it is rounded when it is written."""
+def _load_sum(
+    x, residual, offsets, residual_offsets, mask,
+    alpha: tl.constexpr, fuses: tl.constexpr, multiplied: tl.constexpr, compute: tl.constexpr,
+):  # fmt: skip
+    """The numbers to normalize: x, or alpha * x + residual as it is rounded when it is written."""
     h = load(x, offsets, mask, compute)
     if residual is not None:
-        h += load(residual, residual_offsets, mask, compute)
+        r = load(residual, residual_offsets, mask, compute)
+        if alpha == 1.0:
+            h += r
+        elif fuses:
+            h = tl.fma(h, tl.full(h.shape, alpha, compute), r)
+        else:
+            h = cast(h * alpha, multiplied) + r
         h = h.to(residual.dtype.element_ty).to(compute)
     return h
 
@@ -47,10 +74,12 @@ def forward_kernel(
     weight, groups, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, threads: tl.constexpr,
+    normalized: tl.constexpr, multiplied: tl.constexpr,
     gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
+    alpha: tl.constexpr = 1.0, fuses: tl.constexpr = True,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
 ):  # fmt: skip
-    """y = h * rstd * w, where h = x, or x + residual. Row r has the weight of group r % groups.
+    """y = h * rstd * w, where h = x, or alpha * x + residual. Row r has the weight of group r % groups.
 
     A gate, which has no residual beside it, is activated and multiplies y, or h.
     """
@@ -75,7 +104,9 @@ def forward_kernel(
         for part in tl.static_range(parts):
             columns, is_column = _part(first, part, parts, cols)
             columns, mask = columns[None, :], is_row & is_column[None, :]
-            h = _load_sum(x, residual, x_offsets + columns, residual_offsets + columns, mask, compute)
+            h = _load_sum(
+                x, residual, x_offsets + columns, residual_offsets + columns, mask, alpha, fuses, multiplied, compute
+            )
             if gate is not None:
                 a = _load_activated(gate, gate_offsets + columns, mask, activation, compute)
                 if norm_before_gate:
@@ -92,16 +123,18 @@ def forward_kernel(
         for part in tl.static_range(parts):
             columns, is_column = _part(first, part, parts, cols)
             scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
-            result = held[part] * rstd * scale
+            result = apply_scale(held[part], rstd, scale, normalized)
             if gate is not None and norm_before_gate:
-                result *= held_a[part]
+                result = cast(result, multiplied) * held_a[part]
             store(y, y_offsets + columns[None, :], result, is_row & is_column[None, :])
     else:
         squares = tl.zeros((block_rows, block_cols), compute)
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
             columns = start + first[None, :]
             mask = is_row & (columns < cols)
-            h = _load_sum(x, residual, x_offsets + columns, residual_offsets + columns, mask, compute)
+            h = _load_sum(
+                x, residual, x_offsets + columns, residual_offsets + columns, mask, alpha, fuses, multiplied, compute
+            )
             if residual is not None:
                 store(residual_out, out_offsets + columns, h, mask)
             if gate is not None and not norm_before_gate:
@@ -122,16 +155,16 @@ def forward_kernel(
                 a = _load_activated(gate, gate_offsets + columns, mask, activation, compute)
                 if not norm_before_gate:
                     h *= a
-            result = h * rstd * scale
+            result = apply_scale(h, rstd, scale, normalized)
             if gate is not None and norm_before_gate:
-                result *= a
+                result = cast(result, multiplied) * a
             store(y, y_offsets + columns, result, mask)
 
 
 @triton.jit
 def _load_gated(
     h, g, gate, offsets, mask,
-    activation: tl.constexpr, norm_before_gate: tl.constexpr, compute: tl.constexpr,
+    activation: tl.constexpr, norm_before_gate: tl.constexpr, multiplied: tl.constexpr, compute: tl.constexpr,
 ):  # fmt: skip
     """h and g, the input and the gradient of the operator, become those of its norm.
 
@@ -139,7 +172,7 @@ def _load_gated(
     """
     a, slope = activate(load(gate, offsets, mask, compute), activation, compute)
     if norm_before_gate:
-        return h, g * a, a, g * slope
+        return h, cast(g * a, multiplied), a, g * slope
     else:
         return h * a, g, a, h * slope
 
@@ -170,6 +203,7 @@ def backward_kernel(
     weight, partials, groups, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, threads: tl.constexpr,
+    normalized: tl.constexpr, multiplied: tl.constexpr,
     gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
     dgate=None, dgate_inner=None, dgate_outer_stride=None, dgate_inner_stride=None,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
@@ -219,12 +253,13 @@ def backward_kernel(
                 held_g += (g,)
                 if gate is not None:
                     h, g, a, slope = _load_gated(
-                        h, g, gate, gate_offsets + columns[None, :], mask, activation, norm_before_gate, compute
-                    )
+                        h, g, gate, gate_offsets + columns[None, :], mask,
+                        activation, norm_before_gate, multiplied, compute,
+                    )  # fmt: skip
                 if parts > 1:
                     scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
                 squares += h * h
-                dots += g * scale * h
+                dots += cast(g * scale, normalized) * h
             squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
             rstd, c = factors_of(squares, dots, cols, eps, compute)
             if parts > 1:
@@ -238,21 +273,22 @@ def backward_kernel(
                 g = held_g[part]
                 if gate is not None:
                     h, g, a, slope = _load_gated(
-                        h, g, gate, gate_offsets + columns[None, :], mask, activation, norm_before_gate, compute
-                    )
+                        h, g, gate, gate_offsets + columns[None, :], mask,
+                        activation, norm_before_gate, multiplied, compute,
+                    )  # fmt: skip
+                if parts > 1:
+                    scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
                 # Not for rows behind the last one: their rstd is infinite if eps is 0, and would make NaNs.
-                g *= tl.where(is_row, rstd, 0.0)
-                dw += (dw_so_far[part] + g * h,)
+                term, result = apply_scale_backward(g, h, scale, tl.where(is_row, rstd, 0.0), c, normalized)
+                dw += (dw_so_far[part] + term,)
                 if dx is not None or dgate is not None:
-                    if parts > 1:
-                        scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
-                    result = g * scale - h * c
                     if residual is not None:
                         result += load(residual, residual_offsets + columns[None, :], mask, compute)
                     if gate is not None:
                         _store_gated(
                             dx, dx_offsets + columns[None, :], dgate, dgate_offsets + columns[None, :],
-                            result, h * rstd * scale, a, slope, mask, norm_before_gate,
+                            result, cast(apply_scale(h, rstd, scale, normalized), multiplied), a, slope, mask,
+                            norm_before_gate,
                         )  # fmt: skip
                     else:
                         store(dx, dx_offsets + columns[None, :], result, mask)
@@ -266,11 +302,11 @@ def backward_kernel(
                 g = load(dy, dy_offsets + columns, mask, compute)
                 if gate is not None:
                     h, g, _, _ = _load_gated(
-                        h, g, gate, gate_offsets + columns, mask, activation, norm_before_gate, compute
+                        h, g, gate, gate_offsets + columns, mask, activation, norm_before_gate, multiplied, compute
                     )
                 scale = load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
                 squares += h * h
-                dots += g * scale * h
+                dots += cast(g * scale, normalized) * h
             squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
             rstd, c = factors_of(squares, dots, cols, eps, compute)
             for start in range(0, tl.cast(cols, tl.int64), block_cols):
@@ -280,18 +316,18 @@ def backward_kernel(
                 g = load(dy, dy_offsets + columns, mask, compute)
                 if gate is not None:
                     h, g, a, slope = _load_gated(
-                        h, g, gate, gate_offsets + columns, mask, activation, norm_before_gate, compute
+                        h, g, gate, gate_offsets + columns, mask, activation, norm_before_gate, multiplied, compute
                     )
-                g *= rstd
                 scale = load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
+                term, result = apply_scale_backward(g, h, scale, rstd, c, normalized)
                 if dx is not None or dgate is not None:
-                    result = g * scale - h * c
                     if residual is not None:
                         result += load(residual, residual_offsets + columns, mask, compute)
                     if gate is not None:
                         _store_gated(
                             dx, dx_offsets + columns, dgate, dgate_offsets + columns,
-                            result, h * rstd * scale, a, slope, mask, norm_before_gate,
+                            result, cast(apply_scale(h, rstd, scale, normalized), multiplied), a, slope, mask,
+                            norm_before_gate,
                         )  # fmt: skip
                     else:
                         store(dx, dx_offsets + columns, result, mask)
@@ -300,7 +336,7 @@ def backward_kernel(
                     is_column = start + first < cols
                     is_added = is_column & (row != program)  # one row: a block of its own
                     sum_so_far = tl.load(partial + start + first, mask=is_added, other=0.0)
-                    tl.store(partial + start + first, sum_so_far + sum_rows(g * h), mask=is_column)
+                    tl.store(partial + start + first, sum_so_far + sum_rows(term), mask=is_column)
             tl.debug_barrier()  # before the next row adds to them
     if parts != 0 and partials is not None:
         for part in tl.static_range(parts):
@@ -316,6 +352,8 @@ def launch_forward(
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
+    casting: Casting,
+    alpha: float,
     groups: int,
     rows: int,
     cols: int,
@@ -326,7 +364,8 @@ def launch_forward(
     forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
         *arguments(input), *arguments(residual), *arguments(output), *arguments(residual_out),
         weight, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute, **options(config, input.tensor.device),
+        weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, output, compute),
+        alpha=alpha, fuses=not casting.multiplied, **options(config, input.tensor.device),
     )  # fmt: skip
 
 
@@ -339,6 +378,7 @@ def launch_backward(
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
+    casting: Casting,
     groups: int,
     rows: int,
     cols: int,
@@ -351,6 +391,7 @@ def launch_backward(
     backward_kernel[programs,](
         *arguments(grad_output), *arguments(input), *arguments(grad_residual), *arguments(grad_input),
         weight, partials, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute, **options(config, input.tensor.device),
+        weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, grad_output, compute),
+        **options(config, input.tensor.device),
     )  # fmt: skip
     return None if partials is None else partials.view(-1, groups * cols).sum(0)

@@ -11,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from normops.triton.launch import (
+    Casting,
     NestedRows,
     Rotation,
+    casting_constants,
     compute_type,
     index_type,
     make_partials,
@@ -22,7 +24,17 @@ from normops.triton.launch import (
     rotation_constants,
 )
 from normops.triton.launch_config import backward_programs, rope_config
-from normops.triton.row import factors_of, load, load_scale, nested_row_offsets, rstd_of, store
+from normops.triton.row import (
+    apply_scale,
+    apply_scale_backward,
+    cast,
+    factors_of,
+    load,
+    load_scale,
+    nested_row_offsets,
+    rstd_of,
+    store,
+)
 from normops.triton.sums import sum_columns, sum_rows
 
 
@@ -108,12 +120,12 @@ def _rest(start, block: tl.constexpr, cols: tl.constexpr, offset: tl.constexpr, 
 def _load_rotated_back(
     dy, offsets, cos, sin, angles, start, is_row,
     pairs: tl.constexpr, block: tl.constexpr,
-    interleaved: tl.constexpr, angle_of_pair: tl.constexpr, compute: tl.constexpr,
+    interleaved: tl.constexpr, angle_of_pair: tl.constexpr, multiplied: tl.constexpr, compute: tl.constexpr,
 ):  # fmt: skip
     g1, g2 = _load_pairs(dy, offsets, start, is_row, pairs, block, interleaved, compute)
     c1, c2 = _load_angles(cos, angles, start, is_row, pairs, block, interleaved, angle_of_pair, compute)
     s1, s2 = _load_angles(sin, angles, start, is_row, pairs, block, interleaved, angle_of_pair, compute)
-    return g1 * c1 + g2 * s2, g2 * c2 - g1 * s1
+    return cast(g1 * c1 + g2 * s2, multiplied), cast(g2 * c2 - g1 * s1, multiplied)
 
 
 @triton.jit
@@ -125,6 +137,7 @@ def rope_forward_kernel(
     cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr,
     interleaved: tl.constexpr, angle_of_pair: tl.constexpr,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr, index: tl.constexpr,
+    normalized: tl.constexpr, multiplied: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, rest_parts: tl.constexpr,
     threads: tl.constexpr,
 ):  # fmt: skip
@@ -157,13 +170,14 @@ def rope_forward_kernel(
             held += (h,)
             squares += h * h
         rstd = rstd_of(sum_columns(squares, threads), cols, eps, compute)
-        u1, u2 = h1 * rstd * w1, h2 * rstd * w2
+        u1 = cast(apply_scale(h1, rstd, w1, normalized), multiplied)
+        u2 = cast(apply_scale(h2, rstd, w2, normalized), multiplied)
         _store_pairs(y + offset, y_offsets, 0, is_row, u1 * c1 - u2 * s1, u2 * c2 + u1 * s2, pairs, interleaved)
         for part in tl.static_range(rest_parts):
             columns, is_column = _rest(part * block_cols, block_cols, cols, offset, pairs)
             of_rows = tl.broadcast_to(columns, (block_rows, block_cols))  # as in _load_scale_of_pairs
             w = load_scale(weight, of_rows, is_row & is_column, weight_offset, compute)
-            store(y, y_offsets + columns, held[part] * rstd * w, is_row & is_column)
+            store(y, y_offsets + columns, apply_scale(held[part], rstd, w, normalized), is_row & is_column)
     else:
         squares = tl.zeros((block_rows, block_cols), compute)
         for start in range(0, tl.cast(pairs, tl.int64), block_cols):
@@ -181,13 +195,14 @@ def rope_forward_kernel(
             w1, w2 = _load_scale_of_pairs(
                 rotated_weight, start, is_row, weight_offset, pairs, block_cols, interleaved, compute
             )
-            u1, u2 = h1 * rstd * w1, h2 * rstd * w2
+            u1 = cast(apply_scale(h1, rstd, w1, normalized), multiplied)
+            u2 = cast(apply_scale(h2, rstd, w2, normalized), multiplied)
             _store_pairs(y + offset, y_offsets, start, is_row, u1 * c1 - u2 * s1, u2 * c2 + u1 * s2, pairs, interleaved)
         for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_cols):
             columns, is_column = _rest(start, block_cols, cols, offset, pairs)
             h = load(x, x_offsets + columns, is_row & is_column, compute)
             w = load_scale(weight, columns, is_column, weight_offset, compute)
-            store(y, y_offsets + columns, h * rstd * w, is_row & is_column)
+            store(y, y_offsets + columns, apply_scale(h, rstd, w, normalized), is_row & is_column)
 
 
 @triton.jit
@@ -208,6 +223,7 @@ def rope_backward_kernel(
     cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr,
     interleaved: tl.constexpr, angle_of_pair: tl.constexpr,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr, index: tl.constexpr,
+    normalized: tl.constexpr, multiplied: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, rest_parts: tl.constexpr,
     threads: tl.constexpr,
 ):  # fmt: skip
@@ -254,10 +270,10 @@ def rope_backward_kernel(
             h1, h2 = _load_pairs(x + offset, x_offsets, 0, is_row, pairs, block_cols, interleaved, compute)
             g1, g2 = _load_rotated_back(
                 dy + offset, dy_offsets, cos, sin, angles, 0, is_row,
-                pairs, block_cols, interleaved, angle_of_pair, compute,
+                pairs, block_cols, interleaved, angle_of_pair, multiplied, compute,
             )  # fmt: skip
             squares = h1 * h1 + h2 * h2
-            dots = g1 * w1 * h1 + g2 * w2 * h2
+            dots = cast(g1 * w1, normalized) * h1 + cast(g2 * w2, normalized) * h2
             held_h = ()
             held_g = ()
             for part in tl.static_range(rest_parts):
@@ -267,28 +283,27 @@ def rope_backward_kernel(
                 held_h += (h,)
                 held_g += (g,)
                 squares += h * h
-                dots += g * w[part] * h
+                dots += cast(g * w[part], normalized) * h
             squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
             rstd, c = factors_of(squares, dots, cols, eps, compute)
             if rest_parts > 0:
                 rstd, c = _in_any_layout(rstd), _in_any_layout(c)
             # Not for rows behind the last one: their rstd is infinite if eps is 0, and would make NaNs.
             factor = tl.where(is_row, rstd, 0.0)
-            g1, g2 = g1 * factor, g2 * factor
-            dw1 += g1 * h1
-            dw2 += g2 * h2
+            term1, dx1 = apply_scale_backward(g1, h1, w1, factor, c, normalized)
+            term2, dx2 = apply_scale_backward(g2, h2, w2, factor, c, normalized)
+            dw1 += term1
+            dw2 += term2
             if dx is not None:
-                dx1, dx2 = g1 * w1 - h1 * c, g2 * w2 - h2 * c
                 _store_pairs(dx + offset, dx_offsets, 0, is_row, dx1, dx2, pairs, interleaved)
             dw_so_far = dw
             dw = ()
             for part in tl.static_range(rest_parts):
                 columns, is_column = _rest(part * block_cols, block_cols, cols, offset, pairs)
-                h = held_h[part]
-                g = held_g[part] * factor
-                dw += (dw_so_far[part] + g * h,)
+                term, of_x = apply_scale_backward(held_g[part], held_h[part], w[part], factor, c, normalized)
+                dw += (dw_so_far[part] + term,)
                 if dx is not None:
-                    store(dx, dx_offsets + columns, g * w[part] - h * c, is_row & is_column)
+                    store(dx, dx_offsets + columns, of_x, is_row & is_column)
         else:
             squares = tl.zeros((block_rows, block_cols), compute)
             dots = tl.zeros((block_rows, block_cols), compute)
@@ -296,52 +311,53 @@ def rope_backward_kernel(
                 h1, h2 = _load_pairs(x + offset, x_offsets, start, is_row, pairs, block_cols, interleaved, compute)
                 g1, g2 = _load_rotated_back(
                     dy + offset, dy_offsets, cos, sin, angles, start, is_row,
-                    pairs, block_cols, interleaved, angle_of_pair, compute,
+                    pairs, block_cols, interleaved, angle_of_pair, multiplied, compute,
                 )  # fmt: skip
                 w1, w2 = _load_scale_of_pairs(
                     rotated_weight, start, is_row, weight_offset, pairs, block_cols, interleaved, compute
                 )
                 squares += h1 * h1 + h2 * h2
-                dots += g1 * w1 * h1 + g2 * w2 * h2
+                dots += cast(g1 * w1, normalized) * h1 + cast(g2 * w2, normalized) * h2
             for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_cols):
                 columns, is_column = _rest(start, block_cols, cols, offset, pairs)
                 h = load(x, x_offsets + columns, is_row & is_column, compute)
                 g = load(dy, dy_offsets + columns, is_row & is_column, compute)
                 w = load_scale(weight, columns, is_column, weight_offset, compute)
                 squares += h * h
-                dots += g * w * h
+                dots += cast(g * w, normalized) * h
             squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
             rstd, c = factors_of(squares, dots, cols, eps, compute)
             for start in range(0, tl.cast(pairs, tl.int64), block_cols):
                 h1, h2 = _load_pairs(x + offset, x_offsets, start, is_row, pairs, block_cols, interleaved, compute)
                 g1, g2 = _load_rotated_back(
                     dy + offset, dy_offsets, cos, sin, angles, start, is_row,
-                    pairs, block_cols, interleaved, angle_of_pair, compute,
+                    pairs, block_cols, interleaved, angle_of_pair, multiplied, compute,
                 )  # fmt: skip
-                g1, g2 = g1 * rstd, g2 * rstd
                 w1, w2 = _load_scale_of_pairs(
                     rotated_weight, start, is_row, weight_offset, pairs, block_cols, interleaved, compute
                 )
+                term1, dx1 = apply_scale_backward(g1, h1, w1, rstd, c, normalized)
+                term2, dx2 = apply_scale_backward(g2, h2, w2, rstd, c, normalized)
                 if dx is not None:
-                    dx1, dx2 = g1 * w1 - h1 * c, g2 * w2 - h2 * c
                     _store_pairs(dx + offset, dx_offsets, start, is_row, dx1, dx2, pairs, interleaved)
                 if partials is not None:
                     # The row's part is added where it is stored: a program has no room for so wide a sum.
                     dw1, dw2 = _load_pairs(
                         partial + offset, 0, start, is_added, pairs, block_cols, interleaved, compute
                     )
-                    dw1, dw2 = dw1 + g1 * h1, dw2 + g2 * h2
+                    dw1, dw2 = dw1 + term1, dw2 + term2
                     _store_pairs(partial + offset, 0, start, is_row, dw1, dw2, pairs, interleaved)
             for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_cols):
                 columns, is_column = _rest(start, block_cols, cols, offset, pairs)
                 h = load(x, x_offsets + columns, is_row & is_column, compute)
-                g = load(dy, dy_offsets + columns, is_row & is_column, compute) * rstd
+                g = load(dy, dy_offsets + columns, is_row & is_column, compute)
                 w = load_scale(weight, columns, is_column, weight_offset, compute)
+                term, of_x = apply_scale_backward(g, h, w, rstd, c, normalized)
                 if dx is not None:
-                    store(dx, dx_offsets + columns, g * w - h * c, is_row & is_column)
+                    store(dx, dx_offsets + columns, of_x, is_row & is_column)
                 if partials is not None:
                     dw = load(partial, columns, is_added & is_column, compute)
-                    store(partial, columns, dw + g * h, is_column)
+                    store(partial, columns, dw + term, is_column)
             tl.debug_barrier()  # before the next row adds to the sums
     if parts != 0 and partials is not None:
         dw1, dw2 = sum_rows(dw1)[None, :], sum_rows(dw2)[None, :]
@@ -358,6 +374,7 @@ def launch_rope_forward(
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
+    casting: Casting,
     groups: int,
     rows: int,
     cols: int,
@@ -368,7 +385,8 @@ def launch_rope_forward(
     rope_forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
         *nested_arguments(input), *nested_arguments(output), *rotation_arguments(rotation), weight, groups, rows,
         **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
-        compute=compute, index=index_type(rows), rest_parts=rest_parts, **options(config, input.tensor.device),
+        compute=compute, index=index_type(rows), **casting_constants(casting, output, compute),
+        rest_parts=rest_parts, **options(config, input.tensor.device),
     )  # fmt: skip
 
 
@@ -381,6 +399,7 @@ def launch_rope_backward(
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
+    casting: Casting,
     groups: int,
     rows: int,
     cols: int,
@@ -394,6 +413,7 @@ def launch_rope_backward(
         *nested_arguments(grad_output), *nested_arguments(input), *nested_arguments(grad_input),
         *rotation_arguments(rotation), weight, partials, groups, rows,
         **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
-        compute=compute, index=index_type(rows), rest_parts=rest_parts, **options(config, input.tensor.device),
+        compute=compute, index=index_type(rows), **casting_constants(casting, grad_output, compute),
+        rest_parts=rest_parts, **options(config, input.tensor.device),
     )  # fmt: skip
     return None if partials is None else partials.view(-1, groups * cols).sum(0)

@@ -35,6 +35,12 @@ def store(pointer, offsets, numbers, mask):
 
 
 @triton.jit
+def cast(x, dtype: tl.constexpr):
+    """The numbers, rounded to a type; to their own, as they are."""
+    return x.to(dtype).to(x.dtype)
+
+
+@triton.jit
 def load_scale(weight, columns, is_column, weight_offset: tl.constexpr, compute: tl.constexpr):
     """What these columns are multiplied by: the weight and its offset, or 1."""
     if weight is None:
@@ -62,3 +68,22 @@ def factors_of(squares, dots, cols, eps: tl.constexpr, compute: tl.constexpr):
     """rstd, and c = rstd^3 * mean(dy * w * x), of sums over a row."""
     rstd = rstd_of(squares, cols, eps, compute)
     return rstd, rstd * rstd * rstd * (dots / tl.cast(cols, compute))
+
+
+# Results are cast to two types on the way, where a casting mode asks for it; else these are the type computed in, and
+# nothing is cast. `normalized` is that of what is normalized, and of what its product with the weight receives.
+@triton.jit
+def apply_scale(h, rstd, scale, normalized: tl.constexpr):
+    """h * rstd * scale"""
+    return cast(h * rstd, normalized) * scale
+
+
+@triton.jit
+def apply_scale_backward(g, h, scale, factor, c, normalized: tl.constexpr):
+    """g * factor * h, a term of grad_weight, and g * factor * scale - h * c, where factor is rstd."""
+    if normalized == h.dtype:
+        g *= factor
+        return g * h, g * scale - h * c
+    else:
+        dw = cast(g * cast(h * factor, normalized), normalized)
+        return dw, cast(g * scale, normalized) * factor - h * c
