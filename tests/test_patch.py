@@ -66,33 +66,6 @@ def test_computes_the_same(norm: Callable[[int], nn.Module], dtype: torch.dtype,
     torch.testing.assert_close(y.double(), expected.double(), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("norm", others.NORMS)
-@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
-def test_original_rounding_has_the_original_bits(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
-    original, patched = pair(norm, dtype, rounding="original")
-    x = rows(256, dtype=dtype)
-    assert uses_normops(patched, x)
-    assert float((patched(x) != original(x)).float().mean()) < 5e-4
-    # torch's own and those that round once have them in either way.
-    _, once = pair(norm, dtype)
-    rounds_twice = norm in (others.LlamaNorm, others.T5Norm)
-    assert (float((once(x) != original(x)).float().mean()) > 0.1) == rounds_twice
-
-
-@pytest.mark.parametrize("norm", [others.LlamaNorm, others.T5Norm, others.GroupedNorm])
-@pytest.mark.parametrize(("dtype", "weight_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_original_rounding_where_dtypes_differ(
-    norm: Callable[[int], nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype
-) -> None:
-    original, patched = pair(norm, weight_dtype, rounding="original")
-    x = rows(256, dtype=dtype)
-    y, expected = patched(x), original(x)
-    assert y.dtype == expected.dtype
-    # Bits, where the last rounding is to bfloat16; else what comes of the roundings to bfloat16 before, which are many
-    # times as large as those to float32.
-    assert float(((y.double() - expected.double()).abs() > 1e-6 * expected.double().abs()).float().mean()) < 5e-4
-
-
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 def test_one_rounding_is_nearer_to_the_exact_result(dtype: torch.dtype) -> None:
     original, patched = pair(LlamaNorm, dtype)

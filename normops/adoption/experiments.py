@@ -132,7 +132,8 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
         gating = structure.gating
         is_gated_after = gating is not None and gating.norm_before_gate
         normalized = _definition(structure, eps, x, None, None if is_gated_after else gate).bfloat16()
-        product_ = (weight + structure.weight_offset) * normalized
+        # The kernels add the offset without rounding.
+        product_ = ((weight.float() + structure.weight_offset) * normalized).bfloat16()
         if gating is None or gate is None or not is_gated_after:
             results["twice"] = product_
         else:

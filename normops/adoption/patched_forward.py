@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from normops.adoption.norm import ACTIVATIONS, ENTRIES, HALVES, OUTPUT_DTYPES, SLOTS, Norm, Saved
-from normops.functional import gated_rms_norm, rms_norm
+from normops.functional import CastingMode, gated_rms_norm, rms_norm
 from normops.inductor.calls import DTYPES
 
 Rounding = Literal["once", "original"]
@@ -149,23 +149,30 @@ def _source(norm: Norm, rounding: Rounding, names: dict[str, Any]) -> str:
     lines += [
         "_dtype = " + (f"{x}.dtype" if norm.output_dtype == "input's" else f"output_dtype({x}.dtype, {weight}.dtype)")
     ]
-    if rounding == "once" or norm.rounds == "once":
+    casting_mode: CastingMode = "gemma" if rounding == "once" or norm.rounds == "once" else "llama"
+    call = _call(norm, weight, gate, casting_mode)
+    if casting_mode == "llama" or norm.output_dtype != "input's":
+        # If input and weight have one dtype, so has the output, whatever the rule.
+        lines.insert(-1, f"if {x}.dtype == {weight}.dtype:\n        return {call}")
+    if casting_mode == "gemma":
         if norm.output_dtype != "input's":
-            # If input and weight have one dtype, so has the output, whatever the rule.
-            lines.insert(-1, f"if {x}.dtype == {weight}.dtype:\n        return {_call(norm, weight, gate)}")
             lines += [f"{x} = {x}.to(promote_types({x}.dtype, _dtype))"]
-        return _function(norm, [*lines, f"return {_call(norm, weight, gate)}.to(_dtype)"])
-    # Without its weight, which is multiplied after the first rounding. What it multiplies has a dtype of its own.
+        return _function(norm, [*lines, f"return {call}.to(_dtype)"])
+    # The product with a weight of another dtype is rounded to no dtype that the operator rounds to. What it multiplies
+    # has a dtype of its own.
     first = "_dtype" if norm.output_dtype.startswith("weight") else f"{x}.dtype"
     lines += [f"_first = {first}", f"{x} = {x}.to(promote_types({x}.dtype, _first))"]
     gate_after = norm.gate is not None and norm.gate.gating.norm_before_gate
-    lines += [f"_normalized = {_call(norm, None, None if gate_after else gate)}.to(_first)"]
-    factor = weight if norm.weight_offset == 0.0 else f"({weight} + {norm.weight_offset})"
+    lines += [f"_normalized = {_call(norm, None, None if gate_after else gate, 'gemma')}.to(_first)"]
+    factor = weight if norm.weight_offset == 0.0 else f"({_widened(str(weight))} + {norm.weight_offset})"
     lines += [f"_normalized = {factor} * _normalized"]
     if norm.gate is not None and gate_after:
-        wide = f"{gate}.to(promote_types({gate}.dtype, float32))"
-        lines += [f"_normalized = _normalized * {norm.gate.gating.activation}({wide})"]
+        lines += [f"_normalized = _normalized * {norm.gate.gating.activation}({_widened(norm.gate.argument)})"]
     return _function(norm, [*lines, "return _normalized.to(_dtype)"])
+
+
+def _widened(tensor: str) -> str:
+    return f"{tensor}.to(promote_types({tensor}.dtype, float32))"
 
 
 def _conditions(norm: Norm, names: dict[str, Any]) -> list[str]:
@@ -310,7 +317,7 @@ def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
     return tuple(order) if is_kept and tensor.permute(order).is_contiguous() else ()
 
 
-def _call(norm: Norm, weight: str | None, gate: str | None) -> str:
+def _call(norm: Norm, weight: str | None, gate: str | None, casting_mode: CastingMode) -> str:
     """The source of a call of normops, with this weight and this gate, if there are any."""
     x, size = norm.argument, norm.group_size
     eps = f"self.{norm.eps}" if isinstance(norm.eps, str) else norm.eps
@@ -321,7 +328,7 @@ def _call(norm: Norm, weight: str | None, gate: str | None) -> str:
         groups = f".unflatten(-1, (-1, {size}))"
         tensors = [f"{tensor}{groups}" for tensor in tensors]
         weight, shape, end = weight and f"{weight}{groups}", str(size), ".flatten(-2)"
-    options = f"weight_offset={norm.weight_offset}"
+    options = f"weight_offset={norm.weight_offset}, casting_mode={casting_mode!r}"
     if norm.gate is None or gate is None:
         return f"rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options}){end}"
     activation, norm_before_gate = norm.gate.gating
