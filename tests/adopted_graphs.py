@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from traced_graphs import operators
 
+from normops.inductor import Rounding
 from normops.inductor.passes import AfterAutograd, BeforeAutograd
 
 
@@ -20,13 +21,15 @@ class Graphs(NamedTuple):
     backward: list[str]
 
 
-def compiled_with_passes(fn: Callable[..., Any], *, dynamic: bool = False) -> tuple[Callable[..., Any], Graphs]:
+def compiled_with_passes(
+    fn: Callable[..., Any], *, dynamic: bool = False, rounding: Rounding = "once"
+) -> tuple[Callable[..., Any], Graphs]:
     """The function compiled as a whole, and what is known of its graphs once it has run."""
     graphs = Graphs([], [], [])
 
     def after_autograd(names: list[str]) -> Callable[[fx.GraphModule, list[Tensor]], Any]:
         def compiler(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
-            AfterAutograd()(graph.graph)
+            AfterAutograd(rounding=rounding)(graph.graph)
             graph.graph.lint()
             graph.recompile()
             names.extend(operators(graph))
@@ -42,7 +45,7 @@ def compiled_with_passes(fn: Callable[..., Any], *, dynamic: bool = False) -> tu
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
         graphs.of_dynamo.append(str(graph.graph))
-        BeforeAutograd()(graph.graph)
+        BeforeAutograd(rounding=rounding)(graph.graph)
         graph.graph.lint()
         graph.recompile()
         graphs.of_dynamo.append(str(graph.graph))

@@ -8,16 +8,20 @@ from typing import Any, NamedTuple
 import norms_of_others as others
 import pytest
 import torch
+import torch.nn.functional as F
+from adopted_graphs import compiled_with_passes, norms
 from graphs import computed_besides_views
 from profiles import operators_run
 from torch import Tensor, nn
 from traced_graphs import trace
+from transformers import GraniteConfig, GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 import normops
+from normops.inductor import Rounding
 
 SIZE = 64
 EPS = 1e-6
@@ -180,3 +184,268 @@ def test_a_rounded_sum_of_weight_and_offset_is_an_order_of_its_own() -> None:
     assert normops.patch(module).patched == {
         "": "RoundedOffset: 1 + weight, eps: eps, dtype: promoted, rounds otherwise"
     }
+
+
+# The passes for torch.compile.
+
+Fn = Callable[..., Any]
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+def normalized(x: Tensor) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(mean_square(wide) + EPS)
+
+
+def llama(x: Tensor, w: Tensor) -> Tensor:
+    return w * normalized(x).to(x.dtype)
+
+
+def gemma(x: Tensor, w: Tensor) -> Tensor:
+    return (normalized(x) * w.float()).to(x.dtype)
+
+
+def tensors(dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    x, r = inputs(dtype, 2)
+    weight = torch.rand(SIZE, generator=torch.Generator().manual_seed(2)) + 0.5
+    return x, r, weight.to(weight_dtype or dtype)
+
+
+@pytest.mark.parametrize("theirs", PLAIN, ids=lambda theirs: type(theirs.make()).__name__)
+@every_half
+def test_compiled_bits_of_transformers(theirs: Theirs, dtype: torch.dtype) -> None:
+    original, _ = pair(theirs.make, dtype)
+    (x,) = inputs(dtype)
+    compiled, graphs = compiled_with_passes(original, rounding="original")
+    results = with_gradients(compiled, [x])
+    assert_of_a_statistic_nearby(results[0], x, original.get_parameter("weight"))
+    for actual, own in zip(results, with_gradients(original, [x]), strict=True):
+        assert share_that_differs(actual, own) < 2e-3
+    assert (norms(graphs.forward), norms(graphs.backward)) == (["rms_norm"], ["rms_norm_backward"])
+
+
+ORDERS: dict[str, tuple[Fn, str | None]] = {
+    "llama": (llama, "llama"),
+    "T5": (lambda x, w: w * (x * torch.rsqrt(mean_square(x.float()) + EPS)).to(x.dtype), "llama"),
+    "division": (lambda x, w: (x.float() / (mean_square(x.float()) + EPS).sqrt()).to(x.dtype) * w, "llama"),
+    "product in float32": (lambda x, w: (normalized(x).to(x.dtype) * w.float()).to(x.dtype), "llama"),
+    "offset": (lambda x, w: (normalized(x).to(x.dtype) * (1 + w.float())).to(x.dtype), "llama"),
+    "weight rounded first": (lambda x, w: normalized(x).to(x.dtype) * (1 + w.float()).to(x.dtype), "llama"),
+    "gemma": (gemma, "gemma"),
+    "gemma's offset": (lambda x, w: (normalized(x) * (1 + w.float())).to(x.dtype), "gemma"),
+    "weight first": (
+        lambda x, w: (w.float() * x.float() * torch.rsqrt(mean_square(x.float()) + EPS)).to(x.dtype),
+        "gemma",
+    ),
+    "without weight": (lambda x, w: normalized(x).to(x.dtype), "gemma"),
+    "unweighted used elsewhere": (lambda x, w: (n := normalized(x).to(x.dtype)) * w + n, "gemma"),
+    "float32 result": (lambda x, w: normalized(x) * w, "gemma"),
+    "float64": (lambda x, w: (x.double() * torch.rsqrt(mean_square(x.double()) + EPS) * w).to(x.dtype), "gemma"),
+    "another 16 bits": (
+        lambda x, w: (normalized(x) * w.float()).to(torch.float16 if x.dtype == torch.bfloat16 else torch.bfloat16),
+        "gemma",
+    ),
+    "torch": (lambda x, w: F.rms_norm(x, (SIZE,), w, EPS), "gemma"),
+    "torch, float32 weight": (lambda x, w: F.rms_norm(x, (SIZE,), w.float() * 1.001, EPS), "gemma"),
+    "rounded offset": (lambda x, w: normalized(x).to(x.dtype) * (1 + w), None),
+    "rounded offset, one cast": (lambda x, w: (normalized(x) * (1 + w).float()).to(x.dtype), None),
+    "factor": (lambda x, w: x * torch.rsqrt(mean_square(x.float()) + EPS).to(x.dtype) * w, None),
+    "no casts": (lambda x, w: x * torch.rsqrt(mean_square(x) + EPS) * w, None),
+    "squares": (lambda x, w: (x.float() * torch.rsqrt(x.pow(2).float().mean(-1, True) + EPS) * w).to(x.dtype), None),
+    "float32 weight": (lambda x, w: w.float() * normalized(x).to(x.dtype), None),
+    "float64 weight": (lambda x, w: (w.double() * normalized(x).to(x.dtype)).to(x.dtype), None),
+    "float32 input": (lambda x, w: w * normalized(x.float() * 1.001).to(w.dtype), None),
+    "another 16 bits between": (
+        lambda x, w: (normalized(x).to(torch.float16 if x.dtype == torch.bfloat16 else torch.bfloat16) * w).to(x.dtype),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@every_half
+def test_orders_of_programs(order: str, dtype: torch.dtype) -> None:
+    """What is None is left alone; the others have the program's bits."""
+    fn, casting_mode = ORDERS[order]
+    x, _, w = tensors(dtype)
+    compiled, graphs = compiled_with_passes(fn, rounding="original")
+    y = compiled(x, w)
+    before, after = graphs.of_dynamo
+    if casting_mode is None:
+        assert before == after
+    else:
+        assert f"casting_mode: {casting_mode}" in after
+        expected = fn(x, w)
+        if y.dtype == torch.float32:
+            torch.testing.assert_close(y, expected)
+        else:
+            assert share_that_differs(y, expected) < 5e-4
+    once, graphs = compiled_with_passes(fn)
+    assert once(x, w).dtype == y.dtype
+    assert "casting_mode: gemma" in graphs.of_dynamo[1]
+
+
+def test_nothing_is_rounded_on_the_way_to_float32() -> None:
+    x, _, w = tensors(torch.float32)
+    for order in ("llama", "gemma", "T5", "no casts", "rounded offset"):
+        compiled, graphs = compiled_with_passes(ORDERS[order][0], rounding="original")
+        compiled(x, w)
+        assert norms(graphs.forward) == ["rms_norm"], order
+
+
+SUMS: dict[str, tuple[Fn, torch.dtype, list[str]]] = {
+    "plain": (lambda x, r, w: llama(h := x + r, w) + h, torch.bfloat16, ["add_rms_norm"]),
+    "plain, gemma": (lambda x, r, w: gemma(h := x + r, w) + h, torch.bfloat16, ["add_rms_norm"]),
+    "scaled": (lambda x, r, w: (llama(h := r + x * 0.22, w), h), torch.bfloat16, ["add_rms_norm"]),
+    "scaled, float16": (lambda x, r, w: (llama(h := 0.22 * x + r, w), h), torch.float16, ["add_rms_norm"]),
+    "scaled, gemma": (lambda x, r, w: (gemma(h := r + x * 0.22, w), h), torch.bfloat16, ["rms_norm"]),
+    "scaled, float32": (lambda x, r, w: (gemma(h := r + x * 0.22, w), h), torch.float32, ["add_rms_norm"]),
+    "scaled, float64": (lambda x, r, w: (F.rms_norm(h := r + x * 0.22, (SIZE,)), h), torch.float64, ["add_rms_norm"]),
+    "alpha": (lambda x, r, w: (llama(h := torch.add(r, x, alpha=0.22), w), h), torch.bfloat16, ["rms_norm"]),
+    "alpha, float32": (lambda x, r, w: (llama(h := torch.add(r, x, alpha=0.22), w), h), torch.float32, ["rms_norm"]),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_sums_keep_their_bits(case: str) -> None:
+    fn, dtype, expected = SUMS[case]
+    x, r, w = tensors(dtype)
+    compiled, graphs = compiled_with_passes(fn, rounding="original")
+    outputs, own = compiled(x, r, w), fn(x, r, w)
+    assert norms(graphs.forward) == expected
+    if isinstance(own, tuple):
+        assert torch.equal(outputs[1], own[1])
+        outputs, own = outputs[0], own[0]
+    if dtype in HALVES:
+        assert share_that_differs(outputs, own) < 5e-4
+    # A fused product, or one that is rounded though the sum is not, would have others.
+    compiled, graphs = compiled_with_passes(fn)
+    compiled(x, r, w)
+    assert norms(graphs.forward) == ["add_rms_norm"]
+
+
+def test_what_torch_adds_scaled_is_not_rounded_before() -> None:
+    """A norm of ours that casts would round the product as well."""
+
+    def fn(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.add(r, x, alpha=0.22)
+        return normops.rms_norm(h, SIZE, w, EPS, casting_mode="llama"), h
+
+    compiled, graphs = compiled_with_passes(fn)
+    compiled(*tensors(torch.bfloat16))
+    assert norms(graphs.forward) == ["rms_norm"]
+
+
+@pytest.mark.parametrize(("dtype", "additions"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_additions_of_gradients(dtype: torch.dtype, additions: int) -> None:
+    """A gradient of 16 bits is rounded before something is added to it."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return llama(x, w).sin() + x.mm(x.detach().T).mm(x.detach())
+
+    x, _, w = tensors(dtype)
+    compiled, graphs = compiled_with_passes(fn, rounding="original")
+    results = [torch.autograd.grad(f(leaf := x.clone().requires_grad_(), w).sum(), leaf)[0] for f in (fn, compiled)]
+    assert norms(graphs.backward) == ["rms_norm_backward"]
+    assert len([name for name in graphs.backward if name == "aten.add.Tensor"]) == additions
+    if dtype == torch.bfloat16:
+        assert share_that_differs(*results) < 2e-3
+
+
+def rotated(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x = llama(x, w)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@pytest.mark.parametrize("rounding", ["once", "original"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rotations_of_16_bits_are_left_alone(dtype: torch.dtype, rounding: Rounding) -> None:
+    x, r, w = tensors(dtype)
+    compiled, graphs = compiled_with_passes(rotated, rounding=rounding)
+    y = compiled(x, w, r.cos(), r.sin())
+    is_joined = rounding == "once" or dtype == torch.float32
+    assert norms(graphs.forward) == ["rms_norm_rope" if is_joined else "rms_norm"]
+    if not is_joined:
+        assert share_that_differs(y, rotated(x, w, r.cos(), r.sin())) < 5e-4
+
+
+def test_a_norm_that_casts_does_so_before_it_is_rotated() -> None:
+    x, r, w = tensors(torch.bfloat16)
+
+    def fn(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = normops.rms_norm(x, SIZE, w, EPS, casting_mode="llama")
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    compiled, graphs = compiled_with_passes(fn)
+    y = compiled(x, w, r.cos(), r.sin())
+    assert norms(graphs.forward) == ["rms_norm_rope"]
+    assert torch.equal(y, normops.rms_norm_rope(x, r.cos(), r.sin(), SIZE, w, EPS, casting_mode="llama"))
+
+
+@pytest.mark.parametrize("rounding", ["once", "original"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_granite(dtype: torch.dtype, rounding: Rounding) -> None:
+    """All four additions of two layers join, each with its product, and with rounding="original" logits keep bits."""
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=128,
+        hidden_size=SIZE,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        residual_multiplier=0.22,
+    )
+    model = GraniteForCausalLM(config).to(dtype).eval()
+    ids = torch.randint(3, 128, (2, 12))
+    compiled, graphs = compiled_with_passes(model, rounding=rounding)
+    outputs = []
+    for run in (model, compiled):
+        model.zero_grad()
+        logits = run(input_ids=ids, use_cache=False).logits
+        logits.backward(torch.linspace(-1, 1, logits.numel()).view_as(logits).to(dtype))
+        outputs.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    for actual, own in zip(outputs[1], outputs[0], strict=True):
+        assert actual is not None
+        assert own is not None
+        error = (actual.double() - own.double()).abs().max() / own.double().abs().max()
+        assert error <= (1e-5 if dtype == torch.float32 else 5e-2)
+    if dtype == torch.bfloat16:
+        # One other statistic among the norms would change tokens after it, too.
+        assert (share_that_differs(outputs[1][0], outputs[0][0]) < 0.25) == (rounding == "original")
+    assert norms(graphs.forward) == ["rms_norm", *["add_rms_norm"] * 4]
+    assert norms(graphs.backward) == ["rms_norm_backward"] * 5
+
+
+def test_rounding_is_checked() -> None:
+    with pytest.raises(ValueError) as raised:
+        normops.inductor_options(rounding="twice")  # type: ignore[arg-type]
+    assert str(raised.value) == 'rounding: expected "once" or "original", but got \'twice\''
+
+
+def test_caches_keep_roundings_apart() -> None:
+    once, original = normops.inductor_options(), normops.inductor_options(rounding="original")
+    assert once != original == normops.inductor_options(rounding="original")
+    assert once == normops.inductor_options(rounding="once") == normops.inductor_options(original)
+    uuids = [each.uuid() for options in (once, original) for each in options.values()]
+    assert len(set(uuids)) == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"options": normops.inductor_options(rounding="original")},
+        {"backend": "normops", "options": {"rounding": "original"}},
+        {"backend": "normops", "options": normops.inductor_options(rounding="original")},
+    ],
+)
+def test_by_inductor(arguments: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    x, _, w = tensors(torch.bfloat16)
+    y = torch.compile(llama, fullgraph=True, **arguments)(x, w)
+    assert torch.equal(y, normops.rms_norm(x, SIZE, w, EPS, casting_mode="llama"))

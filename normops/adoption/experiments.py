@@ -10,11 +10,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from normops.adoption.norm import ACTIVATIONS, HALVES, OUTPUT_DTYPES, Order, OutputDtype, Roundings, Saved
+from normops.adoption.norm import ACTIVATIONS, OUTPUT_DTYPES, Order, OutputDtype, Roundings, Saved
 from normops.adoption.structure import Structure
 from normops.adoption.trial import MOST_DIMS, Case, Trial
 from normops.adoption.watching import Run, Unfit
-from normops.inductor.calls import NORMS, call_of
+from normops.inductor.calls import HALVES, NORMS, call_of
 
 MOST_NUMBERS = 2**14
 """The most elements of an input whose result is compared number by number."""

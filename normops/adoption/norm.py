@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from normops.adoption.structure import Gating
 from normops.adoption.watching import Global
-
-HALVES = (torch.float16, torch.bfloat16)
+from normops.inductor.calls import HALVES
 
 SLOTS = ("_old_forward", "forward")
 """The attributes in which a module may have a forward that it was given instead of its class's, innermost first.

@@ -6,16 +6,15 @@ from functools import cache
 from importlib import import_module
 from itertools import count, pairwise, product
 from types import FunctionType, MethodType
-from typing import Any, Literal, NamedTuple, SupportsIndex, TypeGuard
+from typing import Any, NamedTuple, SupportsIndex, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from normops.adoption.norm import ACTIVATIONS, ENTRIES, HALVES, OUTPUT_DTYPES, SLOTS, Norm, Saved
+from normops.adoption.norm import ACTIVATIONS, ENTRIES, OUTPUT_DTYPES, SLOTS, Norm, Saved
 from normops.functional import CastingMode, gated_rms_norm, rms_norm
-from normops.inductor.calls import DTYPES
-
-Rounding = Literal["once", "original"]
+from normops.inductor import Rounding
+from normops.inductor.calls import DTYPES, HALVES
 
 
 class Given(NamedTuple):

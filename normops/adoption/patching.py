@@ -5,15 +5,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from normops.adoption.norm import Norm
-from normops.adoption.patched_forward import Rounding, give, give_back, given, has_foreign_forward
+from normops.adoption.patched_forward import give, give_back, given, has_foreign_forward
 from normops.adoption.recognition import check_class, find_norm
 from normops.adoption.watching import INTERNAL, Unfit, is_plain
+from normops.inductor import Rounding, check_rounding
 from normops.modules import GatedRMSNorm, RMSNorm
 
 
@@ -95,8 +96,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, but got {type(model).__name__}")
-    if rounding not in get_args(Rounding):
-        raise ValueError(f'rounding: expected "once" or "original", but got {rounding!r}')
+    check_rounding(rounding)
     found: dict[str, tuple[nn.Module, Norm]] = {}
     skipped, others, already = {}, {}, {}
     all_found = _Found()

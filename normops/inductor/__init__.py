@@ -1,30 +1,46 @@
 """Norms in what torch.compile compiles, as operators of normops."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
+
+Rounding = Literal["once", "original"]
 
 
-def inductor_options(others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def check_rounding(rounding: object) -> None:
+    """Raises a ValueError for what is no rounding."""
+    if rounding not in get_args(Rounding):
+        raise ValueError(f'rounding: expected "once" or "original", but got {rounding!r}')
+
+
+def inductor_options(others: Mapping[str, Any] | None = None, *, rounding: Rounding = "once") -> dict[str, Any]:
     """Options of ``torch.compile`` that put normops under the norms of a model that somebody else wrote.
 
     The model stays as it is. In the graphs that torch.compile makes of it, ``F.rms_norm``, ``torch.nn.RMSNorm`` and
     norms written by hand, such as ``w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))`` and its relatives,
     become one operator forward and one backward. The addition of a residual before a norm joins it, across layers, and
     so does the addition to its gradient. The rotary embedding of queries and keys joins the norms before it. What is
-    not recognised is compiled as ever. 16-bit results are rounded once, see ``rounding`` of :func:`patch`.
+    not recognised is compiled as ever.
 
     They can be used with other options, and with those of a mode, ``torch._inductor.list_mode_options(mode)``. Where
-    options cannot be given, ``torch.compile(model, backend="normops")`` does the same.
+    options cannot be given, ``torch.compile(model, backend="normops")`` does the same; among its ``options`` may be
+    ``"rounding"``.
 
     Inductor has one place each for such passes, ``pre_grad_custom_pass`` and ``post_grad_custom_pre_pass``. Where one
     is taken, in ``others`` or else in ``torch._inductor.config`` at the time of this call, that pass stays and runs
     first; ours run on what it leaves. What is compiled is then cached if that pass has a ``uuid``.
 
     Args:
-        others: options that go along.
+        others: options that go along. Passes of ours among them are replaced.
+        rounding: how 16-bit results are rounded. ``"once"``: the exact result, rounded. ``"original"``: where the
+            program casts, as in eager mode, see ``rounding`` of :func:`patch`. A norm in an order that the operators
+            do not have is then left as it is, and so are rotations of 16 bits, and additions whose bits would change.
 
     Returns:
-        All options. Inductor's caches, on disk too, keep what was compiled with and without ours apart.
+        All options. Inductor's caches, on disk too, keep what was compiled with ours, with either rounding, and without
+        them apart.
+
+    Raises:
+        ValueError: if ``rounding`` is something else.
 
     Example:
         >>> import torch, normops
@@ -34,5 +50,6 @@ def inductor_options(others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """
     from normops.inductor.passes import passes_after  # takes the import of Inductor
 
+    check_rounding(rounding)
     options = dict(others or {})
-    return {**options, **passes_after(options)}
+    return {**options, **passes_after(options, rounding)}

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32, torch.float64)
 
 
 class Call(NamedTuple):

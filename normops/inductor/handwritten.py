@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from normops.functional import CastingMode
 from normops.inductor.calls import (
     DTYPES,
+    HALVES,
     call_of,
     is_equal,
     number,
@@ -36,6 +38,8 @@ class Match(NamedTuple):
     """The number, or node of one, that the program has as eps."""
     dtype: torch.dtype
     """The dtype to compute in: the input's, or the result's if that is wider, or float64 if that occurs on the way."""
+    casting_mode: CastingMode | None
+    """Where the program rounds to 16 bits; None, if that is in an order which normops does not have."""
     last: Node
     """The node of the result."""
     nodes: frozenset[Node]
@@ -78,15 +82,16 @@ class _Search(Search):
         if dividend is None:
             node, dividend = self._product(self._below_narrowing(node))
         weight = self._times_input(dividend, input)
-        last = self._below_narrowing(node)
+        last = normalized = self._below_narrowing(node)
         if weight is None:
-            last, weight = self._weighted(last, input)
+            last, weight = self._weighted(normalized, input)
         nodes = frozenset((*self.inner, *self._bypassed))
         self._check(input, last, nodes)
         eps = specialized(open_eps)
         if eps is None or not math.isfinite(eps):
             raise NoMatch
-        return Match(input, weight, eps, open_eps, self._dtype(input, last), last, nodes)
+        casting_mode = self._casting_mode(input, normalized, last)
+        return Match(input, weight, eps, open_eps, self._dtype(input, last), casting_mode, last, nodes)
 
     def _check(self, input: Node, last: Node, nodes: frozenset[Node]) -> None:
         require(order_in_memory(value(last), 1))
@@ -98,6 +103,25 @@ class _Search(Search):
         if any(value(node).dtype is torch.float64 for node in self.inner):
             return torch.float64
         return torch.promote_types(value(input).dtype, value(last).dtype)
+
+    def _casting_mode(self, input: Node, normalized: Node, last: Node) -> CastingMode | None:
+        calls = {node: call_of(node) for node in (*self.inner, *self._bypassed)}
+        rounded = {
+            node
+            for node, call in calls.items()
+            if value(node).dtype in HALVES and (node in self.inner or (call is not None and call.name == "add"))
+        }
+
+        def is_cast(node: Node) -> bool:
+            call = calls[node]
+            return call is not None and call.name == "cast"
+
+        if not rounded or (rounded == {last} and is_cast(last)):
+            return "gemma"
+        weighted = {*self.inner[self.inner.index(normalized) + 1 :]}
+        has_one_dtype = self._dtype(input, last) == value(input).dtype == value(normalized).dtype == value(last).dtype
+        is_llama = has_one_dtype and weighted and is_cast(normalized) and rounded <= {normalized, *weighted}
+        return "llama" if is_llama else None
 
     def _above_widening(self, node: Any) -> Any:
         while (call := call_of(node)) is not None and call.name == "cast":

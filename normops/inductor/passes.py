@@ -12,7 +12,8 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 
-from normops.inductor import inductor_options
+from normops.functional import CastingMode
+from normops.inductor import Rounding, inductor_options
 from normops.inductor.calls import DTYPES, NORMS, arguments_of_norm, order_in_memory, specialized, value_of
 from normops.inductor.effects import IS_COPY, IS_RECORDED, memory_of, memory_written_by, shares_memory, subgraphs
 from normops.inductor.handwritten import match_norm
@@ -32,8 +33,9 @@ _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass
 class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
     """A pass of ours, which first runs the pass that others have put in its place, if any."""
 
-    def __init__(self, *before: Any) -> None:
+    def __init__(self, *before: Any, rounding: Rounding = "once") -> None:
         self.before = before
+        self.rounding = rounding
 
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
         for other in self.before:
@@ -52,13 +54,14 @@ class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
         None, with which nothing is cached, if one of the others has none.
         """
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
-        return None if None in others else (get_hash_for_files(_SOURCES, type(self).__name__), *others)
+        ours = get_hash_for_files(_SOURCES, f"{type(self).__name__} {self.rounding}")
+        return None if None in others else (ours, *others)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.before == other.before
+        return type(self) is type(other) and (self.rounding, self.before) == (other.rounding, other.before)
 
     def __hash__(self) -> int:
-        return hash((type(self), self.before))
+        return hash((type(self), self.rounding, self.before))
 
 
 class BeforeAutograd(_Pass):
@@ -66,8 +69,8 @@ class BeforeAutograd(_Pass):
 
     def change(self, graph: Graph) -> None:
         """Changes a graph of Dynamo's, with what is under it."""
-        replace_norms(graph)
-        join_rotations(graph)
+        replace_norms(graph, self.rounding)
+        join_rotations(graph, self.rounding)
         keep_what_is_written(graph)
 
 
@@ -76,41 +79,46 @@ class AfterAutograd(_Pass):
 
     def change(self, graph: Graph) -> None:
         """Changes a graph of ATen's."""
-        fuse_additions(graph)
+        fuse_additions(graph, self.rounding)
 
 
 _PASSES = {"pre_grad_custom_pass": BeforeAutograd, "post_grad_custom_pre_pass": AfterAutograd}
 
 
-def passes_after(options: Mapping[str, Any]) -> dict[str, _Pass]:
+def passes_after(options: Mapping[str, Any], rounding: Rounding) -> dict[str, _Pass]:
     """The options that name our passes, which run after those of other options, or else of Inductor's config."""
-    return {name: _after(options.get(name, getattr(config, name)), ours) for name, ours in _PASSES.items()}
+    return {
+        name: ours(*_without_ours(options.get(name, getattr(config, name))), rounding=rounding)
+        for name, ours in _PASSES.items()
+    }
 
 
-def _after(others: Any, ours: type[_Pass]) -> _Pass:
-    others = others if isinstance(others, (list, tuple)) else () if others is None else (others,)
-    known = [other for other in others if isinstance(other, ours)]
-    return known[-1] if known and len(others) == 1 else ours(*(other for other in others if other not in known))
+def _without_ours(passes: Any) -> list[Any]:
+    passes = passes if isinstance(passes, (list, tuple)) else () if passes is None else (passes,)
+    return [each for given in passes for each in (given.before if isinstance(given, _Pass) else (given,))]
 
 
-def replace_norms(graph: Graph) -> None:
+def replace_norms(graph: Graph, rounding: Rounding) -> None:
     """Replaces torch's own norms and those written by hand, also in the bodies of higher-order operators."""
     for node in list(graph.nodes):
         for body in subgraphs(node):
-            replace_norms(body.graph)
+            replace_norms(body.graph, rounding)
             body.recompile()
         if node.target in NORMS:
             _replace_norm_of_torch(node)
         elif node.users and (match := match_norm(node)) is not None:
             x = value_of(match.input)
             assert x is not None
-            if x.device.type not in ("cpu", "cuda"):
+            casting_mode = match.casting_mode if rounding == "original" else "gemma"
+            if x.device.type not in ("cpu", "cuda") or casting_mode is None:
                 continue
             size = x.shape[-1]
             with graph.inserting_before(match.last):
                 shape = [size if isinstance(size, int) else graph.call_method("size", (match.input, -1))]
             weight, weight_offset = match.weight or (None, 0.0)
-            _compute_instead(match.last, match.input, match.dtype, shape, weight, match.eps, weight_offset)
+            _compute_instead(
+                match.last, match.input, match.dtype, shape, weight, match.eps, weight_offset, casting_mode
+            )
             for inner in sorted(match.nodes, reverse=True):
                 if not inner.users:
                     graph.erase_node(inner)
@@ -156,6 +164,7 @@ def _is_recorded(node: Node) -> bool:
 
 
 def _replace_norm_of_torch(node: Node) -> None:
+    # It computes in a wider dtype, the product with a weight of any dtype too, and rounds that once.
     input, shape, weight, eps = arguments_of_norm(node)
     x, w, y = value_of(input), value_of(weight), value_of(node)
     if x is None or y is None or x.device.type not in ("cpu", "cuda") or order_in_memory(y, _length(shape)) is None:
@@ -165,7 +174,7 @@ def _replace_norm_of_torch(node: Node) -> None:
     number = specialized(eps)
     if eps is None or (number is not None and math.isfinite(number)):
         dtype = torch.promote_types(x.dtype, y.dtype)
-        _compute_instead(node, input, dtype, shape, weight, number, 0.0)
+        _compute_instead(node, input, dtype, shape, weight, number, 0.0, "gemma")
         node.graph.erase_node(node)
 
 
@@ -181,6 +190,7 @@ def _compute_instead(
     weight: Node | None,
     eps: float | None,
     weight_offset: float,
+    casting_mode: CastingMode,
 ) -> None:
     """Puts normops in the place of a node. It computes in ``dtype``, and its result has the strides of the node's."""
     x, y, graph = value_of(input), value_of(node), node.graph
@@ -197,7 +207,8 @@ def _compute_instead(
             input, x = graph.call_method("permute", (input, order)), x.permute(order)
             input.meta["example_value"] = x
         arguments = (input, normalized_shape, weight, eps)
-        result = graph.call_function(_normops.rms_norm.default, arguments, {"weight_offset": weight_offset})
+        options: dict[str, Any] = {"weight_offset": weight_offset, "casting_mode": casting_mode}
+        result = graph.call_function(_normops.rms_norm.default, arguments, options)
         result.meta |= {IS_RECORDED: y.requires_grad, "example_value": x.new_empty(x.shape)}
         if is_permuted:
             result = graph.call_method("permute", (result, tuple(map(order.index, range(len(order))))))
@@ -215,7 +226,10 @@ def backend(
         graph: what Dynamo traced.
         inputs: of the graph.
         mode: as that of torch.compile.
-        options: Inductor's, besides; of passes among them, see :func:`inductor_options`.
+        options: Inductor's, besides; of passes among them, see :func:`inductor_options`. ``"rounding"`` is that of
+            :func:`inductor_options`, and otherwise that of passes of ours among the options.
     """
-    of_mode = list_mode_options(mode) if mode else {}
-    return compile_fx(graph, inputs, config_patches=inductor_options({**of_mode, **(options or {})}))
+    all_options = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+    given = next((each.rounding for each in all_options.values() if isinstance(each, _Pass)), "once")
+    rounding = all_options.pop("rounding", given)
+    return compile_fx(graph, inputs, config_patches=inductor_options(all_options, rounding=rounding))

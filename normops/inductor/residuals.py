@@ -1,50 +1,119 @@
 """Giving the additions around the norms to normops, in a graph of ATen's: that of a forward or of a backward."""
 
+import math
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from normops._operators import by_name
-from normops.inductor.calls import have_one_shape, is_contiguous
+from normops.inductor import Rounding
+from normops.inductor.calls import HALVES, have_one_shape, is_contiguous, number
 
 _aten, _normops = torch.ops.aten, torch.ops.normops
 
 
-def fuse_additions(graph: Graph) -> None:
-    """Makes one operator of ``x + residual`` and its norm, and one of a backward and an addition to its grad_input."""
+class _Sum(NamedTuple):
+    """An addition that computes ``alpha * input + residual``."""
+
+    add: Node
+    input: Node
+    residual: Node
+    alpha: float
+    product: Node | None
+    """The node of ``alpha * input``, which is rounded by itself; None, if that is a part of the addition."""
+
+
+def fuse_additions(graph: Graph, rounding: Rounding) -> None:
+    """Makes one operator of a sum with a residual and its norm, and one of a backward and what is added to its result.
+
+    With ``rounding="original"`` none whose 16-bit results would be others. A model rounds the gradient that a norm
+    returns before it adds to it, the operator only the sum.
+    """
     for node in list(graph.nodes):
         if node.target is _normops.rms_norm.default:
-            _fuse_forward(node)
+            _fuse_forward(node, rounding)
         elif node.target is _normops.rms_norm_backward.default:
-            _fuse_backward(node)
+            _fuse_backward(node, rounding)
 
 
-def _fuse_forward(norm: Node) -> None:
-    add: Any = norm.args[0]
-    # Inductor computes elementwise summands within the addition; before an operator it has to write them to memory.
-    if not _adds_two_tensors(add) or any(_is_elementwise(summand, add) for summand in add.args):
+def _fuse_forward(norm: Node, rounding: Rounding) -> None:
+    found = _sum_of(norm.args[0])
+    options = None if found is None else _options_of(found, norm, rounding)
+    if found is None or options is None:
         return
+    add, first = found.add, found.product or found.add
     place = min(add.users)
-    if not all(node < place for node in norm.all_input_nodes) or _may_write(add, norm):
+    if not all(node < place for node in norm.all_input_nodes) or _may_write(first, norm):
         return
     values = norm.meta["val"], add.meta["val"]
+    arguments = (found.input, found.residual, *norm.args[1:])
     with norm.graph.inserting_before(place):
-        call = norm.graph.call_function(_normops.add_rms_norm.default, (*add.args, *norm.args[1:]), norm.kwargs)
+        call = norm.graph.call_function(_normops.add_rms_norm.default, arguments, options)
         output, total = _unpacked(call, values)
     _replace({add: total, norm: output})
+    if found.product is not None:
+        norm.graph.erase_node(found.product)
 
 
-def _fuse_backward(backward: Node) -> None:
+def _sum_of(add: Any) -> _Sum | None:
+    if not isinstance(add, Node) or add.target is not _aten.add.Tensor:
+        return None
+    arguments: Any = add.args
+    a, b = arguments
+    alpha = number(add.kwargs.get("alpha", 1.0))
+    if alpha is None or not math.isfinite(alpha):
+        return None
+    found = _Sum(add, a, b, 1.0, None) if alpha == 1.0 else _Sum(add, b, a, alpha, None)
+    for product, residual in ((a, b), (b, a)):
+        if alpha == 1.0 and (scaled := _scaled(product, add)) is not None:
+            input, factor = scaled
+            found = _Sum(add, input, residual, factor, product)
+    if not _is_like(add, found.input, found.residual):
+        return None
+    # Inductor computes elementwise summands within the addition; before an operator it has to write them to memory.
+    is_computed = _is_elementwise(found.input, found.product or add) or _is_elementwise(found.residual, add)
+    return None if is_computed else found
+
+
+def _scaled(product: Any, user: Node) -> tuple[Node, float] | None:
+    """A tensor and the number that it is multiplied by, if a node computes that, and for this user alone."""
+    if not isinstance(product, Node) or product.target is not _aten.mul.Tensor or list(product.users) != [user]:
+        return None
+    for tensor, factor in (product.args, product.args[::-1]):
+        if isinstance(tensor, Node) and (alpha := number(factor)) is not None and math.isfinite(alpha):
+            return tensor, alpha
+    return None
+
+
+def _options_of(found: _Sum, norm: Node, rounding: Rounding) -> dict[str, Any] | None:
+    """Those of the norm and of the sum; None, if the operator would not round the product as it should."""
+    options = dict(norm.kwargs)
+    if found.alpha == 1.0:
+        return options
+    casts = options.get("casting_mode") == "llama"
+    if rounding == "original":
+        if found.product is None:  # which torch.add rounds depends on the device
+            return None
+        if found.add.meta["val"].dtype not in HALVES:
+            options["casting_mode"] = "llama"  # the norm itself casts to 16 bits only
+        elif not casts:
+            return None
+    elif casts and found.product is None:
+        return None
+    return {**options, "alpha": found.alpha}
+
+
+def _fuse_backward(backward: Node, rounding: Rounding) -> None:
     grads: dict[Any, Node] = {grad.args[1]: grad for grad in backward.users}
     arguments = by_name(_normops.rms_norm_backward.default, backward.args, backward.kwargs)
     if arguments.get("grad_residual") is not None or 0 not in grads or len(grads[0].users) != 1:
         return
     (add,) = grads[0].users
-    if not _adds_two_tensors(add):
+    if not _adds_two_tensors(add) or (rounding == "original" and add.meta["val"].dtype in HALVES):
         return
     residual: Any = add.args[1] if add.args[0] is grads[0] else add.args[0]
     place = min(user for grad in grads.values() for user in grad.users)
@@ -62,8 +131,13 @@ def _adds_two_tensors(node: Any) -> bool:
     """Whether a node adds two tensors of one dtype, shape and device, and the result has the strides of normops'."""
     if not isinstance(node, Node) or node.target is not _aten.add.Tensor or node.kwargs:
         return False
-    total, *summands = (n.meta.get("val") if isinstance(n, Node) else None for n in (node, *node.args))
-    return isinstance(total, Tensor) and is_contiguous(total) and all(_are_alike(total, other) for other in summands)
+    return _is_like(node, *node.args)
+
+
+def _is_like(total: Node, *summands: Any) -> bool:
+    """Whether a sum has the dtype, shape and device of its summands, and the strides of normops' results."""
+    value, *others = (n.meta.get("val") if isinstance(n, Node) else None for n in (total, *summands))
+    return isinstance(value, Tensor) and is_contiguous(value) and all(_are_alike(value, other) for other in others)
 
 
 def _are_alike(a: Tensor, b: Any) -> bool:

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from normops._operators import by_name
+from normops.inductor import Rounding
 from normops.inductor.calls import (
+    HALVES,
     applied,
     arrangement_of,
     call_of,
@@ -66,13 +68,16 @@ class _Rotation(NamedTuple):
     nodes: frozenset[Node]
 
 
-def join_rotations(graph: Graph) -> None:
-    """Makes one operator of each norm and the rotation that alone uses its result, also in bodies."""
+def join_rotations(graph: Graph, rounding: Rounding) -> None:
+    """Makes one operator of each norm and the rotation that alone uses its result, also in bodies.
+
+    A model rounds what it rotates several times to 16 bits, in no order that the operator has.
+    """
     for node in list(graph.nodes):
         for body in subgraphs(node):
-            join_rotations(body.graph)
+            join_rotations(body.graph, rounding)
             body.recompile()
-        if (rotation := _match(node)) is not None:
+        if (rotation := _match(node)) is not None and (rounding == "once" or value(rotation.norm).dtype not in HALVES):
             _join(rotation)
 
 
@@ -277,7 +282,8 @@ def _join(rotation: _Rotation) -> None:
         for name, table, views in zip(("cos", "sin"), tables[:2], tables.views, strict=True):
             arguments[name] = _permuted(_viewed(table, views), order)
         flags = {
-            "weight_offset": arguments.pop("weight_offset", 0.0),
+            "weight_offset": arguments.get("weight_offset", 0.0),
+            "casting_mode": arguments.get("casting_mode", "gemma"),
             "interleaved": rotation.interleaved,
             "rotary_dim": rotation.rotary_dim,
             "rotary_offset": rotation.rotary_offset,
