@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,12 +16,15 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     It makes one of each ``rms_norm``, an ``Add`` and one of each ``add_rms_norm``, one of each ``gated_rms_norm`` and
     a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, one of each ``rms_norm_rope`` and the rotation in
     products and sums after it, with dynamic sizes where the exported program has them. A weight per group becomes a
-    ``Mul`` after it. ``RMSNormalization`` came with version 23 of ONNX's operators.
+    ``Mul`` after it, and so does one that multiplies what ``casting_mode="llama"`` has rounded; ``alpha`` a ``Mul``
+    before the ``Add``. ``RMSNormalization`` came with version 23 of ONNX's operators.
 
     ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
-    the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once),
-    other dtypes are converted before and after it. A weight that is a parameter is converted once, in the export. ONNX
-    stores ``eps`` as a float32, beside float64 inputs too.
+    the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once,
+    or where ``casting_mode`` says), other dtypes are converted before and after it. A weight that is a parameter is
+    converted once, in the export. ONNX stores ``eps`` as a float32, beside float64 inputs too, and has no product and
+    sum in one rounding: with an ``alpha`` that is not 1, the sum may differ by one more rounding of the type computed
+    in.
 
     Returns:
         The functions that write ``torch.ops.normops.rms_norm.default``, ``torch.ops.normops.add_rms_norm.default``,
@@ -59,10 +62,12 @@ def _rms_norm(
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
 ) -> Value:
     compute = _compute_type(input.dtype)
     h = _cast(input, input.dtype, compute)
-    output = _normalize(h, compute, len(normalized_shape), weight, eps, weight_offset)
+    casting = _Casting(input.dtype, compute, casting_mode)
+    output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset)
     return _cast(output, compute, input.dtype)
 
 
@@ -73,14 +78,20 @@ def _add_rms_norm(
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
+    alpha: float = 1.0,
 ) -> tuple[Value, Value]:
     from onnxscript import opset23
 
     compute = _compute_type(input.dtype)
-    total = opset23.Add(_cast(input, input.dtype, compute), _cast(residual, residual.dtype, compute))
+    casting = _Casting(input.dtype, compute, casting_mode)
+    branch = _cast(input, input.dtype, compute)
+    if alpha != 1.0:
+        branch = casting.rounded(opset23.Mul(branch, _constant(alpha, compute)))
+    total = opset23.Add(branch, _cast(residual, residual.dtype, compute))
     residual_out = _cast(total, compute, residual.dtype)
     h = _cast(residual_out, residual.dtype, compute)
-    output = _normalize(h, compute, len(normalized_shape), weight, eps, weight_offset)
+    output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset)
     return _cast(output, compute, input.dtype), residual_out
 
 
@@ -91,6 +102,7 @@ def _gated_rms_norm(
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
     activation: str = "silu",
     norm_before_gate: bool = True,
 ) -> Value:
@@ -103,9 +115,10 @@ def _gated_rms_norm(
         activated = opset23.Mul(g, activated)
     if not norm_before_gate:
         h = opset23.Mul(h, activated)
-    output = _normalize(h, compute, len(normalized_shape), weight, eps, weight_offset)
+    casting = _Casting(input.dtype, compute, casting_mode)
+    output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset)
     if norm_before_gate:
-        output = opset23.Mul(output, activated)
+        output = opset23.Mul(casting.rounded(output), activated)
     return _cast(output, compute, input.dtype)
 
 
@@ -117,6 +130,7 @@ def _rms_norm_rope(
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -127,7 +141,8 @@ def _rms_norm_rope(
         return opset23.Constant(value_ints=numbers)
 
     compute = _compute_type(input.dtype)
-    h = _normalize(_cast(input, input.dtype, compute), compute, 1, weight, eps, weight_offset)
+    casting = _Casting(input.dtype, compute, casting_mode)
+    h = casting.rounded(_normalize(_cast(input, input.dtype, compute), casting, 1, weight, eps, weight_offset))
     columns = cos.shape[-1]
     rotary_dim = columns if rotary_dim is None else rotary_dim
     half, end = rotary_dim // 2, rotary_offset + rotary_dim
@@ -156,25 +171,47 @@ def _rms_norm_rope(
     return _cast(output, compute, input.dtype)
 
 
+class _Casting(NamedTuple):
+    """How results are rounded on the way to an output of a dtype."""
+
+    dtype: int
+    compute: int
+    mode: str
+
+    @property
+    def rounds(self) -> bool:
+        return self.mode == "llama" and self.dtype != self.compute
+
+    def rounded(self, value: Value) -> Value:
+        return _cast(_cast(value, self.compute, self.dtype), self.dtype, self.compute) if self.rounds else value
+
+
 def _normalize(
-    h: Value, compute: int, dims: int, weight: Value | None, eps: float | None, weight_offset: float
+    h: Value, casting: _Casting, dims: int, weight: Value | None, eps: float | None, weight_offset: float
 ) -> Value:
     from onnxscript import ir, opset23
 
-    def constant(number: float) -> Value:
-        return opset23.Constant(value=ir.to_proto(ir.tensor(number, dtype=ir.DataType(compute))))
-
-    scale = None
+    compute = casting.compute
+    scale: Value = None
     if weight is not None:
         scale = _cast(weight, weight.dtype, compute)
         if weight_offset != 0.0:
-            scale = opset23.Add(scale, constant(weight_offset))
-    has_groups = weight is not None and len(weight.shape) > dims  # which ONNX's scale cannot have
-    of_columns = opset23.Expand(constant(1.0), opset23.Shape(h, start=-dims)) if scale is None or has_groups else scale
+            scale = opset23.Add(scale, _constant(weight_offset, compute))
+    # ONNX's scale cannot have groups, and is multiplied before anything is rounded.
+    is_after = weight is not None and (len(weight.shape) > dims or casting.rounds)
+    of_columns = scale
+    if scale is None or is_after:
+        of_columns = opset23.Expand(_constant(1.0, compute), opset23.Shape(h, start=-dims))
     if eps is None:
         eps = torch.finfo(torch.float64 if compute == ir.DataType.DOUBLE else torch.float32).eps
     output = opset23.RMSNormalization(h, of_columns, axis=-dims, epsilon=eps, stash_type=compute)
-    return opset23.Mul(output, scale) if has_groups else output
+    return opset23.Mul(casting.rounded(output), scale) if is_after else output
+
+
+def _constant(number: float, dtype: int) -> Value:
+    from onnxscript import ir, opset23
+
+    return opset23.Constant(value=ir.to_proto(ir.tensor(number, dtype=ir.DataType(dtype))))
 
 
 def _compute_type(input_type: int) -> int:

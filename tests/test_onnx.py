@@ -39,6 +39,8 @@ class Norm(NamedTuple):
     dims: int = 1
     eps: float | None = EPS
     group_dims: int = 0
+    casting_mode: str = "gemma"
+    alpha: float = 1.0
 
     @property
     def normalized_shape(self) -> tuple[int, ...]:
@@ -60,6 +62,11 @@ NORMS = (
     Norm(None),
     Norm(None, dims=2, eps=None),
     Norm(None, eps=0.0),
+    Norm(torch.bfloat16, eps=5 * EPS, casting_mode="llama"),
+    Norm(torch.float32, 1.1, dims=2, casting_mode="llama", alpha=0.22),
+    Norm(torch.float16, alpha=-3.0),
+    Norm(None, eps=3 * EPS, casting_mode="llama", alpha=0.22),
+    Norm(torch.float16, eps=7 * EPS, group_dims=1, casting_mode="llama"),
     Norm(torch.float32, 1.0, eps=2 * EPS, group_dims=1),
 )
 
@@ -74,9 +81,10 @@ class Norms(nn.Module):
     def forward(self, input: Tensor, residual: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         outputs = []
         for norm, weight in zip(NORMS, self.weights, strict=True):
-            arguments, keywords = (norm.normalized_shape, weight, norm.eps), {"weight_offset": norm.weight_offset}
+            arguments = norm.normalized_shape, weight, norm.eps
+            keywords = {"weight_offset": norm.weight_offset, "casting_mode": norm.casting_mode}
             output = ops.rms_norm(input, *arguments, **keywords)
-            outputs.append((output, *ops.add_rms_norm(input, residual, *arguments, **keywords)))
+            outputs.append((output, *ops.add_rms_norm(input, residual, *arguments, **keywords, alpha=norm.alpha)))
         return outputs
 
 
@@ -100,9 +108,14 @@ def export(
     return program, Counter(node.op_type for node in program.model_proto.graph.node)
 
 
+def ulp(tensor: Tensor) -> Tensor:
+    return torch.nextafter(tensor.abs(), torch.full_like(tensor, torch.inf)) - tensor.abs()
+
+
 def assert_within(output: Tensor, norm: Norm, h: Tensor, dtype: torch.dtype) -> None:
     assert output.dtype == dtype
-    expected = oracle.rms_norm(h, norm.normalized_shape, norm.weight(), norm.eps, norm.weight_offset, dtype)
+    of_norm = norm.normalized_shape, norm.weight(), norm.eps, norm.weight_offset, norm.casting_mode
+    expected = oracle.rms_norm(h, *of_norm, dtype)
     oracle.assert_within(output, expected, str(norm))
 
 
@@ -116,23 +129,35 @@ def assert_within(output: Tensor, norm: Norm, h: Tensor, dtype: torch.dtype) -> 
     ids=str,
 )
 def test_operators(dtype: torch.dtype, residual_dtype: torch.dtype, optimize: bool) -> None:
-    """The sum has the bits of eager mode, and is normalized as it was rounded."""
+    """The sum has the bits of eager mode, but for a product that eager mode would not round, and is normalized as it
+    was rounded.
+    """
     dtypes = (dtype, residual_dtype)
     program, nodes = export(Norms(), *(cases.values((*EXPORTED, *COLS), d) for d in dtypes), optimize=optimize)
     assert nodes["RMSNormalization"] == 2 * len(NORMS)
-    assert nodes["Mul"] == 2  # by a weight per group
+    rounds = [norm.casting_mode == "llama" and dtype in HALVES for norm in NORMS]
+    is_after = [norm.weight_dtype is not None and (norm.group_dims or r) for norm, r in zip(NORMS, rounds, strict=True)]
+    alphas = [norm.alpha for norm in NORMS if norm.alpha != 1.0]
+    # The optimizer merges nodes that compute the same.
+    assert nodes["Mul"] == 2 * sum(map(bool, is_after)) + len({*alphas} if optimize else alphas)
     assert not set(nodes) - {"RMSNormalization", "Cast", "Add", "Mul", "Identity", "Constant", "Shape", "Expand"}
     for sizes in (EXPORTED, OTHER):
         x, residual = (cases.values((*sizes, *COLS), d, seed) for seed, d in enumerate(dtypes))
-        h = exact_sum(x, residual)
         outputs = program(x, residual)
         for norm, output, output_of_sum, residual_out in zip(
             NORMS, outputs[::3], outputs[1::3], outputs[2::3], strict=True
         ):
             assert_within(output, norm, x, dtype)
             assert residual_out.dtype == residual_dtype
-            assert torch.equal(residual_out, h)
-            assert_within(output_of_sum, norm, h, dtype)
+            h = exact_sum(x, residual, norm.alpha, norm.casting_mode)
+            if norm.alpha == 1.0 or norm.casting_mode == "llama":
+                assert torch.equal(residual_out, h)
+            else:
+                # A rounding of the product, which is larger than the sum where they cancel, and another neighbour.
+                compute = torch.promote_types(dtype, torch.float32)
+                bound = torch.finfo(compute).eps * (norm.alpha * x.to(compute)).abs() + ulp(h).to(compute)
+                assert ((residual_out.to(compute) - h.to(compute)).abs() <= bound).all()
+            assert_within(output_of_sum, norm, residual_out, dtype)
 
 
 class GatedNorms(nn.Module):
@@ -151,6 +176,7 @@ class GatedNorms(nn.Module):
                 weight,
                 norm.eps,
                 weight_offset=norm.weight_offset,
+                casting_mode=norm.casting_mode,
                 activation=activation,
                 norm_before_gate=norm_before_gate,
             )
@@ -177,9 +203,8 @@ def test_gated(dtype: torch.dtype, gate_dtype: torch.dtype) -> None:
         x, gate = (cases.values((*sizes, *COLS), d, seed) for seed, d in enumerate((dtype, gate_dtype)))
         for output, (norm, gating) in zip(program(x, gate), itertools.product(NORMS, GATINGS), strict=True):
             assert output.dtype == dtype
-            expected = oracle.gated_rms_norm(
-                x, gate, norm.normalized_shape, norm.weight(), norm.eps, norm.weight_offset, *gating
-            )
+            of_norm = norm.normalized_shape, norm.weight(), norm.eps, norm.weight_offset, norm.casting_mode
+            expected = oracle.gated_rms_norm(x, gate, *of_norm, *gating)
             oracle.assert_within(output, expected, f"{norm}, {gating}")
 
 

@@ -401,7 +401,8 @@ def test_granite(dtype: torch.dtype, rounding: Rounding) -> None:
         num_key_value_heads=2,
         residual_multiplier=0.22,
     )
-    model = GraniteForCausalLM(config).to(dtype).eval()
+    model: nn.Module = GraniteForCausalLM(config).eval()
+    model.to(dtype)
     ids = torch.randint(3, 128, (2, 12))
     compiled, graphs = compiled_with_passes(model, rounding=rounding)
     outputs = []
