@@ -387,10 +387,7 @@ def test_a_norm_that_casts_does_so_before_it_is_rotated() -> None:
     assert torch.equal(y, normops.rms_norm_rope(x, r.cos(), r.sin(), SIZE, w, EPS, casting_mode="llama"))
 
 
-@pytest.mark.parametrize("rounding", ["once", "original"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_granite(dtype: torch.dtype, rounding: Rounding) -> None:
-    """All four additions of two layers join, each with its product, and with rounding="original" logits keep bits."""
+def granite(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     config = GraniteConfig(
         vocab_size=128,
@@ -403,7 +400,33 @@ def test_granite(dtype: torch.dtype, rounding: Rounding) -> None:
     )
     model: nn.Module = GraniteForCausalLM(config).eval()
     model.to(dtype)
-    ids = torch.randint(3, 128, (2, 12))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model, torch.randint(3, 128, (2, 12))
+
+
+@pytest.mark.release  # compiles a whole model
+@pytest.mark.parametrize("rounding", ["once", "original"])
+@pytest.mark.parametrize("emulate", [False, True])
+def test_granite_by_inductor(rounding: Rounding, emulate: bool) -> None:
+    """Without its option, Inductor leaves out roundings between operations that it fuses."""
+    model, ids = granite(torch.bfloat16)
+    torch._dynamo.reset()
+    options = normops.inductor_options({"emulate_precision_casts": emulate}, rounding=rounding)
+    compiled = torch.compile(model, fullgraph=True, options=options)
+    with torch.no_grad():
+        y, own = (run(input_ids=ids, use_cache=False).logits for run in (compiled, model))
+        ran = operators_run(lambda: compiled(input_ids=ids, use_cache=False))
+    assert ran == ["normops::rms_norm", *["normops::add_rms_norm"] * 4]
+    assert (share_that_differs(y, own) < 0.25) == (emulate and rounding == "original")
+
+
+@pytest.mark.parametrize("rounding", ["once", "original"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_granite(dtype: torch.dtype, rounding: Rounding) -> None:
+    """All four additions of two layers join, each with its product, and with rounding="original" logits keep bits."""
+    model, ids = granite(dtype)
     compiled, graphs = compiled_with_passes(model, rounding=rounding)
     outputs = []
     for run in (model, compiled):
