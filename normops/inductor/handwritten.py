@@ -105,6 +105,7 @@ class _Search(Search):
         return torch.promote_types(value(input).dtype, value(last).dtype)
 
     def _casting_mode(self, input: Node, normalized: Node, last: Node) -> CastingMode | None:
+        # Casts above are of the input or of the weight, to a dtype that holds them; a sum with the weight may round.
         calls = {node: call_of(node) for node in (*self.inner, *self._bypassed)}
         rounded = {
             node
