@@ -118,8 +118,8 @@ def test_family(family: str) -> None:
 
 
 # The norms of a model as it is, those of gated norms among them, and how many additions and how many rotations become a
-# part of one. Left are additions of what Inductor computes in a loop with them: by dropout (phi3), after a norm (olmo2);
-# and rotations before a norm (hunyuan), or of heads that were normalized together (olmo2).
+# part of one. Left are additions of what Inductor computes in a loop with them: by dropout (phi3), after a norm
+# (olmo2); and rotations before a norm (hunyuan), or of heads that were normalized together (olmo2).
 COMPILED = {
     "apertus": (9, 4, 4),
     "bamba": (7, 4, 0),

@@ -17,6 +17,7 @@ namespace {
 //   static constexpr
 //     kCostly: as in forward_rows.inl
 //     kGradRows: whether rows are written; if not, grad_weight alone is wanted
+//     kFormsGradient: whether dy is formed of grad_output, and not that itself
 //     kSharedTerms: whether the terms of a row's two sums share what costs much, so that both sums are formed at once
 //     kRowBytes, kAllBytes: the bytes of a column that are read, and that are read or written
 //   a constructor of (const Args&, row)
@@ -78,6 +79,12 @@ NORMOPS_INLINE auto squares_of_row(const Row& row) {
   };
 }
 
+// Where results are rounded, as far as a choice made for it leaves that open.
+template <class Casts>
+NORMOPS_INLINE Casting casting_of(Casts, Casting casting) {
+  return std::is_same_v<Casts, std::false_type> ? Casting{} : casting;
+}
+
 // Rounded to the type of the gradient, if that is asked for.
 template <class Source, class R>
 NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
@@ -87,11 +94,23 @@ NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
   return block;
 }
 
+// The dy of Terms, which is a result itself where the Source forms it.
+template <class Source, class Terms>
+NORMOPS_INLINE auto gradient_of(const Terms& terms, Casting casting) {
+  return cast<Source>(terms.dy, Source::kFormsGradient && casting.multiplied);
+}
+
+// dy * w
+template <class Source, class Terms, class R>
+NORMOPS_INLINE Block<R> weighted(const Terms& terms, const Block<R>& w, Casting casting) {
+  return cast<Source>(gradient_of<Source>(terms, casting) * w, casting.normalized);
+}
+
 template <class Source, class Row, class Compute>
-NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale, bool casts) {
-  return [row, scale, casts]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale, Casting casting) {
+  return [row, scale, casting]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
     const auto terms = row.summed(column, extent);
-    return fma(cast<Source>(terms.dy * load_held<R>(scale + column), casts), terms.x, sum);
+    return fma(weighted<Source>(terms, load_held<R>(scale + column), casting), terms.x, sum);
   };
 }
 
@@ -117,7 +136,7 @@ NORMOPS_INLINE auto terms_of(const Row& row, const Parts& parts, int64_t column,
 template <class Source, Rest kRest, class Row>
 NORMOPS_INLINE auto fold_paired_dots(const Row& row, const PairedColumns& paired,
                                      const compute_t<typename Source::Element>* scale, int64_t span, int64_t cols,
-                                     bool casts) {
+                                     Casting casting) {
   using R = typename Source::Element;
   constexpr Pairing pairing = pairing_of<Source>();
   Folded<R> total = {};
@@ -129,7 +148,8 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const PairedColumns& paired
                                           const auto terms = terms_of(row, parts, column, extent);
                                           for (int p = 0; p < parts.kCount; p++) {
                                             const Block<R> w = load_held<R>(scale + parts.held(column, p));
-                                            sum = fma(cast<Source>(terms.part[p].dy * w, casts), terms.part[p].x, sum);
+                                            sum =
+                                                fma(weighted<Source>(terms.part[p], w, casting), terms.part[p].x, sum);
                                           }
                                           return sum;
                                         });
@@ -140,7 +160,7 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const PairedColumns& paired
 template <class Source>
 NORMOPS_INLINE void fold_row(const typename Source::Row& of_tile, const compute_t<typename Source::Element>* scale,
                              int64_t begin, int64_t end, [[maybe_unused]] const PairedColumns& paired,
-                             [[maybe_unused]] int64_t cols, bool casts, bool prefetches,
+                             [[maybe_unused]] int64_t cols, [[maybe_unused]] Casting casting, bool prefetches,
                              Folded<typename Source::Element>& squares, Folded<typename Source::Element>& dots) {
   using R = typename Source::Element;
   // A loop takes 1.2 to 1.4 of the time at 333 x 100.
@@ -154,16 +174,16 @@ NORMOPS_INLINE void fold_row(const typename Source::Row& of_tile, const compute_
       if (prefetches) row.prefetch_written(column);
       const auto terms = row.summed(column, extent);
       sums[0] = fma(terms.x, terms.x, sums[0]);
-      sums[1] = fma(cast<Source>(terms.dy * w, casts), terms.x, sums[1]);
+      sums[1] = fma(weighted<Source>(terms, w, casting), terms.x, sums[1]);
     });
     squares = folded[0];
     dots = folded[1];
   } else {
     squares = fold_span<R, kRest>(begin, end, squares_of_row(row));
     if constexpr (pairing != Pairing::none) {
-      dots = fold_paired_dots<Source, kRest>(row, paired, scale, begin, cols, casts);
+      dots = fold_paired_dots<Source, kRest>(row, paired, scale, begin, cols, casting);
     } else if constexpr (Source::kGradRows) {
-      const auto dot = dots_of_row<Source>(row, scale, casts);
+      const auto dot = dots_of_row<Source>(row, scale, casting);
       dots =
           fold_span<R, kRest>(begin, end, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
             if (prefetches) row.prefetch_written(column);
@@ -188,12 +208,13 @@ template <class Source, class Casts>
                                 Casts casts) {
   using R = typename Source::Element;
   const PairedColumns paired = paired_columns(args);
+  const Casting casting = casting_of(casts, args.casting);
   double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
   Folded<R> square_folds[kBackwardTile] = {}, dot_folds[kBackwardTile] = {};
   for (int64_t begin = 0; begin < args.cols; begin += kSpan) {
     const compute_t<R>* scale = tile.scale;
     for (int r = 0, left = tile.rows_per_group; r < tile.count; r++) {
-      fold_row<Source>(tile.rows[r], scale, begin, span_end(begin, args.cols), paired, args.cols, casts, prefetches,
+      fold_row<Source>(tile.rows[r], scale, begin, span_end(begin, args.cols), paired, args.cols, casting, prefetches,
                        square_folds[r], dot_folds[r]);
       if (--left == 0) scale += tile.stride, left = tile.rows_per_group;
     }
@@ -225,6 +246,7 @@ class BackwardRows {
   BackwardRows(const Args& args, const Region& region)
       : args_(args),
         region_(region),
+        casts_(args.casting.normalized || args.casting.multiplied),
         prefetches_(kMayPrefetch && region.rows * region.groups * args.cols * Source::kAllBytes > kPrefetchBytes &&
                     (args.cols * static_cast<int64_t>(sizeof(R)) > kReadAheadRowBytes || args.weight.groups > 1 ||
                      Source::kCostly)),
@@ -261,15 +283,14 @@ class BackwardRows {
   }
 
   void sum(Tile& tile) const {
-    choose<kForEitherCast>(args_.casting.normalized, [&](auto casts) {
-      sum_tile<Source>(args_, tile, kMayPrefetch && prefetches_ && !streams_, casts);
-    });
+    choose<kForEitherCast>(
+        casts_, [&](auto casts) { sum_tile<Source>(args_, tile, kMayPrefetch && prefetches_ && !streams_, casts); });
   }
 
   // The second pass, over columns [begin, end) of the tile's rows: writes what is wanted of them, and adds their share
   // of grad_weight to the partials. `ahead` is the tile that comes next, to be prefetched.
   void write(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end) const {
-    choose<kForEitherCast>(args_.casting.normalized, [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
+    choose<kForEitherCast>(casts_, [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
     if (kMayPrefetch && streams_) finish_stream();
   }
 
@@ -331,6 +352,7 @@ class BackwardRows {
                                  Casts casts) const {
     // Copies, as the compiler would have to assume of the originals that what is stored changes them.
     const bool prefetches = kMayPrefetch && kRows > 1 && prefetches_, streams = prefetches && streams_;
+    const Casting casting = casting_of(casts, args_.casting);
     Row rows[kRows], ahead[kRows];
     Block<R> rstd[kRows], minus_c[kRows];
     for (int r = 0; r < kRows; r++) {
@@ -360,9 +382,11 @@ class BackwardRows {
                 // dw += dy * rstd * x
                 // dx = dy * rstd * w - x * c, and what the terms add
                 Block<R> dx;
-                if (sizeof(typename Source::Gradient) == 2 && casts) {
-                  dw[p] = dw[p] + cast<Source>(part.dy * cast<Source>(part.x * rstd[r], true), true);
-                  dx = fma(cast<Source>(part.dy * w[p], true), rstd[r], part.rest(minus_c[r]));
+                if (sizeof(typename Source::Gradient) == 2 && (casting.normalized || casting.multiplied)) {
+                  const Block<R> normalized = cast<Source>(part.x * rstd[r], casting.normalized);
+                  const Block<R> dy = gradient_of<Source>(part, casting);
+                  dw[p] = dw[p] + cast<Source>(dy * normalized, casting.normalized);
+                  dx = fma(weighted<Source>(part, w[p], casting), rstd[r], part.rest(minus_c[r]));
                 } else {
                   const Block<R> scaled_dy = part.dy * rstd[r];
                   dw[p] = fma(scaled_dy, part.x, dw[p]);
@@ -384,7 +408,7 @@ class BackwardRows {
 
   const Args& args_;
   const Region region_;
-  const bool prefetches_, streams_;
+  const bool casts_, prefetches_, streams_;
   const PairedColumns paired_;
   const int64_t held_cols_;
   int tile_rows_;  // the most that a tile has
@@ -448,8 +472,7 @@ void backward_sums(const typename Source::Args& args, int64_t row, int64_t begin
   const typename Source::Row of_row = source.next(0, 0);
   sum_spans<R>(args.cols, begin, end, squares, squares_of_row(of_row));
   if (Source::kGradRows) {
-    sum_spans<R>(args.cols, begin, end, dots,
-                 dots_of_row<Source>(of_row, scale_of<Source>(args, group), args.casting.normalized));
+    sum_spans<R>(args.cols, begin, end, dots, dots_of_row<Source>(of_row, scale_of<Source>(args, group), args.casting));
   } else {
     for (int64_t span = begin; span < end; span++) dots[span] = 0;
   }

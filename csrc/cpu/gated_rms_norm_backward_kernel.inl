@@ -18,7 +18,7 @@ class GatedGradientRows {
   using Gradient = T;
   using Args = CpuArgs<GatedRmsNormBackwardArgs>;
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
-  static constexpr bool kCostly = true, kGradRows = true, kSharedTerms = !kNormFirst;
+  static constexpr bool kCostly = true, kGradRows = true, kFormsGradient = kNormFirst, kSharedTerms = !kNormFirst;
   static constexpr int64_t kRowBytes = 3 * sizeof(T) + sizeof(compute_t<T>), kAllBytes = 5 * sizeof(T);
 
   struct Row {
@@ -85,9 +85,7 @@ class GatedGradientRows {
     template <class Extent>
     NORMOPS_INLINE Terms gated(int64_t column, Extent extent, const Activated<T>& a) const {
       const Block<T> dy = load<T>(grad_output + column, extent), x = load<T>(input + column, extent);
-      if constexpr (kNormFirst) {
-        return {cast<GatedGradientRows>(dy * a.value, casting.multiplied), x, a.value, dy * a.slope, casting};
-      }
+      if constexpr (kNormFirst) return {dy * a.value, x, a.value, dy * a.slope, casting};
       return {dy, x * a.value, a.value, x * a.slope, casting};
     }
   };

@@ -11,7 +11,7 @@ class GivenRows {
   using Element = R;
   using Gradient = T;
   using Args = CpuArgs<RmsNormBackwardArgs>;
-  static constexpr bool kCostly = false, kGradRows = kGradInput, kSharedTerms = false;
+  static constexpr bool kCostly = false, kGradRows = kGradInput, kFormsGradient = false, kSharedTerms = false;
   static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
   static constexpr int64_t kAllBytes = kRowBytes + sizeof(R);
 

@@ -15,14 +15,13 @@ class RotatedGradientRows {
   using Args = CpuArgs<RmsNormRopeBackwardArgs>;
   static constexpr Pairing kPairing = pairing;
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
-  static constexpr bool kCostly = false, kGradRows = true, kSharedTerms = false;
+  static constexpr bool kCostly = false, kGradRows = true, kFormsGradient = true, kSharedTerms = false;
   static constexpr int64_t kRowBytes = 2 * sizeof(T), kAllBytes = 3 * sizeof(T);
 
   struct Row {
     const T *grad_output, *input;
     T* grad_input;  // null if not wanted
     Angles<T, W> angles;
-    bool casts;
 
     using Outputs = Block<T>;
     struct Terms {
@@ -52,9 +51,7 @@ class RotatedGradientRows {
       for (int p = 0; p < Parts::kCount; p++) dy[p] = load<T>(grad_output + parts.column(column, p), extent);
       angles.template turn<true>(parts, dy, column, extent);
       PairedTerms<Parts::kCount> terms;
-      for (int p = 0; p < Parts::kCount; p++) {
-        terms.part[p] = {cast<RotatedGradientRows>(dy[p], casts), x(parts.column(column, p), extent)};
-      }
+      for (int p = 0; p < Parts::kCount; p++) terms.part[p] = {dy[p], x(parts.column(column, p), extent)};
       return terms;
     }
     NORMOPS_INLINE void prefetch_read(int64_t column) const {
@@ -88,7 +85,6 @@ class RotatedGradientRows {
     row.input = inputs_.next(r);
     row.grad_input = args_.grad_input == nullptr ? nullptr : grad_inputs_.next(r);
     row.angles = angles_of<T>(args_.rotation, cos_.next(r), sin_.next(r));
-    row.casts = args_.casting.multiplied;
     return row;
   }
 
