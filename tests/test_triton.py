@@ -35,7 +35,18 @@ KERNELS: dict[str, tuple[str, tuple[str, ...], bool | None]] = {
     "gated_rms_norm_backward, gate first": ("backward_kernel", ("residual",), False),
 }
 # Those that round on the way.
-KERNELS |= {f"{name}, llama": KERNELS[name] for name in ("rms_norm", "rms_norm_backward", "gated_rms_norm_backward")}
+KERNELS |= {
+    f"{name}, llama": KERNELS[name]
+    for name in (
+        "rms_norm",
+        "add_rms_norm",
+        "rms_norm_backward",
+        "rms_norm_backward with residual",
+        "gated_rms_norm",
+        "gated_rms_norm_backward",
+        "gated_rms_norm_backward, gate first",
+    )
+}
 
 
 # AMD's, and how many lanes a warp has on each. CDNA 2 to 4, RDNA 3 and 4.
@@ -120,8 +131,10 @@ class Rope(NamedTuple):
         return f"{2 * self.pairs} of {self.cols} from {self.offset}{kind}"
 
 
-def compiled_rope(kernel_name: str, dtype: str, table_dtype: str, rope: Rope, arch: int | str) -> Any:
-    """As ``compiled``; cos and sin are shared by heads, whose number is any."""
+def compiled_rope(
+    kernel_name: str, dtype: str, table_dtype: str, rope: Rope, arch: int | str, rounds: bool = False
+) -> Any:
+    """As ``compiled``; cos and sin are shared by heads, whose number is any. ``rounds``: on the way."""
     from normops.triton import launch, launch_config, rms_norm_rope
 
     kernel: Any = getattr(rms_norm_rope, kernel_name)
@@ -131,7 +144,7 @@ def compiled_rope(kernel_name: str, dtype: str, table_dtype: str, rope: Rope, ar
     ones = (name for name in kernel.arg_names if name.endswith(("groups", "_middle", "_inner")) and name not in shared)
     constants = {**dict.fromkeys(ones, 1), **launch.constants(config), **rope._asdict(), "rest_parts": rest_parts}
     constants |= {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute)}
-    constants |= {"index": triton.language.int32, **casts(compute)}
+    constants |= {"index": triton.language.int32, **casts(dtype if rounds else compute)}
     types = dict.fromkeys(("weight", "partials"), f"*{compute}") | dict.fromkeys(("cos", "sin"), f"*{table_dtype}")
     types |= dict.fromkeys((*shared, "rows", *(name for name in kernel.arg_names if name.endswith("_stride"))), "i32")
     signature = {name: "constexpr" if name in constants else types.get(name, f"*{dtype}") for name in kernel.arg_names}
@@ -206,7 +219,7 @@ def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("dtype", ["bf16", "bf16, llama", "fp32", "fp64"])
 @pytest.mark.parametrize(
     ("name", "bytes"),
     [
@@ -220,14 +233,16 @@ def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
 )
 def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str, arch: int, tmp_path: Path) -> None:
     """With the operands that take most of them; a multiprocessor has 65536."""
-    kernel = compiled(name, dtype, bytes // (8 if dtype == "fp64" else 4), arch)
+    element, *mode = dtype.split(", ")
+    kernel = compiled(", ".join([name, *mode]), element, bytes // (8 if dtype == "fp64" else 4), arch)
     assert re.search(r"\bld\.global\.v2\.b64" if dtype == "fp64" else r"\bld\.global\.v4\.b32", kernel.asm["ptx"])
     registers, spilled, local = resource_usage(kernel, tmp_path)
     assert registers * 32 * kernel.metadata.num_warps <= 65536
     assert local == 0
-    # The backward in float32 is at the limit of what a thread can have: two registers too many for sm_100.
-    at_limit = (name, dtype, arch) == ("rms_norm_backward with residual", "fp32", 100)
-    assert spilled <= (8 if at_limit else 0)
+    # The backward is at the limit of what a thread can have: in float32 two registers too many for sm_100, and where it
+    # rounds on the way four for sm_80.
+    at_limit = {("fp32", 100): 8, ("bf16, llama", 80): 16} if name == "rms_norm_backward with residual" else {}
+    assert spilled <= at_limit.get((dtype, arch), 0)
 
 
 ROPE_KERNELS = ("rope_forward_kernel", "rope_backward_kernel")
@@ -244,14 +259,16 @@ HEADS = [
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dtypes", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")], ids="-".join)
+@pytest.mark.parametrize(
+    "dtypes", [("bf16", "bf16"), ("bf16", "bf16", "llama"), ("bf16", "fp32"), ("fp32", "fp32")], ids="-".join
+)
 @pytest.mark.parametrize("rope", HEADS, ids=str)
 @pytest.mark.parametrize("name", ROPE_KERNELS)
 def test_heads_are_rotated_in_registers(
-    name: str, rope: Rope, dtypes: tuple[str, str], arch: int, tmp_path: Path
+    name: str, rope: Rope, dtypes: tuple[str, ...], arch: int, tmp_path: Path
 ) -> None:
     """The forward without shared memory, unless it exchanges sums; rows are told apart in 32 bits."""
-    kernel = compiled_rope(name, *dtypes, rope, arch)
+    kernel = compiled_rope(name, dtypes[0], dtypes[1], rope, arch, rounds="llama" in dtypes)
     ptx = kernel.asm["ptx"]
     accesses = set(re.findall(r"\b(?:ld|st)\.global\.(\S+)", ptx))
     if 2 * rope.pairs == rope.cols:
