@@ -37,6 +37,7 @@ using namespace normops::cuda;
 extern const int64_t structure_bytes[];
 const int64_t structure_bytes[] = {sizeof(RowLayout),
                                    sizeof(Gating),
+                                   sizeof(Casting),
                                    sizeof(Weight),
                                    sizeof(RmsNormArgs),
                                    sizeof(RmsNormBackwardArgs),

@@ -119,8 +119,8 @@ class Gpu:
 
 
 _structs = read_structs()
-RowLayout, RowConfig, Weight, Gating, Rotation, Device = (
-    _structs[name] for name in ("RowLayout", "RowConfig", "Weight", "Gating", "Rotation", "Device")
+RowLayout, RowConfig, Weight, Gating, Casting, Rotation, Device = (
+    _structs[name] for name in ("RowLayout", "RowConfig", "Weight", "Gating", "Casting", "Rotation", "Device")
 )
 
 
@@ -130,6 +130,9 @@ def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int
 
 ACTIVATIONS = ("silu", "sigmoid")
 """In the order of csrc/gating.h."""
+
+CASTINGS = {"gemma": (False, False), "llama": (True, True)}
+"""The members of Casting, as in csrc/casting.cpp."""
 
 GUARD = 64  # elements before and after an output; a multiple of any alignment
 UNTOUCHED = 0x5A
@@ -285,13 +288,14 @@ class Kernels:
         weight_offset: float = 0.0,
         *,
         eps: float = EPS,
+        casting_mode: str = "gemma",
         output: Output | None = None,
         on: Structure | None = None,
         seed: int = 0,
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
         args = _structs["RmsNormArgs"](
-            *self._forward(input, output, weight, weight_offset, eps),
+            *self._forward(input, output, weight, weight_offset, eps, casting_mode),
         )
         self._call("rms_norm", ctypes.byref(args), on=on or device(), seed=seed)
         return output.result()
@@ -304,6 +308,8 @@ class Kernels:
         weight_offset: float = 0.0,
         *,
         eps: float = EPS,
+        casting_mode: str = "gemma",
+        alpha: float = 1.0,
         output: Output | None = None,
         residual_out: Output | None = None,
         on: Structure | None = None,
@@ -313,10 +319,11 @@ class Kernels:
         residual_out = residual_out or Output(tuple(input.shape), residual.dtype)
         r, h = self._rows("residual", residual), self._written("residual_out", residual_out)
         args = _structs["AddRmsNormArgs"](
-            *self._forward(input, output, weight, weight_offset, eps),
+            *self._forward(input, output, weight, weight_offset, eps, casting_mode),
             DTYPES.index(residual.dtype),
             *r[1:],
             *h[1:],
+            alpha,
         )
         self._call("add_rms_norm", ctypes.byref(args), on=on or device(), seed=seed)
         return output.result(), residual_out.result()
@@ -330,6 +337,7 @@ class Kernels:
         grad_residual: Tensor | None = None,
         *,
         eps: float = EPS,
+        casting_mode: str = "gemma",
         output_mask: tuple[bool, bool] = (True, True),
         grad_input: Output | None = None,
         on: Structure | None = None,
@@ -341,7 +349,9 @@ class Kernels:
         dtypes = DTYPES.index(input.dtype), DTYPES.index(grad_output.dtype)
         partials = self._partials(input, weight, "partials", *dtypes, on=on) if output_mask[1] else None
         args = _structs["RmsNormBackwardArgs"](
-            *self._backward(grad_output, input, grad_residual, weight, weight_offset, eps, grad_input, partials),
+            *self._backward(
+                grad_output, input, grad_residual, weight, weight_offset, eps, casting_mode, grad_input, partials
+            ),
         )
         self._call("rms_norm_backward", ctypes.byref(args), on=on, seed=seed)
         return (
@@ -359,6 +369,7 @@ class Kernels:
         activation: str = "silu",
         norm_before_gate: bool = True,
         eps: float = EPS,
+        casting_mode: str = "gemma",
         output: Output | None = None,
         on: Structure | None = None,
         seed: int = 0,
@@ -366,7 +377,7 @@ class Kernels:
         output = output or Output(tuple(input.shape), input.dtype)
         g = self._rows("gate", gate)
         args = _structs["GatedRmsNormArgs"](
-            *self._forward(input, output, weight, weight_offset, eps),
+            *self._forward(input, output, weight, weight_offset, eps, casting_mode),
             Gating(ACTIVATIONS.index(activation), norm_before_gate),
             DTYPES.index(gate.dtype),
             *g[1:],
@@ -385,6 +396,7 @@ class Kernels:
         activation: str = "silu",
         norm_before_gate: bool = True,
         eps: float = EPS,
+        casting_mode: str = "gemma",
         output_mask: tuple[bool, bool, bool] = (True, True, True),
         grad_input: Output | None = None,
         grad_gate: Output | None = None,
@@ -400,7 +412,7 @@ class Kernels:
         partials = self._partials(input, weight, "gated_partials", dtype, on=on) if output_mask[2] else None
         g, dg = self._rows("gate", gate), self._written("grad_gate", grad_gate)
         args = _structs["GatedRmsNormBackwardArgs"](
-            *self._backward(grad_output, input, None, weight, weight_offset, eps, grad_input, partials),
+            *self._backward(grad_output, input, None, weight, weight_offset, eps, casting_mode, grad_input, partials),
             Gating(ACTIVATIONS.index(activation), norm_before_gate),
             DTYPES.index(gate.dtype),
             *g[1:],
@@ -425,13 +437,14 @@ class Kernels:
         rotary_dim: int | None = None,
         rotary_offset: int = 0,
         eps: float = EPS,
+        casting_mode: str = "gemma",
         output: Output | None = None,
         on: Structure | None = None,
         seed: int = 0,
     ) -> Tensor:
         output = output or Output(tuple(input.shape), input.dtype)
         args = _structs["RmsNormRopeArgs"](
-            *self._forward(input, output, weight, weight_offset, eps),
+            *self._forward(input, output, weight, weight_offset, eps, casting_mode),
             self._rotation(input, cos, sin, interleaved, rotary_dim, rotary_offset),
         )
         self._call("rms_norm_rope", ctypes.byref(args), on=on or device(), seed=seed)
@@ -450,6 +463,7 @@ class Kernels:
         rotary_dim: int | None = None,
         rotary_offset: int = 0,
         eps: float = EPS,
+        casting_mode: str = "gemma",
         output_mask: tuple[bool, ...] = (True, True),
         grad_input: Output | None = None,
         on: Structure | None = None,
@@ -464,7 +478,7 @@ class Kernels:
             self._partials(input, weight, "rope_partials", dtype, on=on, beside=beside) if output_mask[1] else None
         )
         args = _structs["RmsNormRopeBackwardArgs"](
-            *self._backward(grad_output, input, None, weight, weight_offset, eps, grad_input, partials),
+            *self._backward(grad_output, input, None, weight, weight_offset, eps, casting_mode, grad_input, partials),
             rotation,
         )
         self._call("rms_norm_rope_backward", ctypes.byref(args), on=on, seed=seed)
@@ -488,11 +502,17 @@ class Kernels:
         return Rotation(interleaved, columns == pairs, dtype, rotary_offset, pairs, c.data, s.data, c.layout)
 
     def _forward(
-        self, input: Tensor, output: Output, weight: Tensor | None, weight_offset: float, eps: float
+        self,
+        input: Tensor,
+        output: Output,
+        weight: Tensor | None,
+        weight_offset: float,
+        eps: float,
+        casting_mode: str,
     ) -> tuple[Any, ...]:
         """The members of RmsNormArgs."""
         return (
-            *self._problem(input, weight, weight_offset, eps),
+            *self._problem(input, weight, weight_offset, eps, casting_mode),
             *self._rows("input", input)[1:],
             *self._written("output", output)[1:],
         )
@@ -505,11 +525,12 @@ class Kernels:
         weight: Tensor | None,
         weight_offset: float,
         eps: float,
+        casting_mode: str,
         grad_input: Output | None,
         partials: Output | None,
     ) -> tuple[Any, ...]:
         """The members of RmsNormBackwardArgs."""
-        dtype, *problem = self._problem(input, weight, weight_offset, eps)
+        dtype, *problem = self._problem(input, weight, weight_offset, eps, casting_mode)
         return (
             dtype,
             DTYPES.index(grad_output.dtype),
@@ -522,11 +543,13 @@ class Kernels:
         )
 
     def _problem(
-        self, input: Tensor, weight: Tensor | None, weight_offset: float, eps: float
-    ) -> tuple[int, int, int, float, Structure]:
+        self, input: Tensor, weight: Tensor | None, weight_offset: float, eps: float, casting_mode: str
+    ) -> tuple[int, int, int, float, Structure, Structure]:
         """What both begin with."""
         cols = input.shape[-1]
-        return DTYPES.index(input.dtype), input.numel() // cols, cols, eps, self._weight(weight, weight_offset)
+        sizes = (input.numel() // cols, cols)
+        casting = Casting(*CASTINGS[casting_mode])
+        return DTYPES.index(input.dtype), *sizes, eps, self._weight(weight, weight_offset), casting
 
     def _partials(
         self,

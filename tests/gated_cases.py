@@ -17,6 +17,7 @@ class GatedCase(NamedTuple):
     gate_dtype: torch.dtype
     activation: str
     norm_before_gate: bool
+    casting_mode: str = "gemma"
 
     def gate(self) -> Tensor:
         return self.case.grad_layout(self.case.shape, self.gate_dtype, 6)
@@ -24,11 +25,12 @@ class GatedCase(NamedTuple):
     @property
     def keywords(self) -> dict[str, Any]:
         gating = {"activation": self.activation, "norm_before_gate": self.norm_before_gate}
-        return {"weight_offset": self.case.weight_offset, **gating}
+        return {"weight_offset": self.case.weight_offset, "casting_mode": self.casting_mode, **gating}
 
     def __str__(self) -> str:
         order = "norm" if self.norm_before_gate else "gate"
-        return f"{self.case}-g:{str(self.gate_dtype).removeprefix('torch.')}-{self.activation}-{order}_first"
+        gate_dtype = str(self.gate_dtype).removeprefix("torch.")
+        return f"{self.case}-g:{gate_dtype}-{self.activation}-{order}_first-{self.casting_mode}"
 
 
 GATED_CASES = tuple(

@@ -46,9 +46,11 @@ def ropes(cols: int, pack: int) -> list[tuple[Flags, int]]:
     ]
 
 
-def rotated(case: Case, number: int, pack: int, dtype: torch.dtype | None = None) -> RopeCase:
+def rotated(
+    case: Case, number: int, pack: int, dtype: torch.dtype | None = None, casting_mode: str = "gemma"
+) -> RopeCase:
     """The case with one of ``ropes`` and tables that heads, its last dimension of rows, share if there are several."""
     keywords, columns = (ways := ropes(case.shape[-1], pack))[number % len(ways)]
     shape = (*table_shape(case.shape, keywords)[:-1], columns)
     cos, sin = (values(shape, dtype or case.dtype, seed, scale=1.0) for seed in (7, 8))
-    return RopeCase(case, cos, sin, dict(keywords))
+    return RopeCase(case, cos, sin, {**keywords, "casting_mode": casting_mode})

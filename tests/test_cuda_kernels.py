@@ -31,6 +31,7 @@ HALVES = (torch.float16, torch.bfloat16)
 RAGGED = (1, 5, 63, 64, 65, 100, 769, 4096, 4097)
 PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thread has more of them, then any width
 SEEDS = (1, 2)
+CASTING_MODES = tuple(cuda_on_ptx.CASTINGS)
 # Where it would take long: float16 is bfloat16 with other bits, float64 float32 with fewer of them to a pack.
 SWEPT_DTYPES = pytest.mark.parametrize(
     "dtype", mostly_for_release(cases.DTYPES, (torch.bfloat16, torch.float32)), ids=str
@@ -102,7 +103,15 @@ def flat(tensor: Tensor, normalized_dims: int) -> Tensor:
     return tensor.flatten(tensor.dim() - normalized_dims)
 
 
-def check(kernels: Kernels, case: Case, on: Structure, seed: int = 0, offset: int = 0, padding: int = 0) -> None:
+def check(
+    kernels: Kernels,
+    case: Case,
+    on: Structure,
+    seed: int = 0,
+    offset: int = 0,
+    padding: int = 0,
+    casting_mode: str = "gemma",
+) -> None:
     """Forward and backward are within the oracle's bounds; outputs have an offset and padding, in elements."""
     dims = case.normalized_dims
     grad_output, input = flat(case.grad_output(), dims), flat(case.input(), dims)
@@ -114,22 +123,16 @@ def check(kernels: Kernels, case: Case, on: Structure, seed: int = 0, offset: in
     eps = case.eps if case.eps is not None else eps
 
     output = Output(shape, case.dtype, offset, padding)
-    actual = kernels.rms_norm(input, weight, case.weight_offset, eps=eps, output=output, on=on, seed=seed)
-    oracle.assert_within(actual, oracle.rms_norm(input, cols, weight, eps, case.weight_offset), f"output of {case}")
+    keywords: dict[str, Any] = {"weight_offset": case.weight_offset, "eps": eps, "casting_mode": casting_mode}
+    actual = kernels.rms_norm(input, weight, **keywords, output=output, on=on, seed=seed)
+    oracle.assert_within(actual, oracle.rms_norm(input, cols, weight, **keywords), f"output of {case}")
 
     output = Output(shape, case.dtype, offset, padding)
+    keywords["grad_residual"] = grad_residual
     grad_input, grad_weight = kernels.rms_norm_backward(
-        grad_output,
-        input,
-        weight,
-        case.weight_offset,
-        grad_residual,
-        eps=eps,
-        grad_input=output,
-        on=on,
-        seed=seed,
+        grad_output, input, weight, **keywords, grad_input=output, on=on, seed=seed
     )
-    expected = oracle.rms_norm_backward(grad_output, input, cols, weight, eps, case.weight_offset, grad_residual)
+    expected = oracle.rms_norm_backward(grad_output, input, cols, weight, **keywords)
     assert grad_input is not None
     oracle.assert_within(grad_input, expected.grad_input, f"grad_input of {case}")
     if grad_weight is not None:
@@ -145,6 +148,8 @@ def check_add(
     seed: int = 0,
     offset: int = 0,
     padding: int = 0,
+    casting_mode: str = "gemma",
+    alpha: float = 1.0,
 ) -> None:
     """The same for add_rms_norm and, for a residual of another dtype, the backward of the sum."""
     dims = case.normalized_dims
@@ -154,22 +159,30 @@ def check_add(
     weight = weight.flatten(case.group_dims) if weight is not None else None
     shape = tuple(input.shape)
     targets = [Output(shape, dtype, offset, padding) for dtype in (case.dtype, residual_dtype)]
+    place: dict[str, Any] = {"on": on, "seed": seed}
+    keywords: dict[str, Any] = {"weight_offset": case.weight_offset, "eps": EPS, "casting_mode": casting_mode}
     output, h = kernels.add_rms_norm(
-        input, residual, weight, case.weight_offset, output=targets[0], residual_out=targets[1], on=on, seed=seed
+        input, residual, weight, **keywords, alpha=alpha, output=targets[0], residual_out=targets[1], **place
     )
-    assert torch.equal(h, (input + residual).to(residual_dtype))
-    expected = oracle.rms_norm(h, shape[-1:], weight, EPS, case.weight_offset, case.dtype)
+    assert torch.equal(h, oracle.exact_sum(input, residual, alpha, casting_mode))
+    expected = oracle.rms_norm(h, shape[-1:], weight, **keywords, dtype=case.dtype)
     oracle.assert_within(output, expected, f"output of {case}")
     if residual_dtype == case.dtype:
-        assert same_bits(output, kernels.rms_norm(h, weight, case.weight_offset, on=on, seed=seed))
+        assert same_bits(output, kernels.rms_norm(h, weight, **keywords, **place))
         return
-    grad_input, grad_weight = kernels.rms_norm_backward(grad_output, h, weight, case.weight_offset, h, on=on, seed=seed)
-    gradients = oracle.rms_norm_backward(grad_output, h, shape[-1:], weight, EPS, case.weight_offset, h)
+    keywords["grad_residual"] = h
+    grad_input, grad_weight = kernels.rms_norm_backward(grad_output, h, weight, **keywords, **place)
+    gradients = oracle.rms_norm_backward(grad_output, h, shape[-1:], weight, **keywords)
     assert grad_input is not None
     oracle.assert_within(grad_input, gradients.grad_input, f"grad_input of {case}")
     if grad_weight is not None:
         assert gradients.grad_weight is not None
         oracle.assert_within(grad_weight, gradients.grad_weight, f"grad_weight of {case}")
+
+
+def alpha_of(dtype: torch.dtype) -> float:
+    """A power of two where the oracle has no wider arithmetic."""
+    return 0.25 if dtype == torch.float64 else 0.22
 
 
 def check_gated(
@@ -259,8 +272,10 @@ def test_values(number: int, kernels: Kernels, without_clusters: Kernels) -> Non
     kernels = (kernels, without_clusters)[number // 6 % 2]
     kernels.gpu.hardware = number
     case, place = KERNEL_CASES[number], (device(number % 3 + 1), number, number % 2, number % 4)
-    check(kernels, case, *place)
-    check_add(kernels, case, torch.float32 if case.dtype in HALVES and number % 2 else case.dtype, *place)
+    casting_mode = CASTING_MODES[number // 4 % 2]
+    check(kernels, case, *place, casting_mode)
+    residual_dtype = torch.float32 if case.dtype in HALVES and number % 2 else case.dtype
+    check_add(kernels, case, residual_dtype, *place, casting_mode, alpha_of(case.dtype) if number // 8 % 2 else 1.0)
 
 
 @SWEPT_DTYPES
@@ -282,6 +297,37 @@ def test_every_configuration(
         check_gated(kernels, GatedCase(case, dtype, *GATINGS[number % 4]), on, seed=number)
         if dtype in HALVES:
             check_add(kernels, case, torch.float32, on, seed=number)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("packs", [40, *PACKS])
+def test_rounding_on_the_way(
+    kernels: Kernels, without_clusters: Kernels, packs: int, is_plain: bool, dtype: torch.dtype
+) -> None:
+    """Of every operator and its backward, held and of any width; of a residual and gradients of both types."""
+    kernels, pack = (without_clusters if packs == PACKS[-1] else kernels), pack_elements(dtype)
+    cols, on = packs * pack - (0 if is_plain else 1), device(1)
+    case = Case((3, cols), dtype, weight_dtype=dtype, has_residual=is_plain)
+    check(kernels, case, on, casting_mode="llama")
+    for residual_dtype in (dtype, torch.float32):
+        check_add(kernels, case, residual_dtype, on, casting_mode="llama", alpha=alpha_of(dtype))
+    for activation, norm_before_gate in GATINGS[:2]:
+        check_gated(kernels, GatedCase(case, dtype, activation, norm_before_gate, "llama"), on)
+    for way in range(2):
+        check_rope(kernels, rotated(case, way, pack, casting_mode="llama"), on)
+
+
+@pytest.mark.parametrize("casting_mode", CASTING_MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_scaled_sums_of_wide_types(kernels: Kernels, dtype: torch.dtype, casting_mode: str) -> None:
+    """Nothing is rounded on the way but alpha * input, which is not fused."""
+    for packs in (8, PACKS[-1]):
+        case = Case((2, packs * pack_elements(dtype)), dtype, weight_dtype=dtype)
+        check_add(kernels, case, dtype, device(), casting_mode=casting_mode, alpha=alpha_of(dtype))
+    x, residual, alpha = values((3, 64), dtype, 1), values((3, 64), dtype, 2), 0.22
+    _, total = kernels.add_rms_norm(x, residual, casting_mode=casting_mode, alpha=alpha)
+    assert same_bits(total, x * torch.tensor(alpha, dtype=dtype) + residual) == (casting_mode == "llama")
 
 
 @SWEPT_DTYPES

@@ -1,4 +1,4 @@
-// add_rms_norm: h = x + residual, y = h * rstd * w
+// add_rms_norm: h = alpha * x + residual, y = h * rstd * w
 #include "add_rms_norm_launch.h"
 #include "forward_rows.cuh"
 
@@ -11,21 +11,46 @@ struct Addition {
   typename Access::template Rows<const T> input;
   typename Access::template Rows<const R> residual;
   typename Access::template Rows<R> residual_out;
+  // One of them is alpha, the other 1.
+  compute_t<R> rounded_factor;  // of a product that is rounded by itself
+  compute_t<R> fused_factor;
 
   template <class Other>
   Addition<T, R, Other> as() const {
     return {typename Other::template Rows<const T>(input), typename Other::template Rows<const R>(residual),
-            typename Other::template Rows<R>(residual_out)};
+            typename Other::template Rows<R>(residual_out), rounded_factor, fused_factor};
+  }
+
+  // Called before sum().
+  template <int kPacks>
+  __device__ void round_products(Elements<T, kPack<R>> (&x)[kPacks]) const {
+    if (rounded_factor == 1) return;
+    keep_order();  // see cast()
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) {
+      Numbers<R> product = to_compute<R>(x[p]);
+#pragma unroll
+      for (int i = 0; i < kPack<R>; i++) product.element[i] *= rounded_factor;
+      x[p] = from_compute<T>(product);
+    }
+  }
+
+  __device__ Pack<R> sum(const Elements<T, kPack<R>>& x_pack, const Pack<R>& residual_pack) const {
+    Numbers<R> h = to_compute<R>(x_pack);
+    const Numbers<R> r = to_compute<R>(residual_pack);
+#pragma unroll
+    for (int i = 0; i < kPack<R>; i++) h.element[i] = fma_rn(fused_factor, h.element[i], r.element[i]);
+    return from_compute<R>(h);
   }
 };
 
 template <class T, class R>
-__device__ Pack<R> sum_of(const Elements<T, kPack<R>>& x_pack, const Pack<R>& residual_pack) {
-  Numbers<R> h = to_compute<R>(x_pack);
-  const Numbers<R> residual = to_compute<R>(residual_pack);
-#pragma unroll
-  for (int i = 0; i < kPack<R>; i++) h.element[i] += residual.element[i];
-  return from_compute<R>(h);
+Addition<T, R, General> addition_of(const AddRmsNormArgs& args) {
+  const auto alpha = static_cast<compute_t<R>>(args.alpha);
+  const bool rounds = args.casting.multiplied;
+  return {rows_of<const T, R>(args.input, args.input_rows, args.cols),
+          rows_of<const R, R>(args.residual, args.residual_rows, args.cols),
+          rows_of<R, R>(args.residual_out, args.residual_out_rows, args.cols), rounds ? alpha : 1, rounds ? 1 : alpha};
 }
 
 // Rows that fit into registers: each element is read once.
@@ -48,10 +73,11 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   }
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
+    addition.round_products(x[r]);
     R* const target = columns.of_row(addition.residual_out.row(rows.first, rows.further(r)));
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
-      h[r][p] = sum_of<T, R>(x[r][p], h[r][p]);
+      h[r][p] = addition.sum(x[r][p], h[r][p]);
       if (rows.has(r)) store(addition.residual_out, target, columns.offset(p), columns.count(p), h[r][p]);
       keep_few_registers<kPacks>();
     }
@@ -69,8 +95,10 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
   const R* const residual = addition.residual.row(row);
   R* const h = addition.residual_out.row(row);
   const auto add = [&](int64_t column, int64_t count) {
-    const Pack<R> sum = sum_of<T, R>(load<kPack<R>>(addition.input, x, column, count),
-                                     load<kPack<R>>(addition.residual, residual, column, count));
+    Elements<T, kPack<R>> x_pack[1] = {load<kPack<R>>(addition.input, x, column, count)};
+    const Pack<R> residual_pack = load<kPack<R>>(addition.residual, residual, column, count);
+    addition.round_products(x_pack);
+    const Pack<R> sum = addition.sum(x_pack[0], residual_pack);
     store(addition.residual_out, h, column, count, sum);
     return sum;
   };
@@ -85,9 +113,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
 void launch_add_rms_norm(const AddRmsNormArgs& args, const Device& device, Stream stream) {
   dispatch_pair(args.dtype, args.residual_dtype, [&]<class T, class R>() {
     const auto forward = forward_of<T, R>(args);
-    const Addition<T, R, General> addition = {rows_of<const T, R>(args.input, args.input_rows, args.cols),
-                                              rows_of<const R, R>(args.residual, args.residual_rows, args.cols),
-                                              rows_of<R, R>(args.residual_out, args.residual_out_rows, args.cols)};
+    const auto addition = addition_of<T, R>(args);
     const RowConfig& config = row_config(packs_of<R>(args.cols), device);
     dispatch_forward(args, config, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {

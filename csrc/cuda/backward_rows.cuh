@@ -24,6 +24,7 @@ struct Backward {
   Rows<const R> grad_residual;  // data is null without one
   Rows<R> grad_input;           // data is null if not wanted
   compute_t<R>* partials;       // [partials, groups, cols], or null if not wanted
+  Casting casting;              // to T
 
   template <class Other>
   Backward<T, R, Other> as() const {
@@ -38,7 +39,8 @@ struct Backward {
             typename To::template Rows<const R>(input),
             typename To::template Rows<const R>(grad_residual),
             typename To::template Rows<R>(grad_input),
-            partials};
+            partials,
+            casting};
   }
 };
 
@@ -55,7 +57,8 @@ Backward<T, R, General> backward_of(const RmsNormBackwardArgs& args, int64_t beg
           rows_of<const R, R>(args.input, args.input_rows, begins),
           rows_of<const R, R>(args.grad_residual, args.grad_residual_rows, begins),
           rows_of<R, R>(args.grad_input, args.grad_input_rows, begins),
-          static_cast<compute_t<R>*>(args.grad_weight_partials)};
+          static_cast<compute_t<R>*>(args.grad_weight_partials),
+          args.casting};
 }
 
 template <class T, class R>
@@ -123,30 +126,55 @@ struct NoGate {
   __device__ void finish(const Computed&...) const {}
 };
 
-// squares += h^2, dots += dy * w * h
-template <class R, class TermsOfPack>
-__device__ void add_terms(const TermsOfPack& terms, const Numbers<R>& scale, compute_t<R> (&squares)[kChains<R>],
-                          compute_t<R> (&dots)[kChains<R>]) {
+// squares += h^2, dots += dy * w * h, where dy * w is rounded to T if `casts`.
+template <class T, class R, class TermsOfPack>
+__device__ void add_terms(const TermsOfPack& terms, const Numbers<R>& scale, bool casts,
+                          compute_t<R> (&squares)[kChains<R>], compute_t<R> (&dots)[kChains<R>]) {
   add_squares<R>(terms.h, squares);
-  const Numbers<R> dy = to_compute<R>(terms.dy), x = to_compute<R>(terms.h);
+  const Numbers<R> x = to_compute<R>(terms.h);
+  Numbers<R> g = to_compute<R>(terms.dy);
+#pragma unroll
+  for (int i = 0; i < kPack<R>; i++) g.element[i] *= scale.element[i];
+  cast<T>(g, casts);
 #pragma unroll
   for (int i = 0; i < kPack<R>; i++) {
     compute_t<R>& chain = dots[i % kChains<R>];
-    chain = fma_rn(dy.element[i] * scale.element[i], x.element[i], chain);
+    chain = fma_rn(g.element[i], x.element[i], chain);
   }
 }
 
-// Forms dh + residual for a pack, and adds dy * rstd * h to dw.
-template <class R, class TermsOfPack, class AddToWeight>
+// Forms dh + residual for a pack, and adds dy * rstd * h to dw. If `casts`, dy * w and h * rstd are rounded to T, and
+// so is the product of dy and the latter.
+template <class T, class R, class TermsOfPack, class AddToWeight>
 __device__ Numbers<R> gradients(const TermsOfPack& terms, const Numbers<R>& scale, const Numbers<R>& residual,
-                                const RowFactors<compute_t<R>>& row, AddToWeight add) {
+                                const RowFactors<compute_t<R>>& row, bool casts, AddToWeight add) {
   const Numbers<R> dy = to_compute<R>(terms.dy), x = to_compute<R>(terms.h);
   Numbers<R> dx;
+  if (sizeof(T) == 2 && casts) {
+    keep_order();  // see cast()
+    Numbers<R> g, n;
 #pragma unroll
-  for (int i = 0; i < kPack<R>; i++) {
-    const compute_t<R> scaled_dy = dy.element[i] * row.rstd;
-    add(i, scaled_dy, x.element[i]);
-    dx.element[i] = fma_rn(scaled_dy, scale.element[i], fma_rn(-row.c, x.element[i], residual.element[i]));
+    for (int i = 0; i < kPack<R>; i++) {
+      g.element[i] = dy.element[i] * scale.element[i];
+      n.element[i] = x.element[i] * row.rstd;
+    }
+    cast<T>(g, true);
+    cast<T>(n, true);
+#pragma unroll
+    for (int i = 0; i < kPack<R>; i++) {
+      dx.element[i] = fma_rn(g.element[i], row.rstd, fma_rn(-row.c, x.element[i], residual.element[i]));
+      n.element[i] *= dy.element[i];
+    }
+    cast<T>(n, true);
+#pragma unroll
+    for (int i = 0; i < kPack<R>; i++) add(i, n.element[i], 1);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPack<R>; i++) {
+      const compute_t<R> scaled_dy = dy.element[i] * row.rstd;
+      add(i, scaled_dy, x.element[i]);
+      dx.element[i] = fma_rn(scaled_dy, scale.element[i], fma_rn(-row.c, x.element[i], residual.element[i]));
+    }
   }
   return dx;
 }
@@ -284,7 +312,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
     Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
-      add_terms<R>(gate.terms(dy[p], x[p], activated[p]), scale_of(p), squares, dots);
+      add_terms<T, R>(gate.terms(dy[p], x[p], activated[p]), scale_of(p), args.casting.normalized, squares, dots);
       keep_few_registers<kPacks>();
     }
     Compute sums[2] = {fold(squares), fold(dots)};
@@ -306,9 +334,8 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
         if constexpr (kHasResidual) dz = load_residual(args.grad_residual, residual, offset, count);
         const auto terms = gate.terms(dy[p], x[p], activated[p]);
         const Numbers<R> w = scale_of(p);
-        Numbers<R> dx = gradients<R>(terms, w, dz, factors, [&](int i, Compute scaled_dy, Compute x_element) {
-          dw.at(p, i) = fma_rn(scaled_dy, x_element, dw.at(p, i));
-        });
+        const auto add = [&](int i, Compute a, Compute b) { dw.at(p, i) = fma_rn(a, b, dw.at(p, i)); };
+        Numbers<R> dx = gradients<T, R>(terms, w, dz, factors, args.casting.normalized, add);
         gate.finish(dx, terms, w, factors, gate_target, columns.column(p), count);
         store(args.grad_input, target, offset, written.count(p), from_compute<R>(dx));
         keep_few_registers<kPacks>();
@@ -360,7 +387,8 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
       for (int i = 0; i < kPacksOfChain; i += kTogether) {
         with_terms(first + i, [&](const auto& terms, int64_t p) {
-          add_terms<R>(terms, scale.numbers({}, columns.column(p), columns.count(p)), squares, dots);
+          const Numbers<R> w = scale.numbers({}, columns.column(p), columns.count(p));
+          add_terms<T, R>(terms, w, args.casting.normalized, squares, dots);
         });
       }
       sums[0] += fold(squares);
@@ -374,12 +402,13 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
     const auto write = [&](const auto& terms, int64_t p) {
       const int64_t column = columns.column(p), count = columns.count(p);
       const Numbers<R> w = scale.numbers({}, column, count);
-      Numbers<R> dx = gradients<R>(terms, w, load_residual(args.grad_residual, residual_row, column, count), factors,
-                                   [&](int i, Compute scaled_dy, Compute x_element) {
-                                     if (partial == nullptr || i >= count) return;
-                                     const Compute sum = row == block.first ? 0 : partial[column + i];
-                                     partial[column + i] = fma_rn(scaled_dy, x_element, sum);
-                                   });
+      const auto add = [&](int i, Compute a, Compute b) {
+        if (partial == nullptr || i >= count) return;
+        const Compute sum = row == block.first ? 0 : partial[column + i];
+        partial[column + i] = fma_rn(a, b, sum);
+      };
+      Numbers<R> dx = gradients<T, R>(terms, w, load_residual(args.grad_residual, residual_row, column, count), factors,
+                                      args.casting.normalized, add);
       gate.finish(dx, terms, w, factors, gate_target, column, count);
       if (args.grad_input.data != nullptr) {
         store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));

@@ -14,6 +14,7 @@ struct Forward {
   typename Access::Groups groups;
   typename Access::template Scale<R> scale;
   typename Access::template Rows<T> output;
+  Casting casting;  // to T
 
   template <class Other>
   Forward<T, R, Other> as() const {
@@ -23,7 +24,8 @@ struct Forward {
             eps,
             typename Other::Groups(groups),
             typename Other::template Scale<R>(scale),
-            typename Other::template Rows<T>(output)};
+            typename Other::template Rows<T>(output),
+            casting};
   }
 };
 
@@ -36,7 +38,8 @@ Forward<T, R, General> forward_of(const RmsNormArgs& args, int64_t begins) {
           args.eps,
           {args.weight.groups},
           scale_of<R>(args.weight, begins),
-          rows_of<T, R>(args.output, args.output_rows, begins)};
+          rows_of<T, R>(args.output, args.output_rows, begins),
+          args.casting};
 }
 
 template <class T, class R>
@@ -44,20 +47,24 @@ Forward<T, R, General> forward_of(const RmsNormArgs& args) {
   return forward_of<T, R>(args, args.cols);
 }
 
-// h * rstd * w
-template <class R, class Values>
-__device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbers<R>& scale) {
-  Numbers<R> numbers = to_compute<R>(h);
-#pragma unroll
-  for (int i = 0; i < kPack<R>; i++) numbers.element[i] = numbers.element[i] * rstd * scale.element[i];
-  return numbers;
-}
-
 // What an operator computes of the normalized numbers before they are written: nothing.
 struct NoEpilogue {
   template <class... Computed>
   __device__ void operator()(const Computed&...) const {}
 };
+
+// h * rstd * w, for an Epilogue or to be written.
+template <class T, class R, class Epilogue, class Values>
+__device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbers<R>& scale, Casting casting) {
+  Numbers<R> numbers = to_compute<R>(h);
+#pragma unroll
+  for (int i = 0; i < kPack<R>; i++) numbers.element[i] *= rstd;
+  cast<T>(numbers, casting.normalized);
+#pragma unroll
+  for (int i = 0; i < kPack<R>; i++) numbers.element[i] *= scale.element[i];
+  if constexpr (!std::is_same_v<Epilogue, NoEpilogue>) cast<T>(numbers, casting.multiplied);
+  return numbers;
+}
 
 // Normalizes rows that are held in registers: a thread has kPacks packs of each, or the numbers of as many.
 // epilogue(numbers, r, p) changes what is written for the packs from p on that belong together, of row r.
@@ -101,7 +108,9 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& s
     for (int r = 0; r < kRows; r++) {
       Numbers<R> y[kTogether];
 #pragma unroll
-      for (int t = 0; t < kTogether; t++) y[t] = normalized<R>(h[r][p + t], rstd[r], w[t]);
+      for (int t = 0; t < kTogether; t++) {
+        y[t] = normalized<T, R, Epilogue>(h[r][p + t], rstd[r], w[t], args.casting);
+      }
       epilogue(y, r, p);
 #pragma unroll
       for (int t = 0; t < kTogether; t++) {
@@ -144,7 +153,8 @@ __device__ void normalize_any_width(const Forward<T, R, General>& args, const Co
 #pragma unroll
     for (int t = 0; t < kTogether; t++) {
       const int64_t column = columns.column(p + t), count = columns.count(p + t);
-      y[t] = normalized<R>(load_again(column, count), rstd, scale.numbers({}, column, count));
+      y[t] =
+          normalized<T, R, Epilogue>(load_again(column, count), rstd, scale.numbers({}, column, count), args.casting);
     }
     epilogue(y, p);
 #pragma unroll

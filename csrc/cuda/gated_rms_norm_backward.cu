@@ -14,6 +14,7 @@ struct GatedTerms {
   Numbers<T> dy, h;
   Numbers<T> grad_output;
   Numbers<T> a;
+  Numbers<T> slope;
   Numbers<T> sloped_input;  // x * a'
 };
 
@@ -24,10 +25,12 @@ struct Gate {
   typename Access::template AnyRows<const T> rows;
   typename Access::template AnyRows<T> gradients;  // data is null if not wanted
   Gating gating;
+  Casting casting;
 
   template <class Other>
   Gate<T, Other> as() const {
-    return {typename Other::template AnyRows<const T>(rows), typename Other::template AnyRows<T>(gradients), gating};
+    return {typename Other::template AnyRows<const T>(rows), typename Other::template AnyRows<T>(gradients), gating,
+            casting};
   }
 
   template <int kPacks>
@@ -67,13 +70,14 @@ struct Gate {
 
   __device__ GatedTerms<T> terms(const Pack<T>& grad_output, const Pack<T>& input, const Activated<T>& a) const {
     const Numbers<T> dy = to_compute<T>(grad_output), x = to_compute<T>(input);
-    GatedTerms<T> terms = {dy, x, dy, a.value, x};
+    GatedTerms<T> terms = {dy, x, dy, a.value, a.slope, x};
 #pragma unroll
     for (int i = 0; i < kPack<T>; i++) {
       terms.dy.element[i] *= gating.norm_before_gate ? a.value.element[i] : 1;
       terms.h.element[i] *= gating.norm_before_gate ? 1 : a.value.element[i];
       terms.sloped_input.element[i] *= a.slope.element[i];
     }
+    cast<T>(terms.dy, casting.multiplied);  // gated first, dy is a number of T
     return terms;
   }
 
@@ -81,13 +85,33 @@ struct Gate {
   __device__ void finish(Numbers<T>& dh, const GatedTerms<T>& terms, const Numbers<T>& scale,
                          const RowFactors<compute_t<T>>& factors, Row row, Index column, Index count) const {
     Numbers<T> dg = terms.sloped_input;
+    if (sizeof(T) == 2 && gating.norm_before_gate && (casting.normalized || casting.multiplied)) {
+      keep_order();  // see cast()
+      dg = normalized(terms, scale, factors.rstd);
 #pragma unroll
-    for (int i = 0; i < kPack<T>; i++) {
-      const compute_t<T> dy = terms.grad_output.element[i] * (factors.rstd * scale.element[i]);
-      dg.element[i] *= gating.norm_before_gate ? dy : dh.element[i];
-      dh.element[i] *= gating.norm_before_gate ? 1 : terms.a.element[i];
+      for (int i = 0; i < kPack<T>; i++) dg.element[i] *= terms.grad_output.element[i] * terms.slope.element[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) {
+        const compute_t<T> dy = terms.grad_output.element[i] * (factors.rstd * scale.element[i]);
+        dg.element[i] *= gating.norm_before_gate ? dy : dh.element[i];
+        dh.element[i] *= gating.norm_before_gate ? 1 : terms.a.element[i];
+      }
     }
     if (row != nullptr) store_numbers(gradients, row, column, count, dg);
+  }
+
+ private:
+  // h * rstd * w, as the forward rounds it on the way.
+  __device__ Numbers<T> normalized(const GatedTerms<T>& terms, const Numbers<T>& scale, compute_t<T> rstd) const {
+    Numbers<T> n;
+#pragma unroll
+    for (int i = 0; i < kPack<T>; i++) n.element[i] = terms.h.element[i] * rstd;
+    cast<T>(n, casting.normalized);
+#pragma unroll
+    for (int i = 0; i < kPack<T>; i++) n.element[i] *= scale.element[i];
+    cast<T>(n, casting.multiplied);
+    return n;
   }
 };
 
@@ -145,7 +169,7 @@ void launch_gated_rms_norm_backward(const GatedRmsNormBackwardArgs& args, const 
     const auto backward = backward_of<T, T>(args);
     const Gate<T, General> gate = {any_rows_of<const T>(args.gate, args.gate_dtype, args.gate_rows, args.cols),
                                    any_rows_of<T>(args.grad_gate, args.gate_dtype, args.grad_gate_rows, args.cols),
-                                   args.gating};
+                                   args.gating, args.casting};
     if constexpr (kPacks == 0) {
       launch(gated_rms_norm_backward_any_width_kernel<T>, shape, stream, backward, gate);
     } else {

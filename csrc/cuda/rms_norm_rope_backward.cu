@@ -12,6 +12,7 @@ struct RotatedBack : NoGate {
   static constexpr bool kTakesResidual = false;
 
   const RotationOf<T>& rotation;
+  bool casts;
 
   template <int kPacks>
   struct Gradients {
@@ -56,8 +57,11 @@ struct RotatedBack : NoGate {
     for (int p = 0; p < kPacks; p += 2) {
       Numbers<T> slot[2] = {to_compute<T>(grad_output[p]), to_compute<T>(grad_output[p + 1])};
       rotation.template rotate<Access, true>(slot, row, is_row, columns, first + p);
-      gradients.of_pack[p] = slot[0];
-      gradients.of_pack[p + 1] = slot[1];
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        cast<T>(slot[t], casts);  // where nothing is rotated, it is a number of T
+        gradients.of_pack[p + t] = slot[t];
+      }
       keep_few_registers<kPacks>();
     }
     return gradients;
@@ -68,14 +72,15 @@ struct RotatedBack : NoGate {
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_blocks(kPacks))
     rms_norm_rope_backward_kernel(const Backward<T, T, Access> args, const RotationOf<T> rotation) {
-  backward_rows<kPacks>(args, HeldRotatedColumns<T, kPacks>(args.cols, rotation), RotatedBack<T, Access>{{}, rotation});
+  backward_rows<kPacks>(args, HeldRotatedColumns<T, kPacks>(args.cols, rotation),
+                        RotatedBack<T, Access>{{}, rotation, args.casting.multiplied});
 }
 
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads, 1)
     rms_norm_rope_backward_any_width_kernel(const Backward<T, T, General> args, const RotationOf<T> rotation) {
   backward_rows_of_any_width(args, RotatedColumns<T, int64_t>(args.cols, rotation),
-                             RotatedBack<T, General>{{}, rotation});
+                             RotatedBack<T, General>{{}, rotation, args.casting.multiplied});
 }
 
 struct RopeKernels {

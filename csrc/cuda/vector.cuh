@@ -191,6 +191,17 @@ __device__ Elements<T, kPack<R>> from_compute(const Numbers<R>& numbers) {
   return elements;
 }
 
+// Rounded to T, where that is asked for and T has 16 bits. A kernel is told so for all of its threads.
+template <class T, class R>
+__device__ void cast(Numbers<R>& numbers, bool is_wanted) {
+  if constexpr (sizeof(T) == 2) {
+    if (is_wanted) {
+      keep_order();  // makes the compiler jump over the conversions, instead of choosing between the results
+      numbers = to_compute<R>(from_compute<T>(numbers));
+    }
+  }
+}
+
 // weight + offset for a pack of T, or ones without a weight. The weight's dtype is the same for all threads, so that
 // the choice costs a jump, not a kernel for each pair of dtypes.
 template <class T, class Index>
