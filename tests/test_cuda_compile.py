@@ -91,11 +91,12 @@ def test_forwards_start_early_and_wait_before_they_access_memory(kernels: dict[s
 
 
 def test_code_is_short(kernels: dict[str, Kernel]) -> None:
-    """What decoding runs has to be fetched each time; the widest backward takes far longer than its code."""
+    """What decoding runs, all of it forwards, has to be fetched each time; the widest backward takes far longer than
+    its code. A backward has code that rounds on the way besides, which is jumped over where nothing is rounded."""
     plain = {name: kernel for name, kernel in kernels.items() if "Plain" in name}
     assert len(plain) > 100
     for name, kernel in plain.items():
-        most = 80 if re.search(r"backward_kernel<(b?float16), \1, 16,", name) else 64
+        most = 112 if re.search(r"backward_kernel<b?float16, \w+, 16,", name) else 72 if "backward" in name else 64
         assert len(kernel.instructions) * cuda_code.INSTRUCTION_BYTES <= most << 10, name
 
 
