@@ -35,20 +35,11 @@ using namespace normops::cuda;
 
 // Of the structs that structures.py reads, in its order.
 extern const int64_t structure_bytes[];
-const int64_t structure_bytes[] = {sizeof(RowLayout),
-                                   sizeof(Gating),
-                                   sizeof(Casting),
-                                   sizeof(Weight),
-                                   sizeof(RmsNormArgs),
-                                   sizeof(RmsNormBackwardArgs),
-                                   sizeof(AddRmsNormArgs),
-                                   sizeof(GatedRmsNormArgs),
-                                   sizeof(GatedRmsNormBackwardArgs),
-                                   sizeof(Rotation),
-                                   sizeof(RmsNormRopeArgs),
-                                   sizeof(RmsNormRopeBackwardArgs),
-                                   sizeof(Device),
-                                   sizeof(RowConfig)};
+const int64_t structure_bytes[] = {sizeof(RowLayout),      sizeof(Gating),           sizeof(Casting),
+                                   sizeof(Weight),         sizeof(RmsNormArgs),      sizeof(RmsNormBackwardArgs),
+                                   sizeof(AddRmsNormArgs), sizeof(GatedRmsNormArgs), sizeof(GatedRmsNormBackwardArgs),
+                                   sizeof(Rotation),       sizeof(RmsNormRopeArgs),  sizeof(RmsNormRopeBackwardArgs),
+                                   sizeof(Device),         sizeof(RowConfig)};
 
 const char* rms_norm(const RmsNormArgs* args, const Device* device) {
   return message_of([&] { launch_rms_norm(*args, *device, nullptr); });
