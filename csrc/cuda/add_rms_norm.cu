@@ -69,11 +69,11 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
     load_packs<R>(x[r], addition.input, addition.input.row(rows.first, rows.further(r)), rows.has(r), columns);
+    addition.round_products(x[r]);  // with the other packs in registers, there would be too few for it
     load_packs<R>(h[r], addition.residual, addition.residual.row(rows.first, rows.further(r)), rows.has(r), columns);
   }
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
-    addition.round_products(x[r]);
     R* const target = columns.of_row(addition.residual_out.row(rows.first, rows.further(r)));
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
