@@ -318,6 +318,19 @@ def test_rounding_on_the_way(
         check_rope(kernels, rotated(case, way, pack, casting_mode="llama"), on)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("packs", [40, PACKS[-1]])
+def test_products_are_rounded_in_the_mean_of_a_row(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
+    """All of them alike, and grad_input is next to 0: in other rows that are wide, what is rounded averages out."""
+    shape = (2, packs * pack_elements(dtype))
+    input, grad_output, weight = torch.ones(shape), torch.full(shape, 1.11), torch.full(shape[1:], 1.11)
+    tensors = grad_output.to(dtype), input.to(dtype)
+    keywords: dict[str, Any] = {"weight": weight.to(dtype), "eps": EPS, "casting_mode": "llama"}
+    actual, _ = kernels.rms_norm_backward(*tensors, **keywords, output_mask=(True, False))
+    assert actual is not None
+    oracle.assert_within(actual, oracle.rms_norm_backward(*tensors, shape[1:], **keywords).grad_input, "grad_input")
+
+
 @pytest.mark.parametrize("casting_mode", CASTING_MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_scaled_sums_of_wide_types(kernels: Kernels, dtype: torch.dtype, casting_mode: str) -> None:
