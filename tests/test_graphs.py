@@ -48,12 +48,13 @@ def test_one_operator_each_way(variant: Variant, has_weight: bool, groups: int, 
 
         # What is the gradient of two inputs has to be converted where they have two dtypes.
         is_shared = len(named(operator.gradient).outputs) < len(operator.inputs) - len(operator.tables)
+        scaled = ["aten.mul.Scalar"] if variant.flags.get("alpha", 1.0) != 1.0 else []
         assert_one_operator_each_way(
             traced,
             device,
             f"normops.{operator}.default",
             f"normops.{operator.gradient}.default",
-            others=["aten._to_copy.default"] if dtypes and is_shared else [],
+            others=[*scaled, *(["aten._to_copy.default"] if dtypes and is_shared else [])],
         )
 
 
