@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
 
 // Rows of any width: the sum is read again where it was written.
 template <class T, class R>
-__global__ void __launch_bounds__(kAnyWidth.threads)
+__global__ void __launch_bounds__(kAnyWidth.threads, 1)
     add_rms_norm_any_width_kernel(const Forward<T, R, General> args, const Addition<T, R, General> addition) {
   const int64_t row = BlockRows(args.groups.count, 1).first;
   const T* const x = addition.input.row(row);
