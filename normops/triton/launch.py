@@ -73,7 +73,10 @@ class Casting(NamedTuple):
 def casting_constants(casting: Casting, output: Rows | NestedRows, compute: tl.dtype) -> dict[str, tl.dtype]:
     """The types that they are cast to, as kernels take them: the one computed in changes nothing."""
     dtype = _TYPES[output.tensor.dtype]
-    return {name: dtype if is_cast else compute for name, is_cast in casting._asdict().items()}
+    return {
+        "normalized": dtype if casting.normalized else compute,
+        "multiplied": dtype if casting.multiplied else compute,
+    }
 
 
 def rotation_arguments(rotation: Rotation) -> tuple[Tensor | int, ...]:
