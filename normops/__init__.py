@@ -27,6 +27,7 @@ from normops.inductor import inductor_options
 from normops.modules import GatedRMSNorm, RMSNorm
 
 _warn_if_newer(_torch.__version__)
+_import_or_warn("normops.compile_cache", "torch")
 _import_or_warn("normops.vmap", "torch")
 _after_import("torch.utils.flop_counter", "normops.flops")
 _after_import("torch.distributed.tensor", "normops.sharding")

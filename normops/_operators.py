@@ -39,6 +39,12 @@ def name_of(op: Operator) -> str:
 
 
 @cache
+def schema_of(op: Operator) -> str:
+    """What it is declared as."""
+    return str(op._schema)
+
+
+@cache
 def arguments_of(op: Operator) -> tuple[str, ...]:
     """The names of its arguments, in their order."""
     return tuple(argument.name for argument in op._schema.arguments)

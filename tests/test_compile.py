@@ -260,18 +260,60 @@ print(json.dumps([counters["aot_autograd"], counters["inductor"]]))
 """
 
 
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+def run_training(cache: Path, before: str = "") -> tuple[dict[str, int], dict[str, int]]:
+    """What AOTAutograd and Inductor count in a process of its own, which has `before` done once normops is imported."""
     environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
     }
-    command = [sys.executable, "-c", TRAINING]
-    first, second = (
-        json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
-        for _ in range(2)
+    command = [sys.executable, "-c", f"import normops\n{before}\n{TRAINING}"]
+    aot_autograd, inductor = json.loads(
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
     )
-    assert (first[0]["autograd_cache_miss"], first[0]["autograd_cache_saved"]) == (1, 1)
-    assert (second[0]["autograd_cache_hit"], second[1]["fxgraph_cache_hit"]) == (1, 2)  # the graphs each way
-    assert "autograd_cache_miss" not in second[0]
-    assert "fxgraph_cache_miss" not in second[1]
+    return aot_autograd, inductor
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a process that has compiled."""
+    cache = tmp_path_factory.mktemp("cache")
+    aot_autograd, inductor = run_training(cache)
+    assert (aot_autograd["autograd_cache_miss"], aot_autograd["autograd_cache_saved"]) == (1, 1)
+    assert inductor["fxgraph_cache_miss"] == 2  # the graphs each way
+    return cache
+
+
+def test_a_second_process_compiles_nothing(cache: Path) -> None:
+    aot_autograd, inductor = run_training(cache)
+    assert (aot_autograd["autograd_cache_hit"], inductor["fxgraph_cache_hit"]) == (1, 2)
+    assert "autograd_cache_miss" not in aot_autograd
+    assert "fxgraph_cache_miss" not in inductor
+
+
+def test_what_was_compiled_for_other_operators_is_not_found(cache: Path) -> None:
+    """It would be called with the arguments of before: keys have an operator's name, and not its schema."""
+    with_other_schemas = """
+import torch
+from normops.compile_cache import tag_of
+torch.compiler.config.cache_key_tag = tag_of(["normops::rms_norm(Tensor input) -> Tensor"])
+"""
+    aot_autograd, inductor = run_training(cache, with_other_schemas)
+    assert (aot_autograd["autograd_cache_miss"], inductor["fxgraph_cache_miss"]) == (1, 2)
+
+
+def test_a_tag_of_the_caches_is_kept() -> None:
+    program = """
+import normops, torch
+print(torch.compiler.config.cache_key_tag)
+with normops.override_torch():
+    print(torch.compiler.config.cache_key_tag)
+print(torch.compiler.config.cache_key_tag)
+"""
+    environment = os.environ | {"TORCH_COMPILE_CACHE_KEY_TAG": "theirs"}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    before, during, after = ran.stdout.split()
+    assert before == after
+    assert before.startswith("theirs,normops-")
+    assert during == f"{before},normops.override_torch"

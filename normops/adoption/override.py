@@ -1,11 +1,11 @@
 """normops under torch's own rms_norm."""
 
 import sys
-from typing import Any
 
 import torch
 
 from normops import _C
+from normops._cache_tags import add_tag, remove_tag
 from normops._switch import Switch
 
 _registration: _C.Registration | None = None
@@ -54,13 +54,12 @@ def _switch(enabled: bool) -> None:
     global _registration
     if enabled == overrides_torch():
         return
-    config: Any = torch.compiler.config
     if _registration is None:
         _registration = _C.override_torch()
-        config.cache_key_tag += _CACHE_KEY_TAG
+        add_tag(_CACHE_KEY_TAG)
     else:
         _registration.close()
         _registration = None
-        config.cache_key_tag = config.cache_key_tag.replace(_CACHE_KEY_TAG, "")
+        remove_tag(_CACHE_KEY_TAG)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
