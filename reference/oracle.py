@@ -175,7 +175,8 @@ def _normed(t: _Terms, dtype: torch.dtype | None, h_roundings: float = 0.0, h_un
 
 
 def _rstd_underflow(t: _Terms, h_underflow: Array | float) -> Array:
-    return t.rstd**3 * (np.abs(t.h) * h_underflow).sum(1, keepdims=True) / max(t.h.shape[1], 1)
+    off = t.rstd**3 * (np.abs(t.h) * h_underflow).sum(1, keepdims=True) / max(t.h.shape[1], 1)
+    return np.where(t.rstd == 0, 0.0, off)  # of rows with an infinity
 
 
 def _grad_input(
