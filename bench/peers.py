@@ -462,14 +462,13 @@ def _rotated_and_compiled(operator: str) -> Builder:
 _NORM_THEN_ROTATION = _rotated_with_autograd(then_rotate(normops_rms_norm))
 
 
-# Norms that round as a model does. Models rotate what they have rounded in an operation of their own.
-_IN_ORDER = {
-    name: build
-    for name, build in _with_autograd(
-        normops_rms_norm_in_order, normops_add_rms_norm_in_order, normops_gated_rms_norm_in_order
-    ).items()
-    if "rope" not in name
-}
+def _but_rotated(builders: Mapping[str, Builder]) -> dict[str, Builder]:
+    """Models rotate what they have rounded in an operation of their own."""
+    return {name: build for name, build in builders.items() if "rope" not in name}
+
+
+# Norms that round as a model does.
+_IN_ORDER = _with_autograd(normops_rms_norm_in_order, normops_add_rms_norm_in_order, normops_gated_rms_norm_in_order)
 
 
 def _in_triton(build: Builder) -> Builder:
@@ -497,8 +496,8 @@ PEERS = (
         has_bounds=True,
     ),
     UNFUSED,
-    Peer("normops, llama", _IN_ORDER),
-    Peer("normops, weight", {name: _with_autograd(normops_rms_norm_then_weight)[name] for name in _IN_ORDER}),
+    Peer("normops, llama", _but_rotated(_IN_ORDER)),
+    Peer("normops, weight", _but_rotated(_with_autograd(normops_rms_norm_then_weight))),
     Peer("normops, rotation", _NORM_THEN_ROTATION),
     Peer(
         "normops, rotation-compiled",

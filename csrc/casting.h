@@ -10,6 +10,8 @@ namespace normops {
 struct Casting {
   bool normalized;  // the normalized input, before it is multiplied by the weight
   bool multiplied;  // the product with the weight, before it is gated or rotated; alpha * input, before it is added
+
+  constexpr bool any() const { return normalized || multiplied; }
 };
 
 constexpr std::string_view kNoCasting = "gemma";

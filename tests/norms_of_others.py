@@ -1,7 +1,13 @@
 """RMSNorms as other people write them, for the tests of normops.patch."""
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+import normops
 
 
 class LlamaNorm(nn.Module):
@@ -207,3 +213,15 @@ def model(norm: type[nn.Module] = LlamaNorm, layers: int = 2) -> nn.Sequential:
         if "norm" in name:
             nn.init.uniform_(parameter, -0.5, 1.5)
     return blocks
+
+
+def patched_pair(make: Callable[[], nn.Module], dtype: torch.dtype, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A norm with a random weight, and the same patched."""
+    torch.manual_seed(0)
+    original = make()
+    for parameter in original.parameters():
+        nn.init.uniform_(parameter, -0.5, 1.5)
+    original.to(dtype)
+    patched = copy.deepcopy(original)
+    assert len(normops.patch(patched, strict=True, **options).patched) == 1
+    return original, patched

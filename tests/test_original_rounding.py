@@ -1,6 +1,5 @@
 """rounding="original": the bits of a model, which rounds in an order of its own."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,10 +21,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 import normops
 from normops.inductor import Rounding
+from reference.cases import HALVES
 
 SIZE = 64
 EPS = 1e-6
-HALVES = (torch.float16, torch.bfloat16)
 
 every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 
@@ -45,18 +44,6 @@ GATED = (
     Theirs(partial(Qwen3NextRMSNormGated, SIZE, eps=EPS), "gated_rms_norm", 2),
 )
 every_norm = pytest.mark.parametrize("theirs", [*PLAIN, *GATED], ids=lambda theirs: type(theirs.make()).__name__)
-
-
-def pair(make: Callable[[], nn.Module], dtype: torch.dtype, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A norm with a random weight, and the same patched."""
-    torch.manual_seed(0)
-    original = make()
-    for parameter in original.parameters():
-        nn.init.uniform_(parameter, -0.5, 1.5)
-    original.to(dtype)
-    patched = copy.deepcopy(original)
-    assert len(normops.patch(patched, strict=True, **options).patched) == 1
-    return original, patched
 
 
 def inputs(dtype: torch.dtype, count: int = 1, rows: int = 512) -> list[Tensor]:
@@ -80,8 +67,8 @@ def with_gradients(module: Callable[..., Tensor], tensors: list[Tensor]) -> list
 def test_bits_of_transformers(theirs: Theirs, dtype: torch.dtype) -> None:
     """Of the result, and of the gradients of what has the shape of the input."""
     tensors = inputs(dtype, theirs.arguments)
-    original, patched = pair(theirs.make, dtype, rounding="original")
-    _, once = pair(theirs.make, dtype)
+    original, patched = others.patched_pair(theirs.make, dtype, rounding="original")
+    _, once = others.patched_pair(theirs.make, dtype)
     expected = with_gradients(original, tensors)
     for actual, one_rounding, own in zip(
         with_gradients(patched, tensors), with_gradients(once, tensors), expected, strict=True
@@ -94,7 +81,7 @@ def test_bits_of_transformers(theirs: Theirs, dtype: torch.dtype) -> None:
 @every_half
 def test_bits_are_those_of_a_statistic_nearby(theirs: Theirs, dtype: torch.dtype) -> None:
     """The float32 sum of squares has more than one order; whatever else happens in a row is what the model does."""
-    original, patched = pair(theirs.make, dtype, rounding="original")
+    original, patched = others.patched_pair(theirs.make, dtype, rounding="original")
     (x,) = inputs(dtype)
     assert_of_a_statistic_nearby(patched(x), x, original.get_parameter("weight"))
 
@@ -111,7 +98,7 @@ def assert_of_a_statistic_nearby(y: Tensor, x: Tensor, weight: Tensor) -> None:
 @every_norm
 @every_half
 def test_one_operator_each_way(theirs: Theirs, dtype: torch.dtype) -> None:
-    _, patched = pair(theirs.make, dtype, rounding="original")
+    _, patched = others.patched_pair(theirs.make, dtype, rounding="original")
     graphs = trace(patched, *(tensor.requires_grad_() for tensor in inputs(dtype, theirs.arguments)), dynamic=False)
     assert graphs.backward is not None
     assert computed_besides_views(graphs.forward) == [f"normops.{theirs.operator}.default"]
@@ -121,12 +108,12 @@ def test_one_operator_each_way(theirs: Theirs, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("norm", others.NORMS)
 @every_half
 def test_bits_of_others(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
-    original, patched = pair(partial(norm, SIZE), dtype, rounding="original")
+    original, patched = others.patched_pair(partial(norm, SIZE), dtype, rounding="original")
     x = inputs(dtype)[0].view(-1, 2, SIZE)
     assert any(name.startswith("normops::") for name in operators_run(lambda: patched(x)))
     assert share_that_differs(patched(x), original(x)) < 5e-4
     # torch's own and those that round once have them in either way.
-    _, once = pair(partial(norm, SIZE), dtype)
+    _, once = others.patched_pair(partial(norm, SIZE), dtype)
     rounds_twice = norm in (others.LlamaNorm, others.T5Norm)
     assert (share_that_differs(once(x), original(x)) > 0.1) == rounds_twice
 
@@ -134,7 +121,7 @@ def test_bits_of_others(norm: Callable[[int], nn.Module], dtype: torch.dtype) ->
 @pytest.mark.parametrize("norm", [others.LlamaNorm, others.T5Norm, others.GroupedNorm])
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_where_dtypes_differ(norm: Callable[[int], nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
-    original, patched = pair(partial(norm, SIZE), weight_dtype, rounding="original")
+    original, patched = others.patched_pair(partial(norm, SIZE), weight_dtype, rounding="original")
     (x,) = inputs(dtype)
     y, expected = patched(x), original(x)
     assert y.dtype == expected.dtype
@@ -146,7 +133,9 @@ def test_where_dtypes_differ(norm: Callable[[int], nn.Module], dtype: torch.dtyp
 @pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_gated_norm_with_a_wider_weight(gate_dtype: torch.dtype) -> None:
     """Its product with the weight is float32, and not rounded before the gate."""
-    original, patched = pair(partial(Qwen3NextRMSNormGated, SIZE, eps=EPS), torch.float32, rounding="original")
+    original, patched = others.patched_pair(
+        partial(Qwen3NextRMSNormGated, SIZE, eps=EPS), torch.float32, rounding="original"
+    )
     x, gate = inputs(torch.bfloat16, 2)
     y = patched(x, gate.to(gate_dtype))
     assert share_that_differs(y, original(x, gate.to(gate_dtype))) < 5e-4
@@ -171,7 +160,7 @@ class RoundedOffset(others.GemmaNorm):
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_an_offset_is_added_without_rounding(weight_dtype: torch.dtype) -> None:
-    original, patched = pair(partial(OffsetTwice, SIZE), weight_dtype, rounding="original")
+    original, patched = others.patched_pair(partial(OffsetTwice, SIZE), weight_dtype, rounding="original")
     (x,) = inputs(torch.bfloat16)
     assert share_that_differs(patched(x), original(x)) < 5e-4
     assert operators_run(lambda: patched(x)) == ["normops::rms_norm"]
@@ -217,7 +206,7 @@ def tensors(dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> tupl
 @pytest.mark.parametrize("theirs", PLAIN, ids=lambda theirs: type(theirs.make()).__name__)
 @every_half
 def test_compiled_bits_of_transformers(theirs: Theirs, dtype: torch.dtype) -> None:
-    original, _ = pair(theirs.make, dtype)
+    original, _ = others.patched_pair(theirs.make, dtype)
     (x,) = inputs(dtype)
     compiled, graphs = compiled_with_passes(original, rounding="original")
     results = with_gradients(compiled, [x])

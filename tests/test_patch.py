@@ -7,6 +7,7 @@ import pickle
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import norms_of_others as others
@@ -27,18 +28,6 @@ SIZE = 64
 ROUNDED = (torch.float16, torch.bfloat16)
 
 
-def pair(norm: Callable[[int], nn.Module], dtype: torch.dtype, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A norm with a random weight, and the same patched."""
-    torch.manual_seed(0)
-    original = norm(SIZE)
-    for parameter in original.parameters():
-        nn.init.uniform_(parameter, -0.5, 1.5)
-    original.to(dtype)
-    patched = copy.deepcopy(original)
-    assert len(normops.patch(patched, strict=True, **options).patched) == 1
-    return original, patched
-
-
 def rows(*batch: int, dtype: torch.dtype = torch.float32) -> Tensor:
     torch.manual_seed(1)
     return torch.randn(*batch, 2, SIZE).to(dtype)
@@ -52,7 +41,7 @@ def uses_normops(module: nn.Module, x: Tensor) -> bool:
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_computes_the_same(norm: Callable[[int], nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
-    original, patched = pair(norm, weight_dtype)
+    original, patched = others.patched_pair(partial(norm, SIZE), weight_dtype)
     x = rows(8, dtype=dtype)
     y, expected = patched(x), original(x)
     assert uses_normops(patched, x)
@@ -68,7 +57,7 @@ def test_computes_the_same(norm: Callable[[int], nn.Module], dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 def test_one_rounding_is_nearer_to_the_exact_result(dtype: torch.dtype) -> None:
-    original, patched = pair(LlamaNorm, dtype)
+    original, patched = others.patched_pair(partial(LlamaNorm, SIZE), dtype)
     x = rows(256, dtype=dtype)
     weight = patched.get_parameter("weight")
     exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
@@ -80,7 +69,7 @@ def test_one_rounding_is_nearer_to_the_exact_result(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", others.NORMS)
 def test_gradients(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
-    original, patched = pair(norm, dtype)
+    original, patched = others.patched_pair(partial(norm, SIZE), dtype)
     grads = []
     for module in (original, patched):
         x = rows(8, dtype=dtype).requires_grad_()
@@ -415,7 +404,7 @@ def test_hooks_of_accelerate(first: str) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("norm", others.NORMS)
 def test_one_operator_in_compiled_graphs(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
-    _, patched = pair(norm, torch.float32)
+    _, patched = others.patched_pair(partial(norm, SIZE), torch.float32)
     graphs = trace(patched, rows(8).requires_grad_(), dynamic=dynamic)
     assert graphs.backward is not None
     # A weight per group is the module's in another shape.

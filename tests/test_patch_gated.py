@@ -101,18 +101,6 @@ def _all() -> list[Any]:
 every_norm = pytest.mark.parametrize("gated", _all())
 
 
-def pair(gated: Gated, dtype: torch.dtype, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """The norm with a random weight, and the same patched."""
-    torch.manual_seed(0)
-    original = gated.make()
-    for parameter in original.parameters():
-        nn.init.uniform_(parameter, -0.5, 1.5)
-    original.to(dtype)
-    patched = copy.deepcopy(original)
-    assert len(normops.patch(patched, strict=True, **options).patched) == 1
-    return original, patched
-
-
 def inputs(dtype: torch.dtype, gate_dtype: torch.dtype | None = None, batch: int = 4) -> tuple[Tensor, Tensor]:
     """Slices of one projection, where they have one dtype."""
     torch.manual_seed(1)
@@ -137,7 +125,7 @@ def test_recognised(gated: Gated) -> None:
 
 @every_norm
 def test_the_same_in_float32(gated: Gated) -> None:
-    original, patched = pair(gated, torch.float32)
+    original, patched = others.patched_pair(gated.make, torch.float32)
     results, expected = run_with_gradients(patched, torch.float32), run_with_gradients(original, torch.float32)
     assert operators_run(lambda: patched(*inputs(torch.float32))) == ["normops::gated_rms_norm"]
     torch.testing.assert_close(results[0], expected[0], rtol=1e-5, atol=0.0)
@@ -151,7 +139,7 @@ def test_the_same_in_float32(gated: Gated) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_as_near_as_its_roundings_let_it_be(gated: Gated, dtype: torch.dtype) -> None:
     """Those of the module and one of normops, half a unit in the last place each."""
-    original, patched = pair(gated, dtype)
+    original, patched = others.patched_pair(gated.make, dtype)
     x, gate = inputs(dtype, batch=64)
     y, expected = patched(x, gate), original(x, gate)
     assert y.dtype == expected.dtype == dtype
@@ -163,7 +151,7 @@ def test_as_near_as_its_roundings_let_it_be(gated: Gated, dtype: torch.dtype) ->
 
 @every_norm
 def test_gradients_in_bfloat16(gated: Gated) -> None:
-    original, patched = pair(gated, torch.bfloat16)
+    original, patched = others.patched_pair(gated.make, torch.bfloat16)
     eps = torch.finfo(torch.bfloat16).eps
     results, expected = run_with_gradients(patched, torch.bfloat16), run_with_gradients(original, torch.bfloat16)
     for actual, theirs in zip(results, expected, strict=True):
@@ -173,7 +161,7 @@ def test_gradients_in_bfloat16(gated: Gated) -> None:
 
 @every_norm
 def test_any_dtypes(gated: Gated) -> None:
-    original, patched = pair(gated, torch.float64)
+    original, patched = others.patched_pair(gated.make, torch.float64)
     for dtype, gate_dtype, weight_dtype in product(DTYPES, repeat=3):
         x, gate = inputs(dtype, gate_dtype)
         y, expected = patched.to(weight_dtype)(x, gate), original.to(weight_dtype)(x, gate)
@@ -192,11 +180,11 @@ def test_original_rounding_has_the_original_bits(gated: Gated, dtype: torch.dtyp
         reason = 'rounds in an order of its own, which rounding="original" does not have'
         assert list(normops.patch(gated.make(), rounding="original").skipped.values()) == [f"GateFirstNorm: {reason}"]
         return
-    original, patched = pair(gated, dtype, rounding="original")
+    original, patched = others.patched_pair(gated.make, dtype, rounding="original")
     x, gate = inputs(dtype, batch=256)
     assert any(name.startswith("normops::") for name in operators_run(lambda: patched(x, gate)))
     assert float((patched(x, gate) != original(x, gate)).float().mean()) < 5e-4
-    _, once = pair(gated, dtype)
+    _, once = others.patched_pair(gated.make, dtype)
     assert (float((once(x, gate) != original(x, gate)).float().mean()) > 0.1) == (gated.roundings > 1)
 
 
@@ -225,7 +213,7 @@ def test_called_as_before(gated: Gated) -> None:
 @every_norm
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_one_operator_in_compiled_graphs(gated: Gated, dynamic: bool) -> None:
-    _, patched = pair(gated, torch.float32)
+    _, patched = others.patched_pair(gated.make, torch.float32)
     tensors = (tensor.contiguous().requires_grad_() for tensor in inputs(torch.float32))
     graphs = trace(patched, *tensors, dynamic=dynamic)
     assert graphs.backward is not None

@@ -37,8 +37,10 @@ struct Derivative<AddRmsNorm> {
     }
     const auto& [grad_sum, grad_weight] = gradients;
     // Autograd converts it to the input's dtype, where that is another.
-    const Tensor grad_input = saved.alpha == 1.0 || !needed[0] ? grad_sum : grad_sum * saved.alpha;
-    return {needed[0] ? grad_input : Tensor(), needed[1] ? grad_sum : Tensor(), grad_weight};
+    const auto grad_input = [&, &grad_sum = grad_sum] {
+      return saved.alpha == 1.0 ? grad_sum : grad_sum * saved.alpha;
+    };
+    return {needed[0] ? grad_input() : Tensor(), needed[1] ? grad_sum : Tensor(), grad_weight};
   }
 };
 

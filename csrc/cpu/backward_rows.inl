@@ -246,7 +246,6 @@ class BackwardRows {
   BackwardRows(const Args& args, const Region& region)
       : args_(args),
         region_(region),
-        casts_(args.casting.normalized || args.casting.multiplied),
         prefetches_(kMayPrefetch && region.rows * region.groups * args.cols * Source::kAllBytes > kPrefetchBytes &&
                     (args.cols * static_cast<int64_t>(sizeof(R)) > kReadAheadRowBytes || args.weight.groups > 1 ||
                      Source::kCostly)),
@@ -283,14 +282,15 @@ class BackwardRows {
   }
 
   void sum(Tile& tile) const {
-    choose<kForEitherCast>(
-        casts_, [&](auto casts) { sum_tile<Source>(args_, tile, kMayPrefetch && prefetches_ && !streams_, casts); });
+    choose<kForEitherCast>(args_.casting.any(), [&](auto casts) {
+      sum_tile<Source>(args_, tile, kMayPrefetch && prefetches_ && !streams_, casts);
+    });
   }
 
   // The second pass, over columns [begin, end) of the tile's rows: writes what is wanted of them, and adds their share
   // of grad_weight to the partials. `ahead` is the tile that comes next, to be prefetched.
   void write(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end) const {
-    choose<kForEitherCast>(casts_, [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
+    choose<kForEitherCast>(args_.casting.any(), [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
     if (kMayPrefetch && streams_) finish_stream();
   }
 
@@ -382,7 +382,7 @@ class BackwardRows {
                 // dw += dy * rstd * x
                 // dx = dy * rstd * w - x * c, and what the terms add
                 Block<R> dx;
-                if (sizeof(typename Source::Gradient) == 2 && (casting.normalized || casting.multiplied)) {
+                if (sizeof(typename Source::Gradient) == 2 && casting.any()) {
                   const Block<R> normalized = cast<Source>(part.x * rstd[r], casting.normalized);
                   const Block<R> dy = gradient_of<Source>(part, casting);
                   dw[p] = dw[p] + cast<Source>(dy * normalized, casting.normalized);
@@ -408,7 +408,7 @@ class BackwardRows {
 
   const Args& args_;
   const Region region_;
-  const bool casts_, prefetches_, streams_;
+  const bool prefetches_, streams_;
   const PairedColumns paired_;
   const int64_t held_cols_;
   int tile_rows_;  // the most that a tile has

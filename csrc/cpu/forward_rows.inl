@@ -128,7 +128,7 @@ RowLayout scale_rows(const typename Source::Args& args) {
 // Whether rows of T are rounded on the way to being written.
 template <class T>
 NORMOPS_INLINE bool casts(Casting casting) {
-  return sizeof(T) == 2 && (casting.normalized || casting.multiplied);
+  return sizeof(T) == 2 && casting.any();
 }
 
 // A row whose sum is known, to be written: what its epilogue makes of h * rstd * w. kCasts: see casts().

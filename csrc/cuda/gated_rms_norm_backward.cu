@@ -85,7 +85,7 @@ struct Gate {
   __device__ void finish(Numbers<T>& dh, const GatedTerms<T>& terms, const Numbers<T>& scale,
                          const RowFactors<compute_t<T>>& factors, Row row, Index column, Index count) const {
     Numbers<T> dg = terms.sloped_input;
-    if (sizeof(T) == 2 && gating.norm_before_gate && (casting.normalized || casting.multiplied)) {
+    if (sizeof(T) == 2 && gating.norm_before_gate && casting.any()) {
       keep_order();  // see cast()
       dg = normalized(terms, scale, factors.rstd);
 #pragma unroll

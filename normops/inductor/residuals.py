@@ -96,7 +96,7 @@ def _options_of(found: _Sum, norm: Node, rounding: Rounding) -> dict[str, Any] |
         return options
     casts = options.get("casting_mode") == "llama"
     if rounding == "original":
-        if found.product is None:  # which torch.add rounds depends on the device
+        if found.product is None:  # whether torch.add rounds it by itself depends on the device
             return None
         if found.add.meta["val"].dtype not in HALVES:
             options["casting_mode"] = "llama"  # the norm itself casts to 16 bits only
