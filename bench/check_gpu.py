@@ -188,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="of other implementations to measure beside")
     given = parser.parse_args(arguments)
+    # A shell that begins this in the background has it ignored, and so the parts would.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / "results", ignore_errors=True)

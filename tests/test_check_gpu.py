@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -143,7 +144,8 @@ def test_the_architecture_is_that_of_torchs_gpu(
 
 
 def test_parts_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them once they have begun, however long that takes."""
+    """Two of them once they have begun, however long that takes. All of it in the background, as a shell begins it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     class LateOnceBegun(subprocess.Popen[str]):
         def wait(self, timeout: float | None = None) -> int:
