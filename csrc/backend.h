@@ -19,7 +19,7 @@ struct BackendKernels {
     check<Overload::functional>(arguments);
     const typename Backend::Guard guard(arguments.input.device());
     Outputs<Operator> outputs = new_outputs(arguments, Backend::empty_contiguous);
-    run(arguments, std::apply([](auto&... output) { return Like<Operator>{&output...}; }, outputs));
+    run(arguments, std::apply([](auto&... output) { return Written<Operator>{&output...}; }, outputs));
     return outputs;
   }
 
@@ -27,16 +27,18 @@ struct BackendKernels {
   static void write(c10::DispatchKeySet, const Operator& arguments, const Targets<Operator>& targets) {
     check_write<overload>(arguments, targets);
     const typename Backend::Guard guard(arguments.input.device());
-    Like<Operator> outputs = arguments.like();
-    for (size_t i = 0; i < outputs.size(); i++) {
-      if (outputs[i]->defined()) outputs[i] = targets[i];
-    }
+    const Like<Operator> like = arguments.like();
+    Written<Operator> outputs;
+    for (size_t i = 0; i < outputs.size(); i++) outputs[i] = &if_wanted(like[i].is_wanted(), *targets[i]);
     run(arguments, outputs);
   }
 
  private:
   template <class Operator>
-  static void run(const Operator& arguments, const Like<Operator>& outputs) {
+  using Written = std::array<const Tensor*, Operator::kOutputs>;  // an undefined one is not wanted
+
+  template <class Operator>
+  static void run(const Operator& arguments, const Written<Operator>& outputs) {
     const auto is_wanted = [](const Tensor* output) { return output->defined(); };
     if (std::none_of(outputs.begin(), outputs.end(), is_wanted)) return;
     if (arguments.input.numel() > 0) {

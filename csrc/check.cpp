@@ -12,7 +12,8 @@ namespace normops {
 namespace {
 
 // torch 2.11 returns strings, later versions views of them.
-std::string dtype_name(const Tensor& tensor) { return std::string(c10::getDtypeNames(tensor.scalar_type()).first); }
+std::string dtype_name(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
+std::string dtype_name(const Tensor& tensor) { return dtype_name(tensor.scalar_type()); }
 
 void check_tensor(const char* op, const char* name, const Tensor& tensor) {
   TORCH_CHECK(tensor.layout() == at::kStrided, op, ": expected ", name,
@@ -65,8 +66,7 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
               ", the device of input, but got ", tensor.device());
 }
 
-void check_norm(const char* op, const Tensor& input, const Norm& norm) {
-  const auto& [normalized_shape, weight, eps, weight_offset, casting_mode] = norm;
+void check_input(const char* op, const Tensor& input, c10::SymIntArrayRef normalized_shape) {
   check_tensor(op, "input", input);
   const int64_t leading = input.dim() - static_cast<int64_t>(normalized_shape.size());
   TORCH_CHECK(!normalized_shape.empty(), op, ": expected normalized_shape to have at least one dimension, but got []");
@@ -76,6 +76,12 @@ void check_norm(const char* op, const Tensor& input, const Norm& norm) {
   };
   TORCH_CHECK(leading >= 0, message());
   check_equal(input.sym_sizes().slice(leading), normalized_shape, message);
+}
+
+void check_norm(const char* op, const Tensor& input, const Norm& norm) {
+  const auto& [normalized_shape, weight, eps, weight_offset, casting_mode] = norm;
+  check_input(op, input, normalized_shape);
+  const int64_t leading = input.dim() - static_cast<int64_t>(normalized_shape.size());
   if (is_given(weight)) {
     check_tensor(op, "weight", *weight);
     const auto weight_message = [&] {
@@ -123,12 +129,28 @@ void check_narrower_or_wider_input(const char* op, const char* name, const Tenso
   (is_16_bits(input) ? check_wider_input : check_narrower_input)(op, name, tensor, input);
 }
 
-void check_out(const char* op, const Named& out, const Tensor& result) {
+void check_numbers_of_rows(const char* op, const char* name, const Tensor& tensor, const Tensor& input,
+                           size_t normalized_dims) {
+  const auto rows = OutputLike::numbers_of_rows(input, normalized_dims);
+  check_tensor(op, name, tensor);
+  TORCH_CHECK(tensor.scalar_type() == rows.scalar_type(), op, ": expected ", name, " to be ",
+              dtype_name(rows.scalar_type()), ", in which ", dtype_name(input), " is computed, but got ",
+              dtype_name(tensor));
+  check_shape(op, name, tensor, rows.sym_sizes(), "a number for each row of input");
+}
+
+void check_row_size(const char* op, const c10::SymInt& size, c10::SymIntArrayRef normalized_shape) {
+  const c10::SymInt cols = c10::multiply_integers(normalized_shape);
+  TORCH_SYM_CHECK(size.sym_ge(cols), op, ": expected size to be that of a whole row, at least the ", cols,
+                  " elements of normalized_shape, but got ", size);
+}
+
+void check_out(const char* op, const Named& out, const OutputLike& result) {
   const Tensor& tensor = *out.tensor;
-  check_device(op, out.name, tensor, result);
+  check_device(op, out.name, tensor, result.argument());
   check_tensor(op, out.name, tensor);
-  TORCH_CHECK(tensor.scalar_type() == result.scalar_type(), op, ": expected ", out.name, " to be ", dtype_name(result),
-              ", but got ", dtype_name(tensor));
+  TORCH_CHECK(tensor.scalar_type() == result.scalar_type(), op, ": expected ", out.name, " to be ",
+              dtype_name(result.scalar_type()), ", but got ", dtype_name(tensor));
   check_shape(op, out.name, tensor, result.sym_sizes(), "the shape of the result");
   if (!has_memory(tensor)) return;
   const auto sizes = tensor.sizes(), strides = tensor.strides();

@@ -24,6 +24,10 @@ const Tensor& value_or_undefined(OptionalTensor&&) = delete;
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
 struct Norm;  // operator.h
+class OutputLike;
+
+// input, and which of its dimensions are normalized.
+void check_input(const char* op, const Tensor& input, c10::SymIntArrayRef normalized_shape);
 
 // input and what all norms have.
 void check_norm(const char* op, const Tensor& input, const Norm& norm);
@@ -43,6 +47,13 @@ void check_wider_dtype(const char* op, const char* name, const Tensor& tensor, c
 // A tensor that has to look like `input`, but one of the two may be float32 beside 16 bits of the other.
 void check_narrower_or_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
+// One number for each row of input, in the dtype that it is computed in.
+void check_numbers_of_rows(const char* op, const char* name, const Tensor& tensor, const Tensor& input,
+                           size_t normalized_dims);
+
+// How many elements a whole row has, of which normalized_shape may be a part.
+void check_row_size(const char* op, const c10::SymInt& size, c10::SymIntArrayRef normalized_shape);
+
 struct Named {
   const char* name;
   const Tensor* tensor;  // may be undefined
@@ -52,7 +63,7 @@ struct Named {
 void check_like(const char* op, const char* name, const Tensor& tensor, const Named& other);
 
 // What is written to: it must look like `result`, with memory for each of its elements.
-void check_out(const char* op, const Named& out, const Tensor& result);
+void check_out(const char* op, const Named& out, const OutputLike& result);
 
 // It may share memory with an input only by being that input.
 void check_overlaps(const char* op, const Named& out, c10::ArrayRef<Named> inputs);

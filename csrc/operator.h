@@ -6,8 +6,7 @@
 //   kOutputs                   how many tensors it returns
 //   members()                  std::tie of the members
 //   check(op)                  throws what is wrong with the arguments, which are on one device, in the name of `op`
-//   like()                     which argument each output looks like, whose shape and dtype it has; an undefined one:
-//                              that output is not wanted
+//   like()                     what each output looks like, see OutputLike
 // and one of its members is the tensor `input`. An in-place overload writes output i over argument i.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -37,12 +36,44 @@ struct Norm {
 
 enum class Overload { functional, out, inplace };
 
+// The shape and the dtype of an output: those of an argument, or those of numbers that are computed of its rows, one of
+// each. If the argument is undefined, that output is not wanted.
+class OutputLike {
+ public:
+  OutputLike(const Tensor* argument) : argument_(argument) {}  // NOLINT: as an argument
+  static OutputLike numbers_of_rows(const Tensor& argument, size_t normalized_dims) {
+    OutputLike result(&argument);
+    result.normalized_dims_ = normalized_dims;
+    return result;
+  }
+
+  bool is_wanted() const { return argument_->defined(); }
+  bool is_of_rows() const { return normalized_dims_ > 0; }
+  const Tensor& argument() const { return *argument_; }
+  c10::SymIntArrayRef sym_sizes() const { return leading(argument_->sym_sizes()); }
+  at::IntArrayRef sizes() const { return leading(argument_->sizes()); }
+  at::ScalarType scalar_type() const {
+    const at::ScalarType dtype = argument_->scalar_type();
+    return !is_of_rows() || dtype == at::kDouble ? dtype : at::kFloat;
+  }
+  at::TensorOptions options() const { return argument_->options().dtype(scalar_type()); }
+
+ private:
+  template <class Sizes>
+  Sizes leading(Sizes sizes) const {
+    return sizes.slice(0, sizes.size() - normalized_dims_);
+  }
+
+  const Tensor* argument_;
+  size_t normalized_dims_ = 0;  // of which an output has none
+};
+
 template <class Operator>
 using Outputs = std::array<Tensor, Operator::kOutputs>;  // an undefined one was not wanted
 template <class Operator>
 using Targets = std::array<Tensor*, Operator::kOutputs>;  // what .out and in-place overloads write to
 template <class Operator>
-using Like = std::array<const Tensor*, Operator::kOutputs>;
+using Like = std::array<OutputLike, Operator::kOutputs>;
 
 namespace detail {
 

@@ -38,13 +38,16 @@ void check_write(const Operator& arguments, const Targets<Operator>& targets) {
   }
   const Like<Operator> like = arguments.like();
   for (size_t i = 0; i < targets.size(); i++) {
-    if (!like[i]->defined()) continue;
+    if (!like[i].is_wanted()) continue;
     const Named target = {target_name<Operator, overload>(i), targets[i]};
-    check_out(op, target, *like[i]);
+    check_out(op, target, like[i]);
     if constexpr (requires { arguments.check_target(op, i, target); }) arguments.check_target(op, i, target);
+    if (like[i].is_of_rows()) {  // which are written while there are rows to be read
+      for (const Named& argument : read) check_disjoint(op, target, argument);
+    }
     check_overlaps(op, target, read);
     for (size_t k = 0; k < i; k++) {
-      if (like[k]->defined()) check_disjoint(op, {target_name<Operator, overload>(k), targets[k]}, target);
+      if (like[k].is_wanted()) check_disjoint(op, {target_name<Operator, overload>(k), targets[k]}, target);
     }
   }
 }
@@ -55,7 +58,7 @@ Outputs<Operator> new_outputs(const Operator& arguments, const Empty& empty_cont
   const Like<Operator> like = arguments.like();
   Outputs<Operator> outputs;
   for (size_t i = 0; i < outputs.size(); i++) {
-    if (like[i]->defined()) outputs[i] = empty_contiguous(*like[i]);
+    if (like[i].is_wanted()) outputs[i] = empty_contiguous(like[i]);
   }
   return outputs;
 }

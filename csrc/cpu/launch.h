@@ -15,7 +15,7 @@ struct CpuBackend {
   struct Guard {
     explicit Guard(c10::Device) {}
   };
-  static Tensor empty_contiguous(const Tensor& like) {
+  static Tensor empty_contiguous(const OutputLike& like) {
     Tensor tensor = at::native::empty_cpu(like.sizes(), like.scalar_type());
     advise_huge_pages(tensor.mutable_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
     return tensor;

@@ -38,7 +38,7 @@ class PartialSums {
         chunks_(chunk_count(problem.rows / problem.groups, rows_per_chunk)),
         partials_(dtype, grad_weight.defined() ? chunks_ * problem.groups * order.held_cols() : 0) {
     if (!grad_weight.defined()) return;
-    sum_ = grad_weight.is_contiguous() ? grad_weight : CpuBackend::empty_contiguous(grad_weight);
+    sum_ = grad_weight.is_contiguous() ? grad_weight : CpuBackend::empty_contiguous(&grad_weight);
     sum_data_ = sum_.mutable_data_ptr();
   }
 

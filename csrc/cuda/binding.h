@@ -2,7 +2,6 @@
 // that they build against any build of torch.
 #pragma once
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "../launch.h"
@@ -13,7 +12,7 @@ namespace normops::cuda {
 // What the operator templates need of a backend besides its launchers.
 struct CudaBackend {
   using Guard = c10::DeviceGuard;
-  static Tensor empty_contiguous(const Tensor& like) { return at::empty_like(like, at::MemoryFormat::Contiguous); }
+  static Tensor empty_contiguous(const OutputLike& like) { return at::empty(like.sizes(), like.options()); }
 };
 
 inline Stream current_stream(const Tensor& tensor) {
@@ -36,7 +35,7 @@ void launch_with_grad_weight(RmsNormBackwardArgs& args, int64_t count, const Ten
   const Tensor partials = at::empty({count, cols}, grad_weight.options().dtype(compute));
   args.grad_weight_partials = partials.mutable_data_ptr();
   launch();
-  const Tensor dw = grad_weight.is_contiguous() ? grad_weight : CudaBackend::empty_contiguous(grad_weight);
+  const Tensor dw = grad_weight.is_contiguous() ? grad_weight : CudaBackend::empty_contiguous(&grad_weight);
   launch_grad_weight(args.dtype, dtype_of(dw), partials.const_data_ptr(), count, cols, dw.mutable_data_ptr(), stream);
   if (!dw.is_same(grad_weight)) grad_weight.copy_(dw);
 }

@@ -2,7 +2,7 @@
 // functions of the Python module normops.triton.
 #include "binding.h"
 
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/utils/pybind.h>
@@ -99,7 +99,7 @@ void launch_forward(const Tensor& input, const OptionalTensor& residual, const N
 
 struct TritonBackend {
   using Guard = c10::DeviceGuard;
-  static Tensor empty_contiguous(const Tensor& like) { return at::empty_like(like, at::MemoryFormat::Contiguous); }
+  static Tensor empty_contiguous(const OutputLike& like) { return at::empty(like.sizes(), like.options()); }
 
   static void launch(const RmsNorm& arguments, const Tensor& output) {
     launch_forward(arguments.input, std::nullopt, arguments.norm, 1.0, output, std::nullopt);
@@ -212,7 +212,9 @@ struct TritonBackend {
 
 python::Registration register_operators(const std::string& dispatch_key) {
   return python::register_kernels("normops", c10::parseDispatchKey(dispatch_key), [](torch::Library& library) {
-    register_all<BackendKernels<TritonBackend>>(library, Operators());
+    register_all<BackendKernels<TritonBackend>>(
+        library, List<RmsNorm, RmsNormBackward, AddRmsNorm, GatedRmsNorm, GatedRmsNormBackward, RmsNormRope,
+                      RmsNormRopeBackward>());
   });
 }
 
