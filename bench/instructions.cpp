@@ -40,6 +40,13 @@ void count_kernels(DType dtype, int64_t rows, int64_t cols) {
         [&] { backward_kernels.backward.rows(without_residual, 0, p.chunks); });
   count("backward+residual", dtype, rows, cols, elements,
         [&] { backward_kernels.backward.rows(p.backward, 0, p.chunks); });
+  count("stats", dtype, rows, cols, elements, [&] { rms_norm_stats_kernels().stats.rows(p.stats, 0, rows); });
+  count("from_stats", dtype, rows, cols, elements,
+        [&] { rms_norm_stats_kernels().from_stats.rows(p.from_stats, 0, rows); });
+  count("backward_stats", dtype, rows, cols, elements,
+        [&] { rms_norm_backward_stats_kernels().stats.rows(p.backward_stats, 0, p.chunks); });
+  count("backward_from_stats", dtype, rows, cols, elements,
+        [&] { rms_norm_backward_stats_kernels().from_stats.rows(p.backward_from_stats, 0, p.chunks); });
   // The gate that is held, and the one that is not.
   for (const bool norm_first : {true, false}) {
     std::vector<char> held(kForwardTile * p.scale.size());

@@ -100,4 +100,38 @@ struct RmsNormRopeBackwardArgs : RmsNormBackwardArgs {
   Rotation rotation;
 };
 
+// Sums over rows are numbers of the compute dtype, of which square_sum_rows and dot_rows tell where that of each row
+// is.
+struct RmsNormStatsArgs {
+  DType dtype;
+  int64_t rows;
+  int64_t cols;
+  const void* input;  // dtype [rows, cols]
+  RowLayout input_rows;
+  void* square_sum;  // [rows]
+  RowLayout square_sum_rows;
+};
+
+struct RmsNormFromStatsArgs : RmsNormArgs {
+  int64_t size;            // of a whole row, of which cols may be a part
+  const void* square_sum;  // [rows], of whole rows
+  RowLayout square_sum_rows;
+};
+
+// In these RmsNormBackwardArgs there is no grad_residual, and nothing else that is written.
+struct RmsNormBackwardStatsArgs : RmsNormBackwardArgs {
+  void* square_sum;  // [rows]
+  RowLayout square_sum_rows;
+  void* dot;  // [rows], of grad_output * (weight + offset) * input
+  RowLayout dot_rows;
+};
+
+struct RmsNormBackwardFromStatsArgs : RmsNormBackwardArgs {
+  int64_t size;
+  const void* square_sum;
+  RowLayout square_sum_rows;
+  const void* dot;
+  RowLayout dot_rows;
+};
+
 }  // namespace normops

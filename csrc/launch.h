@@ -28,6 +28,20 @@ inline RmsNormArgs forward_args(const Problem& problem, const Rows& x, const Wei
   };
 }
 
+inline RmsNormStatsArgs stats_args(const Rows& x, size_t normalized_dims, const Target& square_sum) {
+  const Tensor& input = *x.tensor;
+  const int64_t cols = c10::multiply_integers(input.sizes().slice(input.dim() - normalized_dims));
+  return {
+      .dtype = dtype_of(input),
+      .rows = input.numel() / cols,
+      .cols = cols,
+      .input = input.const_data_ptr(),
+      .input_rows = x.layout,
+      .square_sum = square_sum.data(),
+      .square_sum_rows = square_sum.layout(),
+  };
+}
+
 // Without what not every backward has, and without what it writes.
 inline RmsNormBackwardArgs backward_args(const Problem& problem, const Rows& dy, const Rows& x, const Weight& weight) {
   return {

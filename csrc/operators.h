@@ -5,10 +5,12 @@
 #include "overloads.h"
 #include "rms_norm.h"
 #include "rms_norm_rope.h"
+#include "rms_norm_stats.h"
 
 namespace normops {
 
 using Operators =
-    List<RmsNorm, RmsNormBackward, AddRmsNorm, GatedRmsNorm, GatedRmsNormBackward, RmsNormRope, RmsNormRopeBackward>;
+    List<RmsNorm, RmsNormBackward, AddRmsNorm, GatedRmsNorm, GatedRmsNormBackward, RmsNormRope, RmsNormRopeBackward,
+         RmsNormStats, RmsNormFromStats, RmsNormBackwardStats, RmsNormBackwardFromStats>;
 
 }  // namespace normops

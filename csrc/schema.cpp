@@ -109,4 +109,42 @@ TORCH_LIBRARY(normops, m) {
       "bool interleaved=False, int? rotary_dim=None, int rotary_offset=0, bool[2] output_mask=[True, True], *, "
       "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
       tags);
+
+  // square_sum and dot have a number for each row, in the dtype that input is computed in; size is the number of
+  // elements of a whole row, of which normalized_shape may be a part.
+  m.def("rms_norm_stats(Tensor input, SymInt[] normalized_shape) -> (Tensor square_sum)", tags);
+  m.def("rms_norm_stats.out(Tensor input, SymInt[] normalized_shape, *, Tensor(a!) square_sum) -> Tensor(a!)", tags);
+
+  m.def(
+      "rms_norm_from_stats(Tensor input, Tensor square_sum, SymInt size, SymInt[] normalized_shape, "
+      "Tensor? weight=None, float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\") -> Tensor",
+      tags);
+  m.def(
+      "rms_norm_from_stats.out(Tensor input, Tensor square_sum, SymInt size, SymInt[] normalized_shape, "
+      "Tensor? weight=None, float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor(a!) out) "
+      "-> Tensor(a!)",
+      tags);
+
+  m.def(
+      "rms_norm_backward_stats(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\") -> (Tensor square_sum, Tensor dot)",
+      tags);
+  m.def(
+      "rms_norm_backward_stats.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", *, Tensor(a!) square_sum, "
+      "Tensor(b!) dot) -> (Tensor(a!), Tensor(b!))",
+      tags);
+
+  m.def(
+      "rms_norm_backward_from_stats(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, SymInt size, "
+      "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
+      "str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] output_mask=[True, True]) "
+      "-> (Tensor grad_input, Tensor grad_weight)",
+      tags);
+  m.def(
+      "rms_norm_backward_from_stats.out(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, SymInt size, "
+      "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
+      "str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, "
+      "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
+      tags);
 }

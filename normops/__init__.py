@@ -20,8 +20,10 @@ from normops.functional import (
     gated_rms_norm,
     rms_norm,
     rms_norm_,
+    rms_norm_from_stats,
     rms_norm_rope,
     rms_norm_rope_,
+    rms_norm_stats,
 )
 from normops.inductor import inductor_options
 from normops.modules import GatedRMSNorm, RMSNorm
@@ -50,8 +52,10 @@ __all__ = [
     "register_kernels",
     "rms_norm",
     "rms_norm_",
+    "rms_norm_from_stats",
     "rms_norm_rope",
     "rms_norm_rope_",
+    "rms_norm_stats",
     "unpatch",
     "use_backend",
 ]

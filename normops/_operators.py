@@ -28,6 +28,9 @@ INPLACE: dict[Operator, Operator] = {
 # The arguments with the shape of input.
 ROWS = ("input", "gate", "residual", "grad_output", "grad_residual")
 
+# Numbers of the rows of input, one of each: sums over these, or over parts of them.
+SUMS = ("square_sum", "dot")
+
 # Those that broadcast over the leading dimensions of input: angles of positions, which heads share.
 TABLES = ("cos", "sin")
 

@@ -17,6 +17,12 @@ what is done once a row (the division, eps, the reciprocal root) or once a colum
                          the gate comes first, of input and of the gradient of that product 1 each
       for grad_gate      the slope 2, for silu 3; times what was gated and its gradient 2; and where the norm comes
                          first, that norm 1, 2 with a weight
+    rms_norm_stats       h * h and its sum 2
+    rms_norm_from_stats  the rest of rms_norm
+    rms_norm_backward_stats
+                         the same as rms_norm_stats, and g and the sum of g * h as above
+    rms_norm_backward_from_stats
+                         the same as rms_norm_backward, without rstd and without the sum of g * h
     rms_norm_rope        the same as rms_norm; the rotation, for every element that is rotated, 3
     rms_norm_rope_backward
                          the same as rms_norm_backward; the rotation of grad_output the same
@@ -43,7 +49,7 @@ from normops._operators import FUNCTIONAL, INPLACE, Operator, by_name, results_o
 
 def _forward(arguments: Mapping[str, Any]) -> int:
     """Per element."""
-    of_norm = 3 + (arguments.get("weight") is not None) + ("residual" in arguments)
+    of_norm = _sum(arguments) + 1 + (arguments.get("weight") is not None) + ("residual" in arguments)
     return of_norm + (3 + _is_silu(arguments) + 1 if "gate" in arguments else 0)
 
 
@@ -57,13 +63,18 @@ def _backward(arguments: Mapping[str, Any], wants: Mapping[str, bool]) -> int:
     is_gated_first = has_gate and not arguments.get("norm_before_gate", True)
     through_norm = for_input or (for_gate and is_gated_first)
     has_residual = arguments.get("grad_residual") is not None
-    of_norm = 2 + through_norm * (5 + has_weight + has_residual) + for_weight * 3
+    of_norm = _sum(arguments) + through_norm * (_sum(arguments) + 3 + has_weight + has_residual) + for_weight * 3
     if not has_gate:
         return of_norm
     activation = 3 + _is_silu(arguments)
     products = 1 + for_input if is_gated_first else for_input or for_weight
     normed = 0 if is_gated_first else 1 + has_weight
     return of_norm + activation + products + for_gate * (2 + _is_silu(arguments) + 2 + normed)
+
+
+def _sum(arguments: Mapping[str, Any]) -> int:
+    """Per element, for a sum of products over the row, unless it is given."""
+    return 0 if "square_sum" in arguments else 2
 
 
 def _rotation(arguments: Mapping[str, Any]) -> int:
@@ -81,6 +92,9 @@ def _is_silu(arguments: Mapping[str, Any]) -> bool:
 def _register(op: Operator) -> None:
     def count(*args: Any, **kwargs: Any) -> int:
         arguments = by_name(op, args, kwargs)
+        if "square_sum" in results_of(op):
+            for_dot = 2 + (arguments.get("weight") is not None) if "dot" in results_of(op) else 0
+            return prod(arguments["input"]) * (2 + for_dot)
         if "grad_output" not in arguments:
             return prod(arguments["input"]) * _forward(arguments) + _rotation(arguments)
         wants = dict(zip(results_of(op), wanted(op, arguments), strict=True))

@@ -68,6 +68,86 @@ def rms_norm(
     )
 
 
+def rms_norm_stats(input: Tensor, normalized_shape: int | Sequence[int]) -> Tensor:
+    r"""The statistic of :func:`rms_norm`: the sum of the squares of each row, or of each part of one.
+
+    For those who reduce it themselves, over ranks that have a part of every row each, or who make something else of it.
+    :func:`rms_norm_from_stats` goes on with what came of it. With nothing in between, both are :func:`rms_norm` to the
+    bit. Differentiable.
+
+    Args:
+        input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
+        normalized_shape: the last dimensions of ``input``, over which the sum is taken. An ``int`` means one.
+
+    Returns:
+        A contiguous tensor of the leading dimensions of ``input``: float32, or float64 for float64 inputs.
+
+    Raises:
+        RuntimeError: see :func:`rms_norm`.
+
+    Example:
+        >>> import torch, normops
+        >>> normops.rms_norm_stats(torch.tensor([[3.0, 4.0]]), 2)
+        tensor([25.])
+    """
+    return torch.ops.normops.rms_norm_stats.default(input, _as_shape(normalized_shape))
+
+
+def rms_norm_from_stats(
+    input: Tensor,
+    square_sum: Tensor,
+    size: int,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    casting_mode: CastingMode = "gemma",
+) -> Tensor:
+    r"""Normalizes rows, or parts of them, whose sums of squares are known.
+
+    .. math:: y = \frac{x}{\sqrt{\text{square\_sum} / \text{size} + \epsilon}} \cdot (w + \text{weight\_offset})
+
+    Where each of several ranks has some columns of every row, ``input`` and ``weight`` are those of this rank,
+    ``square_sum`` is what the ranks' :func:`rms_norm_stats` add up to, and ``size`` is how many columns all of them
+    have. Differentiable in ``input``, ``square_sum`` and ``weight``: if what adds up the sums is differentiable, so is
+    the whole.
+
+    Args:
+        input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
+        square_sum: the leading dimensions of ``input``: float32, or float64 for float64 inputs.
+        size: how many elements a whole row has; at least those of ``normalized_shape``.
+        normalized_shape: the last dimensions of ``input``. An ``int`` means one.
+        weight: see :func:`rms_norm`, as for ``eps``, ``weight_offset`` and ``casting_mode``.
+        eps: see :func:`rms_norm`.
+        weight_offset: see :func:`rms_norm`.
+        casting_mode: see :func:`rms_norm`.
+
+    Returns:
+        A contiguous tensor with the shape, dtype and device of ``input``.
+
+    Raises:
+        RuntimeError: see :func:`rms_norm`.
+
+    Example:
+        >>> import torch, normops
+        >>> left, right = torch.tensor([[3.0]]), torch.tensor([[4.0]])
+        >>> square_sum = normops.rms_norm_stats(left, 1) + normops.rms_norm_stats(right, 1)
+        >>> normops.rms_norm_from_stats(left, square_sum, 2, 1, eps=0.0)
+        tensor([[0.8485]])
+    """
+    return torch.ops.normops.rms_norm_from_stats.default(
+        input,
+        square_sum,
+        size,
+        _as_shape(normalized_shape),
+        weight,
+        eps,
+        weight_offset=weight_offset,
+        casting_mode=casting_mode,
+    )
+
+
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nested._internal.ops import extract_kwargs, raggedness_matches, register_jagged_func
 
-from normops._operators import FUNCTIONAL, ROWS, TABLES, Operator, arguments_of, by_name, name_of, results_of
+from normops._operators import FUNCTIONAL, ROWS, SUMS, TABLES, Operator, arguments_of, by_name, name_of, results_of
 
 
 def _check(
@@ -61,7 +61,7 @@ def _like(input: NestedTensor, values: Tensor) -> Tensor:
 def _register(op: Operator) -> None:
     def of_values(op: Operator, *args: Any, **kwargs: Any) -> Any:
         arguments = by_name(op, args, kwargs)
-        rows = {name: arguments[name] for name in ROWS if arguments.get(name) is not None}
+        rows = {name: arguments[name] for name in (*ROWS, *SUMS) if arguments.get(name) is not None}
         tables = {name: arguments[name] for name in TABLES if name in arguments}
         _check(name_of(op), rows, tables, arguments["normalized_shape"], arguments.get("weight"))
         nested = {name: tensor for name, tensor in {**rows, **tables}.items() if tensor.is_nested}
@@ -75,9 +75,10 @@ def _register(op: Operator) -> None:
 
     of_values.__name__ = name_of(op)  # with which torch's own messages begin
     names = arguments_of(op)
-    tensors = names[: names.index("normalized_shape")]
-    nested = ", ".join(f"{name}: {'any' if name in TABLES else 'jt_all'}" for name in tensors)
-    register_jagged_func(op, f"{nested}, normalized_shape: any, weight: t?, ...")(of_values)
+    first = names[: names.index("normalized_shape")]
+    nested = ", ".join(f"{name}: {'jt_all' if name in (*ROWS, *SUMS) else 'any'}" for name in first)
+    weight = ", weight: t?, ..." if "weight" in names else ""
+    register_jagged_func(op, f"{nested}, normalized_shape: any{weight}")(of_values)
 
 
 for _op in FUNCTIONAL:

@@ -17,7 +17,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, one of each ``rms_norm_rope`` and the rotation in
     products and sums after it, with dynamic sizes where the exported program has them. A weight per group becomes a
     ``Mul`` after it, and so does one that multiplies what ``casting_mode="llama"`` has rounded; ``alpha`` a ``Mul``
-    before the ``Add``. ``RMSNormalization`` came with version 23 of ONNX's operators.
+    before the ``Add``. ``rms_norm_stats`` becomes a ``ReduceSumSquare``, ``rms_norm_from_stats`` what its formula says.
+    ``RMSNormalization`` came with version 23 of ONNX's operators.
 
     ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
     the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once,
@@ -27,8 +28,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     in.
 
     Returns:
-        The functions that write ``torch.ops.normops.rms_norm.default``, ``torch.ops.normops.add_rms_norm.default``,
-        ``torch.ops.normops.gated_rms_norm.default`` and ``torch.ops.normops.rms_norm_rope.default``. Other operators of
+        The functions that write ``torch.ops.normops.rms_norm.default`` and those of ``add_rms_norm``,
+        ``gated_rms_norm``, ``rms_norm_rope``, ``rms_norm_stats`` and ``rms_norm_from_stats``. Other operators of
         normops do not remain in an exported program, but for the backwards, which have no translation.
 
     Raises:
@@ -53,6 +54,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         ops.add_rms_norm.default: _add_rms_norm,
         ops.gated_rms_norm.default: _gated_rms_norm,
         ops.rms_norm_rope.default: _rms_norm_rope,
+        ops.rms_norm_stats.default: _rms_norm_stats,
+        ops.rms_norm_from_stats.default: _rms_norm_from_stats,
     }
 
 
@@ -171,6 +174,37 @@ def _rms_norm_rope(
     return _cast(output, compute, input.dtype)
 
 
+def _rms_norm_stats(input: Value, normalized_shape: Sequence[Any]) -> Value:
+    from onnxscript import opset23
+
+    h = _cast(input, input.dtype, _compute_type(input.dtype))
+    return opset23.ReduceSumSquare(h, _last(len(normalized_shape)), keepdims=0)
+
+
+def _rms_norm_from_stats(
+    input: Value,
+    square_sum: Value,
+    size: int | Value,
+    normalized_shape: Sequence[Any],
+    weight: Value | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
+) -> Value:
+    from onnxscript import ir, opset23
+
+    compute = _compute_type(input.dtype)
+    casting = _Casting(input.dtype, compute, casting_mode)
+    columns = _constant(size, compute) if isinstance(size, int) else _cast(size, ir.DataType.INT64, compute)
+    # Not Add, which torch.onnx leaves out where eps is next to nothing, as it is for float64.
+    mean = opset23.Sum(opset23.Div(square_sum, columns), _constant(_eps(eps, compute), compute))
+    rstd = opset23.Unsqueeze(opset23.Reciprocal(opset23.Sqrt(mean)), _last(len(normalized_shape)))
+    output = opset23.Mul(_cast(input, input.dtype, compute), rstd)
+    if weight is not None:
+        output = opset23.Mul(casting.rounded(output), _scale(weight, weight_offset, compute))
+    return _cast(output, compute, input.dtype)
+
+
 class _Casting(NamedTuple):
     """How results are rounded on the way to an output of a dtype."""
 
@@ -189,23 +223,39 @@ class _Casting(NamedTuple):
 def _normalize(
     h: Value, casting: _Casting, dims: int, weight: Value | None, eps: float | None, weight_offset: float
 ) -> Value:
-    from onnxscript import ir, opset23
+    from onnxscript import opset23
 
     compute = casting.compute
-    scale: Value = None
-    if weight is not None:
-        scale = _cast(weight, weight.dtype, compute)
-        if weight_offset != 0.0:
-            scale = opset23.Add(scale, _constant(weight_offset, compute))
+    scale: Value = None if weight is None else _scale(weight, weight_offset, compute)
     # ONNX's scale cannot have groups, and is multiplied before anything is rounded.
     is_after = weight is not None and (len(weight.shape) > dims or casting.rounds)
     of_columns = scale
     if scale is None or is_after:
         of_columns = opset23.Expand(_constant(1.0, compute), opset23.Shape(h, start=-dims))
-    if eps is None:
-        eps = torch.finfo(torch.float64 if compute == ir.DataType.DOUBLE else torch.float32).eps
-    output = opset23.RMSNormalization(h, of_columns, axis=-dims, epsilon=eps, stash_type=compute)
+    output = opset23.RMSNormalization(h, of_columns, axis=-dims, epsilon=_eps(eps, compute), stash_type=compute)
     return opset23.Mul(casting.rounded(output), scale) if is_after else output
+
+
+def _scale(weight: Value, weight_offset: float, compute: int) -> Value:
+    from onnxscript import opset23
+
+    scale = _cast(weight, weight.dtype, compute)
+    return scale if weight_offset == 0.0 else opset23.Add(scale, _constant(weight_offset, compute))
+
+
+def _eps(eps: float | None, compute: int) -> float:
+    from onnxscript import ir
+
+    if eps is not None:
+        return eps
+    return torch.finfo(torch.float64 if compute == ir.DataType.DOUBLE else torch.float32).eps
+
+
+def _last(dims: int) -> Value:
+    """The last dimensions."""
+    from onnxscript import opset23
+
+    return opset23.Constant(value_ints=tuple(range(-dims, 0)))
 
 
 def _constant(number: float, dtype: int) -> Value:

@@ -14,6 +14,7 @@ from normops import _C
 from normops._operators import (
     FUNCTIONAL,
     INPLACE,
+    SUMS,
     TABLES,
     Operator,
     arguments_of,
@@ -48,14 +49,14 @@ class _Batch(NamedTuple):
         return _Batch(samples[(slice(None), *first)], False, self.size)
 
 
-def _before(weight: Tensor, batch: _Batch) -> Tensor:
+def _before(weight_dims: int, batch: _Batch) -> Tensor:
     """The samples along the dimension that is the first one of a weight for each."""
-    return batch.unshared().movedim(0, batch.unshared().dim() - weight.dim())
+    return batch.unshared().movedim(0, batch.unshared().dim() - weight_dims)
 
 
-def _first(weight: Tensor, result: Tensor) -> Tensor:
+def _first(weight_dims: int, result: Tensor) -> Tensor:
     """The way back."""
-    return result.movedim(result.dim() - weight.dim(), 0).contiguous()
+    return result.movedim(result.dim() - weight_dims, 0).contiguous()
 
 
 def _call(op: Operator, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -68,6 +69,11 @@ def _call(op: Operator, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
     is_one_weight = weight is None or (weight.is_shared and not results.get("grad_weight", False))
     weights = None if weight is None or is_one_weight else weight.unshared()
 
+    def weight_dims(name: str) -> int:
+        """How many dimensions such a tensor has in common with the weights."""
+        assert weights is not None
+        return weights.dim() - (len(arguments["normalized_shape"]) if name in SUMS else 0)
+
     def whole(name: str, value: Any) -> Any:
         if not isinstance(value, _Batch):
             return value
@@ -75,14 +81,14 @@ def _call(op: Operator, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
             value = value.of_dims(arguments["input"].sample().dim())
         if name == "weight":
             return value.tensor if weights is None else weights
-        return value.unshared() if weights is None else _before(weights, value)
+        return value.unshared() if weights is None else _before(weight_dims(name), value)
 
     outputs = op(**{name: whole(name, value) for name, value in arguments.items()})
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     if weights is None:
         return outputs
     return tuple(
-        value if value is None or name == "grad_weight" else _first(weights, value)
+        value if value is None or name == "grad_weight" else _first(weight_dims(name), value)
         for name, value in zip(results, outputs, strict=True)
     )
 

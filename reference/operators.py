@@ -5,6 +5,7 @@ for them has loaded the operators: those that are installed, by importing normop
 """
 
 import importlib
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,14 @@ from reference.oracle import Bounded
 
 Dtypes = Callable[[torch.dtype], tuple[torch.dtype, ...]]
 """Those that a tensor may have beside an input of one dtype, which is the first of them."""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def computed(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return (compute_dtype(dtype),)
 
 
 def equal(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -44,6 +53,24 @@ Flags = Mapping[str, object]
 
 def like_input(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
     return case.grad_layout(case.shape, dtype, seed)
+
+
+def rows_of(case: Case) -> tuple[int, ...]:
+    return case.shape[: len(case.shape) - case.normalized_dims]
+
+
+def _sums(terms: Callable[[Case], Tensor]) -> Callable[[Case, Flags, torch.dtype, int], Tensor]:
+    """A number for each row, of a row that has two such parts, with another number behind each in memory."""
+
+    def make(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
+        sums = terms(case).flatten(len(rows_of(case))).sum(-1) * 2
+        return torch.stack([sums, torch.full_like(sums, torch.nan)], -1).to(compute_dtype(dtype))[..., 0]
+
+    return make
+
+
+square_sums = _sums(lambda case: case.input().double().square())
+dots = _sums(lambda case: case.grad_output().double() * case.input().double())
 
 
 def table_shape(shape: tuple[int, ...], flags: Flags) -> tuple[int, ...]:
@@ -83,8 +110,11 @@ class Operator:
     """The operator that differentiates it."""
     definition: Callable[..., Any] | None = None
     """Of one that has a gradient."""
-    never_over: frozenset[tuple[str, str]] = frozenset()
-    """Results that may not take the place of an input, though of its shape and dtype: (result, input)."""
+    sums: tuple[str, ...] = ()
+    """Tensors, among its arguments or its outputs, that have a number for each row of input."""
+    not_over: frozenset[tuple[str, str]] = frozenset()
+    """Results that may not take the place of an input, though of its shape and dtype: (result, input). Sums never
+    may."""
 
     @property
     def packet(self) -> Any:
@@ -137,6 +167,11 @@ class Operator:
         """The arguments whose place the outputs take in place."""
         return _written(self.inplace)
 
+    @cached_property
+    def never_over(self) -> frozenset[tuple[str, str]]:
+        sums = (target for target in self.targets if target in self.sums)
+        return self.not_over | frozenset(product(sums, self.inputs))
+
     @property
     def has_mask(self) -> bool:
         return "output_mask" in self.names
@@ -144,9 +179,21 @@ class Operator:
     def __str__(self) -> str:
         return self.name
 
-    def shape_of(self, name: str, shape: tuple[int, ...], flags: Flags) -> tuple[int, ...]:
+    def shape_of(self, name: str, shape: tuple[int, ...], flags: Flags, normalized_dims: int = 1) -> tuple[int, ...]:
         """Of a tensor beside an input of this shape."""
+        if name in self.sums:
+            return shape[: len(shape) - normalized_dims]
         return table_shape(shape, flags) if name in self.tables else shape
+
+    def dtype_of(self, output: str, arguments: Mapping[str, Any]) -> torch.dtype:
+        if output in self.sums:
+            return compute_dtype(arguments["input"].dtype)
+        dtype: torch.dtype = arguments[of_argument(output)].dtype
+        return dtype
+
+    def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that it has."""
+        return {name: value for name, value in arguments.items() if name in self.names}
 
     def is_optional(self, name: str) -> bool:
         (argument,) = (argument for argument in self.default._schema.arguments if argument.name == name)
@@ -172,7 +219,8 @@ def _written(overload: Any) -> tuple[str, ...]:
 
 
 def of_argument(output: str) -> str:
-    """The argument whose shape and dtype an output, or the target for one, has: that is how they are named."""
+    """The argument whose shape and dtype an output, or the target for one, has: that is how they are named. No argument
+    has those of sums that are an output."""
     return "input" if output in ("output", "out") else output.removeprefix("grad_").removesuffix("_out")
 
 
@@ -205,7 +253,7 @@ ADD_RMS_NORM = Operator(
     gradient="rms_norm_backward",
     definition=definitions.add_rms_norm,
     # It is written before the weight is read.
-    never_over=frozenset({("residual_out", "weight")}),
+    not_over=frozenset({("residual_out", "weight")}),
 )
 GATING = tuple(
     {"activation": activation, "norm_before_gate": norm_before_gate, "casting_mode": casting_mode}
@@ -261,6 +309,34 @@ RMS_NORM_ROPE = Operator(
     gradient="rms_norm_rope_backward",
     definition=definitions.rms_norm_rope,
 )
+SUMS = ("square_sum", "dot")
+RMS_NORM_STATS = Operator("rms_norm_stats", oracle.rms_norm_stats, sums=SUMS[:1])
+RMS_NORM_FROM_STATS = Operator(
+    "rms_norm_from_stats",
+    oracle.rms_norm_from_stats,
+    {"square_sum": Argument(computed, square_sums)},
+    CASTINGS,
+    sums=SUMS[:1],
+)
+RMS_NORM_BACKWARD_STATS = Operator(
+    "rms_norm_backward_stats",
+    oracle.rms_norm_backward_stats,
+    {"grad_output": Argument(narrower)},
+    CASTINGS,
+    sums=SUMS,
+)
+RMS_NORM_BACKWARD_FROM_STATS = Operator(
+    "rms_norm_backward_from_stats",
+    oracle.rms_norm_backward_from_stats,
+    {
+        "grad_output": Argument(narrower),
+        "square_sum": Argument(computed, square_sums),
+        "dot": Argument(computed, dots),
+        "grad_residual": Argument(),
+    },
+    CASTINGS,
+    sums=SUMS,
+)
 
 OPERATORS = (
     RMS_NORM,
@@ -270,6 +346,10 @@ OPERATORS = (
     GATED_RMS_NORM_BACKWARD,
     RMS_NORM_ROPE,
     RMS_NORM_ROPE_BACKWARD,
+    RMS_NORM_STATS,
+    RMS_NORM_FROM_STATS,
+    RMS_NORM_BACKWARD_STATS,
+    RMS_NORM_BACKWARD_FROM_STATS,
 )
 DIFFERENTIABLE = tuple(operator for operator in OPERATORS if operator.gradient)
 
@@ -298,11 +378,13 @@ class Variant(NamedTuple):
     operator: Operator
     flags: Flags
 
-    def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return self.operator.shape_of(name, shape, self.flags)
+    def shape_of(self, name: str, shape: tuple[int, ...], normalized_dims: int = 1) -> tuple[int, ...]:
+        return self.operator.shape_of(name, shape, self.flags, normalized_dims)
 
     def beside(self, name: str, rows: Tensor) -> Tensor:
         """A tensor beside the input, made of one like it: as wide as that has to be."""
+        if name in self.operator.sums:
+            return rows.to(compute_dtype(rows.dtype)).abs().amax(-1)
         return rows[..., : self.shape_of(name, tuple(rows.shape))[-1]]
 
     def at(self, case: Case, dtypes: Mapping[str, torch.dtype] | None = None) -> "OperatorCase":
@@ -329,6 +411,7 @@ class OperatorCase(NamedTuple):
         made: dict[str, Any] = {
             "input": case.input(),
             "normalized_shape": case.normalized_shape,
+            "size": 2 * math.prod(case.normalized_shape),
             "weight": case.weight(),
             "eps": case.eps,
             "weight_offset": case.weight_offset,
@@ -349,7 +432,9 @@ class OperatorCase(NamedTuple):
         made = {}
         for seed, name in enumerate(self.operator.targets, 20):
             like, case = of_argument(name), self.case
-            if like == "weight":
+            if name in self.operator.sums:
+                made[name] = square_sums(case, self.flags, case.dtype, seed)
+            elif like == "weight":
                 weight = case.weight()
                 made[name] = torch.empty(0) if weight is None else torch.full_like(weight, torch.nan)
             else:
@@ -367,15 +452,16 @@ class OperatorCase(NamedTuple):
         dtypes = [
             f"{name}:{cases.short(self.dtypes.get(name, self.case.dtype))}"
             for name, argument in self.operator.tensors.items()
-            if argument.dtypes is not equal
+            if argument.dtypes not in (equal, computed)
         ]
         return "-".join([self.operator.name, str(self.case), *dtypes, *flags])
 
 
 def other_dtypes(operator: Operator, dtype: torch.dtype) -> tuple[dict[str, torch.dtype], ...]:
     """Of the tensors beside an input of this dtype: every choice but that of its own for all of them."""
-    choices = [argument.dtypes(dtype) for argument in operator.tensors.values()]
-    others = (dict(zip(operator.tensors, chosen, strict=True)) for chosen in product(*choices))
+    tensors = {name: argument for name, argument in operator.tensors.items() if name not in operator.sums}
+    choices = [argument.dtypes(dtype) for argument in tensors.values()]
+    others = (dict(zip(tensors, chosen, strict=True)) for chosen in product(*choices))
     possible = (chosen for chosen in others if len({chosen[name] for name in operator.tables}) <= 1)
     return tuple(chosen for chosen in possible if set(chosen.values()) - {dtype})
 

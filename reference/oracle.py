@@ -89,8 +89,10 @@ def _terms(
     eps: float | None,
     weight_offset: float,
     factor: Array | None = None,
+    of_whole: tuple[Tensor, int] | None = None,
 ) -> _Terms:
-    """``factor``: what the input is multiplied by before it is normalized."""
+    """``factor``: what the input is multiplied by before it is normalized. ``of_whole``: the sums of the squares of
+    whole rows, and how many elements these have, if the input has parts of them."""
     compute = _compute_dtype(input)
     cols = math.prod(normalized_shape)
     rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
@@ -99,7 +101,10 @@ def _terms(
         eps = torch.finfo(compute).eps
     with np.errstate(all="ignore"):
         h = h if factor is None else h * factor
-        mean = (h * h).sum(1, keepdims=True) / cols if cols else np.zeros((rows, 1))
+        if of_whole is not None:
+            mean = _of_rows(of_whole[0], compute) / max(of_whole[1], 1)
+        else:
+            mean = (h * h).sum(1, keepdims=True) / cols if cols else np.zeros((rows, 1))
         rstd = 1 / np.sqrt(mean + eps)
     w = np.ones((1, cols), h.dtype)
     w_magnitude = w
@@ -108,7 +113,12 @@ def _terms(
         w = _wide(weight, compute).reshape(groups, cols) + weight_offset
         w = np.tile(w, (rows // groups, 1)) if groups > 1 else w
         w_magnitude = np.abs(w) + abs(weight_offset)
-    return _Terms(compute, h, rstd, w, w_magnitude, _sum_roundings(cols, compute) / 2 + 3)
+    sum_roundings = 0 if of_whole is not None else _sum_roundings(cols, compute)
+    return _Terms(compute, h, rstd, w, w_magnitude, sum_roundings / 2 + 3)
+
+
+def _of_rows(sums: Tensor, compute: torch.dtype) -> Array:
+    return _wide(sums, compute).reshape(-1, 1)
 
 
 class _Value(NamedTuple):
@@ -188,10 +198,12 @@ def _grad_input(
     h_roundings: float = 0.0,
     h_underflow: Array | float = 0.0,
     dot_roundings: float = 0.0,
+    mean_of_whole: Array | None = None,
 ) -> _Value:
     """``dtype``: to which dy * w is cast, or None; ``dy_roundings``, ...: of dy and h themselves; ``dot_roundings``: in
-    the sum of dy * w * h, besides."""
+    the sum of dy * w * h, besides; ``mean_of_whole``: that of dy * w * h, if it is given."""
     cols = t.h.shape[1]
+    is_given = mean_of_whole is not None
 
     def mean(array: Array) -> Array:
         return array.sum(1, keepdims=True) / max(cols, 1)
@@ -202,19 +214,31 @@ def _grad_input(
     if dtype is not None:
         g, _, of_g = _cast(_Value(g, g_magnitude * (3 + dy_roundings), of_g), dtype, t.compute)
         g_magnitude = np.abs(g)
-    value = t.rstd * g - t.rstd**3 * t.h * mean(g * t.h)
+    mean_dot = mean(g * t.h) if mean_of_whole is None else mean_of_whole
+    mean_magnitude = mean(g_magnitude * h) if mean_of_whole is None else np.abs(mean_of_whole)
+    sum_roundings = 0 if is_given else _sum_roundings(cols, t.compute) + dot_roundings + dy_roundings
+    value = t.rstd * g - t.rstd**3 * t.h * mean_dot
     direct = t.rstd * g_magnitude
-    projected = t.rstd**3 * h * mean(g_magnitude * h)
+    projected = t.rstd**3 * h * mean_magnitude
     roundoffs = direct * (t.rstd_roundings + 5 + dy_roundings + h_roundings) + projected * (
-        3 * t.rstd_roundings + _sum_roundings(cols, t.compute) + 8 + dot_roundings + dy_roundings + 5 * h_roundings
+        3 * t.rstd_roundings + sum_roundings + 8 + 5 * h_roundings
     )
     of_h, of_rstd = h_underflow, _rstd_underflow(t, h_underflow)
     underflow = t.rstd * of_g + g_magnitude * of_rstd
-    underflow = underflow + t.rstd**3 * (
-        h * mean(of_g * h) + h * mean(g_magnitude * of_h) + of_h * mean(g_magnitude * h)
-    )
-    underflow = underflow + 3 * t.rstd**2 * of_rstd * h * mean(g_magnitude * h)
+    of_dot = 0.0 if is_given else mean(of_g * h) + mean(g_magnitude * of_h)
+    underflow = underflow + t.rstd**3 * (h * of_dot + of_h * mean_magnitude)
+    underflow = underflow + 3 * t.rstd**2 * of_rstd * h * mean_magnitude
     return _Value(value, roundoffs, underflow)
+
+
+def _summed(t: _Terms, terms: _Value, input: Tensor, normalized_shape: tuple[int, ...]) -> Bounded:
+    """Over each row, as it is returned."""
+    shape = input.shape[: input.dim() - len(normalized_shape)]
+    roundoffs = terms.roundoffs + np.abs(terms.value) * _sum_roundings(t.h.shape[1], t.compute)
+    value, roundoffs, underflow = (
+        np.broadcast_to(array, t.h.shape).sum(1).reshape(shape) for array in (terms.value, roundoffs, terms.underflow)
+    )
+    return _bounded(value, roundoffs, t.compute, t.compute, underflow)
 
 
 def _grad_weight(
@@ -241,9 +265,10 @@ def rms_norm(
     weight_offset: float = 0.0,
     casting_mode: str = "gemma",
     dtype: torch.dtype | None = None,
+    of_whole: tuple[Tensor, int] | None = None,
 ) -> Bounded:
-    """``dtype``: of the output, by default that of the input."""
-    t = _terms(input, normalized_shape, weight, eps, weight_offset)
+    """``dtype``: of the output, by default that of the input; ``of_whole``: see ``_terms``."""
+    t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     with np.errstate(all="ignore"):
         normed = _normed(t, _cast_dtype(casting_mode, dtype or input.dtype))
         return normed.bounded(input, t.compute, dtype)
@@ -286,12 +311,18 @@ def rms_norm_backward(
     weight_offset: float = 0.0,
     casting_mode: str = "gemma",
     grad_residual: Tensor | None = None,
+    of_whole: tuple[Tensor, int] | None = None,
+    dot: Tensor | None = None,
 ) -> Backward:
-    t = _terms(input, normalized_shape, weight, eps, weight_offset)
+    """``of_whole``: see ``_terms``; ``dot``: with that, the sums of grad_output * weight * input over whole rows."""
+    t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     dy = _wide(grad_output, t.compute).reshape(t.h.shape)
     dtype = _cast_dtype(casting_mode, grad_output.dtype)
     with np.errstate(all="ignore"):
-        value, roundoffs, underflow = _grad_input(t, dtype, dy)
+        mean_of_whole = None
+        if of_whole is not None and dot is not None:
+            mean_of_whole = _of_rows(dot, t.compute) / max(of_whole[1], 1)
+        value, roundoffs, underflow = _grad_input(t, dtype, dy, mean_of_whole=mean_of_whole)
         if grad_residual is not None:
             residual = _wide(grad_residual, t.compute).reshape(t.h.shape)
             value, roundoffs = value + residual, roundoffs + np.abs(residual) * 2
@@ -300,6 +331,72 @@ def rms_norm_backward(
         if weight is not None:
             grad_weight = _grad_weight(t, dtype, _exact(dy), _normalized(t), weight, normalized_shape)
     return Backward(grad_input, grad_weight)
+
+
+def rms_norm_stats(input: Tensor, normalized_shape: tuple[int, ...]) -> Bounded:
+    t = _terms(input, normalized_shape, None, 0.0, 0.0)
+    with np.errstate(all="ignore"):
+        return _summed(t, _product(_exact(t.h), _exact(t.h), t.compute), input, normalized_shape)
+
+
+def rms_norm_from_stats(
+    input: Tensor,
+    square_sum: Tensor,
+    size: int,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
+) -> Bounded:
+    of_whole = (square_sum, size)
+    return rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode, of_whole=of_whole)
+
+
+def rms_norm_backward_stats(
+    grad_output: Tensor,
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
+) -> tuple[Bounded, Bounded]:
+    t = _terms(input, normalized_shape, weight, eps, weight_offset)
+    dtype = _cast_dtype(casting_mode, grad_output.dtype)
+    dy = _wide(grad_output, t.compute).reshape(t.h.shape)
+    with np.errstate(all="ignore"):
+        # The conversion of the weight and its sum with the offset, which may cancel, and the product.
+        g = _cast(_Value(dy * t.w, np.abs(dy) * t.w_magnitude * 3), dtype, t.compute)
+        dot = _summed(t, _product(g, _exact(t.h), t.compute), input, normalized_shape)
+    return rms_norm_stats(input, normalized_shape), dot
+
+
+def rms_norm_backward_from_stats(
+    grad_output: Tensor,
+    input: Tensor,
+    square_sum: Tensor,
+    dot: Tensor,
+    size: int,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
+    grad_residual: Tensor | None = None,
+) -> Backward:
+    return rms_norm_backward(
+        grad_output,
+        input,
+        normalized_shape,
+        weight,
+        eps,
+        weight_offset,
+        casting_mode,
+        grad_residual,
+        of_whole=(square_sum, size),
+        dot=dot,
+    )
 
 
 class _Gate(NamedTuple):

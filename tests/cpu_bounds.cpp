@@ -121,29 +121,17 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   run_forward(kernels.forward, with_scale(forward, scale));
   run_forward(add_rms_norm_kernels(), with_scale(add, residual_scale));
 
+  const Rows square_sum(side, compute_dtype(dtype), rows, 1, padding),
+      dot(side, compute_dtype(dtype), rows, 1, padding);
+  run_forward(rms_norm_stats_kernels().stats, with_scale(RmsNormStatsArgs{dtype, rows, cols, input.data(), input.layout,
+                                                                          square_sum.data(), square_sum.layout},
+                                                         scale));
+  run_forward(rms_norm_stats_kernels().from_stats,
+              with_scale(RmsNormFromStatsArgs{forward, cols, square_sum.data(), square_sum.layout}, scale));
+
   const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
-  for (const int wants : {1, 2, 3, 5, 7}) {  // grad_input, grad_weight, grad_residual
-    const RmsNormBackwardArgs args = {.dtype = residual_dtype,
-                                      .grad_output_dtype = dtype,
-                                      .rows = rows,
-                                      .cols = cols,
-                                      .eps = 1e-5,
-                                      .weight = of_groups,
-                                      .grad_output = grad_output.data(),
-                                      .grad_output_rows = grad_output.layout,
-                                      .input = residual.data(),
-                                      .input_rows = residual.layout,
-                                      .grad_residual = wants & 4 ? grad_residual.data() : nullptr,
-                                      .grad_residual_rows = grad_residual.layout,
-                                      .grad_input = wants & 1 ? grad_input.data() : nullptr,
-                                      .grad_input_rows = grad_input.layout,
-                                      .grad_weight_partials = wants & 2 ? partials.data() : nullptr};
-    run_backward(backward_kernels.backward, with_scale(args, residual_scale));
-  }
-  // That of operators whose input is of grad_output's type.
-  const Rows grad_of_input = rows_of(dtype);
-  const auto backward_of_input = [&](bool wants_grad_input, void* partials) {
-    return RmsNormBackwardArgs{.dtype = dtype,
+  const auto backward_args = [&](int wants) {  // grad_input, grad_weight, grad_residual
+    return RmsNormBackwardArgs{.dtype = residual_dtype,
                                .grad_output_dtype = dtype,
                                .rows = rows,
                                .cols = cols,
@@ -151,11 +139,34 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                                .weight = of_groups,
                                .grad_output = grad_output.data(),
                                .grad_output_rows = grad_output.layout,
-                               .input = input.data(),
-                               .input_rows = input.layout,
-                               .grad_input = wants_grad_input ? grad_of_input.data() : nullptr,
-                               .grad_input_rows = grad_of_input.layout,
-                               .grad_weight_partials = partials};
+                               .input = residual.data(),
+                               .input_rows = residual.layout,
+                               .grad_residual = wants & 4 ? grad_residual.data() : nullptr,
+                               .grad_residual_rows = grad_residual.layout,
+                               .grad_input = wants & 1 ? grad_input.data() : nullptr,
+                               .grad_input_rows = grad_input.layout,
+                               .grad_weight_partials = wants & 2 ? partials.data() : nullptr};
+  };
+  const RmsNormBackwardStatsArgs stats = {backward_args(0), square_sum.data(), square_sum.layout, dot.data(),
+                                          dot.layout};
+  run_backward(rms_norm_backward_stats_kernels().stats, with_scale(stats, residual_scale));
+  for (const int wants : {1, 2, 3, 5, 7}) {
+    const RmsNormBackwardArgs args = backward_args(wants);
+    run_backward(backward_kernels.backward, with_scale(args, residual_scale));
+    const RmsNormBackwardFromStatsArgs from_stats = {args,       cols,      square_sum.data(), square_sum.layout,
+                                                     dot.data(), dot.layout};
+    run_backward(rms_norm_backward_stats_kernels().from_stats, with_scale(from_stats, residual_scale));
+  }
+  // That of operators whose input is of grad_output's type.
+  const Rows grad_of_input = rows_of(dtype);
+  const auto backward_of_input = [&](bool wants_grad_input, void* partials) {
+    RmsNormBackwardArgs args = backward_args(0);
+    args.dtype = dtype;
+    args.input = input.data(), args.input_rows = input.layout;
+    args.grad_input = wants_grad_input ? grad_of_input.data() : nullptr;
+    args.grad_input_rows = grad_of_input.layout;
+    args.grad_weight_partials = partials;
+    return args;
   };
   // The gate is of the residual's type.
   const Rows gate = rows_of(residual_dtype), grad_gate = rows_of(residual_dtype);

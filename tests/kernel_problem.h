@@ -9,6 +9,7 @@
 #include "add_rms_norm_kernel.h"
 #include "gated_rms_norm_kernel.h"
 #include "rms_norm_rope_kernel.h"
+#include "rms_norm_stats_kernel.h"
 
 namespace normops::cpu {
 
@@ -65,6 +66,8 @@ struct KernelProblem {
         gate(random_numbers(residual_dtype, rows * cols)),
         cos(random_numbers(residual_dtype, rows * cols)),
         sin(random_numbers(residual_dtype, rows * cols)),
+        square_sum(rows * size_of(compute_dtype(dtype))),
+        dot(square_sum.size()),
         weight(random_numbers(weight_dtype, groups * cols)),
         output(input.size()),
         residual_out(residual.size()),
@@ -114,6 +117,16 @@ struct KernelProblem {
         GatedRmsNormBackwardArgs{backward_args, {}, residual_dtype, gate.data(), layout, grad_gate.data(), layout});
     rope = with_scale(RmsNormRopeArgs{args, {}});
     rope_backward = with_scale(RmsNormRopeBackwardArgs{backward_args, {}});
+    RowLayout of_sums = layout;
+    of_sums.strides[0] = 1;
+    stats = with_scale(RmsNormStatsArgs{dtype, rows, cols, input.data(), layout, square_sum.data(), of_sums});
+    from_stats = with_scale(RmsNormFromStatsArgs{args, cols, square_sum.data(), of_sums});
+    backward_stats =
+        with_scale(RmsNormBackwardStatsArgs{backward_args, square_sum.data(), of_sums, dot.data(), of_sums});
+    backward_stats.grad_residual = nullptr;
+    backward_stats.grad_input = backward_stats.grad_weight_partials = nullptr;
+    backward_from_stats =
+        with_scale(RmsNormBackwardFromStatsArgs{backward_args, cols, square_sum.data(), of_sums, dot.data(), of_sums});
     for (RmsNormBackwardArgs* args :
          {static_cast<RmsNormBackwardArgs*>(&gated_backward), static_cast<RmsNormBackwardArgs*>(&rope_backward)}) {
       args->dtype = dtype;
@@ -125,13 +138,15 @@ struct KernelProblem {
 
   // Results that are rounded on the way, and a scaled branch of a sum.
   void set_casting(Casting casting, double alpha) {
-    for (RmsNormArgs* args : {static_cast<RmsNormArgs*>(&forward), static_cast<RmsNormArgs*>(&add),
-                              static_cast<RmsNormArgs*>(&gated), static_cast<RmsNormArgs*>(&rope)}) {
+    for (RmsNormArgs* args :
+         {static_cast<RmsNormArgs*>(&forward), static_cast<RmsNormArgs*>(&add), static_cast<RmsNormArgs*>(&gated),
+          static_cast<RmsNormArgs*>(&rope), static_cast<RmsNormArgs*>(&from_stats)}) {
       args->casting = casting;
     }
     for (RmsNormBackwardArgs* args :
          {static_cast<RmsNormBackwardArgs*>(&backward), static_cast<RmsNormBackwardArgs*>(&gated_backward),
-          static_cast<RmsNormBackwardArgs*>(&rope_backward)}) {
+          static_cast<RmsNormBackwardArgs*>(&rope_backward), static_cast<RmsNormBackwardArgs*>(&backward_stats),
+          static_cast<RmsNormBackwardArgs*>(&backward_from_stats)}) {
       args->casting = casting;
     }
     add.alpha = alpha;
@@ -179,8 +194,8 @@ struct KernelProblem {
 
   int64_t groups, cols;
   DType residual_dtype, weight_dtype;
-  std::vector<char> input, grad_output, residual, grad_residual, gate, cos, sin, weight, output, residual_out,
-      grad_input, grad_gate, grad_weight;
+  std::vector<char> input, grad_output, residual, grad_residual, gate, cos, sin, square_sum, dot, weight, output,
+      residual_out, grad_input, grad_gate, grad_weight;
   int64_t chunks;
   std::vector<char> scale, partials;
   CpuArgs<RmsNormArgs> forward;
@@ -190,6 +205,10 @@ struct KernelProblem {
   CpuArgs<GatedRmsNormBackwardArgs> gated_backward;
   CpuArgs<RmsNormRopeArgs> rope;  // with angles of residual_dtype
   CpuArgs<RmsNormRopeBackwardArgs> rope_backward;
+  CpuArgs<RmsNormStatsArgs> stats;
+  CpuArgs<RmsNormFromStatsArgs> from_stats;
+  CpuArgs<RmsNormBackwardStatsArgs> backward_stats;
+  CpuArgs<RmsNormBackwardFromStatsArgs> backward_from_stats;
 };
 
 // Calls visit(paired, angle_of_pair) for rotations of rows.

@@ -119,6 +119,16 @@ def call_rms_norm_rope_backward_out(p: Problem) -> object:
     )
 
 
+def call_rms_norm_in_two_steps(p: Problem) -> object:
+    square_sum = normops.rms_norm_stats(p.input, p.cols)
+    return normops.rms_norm_from_stats(p.input, square_sum, p.cols, p.cols, p.weight, EPS)
+
+
+def call_rms_norm_backward_in_two_steps(p: Problem) -> object:
+    sums = ops.rms_norm_backward_stats(p.grad_output, p.input, [p.cols], p.weight, EPS)
+    return ops.rms_norm_backward_from_stats(p.grad_output, p.input, *sums, p.cols, [p.cols], p.weight, EPS)
+
+
 CALLS: dict[str, Callable[[Problem], object]] = {
     name.removeprefix("call_"): call for name, call in globals().items() if name.startswith("call_")
 }

@@ -27,13 +27,18 @@ def problem(rows: int, cols: int, dtype: torch.dtype, device: str) -> tuple[Tens
     return dy, x, cases.values((cols,), torch.float32, 3).to(device)
 
 
+def norm(cols: int) -> dict[str, object]:
+    return {"normalized_shape": [cols], "size": cols, "eps": EPS}
+
+
 def compute(variant: Variant, dy: Tensor, x: Tensor, w: Tensor, **changes: object) -> dict[str, Tensor]:
     """The results by name; dy is every tensor beside input and weight, in each of the dtypes that it may have."""
     operator, found = variant.operator, {}
     for dtypes in ({}, *other_dtypes(operator, x.dtype)):
-        beside = {name: variant.beside(name, dy).to(dtypes.get(name, x.dtype)) for name in operator.tensors}
-        arguments = {"input": x, **beside, "normalized_shape": [x.shape[-1]], "weight": w, "eps": EPS}
-        results = operator.results(operator.default(**arguments, **variant.flags, **changes))
+        beside = {name: variant.beside(name, dy) for name in operator.tensors}
+        beside |= {name: beside[name].to(dtype) for name, dtype in dtypes.items()}
+        arguments = {"input": x, **beside, **norm(x.shape[-1]), "weight": w}
+        results = operator.results(operator.default(**operator.given(arguments), **variant.flags, **changes))
         kind = "-".join(map(cases.short, dtypes.values()))
         found.update({f"{name} {kind}": r for name, r in zip(operator.outputs, results, strict=True) if r is not None})
     return found
@@ -130,7 +135,7 @@ def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype
         for mask in masks:
             results += compute(variant, dy, x, w, **mask).values()
         beside = {name: variant.beside(name, dy) for name in operator.tensors}
-        arguments = {"input": x, **beside, "normalized_shape": [cols]} | without
+        arguments = operator.given({"input": x, **beside, **norm(cols)} | without)
         return results + list(operator.results(operator.default(**arguments, **variant.flags)))
 
     torch.set_num_threads(1)

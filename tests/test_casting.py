@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from assertions import message_of, same_bits
+from assertions import assert_same_bits, message_of, same_bits
 from test_errors import arguments_of, assert_same_everywhere, check_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,11 +13,13 @@ from torch.nn import functional as F
 import normops
 from normops.functional import CastingMode
 from reference import cases
-from reference.cases import HALVES
-from reference.operators import OPERATORS, Operator
+from reference.cases import HALVES, Case
+from reference.operators import OPERATORS, Operator, Variant
 from reference.oracle import exact_sum
 
 COLS = 1024
+
+CASTING = [operator for operator in OPERATORS if "casting_mode" in operator.names]
 
 
 def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -129,23 +131,13 @@ def test_the_order_of_a_scaled_sum(dtype: torch.dtype, alpha: float, device: str
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_mode_makes_no_difference_beyond_16_bits(dtype: torch.dtype, device: str) -> None:
-    x, gate, dy = (cases.values((7, 100), dtype, seed).to(device) for seed in range(3))
-    weight = cases.values((100,), dtype, 3).to(device)
-    for call in (
-        partial(torch.ops.normops.rms_norm, x, [100], weight),
-        partial(torch.ops.normops.add_rms_norm, x, gate, [100], weight),
-        partial(torch.ops.normops.gated_rms_norm, x, gate, [100], weight),
-        partial(torch.ops.normops.rms_norm_rope, x, gate, gate, [100], weight),
-        partial(torch.ops.normops.rms_norm_backward, dy, x, [100], weight),
-        partial(torch.ops.normops.gated_rms_norm_backward, dy, x, gate, [100], weight),
-        partial(torch.ops.normops.rms_norm_rope_backward, dy, x, gate, gate, [100], weight),
-    ):
-        pairs = call(casting_mode="llama"), call()
-        outputs, others = ((pair,) if isinstance(pair, Tensor) else pair for pair in pairs)
-        assert all(same_bits(a, b) for a, b in zip(outputs, others, strict=True))
+    for operator in CASTING:
+        case = Variant(operator, operator.flags[0]).at(Case((7, 100), dtype, weight_dtype=dtype, has_residual=True))
+        casts, rounds_once = (case.results(device, casting_mode=mode) for mode in ("llama", "gemma"))
+        assert_same_bits(casts, rounds_once, operator)
 
 
-@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+@pytest.mark.parametrize("operator", CASTING, ids=str)
 def test_another_mode_is_refused(operator: Operator) -> None:
     arguments = arguments_of(operator) | {"casting_mode": "none"}
     expected = f'{operator}: expected casting_mode to be "gemma" or "llama", but got "none"'

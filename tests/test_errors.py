@@ -130,9 +130,39 @@ ROPE: Errors = [
 ]
 
 
+SIZE: Errors = [
+    (
+        {"size": 3},
+        "expected size to be that of a whole row, at least the 4 elements of normalized_shape, but got 3",
+    )
+]
+
+
+def of_sums(name: str) -> Errors:
+    shape = f"expected {name} to have shape [2, 3], a number for each row of input, but got "
+    return [
+        *(({name: torch.ones(other)}, f"{shape}{list(other)}") for other in ((2, 4), (2, 3, 4), (3,), ())),
+        ({name: torch.ones(2, 3, device="meta")}, f"expected {name} to be on cpu, the device of input, but got meta"),
+        ({name: torch.ones(2, 3, dtype=torch.int64)}, f"{FLOATING.format(name)}, but got int64"),
+    ]
+
+
 def of_operator(operator: Operator) -> Errors:
-    of_rows = [error for name in operator.tensors if name not in operator.tables for error in of_tensor(name)]
-    return [*COMMON, *of_rows, *(ROPE if operator.tables else [])]
+    common = [(operator.given(changes), expected) for changes, expected in COMMON if names_one(operator, changes)]
+    of_rows = [name for name in operator.tensors if name not in (*operator.tables, *operator.sums)]
+    sums = [name for name in operator.tensors if name in operator.sums]
+    return [
+        *common,
+        *(error for name in of_rows for error in of_tensor(name)),
+        *(error for name in sums for error in of_sums(name)),
+        *(ROPE if operator.tables else []),
+        *(SIZE if sums else []),
+    ]
+
+
+def names_one(operator: Operator, changes: Arguments) -> bool:
+    """Whether it has what is wrong there."""
+    return all(name in operator.names for name, value in changes.items() if value is not None)
 
 
 ERRORS = [(operator, changes, expected) for operator in OPERATORS for changes, expected in of_operator(operator)]
@@ -195,12 +225,15 @@ def test_other_dtypes_than_the_inputs(dtype: torch.dtype, operator: Operator, na
             each: arguments[each].to(other) for each in (operator.tables if name in operator.tables else (name,))
         }
         calls = [operator.packet, check_of(operator), *([operator.function] if operator.function else [])]
+        what = f"{short(dtype)}, the dtype of input{choice}"
+        if name in operator.sums:
+            what = f"{short(allowed[0])}, in which {short(dtype)} is computed"
         for call in calls:
             if other in allowed:
                 call(**changed)
             else:
-                message = f"{operator}: expected {name} to be {short(dtype)}, the dtype of input{choice}, but got "
-                assert message_of(partial(call, **changed)) == message + short(other)
+                message = f"{operator}: expected {name} to be {what}, but got {short(other)}"
+                assert message_of(partial(call, **changed)) == message
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr"])

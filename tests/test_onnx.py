@@ -1,6 +1,7 @@
 """torch.onnx.export with normops.onnx.translation_table, run by onnxruntime."""
 
 import itertools
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -233,6 +234,37 @@ class RotatedNorms(nn.Module):
             for norm, weight in zip(ROTATED, self.weights, strict=True)
             for rope in ROPES
         ]
+
+
+class NormsInTwoSteps(nn.Module):
+    """Each of NORMS, and one over as many elements as the sequence is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([norm.weight() for norm in NORMS])
+
+    def forward(self, input: Tensor) -> list[Tensor]:
+        outputs = []
+        for norm, weight in zip(NORMS, self.weights, strict=True):
+            square_sum = normops.rms_norm_stats(input, norm.normalized_shape)
+            of_rows = math.prod(norm.normalized_shape), norm.normalized_shape, weight, norm.eps
+            keywords = {"weight_offset": norm.weight_offset, "casting_mode": norm.casting_mode}
+            outputs.append(ops.rms_norm_from_stats(input, square_sum, *of_rows, **keywords))
+        square_sum = normops.rms_norm_stats(input, COLS[-1])
+        return [*outputs, square_sum, normops.rms_norm_from_stats(input, square_sum, 8 * input.shape[1], COLS[-1])]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_in_two_steps(dtype: torch.dtype) -> None:
+    program, nodes = export(NormsInTwoSteps(), cases.values((*EXPORTED, *COLS), dtype))
+    assert nodes["ReduceSumSquare"] == 2  # one for each normalized_shape
+    for sizes in (EXPORTED, OTHER):
+        x = cases.values((*sizes, *COLS), dtype)
+        *outputs, square_sum, of_length = program(x)
+        for norm, output in zip(NORMS, outputs, strict=True):
+            assert_within(output, norm, x, dtype)
+        oracle.assert_within(square_sum, oracle.rms_norm_stats(x, COLS[-1:]))
+        oracle.assert_within(of_length, oracle.rms_norm_from_stats(x, square_sum, 8 * x.shape[1], COLS[-1:]))
 
 
 def columns_of(rope: Flags) -> int:

@@ -1,5 +1,6 @@
 """vmap: one call of an operator for the whole batch, with the results of one call per sample."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice, product
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 import normops
 from reference import cases
 from reference.cases import EPS, Case
-from reference.operators import OPERATORS, Operator, Variant, other_dtypes, variants
+from reference.operators import OPERATORS, Operator, Variant, compute_dtype, other_dtypes, variants
 
 ops = torch.ops.normops
 
@@ -76,6 +77,10 @@ def dims_of(rows: int) -> Iterator[Dims]:
         yield (*islice(cycle(of_rows), rows), of_weight)
 
 
+def of_norm(shapes: Shapes) -> dict[str, Any]:
+    return {"normalized_shape": shapes.normalized, "size": 2 * math.prod(shapes.normalized)}
+
+
 def masks_of(operator: Operator) -> list[tuple[bool, ...]]:
     """All results, or all but one, or one alone."""
     return [mask for mask in operator.masks() if any(mask)] if operator.has_mask else [()]
@@ -86,7 +91,24 @@ TAKEN = [
     for shapes, variant in product(SHAPES, variants())
     if variant.operator.takes(Case(shapes.input, torch.float32, len(shapes.normalized)))
 ]
-CALLS = [(*taken, dims) for taken in TAKEN for dims in dims_of(len(taken[1].operator.tensors) + 1)]
+CALLS = [
+    (*taken, dims)
+    for taken in TAKEN
+    for dims in dims_of(len(taken[1].operator.tensors) + 1)
+    if dims[-1] is None or "weight" in taken[1].operator.names
+]
+
+
+def of_rows(
+    variant: Variant, shapes: Shapes, name: str, dim: int | None, dtype: torch.dtype, seed: int, device: str
+) -> tuple[Tensor, int | None]:
+    """Of a tensor like the input, or of numbers of its rows, and which dimension has the samples: that one, or the
+    last."""
+    shape = variant.shape_of(name, shapes.input, len(shapes.normalized))
+    if name not in variant.operator.sums:
+        return batched(shape, dim, dtype, seed, device), dim
+    dim = None if dim is None else min(dim, len(shape))
+    return batched(shape, dim, compute_dtype(dtype), seed, device).abs(), dim
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
@@ -102,31 +124,25 @@ def test_one_call_with_the_bits_of_each_sample(
     """Also where each sample has its own weight, or gradient of it; through the function where there is one."""
     operator = variant.operator
     names = ["input", *operator.tensors, "weight"]
-    others: dict[str, Any] = {
-        "normalized_shape": shapes.normalized,
-        "eps": EPS,
-        "weight_offset": 0.5,
-        **variant.flags,
-    }
+    others: dict[str, Any] = {**of_norm(shapes), "eps": EPS, "weight_offset": 0.5, **variant.flags}
     optional = [name for name in operator.tensors if operator.is_optional(name)]
     for dtypes, mask, without in product(
         ({}, *other_dtypes(operator, dtype)), masks_of(operator), {(), tuple(optional)}
     ):
-        tensors: list[Tensor | None] = [
-            None
+        made: list[tuple[Tensor | None, int | None]] = [
+            (None, None)
             if name in without
-            else batched(variant.shape_of(name, shapes.input), dim, dtypes.get(name, dtype), seed, device)
+            else of_rows(variant, shapes, name, dim, dtypes.get(name, dtype), seed, device)
             for seed, (name, dim) in enumerate(zip(names[:-1], dims[:-1], strict=True), 1)
         ]
-        tensors.append(batched(shapes.weight, dims[-1], weight_dtype, 9, device))
-        given = tuple(None if tensor is None else dim for tensor, dim in zip(tensors, dims, strict=True))
+        tensors, given = zip(*made, (batched(shapes.weight, dims[-1], weight_dtype, 9, device), dims[-1]), strict=True)
         if all(dim is None for dim in given):
             continue
         wanted = {"output_mask": mask} if mask else {}
 
         def call(*tensors: Tensor | None, wanted: dict[str, Any] = wanted) -> Any:
             arguments = dict(zip(names, tensors, strict=True)) | others | wanted
-            return (operator.function or operator.packet)(**arguments)
+            return (operator.function or operator.packet)(**operator.given(arguments))
 
         out_dims: Any = tuple(0 if is_wanted else None for is_wanted in mask) if mask else 0
         with Calls() as calls:
@@ -145,17 +161,16 @@ def test_one_call_with_the_bits_of_each_sample(
 @pytest.mark.parametrize(("shapes", "variant"), TAKEN, ids=str)
 def test_without_weight(shapes: Shapes, variant: Variant, dim: int, device: str) -> None:
     operator, names = variant.operator, ["input", *variant.operator.tensors]
-    tensors = [
-        batched(variant.shape_of(name, shapes.input), dim, torch.float32, seed, device)
-        for seed, name in enumerate(names)
-    ]
+    tensors, dims = zip(
+        *(of_rows(variant, shapes, name, dim, torch.float32, seed, device) for seed, name in enumerate(names)),
+        strict=True,
+    )
 
     def call(*tensors: Tensor) -> Any:
         given = dict(zip(names, tensors, strict=True))
-        results = operator.default(**given, normalized_shape=shapes.normalized, **variant.flags)
+        results = operator.default(**operator.given({**given, **of_norm(shapes), **variant.flags}))
         return tuple(result for result in operator.results(results) if result is not None)
 
-    dims = (dim,) * len(tensors)
     expected = zip(*per_sample(call, tensors, dims), strict=True)
     assert_same_bits(torch.vmap(call, dims)(*tensors), map(torch.stack, expected))
 

@@ -42,6 +42,15 @@ inline c10::SymIntArrayRef last_sizes(const Tensor& tensor, int64_t dims) {
   return tensor.sym_sizes().slice(tensor.dim() - dims, dims);
 }
 
+template <class Saved>
+c10::SymIntArrayRef& shape_of(Saved& saved) {
+  if constexpr (requires { saved.norm; }) {
+    return saved.norm.normalized_shape;
+  } else {
+    return saved.normalized_shape;
+  }
+}
+
 // The way back: f(saved).
 template <class Saved, class Attributes, class F>
 auto with_restored(const variable_list& tensors, const Attributes& attributes, const F& f) {
@@ -66,7 +75,7 @@ auto with_restored(const variable_list& tensors, const Attributes& attributes, c
     constexpr size_t dims = std::count(are_attributes, are_attributes + shape, true);
     const auto with_arguments = [&](const auto&... argument) {
       auto saved = make_arguments<Saved>(argument...);
-      saved.norm.normalized_shape = last_sizes(saved.input, std::get<dims>(attributes));
+      shape_of(saved) = last_sizes(saved.input, std::get<dims>(attributes));
       return f(saved);
     };
     return [&]<size_t... i>(std::index_sequence<i...>) {

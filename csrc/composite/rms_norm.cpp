@@ -21,8 +21,12 @@ Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input) {
   return tensor.to(input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
+Tensor sum_of_rows(const Tensor& tensor, int64_t normalized_dims) { return tensor.sum(dims_from(-normalized_dims, 0)); }
+
 Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims) {
-  return tensor.mean(dims_from(-normalized_dims, 0), /*keepdim=*/true);
+  const auto sizes = tensor.sym_sizes();
+  const c10::SymInt size = c10::multiply_integers(sizes.slice(sizes.size() - normalized_dims));
+  return tensor.sum(dims_from(-normalized_dims, 0), /*keepdim=*/true) / c10::Scalar(size);
 }
 
 Tensor sum_over_rows(const Tensor& tensor, const Tensor& weight) {
@@ -39,28 +43,43 @@ Tensor cast_through(const Tensor& tensor, at::ScalarType dtype, bool is_wanted) 
 }
 
 Tensor normalize(const Tensor& h, const Norm& norm, at::ScalarType dtype) {
-  const Casting casting = norm.casting();
-  const Tensor rstd = rstd_of_rows(h, norm.dims(), resolve_eps(norm.eps, h.scalar_type()));
-  const Tensor normalized = cast_through(h * rstd, dtype, casting.normalized);
-  return is_given(norm.weight) ? normalized * (to_compute_dtype(*norm.weight, h) + norm.weight_offset) : normalized;
+  return normalize(h, rstd_of_rows(h, norm.dims(), resolve_eps(norm.eps, h.scalar_type())), norm, dtype);
+}
+
+Tensor normalize(const Tensor& h, const Tensor& rstd, const Norm& norm, at::ScalarType dtype) {
+  return times_weight(cast_through(h * rstd, dtype, norm.casting().normalized), norm);
+}
+
+Tensor times_weight(const Tensor& tensor, const Norm& norm) {
+  return is_given(norm.weight) ? tensor * (to_compute_dtype(*norm.weight, tensor) + norm.weight_offset) : tensor;
+}
+
+Tensor through_weight(const Tensor& dy, const Norm& norm, at::ScalarType dtype) {
+  return cast_through(times_weight(dy, norm), dtype, is_given(norm.weight) && norm.casting().normalized);
+}
+
+Tensor gradient_of_weight(const Tensor& dy, const Tensor& h_hat, const Norm& norm, at::ScalarType dtype) {
+  const auto cast = [&](const Tensor& tensor) { return cast_through(tensor, dtype, norm.casting().normalized); };
+  return sum_over_rows(cast(dy * cast(h_hat)), *norm.weight).to(norm.weight->scalar_type());
 }
 
 std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h, const Norm& norm, at::ScalarType dtype,
                                               const std::array<bool, 2>& output_mask) {
-  const auto cast = [&, casting = norm.casting()](const Tensor& tensor) {
-    return cast_through(tensor, dtype, casting.normalized);
-  };
   const Tensor rstd = rstd_of_rows(h, norm.dims(), resolve_eps(norm.eps, h.scalar_type()));
   const Tensor h_hat = h * rstd;
   Tensor grad_input, grad_weight;
   if (output_mask[0]) {
-    const Tensor g = is_given(norm.weight) ? cast(dy * (to_compute_dtype(*norm.weight, h) + norm.weight_offset)) : dy;
+    const Tensor g = through_weight(dy, norm, dtype);
     grad_input = rstd * (g - h_hat * mean_of_rows(g * h_hat, norm.dims()));
   }
-  if (output_mask[1] && is_given(norm.weight)) {
-    grad_weight = sum_over_rows(cast(dy * cast(h_hat)), *norm.weight).to(norm.weight->scalar_type());
-  }
+  if (output_mask[1] && is_given(norm.weight)) grad_weight = gradient_of_weight(dy, h_hat, norm, dtype);
   return {grad_input, grad_weight};
+}
+
+Tensor as_grad_input(const Tensor& gradient, const OptionalTensor& grad_residual, const Tensor& input) {
+  if (!gradient.defined()) return gradient;
+  const Tensor sum = is_given(grad_residual) ? gradient + to_compute_dtype(*grad_residual, input) : gradient;
+  return sum.to(input.scalar_type());
 }
 
 Tensor composite(const RmsNorm& arguments) {
@@ -70,14 +89,10 @@ Tensor composite(const RmsNorm& arguments) {
 
 std::tuple<Tensor, Tensor> composite(const RmsNormBackward& arguments) {
   const auto& [grad_output, input, norm, grad_residual, output_mask] = arguments;
-  auto [grad_input, grad_weight] =
+  const auto [grad_input, grad_weight] =
       normalize_backward(to_compute_dtype(grad_output, input), to_compute_dtype(input, input), norm,
                          grad_output.scalar_type(), output_mask);
-  if (grad_input.defined()) {
-    if (is_given(grad_residual)) grad_input = grad_input + to_compute_dtype(*grad_residual, input);
-    grad_input = grad_input.to(input.scalar_type());
-  }
-  return {grad_input, grad_weight};
+  return {as_grad_input(grad_input, grad_residual, input), grad_weight};
 }
 
 TORCH_LIBRARY_IMPL(normops, CompositeExplicitAutograd, m) {

@@ -13,7 +13,11 @@ std::tuple<Tensor, Tensor> composite(const RmsNormBackward& arguments);
 // `tensor` in the type that input's dtype is computed in.
 Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input);
 
-// Mean over the last `normalized_dims` dimensions, which are kept with size 1.
+// Sum over the last `normalized_dims` dimensions.
+Tensor sum_of_rows(const Tensor& tensor, int64_t normalized_dims);
+
+// Mean over the last `normalized_dims` dimensions, which are kept with size 1. Not at::mean: of the means over shards
+// of different sizes DTensor makes no mean.
 Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims);
 
 // Sum over all dimensions but those that the weight has, too.
@@ -28,6 +32,21 @@ Tensor cast_through(const Tensor& tensor, at::ScalarType dtype, bool is_wanted);
 // rms_norm of rows in the compute dtype, for an output of `dtype`, which is left to round: that is all but the end of
 // the norm of an input that is a result itself.
 Tensor normalize(const Tensor& h, const Norm& norm, at::ScalarType dtype);
+
+// The same, where rstd is known.
+Tensor normalize(const Tensor& h, const Tensor& rstd, const Norm& norm, at::ScalarType dtype);
+
+// `tensor` times the weight with its offset.
+Tensor times_weight(const Tensor& tensor, const Norm& norm);
+
+// dy times the weight, rounded as the norm rounds.
+Tensor through_weight(const Tensor& dy, const Norm& norm, at::ScalarType dtype);
+
+// The gradient of the weight, which there is.
+Tensor gradient_of_weight(const Tensor& dy, const Tensor& h_hat, const Norm& norm, at::ScalarType dtype);
+
+// A gradient in the compute dtype, if it is wanted, and that of the residual stream, in the dtype of input.
+Tensor as_grad_input(const Tensor& gradient, const OptionalTensor& grad_residual, const Tensor& input);
 
 // Its backward, for a gradient in the compute dtype: that of h, which is left to round, and that of the weight.
 std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h, const Norm& norm, at::ScalarType dtype,

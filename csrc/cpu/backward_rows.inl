@@ -25,6 +25,7 @@ namespace {
 //   next(r, position): row r of the current group as a Row; `position` is its place in the tile, which is where what
 //     the first pass computes for the second one is kept
 //   static bool begins_with_lines(const Args&): whether rows may be written around the caches
+//   static constexpr Sums kSums, if sums over rows are given, or are what is wanted
 //   static constexpr Pairing kPairing, if some columns of dy are formed in pairs, those that paired_columns(args) tells
 // A Row has
 //   x(column, extent): a block of x, for the first pass
@@ -32,11 +33,21 @@ namespace {
 //   terms(column, extent): the Terms of a block, for the second pass
 //   prefetch_read(column), prefetch_written(column)
 //   store(column, outputs, extent, way)
+//   square_sum and dot: where the sums over the row are, if they are given or wanted
 //   paired_terms(parts, column, extent), if there are pairs: the Terms of the blocks of these parts, for either pass.
 //     The other functions are called for columns without a pair.
 // Terms have dy, x and
 //   rest(minus_c): what is added to dy * rstd * w, which makes it the gradient of x
 //   outputs(gradient, rstd, w): what is stored, given that gradient
+
+// Sums over rows are formed and used, or given, or formed and written.
+enum class Sums { formed, given, wanted };
+
+template <class Source>
+constexpr Sums sums_kind() {
+  if constexpr (requires { Source::kSums; }) return Source::kSums;
+  return Sums::formed;
+}
 
 constexpr BackwardConfig kConfig = backward_config(NORMOPS_VECTOR_BYTES);
 
@@ -57,14 +68,21 @@ struct BackwardTile {
   // Of the sums of x^2 and of dy * w * x; the latter matter only if rows are written.
   NORMOPS_INLINE void set_sums(const double (&squares)[kBackwardTile], const double (&dots)[kBackwardTile],
                                int64_t cols, double eps) {
+    compute_t<R> square_sum[kBackwardTile], dot[kBackwardTile];
     for (int first = 0; first < count; first += 4) {
-      for (int r = first; r < first + 4; r++) rstd[r] = rstd_of<R>(squares[r], cols, eps);
-      // Otherwise GCC 12, where it has a vector of them, goes on with the doubles that rstd was rounded from.
+      for (int r = first; r < first + 4; r++) {
+        square_sum[r] = static_cast<compute_t<R>>(squares[r]);
+        dot[r] = static_cast<compute_t<R>>(dots[r]);
+      }
+      // Otherwise GCC 12, where it has a vector of them, goes on with the doubles that these were rounded from.
+      asm("" : "+m"(square_sum), "+m"(dot));
+      for (int r = first; r < first + 4; r++) rstd[r] = rstd_of<R>(square_sum[r], cols, eps);
       asm("" : "+m"(rstd));
       for (int r = first; r < first + 4; r++) {
         // c = rstd^3 * mean(dy * w * x)
         const double rstd_cubed = static_cast<double>(rstd[r]) * rstd[r] * rstd[r];
-        minus_c[r] = static_cast<compute_t<R>>(-rstd_cubed * (dots[r] / static_cast<double>(cols)));
+        const double mean = static_cast<double>(dot[r]) / static_cast<double>(cols);
+        minus_c[r] = static_cast<compute_t<R>>(-rstd_cubed * mean);
       }
     }
   }
@@ -221,7 +239,25 @@ template <class Source, class Casts>
     add_sums(square_folds, tile.count, squares);
     if (Source::kGradRows) add_sums(dot_folds, tile.count, dots);
   }
-  tile.set_sums(squares, dots, args.cols, args.eps);
+  if constexpr (sums_kind<Source>() == Sums::wanted) {
+    for (int r = 0; r < tile.count; r++) {
+      *tile.rows[r].square_sum = static_cast<compute_t<R>>(squares[r]);
+      *tile.rows[r].dot = static_cast<compute_t<R>>(dots[r]);
+    }
+  } else {
+    tile.set_sums(squares, dots, args.cols, args.eps);
+  }
+}
+
+// The same of rows whose sums are given.
+template <class Source>
+void read_sums(const typename Source::Args& args, BackwardTile<Source>& tile) {
+  double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
+  for (int r = 0; r < tile.count; r++) {
+    squares[r] = *tile.rows[r].square_sum;
+    dots[r] = *tile.rows[r].dot;
+  }
+  tile.set_sums(squares, dots, args.size, args.eps);
 }
 
 // A part of the problem: `rows` rows, from `row` on, of each of `groups` groups, from `group` on.
@@ -282,9 +318,13 @@ class BackwardRows {
   }
 
   void sum(Tile& tile) const {
-    choose<kForEitherCast>(args_.casting.any(), [&](auto casts) {
-      sum_tile<Source>(args_, tile, kMayPrefetch && prefetches_ && !streams_, casts);
-    });
+    if constexpr (sums_kind<Source>() == Sums::given) {
+      read_sums(args_, tile);
+    } else {
+      choose<kForEitherCast>(args_.casting.any(), [&](auto casts) {
+        sum_tile<Source>(args_, tile, kMayPrefetch && prefetches_ && !streams_, casts);
+      });
+    }
   }
 
   // The second pass, over columns [begin, end) of the tile's rows: writes what is wanted of them, and adds their share
@@ -426,6 +466,14 @@ void clear(compute_t<T>* partial, int64_t begin, int64_t end) {
   std::memset(partial + begin, 0, (padded_cols(kDType<T>, end) - begin) * sizeof(compute_t<T>));
 }
 
+// The first pass alone.
+template <class Source>
+void sum_region(const typename Source::Args& args, const Region& region) {
+  BackwardRows<Source> rows(args, region);
+  BackwardTile<Source> tile;
+  for (rows.next_tile(tile); tile.count > 0; rows.next_tile(tile)) rows.sum(tile);
+}
+
 template <class Source>
 void backward_region(const typename Source::Args& args, const Region& region) {
   using R = typename Source::Element;
@@ -456,7 +504,8 @@ void backward_parts(const typename Source::Args& args, int64_t begin, int64_t en
       groups = (groups - group < end - begin ? groups - group : end - begin);
     }
     const int64_t first = chunk * args.rows_per_chunk, last = first + chunks * args.rows_per_chunk;
-    backward_region<Source>(args, {first, (last < rows ? last : rows) - first, group, groups});
+    const Region region = {first, (last < rows ? last : rows) - first, group, groups};
+    sums_kind<Source>() == Sums::wanted ? sum_region<Source>(args, region) : backward_region<Source>(args, region);
     begin += chunks * groups;
   }
 }

@@ -57,19 +57,22 @@ enum class Ahead { when_streaming, when_summed, when_written };
 //   a constructor of (const Args&, row)
 //   each(visit): calls visit(iterator) for each of its tensors
 //   next_even(count): the next rows, as Rows
+//   static constexpr bool kGivesSums, if it does: whether Rows have the sum of the squares of each, so that none is
+//     formed
 // Rows have
 //   each(visit): calls visit(EvenRows) for each tensor
 //   row(r): the current Row, which is the r-th of its tile
+//   rstd(eps), of the current one, if sums are given
 //   prefetch(column): of the row after it
 // A Row has
 //   squares(): a term for fold_span, which adds the squares of a block to an accumulator
 //   epilogue(): called when the squares have been summed
 // This one's rows are those of the input.
-template <class T>
+template <class T, class OperatorArgs = RmsNormArgs>
 class InputRows {
  public:
   using Element = T;
-  using Args = CpuArgs<RmsNormArgs>;
+  using Args = CpuArgs<OperatorArgs>;
   static constexpr bool kCostly = false;
   static constexpr Ahead kAhead = Ahead::when_streaming;
   static constexpr bool kFetchesOutput = false;
@@ -102,6 +105,12 @@ class InputRows {
  private:
   RowIterator<const T> x_;
 };
+
+template <class Source>
+constexpr bool gives_sums() {
+  if constexpr (requires { Source::kGivesSums; }) return Source::kGivesSums;
+  return false;
+}
 
 // Where rows are written, their scales, and where results are rounded on the way.
 template <class T, class R>
@@ -297,7 +306,14 @@ template <int kRows, bool kCasts, Rest kRest, class Source, class T, class R, cl
                                  return squares(column, extent, sum);
                                });
   };
-  if constexpr (kRows == 1) {
+  if constexpr (gives_sums<Source>()) {
+    walk(
+        stretches, tiles,
+        [&](int) NORMOPS_INLINE_LAMBDA {
+          write_row<kCasts, kRest, Source>(rows, 0, outputs, rows.rstd(eps), cols, streams);
+        },
+        rows, outputs);
+  } else if constexpr (kRows == 1) {
     walk(
         stretches, tiles,
         [&](int) NORMOPS_INLINE_LAMBDA {
@@ -333,8 +349,8 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
   const int64_t cols = args.cols, bytes = cols * static_cast<int64_t>(sizeof(R));
   const bool streams = args.stream && begins_with_lines(static_cast<const T*>(args.output), args.output_rows) &&
                        held_order<Source>(args).has_lines(sizeof(T));
-  const bool is_tiled =
-      bytes <= tiled_bytes(NORMOPS_VECTOR_BYTES, sizeof(R), Source::kCostly ? 0 : (end - begin) * bytes);
+  const bool is_tiled = !gives_sums<Source>() && bytes <= tiled_bytes(NORMOPS_VECTOR_BYTES, sizeof(R),
+                                                                      Source::kCostly ? 0 : (end - begin) * bytes);
   const RowLayout scale_layout = scale_rows<Source>(args);
   Source source(args, begin);
   RowIterator<T> outputs(static_cast<T*>(args.output), args.output_rows, begin);
@@ -353,7 +369,7 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
       constexpr bool kCasts = std::is_same_v<decltype(casts), std::true_type>, kChooses = Source::kCostly || kCasts;
       choose<!kChooses>(streams, [&](auto way) {
         choose<true>(in_tiles, [&](auto tiled) {
-          constexpr int kRows = decltype(tiled)::value ? kForwardTile : 1;
+          constexpr int kRows = decltype(tiled)::value && !gives_sums<Source>() ? kForwardTile : 1;
           choose<true>(!kChooses && cols % kStep<R> == 0, [&](auto is_whole) {
             constexpr Rest kRest = !kChooses && decltype(is_whole)::value ? Rest::none : Rest::looped;
             process_tiles<kRows, kCasts, kRest, Source>(x, y, stretches, stretches.count / kRows, cols, args.eps, way);
@@ -364,6 +380,44 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
     begin += stretches.count;
   }
   if (streams) finish_stream();
+}
+
+// Rows that are summed, and where their sums are written.
+template <class Source>
+struct SummedTo {
+  typename Source::Rows read;
+  EvenRows<compute_t<typename Source::Element>> sum;
+
+  template <class Visit>
+  void each(Visit visit) {
+    read.each(visit);
+    visit(sum);
+  }
+};
+
+// Writes the sums of the squares of rows, as they are formed where these are normalized.
+template <class Source>
+void sum_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
+  using R = typename Source::Element;
+  Source source(args, begin);
+  RowIterator<compute_t<R>> sums(static_cast<compute_t<R>*>(args.square_sum), args.square_sum_rows, begin);
+  while (begin < end) {
+    Stretches stretches =
+        common_stretches(end - begin, [&](auto visit) NORMOPS_INLINE_LAMBDA { source.each(visit), visit(sums); });
+    SummedTo<Source> rows = {source.next_even(stretches.count), sums.next_even(stretches.count)};
+    walk(
+        stretches, stretches.count,
+        [&](int) NORMOPS_INLINE_LAMBDA {
+          double square_sum = 0;
+          for (int64_t first = 0; first < args.cols; first += kSpan) {
+            square_sum +=
+                sum_of(fold_span<R, Rest::looped>(first, span_end(first, args.cols), rows.read.row(0).squares()));
+          }
+          *rows.sum.row = static_cast<compute_t<R>>(square_sum);
+        },
+        rows);
+    begin += stretches.count;
+  }
 }
 
 template <class Source>

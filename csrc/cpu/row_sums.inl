@@ -95,10 +95,12 @@ NORMOPS_INLINE auto squares_of(const R* x) {
 }
 
 // rstd = 1 / sqrt(mean(x^2) + eps). What is done once per span or row is done in double: there it costs nothing, and it
-// keeps the error bound that of one span.
+// keeps the error bound that of one span. The sum over the row is rounded, so that one which is given makes the same
+// rstd.
 template <class R>
-NORMOPS_INLINE compute_t<R> rstd_of(double square_sum, int64_t cols, double eps) {
-  return static_cast<compute_t<R>>(1 / std::sqrt(square_sum / static_cast<double>(cols) + eps));
+NORMOPS_INLINE compute_t<R> rstd_of(compute_t<R> square_sum, int64_t cols, double eps) {
+  const double mean = static_cast<double>(square_sum) / static_cast<double>(cols);
+  return static_cast<compute_t<R>>(1 / std::sqrt(mean + eps));
 }
 
 }  // namespace

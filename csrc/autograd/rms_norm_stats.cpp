@@ -1,0 +1,127 @@
+// The derivatives of rms_norm_stats, rms_norm_from_stats and their backwards. With s the sums of squares, d those of g
+// h, n the size of a row, h the input, w the weight with its offset:
+//     r = 1 / sqrt(s / n + eps)           g = dy w
+//     output = h r w                      grad_input = r g - r^3 (d / n) h     grad_weight = sum over rows of dy h r
+#include "../rms_norm_stats.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "../composite/rms_norm.h"
+#include "../composite/rms_norm_stats.h"
+#include "kernels.h"
+
+namespace normops {
+namespace {
+
+// What r receives, as the gradient of s: dr/ds = -r^3 / (2 n).
+Tensor through_rstd(const Tensor& for_r, const Tensor& square_sum, const c10::SymInt& size, const Norm& norm) {
+  return -0.5 * for_r * rstd_of_sums(square_sum, size, norm).view_as(square_sum).pow(3) / c10::Scalar(size);
+}
+
+}  // namespace
+
+template <>
+struct Derivative<RmsNormStats> {
+  static constexpr const char* kName = "RmsNormStatsBackward";
+  static variable_list backward(const variable_list& grad_outputs, const RmsNormStats& saved, const Needed<1>&) {
+    const auto& [input, normalized_shape] = saved;
+    const Tensor for_h = 2 * beside_rows(grad_outputs[0], normalized_shape.size()) * to_compute_dtype(input, input);
+    return {for_h.to(input.scalar_type())};
+  }
+};
+
+// By the operators, the gradient of s from the sum over the row, and that of h as if r were a number.
+template <>
+struct Derivative<RmsNormFromStats> {
+  static constexpr const char* kName = "RmsNormFromStatsBackward";
+  static variable_list backward(const variable_list& grad_outputs, const RmsNormFromStats& saved,
+                                const Needed<3>& needed) {
+    const auto& [input, square_sum, size, norm] = saved;
+    const Tensor& grad_output = grad_outputs[0];
+    variable_list result(needed.size());
+    if (needed[1]) {
+      const Tensor dot = call(RmsNormBackwardStats{grad_output, input, norm})[1];
+      result[1] = through_rstd(dot, square_sum, size, norm);
+    }
+    if (needed[0] || needed[2]) {
+      const Tensor none = at::zeros_like(square_sum);
+      auto gradients = call(RmsNormBackwardFromStats{
+          grad_output, input, square_sum, none, size, norm, std::nullopt, {needed[0], needed[2]}});
+      result[0] = std::move(gradients[0]), result[2] = std::move(gradients[1]);
+    }
+    return result;
+  }
+};
+
+template <>
+struct Derivative<RmsNormBackwardStats> {
+  static constexpr const char* kName = "RmsNormBackwardStatsBackward";
+  static variable_list backward(const variable_list& grad_outputs, const RmsNormBackwardStats& saved,
+                                const Needed<3>& needed) {
+    const auto& [grad_output, input, norm] = saved;
+    const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
+    variable_list result(needed.size());
+    Tensor for_h;
+    if (grad_outputs[0].defined()) for_h = 2 * beside_rows(grad_outputs[0], norm.dims()) * h;
+    if (grad_outputs[1].defined()) {
+      const Tensor for_dot = beside_rows(grad_outputs[1], norm.dims());
+      const Tensor through_dot = for_dot * times_weight(dy, norm);
+      for_h = for_h.defined() ? for_h + through_dot : through_dot;
+      if (needed[0]) result[0] = (for_dot * times_weight(h, norm)).to(grad_output.scalar_type());
+      if (needed[2]) result[2] = sum_over_rows(for_dot * dy * h, *norm.weight).to(norm.weight->scalar_type());
+    }
+    if (needed[1] && for_h.defined()) result[1] = for_h.to(input.scalar_type());
+    return result;
+  }
+};
+
+// u and v are the incoming gradients of grad_input and grad_weight.
+template <>
+struct Derivative<RmsNormBackwardFromStats> {
+  static constexpr const char* kName = "RmsNormBackwardFromStatsBackward";
+  static RmsNormBackwardFromStats saved(const RmsNormBackwardFromStats& arguments,
+                                        const Outputs<RmsNormBackwardFromStats>&) {
+    static const OptionalTensor none;  // the derivative is linear in grad_residual
+    const auto& [grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask] = arguments;
+    return {grad_output, input, square_sum, dot, size, norm, none, output_mask};
+  }
+
+  static variable_list backward(const variable_list& grad_outputs, const RmsNormBackwardFromStats& saved,
+                                const Needed<6>& needed) {
+    const auto& [grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask] = saved;
+    const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
+    const Tensor r = rstd_of_sums(square_sum, size, norm), mean = mean_of_sums(dot, size, norm.dims());
+    const auto sum = [dims = norm.dims()](const Tensor& terms) { return sum_of_rows(terms, dims); };
+    const auto add = [](Tensor& to, const Tensor& term) { to = to.defined() ? to + term : term; };
+    variable_list result(needed.size());
+    Tensor for_dy, for_h, for_r;
+    if (grad_outputs[0].defined()) {
+      const Tensor u = to_compute_dtype(grad_outputs[0], input), r3 = r * r * r;
+      const Tensor uh = sum(u * h);
+      add(for_dy, r * times_weight(u, norm));
+      add(for_h, -r3 * mean * u);
+      add(for_r, sum(u * times_weight(dy, norm)) - 3 * (r * r * mean).view_as(dot) * uh);
+      if (needed[3]) result[3] = -r3.view_as(dot) * uh / c10::Scalar(size);
+      if (needed[4]) result[4] = sum_over_rows(r * u * dy, *norm.weight).to(norm.weight->scalar_type());
+      if (needed[5]) result[5] = grad_outputs[0];
+    }
+    if (grad_outputs[1].defined()) {
+      const Tensor v = to_compute_dtype(grad_outputs[1], input);
+      add(for_dy, v * h * r);
+      add(for_h, v * dy * r);
+      add(for_r, sum(v * dy * h));
+    }
+    if (!for_r.defined()) return result;
+    if (needed[0]) result[0] = for_dy.to(grad_output.scalar_type());
+    if (needed[1]) result[1] = for_h.to(input.scalar_type());
+    if (needed[2]) result[2] = through_rstd(for_r, square_sum, size, norm);
+    return result;
+  }
+};
+
+TORCH_LIBRARY_IMPL(normops, Autograd, m) {
+  register_all<Autograd>(m, List<RmsNormStats, RmsNormFromStats, RmsNormBackwardStats, RmsNormBackwardFromStats>());
+}
+
+}  // namespace normops

@@ -1,0 +1,63 @@
+#include "rms_norm_stats.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/rsqrt.h>
+
+#include "../problem.h"
+#include "fallback.h"
+#include "rms_norm.h"
+
+namespace normops {
+
+Tensor beside_rows(Tensor numbers, size_t normalized_dims) {
+  for (size_t d = 0; d < normalized_dims; d++) numbers = numbers.unsqueeze(-1);
+  return numbers;
+}
+
+Tensor mean_of_sums(const Tensor& sums, const c10::SymInt& size, size_t normalized_dims) {
+  return beside_rows(sums / c10::Scalar(size), normalized_dims);
+}
+
+Tensor rstd_of_sums(const Tensor& square_sum, const c10::SymInt& size, const Norm& norm) {
+  return at::rsqrt(mean_of_sums(square_sum, size, norm.dims()) + resolve_eps(norm.eps, square_sum.scalar_type()));
+}
+
+Tensor composite(const RmsNormStats& arguments) {
+  const auto& [input, normalized_shape] = arguments;
+  const Tensor h = to_compute_dtype(input, input);
+  return sum_of_rows(h * h, normalized_shape.size());
+}
+
+Tensor composite(const RmsNormFromStats& arguments) {
+  const auto& [input, square_sum, size, norm] = arguments;
+  const Tensor h = to_compute_dtype(input, input);
+  return normalize(h, rstd_of_sums(square_sum, size, norm), norm, input.scalar_type()).to(input.scalar_type());
+}
+
+std::tuple<Tensor, Tensor> composite(const RmsNormBackwardStats& arguments) {
+  const auto& [grad_output, input, norm] = arguments;
+  const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
+  const Tensor g = through_weight(dy, norm, grad_output.scalar_type());
+  return {sum_of_rows(h * h, norm.dims()), sum_of_rows(g * h, norm.dims())};
+}
+
+std::tuple<Tensor, Tensor> composite(const RmsNormBackwardFromStats& arguments) {
+  const auto& [grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask] = arguments;
+  const at::ScalarType dtype = grad_output.scalar_type();
+  const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
+  const Tensor rstd = rstd_of_sums(square_sum, size, norm);
+  const Tensor h_hat = h * rstd;
+  Tensor grad_input, grad_weight;
+  if (output_mask[0]) {
+    const Tensor mean = mean_of_sums(dot, size, norm.dims()) * rstd;
+    grad_input = as_grad_input(rstd * (through_weight(dy, norm, dtype) - h_hat * mean), grad_residual, input);
+  }
+  if (output_mask[1] && is_given(norm.weight)) grad_weight = gradient_of_weight(dy, h_hat, norm, dtype);
+  return {grad_input, grad_weight};
+}
+
+TORCH_LIBRARY_IMPL(normops, CompositeExplicitAutograd, m) {
+  register_all<Fallback>(m, List<RmsNormStats, RmsNormFromStats, RmsNormBackwardStats, RmsNormBackwardFromStats>());
+}
+
+}  // namespace normops

@@ -1,0 +1,91 @@
+// The operators around the statistic of rms_norm, for those who reduce it themselves: over ranks, where each has a part
+// of every row, or into something else. The sums over parts of a row add up to those of the row; size is how many
+// elements that has.
+#pragma once
+#include "operator.h"
+
+#pragma GCC visibility push(default)  // for the Python module
+namespace normops {
+
+// The sums of squares of rows, or of parts of them.
+struct RmsNormStats {
+  static constexpr const char *kName = "rms_norm_stats", *kInplaceName = nullptr;
+  static constexpr size_t kOutputs = 1;
+
+  const Tensor& input;
+  c10::SymIntArrayRef normalized_shape;
+
+  auto members() const { return std::tie(input, normalized_shape); }
+  void check(const char* op) const { check_input(op, input, normalized_shape); }
+  Like<RmsNormStats> like() const { return {OutputLike::numbers_of_rows(input, normalized_shape.size())}; }
+};
+
+// rms_norm of these columns of rows, whose sums of squares are given.
+struct RmsNormFromStats {
+  static constexpr const char *kName = "rms_norm_from_stats", *kInplaceName = nullptr;
+  static constexpr size_t kOutputs = 1;
+
+  const Tensor& input;
+  const Tensor& square_sum;
+  c10::SymInt size;
+  Norm norm;
+
+  auto members() const { return std::tie(input, square_sum, size, norm); }
+  void check(const char* op) const {
+    check_norm(op, input, norm);
+    check_numbers_of_rows(op, "square_sum", square_sum, input, norm.dims());
+    check_row_size(op, size, norm.normalized_shape);
+  }
+  Like<RmsNormFromStats> like() const { return {&input}; }
+};
+
+// The sums of rows, or of parts of them, that rms_norm_backward needs: of squares, and of grad_output * weight * input.
+struct RmsNormBackwardStats {
+  static constexpr const char *kName = "rms_norm_backward_stats", *kInplaceName = nullptr;
+  static constexpr size_t kOutputs = 2;
+
+  const Tensor& grad_output;
+  const Tensor& input;
+  Norm norm;
+
+  auto members() const { return std::tie(grad_output, input, norm); }
+  void check(const char* op) const {
+    check_norm(op, input, norm);
+    check_narrower_input(op, "grad_output", grad_output, input);
+  }
+  Like<RmsNormBackwardStats> like() const {
+    const auto sums = OutputLike::numbers_of_rows(input, norm.dims());
+    return {sums, sums};
+  }
+};
+
+// rms_norm_backward of these columns of rows, whose sums are given.
+struct RmsNormBackwardFromStats {
+  static constexpr const char *kName = "rms_norm_backward_from_stats", *kInplaceName = nullptr;
+  static constexpr size_t kOutputs = 2;
+
+  const Tensor& grad_output;
+  const Tensor& input;
+  const Tensor& square_sum;
+  const Tensor& dot;
+  c10::SymInt size;
+  Norm norm;
+  const OptionalTensor& grad_residual;
+  std::array<bool, kOutputs> output_mask;
+
+  auto members() const { return std::tie(grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask); }
+  void check(const char* op) const {
+    check_norm(op, input, norm);
+    check_narrower_input(op, "grad_output", grad_output, input);
+    check_numbers_of_rows(op, "square_sum", square_sum, input, norm.dims());
+    check_numbers_of_rows(op, "dot", dot, input, norm.dims());
+    check_row_size(op, size, norm.normalized_shape);
+    if (is_given(grad_residual)) check_like_input(op, "grad_residual", *grad_residual, input);
+  }
+  Like<RmsNormBackwardFromStats> like() const {
+    return {&if_wanted(output_mask[0], input), &if_wanted(output_mask[1], value_or_undefined(norm.weight))};
+  }
+};
+
+}  // namespace normops
+#pragma GCC visibility pop
