@@ -6,8 +6,10 @@
 #include "gated_rms_norm_backward.cu"
 #include "rms_norm.cu"
 #include "rms_norm_backward.cu"
+#include "rms_norm_backward_stats.cu"
 #include "rms_norm_rope.cu"
 #include "rms_norm_rope_backward.cu"
+#include "rms_norm_stats.cu"
 
 namespace normops::cuda {
 namespace {
@@ -35,11 +37,24 @@ using namespace normops::cuda;
 
 // Of the structs that structures.py reads, in its order.
 extern const int64_t structure_bytes[];
-const int64_t structure_bytes[] = {sizeof(RowLayout),      sizeof(Gating),           sizeof(Casting),
-                                   sizeof(Weight),         sizeof(RmsNormArgs),      sizeof(RmsNormBackwardArgs),
-                                   sizeof(AddRmsNormArgs), sizeof(GatedRmsNormArgs), sizeof(GatedRmsNormBackwardArgs),
-                                   sizeof(Rotation),       sizeof(RmsNormRopeArgs),  sizeof(RmsNormRopeBackwardArgs),
-                                   sizeof(Device),         sizeof(RowConfig)};
+const int64_t structure_bytes[] = {sizeof(RowLayout),
+                                   sizeof(Gating),
+                                   sizeof(Casting),
+                                   sizeof(Weight),
+                                   sizeof(RmsNormArgs),
+                                   sizeof(RmsNormBackwardArgs),
+                                   sizeof(AddRmsNormArgs),
+                                   sizeof(GatedRmsNormArgs),
+                                   sizeof(GatedRmsNormBackwardArgs),
+                                   sizeof(Rotation),
+                                   sizeof(RmsNormRopeArgs),
+                                   sizeof(RmsNormRopeBackwardArgs),
+                                   sizeof(RmsNormStatsArgs),
+                                   sizeof(RmsNormFromStatsArgs),
+                                   sizeof(RmsNormBackwardStatsArgs),
+                                   sizeof(RmsNormBackwardFromStatsArgs),
+                                   sizeof(Device),
+                                   sizeof(RowConfig)};
 
 const char* rms_norm(const RmsNormArgs* args, const Device* device) {
   return message_of([&] { launch_rms_norm(*args, *device, nullptr); });
@@ -63,6 +78,22 @@ const char* rms_norm_rope(const RmsNormRopeArgs* args, const Device* device) {
 
 const char* rms_norm_rope_backward(const RmsNormRopeBackwardArgs* args, const Device* device) {
   return message_of([&] { launch_rms_norm_rope_backward(*args, *device, nullptr); });
+}
+
+const char* rms_norm_stats(const RmsNormStatsArgs* args, const Device* device) {
+  return message_of([&] { launch_rms_norm_stats(*args, *device, nullptr); });
+}
+
+const char* rms_norm_from_stats(const RmsNormFromStatsArgs* args, const Device* device) {
+  return message_of([&] { launch_rms_norm_from_stats(*args, *device, nullptr); });
+}
+
+const char* rms_norm_backward_stats(const RmsNormBackwardStatsArgs* args, const Device* device) {
+  return message_of([&] { launch_rms_norm_backward_stats(*args, *device, nullptr); });
+}
+
+const char* rms_norm_backward_from_stats(const RmsNormBackwardFromStatsArgs* args, const Device* device) {
+  return message_of([&] { launch_rms_norm_backward_from_stats(*args, *device, nullptr); });
 }
 
 int64_t rope_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Rotation* rotation,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from building.cuda import FLAGS
 from reference.cases import DTYPES, EPS
+from reference.operators import compute_dtype
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -162,6 +163,11 @@ class Output:
         return result
 
 
+def numbers_of(input: Tensor, offset: int = 0, padding: int = 0) -> Output:
+    """Where to write one of the compute dtype for each row."""
+    return Output((*input.shape[:-1], 1), compute_dtype(input.dtype), offset, padding)
+
+
 def row_layout(tensor: Tensor) -> Structure | None:
     """What make_rows of csrc/problem.cpp makes of a tensor whose last dimension is normalized; None: a copy of it."""
     layout = RowLayout()
@@ -210,6 +216,10 @@ class Kernels:
             getattr(self._library, name).restype = ctypes.c_char_p
         for name in ("gated_rms_norm", "gated_rms_norm_backward", "rms_norm_rope", "rms_norm_rope_backward"):
             getattr(self._library, name).restype = ctypes.c_char_p
+        for name in ("rms_norm_stats", "rms_norm_from_stats"):
+            getattr(self._library, name).restype = ctypes.c_char_p
+        for name in ("rms_norm_backward_stats", "rms_norm_backward_from_stats"):
+            getattr(self._library, name).restype = ctypes.c_char_p
         for name in ("partials", "gated_partials", "rope_partials"):
             getattr(self._library, name).restype = ctypes.c_int64
         for name in ("forward_config_of", "backward_config_of", "gated_config_of", "rope_config_of"):
@@ -232,6 +242,10 @@ class Kernels:
 
     def _written(self, name: str, output: Output | None) -> Rows:
         return self._rows(name, output.rows if output is not None else None, True)
+
+    def _numbers(self, name: str, numbers: Tensor) -> Rows:
+        """One of each row."""
+        return self._rows(name, numbers.unsqueeze(-1))
 
     def _choose_device(self, on: Structure) -> None:
         # The launchers ask a device once how much it runs: one with another number of multiprocessors is another.
@@ -487,6 +501,107 @@ class Kernels:
             self._grad_weight(input, weight, partials, seed),
         )
 
+    def rms_norm_stats(
+        self,
+        input: Tensor,
+        *,
+        square_sum: Output | None = None,
+        on: Structure | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        square_sum = square_sum or numbers_of(input)
+        sizes = input.shape[:-1].numel(), input.shape[-1]
+        args = _structs["RmsNormStatsArgs"](
+            DTYPES.index(input.dtype),
+            *sizes,
+            *self._rows("input", input)[1:],
+            *self._written("square_sum", square_sum)[1:],
+        )
+        self._call("rms_norm_stats", ctypes.byref(args), on=on or device(), seed=seed)
+        return square_sum.result().squeeze(-1)
+
+    def rms_norm_from_stats(
+        self,
+        input: Tensor,
+        square_sum: Tensor,
+        size: int,
+        weight: Tensor | None = None,
+        weight_offset: float = 0.0,
+        *,
+        eps: float = EPS,
+        casting_mode: str = "gemma",
+        output: Output | None = None,
+        on: Structure | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        output = output or Output(tuple(input.shape), input.dtype)
+        args = _structs["RmsNormFromStatsArgs"](
+            *self._forward(input, output, weight, weight_offset, eps, casting_mode),
+            size,
+            *self._numbers("square_sum", square_sum)[1:],
+        )
+        self._call("rms_norm_from_stats", ctypes.byref(args), on=on or device(), seed=seed)
+        return output.result()
+
+    def rms_norm_backward_stats(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        weight: Tensor | None = None,
+        weight_offset: float = 0.0,
+        *,
+        casting_mode: str = "gemma",
+        square_sum: Output | None = None,
+        dot: Output | None = None,
+        on: Structure | None = None,
+        seed: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        square_sum, dot = square_sum or numbers_of(input), dot or numbers_of(input)
+        args = _structs["RmsNormBackwardStatsArgs"](
+            *self._backward(grad_output, input, None, weight, weight_offset, EPS, casting_mode, None, None),
+            *self._written("square_sum", square_sum)[1:],
+            *self._written("dot", dot)[1:],
+        )
+        self._call("rms_norm_backward_stats", ctypes.byref(args), on=on or device(), seed=seed)
+        return square_sum.result().squeeze(-1), dot.result().squeeze(-1)
+
+    def rms_norm_backward_from_stats(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        square_sum: Tensor,
+        dot: Tensor,
+        size: int,
+        weight: Tensor | None = None,
+        weight_offset: float = 0.0,
+        grad_residual: Tensor | None = None,
+        *,
+        eps: float = EPS,
+        casting_mode: str = "gemma",
+        output_mask: tuple[bool, bool] = (True, True),
+        grad_input: Output | None = None,
+        on: Structure | None = None,
+        seed: int = 0,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        on = on or device()
+        if output_mask[0]:
+            grad_input = grad_input or Output(tuple(input.shape), input.dtype)
+        dtypes = DTYPES.index(input.dtype), DTYPES.index(grad_output.dtype)
+        partials = self._partials(input, weight, "partials", *dtypes, on=on) if output_mask[1] else None
+        args = _structs["RmsNormBackwardFromStatsArgs"](
+            *self._backward(
+                grad_output, input, grad_residual, weight, weight_offset, eps, casting_mode, grad_input, partials
+            ),
+            size,
+            *self._numbers("square_sum", square_sum)[1:],
+            *self._numbers("dot", dot)[1:],
+        )
+        self._call("rms_norm_backward_from_stats", ctypes.byref(args), on=on, seed=seed)
+        return (
+            grad_input.result() if grad_input is not None else None,
+            self._grad_weight(input, weight, partials, seed),
+        )
+
     def _rotation(
         self, input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int | None, rotary_offset: int
     ) -> Structure:
@@ -566,7 +681,7 @@ class Kernels:
         cols, groups = input.shape[-1], weight.shape[:-1].numel()
         sizes = (input.numel() // cols, cols, groups)
         count = self._count_partials(function, *dtypes, sizes=sizes, on=on, beside=beside)
-        compute = torch.float64 if input.dtype == torch.float64 else torch.float32
+        compute = compute_dtype(input.dtype)
         return Output((count, groups * cols), compute)
 
     def _grad_weight(self, input: Tensor, weight: Tensor | None, partials: Output | None, seed: int) -> Tensor | None:

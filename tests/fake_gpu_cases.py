@@ -44,6 +44,9 @@ def every_operator(gpus: Gpus, device: int = 0, cols: int = 4096) -> None:
     ops.rms_norm_rope(x, g, g, [cols], w, EPS)
     ops.rms_norm_rope_(x, g, g, [cols], w, EPS)
     ops.rms_norm_rope_backward(g, x, g, g, [cols], w, EPS)
+    ops.rms_norm_from_stats(x, ops.rms_norm_stats(x, [cols]), cols, [cols], w, EPS)
+    sums = ops.rms_norm_backward_stats(g, x, [cols], w, EPS)
+    ops.rms_norm_backward_from_stats(g, x, *sums, cols, [cols], w, EPS)
 
 
 LAUNCH = "launch rms_norm_kernel<float, 4, Plain> on device {} stream {} cluster 1 shared 0 early"
@@ -214,11 +217,12 @@ def the_stream_is_the_current_one_of_the_tensors_device(gpus: Gpus) -> None:
 @case
 def partial_sums_live_until_they_are_summed(gpus: Gpus) -> None:
     gpus[0].multiprocessors = 3
-    x, w = gpus.tensor(8, 4096), gpus.tensor(4096)
+    x, w, sums = gpus.tensor(8, 4096), gpus.tensor(4096), gpus.tensor(8)
     for kernel, beside, mask in (
         ("rms_norm_backward", (), [False, True]),
         ("gated_rms_norm_backward", (x,), [False, False, True]),
         ("rms_norm_rope_backward", (x, x), [False, True]),
+        ("rms_norm_backward_from_stats", (sums, sums, 4096), [False, True]),
     ):
         gpus.calls()
         result = getattr(ops, kernel)(x, x, *beside, [4096], w, EPS, output_mask=mask)

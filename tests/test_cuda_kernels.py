@@ -12,7 +12,7 @@ import cuda_on_ptx
 import fake_gpu_builds
 import pytest
 import torch
-from cuda_on_ptx import Kernels, Output, device
+from cuda_on_ptx import Kernels, Output, device, numbers_of
 from gated_cases import GATED_CASES, GATINGS, GatedCase
 from ptx.program import PtxError
 from rope_cases import ROPE_CASES, RopeCase, rope_case_of, rotated
@@ -138,6 +138,66 @@ def check(
     if grad_weight is not None:
         assert expected.grad_weight is not None
         oracle.assert_within(grad_weight, expected.grad_weight, f"grad_weight of {case}")
+
+
+def check_in_two_steps(
+    kernels: Kernels,
+    case: Case,
+    on: Structure,
+    seed: int = 0,
+    offset: int = 0,
+    padding: int = 0,
+    casting_mode: str = "gemma",
+    input_dtype: torch.dtype | None = None,
+) -> None:
+    """By way of the sums over rows: with nothing in between, the bits are those of the norm."""
+    dims, dtype = case.normalized_dims, input_dtype or case.dtype
+    grad_output = flat(case.grad_output(), dims)
+    input = flat(case.input() if dtype == case.dtype else case.grad_layout(case.shape, dtype, 4), dims)
+    weight, grad_residual = case.weight(), case.grad_residual()
+    weight = weight.flatten(case.group_dims) if weight is not None else None
+    grad_residual = flat(grad_residual, dims).to(dtype) if grad_residual is not None else None
+    cols, shape = input.shape[-1], tuple(input.shape)
+    place: dict[str, Any] = {"on": on, "seed": seed}
+    of_sums: dict[str, Any] = {"weight_offset": case.weight_offset, "casting_mode": casting_mode}
+    keywords: dict[str, Any] = {**of_sums, "eps": EPS}
+
+    square_sum = kernels.rms_norm_stats(input, square_sum=numbers_of(input, offset, padding), **place)
+    strided = square_sum.mT.contiguous().mT if square_sum.dim() > 1 else square_sum
+    output = kernels.rms_norm_from_stats(
+        input, strided, cols, weight, **keywords, output=Output(shape, dtype, offset, padding), **place
+    )
+    assert same_bits(output, kernels.rms_norm(input, weight, **keywords, **place)), f"output of {case}"
+
+    sums = kernels.rms_norm_backward_stats(
+        grad_output,
+        input,
+        weight,
+        **of_sums,
+        square_sum=numbers_of(input, 0, padding),
+        dot=numbers_of(input, offset),
+        **place,
+    )
+    packs = -(-cols // pack_elements(dtype))
+    if kernels.backward_config(dtype, packs, on).packs == kernels.forward_config(packs, on).packs:
+        assert same_bits(sums[0], square_sum), f"square_sum of {case}"
+    square_sum, dot = (numbers.repeat_interleave(3, 0)[::3] for numbers in sums)
+    keywords["grad_residual"] = grad_residual
+    actual = kernels.rms_norm_backward_from_stats(
+        grad_output,
+        input,
+        square_sum,
+        dot,
+        cols,
+        weight,
+        **keywords,
+        grad_input=Output(shape, dtype, offset, padding),
+        **place,
+    )
+    expected = kernels.rms_norm_backward(grad_output, input, weight, **keywords, **place)
+    for name, gradient, whole in zip(("grad_input", "grad_weight"), actual, expected, strict=True):
+        assert (gradient is None) == (whole is None)
+        assert gradient is None or whole is None or same_bits(gradient, whole), f"{name} of {case}"
 
 
 def check_add(
@@ -469,6 +529,93 @@ def test_masked_gradients(kernels: Kernels, packs: int, dtype: torch.dtype) -> N
     assert alone is not None
     assert same_bits(alone, grad_weight)
     assert kernels.rms_norm_backward(*arguments, output_mask=(False, False)) == (None, None)
+
+
+@SWEPT_DTYPES
+@pytest.mark.parametrize(("multiprocessors", "shared_kib", "arch"), [(1, 227, 90), (2, 99, 80)])
+def test_every_configuration_in_two_steps(
+    kernels: Kernels, without_clusters: Kernels, multiprocessors: int, shared_kib: int, arch: int, dtype: torch.dtype
+) -> None:
+    kernels = kernels if arch == 90 else without_clusters
+    on = device(multiprocessors, shared_kib << 10)
+    for number, cols in enumerate(sorted({*RAGGED, *widths(kernels, dtype, on)})):
+        rows = max(min(150, 10_000 // cols), 3) + number % 3
+        is_plain = cols % pack_elements(dtype) == 0
+        weight_dtype = dtype if is_plain else torch.float32
+        case = Case((rows, cols), dtype, weight_dtype=weight_dtype, has_residual=number % 2 == 0)
+        check_in_two_steps(kernels, case, on, number, padding=pack_elements(dtype) * (number % 2))
+
+
+@SWEPT_DTYPES
+@pytest.mark.parametrize(("cluster", "packs"), [(2, 2049), (4, 8192), (8, 20000), (16, 33000)])
+def test_clusters_in_two_steps(kernels: Kernels, cluster: int, packs: int, dtype: torch.dtype) -> None:
+    """Of 20000 packs and more, a thread has 16 where the row is summed."""
+    on = device(cluster, cluster=16)
+    assert kernels.forward_config(packs, on).cluster == cluster
+    is_plain = packs % 2 == 0
+    cols = packs * pack_elements(dtype) - (0 if is_plain else 1)
+    weight_dtype = dtype if is_plain else torch.float32
+    check_in_two_steps(kernels, Case((2, cols), dtype, weight_dtype=weight_dtype, has_residual=is_plain), on)
+
+
+@SWEPT_DTYPES
+@pytest.mark.parametrize("casting_mode", CASTING_MODES)
+@pytest.mark.parametrize("packs", [7, 40, *PACKS])
+def test_groups_in_two_steps(kernels: Kernels, packs: int, casting_mode: str, dtype: torch.dtype) -> None:
+    cols = packs * pack_elements(dtype)
+    for layout in (cases.contiguous, cases.misaligned):
+        case = Case((5, 3, cols), dtype, weight_dtype=dtype, layout=layout, has_residual=True, group_dims=1)
+        check_in_two_steps(kernels, case, device(5), casting_mode=casting_mode)
+
+
+@pytest.mark.parametrize("dtype", mostly_for_release(HALVES, (torch.bfloat16,)), ids=str)
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("packs", [8, 40, 200, 33000, PACKS[-1]])
+def test_wider_inputs_in_two_steps(kernels: Kernels, packs: int, is_plain: bool, dtype: torch.dtype) -> None:
+    """Than grad_output; ``packs`` are those of the input."""
+    on = device(16, cluster=1 if packs == PACKS[-1] else 16)
+    weight_dtype = torch.float32 if is_plain else dtype
+    case = Case((3, packs * pack_elements(torch.float32)), dtype, weight_dtype=weight_dtype, has_residual=is_plain)
+    for casting_mode in CASTING_MODES:
+        check_in_two_steps(kernels, case, on, casting_mode=casting_mode, input_dtype=torch.float32)
+
+
+@SWEPT_DTYPES
+@pytest.mark.parametrize("packs", PACKS)
+def test_parts_of_rows(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
+    """Two of them, of different widths, whose sums are added up in between."""
+    cols = packs * pack_elements(dtype)
+    case = Case((5, cols), dtype, weight_dtype=dtype)
+    dy, x, w = case.grad_output(), case.input(), case.weight()
+    assert w is not None
+    middle = cols // 3
+    parts = [(dy[:, part], x[:, part], w[part]) for part in (slice(0, middle), slice(middle, cols))]
+    square_sum = torch.stack([kernels.rms_norm_stats(part) for _, part, _ in parts]).sum(0)
+    output = torch.cat([kernels.rms_norm_from_stats(part, square_sum, cols, v) for _, part, v in parts], -1)
+    oracle.assert_within(output, oracle.rms_norm(x, (cols,), w, EPS))
+    sums = [kernels.rms_norm_backward_stats(*part) for part in parts]
+    total, dot = (torch.stack(of_parts).sum(0) for of_parts in zip(*sums, strict=True))
+    gradients = [kernels.rms_norm_backward_from_stats(*part[:2], total, dot, cols, part[2]) for part in parts]
+    expected = oracle.rms_norm_backward(dy, x, (cols,), w, EPS)
+    for bounded, *of_parts in zip((expected.grad_input, expected.grad_weight), *gradients, strict=True):
+        assert bounded is not None
+        oracle.assert_within(torch.cat([part for part in of_parts if part is not None], -1), bounded)
+
+
+@SWEPT_DTYPES
+@pytest.mark.parametrize("packs", PACKS)
+def test_masked_gradients_of_given_sums(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
+    case = Case((5, packs * pack_elements(dtype) - 1), dtype, weight_dtype=torch.float32)
+    dy, x, w = case.grad_output(), case.input(), case.weight()
+    square_sum, dot = kernels.rms_norm_backward_stats(dy, x, w)
+    arguments = dy, x, square_sum, dot, x.shape[1], w
+    expected = kernels.rms_norm_backward_from_stats(*arguments)
+    for output_mask in ((True, True), (True, False), (False, True), (False, False)):
+        gradients = kernels.rms_norm_backward_from_stats(*arguments, output_mask=output_mask)
+        for is_wanted, gradient, whole in zip(output_mask, gradients, expected, strict=True):
+            assert (gradient is not None) == is_wanted
+            assert whole is not None
+            assert gradient is None or same_bits(gradient, whole), output_mask
 
 
 @SWEPT_DTYPES

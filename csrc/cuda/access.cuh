@@ -37,6 +37,12 @@ RowsOf<T> rows_of(Void* data, const RowLayout& layout, int64_t cols) {
   return {static_cast<T*>(data), layout, bytes % static_cast<int64_t>(kPack<R> * sizeof(T)) == 0};
 }
 
+// One number of each row. Each is accessed by itself, wherever it lies.
+template <class Number, class Void>
+RowsOf<Number> numbers_of(Void* data, const RowLayout& layout) {
+  return {static_cast<Number*>(data), layout, true};
+}
+
 // Rows of T, or of another dtype that a tensor beside one of T may have.
 template <class T>
 struct AnyRowsOf {
@@ -117,6 +123,9 @@ template <class T>
 struct ScaleOf {
   Weight weight;
   bool aligned;
+
+  bool is_plain() const { return weight.data != nullptr && weight.dtype == kDType<T> && aligned; }
+  bool is_plain_of_one_group() const { return is_plain() && weight.groups == 1; }
 
   class OfGroup {
    public:
@@ -227,17 +236,25 @@ constexpr bool kHasPlain = kPacks > 0 && !std::is_same_v<R, double>;
 template <int kPacks, class R>
 constexpr bool kHasPlainOfGroups = kHasPlain<kPacks, R> && kPacks <= 4;
 
-// Calls launch.template operator()<Access>() with the access that serves this scale and these rows.
+// Calls launch.template operator()<Access>() with the access that serves these rows, and, if `is_plain`, what else
+// there is: Plain or General, as not every operator has groups that are worth kernels.
 template <int kPacks, class R, class Launch, class... Rows>
-void dispatch_access(const ScaleOf<R>& scale, Launch launch, const Rows&... rows) {
+void dispatch_plain(bool is_plain, Launch launch, const Rows&... rows) {
   if constexpr (kHasPlain<kPacks, R>) {
-    const bool is_plain = scale.weight.data != nullptr && scale.weight.dtype == kDType<R> && scale.aligned;
-    if (is_plain && (rows.is_plain() && ...)) {
-      if (scale.weight.groups == 1) return launch.template operator()<Plain>();
-      if constexpr (kHasPlainOfGroups<kPacks, R>) return launch.template operator()<PlainOfGroups>();
-    }
+    if (is_plain && (rows.is_plain() && ...)) return launch.template operator()<Plain>();
   }
   launch.template operator()<General>();
+}
+
+// The same with the access that serves this scale, too.
+template <int kPacks, class R, class Launch, class... Rows>
+void dispatch_access(const ScaleOf<R>& scale, Launch launch, const Rows&... rows) {
+  if constexpr (kHasPlainOfGroups<kPacks, R>) {
+    if (scale.weight.groups > 1 && scale.is_plain() && (rows.is_plain() && ...)) {
+      return launch.template operator()<PlainOfGroups>();
+    }
+  }
+  dispatch_plain<kPacks, R>(scale.is_plain_of_one_group(), launch, rows...);
 }
 
 template <class T>

@@ -86,10 +86,16 @@ struct Terms {
   Values h;
 };
 
+// The sums over rows are formed and used, or given, or formed and written.
+enum class Sums { formed, given, wanted };
+
 // The gate of an operator without one: dy is grad_output, h is input, and grad_input is dh. Other gates have functions
-// of the same names, which form dy and h of grad_output and input, and grad_input of dh.
+// of the same names, which form dy and h of grad_output and input, and grad_input of dh. Where sums of h^2 and dy * w *
+// h are given, read(row, sums) reads them, and Held has them as `sums`; where they are wanted, write(row, sums) writes
+// them.
 struct NoGate {
   static constexpr bool kTakesResidual = true;
+  static constexpr Sums kSums = Sums::formed;
   struct Nothing {};
   struct Activated {
     __device__ Nothing operator[](int) const { return {}; }
@@ -246,13 +252,27 @@ class WeightSums {
   Compute registers_[kInShared ? 1 : kPacks][kPack<T>];
 };
 
+// The shared memory that they take.
+template <class R, int kPacks>
+int64_t weight_sum_bytes(const LaunchShape& shape) {
+  if (!sums_in_shared(kPacks) && shape.block.y == 1) return 0;
+  return static_cast<int64_t>(shape.block.x * shape.block.y * kPacks * sizeof(Numbers<R>));
+}
+
+// In the place of RowSums and WeightSums, where there are none.
+struct NoRowSums {
+  template <class Shared>
+  __device__ explicit NoRowSums(Shared&) {}
+};
+struct NoWeightSums {};
+
 // Rows that fit into registers: each element is read once. A block takes rows until none is left, and then writes its
 // share of grad_weight.
 template <int kPacks, class T, class R, class Access, class Columns, class Gate>
 __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns& columns, const Gate& gate) {
   using Compute = compute_t<R>;
   __shared__ RowSumShared<Compute, 2> shared;
-  RowSums<Compute, 2, kPacks> sum_row(shared);
+  std::conditional_t<Gate::kSums == Sums::given, NoRowSums, RowSums<Compute, 2, kPacks>> sum_row(shared);
   Columns written = columns;
   if (args.grad_input.data == nullptr) written.take_none();
 
@@ -276,7 +296,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
       return load_scale_of(p);
     }
   };
-  WeightSums<R, kPacks> dw;
+  std::conditional_t<Gate::kSums == Sums::wanted, NoWeightSums, WeightSums<R, kPacks>> dw;
 
   struct Loaded {
     Pack<R> x[kPacks];
@@ -309,46 +329,57 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
     auto& [x, dy, held] = loaded;
 
     const auto activated = held.activate(gate, columns, dy);
-    Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
-#pragma unroll
-    for (int p = 0; p < kPacks; p++) {
-      add_terms<T, R>(gate.terms(dy[p], x[p], activated[p]), scale_of(p), args.casting.normalized, squares, dots);
-      keep_few_registers<kPacks>();
-    }
-    Compute sums[2] = {fold(squares), fold(dots)};
-    sum_row(sums);
-    if (row >= args.rows) continue;
-
-    R* const target = columns.of_row(args.grad_input.row(row));
-    const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
-    keep_packed(x);
-    keep_packed(dy);
-    const auto gate_target = gate.row_of_gradient(row);
-    const auto write = [&]<bool kHasResidual>() {
-      const R* residual = nullptr;
-      if constexpr (kHasResidual) residual = columns.of_row(args.grad_residual.row(row));
+    Compute sums[2];
+    if constexpr (Gate::kSums == Sums::given) {
+      sums[0] = held.sums[0], sums[1] = held.sums[1];
+    } else {
+      Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
-        const int offset = columns.offset(p), count = columns.count(p);
-        Numbers<R> dz = {};
-        if constexpr (kHasResidual) dz = load_residual(args.grad_residual, residual, offset, count);
-        const auto terms = gate.terms(dy[p], x[p], activated[p]);
-        const Numbers<R> w = scale_of(p);
-        const auto add = [&](int i, Compute a, Compute b) { dw.at(p, i) = fma_rn(a, b, dw.at(p, i)); };
-        Numbers<R> dx = gradients<T, R>(terms, w, dz, factors, args.casting.normalized, add);
-        gate.finish(dx, terms, w, factors, gate_target, columns.column(p), count);
-        store(args.grad_input, target, offset, written.count(p), from_compute<R>(dx));
+        add_terms<T, R>(gate.terms(dy[p], x[p], activated[p]), scale_of(p), args.casting.normalized, squares, dots);
         keep_few_registers<kPacks>();
       }
-    };
-    // Asked once for each row, unless that would double too much code.
-    if (Gate::kTakesResidual && (kPacks == 16 || args.grad_residual.data != nullptr)) {
-      write.template operator()<true>();
+      sums[0] = fold(squares), sums[1] = fold(dots);
+      sum_row(sums);
+    }
+    if (row >= args.rows) continue;
+
+    if constexpr (Gate::kSums == Sums::wanted) {
+      if (columns.has_first()) gate.write(row, sums);
     } else {
-      write.template operator()<false>();
+      R* const target = columns.of_row(args.grad_input.row(row));
+      const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
+      keep_packed(x);
+      keep_packed(dy);
+      const auto gate_target = gate.row_of_gradient(row);
+      const auto write = [&]<bool kHasResidual>() {
+        const R* residual = nullptr;
+        if constexpr (kHasResidual) residual = columns.of_row(args.grad_residual.row(row));
+#pragma unroll
+        for (int p = 0; p < kPacks; p++) {
+          const int offset = columns.offset(p), count = columns.count(p);
+          Numbers<R> dz = {};
+          if constexpr (kHasResidual) dz = load_residual(args.grad_residual, residual, offset, count);
+          const auto terms = gate.terms(dy[p], x[p], activated[p]);
+          const Numbers<R> w = scale_of(p);
+          const auto add = [&](int i, Compute a, Compute b) { dw.at(p, i) = fma_rn(a, b, dw.at(p, i)); };
+          Numbers<R> dx = gradients<T, R>(terms, w, dz, factors, args.casting.normalized, add);
+          gate.finish(dx, terms, w, factors, gate_target, columns.column(p), count);
+          store(args.grad_input, target, offset, written.count(p), from_compute<R>(dx));
+          keep_few_registers<kPacks>();
+        }
+      };
+      // Asked once for each row, unless that would double too much code.
+      if (Gate::kTakesResidual && (kPacks == 16 || args.grad_residual.data != nullptr)) {
+        write.template operator()<true>();
+      } else {
+        write.template operator()<false>();
+      }
     }
   }
-  if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols);
+  if constexpr (Gate::kSums != Sums::wanted) {
+    if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols);
+  }
 }
 
 // Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
@@ -382,40 +413,55 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
 #pragma unroll
       for (int t = 0; t < kTogether; t++) use(gate.terms(dy[t], x[t], activated[t]), p + t);
     };
-    double sums[2] = {};
-    for (int64_t first = 0; columns.reaches(first); first += kPacksOfChain) {
-      Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
-      for (int i = 0; i < kPacksOfChain; i += kTogether) {
-        with_terms(first + i, [&](const auto& terms, int64_t p) {
-          const Numbers<R> w = scale.numbers({}, columns.column(p), columns.count(p));
-          add_terms<T, R>(terms, w, args.casting.normalized, squares, dots);
-        });
+    Compute sums[2];
+    if constexpr (Gate::kSums == Sums::given) {
+      gate.read(row, sums);
+    } else {
+      double spans[2] = {};
+      for (int64_t first = 0; columns.reaches(first); first += kPacksOfChain) {
+        Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
+        for (int i = 0; i < kPacksOfChain; i += kTogether) {
+          with_terms(first + i, [&](const auto& terms, int64_t p) {
+            const Numbers<R> w = scale.numbers({}, columns.column(p), columns.count(p));
+            add_terms<T, R>(terms, w, args.casting.normalized, squares, dots);
+          });
+        }
+        spans[0] += fold(squares);
+        spans[1] += fold(dots);
       }
-      sums[0] += fold(squares);
-      sums[1] += fold(dots);
+      sum_row(spans);
+      sums[0] = static_cast<Compute>(spans[0]), sums[1] = static_cast<Compute>(spans[1]);
     }
-    sum_row(sums);
-    const auto factors =
-        factors_of(static_cast<Compute>(sums[0]), static_cast<Compute>(sums[1]), args.inverse_cols, args.eps);
 
-    const auto gate_target = gate.row_of_gradient(row);
-    const auto write = [&](const auto& terms, int64_t p) {
-      const int64_t column = columns.column(p), count = columns.count(p);
-      const Numbers<R> w = scale.numbers({}, column, count);
-      const auto add = [&](int i, Compute a, Compute b) {
-        if (partial == nullptr || i >= count) return;
-        const Compute sum = row == block.first ? 0 : partial[column + i];
-        partial[column + i] = fma_rn(a, b, sum);
+    if constexpr (Gate::kSums == Sums::wanted) {
+      if (columns.has_first()) gate.write(row, sums);
+    } else {
+      const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
+      const auto gate_target = gate.row_of_gradient(row);
+      const auto write = [&](const auto& terms, int64_t p) {
+        const int64_t column = columns.column(p), count = columns.count(p);
+        const Numbers<R> w = scale.numbers({}, column, count);
+        const auto add = [&](int i, Compute a, Compute b) {
+          if (partial == nullptr || i >= count) return;
+          const Compute sum = row == block.first ? 0 : partial[column + i];
+          partial[column + i] = fma_rn(a, b, sum);
+        };
+        Numbers<R> dx = gradients<T, R>(terms, w, load_residual(args.grad_residual, residual_row, column, count),
+                                        factors, args.casting.normalized, add);
+        gate.finish(dx, terms, w, factors, gate_target, column, count);
+        if (args.grad_input.data != nullptr) {
+          store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));
+        }
       };
-      Numbers<R> dx = gradients<T, R>(terms, w, load_residual(args.grad_residual, residual_row, column, count), factors,
-                                      args.casting.normalized, add);
-      gate.finish(dx, terms, w, factors, gate_target, column, count);
-      if (args.grad_input.data != nullptr) {
-        store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));
-      }
-    };
-    for (int64_t p = 0; columns.reaches(p); p += kTogether) with_terms(p, write);
+      for (int64_t p = 0; columns.reaches(p); p += kTogether) with_terms(p, write);
+    }
   }
+}
+
+// How many clusters share the rows, if so many run at once: each has rows of one group.
+inline unsigned clusters_of_rows(int64_t at_once, int64_t rows, int64_t groups, const LaunchShape& shape) {
+  const int64_t most = blocks_of_rows(rows, shape.block.y, groups) / groups;
+  return static_cast<unsigned>(std::clamp<int64_t>(at_once / groups, 1, most) * groups);
 }
 
 // Each cluster (or block, if a row has one) makes a partial sum of one group. There are as many clusters as run at
@@ -430,9 +476,7 @@ LaunchShape backward_shape(const RowConfig& config, int64_t rows, int64_t cols, 
     at_once = std::min(clusters_at_once(Kernels::template any_width<T, R>(), shape, device.multiprocessors),
                        kPartialsBytes / (cols * static_cast<int64_t>(sizeof(compute_t<R>))));
   } else {
-    if (sums_in_shared(kPacks) || shape.block.y > 1) {
-      shape.shared_bytes = static_cast<int64_t>(shape.block.x * shape.block.y * kPacks * sizeof(Numbers<R>));
-    }
+    shape.shared_bytes = weight_sum_bytes<R, kPacks>(shape);
     const auto clusters_with = [&]<class Access>() {
       return clusters_at_once(Kernels::template held<T, R, kPacks, Access>(), shape, device.multiprocessors);
     };
@@ -442,9 +486,7 @@ LaunchShape backward_shape(const RowConfig& config, int64_t rows, int64_t cols, 
       at_once = std::min(at_once, clusters_with.template operator()<PlainOfGroups>());
     }
   }
-  const int64_t of_group =
-      std::clamp<int64_t>(at_once / groups, 1, blocks_of_rows(rows, shape.block.y, groups) / groups);
-  shape.grid.x = static_cast<unsigned>(of_group * groups);
+  shape.grid.x = clusters_of_rows(at_once, rows, groups, shape);
   return shape;
 }
 

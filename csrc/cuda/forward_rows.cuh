@@ -66,27 +66,33 @@ __device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbe
   return numbers;
 }
 
+// The sums of the squares of rows that are held in registers. sum_row makes them of what each thread has.
+template <class R, class Values, int kRows, int kPacks, class SumRow>
+__device__ void sum_squares(const Values (&h)[kRows][kPacks], compute_t<R> (&sums)[kRows], SumRow& sum_row) {
+#pragma unroll
+  for (int r = 0; r < kRows; r++) {
+    compute_t<R> chains[kChains<R>] = {};
+#pragma unroll
+    for (int p = 0; p < kPacks; p++) add_squares<R>(h[r][p], chains);
+    sums[r] = fold(chains);
+  }
+  sum_row(sums);
+}
+
 // Normalizes rows that are held in registers: a thread has kPacks packs of each, or the numbers of as many.
 // epilogue(numbers, r, p) changes what is written for the packs from p on that belong together, of row r.
-template <class T, class R, class Access, class Scale, class Columns, class Values, int kRows, int kPacks,
+template <class T, class R, class Access, class Scale, class Columns, class Values, int kRows, int kPacks, class SumRow,
           class Epilogue = NoEpilogue>
 __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& scale, const TakenRows& rows,
-                               const Columns& columns, Values (&h)[kRows][kPacks],
-                               RowSums<compute_t<R>, kRows, kPacks>& sum_row, Epilogue epilogue = {}) {
+                               const Columns& columns, Values (&h)[kRows][kPacks], SumRow& sum_row,
+                               Epilogue epilogue = {}) {
   using Compute = compute_t<R>;
   constexpr int kTogether = Columns::kTogether;
   typename Scale::Held held[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; p++) held[p] = scale.hold(columns.column(p), columns.count(p));
   Compute rstd[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; r++) {
-    Compute chains[kChains<R>] = {};
-#pragma unroll
-    for (int p = 0; p < kPacks; p++) add_squares<R>(h[r][p], chains);
-    rstd[r] = fold(chains);
-  }
-  sum_row(rstd);
+  sum_squares<R>(h, rstd, sum_row);
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
     rstd[r] = rstd_of(rstd[r], args.inverse_cols, args.eps);
@@ -122,29 +128,32 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& s
   }
 }
 
-// Normalizes a row of any width, in a block of kAnyWidth. load(column, count) returns a pack of the row, or its
-// numbers, and is called twice for each pack, the second time when the row has been summed. epilogue(numbers, p)
-// changes what is written for the thread's packs from p on that belong together.
-template <class T, class R, class Columns, class LoadFirst, class LoadAgain, class Epilogue = NoEpilogue>
-__device__ void normalize_any_width(const Forward<T, R, General>& args, const Columns& columns, LoadFirst load_first,
-                                    LoadAgain load_again, Epilogue epilogue = {}) {
-  using Compute = compute_t<R>;
-  constexpr int kTogether = Columns::kTogether;
+// The sum of the squares of a row of any width, in a block of kAnyWidth. load(column, count) returns a pack of the row,
+// or its numbers.
+template <class R, class Columns, class Load>
+__device__ compute_t<R> square_sum_of_any_width(const Columns& columns, const Load& load) {
   __shared__ RowSumShared<double, 1> shared;
   RowSums<double, 1, kAnyWidth.packs> sum_row(shared);
-  wait_for_previous_kernel();
   double square_sum[1] = {};
   for (int64_t first = 0; columns.reaches(first); first += kPacksOfChain) {
-    Compute chains[kChains<R>] = {};
+    compute_t<R> chains[kChains<R>] = {};
 #pragma unroll
     for (int p = 0; p < kPacksOfChain; p++) {
-      add_squares<R>(load_first(columns.column(first + p), columns.count(first + p)), chains);
+      add_squares<R>(load(columns.column(first + p), columns.count(first + p)), chains);
     }
     square_sum[0] += fold(chains);
   }
   sum_row(square_sum);
-  const Compute rstd = rstd_of(static_cast<Compute>(square_sum[0]), args.inverse_cols, args.eps);
+  return static_cast<compute_t<R>>(square_sum[0]);
+}
 
+// Normalizes a row of any width that has been summed. load is that of square_sum_of_any_width(). epilogue(numbers, p)
+// changes what is written for the thread's packs from p on that belong together.
+template <class T, class R, class Columns, class Load, class Epilogue = NoEpilogue>
+__device__ void normalize_summed(const Forward<T, R, General>& args, const Columns& columns, compute_t<R> square_sum,
+                                 const Load& load, const Epilogue& epilogue = {}) {
+  constexpr int kTogether = Columns::kTogether;
+  const compute_t<R> rstd = rstd_of(square_sum, args.inverse_cols, args.eps);
   const BlockRows block(args.groups.count, 1);
   const auto scale = args.scale.of_group(block.group, args.cols);
   T* const target = args.output.row(block.first);
@@ -153,8 +162,7 @@ __device__ void normalize_any_width(const Forward<T, R, General>& args, const Co
 #pragma unroll
     for (int t = 0; t < kTogether; t++) {
       const int64_t column = columns.column(p + t), count = columns.count(p + t);
-      y[t] =
-          normalized<T, R, Epilogue>(load_again(column, count), rstd, scale.numbers({}, column, count), args.casting);
+      y[t] = normalized<T, R, Epilogue>(load(column, count), rstd, scale.numbers({}, column, count), args.casting);
     }
     epilogue(y, p);
 #pragma unroll
@@ -164,13 +172,21 @@ __device__ void normalize_any_width(const Forward<T, R, General>& args, const Co
   }
 }
 
+// The same in two passes over the row, with a load for each.
+template <class T, class R, class Columns, class LoadFirst, class LoadAgain, class Epilogue = NoEpilogue>
+__device__ void normalize_any_width(const Forward<T, R, General>& args, const Columns& columns, LoadFirst load_first,
+                                    LoadAgain load_again, Epilogue epilogue = {}) {
+  wait_for_previous_kernel();
+  normalize_summed(args, columns, square_sum_of_any_width<R>(columns, load_first), load_again, epilogue);
+}
+
 // Calls launch.template operator()<kPacks>(shape) for a launch configuration.
 template <class Launch>
-void dispatch_forward(const RmsNormArgs& args, const RowConfig& config, const Device& device, Launch launch) {
+void dispatch_forward(int64_t rows, int64_t groups, const RowConfig& config, const Device& device, Launch launch) {
   const dim3 block = block_of(config);
   dispatch_packs(config.packs, [&]<int kPacks>() {
     const int64_t rows_at_once = kPacks == 0 ? 1 : static_cast<int64_t>(block.y) * rows_in_flight(kPacks);
-    const int64_t blocks = blocks_of_rows(args.rows, rows_at_once, args.weight.groups);
+    const int64_t blocks = blocks_of_rows(rows, rows_at_once, groups);
     launch.template operator()<kPacks>(
         LaunchShape{dim3(static_cast<unsigned>(blocks), config.cluster), block, 0, device.early_start});
   });

@@ -21,6 +21,7 @@ struct GatedTerms {
 template <class T, class Access>
 struct Gate {
   static constexpr bool kTakesResidual = false;
+  static constexpr Sums kSums = Sums::formed;
 
   typename Access::template AnyRows<const T> rows;
   typename Access::template AnyRows<T> gradients;  // data is null if not wanted

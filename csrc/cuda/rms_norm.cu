@@ -39,7 +39,7 @@ void launch_rms_norm(const RmsNormArgs& args, const Device& device, Stream strea
     const auto forward = forward_of<T, T>(args);
     const auto input = rows_of<const T, T>(args.input, args.input_rows, args.cols);
     const RowConfig& config = row_config(packs_of<T>(args.cols), device);
-    dispatch_forward(args, config, device, [&]<int kPacks>(const LaunchShape& shape) {
+    dispatch_forward(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {
         launch(rms_norm_any_width_kernel<T>, shape, stream, forward, input);
       } else {

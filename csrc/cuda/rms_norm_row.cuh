@@ -28,6 +28,8 @@ struct Columns {
   __device__ bool reaches(Index pack) const { return count(pack) > 0; }
   // Whether no other pack has what would be the column of the pack's element i, inside the row or behind it.
   __device__ bool owns(Index, int) const { return true; }
+  // Whether the thread has the row's first column: one thread has it.
+  __device__ bool has_first() const { return first == 0; }
   __device__ void take_none() { cols = 0; }
 
   // The address of the first of the thread's elements in a row, computed only once.
