@@ -3,6 +3,8 @@
 import triton
 from torch import Tensor
 
+from normops.triton.backward_rows import backward_kernel
+from normops.triton.forward_rows import forward_kernel
 from normops.triton.launch import (
     Casting,
     Rows,
@@ -14,7 +16,6 @@ from normops.triton.launch import (
     options,
 )
 from normops.triton.launch_config import backward_programs, gated_config
-from normops.triton.rms_norm import backward_kernel, forward_kernel
 
 
 def launch_gated_forward(

@@ -23,6 +23,16 @@ def nested_row_offsets(rows, middle, inner, outer_stride, middle_stride, inner_s
 
 
 @triton.jit
+def part_of_row(first, part: tl.constexpr, parts: tl.constexpr, cols):
+    """The columns of a row's part, and which of them are inside the row: all, unless it is the last part."""
+    columns = part * first.shape[0] + first
+    if part + 1 < parts:
+        return columns, tl.full(columns.shape, True, tl.int1)
+    else:
+        return columns, columns < cols
+
+
+@triton.jit
 def load(pointer, offsets, mask, compute: tl.constexpr):
     """What is there, in the type to compute in; 0 where the mask has none."""
     return tl.load(pointer + offsets, mask=mask, other=0.0).to(compute)
