@@ -21,7 +21,8 @@ triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parent.parent
 
 
-# Of each operator its kernel, the arguments that are None, and norm_before_gate if it has a gate.
+# Of each operator its kernel, the arguments that are None beside those that are by default, and norm_before_gate if it
+# has a gate.
 KERNELS: dict[str, tuple[str, tuple[str, ...], bool | None]] = {
     "rms_norm": ("forward_kernel", ("residual", "residual_out"), None),
     "add_rms_norm": ("forward_kernel", (), None),
@@ -33,6 +34,10 @@ KERNELS: dict[str, tuple[str, tuple[str, ...], bool | None]] = {
     "gated_rms_norm, gate first": ("forward_kernel", ("residual", "residual_out"), False),
     "gated_rms_norm_backward": ("backward_kernel", ("residual",), True),
     "gated_rms_norm_backward, gate first": ("backward_kernel", ("residual",), False),
+    "rms_norm_stats": ("forward_kernel", ("residual", "y", "residual_out", "weight", "size"), None),
+    "rms_norm_from_stats": ("forward_kernel", ("residual", "residual_out"), None),
+    "rms_norm_backward_stats": ("backward_kernel", ("residual", "dx", "partials", "size"), None),
+    "rms_norm_backward_from_stats": ("backward_kernel", (), None),
 }
 # Those that round on the way.
 KERNELS |= {
@@ -45,8 +50,13 @@ KERNELS |= {
         "gated_rms_norm",
         "gated_rms_norm_backward",
         "gated_rms_norm_backward, gate first",
+        "rms_norm_from_stats",
+        "rms_norm_backward_stats",
+        "rms_norm_backward_from_stats",
     )
 }
+# Those that write sums, and nothing else.
+STATS = ("rms_norm_stats", "rms_norm_backward_stats")
 
 
 # AMD's, and how many lanes a warp has on each. CDNA 2 to 4, RDNA 3 and 4.
@@ -64,18 +74,24 @@ def compiled(name: str, dtype: str, cols: int, arch: int | str) -> Any:
     kernel_name, without, norm_before_gate = KERNELS[name]
     kernel: Any = getattr(rms_norm, kernel_name)
     compute = "fp64" if dtype == "fp64" else "fp32"
+    forward = kernel_name == "forward_kernel"
+    config_of = launch_config.forward_config if forward else launch_config.backward_config
+    has: tuple[str, ...] = ("square_sum", "dot", "size") if "_stats" in name else ()
     if norm_before_gate is not None:
         config_of = launch_config.gated_config
-        constants = {"activation": "silu", "norm_before_gate": norm_before_gate}
-    else:
-        forward = kernel_name == "forward_kernel"
-        config_of = launch_config.forward_config if forward else launch_config.backward_config
-        constants = {parameter.name: None for parameter in kernel.params if parameter.has_default}
+        has = ("gate", "dgate")
+    constants: dict[str, Any] = {
+        parameter.name: None
+        for parameter in kernel.params
+        if parameter.has_default and not parameter.name.startswith(has)
+    }
+    if norm_before_gate is not None:
+        constants |= {"activation": "silu", "norm_before_gate": norm_before_gate}
     config = config_of(cols, 8 if dtype == "fp64" else 4)
 
     constants |= {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute)}
     constants |= casts(dtype if name.endswith("llama") else compute)
-    if kernel_name == "forward_kernel":
+    if forward:
         constants |= {"alpha": 1.0, "fuses": True}
     constants |= {**launch.constants(config), **dict.fromkeys(without)}
     # As Triton makes it of that number.
@@ -85,9 +101,9 @@ def compiled(name: str, dtype: str, cols: int, arch: int | str) -> Any:
     def type_of(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in ("rows", "cols") or name.endswith("_stride"):
+        if name in ("rows", "cols", "size") or name.endswith("_stride"):
             return "i32"
-        return f"*{compute}" if name in ("weight", "partials") else f"*{dtype}"
+        return f"*{compute}" if name in ("weight", "partials", "square_sum", "dot") else f"*{dtype}"
 
     return compiled_with(kernel, {name: type_of(name) for name in kernel.arg_names}, constants, config, arch)
 
@@ -161,7 +177,7 @@ WIDTHS = {"one block": 4096, "any width": 65536}
 def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, width: str, arch: int) -> None:
     ptx = compiled(name, dtype, WIDTHS[width], arch).asm["ptx"]
     assert re.search(r"\bld\.global\.v4\.b32", ptx)
-    assert re.search(r"\bst\.global\.v4\.b32", ptx)
+    assert re.search(r"\bst\.global\.v4\.b32", ptx) or name.split(",")[0] in STATS
     assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)  # whatever the default of this Triton
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
 
@@ -171,7 +187,15 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, wid
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize(
     "name",
-    ["rms_norm", "add_rms_norm", "rms_norm_backward with residual", "gated_rms_norm", "gated_rms_norm_backward"],
+    [
+        "rms_norm",
+        "add_rms_norm",
+        "rms_norm_backward with residual",
+        "gated_rms_norm",
+        "gated_rms_norm_backward",
+        "rms_norm_from_stats",
+        "rms_norm_backward_from_stats",
+    ],
 )
 def test_kernels_compile_for_amd_and_access_16_bytes(name: str, dtype: str, width: str, arch: str) -> None:
     code = compiled(name, dtype, WIDTHS[width], arch).asm["amdgcn"]
@@ -188,18 +212,48 @@ def test_kernels_compile_for_amd_and_access_16_bytes(name: str, dtype: str, widt
 
 @pytest.mark.parametrize("cols", [1, 64, 4096, 32768, 65536])
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
-@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward", "gated_rms_norm_backward"])
+@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward", "gated_rms_norm_backward", *STATS])
 def test_sums_do_not_follow_a_layout(name: str, dtype: str, cols: int) -> None:
     """Each adds two numbers, whose places do not matter: the order of more would be a layout's, hence alignment's."""
     ttir = compiled(name, dtype, cols, 90).asm["ttir"]
     sums = re.findall(r'"tt\.reduce"\(.*?axis = (\d) : i32.*?: \(tensor<(\d+(?:x\d+)*)x\w+>\)', ttir, re.DOTALL)
     assert len(sums) == ttir.count('"tt.reduce"')
-    assert bool(sums) == (cols > 1 or name != "add_rms_norm")
+    assert bool(sums) == (cols > 1 or name not in ("add_rms_norm", *STATS))
     assert all(shape.split("x")[int(axis)] == "2" for axis, shape in sums)
 
 
+@pytest.mark.parametrize(("cols", "parts", "backward_parts"), [(4096, 1, 1), (16384, 4, 8), (65536, 0, 0)])
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [
+        ("rms_norm_stats", 1),
+        ("rms_norm_from_stats", 1),
+        ("rms_norm_backward_stats", 2),
+        ("rms_norm_backward_from_stats", 3),
+    ],
+)
+def test_each_step_goes_over_rows_once(name: str, tensors: int, cols: int, parts: int, backward_parts: int) -> None:
+    """However wide they are: the sums that are given are not formed, or nothing is made of them."""
+    ttir = compiled(name, "bf16", cols, 90).asm["ttir"]
+    if "backward" in name:
+        parts = backward_parts
+    assert len(re.findall(r"tt\.load.*x!tt\.ptr<bf16>>", ttir)) == tensors * (parts or 1)
+    assert ttir.count("scf.for") == (parts == 0) + ("backward" in name)
+    assert ("tt.reduce" in ttir) == (name in STATS)
+    assert ("tt.precise_sqrt" in ttir) == (name not in STATS)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward with residual", "gated_rms_norm_backward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "add_rms_norm",
+        "rms_norm_backward with residual",
+        "gated_rms_norm_backward",
+        "rms_norm_backward_stats",
+        "rms_norm_backward_from_stats",
+    ],
+)
 def test_kernels_compile_for_float64(name: str, width: str) -> None:
     ptx = compiled(name, "fp64", WIDTHS[width] // 2, 90).asm["ptx"]
     assert re.search(r"\bld\.global\.v2\.b64", ptx)
@@ -229,6 +283,9 @@ def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
         ("gated_rms_norm_backward, gate first", 16 << 10),
         ("gated_rms_norm_backward", 32 << 10),
         ("gated_rms_norm_backward, gate first", 32 << 10),
+        ("rms_norm_from_stats", 128 << 10),
+        ("rms_norm_backward_stats", 64 << 10),
+        ("rms_norm_backward_from_stats", 64 << 10),
     ],
 )
 def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str, arch: int, tmp_path: Path) -> None:
@@ -240,9 +297,13 @@ def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str
     assert registers * 32 * kernel.metadata.num_warps <= 65536
     assert local == 0
     # The backward is at the limit of what a thread can have: in float32 two registers too many for sm_100, and where it
-    # rounds on the way four for sm_80.
-    at_limit = {("fp32", 100): 8, ("bf16, llama", 80): 16} if name == "rms_norm_backward with residual" else {}
-    assert spilled <= at_limit.get((dtype, arch), 0)
+    # rounds on the way four for sm_80. Sums alone take 80, or 128 in float64: with one more, a multiprocessor would
+    # have room for a program less.
+    at_limit = {
+        "rms_norm_backward with residual": {("fp32", 100): 8, ("bf16, llama", 80): 16},
+        "rms_norm_backward_stats": {("bf16", 90): 8, ("fp64", 100): 8},
+    }
+    assert spilled <= at_limit.get(name, {}).get((dtype, arch), 0)
 
 
 ROPE_KERNELS = ("rope_forward_kernel", "rope_backward_kernel")
@@ -377,12 +438,16 @@ def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(monkeypat
     expected = normops.rms_norm(x, 4)
     monkeypatch.setattr(normops.triton, "launch_forward", refuse)
     monkeypatch.setattr(normops.triton, "launch_gated_forward", refuse)
+    monkeypatch.setattr(normops.triton, "launch_stats", refuse)
+    monkeypatch.setattr(normops.triton, "launch_from_stats", refuse)
     registration = _C.register_triton("CPU")
     try:
         for call in (
             normops.rms_norm,
             lambda x, cols: normops.add_rms_norm(x, x, cols),
             lambda x, cols: normops.gated_rms_norm(x, x, cols),
+            normops.rms_norm_stats,
+            lambda x, cols: normops.rms_norm_from_stats(x, x[:, 0], cols, cols),
         ):
             with pytest.raises(RuntimeError, match="the Triton launcher was called"):
                 call(x, 4)
@@ -434,6 +499,35 @@ def test_rows_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
         registration.close()
     inner, outer_stride, inner_stride = 2, 12, 4
     assert got == [((1, 4, 0), (1, 4, 0)), ((inner, outer_stride, inner_stride), (1, 4, 0)), ((1, 0, 0), (1, 0, 0))]
+
+
+def test_sums_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rows of a column; those that do not lie in two dimensions are copied."""
+    import normops.triton
+
+    got = []
+    monkeypatch.setattr(normops.triton, "launch_stats", lambda x, square_sum, *rest: got.append(square_sum[1:]))
+    monkeypatch.setattr(
+        normops.triton, "launch_from_stats", lambda x, square_sum, size, *rest: got.append((*square_sum[1:], size))
+    )
+    registration = _C.register_triton("CPU")
+    x, sums = torch.ones(2, 3, 5, 4), torch.ones(7, 3, 5)[::3][:2]
+    try:
+        torch.ops.normops.rms_norm_stats(x, [4])
+        torch.ops.normops.rms_norm_stats.out(x, [4], square_sum=sums)
+        for square_sum in (
+            sums,
+            sums.permute(1, 0, 2).contiguous().permute(1, 0, 2),
+            torch.ones(5, 2, 3).movedim(0, 2),
+        ):
+            torch.ops.normops.rms_norm_from_stats(x, square_sum, 2**33, [4])
+        torch.ops.normops.rms_norm_stats(torch.ones(4), [4])
+    finally:
+        registration.close()
+    inner, outer_stride = 15, 45
+    written = [(1, 1, 0), (inner, outer_stride, 1)]
+    read = [(inner, outer_stride, 1, 2**33), (1, 1, 0, 2**33), (5, 1, 6, 2**33)]
+    assert got == [*written, *read, (1, 0, 0)]
 
 
 def test_rotated_rows_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:

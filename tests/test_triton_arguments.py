@@ -30,6 +30,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
         "rms_norm_rope, interleaved",
         "rms_norm_rope_backward",
         "rms_norm_rope_backward, interleaved",
+        "rms_norm_stats",
+        "rms_norm_from_stats",
+        "rms_norm_backward_stats",
+        "rms_norm_backward_from_stats",
     ),
     "cols": (1, 16, 100, 8208, 70001),
     "groups": (1, 3, 16),
@@ -122,6 +126,10 @@ def launch(
     def make() -> launchers.Rows:
         return launchers.Rows(tensor(dtypes[0], is_aligned), inner, *strides)
 
+    def make_sums() -> launchers.Rows:
+        dtype = FP64 if dtypes[0] == FP64 else FP32
+        return launchers.Rows(tensor(dtype, is_aligned), inner, 1 if stride is None else stride, 3)
+
     def make_nested() -> launchers.NestedRows:
         return launchers.NestedRows(tensor(dtypes[0], is_aligned), min(inner, 7), inner, *strides, cols + 2)
 
@@ -137,6 +145,7 @@ def launch(
     shape = (groups, groups * rows, cols)
     wants_weight = weight is not None
     common = (weight, 1.0, 1e-5, launchers.Casting(not is_aligned, not is_aligned))
+    size = cols if groups == 1 else 2**33
     gating = ("silu" if is_aligned else "sigmoid", not rest)
     match name:
         case "rms_norm":
@@ -154,6 +163,17 @@ def launch(
         case "rms_norm_rope_backward":
             nested = make_nested(), make_nested(), make_rotation(), make_nested()
             launchers.launch_rope_backward(*nested, wants_weight, *common, *shape)
+        case "rms_norm_stats":
+            launchers.launch_stats(make(), make_sums(), groups * rows, cols)
+        case "rms_norm_from_stats":
+            launchers.launch_from_stats(make(), make_sums(), size, make(), *common, *shape)
+        case "rms_norm_backward_stats":
+            without_eps = weight, 1.0, common[-1]
+            launchers.launch_backward_stats(make(), make(), make_sums(), make_sums(), *without_eps, *shape)
+        case "rms_norm_backward_from_stats":
+            launchers.launch_backward_from_stats(
+                make(), make(), make_sums(), make_sums(), size, make(), make(), wants_weight, *common, *shape
+            )
         case _:
             residual = make() if name.endswith("residual") else None
             grad_input = None if name == "grad_weight alone" else make()
@@ -167,3 +187,27 @@ def test_arguments_of_every_kind_compile(case: tuple[Any, ...], compile_for: Cal
     *arguments, arch = case
     compile_for(arch)
     launch(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP64], ids=str)
+@pytest.mark.parametrize("cols", [100, 8192, 16384, 65536])
+@pytest.mark.parametrize("norm", ["rms_norm", "rms_norm_backward"])
+def test_both_steps_are_launched_as_the_norm(
+    norm: str, cols: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all that says in which order a row is summed."""
+    from triton.runtime.jit import JITFunction
+
+    from normops.triton.launch_config import RowConfig
+
+    launched = []
+
+    def note(kernel: Any, grid: object) -> Callable[..., object]:
+        return lambda *arguments, **options: launched.append(
+            [kernel, *(options[name] for name in (*RowConfig._fields, "num_warps", "compute"))]
+        )
+
+    monkeypatch.setattr(JITFunction, "__getitem__", note)
+    for operator in (norm, f"{norm}_stats", f"{norm}_from_stats"):
+        launch(operator, cols, 1, 7, 1, None, True, (dtype, dtype))
+    assert launched == launched[:1] * 3

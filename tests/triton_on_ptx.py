@@ -19,8 +19,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from normops import _C
 
-# Of the kernels in normops/triton, the parameters that they write to. What is there at first they may not read.
+# Of the kernels in normops/triton, the parameters that they write to. What is there at first they may not read. Where
+# they write nothing else, they write sums.
 WRITTEN = {"y", "residual_out", "dx", "dgate", "partials"}
+SUMS = {"square_sum", "dot"}
 FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 # Not Triton's own: what is kept there has no machine code, which a GPU would ask for.
 CACHE = Path(__file__).parent.parent / "build" / "triton_on_ptx"
@@ -40,13 +42,15 @@ class Launcher:
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: Function, *rest: Any) -> None:
         arguments = rest[-len(self._signature) :]
+        given = {name for name, kind in self._signature.items() if kind != "constexpr"}
+        written = WRITTEN & given or SUMS
         params, tensors = b"", []
         for (name, kind), value in zip(self._signature.items(), arguments, strict=True):
             if kind == "constexpr":
                 continue
             code = "Q" if kind[0] == "*" else FORMATS[kind]
             if kind[0] == "*":
-                tensors.append((name, value, name in WRITTEN))
+                tensors.append((name, value, name in written))
                 value = value.data_ptr()
             params += struct.pack("<" + "x" * (-len(params) % struct.calcsize(code)) + code, value)
         params += bytes(-len(params) % 8 + SCRATCH_BYTES)

@@ -128,6 +128,69 @@ struct TritonBackend {
     if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
   }
 
+  static void launch(const RmsNormStats& arguments, const Tensor& output) {
+    const auto& [input, normalized_shape] = arguments;
+    const size_t dims = normalized_shape.size();
+    const int64_t cols = c10::multiply_integers(input.sizes().slice(input.dim() - dims));
+    const Target square_sum(output, 0, kMaxDims);
+    {
+      py::gil_scoped_acquire gil;
+      launchers().attr("launch_stats")(to_python(make_rows(input, dims, kMaxDims)), to_python(square_sum.rows()),
+                                       input.numel() / cols, cols);
+    }
+    square_sum.finish();
+  }
+
+  static void launch(const RmsNormFromStats& arguments, const Tensor& output) {
+    const auto& [input, square_sum, size, norm] = arguments;
+    const Problem problem = make_problem(input, norm);
+    const Target y(output, norm.dims(), kMaxDims);
+    {
+      py::gil_scoped_acquire gil;
+      launchers().attr("launch_from_stats")(
+          to_python(make_rows(input, norm.dims(), kMaxDims)), to_python(make_rows(square_sum, 0, kMaxDims)),
+          size.expect_int(), to_python(y.rows()), contiguous(norm.weight), norm.weight_offset, problem.eps,
+          to_python(problem.casting), problem.groups, problem.rows, problem.cols);
+    }
+    y.finish();
+  }
+
+  static void launch(const RmsNormBackwardStats& arguments, const Tensor& square_sum, const Tensor& dot) {
+    const auto& [grad_output, input, norm] = arguments;
+    const Problem problem = make_problem(input, norm);
+    const Target squares(square_sum, 0, kMaxDims), dots(dot, 0, kMaxDims);
+    {
+      py::gil_scoped_acquire gil;
+      launchers().attr("launch_backward_stats")(
+          to_python(make_rows(grad_output, norm.dims(), kMaxDims)), to_python(make_rows(input, norm.dims(), kMaxDims)),
+          to_python(squares.rows()), to_python(dots.rows()), contiguous(norm.weight), norm.weight_offset,
+          to_python(problem.casting), problem.groups, problem.rows, problem.cols);
+    }
+    squares.finish();
+    dots.finish();
+  }
+
+  static void launch(const RmsNormBackwardFromStats& arguments, const Tensor& grad_input, const Tensor& grad_weight) {
+    const auto& [grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask] = arguments;
+    const Problem problem = make_problem(input, norm);
+    const auto dx = target(grad_input, norm);
+    OptionalTensor dw;
+    {
+      py::gil_scoped_acquire gil;
+      dw = launchers()
+               .attr("launch_backward_from_stats")(
+                   to_python(make_rows(grad_output, norm.dims(), kMaxDims)),
+                   to_python(make_rows(input, norm.dims(), kMaxDims)), to_python(make_rows(square_sum, 0, kMaxDims)),
+                   to_python(make_rows(dot, 0, kMaxDims)), size.expect_int(),
+                   to_python(make_rows_or_none(grad_residual, norm.dims())), to_python(dx), grad_weight.defined(),
+                   contiguous(norm.weight), norm.weight_offset, problem.eps, to_python(problem.casting), problem.groups,
+                   problem.rows, problem.cols)
+               .cast<OptionalTensor>();
+    }
+    if (dx.has_value()) dx->finish();
+    if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
+  }
+
   static void launch(const GatedRmsNorm& arguments, const Tensor& output) {
     const auto& [input, gate, norm, activation, norm_before_gate] = arguments;
     const Problem problem = make_problem(input, norm);
@@ -212,9 +275,7 @@ struct TritonBackend {
 
 python::Registration register_operators(const std::string& dispatch_key) {
   return python::register_kernels("normops", c10::parseDispatchKey(dispatch_key), [](torch::Library& library) {
-    register_all<BackendKernels<TritonBackend>>(
-        library, List<RmsNorm, RmsNormBackward, AddRmsNorm, GatedRmsNorm, GatedRmsNormBackward, RmsNormRope,
-                      RmsNormRopeBackward>());
+    register_all<BackendKernels<TritonBackend>>(library, Operators());
   });
 }
 

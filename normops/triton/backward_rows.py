@@ -1,4 +1,4 @@
-"""The kernel that the backwards of rms_norm, add_rms_norm and gated_rms_norm share."""
+"""The kernel that the backwards of rms_norm, its two steps, add_rms_norm and gated_rms_norm share."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 import triton
@@ -11,6 +11,7 @@ from normops.triton.row import (
     cast,
     factors_of,
     load,
+    load_column,
     load_scale,
     part_of_row,
     row_offsets,
@@ -65,15 +66,23 @@ def backward_kernel(
     gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
     dgate=None, dgate_inner=None, dgate_outer_stride=None, dgate_inner_stride=None,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
+    square_sum=None, square_sum_inner=None, square_sum_outer_stride=None, square_sum_inner_stride=None,
+    dot=None, dot_inner=None, dot_outer_stride=None, dot_inner_stride=None, size=None,
 ):  # fmt: skip
     """dx = dy * rstd * w - x * c + residual; this program's rows' part of dw = sum of dy * rstd * x.
 
     With an activated gate a, which has no residual beside it, dy * a takes the place of dy, or x * a that of x.
+    A square_sum and a dot, which have no gate beside them, are those of rows of `size` columns, of which these are
+    some; where nothing else is to be written, they are.
     """
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
     if weight is not None:
         weight += group * cols
+    if size is None:
+        size = cols
+    writes_sums: tl.constexpr = dx is None and dgate is None and partials is None
+    is_given: tl.constexpr = square_sum is not None and not writes_sums
     first = tl.arange(0, block_cols)
     partial = partials
     if partials is not None:
@@ -97,6 +106,9 @@ def backward_kernel(
         if gate is not None:
             gate_offsets = row_offsets(row, gate_inner, gate_outer_stride, gate_inner_stride)
             dgate_offsets = row_offsets(row, dgate_inner, dgate_outer_stride, dgate_inner_stride)
+        if square_sum is not None:
+            square_sum_offsets = row_offsets(row, square_sum_inner, square_sum_outer_stride, square_sum_inner_stride)
+            dot_offsets = row_offsets(row, dot_inner, dot_outer_stride, dot_inner_stride)
         if parts != 0:
             held_h = ()
             held_g = ()
@@ -118,8 +130,31 @@ def backward_kernel(
                     scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
                 squares += h * h
                 dots += cast(g * scale, normalized) * h
+        elif not is_given:
+            squares = tl.zeros((block_rows, block_cols), compute)
+            dots = tl.zeros((block_rows, block_cols), compute)
+            for start in range(0, tl.cast(cols, tl.int64), block_cols):
+                columns = start + first[None, :]
+                mask = is_row & (columns < cols)
+                h = load(x, x_offsets + columns, mask, compute)
+                g = load(dy, dy_offsets + columns, mask, compute)
+                if gate is not None:
+                    h, g, _, _ = _load_gated(
+                        h, g, gate, gate_offsets + columns, mask, activation, norm_before_gate, multiplied, compute
+                    )
+                scale = load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
+                squares += h * h
+                dots += cast(g * scale, normalized) * h
+        if is_given:
+            squares = load_column(square_sum, square_sum_offsets, is_row, compute)
+            dots = load_column(dot, dot_offsets, is_row, compute)
+        else:
             squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
-            rstd, c = factors_of(squares, dots, cols, eps, compute)
+        if writes_sums:
+            store(square_sum, square_sum_offsets, squares, is_row)
+            store(dot, dot_offsets, dots, is_row)
+        elif parts != 0:
+            rstd, c = factors_of(squares, dots, size, eps, compute)
             if parts > 1:
                 tl.debug_barrier()  # else Triton holds the scale and the gate, which are to be loaded again
             dw_so_far = dw
@@ -151,22 +186,7 @@ def backward_kernel(
                     else:
                         store(dx, dx_offsets + columns[None, :], result, mask)
         else:
-            squares = tl.zeros((block_rows, block_cols), compute)
-            dots = tl.zeros((block_rows, block_cols), compute)
-            for start in range(0, tl.cast(cols, tl.int64), block_cols):
-                columns = start + first[None, :]
-                mask = is_row & (columns < cols)
-                h = load(x, x_offsets + columns, mask, compute)
-                g = load(dy, dy_offsets + columns, mask, compute)
-                if gate is not None:
-                    h, g, _, _ = _load_gated(
-                        h, g, gate, gate_offsets + columns, mask, activation, norm_before_gate, multiplied, compute
-                    )
-                scale = load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
-                squares += h * h
-                dots += cast(g * scale, normalized) * h
-            squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
-            rstd, c = factors_of(squares, dots, cols, eps, compute)
+            rstd, c = factors_of(squares, dots, size, eps, compute)
             for start in range(0, tl.cast(cols, tl.int64), block_cols):
                 columns = start + first[None, :]
                 mask = is_row & (columns < cols)

@@ -1,11 +1,21 @@
-"""The kernel that rms_norm, add_rms_norm and gated_rms_norm share."""
+"""The kernel that rms_norm, its two steps, add_rms_norm and gated_rms_norm share."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 import triton
 import triton.language as tl
 
 from normops.triton.activation import activate
-from normops.triton.row import apply_scale, cast, load, load_scale, part_of_row, row_offsets, rstd_of, store
+from normops.triton.row import (
+    apply_scale,
+    cast,
+    load,
+    load_column,
+    load_scale,
+    part_of_row,
+    row_offsets,
+    rstd_of,
+    store,
+)
 from normops.triton.sums import sum_columns
 
 
@@ -47,16 +57,20 @@ def forward_kernel(
     gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
     alpha: tl.constexpr = 1.0, fuses: tl.constexpr = True,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
+    square_sum=None, square_sum_inner=None, square_sum_outer_stride=None, square_sum_inner_stride=None, size=None,
 ):  # fmt: skip
     """y = h * rstd * w, where h = x, or alpha * x + residual. Row r has the weight of group r % groups.
 
-    A gate, which has no residual beside it, is activated and multiplies y, or h.
+    A gate, which has no residual beside it, is activated and multiplies y, or h. A square_sum, which has neither, is
+    that of rows of `size` columns, of which these are some; without y it is written, and nothing else.
     """
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
     row = (program // groups * block_rows + tl.arange(0, block_rows)) * groups + group
     if weight is not None:
         weight += group * cols
+    if size is None:
+        size = cols
     is_row = (row < rows)[:, None]
     x_offsets = row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
     residual_offsets = row_offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
@@ -64,6 +78,9 @@ def forward_kernel(
     y_offsets = row_offsets(row, y_inner, y_outer_stride, y_inner_stride)
     if gate is not None:
         gate_offsets = row_offsets(row, gate_inner, gate_outer_stride, gate_inner_stride)
+    if square_sum is not None:
+        sum_offsets = row_offsets(row, square_sum_inner, square_sum_outer_stride, square_sum_inner_stride)
+    is_given: tl.constexpr = square_sum is not None and y is not None
     first = tl.arange(0, block_cols)
 
     if parts != 0:
@@ -88,15 +105,7 @@ def forward_kernel(
             for part in tl.static_range(parts):
                 columns, is_column = part_of_row(first, part, parts, cols)
                 store(residual_out, out_offsets + columns[None, :], held[part], is_row & is_column[None, :])
-        rstd = rstd_of(sum_columns(squares, threads), cols, eps, compute)
-        for part in tl.static_range(parts):
-            columns, is_column = part_of_row(first, part, parts, cols)
-            scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
-            result = apply_scale(held[part], rstd, scale, normalized)
-            if gate is not None and norm_before_gate:
-                result = cast(result, multiplied) * held_a[part]
-            store(y, y_offsets + columns[None, :], result, is_row & is_column[None, :])
-    else:
+    elif not is_given:
         squares = tl.zeros((block_rows, block_cols), compute)
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
             columns = start + first[None, :]
@@ -110,7 +119,20 @@ def forward_kernel(
                 a = _load_activated(gate, gate_offsets + columns, mask, activation, compute)
                 h *= a
             squares += h * h
-        rstd = rstd_of(sum_columns(squares, threads), cols, eps, compute)
+    squares = load_column(square_sum, sum_offsets, is_row, compute) if is_given else sum_columns(squares, threads)
+    if y is None:
+        store(square_sum, sum_offsets, squares, is_row)
+    elif parts != 0:
+        rstd = rstd_of(squares, size, eps, compute)
+        for part in tl.static_range(parts):
+            columns, is_column = part_of_row(first, part, parts, cols)
+            scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
+            result = apply_scale(held[part], rstd, scale, normalized)
+            if gate is not None and norm_before_gate:
+                result = cast(result, multiplied) * held_a[part]
+            store(y, y_offsets + columns[None, :], result, is_row & is_column[None, :])
+    else:
+        rstd = rstd_of(squares, size, eps, compute)
         tl.debug_barrier()  # the sums that one thread has written may be read by another
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
             columns = start + first[None, :]

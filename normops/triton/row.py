@@ -39,6 +39,13 @@ def load(pointer, offsets, mask, compute: tl.constexpr):
 
 
 @triton.jit
+def load_column(pointer, offsets, mask, compute: tl.constexpr):
+    """As load, of a number for each row: in one dimension, or a thread would load it once for each of its columns."""
+    rows: tl.constexpr = (offsets.shape[0],)
+    return load(pointer, tl.reshape(offsets, rows), tl.reshape(mask, rows), compute)[:, None]
+
+
+@triton.jit
 def store(pointer, offsets, numbers, mask):
     """Stores numbers, rounded to the type of what is there."""
     tl.store(pointer + offsets, numbers.to(pointer.dtype.element_ty), mask=mask)
