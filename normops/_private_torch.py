@@ -24,6 +24,7 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "_prepare_output_fn",
         ),
     ),
+    "normops.sharded_rows": ("DTensor", ("torch.distributed.tensor.placement_types._StridedShard",)),
     "normops.nested": (
         "nested tensors",
         (

@@ -8,8 +8,9 @@ communicated; ``grad_weight`` is then ``Partial()``, a sum that is still to be t
 it. A ``weight`` of shape ``[*groups, *normalized_shape]`` and its gradient are sharded as ``input`` is on the
 dimensions that they have of it: heads beside heads, and nothing is communicated. So are ``cos`` and ``sin``, which
 broadcast over ``input``, on the dimensions that they have in common with it: shards of a sequence take their own
-positions. **All else is replicated first**: a sharded normalized dimension is gathered, an ``input`` that is
-``Partial()`` is summed up, a ``weight`` that is sharded otherwise is gathered. Of several arguments with the shape of
+positions. **A normalized dimension that is sharded** stays so, too, but for what is rotated:
+:mod:`normops.sharded_rows`. **All else is replicated first**: an ``input`` that is ``Partial()`` is summed up, a
+``weight`` that is sharded otherwise is gathered. Of several arguments with the shape of
 ``input``, the first one that is sharded by rows on a dimension of the mesh decides for all. ``normalized_shape`` is
 that of the whole tensor, and so of its shards.
 
@@ -30,15 +31,26 @@ Example:
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import register_op_strategy
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import SequenceParallel as _SequenceParallel
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
+from normops import sharded_rows as sharded_rows
 from normops._operators import (
     FUNCTIONAL,
     INPLACE,
@@ -150,3 +162,48 @@ class SequenceParallel(_SequenceParallel):
         if isinstance(outputs, tuple):
             return tuple(_SequenceParallel._prepare_output_fn(use_local_output, mod, o, device_mesh) for o in outputs)
         return _SequenceParallel._prepare_output_fn(use_local_output, mod, outputs, device_mesh)
+
+
+class HiddenParallel(ParallelStyle):
+    """For norms of rows of which each rank has some columns, as :class:`ColwiseParallel` before them leaves them.
+
+    Tensors that the module is called with are taken as this rank's columns of larger ones, of which each rank has as
+    many. Its parameters are sharded beside them. One number a row is communicated (:mod:`normops.sharded_rows`).
+
+    Args:
+        use_local_output: whether the module returns this rank's columns, as tensors, or the whole, as DTensors.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import ColwiseParallel
+        >>> from normops.sharding import HiddenParallel
+        >>> plan = {"query": ColwiseParallel(), "query_norm": HiddenParallel()}  # for parallelize_module(block, ...)
+    """
+
+    def __init__(self, *, use_local_output: bool = True) -> None:
+        super().__init__()
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        # Annotated as if what they return were not used.
+        hooks: Any = (self._to_whole, self._to_own)
+        return distribute_module(module, device_mesh, self._shard, *hooks)
+
+    @staticmethod
+    def _shard(_: str, module: Module, mesh: DeviceMesh) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            sharded = distribute_tensor(parameter, mesh, [Shard(parameter.ndim - 1)])
+            module.register_parameter(name, Parameter(sharded, requires_grad=parameter.requires_grad))
+
+    @staticmethod
+    def _to_whole(_: Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        def to_whole(value: Any) -> Any:
+            if isinstance(value, DTensor) or not isinstance(value, Tensor):
+                return value
+            return DTensor.from_local(value, mesh, [Shard(value.ndim - 1)], run_check=False)
+
+        return tuple(map(to_whole, inputs))
+
+    def _to_own(self, _: Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        if not self.use_local_output:
+            return outputs
+        return tuple(o.to_local() for o in outputs) if isinstance(outputs, tuple) else outputs.to_local()

@@ -1,6 +1,6 @@
 """The operators on several processes: DTensor, tensor parallelism, FSDP.
 
-The cases are in sharded_operators.py and sharded_models.py, which are imported for that.
+The cases are in sharded_operators.py, sharded_rows.py and sharded_models.py, which are imported for that.
 """
 
 import subprocess
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sharded_models  # noqa: F401
 import sharded_operators  # noqa: F401
+import sharded_rows  # noqa: F401
 from processes import CASES, run
 from torch.multiprocessing.spawn import spawn
 
