@@ -1,18 +1,21 @@
 """Train a small Llama from scratch with torch.nn.RMSNorm and with normops.RMSNorm, and compare the two.
 
-    python examples/baby_llama.py [--model llama|qk-norm|gated] [--norm all|torch|eager|fused|compiled]
+    python examples/baby_llama.py [--model llama|qk-norm|wide-qk-norm|gated] [--norm all|torch|eager|fused|compiled]
                                   [--steps N] [--device cpu|cuda] [--dtype float32|bfloat16] [--out DIR]
-    torchrun --nproc-per-node 2 examples/baby_llama.py ...
+    torchrun --nproc-per-node 2 examples/baby_llama.py [--parallel data|tensor] ...
 
 It needs tqdm and matplotlib besides normops, and nothing is downloaded: the text is the source code of the
 Python standard library, byte by byte. The model takes the class of its norms as an argument, and whether they
 add to the residual stream as well, one operator for both. This and torch.compile are all that differs between
 the variants: they start from the same weights and see the same batches. In bfloat16 the norms keep float32
 weights; a CPU without instructions for bfloat16 is very slow. Under torchrun, each process has its part of
-the same batches, and FSDP keeps a part of the parameters in each (data_parallel.py): the losses are the same.
+the same batches, and FSDP keeps a part of the parameters in each (parallel.py): the losses are the same. So they are
+with --parallel tensor, where each process has some of the heads; nothing is compiled there.
 
 With --model qk-norm, queries and keys are normalized per head before they are rotated (qk_norm_model.py): one operator
-for both steps where the norms are fused, and else a norm and what follows.
+for both steps where the norms are fused, and else a norm and what follows. With --model wide-qk-norm, they are
+normalized across heads: with --parallel tensor, each process then has a part of every row, and normops adds up one
+number a row, where torch.nn.RMSNorm gathers the rows.
 
 With --model gated, linear attention takes the place of attention, and what it returns passes a gated norm
 (gated_model.py), which is one operator as well where the norms are fused, and else a norm and what follows.
@@ -52,13 +55,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import data_parallel
+import parallel
 import torch
 import torch.nn.functional as F
 from gated_model import GatedLlama, GatedNorm
 from llama_model import CONTEXT, DIM, AddNorm, Llama
 from matplotlib.figure import Figure
-from qk_norm_model import QKNormLlama, RotatedNorm
+from qk_norm_model import QKNormLlama, RotatedNorm, WideNorm, WideQKNormLlama
 from step_profile import profile_steps
 from tables import print_table
 from torch import Tensor, nn
@@ -92,9 +95,10 @@ VARIANTS = {
 }
 
 
-MODELS = {"llama": Llama, "qk-norm": QKNormLlama, "gated": GatedLlama}
+MODELS = {"llama": Llama, "qk-norm": QKNormLlama, "wide-qk-norm": WideQKNormLlama, "gated": GatedLlama}
 # What holds a norm and the operations that it is fused with.
-NORMS = (AddNorm, GatedNorm, RotatedNorm)
+NORMS = (AddNorm, GatedNorm, RotatedNorm, WideNorm)
+PARALLEL = parallel.kinds(BATCH)
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,13 @@ class Corpus:
         return cls(training=windows[: -held_out - CONTEXT], validation=windows[-held_out:])
 
 
-def batches(windows: Tensor, device: str) -> Iterator[Tensor]:
+def batches(windows: Tensor, device: str, part_of: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
     """Yield this process's part of batches of random windows without end, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
     choose = partial(torch.randint, len(windows), (BATCH,), generator=generator)
     while True:
         # No variable keeps a batch until the next one: the profiler warns of memory that it has seen freed alone.
-        yield data_parallel.part_of(windows[choose()]).long().to(device)
+        yield part_of(windows[choose()]).long().to(device)
 
 
 def build_model(made: type[Llama], variant: Variant, device: str, dtype: torch.dtype) -> Llama:
@@ -153,9 +157,8 @@ def loss_of(model: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def validation_loss(model: Llama, windows: Tensor, device: str) -> float:
-    stream = batches(windows, device)
-    return statistics.mean(data_parallel.mean(loss_of(model, next(stream))) for _ in range(16))
+def validation_loss(model: Llama, stream: Iterator[Tensor]) -> float:
+    return statistics.mean(parallel.mean(loss_of(model, next(stream))) for _ in range(16))
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -174,7 +177,7 @@ def train(
     seconds: list[float] = []
     # In a file or a pipe the bar cannot be drawn over itself, so it is drawn less often.
     interval = 0.1 if sys.stderr.isatty() else 10
-    quiet = not data_parallel.is_first()
+    quiet = not parallel.is_first()
     progress = tqdm(range(steps), desc=f"{label:28}", unit="step", mininterval=interval, disable=quiet)
     for _ in progress:
         start = time.perf_counter()
@@ -186,17 +189,16 @@ def train(
     return losses, seconds
 
 
-def run(
-    made: type[Llama], variant: Variant, data: Corpus, steps: int, device: str, dtype: torch.dtype
-) -> tuple[Result, Llama]:
-    model = build_model(made, variant, device, dtype)
-    data_parallel.shard(model, device)
+def run(variant: Variant, data: Corpus, options: argparse.Namespace) -> tuple[Result, Llama]:
+    steps, device, shared = options.steps, options.device, PARALLEL[options.parallel]
+    model = build_model(MODELS[options.model], variant, device, getattr(torch, options.dtype))
+    shared.shard(model, device)
     # Where parameters are gathered from other processes, a graph ends.
-    whole = data_parallel.processes() == 1
+    whole = parallel.processes() == 1
     forward = torch.compile(model, fullgraph=whole) if variant.compiled else model
     optimizer = AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
-    stream = batches(data.training, device)
+    stream = batches(data.training, device, shared.part_of)
 
     def train_step() -> float:
         loss = loss_of(forward, next(stream))
@@ -204,15 +206,15 @@ def run(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return data_parallel.mean(loss)
+        return parallel.mean(loss)
 
     losses, seconds = train(variant.label, train_step, schedule, steps)
     median = statistics.median(seconds[min(3, steps - 1) :])
-    held_out = validation_loss(model, data.validation, device)
+    held_out = validation_loss(model, batches(data.validation, device, shared.part_of))
     norms = [] if variant.compiled else [each for each in model.modules() if isinstance(each, NORMS)]
     profiled = profile_steps(train_step, norms, device)
     state = [value for values in optimizer.state.values() for value in values.values()]
-    resident = sum(map(data_parallel.nbytes, (*model.parameters(), *model.buffers(), *state)))
+    resident = sum(map(parallel.nbytes, (*model.parameters(), *model.buffers(), *state)))
     result = Result(
         label=variant.label,
         losses=losses,
@@ -250,10 +252,10 @@ def print_operators(made: type[Llama]) -> None:
         rows.append([graph, *texts, yes_or_no(tallies[0] == tallies[1])])
     print_table(rows)
     kinds = Counter(map(type, made(normops.RMSNorm, fused=True).modules()))
-    plain, gated, rotated = (kinds[kind] for kind in NORMS)
-    forward = Counter(rms_norm=1, add_rms_norm=plain - 1, gated_rms_norm=gated, rms_norm_rope=rotated)
-    backward = Counter(rms_norm_backward=plain, gated_rms_norm_backward=gated, rms_norm_rope_backward=rotated)
-    count = plain + gated + rotated
+    plain, gated, rotated, wide = (kinds[kind] for kind in NORMS)
+    forward = Counter(rms_norm=1 + wide, add_rms_norm=plain - 1, gated_rms_norm=gated, rms_norm_rope=rotated)
+    backward = Counter(rms_norm_backward=plain + wide, gated_rms_norm_backward=gated, rms_norm_rope_backward=rotated)
+    count = plain + gated + rotated + wide
     one_each = all(
         tallies[f"{made.__name__} {direction}"] == Counter({f"normops.{name}.default": n for name, n in counts.items()})
         for tallies in found.values()
@@ -308,10 +310,12 @@ def sample(model: Llama, prompt: str, length: int, device: str, temperature: flo
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Llama with different RMSNorms and compare.")
-    models = "qk-norm: with norms of queries and keys; gated: with linear attention and gated norms"
+    models = "qk-norm, wide-qk-norm: with norms of queries and keys; gated: with linear attention and gated norms"
     parser.add_argument("--model", choices=MODELS, default="llama", help=models)
     parser.add_argument("--norm", choices=("all", *VARIANTS), default="all", help="which variants to train")
     parser.add_argument("--steps", type=int, default=200, help="of training, for each variant (default: 200)")
+    shared = "what the processes of torchrun share: batches, or heads and features (default: data)"
+    parser.add_argument("--parallel", choices=PARALLEL, default="data", help=shared)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     default_out = Path(__file__).parent.parent / "build" / "baby_llama"
@@ -319,6 +323,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2, as the first step is not timed")
+    if options.parallel == "tensor":
+        if options.model not in ("llama", "wide-qk-norm"):
+            parser.error("--parallel tensor: expected --model llama or wide-qk-norm")
+        if options.norm == "compiled":
+            parser.error("--parallel tensor: expected another --norm, as PyTorch does not compile a sharded embedding")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no CUDA device")
     return options
@@ -331,20 +340,22 @@ def compare(options: argparse.Namespace) -> None:
     parameters = sum(parameter.numel() for parameter in made(nn.RMSNorm, fused=False).parameters())
     print(
         f"{made.__name__} of {parameters / 1e6:.1f} M parameters, {len(data.training) / 1e6:.1f} MB of Python source,"
-        f" {options.device}, {options.dtype}, processes: {data_parallel.processes()}, threads of each:"
+        f" {options.device}, {options.dtype}, processes: {parallel.processes()}, threads of each:"
         f" {torch.get_num_threads()}, torch {torch.__version__}\n"
     )
     print_operators(made)
 
-    variants = list(VARIANTS.values()) if options.norm == "all" else [VARIANTS[options.norm]]
+    variants = [VARIANTS[options.norm]] if options.norm != "all" else list(VARIANTS.values())
+    if options.parallel == "tensor":
+        variants = [variant for variant in variants if not variant.compiled]
     results = []
     for variant in variants:
-        result, model = run(made, variant, data, options.steps, options.device, getattr(torch, options.dtype))
+        result, model = run(variant, data, options)
         results.append(result)
     print()
     print_table([COLUMNS, *map(table_row, results)])
 
-    if data_parallel.is_first():
+    if parallel.is_first():
         options.out.mkdir(parents=True, exist_ok=True)
         plot_losses(results, options.out / "loss.png")
     print(f"\nloss curves: {options.out / 'loss.png'}")
@@ -353,9 +364,8 @@ def compare(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    with data_parallel.joined(options.device):
-        if BATCH % data_parallel.processes():
-            raise SystemExit(f"{data_parallel.processes()} processes cannot share batches of {BATCH} equally")
+    with parallel.joined(options.device):
+        PARALLEL[options.parallel].check()
         compare(options)
 
 

@@ -34,7 +34,7 @@ class LinearAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         query, key, value, gate = map(heads, self.projection(x).chunk(4, dim=-1))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        decayed = F.logsigmoid(heads(self.decay(x).float()) + 4).cumsum(dim=-2)
+        decayed = F.logsigmoid(heads(self.decay(x).float(), 1) + 4).cumsum(dim=-2)
         length = x.shape[-2]
         is_later = x.new_ones(length, length).triu(1).bool()
         kept = (decayed - decayed.mT).masked_fill(is_later, -float("inf")).exp().to(x.dtype)

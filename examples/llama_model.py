@@ -10,12 +10,16 @@ VOCABULARY, DIM, LAYERS, HEADS, CONTEXT = 256, 192, 4, 4, 128
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    """``norm``: of queries, and of keys, across heads."""
+
+    def __init__(self, norm: Callable[[], nn.Module] = nn.Identity) -> None:
         super().__init__()
         self.query, self.key, self.value, self.output = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+        self.query_norm, self.key_norm = norm(), norm()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        query, key, value = map(heads, (self.query(x), self.key(x), self.value(x)))
+        query, key = self.query_norm(self.query(x)), self.key_norm(self.key(x))
+        query, key, value = map(heads, (query, key, self.value(x)))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(attended.transpose(1, 2).flatten(-2))
@@ -88,9 +92,9 @@ class Llama(nn.Module):
         return self.head(self.norm(x, residual)[0])
 
 
-def heads(x: Tensor) -> Tensor:
-    """(batch, length, columns) as (batch, heads, length, head dimension)."""
-    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+def heads(x: Tensor, width: int = DIM // HEADS) -> Tensor:
+    """(batch, length, columns) as (batch, heads, length, width)."""
+    return x.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

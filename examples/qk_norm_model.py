@@ -1,9 +1,10 @@
-"""The small Llama with norms of queries and keys, per head, before they are rotated, as in Qwen3 and Gemma 3."""
+"""The small Llama with norms of queries and keys before they are rotated: per head, as in Qwen3 and Gemma 3, or across
+heads, as in OLMo 2."""
 
 from functools import partial
 
 import torch.nn.functional as F
-from llama_model import DIM, HEADS, Llama, heads, rotate
+from llama_model import DIM, HEADS, Attention, Llama, heads, rotate
 from torch import Tensor, nn
 
 import normops
@@ -26,6 +27,17 @@ class RotatedNorm(nn.Module):
         return rotated.transpose(1, 2)
 
 
+class WideNorm(nn.Module):
+    """Normalizes across heads."""
+
+    def __init__(self, norm: type[nn.RMSNorm]) -> None:
+        super().__init__()
+        self.norm = norm(DIM, eps=1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
 class QKNormAttention(nn.Module):
     def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
         super().__init__()
@@ -41,3 +53,8 @@ class QKNormAttention(nn.Module):
 class QKNormLlama(Llama):
     def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
         super().__init__(norm, fused, partial(QKNormAttention, norm, fused))
+
+
+class WideQKNormLlama(Llama):
+    def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
+        super().__init__(norm, fused, partial(Attention, partial(WideNorm, norm)))

@@ -88,10 +88,28 @@ def test_baby_llama_in_two_processes(alone: str, tmp_path: Path) -> None:
     assert float(actual["peak MB"]) < 0.75 * float(expected["peak MB"])
 
 
+@pytest.mark.release  # test_sharding.py has the parts
+def test_heads_in_two_processes(tmp_path: Path) -> None:
+    """Of which each has a part of the rows that are normalized."""
+    arguments = ("--model", "wide-qk-norm", "--steps", "3", "--out", str(tmp_path))
+    expected = table(trained(tmp_path, "--model", "wide-qk-norm"))
+    result = run(*TORCHRUN, "examples/baby_llama.py", "--parallel", "tensor", *arguments)
+    assert result.returncode == 0, result.stderr
+    actual_table = table(result.stdout)
+    assert len(actual_table) == 3
+    for label, actual in actual_table.items():
+        for loss in ("train loss", "val. loss"):
+            assert abs(float(actual[loss]) - float(expected[label][loss])) < 0.00015
+        if label.startswith("normops"):  # torch gathers the rows
+            assert float(actual["peak MB"]) < 0.75 * float(expected[label]["peak MB"])
+
+
 @pytest.mark.parametrize(
     ("example", "arguments", "message"),
     [
         ("baby_llama.py", ("--steps", "1"), "--steps must be at least 2"),
+        ("baby_llama.py", ("--parallel", "tensor", "--model", "gated"), "expected --model llama or wide-qk-norm"),
+        ("baby_llama.py", ("--parallel", "tensor", "--norm", "compiled"), "expected another --norm"),
         ("patched_model.py", ("--hidden", "65"), "--hidden must be a multiple of 64"),
         ("patched_model.py", ("--length", "31"), "--length must be at least 32"),
         ("patched_model.py", ("--rounds", "0"), "--rounds must be at least 1"),
