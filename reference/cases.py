@@ -10,6 +10,12 @@ from torch import Tensor
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
 
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What an input of the dtype is computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 EPS = 0.01  # large enough that a kernel which dropped it would be far out of bounds
 
 

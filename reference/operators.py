@@ -17,15 +17,11 @@ import torch
 from torch import Tensor
 
 from reference import cases, definitions, oracle
-from reference.cases import CASES, HALVES, Case, on
+from reference.cases import CASES, HALVES, Case, compute_dtype, on
 from reference.oracle import Bounded
 
 Dtypes = Callable[[torch.dtype], tuple[torch.dtype, ...]]
 """Those that a tensor may have beside an input of one dtype, which is the first of them."""
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def computed(dtype: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reference.cases import compute_dtype
+
 Array = np.ndarray[Any, Any]
 
 
@@ -36,10 +38,6 @@ class GatedBackward(NamedTuple):
 def _wide(tensor: Tensor, compute: torch.dtype) -> Array:
     array = tensor.detach().cpu().to(torch.float64).numpy()
     return array.astype(np.longdouble) if compute == torch.float64 else array
-
-
-def _compute_dtype(input: Tensor) -> torch.dtype:
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
 def _half_ulp(value: Array, dtype: torch.dtype) -> Array:
@@ -93,7 +91,7 @@ def _terms(
 ) -> _Terms:
     """``factor``: what the input is multiplied by before it is normalized. ``of_whole``: the sums of the squares of
     whole rows, and how many elements these have, if the input has parts of them."""
-    compute = _compute_dtype(input)
+    compute = compute_dtype(input.dtype)
     cols = math.prod(normalized_shape)
     rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
     h = _wide(input, compute).reshape(rows, cols)
@@ -203,7 +201,6 @@ def _grad_input(
     """``dtype``: to which dy * w is cast, or None; ``dy_roundings``, ...: of dy and h themselves; ``dot_roundings``: in
     the sum of dy * w * h, besides; ``mean_of_whole``: that of dy * w * h, if it is given."""
     cols = t.h.shape[1]
-    is_given = mean_of_whole is not None
 
     def mean(array: Array) -> Array:
         return array.sum(1, keepdims=True) / max(cols, 1)
@@ -214,9 +211,13 @@ def _grad_input(
     if dtype is not None:
         g, _, of_g = _cast(_Value(g, g_magnitude * (3 + dy_roundings), of_g), dtype, t.compute)
         g_magnitude = np.abs(g)
-    mean_dot = mean(g * t.h) if mean_of_whole is None else mean_of_whole
-    mean_magnitude = mean(g_magnitude * h) if mean_of_whole is None else np.abs(mean_of_whole)
-    sum_roundings = 0 if is_given else _sum_roundings(cols, t.compute) + dot_roundings + dy_roundings
+    if mean_of_whole is None:
+        mean_dot, mean_magnitude = mean(g * t.h), mean(g_magnitude * h)
+        sum_roundings = _sum_roundings(cols, t.compute) + dot_roundings + dy_roundings
+        of_dot: Array | float = mean(of_g * h) + mean(g_magnitude * h_underflow)
+    else:
+        mean_dot, mean_magnitude = mean_of_whole, np.abs(mean_of_whole)
+        sum_roundings = of_dot = 0.0
     value = t.rstd * g - t.rstd**3 * t.h * mean_dot
     direct = t.rstd * g_magnitude
     projected = t.rstd**3 * h * mean_magnitude
@@ -225,7 +226,6 @@ def _grad_input(
     )
     of_h, of_rstd = h_underflow, _rstd_underflow(t, h_underflow)
     underflow = t.rstd * of_g + g_magnitude * of_rstd
-    of_dot = 0.0 if is_given else mean(of_g * h) + mean(g_magnitude * of_h)
     underflow = underflow + t.rstd**3 * (h * of_dot + of_h * mean_magnitude)
     underflow = underflow + 3 * t.rstd**2 * of_rstd * h * mean_magnitude
     return _Value(value, roundoffs, underflow)
@@ -276,7 +276,7 @@ def rms_norm(
 
 def exact_sum(input: Tensor, residual: Tensor, alpha: float = 1.0, casting_mode: str = "gemma") -> Tensor:
     """Rounded once, or with the product rounded before. In float64, alpha must be a power of two."""
-    compute = _compute_dtype(input)
+    compute = compute_dtype(input.dtype)
     wide: Any = np.longdouble if compute == torch.float32 else np.float64
     narrow = np.float32 if compute == torch.float32 else np.float64
     x, r = (tensor.detach().cpu().to(compute).numpy().astype(wide) for tensor in (input, residual))
@@ -299,7 +299,7 @@ def add_rms_norm(
     """The sum is exact, and normalized as rounded."""
     h = exact_sum(input, residual, alpha, casting_mode)
     output = rms_norm(h, normalized_shape, weight, eps, weight_offset, casting_mode, input.dtype)
-    return output, Bounded(_wide(h, _compute_dtype(h)), np.zeros(h.shape))
+    return output, Bounded(_wide(h, compute_dtype(h.dtype)), np.zeros(h.shape))
 
 
 def rms_norm_backward(
@@ -312,16 +312,13 @@ def rms_norm_backward(
     casting_mode: str = "gemma",
     grad_residual: Tensor | None = None,
     of_whole: tuple[Tensor, int] | None = None,
-    dot: Tensor | None = None,
+    mean_of_whole: Array | None = None,
 ) -> Backward:
-    """``of_whole``: see ``_terms``; ``dot``: with that, the sums of grad_output * weight * input over whole rows."""
+    """``of_whole``: see ``_terms``; ``mean_of_whole``: see ``_grad_input``."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     dy = _wide(grad_output, t.compute).reshape(t.h.shape)
     dtype = _cast_dtype(casting_mode, grad_output.dtype)
     with np.errstate(all="ignore"):
-        mean_of_whole = None
-        if of_whole is not None and dot is not None:
-            mean_of_whole = _of_rows(dot, t.compute) / max(of_whole[1], 1)
         value, roundoffs, underflow = _grad_input(t, dtype, dy, mean_of_whole=mean_of_whole)
         if grad_residual is not None:
             residual = _wide(grad_residual, t.compute).reshape(t.h.shape)
@@ -395,7 +392,7 @@ def rms_norm_backward_from_stats(
         casting_mode,
         grad_residual,
         of_whole=(square_sum, size),
-        dot=dot,
+        mean_of_whole=_of_rows(dot, compute_dtype(input.dtype)) / max(size, 1),
     )
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import normops
 from reference import cases
-from reference.cases import EPS, Case
-from reference.operators import OPERATORS, Operator, Variant, compute_dtype, other_dtypes, variants
+from reference.cases import EPS, Case, compute_dtype
+from reference.operators import OPERATORS, Operator, Variant, other_dtypes, variants
 
 ops = torch.ops.normops
 
