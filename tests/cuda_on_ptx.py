@@ -24,8 +24,7 @@ from structures import read_structs
 from torch import Tensor
 
 from building.cuda import FLAGS
-from reference.cases import DTYPES, EPS
-from reference.operators import compute_dtype
+from reference.cases import DTYPES, EPS, compute_dtype
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -216,9 +215,12 @@ class Kernels:
             getattr(self._library, name).restype = ctypes.c_char_p
         for name in ("gated_rms_norm", "gated_rms_norm_backward", "rms_norm_rope", "rms_norm_rope_backward"):
             getattr(self._library, name).restype = ctypes.c_char_p
-        for name in ("rms_norm_stats", "rms_norm_from_stats"):
-            getattr(self._library, name).restype = ctypes.c_char_p
-        for name in ("rms_norm_backward_stats", "rms_norm_backward_from_stats"):
+        for name in (
+            "rms_norm_stats",
+            "rms_norm_from_stats",
+            "rms_norm_backward_stats",
+            "rms_norm_backward_from_stats",
+        ):
             getattr(self._library, name).restype = ctypes.c_char_p
         for name in ("partials", "gated_partials", "rope_partials"):
             getattr(self._library, name).restype = ctypes.c_int64
@@ -357,17 +359,30 @@ class Kernels:
         on: Structure | None = None,
         seed: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
+        of_norm = grad_output, input, grad_residual, weight, weight_offset, eps, casting_mode
+        return self._gradients("rms_norm_backward", of_norm, (), output_mask, grad_input, on, seed)
+
+    def _gradients(
+        self,
+        name: str,
+        of_norm: tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, float, str],
+        beside: tuple[Any, ...],
+        output_mask: tuple[bool, bool],
+        grad_input: Output | None,
+        on: Structure | None,
+        seed: int,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """``of_norm``: what _backward takes before the outputs; ``beside``: what the arguments have behind those of
+        rms_norm_backward."""
+        grad_output, input, _, weight, *_ = of_norm
         on = on or device()
         if output_mask[0]:
             grad_input = grad_input or Output(tuple(input.shape), input.dtype)
         dtypes = DTYPES.index(input.dtype), DTYPES.index(grad_output.dtype)
         partials = self._partials(input, weight, "partials", *dtypes, on=on) if output_mask[1] else None
-        args = _structs["RmsNormBackwardArgs"](
-            *self._backward(
-                grad_output, input, grad_residual, weight, weight_offset, eps, casting_mode, grad_input, partials
-            ),
-        )
-        self._call("rms_norm_backward", ctypes.byref(args), on=on, seed=seed)
+        structure = _structs["".join(map(str.capitalize, name.split("_"))) + "Args"]
+        args = structure(*self._backward(*of_norm, grad_input, partials), *beside)
+        self._call(name, ctypes.byref(args), on=on, seed=seed)
         return (
             grad_input.result() if grad_input is not None else None,
             self._grad_weight(input, weight, partials, seed),
@@ -583,24 +598,10 @@ class Kernels:
         on: Structure | None = None,
         seed: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
-        on = on or device()
-        if output_mask[0]:
-            grad_input = grad_input or Output(tuple(input.shape), input.dtype)
-        dtypes = DTYPES.index(input.dtype), DTYPES.index(grad_output.dtype)
-        partials = self._partials(input, weight, "partials", *dtypes, on=on) if output_mask[1] else None
-        args = _structs["RmsNormBackwardFromStatsArgs"](
-            *self._backward(
-                grad_output, input, grad_residual, weight, weight_offset, eps, casting_mode, grad_input, partials
-            ),
-            size,
-            *self._numbers("square_sum", square_sum)[1:],
-            *self._numbers("dot", dot)[1:],
-        )
-        self._call("rms_norm_backward_from_stats", ctypes.byref(args), on=on, seed=seed)
-        return (
-            grad_input.result() if grad_input is not None else None,
-            self._grad_weight(input, weight, partials, seed),
-        )
+        of_norm = grad_output, input, grad_residual, weight, weight_offset, eps, casting_mode
+        sums = (*self._numbers("square_sum", square_sum)[1:], *self._numbers("dot", dot)[1:])
+        name = "rms_norm_backward_from_stats"
+        return self._gradients(name, of_norm, (size, *sums), output_mask, grad_input, on, seed)
 
     def _rotation(
         self, input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int | None, rotary_offset: int
@@ -681,8 +682,7 @@ class Kernels:
         cols, groups = input.shape[-1], weight.shape[:-1].numel()
         sizes = (input.numel() // cols, cols, groups)
         count = self._count_partials(function, *dtypes, sizes=sizes, on=on, beside=beside)
-        compute = compute_dtype(input.dtype)
-        return Output((count, groups * cols), compute)
+        return Output((count, groups * cols), compute_dtype(input.dtype))
 
     def _grad_weight(self, input: Tensor, weight: Tensor | None, partials: Output | None, seed: int) -> Tensor | None:
         if partials is None or weight is None:
