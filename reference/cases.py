@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +119,20 @@ LAYOUTS: tuple[Layout, ...] = (
 def on(device: str, tensor: Tensor | None) -> Tensor | None:
     """The tensor on the device, with its strides."""
     return tensor if tensor is None or device == "cpu" else copy_of(tensor, device)
+
+
+def moved(device: str, argument: Any) -> Any:
+    """An argument of an operator: a tensor is moved to the device."""
+    return on(device, argument) if isinstance(argument, Tensor) else argument
+
+
+def nans(dtype: torch.dtype) -> Tensor:
+    """NaNs of either sign and of several payloads: of one bit, of all bits, each quiet and signalling."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    infinities = torch.tensor([math.inf, -math.inf], dtype=dtype).view(integer)
+    fraction = round(1 / torch.finfo(dtype).eps)  # the bits of a payload are those below this one
+    payloads = torch.tensor([1, fraction // 2 - 1, fraction // 2, fraction - 1], dtype=integer)
+    return (infinities[:, None] | payloads).flatten().view(dtype)
 
 
 def copy_of(tensor: Tensor, device: str | torch.device | None = None) -> Tensor:

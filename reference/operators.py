@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from reference import cases, definitions, oracle
-from reference.cases import CASES, HALVES, Case, compute_dtype, on
+from reference.cases import CASES, HALVES, Case, compute_dtype, moved
 from reference.oracle import Bounded
 
 Dtypes = Callable[[torch.dtype], tuple[torch.dtype, ...]]
@@ -417,8 +417,17 @@ class OperatorCase(NamedTuple):
             is_given = case.has_residual or not self.operator.is_optional(name)
             dtype = self.dtypes.get(name, case.dtype)
             made[name] = argument.make(case, self.flags, dtype, seed) if is_given else None
-        moved = {name: on(device, value) if isinstance(value, Tensor) else value for name, value in made.items()}
-        return {name: moved[name] for name in self.operator.names if name in moved}
+        return {name: moved(device, made[name]) for name in self.operator.names if name in made}
+
+    def with_nans(self) -> Iterator[dict[str, Any]]:
+        """The arguments with a NaN of each payload in one tensor, for each tensor: in other rows and columns each."""
+        for name, tensor in self.arguments().items():
+            if isinstance(tensor, Tensor):
+                arguments, nans = self.arguments(), cases.nans(tensor.dtype)
+                rows = arguments[name][:, None] if name in self.operator.sums else torch.atleast_2d(arguments[name])
+                index = torch.arange(len(nans))
+                rows[index % len(rows), index * (rows.shape[1] - 1) // (len(nans) - 1)] = nans
+                yield arguments
 
     def expected(self, arguments: Mapping[str, Any] | None = None) -> tuple[Bounded | None, ...]:
         return self.operator.expected(self.arguments() if arguments is None else arguments)
@@ -437,7 +446,7 @@ class OperatorCase(NamedTuple):
                 layout = case.layout if like == "input" else case.grad_layout
                 layout = cases.contiguous if layout in (cases.expanded, cases.expanded_scalar) else layout
                 made[name] = layout(case.shape, self.dtypes.get(like, case.dtype), seed)
-        return {name: on(device, tensor) for name, tensor in made.items()}
+        return {name: moved(device, tensor) for name, tensor in made.items()}
 
     def results(self, device: str = "cpu", **changes: object) -> tuple[Any, ...]:
         """Of the operator that allocates them."""

@@ -618,6 +618,15 @@ def violation(actual: Tensor, expected: Bounded) -> str | None:
     )
 
 
+def assert_same_nans(actual: Tensor | None, expected: Bounded | None, name: str = "result") -> None:
+    """None is to be None."""
+    if actual is None or expected is None:
+        assert actual is None, name
+        assert expected is None, name
+    else:
+        np.testing.assert_array_equal(actual.isnan(), np.isnan(expected.value), name)
+
+
 def assert_within(actual: Tensor, expected: Bounded, name: str = "result") -> None:
     problem = violation(actual, expected)
     assert problem is None, f"{name}: {problem}"

@@ -9,6 +9,7 @@ import ctypes
 import math
 import sys
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,16 @@ from torch import Tensor
 
 from reference import oracle
 from reference.cases import CASES, FEW_CASES, SIZES, Case
-from reference.operators import ADD_RMS_NORM, OPERATORS, Operator, OperatorCase, cases_of, other_dtypes
+from reference.operators import (
+    ADD_RMS_NORM,
+    OPERATORS,
+    Operator,
+    OperatorCase,
+    Variant,
+    cases_of,
+    other_dtypes,
+    variants,
+)
 
 ops = torch.ops.normops
 
@@ -79,6 +89,16 @@ def check(case: OperatorCase) -> None:
         assert torch.equal(*(on_cpu(y).to(case.case.dtype) for y in (results[0], normalized))), f"output of {case}"
 
 
+def check_nans(variant: Variant, dtype: torch.dtype) -> None:
+    operator = variant.operator
+    for others in ({}, *other_dtypes(operator, dtype)):
+        case = variant.at(Case((9, 70), dtype, weight_dtype=torch.float32, has_residual=True), others)
+        for arguments in case.with_nans():
+            results = operator.results(operator.default(**put(arguments)))
+            for name, actual, bounded in zip(operator.outputs, results, case.expected(arguments), strict=True):
+                oracle.assert_same_nans(on_cpu(actual), bounded, f"{name} of {case}")
+
+
 def check_in_two_steps(case: Case) -> None:
     """By way of the sums over rows, wherever these lie: with nothing in between, the bits are those of the norm."""
     given = put({"x": case.input(), "dy": case.grad_output(), "w": case.weight(), "residual": case.grad_residual()})
@@ -130,6 +150,11 @@ def main(folder: Path, library: Path) -> None:
                 check(case)
             finally:
                 gpu.check()
+    for variant, dtype in product(variants(), (torch.bfloat16, torch.float32)):
+        try:
+            check_nans(variant, dtype)
+        finally:
+            gpu.check()
     for few in FEW_CASES:
         try:
             check_in_two_steps(few)

@@ -1,6 +1,8 @@
 """Every operator is within the oracle's bounds of its definition, over every shape, dtype, layout and flag."""
 
 import math
+import struct
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from assertions import assert_same_bits
 
 from reference import cases, oracle
-from reference.cases import HALVES, Case, on
+from reference.cases import HALVES, Case, moved, on
 from reference.operators import (
     OPERATOR_CASES,
     OPERATORS,
@@ -89,8 +91,9 @@ def test_specials_poison_their_row_and_grad_weight_alone(
     arguments = case.arguments()
     row = arguments[where].view(9, -1)[4]
     row[min(66, len(row) - 1)] = special
-    moved = {name: on(device, value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    results = variant.operator.results(variant.operator.default(**moved))
+    results = variant.operator.results(
+        variant.operator.default(**{name: moved(device, value) for name, value in arguments.items()})
+    )
     others = torch.arange(9) != 4
     for name, result, bounded in zip(variant.operator.outputs, results, case.expected(arguments), strict=True):
         assert bounded is not None
@@ -141,21 +144,26 @@ def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) 
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("where", ["weight", "input", "grad_output"])
-def test_a_nan_of_any_payload_stays_one(where: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("variant", variants(), ids=str)
+def test_a_nan_of_any_payload_stays_one(variant: Variant, dtype: torch.dtype, device: str, serves_cpu: bool) -> None:
     """Rounding must not carry a payload into the exponent, wherever the NaN comes from and whatever it is stored in."""
-    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
-    payloads = bits.view(torch.float32)
-    # The payloads are float32's; what they meet has `dtype`.
-    weight_dtype, row_dtype = (torch.float32, dtype) if where == "weight" else (dtype, torch.float32)
-    t = {name: torch.ones(4, dtype=row_dtype, device=device) for name in ("input", "grad_output")}
-    t["weight"] = torch.ones(4, dtype=weight_dtype, device=device)
-    for index in range(4):
-        t[where] = torch.where(torch.arange(4) == index, payloads, torch.ones(4)).to(device)
-        output = ops.rms_norm(t["input"], (4,), t["weight"], 0.0)
-        grad_input, grad_weight = ops.rms_norm_backward(t["grad_output"], t["input"], (4,), t["weight"], 0.0)
-        if where != "grad_output":
-            assert output[index].isnan()
-        assert grad_input.isnan().all()
-        if where != "weight":
-            assert grad_weight[index].isnan()
+    operator, shapes = variant.operator, ((9, 70), (9, 2100)) if serves_cpu else ((9, 70),)
+    all_dtypes = zip(cases.DTYPES, cycle([{}, *other_dtypes(operator, dtype)]))
+    for shape, (weight_dtype, dtypes) in product(shapes, all_dtypes):
+        case = variant.at(Case(shape, dtype, weight_dtype=weight_dtype, has_residual=True), dtypes)
+        for arguments in case.with_nans():
+            results = operator.results(
+                operator.default(**{name: moved(device, value) for name, value in arguments.items()})
+            )
+            with np.errstate(invalid="ignore"):
+                expected = case.expected(arguments)
+            for name, result, bounded in zip(operator.outputs, results, expected, strict=True):
+                oracle.assert_same_nans(result.cpu(), bounded, f"{name} of {case}")
+
+
+@pytest.mark.parametrize("name", ["weight_offset", "alpha"])
+def test_a_nan_of_any_payload_among_the_numbers(name: str, device: str) -> None:
+    x = torch.ones(2, 70, dtype=torch.bfloat16, device=device)
+    (number,) = struct.unpack("<d", b"\xff" * 7 + b"\x7f")
+    output, _ = ops.add_rms_norm(x, x, (70,), x[0], **{name: number})
+    assert output.isnan().all()

@@ -123,12 +123,7 @@ struct GateRow {
   template <class Extent>
   NORMOPS_INLINE Block<T> load(int64_t column, Extent extent) const {
     Block<T> block;
-    visit([&](auto* row) NORMOPS_INLINE_LAMBDA {
-      using G = std::remove_const_t<std::remove_pointer_t<decltype(row)>>;
-      block = NORMOPS_ISA::load<T>(row + column, extent);
-      // NaNs of another type may have any payload, see round_to_bfloat16.
-      if constexpr (!std::is_same_v<T, G>) block = canonical_nans(block);
-    });
+    visit([&](auto* row) NORMOPS_INLINE_LAMBDA { block = NORMOPS_ISA::load<T>(row + column, extent); });
     return block;
   }
 

@@ -66,7 +66,7 @@ class SumRows {
       : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
         residuals_(static_cast<const R*>(args.residual), args.residual_rows, row),
         sums_(static_cast<R*>(args.residual_out), args.residual_out_rows, row),
-        alpha_(static_cast<compute_t<R>>(args.alpha)),
+        alpha_(admitted_number<R>(args.alpha)),
         casts_(args.casting.multiplied) {}
 
   template <class Visit>

@@ -252,10 +252,11 @@ template <class Source, class Casts>
 // The same of rows whose sums are given.
 template <class Source>
 void read_sums(const typename Source::Args& args, BackwardTile<Source>& tile) {
+  using R = typename Source::Element;
   double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
   for (int r = 0; r < tile.count; r++) {
-    squares[r] = *tile.rows[r].square_sum;
-    dots[r] = *tile.rows[r].dot;
+    squares[r] = admitted_number<R>(*tile.rows[r].square_sum);
+    dots[r] = admitted_number<R>(*tile.rows[r].dot);
   }
   tile.set_sums(squares, dots, args.size, args.eps);
 }

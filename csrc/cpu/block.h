@@ -137,6 +137,20 @@ NORMOPS_INLINE Block<R> canonical_nans(const Block<R>& block) {
   return result;
 }
 
+// Numbers that come from elements of T, for use among those of R. All that is not stored as R enters through this or
+// the next function: a NaN from elsewhere would become a number when it is rounded to bfloat16, see round_to_bfloat16.
+template <class T, class R>
+NORMOPS_INLINE Block<R> admitted(const Block<R>& block) {
+  if constexpr (std::is_same_v<R, bfloat16> && !std::is_same_v<T, bfloat16>) return canonical_nans(block);
+  return block;
+}
+
+// The same of one number, as R is computed in.
+template <class R, class Number>
+NORMOPS_INLINE compute_t<R> admitted_number(Number number) {
+  return number == number ? static_cast<compute_t<R>>(number) : std::numeric_limits<compute_t<R>>::quiet_NaN();
+}
+
 // Loads numbers of the compute type that lie in memory in the order in which R is held.
 template <class R>
 NORMOPS_INLINE Block<R> load_held(const compute_t<R>* source) {
@@ -168,11 +182,11 @@ NORMOPS_INLINE Block<R> load(const T* source, Whole = {}) {
     const auto pairs = load_vector<u32_vector>(source);
     return {bit_cast<f32_vector>(pairs << 16), bit_cast<f32_vector>(pairs & 0xffff0000)};
   } else if constexpr (kEvenOdd<R>) {
-    return separate(load_register(source), load_register(source + kRegister), RegisterLanes{});
+    return admitted<T>(separate(load_register(source), load_register(source + kRegister), RegisterLanes{}));
   } else {
     Block<R> block;
     for (int i = 0; i < block.kVectors; i++) block.v[i] = load_register(source + i * kRegister);
-    return block;
+    return admitted<T>(block);
   }
 }
 

@@ -73,7 +73,7 @@ class GivenRows {
     each([](auto& rows) { rows.next_group(); });
   }
   Row next(int r, int) {
-    Row row;
+    Row row = {};
     row.dy = grad_outputs_.next(r);
     row.x_ = inputs_.next(r);
     if (kResidual) row.residual = grad_residuals_.next(r);

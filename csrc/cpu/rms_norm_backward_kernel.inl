@@ -27,7 +27,7 @@ void grad_weight_columns(const compute_t<T>* partials, int64_t chunks, int64_t s
   for_each_block<T>(0, count, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
     Block<T> total = {};
     for (int64_t chunk = 0; chunk < chunks; chunk++) total = total + load_held<T>(partials + chunk * stride + column);
-    store(grad_weight + column, canonical_nans(total), extent);
+    store(grad_weight + column, total, extent);
   });
 }
 

@@ -7,9 +7,9 @@ namespace {
 template <class T, class W>
 void scale_columns(const W* weight, double weight_offset, compute_t<T>* scale, int64_t count) {
   // Adding -0 changes nothing, adding 0 would change the sign of a weight that is -0.
-  const Block<T> offset = broadcast<T>(static_cast<compute_t<T>>(weight_offset == 0 ? -0.0 : weight_offset));
+  const Block<T> offset = broadcast<T>(admitted_number<T>(weight_offset == 0 ? -0.0 : weight_offset));
   for_each_block<T>(0, count, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
-    store_held<T>(scale + column, canonical_nans(load<T>(weight + column, extent) + offset));
+    store_held<T>(scale + column, load<T>(weight + column, extent) + offset);
   });
 }
 

@@ -23,7 +23,7 @@ class SummedRows {
       visit(x), visit(square_sum);
     }
     typename InputRows<T>::Row row(int) const { return {x.row}; }
-    compute_t<T> rstd(double eps) const { return rstd_of<T>(*square_sum.row, size, eps); }
+    compute_t<T> rstd(double eps) const { return rstd_of<T>(admitted_number<T>(*square_sum.row), size, eps); }
     NORMOPS_INLINE void prefetch(int64_t column) const { NORMOPS_ISA::prefetch(x.row + x.stride + column); }
   };
 

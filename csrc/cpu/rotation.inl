@@ -99,7 +99,7 @@ struct Angles {
       W numbers[kLanes<R> / 2] = {};
       std::memcpy(numbers, table + column / 2, pairs * sizeof(W));
       const auto of_pairs = load_register(numbers);
-      return {of_pairs, of_pairs};
+      return admitted<W>(Block<R>{of_pairs, of_pairs});
     } else {
       return doubled(load<R>(table + column / 2, Part{pairs}), VectorLanes<R>());
     }
