@@ -1,7 +1,7 @@
 """Derivatives of every order and mode."""
 
 from collections.abc import Callable, Mapping
-from itertools import product
+from itertools import compress, product
 from typing import Any
 
 import pytest
@@ -267,3 +267,59 @@ def test_compiled_autograd(variant: Variant, dynamic: bool, device: str) -> None
     with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)):
         actual = gradients()
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("variant", variants(), ids=str)
+def test_only_what_gradients_depend_on_is_kept(variant: Variant, device: str) -> None:
+    """A tensor may be written to before the backward if no gradient that is wanted depends on it; no write goes
+    unseen."""
+    problem = Problem(variant, of((3, 2, 5), groups=1), device, with_tables=True)
+    norm = problem.call(variant.operator.default)
+    cotangents = [cases.copy_of(result).normal_() for result in norm(*problem.primals())]
+
+    def gradients(wanted: tuple[bool, ...], *, before: int | None = None, after: int | None = None) -> list[Tensor]:
+        tensors = problem.leaves()
+        if before is not None:
+            tensors[before].data.mul_(1.5)
+        for tensor, is_wanted in zip(tensors, wanted, strict=True):
+            tensor.requires_grad_(is_wanted)
+        results = norm(*tensors)
+        if after is not None:
+            with torch.no_grad():
+                tensors[after].mul_(1.5)
+        chosen = [tensor for tensor in tensors if tensor.requires_grad]
+        return list(torch.autograd.grad(results, chosen, cotangents, allow_unused=True, materialize_grads=True))
+
+    choices = [(False,) if name in variant.operator.tables else (True, False) for name in problem.tensors]
+    most, *others = product(*choices)
+    every = dict(zip(compress(problem.tensors, most), gradients(most), strict=True))
+    for wanted in (most, *others[:-1]):
+        expected = [every[name] for name in compress(problem.tensors, wanted)]
+        assert_same_bits(gradients(wanted), expected, wanted)
+        for index, name in enumerate(problem.tensors):
+            try:
+                actual = gradients(wanted, after=index)
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)  # noqa: PT017
+                changed = gradients(wanted, before=index)
+                assert not all(map(torch.equal, changed, expected)), (name, wanted)
+            else:
+                assert_same_bits(actual, expected, (name, wanted))
+
+
+@pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
+def test_what_a_compiled_program_keeps(operator: Operator, device: str) -> None:
+    """As test_only_what_gradients_depend_on_is_kept, of a weight whose gradient alone is wanted."""
+    problem = Problem(Variant(operator, operator.flags[0]), of((3, 2, 5)), device, with_tables=True)
+    torch._dynamo.reset()
+    gradients = []
+    for norm, is_written in product((problem.fused, torch.compile(problem.fused, backend="aot_eager")), (False, True)):
+        tensors = [tensor.detach() for tensor in problem.leaves()]
+        weight = tensors[[*problem.tensors].index("weight")].requires_grad_()
+        output = norm(*tensors)[0]
+        if is_written:
+            with torch.no_grad():
+                weight.mul_(1.5)
+        gradients.append(torch.autograd.grad(output.sum(), weight))
+    for other in gradients[1:]:
+        assert_same_bits(other, gradients[0])

@@ -22,6 +22,12 @@ struct AddedNorm {
 template <>
 struct Derivative<AddRmsNorm> {
   static constexpr const char* kName = "AddRmsNormBackward";
+  static constexpr Uses<3, 2> kUses = {{
+      // by residual_out, weight
+      {true, true},   // input
+      {true, true},   // residual
+      {true, false},  // weight
+  }};
   static constexpr size_t kSavedOutputs = 1;
   using Saved = AddedNorm;
   static AddedNorm saved(const AddRmsNorm& arguments, const Outputs<AddRmsNorm>& outputs) {

@@ -13,9 +13,12 @@ using torch::autograd::variable_list;
 
 // The derivative of an operator, on the page of each:
 //   static constexpr const char* kName;            its name in autograd's graph
+//   static constexpr Uses kUses;                   for the gradient of each tensor among the arguments: which of the
+//                                                  saved tensors it depends on
 //   static variable_list backward(const variable_list& grad_outputs, const Saved& saved, Needed needed);
 // one gradient for each tensor among the arguments. It works on its arguments alone, so that compiled autograd can
-// trace it. `Saved` is the operator itself, whose arguments are saved, but for an output_mask: gradients of what that
+// trace it. In the place of a tensor on which no gradient depends that can be wanted, it gets zeros: that one is not
+// kept. `Saved` is the operator itself, whose arguments are saved, but for an output_mask: gradients of what that
 // left out are undefined. Or else Derivative has
 //   using Saved = ...;                             another struct of arguments, whose first tensors are
 //   static constexpr size_t kSavedOutputs;         so many of this one's outputs
@@ -27,6 +30,9 @@ struct Derivative;
 
 template <size_t n>
 using Needed = std::array<bool, n>;
+
+template <size_t gradients, size_t saved>
+using Uses = std::array<std::array<bool, saved>, gradients>;
 
 inline OptionalTensor if_defined(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;

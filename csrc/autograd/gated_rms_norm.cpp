@@ -12,6 +12,12 @@ namespace normops {
 template <>
 struct Derivative<GatedRmsNorm> {
   static constexpr const char* kName = "GatedRmsNormBackward";
+  static constexpr Uses<3, 3> kUses = {{
+      // by input, gate, weight
+      {true, true, true},   // input
+      {true, true, true},   // gate
+      {true, true, false},  // weight
+  }};
   static variable_list backward(const variable_list& grad_outputs, const GatedRmsNorm& saved, const Needed<3>& needed) {
     const auto& [input, gate, norm, activation, norm_before_gate] = saved;
     return to_list(
@@ -29,6 +35,13 @@ static Tensor sum_of_defined(const Tensor& a, const Tensor& b) { return !a.defin
 template <>
 struct Derivative<GatedRmsNormBackward> {
   static constexpr const char* kName = "GatedRmsNormBackwardBackward";
+  static constexpr Uses<4, 4> kUses = {{
+      // by grad_output, input, gate, weight
+      {false, true, true, true},  // grad_output
+      {true, true, true, true},   // input
+      {true, true, true, true},   // gate
+      {true, true, true, false},  // weight
+  }};
   static variable_list backward(const variable_list& grad_outputs, const GatedRmsNormBackward& saved,
                                 const Needed<4>& needed) {
     const Tensor& input = saved.input;

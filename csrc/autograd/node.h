@@ -1,5 +1,7 @@
 // The node of an operator in autograd's graph, written once for all of them.
 #pragma once
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/new_zeros.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -29,11 +31,12 @@ class OperatorNode final : public torch::autograd::Node {
     set_next_edges(torch::autograd::collect_next_edges(inputs...));
   }
 
-  // Once the outputs among the tensors have their history.
+  // Once the outputs among the tensors have their history, and this its edges.
   void save(const Saved& saved) {
     const auto tensors = tensors_of(saved);
     for (size_t i = 0; i < tensors.size(); i++) {
-      saved_[i] = torch::autograd::SavedVariable(*tensors[i], is_output(i));
+      const Tensor& tensor = *tensors[i];
+      saved_[i] = torch::autograd::SavedVariable(is_used(i) ? tensor : zeros_in_place_of(tensor), is_output(i));
     }
     attributes_ = detail::attributes_of(saved);
   }
@@ -78,6 +81,24 @@ class OperatorNode final : public torch::autograd::Node {
 
  private:
   static constexpr bool is_output(size_t index) { return index < kSavedOutputs; }
+
+  // Whether a gradient that may be wanted depends on the tensor.
+  bool is_used(size_t index) const {
+    static_assert(std::is_same_v<decltype(Derivative<Operator>::kUses),
+                                 const Uses<count_tensors<Operator>, count_tensors<Saved>>>);
+    bool is_used = is_output(index);
+    for (size_t i = 0; i < Derivative<Operator>::kUses.size(); i++) {
+      is_used |= Derivative<Operator>::kUses[i][index] && should_compute_output(i);
+    }
+    return is_used;
+  }
+
+  // Of one element: backward takes its shape and its dtype from it.
+  static Tensor zeros_in_place_of(const Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return tensor.new_zeros({}).expand_symint(tensor.sym_sizes());
+  }
 
   variable_list unpack_saved() {
     variable_list tensors;

@@ -13,6 +13,11 @@ namespace normops {
 template <>
 struct Derivative<RmsNorm> {
   static constexpr const char* kName = "RmsNormBackward";
+  static constexpr Uses<2, 2> kUses = {{
+      // by input, weight
+      {true, true},   // input
+      {true, false},  // weight
+  }};
   static variable_list backward(const variable_list& grad_outputs, const RmsNorm& saved, const Needed<2>& needed) {
     return to_list(call(RmsNormBackward{grad_outputs[0], saved.input, saved.norm, std::nullopt, needed}));
   }

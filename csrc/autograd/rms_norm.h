@@ -13,10 +13,13 @@ namespace normops {
 template <>
 struct Derivative<RmsNormBackward> {
   static constexpr const char* kName = "RmsNormBackwardBackward";
-  static RmsNormBackward saved(const RmsNormBackward& arguments, const Outputs<RmsNormBackward>&) {
-    static const OptionalTensor none;  // the derivative is linear in grad_residual
-    return {arguments.grad_output, arguments.input, arguments.norm, none, arguments.output_mask};
-  }
+  static constexpr Uses<4, 4> kUses = {{
+      // by grad_output, input, weight, grad_residual
+      {false, true, true, false},    // grad_output
+      {true, true, true, false},     // input
+      {true, true, false, false},    // weight
+      {false, false, false, false},  // grad_residual
+  }};
   static variable_list backward(const variable_list& grad_outputs, const RmsNormBackward& saved,
                                 const Needed<4>& needed);
 };

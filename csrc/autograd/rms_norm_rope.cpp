@@ -16,6 +16,13 @@ static bool asks_for_no_angle(const Operator& arguments) {
 template <>
 struct Derivative<RmsNormRope> {
   static constexpr const char* kName = "RmsNormRopeBackward";
+  static constexpr Uses<4, 4> kUses = {{
+      // by input, cos, sin, weight
+      {true, true, true, true},      // input
+      {false, false, false, false},  // cos
+      {false, false, false, false},  // sin
+      {true, true, true, false},     // weight
+  }};
   static bool covers(const RmsNormRope& arguments) { return asks_for_no_angle(arguments); }
   static variable_list backward(const variable_list& grad_outputs, const RmsNormRope& saved, const Needed<4>& needed) {
     const auto& [input, cos, sin, norm, rope] = saved;
@@ -29,6 +36,14 @@ struct Derivative<RmsNormRope> {
 template <>
 struct Derivative<RmsNormRopeBackward> {
   static constexpr const char* kName = "RmsNormRopeBackwardBackward";
+  static constexpr Uses<5, 5> kUses = {{
+      // by grad_output, input, cos, sin, weight
+      {false, true, true, true, true},      // grad_output
+      {true, true, true, true, true},       // input
+      {false, false, false, false, false},  // cos
+      {false, false, false, false, false},  // sin
+      {true, true, true, true, false},      // weight
+  }};
   static bool covers(const RmsNormRopeBackward& arguments) { return asks_for_no_angle(arguments); }
   static variable_list backward(const variable_list& grad_outputs, const RmsNormRopeBackward& saved,
                                 const Needed<5>& needed) {

@@ -24,6 +24,10 @@ Tensor through_rstd(const Tensor& for_r, const Tensor& square_sum, const c10::Sy
 template <>
 struct Derivative<RmsNormStats> {
   static constexpr const char* kName = "RmsNormStatsBackward";
+  static constexpr Uses<1, 1> kUses = {{
+      // by input
+      {true},  // input
+  }};
   static variable_list backward(const variable_list& grad_outputs, const RmsNormStats& saved, const Needed<1>&) {
     const auto& [input, normalized_shape] = saved;
     const Tensor for_h = 2 * beside_rows(grad_outputs[0], normalized_shape.size()) * to_compute_dtype(input, input);
@@ -35,6 +39,12 @@ struct Derivative<RmsNormStats> {
 template <>
 struct Derivative<RmsNormFromStats> {
   static constexpr const char* kName = "RmsNormFromStatsBackward";
+  static constexpr Uses<3, 3> kUses = {{
+      // by input, square_sum, weight
+      {false, true, true},  // input
+      {true, true, true},   // square_sum
+      {true, true, false},  // weight
+  }};
   static variable_list backward(const variable_list& grad_outputs, const RmsNormFromStats& saved,
                                 const Needed<3>& needed) {
     const auto& [input, square_sum, size, norm] = saved;
@@ -57,6 +67,12 @@ struct Derivative<RmsNormFromStats> {
 template <>
 struct Derivative<RmsNormBackwardStats> {
   static constexpr const char* kName = "RmsNormBackwardStatsBackward";
+  static constexpr Uses<3, 3> kUses = {{
+      // by grad_output, input, weight
+      {false, true, true},  // grad_output
+      {true, true, true},   // input
+      {true, true, false},  // weight
+  }};
   static variable_list backward(const variable_list& grad_outputs, const RmsNormBackwardStats& saved,
                                 const Needed<3>& needed) {
     const auto& [grad_output, input, norm] = saved;
@@ -80,13 +96,15 @@ struct Derivative<RmsNormBackwardStats> {
 template <>
 struct Derivative<RmsNormBackwardFromStats> {
   static constexpr const char* kName = "RmsNormBackwardFromStatsBackward";
-  static RmsNormBackwardFromStats saved(const RmsNormBackwardFromStats& arguments,
-                                        const Outputs<RmsNormBackwardFromStats>&) {
-    static const OptionalTensor none;  // the derivative is linear in grad_residual
-    const auto& [grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask] = arguments;
-    return {grad_output, input, square_sum, dot, size, norm, none, output_mask};
-  }
-
+  static constexpr Uses<6, 6> kUses = {{
+      // by grad_output, input, square_sum, dot, weight, grad_residual
+      {false, true, true, false, true, false},     // grad_output
+      {true, false, true, true, false, false},     // input
+      {true, true, true, true, true, false},       // square_sum
+      {false, true, true, false, false, false},    // dot
+      {true, false, true, false, false, false},    // weight
+      {false, false, false, false, false, false},  // grad_residual
+  }};
   static variable_list backward(const variable_list& grad_outputs, const RmsNormBackwardFromStats& saved,
                                 const Needed<6>& needed) {
     const auto& [grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask] = saved;
