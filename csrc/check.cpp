@@ -61,6 +61,10 @@ bool is_16_bits(const Tensor& tensor) {
 
 }  // namespace
 
+void check_given(const char* op, const char* name, const Tensor& tensor) {
+  TORCH_CHECK(tensor.defined(), op, ": expected ", name, " to be a tensor, but got None");
+}
+
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
   TORCH_CHECK(tensor.device() == input.device(), op, ": expected ", name, " to be on ", input.device(),
               ", the device of input, but got ", tensor.device());
@@ -147,6 +151,7 @@ void check_row_size(const char* op, const c10::SymInt& size, c10::SymIntArrayRef
 
 void check_out(const char* op, const Named& out, const OutputLike& result) {
   const Tensor& tensor = *out.tensor;
+  check_given(op, out.name, tensor);
   check_device(op, out.name, tensor, result.argument());
   check_tensor(op, out.name, tensor);
   TORCH_CHECK(tensor.scalar_type() == result.scalar_type(), op, ": expected ", out.name, " to be ",

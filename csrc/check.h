@@ -21,6 +21,9 @@ inline const Tensor& value_or_undefined(const OptionalTensor& tensor) {
 }
 const Tensor& value_or_undefined(OptionalTensor&&) = delete;
 
+// Python's None is an undefined tensor, for which the dispatcher has no message.
+void check_given(const char* op, const char* name, const Tensor& tensor);
+
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
 struct Norm;  // operator.h

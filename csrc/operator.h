@@ -223,6 +223,22 @@ auto tensors_of(const Operator& arguments) {
 template <class Operator>
 constexpr size_t count_tensors = std::tuple_size_v<decltype(tensors_of(std::declval<const Operator&>()))>;
 
+namespace detail {
+
+template <class Operator, class... Argument>
+constexpr auto optional_tensors(const std::tuple<const Argument&...>*) {
+  std::array<bool, count_tensors<Operator>> are_optional = {};
+  size_t count = 0;
+  ((is_tensor<Argument> ? void(are_optional[count++] = std::is_same_v<Argument, OptionalTensor>) : void()), ...);
+  return are_optional;
+}
+
+}  // namespace detail
+
+// Which of them may be left out.
+template <class Operator>
+constexpr auto are_optional = detail::optional_tensors<Operator>(static_cast<detail::Flat<Operator>*>(nullptr));
+
 // Their names, from the schema.
 template <class Operator>
 const auto& tensor_names() {

@@ -10,10 +10,13 @@ namespace normops {
 // The part of the checks that autograd's kernels make, as below them a fake tensor no longer shows its device.
 template <Overload overload, class Operator>
 void check_devices(const Operator& arguments) {
+  constexpr const char* op = name_of<Operator, overload>;
+  check_given(op, "input", arguments.input);
   const auto tensors = tensors_of(arguments);
   for (size_t i = 0; i < tensors.size(); i++) {
+    if (!tensors[i]->defined() && !are_optional<Operator>[i]) check_given(op, tensor_names<Operator>()[i], *tensors[i]);
     if (tensors[i]->defined() && tensors[i]->device() != arguments.input.device()) {
-      check_device(name_of<Operator, overload>, tensor_names<Operator>()[i], *tensors[i], arguments.input);
+      check_device(op, tensor_names<Operator>()[i], *tensors[i], arguments.input);
     }
   }
 }

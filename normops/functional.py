@@ -62,6 +62,7 @@ def rms_norm(
         output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode)
         if output is not NotImplemented:
             return output
+    _refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
     shape = _as_shape(normalized_shape)
     return torch.ops.normops.rms_norm.default(
         input, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode
@@ -136,6 +137,7 @@ def rms_norm_from_stats(
         >>> normops.rms_norm_from_stats(left, square_sum, 2, 1, eps=0.0)
         tensor([[0.8485]])
     """
+    _refuse_gradients("rms_norm_from_stats", eps=eps, weight_offset=weight_offset)
     return torch.ops.normops.rms_norm_from_stats.default(
         input,
         square_sum,
@@ -195,6 +197,7 @@ def add_rms_norm(
         outputs = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, weight_offset, casting_mode, alpha)
         if outputs is not NotImplemented:
             return outputs
+    _refuse_gradients("add_rms_norm", eps=eps, weight_offset=weight_offset, alpha=alpha)
     shape = _as_shape(normalized_shape)
     return torch.ops.normops.add_rms_norm.default(
         input, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
@@ -259,6 +262,7 @@ def gated_rms_norm(
         )
         if output is not NotImplemented:
             return output
+    _refuse_gradients("gated_rms_norm", eps=eps, weight_offset=weight_offset)
     return torch.ops.normops.gated_rms_norm.default(
         input,
         gate,
@@ -348,6 +352,7 @@ def rms_norm_rope(
         )
         if output is not NotImplemented:
             return output
+    _refuse_gradients("rms_norm_rope", eps=eps, weight_offset=weight_offset)
     return torch.ops.normops.rms_norm_rope.default(
         input,
         cos,
@@ -386,6 +391,7 @@ def rms_norm_(
         >>> x
         tensor([[0.8485, 1.1314]])
     """
+    _refuse_gradients("rms_norm_", eps=eps, weight_offset=weight_offset)
     shape = _as_shape(normalized_shape)
     return torch.ops.normops.rms_norm_.default(
         input, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode
@@ -416,6 +422,7 @@ def add_rms_norm_(
         >>> x, residual
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
+    _refuse_gradients("add_rms_norm_", eps=eps, weight_offset=weight_offset, alpha=alpha)
     shape = _as_shape(normalized_shape)
     torch.ops.normops.add_rms_norm_.default(
         input, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
@@ -450,6 +457,7 @@ def rms_norm_rope_(
         >>> query.data_ptr() == qkv.data_ptr()
         True
     """
+    _refuse_gradients("rms_norm_rope_", eps=eps, weight_offset=weight_offset)
     return torch.ops.normops.rms_norm_rope_.default(
         input,
         cos,
@@ -463,6 +471,13 @@ def rms_norm_rope_(
         rotary_dim=rotary_dim,
         rotary_offset=rotary_offset,
     )
+
+
+def _refuse_gradients(op: str, **numbers: object) -> None:
+    """torch.ops takes a tensor for the number that it holds, whose gradient would be lost."""
+    for name, number in numbers.items():
+        if isinstance(number, Tensor) and number.requires_grad:
+            raise TypeError(f"{op}: expected {name} to be a number, but got a tensor that requires a gradient")
 
 
 def _as_shape(normalized_shape: int | Sequence[int]) -> Sequence[int]:

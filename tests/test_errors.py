@@ -149,10 +149,12 @@ def of_sums(name: str) -> Errors:
 
 def of_operator(operator: Operator) -> Errors:
     common = [(operator.given(changes), expected) for changes, expected in COMMON if names_one(operator, changes)]
+    required = [name for name in operator.inputs if not operator.is_optional(name)]
     of_rows = [name for name in operator.tensors if name not in (*operator.tables, *operator.sums)]
     sums = [name for name in operator.tensors if name in operator.sums]
     return [
         *common,
+        *(({name: None}, f"expected {name} to be a tensor, but got None") for name in required),
         *(error for name in of_rows for error in of_tensor(name)),
         *(error for name in sums for error in of_sums(name)),
         *(ROPE if operator.tables else []),
@@ -234,6 +236,33 @@ def test_other_dtypes_than_the_inputs(dtype: torch.dtype, operator: Operator, na
             else:
                 message = f"{operator}: expected {name} to be {what}, but got {short(other)}"
                 assert message_of(partial(call, **changed)) == message
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_no_memory_for_a_result(operator: Operator) -> None:
+    targets = Variant(operator, {}).at(Case((2, 3, 4), torch.float32, weight_dtype=torch.float32)).targets()
+    for name in targets:
+        message = f"{operator}: expected {name} to be a tensor, but got None"
+        assert message_of(lambda: operator.out(**arguments_of(operator), **targets | {name: None})) == message  # noqa: B023
+
+
+FUNCTIONS = [
+    (operator, function)
+    for operator in OPERATORS
+    for function in (operator.function, operator.inplace_function if operator.inplace else None)
+    if function is not None
+]
+
+
+@pytest.mark.parametrize(("operator", "function"), FUNCTIONS, ids=lambda p: getattr(p, "__name__", str(p)))
+def test_a_tensor_with_a_gradient_is_no_number(operator: Operator, function: Callable[..., Any]) -> None:
+    """torch.ops takes it for the number that it holds; a function of torch refuses it as well."""
+    numbers = [argument.name for argument in operator.default._schema.arguments if "float" in str(argument.type)]
+    for name in numbers:
+        with pytest.raises(TypeError) as raised:
+            function(**arguments_of(operator) | {name: torch.tensor(1.0, requires_grad=True)})
+        expected = f"expected {name} to be a number, but got a tensor that requires a gradient"
+        assert str(raised.value) == f"{function.__name__}: {expected}"
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr"])
