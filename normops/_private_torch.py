@@ -22,6 +22,7 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "torch.distributed.tensor.placement_types._StridedShard",
             "_prepare_input_fn",
             "_prepare_output_fn",
+            "_replicate_module_fn",
         ),
     ),
     "normops.sharded_rows": ("DTensor", ("torch.distributed.tensor.placement_types._StridedShard",)),

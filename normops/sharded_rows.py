@@ -3,7 +3,7 @@
 No rank sees a whole row. Each sums its part, **one number a row is reduced over the ranks**, and each normalizes its
 part: :func:`normops.rms_norm_stats` and :func:`normops.rms_norm_from_stats`. The output is sharded as ``input`` is, and
 so are the weight, beside it, and its gradient. The backward reduces two numbers a row, in one message: the statistic is
-formed anew, as everywhere.
+formed anew, as everywhere. Before that, every rank checks the arguments as what they are together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from normops import _C
 from normops._operators import FUNCTIONAL, ROWS, SUMS, Operator, by_name, name_of, results_of
 
 _ops = torch.ops.normops
@@ -111,10 +112,13 @@ _NORM = ("normalized_shape", "weight", "eps", "weight_offset", "casting_mode")
 _Results = tuple[Tensor | None, ...]
 
 
+def _as_tuple(results: Any) -> _Results:
+    return (results,) if isinstance(results, Tensor) else results
+
+
 def _of_sums(op: Operator, parts: _Parts) -> _Results:
     """An operator whose sums over rows are sums over their parts."""
-    results = op(**parts.local)
-    return (results,) if isinstance(results, Tensor) else results
+    return _as_tuple(op(**parts.local))
 
 
 def _casts(parts: _Parts) -> bool:
@@ -220,17 +224,30 @@ _RULES: dict[str, _Rule] = {
 """Not rms_norm_rope: columns that are rotated together may be on two ranks. It is gathered."""
 
 
+def _outside(op: Operator, arguments: _Arguments) -> _Results:
+    """What a rank that is not on the mesh has of the results: nothing, in their dtypes."""
+    on_meta = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+    whole = _as_tuple(op(**on_meta))
+    return tuple(tensor if tensor is None else torch.empty(0, dtype=tensor.dtype) for tensor in whole)
+
+
 def _register(op: Operator, rule: _Rule) -> None:
+    check = getattr(_C, f"check_{name_of(op)}")
+
     def of_parts(_: type, func: Operator, types: object, args: Any, kwargs: Any) -> Any:
         arguments = by_name(op, args, kwargs or {})
         rows = _sharded_rows(arguments)
         if func is not op or rows is None:
             return NotImplemented
+        check(*args, **(kwargs or {}))  # of the whole: what is wrong there may be right in the parts, or in some
         with torch.no_grad():
             parts = _Parts(arguments, rows)
-            results = tuple(
-                parts.whole(name, value) for name, value in zip(results_of(op), rule(op, parts), strict=True)
-            )
+            has_part = arguments["input"].device_mesh.get_coordinate() is not None
+            values = rule(op, parts) if has_part else _outside(op, arguments)
+            results = tuple(parts.whole(name, value) for name, value in zip(results_of(op), values, strict=True))
         return results if len(results) > 1 else results[0]
 
     torch.library.register_torch_dispatch(f"normops::{name_of(op)}", DTensor, of_parts)

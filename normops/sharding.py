@@ -14,6 +14,9 @@ positions. **A normalized dimension that is sharded** stays so, too, but for wha
 ``input``, the first one that is sharded by rows on a dimension of the mesh decides for all. ``normalized_shape`` is
 that of the whole tensor, and so of its shards.
 
+**Errors** are those of whole tensors, on every rank alike, before anything is communicated: no rank waits for another
+that refuses.
+
 ``rms_norm_``, ``add_rms_norm_`` and ``rms_norm_rope_`` cannot change how the tensors that they write to are sharded,
 and refuse where they would have to. The ``.out`` overloads take no DTensor.
 
@@ -29,6 +32,7 @@ Example:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -133,29 +137,44 @@ def _strategy(schema: OpSchema) -> OpStrategy:
 
 
 for _op in (*FUNCTIONAL, *INPLACE):
-    # What else than the placements of tensors decides, and so belongs to the key of PyTorch's cache: normalized_shape,
-    # at this position, and whatever follows it.
-    register_op_strategy(_op, RuntimeSchemaInfo(arguments_of(_op).index("normalized_shape")))(_strategy)
+    # The cache's key is all arguments: what it does not find is checked, on whole tensors, before anything is sent.
+    register_op_strategy(_op, RuntimeSchemaInfo(static_argnum=0, static_kwargkey=list(arguments_of(_op))))(_strategy)
+
+
+def _place_arguments(module: Module, place: Callable[[Tensor], DTensor]) -> Module:
+    """Places the tensors that a module is called with, by position or by keyword."""
+
+    def placed(value: Any) -> Any:
+        return place(value) if isinstance(value, Tensor) else value
+
+    def before_call(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(placed, args)), {name: placed(value) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(before_call, with_kwargs=True)
+    return module
 
 
 class SequenceParallel(_SequenceParallel):
     """:class:`torch.distributed.tensor.parallel.SequenceParallel` for norms that also add to a residual stream.
 
     It takes the same arguments. PyTorch's passes on the first argument of a module only: a norm that is called with a
-    residual would leave it out. This one shards all arguments and all outputs on the sequence dimension. For norms that
-    are called without a residual, both do.
+    residual would leave it out. This one shards all tensors that the module is called with, by position or by keyword,
+    and all outputs on the sequence dimension. For norms that are called without a residual, both do.
 
     Example:
         >>> from normops.sharding import SequenceParallel
         >>> plan = {"norm": SequenceParallel()}  # for parallelize_module(model, mesh, plan)
     """
 
-    @staticmethod
-    def _prepare_input_fn(
-        sequence_sharding: Placements, mod: Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
-    ) -> tuple[Any, ...]:
-        prepare: Callable[..., Any] = _SequenceParallel._prepare_input_fn
-        return tuple(x if x is None else prepare(sequence_sharding, mod, (x,), device_mesh) for x in inputs)
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        def place(tensor: Tensor) -> DTensor:
+            prepare: Callable[..., DTensor] = _SequenceParallel._prepare_input_fn
+            return prepare(self.sequence_sharding, None, (tensor,), device_mesh)  # it names the module in an error
+
+        replicate = partial(_SequenceParallel._replicate_module_fn, self)
+        to_local: Any = partial(self._prepare_output_fn, self.use_local_output)
+        distribute_module(module, device_mesh, replicate, None, to_local)
+        return _place_arguments(module, place)
 
     @staticmethod
     def _prepare_output_fn(use_local_output: bool, mod: Module, outputs: Any, device_mesh: DeviceMesh) -> Any:
@@ -167,8 +186,9 @@ class SequenceParallel(_SequenceParallel):
 class HiddenParallel(ParallelStyle):
     """For norms of rows of which each rank has some columns, as :class:`ColwiseParallel` before them leaves them.
 
-    Tensors that the module is called with are taken as this rank's columns of larger ones, of which each rank has as
-    many. Its parameters are sharded beside them. One number a row is communicated (:mod:`normops.sharded_rows`).
+    Tensors that the module is called with, by position or by keyword, are taken as this rank's columns of larger ones,
+    of which each rank has as many. Its parameters are sharded beside them. One number a row is communicated
+    (:mod:`normops.sharded_rows`).
 
     Args:
         use_local_output: whether the module returns this rank's columns, as tensors, or the whole, as DTensors.
@@ -184,24 +204,20 @@ class HiddenParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
-        # Annotated as if what they return were not used.
-        hooks: Any = (self._to_whole, self._to_own)
-        return distribute_module(module, device_mesh, self._shard, *hooks)
+        def place(tensor: Tensor) -> DTensor:
+            if isinstance(tensor, DTensor):
+                return tensor
+            return DTensor.from_local(tensor, device_mesh, [Shard(tensor.ndim - 1)], run_check=False)
+
+        to_own: Any = self._to_own  # annotated as if what it returns were not used
+        distribute_module(module, device_mesh, self._shard, None, to_own)
+        return _place_arguments(module, place)
 
     @staticmethod
     def _shard(_: str, module: Module, mesh: DeviceMesh) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             sharded = distribute_tensor(parameter, mesh, [Shard(parameter.ndim - 1)])
             module.register_parameter(name, Parameter(sharded, requires_grad=parameter.requires_grad))
-
-    @staticmethod
-    def _to_whole(_: Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        def to_whole(value: Any) -> Any:
-            if isinstance(value, DTensor) or not isinstance(value, Tensor):
-                return value
-            return DTensor.from_local(value, mesh, [Shard(value.ndim - 1)], run_check=False)
-
-        return tuple(map(to_whole, inputs))
 
     def _to_own(self, _: Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if not self.use_local_output:

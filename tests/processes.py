@@ -60,7 +60,7 @@ def placed(tensor: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
     """The tensor, which all processes have, distributed; where it is to be Partial, as equal parts of the sum."""
     parts = [i for i, p in enumerate(placements) if p.is_partial()]
     whole = distribute_tensor(
-        tensor.clone(), mesh, [Replicate() if i in parts else p for i, p in enumerate(placements)]
+        tensor.clone(), mesh, [Replicate() if i in parts else p for i, p in enumerate(placements)], src_data_rank=None
     )
     local = whole.to_local()
     for i in parts:  # by a power of two, which is exact

@@ -97,6 +97,18 @@ def shard_fully(blocks: nn.Sequential, mesh: DeviceMesh, policy: MixedPrecisionP
 
 
 @case(2)
+def sequence_parallel_norms_that_take_two_tensors() -> None:
+    mesh = mesh_of()
+    norm = parallelize_module(normops.RMSNorm(16), mesh, SequenceParallel())
+    x, residual = (cases.values((2, 6, 16), torch.float32, i) for i in range(2))
+    own = [t.chunk(2, 1)[dist.get_rank()] for t in (x, residual)]
+    for results in (norm(*own, 0.5), norm(own[0], residual=own[1], alpha=0.5)):
+        for actual, expected in zip(results, normops.RMSNorm(16)(x, residual, 0.5), strict=True):
+            assert actual.placements == (Shard(1),)
+            assert_equal(actual, expected)
+
+
+@case(2)
 def fully_sharded() -> None:
     mesh = mesh_of()
     x = cases.values((4, 6, 16), torch.float64)

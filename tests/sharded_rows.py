@@ -218,7 +218,7 @@ def hidden_parallel_norms_that_take_two_tensors() -> None:
     mesh = mesh_of()
     x, other = (cases.values((4, 8), torch.float32, i) for i in range(2))
     own = [t.chunk(2, -1)[dist.get_rank()] for t in (x, other)]
-    for make in (lambda: normops.RMSNorm(8), lambda: normops.GatedRMSNorm(8)):
+    for make, name in ((lambda: normops.RMSNorm(8), "residual"), (lambda: normops.GatedRMSNorm(8), "gate")):
         whole = make()
         whole.weight.requires_grad_(False)
         expected = whole(x, other)
@@ -226,10 +226,11 @@ def hidden_parallel_norms_that_take_two_tensors() -> None:
         assert isinstance(norm.weight, DTensor)
         assert norm.weight.placements == (Shard(0),)
         assert not norm.weight.requires_grad
-        results, sent = messages(lambda: norm(*own))  # noqa: B023
-        assert sent == [("all_reduce", 4)]
-        for mine, tensor in zip(as_tuple(results), as_tuple(expected), strict=True):
-            torch.testing.assert_close(mine, tensor.chunk(2, -1)[dist.get_rank()])
+        for args, kwargs in ((own, {}), (own[:1], {name: own[1]})):
+            results, sent = messages(lambda: norm(*args, **kwargs))  # noqa: B023
+            assert sent == [("all_reduce", 4)]
+            for mine, tensor in zip(as_tuple(results), as_tuple(expected), strict=True):
+                torch.testing.assert_close(mine, tensor.chunk(2, -1)[dist.get_rank()])
     norm = parallelize_module(normops.RMSNorm(8), mesh, HiddenParallel())
     torch.testing.assert_close(norm(own[0], None), normops.RMSNorm(8)(x).chunk(2, -1)[dist.get_rank()])
 

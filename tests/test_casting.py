@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from assertions import assert_same_bits, message_of, same_bits
-from test_errors import arguments_of, assert_same_everywhere, check_of
+from assertions import assert_same_bits, same_bits
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,7 +13,7 @@ import normops
 from normops.functional import CastingMode
 from reference import cases
 from reference.cases import HALVES, Case
-from reference.operators import OPERATORS, Operator, Variant
+from reference.operators import OPERATORS, Variant
 from reference.oracle import exact_sum
 
 COLS = 1024
@@ -135,16 +134,6 @@ def test_the_mode_makes_no_difference_beyond_16_bits(dtype: torch.dtype, device:
         case = Variant(operator, operator.flags[0]).at(Case((7, 100), dtype, weight_dtype=dtype, has_residual=True))
         casts, rounds_once = (case.results(device, casting_mode=mode) for mode in ("llama", "gemma"))
         assert_same_bits(casts, rounds_once, operator)
-
-
-@pytest.mark.parametrize("operator", CASTING, ids=str)
-def test_another_mode_is_refused(operator: Operator) -> None:
-    arguments = arguments_of(operator) | {"casting_mode": "none"}
-    expected = f'{operator}: expected casting_mode to be "gemma" or "llama", but got "none"'
-    assert_same_everywhere(operator.packet, arguments, expected)
-    for call in (check_of(operator), operator.function):
-        if call is not None:
-            assert message_of(partial(call, **arguments)) == expected
 
 
 def test_modules() -> None:

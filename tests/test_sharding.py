@@ -1,6 +1,6 @@
 """The operators on several processes: DTensor, tensor parallelism, FSDP.
 
-The cases are in sharded_operators.py, sharded_rows.py and sharded_models.py, which are imported for that.
+The cases are in sharded_*.py, which are imported for that.
 """
 
 import subprocess
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sharded_errors  # noqa: F401
 import sharded_models  # noqa: F401
 import sharded_operators  # noqa: F401
 import sharded_rows  # noqa: F401
