@@ -48,6 +48,15 @@ class Order:
         return (other == threads) | by_block | ((other // WARP == warp) & (self.warp_epoch[warp] > warp_at))
 
 
+def _agree(a: Array, b: Array) -> bool:
+    """To the bit, but for NaNs: of two, numpy takes the one that comes first, and a GPU makes the same of any."""
+    equal = a.view(f"u{a.itemsize}") == b.view(f"u{a.itemsize}")
+    if a.itemsize >= 4:
+        x, y = a.view(f"f{a.itemsize}"), b.view(f"f{a.itemsize}")
+        equal |= (x != x) & (y != y)
+    return bool(equal.all())
+
+
 class Shared:
     def __init__(self, blocks: int, size: int, order: Order) -> None:
         """``size`` bytes of each block, followed by some that nobody may access."""
@@ -79,15 +88,14 @@ class Shared:
         granules = self._granules(places, values.itemsize * len(values))
         view = self.bytes_.view(values.dtype)
         at = places // values.itemsize + np.arange(len(values))[:, None]
-        bits = f"u{values.itemsize}"
-        is_there = self.is_initialized[granules].all() and bool((view[at].view(bits) == values.view(bits)).all())
+        is_there = self.is_initialized[granules].all() and _agree(view[at], values)
         view[at] = values
         self.is_initialized[granules] = True
         by = np.broadcast_to(threads[:, None], granules.shape)
         if is_there:  # anyone may write it again
             self._note_agreement(granules, by)
         else:
-            self._note_write(granules, by, line, bool((view[at].view(bits) == values.view(bits)).all()))
+            self._note_write(granules, by, line, _agree(view[at], values))
 
     @staticmethod
     def _granules(places: Array, size: int) -> Array:
