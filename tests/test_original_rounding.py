@@ -142,6 +142,28 @@ def test_a_gated_norm_with_a_wider_weight(gate_dtype: torch.dtype) -> None:
     assert operators_run(lambda: patched(x, gate.to(gate_dtype))) == ["normops::rms_norm"]
 
 
+@pytest.mark.parametrize("by", ["patch", "inductor"])
+@pytest.mark.parametrize(("norm", "share"), [(others.T5Norm, 0.41), (others.WeightlessNorm, 0.69)])
+@every_half
+def test_the_gradient_of_an_input_that_is_cast_twice(
+    norm: Callable[[int], nn.Module], share: float, dtype: torch.dtype, by: str
+) -> None:
+    """Is rounded once, and so nearer to the exact one. Autograd rounds the gradient of each cast, and their sum."""
+    original, fused = others.patched_pair(partial(norm, SIZE), dtype, rounding="original")
+    if by == "inductor":
+        fused, _ = compiled_with_passes(original, rounding="original")  # type: ignore[assignment]
+    tensors = inputs(dtype)
+    (actual, grad), (own, own_grad) = (with_gradients(module, tensors) for module in (fused, original))
+    assert share_that_differs(actual, own) < 5e-4
+    assert share_that_differs(grad, own_grad) == pytest.approx(share, abs=0.01)  # as docs/reproducibility.md says
+    x = tensors[0].double().requires_grad_()
+    weight = dict(original.named_parameters()).get("weight", torch.ones(()))
+    y = weight.double() * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (1e-6 if norm is others.T5Norm else 1e-5))
+    (exact,) = torch.autograd.grad(y, x, tensors[0].sin().double())
+    error, own_error = (float((each.double() - exact).abs().mean()) for each in (grad, own_grad))
+    assert error < 0.8 * own_error
+
+
 class OffsetTwice(others.GemmaNorm):
     """Rounds twice, but not the sum of weight and offset."""
 

@@ -73,7 +73,9 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
         rounding: how 16-bit results are rounded. ``"once"``: the exact result, rounded, which is nearer to that of the
             model in float32 than the model's own. ``"original"``: in the model's own order, so that its bits are those
             of the model but for a few in ten thousand (Llama rounds the normalized input, then its product with the
-            weight); a norm with an order of its own is skipped.
+            weight); a norm with an order of its own is skipped. Gradients have the model's bits, too, but for that of
+            an input which a norm casts twice, as T5's does: autograd rounds that of each cast, and their sum; normops
+            rounds once.
         strict: raise, and change nothing, if a norm would be left as it is. torch's own norms of another kind, such as
             LayerNorm, do not count.
 

@@ -32,8 +32,9 @@ def inductor_options(others: Mapping[str, Any] | None = None, *, rounding: Round
     Args:
         others: options that go along. Passes of ours among them are replaced.
         rounding: how 16-bit results are rounded. ``"once"``: the exact result, rounded. ``"original"``: where the
-            program casts, as in eager mode, see ``rounding`` of :func:`patch`. A norm in an order that the operators
-            do not have is then left as it is, and so are rotations of 16 bits, and additions whose bits would change.
+            program casts, as in eager mode, see ``rounding`` of :func:`patch`, also for the gradient of an input that
+            is cast twice. A norm in an order that the operators do not have is then left as it is, and so are rotations
+            of 16 bits, and additions whose bits would change.
 
     Returns:
         All options. Inductor's caches, on disk too, keep what was compiled with ours, with either rounding, and without
