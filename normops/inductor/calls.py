@@ -221,9 +221,26 @@ def number(argument: Any) -> float | None:
 
 
 def specialized(argument: Any) -> float | None:
-    """The argument, if it is a number. One that torch.compile left open counts as what it is now, with a guard."""
+    """The argument, if it is a number that is known now, or one that the program was given and torch.compile left open.
+
+    The latter counts as what it is now, with a guard: torch then traces again, with the number in the graph and so in
+    the keys of its caches. A guard on a number that the program computes does not make it do that.
+    """
     value = argument.meta.get("example_value") if isinstance(argument, Node) else None
-    return float(value) if isinstance(value, torch.SymFloat) else number(argument)
+    if not isinstance(value, torch.SymFloat):
+        return number(argument)
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # takes the import of sympy
+
+    expression = value.node.expr
+    is_given = expression.is_number or (expression.is_Symbol and not free_unbacked_symbols(expression))
+    return float(value) if is_given else None
+
+
+def specialize_what_is_above(argument: Any) -> None:
+    """Makes constants of the open numbers that the program was given and computes the argument from."""
+    for node in argument.all_input_nodes if isinstance(argument, Node) else ():
+        specialize_what_is_above(node)
+        specialized(node)
 
 
 def is_equal(a: Any, b: Any) -> bool:

@@ -14,7 +14,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from normops.functional import CastingMode
 from normops.inductor import Rounding, inductor_options
-from normops.inductor.calls import DTYPES, NORMS, arguments_of_norm, order_in_memory, specialized, value_of
+from normops.inductor.calls import (
+    DTYPES,
+    NORMS,
+    arguments_of_norm,
+    order_in_memory,
+    specialize_what_is_above,
+    specialized,
+    value_of,
+)
 from normops.inductor.effects import IS_COPY, IS_RECORDED, memory_of, memory_written_by, shares_memory, subgraphs
 from normops.inductor.handwritten import match_norm
 from normops.inductor.residuals import fuse_additions
@@ -171,6 +179,8 @@ def _replace_norm_of_torch(node: Node) -> None:
         return
     if any(tensor is not None and tensor.dtype not in DTYPES for tensor in (x, w, y)):
         return
+    # torch makes a constant of its eps in any case, however the program computes it, and may find it for another eps.
+    specialize_what_is_above(eps)
     number = specialized(eps)
     if eps is None or (number is not None and math.isfinite(number)):
         dtype = torch.promote_types(x.dtype, y.dtype)
