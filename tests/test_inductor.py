@@ -59,7 +59,7 @@ SPELLINGS: dict[str, Norm] = {
     "mean in float32": lambda x, w: (
         (x * torch.rsqrt((x * x).mean(-1, True, dtype=torch.float32) + EPS)).to(x.dtype) * w
     ),
-    "negative eps": lambda x, w: x * torch.rsqrt(mean_square(x) + -EPS) * w,
+    "negative eps": lambda x, w: x * torch.rsqrt(mean_square(x) + -1e-3) * w,
     "without eps": lambda x, w: x * torch.rsqrt(mean_square(x)) * w,
     "float32": lambda x, w: (x.float() * torch.rsqrt(mean_square(x.float()) + EPS)).type_as(x) * w,
     "float64": lambda x, w: (w.double() * (x.double() / (mean_square(x.double()) + EPS).sqrt())).to(x.dtype),
