@@ -123,6 +123,12 @@ inline __m512i add_words(Words otherwise, uint32_t mask, Words a, Words b) {
   return otherwise;
 }
 
+// Of the responses of a table only 0, which takes the other one, and 1, for NaNs and for numbers.
+inline __m512 fix_up(Floats otherwise, Floats v, uint32_t table) {
+  for (int i = 0; i < 16; i++) v[i] = (table >> (std::isnan(v[i]) ? 0 : 8) & 1) == 0 ? otherwise[i] : v[i];
+  return v;
+}
+
 // Of aligned targets alone, as the instruction.
 inline void stream(void* target, const __m512i& v) {
   if (reinterpret_cast<uintptr_t>(target) % sizeof v != 0) __builtin_trap();
@@ -135,6 +141,9 @@ inline void stream(void* target, const __m512i& v) {
 #define _mm512_fmadd_pd(a, b, c) emulated::fmadd(emulated::Doubles(a), emulated::Doubles(b), emulated::Doubles(c))
 #define _mm512_max_ps(a, b) emulated::larger(emulated::Floats(a), emulated::Floats(b))
 #define _mm512_max_pd(a, b) emulated::larger(emulated::Doubles(a), emulated::Doubles(b))
+#define _mm512_set1_epi32(value) value
+#define _mm512_fixupimm_ps(otherwise, v, table, flags) \
+  emulated::fix_up(emulated::Floats(otherwise), emulated::Floats(v), table)
 #define _mm512_scalef_ps(v, n) emulated::times_power_of_two(emulated::Floats(v), emulated::Floats(n))
 #define _mm512_scalef_pd(v, n) emulated::times_power_of_two(emulated::Doubles(v), emulated::Doubles(n))
 #define _mm512_cvtepu16_epi32(v) emulated::widen(emulated::HalfWords(v))

@@ -140,8 +140,8 @@ struct TermsOfOne {
 
 template <class Row, class Extent>
 NORMOPS_INLINE auto terms_of(const Row& row, const OnePart&, int64_t column, Extent extent) {
-  const auto terms = row.terms(column, extent);
-  return TermsOfOne<std::remove_const_t<decltype(terms)>>{{terms}};
+  // Not by way of a variable: GCC 12 copies it through the stack, in steps that are shorter than a register.
+  return TermsOfOne<decltype(row.terms(column, extent))>{{row.terms(column, extent)}};
 }
 
 template <class Row, class Parts, class Extent>

@@ -133,7 +133,16 @@ NORMOPS_INLINE Block<R> broadcast(compute_t<R> value) {
 template <class R>
 NORMOPS_INLINE Block<R> canonical_nans(const Block<R>& block) {
   Block<R> result = broadcast<R>(std::numeric_limits<compute_t<R>>::quiet_NaN());
-  for (int i = 0; i < block.kVectors; i++) result.v[i] = block.v[i] == block.v[i] ? block.v[i] : result.v[i];
+  for (int i = 0; i < block.kVectors; i++) {
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+    // One instruction, for which GCC 12 finds two: what is no NaN of either kind takes its own place.
+    if constexpr (std::is_same_v<compute_t<R>, float>) {
+      result.v[i] = _mm512_fixupimm_ps(result.v[i], block.v[i], _mm512_set1_epi32(0x11111100), 0);
+      continue;
+    }
+#endif
+    result.v[i] = block.v[i] == block.v[i] ? block.v[i] : result.v[i];
+  }
   return result;
 }
 
@@ -166,42 +175,49 @@ NORMOPS_INLINE void store_held(compute_t<R>* target, const Block<R>& block) {
   for (int i = 0; i < B::kVectors; i++) write(target + i * B::kVectorLanes, block.v[i], Cached{});
 }
 
-// Loads a block of R from elements of T, which may be another type. Types with different compute types (a float64
-// weight with a float32 input, or the other way round) are a rare pair, and converted number by number.
+// A block of R from elements of T, which may be another type. Types with different compute types (a float64 weight with
+// a float32 input, or the other way round) are a rare pair, and converted number by number. What is made of the block
+// has still to be admitted.
 template <class R, class T>
-NORMOPS_INLINE Block<R> load(const T* source, Whole = {}) {
+NORMOPS_INLINE Block<R> convert(const T* source, Whole = {}) {
   constexpr int kRegister = Block<R>::kVectorLanes;
   if constexpr (!std::is_same_v<compute_t<R>, compute_t<T>>) {
     compute_t<R> numbers[kLanes<R>];
     for (int i = 0; i < kLanes<R>; i++) {
       T lanes[kLanes<T>] = {source[i]};
-      numbers[i] = static_cast<compute_t<R>>(load<T>(lanes).v[0][0]);
+      numbers[i] = static_cast<compute_t<R>>(convert<T>(lanes).v[0][0]);
     }
-    return load<R>(numbers);
+    return convert<R>(numbers);
   } else if constexpr (kEvenOdd<R> && std::is_same_v<R, T>) {
     const auto pairs = load_vector<u32_vector>(source);
     return {bit_cast<f32_vector>(pairs << 16), bit_cast<f32_vector>(pairs & 0xffff0000)};
   } else if constexpr (kEvenOdd<R>) {
-    return admitted<T>(separate(load_register(source), load_register(source + kRegister), RegisterLanes{}));
+    return separate(load_register(source), load_register(source + kRegister), RegisterLanes{});
   } else {
     Block<R> block;
     for (int i = 0; i < block.kVectors; i++) block.v[i] = load_register(source + i * kRegister);
-    return admitted<T>(block);
+    return block;
   }
 }
 
 template <class R, class T>
-NORMOPS_INLINE Block<R> load(const T* source, Part part) {
+NORMOPS_INLINE Block<R> convert(const T* source, Part part) {
   T lanes[kLanes<R>] = {};
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
   if constexpr (sizeof lanes == 64) {
     const __m512i bits = _mm512_maskz_loadu_epi8(mask_of_bytes(part.lanes * sizeof(T)), source);
     std::memcpy(lanes, &bits, sizeof bits);
-    return load<R>(lanes);
+    return convert<R>(lanes);
   }
 #endif
   std::memcpy(lanes, source, part.lanes * sizeof(T));
-  return load<R>(lanes);
+  return convert<R>(lanes);
+}
+
+// The same, admitted.
+template <class R, class T, class Extent = Whole>
+NORMOPS_INLINE Block<R> load(const T* source, Extent extent = {}) {
+  return admitted<T>(convert<R>(source, extent));
 }
 
 // A number as T is computed in: for 16 bits, one that is then rounded as the number itself would be. (An odd last bit

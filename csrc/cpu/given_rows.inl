@@ -73,12 +73,8 @@ class GivenRows {
     each([](auto& rows) { rows.next_group(); });
   }
   Row next(int r, int) {
-    Row row = {};
-    row.dy = grad_outputs_.next(r);
-    row.x_ = inputs_.next(r);
-    if (kResidual) row.residual = grad_residuals_.next(r);
-    if (kGradInput) row.dx = grad_inputs_.next(r);
-    return row;
+    return {grad_outputs_.next(r), inputs_.next(r), kResidual ? grad_residuals_.next(r) : nullptr,
+            kGradInput ? grad_inputs_.next(r) : nullptr};
   }
 
   static bool begins_with_lines(const Args& args) {

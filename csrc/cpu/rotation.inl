@@ -46,12 +46,13 @@ struct Angles {
   template <bool kBack, class Extent>
   NORMOPS_INLINE void turn(const TwoParts&, Block<R> (&y)[2], int64_t column, Extent extent) const {
     const W *const cosines = cos + (column - offset), *const sines = sin + (column - offset);
-    const Block<R> c = load<R>(cosines, extent), s = load<R>(sines, extent);
+    const Block<R> c = convert<R>(cosines, extent), s = convert<R>(sines, extent);
     if (of_pair) {
       turn_pairs<kBack>(y[0], y[1], c, c, s, s);
     } else {
-      turn_pairs<kBack>(y[0], y[1], c, load<R>(cosines + pairs, extent), s, load<R>(sines + pairs, extent));
+      turn_pairs<kBack>(y[0], y[1], c, convert<R>(cosines + pairs, extent), s, convert<R>(sines + pairs, extent));
     }
+    y[0] = admitted<W>(y[0]), y[1] = admitted<W>(y[1]);
   }
 
   template <bool kBack, class Extent>
@@ -72,6 +73,7 @@ struct Angles {
           kBack ? with_neighbours_swapped(y[0] * s, kVectorLanes) : with_neighbours_swapped(y[0], kVectorLanes) * s;
       y[0] = fma(y[0], c, with_one_negated<R, !kBack>(other, kVectorLanes));
     }
+    y[0] = admitted<W>(y[0]);
   }
 
  private:
@@ -92,16 +94,16 @@ struct Angles {
   // Those of the columns of a block: the numbers that a table has for them, or each twice.
   template <class Extent>
   NORMOPS_INLINE Block<R> of_neighbours(const W* table, int64_t column, Extent extent) const {
-    if (!of_pair) return load<R>(table + column, extent);
+    if (!of_pair) return convert<R>(table + column, extent);
     int64_t pairs = kLanes<R> / 2;
     if constexpr (std::is_same_v<Extent, Part>) pairs = extent.lanes / 2;
     if constexpr (kEvenOdd<R>) {
       W numbers[kLanes<R> / 2] = {};
       std::memcpy(numbers, table + column / 2, pairs * sizeof(W));
       const auto of_pairs = load_register(numbers);
-      return admitted<W>(Block<R>{of_pairs, of_pairs});
+      return {of_pairs, of_pairs};
     } else {
-      return doubled(load<R>(table + column / 2, Part{pairs}), VectorLanes<R>());
+      return doubled(convert<R>(table + column / 2, Part{pairs}), VectorLanes<R>());
     }
   }
 };
