@@ -58,6 +58,7 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "torch._inductor.list_mode_options",
         ),
     ),
+    "normops.adoption.patched_forward": ("normops.patch", ("_dynamo_marked_constant",)),
     "normops.adoption.watching": ("normops.patch", ("_buffers", "_getframe", "_parameters", "_version")),
     "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),
 }

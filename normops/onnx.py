@@ -11,14 +11,15 @@ Value = Any
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The ``custom_translation_table`` with which ``torch.onnx.export`` writes ONNX's ``RMSNormalization``.
+    """The ``custom_translation_table`` with which ``torch.onnx.export`` writes the operators of normops.
 
     It makes one of each ``rms_norm``, an ``Add`` and one of each ``add_rms_norm``, one of each ``gated_rms_norm`` and
     a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, one of each ``rms_norm_rope`` and the rotation in
     products and sums after it, with dynamic sizes where the exported program has them. A weight per group becomes a
     ``Mul`` after it, and so does one that multiplies what ``casting_mode="llama"`` has rounded; ``alpha`` a ``Mul``
     before the ``Add``. ``rms_norm_stats`` becomes a ``ReduceSumSquare``, ``rms_norm_from_stats`` what its formula says.
-    ``RMSNormalization`` came with version 23 of ONNX's operators.
+    ``RMSNormalization`` came with version 23 of ONNX's operators: where ``opset_version`` asks for an older one, as
+    torch's default does, the formula stands in its place.
 
     ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
     the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once,
@@ -84,14 +85,14 @@ def _add_rms_norm(
     casting_mode: str = "gemma",
     alpha: float = 1.0,
 ) -> tuple[Value, Value]:
-    from onnxscript import opset23
+    from onnxscript import opset18
 
     compute = _compute_type(input.dtype)
     casting = _Casting(input.dtype, compute, casting_mode)
     branch = _cast(input, input.dtype, compute)
     if alpha != 1.0:
-        branch = casting.rounded(opset23.Mul(branch, _constant(alpha, compute)))
-    total = opset23.Add(branch, _cast(residual, residual.dtype, compute))
+        branch = casting.rounded(opset18.Mul(branch, _constant(alpha, compute)))
+    total = opset18.Add(branch, _cast(residual, residual.dtype, compute))
     residual_out = _cast(total, compute, residual.dtype)
     h = _cast(residual_out, residual.dtype, compute)
     output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset)
@@ -109,19 +110,19 @@ def _gated_rms_norm(
     activation: str = "silu",
     norm_before_gate: bool = True,
 ) -> Value:
-    from onnxscript import opset23
+    from onnxscript import opset18
 
     compute = _compute_type(input.dtype)
     h, g = _cast(input, input.dtype, compute), _cast(gate, gate.dtype, compute)
-    activated = opset23.Sigmoid(g)
+    activated = opset18.Sigmoid(g)
     if activation != "sigmoid":
-        activated = opset23.Mul(g, activated)
+        activated = opset18.Mul(g, activated)
     if not norm_before_gate:
-        h = opset23.Mul(h, activated)
+        h = opset18.Mul(h, activated)
     casting = _Casting(input.dtype, compute, casting_mode)
     output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset)
     if norm_before_gate:
-        output = opset23.Mul(casting.rounded(output), activated)
+        output = opset18.Mul(casting.rounded(output), activated)
     return _cast(output, compute, input.dtype)
 
 
@@ -138,10 +139,10 @@ def _rms_norm_rope(
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
 ) -> Value:
-    from onnxscript import opset23
+    from onnxscript import opset18
 
     def ints(*numbers: int) -> Value:
-        return opset23.Constant(value_ints=numbers)
+        return opset18.Constant(value_ints=numbers)
 
     compute = _compute_type(input.dtype)
     casting = _Casting(input.dtype, compute, casting_mode)
@@ -153,7 +154,7 @@ def _rms_norm_rope(
     second = (1, rotary_dim, 2) if interleaved else (half, rotary_dim, 1)
 
     def part(value: Value, begin: int, end: int, step: int = 1) -> Value:
-        return opset23.Slice(value, ints(begin), ints(end), ints(-1), ints(step))
+        return opset18.Slice(value, ints(begin), ints(end), ints(-1), ints(step))
 
     def of_pair(table: Value) -> tuple[Value, Value]:
         table = _cast(table, table.dtype, compute)
@@ -162,23 +163,23 @@ def _rms_norm_rope(
     rows = part(h, rotary_offset, end)
     a, b = part(rows, *first), part(rows, *second)
     (cos_a, cos_b), (sin_a, sin_b) = of_pair(cos), of_pair(sin)
-    turned_a = opset23.Sub(opset23.Mul(a, cos_a), opset23.Mul(b, sin_a))
-    turned_b = opset23.Add(opset23.Mul(b, cos_b), opset23.Mul(a, sin_b))
+    turned_a = opset18.Sub(opset18.Mul(a, cos_a), opset18.Mul(b, sin_a))
+    turned_b = opset18.Add(opset18.Mul(b, cos_b), opset18.Mul(a, sin_b))
     if interleaved:
-        pairs = [opset23.Unsqueeze(turned, ints(-1)) for turned in (turned_a, turned_b)]
-        rotated = opset23.Reshape(opset23.Concat(*pairs, axis=-1), opset23.Shape(rows))
+        pairs = [opset18.Unsqueeze(turned, ints(-1)) for turned in (turned_a, turned_b)]
+        rotated = opset18.Reshape(opset18.Concat(*pairs, axis=-1), opset18.Shape(rows))
     else:
-        rotated = opset23.Concat(turned_a, turned_b, axis=-1)
+        rotated = opset18.Concat(turned_a, turned_b, axis=-1)
     last = 2**63 - 1  # however many there are
-    output = opset23.Concat(part(h, 0, rotary_offset), rotated, part(h, end, last), axis=-1)
+    output = opset18.Concat(part(h, 0, rotary_offset), rotated, part(h, end, last), axis=-1)
     return _cast(output, compute, input.dtype)
 
 
 def _rms_norm_stats(input: Value, normalized_shape: Sequence[Any]) -> Value:
-    from onnxscript import opset23
+    from onnxscript import opset18
 
     h = _cast(input, input.dtype, _compute_type(input.dtype))
-    return opset23.ReduceSumSquare(h, _last(len(normalized_shape)), keepdims=0)
+    return opset18.ReduceSumSquare(h, _last(len(normalized_shape)), keepdims=0)
 
 
 def _rms_norm_from_stats(
@@ -191,17 +192,14 @@ def _rms_norm_from_stats(
     weight_offset: float = 0.0,
     casting_mode: str = "gemma",
 ) -> Value:
-    from onnxscript import ir, opset23
+    from onnxscript import ir, opset18
 
     compute = _compute_type(input.dtype)
     casting = _Casting(input.dtype, compute, casting_mode)
     columns = _constant(size, compute) if isinstance(size, int) else _cast(size, ir.DataType.INT64, compute)
-    # Not Add, which torch.onnx leaves out where eps is next to nothing, as it is for float64.
-    mean = opset23.Sum(opset23.Div(square_sum, columns), _constant(_eps(eps, compute), compute))
-    rstd = opset23.Unsqueeze(opset23.Reciprocal(opset23.Sqrt(mean)), _last(len(normalized_shape)))
-    output = opset23.Mul(_cast(input, input.dtype, compute), rstd)
-    if weight is not None:
-        output = opset23.Mul(casting.rounded(output), _scale(weight, weight_offset, compute))
+    mean = opset18.Unsqueeze(opset18.Div(square_sum, columns), _last(len(normalized_shape)))
+    h = _cast(input, input.dtype, compute)
+    output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset, mean)
     return _cast(output, compute, input.dtype)
 
 
@@ -221,26 +219,43 @@ class _Casting(NamedTuple):
 
 
 def _normalize(
-    h: Value, casting: _Casting, dims: int, weight: Value | None, eps: float | None, weight_offset: float
+    h: Value,
+    casting: _Casting,
+    dims: int,
+    weight: Value | None,
+    eps: float | None,
+    weight_offset: float,
+    mean: Value | None = None,
 ) -> Value:
-    from onnxscript import opset23
+    """By one operator, unless the mean of the squares is given or the model's version has none."""
+    from onnxscript import evaluator, opset18, opset23
 
     compute = casting.compute
     scale: Value = None if weight is None else _scale(weight, weight_offset, compute)
+    recorder: Any = evaluator.default()  # torch.onnx's, which knows the version that the export was asked for
+    # Beyond 25 torch.onnx can write none, and leaves the model at 18.
+    is_one_operator = mean is None and recorder.opset.version in (23, 24, 25)
     # ONNX's scale cannot have groups, and is multiplied before anything is rounded.
-    is_after = weight is not None and (len(weight.shape) > dims or casting.rounds)
-    of_columns = scale
-    if scale is None or is_after:
-        of_columns = opset23.Expand(_constant(1.0, compute), opset23.Shape(h, start=-dims))
-    output = opset23.RMSNormalization(h, of_columns, axis=-dims, epsilon=_eps(eps, compute), stash_type=compute)
-    return opset23.Mul(casting.rounded(output), scale) if is_after else output
+    is_after = weight is not None and (not is_one_operator or len(weight.shape) > dims or casting.rounds)
+    if is_one_operator:
+        of_columns = scale
+        if scale is None or is_after:
+            of_columns = opset18.Expand(_constant(1.0, compute), opset18.Shape(h, start=-dims))
+        output = opset23.RMSNormalization(h, of_columns, axis=-dims, epsilon=_eps(eps, compute), stash_type=compute)
+    else:
+        if mean is None:
+            mean = opset18.ReduceMean(opset18.Mul(h, h), _last(dims))
+        # Not Add, which torch.onnx leaves out where eps is next to nothing, as it is for float64.
+        variance = opset18.Sum(mean, _constant(_eps(eps, compute), compute))
+        output = opset18.Mul(h, opset18.Reciprocal(opset18.Sqrt(variance)))
+    return opset18.Mul(casting.rounded(output), scale) if is_after else output
 
 
 def _scale(weight: Value, weight_offset: float, compute: int) -> Value:
-    from onnxscript import opset23
+    from onnxscript import opset18
 
     scale = _cast(weight, weight.dtype, compute)
-    return scale if weight_offset == 0.0 else opset23.Add(scale, _constant(weight_offset, compute))
+    return scale if weight_offset == 0.0 else opset18.Add(scale, _constant(weight_offset, compute))
 
 
 def _eps(eps: float | None, compute: int) -> float:
@@ -253,15 +268,15 @@ def _eps(eps: float | None, compute: int) -> float:
 
 def _last(dims: int) -> Value:
     """The last dimensions."""
-    from onnxscript import opset23
+    from onnxscript import opset18
 
-    return opset23.Constant(value_ints=tuple(range(-dims, 0)))
+    return opset18.Constant(value_ints=tuple(range(-dims, 0)))
 
 
 def _constant(number: float, dtype: int) -> Value:
-    from onnxscript import ir, opset23
+    from onnxscript import ir, opset18
 
-    return opset23.Constant(value=ir.to_proto(ir.tensor(number, dtype=ir.DataType(dtype))))
+    return opset18.Constant(value=ir.to_proto(ir.tensor(number, dtype=ir.DataType(dtype))))
 
 
 def _compute_type(input_type: int) -> int:
@@ -271,6 +286,6 @@ def _compute_type(input_type: int) -> int:
 
 
 def _cast(value: Value, source: int, target: int) -> Value:
-    from onnxscript import opset23
+    from onnxscript import opset18
 
-    return value if source == target else opset23.Cast(value, to=target)
+    return value if source == target else opset18.Cast(value, to=target)

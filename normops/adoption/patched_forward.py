@@ -117,6 +117,8 @@ def _forward(made_of: Given) -> FunctionType:
         "is_tracing": torch.jit.is_tracing,  # type: ignore[attr-defined]
         "is_grad_enabled": torch.is_grad_enabled,
         "is_compiling": torch.compiler.is_compiling,
+        "is_exporting": torch.compiler.is_exporting,
+        "is_in_onnx_export": _is_in_onnx_export,
         "may_autocast": _may_autocast,
         "order_of": _order_of,
         "copied": _copies(norm),
@@ -181,6 +183,7 @@ def _conditions(norm: Norm, names: dict[str, Any]) -> list[str]:
         f"isinstance({x}, Tensor)",
         "type(self).forward is own_forward",
         "not is_tracing()",
+        "not (is_exporting() and is_in_onnx_export())",
         f"{x}.dtype in DTYPES",
         f"{x}.dim() in {norm.dims}",
     ]
@@ -287,6 +290,15 @@ def _needed(norm: Norm, requires: tuple[bool, ...], dtype: torch.dtype, *others:
 
 def _class_of(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype in HALVES else dtype
+
+
+def _is_in_onnx_export() -> bool:
+    """Whether torch.onnx exports, which knows what modules are made of themselves, and not our operators."""
+    return torch.onnx.is_in_onnx_export()
+
+
+# As by torch.compiler.assume_constant_result, which imports torch._dynamo. That would take the answer to be False.
+_is_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _may_autocast(tensor: Tensor) -> bool:
