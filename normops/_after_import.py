@@ -6,19 +6,32 @@ imported, since torch has changed, that is a warning, and the rest of normops wo
 
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from typing import Any
 
 
 def after_import(name: str, ours: str) -> None:
-    """Imports the module ``ours`` once the module ``name`` has been imported: now, if it already is."""
+    """Imports the module ``ours`` once the module ``name`` has been imported: now, if it already is.
+
+    Whoever finds and loads a module, its import ends by setting it as an attribute of its parent: that is waited for.
+    """
     if name in sys.modules:
         import_or_warn(ours, name)
-    else:
-        _finder.waiting[name] = ours
+        return
+    parent_name, _, child = name.rpartition(".")
+    parent = import_module(parent_name)
+    cls: Any = type(parent)
+
+    class Parent(cls):  # type: ignore[misc]
+        def __setattr__(self, attribute: str, value: Any) -> None:
+            super().__setattr__(attribute, value)
+            if attribute == child and value is sys.modules.get(name):
+                import_or_warn(ours, name)
+
+        def __reduce__(self) -> tuple[Any, ...]:  # cloudpickle knows no modules of other classes
+            return import_module, (parent_name,)
+
+    parent.__class__ = Parent
 
 
 def import_or_warn(ours: str, name: str) -> None:
@@ -27,30 +40,3 @@ def import_or_warn(ours: str, name: str) -> None:
         import_module(ours)
     except Exception as error:  # whoever imports that part of torch may not need ours
         warnings.warn(f"expected to import {ours} after {name}, but got {error!r}", RuntimeWarning, stacklevel=2)
-
-
-class _Finder(MetaPathFinder):
-    """Finds the modules that ours wait for, as the usual finder would, and no others."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[str, str] = {}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        ours = self.waiting.get(fullname)  # not pop: importlib.util.find_spec asks without importing
-        spec = PathFinder.find_spec(fullname, path, target) if ours is not None else None
-        if ours is None or spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def load_both(module: ModuleType) -> None:
-            load(module)
-            import_or_warn(ours, fullname)
-
-        spec.loader.exec_module = load_both  # type: ignore[method-assign]
-        return spec
-
-
-_finder = _Finder()
-sys.meta_path.insert(0, _finder)
