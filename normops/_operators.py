@@ -8,7 +8,10 @@ from functools import cache
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from normops import _C
 
@@ -33,6 +36,9 @@ SUMS = ("square_sum", "dot")
 
 # Those that broadcast over the leading dimensions of input: angles of positions, which heads share.
 TABLES = ("cos", "sin")
+
+# Classes of tensors with a __torch_dispatch__ of their own that take the operators. Rules add those that they are for.
+TENSORS: set[type[Tensor]] = {FakeTensor, FunctionalTensor}
 
 
 @cache

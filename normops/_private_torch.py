@@ -9,10 +9,19 @@ SEEN_IN = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch that all of these were seen in, and all tests with them."""
 
 USES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "normops._operators": ("the rules of vmap", ("torch._ops.OpOverload", "_schema")),
+    "normops._operators": (
+        "the rules of vmap",
+        (
+            "torch._ops.OpOverload",
+            "torch._subclasses.fake_tensor.FakeTensor",
+            "torch._subclasses.functional_tensor.FunctionalTensor",
+            "_schema",
+        ),
+    ),
     "normops.sharding": (
         "DTensor",
         (
+            "torch.distributed._functional_collectives.AsyncCollectiveTensor",
             "torch.distributed.tensor._dtensor_spec.DTensorSpec",
             "torch.distributed.tensor._op_schema.OpSchema",
             "torch.distributed.tensor._op_schema.OpSpec",

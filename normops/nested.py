@@ -17,7 +17,18 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nested._internal.ops import extract_kwargs, raggedness_matches, register_jagged_func
 
-from normops._operators import FUNCTIONAL, ROWS, SUMS, TABLES, Operator, arguments_of, by_name, name_of, results_of
+from normops._operators import (
+    FUNCTIONAL,
+    ROWS,
+    SUMS,
+    TABLES,
+    TENSORS,
+    Operator,
+    arguments_of,
+    by_name,
+    name_of,
+    results_of,
+)
 
 
 def _check(
@@ -83,3 +94,4 @@ def _register(op: Operator) -> None:
 
 for _op in FUNCTIONAL:
     _register(_op)
+TENSORS.add(NestedTensor)

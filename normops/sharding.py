@@ -36,6 +36,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -60,6 +61,7 @@ from normops._operators import (
     INPLACE,
     ROWS,
     TABLES,
+    TENSORS,
     arguments_of,
     by_name,
     name_of,
@@ -139,6 +141,7 @@ def _strategy(schema: OpSchema) -> OpStrategy:
 for _op in (*FUNCTIONAL, *INPLACE):
     # The cache's key is all arguments: what it does not find is checked, on whole tensors, before anything is sent.
     register_op_strategy(_op, RuntimeSchemaInfo(static_argnum=0, static_kwargkey=list(arguments_of(_op))))(_strategy)
+TENSORS.update((DTensor, AsyncCollectiveTensor))
 
 
 def _place_arguments(module: Module, place: Callable[[Tensor], DTensor]) -> Module:

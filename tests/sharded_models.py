@@ -4,8 +4,10 @@ import norms_of_others
 import torch
 import torch.distributed as dist
 from adopted_graphs import compiled_with_passes, norms
+from calls import Calls
 from processes import assert_equal, case, communicated, grad_of, mesh_of, placed
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -199,6 +201,21 @@ def patched_and_sharded() -> None:
         torch.testing.assert_close(output, expected.chunk(2)[rank], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gradients_of(shared), gradients_of(alone), rtol=1e-4, atol=1e-5)
         assert normops.unpatch(shared) == 4
+
+
+@case(2)
+def patched_norms_run_normops() -> None:
+    """On DTensors, and on what a redistribution is still to bring."""
+    mesh, norm = mesh_of(), norms_of_others.WeightlessNorm(16)
+    normops.patch(norm, strict=True)
+    x = cases.values((4, 6, 16), torch.float32)
+    sharded = placed(x, mesh, (Shard(0),))
+    coming = sharded.redistribute(placements=(Replicate(),), async_op=True).to_local()
+    assert type(coming) is AsyncCollectiveTensor
+    for given in (sharded, coming):
+        with Calls() as calls:
+            norm(given)
+        assert set(calls.names) == {"rms_norm"}
 
 
 @case(2)

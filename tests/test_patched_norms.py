@@ -12,11 +12,13 @@ from typing import Any
 import norms_of_others as others
 import pytest
 import torch
+from calls import Calls
 from test_lookalikes import assert_alike, assert_called_alike, assert_is_what_it_was, inputs_of
 from tiers import mostly_for_release
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.utils._pytree import tree_map_only
 
 import normops
 
@@ -385,6 +387,47 @@ def test_subclass_of_tensor(norm: Callable[[int], nn.Module]) -> None:
     patched, original = pair(norm)
     assert_alike(patched(rows().as_subclass(Rows)), original(rows().as_subclass(Rows)), "subclass")
     assert_alike(patched(nn.Parameter(rows())), original(nn.Parameter(rows())), "parameter")
+
+
+class KnowsTorchAlone(Tensor):
+    """Holds a tensor, and refuses operators that are not torch's own."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "KnowsTorchAlone":
+        made = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        if func.namespace != "aten":
+            raise NotImplementedError(str(func))
+        args, kwargs = tree_map_only(cls, lambda tensor: tensor.held, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+@every_norm
+def test_subclass_that_does_not_take_the_operators(norm: Callable[[int], nn.Module]) -> None:
+    patched, original = pair(norm)
+    assert torch.equal(patched(KnowsTorchAlone(rows())).held, original(KnowsTorchAlone(rows())).held)
+
+
+def test_nested_tensor_takes_them() -> None:
+    patched, _ = pair(others.LlamaNorm)
+    with Calls() as calls:
+        patched(torch.nested.nested_tensor([rows()[0], rows()[1]], layout=torch.jagged))
+    assert calls.names == ["rms_norm"]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_masked_tensor() -> None:
+    def masked(module: nn.Module) -> Tensor:
+        return module(torch.masked.masked_tensor(rows(), rows() > -10.0)).get_data()
+
+    patched, original = pair(others.WeightlessNorm)
+    assert torch.equal(masked(patched), masked(original))
 
 
 # Tensors that a program writes into.

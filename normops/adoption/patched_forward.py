@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, SupportsIndex, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from normops._operators import TENSORS
 from normops.adoption.norm import ACTIVATIONS, ENTRIES, OUTPUT_DTYPES, SLOTS, Norm, Saved
 from normops.functional import CastingMode, gated_rms_norm, rms_norm
 from normops.inductor import Rounding
@@ -119,6 +120,7 @@ def _forward(made_of: Given) -> FunctionType:
         "is_compiling": torch.compiler.is_compiling,
         "is_exporting": torch.compiler.is_exporting,
         "is_in_onnx_export": _is_in_onnx_export,
+        "is_served": _is_served,
         "may_autocast": _may_autocast,
         "order_of": _order_of,
         "copied": _copies(norm),
@@ -179,8 +181,9 @@ def _widened(tensor: str) -> str:
 def _conditions(norm: Norm, names: dict[str, Any]) -> list[str]:
     """The conditions under which the module's own forward computes what it was seen to compute."""
     x = norm.argument
+    inputs = [x, *([] if norm.gate is None else [norm.gate.argument])]
     conditions = [
-        f"isinstance({x}, Tensor)",
+        *(f"(type({each}) is Tensor or is_served(type({each})))" for each in inputs),
         "type(self).forward is own_forward",
         "not is_tracing()",
         "not (is_exporting() and is_in_onnx_export())",
@@ -192,12 +195,11 @@ def _conditions(norm: Norm, names: dict[str, Any]) -> list[str]:
         conditions += [f"{x}.shape[-{norm.weight_dims}:] == _weight.shape"]
     elif norm.shape is not None:
         conditions += [f"{x}.shape[-{len(norm.shape)}:] == {norm.shape}"]
-    tensors = [x, *([] if norm.weight is None else ["_weight"])]
     if norm.gate is not None:
         conditions += [f"is_gate({norm.gate.argument}, {x})"]
-        tensors += [norm.gate.argument]
     if norm.dtypes is not None:
         names["ALLOWED"] = norm.dtypes
+        tensors = [x, *([] if norm.weight is None else ["_weight"]), *inputs[1:]]
         conditions += [f"({', '.join(f'{each}.dtype' for each in tensors)},) in ALLOWED"]
     if isinstance(norm.eps, str):
         conditions += [f"isinstance(self.{norm.eps}, (float, int))", f"self.{norm.eps} == self.{norm.eps}"]
@@ -297,8 +299,16 @@ def _is_in_onnx_export() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-# As by torch.compiler.assume_constant_result, which imports torch._dynamo. That would take the answer to be False.
+def _is_served(cls: type) -> bool:
+    """Whether tensors of a class, not plain ones, take our operators. Others may know nothing but torch's own."""
+    if not issubclass(cls, Tensor):
+        return False
+    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__ or not TENSORS.isdisjoint(cls.__mro__)
+
+
+# As by torch.compiler.assume_constant_result, which imports torch._dynamo. That would take the first to be False.
 _is_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_served._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _may_autocast(tensor: Tensor) -> bool:

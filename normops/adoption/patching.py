@@ -63,10 +63,10 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
     ``eps`` and the weight are read at every call. Whatever else the forward was seen to read is compared at every call:
     where it has changed, the module's own forward computes, as it does for what it was not seen with: other dtypes than
     float16, bfloat16, float32 and float64, more than five dimensions, a weight of another shape, a gate of another
-    shape than the input's or None, ``torch.jit.trace``, ``torch.onnx.export``. Dtype and strides of the output are
-    those of the module. Where it saves a copy of a 16-bit input for its backward, because it computes in float32,
-    normops saves one, too, so that the input may be written afterwards. Pickled, a patched module is one again when it
-    is loaded, where normops is installed.
+    shape than the input's or None, ``torch.jit.trace``, ``torch.onnx.export``, tensors of classes that know torch's
+    own operators alone. Dtype and strides of the output are those of the module. Where it saves a copy of a 16-bit
+    input for its backward, because it computes in float32, normops saves one, too, so that the input may be written
+    afterwards. Pickled, a patched module is one again when it is loaded, where normops is installed.
 
     Args:
         model: any module; a single norm, too. On any device, meta included, sharded or not.
