@@ -1,17 +1,24 @@
 from collections.abc import Callable
+from threading import Lock
 from types import TracebackType
+from typing import Any
 
 from typing_extensions import Self
+
+_lock = Lock()
 
 
 class Switch:
     """A choice for the whole process, which holds from the call that made it on.
 
-    As a context manager it holds for the time of the block.
+    As a context manager it holds for the time of the block. Threads choose one after the other.
     """
 
-    def __init__(self, take_back: Callable[[], None]) -> None:
-        self._take_back = take_back
+    def __init__(self, choose: Callable[[Any], Any], choice: object) -> None:
+        """``choose`` returns what was chosen before."""
+        self._choose = choose
+        with _lock:
+            self._before = choose(choice)
 
     def __enter__(self) -> Self:
         """The choice is already made."""
@@ -21,4 +28,5 @@ class Switch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Goes back to what was chosen before."""
-        self._take_back()
+        with _lock:
+            self._choose(self._before)

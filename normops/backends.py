@@ -42,10 +42,8 @@ class use_backend(Switch):  # noqa: N801  called as a function
     """
 
     def __init__(self, name: str) -> None:
-        before = current_backend()
-        super().__init__(lambda: _select(before))
         self._name = name
-        _select(_resolve(name))
+        super().__init__(_select, _resolve(name))
 
     def __repr__(self) -> str:
         """The call, as it is written."""
@@ -77,13 +75,16 @@ def _resolve(name: str) -> Backend | None:
     raise ValueError(f"expected backend to be one of {(*get_args(Backend), 'auto')}, but got {name!r}")
 
 
-def _select(backend: Backend | None) -> None:
+def _select(backend: Backend | None) -> Backend | None:
+    """A registration that serves already stays: between two, calls of other threads would meet what is below."""
     global _registration
-    if _registration is not None:
+    before = current_backend()
+    if backend == "triton" and _registration is None:
+        _registration = _C.register_triton("CUDA")
+    elif backend != "triton" and _registration is not None:
         _registration.close()
         _registration = None
-    if backend == "triton":
-        _registration = _C.register_triton("CUDA")
+    return before
 
 
 def _has_cuda() -> bool:

@@ -6,6 +6,8 @@ Their values are those that the tests of values find with --triton, see triton_o
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -425,6 +427,23 @@ def test_backends_are_chosen_and_given_back() -> None:
     assert normops.build_info()["cuda_backend"] == "triton"
     choice.__exit__(None, None, None)
     assert normops.build_info()["cuda_backend"] == before
+
+
+def test_what_is_chosen_already_is_not_registered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By any thread: between two registrations, calls of others would meet what was there before the first."""
+    registered, register = [], _C.register_triton
+
+    def register_slowly(key: str) -> _C.Registration:
+        registered.append(key)
+        time.sleep(0.05)
+        return register(key)
+
+    with normops.use_backend("triton"):
+        backends._select(None)
+        monkeypatch.setattr(_C, "register_triton", register_slowly)
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(normops.use_backend, ["triton"] * 8))
+    assert registered == ["CUDA"]
 
 
 def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:

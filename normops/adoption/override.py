@@ -40,20 +40,19 @@ class override_torch(Switch):  # noqa: N801  called as a function
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        before = overrides_torch()
-        super().__init__(lambda: _switch(before))
         self._enabled = enabled
-        _switch(enabled)
+        super().__init__(_switch, enabled)
 
     def __repr__(self) -> str:
         """The call, as it is written."""
         return f"override_torch({'' if self._enabled else False})"
 
 
-def _switch(enabled: bool) -> None:
+def _switch(enabled: bool) -> bool:
     global _registration
-    if enabled == overrides_torch():
-        return
+    before = overrides_torch()
+    if enabled == before:
+        return before
     if _registration is None:
         _registration = _C.override_torch()
         add_tag(_CACHE_KEY_TAG)
@@ -63,3 +62,4 @@ def _switch(enabled: bool) -> None:
         remove_tag(_CACHE_KEY_TAG)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+    return before
