@@ -49,6 +49,7 @@ def rms_norm(
     Raises:
         RuntimeError: the message names the argument, what was expected and what came: a wrong shape, dtype, device or
             layout, an ``eps`` that is NaN, or another ``casting_mode``.
+        TypeError: a tensor that requires a gradient stands in the place of a number.
 
     Example:
         >>> import torch, normops
