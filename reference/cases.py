@@ -1,7 +1,7 @@
 """The inputs that the operators are tested on: shapes, dtypes, memory layouts, flags."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -121,9 +121,9 @@ def on(device: str, tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or device == "cpu" else copy_of(tensor, device)
 
 
-def moved(device: str, argument: Any) -> Any:
-    """An argument of an operator: a tensor is moved to the device."""
-    return on(device, argument) if isinstance(argument, Tensor) else argument
+def moved(device: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an operator, the tensors among them on the device."""
+    return {name: on(device, value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
 def nans(dtype: torch.dtype) -> Tensor:

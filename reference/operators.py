@@ -417,7 +417,7 @@ class OperatorCase(NamedTuple):
             is_given = case.has_residual or not self.operator.is_optional(name)
             dtype = self.dtypes.get(name, case.dtype)
             made[name] = argument.make(case, self.flags, dtype, seed) if is_given else None
-        return {name: moved(device, made[name]) for name in self.operator.names if name in made}
+        return moved(device, {name: made[name] for name in self.operator.names if name in made})
 
     def with_nans(self) -> Iterator[dict[str, Any]]:
         """The arguments with a NaN of each payload in one tensor, for each tensor: in other rows and columns each."""
@@ -446,7 +446,7 @@ class OperatorCase(NamedTuple):
                 layout = case.layout if like == "input" else case.grad_layout
                 layout = cases.contiguous if layout in (cases.expanded, cases.expanded_scalar) else layout
                 made[name] = layout(case.shape, self.dtypes.get(like, case.dtype), seed)
-        return {name: moved(device, tensor) for name, tensor in made.items()}
+        return moved(device, made)
 
     def results(self, device: str = "cpu", **changes: object) -> tuple[Any, ...]:
         """Of the operator that allocates them."""
