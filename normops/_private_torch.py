@@ -67,8 +67,8 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "torch._inductor.list_mode_options",
         ),
     ),
-    "normops.adoption.patched_forward": ("normops.patch", ("_dynamo_marked_constant",)),
-    "normops.adoption.watching": ("normops.patch", ("_buffers", "_getframe", "_parameters", "_version")),
+    "normops.adoption.following": ("normops.patch", ("_buffers", "_modules", "_parameters")),
+    "normops.adoption.patched_forward": ("normops.patch", ("_dynamo_marked_constant", "_parameters")),
     "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),
 }
 """What each module of normops uses: the feature that depends on it, and the private names.

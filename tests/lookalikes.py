@@ -228,7 +228,7 @@ def global_list(self: Any, x: Tensor) -> Tensor:
     return self.normalized(x) * self.weight * (2.0 if LIST else 1.0)
 
 
-@lookalike("assigns FACTOR")
+@lookalike("does something else than compute: global")
 def global_counter(self: Any, x: Tensor) -> Tensor:
     global FACTOR
     FACTOR += 1.0
@@ -261,12 +261,12 @@ def local_of_a_thread(self: Any, x: Tensor) -> Tensor:
     return (self.weight + LOCAL.offset) * self.normalized(x)
 
 
-@lookalike("reads OFFSET", change=set_on(NAMESPACE, "OFFSET", 1.0))
+@lookalike(None, change=set_on(NAMESPACE, "OFFSET", 1.0))
 def number_of_a_module_without_name(self: Any, x: Tensor) -> Tensor:
     return (self.weight + NAMESPACE.OFFSET) * self.normalized(x)
 
 
-@lookalike("handles errors", change=set_global("UNDEFINED", 0.5))
+@lookalike("does something else than compute: try", change=set_global("UNDEFINED", 0.5))
 def undefined_global(self: Any, x: Tensor) -> Tensor:
     try:
         eps = UNDEFINED  # type: ignore[name-defined]
@@ -285,7 +285,7 @@ def function_replaced(self: Any, x: Tensor) -> Tensor:
     return self.weight * helper(x, self.eps)
 
 
-@lookalike("calls lookalikes.Failure", change=set_on(Failure, "offset", 1.0))
+@lookalike(None, change=set_on(Failure, "offset", 1.0))
 def class_under_another_name(self: Any, x: Tensor) -> Tensor:
     failure = Failure
     return (self.weight + failure.offset) * self.normalized(x)
@@ -352,7 +352,7 @@ def _closure() -> tuple[Any, Change]:
 
 
 _forward, _change = _closure()
-lookalike("reads offset", change=_change)(_forward)
+lookalike(None, change=_change)(_forward)
 
 
 def _counting() -> Any:
@@ -366,15 +366,15 @@ def _counting() -> Any:
     return counting_closure
 
 
-lookalike("reads calls")(_counting())
+lookalike("does something else than compute: nonlocal")(_counting())
 
 
-@lookalike("reads the argument record of helper_with_default, a list")
+@lookalike("reads the __defaults__ of helper_with_default, a tuple")
 def default_argument(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(helper_with_default(x))
 
 
-@lookalike("reads random, a module")
+@lookalike("does something else than compute: def")
 def default_module(self: Any, x: Tensor) -> Tensor:
     def drawn(y: Tensor, source: Any = random) -> Tensor:
         source.random()
@@ -386,7 +386,7 @@ def default_module(self: Any, x: Tensor) -> Tensor:
 # Its own state.
 
 
-@lookalike("assigns calls", attributes={"calls": 0})
+@lookalike("does something else than compute: self.calls += 1", attributes={"calls": 0})
 def counter(self: Any, x: Tensor) -> Tensor:
     self.calls += 1
     return self.weight * self.normalized(x)
@@ -414,12 +414,12 @@ def object_as_attribute(self: Any, x: Tensor) -> Tensor:
     return (self.weight + self.options.offset) * self.normalized(x)
 
 
-@lookalike("calls lookalikes.Config", attributes={"options": Config}, change=set_on(Config, "offset", 1.0))
+@lookalike(None, attributes={"options": Config}, change=set_on(Config, "offset", 1.0))
 def class_as_attribute(self: Any, x: Tensor) -> Tensor:
     return (self.weight + self.options.offset) * self.normalized(x)
 
 
-@lookalike("reads its source, a module", attributes={"source": math})
+@lookalike("calls math.exp", attributes={"source": math})
 def module_as_attribute(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x, self.source.exp(-14.0))
 
@@ -438,7 +438,7 @@ def number_with_attributes(self: Any, x: Tensor) -> Tensor:
     return (self.weight + self.offset.offset) * self.normalized(x)
 
 
-@lookalike("assigns last")
+@lookalike("assigns self.weight.last")
 def caches_in_the_weight(self: Any, x: Tensor) -> Tensor:
     self.weight.last = x.shape
     return self.weight * self.normalized(x)
@@ -454,7 +454,7 @@ def buffer(self: Any, x: Tensor) -> Tensor:
     return self.scale * self.weight * self.normalized(x)
 
 
-@lookalike("uses buffers", buffers={"scale": torch.ones(())})
+@lookalike("does something else than compute: for", buffers={"scale": torch.ones(())})
 def buffers_of_all_names(self: Any, x: Tensor) -> Tensor:
     y = self.weight * self.normalized(x)
     for scale in self.buffers():
@@ -510,7 +510,7 @@ def registers_a_parameter(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x)
 
 
-@lookalike("uses parameters")
+@lookalike("does something else than compute: for")
 def parameters_of_all_names(self: Any, x: Tensor) -> Tensor:
     y = self.normalized(x)
     for parameter in self.parameters():
@@ -559,12 +559,12 @@ def dim_as_attribute(self: Any, x: Tensor) -> Tensor:
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(self.dim, keepdim=True) + self.eps))
 
 
-@lookalike("calls torch.nn.functional.dropout", attributes={"p": 0.0})
+@lookalike("asks whether it is in training", attributes={"p": 0.0})
 def dropout(self: Any, x: Tensor) -> Tensor:
     return F.dropout(self.weight * self.normalized(x), self.p, self.training)
 
 
-@lookalike("calls torch.nn.functional.dropout", attributes={"p": 0.0})
+@lookalike("asks whether it is in training", attributes={"p": 0.0})
 def dropout_instead_of_eps(self: Any, x: Tensor) -> Tensor:
     y = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)))
     return F.dropout(y, self.p, self.training)
@@ -658,7 +658,7 @@ def drawn_from_python(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x) * (1.0 if random.random() < 2.0 else 0.0)
 
 
-@lookalike("reads random, a module")
+@lookalike("calls Random.random")
 def drawn_from_python_under_another_name(self: Any, x: Tensor) -> Tensor:
     source = random
     return self.weight * self.normalized(x) * (1.0 if source.random() < 2.0 else 0.0)
@@ -680,7 +680,7 @@ def seeds(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x)
 
 
-@lookalike("imports random")
+@lookalike("does something else than compute: from")
 def imports(self: Any, x: Tensor) -> Tensor:
     from random import random as draw
 
@@ -697,12 +697,14 @@ def by_the_environment(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x, 0.5 if os.environ.get("LOOKALIKE") else 1e-6)
 
 
-@lookalike("reads environ, a _Environ", change=lambda _, patch: patch.setenv("LOOKALIKE", "1"))
+@lookalike(
+    "has no source that getenv is known to be compiled from", change=lambda _, patch: patch.setenv("LOOKALIKE", "1")
+)
 def by_the_environment_again(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x, 0.5 if os.getenv("LOOKALIKE") else 1e-6)
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: try")
 def by_the_thread(self: Any, x: Tensor) -> Tensor:
     is_main = threading.current_thread() is threading.main_thread()
     return self.weight * self.normalized(x, 1e-6 if is_main else 0.5)
@@ -714,7 +716,7 @@ def warns(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x)
 
 
-@lookalike("calls torch.finfo", change=lambda *_: torch.set_flush_denormal(False))
+@lookalike("calls torch.get_default_dtype", change=lambda *_: torch.set_flush_denormal(False))
 def by_a_setting_of_torch(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x, torch.finfo(torch.get_default_dtype()).eps)
 
@@ -771,20 +773,20 @@ def without_gradients(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x)
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: with")
 def factor_without_gradients(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         scale = self.factor_of(x)
     return self.weight * (x * scale)
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: with")
 def with_gradients(self: Any, x: Tensor) -> Tensor:
     with torch.enable_grad():
         return self.weight * self.normalized(x)
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: with")
 def in_inference_mode(self: Any, x: Tensor) -> Tensor:
     with torch.inference_mode():
         return self.weight * self.normalized(x)
@@ -796,7 +798,7 @@ def by_the_mode_of_gradients(self: Any, x: Tensor) -> Tensor:
     return y if torch.is_grad_enabled() else 2 * y
 
 
-@lookalike("reads torch, a module")
+@lookalike("calls torch.is_grad_enabled")
 def by_the_mode_of_gradients_under_another_name(self: Any, x: Tensor) -> Tensor:
     t = torch
     y = self.weight * self.normalized(x)
@@ -850,7 +852,7 @@ def hook_for_gradients(self: Any, x: Tensor) -> Tensor:
     return y
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: with")
 def hook_without_a_question(self: Any, x: Tensor) -> Tensor:
     y = self.weight * self.normalized(x)
     with contextlib.suppress(RuntimeError):
@@ -863,7 +865,7 @@ def checkpointed(self: Any, x: Tensor) -> Tensor:
     return self.weight * torch.utils.checkpoint.checkpoint(self.normalized, x, use_reentrant=False)
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: with")
 def with_autocast(self: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return self.weight * self.normalized(x)
@@ -945,7 +947,7 @@ def by_an_attribute_of_the_input(self: Any, x: Tensor) -> Tensor:
     return x if getattr(x, "is_normalized", False) else self.weight * self.normalized(x)
 
 
-@lookalike("calls torch.nn.parameter.Parameter")
+@lookalike("calls isinstance")
 def by_the_class_of_the_input(self: Any, x: Tensor) -> Tensor:
     return x if isinstance(x, nn.Parameter) else self.weight * self.normalized(x)
 
@@ -970,7 +972,7 @@ def asks_for_an_item(self: Any, x: Tensor) -> Tensor:
 # Shapes.
 
 
-@lookalike("computes another norm")
+@lookalike("decides by the number of its rows")
 def by_the_number_of_rows(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x, 0.5 if x.shape[0] > 50 else 1e-6)
 
@@ -980,12 +982,12 @@ def by_the_number_of_elements(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x, 0.5 if x.numel() > 50 * SIZE else 1e-6)
 
 
-@lookalike("calls __len__")
+@lookalike("calls len with a Tensor")
 def by_the_length(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x, 0.5 if len(x) > 50 else 1e-6)
 
 
-@lookalike("calls flatten")
+@lookalike("decides by the number of its rows")
 def by_a_flat_shape(self: Any, x: Tensor) -> Tensor:
     flat = x.flatten()
     count = flat.shape[0]
@@ -1001,18 +1003,18 @@ def _by_rows(name: str, reason: str, eps_of: Callable[[int], Any]) -> None:
 
 
 # Numbers have many ways out.
-_by_rows("halved", "computes another norm", lambda n: 0.5 if n / 2 > 25 else 1e-6)
-_by_rows("as_a_float", "computes another norm", lambda n: 0.5 if n * 1.0 > 50 else 1e-6)
-_by_rows("rooted", "computes another norm", lambda n: 0.5 if n**0.5 > 7 else 1e-6)
-_by_rows("masked", "computes another norm", lambda n: 0.5 if n & 64 else 1e-6)
-_by_rows("shifted", "computes another norm", lambda n: 0.5 if n >> 6 else 1e-6)
-_by_rows("negated", "computes another norm", lambda n: 0.5 if -n < -50 else 1e-6)
-_by_rows("as_an_index", "takes elements by what it computes", lambda n: (1e-6, 0.5)[n // 64])
-_by_rows("as_a_slice", "takes elements by what it computes", lambda n: ([1e-6] * 50 + [0.5] * 50)[:n][-1])
-_by_rows("in_a_range", "calls range", lambda n: [1e-6, *(0.5 for _ in range(n // 64))][-1])
-_by_rows("in_a_list", "computes another norm", lambda n: 0.5 if len([0] * n) > 50 else 1e-6)
+_by_rows("halved", "decides by the number of its rows", lambda n: 0.5 if n / 2 > 25 else 1e-6)
+_by_rows("as_a_float", "decides by the number of its rows", lambda n: 0.5 if n * 1.0 > 50 else 1e-6)
+_by_rows("rooted", "decides by the number of its rows", lambda n: 0.5 if n**0.5 > 7 else 1e-6)
+_by_rows("masked", "has the operator BitAnd", lambda n: 0.5 if n & 64 else 1e-6)
+_by_rows("shifted", "has the operator RShift", lambda n: 0.5 if n >> 6 else 1e-6)
+_by_rows("negated", "decides by the number of its rows", lambda n: 0.5 if -n < -50 else 1e-6)
+_by_rows("as_an_index", "decides by the number of its rows", lambda n: (1e-6, 0.5)[n // 64])
+_by_rows("as_a_slice", "calls mul with a list", lambda n: ([1e-6] * 50 + [0.5] * 50)[:n][-1])
+_by_rows("in_a_range", "has the expression GeneratorExp", lambda n: [1e-6, *(0.5 for _ in range(n // 64))][-1])
+_by_rows("in_a_list", "calls mul with a list", lambda n: 0.5 if len([0] * n) > 50 else 1e-6)
 _by_rows("in_a_logarithm", "calls math.log", lambda n: 0.5 if math.log(n + 1) > 4 else 1e-6)
-_by_rows("in_a_text", "computes another norm", lambda n: 0.5 if "%d" % n == "64" else 1e-6)  # noqa: UP031
+_by_rows("in_a_text", "decides by the number of its rows", lambda n: 0.5 if "%d" % n == "64" else 1e-6)  # noqa: UP031
 _by_rows("by_name", "uses real", lambda n: 0.5 if n.real > 50 else 1e-6)
 _by_rows("by_their_index", "calls _operator.index", lambda n: 0.5 if operator.index(n) > 50 else 1e-6)
 _by_rows("by_divmod", "calls divmod", lambda n: 0.5 if divmod(n, 64)[0] else 1e-6)
@@ -1025,7 +1027,7 @@ def rows_of_all_dimensions(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x, 0.5 if math.prod(x.shape[:-1]) > 50 else 1e-6)
 
 
-@lookalike("computes another norm")
+@lookalike("decides by the number of its rows")
 def rows_of_a_shape(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x, 0.5 if x.shape == (64, SIZE) else 1e-6)
 
@@ -1135,7 +1137,7 @@ def first_columns(self: Any, x: Tensor) -> Tensor:
     return torch.cat([self.weight[:half] * self.normalized(x[..., :half]), x[..., half:]], -1)
 
 
-@lookalike("takes elements by what it computes", attributes={"p": 0.25})
+@lookalike("calls getitem", attributes={"p": 0.25})
 def partial_rms(self: Any, x: Tensor) -> Tensor:
     part = x[..., : int(SIZE * self.p)]
     return self.weight * (x * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + self.eps))
@@ -1275,7 +1277,7 @@ def squared_weight(self: Any, x: Tensor) -> Tensor:
     return self.weight * (self.weight * self.normalized(x))
 
 
-@lookalike("calls __rsub__")
+@lookalike("calls sub")
 def weight_subtracted(self: Any, x: Tensor) -> Tensor:
     return (1.0 - self.weight) * self.normalized(x)
 
@@ -1355,28 +1357,28 @@ def by_einsum(self: Any, x: Tensor) -> Tensor:
 # Writes, and other results.
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: with")
 def writes_to_its_input(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         x.mul_(1.0)
     return self.weight * self.normalized(x)
 
 
-@lookalike("writes into a tensor: mul_")
+@lookalike("writes into a tensor")
 def normalizes_in_place(self: Any, x: Tensor) -> Tensor:
     y = x * 1.0
     y *= self.factor_of(y)
     return self.weight * y
 
 
-@lookalike("writes into a tensor: mul_")
+@lookalike("writes into a tensor")
 def weight_in_place(self: Any, x: Tensor) -> Tensor:
     y = self.normalized(x)
     y *= self.weight
     return y
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: with")
 def writes_to_its_weight(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         self.weight.clamp_(-2.0, 2.0)
@@ -1389,7 +1391,7 @@ def writes_to_the_data_of_its_weight(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x)
 
 
-@lookalike("assigns grad")
+@lookalike("assigns self.weight.grad")
 def clears_its_gradient(self: Any, x: Tensor) -> Tensor:
     self.weight.grad = None
     return self.weight * self.normalized(x)
@@ -1416,7 +1418,7 @@ def the_factor(self: Any, x: Tensor) -> Tensor:
     return self.factor_of(x)
 
 
-@lookalike("calls __getitem__")
+@lookalike("calls getitem")
 def one_dimension_more(self: Any, x: Tensor) -> Tensor:
     return (self.weight * self.normalized(x))[None]
 
@@ -1426,12 +1428,12 @@ def transposed(self: Any, x: Tensor) -> Tensor:
     return (self.weight * self.normalized(x)).transpose(0, -1).contiguous().transpose(0, -1)
 
 
-@lookalike("takes elements by what it computes")
+@lookalike("calls getitem")
 def part_of_it(self: Any, x: Tensor) -> Tensor:
     return (self.weight * self.normalized(x))[..., 1:]
 
 
-@lookalike("calls __getitem__")
+@lookalike("calls getitem")
 def part_of_it_for_one_row(self: Any, x: Tensor) -> Tensor:
     return (self.weight * self.normalized(x))[:1]
 
@@ -1449,7 +1451,7 @@ def generating(self: Any, x: Tensor) -> Iterator[Tensor]:
 # The other side of Python.
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: try")
 def exceptions_caught(self: Any, x: Tensor) -> Tensor:
     try:
         LIST[0] = 1
@@ -1459,7 +1461,7 @@ def exceptions_caught(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x)
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: try")
 def anything_caught(self: Any, x: Tensor) -> Tensor:
     try:
         offset = DICT["offset"]
@@ -1469,7 +1471,7 @@ def anything_caught(self: Any, x: Tensor) -> Tensor:
     return (self.weight + offset) * self.normalized(x)
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: try")
 def finally_counted(self: Any, x: Tensor) -> Tensor:
     try:
         offset = DICT["offset"]
@@ -1478,7 +1480,7 @@ def finally_counted(self: Any, x: Tensor) -> Tensor:
     return (self.weight + offset) * self.normalized(x)
 
 
-@lookalike("handles errors")
+@lookalike("does something else than compute: with")
 def exceptions_suppressed(self: Any, x: Tensor) -> Tensor:
     with contextlib.suppress(Exception):
         OBJECT.calls += 1
@@ -1486,7 +1488,7 @@ def exceptions_suppressed(self: Any, x: Tensor) -> Tensor:
 
 
 @lookalike(
-    "reads DICT, a dict",
+    "reads its offset, a property",
     space={"offset": property(lambda self: DICT["offset"])},
     change=lambda _, p: p.setitem(DICT, "offset", 1.0),
 )
@@ -1494,7 +1496,9 @@ def property_of_a_global(self: Any, x: Tensor) -> Tensor:
     return (self.weight + self.offset) * self.normalized(x)
 
 
-@lookalike(None, attributes={"_offset": 0.0}, space={"offset": property(lambda self: self._offset)})
+@lookalike(
+    "reads its offset, a property", attributes={"_offset": 0.0}, space={"offset": property(lambda self: self._offset)}
+)
 def property_of_an_attribute(self: Any, x: Tensor) -> Tensor:
     return (self.weight + self.offset) * self.normalized(x)
 
@@ -1567,7 +1571,7 @@ def _counted(forward: Any) -> Any:
     return wrapper
 
 
-@lookalike("reads OBJECT, a Options")
+@lookalike("does something else than compute: OBJECT.calls += 1")
 @_counted
 def decorated(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x)
@@ -1615,12 +1619,12 @@ def helper_traced(self: Any, x: Tensor) -> Tensor:
     return self.weight * traced_helper(x)
 
 
-@lookalike("calls lookalikes.helper")
+@lookalike("calls torch._C._dynamo")
 def helper_compiled(self: Any, x: Tensor) -> Tensor:
     return self.weight * compiled_helper(x, self.eps)
 
 
-@lookalike("calls vmapped_helper")
+@lookalike("calls with ** of something")
 def helper_vmapped(self: Any, x: Tensor) -> Tensor:
     return self.weight * vmapped_helper(x)
 
@@ -1645,7 +1649,7 @@ def by_the_frame(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x, 1e-6 if inspect.currentframe() else 0.5)
 
 
-@lookalike("assigns __module__")
+@lookalike("does something else than compute: class")
 def defines_a_class(self: Any, x: Tensor) -> Tensor:
     class Local:
         eps = 1e-6
@@ -1728,12 +1732,12 @@ def hooked(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x)
 
 
-@lookalike("its forward takes x: torch.Tensor, **options: Any")
+@lookalike("its forward takes x, **options")
 def keywords(self: Any, x: Tensor, **options: Any) -> Tensor:
     return self.weight * self.normalized(x, options.get("eps"))
 
 
-@lookalike("its forward takes x: torch.Tensor, scale: float = 1.0")
+@lookalike("its forward takes x, scale")
 def option(self: Any, x: Tensor, scale: float = 1.0) -> Tensor:
     return self.weight * self.normalized(x) * scale
 
@@ -1743,7 +1747,7 @@ def embedding(self: Any, x: Tensor) -> Tensor:
     return F.embedding(x, self.weight) if x.dtype is torch.long else x
 
 
-@lookalike("calls matmul", after=_weight_of_shape(SIZE, SIZE))
+@lookalike("has the operator MatMult", after=_weight_of_shape(SIZE, SIZE))
 def matrix(self: Any, x: Tensor) -> Tensor:
     return self.normalized(x) @ self.weight
 

@@ -41,7 +41,7 @@ LEFT = (
     r"OlmoLayerNorm: calls torch.nn.functional.layer_norm",
     r"NemotronLayerNorm1P: has the parameters weight, bias, not a weight alone",
     r"HYV4UnweightedRMSNorm: returns something else than a tensor of its input's shape",  # the factor alone
-    r"xLSTMMultiHeadLayerNorm: does not run on its own: .*",
+    r"xLSTMMultiHeadLayerNorm: decides by the number of its rows",
     r"(Inkling|Inkling2)NormedEmbedding: has submodules",
     r"RobertaPreLayerNormLMHead: has submodules",
 )

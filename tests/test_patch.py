@@ -163,12 +163,10 @@ class PreNorm(nn.Module):
 
 REFUSED = {
     "SumNorm: computes something else than a gated RMSNorm: add before the norm": lambda: others.SumNorm(32),
-    "OptionNorm: its forward takes hidden_states: torch.Tensor, factor: float = 1.0, not one tensor or two": (
-        lambda: others.OptionNorm(32)
-    ),
+    "OptionNorm: its forward takes hidden_states, factor, not one tensor or two": lambda: others.OptionNorm(32),
     "BiasedNorm: has the parameters weight, bias, not a weight alone": lambda: others.BiasedNorm(32),
     "MeanNorm: calls sub, which is no part of an RMSNorm": lambda: others.MeanNorm(32),
-    "FirstRowsNorm: calls __getitem__, which is no part of an RMSNorm": lambda: others.FirstRowsNorm(32),
+    "FirstRowsNorm: calls getitem, which is no part of an RMSNorm": lambda: others.FirstRowsNorm(32),
     "ScaledNorm: reads its factor, a tensor that is no parameter": lambda: others.ScaledNorm(32),
     "Int8Norm: its weight is int8": lambda: Int8Norm(32),
     "QuantizedNorm: its weight is a QuantizedWeight, not a plain parameter": lambda: QuantizedNorm(32),
@@ -401,6 +399,56 @@ def test_hooks_of_accelerate(first: str) -> None:
     assert not uses_normops(norm, x)
 
 
+def test_a_forward_that_another_one_covers() -> None:
+    norm, x = LlamaNorm(32), torch.randn(2, 32)
+    normops.patch(norm)
+    norm.forward = partial(norm.forward)  # type: ignore[method-assign]
+    assert uses_normops(norm, x)
+    assert list(normops.patch(norm).already) == [""]
+    assert normops.unpatch(norm) == 1
+    assert not uses_normops(norm, x)
+    assert normops.unpatch(norm) == 0
+
+
+def test_a_copy_of_attributes_is_patched_by_itself() -> None:
+    norm, x = LlamaNorm(32), torch.randn(2, 32)
+    normops.patch(norm)
+    copies = [object.__new__(LlamaNorm) for _ in range(2)]
+    for each in copies:
+        vars(each).update(vars(norm), _parameters={"weight": nn.Parameter(torch.full((32,), 3.0))})
+    assert len(normops.patch(copies[0]).patched) == 1
+    assert normops.unpatch(copies[1]) == 1
+    expected = LlamaNorm.forward(copies[1], x)
+    assert torch.equal(copies[1](x), expected)
+    torch.testing.assert_close(copies[0](x), expected)
+
+
+def test_a_failure_leaves_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    class First(LlamaNorm):
+        pass
+
+    class Second(LlamaNorm):
+        pass
+
+    blocks = nn.ModuleList([First(32), Second(32)])
+    before = [dict(vars(each)) for each in blocks]
+    made = iter([None])
+    monkeypatch.setattr("normops.adoption.patched_forward._copies", lambda norm: next(made))
+    with pytest.raises(StopIteration):
+        normops.patch(blocks)
+    assert [dict(vars(each)) for each in blocks] == before
+
+
+def test_pickled_beside_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process with another version of the library that the norm comes from."""
+    norm, x = LlamaNorm(32), torch.randn(2, 32)
+    normops.patch(norm)
+    saved = pickle.dumps(norm)
+    monkeypatch.setattr(LlamaNorm, "forward", lambda self, hidden_states: 2 * hidden_states)
+    assert torch.equal(pickle.loads(saved)(x), 2 * x)
+    assert not set(vars(pickle.loads(saved))) & {"forward", "__reduce_ex__"}
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("norm", others.NORMS)
 def test_one_operator_in_compiled_graphs(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
@@ -490,7 +538,7 @@ def test_traceback_shows_the_source() -> None:
     assert isinstance(norm.forward, types.MethodType)
     with pytest.raises(RuntimeError) as error:
         norm(torch.randn(2, 8, device="meta"))
-    assert "return rms_norm(hidden_states" in str(error.traceback[-2].statement)
+    assert "return rms_norm(x, " in str(error.traceback[-2].statement)
 
 
 def test_block_in_module_list() -> None:

@@ -543,15 +543,17 @@ MODULES = (
 
 # Each in a process of its own: one small tensor, and all norms, tell of a mistake.
 @pytest.mark.parametrize("module", mostly_for_release(MODULES, (MODULES[0], MODULES[-1])))
-def test_memory_of_patching(module: str) -> None:
+def test_memory_of_patching(module: str, tmp_path: Path) -> None:
     """The most that the process has held, in MB; that of tensors and of Python."""
-    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), module]
+    (tmp_path / "program.py").write_text(PROGRAM)  # whose classes then have a source
+    command = [sys.executable, str(tmp_path / "program.py"), str(Path(__file__).parent), module]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(result.stdout) < 50.0
 
 
-def test_memory_of_patching_what_has_none() -> None:
+def test_memory_of_patching_what_has_none(tmp_path: Path) -> None:
     """An embedding as that of a model of 4 billion parameters, on the meta device."""
-    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), "Table(262208, 2560)", "meta"]
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(tmp_path / "program.py"), str(Path(__file__).parent), "Table(262208, 2560)", "meta"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(result.stdout) < 50.0

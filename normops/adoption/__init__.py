@@ -1,10 +1,10 @@
 """normops under RMSNorms that other people wrote: module by module, under torch's own operator, or for ``kernels``.
 
 ``patching`` walks through a model, and ``patched_forward`` is what a module gets whose norm is known. ``recognition``
-finds that norm by calling the module's forward, in every way in which it may be called (``trial``). ``watching`` notes
-what each call computes and reads, for which it looks at the code (``instructions``) and hands in numbers that tell what
-becomes of them (``telling_numbers``). ``structure`` reads the graph that comes of it, ``experiments`` runs the forward
-once more for what no graph shows, and ``norm`` is what is known in the end.
+finds that norm by following the module's forward, in every way in which it may be called (``trial``). ``following``
+evaluates its code, whose syntax tree ``sources`` finds, and notes what it computes and reads; ``guards`` compares what
+it read at every call. ``structure`` reads the graph that comes of it, ``experiments`` finds out what no graph shows,
+and ``norm`` is what is known in the end.
 
 ``override`` puts normops under torch's own ``rms_norm``, and ``hugging_face`` into the mapping of ``kernels``.
 """

@@ -1,13 +1,13 @@
 """All that is known about an RMSNorm that somebody else wrote, once it has been recognised."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from normops.adoption.guards import Guard
 from normops.adoption.structure import Gating
-from normops.adoption.watching import Global
 from normops.inductor.calls import HALVES
 
 SLOTS = ("_old_forward", "forward")
@@ -37,7 +37,6 @@ class Gate(NamedTuple):
     """How a norm takes a gate."""
 
     argument: str
-    is_optional: bool
     gating: Gating
     widens: bool
     """Whether a gate of a wider dtype than the input makes the output as wide."""
@@ -59,13 +58,15 @@ class Saved(NamedTuple):
 class Norm(NamedTuple):
     """How normops computes what a module computes, and what has to hold for that."""
 
-    argument: str
-    """The name of the argument of its forward."""
+    arguments: tuple[str, ...]
+    """The names of the arguments of its forward."""
     weight: str | None
     """The name of the parameter."""
     weight_dims: int
     shape: tuple[int, ...] | None
-    """The last dimensions that an input must have, if these are fixed though there is no weight."""
+    """The last dimensions that an input must have, if it is not known what the forward computes for others."""
+    takes_empty: bool
+    """Whether it takes an input without elements."""
     normalized_dims: int
     """How many of the last dimensions are normalized: as many as the weight has, without those of its groups."""
     eps: str | float | None
@@ -84,10 +85,8 @@ class Norm(NamedTuple):
     autocasts: bool
     """Whether autocast may change the dtype in which it computes."""
     saves: frozenset[Saved]
-    attributes: tuple[tuple[str, Any], ...]
-    """The other attributes that its forward reads, and their values."""
-    globals: tuple[Global, ...]
-    """What its forward reads of modules and classes."""
+    guards: tuple[Guard, ...]
+    """What its forward reads besides."""
 
     def __str__(self) -> str:
         """In a line, for the table that :func:`normops.patch` prints."""

@@ -1,21 +1,22 @@
 """The forward that :func:`normops.patch` gives a module."""
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
-from importlib import import_module
 from itertools import count, pairwise, product
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, SupportsIndex, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from normops._operators import TENSORS
+from normops.adoption.following import PROPERTIES
+from normops.adoption.guards import Guard, conditions, described, found_again, names_of
 from normops.adoption.norm import ACTIVATIONS, ENTRIES, OUTPUT_DTYPES, SLOTS, Norm, Saved
 from normops.functional import CastingMode, gated_rms_norm, rms_norm
 from normops.inductor import Rounding
-from normops.inductor.calls import DTYPES, HALVES
+from normops.inductor.calls import DTYPES, HALVES, METHODS
 
 
 class Given(NamedTuple):
@@ -25,30 +26,53 @@ class Given(NamedTuple):
     norm: Norm
     rounding: Rounding
 
+    def __deepcopy__(self, memo: object) -> "Given":  # noqa: D105
+        return self
 
-def give(module: nn.Module, norm: Norm, rounding: Rounding) -> None:
-    """Gives a module a forward that runs normops."""
-    slot = "_old_forward" if "_old_forward" in vars(module) else "forward"
-    _put(module, slot, Given(type(module), norm, rounding))
+    def __reduce__(self) -> tuple[Any, ...]:  # noqa: D105
+        *facts, guards = self.norm
+        return _given_again, (self.cls, facts, described(guards), self.rounding)
+
+
+def _given_again(cls: type[nn.Module], facts: list[Any], guards: tuple[Guard, ...], rounding: Rounding) -> Given | None:
+    """What was pickled, if all that it rests on is here as it was there."""
+    found = found_again(guards, cls)
+    return None if found is None else Given(cls, Norm(*[*facts, found]), rounding)
+
+
+def give(found: Iterable[tuple[nn.Module, Norm, Rounding]]) -> None:
+    """Gives modules forwards that run normops, all or, if anything fails, none."""
+    made = [(module, Given(type(module), norm, rounding)) for module, norm, rounding in found]
+    for _, made_of in made:
+        _forward(made_of)
+    for module, made_of in made:
+        _put(module, "_old_forward" if "_old_forward" in vars(module) else "forward", made_of)
 
 
 def given(module: nn.Module) -> dict[Given, str]:
     """The forwards that a module was given, and in which of its attributes they are."""
-    found = {_given(vars(module).get(slot)): slot for slot in SLOTS}
+    forwards = {slot: vars(module).get(slot) for slot in SLOTS}
+    found = {_given(each): slot for slot, each in forwards.items() if getattr(each, "__self__", None) is module}
     return {made: slot for made, slot in found.items() if made is not None}
 
 
+def is_covered(module: nn.Module) -> bool:
+    """Whether somebody has put another forward over one that the module was given, which that may call."""
+    return _is_ours(vars(module).get("__reduce_ex__")) and not any(_given(vars(module).get(slot)) for slot in SLOTS)
+
+
 def give_back(module: nn.Module) -> bool:
-    """Takes back what a module was given; returns whether there was anything."""
-    found = given(module)
-    for slot in found.values():
+    """Takes back what a module was given; returns whether there was anything.
+
+    A forward of ours that is called by another one, which has taken its place since, sees that, and steps aside.
+    """
+    own = vars(module)
+    for slot in [slot for slot in SLOTS if _is_ours(own.get(slot))]:
         if slot == "forward":
-            del module.__dict__[slot]
+            del own[slot]
         else:
-            module.__dict__[slot] = MethodType(type(module).forward, module)
-    if found:
-        del module.__dict__["__reduce_ex__"]
-    return bool(found)
+            own[slot] = MethodType(type(module).forward, module)
+    return _is_ours(own.get("__reduce_ex__")) and own.pop("__reduce_ex__") is not None
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
@@ -81,10 +105,13 @@ def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]
     return _remake, (function, arguments, given(module)), *rest
 
 
-def _remake(function: Callable[..., nn.Module], arguments: tuple[Any, ...], found: dict[Given, str]) -> nn.Module:
+def _remake(
+    function: Callable[..., nn.Module], arguments: tuple[Any, ...], found: dict[Given | None, str]
+) -> nn.Module:
     module = function(*arguments)
     for made_of, slot in found.items():
-        _put(module, slot, made_of)
+        if made_of is not None:
+            _put(module, slot, made_of)
     return module
 
 
@@ -106,9 +133,11 @@ _numbers = count()
 def _forward(made_of: Given) -> FunctionType:
     """The function of a patched forward.
 
-    It is compiled from source, as a dataclass's methods are, so that its arguments have the names that callers know.
+    It is compiled from source, as a dataclass's methods are. Its arguments then get the names that callers know: in the
+    compiled code, where they cannot hide what the source calls.
     """
     norm = made_of.norm
+    own: Any = made_of.cls.forward
     names: dict[str, Any] = {
         "rms_norm": rms_norm,
         "gated_rms_norm": gated_rms_norm,
@@ -124,102 +153,112 @@ def _forward(made_of: Given) -> FunctionType:
         "may_autocast": _may_autocast,
         "order_of": _order_of,
         "copied": _copies(norm),
-        "own_forward": made_of.cls.forward,
         "float32": torch.float32,
-        "Tensor": Tensor,
         "DTYPES": DTYPES,
+        "ALLOWED": norm.dtypes,
+        "PLAIN": (Tensor, nn.Parameter),
         "output_dtype": OUTPUT_DTYPES[norm.output_dtype],
         **ACTIVATIONS,
+        **names_of(norm.guards),
     }
-    source, file = _source(norm, made_of.rounding, names), f"<normops.patch {next(_numbers)}: {norm}>"
+    source, file = _source(norm, made_of.rounding), f"<normops.patch {next(_numbers)}: {norm}>"
     exec(compile(source, file, "exec"), names)
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # for tracebacks
-    forward: FunctionType = names["forward"]
+    code: CodeType = names["forward"].__code__
+    given = own.__code__.co_varnames[: own.__code__.co_argcount]
+    others = [name + "_" * max(map(len, given)) for name in code.co_varnames[len(given) :]]
+    code = code.replace(co_varnames=(*given, *others))
+    forward = names["forward"] = FunctionType(code, names, "forward", own.__defaults__)
     forward.normops = made_of  # type: ignore[attr-defined]
     return forward
 
 
-def _source(norm: Norm, rounding: Rounding, names: dict[str, Any]) -> str:
+def _source(norm: Norm, rounding: Rounding) -> str:
     """The source of a patched forward: conditions, what is computed if they hold, and else the module's own forward."""
-    x, gate = norm.argument, None if norm.gate is None else norm.gate.argument
     weight = None if norm.weight is None else "_weight"
-    own = f"return type(self).forward(self, {x if gate is None else f'{x}, {gate}'})"
-    lines = [] if weight is None else [f"_weight = self.{norm.weight}"]
-    lines += ["if not (", *(f"    {'and ' * (i > 0)}{each}" for i, each in enumerate(_conditions(norm, names)))]
-    lines += ["):", f"    {own}", *_by_order(norm, own), *_copying(norm)]
+    gate = None if norm.gate is None else "gate"
+    arguments = ", ".join(_ARGUMENTS[: len(norm.arguments)])
+    own = f"return type(self).forward(self, {arguments})"
+    lines = [f"def forward(self, {arguments}):", "cls, own = type(self), self.__dict__"]
+    if norm.weight is not None:  # nn.Module.__getattr__ would take as long as ten guards
+        is_hidden = f"{norm.weight!r} in own or getattr(cls, {norm.weight!r}, None) is not None"
+        lines += [f"_weight = self.{norm.weight} if {is_hidden} else self._parameters.get({norm.weight!r})"]
+    lines += ["try:", "    _holds = (", *(f"    {'and ' * (i > 0)}{each}" for i, each in enumerate(_conditions(norm)))]
+    # What was there when it was patched may be gone.
+    lines += ["    )", "except (AttributeError, KeyError, ValueError):", "    _holds = False"]
+    lines += ["if not _holds:", f"    {own}", *_by_order(norm, own), *_copying(norm)]
     if norm.gate is not None and norm.gate.widens:
-        lines += [f"{x} = {x}.to(promote_types({x}.dtype, {gate}.dtype))"]
-    lines += [
-        "_dtype = " + (f"{x}.dtype" if norm.output_dtype == "input's" else f"output_dtype({x}.dtype, {weight}.dtype)")
-    ]
+        lines += ["x = x.to(promote_types(x.dtype, gate.dtype))"]
+    dtype = "x.dtype" if norm.output_dtype == "input's" else "output_dtype(x.dtype, _weight.dtype)"
+    lines += [f"_dtype = {dtype}"]
     casting_mode: CastingMode = "gemma" if rounding == "once" or norm.rounds == "once" else "llama"
     call = _call(norm, weight, gate, casting_mode)
     if casting_mode == "llama" or norm.output_dtype != "input's":
         # If input and weight have one dtype, so has the output, whatever the rule.
-        lines.insert(-1, f"if {x}.dtype == {weight}.dtype:\n        return {call}")
+        lines.insert(-1, f"if x.dtype == _weight.dtype:\n        return {call}")
     if casting_mode == "gemma":
         if norm.output_dtype != "input's":
-            lines += [f"{x} = {x}.to(promote_types({x}.dtype, _dtype))"]
-        return _function(norm, [*lines, f"return {call}.to(_dtype)"])
+            lines += ["x = x.to(promote_types(x.dtype, _dtype))"]
+            call = f"{call}.to(_dtype)"
+        return "\n    ".join([*lines, f"return {call}"]) + "\n"
     # The product with a weight of another dtype is rounded to no dtype that the operator rounds to. What it multiplies
     # has a dtype of its own.
-    first = "_dtype" if norm.output_dtype.startswith("weight") else f"{x}.dtype"
-    lines += [f"_first = {first}", f"{x} = {x}.to(promote_types({x}.dtype, _first))"]
+    first = "_dtype" if norm.output_dtype.startswith("weight") else "x.dtype"
+    lines += [f"_first = {first}", "x = x.to(promote_types(x.dtype, _first))"]
     gate_after = norm.gate is not None and norm.gate.gating.norm_before_gate
     lines += [f"_normalized = {_call(norm, None, None if gate_after else gate, 'gemma')}.to(_first)"]
     factor = weight if norm.weight_offset == 0.0 else f"({_widened(str(weight))} + {norm.weight_offset})"
     lines += [f"_normalized = {factor} * _normalized"]
     if norm.gate is not None and gate_after:
-        lines += [f"_normalized = _normalized * {norm.gate.gating.activation}({_widened(norm.gate.argument)})"]
-    return _function(norm, [*lines, "return _normalized.to(_dtype)"])
+        lines += [f"_normalized = _normalized * {norm.gate.gating.activation}({_widened('gate')})"]
+    return "\n    ".join([*lines, "return _normalized.to(_dtype)"]) + "\n"
+
+
+_ARGUMENTS = ("x", "gate")
 
 
 def _widened(tensor: str) -> str:
     return f"{tensor}.to(promote_types({tensor}.dtype, float32))"
 
 
-def _conditions(norm: Norm, names: dict[str, Any]) -> list[str]:
+def _conditions(norm: Norm) -> list[str]:
     """The conditions under which the module's own forward computes what it was seen to compute."""
-    x = norm.argument
-    inputs = [x, *([] if norm.gate is None else [norm.gate.argument])]
-    conditions = [
-        *(f"(type({each}) is Tensor or is_served(type({each})))" for each in inputs),
-        "type(self).forward is own_forward",
+    conditions_ = [
+        "'__reduce_ex__' in own",
+        _is_tensor("x"),
         "not is_tracing()",
         "not (is_exporting() and is_in_onnx_export())",
-        f"{x}.dtype in DTYPES",
-        f"{x}.dim() in {norm.dims}",
+        "x.dtype in DTYPES",
+        f"x.dim() in {norm.dims}",
     ]
-    if norm.weight is not None:
-        conditions += ["isinstance(_weight, Tensor)", "_weight.dtype in DTYPES"]
-        conditions += [f"{x}.shape[-{norm.weight_dims}:] == _weight.shape"]
+    shape = "" if norm.shape is None else f" == {norm.shape}"
+    if norm.weight_dims == 1:  # a slice of a shape would take longer
+        size = "" if norm.shape is None else f" == {norm.shape[0]}"
+        conditions_ += [_is_tensor("_weight"), "_weight.dtype in DTYPES", "_weight.dim() == 1"]
+        conditions_ += [f"x.size(-1) == (_shape := _weight.size(0)){size}"]
+    elif norm.weight is not None:
+        conditions_ += [_is_tensor("_weight"), "_weight.dtype in DTYPES"]
+        conditions_ += [f"x.shape[-{norm.weight_dims}:] == (_shape := _weight.shape){shape}"]
     elif norm.shape is not None:
-        conditions += [f"{x}.shape[-{len(norm.shape)}:] == {norm.shape}"]
+        conditions_ += [f"x.shape[-{len(norm.shape)}:]{shape}"]
+    tensors = ["x", *([] if norm.weight is None else ["_weight"])]
     if norm.gate is not None:
-        conditions += [f"is_gate({norm.gate.argument}, {x})"]
+        conditions_ += ["is_gate(gate, x)", _is_tensor("gate")]
+        tensors += ["gate"]
     if norm.dtypes is not None:
-        names["ALLOWED"] = norm.dtypes
-        tensors = [x, *([] if norm.weight is None else ["_weight"]), *inputs[1:]]
-        conditions += [f"({', '.join(f'{each}.dtype' for each in tensors)},) in ALLOWED"]
+        conditions_ += [f"({', '.join(f'{each}.dtype' for each in tensors)},) in ALLOWED"]
+    if not norm.takes_empty:
+        conditions_ += ["x.numel() > 0"]
     if isinstance(norm.eps, str):
-        conditions += [f"isinstance(self.{norm.eps}, (float, int))", f"self.{norm.eps} == self.{norm.eps}"]
-    conditions += [_equals(f"self.{name}", value, names) for name, value in norm.attributes]
-    for owner, name, value in norm.globals:
-        key = f"_owner{len(names)}"
-        names[key] = vars(import_module(owner)) if isinstance(owner, str) else owner
-        conditions += [_equals(f"{key}[{name!r}]" if isinstance(owner, str) else f"{key}.{name}", value, names)]
+        conditions_ += [f"type(self.{norm.eps}) in (float, int)", f"self.{norm.eps} == self.{norm.eps}"]
+    conditions_ += conditions(norm.guards)
     if norm.autocasts:
-        conditions += [f"not may_autocast({x})"]
-    return conditions
+        conditions_ += ["not may_autocast(x)"]
+    return conditions_
 
 
-def _equals(expression: str, value: Any, names: dict[str, Any]) -> str:
-    """A condition that holds for this value alone: 1 is not 1.0, and a tensor, even with one element, is no number."""
-    if value is None or value is True or value is False:
-        return f"{expression} is {value}"
-    number = len(names)
-    names |= {f"_type{number}": type(value), f"_value{number}": value}
-    return f"type({expression}) is _type{number} and {expression} == _value{number}"
+def _is_tensor(name: str) -> str:
+    return f"(type({name}) in PLAIN or is_served(type({name})))"
 
 
 def _by_order(norm: Norm, own: str) -> list[str]:
@@ -227,29 +266,26 @@ def _by_order(norm: Norm, own: str) -> list[str]:
 
     The result of normops is contiguous; that of the module's own forward may have the order in memory of its input.
     """
-    x = norm.argument
     last_dims = max(norm.weight_dims, norm.normalized_dims)
     if norm.gate is not None:
-        gate = norm.gate.argument
         return [
-            f"if not ({x}.is_contiguous() and {gate}.is_contiguous()):",
-            f"    if order_of({x}, {last_dims}) is not None or order_of({gate}, {last_dims}) is not None:",
+            "if not (x.is_contiguous() and gate.is_contiguous()):",
+            f"    if order_of(x, {last_dims}) is not None or order_of(gate, {last_dims}) is not None:",
             f"        {own}",
         ]
-    lines = [f"if not {x}.is_contiguous():", f"    _order = order_of({x}, {last_dims})"]
+    lines = ["if not x.is_contiguous():", f"    _order = order_of(x, {last_dims})"]
     if norm.order != "kept":
         return [
             *lines,
             f"    if {'_order is not None' if norm.order == 'unknown' else '_order == ()'}:",
             f"        {own}",
         ]
-    again = f"forward(self, {x}.permute(_order)).permute([*map(_order.index, range(len(_order)))])"
+    again = "forward(self, x.permute(_order)).permute([*map(_order.index, range(len(_order)))])"
     return [*lines, "    if _order == ():", f"        {own}", "    if _order is not None:", f"        return {again}"]
 
 
 def _copying(norm: Norm) -> list[str]:
-    gate = None if norm.gate is None else norm.gate.argument
-    tensors = ", ".join([norm.argument, *([gate] if gate else []), *(["_weight"] if norm.weight else [])])
+    tensors = ", ".join([*_ARGUMENTS[: len(norm.arguments)], *(["_weight"] if norm.weight else [])])
     return ["if is_grad_enabled() and not is_compiling():", f"    {tensors}, *_ = copied({tensors})"]
 
 
@@ -300,10 +336,16 @@ def _is_in_onnx_export() -> bool:
 
 
 def _is_served(cls: type) -> bool:
-    """Whether tensors of a class, not plain ones, take our operators. Others may know nothing but torch's own."""
-    if not issubclass(cls, Tensor):
-        return False
-    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__ or not TENSORS.isdisjoint(cls.__mro__)
+    """Whether tensors of a class, not plain ones, take our operators, and have no methods of their own.
+
+    Others may know nothing but torch's operators, and nobody has looked at what their methods compute.
+    """
+    if not issubclass(cls, Tensor) or not TENSORS.isdisjoint(cls.__mro__):
+        return issubclass(cls, Tensor)
+    function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
+    is_plain = function in (nn.Parameter.__torch_function__, vars(Tensor)["__torch_function__"].__func__)
+    is_plain &= cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_plain and all(getattr(cls, name) is getattr(Tensor, name) for name in (*METHODS, *PROPERTIES))
 
 
 # As by torch.compiler.assume_constant_result, which imports torch._dynamo. That would take the first to be False.
@@ -340,10 +382,10 @@ def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
 
 def _call(norm: Norm, weight: str | None, gate: str | None, casting_mode: CastingMode) -> str:
     """The source of a call of normops, with this weight and this gate, if there are any."""
-    x, size = norm.argument, norm.group_size
+    size = norm.group_size
     eps = f"self.{norm.eps}" if isinstance(norm.eps, str) else norm.eps
-    shape = f"{x}.shape[-{norm.normalized_dims}:]"
-    tensors = [x] if gate is None else [x, f"gate_beside({gate}, {x}.dtype)"]
+    shape = "_shape" if norm.normalized_dims == norm.weight_dims else f"x.shape[-{norm.normalized_dims}:]"
+    tensors = ["x"] if gate is None else ["x", f"gate_beside({gate}, x.dtype)"]
     end = ""
     if size is not None:
         groups = f".unflatten(-1, (-1, {size}))"
@@ -355,13 +397,6 @@ def _call(norm: Norm, weight: str | None, gate: str | None, casting_mode: Castin
     activation, norm_before_gate = norm.gate.gating
     options += f", activation={activation!r}, norm_before_gate={norm_before_gate}"
     return f"gated_rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options}){end}"
-
-
-def _function(norm: Norm, lines: list[str]) -> str:
-    arguments = norm.argument
-    if norm.gate is not None:
-        arguments += f", {norm.gate.argument}" + ("=None" if norm.gate.is_optional else "")
-    return "\n    ".join([f"def forward(self, {arguments}):", *lines]) + "\n"
 
 
 def is_gate(gate: object, input: Tensor) -> TypeGuard[Tensor]:

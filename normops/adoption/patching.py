@@ -3,17 +3,19 @@
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from normops.adoption.following import INTERNAL, Unfit
+from normops.adoption.guards import holding, is_plain
 from normops.adoption.norm import Norm
-from normops.adoption.patched_forward import give, give_back, given, has_foreign_forward
+from normops.adoption.patched_forward import give, give_back, given, has_foreign_forward, is_covered
 from normops.adoption.recognition import check_class, find_norm
-from normops.adoption.watching import INTERNAL, Unfit, is_plain
 from normops.inductor import Rounding, check_rounding
 from normops.modules import GatedRMSNorm, RMSNorm
 
@@ -53,15 +55,16 @@ class PatchReport:
 def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False) -> PatchReport:
     """Lets every RMSNorm in a model run normops, in place, whoever wrote it.
 
-    Whether a module is an RMSNorm is read off its own forward, which runs on a few rows while every operation that it
-    calls, and every value that it reads, is noted: those of torch, transformers, diffusers or your own, with or without
-    a weight, with ``1 + weight`` as in Gemma, in groups, gated as in Mamba 2 and Qwen3-Next. What does anything
-    besides, or cannot be followed, is left untouched. A norm gets another ``forward``; its class, parameters,
-    ``state_dict`` and hooks stay as they were. That holds under ``torch.compile``, ``torch.export``, DDP and FSDP2,
-    before or after.
+    Whether a module is an RMSNorm is read off its own forward, whose source is evaluated step by step, so that every
+    operation that it calls, and every value that it reads, is known: those of torch, transformers, diffusers or your
+    own, with or without a weight, with ``1 + weight`` as in Gemma, in groups, gated as in Mamba 2 and Qwen3-Next. What
+    does anything besides, cannot be followed, or has no source, is left untouched. A norm gets another ``forward``; its
+    class, parameters, ``state_dict`` and hooks stay as they were. That holds under ``torch.compile``, ``torch.export``,
+    DDP and FSDP2, before or after.
 
-    ``eps`` and the weight are read at every call. Whatever else the forward was seen to read is compared at every call:
-    where it has changed, the module's own forward computes, as it does for what it was not seen with: other dtypes than
+    ``eps`` and the weight are read at every call. Whatever else the forward was seen to read is compared at every call,
+    from the names in its code on, with the code of functions and methods: where it has changed, the module's own
+    forward computes, as it does for what it was not seen with: other dtypes than
     float16, bfloat16, float32 and float64, more than five dimensions, a weight of another shape, a gate of another
     shape than the input's or None, ``torch.jit.trace``, ``torch.onnx.export``, tensors of classes that know torch's
     own operators alone. Dtype and strides of the output are those of the module. Where it saves a copy of a 16-bit
@@ -104,7 +107,8 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
     all_found = _Found()
     for name, module in model.named_modules():
         title = type(module).__name__
-        if isinstance(module, (RMSNorm, GatedRMSNorm)) or rounding in (made.rounding for made in given(module)):
+        runs = isinstance(module, (RMSNorm, GatedRMSNorm)) or is_covered(module)
+        if runs or rounding in (made.rounding for made in given(module)):
             already[name] = title
         elif _is_of_torch(module) and not isinstance(module, nn.RMSNorm):
             if "Norm" in title:
@@ -121,8 +125,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
         left = PatchReport(skipped=skipped)
         raise RuntimeError(f"expected to patch every norm (strict=True), but cannot, and changed nothing:\n{left}")
     patched = {name: f"{type(module).__name__}: {norm}" for name, (module, norm) in found.items()}
-    for module, norm in found.values():
-        give(module, norm, rounding)
+    give([(module, norm, rounding) for module, norm in found.values()])
     return PatchReport(patched, skipped, others, already)
 
 
@@ -139,7 +142,7 @@ class _Found:
     """What modules compute. Those that are alike are examined only once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, list[tuple[Iterable[tuple[str, Any]], Norm | Unfit]]] = {}
+        self._known: dict[Any, list[tuple[Callable[[nn.Module], bool], Norm | Unfit]]] = {}
 
     def norm_of(self, module: nn.Module) -> Norm | Unfit:
         """The norm that a module is, or why it is none."""
@@ -150,15 +153,16 @@ class _Found:
             parameters = module.named_parameters(recurse=False)
             key = type(module), *((name, type(p), p.dtype, getattr(p, "ds_shape", p.shape)) for name, p in parameters)
             known = self._known.setdefault(key, [])
-            for attributes, norm in known:
-                if all(_has(module, name, value) for name, value in attributes):
+            for is_alike, norm in known:
+                if is_alike(module):
                     return norm
             try:
                 norm = find_norm(module)
-                known.append((norm.attributes, norm))
+                known.append((holding(norm.guards), norm))
             except Unfit as reason:
                 norm = reason
-                known.append(([each for each in vars(module).items() if each[0] not in INTERNAL], norm))
+                attributes = [each for each in vars(module).items() if each[0] not in INTERNAL]
+                known.append((partial(_has_all, attributes), norm))
         except Unfit as reason:
             return reason
         except Exception as error:  # a class may raise anything when its attributes are read
@@ -168,6 +172,10 @@ class _Found:
 
 class _Missing:
     pass
+
+
+def _has_all(attributes: Iterable[tuple[str, Any]], module: nn.Module) -> bool:
+    return all(_has(module, name, value) for name, value in attributes)
 
 
 def _has(module: nn.Module, name: str, value: Any) -> bool:

@@ -2,9 +2,9 @@
 
 Names tell little: of the 220 RMSNorm classes of transformers some multiply by ``1 + weight``, some round twice, some
 have no weight, and the attribute of eps has three names. Numbers that come out tell too little: a factor may be 1
-today, a forward compute something else in training. So a module's own forward runs, watched, in every way in which it
-may be called (1 to 5 dimensions, all dtypes; asking for the mode is refused), and each time the whole of what it does
-must be one RMSNorm, the same one. What that rests on besides is kept, to be compared at every call.
+today, a forward compute something else in training. So a module's own forward is followed in every way in which it may
+be called (1 to 5 dimensions, all dtypes; asking for the mode is refused), and each time the whole of what it does must
+be one RMSNorm, the same one. What that rests on besides is kept, to be compared at every call.
 """
 
 import copyreg
@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import compress, product
@@ -21,18 +21,31 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from normops.adoption.experiments import MOST_NUMBERS, autocasts_of, order_of, output_dtype_of, rounds_of, saves_of
+from normops.adoption.experiments import autocasts_of, order_of, output_dtype_of, rounds_of, saves_of
+from normops.adoption.following import Raises, Run, Unfit, is_of
+from normops.adoption.guards import MOST
 from normops.adoption.norm import Gate, Norm
 from normops.adoption.structure import Structure, check_alike, structure_of
 from normops.adoption.trial import MOST_DIMS, Case, Trial, whole_shape
-from normops.adoption.watching import Run, Unfit, is_of
 from normops.inductor.calls import DTYPES
 
 LARGEST = 24576
 """The most elements of a weight: what has more is no norm, and is not tried."""
 
-ROWS: tuple[tuple[int, ...], ...] = ((2,), (2, 1), (1, 2, 1), (1, 1, 2, 1), ())
-"""The dimensions of an input before those of a row, the most usual first."""
+ANY_SHAPE = (48,)
+"""The shape of a row to try first, if no weight has one."""
+
+ROWS: dict[tuple[int, ...], tuple[int, ...]] = {
+    (2,): (3,),
+    (2, 3): (5, 7),
+    (2, 3, 1): (5, 1, 7),
+    (2, 1, 3, 1): (1, 5, 1, 7),
+    (): (),
+}
+"""The dimensions of an input before those of a row, the most usual first, and others, as many.
+
+No product of powers of such sizes and a constant is 1 for both, unless it always is: what the forward makes of sizes,
+which it may only multiply, and another shape of, then works for all."""
 
 
 def find_norm(module: nn.Module) -> Norm:
@@ -42,17 +55,11 @@ def find_norm(module: nn.Module) -> Norm:
         Unfit: with the reason, if it is not an RMSNorm, or cannot be known to be one.
     """
     check_class(module)
-    argument, *gates = _arguments_of(module)
-    weight = _weight_of(module)
-    trial = Trial(module, weight, [argument.name, *(gate.name for gate in gates)])
-    with (
-        torch.autocast("cpu", enabled=False),
-        torch.inference_mode(mode=False),
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
-    ):
+    arguments = _arguments_of(module)
+    trial = Trial(module, _weight_of(module), arguments)
+    with torch.autocast("cpu", enabled=False), torch.inference_mode(mode=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _found(trial, gates)
+        return _found(trial)
 
 
 def check_class(module: nn.Module) -> None:
@@ -76,22 +83,21 @@ def check_class(module: nn.Module) -> None:
         raise Unfit(f"its forward is no function, but a {type(cls.forward).__name__}")
 
 
-def _arguments_of(module: nn.Module) -> list[inspect.Parameter]:
-    """The arguments of the forward: one tensor, or two, the second of which may be a gate."""
+def _arguments_of(module: nn.Module) -> list[str]:
+    """The names of the arguments of the forward: one tensor, or two, the second of which may be a gate."""
     if is_parametrized(module):
         raise Unfit("has parameters that others are computed from")
     if next(module.children(), None) is not None:
         raise Unfit("has submodules")
-    try:
-        signature = inspect.signature(type(module).forward, follow_wrapped=False)
-        parameters = list(signature.parameters.values())[1:]
-    except (TypeError, ValueError) as error:
-        raise Unfit("its forward has no signature") from error
-    kinds = {parameter.kind for parameter in parameters}
-    needs_others = any(parameter.default not in (inspect.Parameter.empty, None) for parameter in parameters)
-    if len(parameters) not in (1, 2) or kinds != {inspect.Parameter.POSITIONAL_OR_KEYWORD} or needs_others:
-        raise Unfit(f"its forward takes {', '.join(map(str, parameters)) or 'nothing'}, not one tensor or two")
-    return parameters
+    forward = type(module).forward
+    code, defaults = forward.__code__, forward.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount]
+    has_others = code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    if len(names) not in (2, 3) or code.co_posonlyargcount > 1 or has_others or set(defaults) - {None}:
+        taken = inspect.getargs(code)
+        stars = [star + name for star, name in (("*", taken.varargs), ("**", taken.varkw)) if name]
+        raise Unfit(f"its forward takes {', '.join([*taken.args[1:], *stars]) or 'nothing'}, not one tensor or two")
+    return [*names[1:]]
 
 
 def _weight_of(module: nn.Module) -> str | None:
@@ -118,39 +124,40 @@ def _sharded() -> tuple[type, ...]:
     return () if module is None else (module.DTensor,)
 
 
-def _found(trial: Trial, gates: list[inspect.Parameter]) -> Norm:
+def _found(trial: Trial) -> Norm:
     base, first, structure = _base(trial)
     runs = {base: first}
     all_rows = [rows for rows in ROWS if len(rows) + len(base.shape) <= MOST_DIMS]
     all_rows = [rows for rows in all_rows if _run(trial, replace(base, rows=rows), structure, runs)]
+    if not all(_run(trial, replace(base, rows=ROWS[rows]), structure, runs) for rows in all_rows):
+        raise Unfit("takes some numbers of rows only")
     _run_dtypes(trial, base, runs)
-    asks_for = {what for run in runs.values() for what in run.asks_for}
-    if "sizes" in asks_for:
-        for count in (1, max(2, min(64, MOST_NUMBERS // math.prod(base.shape)))):
-            case = replace(base, rows=(count,))
-            if case not in runs and _run(trial, case, structure, runs):
-                _forget(runs[case])
-        # A forward may decide by what it asks for alone, and by both only where it asks for both.
-        for rows in all_rows if "dtypes" in asks_for else ():
-            _run_dtypes(trial, replace(base, rows=rows), runs)
     taken = {case.dtypes for case in runs if case.rows == base.rows}
-    is_fixed = _check_width(trial, base, structure, runs.values())
+    if {"dtypes", "dimensions"} <= {what for run in runs.values() for what in run.asks_for}:
+        for rows in all_rows:
+            _run_dtypes(trial, replace(base, rows=rows), runs)
+            if len({case.dtypes for case in runs if case.rows == rows}) != len(taken):
+                raise Unfit("takes other dtypes in other dimensions")
+    is_fixed = _is_width_fixed(trial, base, structure, runs)
+    takes_empty = all(_followed(trial, replace(base, rows=(0,) * len(rows)), {}) for rows in all_rows)
     output_dtype, gate_widens = output_dtype_of(trial, runs)
-    gate = None
-    if structure.gating is not None:
-        gate = Gate(gates[0].name, gates[0].default is None, structure.gating, gate_widens)
-    attributes = {name: value for run in runs.values() for name, value in run.attributes.items()}
+    gate = None if structure.gating is None else Gate(trial.arguments[1], structure.gating, gate_widens)
+    for run in runs.values():
+        for name, value in run.numbers.items():
+            if name != structure.eps:
+                trial.guards.note(f"self.{name}", value)
+    guards = trial.guards.all()
     eps = structure.eps
-    if isinstance(eps, str):
-        if all(eps in run.at_call for run in runs.values()):
-            del attributes[eps]
-        else:
-            eps = attributes[eps]
+    if any(guard.expression == f"self.{eps}" for guard in guards):  # something else is made of it, too
+        eps = getattr(trial.module, str(eps))
+    if len(guards) > MOST:
+        raise Unfit(f"depends on {len(guards)} things besides its tensors, more than can be compared at every call")
     return Norm(
-        argument=trial.arguments[0],
+        arguments=tuple(trial.arguments),
         weight=trial.weight,
         weight_dims=0 if trial.weight_shape is None else len(trial.weight_shape),
-        shape=base.shape if trial.weight is None and is_fixed else None,
+        shape=base.shape if is_fixed else None,
+        takes_empty=takes_empty,
         normalized_dims=structure.normalized_dims,
         eps=eps,
         weight_offset=structure.weight_offset,
@@ -163,26 +170,23 @@ def _found(trial: Trial, gates: list[inspect.Parameter]) -> Norm:
         order=order_of(trial, base, taken),
         autocasts=any(autocasts_of(run) for run in runs.values()),
         saves=saves_of(trial, base, taken),
-        attributes=tuple(sorted(attributes.items())),
-        globals=tuple(dict.fromkeys(each for run in runs.values() for each in run.globals)),
+        guards=guards,
     )
 
 
 def _base(trial: Trial) -> tuple[Case, Run, Structure]:
     """A first case in which the forward runs, that run, and its structure."""
     shapes = [tuple(trial.weight_shape)] if trial.weight_shape is not None else _shapes_without_weight(trial.module)
-    failure: Exception | None = None
+    failure: Raises | None = None
     for shape, rows in product(shapes, ROWS):
         case = Case(rows, shape)
         try:
-            run = trial.watch(case)
-        except Unfit:
-            raise
-        except Exception as error:  # anything may come from a forward that was not made for this
+            run = trial.follow(case)
+        except Raises as error:
             failure = failure or error
             continue
         return case, run, structure_of(run)
-    raise Unfit(f"does not run on its own: {type(failure).__name__}: {str(failure)[:80]}") from failure
+    raise Unfit(f"does not run on its own: {str(failure)[:80]}") from failure
 
 
 def _shapes_without_weight(module: nn.Module) -> list[tuple[int, ...]]:
@@ -196,7 +200,7 @@ def _shapes_without_weight(module: nn.Module) -> list[tuple[int, ...]]:
         and all(type(size) is int and size > 1 for size in value)
         and math.prod(value) <= LARGEST
     ]
-    return [(48,), *shapes, *((size,) for size in sizes)]
+    return [ANY_SHAPE, *shapes, *((size,) for size in sizes)]
 
 
 def _dtypes(trial: Trial) -> list[tuple[torch.dtype, ...]]:
@@ -226,7 +230,7 @@ def _run_dtypes(trial: Trial, base: Case, runs: dict[Case, Run]) -> None:
     for dtypes in _dtypes(trial):
         case = replace(base, dtypes=dtypes)
         with _naming(case):
-            if case not in runs and _watched(trial, case, runs):
+            if case not in runs and _followed(trial, case, runs):
                 check_alike(runs[base], runs[case])
                 _forget(runs[case])
 
@@ -237,46 +241,34 @@ def _forget(run: Run) -> None:
         node.meta["example_value"] = torch.empty(0, dtype=node.meta["example_value"].dtype, device="cpu")
 
 
-def _watched(trial: Trial, case: Case, runs: dict[Case, Run]) -> bool:
+def _followed(trial: Trial, case: Case, runs: dict[Case, Run]) -> bool:
     """Whether the module takes such an input at all. If not, its own forward will say so when it is called."""
     try:
-        runs[case] = runs.get(case) or trial.watch(case)
-    except Unfit:
-        raise
-    except Exception:
+        runs[case] = runs.get(case) or trial.follow(case)
+    except Raises:
         return False
     return True
 
 
 def _run(trial: Trial, case: Case, expected: Structure, runs: dict[Case, Run]) -> bool:
     with _naming(case):
-        if not _watched(trial, case, runs):
+        if not _followed(trial, case, runs):
             return False
         if structure_of(runs[case]) != expected:
             raise Unfit("computes another norm")
     return True
 
 
-def _check_width(trial: Trial, base: Case, structure: Structure, runs: Iterable[Run]) -> bool:
-    """Whether the width of rows is fixed, by a weight or an attribute.
+def _is_width_fixed(trial: Trial, base: Case, structure: Structure, runs: Mapping[Case, Run]) -> bool:
+    """Whether it is known for one width of rows only what the module computes.
 
     Raises:
-        Unfit: if it is not, and the result depends on it in another way than an RMSNorm's.
+        Unfit: if that is a width which nothing of the module says.
     """
-    decided_by = {what for run in runs for what in run.decided_by}
-    if "number of rows" in decided_by:
-        raise Unfit("decides by the number of its rows")
-    if trial.weight is not None:
-        return True
-    other = replace(base, shape=(*base.shape[:-1], 32))
-    if base.shape != (48,):
-        return True
-    try:
-        run = trial.watch(other)
-    except Unfit:
-        raise
-    except Exception:
-        return True
-    if structure_of(run) != structure or "width" in decided_by:
+    other = replace(base, shape=(*base.shape[:-1], 2 * base.shape[-1]))
+    found: dict[Case, Run] = {}
+    decides = any(run.decides_by_width for run in runs.values())
+    is_alike = not decides and _followed(trial, other, found) and structure_of(found[other]) == structure
+    if not is_alike and trial.weight is None and base.shape == ANY_SHAPE and (decides or found):
         raise Unfit("computes something else for rows of another width")
-    return False
+    return not is_alike

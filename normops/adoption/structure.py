@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from normops.adoption.telling_numbers import HandedOn
-from normops.adoption.watching import Run, Unfit
+from normops.adoption.following import HandedOn, Run, Unfit
 from normops.inductor.calls import DTYPES, NORMS, Call, arguments_of_norm, call_of, is_reshape, number, value_of
 from normops.inductor.handwritten import match_norm
 

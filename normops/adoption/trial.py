@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from normops.adoption.following import Run, follow
+from normops.adoption.guards import Guards
 from normops.adoption.norm import ENTRIES
-from normops.adoption.watching import Run, watch
-from normops.inductor.calls import OPERATIONS
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
@@ -40,45 +40,41 @@ class Case:
 
 
 class Trial:
-    """Runs of a module's forward with a weight of our own, on the CPU."""
+    """Runs of a module's forward with a weight of our own."""
 
     def __init__(self, module: nn.Module, weight: str | None, arguments: list[str]) -> None:
         self.module, self.weight, self.arguments = module, weight, arguments
         self.weight_shape = None if weight is None else whole_shape(module.get_parameter(weight))
+        self.guards = Guards()
 
     @property
     def is_gated(self) -> bool:
         """Whether it takes a second tensor."""
         return len(self.arguments) == 2
 
-    def copy(self, weight: Tensor | None) -> nn.Module:
-        """A copy of the module, made without asking its class, with this weight in the place of the module's."""
-        copy = object.__new__(type(self.module))
-        attributes = {name: value for name, value in vars(self.module).items() if name not in ENTRIES}
-        parameters = {} if weight is None else {self.weight: weight}
-        copy.__dict__.update(attributes)
-        copy.__dict__["_parameters"] = {**self.module._parameters, **parameters}
-        copy.__dict__["_buffers"] = dict(self.module._buffers)
-        return copy
-
     def tensors(self, case: Case) -> tuple[Tensor | None, list[Tensor]]:
         """A weight, and the arguments of the forward. They are full of ones, as nobody looks at their numbers."""
         weight = None
         if self.weight_shape is not None:
-            weight = nn.Parameter(torch.ones(self.weight_shape, dtype=case.dtypes[1], device="cpu"))
+            shape = (*self.weight_shape[:-1], case.shape[-1])
+            weight = nn.Parameter(torch.ones(shape, dtype=case.dtypes[1], device="cpu"))
         dtypes = (case.dtypes[0], case.dtypes[2])[: len(self.arguments)]
         shape = (*case.rows, *case.shape)
         return weight, [torch.ones(shape, dtype=dtype, device="cpu", requires_grad=True) for dtype in dtypes]
 
-    def watch(self, case: Case) -> Run:
+    def follow(self, case: Case) -> Run:
         """What the forward does."""
         weight, tensors = self.tensors(case)
         named = None if weight is None or self.weight is None else (self.weight, weight)
-        copy = self.copy(weight)
         with torch.enable_grad():
             arguments = list(zip(self.arguments, tensors, strict=True))
-            return watch(type(self.module).forward, copy, named, arguments, OPERATIONS)
+            return follow(self.module, named, arguments, len(case.shape), self.guards)
 
     def call(self, weight: Tensor | None, *tensors: Tensor) -> Tensor:
-        """What the forward returns."""
-        return type(self.module).forward(self.copy(weight), *tensors)
+        """What the forward returns: that of a copy of the module, made without asking its class, with this weight."""
+        copy = object.__new__(type(self.module))
+        parameters = {} if weight is None else {self.weight: weight}
+        copy.__dict__.update({name: value for name, value in vars(self.module).items() if name not in ENTRIES})
+        copy.__dict__["_parameters"] = {**self.module._parameters, **parameters}
+        copy.__dict__["_buffers"] = dict(self.module._buffers)
+        return type(self.module).forward(copy, *tensors)

@@ -76,6 +76,8 @@ METHODS = frozenset(
     (*(each for each in _BY_TARGET if isinstance(each, str)), *CASTS, "view", *(each.__name__ for each in _RESHAPES))
 )
 """The methods of tensors that RMSNorms are made of."""
+RESHAPES = frozenset((*_RESHAPES, "view", *(each.__name__ for each in _RESHAPES)))
+"""The functions and methods whose results have the elements of their first arguments, in their order."""
 
 
 def value_of(node: Any) -> Tensor | None:
@@ -160,7 +162,7 @@ def arguments_of_norm(node: Node) -> tuple[Any, ...]:
 
 def is_reshape(node: Node) -> bool:
     """Whether a node's elements are those of its first argument, in their order."""
-    return node.target in (*_RESHAPES, "view", *(each.__name__ for each in _RESHAPES))
+    return node.target in RESHAPES
 
 
 def applied(node: Node, tensor: Tensor) -> Tensor:

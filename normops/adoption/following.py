@@ -1,0 +1,687 @@
+"""Following the code of a module's forward, expression by expression.
+
+The source of a function, which is known to be that of its code as it compiles to the same, is evaluated here, not by
+Python. So each operation of torch is known, which become a graph like Dynamo's, on which the passes for torch.compile
+find norms; and so is everything that is read besides, which is compared at every call (:mod:`~.guards`), or refused.
+What is not known to be harmless is refused: any other statement, expression, function, attribute or value.
+"""
+
+import ast
+import operator
+import sys
+from abc import ABCMeta
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from normops.adoption.guards import Guards, is_plain
+from normops.adoption.sources import bound_arguments, source_of
+from normops.inductor.calls import CASTS, METHODS, OPERATIONS, RESHAPES
+
+
+class Unfit(Exception):  # noqa: N818  nothing failed
+    """Why a module is not, or cannot be treated as, an RMSNorm."""
+
+
+class Raises(Exception):  # noqa: N818
+    """What the forward raises for this input."""
+
+
+class HandedOn(float):
+    """In a graph, the number of an attribute that goes into an operation of torch as it is."""
+
+    attribute: str
+
+
+class Run(NamedTuple):
+    """One call of a forward."""
+
+    graph: Graph
+    arguments: tuple[Node, ...]
+    weight: Node | None
+    result: Node
+    numbers: dict[str, float]
+    """The attributes whose numbers went into operations of torch as they are, and nowhere else."""
+    decides_by_width: bool
+    asks_for: frozenset[str]
+    """What the forward asked its tensors for, so that it may decide by it: "dtypes", "dimensions"."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Noted:
+    """A number of which it matters what becomes of it. It is no number, so that nothing uses it as one unnoticed."""
+
+    value: Any
+    attribute: str = ""
+    """The attribute of the module that it is, if it is one."""
+    is_width: bool = True
+    """If not an attribute: whether it is made of sizes other than numbers of rows."""
+
+    def __bool__(self) -> bool:
+        raise NotImplementedError
+
+
+class _Method(NamedTuple):
+    tensor: Tensor
+    name: str
+
+
+class _Super(NamedTuple):
+    cls: type
+
+
+# Functions that depend on nothing but what they are given, and change nothing.
+_OF_NUMBERS = {abs, bool, float, int, max, min, round}
+_FALSE = {torch.jit.is_scripting, torch.jit.is_tracing}  # type: ignore[attr-defined]
+_PURE = {*_OF_NUMBERS, *_FALSE, len, list, super, tuple}
+PROPERTIES = ("dtype", "shape", "ndim", "size", "dim")
+"""What a forward may ask of a tensor, besides what it may call."""
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+
+
+class Following:
+    """One run of a forward; :func:`follow` makes one."""
+
+    def __init__(self, module: nn.Module, weight: tuple[str, Tensor] | None, guards: Guards) -> None:
+        self.module, self.guards = module, guards
+        self.graph = Graph()
+        self.nodes: dict[int, Node] = {}
+        self._widths: dict[int, int] = {}
+        self.numbers: dict[str, float] = {}
+        self.decides_by_width = False
+        self.asks_for: set[str] = set()
+        self._weight = weight
+        self._has_one_row = False
+
+    def add_input(self, name: str, tensor: Tensor, width_dims: int) -> Node:
+        """Adds a tensor that the forward is given, the last dimensions of which are not for rows."""
+        self._widths[id(tensor)] = width_dims
+        self._has_one_row |= 1 in tensor.shape[: tensor.dim() - width_dims]
+        return self._add(self.graph.placeholder(name), tensor)
+
+    def _add(self, node: Node, tensor: Tensor) -> Node:
+        node.meta["example_value"] = tensor  # keeps the tensor alive, and so its id its own
+        self.nodes[id(tensor)] = node
+        return node
+
+    # Functions.
+
+    def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a function in Python returns, that guards have found."""
+        code = function.__code__
+        self.guards.note(f"{self.guards.name_of(function)}.__code__", code)
+        if code.co_flags & (CO_COROUTINE | CO_GENERATOR | CO_ASYNC_GENERATOR):
+            refuse("is a coroutine or a generator")
+        node = source_of(function)
+        if node is None:
+            refuse(f"has no source that {code.co_name} is known to be compiled from")
+        name = self.guards.name_of(function)
+        for kind in ("__defaults__", "__kwdefaults__"):
+            self.judged(f"{name}.{kind}", getattr(function, kind), f"the {kind} of {function.__name__}")
+        try:
+            local = bound_arguments(function, args, kwargs)
+        except TypeError as error:
+            raise Raises(str(error)) from error
+        frame = _Frame(self, function, local)
+        if isinstance(node, ast.Lambda):
+            return frame.value_of(node.body)
+        returned = frame.run(node.body)
+        return returned[0] if returned else None
+
+    def call(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a call returns."""
+        if isinstance(function, _Method):
+            return self._method(function, args, kwargs)
+        if isinstance(function, MethodType):
+            return self.run(function.__func__, (function.__self__, *args), kwargs)
+        if _is_among(function, OPERATIONS):
+            return self.operation(function, function.__name__, args, kwargs)
+        if _is_among(function, _PURE):
+            return self._pure(function, args, kwargs)
+        if type(function) is FunctionType and not is_of(function.__module__, "torch"):
+            return self.run(function, args, kwargs)
+        return refuse(f"calls {_full_name(function)}")
+
+    def _method(self, method: _Method, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tensor, name = method
+        if name not in PROPERTIES:
+            return self.operation(name, name, (tensor, *args), kwargs)
+        self.asks_for.add("dimensions")
+        if kwargs or len(args) > (name == "size"):
+            refuse(f"calls {name} with {', '.join(kwargs) or 'several arguments'}")
+        extents = self._extents(tensor)
+        return tensor.dim() if name == "dim" else self.item(extents, *args) if args else extents
+
+    def _pure(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        name = function.__name__
+        if function in _FALSE and not args:
+            return False
+        if kwargs or not args:
+            refuse(f"calls {name}")
+        first = args[0]
+        if function in (len, list, tuple):
+            if type(first) not in (tuple, list) or len(args) > 1:
+                refuse(f"calls {name} with a {type(first).__name__}")
+            return function(first)
+        if function not in _OF_NUMBERS:
+            refuse(f"calls {name}")
+        return self.computed(function, args)
+
+    def computed(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function makes of plain values, some of them sizes perhaps."""
+        if any(isinstance(each, Tensor) for each in args):
+            refuse(f"calls {getattr(function, '__name__', 'an operator')} with a tensor")
+        noted = [each for each in args if isinstance(each, _Noted) and not each.attribute]
+        given = [each.value if each in noted else self.plain(each) for each in args]
+        if not all(map(is_plain, given)):
+            kind = next(type(each) for each in given if not is_plain(each))
+            refuse(f"calls {function.__name__} with a {kind.__name__}")
+        is_width = all(each.is_width for each in noted)
+        if not is_width and (function is not operator.mul or not all(type(each) is int for each in given)):
+            refuse("decides by the number of its rows")
+        try:
+            result = function(*given)
+        except Exception as error:
+            raise Raises(str(error)) from error
+        return _Noted(result, is_width=is_width) if noted else result
+
+    def operation(self, target: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What an operation of torch returns, a method if ``target`` is a name; it becomes a node."""
+        is_given_sizes = target in RESHAPES
+        if name == "squeeze" and not self._drops_a_constant(args, kwargs):
+            refuse("calls squeeze, which depends on the number of rows")
+
+        def pair(value: Any) -> tuple[Any, Any]:
+            """What torch gets, and what the graph has."""
+            if isinstance(value, Tensor):
+                return value, self.nodes[id(value)]
+            if isinstance(value, _Noted):
+                if value.attribute:
+                    number = HandedOn(value.value)
+                    number.attribute = value.attribute
+                    return value.value, number
+                if not value.is_width and not is_given_sizes:
+                    refuse("computes with the number of its rows")
+                value = value.value
+            elif type(value) in (tuple, list):
+                pairs = [pair(each) for each in value]
+                return tuple(each for each, _ in pairs), tuple(each for _, each in pairs)
+            if value is not None and type(value) not in (bool, int, float, torch.dtype):
+                refuse(f"calls {name} with a {type(value).__name__}")
+            return value, value
+
+        given, named = [pair(each) for each in args], {key: pair(each) for key, each in kwargs.items()}
+        function = getattr(given[0][0], name) if target == name else target
+        first = int(target == name)
+        try:
+            result = function(*[each for each, _ in given[first:]], **{key: each for key, (each, _) in named.items()})
+        except Exception as error:
+            raise Raises(str(error)) from error
+        if not isinstance(result, Tensor):
+            refuse(f"calls {name}")
+        if id(result) in self.nodes:
+            if name not in CASTS and not is_given_sizes:
+                refuse(f"writes into a tensor: {name}")
+            return result  # a cast to the dtype that it has, or to its shape
+        arguments = tuple(each for _, each in given), {key: each for key, (_, each) in named.items()}
+        kind = "call_method" if target == name else "call_function"
+        node = self._add(self.graph.create_node(kind, target, *arguments), result)
+        tensors = [each.meta["example_value"] for each in node.all_input_nodes]
+        largest = max(tensors, key=Tensor.dim)
+        # Of what has another shape, all sizes may be made of numbers of rows.
+        if not is_given_sizes and largest.dim() == result.dim() and all(id(each) in self._widths for each in tensors):
+            self._widths[id(result)] = self._widths[id(largest)]
+        return result
+
+    def _drops_a_constant(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a dimension that is squeezed is 1 whatever the number of rows, which then is not 1 here."""
+        tensor, dim = (*args, None)[:2]
+        if kwargs or self._has_one_row or type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
+            return False
+        return bool(tensor.shape[dim] == 1)
+
+    # Values.
+
+    def plain(self, value: Any) -> Any:
+        """A value that something is decided by, or computed from."""
+        if isinstance(value, _Noted):
+            if value.attribute:
+                self.numbers.pop(value.attribute, None)
+                self.guards.note(f"self.{value.attribute}", value.value)
+            elif not value.is_width:
+                refuse("decides by the number of its rows")
+            else:
+                self.decides_by_width = True
+            return value.value
+        if type(value) in (tuple, list):
+            return type(value)(map(self.plain, value))
+        return slice(*map(self.plain, (value.start, value.stop, value.step))) if type(value) is slice else value
+
+    def truth(self, value: Any) -> bool:
+        """Whether something that the forward decides by is true."""
+        if type(value) in (tuple, list):
+            return bool(value)
+        if isinstance(value, Tensor):
+            refuse("decides by what it computes")
+        value = self.plain(value)
+        return bool(value) if is_plain(value) else refuse(f"decides by a {type(value).__name__}")
+
+    def compared(self, compare: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        """What a comparison comes to."""
+        is_identity = compare in (operator.is_, operator.is_not)
+        if is_identity and (a is None or b is None):
+            return compare(a, b)
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            refuse(f"calls {compare.__name__} with a tensor")
+        a, b = self.plain(a), self.plain(b)
+        if not all(is_plain(tuple(each) if type(each) is list else each) for each in (a, b)):
+            refuse(f"compares a {type(a).__name__} with a {type(b).__name__}")
+        if is_identity and not all(type(each) is torch.dtype for each in (a, b)):
+            refuse("compares identities")  # (True, 1) may become (1, True), which is equal
+        try:
+            return compare(a, b)
+        except Exception as error:
+            raise Raises(str(error)) from error
+
+    def binary(self, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        """What an operator between two values comes to."""
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            method = f"__{'' if isinstance(a, Tensor) else 'r'}{function.__name__}__"
+            self.guards.note(f"Tensor.{method}", getattr(Tensor, method))
+            return self.operation(function, function.__name__, (a, b), {})
+        if function is operator.add and type(a) is type(b) and type(a) in (tuple, list):
+            return a + b
+        return self.computed(function, (a, b))
+
+    def item(self, value: Any, index: Any) -> Any:
+        """What a subscript of a value comes to."""
+        if isinstance(value, Tensor):
+            return refuse("calls getitem, which is no part of an RMSNorm")
+        index = self.plain(index)
+        if value is _table():
+            return self._activation(value, index)
+        if type(value) not in (tuple, list, str):
+            refuse(f"takes elements of a {type(value).__name__}")
+        try:
+            return value[index]
+        except Exception as error:
+            raise Raises(str(error)) from error
+
+    def _activation(self, table: Any, key: Any) -> MethodType:
+        """The forward of a module of a table of transformers', which makes a new one each time; without attributes."""
+        cls: Any = table.get(key) if type(key) is str else None
+        is_module = _is_plain_class(cls) and issubclass(cls, nn.Module) and cls.__call__ is nn.Module.__call__
+        if not is_module or type(cls.forward) is not FunctionType:
+            refuse(f"takes {key!r} of a table of activations")
+        self.guards.note(f"{self.guards.name_of(table)}.get({key!r})", cls)
+        return MethodType(self.guards.note(f"{self.guards.name_of(cls)}.forward", cls.forward), _MISSING)
+
+    def judged(self, expression: str, value: Any, what: str) -> Any:
+        """A value that was read, if it is one that guards can compare."""
+        if not is_plain(value) and value is not _table():
+            if isinstance(value, Tensor):
+                refuse(f"reads {what}, a tensor that is no parameter")
+            is_known = _is_among(value, OPERATIONS) or _is_among(value, _PURE)
+            is_known |= type(value) in (FunctionType, ModuleType) or value is Tensor or _is_plain_class(value)
+            is_known |= isinstance(value, ModuleType) and type(value).__getattribute__ is ModuleType.__getattribute__
+            if not is_known:
+                refuse(f"calls {_full_name(value)}" if callable(value) else f"reads {what}, a {type(value).__name__}")
+        return self.guards.note(expression, value)
+
+    # Attributes.
+
+    def attribute(self, value: Any, name: str) -> Any:
+        """What an attribute of a value is."""
+        if name.startswith("__") and not name.endswith("__"):
+            refuse(f"uses {name}, which has another name at run time")
+        if isinstance(value, Tensor):
+            return self._of_tensor(value, name)
+        if value is self.module:
+            return self._of_module(name)
+        if isinstance(value, _Super):
+            return self._of_super(value.cls, name)
+        if isinstance(value, ModuleType) and name in vars(value):
+            return self.judged(f"{self.guards.name_of(value)}.{name}", vars(value)[name], name)
+        if _is_plain_class(value):
+            return self._of_class(value, name)
+        return refuse(f"uses {name}, which is no part of a norm")
+
+    def _of_tensor(self, tensor: Tensor, name: str) -> Any:
+        if name == "dtype":
+            self.asks_for.add("dtypes")
+            return tensor.dtype
+        if name in ("shape", "ndim"):
+            self.asks_for.add("dimensions")
+            return self._extents(tensor) if name == "shape" else tensor.ndim
+        if name not in METHODS and name not in PROPERTIES:
+            refuse(f"uses {name}, which is no part of a norm")
+        self.guards.note(f"Tensor.{name}", getattr(Tensor, name))
+        return _Method(tensor, name)
+
+    def _extents(self, tensor: Tensor) -> tuple[_Noted, ...]:
+        first = tensor.dim() - self._widths.get(id(tensor), 0)
+        return tuple(_Noted(size, is_width=dim >= first) for dim, size in enumerate(tensor.shape))
+
+    def _of_module(self, name: str) -> Any:
+        cls, own = type(self.module), vars(self.module)
+        if name == "training":
+            refuse("asks whether it is in training")
+        is_of_all = name in INTERNAL or (hasattr(nn.Module, name) and getattr(cls, name) is getattr(nn.Module, name))
+        if is_of_all or name == "__class__":
+            refuse(f"uses {name}, which is no part of a norm")
+        found = _static(cls, name)
+        is_function = isinstance(found, (FunctionType, staticmethod))
+        if found is not _MISSING and not is_plain(found) and not is_function:
+            refuse(f"reads its {name}, a {type(found).__name__}")
+        if is_function and name not in own:
+            self.guards.note(f"({name!r} in own)", False)
+            function = self.judged(f"cls.{name}", getattr(cls, name), name)
+            return MethodType(function, self.module) if isinstance(found, FunctionType) else function
+        if name in own:
+            value = own[name]
+        elif found is not _MISSING:
+            value = found
+        elif self._weight is not None and name == self._weight[0]:
+            return self._weight[1]
+        else:
+            spaces = (self.module._parameters, self.module._buffers, self.module._modules)
+            space: Any = next((space for space in spaces if name in space), None)
+            if space is None:
+                raise Raises(f"has no attribute {name}")
+            value = space[name]
+        if type(value) is float:
+            self.numbers[name] = value
+            return _Noted(value, attribute=name)
+        return self.judged(f"self.{name}", value, f"its {name}")
+
+    def _of_super(self, cls: type, name: str) -> Any:
+        mro = type(self.module).__mro__
+        base = mro[mro.index(cls) + 1]
+        if cls.__bases__[0] is not base or base.__mro__ != mro[mro.index(base) :]:
+            refuse(f"uses {name} of one of several bases")
+        function = getattr(base, name, None)
+        if not isinstance(function, FunctionType) or not isinstance(_static(base, name), FunctionType):
+            refuse(f"uses {name} of a base, a {type(function).__name__}")
+        self.guards.note(f"{self.guards.name_of(cls)}.__bases__[0]", base)
+        self.guards.note(f"{self.guards.name_of(base)}.{name}", function)
+        return MethodType(function, self.module)
+
+    def _of_class(self, cls: type, name: str) -> Any:
+        found = _static(cls, name)
+        if name.startswith("__") or not (is_plain(found) or isinstance(found, (type, FunctionType, staticmethod))):
+            refuse(f"reads {name}, a {type(found).__name__}")
+        return self.judged(f"{self.guards.name_of(cls)}.{name}", getattr(cls, name), name)
+
+
+class _Frame:
+    """One call of a function in Python."""
+
+    def __init__(self, following: Following, function: FunctionType, local: dict[str, Any]) -> None:
+        self._following, self._function, self._local = following, function, local
+
+    def run(self, statements: Sequence[ast.stmt]) -> tuple[Any] | None:
+        """What the statements return, in a tuple; None if they go on."""
+        for statement in statements:
+            match statement:
+                case ast.Return(value=value):
+                    return (None if value is None else self.value_of(value),)
+                case ast.If():
+                    is_true = self._following.truth(self.value_of(statement.test))
+                    if (returned := self.run(statement.body if is_true else statement.orelse)) is not None:
+                        return returned
+                case ast.Assign():
+                    result = self.value_of(statement.value)
+                    for target in statement.targets:
+                        self._assign(target, result)
+                case ast.AnnAssign(target=ast.Name()):
+                    if statement.value is not None:
+                        self._assign(statement.target, self.value_of(statement.value))
+                case ast.AugAssign(target=ast.Name(id=name)):
+                    before = self._name(name)
+                    if isinstance(before, (Tensor, list)):
+                        refuse(f"writes into a {type(before).__name__.lower()}")
+                    self._local[name] = self._of_two(statement.op, before, statement.value)
+                case ast.Expr():
+                    self.value_of(statement.value)
+                case ast.Assert():
+                    if not self._following.truth(self.value_of(statement.test)):
+                        raise Raises("AssertionError")
+                case ast.Raise():
+                    raise Raises(ast.unparse(statement))
+                case ast.Pass():
+                    pass
+                case _:
+                    refuse(f"does something else than compute: {ast.unparse(statement).partition(chr(10))[0]}")
+        return None
+
+    def _assign(self, target: ast.expr, value: Any) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._local[name] = value
+            case ast.Tuple(elts=targets) | ast.List(elts=targets) if type(value) in (tuple, list):
+                stars = [i for i, each in enumerate(targets) if isinstance(each, ast.Starred)]
+                if stars and len(value) >= len(targets) - 1:
+                    end = stars[0] + len(value) - len(targets) + 1
+                    value = [*value[: stars[0]], list(value[stars[0] : end]), *value[end:]]
+                    targets = [getattr(each, "value", each) for each in targets]
+                if len(targets) != len(value):
+                    raise Raises("cannot unpack")
+                for each, part in zip(targets, value, strict=True):
+                    self._assign(each, part)
+            case _:
+                refuse(f"assigns {ast.unparse(target)}")
+
+    def value_of(self, expression: ast.expr) -> Any:
+        """What an expression comes to."""
+        following = self._following
+        match expression:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self._name(name)
+            case ast.Attribute(value=value, attr=name):
+                return following.attribute(self.value_of(value), name)
+            case ast.Call():
+                return self._call(expression)
+            case ast.BinOp(left=left, right=right):
+                return self._of_two(expression.op, self.value_of(left), right)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return not following.truth(self.value_of(operand))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return following.computed(operator.neg, (self.value_of(operand),))
+            case ast.BoolOp(values=values):
+                for each in values:
+                    value = self.value_of(each)
+                    if each is not values[-1] and following.truth(value) is isinstance(expression.op, ast.Or):
+                        break
+                return value
+            case ast.Compare(left=left):
+                return self._compared(expression)
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                return self.value_of(body if following.truth(self.value_of(test)) else orelse)
+            case ast.Tuple(elts=elements):
+                return tuple(self._elements(elements))
+            case ast.List(elts=elements):
+                return list(self._elements(elements))
+            case ast.Subscript(value=value, slice=index):
+                return following.item(self.value_of(value), self.value_of(index))
+            case ast.Slice(lower=lower, upper=upper, step=step):
+                return slice(*[None if each is None else self.value_of(each) for each in (lower, upper, step)])
+        return refuse(f"has the expression {type(expression).__name__}: {ast.unparse(expression)}")
+
+    def _of_two(self, sign: ast.operator, left: Any, right: ast.expr) -> Any:
+        function = _BINARY.get(type(sign)) or refuse(f"has the operator {type(sign).__name__}")
+        return self._following.binary(function, left, self.value_of(right))
+
+    def _elements(self, elements: Sequence[ast.expr]) -> Iterator[Any]:
+        for element in elements:
+            if isinstance(element, ast.Starred):
+                value = self.value_of(element.value)
+                if type(value) not in (tuple, list):
+                    refuse(f"unpacks a {type(value).__name__}")
+                yield from value
+            else:
+                yield self.value_of(element)
+
+    def _compared(self, expression: ast.Compare) -> Any:
+        value = self.value_of(expression.left)
+        result: Any = True
+        for comparison, right in zip(expression.ops, expression.comparators, strict=True):
+            other = self.value_of(right)
+            result = self._following.compared(_COMPARISONS[type(comparison)], value, other)
+            if not self._following.truth(result):
+                break
+            value = other
+        return result
+
+    def _name(self, name: str) -> Any:
+        code, guards = self._function.__code__, self._following.guards
+        if name in code.co_varnames or name in code.co_cellvars:
+            if name not in self._local:
+                raise Raises(f"UnboundLocalError: {name}")
+            return self._local[name]
+        if name in code.co_freevars:
+            cell = (self._function.__closure__ or ())[code.co_freevars.index(name)]
+            try:
+                value = cell.cell_contents
+            except ValueError as error:
+                raise Raises(f"NameError: {name}") from error
+            return self._following.judged(f"{guards.name_of(cell)}.cell_contents", value, name)
+        space, built_in = self._function.__globals__, self._function.__builtins__  # type: ignore[attr-defined]
+        if name.startswith("__") or type(space) is not dict or type(built_in) is not dict:
+            refuse(f"reads {name}, which is neither its own nor a module's")
+        if name in space:
+            return self._following.judged(f"{guards.name_of(space)}[{name!r}]", space[name], name)
+        guards.note(f"({name!r} in {guards.name_of(space)})", False)
+        if name not in built_in:
+            refuse(f"reads {name}, which is nowhere")
+        return self._following.judged(f"{guards.name_of(built_in)}[{name!r}]", built_in[name], name)
+
+    def _call(self, call: ast.Call) -> Any:
+        function = self.value_of(call.func)
+        if function is super:
+            return self._super(call)
+        args = list(self._elements(call.args))
+        if any(keyword.arg is None for keyword in call.keywords):
+            refuse("calls with ** of something")
+        kwargs = {str(keyword.arg): self.value_of(keyword.value) for keyword in call.keywords}
+        return self._following.call(function, args, kwargs)
+
+    def _super(self, call: ast.Call) -> _Super:
+        if call.args or call.keywords or not call.func or not isinstance(call.func, ast.Name):
+            args = list(self._elements(call.args))
+        else:
+            args = [self._name("__class__"), self._local[self._function.__code__.co_varnames[0]]]
+        if len(args) != 2 or args[1] is not self._following.module or not _is_plain_class(args[0]):
+            refuse("calls super")
+        if args[0] not in type(self._following.module).__mro__[:-1]:
+            raise Raises("super: not a subclass")
+        return _Super(args[0])
+
+
+def follow(
+    module: nn.Module,
+    weight: tuple[str, Tensor] | None,
+    arguments: Sequence[tuple[str, Tensor]],
+    width_dims: int,
+    guards: Guards,
+) -> Run:
+    """What the forward of a module computes and reads, with another weight in the place of its own.
+
+    The last ``width_dims`` dimensions of the arguments are not for rows.
+
+    Raises:
+        Unfit: with the reason, if that cannot be known.
+        Raises: if the forward would raise an error.
+    """
+    following = Following(module, weight, guards)
+    nodes = tuple(following.add_input(name, tensor, width_dims) for name, tensor in arguments)
+    weight_node = None if weight is None else following.add_input("weight", weight[1], weight[1].dim())
+    guards.note("cls.__getattribute__", object.__getattribute__)
+    guards.note("(cls.__getattr__ is Module.__getattr__)", True)  # torch.export replaces that of all modules
+    forward = guards.note("cls.forward", type(module).forward)
+    result = following.run(forward, (module, *(tensor for _, tensor in arguments)), {})
+    if not isinstance(result, Tensor):
+        refuse("returns something else than a tensor of its input's shape")
+    return Run(
+        following.graph,
+        nodes,
+        weight_node,
+        following.nodes[id(result)],
+        following.numbers,
+        following.decides_by_width,
+        frozenset(following.asks_for),
+    )
+
+
+def refuse(reason: str) -> NoReturn:
+    """Ends a run."""
+    raise Unfit(reason)
+
+
+_SPACES = ("_parameters", "_buffers", "_modules")
+INTERNAL = {*vars(nn.Module()), *_SPACES} - {"training"}
+"""Attributes that every module has."""
+
+
+def is_of(name: object, package: str) -> bool:
+    """Whether a module is in a package."""
+    return isinstance(name, str) and (name == package or name.startswith(f"{package}."))
+
+
+def _table() -> Any:
+    """The table of activations of transformers, if anybody has imported it."""
+    return getattr(sys.modules.get("transformers.activations"), "ACT2FN", _MISSING)
+
+
+_MISSING = object()
+
+
+def _static(cls: type, name: str) -> Any:
+    """What a class has under a name, as it is there."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
+
+
+def _is_plain_class(value: Any) -> bool:
+    """Whether a value is a class that finds its attributes as classes do."""
+    return type(value) in (type, ABCMeta)
+
+
+def _is_among(value: Any, known: Collection[Any]) -> bool:
+    return any(each is value for each in known)  # no value is asked whether it is equal
+
+
+def _full_name(function: Any) -> str:
+    if isinstance(function, MethodType | BuiltinMethodType) and not isinstance(
+        function.__self__, type | ModuleType | None
+    ):
+        return function.__qualname__
+    name = getattr(function, "__name__", type(function).__name__)
+    module = getattr(function, "__module__", None) or "torch"
+    return name if module == "builtins" or name.startswith("torch.") else f"{module}.{name}"

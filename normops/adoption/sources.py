@@ -1,0 +1,56 @@
+"""The syntax trees of functions, and how arguments are given to them."""
+
+import ast
+import inspect
+import linecache
+from collections.abc import Sequence
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any
+
+Defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+"""The syntax tree of a function."""
+
+
+def source_of(function: FunctionType) -> Defined | None:
+    """The syntax tree of a function, if there is one that compiles to the function's code."""
+    code = function.__code__
+    source = "".join(linecache.getlines(code.co_filename, function.__globals__))
+    key = code.co_name, code.co_firstlineno
+    codes, nodes = _compiled(code.co_filename, source)
+    found = nodes.get(key, ())
+    return found[0] if code in codes.get(key, ()) and len(found) == 1 else None
+
+
+_Functions = tuple[dict[tuple[str, int], list[CodeType]], dict[tuple[str, int], list[Defined]]]
+
+
+@lru_cache(maxsize=4)
+def _compiled(file: str, source: str) -> _Functions:
+    """The codes and the syntax trees of the functions in a file, by their names and first lines."""
+    codes: dict[tuple[str, int], list[CodeType]] = {}
+    nodes: dict[tuple[str, int], list[Defined]] = {}
+    try:
+        tree = ast.parse(source)
+        left = [compile(tree, file, "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):
+        return codes, nodes
+    while left:
+        code = left.pop()
+        codes.setdefault((code.co_name, code.co_firstlineno), []).append(code)
+        left += [each for each in code.co_consts if isinstance(each, CodeType)]
+    for node in ast.walk(tree):
+        if isinstance(node, Defined):
+            name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+            line = min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
+            nodes.setdefault((name, line), []).append(node)
+    return codes, nodes
+
+
+def bound_arguments(function: FunctionType, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a function by their names."""
+    # Without attributes, by which it may say that it takes others.
+    bare = FunctionType(function.__code__, {}, "bare", function.__defaults__, function.__closure__)
+    bound = inspect.signature(bare).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
