@@ -68,7 +68,7 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "normops.adoption.following": ("normops.patch", ("_buffers", "_modules", "_parameters")),
-    "normops.adoption.patched_forward": ("normops.patch", ("_dynamo_marked_constant", "_parameters")),
+    "normops.adoption.patched_forward": ("normops.patch", ("_dynamo_marked_constant",)),
     "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),
 }
 """What each module of normops uses: the feature that depends on it, and the private names.

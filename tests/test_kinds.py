@@ -147,7 +147,8 @@ NAMES = (
 
 # Of these, what is refused: it could be another one at the next call without being replaced.
 REFUSED = (
-    "['", "items[", ".get(", "getattr", "SCALAR", "TENSOR", "buffer", "OBJECT", "of_class", "keyword", "computed", " is ",
+    "['", "items[", ".get(", "getattr", "SCALAR", "TENSOR", "buffer", "OBJECT", "of_class", "keyword", "computed",
+    " is ",
 )  # fmt: skip
 
 # What the world is, or a tensor; without a change: it is there from the beginning, in one call or the other.

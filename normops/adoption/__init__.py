@@ -1,10 +1,10 @@
 """normops under RMSNorms that other people wrote: module by module, under torch's own operator, or for ``kernels``.
 
-``patching`` walks through a model, and ``patched_forward`` is what a module gets whose norm is known. ``recognition``
-finds that norm by following the module's forward, in every way in which it may be called (``trial``). ``following``
-evaluates its code, whose syntax tree ``sources`` finds, and notes what it computes and reads; ``guards`` compares what
-it read at every call. ``structure`` reads the graph that comes of it, ``experiments`` finds out what no graph shows,
-and ``norm`` is what is known in the end.
+``patching`` walks through a model, and ``installation`` gives each norm a ``patched_forward``. ``recognition`` finds
+what a norm computes by following the module's forward, in every way in which it may be called (``trial``).
+``following`` and ``evaluation`` evaluate its code, whose syntax tree ``sources`` finds, and note what it computes and
+reads; ``guards`` compares what it read at every call. ``structure`` reads the graph that comes of it, ``experiments``
+finds out what no graph shows, and ``norm`` is what is known in the end. ``reasons`` are why a module is left as it is.
 
 ``override`` puts normops under torch's own ``rms_norm``, and ``hugging_face`` into the mapping of ``kernels``.
 """

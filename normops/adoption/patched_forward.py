@@ -1,143 +1,32 @@
 """The forward that :func:`normops.patch` gives a module."""
 
 import linecache
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable
 from itertools import count, pairwise, product
-from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple, SupportsIndex, TypeGuard
+from types import CodeType, FunctionType
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from normops._operators import TENSORS
 from normops.adoption.following import PROPERTIES
-from normops.adoption.guards import Guard, conditions, described, found_again, names_of
-from normops.adoption.norm import ACTIVATIONS, ENTRIES, OUTPUT_DTYPES, SLOTS, Norm, Saved
+from normops.adoption.guards import conditions, names_of
+from normops.adoption.norm import ACTIVATIONS, OUTPUT_DTYPES, Norm, Saved
 from normops.functional import CastingMode, gated_rms_norm, rms_norm
 from normops.inductor import Rounding
 from normops.inductor.calls import DTYPES, HALVES, METHODS
 
-
-class Given(NamedTuple):
-    """What a forward of ours is made of; the key by which modules share one."""
-
-    cls: type[nn.Module]
-    norm: Norm
-    rounding: Rounding
-
-    def __deepcopy__(self, memo: object) -> "Given":  # noqa: D105
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:  # noqa: D105
-        *facts, guards = self.norm
-        return _given_again, (self.cls, facts, described(guards), self.rounding)
-
-
-def _given_again(cls: type[nn.Module], facts: list[Any], guards: tuple[Guard, ...], rounding: Rounding) -> Given | None:
-    """What was pickled, if all that it rests on is here as it was there."""
-    found = found_again(guards, cls)
-    return None if found is None else Given(cls, Norm(*[*facts, found]), rounding)
-
-
-def give(found: Iterable[tuple[nn.Module, Norm, Rounding]]) -> None:
-    """Gives modules forwards that run normops, all or, if anything fails, none."""
-    made = [(module, Given(type(module), norm, rounding)) for module, norm, rounding in found]
-    for _, made_of in made:
-        _forward(made_of)
-    for module, made_of in made:
-        _put(module, "_old_forward" if "_old_forward" in vars(module) else "forward", made_of)
-
-
-def given(module: nn.Module) -> dict[Given, str]:
-    """The forwards that a module was given, and in which of its attributes they are."""
-    forwards = {slot: vars(module).get(slot) for slot in SLOTS}
-    found = {_given(each): slot for slot, each in forwards.items() if getattr(each, "__self__", None) is module}
-    return {made: slot for made, slot in found.items() if made is not None}
-
-
-def is_covered(module: nn.Module) -> bool:
-    """Whether somebody has put another forward over one that the module was given, which that may call."""
-    return _is_ours(vars(module).get("__reduce_ex__")) and not any(_given(vars(module).get(slot)) for slot in SLOTS)
-
-
-def give_back(module: nn.Module) -> bool:
-    """Takes back what a module was given; returns whether there was anything.
-
-    A forward of ours that is called by another one, which has taken its place since, sees that, and steps aside.
-    """
-    own = vars(module)
-    for slot in [slot for slot in SLOTS if _is_ours(own.get(slot))]:
-        if slot == "forward":
-            del own[slot]
-        else:
-            own[slot] = MethodType(type(module).forward, module)
-    return _is_ours(own.get("__reduce_ex__")) and own.pop("__reduce_ex__") is not None
-
-
-def has_foreign_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward that is neither its class's nor ours."""
-    forward = next((vars(module)[slot] for slot in SLOTS if slot in vars(module)), None)
-    own = isinstance(forward, MethodType) and forward.__func__ is getattr(type(module), "forward", None)
-    return forward is not None and not own and _given(forward) is None
-
-
-def _given(forward: Any) -> Given | None:
-    return getattr(forward.__func__, "normops", None) if isinstance(forward, MethodType) else None
-
-
-def _put(module: nn.Module, slot: str, made_of: Given) -> None:
-    """Puts a method of ours into a module.
-
-    Modules that are alike share the method's function, so that torch.compile compiles their callers once.
-    """
-    module.__dict__[slot] = MethodType(_forward(made_of), module)
-    module.__dict__["__reduce_ex__"] = MethodType(_reduce, module)
-
-
-def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-    """The ``__reduce_ex__`` of a patched module, which pickle and copy call: makes another module, and patches that."""
-    reduced = type(module).__reduce_ex__(module, protocol)
-    if isinstance(reduced, str):
-        return reduced
-    function, arguments, *rest = reduced
-    rest[:1] = [_without_entries(state) for state in rest[:1]]
-    return _remake, (function, arguments, given(module)), *rest
-
-
-def _remake(
-    function: Callable[..., nn.Module], arguments: tuple[Any, ...], found: dict[Given | None, str]
-) -> nn.Module:
-    module = function(*arguments)
-    for made_of, slot in found.items():
-        if made_of is not None:
-            _put(module, slot, made_of)
-    return module
-
-
-def _without_entries(state: Any) -> Any:
-    """The state without our methods, as these are bound to the module that is copied."""
-    if isinstance(state, tuple):
-        return tuple(map(_without_entries, state))
-    return {n: v for n, v in state.items() if n not in ENTRIES or not _is_ours(v)} if type(state) is dict else state
-
-
-def _is_ours(value: Any) -> bool:
-    return isinstance(value, MethodType) and (value.__func__ is _reduce or _given(value) is not None)
-
-
 _numbers = count()
 
 
-@cache
-def _forward(made_of: Given) -> FunctionType:
+def forward_of(cls: type[nn.Module], norm: Norm, rounding: Rounding) -> FunctionType:
     """The function of a patched forward.
 
     It is compiled from source, as a dataclass's methods are. Its arguments then get the names that callers know: in the
     compiled code, where they cannot hide what the source calls.
     """
-    norm = made_of.norm
-    own: Any = made_of.cls.forward
+    own: Any = cls.forward
     names: dict[str, Any] = {
         "rms_norm": rms_norm,
         "gated_rms_norm": gated_rms_norm,
@@ -161,7 +50,7 @@ def _forward(made_of: Given) -> FunctionType:
         **ACTIVATIONS,
         **names_of(norm.guards),
     }
-    source, file = _source(norm, made_of.rounding), f"<normops.patch {next(_numbers)}: {norm}>"
+    source, file = _source(norm, rounding), f"<normops.patch {next(_numbers)}: {norm}>"
     exec(compile(source, file, "exec"), names)
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # for tracebacks
     code: CodeType = names["forward"].__code__
@@ -169,7 +58,6 @@ def _forward(made_of: Given) -> FunctionType:
     others = [name + "_" * max(map(len, given)) for name in code.co_varnames[len(given) :]]
     code = code.replace(co_varnames=(*given, *others))
     forward = names["forward"] = FunctionType(code, names, "forward", own.__defaults__)
-    forward.normops = made_of  # type: ignore[attr-defined]
     return forward
 
 

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from normops.adoption.following import INTERNAL, Unfit
+from normops.adoption.following import INTERNAL
 from normops.adoption.guards import holding, is_plain
+from normops.adoption.installation import has_foreign_forward, install, installed, is_covered, uninstall
 from normops.adoption.norm import Norm
-from normops.adoption.patched_forward import give, give_back, given, has_foreign_forward, is_covered
+from normops.adoption.reasons import Unfit
 from normops.adoption.recognition import check_class, find_norm
 from normops.inductor import Rounding, check_rounding
 from normops.modules import GatedRMSNorm, RMSNorm
@@ -108,7 +109,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
     for name, module in model.named_modules():
         title = type(module).__name__
         runs = isinstance(module, (RMSNorm, GatedRMSNorm)) or is_covered(module)
-        if runs or rounding in (made.rounding for made in given(module)):
+        if runs or rounding in (made.rounding for made in installed(module)):
             already[name] = title
         elif _is_of_torch(module) and not isinstance(module, nn.RMSNorm):
             if "Norm" in title:
@@ -125,7 +126,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
         left = PatchReport(skipped=skipped)
         raise RuntimeError(f"expected to patch every norm (strict=True), but cannot, and changed nothing:\n{left}")
     patched = {name: f"{type(module).__name__}: {norm}" for name, (module, norm) in found.items()}
-    give([(module, norm, rounding) for module, norm in found.values()])
+    install([(module, norm, rounding) for module, norm in found.values()])
     return PatchReport(patched, skipped, others, already)
 
 
@@ -135,7 +136,7 @@ def unpatch(model: nn.Module) -> int:
     Returns:
         How many modules were patched.
     """
-    return sum(give_back(module) for module in model.modules())
+    return sum(uninstall(module) for module in model.modules())
 
 
 class _Found:

@@ -22,9 +22,10 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from normops.adoption.experiments import autocasts_of, order_of, output_dtype_of, rounds_of, saves_of
-from normops.adoption.following import Raises, Run, Unfit, is_of
+from normops.adoption.following import Run, is_of
 from normops.adoption.guards import MOST
 from normops.adoption.norm import Gate, Norm
+from normops.adoption.reasons import Raises, Unfit
 from normops.adoption.structure import Structure, check_alike, structure_of
 from normops.adoption.trial import MOST_DIMS, Case, Trial, whole_shape
 from normops.inductor.calls import DTYPES

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from normops.adoption.following import HandedOn, Run, Unfit
+from normops.adoption.following import Run, TracedFloat
+from normops.adoption.reasons import Unfit
 from normops.inductor.calls import DTYPES, NORMS, Call, arguments_of_norm, call_of, is_reshape, number, value_of
 from normops.inductor.handwritten import match_norm
 
@@ -127,7 +128,7 @@ class _Reading:
             raise Unfit(f"computes something else than {self._sought}")
         size = _value(core.input).shape[-1]
         is_grouped = core.normalized_dims == 1 and size != self._shape[-1]
-        eps = core.eps.attribute if isinstance(core.eps, HandedOn) and self._is_once(core.eps) else core.eps
+        eps = core.eps.attribute if isinstance(core.eps, TracedFloat) and self._is_once(core.eps) else core.eps
         eps = eps if isinstance(eps, str) or eps is None else number(eps)
         gating, offset = self._gating, self._weight_offset or 0.0
         return Structure(eps, offset, core.normalized_dims, size if is_grouped else None, gating)
@@ -136,7 +137,7 @@ class _Reading:
     def _sought(self) -> str:
         return "an RMSNorm" if self._gate is None else "a gated RMSNorm"
 
-    def _is_once(self, eps: HandedOn) -> bool:
+    def _is_once(self, eps: TracedFloat) -> bool:
         """Whether the attribute of eps goes into the graph only once: as eps."""
         arguments = [each for node in self._run.graph.nodes for each in (*node.args, *node.kwargs.values())]
         return [getattr(each, "attribute", None) for each in arguments].count(eps.attribute) == 1

@@ -1,0 +1,217 @@
+"""The statements and expressions of a function in Python, one at a time.
+
+What values, calls and attributes come to is :mod:`~.following`'s.
+"""
+
+import ast
+import operator
+from abc import ABCMeta
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from normops.adoption.reasons import Raises, refuse
+
+if TYPE_CHECKING:
+    from normops.adoption.following import Following
+
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+
+
+class Super(NamedTuple):
+    """``super()`` in a method of this class."""
+
+    cls: type
+
+
+class Frame:
+    """One call of a function in Python."""
+
+    def __init__(self, following: "Following", function: FunctionType, local: dict[str, Any]) -> None:
+        self._following, self._function, self._local = following, function, local
+
+    def run(self, statements: Sequence[ast.stmt]) -> tuple[Any] | None:
+        """What the statements return, in a tuple; None if they go on."""
+        for statement in statements:
+            match statement:
+                case ast.Return(value=value):
+                    return (None if value is None else self.value_of(value),)
+                case ast.If():
+                    is_true = self._following.truth(self.value_of(statement.test))
+                    if (returned := self.run(statement.body if is_true else statement.orelse)) is not None:
+                        return returned
+                case ast.Assign():
+                    result = self.value_of(statement.value)
+                    for target in statement.targets:
+                        self._assign(target, result)
+                case ast.AnnAssign(target=ast.Name()):
+                    if statement.value is not None:
+                        self._assign(statement.target, self.value_of(statement.value))
+                case ast.AugAssign(target=ast.Name(id=name)):
+                    before = self._name(name)
+                    if isinstance(before, (Tensor, list)):
+                        refuse(f"writes into a {type(before).__name__.lower()}")
+                    self._local[name] = self._of_two(statement.op, before, statement.value)
+                case ast.Expr():
+                    self.value_of(statement.value)
+                case ast.Assert():
+                    if not self._following.truth(self.value_of(statement.test)):
+                        raise Raises("AssertionError")
+                case ast.Raise():
+                    raise Raises(ast.unparse(statement))
+                case ast.Pass():
+                    pass
+                case _:
+                    refuse(f"does something else than compute: {ast.unparse(statement).partition(chr(10))[0]}")
+        return None
+
+    def _assign(self, target: ast.expr, value: Any) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._local[name] = value
+            case ast.Tuple(elts=targets) | ast.List(elts=targets) if type(value) in (tuple, list):
+                stars = [i for i, each in enumerate(targets) if isinstance(each, ast.Starred)]
+                if stars and len(value) >= len(targets) - 1:
+                    end = stars[0] + len(value) - len(targets) + 1
+                    value = [*value[: stars[0]], list(value[stars[0] : end]), *value[end:]]
+                    targets = [getattr(each, "value", each) for each in targets]
+                if len(targets) != len(value):
+                    raise Raises("cannot unpack")
+                for each, part in zip(targets, value, strict=True):
+                    self._assign(each, part)
+            case _:
+                refuse(f"assigns {ast.unparse(target)}")
+
+    def value_of(self, expression: ast.expr) -> Any:
+        """What an expression comes to."""
+        following = self._following
+        match expression:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self._name(name)
+            case ast.Attribute(value=value, attr=name):
+                return following.attribute(self.value_of(value), name)
+            case ast.Call():
+                return self._call(expression)
+            case ast.BinOp(left=left, right=right):
+                return self._of_two(expression.op, self.value_of(left), right)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return not following.truth(self.value_of(operand))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return following.computed(operator.neg, (self.value_of(operand),))
+            case ast.BoolOp(values=values):
+                for each in values:
+                    value = self.value_of(each)
+                    if each is not values[-1] and following.truth(value) is isinstance(expression.op, ast.Or):
+                        break
+                return value
+            case ast.Compare(left=left):
+                return self._compared(expression)
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                return self.value_of(body if following.truth(self.value_of(test)) else orelse)
+            case ast.Tuple(elts=elements):
+                return tuple(self._elements(elements))
+            case ast.List(elts=elements):
+                return list(self._elements(elements))
+            case ast.Subscript(value=value, slice=index):
+                return following.item(self.value_of(value), self.value_of(index))
+            case ast.Slice(lower=lower, upper=upper, step=step):
+                return slice(*[None if each is None else self.value_of(each) for each in (lower, upper, step)])
+        return refuse(f"has the expression {type(expression).__name__}: {ast.unparse(expression)}")
+
+    def _of_two(self, sign: ast.operator, left: Any, right: ast.expr) -> Any:
+        function = _BINARY.get(type(sign)) or refuse(f"has the operator {type(sign).__name__}")
+        return self._following.binary(function, left, self.value_of(right))
+
+    def _elements(self, elements: Sequence[ast.expr]) -> Iterator[Any]:
+        for element in elements:
+            if isinstance(element, ast.Starred):
+                value = self.value_of(element.value)
+                if type(value) not in (tuple, list):
+                    refuse(f"unpacks a {type(value).__name__}")
+                yield from value
+            else:
+                yield self.value_of(element)
+
+    def _compared(self, expression: ast.Compare) -> Any:
+        value = self.value_of(expression.left)
+        result: Any = True
+        for comparison, right in zip(expression.ops, expression.comparators, strict=True):
+            other = self.value_of(right)
+            result = self._following.compared(_COMPARISONS[type(comparison)], value, other)
+            if not self._following.truth(result):
+                break
+            value = other
+        return result
+
+    def _name(self, name: str) -> Any:
+        code, guards = self._function.__code__, self._following.guards
+        if name in code.co_varnames or name in code.co_cellvars:
+            if name not in self._local:
+                raise Raises(f"UnboundLocalError: {name}")
+            return self._local[name]
+        if name in code.co_freevars:
+            cell = (self._function.__closure__ or ())[code.co_freevars.index(name)]
+            try:
+                value = cell.cell_contents
+            except ValueError as error:
+                raise Raises(f"NameError: {name}") from error
+            return self._following.judged(f"{guards.name_of(cell)}.cell_contents", value, name)
+        space, built_in = self._function.__globals__, self._function.__builtins__  # type: ignore[attr-defined]
+        if name.startswith("__") or type(space) is not dict or type(built_in) is not dict:
+            refuse(f"reads {name}, which is neither its own nor a module's")
+        if name in space:
+            return self._following.judged(f"{guards.name_of(space)}[{name!r}]", space[name], name)
+        guards.note(f"({name!r} in {guards.name_of(space)})", False)
+        if name not in built_in:
+            refuse(f"reads {name}, which is nowhere")
+        return self._following.judged(f"{guards.name_of(built_in)}[{name!r}]", built_in[name], name)
+
+    def _call(self, call: ast.Call) -> Any:
+        function = self.value_of(call.func)
+        if function is super:
+            return self._super(call)
+        args = list(self._elements(call.args))
+        if any(keyword.arg is None for keyword in call.keywords):
+            refuse("calls with ** of something")
+        kwargs = {str(keyword.arg): self.value_of(keyword.value) for keyword in call.keywords}
+        return self._following.call(function, args, kwargs)
+
+    def _super(self, call: ast.Call) -> Super:
+        if call.args or call.keywords or not call.func or not isinstance(call.func, ast.Name):
+            args = list(self._elements(call.args))
+        else:
+            args = [self._name("__class__"), self._local[self._function.__code__.co_varnames[0]]]
+        if len(args) != 2 or args[1] is not self._following.module or not is_plain_class(args[0]):
+            refuse("calls super")
+        if args[0] not in type(self._following.module).__mro__[:-1]:
+            raise Raises("super: not a subclass")
+        return Super(args[0])
+
+
+def is_plain_class(value: Any) -> bool:
+    """Whether a value is a class that finds its attributes as classes do."""
+    return type(value) in (type, ABCMeta)

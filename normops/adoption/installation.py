@@ -1,0 +1,129 @@
+"""Giving modules forwards that run normops, and taking them back; how such modules are copied and pickled."""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, SupportsIndex
+
+from torch import nn
+
+from normops.adoption.guards import Guard, described, found_again
+from normops.adoption.norm import ENTRIES, SLOTS, Norm
+from normops.adoption.patched_forward import forward_of
+from normops.inductor import Rounding
+
+
+class Installed(NamedTuple):
+    """What a forward of ours is made of; the key by which modules share one."""
+
+    cls: type[nn.Module]
+    norm: Norm
+    rounding: Rounding
+
+    def __deepcopy__(self, memo: object) -> "Installed":  # noqa: D105
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:  # noqa: D105
+        *facts, guards = self.norm
+        return _installed_again, (self.cls, facts, described(guards), self.rounding)
+
+
+def _installed_again(
+    cls: type[nn.Module], facts: list[Any], guards: tuple[Guard, ...], rounding: Rounding
+) -> Installed | None:
+    """What was pickled, if all that it rests on is here as it was there."""
+    found = found_again(guards, cls)
+    return None if found is None else Installed(cls, Norm(*[*facts, found]), rounding)
+
+
+def install(found: Iterable[tuple[nn.Module, Norm, Rounding]]) -> None:
+    """Gives modules forwards that run normops, all or, if anything fails, none."""
+    made = [(module, Installed(type(module), norm, rounding)) for module, norm, rounding in found]
+    for _, made_of in made:
+        _function(made_of)
+    for module, made_of in made:
+        _put(module, "_old_forward" if "_old_forward" in vars(module) else "forward", made_of)
+
+
+def installed(module: nn.Module) -> dict[Installed, str]:
+    """The forwards that a module was given, and in which of its attributes they are."""
+    forwards = {slot: vars(module).get(slot) for slot in SLOTS}
+    found = {_made_of(each): slot for slot, each in forwards.items() if getattr(each, "__self__", None) is module}
+    return {made: slot for made, slot in found.items() if made is not None}
+
+
+def is_covered(module: nn.Module) -> bool:
+    """Whether somebody has put another forward over one that the module was given, which that may call."""
+    return _is_ours(vars(module).get("__reduce_ex__")) and not any(_made_of(vars(module).get(slot)) for slot in SLOTS)
+
+
+def uninstall(module: nn.Module) -> bool:
+    """Takes back what a module was given; returns whether there was anything.
+
+    A forward of ours that is called by another one, which has taken its place since, sees that, and steps aside.
+    """
+    own = vars(module)
+    for slot in [slot for slot in SLOTS if _is_ours(own.get(slot))]:
+        if slot == "forward":
+            del own[slot]
+        else:
+            own[slot] = MethodType(type(module).forward, module)
+    return _is_ours(own.get("__reduce_ex__")) and own.pop("__reduce_ex__") is not None
+
+
+def has_foreign_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward that is neither its class's nor ours."""
+    forward = next((vars(module)[slot] for slot in SLOTS if slot in vars(module)), None)
+    own = isinstance(forward, MethodType) and forward.__func__ is getattr(type(module), "forward", None)
+    return forward is not None and not own and _made_of(forward) is None
+
+
+def _made_of(forward: Any) -> Installed | None:
+    return getattr(forward.__func__, "normops", None) if isinstance(forward, MethodType) else None
+
+
+@cache
+def _function(made_of: Installed) -> FunctionType:
+    function = forward_of(*made_of)
+    function.normops = made_of  # type: ignore[attr-defined]
+    return function
+
+
+def _put(module: nn.Module, slot: str, made_of: Installed) -> None:
+    """Puts a method of ours into a module.
+
+    Modules that are alike share the method's function, so that torch.compile compiles their callers once.
+    """
+    module.__dict__[slot] = MethodType(_function(made_of), module)
+    module.__dict__["__reduce_ex__"] = MethodType(_reduce, module)
+
+
+def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+    """The ``__reduce_ex__`` of a patched module, which pickle and copy call: makes another module, and patches that."""
+    reduced = type(module).__reduce_ex__(module, protocol)
+    if isinstance(reduced, str):
+        return reduced
+    function, arguments, *rest = reduced
+    rest[:1] = [_without_entries(state) for state in rest[:1]]
+    return _remake, (function, arguments, installed(module)), *rest
+
+
+def _remake(
+    function: Callable[..., nn.Module], arguments: tuple[Any, ...], found: dict[Installed | None, str]
+) -> nn.Module:
+    module = function(*arguments)
+    for made_of, slot in found.items():
+        if made_of is not None:
+            _put(module, slot, made_of)
+    return module
+
+
+def _without_entries(state: Any) -> Any:
+    """The state without our methods, as these are bound to the module that is copied."""
+    if isinstance(state, tuple):
+        return tuple(map(_without_entries, state))
+    return {n: v for n, v in state.items() if n not in ENTRIES or not _is_ours(v)} if type(state) is dict else state
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, MethodType) and (value.__func__ is _reduce or _made_of(value) is not None)
