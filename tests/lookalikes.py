@@ -333,7 +333,7 @@ class Meta(type):
     offset = 0.0
 
 
-@lookalike("calls type", meta=Meta, change=set_on(Meta, "offset", 1.0))
+@lookalike("its class has a metaclass", meta=Meta, change=set_on(Meta, "offset", 1.0))
 def metaclass(self: Any, x: Tensor) -> Tensor:
     return (self.weight + type(self).offset) * self.normalized(x)
 
@@ -369,7 +369,7 @@ def _counting() -> Any:
 lookalike("does something else than compute: nonlocal")(_counting())
 
 
-@lookalike("reads the __defaults__ of helper_with_default, a tuple")
+@lookalike("reads the defaults of helper_with_default, a tuple")
 def default_argument(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(helper_with_default(x))
 
@@ -970,6 +970,21 @@ def asks_for_an_item(self: Any, x: Tensor) -> Tensor:
 
 
 # Shapes.
+
+
+@lookalike("rows of another width", base=Weightless)
+def groups_by_the_width(self: Any, x: Tensor) -> Tensor:
+    return self.normalized(x.unflatten(-1, (-1, min(16, x.shape[-1])))).flatten(-2)
+
+
+@lookalike("uses its own forward")
+def itself(self: Any, x: Tensor) -> Tensor:
+    return self.forward(x.float()).to(x.dtype) if x.dtype is torch.bfloat16 else self.weight * self.normalized(x)
+
+
+@lookalike("a __del__", space={"__del__": lambda self: DICT.clear()})
+def that_ends(self: Any, x: Tensor) -> Tensor:
+    return self.weight * self.normalized(x)
 
 
 @lookalike("decides by the number of its rows")

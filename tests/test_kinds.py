@@ -21,7 +21,7 @@ import pytest
 import torch
 from lookalikes import SIZE
 from norms_of_others import LlamaNorm
-from test_lookalikes import assert_alike
+from test_lookalikes import assert_alike, strides
 from torch import Tensor, nn
 
 import normops
@@ -73,6 +73,12 @@ NAMES = (
     Kind("offset", "alias.NUMBER", "del alias.NUMBER"),
     Kind("offset", "{this}.held", "del m.held"),
     Kind("offset", "{this}.pair[0]", "m.pair = (False, 0)"),
+    Kind("offset", "{this}.pair[0]", "m.pair = (torch.ones(32), 1)"),
+    Kind("offset", "super({this_class}, {this}).inherited()", "cls.__bases__ = (Mixin,)"),
+    Kind("statement", "pass", "cls.weight = None"),
+    Kind("statement", "pass", "m.eps = 10**20"),
+    Kind("statement", "pass", "cls.forward = staticmethod(lambda x: 3 * x)"),
+    Kind("statement", "pass", "cls.forward = OBJECT"),
     Kind("offset", "(0.0 if {this}.pair[0] is True else 1.0)", "m.pair = (True, 1)"),
     Kind("offset", "alias.NUMBER", "alias = other_module"),
     Kind("offset", "alias.NUMBER", "alias.NUMBER = 1.0"),
@@ -168,6 +174,7 @@ WORLD = (
     Kind("condition", "{x}.dim() == 3"),
     Kind("condition", "{x}.element_size() == 2"),
     Kind("condition", "{x}.sum().item() > 100"),
+    Kind("eps", "({this}.eps if {x}.dtype is torch.float32 else {this}.low)", "m.eps = 0.5"),
     Kind("condition", "({x} > 5).any()"),
     Kind("condition", "hasattr({x}, 'note')"),
     Kind("condition", "type({x}) is nn.Parameter"),
@@ -193,6 +200,8 @@ WORLD = (
     Kind("statement", "h = h.squeeze(0) if {x}.dim() < 4 else h"),
     Kind("statement", "h = h.to('meta') if {x}.numel() < 0 else h"),
     Kind("statement", "h = h.view(2, -1).view(h.shape)"),
+    Kind("statement", "h = h.view(-1, 32).view({x}.shape)"),
+    Kind("statement", "h = h.flatten(-3, -2).view({x}.shape)"),
     Kind("statement", "h = h.view(7, -1).view(h.shape)"),
     Kind("statement", "h = h.reshape({x}.shape[0], -1, 8).reshape(h.shape)"),
     Kind("statement", "h = h.reshape(min({x}.shape[0], 50), -1, 32).reshape(h.shape)"),
@@ -248,7 +257,7 @@ class Outer:
     Inner = Settings
 class Object:
     offset = 0.0
-    def __call__(self): return self.offset
+    def __call__(self, *_): return self.offset
 OBJECT = Object()
 alias, other_module = types.ModuleType("alias"), types.ModuleType("other")
 alias.NUMBER, alias.Settings, alias.same, other_module.NUMBER = 0.0, Settings, same, 1.0
@@ -268,8 +277,10 @@ def finding(self, name): return one if name == "method" else object.__getattribu
 class Base(nn.Module):
     def inherited(self): return 0.0
     def same(self, h): return h
+class Mixin(Base):
+    def inherited(self): return 1.0
 class Norm(Base):
-    constant = 0.0
+    constant, low = 0.0, 1e-6
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-2.0, 3.0, 32))
@@ -305,6 +316,8 @@ def inputs() -> Iterator[Tensor]:
     for shape in ((2, 32), (64, 32), (1, 32), (5, 1, 32), (1, 5, 32), (3, 4, 2, 32), (32,), (0, 32)):
         yield torch.randn(shape, generator=generator)
     yield torch.randn(32, 6, generator=generator).t()
+    yield torch.randn(4, 6, 32, generator=generator)[:, :3]
+    yield torch.randn(3, 4, 5, 32, generator=generator).permute(2, 0, 1, 3)
     for shape in ((64, 32), (2, 5, 32)):
         yield torch.randn(shape, generator=generator).bfloat16()
 
@@ -328,6 +341,8 @@ def assert_both_alike(patched: nn.Module, plain: nn.Module, text: str) -> None:
                 where = f"{text}, {tuple(x.shape)}, {x.dtype}, {training}"
                 if isinstance(expected[0], type):
                     assert actual == expected, where
+                else:
+                    assert strides(actual[0]) == strides(expected[0]), where
                 assert_alike(actual, expected, where, x.dtype)
     assert vars(patched)["calls"] == vars(plain)["calls"], text
 

@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -437,6 +438,71 @@ def test_a_failure_leaves_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StopIteration):
         normops.patch(blocks)
     assert [dict(vars(each)) for each in blocks] == before
+
+
+class Flagged(LlamaNorm):
+    def __init__(self, flag: Any) -> None:
+        super().__init__(32)
+        self.flag = flag
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return LlamaNorm.forward(self, hidden_states) if self.flag else hidden_states
+
+
+def test_attributes_that_are_equal() -> None:
+    x = torch.randn(2, 32)
+    for flag in (True, 1, 1.0):
+        norm = Flagged(flag)
+        assert normops.patch(norm).patched
+        assert uses_normops(norm, x)
+
+
+class Stateful(LlamaNorm):
+    def __getstate__(self) -> Any:
+        return OrderedDict(vars(self))
+
+    def __reduce__(self) -> Any:
+        return _stateful, (dict(vars(self)),)
+
+
+def _stateful(state: dict[str, Any]) -> Stateful:
+    vars(norm := object.__new__(Stateful)).update(state)
+    return norm
+
+
+@pytest.mark.parametrize("reduce", [Stateful.__reduce__, nn.Module.__reduce__])
+def test_copies_by_whatever_state(reduce: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stateful, "__reduce__", reduce)
+    norm, x = Stateful(32), torch.randn(2, 32)
+    normops.patch(norm)
+    for again in (copy.copy(norm), copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        again.weight = nn.Parameter(torch.full((32,), 3.0))
+        assert uses_normops(again, x)
+        torch.testing.assert_close(again(x), Stateful.forward(again, x))
+    assert uses_normops(norm, x)
+
+
+class Strange(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = LlamaNorm(32)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_a_neighbour_whose_attributes_raise() -> None:
+    report = normops.patch(nn.ModuleDict({"norm": LlamaNorm(32), "strange": Strange()}))
+    assert list(report.patched) == ["norm", "strange.norm"]
+    assert "cannot be examined: RuntimeError" in report.skipped["strange"]
+
+
+@pytest.mark.parametrize("parts", [(True, False), (False, True)])
+def test_neighbours_with_a_part_and_without(parts: tuple[bool, ...]) -> None:
+    norms = nn.ModuleList(LlamaNorm(32) for _ in parts)
+    for norm, has_part in zip(norms, parts, strict=True):
+        norm.register_module("part", nn.Identity() if has_part else None)
+    assert list(normops.patch(norms).patched) == [str(parts.index(False))]
 
 
 def test_pickled_beside_other_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,8 @@ class Frame:
                         raise Raises("AssertionError")
                 case ast.Raise():
                     raise Raises(ast.unparse(statement))
+                case ast.Delete(targets=[ast.Name(id=name)]) if name in self._local:
+                    del self._local[name]
                 case ast.Pass():
                     pass
                 case _:

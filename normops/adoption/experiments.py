@@ -5,7 +5,7 @@ That the module is a norm is known before, from the structure of its graph.
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
 import torch
 from torch import Tensor
@@ -40,17 +40,30 @@ def order_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]
     """
     dims = len(base.shape)
     found: set[Order] = set()
-    for rows, dtypes in product(((3, 2), (2, 3, 2)), taken):
-        if trial.is_gated or len(rows) + dims > MOST_DIMS or torch.float64 in dtypes:
+    orders = [order for count in (2, 3) for order in list(permutations(range(count)))[1:]]
+    for order, dtypes in product(orders, taken):
+        if trial.is_gated or len(order) + dims > MOST_DIMS or torch.float64 in dtypes:
             continue
-        weight, (tensor,) = trial.tensors(replace(base, rows=rows, dtypes=dtypes))
-        x = tensor.detach().transpose(-dims - 1, -dims - 2)
+        weight, (tensor,) = trial.tensors(replace(base, rows=(2, 3, 4)[: len(order)], dtypes=dtypes))
+        x = tensor.detach().permute(*order, *range(len(order), tensor.dim()))
         try:
             y = trial.call(weight, x)
         except Exception:  # the module's own forward will compute, and raise it again
             return "unknown"
         found.add("kept" if y.stride() == x.stride() else "contiguous" if y.is_contiguous() else "unknown")
     return found.pop() if len(found) == 1 else "unknown"
+
+
+def takes_gaps(trial: Trial, base: Case) -> bool:
+    """Whether the forward takes inputs between whose rows something else lies."""
+    weight, tensors = trial.tensors(replace(base, rows=(2, 4)))
+    whole, apart = [each[:, :3].contiguous() for each in tensors], [each[:, :3] for each in tensors]
+    try:
+        for i in range(len(tensors)):
+            trial.call(weight, *whole[:i], apart[i], *whole[i + 1 :])
+    except Exception:
+        return False
+    return True
 
 
 # The operations that autocast computes in another dtype, on one device or another.

@@ -110,8 +110,10 @@ class Following:
         if node is None:
             refuse(f"has no source that {code.co_name} is known to be compiled from")
         name = self.guards.name_of(function)
-        for kind in ("__defaults__", "__kwdefaults__"):
-            self.judged(f"{name}.{kind}", getattr(function, kind), f"the {kind} of {function.__name__}")
+        if len(args) + len(kwargs) < code.co_argcount:
+            self.judged(f"{name}.__defaults__", function.__defaults__, f"the defaults of {function.__name__}")
+        if code.co_kwonlyargcount:
+            refuse(f"calls {function.__name__}, which has keyword-only arguments")
         try:
             local = bound_arguments(function, args, kwargs)
         except TypeError as error:
@@ -173,6 +175,8 @@ class Following:
         is_width = all(each.is_width for each in noted)
         if not is_width and (function is not operator.mul or not all(type(each) is int for each in given)):
             refuse("decides by the number of its rows")
+        # Others than products and ratios may be the same for the widths that are tried, and not for all.
+        self.decides_by_width |= bool(noted) and is_width and function not in (operator.mul, operator.truediv)
         try:
             result = function(*given)
         except Exception as error:
@@ -360,6 +364,8 @@ class Following:
         cls, own = type(self.module), vars(self.module)
         if name == "training":
             refuse("asks whether it is in training")
+        if name in ENTRIES:
+            refuse(f"uses its own {name}")
         is_of_all = name in INTERNAL or (hasattr(nn.Module, name) and getattr(cls, name) is getattr(nn.Module, name))
         if is_of_all or name == "__class__":
             refuse(f"uses {name}, which is no part of a norm")
@@ -389,15 +395,15 @@ class Following:
         return self.judged(f"self.{name}", value, f"its {name}")
 
     def _of_super(self, cls: type, name: str) -> Any:
-        mro = type(self.module).__mro__
-        base = mro[mro.index(cls) + 1]
-        if cls.__bases__[0] is not base or base.__mro__ != mro[mro.index(base) :]:
-            refuse(f"uses {name} of one of several bases")
-        function = getattr(base, name, None)
-        if not isinstance(function, FunctionType) or not isinstance(_static(base, name), FunctionType):
+        function, mro = getattr(super(cls, type(self.module)), name, None), type(self.module).__mro__
+        if type(function) is not FunctionType:
             refuse(f"uses {name} of a base, a {type(function).__name__}")
-        self.guards.note(f"{self.guards.name_of(cls)}.__bases__[0]", base)
-        self.guards.note(f"{self.guards.name_of(base)}.{name}", function)
+        for i in range(mro.index(cls), len(mro)):  # not super() itself, which Dynamo does not find equal
+            base = self.guards.note(f"cls.__mro__[{i}]", mro[i])
+            if base is not cls:
+                self.guards.note(f"getattr({self.guards.name_of(base)}, {name!r}, None)", getattr(base, name, None))
+                if name in vars(base):
+                    break
         return MethodType(function, self.module)
 
     def _of_class(self, cls: type, name: str) -> Any:
@@ -443,6 +449,15 @@ def follow(
 
 
 _SPACES = ("_parameters", "_buffers", "_modules")
+SLOTS = ("_old_forward", "forward")
+"""The attributes in which a module may have a forward that it was given instead of its class's, innermost first.
+
+Hooks of accelerate put themselves into ``forward``, and what they found there into ``_old_forward``, which they call.
+"""
+
+ENTRIES = (*SLOTS, "__reduce_ex__")
+"""The attributes that :func:`normops.patch` may give a module."""
+
 INTERNAL = {*vars(nn.Module()), *_SPACES} - {"training"}
 """Attributes that every module has."""
 

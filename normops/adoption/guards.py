@@ -29,8 +29,16 @@ class Guard(NamedTuple):
     expression: str
     value: Any
 
+    def __eq__(self, other: object) -> bool:  # noqa: D105  1 is not 1.0
+        is_alike = isinstance(other, Guard) and (self[0], _kinds(self[1])) == (other[0], _kinds(other[1]))
+        return is_alike and self[1] == other[1]  # type: ignore[index]
+
     def __hash__(self) -> int:  # noqa: D105  not every value can be hashed
         return hash(self.expression)
+
+
+def _kinds(value: Any) -> Any:
+    return (type(value), *map(_kinds, value)) if isinstance(value, tuple) else type(value)
 
 
 class Guards:
@@ -79,12 +87,20 @@ def names_of(guards: Sequence[Guard]) -> dict[str, Any]:
 
 def conditions(guards: Sequence[Guard]) -> list[str]:
     """The source of the conditions, in order. 1 is not 1.0, and a tensor, even with one element, is no number."""
-    return [
-        f"{expression} is {value if value is None or type(value) is bool else f'v{i}'}"
-        if type(value) in _SINGLE or not is_plain(value)
-        else f"type({expression}) is t{i} and {expression} == v{i}"
-        for i, (expression, value) in enumerate(guards)
+    return [_condition(expression, value, f"v{i}", f"t{i}") for i, (expression, value) in enumerate(guards)]
+
+
+def _condition(expression: str, value: Any, name: str, kind: str) -> str:
+    if value is None or type(value) is bool:
+        return f"{expression} is {value}"
+    if type(value) in _SINGLE or not is_plain(value):
+        return f"{expression} is {name}"
+    if not isinstance(value, tuple):
+        return f"type({expression}) is {kind} and {expression} == {name}"
+    of_parts = [
+        _condition(f"{expression}[{i}]", part, f"{name}[{i}]", f"type({name}[{i}])") for i, part in enumerate(value)
     ]
+    return " and ".join([f"type({expression}) is {kind} and len({expression}) == {len(value)}", *of_parts])
 
 
 def holding(guards: Sequence[Guard]) -> Callable[[nn.Module], bool]:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
 
+from normops.adoption.following import ENTRIES, SLOTS
 from normops.adoption.guards import Guard, described, found_again
-from normops.adoption.norm import ENTRIES, SLOTS, Norm
+from normops.adoption.norm import Norm
 from normops.adoption.patched_forward import forward_of
 from normops.inductor import Rounding
 
@@ -100,11 +101,17 @@ def _put(module: nn.Module, slot: str, made_of: Installed) -> None:
 
 def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]:
     """The ``__reduce_ex__`` of a patched module, which pickle and copy call: makes another module, and patches that."""
-    reduced = type(module).__reduce_ex__(module, protocol)
+    own = vars(module)
+    plain = {name: value for name, value in own.items() if name not in ENTRIES or not _is_ours(value)}
+    object.__setattr__(module, "__dict__", plain)  # our methods are bound to the module that is copied
+    try:
+        reduced = type(module).__reduce_ex__(module, protocol)
+    finally:
+        object.__setattr__(module, "__dict__", own)
+        own.update(plain)
     if isinstance(reduced, str):
         return reduced
     function, arguments, *rest = reduced
-    rest[:1] = [_without_entries(state) for state in rest[:1]]
     return _remake, (function, arguments, installed(module)), *rest
 
 
@@ -116,13 +123,6 @@ def _remake(
         if made_of is not None:
             _put(module, slot, made_of)
     return module
-
-
-def _without_entries(state: Any) -> Any:
-    """The state without our methods, as these are bound to the module that is copied."""
-    if isinstance(state, tuple):
-        return tuple(map(_without_entries, state))
-    return {n: v for n, v in state.items() if n not in ENTRIES or not _is_ours(v)} if type(state) is dict else state
 
 
 def _is_ours(value: Any) -> bool:

@@ -10,15 +10,6 @@ from normops.adoption.guards import Guard
 from normops.adoption.structure import Gating
 from normops.inductor.calls import HALVES
 
-SLOTS = ("_old_forward", "forward")
-"""The attributes in which a module may have a forward that it was given instead of its class's, innermost first.
-
-Hooks of accelerate put themselves into ``forward``, and what they found there into ``_old_forward``, which they call.
-"""
-
-ENTRIES = (*SLOTS, "__reduce_ex__")
-"""The attributes that :func:`normops.patch` may give a module."""
-
 OutputDtype = Literal["input's", "promoted", "weight's, if it has 16 bits"]
 """Which dtype a norm returns. "promoted" is made of the dtypes of input and weight, and so is the last one unless the
 weight has 16 bits."""
@@ -82,6 +73,8 @@ class Norm(NamedTuple):
     dtypes: frozenset[tuple[torch.dtype, ...]] | None
     """The dtypes of input, weight and gate, as far as it has these, that it takes; None: all."""
     order: Order
+    takes_gaps: bool
+    """Whether it takes inputs between whose rows something else lies; not if it views them in another shape."""
     autocasts: bool
     """Whether autocast may change the dtype in which it computes."""
     saves: frozenset[Saved]

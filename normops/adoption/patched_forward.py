@@ -28,6 +28,7 @@ def forward_of(cls: type[nn.Module], norm: Norm, rounding: Rounding) -> Function
     """
     own: Any = cls.forward
     names: dict[str, Any] = {
+        "own_forward": own_forward,
         "rms_norm": rms_norm,
         "gated_rms_norm": gated_rms_norm,
         "is_gate": is_gate,
@@ -61,15 +62,23 @@ def forward_of(cls: type[nn.Module], norm: Norm, rounding: Rounding) -> Function
     return forward
 
 
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward that the class of a module has now, bound as Python would bind it."""
+    cls = type(module)
+    forward = next(vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base))
+    return forward.__get__(module, cls) if hasattr(type(forward), "__get__") else forward
+
+
 def _source(norm: Norm, rounding: Rounding) -> str:
     """The source of a patched forward: conditions, what is computed if they hold, and else the module's own forward."""
     weight = None if norm.weight is None else "_weight"
     gate = None if norm.gate is None else "gate"
     arguments = ", ".join(_ARGUMENTS[: len(norm.arguments)])
-    own = f"return type(self).forward(self, {arguments})"
+    # Dynamo knows no descriptors.
+    own = f"return type(self).forward(self, {arguments}) if is_compiling() else own_forward(self)({arguments})"
     lines = [f"def forward(self, {arguments}):", "cls, own = type(self), self.__dict__"]
     if norm.weight is not None:  # nn.Module.__getattr__ would take as long as ten guards
-        is_hidden = f"{norm.weight!r} in own or getattr(cls, {norm.weight!r}, None) is not None"
+        is_hidden = f"{norm.weight!r} in own or hasattr(cls, {norm.weight!r})"
         lines += [f"_weight = self.{norm.weight} if {is_hidden} else self._parameters.get({norm.weight!r})"]
     lines += ["try:", "    _holds = (", *(f"    {'and ' * (i > 0)}{each}" for i, each in enumerate(_conditions(norm)))]
     # What was there when it was patched may be gone.
@@ -138,7 +147,7 @@ def _conditions(norm: Norm) -> list[str]:
     if not norm.takes_empty:
         conditions_ += ["x.numel() > 0"]
     if isinstance(norm.eps, str):
-        conditions_ += [f"type(self.{norm.eps}) in (float, int)", f"self.{norm.eps} == self.{norm.eps}"]
+        conditions_ += [f"type(self.{norm.eps}) is float", f"self.{norm.eps} == self.{norm.eps}"]
     conditions_ += conditions(norm.guards)
     if norm.autocasts:
         conditions_ += ["not may_autocast(x)"]
@@ -155,6 +164,9 @@ def _by_order(norm: Norm, own: str) -> list[str]:
     The result of normops is contiguous; that of the module's own forward may have the order in memory of its input.
     """
     last_dims = max(norm.weight_dims, norm.normalized_dims)
+    if not norm.takes_gaps:
+        tensors = _ARGUMENTS[: len(norm.arguments)]
+        return [f"if not ({' and '.join(f'{each}.is_contiguous()' for each in tensors)}):", f"    {own}"]
     if norm.gate is not None:
         return [
             "if not (x.is_contiguous() and gate.is_contiguous()):",
@@ -233,7 +245,14 @@ def _is_served(cls: type) -> bool:
     function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
     is_plain = function in (nn.Parameter.__torch_function__, vars(Tensor)["__torch_function__"].__func__)
     is_plain &= cls.__torch_dispatch__ is Tensor.__torch_dispatch__
-    return is_plain and all(getattr(cls, name) is getattr(Tensor, name) for name in (*METHODS, *PROPERTIES))
+    names = (*METHODS, *PROPERTIES, *_SPECIAL)
+    return is_plain and all(getattr(cls, name) is getattr(Tensor, name) for name in names)
+
+
+_SPECIAL = (
+    "__getattribute__",
+    *(f"__{r}{each}__" for each in ("add", "sub", "mul", "truediv", "pow") for r in ("", "r")),
+)
 
 
 # As by torch.compiler.assume_constant_result, which imports torch._dynamo. That would take the first to be False.

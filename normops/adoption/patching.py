@@ -108,20 +108,23 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
     all_found = _Found()
     for name, module in model.named_modules():
         title = type(module).__name__
-        runs = isinstance(module, (RMSNorm, GatedRMSNorm)) or is_covered(module)
-        if runs or rounding in (made.rounding for made in installed(module)):
-            already[name] = title
-        elif _is_of_torch(module) and not isinstance(module, nn.RMSNorm):
-            if "Norm" in title:
-                others[name] = title
-        else:
-            norm: Norm | Unfit = all_found.norm_of(module)
-            if isinstance(norm, Norm) and rounding == "original" and norm.rounds == "otherwise":
-                norm = Unfit('rounds in an order of its own, which rounding="original" does not have')
-            if isinstance(norm, Norm):
+        try:
+            runs = isinstance(module, (RMSNorm, GatedRMSNorm)) or is_covered(module)
+            if runs or rounding in (made.rounding for made in installed(module)):
+                already[name] = title
+            elif _is_of_torch(module) and not isinstance(module, nn.RMSNorm):
+                if "Norm" in title:
+                    others[name] = title
+            elif not isinstance(norm := all_found.norm_of(module), Norm):
+                if _is_called_norm(name, module):
+                    skipped[name] = f"{title}: {norm}"
+            elif rounding == "original" and norm.rounds == "otherwise":
+                reason = 'rounds in an order of its own, which rounding="original" does not have'
+                skipped[name] = f"{title}: {reason}"
+            else:
                 found[name] = module, norm
-            elif _is_called_norm(name, module):
-                skipped[name] = f"{title}: {norm}"
+        except Exception as error:  # a class may raise anything when its attributes are read
+            skipped[name] = f"{title}: cannot be examined: {type(error).__name__}: {str(error)[:80]}"
     if strict and skipped:
         left = PatchReport(skipped=skipped)
         raise RuntimeError(f"expected to patch every norm (strict=True), but cannot, and changed nothing:\n{left}")
@@ -152,7 +155,11 @@ class _Found:
             if has_foreign_forward(module):
                 return Unfit("was given another forward than its class's")
             parameters = module.named_parameters(recurse=False)
-            key = type(module), *((name, type(p), p.dtype, getattr(p, "ds_shape", p.shape)) for name, p in parameters)
+            key = (
+                type(module),
+                *((name, type(p), p.dtype, getattr(p, "ds_shape", p.shape)) for name, p in parameters),
+                *(name for name, _ in (*module.named_buffers(recurse=False), *module.named_children())),
+            )
             known = self._known.setdefault(key, [])
             for is_alike, norm in known:
                 if is_alike(module):
@@ -166,8 +173,6 @@ class _Found:
                 known.append((partial(_has_all, attributes), norm))
         except Unfit as reason:
             return reason
-        except Exception as error:  # a class may raise anything when its attributes are read
-            return Unfit(f"cannot be examined: {type(error).__name__}: {str(error)[:80]}")
         return norm
 
 

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from normops.adoption.experiments import autocasts_of, order_of, output_dtype_of, rounds_of, saves_of
+from normops.adoption.evaluation import is_plain_class
+from normops.adoption.experiments import autocasts_of, order_of, output_dtype_of, rounds_of, saves_of, takes_gaps
 from normops.adoption.following import Run, is_of
 from normops.adoption.guards import MOST
 from normops.adoption.norm import Gate, Norm
@@ -72,14 +73,14 @@ def check_class(module: nn.Module) -> None:
     cls = type(module)
     if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
         raise Unfit(f"is a {cls.__name__}, whose forward is generated")
+    if not is_plain_class(cls) or hasattr(cls, "__del__"):
+        raise Unfit("its class has a metaclass, or a __del__, of its own")
     if cls.__getattribute__ is not object.__getattribute__ or cls.__getattr__ is not nn.Module.__getattr__:
         raise Unfit("its class finds attributes in a way of its own")
     copying = [getattr(cls, name) for name in ("__deepcopy__", "__copy__") if hasattr(cls, name)]
     # FSDP2 forbids to copy what it has sharded, patched or not.
     if cls in copyreg.dispatch_table or not all(is_of(method.__module__, "torch") for method in copying):
         raise Unfit("its class is copied in a way of its own")
-    if inspect.iscoroutinefunction(cls.forward) or inspect.isgeneratorfunction(cls.forward):
-        raise Unfit("its forward is a coroutine or a generator")
     if not inspect.isfunction(cls.forward):
         raise Unfit(f"its forward is no function, but a {type(cls.forward).__name__}")
 
@@ -169,6 +170,7 @@ def _found(trial: Trial) -> Norm:
         dims=tuple(sorted(len(rows) + len(base.shape) for rows in all_rows)),
         dtypes=_of_tensors(trial, taken) if trial.is_gated or len(taken) < len(_dtypes(trial)) else None,
         order=order_of(trial, base, taken),
+        takes_gaps=takes_gaps(trial, base),
         autocasts=any(autocasts_of(run) for run in runs.values()),
         saves=saves_of(trial, base, taken),
         guards=guards,
@@ -269,7 +271,10 @@ def _is_width_fixed(trial: Trial, base: Case, structure: Structure, runs: Mappin
     other = replace(base, shape=(*base.shape[:-1], 2 * base.shape[-1]))
     found: dict[Case, Run] = {}
     decides = any(run.decides_by_width for run in runs.values())
-    is_alike = not decides and _followed(trial, other, found) and structure_of(found[other]) == structure
+    try:
+        is_alike = not decides and _followed(trial, other, found) and structure_of(found[other]) == structure
+    except Unfit:
+        is_alike = False
     if not is_alike and trial.weight is None and base.shape == ANY_SHAPE and (decides or found):
         raise Unfit("computes something else for rows of another width")
     return not is_alike

@@ -15,11 +15,15 @@ Defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 def source_of(function: FunctionType) -> Defined | None:
     """The syntax tree of a function, if there is one that compiles to the function's code."""
     code = function.__code__
-    source = "".join(linecache.getlines(code.co_filename, function.__globals__))
     key = code.co_name, code.co_firstlineno
-    codes, nodes = _compiled(code.co_filename, source)
-    found = nodes.get(key, ())
-    return found[0] if code in codes.get(key, ()) and len(found) == 1 else None
+    for look_again in (False, True):
+        if look_again:  # the file may have changed since it was read, and been loaded again
+            linecache.checkcache(code.co_filename)
+        codes, nodes = _compiled(code.co_filename, "".join(linecache.getlines(code.co_filename, function.__globals__)))
+        found = nodes.get(key, ())
+        if code in codes.get(key, ()) and len(found) == 1:
+            return found[0]
+    return None
 
 
 _Functions = tuple[dict[tuple[str, int], list[CodeType]], dict[tuple[str, int], list[Defined]]]

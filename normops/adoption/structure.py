@@ -68,7 +68,10 @@ def _but_for_casts(run: Run) -> list[Any]:
             continue
         numbers[node] = len(calls)
         arguments = (node.args, node.kwargs) if call is None else call.arguments
-        calls.append((node.op, call.name if call else node.target, map_arg(arguments, lambda n: f"%{numbers[n]}")))
+        names = [each.attribute for each in (*node.args, *node.kwargs.values()) if isinstance(each, TracedFloat)]
+        calls.append(
+            (node.op, call.name if call else node.target, map_arg(arguments, lambda n: f"%{numbers[n]}"), names)
+        )
     return [*calls, numbers[run.result]]
 
 

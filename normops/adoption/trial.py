@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normops.adoption.following import Run, follow
+from normops.adoption.following import ENTRIES, Run, follow
 from normops.adoption.guards import Guards
-from normops.adoption.norm import ENTRIES
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
