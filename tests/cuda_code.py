@@ -23,8 +23,6 @@ SOURCES = (
     "gated_rms_norm_backward",
     "rms_norm_rope",
     "rms_norm_rope_backward",
-    "rms_norm_stats",
-    "rms_norm_backward_stats",
 )
 RECORDED = Path(__file__).with_name("cuda_counts.json")
 ARCHITECTURE = "90"

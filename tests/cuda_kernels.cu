@@ -6,10 +6,8 @@
 #include "gated_rms_norm_backward.cu"
 #include "rms_norm.cu"
 #include "rms_norm_backward.cu"
-#include "rms_norm_backward_stats.cu"
 #include "rms_norm_rope.cu"
 #include "rms_norm_rope_backward.cu"
-#include "rms_norm_stats.cu"
 
 namespace normops::cuda {
 namespace {

@@ -10,34 +10,26 @@ from cuda_code import Kernel
 
 import normops
 
-# How many of each: for four dtypes or six pairs of them, and for 1, 2, 4 or 16 packs to a thread; for those without
-# float64 with plain access, too, and with that of groups where rows are narrow enough: 1, 2 or 4 packs.
+# How many of each: for three dtypes or five pairs of them, and for 1, 2, 4 or 16 packs to a thread, with general access
+# and plain access, and with that of groups where rows are narrow enough: 1, 2 or 4 packs. Those of any width are for
+# float64, too.
 ALL_KERNELS = {
-    "rms_norm_kernel": (4 + 3) * 4 + 3 * 3,
+    "rms_norm_kernel": 3 * (4 + 4 + 3),
     "rms_norm_any_width_kernel": 4,
-    "add_rms_norm_kernel": (6 + 5) * 4 + 5 * 3,
+    "add_rms_norm_kernel": 5 * (4 + 4 + 3),
     "add_rms_norm_any_width_kernel": 6,
-    "rms_norm_backward_kernel": (6 + 5) * 4 + 5 * 3,
+    "rms_norm_backward_kernel": 5 * (4 + 4 + 3),
     "rms_norm_backward_any_width_kernel": 6,
     # With at most 4 packs, and the forward in either order.
-    "gated_rms_norm_kernel": 2 * (4 + 2 * 3) * 3,
+    "gated_rms_norm_kernel": 2 * 3 * (3 + 3 + 3),
     "gated_rms_norm_any_width_kernel": 2 * 4,
-    "gated_rms_norm_backward_kernel": (4 + 2 * 3) * 3,
+    "gated_rms_norm_backward_kernel": 3 * (3 + 3 + 3),
     "gated_rms_norm_backward_any_width_kernel": 4,
     # With 2 or 4 packs, and plain access with groups or without in one.
-    "rms_norm_rope_kernel": (4 + 3) * 2,
+    "rms_norm_rope_kernel": 3 * (2 + 2),
     "rms_norm_rope_any_width_kernel": 4,
-    "rms_norm_rope_backward_kernel": (4 + 3) * 2,
+    "rms_norm_rope_backward_kernel": 3 * (2 + 2),
     "rms_norm_rope_backward_any_width_kernel": 4,
-    # Without plain access of groups, and with at most 4 packs where the sums are given.
-    "rms_norm_stats_kernel": (4 + 3) * 4,
-    "rms_norm_stats_any_width_kernel": 4,
-    "rms_norm_from_stats_kernel": (4 + 3) * 3,
-    "rms_norm_from_stats_any_width_kernel": 4,
-    "rms_norm_backward_stats_kernel": (6 + 5) * 4,
-    "rms_norm_backward_stats_any_width_kernel": 6,
-    "rms_norm_backward_from_stats_kernel": (6 + 5) * 3,
-    "rms_norm_backward_from_stats_any_width_kernel": 6,
     "grad_weight_kernel": 2 * 4,
     "any_kernel": 1,  # of device.cu, which is asked about and never run
 }

@@ -32,7 +32,7 @@ RAGGED = (1, 5, 63, 64, 65, 100, 769, 4096, 4097)
 PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thread has more of them, then any width
 SEEDS = (1, 2)
 CASTING_MODES = tuple(cuda_on_ptx.CASTINGS)
-# Where it would take long: float16 is bfloat16 with other bits, float64 float32 with fewer of them to a pack.
+# Where it would take long: float16 is bfloat16 with other bits, float64 has few kernels.
 SWEPT_DTYPES = pytest.mark.parametrize(
     "dtype", mostly_for_release(cases.DTYPES, (torch.bfloat16, torch.float32)), ids=str
 )
@@ -67,6 +67,8 @@ def pack_elements(dtype: torch.dtype) -> int:
 
 def widths(kernels: Kernels, dtype: torch.dtype, on: Structure) -> list[int]:
     """The narrowest and the widest row of every configuration of forward and backward, and one of any width."""
+    if dtype == torch.float64:  # which has kernels of any width alone
+        return [1, 5, 1025]
     found = []
     configs: tuple[Callable[[int], Structure], ...] = (
         lambda packs: kernels.forward_config(packs, on),
@@ -85,6 +87,8 @@ def widths(kernels: Kernels, dtype: torch.dtype, on: Structure) -> list[int]:
 
 def rope_widths(kernels: Kernels, dtype: torch.dtype, on: Structure) -> list[int]:
     """The same for rows of which all columns are rotated."""
+    if dtype == torch.float64:
+        return [2, 6, 1026]
     found, slots, pack = [], 1, pack_elements(dtype)
     while (config := kernels.rope_config(slots, on)).packs > 0:
         assert config.packs in (2, 4)

@@ -37,11 +37,54 @@ RowsOf<T> rows_of(Void* data, const RowLayout& layout, int64_t cols) {
   return {static_cast<T*>(data), layout, bytes % static_cast<int64_t>(kPack<R> * sizeof(T)) == 0};
 }
 
-// One number of each row. Each is accessed by itself, wherever it lies.
-template <class Number, class Void>
-RowsOf<Number> numbers_of(Void* data, const RowLayout& layout) {
-  return {static_cast<Number*>(data), layout, true};
-}
+// The sums over rows are formed and used, or given, or formed and written, and nothing else is.
+enum class Sums { formed, given, wanted };
+
+// kCount of them of each row, if they are given or wanted.
+template <int kCount>
+struct SumArgs {
+  Sums what = Sums::formed;
+  const void* data[kCount] = {};
+  RowLayout rows[kCount] = {};
+};
+
+// Each number is accessed by itself, wherever it lies.
+template <class Number, int kCount>
+struct SumsOfRows {
+  Sums what;
+  RowsOf<Number> rows[kCount];
+
+  explicit SumsOfRows(const SumArgs<kCount>& args) : what(args.what) {
+    for (int i = 0; i < kCount; i++) {
+      rows[i] = {static_cast<Number*>(const_cast<void*>(args.data[i])), args.rows[i], true};
+    }
+  }
+
+  __device__ void read(Number* sums, int64_t first, int64_t further = 0) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) sums[i] = *rows[i].row(first, further);
+  }
+  // One of the threads that hold the row writes.
+  template <class Columns>
+  __device__ void write(const Columns& columns, const Number* sums, int64_t first, int64_t further = 0) const {
+    if (!columns.has_first()) return;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) *rows[i].row(first, further) = sums[i];
+  }
+};
+
+// What the compiler knows to be formed.
+template <class Number, int kCount>
+struct FormedSums {
+  static constexpr Sums what = Sums::formed;
+
+  FormedSums() = default;
+  explicit FormedSums(const SumArgs<kCount>&) {}
+
+  __device__ void read(Number*, int64_t, int64_t = 0) const {}
+  template <class Columns>
+  __device__ void write(const Columns&, const Number*, int64_t, int64_t = 0) const {}
+};
 
 // Rows of T, or of another dtype that a tensor beside one of T may have.
 template <class T>
@@ -125,7 +168,6 @@ struct ScaleOf {
   bool aligned;
 
   bool is_plain() const { return weight.data != nullptr && weight.dtype == kDType<T> && aligned; }
-  bool is_plain_of_one_group() const { return is_plain() && weight.groups == 1; }
 
   class OfGroup {
    public:
@@ -212,6 +254,8 @@ struct General {
   using AnyRows = AnyRowsOf<T>;
   template <class T>
   using Scale = ScaleOf<T>;
+  template <class Number, int kCount>
+  using Sums = SumsOfRows<Number, kCount>;
   using Groups = cuda::Groups;
 };
 
@@ -222,6 +266,8 @@ struct Plain {
   using AnyRows = PlainRowsOf<T>;
   template <class T>
   using Scale = PlainScaleOf<T>;
+  template <class Number, int kCount>
+  using Sums = FormedSums<Number, kCount>;
   using Groups = OneGroup;
 };
 
@@ -229,32 +275,18 @@ struct PlainOfGroups : Plain {
   using Groups = cuda::Groups;
 };
 
-// Whether there are kernels for plain access: not for float64, which would be no faster, nor for rows of any width.
-template <int kPacks, class R>
-constexpr bool kHasPlain = kPacks > 0 && !std::is_same_v<R, double>;
-// The same with groups. These, such as heads, are narrow.
-template <int kPacks, class R>
-constexpr bool kHasPlainOfGroups = kHasPlain<kPacks, R> && kPacks <= 4;
+// Whether there are kernels for plain access of groups. These, such as heads, are narrow.
+template <int kPacks>
+constexpr bool kHasPlainOfGroups = kPacks <= 4;
 
-// Calls launch.template operator()<Access>() with the access that serves these rows, and, if `is_plain`, what else
-// there is: Plain or General, as not every operator has groups that are worth kernels.
-template <int kPacks, class R, class Launch, class... Rows>
-void dispatch_plain(bool is_plain, Launch launch, const Rows&... rows) {
-  if constexpr (kHasPlain<kPacks, R>) {
-    if (is_plain && (rows.is_plain() && ...)) return launch.template operator()<Plain>();
-  }
-  launch.template operator()<General>();
-}
-
-// The same with the access that serves this scale, too.
+// Calls launch.template operator()<Access>() with the access that serves this scale and these rows.
 template <int kPacks, class R, class Launch, class... Rows>
 void dispatch_access(const ScaleOf<R>& scale, Launch launch, const Rows&... rows) {
-  if constexpr (kHasPlainOfGroups<kPacks, R>) {
-    if (scale.weight.groups > 1 && scale.is_plain() && (rows.is_plain() && ...)) {
-      return launch.template operator()<PlainOfGroups>();
-    }
+  if (scale.is_plain() && (rows.is_plain() && ...)) {
+    if (scale.weight.groups == 1) return launch.template operator()<Plain>();
+    if constexpr (kHasPlainOfGroups<kPacks>) return launch.template operator()<PlainOfGroups>();
   }
-  dispatch_plain<kPacks, R>(scale.is_plain_of_one_group(), launch, rows...);
+  launch.template operator()<General>();
 }
 
 template <class T>

@@ -115,7 +115,7 @@ void launch_add_rms_norm(const AddRmsNormArgs& args, const Device& device, Strea
     const auto forward = forward_of<T, R>(args);
     const auto addition = addition_of<T, R>(args);
     const RowConfig& config = row_config(packs_of<R>(args.cols), device);
-    dispatch_forward(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
+    dispatch_forward<R>(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {
         launch(add_rms_norm_any_width_kernel<T, R>, shape, stream, forward, addition);
       } else {

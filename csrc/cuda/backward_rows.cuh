@@ -86,16 +86,10 @@ struct Terms {
   Values h;
 };
 
-// The sums over rows are formed and used, or given, or formed and written.
-enum class Sums { formed, given, wanted };
-
 // The gate of an operator without one: dy is grad_output, h is input, and grad_input is dh. Other gates have functions
-// of the same names, which form dy and h of grad_output and input, and grad_input of dh. Where sums of h^2 and dy * w *
-// h are given, read(row, sums) reads them, and Held has them as `sums`; where they are wanted, write(row, sums) writes
-// them.
+// of the same names, which form dy and h of grad_output and input, and grad_input of dh.
 struct NoGate {
   static constexpr bool kTakesResidual = true;
-  static constexpr Sums kSums = Sums::formed;
   struct Nothing {};
   struct Activated {
     __device__ Nothing operator[](int) const { return {}; }
@@ -259,20 +253,15 @@ int64_t weight_sum_bytes(const LaunchShape& shape) {
   return static_cast<int64_t>(shape.block.x * shape.block.y * kPacks * sizeof(Numbers<R>));
 }
 
-// In the place of RowSums and WeightSums, where there are none.
-struct NoRowSums {
-  template <class Shared>
-  __device__ explicit NoRowSums(Shared&) {}
-};
-struct NoWeightSums {};
-
 // Rows that fit into registers: each element is read once. A block takes rows until none is left, and then writes its
-// share of grad_weight.
-template <int kPacks, class T, class R, class Access, class Columns, class Gate>
-__device__ void backward_rows(const Backward<T, R, Access>& args, const Columns& columns, const Gate& gate) {
+// share of grad_weight. The sums over a row are those of h^2 and of dy * w * h.
+template <int kPacks, class T, class R, class Access, class Columns, class Gate,
+          class RowStats = FormedSums<compute_t<R>, 2>>
+__device__ void backward_rows(const Backward<T, R, Access>& args, const Columns& columns, const Gate& gate,
+                              const RowStats& stats = {}) {
   using Compute = compute_t<R>;
   __shared__ RowSumShared<Compute, 2> shared;
-  std::conditional_t<Gate::kSums == Sums::given, NoRowSums, RowSums<Compute, 2, kPacks>> sum_row(shared);
+  RowSums<Compute, 2, kPacks> sum_row(shared, stats.what != Sums::given);
   Columns written = columns;
   if (args.grad_input.data == nullptr) written.take_none();
 
@@ -296,18 +285,20 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
       return load_scale_of(p);
     }
   };
-  std::conditional_t<Gate::kSums == Sums::wanted, NoWeightSums, WeightSums<R, kPacks>> dw;
+  WeightSums<R, kPacks> dw;
 
   struct Loaded {
     Pack<R> x[kPacks];
     Elements<T, kPack<R>> dy[kPacks];
     typename Gate::template Held<kPacks> held;
+    Compute sums[2];
   };
   const auto load_row = [&](int64_t row) {
     Loaded loaded;
     load_packs<R>(loaded.x, args.input, args.input.row(row), row < args.rows, columns);
     load_packs<R>(loaded.dy, args.grad_output, args.grad_output.row(row), row < args.rows, columns);
     loaded.held.load(gate, row, row < args.rows, columns);
+    if (stats.what == Sums::given && row < args.rows) stats.read(loaded.sums, row);
     return loaded;
   };
   // A narrow row is too little to keep memory busy by itself, so the next one is loaded while this one is dealt with.
@@ -326,13 +317,10 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
     } else {
       loaded = load_row(row);
     }
-    auto& [x, dy, held] = loaded;
+    auto& [x, dy, held, sums] = loaded;
 
     const auto activated = held.activate(gate, columns, dy);
-    Compute sums[2];
-    if constexpr (Gate::kSums == Sums::given) {
-      sums[0] = held.sums[0], sums[1] = held.sums[1];
-    } else {
+    if (stats.what != Sums::given) {
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
@@ -343,49 +331,47 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
       sum_row(sums);
     }
     if (row >= args.rows) continue;
+    if (stats.what == Sums::wanted) {
+      stats.write(columns, sums, row);
+      continue;
+    }
 
-    if constexpr (Gate::kSums == Sums::wanted) {
-      if (columns.has_first()) gate.write(row, sums);
-    } else {
-      R* const target = columns.of_row(args.grad_input.row(row));
-      const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
-      keep_packed(x);
-      keep_packed(dy);
-      const auto gate_target = gate.row_of_gradient(row);
-      const auto write = [&]<bool kHasResidual>() {
-        const R* residual = nullptr;
-        if constexpr (kHasResidual) residual = columns.of_row(args.grad_residual.row(row));
+    R* const target = columns.of_row(args.grad_input.row(row));
+    const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
+    keep_packed(x);
+    keep_packed(dy);
+    const auto gate_target = gate.row_of_gradient(row);
+    const auto write = [&]<bool kHasResidual>() {
+      const R* residual = nullptr;
+      if constexpr (kHasResidual) residual = columns.of_row(args.grad_residual.row(row));
 #pragma unroll
-        for (int p = 0; p < kPacks; p++) {
-          const int offset = columns.offset(p), count = columns.count(p);
-          Numbers<R> dz = {};
-          if constexpr (kHasResidual) dz = load_residual(args.grad_residual, residual, offset, count);
-          const auto terms = gate.terms(dy[p], x[p], activated[p]);
-          const Numbers<R> w = scale_of(p);
-          const auto add = [&](int i, Compute a, Compute b) { dw.at(p, i) = fma_rn(a, b, dw.at(p, i)); };
-          Numbers<R> dx = gradients<T, R>(terms, w, dz, factors, args.casting.normalized, add);
-          gate.finish(dx, terms, w, factors, gate_target, columns.column(p), count);
-          store(args.grad_input, target, offset, written.count(p), from_compute<R>(dx));
-          keep_few_registers<kPacks>();
-        }
-      };
-      // Asked once for each row, unless that would double too much code.
-      if (Gate::kTakesResidual && (kPacks == 16 || args.grad_residual.data != nullptr)) {
-        write.template operator()<true>();
-      } else {
-        write.template operator()<false>();
+      for (int p = 0; p < kPacks; p++) {
+        const int offset = columns.offset(p), count = columns.count(p);
+        Numbers<R> dz = {};
+        if constexpr (kHasResidual) dz = load_residual(args.grad_residual, residual, offset, count);
+        const auto terms = gate.terms(dy[p], x[p], activated[p]);
+        const Numbers<R> w = scale_of(p);
+        const auto add = [&](int i, Compute a, Compute b) { dw.at(p, i) = fma_rn(a, b, dw.at(p, i)); };
+        Numbers<R> dx = gradients<T, R>(terms, w, dz, factors, args.casting.normalized, add);
+        gate.finish(dx, terms, w, factors, gate_target, columns.column(p), count);
+        store(args.grad_input, target, offset, written.count(p), from_compute<R>(dx));
+        keep_few_registers<kPacks>();
       }
+    };
+    // Asked once for each row, unless that would double too much code.
+    if (Gate::kTakesResidual && (kPacks == 16 || args.grad_residual.data != nullptr)) {
+      write.template operator()<true>();
+    } else {
+      write.template operator()<false>();
     }
   }
-  if constexpr (Gate::kSums != Sums::wanted) {
-    if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols);
-  }
+  if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols);
 }
 
 // Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
-template <class T, class R, class Columns, class Gate>
+template <class T, class R, class Columns, class Gate, class RowStats = FormedSums<compute_t<R>, 2>>
 __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, const Columns& columns,
-                                           const Gate& gate) {
+                                           const Gate& gate, const RowStats& stats = {}) {
   using Compute = compute_t<R>;
   constexpr int kTogether = Columns::kTogether;
   __shared__ RowSumShared<double, 2> shared;
@@ -414,8 +400,8 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
       for (int t = 0; t < kTogether; t++) use(gate.terms(dy[t], x[t], activated[t]), p + t);
     };
     Compute sums[2];
-    if constexpr (Gate::kSums == Sums::given) {
-      gate.read(row, sums);
+    if (stats.what == Sums::given) {
+      stats.read(sums, row);
     } else {
       double spans[2] = {};
       for (int64_t first = 0; columns.reaches(first); first += kPacksOfChain) {
@@ -433,28 +419,29 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
       sums[0] = static_cast<Compute>(spans[0]), sums[1] = static_cast<Compute>(spans[1]);
     }
 
-    if constexpr (Gate::kSums == Sums::wanted) {
-      if (columns.has_first()) gate.write(row, sums);
-    } else {
-      const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
-      const auto gate_target = gate.row_of_gradient(row);
-      const auto write = [&](const auto& terms, int64_t p) {
-        const int64_t column = columns.column(p), count = columns.count(p);
-        const Numbers<R> w = scale.numbers({}, column, count);
-        const auto add = [&](int i, Compute a, Compute b) {
-          if (partial == nullptr || i >= count) return;
-          const Compute sum = row == block.first ? 0 : partial[column + i];
-          partial[column + i] = fma_rn(a, b, sum);
-        };
-        Numbers<R> dx = gradients<T, R>(terms, w, load_residual(args.grad_residual, residual_row, column, count),
-                                        factors, args.casting.normalized, add);
-        gate.finish(dx, terms, w, factors, gate_target, column, count);
-        if (args.grad_input.data != nullptr) {
-          store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));
-        }
-      };
-      for (int64_t p = 0; columns.reaches(p); p += kTogether) with_terms(p, write);
+    if (stats.what == Sums::wanted) {
+      stats.write(columns, sums, row);
+      continue;
     }
+
+    const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
+    const auto gate_target = gate.row_of_gradient(row);
+    const auto write = [&](const auto& terms, int64_t p) {
+      const int64_t column = columns.column(p), count = columns.count(p);
+      const Numbers<R> w = scale.numbers({}, column, count);
+      const auto add = [&](int i, Compute a, Compute b) {
+        if (partial == nullptr || i >= count) return;
+        const Compute sum = row == block.first ? 0 : partial[column + i];
+        partial[column + i] = fma_rn(a, b, sum);
+      };
+      Numbers<R> dx = gradients<T, R>(terms, w, load_residual(args.grad_residual, residual_row, column, count),
+                                      factors, args.casting.normalized, add);
+      gate.finish(dx, terms, w, factors, gate_target, column, count);
+      if (args.grad_input.data != nullptr) {
+        store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));
+      }
+    };
+    for (int64_t p = 0; columns.reaches(p); p += kTogether) with_terms(p, write);
   }
 }
 
@@ -481,8 +468,8 @@ LaunchShape backward_shape(const RowConfig& config, int64_t rows, int64_t cols, 
       return clusters_at_once(Kernels::template held<T, R, kPacks, Access>(), shape, device.multiprocessors);
     };
     at_once = clusters_with.template operator()<General>();
-    if constexpr (kHasPlain<kPacks, R>) at_once = std::min(at_once, clusters_with.template operator()<Plain>());
-    if constexpr (kHasPlainOfGroups<kPacks, R>) {
+    at_once = std::min(at_once, clusters_with.template operator()<Plain>());
+    if constexpr (kHasPlainOfGroups<kPacks>) {
       at_once = std::min(at_once, clusters_with.template operator()<PlainOfGroups>());
     }
   }

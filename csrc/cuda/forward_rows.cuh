@@ -180,11 +180,11 @@ __device__ void normalize_any_width(const Forward<T, R, General>& args, const Co
   normalize_summed(args, columns, square_sum_of_any_width<R>(columns, load_first), load_again, epilogue);
 }
 
-// Calls launch.template operator()<kPacks>(shape) for a launch configuration.
-template <class Launch>
+// Calls launch.template operator()<kPacks>(shape) for a launch configuration of rows of T.
+template <class T, class Launch>
 void dispatch_forward(int64_t rows, int64_t groups, const RowConfig& config, const Device& device, Launch launch) {
   const dim3 block = block_of(config);
-  dispatch_packs(config.packs, [&]<int kPacks>() {
+  dispatch_packs<T>(config.packs, [&]<int kPacks>() {
     const int64_t rows_at_once = kPacks == 0 ? 1 : static_cast<int64_t>(block.y) * rows_in_flight(kPacks);
     const int64_t blocks = blocks_of_rows(rows, rows_at_once, groups);
     launch.template operator()<kPacks>(

@@ -93,7 +93,7 @@ void launch_in_order(const GatedRmsNormArgs& args, const Device& device, Stream 
                                    any_rows_of<const T>(args.gate, args.gate_dtype, args.gate_rows, args.cols),
                                    args.gating.activation};
   const RowConfig config = gated_config(packs_of<T>(args.cols), device);
-  dispatch_forward(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
+  dispatch_forward<T>(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
     if constexpr (kPacks == 0) {
       launch(gated_rms_norm_any_width_kernel<T, kNormFirst>, shape, stream, forward, gated);
     } else if constexpr (kPacks <= kMostGatedPacks) {

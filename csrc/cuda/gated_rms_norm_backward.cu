@@ -21,7 +21,6 @@ struct GatedTerms {
 template <class T, class Access>
 struct Gate {
   static constexpr bool kTakesResidual = false;
-  static constexpr Sums kSums = Sums::formed;
 
   typename Access::template AnyRows<const T> rows;
   typename Access::template AnyRows<T> gradients;  // data is null if not wanted
@@ -146,7 +145,7 @@ void dispatch_gated_backward(DType dtype, int64_t rows, int64_t cols, int64_t gr
                              Launch launch) {
   dispatch(dtype, [&]<class T>() {
     const RowConfig config = gated_config(packs_of<T>(cols), device);
-    dispatch_packs(config.packs, [&]<int kPacks>() {
+    dispatch_packs<T>(config.packs, [&]<int kPacks>() {
       if constexpr (kPacks <= kMostGatedPacks) {
         launch.template operator()<T, kPacks>(
             backward_shape<GatedKernels, T, T, kPacks>(config, rows, cols, groups, device));

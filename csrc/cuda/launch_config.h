@@ -90,14 +90,6 @@ constexpr RowConfig gated_config(int64_t packs_of_row, const Device& device) {
   return config.cluster <= device.cluster ? config : kAnyWidth;
 }
 
-// Where the sums over rows are given, a row need not be held, and none takes 16 packs: those are as rows of any width,
-// which are read once then.
-constexpr int kMostPacksFromStats = 4;
-
-constexpr const RowConfig& from_stats_config(const RowConfig& summed) {
-  return summed.packs <= kMostPacksFromStats ? summed : kAnyWidth;
-}
-
 // rms_norm_rope and its backward hold rows in slots of two packs, and as much of them as those with a gate. A thread
 // has at least a slot, so that half as many have a narrow row. Both sum a row in the same order.
 constexpr bool is_rope_packs(int packs) { return packs == 2 || packs == 4; }

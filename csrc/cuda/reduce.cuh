@@ -45,8 +45,9 @@ struct RowSumShared {
 template <class Number, int kCount, int kPacks>
 class RowSums {
  public:
-  __device__ explicit RowSums(RowSumShared<Number, kCount>& shared) : shared_(shared) {
-    if (within_block(kPacks) || cluster_blocks() == 1) return;
+  // Unless they are `used`, nothing else is called.
+  __device__ explicit RowSums(RowSumShared<Number, kCount>& shared, bool used = true) : shared_(shared) {
+    if (within_block(kPacks) || cluster_blocks() == 1 || !used) return;
     if (threadIdx.x == 0) {
       for (Arrivals& arrivals : shared_.arrivals) arrivals.begin();
     }

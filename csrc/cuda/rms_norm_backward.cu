@@ -1,4 +1,5 @@
-// rms_norm_backward: dx = dh + residual, of h = x
+// rms_norm_backward: dx = dh + residual, of h = x. The sums over each row may be given, or be all that is wanted:
+// kernels with general access ask.
 #include "backward_rows.cuh"
 
 namespace normops::cuda {
@@ -6,14 +7,15 @@ namespace {
 
 template <class T, class R, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), backward_min_blocks(kPacks))
-    rms_norm_backward_kernel(const Backward<T, R, Access> args) {
-  backward_rows<kPacks>(args, Columns<R, int>(args.cols), NoGate());
+    rms_norm_backward_kernel(const Backward<T, R, Access> args,
+                             const typename Access::template Sums<compute_t<R>, 2> stats) {
+  backward_rows<kPacks>(args, Columns<R, int>(args.cols), NoGate(), stats);
 }
 
 template <class T, class R>
 __global__ void __launch_bounds__(kAnyWidth.threads)
-    rms_norm_backward_any_width_kernel(const Backward<T, R, General> args) {
-  backward_rows_of_any_width(args, Columns<R, int64_t>(args.cols), NoGate());
+    rms_norm_backward_any_width_kernel(const Backward<T, R, General> args, const SumsOfRows<compute_t<R>, 2> stats) {
+  backward_rows_of_any_width(args, Columns<R, int64_t>(args.cols), NoGate(), stats);
 }
 
 // grad_weight = sum over the partials, in chains that neighbouring threads of y share: a block sums 32 columns.
@@ -54,11 +56,36 @@ void dispatch_backward(DType dtype, DType grad_output_dtype, int64_t rows, int64
                        const Device& device, Launch launch) {
   dispatch_pair(grad_output_dtype, dtype, [&]<class T, class R>() {
     const RowConfig& config = backward_config(packs_of<R>(cols), kPack<R>, sizeof(compute_t<R>), device);
-    dispatch_packs(config.packs, [&]<int kPacks>() {
+    dispatch_packs<R>(config.packs, [&]<int kPacks>() {
       launch.template operator()<T, R, kPacks>(
           backward_shape<Kernels, T, R, kPacks>(config, rows, cols, groups, device));
     });
   });
+}
+
+// Rows of `args` are parts of rows of `size`.
+void launch_rows(const RmsNormBackwardArgs& args, int64_t size, const SumArgs<2>& stats, const Device& device,
+                 Stream stream) {
+  const auto launch_shape = [&]<class T, class R, int kPacks>(const LaunchShape& shape) {
+    auto backward = backward_of<T, R>(args);
+    backward.inverse_cols = 1.0 / static_cast<double>(size);
+    if constexpr (kPacks == 0) {
+      launch(rms_norm_backward_any_width_kernel<T, R>, shape, stream, backward, SumsOfRows<compute_t<R>, 2>(stats));
+    } else {
+      const auto launch_with = [&]<class Access>() {
+        launch(rms_norm_backward_kernel<T, R, kPacks, Access>, shape, stream, backward.template as<Access>(),
+               typename Access::template Sums<compute_t<R>, 2>(stats));
+      };
+      if (stats.what != Sums::formed) return launch_with.template operator()<General>();
+      dispatch_access<kPacks>(backward.scale, launch_with, backward.grad_output, backward.input, backward.grad_residual,
+                              backward.grad_input);
+    }
+  };
+  dispatch_backward(args.dtype, args.grad_output_dtype, args.rows, args.cols, args.weight.groups, device, launch_shape);
+}
+
+SumArgs<2> sums_of(Sums what, const auto& args) {
+  return {what, {args.square_sum, args.dot}, {args.square_sum_rows, args.dot_rows}};
 }
 
 }  // namespace
@@ -72,19 +99,16 @@ int64_t rms_norm_backward_partials(DType dtype, DType grad_output_dtype, int64_t
 }
 
 void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& device, Stream stream) {
-  const auto launch_shape = [&]<class T, class R, int kPacks>(const LaunchShape& shape) {
-    const auto backward = backward_of<T, R>(args);
-    if constexpr (kPacks == 0) {
-      launch(rms_norm_backward_any_width_kernel<T, R>, shape, stream, backward);
-    } else {
-      const auto launch_with = [&]<class Access>() {
-        launch(rms_norm_backward_kernel<T, R, kPacks, Access>, shape, stream, backward.template as<Access>());
-      };
-      dispatch_access<kPacks>(backward.scale, launch_with, backward.grad_output, backward.input, backward.grad_residual,
-                              backward.grad_input);
-    }
-  };
-  dispatch_backward(args.dtype, args.grad_output_dtype, args.rows, args.cols, args.weight.groups, device, launch_shape);
+  launch_rows(args, args.cols, {}, device, stream);
+}
+
+void launch_rms_norm_backward_stats(const RmsNormBackwardStatsArgs& args, const Device& device, Stream stream) {
+  launch_rows(args, args.cols, sums_of(Sums::wanted, args), device, stream);
+}
+
+void launch_rms_norm_backward_from_stats(const RmsNormBackwardFromStatsArgs& args, const Device& device,
+                                         Stream stream) {
+  launch_rows(args, args.size, sums_of(Sums::given, args), device, stream);
 }
 
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,

@@ -1,5 +1,5 @@
-// The kernels of rms_norm and rms_norm_backward on raw device pointers: what they take, and how to launch them. No
-// torch header.
+// The kernels of rms_norm and of its steps, forward and backward, on raw device pointers: what they take, and how to
+// launch them. No torch header.
 #pragma once
 #include <cstdint>
 
@@ -23,9 +23,13 @@ using Stream = void*;  // a cudaStream_t
 
 // All of these need rows > 0 and cols > 0, and throw std::runtime_error if the launch fails.
 void launch_rms_norm(const RmsNormArgs& args, const Device& device, Stream stream);
+void launch_rms_norm_stats(const RmsNormStatsArgs& args, const Device& device, Stream stream);
+void launch_rms_norm_from_stats(const RmsNormFromStatsArgs& args, const Device& device, Stream stream);
 void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& device, Stream stream);
+void launch_rms_norm_backward_stats(const RmsNormBackwardStatsArgs& args, const Device& device, Stream stream);
+void launch_rms_norm_backward_from_stats(const RmsNormBackwardFromStatsArgs& args, const Device& device, Stream stream);
 
-// How many partial sums of each group's grad_weight the backward makes.
+// How many partial sums of each group's grad_weight the backwards make, whether of a whole row or of a part.
 int64_t rms_norm_backward_partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, int64_t groups,
                                    const Device& device);
 

@@ -55,7 +55,7 @@ void launch_rms_norm_rope(const RmsNormRopeArgs& args, const Device& device, Str
     const auto input = rows_of<const T, T>(args.input, args.input_rows, begins);
     const auto rotation = rotation_of<T>(args.rotation, args.cols);
     const RowConfig config = rope_config_of<T>(args.rotation, args.cols, device);
-    dispatch_forward(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
+    dispatch_forward<T>(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {
         launch(rms_norm_rope_any_width_kernel<T>, shape, stream, forward, input, rotation);
       } else if constexpr (is_rope_packs(kPacks)) {

@@ -100,7 +100,7 @@ void dispatch_rope_backward(DType dtype, int64_t rows, int64_t cols, int64_t gro
                             const Device& device, Launch launch) {
   dispatch(dtype, [&]<class T>() {
     const RowConfig config = rope_config_of<T>(rotation, cols, device);
-    dispatch_packs(config.packs, [&]<int kPacks>() {
+    dispatch_packs<T>(config.packs, [&]<int kPacks>() {
       if constexpr (kPacks == 0 || is_rope_packs(kPacks)) {
         launch.template operator()<T, kPacks>(
             backward_shape<RopeKernels, T, T, kPacks>(config, rows, cols, groups, device));

@@ -157,21 +157,22 @@ inline dim3 block_of(const RowConfig& config) {
   return dim3(threads, threads <= kWarp ? kBlockThreads / threads : 1);
 }
 
-// Calls launch.template operator()<kPacks>() with the configuration's packs; 0 is any width.
-template <class Launch>
+// Calls launch.template operator()<kPacks>() with the configuration's packs, for rows of T; 0 is any width.
+template <class T, class Launch>
 void dispatch_packs(int packs, Launch launch) {
-  switch (packs) {
-    case 1:
-      return launch.template operator()<1>();
-    case 2:
-      return launch.template operator()<2>();
-    case 4:
-      return launch.template operator()<4>();
-    case 16:
-      return launch.template operator()<16>();
-    default:
-      return launch.template operator()<0>();
+  if constexpr (kIsHeld<T>) {
+    switch (packs) {
+      case 1:
+        return launch.template operator()<1>();
+      case 2:
+        return launch.template operator()<2>();
+      case 4:
+        return launch.template operator()<4>();
+      case 16:
+        return launch.template operator()<16>();
+    }
   }
+  launch.template operator()<0>();
 }
 
 }  // namespace normops::cuda

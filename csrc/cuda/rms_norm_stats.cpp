@@ -2,7 +2,7 @@
 #include "../rms_norm_stats.h"
 #include "../backend.h"
 #include "binding.h"
-#include "rms_norm_stats_launch.h"
+#include "rms_norm_launch.h"
 
 namespace normops::cuda {
 namespace {

@@ -220,6 +220,7 @@ RotationOf<T> rotation_of(const Rotation& rotation, int64_t cols) {
 
 template <class T>
 RowConfig rope_config_of(const Rotation& rotation, int64_t cols, const Device& device) {
+  if (!kIsHeld<T>) return kAnyWidth;
   const int64_t rotated = 2 * rotation.pairs, behind = cols - rotation.offset - rotated;
   return rope_config(slots_of<T>(rotation.offset) + slots_of<T>(rotated) + slots_of<T>(behind), device);
 }

@@ -63,10 +63,14 @@ __device__ unsigned pair_from_compute(float low, float high) {
 template <class T>
 constexpr int kPack = 16 / sizeof(T);
 
-// How many packs a row has.
+// float64 is for checks, and has kernels for rows of any width alone.
+template <class T>
+constexpr bool kIsHeld = !std::is_same_v<T, double>;
+
+// How many packs a row has, or more than any row that is held.
 template <class T>
 int64_t packs_of(int64_t cols) {
-  return (cols + kPack<T> - 1) / kPack<T>;
+  return kIsHeld<T> ? (cols + kPack<T> - 1) / kPack<T> : INT64_MAX;
 }
 
 template <class W, int kCount>
