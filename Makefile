@@ -4,6 +4,8 @@ TORCH ?= 2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= build/gpu
+# Errors alone: pip warns of indexes without a package and of newer versions of itself.
+PIP := $(BIN)/pip --quiet --quiet
 CPP := $(shell find csrc tests bench examples -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 # The CUDA builds of torch bring their Triton.
 TRITON_OF_2.13.0 := triton==3.7.1
@@ -20,21 +22,23 @@ RUN := env $(if $(word 2,$(CXX)),--unset=CXX BUILT_WITH='$(CXX)')
 
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
 install: $(VENV)/required
-	$(BIN)/python setup.py --quiet build_ext --inplace
-	test $(VENV)/installed -nt pyproject.toml || $(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
-	touch $(VENV)/installed
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@test $(VENV)/installed -nt pyproject.toml || $(PIP) install --no-build-isolation --no-deps --editable .
+	@touch $(VENV)/installed
 
 install-dev: $(VENV)/required-dev install
 
 # Most modules of these packages are never imported: Python compiles those that are.
 $(VENV)/required: requirements-demo.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile torch==$(TORCH) --requirement requirements-demo.txt
-	touch $@
+	@echo "PyTorch $(TORCH) and what else the build and the demo need go into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --no-compile torch==$(TORCH) --requirement requirements-demo.txt
+	@touch $@
 
 $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
-	$(BIN)/pip install --quiet --no-compile $(TRITON_OF_$(TORCH)) --requirement requirements-dev.txt
-	touch $@
+	@echo "What the tests need goes into $(VENV)"
+	@$(PIP) install --no-compile $(TRITON_OF_$(TORCH)) --requirement requirements-dev.txt
+	@touch $@
 
 # A process to a core. What a file needs is made once, by the process that has the file; the longest files come first
 # (tests/conftest.py). Threads that wait for work sleep, as the processes have more of them than there are cores.
@@ -64,10 +68,10 @@ format: $(VENV)/required-dev
 	$(BIN)/clang-format -i $(CPP)
 
 demo: install
-	$(RUN) $(BIN)/python examples/baby_llama.py $(ARGS)
+	@$(RUN) $(BIN)/python examples/baby_llama.py $(ARGS)
 
 demo-patch: install-dev
-	$(RUN) $(BIN)/python examples/patched_model.py $(ARGS)
+	@$(RUN) $(BIN)/python examples/patched_model.py $(ARGS)
 
 bench: install-dev
 	$(RUN) $(BIN)/python -m bench $(ARGS)

@@ -4,13 +4,17 @@
                                   [--steps N] [--device cpu|cuda] [--dtype float32|bfloat16] [--out DIR]
     torchrun --nproc-per-node 2 examples/baby_llama.py [--parallel data|tensor] ...
 
-It needs tqdm and matplotlib besides normops, and nothing is downloaded: the text is the source code of the
-Python standard library, byte by byte. The model takes the class of its norms as an argument, and whether they
-add to the residual stream as well, one operator for both. This and torch.compile are all that differs between
-the variants: they start from the same weights and see the same batches. In bfloat16 the norms keep float32
-weights; a CPU without instructions for bfloat16 is very slow. Under torchrun, each process has its part of
-the same batches, and FSDP keeps a part of the parameters in each (parallel.py): the losses are the same. So they are
-with --parallel tensor, where each process has some of the heads; nothing is compiled there.
+It needs tqdm and matplotlib besides normops. Nothing is downloaded: the text is the source code of the Python
+standard library, byte by byte. All variants start from the same weights and see the same batches. They differ in the
+class of their norms, in whether these add to the residual stream as well ("fused": one operator for both), and in
+torch.compile.
+
+The variants train in turn, a few steps each, in an order that is drawn anew for each round. What slows the machine
+down for a while slows all of them down, so their speed is compared round by round.
+
+In bfloat16 the norms keep float32 weights; a CPU without instructions for bfloat16 is very slow. Under torchrun, each
+process has its part of the same batches, and FSDP keeps a part of the parameters in each (parallel.py): the losses are
+the same. So they are with --parallel tensor, where each process has some of the heads; nothing is compiled there.
 
 With --model qk-norm, queries and keys are normalized per head before they are rotated (qk_norm_model.py): one operator
 for both steps where the norms are fused, and else a norm and what follows. With --model wide-qk-norm, they are
@@ -20,30 +24,32 @@ number a row, where torch.nn.RMSNorm gathers the rows.
 With --model gated, linear attention takes the place of attention, and what it returns passes a gated norm
 (gated_model.py), which is one operator as well where the norms are fused, and else a norm and what follows.
 
-The script prints the operators that torch.compile finds in the model, trains the variants, prints a table,
-draws the loss curves to DIR/loss.png and lets the last model write some text. The columns of the table:
+The script trains the variants, prints a table, draws the loss curves to DIR/loss.png, says which operators
+torch.compile finds in the model, and lets the last model write some text. The columns of the table:
 
-    train loss   mean over the last ten steps, in nats per byte
-    val. loss    on text held out from training
-    tokens/s     from the median step, the first ones left out
-    compile s    how much longer the first step took than the median step (less where an earlier run has left
-                 its compiled code in Inductor's cache)
-    operators    how many a step calls in eager mode, the optimizer's and those of autograd included, without those
-                 that operators call themselves
+    tokens/s     the median over the turns, the first one left out, of the median step, the first one left out
+    times torch  tokens/s over those of torch.nn.RMSNorm in the same round: the median, and the middle half
     norms ms     time in the norms of a step, in the additions before them, with their gates and with the rotations
                  after them, forward and backward, from torch.profiler: on the CPU the time spent, on CUDA that
-                 of the kernels. Backward it is, in eager mode, the time of the autograd nodes that they
-                 recorded, with the sums of gradients that autograd makes for them; in compiled code, which has
-                 no such nodes, that of the operators normops::rms_norm_backward,
-                 normops::rms_norm_rope_backward and normops::gated_rms_norm_backward.
-    norms %      the same as a share of the wall time of a step under the profiler
+                 of the kernels. In parentheses the share of the wall time. Both are of the quickest of three steps.
+                 Backward it is, in eager mode, the time of the autograd nodes that they recorded, with the sums of
+                 gradients that autograd makes for them; in compiled code, which has no such nodes, that of the
+                 operators normops::rms_norm_backward, normops::rms_norm_rope_backward and
+                 normops::gated_rms_norm_backward.
     peak MB      parameters, buffers and optimizer state, plus the most bytes in all other tensors, gradients
                  among them, at any one time in a step; what libraries allocate for themselves is not counted.
                  Under torchrun it is that of the first process, as are the times.
+    loss         of training: mean over the last ten steps, in nats per byte
+    val. loss    on text held out from training
+
+The operators that a step calls are counted in eager mode, the optimizer's and those of autograd included, without those
+that operators call themselves. Compiling is how much longer the first step took than the median step (less where an
+earlier run has left its compiled code in Inductor's cache).
 """
 
 import argparse
 import math
+import random
 import statistics
 import sys
 import sysconfig
@@ -54,16 +60,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import parallel
 import torch
 import torch.nn.functional as F
+from comparison import Result, plot_losses, print_results
 from gated_model import GatedLlama, GatedNorm
-from llama_model import CONTEXT, DIM, AddNorm, Llama
-from matplotlib.figure import Figure
+from llama_model import CONTEXT, AddNorm, Llama
 from qk_norm_model import QKNormLlama, RotatedNorm, WideNorm, WideQKNormLlama
-from step_profile import profile_steps
-from tables import print_table
+from step_profile import StepProfile, profile_step
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -73,8 +79,10 @@ from traced_graphs import operators, trace
 import normops
 
 BATCH = 8
+TURN = 4
+PROFILES = 3
 CORPUS_BYTES = 4_000_000
-COLUMNS = ["norms", "train loss", "val. loss", "tokens/s", "compile s", "operators", "norms ms", "norms %", "peak MB"]
+T = TypeVar("T")
 # Packages installed beside the library, tests, demos, and tables of characters.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo", "encodings"}
 
@@ -90,8 +98,8 @@ class Variant:
 VARIANTS = {
     "torch": Variant("torch.nn.RMSNorm", nn.RMSNorm, fused=False, compiled=False),
     "eager": Variant("normops.RMSNorm", normops.RMSNorm, fused=False, compiled=False),
-    "fused": Variant("normops, fused add", normops.RMSNorm, fused=True, compiled=False),
-    "compiled": Variant("normops, fused add, compiled", normops.RMSNorm, fused=True, compiled=True),
+    "fused": Variant("normops fused", normops.RMSNorm, fused=True, compiled=False),
+    "compiled": Variant("normops fused, compiled", normops.RMSNorm, fused=True, compiled=True),
 }
 
 
@@ -99,19 +107,6 @@ MODELS = {"llama": Llama, "qk-norm": QKNormLlama, "wide-qk-norm": WideQKNormLlam
 # What holds a norm and the operations that it is fused with.
 NORMS = (AddNorm, GatedNorm, RotatedNorm, WideNorm)
 PARALLEL = parallel.kinds(BATCH)
-
-
-@dataclass(frozen=True)
-class Result:
-    label: str
-    losses: list[float]
-    validation_loss: float
-    tokens_per_second: float
-    compile_seconds: float | None
-    operators: int | None
-    norm_milliseconds: float
-    norm_share: float
-    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -169,132 +164,103 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / (steps - warm_up + 1))
 
 
-def train(
-    label: str, train_step: Callable[[], float], schedule: LambdaLR, steps: int
-) -> tuple[list[float], list[float]]:
-    """Return the losses and the seconds of the steps."""
-    losses: list[float] = []
-    seconds: list[float] = []
-    # In a file or a pipe the bar cannot be drawn over itself, so it is drawn less often.
-    interval = 0.1 if sys.stderr.isatty() else 10
-    quiet = not parallel.is_first()
-    progress = tqdm(range(steps), desc=f"{label:28}", unit="step", mininterval=interval, disable=quiet)
-    for _ in progress:
-        start = time.perf_counter()
-        losses.append(train_step())
-        seconds.append(time.perf_counter() - start)
-        schedule.step()
-        rate = f"{BATCH * CONTEXT / seconds[-1]:.0f}"
-        progress.set_postfix({"loss": f"{losses[-1]:.3f}", "tokens/s": rate}, refresh=False)
-    return losses, seconds
+class Arm:
+    """A variant in training."""
 
+    def __init__(self, variant: Variant, data: Corpus, options: argparse.Namespace) -> None:
+        device, shared = options.device, PARALLEL[options.parallel]
+        self.variant, self.device = variant, device
+        self.model = build_model(MODELS[options.model], variant, device, getattr(torch, options.dtype))
+        shared.shard(self.model, device)
+        # Where parameters are gathered from other processes, a graph ends.
+        whole = parallel.processes() == 1
+        self.forward = torch.compile(self.model, fullgraph=whole) if variant.compiled else self.model
+        self.optimizer = AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        self.schedule = LambdaLR(self.optimizer, lambda step: learning_rate_factor(step, options.steps))
+        self.stream = batches(data.training, device, shared.part_of)
+        self.held_out = batches(data.validation, device, shared.part_of)
+        self.losses: list[float] = []
+        self.turns: list[list[float]] = []
+        """The seconds of the steps of each turn."""
 
-def run(variant: Variant, data: Corpus, options: argparse.Namespace) -> tuple[Result, Llama]:
-    steps, device, shared = options.steps, options.device, PARALLEL[options.parallel]
-    model = build_model(MODELS[options.model], variant, device, getattr(torch, options.dtype))
-    shared.shard(model, device)
-    # Where parameters are gathered from other processes, a graph ends.
-    whole = parallel.processes() == 1
-    forward = torch.compile(model, fullgraph=whole) if variant.compiled else model
-    optimizer = AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
-    stream = batches(data.training, device, shared.part_of)
-
-    def train_step() -> float:
-        loss = loss_of(forward, next(stream))
+    def step(self) -> float:
+        loss = loss_of(self.forward, next(self.stream))
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return parallel.mean(loss)
 
-    losses, seconds = train(variant.label, train_step, schedule, steps)
-    median = statistics.median(seconds[min(3, steps - 1) :])
-    held_out = validation_loss(model, batches(data.validation, device, shared.part_of))
-    norms = [] if variant.compiled else [each for each in model.modules() if isinstance(each, NORMS)]
-    profiled = profile_steps(train_step, norms, device)
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    resident = sum(map(parallel.nbytes, (*model.parameters(), *model.buffers(), *state)))
-    result = Result(
-        label=variant.label,
-        losses=losses,
-        validation_loss=held_out,
-        tokens_per_second=BATCH * CONTEXT / median,
-        compile_seconds=seconds[0] - median if variant.compiled else None,
-        operators=None if variant.compiled else profiled.operators,
-        norm_milliseconds=profiled.norm_milliseconds,
-        norm_share=profiled.norm_milliseconds / profiled.milliseconds,
-        peak_bytes=resident + profiled.peak_bytes,
+    def train(self, steps: int, progress: "tqdm[Any]") -> None:
+        # In a file or a pipe the bar cannot be drawn over itself, so it is drawn less often.
+        progress.set_description(f"{self.variant.label:23}", refresh=sys.stderr.isatty())
+        self.turns.append([])
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.losses.append(self.step())
+            self.turns[-1].append(time.perf_counter() - start)
+            self.schedule.step()
+            progress.set_postfix({"loss": f"{self.losses[-1]:.3f}"}, refresh=False)
+            progress.update()
+
+    def profile(self) -> StepProfile:
+        norms = [] if self.variant.compiled else [each for each in self.model.modules() if isinstance(each, NORMS)]
+        return profile_step(self.step, norms, self.device)
+
+    def result(self, profiles: Sequence[StepProfile]) -> Result:
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        resident = sum(map(parallel.nbytes, (*self.model.parameters(), *self.model.buffers(), *state)))
+        seconds = [statistics.median(turn[1:] or turn) for turn in self.turns[1:] or self.turns]
+        compiled = self.variant.compiled
+        quickest = min(profiles, key=lambda each: each.milliseconds)
+        return Result(
+            label=self.variant.label,
+            losses=self.losses,
+            validation_loss=validation_loss(self.model, self.held_out),
+            tokens_per_second=[BATCH * CONTEXT / each for each in seconds],
+            compile_seconds=self.turns[0][0] - statistics.median(seconds) if compiled else None,
+            operators=None if compiled else quickest.operators,
+            norm_milliseconds=quickest.norm_milliseconds,
+            norm_share=quickest.norm_milliseconds / quickest.milliseconds,
+            peak_bytes=resident + max(each.peak_bytes for each in profiles),
+        )
+
+
+def turns(arms: Sequence[T], steps: int) -> Iterator[tuple[T, int]]:
+    """Yield who trains next, and for how many steps: in each round everyone once, in an order drawn anew."""
+    shuffled = random.Random(0)
+    for done in range(0, steps, TURN):
+        for arm in shuffled.sample(arms, len(arms)):
+            yield arm, min(TURN, steps - done)
+
+
+def train(arms: Sequence[Arm], steps: int) -> list[Result]:
+    interval = 0.1 if sys.stderr.isatty() else 10
+    progress: tqdm[Any] = tqdm(
+        total=steps * len(arms), unit="step", mininterval=interval, disable=not parallel.is_first()
     )
-    return result, model
-
-
-def traced_operators(made: type[Llama], device: str) -> dict[str, Counter[str]]:
-    """Count all operators in the graphs of one norm, and those of normops in the graphs of the model."""
-    x = torch.randn(BATCH, DIM, device=device, requires_grad=True)
-    tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.long, device=device)
-    layer = trace(normops.RMSNorm(DIM, device=device), x)
-    model = trace(made(normops.RMSNorm, fused=True).to(device), tokens)
-    return {
-        f"{name} {direction}": Counter(called for called in operators(graph) if called.startswith(prefix))
-        for name, graphs, prefix in (("RMSNorm", layer, ""), (made.__name__, model, "normops."))
-        for direction, graph in graphs._asdict().items()
-    }
+    with progress:
+        for arm, some in turns(arms, steps):
+            arm.train(some, progress)
+    profiles = [[arm.profile() for arm in arms] for _ in range(PROFILES)]
+    return [arm.result(own) for arm, own in zip(arms, zip(*profiles, strict=True), strict=True)]
 
 
 def print_operators(made: type[Llama]) -> None:
-    found = {device: traced_operators(made, device) for device in ("cpu", "meta")}
-    print("Operators in the graphs of torch.compile (for the model: those of normops):")
-    rows = [["graph", *found, "equal"]]
-    for graph in found["cpu"]:
-        tallies = [found[device][graph] for device in found]
-        texts = (", ".join(f"{count} {name}" for name, count in tally.items()) for tally in tallies)
-        rows.append([graph, *texts, yes_or_no(tallies[0] == tallies[1])])
-    print_table(rows)
+    """Say whether the graphs of torch.compile have one operator of normops for each norm, and no others of normops."""
     kinds = Counter(map(type, made(normops.RMSNorm, fused=True).modules()))
     plain, gated, rotated, wide = (kinds[kind] for kind in NORMS)
     forward = Counter(rms_norm=1 + wide, add_rms_norm=plain - 1, gated_rms_norm=gated, rms_norm_rope=rotated)
     backward = Counter(rms_norm_backward=plain + wide, gated_rms_norm_backward=gated, rms_norm_rope_backward=rotated)
+    expected = [Counter({f"normops.{name}.default": n for name, n in each.items()}) for each in (forward, backward)]
+    answers = []
+    for device in ("cpu", "meta"):
+        tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.long, device=device)
+        graphs = trace(made(normops.RMSNorm, fused=True).to(device), tokens)
+        found = [Counter(name for name in operators(graph) if name.startswith("normops.")) for graph in graphs if graph]
+        answers.append(f"{'yes' if found == expected else 'no'} ({device})")
     count = plain + gated + rotated + wide
-    one_each = all(
-        tallies[f"{made.__name__} {direction}"] == Counter({f"normops.{name}.default": n for name, n in counts.items()})
-        for tallies in found.values()
-        for direction, counts in (("forward", forward), ("backward", backward))
-    )
-    print(f"one operator forward and one backward for each of the {count} norms: {yes_or_no(one_each)}\n")
-
-
-def yes_or_no(condition: bool) -> str:
-    return "yes" if condition else "no"
-
-
-def table_row(result: Result) -> list[str]:
-    return [
-        result.label,
-        f"{statistics.mean(result.losses[-10:]):.4f}",
-        f"{result.validation_loss:.4f}",
-        f"{result.tokens_per_second:.0f}",
-        "-" if result.compile_seconds is None else f"{result.compile_seconds:.1f}",
-        "-" if result.operators is None else str(result.operators),
-        f"{result.norm_milliseconds:.2f}",
-        f"{result.norm_share:.1%}",
-        f"{result.peak_bytes / 1e6:.1f}",
-    ]
-
-
-def plot_losses(results: list[Result], path: Path) -> None:
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    # The curves all but coincide, so each is drawn thinner than those below it.
-    for width, result in zip((7.0, 4.0, 2.0, 0.8), results, strict=False):
-        steps = len(result.losses)
-        (line,) = axes.plot(range(1, steps + 1), result.losses, linewidth=width, label=result.label)
-        ring, color = 5 + 2 * width, line.get_color()
-        axes.plot(steps, result.validation_loss, "o", markersize=ring, markerfacecolor="none", color=color)
-    axes.set(title="A small language model on Python source code", xlabel="step", ylabel="loss (nats per byte)")
-    axes.grid(alpha=0.3)
-    axes.legend(title="rings: validation loss")
-    figure.savefig(path, dpi=120)
+    print(f"torch.compile: one operator forward and one backward for each of {count} norms: {', '.join(answers)}")
 
 
 @torch.no_grad()
@@ -313,7 +279,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     models = "qk-norm, wide-qk-norm: with norms of queries and keys; gated: with linear attention and gated norms"
     parser.add_argument("--model", choices=MODELS, default="llama", help=models)
     parser.add_argument("--norm", choices=("all", *VARIANTS), default="all", help="which variants to train")
-    parser.add_argument("--steps", type=int, default=200, help="of training, for each variant (default: 200)")
+    parser.add_argument("--steps", type=int, default=120, help="of training, for each variant (default: 120)")
     shared = "what the processes of torchrun share: batches, or heads and features (default: data)"
     parser.add_argument("--parallel", choices=PARALLEL, default="data", help=shared)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -339,27 +305,23 @@ def compare(options: argparse.Namespace) -> None:
     data, made = Corpus.standard_library(), MODELS[options.model]
     parameters = sum(parameter.numel() for parameter in made(nn.RMSNorm, fused=False).parameters())
     print(
-        f"{made.__name__} of {parameters / 1e6:.1f} M parameters, {len(data.training) / 1e6:.1f} MB of Python source,"
-        f" {options.device}, {options.dtype}, processes: {parallel.processes()}, threads of each:"
-        f" {torch.get_num_threads()}, torch {torch.__version__}\n"
+        f"{made.__name__} of {parameters / 1e6:.1f} M parameters, {len(data.training) / 1e6:.1f} MB of Python source\n"
+        f"{options.device}, {options.dtype}, processes: {parallel.processes()}, threads of each: "
+        f"{torch.get_num_threads()}, torch {torch.__version__}\n"
     )
-    print_operators(made)
-
     variants = [VARIANTS[options.norm]] if options.norm != "all" else list(VARIANTS.values())
     if options.parallel == "tensor":
         variants = [variant for variant in variants if not variant.compiled]
-    results = []
-    for variant in variants:
-        result, model = run(variant, data, options)
-        results.append(result)
+    arms = [Arm(variant, data, options) for variant in variants]
+    results = train(arms, options.steps)
     print()
-    print_table([COLUMNS, *map(table_row, results)])
-
+    print_results(results, VARIANTS["torch"].label)
     if parallel.is_first():
         options.out.mkdir(parents=True, exist_ok=True)
         plot_losses(results, options.out / "loss.png")
-    print(f"\nloss curves: {options.out / 'loss.png'}")
-    print(f"\n{results[-1].label} wrote:\n{sample(model, 'def ', 400, options.device)}")
+    print(f"Loss curves: {options.out / 'loss.png'}\n")
+    print_operators(made)
+    print(f"\n{results[-1].label} wrote:\n{sample(arms[-1].model, 'def ', 400, options.device)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
-from step_profile import profile_steps
+from step_profile import profile_step
 from tables import print_table
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -176,7 +176,7 @@ def compare(dtype: torch.dtype, options: argparse.Namespace) -> list[Row]:
         is_eager = variant.forward is variant.model
         norms = [module for module in variant.model.modules() if "RMSNorm" in type(module).__name__]
         step = partial(train_step, variant, ids)
-        profiled = profile_steps(step, norms if is_eager else [], options.device, steps=1)
+        profiled = profile_step(step, norms if is_eager else [], options.device)
         share = profiled.norm_milliseconds / profiled.milliseconds if is_eager else None
         resident = sum(p.numel() * p.element_size() for p in variant.model.parameters())
         off = float((logits_of(variant, ids) - exact).abs().max())

@@ -1,4 +1,4 @@
-"""Profile training steps: the time inside their norms, the operators and the memory that a step takes."""
+"""Profile a training step: the time inside its norms, the operators and the memory that it takes."""
 
 import os
 import time
@@ -35,8 +35,8 @@ class StepProfile(NamedTuple):
     peak_bytes: int
 
 
-def profile_steps(step: Callable[[], object], norms: Iterable[nn.Module], device: str, steps: int = 3) -> StepProfile:
-    """Return the means of the times of a step, and the most bytes in tensors beyond those at its start.
+def profile_step(step: Callable[[], object], norms: Iterable[nn.Module], device: str) -> StepProfile:
+    """Return the times of a step, and the most bytes in tensors beyond those at its start.
 
     What runs inside the modules `norms` counts as time in norms; compiled code has none, there NORM_OPERATORS count.
     """
@@ -52,9 +52,8 @@ def profile_steps(step: Callable[[], object], norms: Iterable[nn.Module], device
         for norm in norms:
             stack.enter_context(named(norm))
         start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        milliseconds = (time.perf_counter() - start) * 1e3 / steps
+        step()
+        milliseconds = (time.perf_counter() - start) * 1e3
     if device == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated() - bytes_at_start
     else:
@@ -67,8 +66,7 @@ def profile_steps(step: Callable[[], object], norms: Iterable[nn.Module], device
         and not any(ancestor.name.startswith(OPERATORS) for ancestor in with_ancestors(event.cpu_parent))
         for event in events
     )
-    norm_milliseconds = norm_microseconds(events, device) / 1e3 / steps
-    return StepProfile(milliseconds, norm_milliseconds, round(called / steps), peak_bytes)
+    return StepProfile(milliseconds, norm_microseconds(events, device) / 1e3, called, peak_bytes)
 
 
 @contextmanager
