@@ -50,8 +50,10 @@ def test_every_document_can_be_reached_from_the_readme() -> None:
     assert set(DOCUMENTS) - reached == set()
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 130
+def test_the_readme_is_short_and_begins_with_an_example() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 130
+    assert any(line.startswith(">>> ") for line in lines[:25])
 
 
 def test_the_use_that_the_readme_shows() -> None:
