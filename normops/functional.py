@@ -73,9 +73,8 @@ def rms_norm(
 def rms_norm_stats(input: Tensor, normalized_shape: int | Sequence[int]) -> Tensor:
     r"""The statistic of :func:`rms_norm`: the sum of the squares of each row, or of each part of one.
 
-    For those who reduce it themselves, over ranks that have a part of every row each, or who make something else of it.
-    :func:`rms_norm_from_stats` goes on with what came of it. With nothing in between, both are :func:`rms_norm` to the
-    bit. Differentiable.
+    For tensor parallelism: reduce the result over ranks, and pass it to :func:`rms_norm_from_stats`. With nothing in
+    between, the two give the bits of :func:`rms_norm`. Differentiable.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.

@@ -87,8 +87,8 @@ def factors_of(squares, dots, cols, eps: tl.constexpr, compute: tl.constexpr):
     return rstd, rstd * rstd * rstd * (dots / tl.cast(cols, compute))
 
 
-# Results are cast to two types on the way, where a casting mode asks for it; else these are the type computed in, and
-# nothing is cast. `normalized` is that of what is normalized, and of what its product with the weight receives.
+# A casting mode may round on the way to two types; else these are the type computed in, and nothing is rounded.
+# `normalized` is the dtype that h * rstd, and the gradient of it, are rounded to.
 @triton.jit
 def apply_scale(h, rstd, scale, normalized: tl.constexpr):
     """h * rstd * scale"""
