@@ -33,15 +33,15 @@ def rms_norm(
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
         normalized_shape: the last dimensions of ``input``, over which the mean is taken. An ``int`` means one.
         weight: shape ``normalized_shape``, or ``[*groups, *normalized_shape]``, the last dimensions of ``input``: a
-            weight for each head or group, which is normalized by itself. Any of the four dtypes, not necessarily that
-            of ``input``. None means 1, and then ``weight_offset`` does not apply.
+            weight for each head or group. Any of the four dtypes, not necessarily that of ``input``. None means 1, and
+            then ``weight_offset`` does not apply.
         eps: added to the mean of squares. None means the machine epsilon of the type computed in:
             that of float64 for float64 inputs, that of float32 otherwise.
         weight_offset: added to the weight. 1.0 is Gemma's ``1 + w``.
-        casting_mode: where results of 16 bits are rounded on the way, in Liger's words. ``"gemma"``: nowhere.
+        casting_mode: where intermediate results are rounded to 16 bits. The names are Liger's. ``"gemma"``: nowhere.
             ``"llama"``: the normalized input is rounded to the dtype of ``input``, and so is its product with the
-            weight, before anything is made of it, as in the models of transformers and the kernels of vLLM; the
-            backward rounds as their autograd does. See docs/reproducibility.md.
+            weight, as in the models of transformers and the kernels of vLLM. The backward rounds as their autograd
+            does. See docs/reproducibility.md.
 
     Returns:
         A contiguous tensor with the shape, dtype and device of ``input``.
@@ -109,10 +109,9 @@ def rms_norm_from_stats(
 
     .. math:: y = \frac{x}{\sqrt{\text{square\_sum} / \text{size} + \epsilon}} \cdot (w + \text{weight\_offset})
 
-    Where each of several ranks has some columns of every row, ``input`` and ``weight`` are those of this rank,
-    ``square_sum`` is what the ranks' :func:`rms_norm_stats` add up to, and ``size`` is how many columns all of them
-    have. Differentiable in ``input``, ``square_sum`` and ``weight``: if what adds up the sums is differentiable, so is
-    the whole.
+    With tensor parallelism, ``input`` and ``weight`` are the columns of this rank. ``square_sum`` is the sum of
+    :func:`rms_norm_stats` over the ranks, and ``size`` the number of columns of all ranks. Differentiable in ``input``,
+    ``square_sum`` and ``weight``: with a differentiable reduction, so is the whole.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
@@ -299,8 +298,8 @@ def rms_norm_rope(
     or, interleaved, the same of columns :math:`2i` and :math:`2i+1` (Su et al., "RoFormer: Enhanced Transformer with
     Rotary Position Embedding", 2021). Everything is computed in float32 (float64 for float64 inputs) and rounded once.
     Differentiable in ``input`` and ``weight``; under ``torch.compile`` it stays one operator forward
-    (``normops.rms_norm_rope``) and one backward (``normops.rms_norm_rope_backward``). Where ``cos`` or ``sin`` requires
-    a gradient, too, PyTorch's own operators compute.
+    (``normops.rms_norm_rope``) and one backward (``normops.rms_norm_rope_backward``). If ``cos`` or ``sin`` requires a
+    gradient, PyTorch's own operators compute everything.
 
     Args:
         input: shape ``[*, columns]``, such as ``[batch, sequence, heads, head_dim]``; any strides: slices of a packed
