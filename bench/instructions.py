@@ -22,7 +22,7 @@ from bench.tables import Table
 
 PROGRAM = Path(__file__).with_suffix(".cpp")
 RECORDED = kernel_programs.TESTS / "instruction_counts.json"
-ISAS = ("avx2", "baseline")
+ISAS = ("avx2",)
 
 Counts = dict[str, dict[str, dict[str, float]]]
 """By instruction set, kernel with shape, and dtype: instructions per element."""

@@ -83,8 +83,9 @@ def devices() -> list[str]:
 
 def kernels_of(device: str) -> str:
     """Which kernels serve the operators on a device."""
-    if device == "cpu":
-        return f"C++, {normops.build_info()['cpu_isa']}"
+    isa = normops.build_info()["cpu_isa"]
+    if device == "cpu" and isa != "composite":
+        return f"C++, {isa}"
     backend = normops.build_info()["cuda_backend"] if device.startswith("cuda") else None
     return {"cuda": "CUDA C++", "triton": "Triton"}.get(backend or "", "PyTorch operators")
 

@@ -3,7 +3,7 @@
 
 namespace normops::cpu {
 
-const char* isa_name(Isa) { return "avx512"; }
+const char* isa_name(Isa) { return "emulated"; }
 Isa current_isa() { return Isa{}; }
 
 }  // namespace normops::cpu

@@ -38,6 +38,8 @@ EMULATED_AVX512 = Kernels(
     flags=("-O1", "-Wno-psabi", '-DNORMOPS_EMULATION="emulated_avx512.h"'),
     isa=TESTS / "emulated_isa.cpp",
 )
+# What other architectures than x86-64 and aarch64 run.
+GENERIC = Kernels("generic", flags=("-O1", '-DNORMOPS_EMULATION="generic_isa.h"'), isa=TESTS / "emulated_isa.cpp")
 
 
 def build_kernels(folder: Path, kernels: Kernels) -> list[Path]:

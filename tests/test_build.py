@@ -37,13 +37,13 @@ def test_build_info() -> None:
     assert info["cpu_isa"] in info["cpu_isas"]
     assert (info["cuda_version"] is None) == (not info["cuda_archs"])
     assert Path(info["library"]).name == "libnormops.so"
-    assert info["cpu_isas"] == (["baseline", "avx2", "avx512"] if X86 else info["cpu_isas"])
+    assert info["cpu_isas"] == (["composite", "avx2", "avx512"] if X86 else info["cpu_isas"])
 
 
 @pytest.mark.skipif(not X86, reason="x86's instruction sets")
 def test_the_best_instruction_set_is_chosen() -> None:
     flags = machine_flags()
-    expected = "baseline"
+    expected = "composite"
     if {"avx2", "fma", "f16c"} <= flags:
         expected = "avx2"
         if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
@@ -63,7 +63,7 @@ def test_functions_of_registers_are_inlined() -> None:
 
 @pytest.mark.parametrize("isa", normops.build_info()["cpu_isas"])
 def test_values_on_each_instruction_set(isa: str) -> None:
-    """The whole oracle test again, on the kernels that this machine would not choose."""
+    """The whole oracle test again, on the kernels that this machine would not choose, and without kernels."""
     if isa == normops.build_info()["cpu_isa"]:
         pytest.skip("tested by test_values itself")
     probe = python("import normops", NORMOPS_CPU_ISA=isa)

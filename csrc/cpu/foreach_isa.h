@@ -17,7 +17,7 @@
 #include "isa.h"
 #include "row_iterator.h"
 
-// Registers wider than the baseline's are only passed between functions that are inlined.
+// Registers wider than those that every CPU of the architecture has are only passed between functions that are inlined.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 #if defined(NORMOPS_EMULATION)
@@ -40,13 +40,6 @@
 #define NORMOPS_BEGIN_TARGET(features) NORMOPS_PRAGMA(GCC push_options) NORMOPS_PRAGMA(GCC target(features))
 #define NORMOPS_END_TARGET NORMOPS_PRAGMA(GCC pop_options)
 #endif
-
-#define NORMOPS_ISA baseline
-#define NORMOPS_VECTOR_BYTES 16
-#include "block.h"
-#include NORMOPS_KERNEL_SOURCE
-#undef NORMOPS_ISA
-#undef NORMOPS_VECTOR_BYTES
 
 #define NORMOPS_F16C
 NORMOPS_BEGIN_TARGET("avx2,fma,f16c")
@@ -74,7 +67,7 @@ NORMOPS_END_TARGET
 #undef NORMOPS_F16C
 
 // The table `name`, which the kernel source defines, in all its variants, in the order of the enumeration Isa.
-#define NORMOPS_EACH_ISA(name) {&baseline::name, &avx2::name, &avx512::name}
+#define NORMOPS_EACH_ISA(name) {nullptr, &avx2::name, &avx512::name}
 
 #else
 
@@ -86,6 +79,6 @@ NORMOPS_END_TARGET
 #define NORMOPS_VECTOR_BYTES 16
 #include "block.h"
 #include NORMOPS_KERNEL_SOURCE
-#define NORMOPS_EACH_ISA(name) {&NORMOPS_ISA::name}
+#define NORMOPS_EACH_ISA(name) {nullptr, &NORMOPS_ISA::name}
 
 #endif

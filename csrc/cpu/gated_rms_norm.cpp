@@ -1,6 +1,5 @@
 // gated_rms_norm and gated_rms_norm_backward on CPU tensors.
 #include "../gated_rms_norm.h"
-#include "../backend.h"
 #include "gated_rms_norm_kernel.h"
 #include "launch.h"
 #include "launch_backward.h"
@@ -46,8 +45,6 @@ struct Backend : CpuBackend {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normops, CPU, m) {
-  register_all<BackendKernels<Backend>>(m, List<GatedRmsNorm, GatedRmsNormBackward>());
-}
+TORCH_LIBRARY_IMPL(normops, CPU, m) { register_kernels<Backend>(m, List<GatedRmsNorm, GatedRmsNormBackward>()); }
 
 }  // namespace normops::cpu

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 
+#include "../backend.h"
 #include "../launch.h"
 #include "huge_pages.h"
+#include "isa.h"
 #include "sharing.h"
 
 namespace normops::cpu {
@@ -21,6 +23,12 @@ struct CpuBackend {
     return tensor;
   }
 };
+
+// Registers the operators, if there are kernels to launch: without, CPU tensors get the composite as other devices do.
+template <class Backend, class... Operators>
+void register_kernels(torch::Library& m, List<Operators...> operators) {
+  if (has_kernels()) register_all<BackendKernels<Backend>>(m, operators);
+}
 
 // weight + weight_offset as the kernels read it, or ones without a weight: the weight itself, where it is just that, or
 // converted: by the threads together where it is long, and otherwise by each for itself, which is quicker than to fetch

@@ -1,6 +1,5 @@
 // rms_norm and rms_norm_backward on CPU tensors: lays the problem out for the kernels and shares it among the threads.
 #include "../rms_norm.h"
-#include "../backend.h"
 #include "launch.h"
 #include "launch_backward.h"
 
@@ -39,6 +38,6 @@ struct Backend : CpuBackend {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normops, CPU, m) { register_all<BackendKernels<Backend>>(m, List<RmsNorm, RmsNormBackward>()); }
+TORCH_LIBRARY_IMPL(normops, CPU, m) { register_kernels<Backend>(m, List<RmsNorm, RmsNormBackward>()); }
 
 }  // namespace normops::cpu

@@ -1,6 +1,5 @@
 // rms_norm_rope and rms_norm_rope_backward on CPU tensors.
 #include "../rms_norm_rope.h"
-#include "../backend.h"
 #include "launch.h"
 #include "launch_backward.h"
 #include "rms_norm_rope_kernel.h"
@@ -44,8 +43,6 @@ struct Backend : CpuBackend {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normops, CPU, m) {
-  register_all<BackendKernels<Backend>>(m, List<RmsNormRope, RmsNormRopeBackward>());
-}
+TORCH_LIBRARY_IMPL(normops, CPU, m) { register_kernels<Backend>(m, List<RmsNormRope, RmsNormRopeBackward>()); }
 
 }  // namespace normops::cpu

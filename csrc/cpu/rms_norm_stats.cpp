@@ -1,7 +1,6 @@
 // rms_norm_stats, rms_norm_from_stats and their backwards on CPU tensors.
 #include "../rms_norm_stats.h"
 
-#include "../backend.h"
 #include "launch.h"
 #include "launch_backward.h"
 #include "rms_norm_stats_kernel.h"
@@ -76,8 +75,7 @@ struct Backend : CpuBackend {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(normops, CPU, m) {
-  register_all<BackendKernels<Backend>>(
-      m, List<RmsNormStats, RmsNormFromStats, RmsNormBackwardStats, RmsNormBackwardFromStats>());
+  register_kernels<Backend>(m, List<RmsNormStats, RmsNormFromStats, RmsNormBackwardStats, RmsNormBackwardFromStats>());
 }
 
 }  // namespace normops::cpu

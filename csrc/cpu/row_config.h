@@ -40,7 +40,7 @@ constexpr ForwardConfig kForwardConfigs[] = {
     {32, 2, kMostTiledBytes, kMostTiledBytes},
     // as float32, not measured
     {16, 8, kMostTiledBytes, kMostTiledBytes / 2},
-    // 1.58 1.69 1.03 0.65 / 1.59 1.84 1.39 1.20; NEON as the baseline of x86, not measured
+    // 1.58 1.69 1.03 0.65 / 1.59 1.84 1.39 1.20, on SSE2; NEON was not measured
     {16, 4, kMostTiledBytes, kMostTiledBytes / 2},
     // bfloat16: 1.34 1.19 1.09 1.04 / 1.35 1.19 1.10 1.05
     {16, 2, kMostTiledBytes, kMostTiledBytes},

@@ -1,5 +1,5 @@
 // How kernels walk over rows. No torch header. The code is shared by the kernels of all instruction sets, so it is
-// compiled for the baseline.
+// compiled for every CPU of the architecture.
 #pragma once
 #include <cstdint>
 

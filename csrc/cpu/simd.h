@@ -48,7 +48,8 @@ NORMOPS_INLINE f32_vector fma_vector(f32_vector a, f32_vector b, f32_vector c) {
 #elif defined(__aarch64__)
   return vfmaq_f32(c, a, b);
 #else
-  return a * b + c;
+  for (int lane = 0; lane < NORMOPS_VECTOR_BYTES / 4; lane++) c[lane] = std::fma(a[lane], b[lane], c[lane]);
+  return c;
 #endif
 }
 
@@ -60,7 +61,8 @@ NORMOPS_INLINE f64_vector fma_vector(f64_vector a, f64_vector b, f64_vector c) {
 #elif defined(__aarch64__)
   return vfmaq_f64(c, a, b);
 #else
-  return a * b + c;
+  for (int lane = 0; lane < NORMOPS_VECTOR_BYTES / 8; lane++) c[lane] = std::fma(a[lane], b[lane], c[lane]);
+  return c;
 #endif
 }
 
