@@ -25,7 +25,8 @@ namespace {
 //   next(r, position): row r of the current group as a Row; `position` is its place in the tile, which is where what
 //     the first pass computes for the second one is kept
 //   static bool begins_with_lines(const Args&): whether rows may be written around the caches
-//   static constexpr Sums kSums, if sums over rows are given, or are what is wanted
+//   static constexpr bool kPlain, if dy is grad_output: then there may be a grad_residual, and CpuArgs::sums, of which
+//     next_sums(r) tells where those of row r are
 //   static constexpr Pairing kPairing, if some columns of dy are formed in pairs, those that paired_columns(args) tells
 // A Row has
 //   x(column, extent): a block of x, for the first pass
@@ -33,23 +34,36 @@ namespace {
 //   terms(column, extent): the Terms of a block, for the second pass
 //   prefetch_read(column), prefetch_written(column)
 //   store(column, outputs, extent, way)
-//   square_sum and dot: where the sums over the row are, if they are given or wanted
+//   residual, if it is plain: where that of grad_residual is, if there is one
 //   paired_terms(parts, column, extent), if there are pairs: the Terms of the blocks of these parts, for either pass.
 //     The other functions are called for columns without a pair.
 // Terms have dy, x and
-//   rest(minus_c): what is added to dy * rstd * w, which makes it the gradient of x
 //   outputs(gradient, rstd, w): what is stored, given that gradient
 
-// Sums over rows are formed and used, or given, or formed and written.
-enum class Sums { formed, given, wanted };
+template <class Source>
+constexpr bool is_plain() {
+  if constexpr (requires { Source::kPlain; }) return Source::kPlain;
+  return false;
+}
+
+// Whether sums over rows are all that is wanted, and whether they are given.
+template <class Source>
+bool wants_sums(const typename Source::Args& args) {
+  return is_plain<Source>() && args.sums != nullptr && !args.sums->are_given;
+}
 
 template <class Source>
-constexpr Sums sums_kind() {
-  if constexpr (requires { Source::kSums; }) return Source::kSums;
-  return Sums::formed;
+bool has_sums(const typename Source::Args& args) {
+  return is_plain<Source>() && args.sums != nullptr && args.sums->are_given;
 }
 
 constexpr BackwardConfig kConfig = backward_config(NORMOPS_VECTOR_BYTES);
+
+// Where the sums over a row are.
+template <class Number>
+struct SumsOfRow {
+  Number *square_sum, *dot;
+};
 
 // Rows that go through the two passes together. Where the weight has several groups, a tile may hold rows of some that
 // follow one another: `rows_per_group` rows of the first one, then as many of the next one, and so on.
@@ -64,6 +78,7 @@ struct BackwardTile {
   bool begins_chunk;          // whether nothing has been added to the partials yet
   typename Source::Row rows[kBackwardTile];
   compute_t<R> rstd[kBackwardTile], minus_c[kBackwardTile];
+  SumsOfRow<compute_t<R>> sums[kBackwardTile];  // if they are given, or wanted
 
   // Of the sums of x^2 and of dy * w * x; the latter matter only if rows are written.
   NORMOPS_INLINE void set_sums(const double (&squares)[kBackwardTile], const double (&dots)[kBackwardTile],
@@ -239,14 +254,16 @@ template <class Source, class Casts>
     add_sums(square_folds, tile.count, squares);
     if (Source::kGradRows) add_sums(dot_folds, tile.count, dots);
   }
-  if constexpr (sums_kind<Source>() == Sums::wanted) {
-    for (int r = 0; r < tile.count; r++) {
-      *tile.rows[r].square_sum = static_cast<compute_t<R>>(squares[r]);
-      *tile.rows[r].dot = static_cast<compute_t<R>>(dots[r]);
+  if constexpr (is_plain<Source>()) {
+    if (wants_sums<Source>(args)) {
+      for (int r = 0; r < tile.count; r++) {
+        *tile.sums[r].square_sum = static_cast<compute_t<R>>(squares[r]);
+        *tile.sums[r].dot = static_cast<compute_t<R>>(dots[r]);
+      }
+      return;
     }
-  } else {
-    tile.set_sums(squares, dots, args.cols, args.eps);
   }
+  tile.set_sums(squares, dots, args.cols, args.eps);
 }
 
 // The same of rows whose sums are given.
@@ -255,10 +272,10 @@ void read_sums(const typename Source::Args& args, BackwardTile<Source>& tile) {
   using R = typename Source::Element;
   double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
   for (int r = 0; r < tile.count; r++) {
-    squares[r] = admitted_number<R>(*tile.rows[r].square_sum);
-    dots[r] = admitted_number<R>(*tile.rows[r].dot);
+    squares[r] = admitted_number<R>(*tile.sums[r].square_sum);
+    dots[r] = admitted_number<R>(*tile.sums[r].dot);
   }
-  tile.set_sums(squares, dots, args.size, args.eps);
+  tile.set_sums(squares, dots, args.sums->size, args.eps);
 }
 
 // A part of the problem: `rows` rows, from `row` on, of each of `groups` groups, from `group` on.
@@ -283,7 +300,8 @@ class BackwardRows {
   BackwardRows(const Args& args, const Region& region)
       : args_(args),
         region_(region),
-        prefetches_(kMayPrefetch && region.rows * region.groups * args.cols * Source::kAllBytes > kPrefetchBytes &&
+        prefetches_(kMayPrefetch && !wants_sums<Source>(args) &&
+                    region.rows * region.groups * args.cols * Source::kAllBytes > kPrefetchBytes &&
                     (args.cols * static_cast<int64_t>(sizeof(R)) > kReadAheadRowBytes || args.weight.groups > 1 ||
                      Source::kCostly)),
         streams_(prefetches_ && args.stream && kLanes<R> * sizeof(R) == 64 && Source::begins_with_lines(args) &&
@@ -313,19 +331,21 @@ class BackwardRows {
       source_.next_group();
       for (int r = 0; r < count_; r++) {
         tile.rows[tile.count] = source_.next(r, tile.count);
+        if constexpr (is_plain<Source>()) {
+          if (args_.sums != nullptr) tile.sums[tile.count] = source_.next_sums(r);
+        }
         tile.count++;
       }
     } while (++group_ < group_end && tile.count + count_ <= tile_rows_);
   }
 
   void sum(Tile& tile) const {
-    if constexpr (sums_kind<Source>() == Sums::given) {
-      read_sums(args_, tile);
-    } else {
-      choose<kForEitherCast>(args_.casting.any(), [&](auto casts) {
-        sum_tile<Source>(args_, tile, kMayPrefetch && prefetches_ && !streams_, casts);
-      });
+    if constexpr (is_plain<Source>()) {
+      if (has_sums<Source>(args_)) return read_sums(args_, tile);
     }
+    choose<kForEitherCast>(args_.casting.any(), [&](auto casts) {
+      sum_tile<Source>(args_, tile, kMayPrefetch && prefetches_ && !streams_, casts);
+    });
   }
 
   // The second pass, over columns [begin, end) of the tile's rows: writes what is wanted of them, and adds their share
@@ -345,10 +365,16 @@ class BackwardRows {
     for (int r = 0; r < tile.count; r += tile.rows_per_group) {
       if constexpr (Source::kGradRows) {
         choose<kForEither>(partial != nullptr, [&](auto wants_grad_weight) NORMOPS_INLINE_LAMBDA {
-          write_group(tile, ahead, r, begin, end, scale, partial, wants_grad_weight, casts);
+          if constexpr (is_plain<Source>()) {
+            choose<kForEither>(args_.grad_residual != nullptr, [&](auto has_residual) NORMOPS_INLINE_LAMBDA {
+              write_group(tile, ahead, r, begin, end, scale, partial, wants_grad_weight, has_residual, casts);
+            });
+          } else {
+            write_group(tile, ahead, r, begin, end, scale, partial, wants_grad_weight, std::false_type{}, casts);
+          }
         });
       } else {
-        write_group(tile, ahead, r, begin, end, scale, partial, std::true_type{}, casts);
+        write_group(tile, ahead, r, begin, end, scale, partial, std::true_type{}, std::false_type{}, casts);
       }
       scale += tile.stride;
       if (partial != nullptr) partial += tile.stride;
@@ -356,19 +382,19 @@ class BackwardRows {
   }
 
   // The rows of one group: those from `first` on.
-  template <class WantsGradWeight, class Casts>
+  template <class WantsGradWeight, class HasResidual, class Casts>
   [[gnu::noinline]] void write_group(const Tile& tile, const Tile& ahead, int first, int64_t begin, int64_t end,
                                      const Compute* scale, Compute* partial, WantsGradWeight wants_grad_weight,
-                                     Casts casts) const {
+                                     HasResidual has_residual, Casts casts) const {
     const int64_t span = kPairing == Pairing::none ? kSpan : end;
     for (; begin < end; begin += span) {
       const int64_t last = begin + span < end ? begin + span : end;
       int r = first;
       for (; r + kWriteRows <= first + tile.rows_per_group; r += kWriteRows) {
-        write_rows<kWriteRows>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, casts);
+        write_rows<kWriteRows>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, has_residual, casts);
       }
       for (; r < first + tile.rows_per_group; r++) {
-        write_rows<1>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, casts);
+        write_rows<1>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, has_residual, casts);
       }
     }
   }
@@ -387,10 +413,10 @@ class BackwardRows {
     source_.next_rows(count_, group_);
   }
 
-  template <int kRows, class WantsGradWeight, class Casts>
+  template <int kRows, class WantsGradWeight, class HasResidual, class Casts>
   NORMOPS_INLINE void write_rows(const Tile& tile, const Tile& next_tile, int first, int64_t begin, int64_t end,
                                  const Compute* scale, Compute* partial, WantsGradWeight wants_grad_weight,
-                                 Casts casts) const {
+                                 HasResidual has_residual, Casts casts) const {
     // Copies, as the compiler would have to assume of the originals that what is stored changes them.
     const bool prefetches = kMayPrefetch && kRows > 1 && prefetches_, streams = prefetches && streams_;
     const Casting casting = casting_of(casts, args_.casting);
@@ -420,18 +446,26 @@ class BackwardRows {
               const auto terms = terms_of(rows[r], parts, column, extent);
               for (int p = 0; p < kCount; p++) {
                 const auto& part = terms.part[p];
+                const auto rest = [&] NORMOPS_INLINE_LAMBDA {
+                  // Not of the terms: beside a pointer, GCC 12 keeps them in memory, which takes up to four times as
+                  // long.
+                  if constexpr (is_plain<Source>()) {
+                    if (has_residual) return fma(minus_c[r], part.x, load<R>(rows[r].residual + column, extent));
+                  }
+                  return minus_c[r] * part.x;
+                };
                 // dw += dy * rstd * x
-                // dx = dy * rstd * w - x * c, and what the terms add
+                // dx = dy * rstd * w - x * c + residual
                 Block<R> dx;
                 if (sizeof(typename Source::Gradient) == 2 && casting.any()) {
                   const Block<R> normalized = cast<Source>(part.x * rstd[r], casting.normalized);
                   const Block<R> dy = gradient_of<Source>(part, casting);
                   dw[p] = dw[p] + cast<Source>(dy * normalized, casting.normalized);
-                  dx = fma(weighted<Source>(part, w[p], casting), rstd[r], part.rest(minus_c[r]));
+                  dx = fma(weighted<Source>(part, w[p], casting), rstd[r], rest());
                 } else {
                   const Block<R> scaled_dy = part.dy * rstd[r];
                   dw[p] = fma(scaled_dy, part.x, dw[p]);
-                  dx = fma(scaled_dy, w[p], part.rest(minus_c[r]));
+                  dx = fma(scaled_dy, w[p], rest());
                 }
                 outputs[r][p] = part.outputs(dx, rstd[r], w[p]);
               }
@@ -506,7 +540,7 @@ void backward_parts(const typename Source::Args& args, int64_t begin, int64_t en
     }
     const int64_t first = chunk * args.rows_per_chunk, last = first + chunks * args.rows_per_chunk;
     const Region region = {first, (last < rows ? last : rows) - first, group, groups};
-    sums_kind<Source>() == Sums::wanted ? sum_region<Source>(args, region) : backward_region<Source>(args, region);
+    wants_sums<Source>(args) ? sum_region<Source>(args, region) : backward_region<Source>(args, region);
     begin += chunks * groups;
   }
 }

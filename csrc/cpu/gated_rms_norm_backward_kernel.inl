@@ -41,7 +41,6 @@ class GatedGradientRows {
       Block<T> value, slope;
       Casting casting;
 
-      NORMOPS_INLINE Block<T> rest(const Block<T>& minus_c) const { return minus_c * x; }
       NORMOPS_INLINE Outputs outputs(const Block<T>& gradient, const Block<T>& rstd, const Block<T>& w) const {
         if constexpr (kNormFirst) {
           const Block<T> normalized = cast<GatedGradientRows>(x * rstd, casting.normalized);

@@ -1,17 +1,18 @@
-// The rows of a backward as they are given, which are two tensors and what is made of them.
+// The rows of rms_norm_backward: grad_output and input as they are given, and what is made of them.
 #include "backward_rows.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// The rows of grad_output and input as they are given. T is the type of grad_output, R that of all other rows.
-template <class T, class R, bool kGradInput, bool kResidual, class OperatorArgs = RmsNormBackwardArgs>
+// T is the type of grad_output, R that of all other rows.
+template <class T, class R, bool kGradInput>
 class GivenRows {
  public:
   using Element = R;
   using Gradient = T;
-  using Args = CpuArgs<OperatorArgs>;
+  using Args = CpuArgs<RmsNormBackwardArgs>;
   static constexpr bool kCostly = false, kGradRows = kGradInput, kFormsGradient = false, kSharedTerms = false;
+  static constexpr bool kPlain = true;
   static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
   static constexpr int64_t kAllBytes = kRowBytes + sizeof(R);
 
@@ -22,16 +23,9 @@ class GivenRows {
 
     using Outputs = Block<R>;
 
-    template <class Extent>
     struct Terms {
       Block<R> dy, x;
-      const R* residual;  // this block of it
-      Extent extent;
 
-      NORMOPS_INLINE Block<R> rest(const Block<R>& minus_c) const {
-        if constexpr (kResidual) return fma(minus_c, x, load<R>(residual, extent));
-        return minus_c * x;
-      }
       NORMOPS_INLINE Outputs outputs(const Block<R>& gradient, const Block<R>&, const Block<R>&) const {
         return gradient;
       }
@@ -42,11 +36,11 @@ class GivenRows {
       return load<R>(x_ + column, extent);
     }
     template <class Extent>
-    NORMOPS_INLINE Terms<Extent> terms(int64_t column, Extent extent) const {
-      return {load<R>(dy + column, extent), x(column, extent), kResidual ? residual + column : nullptr, extent};
+    NORMOPS_INLINE Terms terms(int64_t column, Extent extent) const {
+      return {load<R>(dy + column, extent), x(column, extent)};
     }
     template <class Extent>
-    NORMOPS_INLINE Terms<Extent> summed(int64_t column, Extent extent) const {
+    NORMOPS_INLINE Terms summed(int64_t column, Extent extent) const {
       return terms(column, extent);
     }
     NORMOPS_INLINE void prefetch_read(int64_t column) const {
@@ -61,10 +55,16 @@ class GivenRows {
   };
 
   GivenRows(const Args& args, int64_t row)
-      : grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.weight.groups, row),
+      : has_residual_(args.grad_residual != nullptr),
+        has_sums_(args.sums != nullptr),
+        grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.weight.groups, row),
         inputs_(static_cast<const R*>(args.input), args.input_rows, args.weight.groups, row),
         grad_residuals_(static_cast<const R*>(args.grad_residual), args.grad_residual_rows, args.weight.groups, row),
-        grad_inputs_(static_cast<R*>(args.grad_input), args.grad_input_rows, args.weight.groups, row) {}
+        grad_inputs_(static_cast<R*>(args.grad_input), args.grad_input_rows, args.weight.groups, row),
+        square_sums_(has_sums_ ? static_cast<compute_t<R>*>(args.sums->square_sum) : nullptr,
+                     has_sums_ ? args.sums->square_sum_rows : args.input_rows, args.weight.groups, row),
+        dots_(has_sums_ ? static_cast<compute_t<R>*>(args.sums->dot) : nullptr,
+              has_sums_ ? args.sums->dot_rows : args.input_rows, args.weight.groups, row) {}
 
   void next_rows(int count, int64_t group) {
     each([&](auto& rows) { rows.next_rows(count, group); });
@@ -73,9 +73,10 @@ class GivenRows {
     each([](auto& rows) { rows.next_group(); });
   }
   Row next(int r, int) {
-    return {grad_outputs_.next(r), inputs_.next(r), kResidual ? grad_residuals_.next(r) : nullptr,
+    return {grad_outputs_.next(r), inputs_.next(r), has_residual_ ? grad_residuals_.next(r) : nullptr,
             kGradInput ? grad_inputs_.next(r) : nullptr};
   }
+  SumsOfRow<compute_t<R>> next_sums(int r) { return {square_sums_.next(r), dots_.next(r)}; }
 
   static bool begins_with_lines(const Args& args) {
     return NORMOPS_ISA::begins_with_lines(static_cast<const R*>(args.grad_input), args.grad_input_rows);
@@ -87,25 +88,26 @@ class GivenRows {
   void each(Visit visit) {
     visit(grad_outputs_);
     visit(inputs_);
-    if (kResidual) visit(grad_residuals_);
+    if (has_residual_) visit(grad_residuals_);
     if (kGradInput) visit(grad_inputs_);
+    if (has_sums_) visit(square_sums_), visit(dots_);
   }
 
+  const bool has_residual_, has_sums_;
   GroupedRows<const T> grad_outputs_;
   GroupedRows<const R> inputs_, grad_residuals_;
   GroupedRows<R> grad_inputs_;
+  GroupedRows<compute_t<R>> square_sums_, dots_;
 };
 
 // Calls visit.template operator()<Source>() with the source that the arguments ask for, if anything is to be written.
-template <template <class T, class R, bool kGradInput, bool kResidual> class Source, class Args, class Visit>
-void dispatch_given(const Args& args, Visit visit) {
+template <class Visit>
+void dispatch_given(const CpuArgs<RmsNormBackwardArgs>& args, Visit visit) {
+  const bool sums_both = args.grad_input != nullptr || (args.sums != nullptr && !args.sums->are_given);
+  if (!sums_both && args.grad_weight_partials == nullptr) return;
   dispatch_pair(args.grad_output_dtype, args.dtype, [&]<class T, class R>() {
-    if (args.grad_input == nullptr) {
-      if (args.grad_weight_partials != nullptr) visit.template operator()<Source<T, R, false, false>>();
-    } else {
-      args.grad_residual == nullptr ? visit.template operator()<Source<T, R, true, false>>()
-                                    : visit.template operator()<Source<T, R, true, true>>();
-    }
+    sums_both ? visit.template operator()<GivenRows<T, R, true>>()
+              : visit.template operator()<GivenRows<T, R, false>>();
   });
 }
 

@@ -4,22 +4,18 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-template <class T, class R, bool kGradInput, bool kResidual>
-using Given = GivenRows<T, R, kGradInput, kResidual>;
-
 void rows(const CpuArgs<RmsNormBackwardArgs>& args, int64_t begin, int64_t end) {
-  dispatch_given<Given>(args, [&]<class Source>() { backward_parts<Source>(args, begin, end); });
+  dispatch_given(args, [&]<class Source>() { backward_parts<Source>(args, begin, end); });
 }
 
 void sums(const CpuArgs<RmsNormBackwardArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares,
           double* dots) {
-  dispatch_given<Given>(args, [&]<class Source>() { backward_sums<Source>(args, row, begin, end, squares, dots); });
+  dispatch_given(args, [&]<class Source>() { backward_sums<Source>(args, row, begin, end, squares, dots); });
 }
 
 void columns(const CpuArgs<RmsNormBackwardArgs>& args, int64_t row, double square_sum, double dot, int64_t begin,
              int64_t end) {
-  dispatch_given<Given>(args,
-                        [&]<class Source>() { backward_columns<Source>(args, row, square_sum, dot, begin, end); });
+  dispatch_given(args, [&]<class Source>() { backward_columns<Source>(args, row, square_sum, dot, begin, end); });
 }
 
 template <class T, class W>

@@ -79,13 +79,24 @@ inline int64_t chunk_count(int64_t rows, int64_t rows_per_chunk) {
 // right in float64.
 constexpr int64_t kSpan = 1024;
 
+// Sums over the rows of rms_norm_backward, numbers of the compute dtype, which are given, or all that is wanted.
+struct RowSums {
+  bool are_given;
+  int64_t size;  // of a whole row, of which cols may be a part
+  void* square_sum;
+  RowLayout square_sum_rows;
+  void* dot;
+  RowLayout dot_rows;
+};
+
 // What a thread gives a kernel besides: how it is to go about it, and memory.
 template <class Args>
 struct CpuArgs : Args {
-  bool stream = false;          // whether what is written is too large for the caches
-  int64_t rows_per_chunk = 0;   // of each group; of a backward
-  const void* scale = nullptr;  // compute [groups, held_cols]: weight + its offset
-  void* held = nullptr;         // compute [held_rows, padded_cols], of the thread, or of the threads that share a row
+  bool stream = false;            // whether what is written is too large for the caches
+  int64_t rows_per_chunk = 0;     // of each group; of a backward
+  const void* scale = nullptr;    // compute [groups, held_cols]: weight + its offset
+  void* held = nullptr;           // compute [held_rows, padded_cols], of the thread, or of the threads that share a row
+  const RowSums* sums = nullptr;  // of rms_norm_backward, or null where it forms them and uses them
 };
 
 // The columns that the kernels of an operator form in pairs.

@@ -27,7 +27,6 @@ class RotatedGradientRows {
     struct Terms {
       Block<T> dy, x;
 
-      NORMOPS_INLINE Block<T> rest(const Block<T>& minus_c) const { return minus_c * x; }
       NORMOPS_INLINE Outputs outputs(const Block<T>& gradient, const Block<T>&, const Block<T>&) const {
         return gradient;
       }
