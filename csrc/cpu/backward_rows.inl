@@ -197,7 +197,7 @@ NORMOPS_INLINE void fold_row(const typename Source::Row& of_tile, const compute_
                              Folded<typename Source::Element>& squares, Folded<typename Source::Element>& dots) {
   using R = typename Source::Element;
   // A loop takes 1.2 to 1.4 of the time at 333 x 100.
-  constexpr Rest kRest = Source::kCostly ? Rest::looped : Rest::unrolled;
+  constexpr Rest kRest = is_compact<Source, typename Source::Gradient>() ? Rest::looped : Rest::unrolled;
   const typename Source::Row row = of_tile;
   constexpr Pairing pairing = pairing_of<Source>();
   if constexpr (Source::kGradRows && pairing == Pairing::none && (kConfig.both_sums || Source::kSharedTerms)) {
@@ -294,7 +294,8 @@ class BackwardRows {
   using Row = typename Source::Row;
   static constexpr Pairing kPairing = pairing_of<Source>();
   // At run time, this choice takes up to 1.07 times the instructions where a row is short.
-  static constexpr bool kForEitherCast = !Source::kCostly && sizeof(typename Source::Gradient) == 2;
+  static constexpr bool kForEitherCast =
+      !is_compact<Source, typename Source::Gradient>() && sizeof(typename Source::Gradient) == 2;
   static constexpr bool kMayPrefetch = Source::kGradRows && kConfig.may_prefetch;
 
   BackwardRows(const Args& args, const Region& region)
@@ -359,7 +360,8 @@ class BackwardRows {
   template <class Casts>
   void write_groups(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end, Casts casts) const {
     // At run time, this choice takes 1.05 to 1.1 of the time on AVX2. Rounding takes more than choosing.
-    constexpr bool kForEither = !Source::kCostly && !std::is_same_v<Casts, std::true_type>;
+    constexpr bool kForEither =
+        !is_compact<Source, typename Source::Gradient>() && !std::is_same_v<Casts, std::true_type>;
     const Compute* scale = tile.scale;
     Compute* partial = tile.partial;
     for (int r = 0; r < tile.count; r += tile.rows_per_group) {

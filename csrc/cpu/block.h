@@ -27,6 +27,10 @@ struct Block {
 template <class R>
 constexpr int kLanes = Block<R>::kVectors * Block<R>::kVectorLanes;
 
+// What most calls are made of. For other types there is less code, of which each piece serves more cases.
+template <class T>
+constexpr bool kCommon = std::is_same_v<T, float> || std::is_same_v<T, bfloat16>;
+
 // How much of a block is inside the row. Lanes outside the row are read as zero, and are not written.
 struct Whole {};
 struct Part {

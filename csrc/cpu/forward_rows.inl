@@ -366,7 +366,8 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
     const OutputRows<T, R> y = {outputs.next_even(stretches.count), scales.next_even(stretches.count), args.casting};
     choose<sizeof(T) == 2>(casts<T>(args.casting), [&](auto casts) {
       // Rounding takes more than choosing.
-      constexpr bool kCasts = std::is_same_v<decltype(casts), std::true_type>, kChooses = Source::kCostly || kCasts;
+      constexpr bool kCasts = std::is_same_v<decltype(casts), std::true_type>,
+                     kChooses = is_compact<Source, T>() || kCasts;
       choose<!kChooses>(streams, [&](auto way) {
         choose<true>(in_tiles, [&](auto tiled) {
           constexpr int kRows = decltype(tiled)::value && !gives_sums<Source>() ? kForwardTile : 1;
@@ -435,10 +436,9 @@ void forward_columns(const typename Source::Args& args, int64_t row, double squa
   outputs.y.row = RowIterator<T>(static_cast<T*>(args.output), args.output_rows, row).next();
   outputs.scale.row = scale_of<Source>(args, row % args.weight.groups);
   const compute_t<R> rstd = rstd_of<R>(square_sum, args.cols, args.eps);
-  choose<sizeof(T) == 2>(casts<T>(args.casting), [&](auto casts) {
-    written_row<std::is_same_v<decltype(casts), std::true_type>, R, Source>(rows, 0, outputs, rstd, Cached{})
-        .template write<Rest::looped>(begin, end, [](int64_t) NORMOPS_INLINE_LAMBDA {});
-  });
+  // Whether results are rounded on the way is found out for each block: rows that threads share are few.
+  written_row<sizeof(T) == 2, R, Source>(rows, 0, outputs, rstd, Cached{})
+      .template write<Rest::looped>(begin, end, [](int64_t) NORMOPS_INLINE_LAMBDA {});
 }
 
 }  // namespace

@@ -42,6 +42,13 @@ constexpr Pairing pairing_of() {
   return Pairing::none;
 }
 
+// Whether cases are chosen between at run time, so that there is less code: where blocks are costly, or types are rare.
+// T is the type of what is given or written beside the rows of the Source.
+template <class Source, class T>
+constexpr bool is_compact() {
+  return Source::kCostly || !kCommon<typename Source::Element> || !kCommon<T>;
+}
+
 template <class Source>
 HeldOrder held_order(const typename Source::Args& args) {
   return {kDType<typename Source::Element>, args.cols, paired_columns(args)};
