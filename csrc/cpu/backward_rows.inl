@@ -172,22 +172,23 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const PairedColumns& paired
                                      Casting casting) {
   using R = typename Source::Element;
   constexpr Pairing pairing = pairing_of<Source>();
-  Folded<R> total = {};
-  each_stretch<R, pairing>(paired, 0, cols, [&](const auto& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
-    const int64_t first = begin + span / parts.kCount, last = first + kSpan / parts.kCount;
-    if (first >= end) return;
-    total = total + fold_span<R, kRest>(first, last < end ? last : end,
-                                        [&](int64_t column, auto extent, Block<R> sum) NORMOPS_INLINE_LAMBDA {
-                                          const auto terms = terms_of(row, parts, column, extent);
-                                          for (int p = 0; p < parts.kCount; p++) {
-                                            const Block<R> w = load_held<R>(scale + parts.held(column, p));
-                                            sum =
-                                                fma(weighted<Source>(terms.part[p], w, casting), terms.part[p].x, sum);
-                                          }
-                                          return sum;
-                                        });
-  });
-  return total;
+  Folded<R> folded[kStretches] = {};
+  each_stretch<R, pairing>(
+      paired, 0, cols, [&]<class Parts>(const Parts& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
+        const int64_t first = begin + span / Parts::kCount, last = first + kSpan / Parts::kCount;
+        if (first >= end) return;
+        constexpr Rest kRestOfStretch = std::is_same_v<Parts, OnePart> ? Rest::looped : kRest;
+        folded[parts.stretch] = fold_span<R, kRestOfStretch>(
+            first, last < end ? last : end, [&](int64_t column, auto extent, Block<R> sum) NORMOPS_INLINE_LAMBDA {
+              const auto terms = terms_of(row, parts, column, extent);
+              for (int p = 0; p < Parts::kCount; p++) {
+                const Block<R> w = load_held<R>(scale + parts.held(column, p));
+                sum = fma(weighted<Source>(terms.part[p], w, casting), terms.part[p].x, sum);
+              }
+              return sum;
+            });
+      });
+  return folded[kBefore] + folded[kPaired] + folded[kBehind];
 }
 
 template <class Source>
@@ -212,7 +213,7 @@ NORMOPS_INLINE void fold_row(const typename Source::Row& of_tile, const compute_
     squares = folded[0];
     dots = folded[1];
   } else {
-    squares = fold_span<R, kRest>(begin, end, squares_of_row(row));
+    squares = fold_span<R, pairing == Pairing::none ? kRest : Rest::looped>(begin, end, squares_of_row(row));
     if constexpr (pairing != Pairing::none) {
       dots = fold_paired_dots<Source, kRest>(row, paired, scale, begin, cols, casting);
     } else if constexpr (Source::kGradRows) {

@@ -11,11 +11,15 @@ bool begins_with_lines(const T* data, const RowLayout& layout) {
   return result;
 }
 
+// The stretches of a row: the columns before those that are formed in pairs, these, and those behind.
+constexpr int kBefore = 0, kPaired = 1, kBehind = 2, kStretches = 3;
+
 // The blocks of a row that are formed together: where they begin in the row, and in what is held. Here, each block by
 // itself.
 struct OnePart {
   static constexpr int kCount = 1;
   int64_t held_offset = 0;
+  int stretch = kBefore;
 
   NORMOPS_INLINE int64_t column(int64_t column, int) const { return column; }
   NORMOPS_INLINE int64_t held(int64_t column, int) const { return column + held_offset; }
@@ -25,6 +29,7 @@ struct OnePart {
 struct TwoParts {
   static constexpr int kCount = 2;
   int64_t pairs, held_offset, held_pairs;
+  int stretch = kPaired;
 
   NORMOPS_INLINE int64_t column(int64_t column, int p) const { return column + p * pairs; }
   NORMOPS_INLINE int64_t held(int64_t column, int p) const { return column + held_offset + p * held_pairs; }
@@ -66,7 +71,7 @@ NORMOPS_INLINE auto* scale_of(const typename Source::Args& args, int64_t group) 
 }
 
 // Calls visit(parts, begin, end) for the stretches of columns [begin, end) that are formed in the same way. With pairs,
-// these are all columns of the row, and the stretch of two parts counts the first columns of pairs.
+// these are all columns of the row, the stretch of two parts counts the first columns of pairs, and pairs come first.
 template <class R, Pairing pairing, class Visit>
 NORMOPS_INLINE void each_stretch([[maybe_unused]] const PairedColumns& paired, int64_t begin, int64_t end,
                                  Visit visit) {
@@ -75,15 +80,31 @@ NORMOPS_INLINE void each_stretch([[maybe_unused]] const PairedColumns& paired, i
   } else {
     constexpr DType dtype = kDType<R>;
     const int64_t first = paired.offset, pairs = paired.pairs, behind = first + 2 * pairs;
-    if (first > 0) visit(OnePart(), begin, first);
     const int64_t held = padded_cols(dtype, first) - first;  // how far from its own place what is held is
+    int64_t held_behind;
     if constexpr (pairing == Pairing::halves) {
       const int64_t held_pairs = padded_cols(dtype, pairs);
       visit(TwoParts{pairs, held, held_pairs}, first, first + pairs);
-      if (behind < end) visit(OnePart{held + 2 * (held_pairs - pairs)}, behind, end);
+      held_behind = held + 2 * (held_pairs - pairs);
     } else {
-      visit(NeighbourParts{held}, first, behind);
-      if (behind < end) visit(OnePart{held + padded_cols(dtype, 2 * pairs) - 2 * pairs}, behind, end);
+      visit(NeighbourParts{{held, kPaired}}, first, behind);
+      held_behind = held + padded_cols(dtype, 2 * pairs) - 2 * pairs;
+    }
+    if (first == 0 && behind >= end) [[likely]]
+      return;
+    const auto visit_one = [&](int stretch) NORMOPS_INLINE_LAMBDA {
+      const bool is_behind = stretch == kBehind;
+      visit(OnePart{is_behind ? held_behind : 0, stretch}, is_behind ? behind : begin, is_behind ? end : first);
+    };
+    if constexpr (kEvenOdd<R>) {
+      if (first > 0) visit_one(kBefore);
+      if (behind < end) visit_one(kBehind);
+    } else {
+      // Columns without a pair are few: one piece of code. In bfloat16 that takes 1.1 of the time of the others.
+      for (int stretch = first > 0 ? kBefore : kBehind; stretch <= (behind < end ? kBehind : kBefore);
+           stretch += kBehind) {
+        visit_one(stretch);
+      }
     }
   }
 }
