@@ -297,9 +297,11 @@ class BackwardRows {
   // At run time, this choice takes up to 1.07 times the instructions where a row is short.
   static constexpr bool kForEitherCast =
       !is_compact<Source, typename Source::Gradient>() && sizeof(typename Source::Gradient) == 2;
+  // Rows of rare types are written one by one, which is less code.
+  static constexpr bool kInPairs = kCommon<R> && kCommon<typename Source::Gradient>;
   static constexpr bool kMayPrefetch = Source::kGradRows && kConfig.may_prefetch;
 
-  BackwardRows(const Args& args, const Region& region)
+  [[gnu::noinline]] BackwardRows(const Args& args, const Region& region)
       : args_(args),
         region_(region),
         prefetches_(kMayPrefetch && !wants_sums<Source>(args) &&
@@ -315,6 +317,7 @@ class BackwardRows {
         source_(args, region.row) {
     const int64_t rows = kConfig.tile_bytes / (args.cols * Source::kRowBytes);
     tile_rows_ = rows < kWriteRows ? kWriteRows : rows < kBackwardTile ? static_cast<int>(rows) : kBackwardTile;
+    tile_rows_ -= tile_rows_ % kWriteRows;
   }
 
   // Fills the tile with the next rows, with none if there are no more.
@@ -393,8 +396,10 @@ class BackwardRows {
     for (; begin < end; begin += span) {
       const int64_t last = begin + span < end ? begin + span : end;
       int r = first;
-      for (; r + kWriteRows <= first + tile.rows_per_group; r += kWriteRows) {
-        write_rows<kWriteRows>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, has_residual, casts);
+      if constexpr (kInPairs) {
+        for (; r + kWriteRows <= first + tile.rows_per_group; r += kWriteRows) {
+          write_rows<kWriteRows>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, has_residual, casts);
+        }
       }
       for (; r < first + tile.rows_per_group; r++) {
         write_rows<1>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, has_residual, casts);
@@ -421,7 +426,7 @@ class BackwardRows {
                                  const Compute* scale, Compute* partial, WantsGradWeight wants_grad_weight,
                                  HasResidual has_residual, Casts casts) const {
     // Copies, as the compiler would have to assume of the originals that what is stored changes them.
-    const bool prefetches = kMayPrefetch && kRows > 1 && prefetches_, streams = prefetches && streams_;
+    const bool prefetches = kMayPrefetch && (kRows > 1 || !kInPairs) && prefetches_, streams = prefetches && streams_;
     const Casting casting = casting_of(casts, args_.casting);
     Row rows[kRows], ahead[kRows];
     Block<R> rstd[kRows], minus_c[kRows];

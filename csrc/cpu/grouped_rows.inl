@@ -9,7 +9,8 @@ namespace {
 template <class T>
 class GroupedRows {
  public:
-  GroupedRows(T* data, const RowLayout& layout, int64_t groups, int64_t row)
+  // Not inlined, as each Source has several of them.
+  [[gnu::noinline]] GroupedRows(T* data, const RowLayout& layout, int64_t groups, int64_t row)
       : data_(data),
         layout_(layout),
         groups_(groups),
@@ -18,9 +19,7 @@ class GroupedRows {
 
   // Goes on to the next `count` rows of all groups. The first call of next_group() will be for `group`.
   void next_rows(int count, int64_t group) {
-    if (groups_ == 1) return;
-    for (int r = 0; r < count; r++) rows_[r] = row_.next();
-    group_ = RowIterator<T>(data_, layout_, group);
+    if (groups_ > 1) next_rows_of_groups(count, group);
   }
 
   void next_group() {
@@ -31,6 +30,11 @@ class GroupedRows {
   T* next(int r) { return groups_ == 1 ? row_.next() : rows_[r] + offset_; }
 
  private:
+  [[gnu::noinline]] void next_rows_of_groups(int count, int64_t group) {
+    for (int r = 0; r < count; r++) rows_[r] = row_.next();
+    group_ = RowIterator<T>(data_, layout_, group);
+  }
+
   T* data_;
   const RowLayout& layout_;
   int64_t groups_;

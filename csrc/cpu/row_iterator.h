@@ -25,7 +25,7 @@ struct EvenRows {
 template <class T>
 class RowIterator {
  public:
-  RowIterator(T* data, const RowLayout& layout, int64_t row, int64_t step = 1)
+  [[gnu::noinline]] RowIterator(T* data, const RowLayout& layout, int64_t row, int64_t step = 1)
       : data_(data), layout_(&layout), last_(layout.dims - 1) {
     row /= step;
     for (; last_ >= 0 && step > 1 && step >= layout.sizes[last_]; last_--) step /= layout.sizes[last_];
