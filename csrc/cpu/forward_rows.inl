@@ -371,8 +371,10 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
       choose<!kChooses>(streams, [&](auto way) {
         choose<true>(in_tiles, [&](auto tiled) {
           constexpr int kRows = decltype(tiled)::value && !gives_sums<Source>() ? kForwardTile : 1;
-          choose<true>(!kChooses && cols % kStep<R> == 0, [&](auto is_whole) {
-            constexpr Rest kRest = !kChooses && decltype(is_whole)::value ? Rest::none : Rest::looped;
+          // Beyond the caches, the rest costs nothing.
+          constexpr bool kFindsRest = kChooses || std::is_same_v<decltype(way), Stream>;
+          choose<!kFindsRest>(cols % kStep<R> == 0, [&](auto is_whole) {
+            constexpr Rest kRest = std::is_same_v<decltype(is_whole), std::true_type> ? Rest::none : Rest::looped;
             process_tiles<kRows, kCasts, kRest, Source>(x, y, stretches, stretches.count / kRows, cols, args.eps, way);
           });
         });
