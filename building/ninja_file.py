@@ -5,6 +5,7 @@ folder like ``torch-2.13`` has ``libnormops.so``, the operators, and ``_C``, wha
 """
 
 import os
+import platform
 import shlex
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,9 @@ ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 MODULE_ROOMS = {"python", "triton"}  # of csrc/, what normops._C is made of
 CPU_KERNELS = [CSRC / "cpu" / "isa.cpp", *sorted(CSRC.glob("cpu/*_kernel.cpp"))]
+# Flags for the part of a kernel source that is for an instruction set, by what its object is called besides: half the
+# time, and half the memory, of the longest unit. See csrc/cpu/foreach_isa.h.
+PARTS = {".avx2": "-DNORMOPS_WITHOUT_AVX512", ".avx512": "-DNORMOPS_WITHOUT_AVX2"}
 # ninja begins with what takes longest.
 CUDA_KERNELS = sorted(CSRC.glob("cuda/*.cu"), key=lambda path: (path.stem != "rms_norm_backward", path))
 
@@ -62,7 +66,11 @@ def write(plan: Plan) -> Path:
         _write_rules(writer, plan)
         cuda_kernels = CUDA_KERNELS if plan.cuda is not None else []
         objects = [_compile(writer, "cuda", path, plan.folder / "cuda", []) for path in cuda_kernels]
-        objects += [_compile(writer, "kernel", path, plan.folder / "kernels", ["-O3"]) for path in CPU_KERNELS]
+        for path in CPU_KERNELS:
+            has_parts = path.with_suffix(".inl").exists() and platform.machine() == "x86_64"
+            for suffix, flag in PARTS.items() if has_parts else [("", "")]:
+                flags = ["-O3", *filter(None, [flag])]
+                objects.append(_compile(writer, "kernel", path, plan.folder / "cpu", flags, suffix))
         everywhere = _compile(writer, "kernel", Path(__file__).with_name("glibc.cpp"), plan.folder, [])
         kernels = plan.package / "libnormops_kernels.so"
         writer.build(
@@ -98,9 +106,9 @@ def _write_rules(writer: Writer, plan: Plan) -> None:
     writer.rule("link", f"{compiler} -shared $in $flags -o $out", description="link $out")
 
 
-def _compile(writer: Writer, rule: str, source: Path, folder: Path, flags: Iterable[str]) -> str:
-    target = str(folder / f"{source.stem}.o")
-    variables = {"flags": _join(flags), "name": f"{folder.name}/{source.stem}"}
+def _compile(writer: Writer, rule: str, source: Path, folder: Path, flags: Iterable[str], suffix: str = "") -> str:
+    target = str(folder / f"{source.stem}{suffix}.o")
+    variables = {"flags": _join(flags), "name": f"{folder.name}/{source.stem}{suffix}"}
     writer.build([target], rule, [str(source)], variables=variables)
     return target
 

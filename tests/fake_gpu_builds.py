@@ -30,7 +30,7 @@ def need_cuda() -> None:
 
 def build(folder: Path, *objects: str) -> None:
     """Links the CPU kernels and ``objects`` for those for CUDA, and copies the operators as they are beside them."""
-    objects += tuple(str(path) for name in ("kernels/*.o", "glibc.o") for path in sorted(BUILT.glob(name)))
+    objects += tuple(str(path) for name in ("cpu/*.o", "glibc.o") for path in sorted(BUILT.glob(name)))
     link = ["g++", "-shared", f"-Wl,-soname,{KERNELS}", "-Wl,--no-undefined"]
     subprocess.run([*link, *objects, "-o", str(folder / KERNELS)], check=True)
     torch_folder = Path(torch.__file__).parent

@@ -1,5 +1,8 @@
 // Compiles the kernel source named by NORMOPS_KERNEL_SOURCE once per instruction set, each time into a namespace of its
-// own, normops::cpu::NORMOPS_ISA. Standard headers come first: an inline function of theirs that was compiled for a
+// own, normops::cpu::NORMOPS_ISA, and defines NORMOPS_CHOOSE, to be used behind it. For x86-64 the build compiles every
+// such file twice, with NORMOPS_WITHOUT_AVX512 and with NORMOPS_WITHOUT_AVX2, as half the code takes half the memory.
+//
+// Standard headers come first: an inline function of theirs that was compiled for a
 // wide instruction set could be the copy that the linker keeps for everybody.
 #include <cmath>
 #include <cstdint>
@@ -27,6 +30,7 @@
 #include "block.h"
 #include NORMOPS_KERNEL_SOURCE
 #define NORMOPS_EACH_ISA(name) {&NORMOPS_ISA::name}
+#define NORMOPS_DECLARE_EACH(type, name)
 
 #elif defined(__x86_64__)
 
@@ -42,6 +46,7 @@
 #endif
 
 #define NORMOPS_F16C
+#if !defined(NORMOPS_WITHOUT_AVX2)
 NORMOPS_BEGIN_TARGET("avx2,fma,f16c")
 #define NORMOPS_ISA avx2
 #define NORMOPS_VECTOR_BYTES 32
@@ -50,7 +55,9 @@ NORMOPS_BEGIN_TARGET("avx2,fma,f16c")
 #undef NORMOPS_ISA
 #undef NORMOPS_VECTOR_BYTES
 NORMOPS_END_TARGET
+#endif
 
+#if !defined(NORMOPS_WITHOUT_AVX512)
 // GCC's own AVX-512 headers read undefined registers on purpose and warn about it (GCC bug 105593).
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -64,10 +71,17 @@ NORMOPS_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #undef NORMOPS_ISA
 #undef NORMOPS_VECTOR_BYTES
 NORMOPS_END_TARGET
+#endif
 #undef NORMOPS_F16C
 
-// The table `name`, which the kernel source defines, in all its variants, in the order of the enumeration Isa.
 #define NORMOPS_EACH_ISA(name) {nullptr, &avx2::name, &avx512::name}
+#define NORMOPS_DECLARE_EACH(type, name) \
+  namespace avx2 {                       \
+  extern const type name;                \
+  }                                      \
+  namespace avx512 {                     \
+  extern const type name;                \
+  }
 
 #else
 
@@ -80,5 +94,22 @@ NORMOPS_END_TARGET
 #include "block.h"
 #include NORMOPS_KERNEL_SOURCE
 #define NORMOPS_EACH_ISA(name) {nullptr, &NORMOPS_ISA::name}
+#define NORMOPS_DECLARE_EACH(type, name)
 
+#endif
+
+// Defines function(), which returns the table `name`, of the `type`, for current_isa(): the kernel source defines one
+// for each instruction set. The variants are in the order of the enumeration Isa.
+#if defined(NORMOPS_WITHOUT_AVX2)
+#define NORMOPS_CHOOSE(type, function, name)
+#else
+#define NORMOPS_CHOOSE(type, function, name)                                  \
+  namespace normops::cpu {                                                    \
+  NORMOPS_DECLARE_EACH(type, name)                                            \
+  const type& function() {                                                    \
+    static constexpr const type* kVariants[] = NORMOPS_EACH_ISA(name);        \
+    static const type& kernels = *kVariants[static_cast<int>(current_isa())]; \
+    return kernels;                                                           \
+  }                                                                           \
+  }
 #endif
