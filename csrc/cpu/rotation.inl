@@ -95,15 +95,26 @@ struct Angles {
   template <class Extent>
   NORMOPS_INLINE Block<R> of_neighbours(const W* table, int64_t column, Extent extent) const {
     if (!of_pair) return convert<R>(table + column, extent);
-    int64_t pairs = kLanes<R> / 2;
+    table += column / 2;
+    [[maybe_unused]] int64_t pairs = kLanes<R> / 2;
     if constexpr (std::is_same_v<Extent, Part>) pairs = extent.lanes / 2;
+    // Whole registers are loaded from the table itself: a copy is written in parts, and a load of it waits for them.
     if constexpr (kEvenOdd<R>) {
-      W numbers[kLanes<R> / 2] = {};
-      std::memcpy(numbers, table + column / 2, pairs * sizeof(W));
-      const auto of_pairs = load_register(numbers);
+      typename Block<R>::vector of_pairs;
+      if constexpr (std::is_same_v<Extent, Whole>) {
+        of_pairs = load_register(table);
+      } else {
+        W numbers[kLanes<R> / 2] = {};
+        std::memcpy(numbers, table, pairs * sizeof(W));
+        of_pairs = load_register(numbers);
+      }
       return {of_pairs, of_pairs};
+    } else if constexpr (std::is_same_v<Extent, Whole> && Block<R>::kVectors > 1) {
+      Block<R> half;
+      for (int i = 0; i < half.kVectors / 2; i++) half.v[i] = load_register(table + i * half.kVectorLanes);
+      return doubled(half, VectorLanes<R>());
     } else {
-      return doubled(convert<R>(table + column / 2, Part{pairs}), VectorLanes<R>());
+      return doubled(convert<R>(table, Part{pairs}), VectorLanes<R>());
     }
   }
 };
