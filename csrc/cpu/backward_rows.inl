@@ -454,7 +454,7 @@ class BackwardRows {
               const auto terms = terms_of(rows[r], parts, column, extent);
               for (int p = 0; p < kCount; p++) {
                 const auto& part = terms.part[p];
-                const auto rest = [&] NORMOPS_INLINE_LAMBDA {
+                const auto rest = [&]() NORMOPS_INLINE_LAMBDA {
                   // Not of the terms: beside a pointer, GCC 12 keeps them in memory, which takes up to four times as
                   // long.
                   if constexpr (is_plain<Source>()) {

@@ -59,7 +59,7 @@ class RowIterator {
   }
 
   // The next `count` rows, at most even_left(); moves on behind them.
-  EvenRows<T> next_even(int64_t count) {
+  [[gnu::noinline]] EvenRows<T> next_even(int64_t count) {
     const EvenRows<T> rows = {data_, stride_, last_ > 0 ? layout_->strides[last_ - 1] - size_ * stride_ : 0};
     if (count < left_) {
       data_ += count * stride_;
