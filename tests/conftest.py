@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import normops  # noqa: F401  registers torch.ops.normops
+import normops
 
 # Files that take long come first, the longest of all at the beginning: what is left for the end, when one process has
 # nothing to do any more, are short ones.
@@ -78,8 +78,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def serves_cpu(request: pytest.FixtureRequest) -> bool:
-    """Whether the CPU kernels are tested, not those of a GPU."""
-    return request.config.getoption("--device") == "cpu" and not request.config.getoption("--triton")
+    """Whether the CPU kernels are tested, not those of a GPU, nor the definition where there are none."""
+    is_cpu = request.config.getoption("--device") == "cpu" and not request.config.getoption("--triton")
+    return is_cpu and normops.build_info()["cpu_isa"] != "composite"
 
 
 @pytest.fixture(scope="session")

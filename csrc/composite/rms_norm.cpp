@@ -51,7 +51,9 @@ Tensor normalize(const Tensor& h, const Tensor& rstd, const Norm& norm, at::Scal
 }
 
 Tensor times_weight(const Tensor& tensor, const Norm& norm) {
-  return is_given(norm.weight) ? tensor * (to_compute_dtype(*norm.weight, tensor) + norm.weight_offset) : tensor;
+  if (!is_given(norm.weight)) return tensor;
+  const Tensor weight = to_compute_dtype(*norm.weight, tensor);
+  return tensor * (norm.weight_offset == 0 ? weight : weight + norm.weight_offset);  // -0 + 0 is 0
 }
 
 Tensor through_weight(const Tensor& dy, const Norm& norm, at::ScalarType dtype) {

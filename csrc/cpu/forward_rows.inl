@@ -218,7 +218,7 @@ struct WrittenRow {
 #pragma GCC unroll 4
         for (int i = 0; i < kBlocks; i++) form_next(column + i * kLanes<R>, Whole{}, blocks[i]);
         // The nop keeps the stores from following the loads at once. Where the output is not in the caches, Zen 4 then
-        // takes a quarter less time; docs/performance-notes.md tells what was measured. Why is not known.
+        // takes a quarter less time; docs/notes/cpu.md tells what was measured. Why is not known.
         if constexpr (NORMOPS_VECTOR_BYTES == 64) asm volatile("nop");
 #pragma GCC unroll 4
         for (int i = 0; i < kBlocks; i++) store(parts, column + i * kLanes<R>, Whole{}, blocks[i]);

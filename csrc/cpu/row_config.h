@@ -1,6 +1,6 @@
 // How rows go through the kernels of the CPU: the one table. What it says depends on the instruction set, the type and
 // the size of the call, and changes the time that a call takes, but no bit of its result. The ratios are times on a Zen
-// 4, one thread, 2026-11-24; docs/performance-notes.md tells how they were measured.
+// 4, one thread, 2026-11-24; docs/notes/cpu.md tells how they were measured.
 #pragma once
 #include <cstdint>
 

@@ -434,8 +434,8 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
         const Compute sum = row == block.first ? 0 : partial[column + i];
         partial[column + i] = fma_rn(a, b, sum);
       };
-      Numbers<R> dx = gradients<T, R>(terms, w, load_residual(args.grad_residual, residual_row, column, count),
-                                      factors, args.casting.normalized, add);
+      Numbers<R> dx = gradients<T, R>(terms, w, load_residual(args.grad_residual, residual_row, column, count), factors,
+                                      args.casting.normalized, add);
       gate.finish(dx, terms, w, factors, gate_target, column, count);
       if (args.grad_input.data != nullptr) {
         store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
     }
     return;
   }
-  const auto sum_or_read = [&](compute_t<T> (&sums)[kRows]) {
+  const auto sum_or_read = [&](compute_t<T>(&sums)[kRows]) {
     if (stats.what == Sums::formed) return sum_row(sums);
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
