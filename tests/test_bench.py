@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import checks, hugging_face
+from bench import checks, hugging_face, masks
 from bench.measure import Measurement, merge
 from bench.operators import OPERATORS
 from bench.peers import NORMOPS, PEERS, Peer
@@ -102,6 +102,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(result.stdout) < 1000
+
+
+def test_every_output_mask_is_timed() -> None:
+    [[rows]] = masks.tables([torch.float32], [(2, 2, 64)], 0)
+    counts = Counter(row[1].split()[0] for row in rows)
+    assert set(counts) == {operator.name for operator in masks.OPERATORS}
+    assert all(counts[operator.name] % (2 ** len(operator.outputs) - 1) == 0 for operator in masks.OPERATORS)
+    assert len(rows) == len({row[:3] for row in rows})
 
 
 @pytest.mark.parametrize(

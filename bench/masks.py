@@ -1,0 +1,107 @@
+"""Times the backwards with every output mask, on every instruction set that the machine runs: python -m bench.masks.
+
+In brackets: the time over that of all outputs. What computes less should not take longer; where it does, a loop was not
+compiled as it should be, which has been seen on one instruction set, in one dtype, and with one mask alone.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+
+import normops
+from bench import environment
+from bench.operators import EPS
+from bench.problems import dtype_name
+from bench.tables import Row, Table, format_seconds
+from bench.timing import alternate, host_timer
+from reference import operators as reference
+
+Shapes = Sequence[tuple[int, ...]]
+SHAPES = ((8, 1, 4096), (512, 1, 4096), (512, 32, 64))  # tokens, heads, columns
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OPERATORS = [operator for operator in reference.OPERATORS if operator.has_mask and not operator.sums]
+
+
+def _variants(operator: reference.Operator) -> Iterator[tuple[str, reference.Flags, list[str]]]:
+    """With each of its flags, but roundings, and with and without each optional tensor: label, flags, tensors."""
+    optional = [name for name in operator.inputs if operator.is_optional(name) and name != "weight"]
+    given = [name for name in operator.inputs if name not in optional]
+    for flags in operator.flags:
+        if flags["casting_mode"] == "gemma":
+            words = [f"{name}={value}" for name, value in flags.items() if value and name != "casting_mode"]
+            for names in (given, *([*given, name] for name in optional)):
+                yield " ".join((operator.name, *words, *names[len(given) :])), flags, names
+
+
+def tables(dtypes: Sequence[torch.dtype], shapes: Shapes, seconds: float) -> list[list[list[Row]]]:
+    """For each dtype, for each shape: the rows of one instruction set, that of this process."""
+    return [
+        [
+            [
+                row
+                for operator in OPERATORS
+                for label, flags, names in _variants(operator)
+                for row in _rows(operator, label, flags, names, shape, dtype, seconds)
+            ]
+            for shape in shapes
+        ]
+        for dtype in dtypes
+    ]
+
+
+def _measure(seconds: float) -> list[list[list[Row]]]:
+    torch.set_num_threads(1)
+    environment.keep_freed_memory()
+    return tables(DTYPES, SHAPES, seconds)
+
+
+def _rows(
+    operator: reference.Operator,
+    label: str,
+    flags: reference.Flags,
+    names: list[str],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    seconds: float,
+) -> Iterator[Row]:
+    inputs = {name: torch.randn(operator.shape_of(name, shape, flags)).to(dtype) for name in names}
+    inputs["weight"] = torch.randn(shape[-1:]).to(dtype)
+    call = partial(operator.default, **inputs, **flags, normalized_shape=shape[-1:], eps=EPS)
+    masks = [mask for mask in operator.masks() if any(mask)]
+    timers = {mask: host_timer(partial(call, output_mask=mask), "cpu") for mask in masks}
+    timings = alternate(timers, turns=11, seconds=seconds)
+    for mask, timing in timings.items():
+        wanted = ", ".join(output for output, is_wanted in zip(operator.outputs, mask, strict=True) if is_wanted)
+        ratio = timing.median / timings[masks[0]].median
+        yield "x".join(map(str, shape)), label, wanted, f"{format_seconds(timing.median)} ({ratio:.2f}x)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.1, help="for all masks of a row (default: %(default)s)")
+    options = parser.parse_args()
+    for name, value in environment.describe("bench.masks").items():
+        print(f"{name}: {value}")
+    info = normops.build_info()
+    isas = info["cpu_isas"][1 : info["cpu_isas"].index(info["cpu_isa"]) + 1]
+    of_isas = []
+    for isa in isas:
+        os.environ["NORMOPS_CPU_ISA"] = isa  # which a new process reads when it imports normops
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            of_isas.append(pool.submit(_measure, options.seconds).result())
+    for dtype, *of_dtype in zip(DTYPES, *of_isas, strict=True):
+        groups = [
+            [(*rows[0][:-1], *(row[-1] for row in rows)) for rows in zip(*of_shape, strict=True)]
+            for of_shape in zip(*of_dtype, strict=True)
+        ]
+        title = f"Backwards, {dtype_name(dtype)}, one thread"
+        print(Table(title, ("tokens x heads x cols", "operator", "outputs", *isas), groups).markdown())
+
+
+if __name__ == "__main__":
+    main()
