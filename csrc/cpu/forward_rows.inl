@@ -253,7 +253,8 @@ NORMOPS_INLINE void write_row(const typename Source::Rows& rows, int r, const Ou
   });
 }
 
-// As many of the next `rows` as make stretches for every tensor of `each`, which calls a function for each iterator.
+// The longest run of the next `rows` in which all tensors advance by fixed strides. `each` calls a function for the
+// iterator of each tensor.
 template <class Each>
 NORMOPS_INLINE Stretches common_stretches(int64_t rows, Each each) {
   Stretches result = {INT64_MAX, INT64_MAX, rows};

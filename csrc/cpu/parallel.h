@@ -27,8 +27,8 @@ inline int64_t thread_count(int64_t length, int64_t grain) {
 }
 
 // Calls function(thread, first, last) for parts of [begin, end), of at least `grain` each if there are several;
-// `thread` is below thread_count(end - begin, grain), and another one in each call. What a thread throws nobody can
-// catch: the function must not, and so has to have its memory from before.
+// `thread` is below thread_count(end - begin, grain), and another one in each call. The function must not throw, as
+// OpenMP would terminate the program: it takes its memory before.
 template <class Function>
 void parallel_for_threads(int64_t begin, int64_t end, int64_t grain, const Function& function) {
   static_assert(std::is_nothrow_invocable_v<const Function&, int64_t, int64_t, int64_t>);

@@ -24,8 +24,8 @@ struct PairedColumns {
   bool are_neighbours = false;
 };
 
-// Where in what is held the columns of a row are: stretches of them follow one another, each padded to whole blocks, so
-// that a block of the first columns of pairs has one of the second ones.
+// Maps columns to their places in the multipliers and the partial sums. Stretches of columns follow one another, each
+// padded to whole blocks, so that a block of the first columns of pairs has one of the second ones.
 class HeldOrder {
  public:
   HeldOrder(DType dtype, int64_t cols, const PairedColumns& paired = {}) {
