@@ -24,16 +24,16 @@ class SumRows {
     bool casts;
 
     auto squares() const {
-      return [x = x, residual = residual, h = h, alpha = broadcast<R>(alpha), casts = casts](
+      return [x = x, residual = residual, h = h, alpha = alpha, casts = casts](
                  int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
         const Block<R> branch = load<R>(x + column, extent), rest = load<R>(residual + column, extent);
         Block<R> total;
         if constexpr (!kScaled) {
           total = branch + rest;
         } else if (casts) {
-          total = rounded<T>(alpha * branch) + rest;
+          total = rounded<T>(broadcast<R>(alpha) * branch) + rest;
         } else {
-          total = fma(alpha, branch, rest);
+          total = fma(broadcast<R>(alpha), branch, rest);
         }
         store(h + column, total, extent);
         const Block<R> rounded = load<R>(h + column, extent);
@@ -90,7 +90,7 @@ template <class Visit>
 void dispatch_sum(const CpuArgs<AddRmsNormArgs>& args, Visit visit) {
   dispatch_pair(args.dtype, args.residual_dtype, [&]<class T, class R>() {
     if constexpr (kCommon<T> && kCommon<R>) {
-      // Scaled, narrow rows take up to twice the time.
+      // Scaled, narrow rows take up to 1.15 of the time on AVX-512.
       if (args.alpha == 1) return visit.template operator()<T, SumRows<T, R, false>>();
     }
     visit.template operator()<T, SumRows<T, R, true>>();
