@@ -17,6 +17,8 @@ import normops
 ROOT = Path(__file__).parent.parent
 X86 = platform.machine() == "x86_64"
 KERNELS = Path(normops.__file__).parent / "libnormops_kernels.so"
+LOOPS = {"process_tiles": 320, "sum_tile": 80, "write_group": 110}
+"""The most of each in all kernels."""
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -59,6 +61,19 @@ def test_functions_of_registers_are_inlined() -> None:
     functions = [line for line in symbols.splitlines() if "::process_tiles<" in line or "Block<" in line]
     assert functions  # that these names are what they are
     assert not [line for line in functions if "Block<" in line]
+
+
+@pytest.mark.skipif(not X86 or shutil.which("nm") is None, reason="counts x86 code with nm")
+def test_kernels_take_no_longer_to_compile() -> None:
+    """That grows with the loops, each of which is compiled for every combination of cases that it does not choose
+    between at run time. More of them need a reason, and what they cost to be measured."""
+    command = ("nm", "--demangle", "--print-size", str(KERNELS))
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    functions = re.findall(r"^\w+ (\w{16}) [tTW] (.*normops::cpu::.*)$", symbols, re.MULTILINE)
+    assert sum(int(size, 16) for size, _ in functions) < 5_000_000
+    names = {name.split(" [clone")[0] for _, name in functions}
+    counts = {loop: sum(f"::{loop}<" in name for name in names) for loop in LOOPS}
+    assert counts == {loop: min(counts[loop], most) for loop, most in LOOPS.items()}
 
 
 @pytest.mark.parametrize("isa", normops.build_info()["cpu_isas"])
