@@ -71,7 +71,7 @@ class Guards:
 def _parts(number: int, function: FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function will have for as long as it lives, and what its names are looked up in."""
     yield f"g{number}", function.__globals__
-    yield f"b{number}", function.__builtins__  # type: ignore[attr-defined]
+    yield f"b{number}", function.__builtins__
     for i, cell in enumerate(function.__closure__ or ()):
         yield f"c{number}_{i}", cell
 
