@@ -60,6 +60,7 @@ struct SumsOfRows {
     }
   }
 
+  __device__ bool are(Sums kind) const { return what == kind; }
   __device__ void read(Number* sums, int64_t first, int64_t further = 0) const {
 #pragma unroll
     for (int i = 0; i < kCount; i++) sums[i] = *rows[i].row(first, further);
@@ -76,11 +77,10 @@ struct SumsOfRows {
 // What the compiler knows to be formed.
 template <class Number, int kCount>
 struct FormedSums {
-  static constexpr Sums what = Sums::formed;
-
   FormedSums() = default;
   explicit FormedSums(const SumArgs<kCount>&) {}
 
+  __device__ bool are(Sums kind) const { return kind == Sums::formed; }
   __device__ void read(Number*, int64_t, int64_t = 0) const {}
   template <class Columns>
   __device__ void write(const Columns&, const Number*, int64_t, int64_t = 0) const {}

@@ -89,7 +89,7 @@ struct Terms {
 // The gate of an operator without one: dy is grad_output, h is input, and grad_input is dh. Other gates have functions
 // of the same names, which form dy and h of grad_output and input, and grad_input of dh.
 struct NoGate {
-  static constexpr bool kTakesResidual = true;
+  static constexpr bool takes_residual() { return true; }
   struct Nothing {};
   struct Activated {
     __device__ Nothing operator[](int) const { return {}; }
@@ -261,7 +261,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
                               const RowStats& stats = {}) {
   using Compute = compute_t<R>;
   __shared__ RowSumShared<Compute, 2> shared;
-  RowSums<Compute, 2, kPacks> sum_row(shared, stats.what != Sums::given);
+  RowSums<Compute, 2, kPacks> sum_row(shared, !stats.are(Sums::given));
   Columns written = columns;
   if (args.grad_input.data == nullptr) written.take_none();
 
@@ -298,7 +298,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
     load_packs<R>(loaded.x, args.input, args.input.row(row), row < args.rows, columns);
     load_packs<R>(loaded.dy, args.grad_output, args.grad_output.row(row), row < args.rows, columns);
     loaded.held.load(gate, row, row < args.rows, columns);
-    if (stats.what == Sums::given && row < args.rows) stats.read(loaded.sums, row);
+    if (stats.are(Sums::given) && row < args.rows) stats.read(loaded.sums, row);
     return loaded;
   };
   // A narrow row is too little to keep memory busy by itself, so the next one is loaded while this one is dealt with.
@@ -320,7 +320,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
     auto& [x, dy, held, sums] = loaded;
 
     const auto activated = held.activate(gate, columns, dy);
-    if (stats.what != Sums::given) {
+    if (!stats.are(Sums::given)) {
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
@@ -331,7 +331,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
       sum_row(sums);
     }
     if (row >= args.rows) continue;
-    if (stats.what == Sums::wanted) {
+    if (stats.are(Sums::wanted)) {
       stats.write(columns, sums, row);
       continue;
     }
@@ -359,7 +359,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
       }
     };
     // Asked once for each row, unless that would double too much code.
-    if (Gate::kTakesResidual && (kPacks == 16 || args.grad_residual.data != nullptr)) {
+    if (Gate::takes_residual() && (kPacks == 16 || args.grad_residual.data != nullptr)) {
       write.template operator()<true>();
     } else {
       write.template operator()<false>();
@@ -400,7 +400,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
       for (int t = 0; t < kTogether; t++) use(gate.terms(dy[t], x[t], activated[t]), p + t);
     };
     Compute sums[2];
-    if (stats.what == Sums::given) {
+    if (stats.are(Sums::given)) {
       stats.read(sums, row);
     } else {
       double spans[2] = {};
@@ -419,7 +419,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
       sums[0] = static_cast<Compute>(spans[0]), sums[1] = static_cast<Compute>(spans[1]);
     }
 
-    if (stats.what == Sums::wanted) {
+    if (stats.are(Sums::wanted)) {
       stats.write(columns, sums, row);
       continue;
     }

@@ -20,7 +20,7 @@ struct GatedTerms {
 
 template <class T, class Access>
 struct Gate {
-  static constexpr bool kTakesResidual = false;
+  static constexpr bool takes_residual() { return false; }
 
   typename Access::template AnyRows<const T> rows;
   typename Access::template AnyRows<T> gradients;  // data is null if not wanted

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
                     const typename Access::template Sums<compute_t<T>, 1> stats) {
   constexpr int kRows = rows_in_flight(kPacks);
   __shared__ RowSumShared<compute_t<T>, kRows> shared;
-  RowSums<compute_t<T>, kRows, kPacks> sum_row(shared, stats.what != Sums::given);
+  RowSums<compute_t<T>, kRows, kPacks> sum_row(shared, !stats.are(Sums::given));
   const Columns<T, int> columns(args.cols);
   const BlockRows block(args.groups.count, kRows * blockDim.y);
   const TakenRows rows(block, args.rows, args.groups.count);
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   for (int r = 0; r < kRows; r++) {
     load_packs<T>(x[r], input, input.row(rows.first, rows.further(r)), rows.has(r), columns);
   }
-  if (stats.what == Sums::wanted) {
+  if (stats.are(Sums::wanted)) {
     compute_t<T> sums[kRows];
     sum_squares<T>(x, sums, sum_row);
 #pragma unroll
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
     return;
   }
   const auto sum_or_read = [&](compute_t<T>(&sums)[kRows]) {
-    if (stats.what == Sums::formed) return sum_row(sums);
+    if (stats.are(Sums::formed)) return sum_row(sums);
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       if (rows.has(r)) stats.read(sums + r, rows.first, rows.further(r));
@@ -52,12 +52,12 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
   const auto load_pack = [&](int64_t column, int64_t count) { return load<kPack<T>>(input, x, column, count); };
   wait_for_previous_kernel();
   compute_t<T> sum;
-  if (stats.what == Sums::given) {
+  if (stats.are(Sums::given)) {
     stats.read(&sum, row);
   } else {
     sum = square_sum_of_any_width<T>(columns, load_pack);
   }
-  if (stats.what == Sums::wanted) {
+  if (stats.are(Sums::wanted)) {
     stats.write(columns, &sum, row);
   } else {
     normalize_summed(args, columns, sum, load_pack);

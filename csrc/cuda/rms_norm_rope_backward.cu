@@ -9,7 +9,7 @@ namespace {
 // In the place of a gate: dy is grad_output, rotated back.
 template <class T, class Access>
 struct RotatedBack : NoGate {
-  static constexpr bool kTakesResidual = false;
+  static constexpr bool takes_residual() { return false; }
 
   const RotationOf<T>& rotation;
   bool casts;
