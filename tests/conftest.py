@@ -50,8 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # The interpreter of PTX takes long: to the kernels, float16 is another bfloat16, groups of several
             # dimensions are groups, rows of any dtype, and wide rows are read alike with a gate.
             few = r"-float16-w:|-float64-w:.*-\dg-|-[23]g-|first-9000-"
-            is_on_ptx = item.path.name == "test_cuda_kernels.py" or config.getoption("--triton")
-            if is_on_ptx and re.search(few, item.name):
+            # CUDA's kernels for float64 are those of any width alone, which have 512 threads for each row.
+            is_cuda = item.path.name == "test_cuda_kernels.py"
+            is_rare = re.search(few + ("|-float64-w:" if is_cuda else ""), item.name) is not None
+            if is_rare and (is_cuda or config.getoption("--triton")):
                 item.add_marker(pytest.mark.release)
         return
     # The others are the same on any machine.
