@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OUT ?= build/gpu
 # Errors alone: pip warns of indexes without a package and of newer versions of itself.
 PIP := $(BIN)/pip --quiet --quiet
-CPP := $(shell find csrc tests bench examples -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+CPP := $(shell find csrc tests examples -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 # The CUDA builds of torch bring their Triton.
 TRITON_OF_2.13.0 := triton==3.7.1
 
@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # what is built finds it in BUILT_WITH.
 RUN := env $(if $(word 2,$(CXX)),--unset=CXX BUILT_WITH='$(CXX)')
 
-.PHONY: install install-dev test test-all test-torch lint format demo demo-patch bench bench-instructions \
+.PHONY: install install-dev test test-all test-torch lint format demo demo-patch bench \
 	check-cuda-compile package wheels clean check-gpu
 
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
@@ -90,10 +90,6 @@ check-gpu:
 	status=0; for step in $(STEP); do \
 		$(PYTHON) -m bench.check_gpu --step $$step --device $(DEVICE) --out $(OUT) \
 			$(if $(WHEELS),--wheels $(WHEELS)) || status=1; done; exit $$status
-
-# Needs valgrind.
-bench-instructions: install-dev
-	PYTHONPATH=tests $(BIN)/python -m bench.instructions $(ARGS)
 
 # An sdist, a wheel made from it, and that wheel installed into a fresh environment and imported from elsewhere.
 package: $(VENV)/required-dev
