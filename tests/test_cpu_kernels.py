@@ -82,19 +82,6 @@ def test_neon(native: Path, program_folder: Path) -> None:
     assert hashes("qemu-aarch64-static", str(program)) == ("neon", hashes(str(native))[1])
 
 
-def test_what_operators_to_come_need(native: Path, program_folder: Path) -> None:
-    """A toy operator with outputs of another type and a second statistic, on every instruction set."""
-    toys = kernel_programs.TESTS / "toys"
-    flags = ("-O0", f"-I{toys}", str(toys / "quantized.cpp"))
-    source = kernel_programs.TESTS / "cpu_seams.cpp"
-    program = kernel_programs.build(source, program_folder, kernel_programs.NATIVE, *flags)
-    best, expected = hashes(str(program))
-    assert len(expected) == len(set(expected)) == 36
-    assert not [line for line in expected if line.startswith("wrong")]
-    for isa in ISAS[: ISAS.index(best)]:
-        assert hashes(str(program), isa=isa) == (isa, expected)
-
-
 @pytest.mark.parametrize("kernels", [kernel_programs.NATIVE, kernel_programs.EMULATED_AVX512], ids=lambda k: k.name)
 def test_memory_that_kernels_access(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
     """Each buffer ends, or begins, at a page that nobody may access."""

@@ -326,23 +326,6 @@ NORMOPS_INLINE Block<R> fma(const Block<R>& a, const Block<R>& b, const Block<R>
   return block;
 }
 
-// The larger ones of |a| and b, which are b where a is NaN.
-template <class R>
-NORMOPS_INLINE Block<R> max_magnitude(const Block<R>& a, const Block<R>& b) {
-  Block<R> block;
-  for (int i = 0; i < block.kVectors; i++) block.v[i] = max_vector(-minus_magnitude(a.v[i]), b.v[i]);
-  return block;
-}
-
-template <class R>
-NORMOPS_INLINE compute_t<R> largest_of(const Block<R>& block) {
-  compute_t<R> result = block.v[0][0];
-  for (const auto& v : block.v) {
-    for (int lane = 0; lane < Block<R>::kVectorLanes; lane++) result = v[lane] > result ? v[lane] : result;
-  }
-  return result;
-}
-
 template <class Scalar, int kCount>
 struct VectorOf {
   typedef Scalar type __attribute__((vector_size(kCount * sizeof(Scalar))));

@@ -12,23 +12,14 @@ namespace {
 //   static constexpr Pairing kPairing: whether some columns are finished in pairs, those that `paired` tells
 //   finish(parts, y, column, extent): turns normalized blocks times the scale, as many as the parts are, into what is
 //     written. The first block begins with `column`.
-//   static constexpr bool kHasLargest: whether set_largest(value) is called before a row is written, with the largest
-//     magnitude of what finish() leaves in it, NaNs left out
-//   store(target, y, extent, way): writes a finished block, to an output that may be of any type
 template <class R>
 struct Epilogue {
   static constexpr bool kFinishes = false;
   static constexpr Pairing kPairing = Pairing::none;
   static constexpr PairedColumns paired = {};
-  static constexpr bool kHasLargest = false;
 
   template <class Extent>
   NORMOPS_INLINE void finish(const OnePart&, Block<R> (&)[1], int64_t, Extent) const {}
-
-  template <class T, class Extent, class Way>
-  NORMOPS_INLINE void store(T* target, const Block<R>& y, Extent extent, Way way) const {
-    NORMOPS_ISA::store(target, y, extent, way);
-  }
 };
 
 // For numbers that lie in memory, are normalized as they are, and written as they are then.
@@ -166,23 +157,8 @@ struct WrittenRow {
                             const Block<R> (&blocks)[Parts::kCount]) const {
 #pragma GCC unroll 2
     for (int p = 0; p < Parts::kCount; p++) {
-      epilogue.store(y + parts.column(column, p), blocks[p], extent, streams);
+      NORMOPS_ISA::store(y + parts.column(column, p), blocks[p], extent, streams);
     }
-  }
-
-  // The largest magnitude of what is written.
-  NORMOPS_INLINE compute_t<R> largest(int64_t cols) const {
-    Block<R> result = {};
-    each_stretch<R, Epilogue::kPairing>(
-        epilogue.paired, 0, cols,
-        [&]<class Parts>(const Parts& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
-          for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
-            Block<R> blocks[Parts::kCount];
-            form(parts, column, extent, blocks);
-            for (const Block<R>& block : blocks) result = max_magnitude(block, result);
-          });
-        });
-    return largest_of(result);
   }
 
   // Writes columns [begin, end), and calls prefetch(column) for each block.
@@ -245,8 +221,7 @@ NORMOPS_INLINE auto written_row(const typename Source::Rows& rows, int r, const 
 template <bool kCasts, Rest kRest, class Source, class T, class R, class Way>
 NORMOPS_INLINE void write_row(const typename Source::Rows& rows, int r, const OutputRows<T, R>& outputs,
                               compute_t<R> rstd, int64_t cols, Way streams) {
-  auto row = written_row<kCasts, R, Source>(rows, r, outputs, rstd, streams);
-  if constexpr (row.epilogue.kHasLargest) row.epilogue.set_largest(row.largest(cols));
+  const auto row = written_row<kCasts, R, Source>(rows, r, outputs, rstd, streams);
   row.template write<kRest>(0, cols, [rows, streams](int64_t column) NORMOPS_INLINE_LAMBDA {
     const bool is_wanted = Source::kAhead == Ahead::when_streaming ? streams : Source::kAhead == Ahead::when_written;
     if (is_wanted) rows.prefetch(column);
