@@ -55,18 +55,19 @@ def rows_of(case: Case) -> tuple[int, ...]:
     return case.shape[: len(case.shape) - case.normalized_dims]
 
 
-def _sums(terms: Callable[[Case], Tensor]) -> Callable[[Case, Flags, torch.dtype, int], Tensor]:
-    """A number for each row, of a row that has two such parts, with another number behind each in memory."""
+def _sums(terms: Callable[[Case], Tensor], stride: int) -> Callable[[Case, Flags, torch.dtype, int], Tensor]:
+    """A number for each row, of a row that has two such parts, with other numbers behind each in memory."""
 
     def make(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
         sums = terms(case).flatten(len(rows_of(case))).sum(-1) * 2
-        return torch.stack([sums, torch.full_like(sums, torch.nan)], -1).to(compute_dtype(dtype))[..., 0]
+        others = [torch.full_like(sums, torch.nan)] * (stride - 1)
+        return torch.stack([sums, *others], -1).to(compute_dtype(dtype))[..., 0]
 
     return make
 
 
-square_sums = _sums(lambda case: case.input().double().square())
-dots = _sums(lambda case: case.grad_output().double() * case.input().double())
+square_sums = _sums(lambda case: case.input().double().square(), 2)
+dots = _sums(lambda case: case.grad_output().double() * case.input().double(), 3)
 
 
 def table_shape(shape: tuple[int, ...], flags: Flags) -> tuple[int, ...]:

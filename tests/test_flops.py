@@ -120,6 +120,18 @@ def test_rotated(rotary_dim: int | None, per_element: float) -> None:
     }
 
 
+def test_in_two_steps() -> None:
+    """Together as many as of the norm, but for g, which is formed twice."""
+    x, sums, norm = torch.ones(SHAPE), torch.ones(SHAPE[:-1]), {"normalized_shape": [COLS], "weight": torch.ones(COLS)}
+    for op, expected, arguments in (
+        (ops.rms_norm_from_stats, 2, (x, sums, COLS)),
+        (ops.rms_norm_backward_stats, 5, (x, x)),
+        (ops.rms_norm_backward_from_stats, 7, (x, x, sums, sums, COLS)),
+    ):
+        assert counts(lambda: op(*arguments, **norm)) == {op: expected}  # noqa: B023
+    assert counts(lambda: ops.rms_norm_stats(x, [COLS])) == {ops.rms_norm_stats: 2}
+
+
 @pytest.mark.parametrize(("mask", "expected"), [([False, True], 5), ([True, False], 8), ([False, False], 0)])
 def test_only_the_gradients_that_are_asked_for(mask: list[bool], expected: int) -> None:
     x, w = torch.ones(SHAPE), torch.ones(COLS)

@@ -4,11 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from assertions import assert_same_bits
 from torch import Tensor, nested
 from torch.nn import functional as F
 
 import normops
 from reference import cases
+from reference.cases import Case
+from reference.operators import OPERATORS, Operator, OperatorCase
 
 Results = tuple[Tensor, ...]
 
@@ -23,45 +26,38 @@ def weight(device: str) -> Tensor:
     return cases.values((8,), torch.float32, 3).to(device).requires_grad_()
 
 
-def plain(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
-    return normops.rms_norm(x, 8, w, 1e-3, weight_offset=1.0) * residual
-
-
-def with_residual(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
-    y, h = normops.add_rms_norm(x, residual, 8, w, 1e-3, weight_offset=1.0)
-    return y * h
-
-
-def gated(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
-    return normops.gated_rms_norm(x, gate, 8, w, 1e-3, weight_offset=1.0, norm_before_gate=False)
-
-
-def rotated(x: Tensor, angles: Tensor, w: Tensor) -> Tensor:
-    """By angles of each position, or of all alike."""
-    cos, sin = torch.cos(angles.detach()), torch.sin(angles.detach())
-    row = torch.linspace(0, 1, 8, device=w.device)
-    y = normops.rms_norm_rope(x, cos, sin, 8, w, 1e-3, interleaved=True) * angles
-    return y + normops.rms_norm_rope(x, row.cos(), row.sin(), 8, w, 1e-3)
-
-
-def derivatives(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, w: Tensor) -> Results:
-    inputs = (x.requires_grad_(), residual.requires_grad_(), w)
-    output = norm(*inputs)
-    output = output.values() if output.is_nested else output
-    gradients = torch.autograd.grad(output.square().sum(), inputs)
-    return output.detach(), *(g.values() if g.is_nested else g for g in gradients)
+def values_of(tensor: Tensor) -> Tensor:
+    return tensor.values() if tensor.is_nested else tensor  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
-@pytest.mark.parametrize("norm", [plain, with_residual, gated, rotated], ids=lambda norm: norm.__name__)
-def test_the_same_as_of_the_values(norm: Callable[..., Tensor], backend: str | None, device: str) -> None:
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_the_same_as_of_the_values(operator: Operator, backend: str | None, device: str) -> None:
+    """Results, and gradients where an operator of ours computes them."""
     torch._dynamo.reset()
-    x, w = jagged(device), weight(device)
-    residual = nested.nested_tensor_from_jagged(jagged(device, 1).values(), x.offsets()).detach()  # type: ignore[attr-defined]
-    call = norm if backend is None else torch.compile(norm, backend=backend, fullgraph=True)
-    expected = derivatives(norm, x.values().detach(), residual.values().detach(), w)
-    for a, b in zip(derivatives(call, x, residual, w), expected, strict=True):
-        assert torch.equal(a, b)
+    case = Case((6, 8), torch.float32, weight_dtype=torch.float32, weight_offset=1.0, has_residual=True)
+    arguments = OperatorCase(operator, case, operator.flags[-1], {}).arguments(device)
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in arguments.items() if name not in tensors}
+    offsets = jagged(device).offsets()  # type: ignore[attr-defined]
+
+    def call(*given: Tensor) -> tuple[Tensor, ...]:
+        return operator.results(operator.default(**dict(zip(tensors, given, strict=True)), **others))
+
+    def derivatives(function: Callable[..., Results], is_nested: bool) -> list[Tensor]:
+        leaves = [
+            nested.nested_tensor_from_jagged(value, offsets).detach() if is_nested and name != "weight" else value
+            for name, value in tensors.items()
+        ]
+        names = tensors.keys() - operator.tables if operator.gradient else ()
+        wanted = [leaf.requires_grad_() for name, leaf in zip(tensors, leaves, strict=True) if name in names]
+        outputs = [values_of(output) for output in function(*leaves)]
+        losses = [output.square().sum() for output in outputs]
+        return [*outputs, *map(values_of, torch.autograd.grad(losses, wanted) if wanted else ())]
+
+    compiled = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
+    expected = derivatives(call, False)
+    assert_same_bits(derivatives(compiled, True), expected)
 
 
 def test_the_same_as_of_torch(device: str) -> None:
