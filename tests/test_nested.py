@@ -27,7 +27,7 @@ def weight(device: str) -> Tensor:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    return tensor.values() if tensor.is_nested else tensor  # type: ignore[no-any-return]
+    return tensor.values() if tensor.is_nested else tensor
 
 
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
