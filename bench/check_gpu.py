@@ -103,7 +103,7 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
         backend = {} if rehearsal else {"NORMOPS_BACKEND": "triton"}
         return [
             *build,
-            tests("all tests", 250, *(("tests/test_errors.py", "tests/test_opinfo.py") if rehearsal else ("tests",))),
+            tests("all tests", 250, *(("tests/test_errors.py", "tests/test_cuda.py") if rehearsal else ("tests",))),
             tests("Triton", 200, "@tests/triton.args", *few, **backend),
         ]
     types = ("--dtype", "bfloat16", "float32", "--op")

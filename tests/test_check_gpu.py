@@ -32,23 +32,14 @@ def results(out: Path) -> list[str]:
     return [line.split(": ")[1].split(",")[0] for line in lines if line.startswith("step ")]
 
 
-def block_import(folder: Path, name: str) -> None:
-    """As where it is not installed, for processes with the folder in PYTHONPATH."""
-    error = f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')\n"
-    (folder / f"{name}.py").write_text(error)
-
-
 # What goes before a run on a GPU: other tests and benchmarks, one after another.
 @pytest.mark.release
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_rehearsal(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what the machine may lack, and with a wheel that cannot be installed."""
-    lacks, out, wheels = (tmp_path / name for name in ("lacks", "out", "wheels"))
-    lacks.mkdir()
+    out, wheels = tmp_path / "out", tmp_path / "wheels"
     wheels.mkdir()
-    block_import(lacks, "expecttest")
     (wheels / "quack_kernels-1.0-py3-none-any.whl").write_text("no wheel")
-    monkeypatch.setenv("PYTHONPATH", str(lacks))
     monkeypatch.setattr(check_gpu, "INSTALLED", tmp_path / "installed")
     monkeypatch.setattr(check_gpu, "find_spec", lambda _: None)  # xdist
     with pytest.raises(SystemExit) as ended:
@@ -74,20 +65,6 @@ def test_rehearsal(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 assert json.load(file)["measurements"]
         assert "### rms_norm, fresh outputs" in summary
     assert {path.name for path in out.iterdir()} == names
-
-
-def test_without_expecttest_the_tests_that_need_it_skip(tmp_path: Path) -> None:
-    block_import(tmp_path, "expecttest")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "tests/test_opinfo.py"],
-        cwd=check_gpu.ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert "No module named 'expecttest'" in result.stdout
-    assert " skipped in " in result.stdout
-    assert "error" not in result.stdout
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

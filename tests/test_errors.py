@@ -276,16 +276,6 @@ def test_a_tensor_with_a_gradient_is_no_number(operator: Operator, function: Cal
         assert str(raised.value) == f"{function.__name__}: {expected}"
 
 
-@pytest.mark.parametrize("layout", ["coo", "csr"])
-def test_sparse(layout: str) -> None:
-    sparse = torch.ones(3, 4).to_sparse() if layout == "coo" else torch.ones(3, 4).to_sparse_csr()
-    name = {"coo": "Sparse", "csr": "SparseCsr"}[layout]
-    expected = f"rms_norm: expected input to be a dense (strided) tensor, but got layout {name}"
-    assert message_of(lambda: ops.rms_norm(sparse, [4])) == expected
-    with torch.inference_mode():
-        assert message_of(lambda: ops.rms_norm(sparse, [4])) == expected
-
-
 def test_arguments_of_another_type_are_told_by_the_schema() -> None:
     x = torch.ones(2, 4)
     for arguments in ((x.tolist(), 4), (x, "4"), (x, 4.0), (x, (4, None)), (x, 4, 1.0), (x, 4, None, "1e-5")):
@@ -293,14 +283,6 @@ def test_arguments_of_another_type_are_told_by_the_schema() -> None:
             normops.rms_norm(*arguments)
     with pytest.raises((RuntimeError, OverflowError)):
         normops.rms_norm(x, 2**70)
-
-
-def test_function_and_module_pass_the_message_on() -> None:
-    expected = (
-        "rms_norm: expected normalized_shape to be the last dimensions of input, whose shape is [2, 5], but got [4]"
-    )
-    assert message_of(lambda: normops.rms_norm(torch.ones(2, 5), 4)) == expected
-    assert message_of(lambda: normops.RMSNorm(4)(torch.ones(2, 5))) == expected
 
 
 def test_symbolic_width_against_a_weight_of_another() -> None:

@@ -1,5 +1,7 @@
 """In place, an operator's results replace its inputs."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import product
 
 import pytest
@@ -121,15 +123,18 @@ def test_the_weight_may_be_the_input_of_a_single_row(operator: Operator, cols: i
             assert_same_bits([arguments[name] for name in operator.replaced], results)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 @over_operators
-def test_it_refuses_gradients_and_bumps_the_version(operator: Operator, device: str) -> None:
+def test_it_refuses_gradients_and_bumps_the_version(
+    operator: Operator, mode: Callable[[], AbstractContextManager[None]], device: str
+) -> None:
     case = Variant(operator, {}).at(Case((3, 4), torch.float32, weight_dtype=torch.float32))
     for name in operator.inputs:
         arguments = case.arguments(device)
         arguments[name].requires_grad_()
         assert message_of(lambda: operator.inplace_function(**arguments)) == f"{operator}_: {REFUSAL}"  # noqa: B023
         versions = {n: arguments[n]._version for n in operator.inputs}
-        with torch.no_grad():
+        with mode():
             operator.inplace_function(**arguments)
         for n, version in versions.items():
             assert arguments[n]._version == version + (n in operator.replaced)

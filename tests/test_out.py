@@ -1,6 +1,7 @@
 """Writing into the caller's memory: .out overloads, aliasing, ggml's report."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
 
@@ -285,8 +286,11 @@ REFUSAL = (
 )
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_out_refuses_gradients_and_bumps_the_version(operator: Operator, device: str) -> None:
+def test_out_refuses_gradients_and_bumps_the_version(
+    operator: Operator, mode: Callable[[], AbstractContextManager[None]], device: str
+) -> None:
     case = rows_of_three(operator)
     for name in operator.inputs:
         arguments, targets = case.arguments(device), case.targets(device)
@@ -294,7 +298,7 @@ def test_out_refuses_gradients_and_bumps_the_version(operator: Operator, device:
         write = partial(operator.out, **arguments, **targets)
         assert message_of(write) == f"{operator}: {REFUSAL}"
         versions = [t._version for t in targets.values()]
-        with torch.no_grad():
+        with mode():
             write()
         assert [t._version for t in targets.values()] == [version + 1 for version in versions]
         assert arguments[name]._version == 0

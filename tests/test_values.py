@@ -114,6 +114,20 @@ def test_zero_rows_give_zeros_and_finite_gradients(variant: Variant, dtype: torc
         assert (result.isfinite() if name == "grad_input" else result == 0).all()
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [3, 64, 1000])
+def test_the_sum_under_the_root_decides(cols: int, dtype: torch.dtype, device: str) -> None:
+    """Of a negative eps: whether it is positive, negative or 0."""
+    x = torch.tensor([1.0, 0.25, 0.5]).to(device, dtype).unsqueeze(1).expand(3, cols)
+    y = ops.rms_norm(x, [cols], None, -0.25)
+    grad, _ = ops.rms_norm_backward(torch.ones_like(x), x, [cols], None, -0.25)
+    torch.testing.assert_close(y[0], torch.full_like(y[0], 1 / math.sqrt(0.75)))
+    assert grad[0].isfinite().all()
+    assert y[1].isnan().all()
+    assert grad[1].isnan().all()
+    assert y[2].isposinf().all()
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_half_converts_exactly(dtype: torch.dtype, device: str) -> None:
     """A row of ones normalizes to ones, so that the weight comes out: every half as a weight, and as an output."""
