@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import pickle
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ def test_same_as_torch(
 ) -> None:
     ours = normops.RMSNorm(shape, eps, affine, device, dtype)
     theirs = nn.RMSNorm(shape, eps, affine, device, dtype)
+    assert isinstance(ours, nn.RMSNorm)
     torch.manual_seed(0)
     if affine:
         nn.init.normal_(theirs.weight)
@@ -73,24 +73,3 @@ def test_groups(groups: int | tuple[int, ...], shape: tuple[int, ...]) -> None:
     assert torch.equal(norm(x), normops.rms_norm(x, 8, norm.weight, 1e-3, weight_offset=1.0))
     assert torch.equal(copy.deepcopy(norm)(x), norm(x))
     assert normops.RMSNorm(8, elementwise_affine=False, groups=groups).weight is None
-
-
-def test_copies_pickles_and_moves() -> None:
-    norm = normops.RMSNorm(8, 1e-3, weight_offset=1.0)
-    nn.init.normal_(norm.weight)
-    x = cases.values((3, 8), torch.float32)
-    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
-        assert torch.equal(other(x), norm(x))
-    assert norm.to(torch.bfloat16)(x.to(torch.bfloat16)).dtype == torch.bfloat16
-    meta = normops.RMSNorm(8, device="meta", weight_offset=1.0)
-    assert meta(x.to("meta")).shape == (3, 8)
-    meta.to_empty(device="cpu").reset_parameters()
-    assert torch.equal(meta.weight, torch.zeros(8))
-
-
-def test_the_module_can_be_swapped_into_a_model() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8))
-    model[1] = normops.RMSNorm(8)
-    assert isinstance(model[1], nn.RMSNorm)
-    model(torch.ones(2, 8)).sum().backward()
-    assert model[1].weight.grad is not None
