@@ -10,7 +10,6 @@ from graphs import assert_one_operator_each_way
 from torch import Tensor
 from traced_graphs import TracedGraphs, operators, trace
 
-import normops
 from reference import cases
 from reference.cases import Case
 from reference.operators import DIFFERENTIABLE, OperatorCase, Variant, named, other_dtypes, variants
@@ -100,48 +99,3 @@ def test_inductor_equals_eager(variant: Variant, dynamic: bool, device: str) -> 
             output = call(projected)
             results.append((output, *torch.autograd.grad(output.square().sum(), (projected, w))))
         torch.testing.assert_close(results[1], results[0])
-
-
-class Block(torch.nn.Module):
-    """What surrounds a norm in a model: Inductor may fuse all of it but the norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = normops.RMSNorm(64, eps=1e-5, weight_offset=1.0)
-        self.linear = torch.nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.nn.functional.silu(self.linear(self.norm(x))) * 2
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_inductor_equals_eager_on_a_block(dynamic: bool, device: str) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    block = Block().to(device)
-    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic)
-    for rows in (5, 9):
-        x = cases.values((rows, 64), torch.float32, rows).to(device)
-        results = []
-        for call in (block, compiled):
-            leaf = x.clone().requires_grad_()
-            block.zero_grad()
-            output = call(leaf)
-            output.square().sum().backward()
-            results.append([output, leaf.grad, *(p.grad.clone() for p in block.parameters() if p.grad is not None)])
-        for eager, other in zip(*results, strict=True):
-            torch.testing.assert_close(other, eager)
-
-
-def test_inductor_equals_eager_bit_for_bit_on_the_norm_alone(device: str) -> None:
-    torch._dynamo.reset()
-    norm = normops.RMSNorm(48, eps=1e-5).to(device)
-    compiled = torch.compile(norm, fullgraph=True)
-    x = cases.values((7, 48), torch.bfloat16).to(device).requires_grad_()
-    gradient = cases.values((7, 48), torch.bfloat16, 1).to(device)
-    eager_output, compiled_output = norm(x), compiled(x)
-    assert torch.equal(eager_output, compiled_output)
-    parameters = (x, norm.weight)
-    eager = torch.autograd.grad(eager_output, parameters, gradient)
-    for a, b in zip(eager, torch.autograd.grad(compiled_output, parameters, gradient), strict=True):
-        assert torch.equal(a, b)
