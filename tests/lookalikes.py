@@ -1443,7 +1443,7 @@ def transposed(self: Any, x: Tensor) -> Tensor:
     return (self.weight * self.normalized(x)).transpose(0, -1).contiguous().transpose(0, -1)
 
 
-@lookalike("calls getitem")
+@lookalike("calls getitem, which is no part of an RMSNorm")
 def part_of_it(self: Any, x: Tensor) -> Tensor:
     return (self.weight * self.normalized(x))[..., 1:]
 
@@ -1689,7 +1689,10 @@ def submodule(self: Any, x: Tensor) -> Tensor:
     return self.inner(self.weight * self.normalized(x))
 
 
-@lookalike("", after=lambda m: torch.nn.utils.parametrize.register_parametrization(m, "weight", nn.Identity()))
+@lookalike(
+    "has parameters that others are computed from",
+    after=lambda m: torch.nn.utils.parametrize.register_parametrization(m, "weight", nn.Identity()),
+)
 def parametrized(self: Any, x: Tensor) -> Tensor:
     return self.weight * self.normalized(x)
 
@@ -1752,7 +1755,7 @@ def keywords(self: Any, x: Tensor, **options: Any) -> Tensor:
     return self.weight * self.normalized(x, options.get("eps"))
 
 
-@lookalike("its forward takes x, scale")
+@lookalike("its forward takes x, scale, not one tensor or two")
 def option(self: Any, x: Tensor, scale: float = 1.0) -> Tensor:
     return self.weight * self.normalized(x) * scale
 

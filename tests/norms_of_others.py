@@ -149,47 +149,10 @@ class WeightlessGatedNorm(WeightlessNorm):
         return super().forward(x.float() * torch.sigmoid(gate.float())).to(x.dtype)
 
 
-class SumNorm(LlamaNorm):
-    """Takes two tensors, and gates nothing."""
-
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(hidden_states + residual)
-
-
-class OptionNorm(LlamaNorm):
-    def forward(self, hidden_states: Tensor, factor: float = 1.0) -> Tensor:
-        return factor * super().forward(hidden_states)
-
-
 class BiasedNorm(LlamaNorm):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.bias = nn.Parameter(torch.ones(size))
-
-
-class MeanNorm(LlamaNorm):
-    """A LayerNorm without bias."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
-
-
-class FirstRowsNorm(LlamaNorm):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return super().forward(hidden_states)[:1]
-
-
-class ScaledNorm(LlamaNorm):
-    """By a tensor that could change."""
-
-    factor: Tensor
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.register_buffer("factor", torch.ones(()))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.factor * super().forward(hidden_states)
 
 
 class Block(nn.Module):
