@@ -11,11 +11,17 @@ def run_python(code: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_importing_normops_does_not_import_dtensor() -> None:
-    """It waits for that, and leaves the package a module that cloudpickle takes."""
+def test_importing_normops_does_not_import_them() -> None:
+    """It waits for them, and leaves the package a module that cloudpickle takes."""
     run_python(
-        "import pickle, sys, torch, normops\n"
-        "assert {'torch.distributed.tensor', 'normops.sharding'}.isdisjoint(sys.modules)\n"
+        "import pickle, sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import normops\n"
+        "theirs = {'torch.distributed.tensor', 'torch.utils.flop_counter', 'torch.nested._internal.ops'}\n"
+        "ours = {'normops.sharding', 'normops.flops', 'normops.nested'}\n"
+        "compiler = {'torch._dynamo', 'torch._inductor'}\n"
+        "found = (theirs | ours | compiler) & (set(sys.modules) - before)\n"
+        "assert not found, found\n"
         "assert pickle.loads(pickle.dumps(torch.distributed)) is torch.distributed"
     )
 
@@ -58,7 +64,7 @@ class Finder:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import torch.distributed.tensor, normops",
+        "import torch.distributed.tensor, torch.utils.flop_counter, torch.nested._internal.ops, normops",
         # To ask whether there is such a module is not to import it.
         "import normops, threading, importlib.util; importlib.util.find_spec('torch.distributed.tensor')\n"
         "thread = threading.Thread(target=importlib.import_module, args=['torch.distributed.tensor'])\n"
