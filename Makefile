@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # what is built finds it in BUILT_WITH.
 RUN := env $(if $(word 2,$(CXX)),--unset=CXX BUILT_WITH='$(CXX)')
 
-.PHONY: install install-dev test test-all test-torch lint format demo demo-patch bench \
+.PHONY: install install-dev test test-full test-release test-all test-torch lint format demo demo-patch bench \
 	check-cuda-compile package wheels clean check-gpu
 
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
@@ -46,11 +46,18 @@ $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
 PYTEST := $(RUN) OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
 	$(BIN)/python -m pytest --numprocesses auto
 
-# Without what is marked as a release's: test-all has that as well.
-test: TIER := -m "not release"
-test test-all: install-dev
-	$(PYTEST) --dist loadfile --no-loadscope-reorder $(TIER)
-	$(PYTEST) --triton $(TIER) @tests/triton.args
+# The tiers of the tests (tests/tiers.py): test is core, test-full what CI runs besides, test-release the rest. The
+# Triton kernels take the place of the CPU's in processes of their own.
+test: TIER := core
+test-full: TIER := full
+test-release: TIER := release
+test test-full test-release: install-dev
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m $(TIER)
+	$(PYTEST) --triton -m $(TIER)
+
+test-all: test
+	$(MAKE) test-full
+	$(MAKE) test-release
 
 # The same with another torch, in an environment of its own: a CUDA build of several GB.
 test-torch:
@@ -91,14 +98,18 @@ check-gpu:
 		$(PYTHON) -m bench.check_gpu --step $$step --device $(DEVICE) --out $(OUT) \
 			$(if $(WHEELS),--wheels $(WHEELS)) || status=1; done; exit $$status
 
-# An sdist, a wheel made from it, and that wheel installed into a fresh environment and imported from elsewhere.
+# An sdist, a wheel made from it, and that wheel installed into a fresh environment, where the sources are not: a part of
+# the tests runs there.
+WHEEL_TESTS := $(addprefix tests/,test_values.py test_errors.py test_autograd.py test_module.py)
 package: $(VENV)/required-dev
 	rm -rf dist build/fresh
 	$(BIN)/python -m build --no-isolation
 	$(PYTHON) -m venv build/fresh
-	build/fresh/bin/pip install --quiet --no-compile torch==$(TORCH) numpy
+	build/fresh/bin/pip install --quiet --no-compile torch==$(TORCH) numpy pytest
 	build/fresh/bin/pip install --quiet dist/*.whl
 	cd build/fresh && bin/python -m normops
+	cp -r tests reference pyproject.toml build/fresh
+	cd build/fresh && bin/python -m pytest --quiet -m core $(WHEEL_TESTS)
 
 # One wheel for all of these, into wheels/: for the $(PYTHON) of this environment, with CUDA code for every architecture
 # if there is nvcc. Of each torch the headers and libraries are fetched; the oldest and the newest one are installed, with

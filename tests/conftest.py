@@ -1,10 +1,11 @@
 import gc
 import os
-import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 
 import normops
@@ -43,23 +44,53 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(triton_on_ptx.serve_cpu().close)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def take(is_taken: Callable[[pytest.Item], bool]) -> None:
+        config.hook.pytest_deselected(items=[item for item in items if not is_taken(item)])
+        items[:] = filter(is_taken, items)
+
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-    if config.getoption("--device") == "cpu":
-        for item in items:
-            # The interpreter of PTX takes long: to the kernels, float16 is another bfloat16, groups of several
-            # dimensions are groups, rows of any dtype, and wide rows are read alike with a gate.
-            few = r"-float16-w:|-float64-w:.*-\dg-|-[23]g-|first-9000-"
-            # CUDA's kernels for float64 are those of any width alone, which have 512 threads for each row.
-            is_cuda = item.path.name == "test_cuda_kernels.py"
-            is_rare = re.search(few + ("|-float64-w:" if is_cuda else ""), item.name) is not None
-            if is_rare and (is_cuda or config.getoption("--triton")):
-                item.add_marker(pytest.mark.release)
-        return
-    # The others are the same on any machine.
-    on_device = [item for item in items if "device" in getattr(item, "fixturenames", ())]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(on_device)])
-    items[:] = on_device
+    if config.getoption("--triton"):
+        take(lambda item: item.get_closest_marker("triton") is not None)
+    elif config.getoption("--device") != "cpu":  # the others are the same on any machine
+        take(lambda item: "device" in getattr(item, "fixturenames", ()))
+    tiers.assign(items, "triton" if config.getoption("--triton") else "covering")
+
+
+def _fail_if_required(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Skips whose reason names what NORMOPS_REQUIRE, words with blanks between, says that there is."""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if missing := {*os.environ.get("NORMOPS_REQUIRE", "").split()} & {*reason.replace("'", " ").split()}:
+            report.outcome = "failed"
+            report.longrepr = f"{reason}; but NORMOPS_REQUIRE has {', '.join(missing)}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _fail_if_required(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_required(report)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How long each tier takes one process, so that its growth is seen."""
+    seconds: Counter[str] = Counter()
+    reports = [report for of_outcome in terminalreporter.stats.values() for report in of_outcome]
+    for report in reports:
+        if isinstance(report, pytest.TestReport):
+            seconds.update({tier: report.duration for tier in tiers.TIERS if tier in report.keywords})
+    terminalreporter.write_line(
+        "Seconds of tests: " + ", ".join(f"{tier} {seconds[tier]:.0f}" for tier in tiers.TIERS if tier in seconds)
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -72,8 +103,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def device(request: pytest.FixtureRequest) -> str:
     name: str = request.config.getoption("--device")
     if name == "cuda" and not torch.cuda.is_available():
-        if os.environ.get("NORMOPS_REQUIRE_CUDA") == "1":
-            pytest.fail("NORMOPS_REQUIRE_CUDA=1, but torch sees no GPU")
         pytest.skip("torch sees no GPU")
     return name
 

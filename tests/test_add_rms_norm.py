@@ -30,6 +30,8 @@ def problem(
 
 
 @pytest.mark.parametrize("case", [c for c in cases_of(ADD_RMS_NORM) if not c.dtypes], ids=str)
+@pytest.mark.covering(core=1)
+@pytest.mark.triton(core=1, full=2)
 def test_the_output_is_the_norm_of_the_rounded_sum(case: OperatorCase, device: str) -> None:
     """Bit for bit, where it has the dtype of the sum."""
     output, residual_out = case.results(device)
@@ -42,6 +44,8 @@ WIDER_SUMS = [c for c in cases_of(RMS_NORM_BACKWARD) if c.dtypes and c.flags == 
 
 
 @pytest.mark.parametrize("case", WIDER_SUMS, ids=str)
+@pytest.mark.covering(core=1)
+@pytest.mark.triton(core=0, full=1)
 def test_backward_of_a_wider_sum(case: OperatorCase, device: str) -> None:
     """rms_norm_backward with a float32 input takes the gradient of an output of 16 bits as it is."""
     widened = case.arguments(device)["grad_output"].float()

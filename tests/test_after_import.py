@@ -76,6 +76,7 @@ class Finder:
     ],
     ids=["before", "later, in a thread", "found by others", "found by others from before"],
 )
+@pytest.mark.full
 def test_rules_are_there_whatever_is_imported_first(imports: str) -> None:
     run_python(f"{imports}\n{CHECKS}")
 

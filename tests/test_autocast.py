@@ -62,6 +62,7 @@ DTYPES = [
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("autocast_dtype", HALVES, ids=str)
 @pytest.mark.parametrize("call", [*NORMS, module])
+@pytest.mark.covering(core=1)
 def test_eager(call: Call, autocast_dtype: torch.dtype, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     expected = forward_and_backward(call, dtypes, device)
     assert expected[0].dtype == dtypes[0]
@@ -75,6 +76,7 @@ def test_eager(call: Call, autocast_dtype: torch.dtype, dtypes: tuple[torch.dtyp
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("call", NORMS)
+@pytest.mark.covering(core=1)
 def test_compiled(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     expected = forward_and_backward(call, dtypes, device)
     for function in (call, in_function(call, device, torch.bfloat16)):
@@ -86,6 +88,7 @@ def test_compiled(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
+@pytest.mark.covering(core=1)
 def test_compiled_graphs_hold_no_conversion(operator: Operator, dtype: torch.dtype, device: str) -> None:
     tensors = (cases.values(shape, dtype).to(device).requires_grad_() for shape in ((3, 8), (3, 8), (8,)))
     forward, backward = trace(in_function(of_rows(operator, 8), device, torch.bfloat16), *tensors)
@@ -119,6 +122,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("cache_enabled", [True, False])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.covering(core=1)
 def test_model(dtype: torch.dtype, cache_enabled: bool, compiled: bool, device: str) -> None:
     """Linear layers give 16 bits, the norms' weights and the residual stream are float32, and stay it."""
     torch.manual_seed(0)

@@ -89,6 +89,7 @@ SHAPES = (((3, 5), 1, 0), ((2, 3, 4, 2), 2, 0), ((5,), 1, 0), ((2, 3, 5), 1, 1),
     ],
     ids=str,
 )
+@pytest.mark.covering(core=1)
 def test_gradcheck(
     variant: Variant, shape: tuple[int, ...], dims: int, groups: int, has_weight: bool, device: str
 ) -> None:
@@ -100,6 +101,7 @@ def test_gradcheck(
 
 @pytest.mark.parametrize(("has_weight", "groups"), [(True, 0), (True, 1), (False, 0)])
 @pytest.mark.parametrize("variant", [v for v in variants(DIFFERENTIABLE) if len(v.operator.outputs) > 1], ids=str)
+@pytest.mark.covering(core=1)
 def test_gradcheck_of_each_result(variant: Variant, has_weight: bool, groups: int, device: str) -> None:
     problem = Problem(variant, of((3, 2, 5), 1, has_weight, groups), device)
     for index, name in enumerate(variant.operator.outputs):
@@ -116,6 +118,7 @@ def test_gradcheck_of_each_result(variant: Variant, has_weight: bool, groups: in
 
 @pytest.mark.parametrize(("has_weight", "groups"), [(True, 0), (True, 1), (False, 0)])
 @pytest.mark.parametrize("variant", variants(BY_DEFINITION), ids=str)
+@pytest.mark.covering(core=1)
 def test_gradcheck_of_what_has_no_operator_for_it(variant: Variant, has_weight: bool, groups: int, device: str) -> None:
     operator = variant.operator
     problem = Problem(variant, of((2, 2, 5), 1, has_weight, groups), device)
@@ -136,6 +139,7 @@ TRANSFORMS = (torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda t: t.__name__)
 @differentiable
+@pytest.mark.covering(core=1)
 def test_func_transforms(variant: Variant, transform: Callable[..., Callable[..., object]], device: str) -> None:
     problem = Problem(variant, of((2, 5)), device)
     primals = problem.primals()
@@ -153,6 +157,7 @@ def test_func_transforms(variant: Variant, transform: Callable[..., Callable[...
 
 
 @differentiable
+@pytest.mark.covering(core=1)
 def test_third_derivative_and_jvp_of_jvp(variant: Variant, device: str) -> None:
     problem = Problem(variant, of((2, 5)), device)
 
@@ -241,6 +246,7 @@ def test_only_the_gradients_that_are_needed_are_computed(variant: Variant, devic
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @differentiable
+@pytest.mark.covering(core=1)
 def test_compiled_autograd(variant: Variant, dynamic: bool, device: str) -> None:
     torch._dynamo.reset()
     problem = Problem(variant, of((3, 5)), device)

@@ -58,6 +58,8 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], message:
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
+@pytest.mark.covering(core=1)
+@pytest.mark.triton(core=0, full=1)
 def test_a_row_does_not_know_its_batch(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     """Alone, or anywhere in a batch of any size: the same bits."""
     dy, x, w = problem(37, cols, dtype, device)
@@ -96,6 +98,8 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
+@pytest.mark.covering(core=1)
+@pytest.mark.triton(core=0, full=1)
 def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     dy, x, w = problem(11, cols, dtype, device)
     expected = compute(variant, dy, x, w)
@@ -109,6 +113,7 @@ def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(1000, 64), (123, 769), (37, 4096), (2, 70000), (4000, 16)])
 @pytest.mark.usefixtures("restored_threads")
+@pytest.mark.covering(core=1)
 def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     dy, x, w = problem(rows, cols, dtype, device)
     torch.set_num_threads(1)
@@ -123,6 +128,7 @@ def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, de
 @pytest.mark.parametrize("cols", [32768, 40003])
 @over_variants
 @pytest.mark.usefixtures("restored_threads")
+@pytest.mark.covering(core=1)
 def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype: torch.dtype, device: str) -> None:
     """Fewer rows than threads: each row is split among them."""
     operator = variant.operator
@@ -153,6 +159,7 @@ def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype
     ("rows", "groups", "cols"), [(37, 3, 64), (1, 40, 64), (130, 5, 100), (1, 7, 769), (5, 2, 4096)]
 )
 @pytest.mark.usefixtures("restored_threads")
+@pytest.mark.covering(core=1)
 def test_a_group_does_not_know_the_others(
     rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, variant: Variant, serves_cpu: bool
 ) -> None:

@@ -58,6 +58,7 @@ def weights(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.triton
 def test_the_bits_of_a_model_where_the_statistic_agrees(dtype: torch.dtype, device: str) -> None:
     x, weight = exact_rows(dtype), weights(dtype)
     # Sigmoid is exactly 1 there, so that silu gives the gate itself, and a power of two keeps the sum of a row exact.
@@ -78,6 +79,7 @@ def gated(x: Tensor, gate: Tensor, device: str, *, norm_before_gate: bool) -> Ca
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.triton
 def test_the_bits_of_an_engine_where_the_statistic_agrees(dtype: torch.dtype, device: str) -> None:
     h, weight = exact_rows(dtype), weights(dtype)
     x = torch.randint(-64, 64, h.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -116,6 +118,7 @@ def test_few_bits_differ_where_it_may_not(model: Callable[..., Tensor], dtype: t
 
 @pytest.mark.parametrize("alpha", [0.22, -1.4, 0.0])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.triton(core=1)
 def test_the_order_of_a_scaled_sum(dtype: torch.dtype, alpha: float, device: str) -> None:
     """``residual + x * alpha`` in the operations of a model, or rounded once."""
     x, residual = (cases.values((37, COLS), dtype, seed, scale=1.0) for seed in range(2))

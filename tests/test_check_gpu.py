@@ -101,6 +101,7 @@ def test_what_sanitizers_are_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("selected", "count"), [(check_gpu.WIDTHS, 6), (check_gpu.CLUSTER, 1)])
+@pytest.mark.full
 def test_the_widths_that_are_sanitized(selected: str, count: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/test_cuda.py", "-k", selected]
     listed = subprocess.run(command, cwd=check_gpu.ROOT, capture_output=True, text=True, check=True).stdout
@@ -120,6 +121,7 @@ def test_the_architecture_is_that_of_torchs_gpu(
     assert os.environ.get("NORMOPS_CUDA_ARCHS") == expected
 
 
+@pytest.mark.full
 def test_parts_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them once they have begun, however long that takes. All of it in the background, as a shell begins it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -153,6 +155,7 @@ def test_parts_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "\nnever" not in log
 
 
+@pytest.mark.full
 def test_a_step_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_gpu, "STEP_SECONDS", 5)
     monkeypatch.setattr(check_gpu, "GRACE_SECONDS", 1)

@@ -89,6 +89,7 @@ def test_rows_compile_once_more_when_they_are_found_to_vary(norm: Callable[..., 
 
 @NORMS
 @pytest.mark.parametrize("shapes", [ROWS, [(5, 16), (5, 17), (9, 64), (3, 1000)], [(2, 5, 8), (3, 7, 8), (4, 2, 9)]])
+@pytest.mark.covering(core=1)
 def test_dynamic_shapes_compile_once(norm: Callable[..., Tensor], shapes: list[tuple[int, ...]], device: str) -> None:
     first, *others = compilations(norm, shapes, device, dynamic=True)
     assert first <= 2  # torch traces a function again that has a float among its defaults, whatever it calls
@@ -125,6 +126,7 @@ def item(norm: Callable[..., Tensor], x: Tensor, w: Tensor, rows: Tensor) -> Ten
         (with_residual, masked, "inductor"),
     ],
 )
+@pytest.mark.covering(core=1)
 def test_sizes_that_depend_on_data(
     norm: Callable[..., Tensor], select: Callable[..., Tensor], backend: str, device: str
 ) -> None:
@@ -154,6 +156,7 @@ def test_sizes_that_depend_on_data(
         (with_residual, False, "inductor"),
     ],
 )
+@pytest.mark.covering(core=1)
 def test_derivatives_taken_inside(
     norm: Callable[..., Tensor], is_batched: bool, backend: str, dynamic: bool, device: str
 ) -> None:
@@ -220,6 +223,7 @@ def test_inference_mode(device: str) -> None:
         assert not output.requires_grad
 
 
+@pytest.mark.full
 def test_cpp_wrapper(device: str) -> None:
     torch._dynamo.reset()
     x, w = problem((4, 16), device)
@@ -264,6 +268,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+@pytest.mark.full
 def test_a_second_process_compiles_nothing(cache: Path) -> None:
     aot_autograd, inductor = run_training(cache)
     assert (aot_autograd["autograd_cache_hit"], inductor["fxgraph_cache_hit"]) == (1, 2)
@@ -271,6 +276,7 @@ def test_a_second_process_compiles_nothing(cache: Path) -> None:
     assert "fxgraph_cache_miss" not in inductor
 
 
+@pytest.mark.full
 def test_what_was_compiled_for_other_operators_is_not_found(cache: Path) -> None:
     """It would be called with the arguments of before: keys have an operator's name, and not its schema."""
     with_other_schemas = """

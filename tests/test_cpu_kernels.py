@@ -83,6 +83,7 @@ def test_neon(native: Path, program_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", [kernel_programs.NATIVE, kernel_programs.EMULATED_AVX512], ids=lambda k: k.name)
+@pytest.mark.full
 def test_memory_that_kernels_access(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
     """Each buffer ends, or begins, at a page that nobody may access."""
     best, _ = hashes(str(native))

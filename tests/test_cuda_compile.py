@@ -73,6 +73,7 @@ def kernels() -> dict[str, Kernel]:
     return cuda_code.kernels()
 
 
+@pytest.mark.full
 def test_rows_are_accessed_16_bytes_at_a_time(kernels: dict[str, Kernel]) -> None:
     of_rows = {name: kernel for name, kernel in kernels.items() if not name.startswith("grad_weight_kernel")}
     assert len(of_rows) == sum(count for name, count in ALL_KERNELS.items() if "rms_norm" in name)

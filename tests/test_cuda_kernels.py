@@ -16,7 +16,7 @@ from cuda_on_ptx import Kernels, Output, device, numbers_of
 from gated_cases import GATED_CASES, GATINGS, GatedCase
 from ptx.program import PtxError
 from rope_cases import ROPE_CASES, RopeCase, rope_case_of, rotated
-from tiers import mostly_for_release
+from tiers import divided
 from torch import Tensor
 
 from reference import cases, oracle
@@ -33,9 +33,7 @@ PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thr
 SEEDS = (1, 2)
 CASTING_MODES = tuple(cuda_on_ptx.CASTINGS)
 # Where it would take long: float16 is bfloat16 with other bits, float64 has few kernels.
-SWEPT_DTYPES = pytest.mark.parametrize(
-    "dtype", mostly_for_release(cases.DTYPES, (torch.bfloat16, torch.float32)), ids=str
-)
+SWEPT_DTYPES = pytest.mark.parametrize("dtype", divided(cases.DTYPES, (torch.bfloat16,), (torch.float32,)), ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -315,7 +313,7 @@ def check_rope(
 
 @pytest.mark.parametrize(
     "number",
-    mostly_for_release(range(len(ROPE_CASES)), range(0, len(ROPE_CASES), 3)),  # the interpreter takes long
+    divided(range(len(ROPE_CASES)), (), range(0, len(ROPE_CASES), 3)),  # the interpreter takes long
     ids=lambda number: str(ROPE_CASES[number]),
 )
 def test_rope_values(number: int, kernels: Kernels, without_clusters: Kernels) -> None:
@@ -495,7 +493,7 @@ def test_groups(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
             assert same_bits(of_group, grad_input[:, group])
 
 
-@pytest.mark.parametrize("dtype", mostly_for_release(HALVES, (torch.bfloat16,)), ids=str)
+@pytest.mark.parametrize("dtype", divided(HALVES, (torch.bfloat16,), ()), ids=str)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, None], ids=str)
 @pytest.mark.parametrize("packs", [8, 40, 200, 33000])
 def test_wider_residuals(kernels: Kernels, packs: int, weight_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
@@ -572,7 +570,7 @@ def test_groups_in_two_steps(kernels: Kernels, packs: int, casting_mode: str, dt
         check_in_two_steps(kernels, case, device(5), casting_mode=casting_mode)
 
 
-@pytest.mark.parametrize("dtype", mostly_for_release(HALVES, (torch.bfloat16,)), ids=str)
+@pytest.mark.parametrize("dtype", divided(HALVES, (torch.bfloat16,), ()), ids=str)
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("packs", [8, 40, 200, 33000, PACKS[-1]])
 def test_wider_inputs_in_two_steps(kernels: Kernels, packs: int, is_plain: bool, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from baby_llama import turns
 from comparison import Result, print_results, speedup
-from tiers import mostly_for_release
+from tiers import divided
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -76,6 +76,7 @@ def test_a_slow_round_does_not_show_in_the_speedup(capsys: pytest.CaptureFixture
     assert "Compare the time in norms" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_baby_llama(alone: str) -> None:
     assert_shows_what_it_should(alone, norms=9)
 
@@ -151,7 +152,7 @@ def test_processes_that_cannot_share_batches() -> None:
     assert "3 processes cannot share batches of 8 equally" in result.stderr
 
 
-@pytest.mark.parametrize("model", mostly_for_release(("qwen3", "llama"), ("qwen3",)))
+@pytest.mark.parametrize("model", divided(("qwen3", "llama"), (), ("qwen3",)))
 def test_patched_model(model: str, tmp_path: Path) -> None:
     sizes = ("--hidden", "64", "--layers", "1", "--batch", "1", "--length", "32", "--rounds", "1")
     command = ("examples/patched_model.py", "--model", model, *sizes, "--dtype", "float32", "bfloat16")

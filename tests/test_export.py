@@ -68,6 +68,7 @@ def test_export_of_training(device: str) -> None:
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_compiled_package(model: Model, tmp_path: Path, device: str) -> None:
     """Built once, called from Python in another process, and from a C++ program that never starts Python."""
     package = torch._inductor.aoti_compile_and_package(

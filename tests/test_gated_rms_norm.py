@@ -23,6 +23,7 @@ GATES = (0.0, -0.0, 1e-30, 1.0, 1.278, 5.0, 10.0, 17.0, 50.0, 87.0, 88.0, 89.0, 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @over_gating
+@pytest.mark.triton(core=0, full=1)
 def test_extreme_gates(gating: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     """Saturated either way, where exponentials over- and underflow; alone in a row, and beside others."""
     gates = torch.tensor([sign * gate for gate in GATES for sign in (1, -1)], dtype=torch.float64)

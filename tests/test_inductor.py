@@ -99,6 +99,7 @@ def assert_close(actual: list[Tensor | None], expected: list[Tensor | None], dty
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.covering(core=1)
 def test_one_operator_each_way(spelling: str, dtype: torch.dtype, dynamic: bool) -> None:
     norm, inputs = SPELLINGS[spelling], problem(dtype)
     compiled, graphs = compiled_with_passes(norm, dynamic=dynamic)
@@ -127,6 +128,7 @@ def test_what_was_computed_in_float64_is() -> None:
 
 @pytest.mark.parametrize("norm", others.NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.covering(core=1)
 def test_modules_of_others(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
     module = norm(32).to(dtype)
     x = problem(dtype)[0]
@@ -174,6 +176,7 @@ OTHERS: dict[str, Norm] = {
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.covering(core=1)
 def test_what_is_no_norm_is_not_touched(other: str, dynamic: bool) -> None:
     fn, inputs = OTHERS[other], problem(torch.float32)
     compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
@@ -300,6 +303,7 @@ def writes_in_an_operator(x: Tensor) -> None:
         (lambda x: torch.ops.normops.rms_norm(x, [32]), DOES_NOTHING),
     ],
 )
+@pytest.mark.covering(core=1)
 def test_effects(fn: Callable[[Tensor], Any], expected: Effect) -> None:
     """Of all that Dynamo traces of a function."""
     found: list[Effect] = []
@@ -391,6 +395,7 @@ def wider_afterwards(x: Tensor, w: Tensor) -> Tensor:
         (wider_afterwards, 1),
     ],
 )
+@pytest.mark.covering(core=1)
 def test_what_is_around_a_norm_stays(fn: Callable[..., Any], count: int, dynamic: bool) -> None:
     inputs = problem(torch.float32)
     compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
@@ -674,6 +679,7 @@ SUMS: dict[str, tuple[Sum, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", SUMS)
+@pytest.mark.covering(core=1)
 def test_additions(case: str) -> None:
     fn, expected = SUMS[case]
     x, w = problem(torch.float32, 32, 32)

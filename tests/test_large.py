@@ -12,6 +12,7 @@ COLS = 2**20
 ROWS = 2**11 + 1  # 2^31 + 2^20 elements, of which one row is stored
 
 
+@pytest.mark.full
 def test_forward(device: str) -> None:
     row = cases.values((1, COLS), torch.bfloat16, 1)
     output = ops.rms_norm(on(device, row.expand(ROWS, COLS)), (COLS,), None, cases.EPS)

@@ -98,6 +98,7 @@ def assert_same_bits(actual: tuple[Tensor | None, ...], expected: tuple[Tensor |
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("call", [norm, add_norm, gated_norm, rotated_norm])
+@pytest.mark.covering(core=1)
 def test_saves_the_normalized_tensor_and_the_weight(call: Block, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     """The input of rms_norm, or residual_out, an output of add_rms_norm, or input and gate, or input and tables."""
     t = leaves(dtypes, device)
@@ -126,6 +127,7 @@ def allocations(call: Callable[[], tuple[Tensor, ...]]) -> tuple[list[int], tupl
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("call", [norm, add_norm, gated_norm, rotated_norm])
+@pytest.mark.covering(core=1)
 def test_allocates_what_it_returns(call: Block, dtypes: tuple[torch.dtype, ...]) -> None:
     """Nothing else, in the backward either."""
     t = leaves(dtypes, "cpu", (64, 40))
@@ -187,6 +189,7 @@ def counted(call: Callable[[], object]) -> Counter[str]:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize(("use_reentrant", "early_stop"), [(True, False), (False, False), (False, True)])
+@pytest.mark.covering(core=1)
 def test_activation_checkpointing(block: Block, use_reentrant: bool, early_stop: bool, device: str) -> None:
     t = leaves(MIXED, device)
     once = counted(lambda: block(t))
@@ -228,6 +231,7 @@ SAVED = [(), (ops.rms_norm.default,), (ops.add_rms_norm.default,), (ops.rms_norm
 
 @pytest.mark.parametrize("saved", SAVED, ids=str)
 @pytest.mark.parametrize("block", [both_norms, norm_of_sum])
+@pytest.mark.covering(core=1)
 def test_selective_checkpointing(block: Block, saved: tuple[torch._ops.OpOverload, ...], device: str) -> None:
     t = leaves(MIXED, device)
     block = followed(block)
@@ -270,6 +274,7 @@ def derivatives(block: Block, t: Problem) -> tuple[Tensor | None, ...]:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("kind", ["file", "save_on_cpu", "strided"])
+@pytest.mark.covering(core=1)
 def test_saved_tensors_hooks(block: Block, kind: str, device: str, tmp_path: Path) -> None:
     """What they give back lies elsewhere, or in another layout."""
     names = map(str, count())

@@ -131,6 +131,7 @@ def assert_within(output: Tensor, norm: Norm, h: Tensor, dtype: torch.dtype) -> 
     ],
     ids=str,
 )
+@pytest.mark.covering(core=1)
 def test_operators(dtype: torch.dtype, residual_dtype: torch.dtype, optimize: bool) -> None:
     """The sum has the bits of eager mode, but for a product that eager mode would not round, and is normalized as it
     was rounded.
@@ -197,6 +198,7 @@ class GatedNorms(nn.Module):
     ],
     ids=str,
 )
+@pytest.mark.covering(core=1)
 def test_gated(dtype: torch.dtype, gate_dtype: torch.dtype) -> None:
     program, nodes = export(GatedNorms(), *(cases.values((*EXPORTED, *COLS), d) for d in (dtype, gate_dtype)))
     # torch.onnx merges nodes that compute the same: the sigmoids, and the norms that come first.
@@ -257,6 +259,7 @@ class NormsInTwoSteps(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.covering(core=1)
 def test_in_two_steps(dtype: torch.dtype) -> None:
     program, nodes = export(NormsInTwoSteps(), cases.values((*EXPORTED, *COLS), dtype))
     assert nodes["ReduceSumSquare"] == 2  # one for each normalized_shape
@@ -278,6 +281,7 @@ def columns_of(rope: Flags) -> int:
     [*((dtype, dtype) for dtype in cases.DTYPES), *((dtype, torch.float32) for dtype in HALVES)],
     ids=str,
 )
+@pytest.mark.covering(core=1)
 def test_rotated(dtype: torch.dtype, table_dtype: torch.dtype) -> None:
     """Heads share cos and sin."""
 
@@ -346,6 +350,7 @@ class Everything(nn.Module):
 
 
 @every_opset
+@pytest.mark.full
 def test_every_opset(opset_version: int) -> None:
     module = Everything(opset_version)
     program, nodes = export(module, module.tensors, opset_version=opset_version, is_dynamic=False)

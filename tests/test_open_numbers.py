@@ -116,6 +116,7 @@ def check(fn: Fn, number: Number, dynamic: bool | None = True) -> set[int]:
 
 @pytest.mark.parametrize("dynamic", [True, None, False])
 @pytest.mark.parametrize("norm", [handwritten, of_torch])
+@pytest.mark.covering(core=1)
 def test_an_eps_that_the_program_is_given(norm: Fn, dynamic: bool | None) -> None:
     assert check(norm, lambda x, s: s, dynamic) == {1}
 
@@ -134,6 +135,7 @@ def test_an_eps_that_the_program_computes_for_the_norm_of_torch(number: str) -> 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", ["s", "c * s"])
+@pytest.mark.covering(core=1)
 def test_numbers_at_other_places(place: str, number: str) -> None:
     check(PLACES[place], COMPUTED.get(number, lambda x, s: s))
 

@@ -62,6 +62,7 @@ def with_gradients(module: Callable[..., Tensor], tensors: list[Tensor]) -> list
 
 @every_norm
 @every_half
+@pytest.mark.covering(core=1)
 def test_bits_of_transformers(theirs: Theirs, dtype: torch.dtype) -> None:
     """Of the result, and of the gradients of what has the shape of the input."""
     tensors = inputs(dtype, theirs.arguments)
@@ -77,6 +78,7 @@ def test_bits_of_transformers(theirs: Theirs, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("theirs", PLAIN, ids=lambda theirs: type(theirs.make()).__name__)
 @every_half
+@pytest.mark.covering(core=1)
 def test_bits_are_those_of_a_statistic_nearby(theirs: Theirs, dtype: torch.dtype) -> None:
     """The float32 sum of squares has more than one order; whatever else happens in a row is what the model does."""
     original, patched = others.patched_pair(theirs.make, dtype, rounding="original")
@@ -95,6 +97,7 @@ def assert_of_a_statistic_nearby(y: Tensor, x: Tensor, weight: Tensor) -> None:
 
 @pytest.mark.parametrize("norm", others.NORMS)
 @every_half
+@pytest.mark.covering(core=1)
 def test_bits_of_others(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
     original, patched = others.patched_pair(partial(norm, SIZE), dtype, rounding="original")
     x = inputs(dtype)[0].view(-1, 2, SIZE)
@@ -215,6 +218,7 @@ def tensors(dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> tupl
 
 @pytest.mark.parametrize("theirs", PLAIN, ids=lambda theirs: type(theirs.make()).__name__)
 @every_half
+@pytest.mark.covering(core=1)
 def test_compiled_bits_of_transformers(theirs: Theirs, dtype: torch.dtype) -> None:
     original, _ = others.patched_pair(theirs.make, dtype)
     (x,) = inputs(dtype)
@@ -266,6 +270,7 @@ ORDERS: dict[str, tuple[Fn, str | None]] = {
 
 @pytest.mark.parametrize("order", ORDERS)
 @every_half
+@pytest.mark.covering(core=1)
 def test_orders_of_programs(order: str, dtype: torch.dtype) -> None:
     """What is None is left alone; the others have the program's bits."""
     fn, casting_mode = ORDERS[order]
@@ -423,6 +428,7 @@ def test_granite_by_inductor(rounding: Rounding, emulate: bool) -> None:
 
 @pytest.mark.parametrize("rounding", ["once", "original"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.covering(core=1)
 def test_granite(dtype: torch.dtype, rounding: Rounding) -> None:
     """All four additions of two layers join, each with its product, and with rounding="original" logits keep bits."""
     model, ids = granite(dtype)

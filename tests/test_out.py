@@ -72,6 +72,8 @@ OUT_CASES = [
 
 
 @pytest.mark.parametrize("case", OUT_CASES, ids=str)
+@pytest.mark.covering(core=1)
+@pytest.mark.triton(core=0, full=1)
 def test_out_is_the_functional_result(case: OperatorCase, device: str) -> None:
     """The targets take every layout that an output can have."""
     operator, targets = case.operator, case.targets(device)
@@ -117,6 +119,8 @@ class Writing:
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [5, 64, 100, 40000])
 @pytest.mark.parametrize("variant", variants(), ids=str)
+@pytest.mark.covering(core=1, full=2)
+@pytest.mark.triton(core=0, full=1)
 def test_exact_aliasing(variant: Variant, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str) -> None:
     """Each target over each input, or over none, together."""
     shape = (2, 3, 2, cols) if cols < 1000 else (1, 1, 2, cols)
@@ -138,6 +142,8 @@ SINGLE_ROWS = [
 
 @pytest.mark.parametrize("cols", [64, 70, 40000])
 @pytest.mark.parametrize(("variant", "over"), SINGLE_ROWS, ids=str)
+@pytest.mark.covering(core=1)
+@pytest.mark.triton(core=0, full=1)
 def test_exact_aliasing_of_a_single_row_with_a_vector(variant: Variant, over: str, cols: int, device: str) -> None:
     """Where there is one row, the weight has the shape of the output, and grad_weight that of every input."""
     operator = variant.operator
@@ -152,6 +158,7 @@ def test_exact_aliasing_of_a_single_row_with_a_vector(variant: Variant, over: st
 
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if of_rows(operator)], ids=str)
+@pytest.mark.triton
 def test_slices_of_one_tensor(operator: Operator, device: str) -> None:
     """Inputs that lie side by side are read in place, and results written side by side."""
     case = Variant(operator, {}).at(Case((6, 40), torch.float32, weight_dtype=torch.float32, has_residual=True))

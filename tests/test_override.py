@@ -64,6 +64,7 @@ def test_the_switch_is_silent() -> None:
 @pytest.mark.parametrize("eps", [None, 1e-3, -0.25])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.covering(core=1)
 def test_the_bits_are_those_of_normops(dtype: torch.dtype, weight_dtype: torch.dtype | None, eps: float | None) -> None:
     x = rows(dtype)
     weight = None if weight_dtype is None else torch.rand(64, dtype=weight_dtype)
@@ -182,6 +183,7 @@ def test_caches_keep_both_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("needs", [("input",), ("weight",), ("input", "weight")])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.covering(core=1)
 def test_programs_that_write_later(
     dtype: torch.dtype, weight_dtype: torch.dtype, needs: tuple[str, ...], written: str
 ) -> None:

@@ -39,6 +39,7 @@ def uses_normops(module: nn.Module, x: Tensor) -> bool:
 @pytest.mark.parametrize("norm", others.NORMS)
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.covering(core=1)
 def test_computes_the_same(norm: Callable[[int], nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     original, patched = others.patched_pair(partial(norm, SIZE), weight_dtype)
     x = rows(8, dtype=dtype)
@@ -376,6 +377,7 @@ def test_pickled_beside_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("norm", others.NORMS)
+@pytest.mark.covering(core=1)
 def test_one_operator_in_compiled_graphs(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
     _, patched = others.patched_pair(partial(norm, SIZE), torch.float32)
     graphs = trace(patched, rows(8).requires_grad_(), dynamic=dynamic)

@@ -136,6 +136,7 @@ def test_the_same_in_float32(gated: Gated) -> None:
 
 
 @every_norm
+@pytest.mark.covering(core=1)
 def test_gradients_in_bfloat16(gated: Gated) -> None:
     original, patched = others.patched_pair(gated.make, torch.bfloat16)
     eps = torch.finfo(torch.bfloat16).eps
@@ -146,6 +147,7 @@ def test_gradients_in_bfloat16(gated: Gated) -> None:
 
 
 @every_norm
+@pytest.mark.covering(core=1)
 def test_any_dtypes(gated: Gated) -> None:
     original, patched = others.patched_pair(gated.make, torch.float64)
     for dtype, gate_dtype, weight_dtype in product(DTYPES, repeat=3):
@@ -161,6 +163,7 @@ def test_any_dtypes(gated: Gated) -> None:
 
 @every_norm
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.covering(core=1)
 def test_original_rounding_has_the_original_bits(gated: Gated, dtype: torch.dtype) -> None:
     if "otherwise" in gated.described:
         reason = 'rounds in an order of its own, which rounding="original" does not have'
@@ -198,6 +201,7 @@ def test_called_as_before(gated: Gated) -> None:
 
 @every_norm
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.covering(core=1)
 def test_one_operator_in_compiled_graphs(gated: Gated, dynamic: bool) -> None:
     _, patched = others.patched_pair(gated.make, torch.float32)
     tensors = (tensor.contiguous().requires_grad_() for tensor in inputs(torch.float32))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from calls import Calls
 from test_lookalikes import assert_alike, assert_called_alike, assert_is_what_it_was, inputs_of
-from tiers import mostly_for_release
+from tiers import divided
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jacrev, jvp, vmap
@@ -140,6 +140,7 @@ COPIED: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("copied", COPIED)
 @pytest.mark.parametrize("norm", [*others.NORMS, *REDUCED, ReducedWithASetter], ids=lambda norm: norm.__name__)
+@pytest.mark.covering(core=1)
 def test_copies(norm: Callable[[int], nn.Module], copied: str) -> None:
     if norm is ReducedWithASetter and "copy" in copied:
         with pytest.raises(TypeError):
@@ -211,6 +212,7 @@ def test_traced_by_fx(norm: Callable[[int], nn.Module]) -> None:
 
 @every_norm
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.covering(core=1)
 def test_exported(norm: Callable[[int], nn.Module], strict: bool) -> None:
     patched, original = pair(norm)
     batch = torch.export.Dim("batch", min=2)
@@ -223,6 +225,7 @@ def test_exported(norm: Callable[[int], nn.Module], strict: bool) -> None:
 
 @every_norm
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.covering(core=1)
 def test_compiled_whole(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
     patched, original = pair(norm)
     compiled = torch.compile(patched, backend="aot_eager", fullgraph=True, dynamic=dynamic)
@@ -301,6 +304,7 @@ def test_inside_a_checkpoint(norm: Callable[[int], nn.Module]) -> None:
 @every_norm
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
 @every_dtype
+@pytest.mark.covering(core=1)
 def test_autocast(norm: Callable[[int], nn.Module], dtype: torch.dtype, autocast: torch.dtype) -> None:
     patched, original = pair(norm, dtype)
     for x_dtype in (dtype, torch.float32, autocast):
@@ -324,6 +328,7 @@ def test_inference_mode(norm: Callable[[int], nn.Module]) -> None:
 
 @every_norm
 @every_dtype
+@pytest.mark.covering(core=1)
 def test_default_dtype(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     try:
@@ -355,6 +360,7 @@ def assert_same_kind(actual: Tensor, expected: Tensor) -> None:
 
 @every_norm
 @every_dtype
+@pytest.mark.covering(core=1)
 def test_cast_after_patching(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
     patched, original = pair(norm)
     for module in (patched, original):
@@ -465,6 +471,7 @@ def weight_written(module: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_dtype
 @every_norm
+@pytest.mark.covering(core=1)
 def test_tensors_written_after_the_norm(
     norm: Callable[[int], nn.Module],
     dtype: torch.dtype,
@@ -542,7 +549,7 @@ MODULES = (
 
 
 # Each in a process of its own: one small tensor, and all norms, tell of a mistake.
-@pytest.mark.parametrize("module", mostly_for_release(MODULES, (MODULES[0], MODULES[-1])))
+@pytest.mark.parametrize("module", divided(MODULES, MODULES[-1:], MODULES[:1]))
 def test_memory_of_patching(module: str, tmp_path: Path) -> None:
     """The most that the process has held, in MB; that of tensors and of Python."""
     (tmp_path / "program.py").write_text(PROGRAM)  # whose classes then have a source

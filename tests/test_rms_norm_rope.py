@@ -90,6 +90,7 @@ def test_what_models_compute(
         (9001, 4500, 7),
     ],
 )
+@pytest.mark.covering(core=1)
 def test_widths_and_offsets(
     cols: int, rotary_dim: int, offset: int, name: str, interleaved: bool, dtype: torch.dtype, device: str
 ) -> None:

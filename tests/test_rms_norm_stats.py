@@ -37,6 +37,8 @@ def size_of(case: Case) -> int:
 
 @pytest.mark.parametrize("flags", CASTINGS, ids=lambda flags: flags["casting_mode"])
 @pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.covering(core=1)
+@pytest.mark.triton(core=1, full=2)
 def test_with_nothing_in_between_the_bits_are_those_of_the_norm(
     case: Case, flags: dict[str, str], device: str, serves_cpu: bool
 ) -> None:
@@ -64,6 +66,7 @@ def test_with_nothing_in_between_the_bits_are_those_of_the_norm(
     )
 
 
+@pytest.mark.triton
 def test_parts_of_rows(device: str) -> None:
     """Two ranks in one process: outputs and gradients are those of the norm."""
     x, w, dy = (cases.values(shape, torch.float64, i).to(device) for i, shape in enumerate(((6, 40), (40,), (6, 40))))

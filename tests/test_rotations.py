@@ -171,6 +171,7 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], bound: float) -> 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fn", JOINED)
+@pytest.mark.covering(core=1)
 def test_one_operator_each_way(fn: Rotated, dtype: torch.dtype, dynamic: bool) -> None:
     inputs = problem(dtype)
     compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
@@ -459,6 +460,7 @@ IN_16_BITS = (tables_of_two_dtypes,)
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("fn", LEFT)
+@pytest.mark.covering(core=1)
 def test_what_is_left(fn: Rotated, dynamic: bool) -> None:
     """The norm is an operator of its own, and the rotation what it was."""
     inputs = problem(torch.bfloat16 if fn in IN_16_BITS else torch.float32)

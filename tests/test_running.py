@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import mostly_for_release
+from tiers import divided
 
 OVERRIDES = "('normops' in sys.modules and sys.modules['normops'].build_info()['overrides_torch'])"
 
@@ -91,7 +91,7 @@ USUAL = ("program.py", "program.py chain", "./program.py import", "wrong.py", "a
 
 
 # Each in a process that imports torch.
-@pytest.mark.parametrize("arguments", mostly_for_release(PROGRAMS, USUAL))
+@pytest.mark.parametrize("arguments", divided(PROGRAMS, USUAL[:1], USUAL))
 def test_as_without(folder: Path, arguments: str) -> None:
     expected, actual = (run(folder, *prefix, *arguments.split()) for prefix in ((), ("-m", "normops", "run")))
     assert (actual.stdout, actual.stderr, actual.returncode) == (expected.stdout, expected.stderr, expected.returncode)
@@ -159,6 +159,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.full
 def test_children_are_as_their_parent_is(folder: Path, method: str) -> None:
     (folder / "children.py").write_text(CHILDREN)
     for prefix, is_overridden in ((("-m", "normops", "run"), True), ((), False)):
@@ -185,6 +186,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_under_torchrun(folder: Path) -> None:
     (folder / "distributed.py").write_text(DISTRIBUTED)
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone")
@@ -210,6 +212,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.full
 def test_importing_torch_runs_nothing_of_normops(site: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(site), "NORMOPS_OVERRIDE_TORCH": "1"}
 

@@ -19,6 +19,7 @@ ops = torch.ops.normops
         ("backward_kernel", 20000, torch.float32),
     ],
 )
+@pytest.mark.triton
 def test_each_barrier_is_missed(
     kernel: str, cols: int, dtype: torch.dtype, serves_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,8 @@ ops = torch.ops.normops
 
 
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
+@pytest.mark.covering(core=2)
+@pytest.mark.triton(core=1, full=2)
 def test_within_bounds(case: OperatorCase, device: str) -> None:
     operator, arguments = case.operator, case.arguments(device)
     results = operator.results(operator.packet(**arguments))
@@ -45,6 +47,7 @@ MASKED = [operator for operator in OPERATORS if operator.has_mask]
 
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("variant", variants(MASKED), ids=str)
+@pytest.mark.triton(core=1)
 def test_masked_gradients_are_left_out(variant: Variant, has_weight: bool, device: str) -> None:
     operator = variant.operator
     weight_dtype = torch.float32 if has_weight else None
@@ -84,6 +87,8 @@ SPECIALS = [(variant, where) for variant in variants() for where in ("input", *v
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("variant", "where"), SPECIALS, ids=str)
+@pytest.mark.covering(core=1)
+@pytest.mark.triton(core=0, full=1)
 def test_specials_poison_their_row_and_grad_weight_alone(
     variant: Variant, where: str, dtype: torch.dtype, special: float, device: str
 ) -> None:
@@ -106,6 +111,8 @@ def test_specials_poison_their_row_and_grad_weight_alone(
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("variant", variants(), ids=str)
+@pytest.mark.covering(core=1)
+@pytest.mark.triton(core=1)
 def test_zero_rows_give_zeros_and_finite_gradients(variant: Variant, dtype: torch.dtype, device: str) -> None:
     case = variant.at(Case((3, 50), dtype, weight_dtype=dtype, eps=1e-6))
     zeros = torch.zeros(3, 50, dtype=dtype, device=device)
@@ -116,6 +123,7 @@ def test_zero_rows_give_zeros_and_finite_gradients(variant: Variant, dtype: torc
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [3, 64, 1000])
+@pytest.mark.triton(core=0, full=1)
 def test_the_sum_under_the_root_decides(cols: int, dtype: torch.dtype, device: str) -> None:
     """Of a negative eps: whether it is positive, negative or 0."""
     x = torch.tensor([1.0, 0.25, 0.5]).to(device, dtype).unsqueeze(1).expand(3, cols)
@@ -129,6 +137,7 @@ def test_the_sum_under_the_root_decides(cols: int, dtype: torch.dtype, device: s
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.triton(core=0, full=1)
 def test_every_half_converts_exactly(dtype: torch.dtype, device: str) -> None:
     """A row of ones normalizes to ones, so that the weight comes out: every half as a weight, and as an output."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(-1, 1)
@@ -142,6 +151,7 @@ def test_every_half_converts_exactly(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.triton(core=0, full=1)
 def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) -> None:
     """float32 weights, scaled by exactly 1, come out as torch's own conversion rounds them."""
     generator = torch.Generator().manual_seed(5)
@@ -157,6 +167,8 @@ def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("variant", variants(), ids=str)
+@pytest.mark.covering(core=1)
+@pytest.mark.triton(core=0, full=1)
 def test_a_nan_of_any_payload_stays_one(variant: Variant, dtype: torch.dtype, device: str, serves_cpu: bool) -> None:
     """Rounding must not carry a payload into the exponent, wherever the NaN comes from and whatever it is stored in."""
     operator, shapes = variant.operator, ((9, 70), (9, 2100)) if serves_cpu else ((9, 70),)
@@ -172,6 +184,7 @@ def test_a_nan_of_any_payload_stays_one(variant: Variant, dtype: torch.dtype, de
 
 
 @pytest.mark.parametrize("name", ["weight_offset", "alpha"])
+@pytest.mark.triton
 def test_a_nan_of_any_payload_among_the_numbers(name: str, device: str) -> None:
     x = torch.ones(2, 70, dtype=torch.bfloat16, device=device)
     (number,) = struct.unpack("<d", b"\xff" * 7 + b"\x7f")

@@ -113,6 +113,7 @@ def of_rows(
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize(("shapes", "variant", "dims"), CALLS, ids=str)
+@pytest.mark.covering(core=1, full=2)
 def test_one_call_with_the_bits_of_each_sample(
     shapes: Shapes,
     variant: Variant,
@@ -159,6 +160,7 @@ def test_one_call_with_the_bits_of_each_sample(
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize(("shapes", "variant"), TAKEN, ids=str)
+@pytest.mark.covering(core=1)
 def test_without_weight(shapes: Shapes, variant: Variant, dim: int, device: str) -> None:
     operator, names = variant.operator, ["input", *variant.operator.tensors]
     tensors, dims = zip(
@@ -240,6 +242,7 @@ def test_batched_gradients(device: str) -> None:
 @pytest.mark.parametrize("weight_dim", [None, 0])
 @pytest.mark.parametrize("input_dim", [0, 1])
 @pytest.mark.parametrize("variant", variants(operator for operator in OPERATORS if operator.inplace), ids=str)
+@pytest.mark.covering(core=1)
 def test_in_place(variant: Variant, input_dim: int, weight_dim: int | None, device: str) -> None:
     operator = variant.operator
     names = ["input", *operator.tensors, "weight"]

@@ -1,0 +1,90 @@
+"""What tiers.py and conftest.py do with tests."""
+
+import os
+import subprocess
+import sys
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+import tiers
+from tiers import ParameterSet, cover
+
+TESTS = Path(__file__).parent
+
+# One of each kind, in a file that is tested with this conftest.py.
+PROGRAM = """
+import pytest
+import tiers
+from reference.cases import Case
+
+def test_unmarked(): ...
+
+@pytest.mark.full
+def test_full(): ...
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", tiers.divided(range(3), (0,), (1,)))
+def test_divided(number): ...
+
+@pytest.mark.covering(core=1, full=2)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("case", [Case((rows, 8), dtype) for rows in (1, 100) for dtype in ("a", "b")], ids=str)
+def test_covering(case, number): ...
+
+@pytest.mark.triton
+def test_missing(): pytest.skip("no nvcc on this machine")
+"""
+
+
+def run(tmp_path: Path, *arguments: str, **environment: str) -> list[str]:
+    """What pytest says of these, without times."""
+    (tmp_path / "test_them.py").write_text(PROGRAM)
+    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    environment = {"PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent))), **environment}
+    command = (sys.executable, "-m", "pytest", "-q", "--strict-markers", f"--config-file={TESTS.parent}/pyproject.toml")
+    result = subprocess.run(
+        [*command, f"--rootdir={tmp_path}", str(tmp_path), *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    return result.stdout.splitlines()
+
+
+def test_each_test_is_in_one_tier(tmp_path: Path) -> None:
+    counts = {}
+    for tier in tiers.TIERS:
+        chosen = run(tmp_path, "--collect-only", "-m", tier)
+        counts[tier] = [line.split("::")[1].split("[")[0] for line in chosen if "::" in line]
+    covering = [names.count("test_covering") for names in counts.values()]
+    assert counts["core"] == ["test_unmarked", *["test_covering"] * covering[0], "test_missing"]
+    assert counts["full"] == ["test_full", "test_divided", "test_divided", *["test_covering"] * covering[1]]
+    assert counts["release"] == ["test_divided", *["test_covering"] * covering[2]]
+    assert 2 <= covering[0] <= 3
+    assert sum(covering) == 8
+    (only,) = (line for line in run(tmp_path, "--collect-only", "--triton") if "::" in line)
+    assert only.endswith("test_missing")
+
+
+def test_what_is_required_is_not_skipped(tmp_path: Path) -> None:
+    *lines, summary = run(tmp_path, "-m", "core")
+    assert "passed, 1 skipped" in summary
+    assert "Seconds of tests: core 0" in lines
+    *_, summary = run(tmp_path, "-m", "core", NORMOPS_REQUIRE="triton nvcc")
+    assert "1 failed, " in summary
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_values_are_covered_together(strength: int, request: pytest.FixtureRequest) -> None:
+    sets = [
+        ParameterSet(request.node, {"a": a, "b": b, "c": c, "number": n}, n)
+        for n, (a, b, c) in enumerate(product(range(3), repeat=3))
+    ]
+    sets = [parameters._replace(item=number) for number, parameters in enumerate(sets)]  # type: ignore[arg-type]
+    sets = [parameters._replace(axes={k: parameters.axes[k] for k in "abc"}) for parameters in sets]
+    chosen = cover(sets, strength)
+    for axes in combinations("abc", strength):
+        together = {tuple(sets[number].axes[axis] for axis in axes) for number in chosen}  # type: ignore[call-overload]
+        assert len(together) == 3**strength
+    assert len(chosen) <= (5, 13, 27)[strength - 1]
