@@ -38,7 +38,7 @@ def size_of(case: Case) -> int:
 @pytest.mark.parametrize("flags", CASTINGS, ids=lambda flags: flags["casting_mode"])
 @pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.covering(core=1)
-@pytest.mark.triton(core=1, full=2)
+@pytest.mark.triton(core=0, full=1)
 def test_with_nothing_in_between_the_bits_are_those_of_the_norm(
     case: Case, flags: dict[str, str], device: str, serves_cpu: bool
 ) -> None:
