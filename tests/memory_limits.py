@@ -9,142 +9,62 @@ import gc
 import os
 import re
 import resource
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import normops
+from reference import cases
+from reference.cases import Case
+from reference.operators import OPERATORS, Operator, OperatorCase, of_argument
 
-ops = torch.ops.normops
 THREADS = 4
 STEP = 16 << 10
-EPS = 1e-5
 
 
-class Problem(NamedTuple):
-    input: Tensor
-    other: Tensor
-    """A residual, or the gate."""
-    grad_output: Tensor
-    weight: Tensor
-    out: Tensor
-    residual_out: Tensor
-    grad_weight: Tensor
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self[:4]
-
-    @property
-    def cols(self) -> int:
-        return self.weight.shape[0]
+def _calls() -> Iterator[tuple[str, tuple[Operator, str]]]:
+    """Of every operator: into new memory; into given memory, and in the place of inputs, by the one overload or two."""
+    for operator in OPERATORS:
+        for kind in ("new", "given", "in place"):
+            if kind != "given" or operator.inplace:
+                yield f"{operator}, {kind}", (operator, kind)
 
 
-def call_rms_norm(p: Problem) -> object:
-    return normops.rms_norm(p.input, p.cols, p.weight, EPS)
+CALLS = dict(_calls())
 
 
-def call_rms_norm_out(p: Problem) -> object:
-    return ops.rms_norm.out(p.input, [p.cols], p.weight, EPS, out=p.out)
+class Problem:
+    """A call of an operator, with a weight that is converted, and a gradient of it that is strided.
 
+    Strided: columns that do not lie beside each other.
+    """
 
-def call_rms_norm_inplace(p: Problem) -> object:
-    return normops.rms_norm_(p.input, p.cols, p.weight, EPS)
+    def __init__(self, operator: Operator, kind: str, rows: int, cols: int, is_strided: bool) -> None:
+        layout = cases.transposed_columns if is_strided else cases.contiguous
+        of_rows = Case(
+            (rows, cols), torch.float32, 1, torch.bfloat16, has_residual=True, layout=layout, grad_layout=layout
+        )
+        case = OperatorCase(operator, of_rows, operator.flags[-1], {})
+        self.operator, self.kind = operator, kind
+        self.arguments: dict[str, Any] = case.arguments()
+        self.inputs = [value for value in self.arguments.values() if isinstance(value, Tensor)]
+        self.targets = case.targets()
+        if "grad_weight" in self.targets:
+            self.targets["grad_weight"] = torch.empty(2 * cols, dtype=torch.bfloat16)[::2]
+        if kind == "in place":
+            self.targets |= {
+                t: self.arguments[of_argument(t)] for t in self.targets if t not in (*operator.sums, "grad_weight")
+            }
 
-
-def call_rms_norm_backward(p: Problem) -> object:
-    return ops.rms_norm_backward(p.grad_output, p.input, [p.cols], p.weight, EPS, grad_residual=p.other)
-
-
-def call_rms_norm_backward_out(p: Problem) -> object:
-    """grad_input takes the place of grad_output."""
-    gradients = {"grad_input": p.grad_output, "grad_weight": p.grad_weight}
-    return ops.rms_norm_backward.out(
-        p.grad_output, p.input, [p.cols], p.weight, EPS, grad_residual=p.other, **gradients
-    )
-
-
-def call_add_rms_norm(p: Problem) -> object:
-    return normops.add_rms_norm(p.input, p.other, p.cols, p.weight, EPS)
-
-
-def call_add_rms_norm_out(p: Problem) -> object:
-    outputs = {"out": p.out, "residual_out": p.residual_out}
-    return ops.add_rms_norm.out(p.input, p.other, [p.cols], p.weight, EPS, **outputs)
-
-
-def call_add_rms_norm_inplace(p: Problem) -> object:
-    normops.add_rms_norm_(p.input, p.other, p.cols, p.weight, EPS)
-    return p.input, p.other
-
-
-def call_gated_rms_norm(p: Problem) -> object:
-    return normops.gated_rms_norm(p.input, p.other, p.cols, p.weight, EPS, norm_before_gate=False)
-
-
-def call_gated_rms_norm_out(p: Problem) -> object:
-    """Into the input."""
-    return ops.gated_rms_norm.out(p.input, p.other, [p.cols], p.weight, EPS, norm_before_gate=False, out=p.input)
-
-
-def call_gated_rms_norm_backward(p: Problem) -> object:
-    return ops.gated_rms_norm_backward(p.grad_output, p.input, p.other, [p.cols], p.weight, EPS)
-
-
-def call_gated_rms_norm_backward_out(p: Problem) -> object:
-    """The gradients take the places of the tensors that they belong to."""
-    gradients = {"grad_input": p.input, "grad_gate": p.other, "grad_weight": p.grad_weight}
-    return ops.gated_rms_norm_backward.out(p.grad_output, p.input, p.other, [p.cols], p.weight, EPS, **gradients)
-
-
-def call_rms_norm_rope(p: Problem) -> object:
-    return normops.rms_norm_rope(p.input, p.other, p.other, p.cols, p.weight, EPS)
-
-
-def call_rms_norm_rope_inplace(p: Problem) -> object:
-    return normops.rms_norm_rope_(p.input, p.other, p.other, p.cols, p.weight, EPS, interleaved=True)
-
-
-def call_rms_norm_rope_backward(p: Problem) -> object:
-    return ops.rms_norm_rope_backward(p.grad_output, p.input, p.other, p.other, [p.cols], p.weight, EPS)
-
-
-def call_rms_norm_rope_backward_out(p: Problem) -> object:
-    """grad_input takes the place of the input."""
-    gradients = {"grad_input": p.input, "grad_weight": p.grad_weight}
-    return ops.rms_norm_rope_backward.out(
-        p.grad_output, p.input, p.other, p.other, [p.cols], p.weight, EPS, **gradients
-    )
-
-
-def call_rms_norm_in_two_steps(p: Problem) -> object:
-    square_sum = normops.rms_norm_stats(p.input, p.cols)
-    return normops.rms_norm_from_stats(p.input, square_sum, p.cols, p.cols, p.weight, EPS)
-
-
-def call_rms_norm_backward_in_two_steps(p: Problem) -> object:
-    sums = ops.rms_norm_backward_stats(p.grad_output, p.input, [p.cols], p.weight, EPS)
-    return ops.rms_norm_backward_from_stats(p.grad_output, p.input, *sums, p.cols, [p.cols], p.weight, EPS)
-
-
-CALLS: dict[str, Callable[[Problem], object]] = {
-    name.removeprefix("call_"): call for name, call in globals().items() if name.startswith("call_")
-}
-
-
-def make_problem(rows: int, cols: int, is_strided: bool) -> Problem:
-    """A weight that is converted, its gradient strided; strided: columns that do not lie beside each other."""
-    generator = torch.Generator().manual_seed(1)
-
-    def make() -> Tensor:
-        tensor = torch.randn(rows, cols, generator=generator)
-        return tensor.t().contiguous().t() if is_strided else tensor
-
-    weight = torch.randn(cols, generator=generator).bfloat16()
-    grad_weight = torch.empty(2 * cols, dtype=torch.bfloat16)[::2]
-    return Problem(make(), make(), make(), weight, make(), make(), grad_weight)
+    def call(self) -> list[Tensor]:
+        if self.kind == "new":
+            results = (self.operator.function or self.operator.default)(**self.arguments)
+            return [result for result in self.operator.results(results) if result is not None]
+        if self.kind == "in place" and self.operator.inplace:
+            self.operator.inplace(**self.arguments)
+            return [self.arguments[name] for name in self.operator.replaced]
+        return list(self.operator.results(self.operator.out(**self.arguments, **self.targets)))
 
 
 PROBLEMS = {
@@ -171,16 +91,11 @@ def used() -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmSize"))
 
 
-def flat(result: object) -> list[Tensor]:
-    tensors = result if isinstance(result, tuple) else (result,)
-    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-
-
 class Trial:
-    def __init__(self, call: Callable[[Problem], object], problem: Problem) -> None:
-        self.call, self.problem = call, problem
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self.inputs = [tensor.clone() for tensor in problem.inputs]
-        self.expected = [tensor.clone() for tensor in flat(call(problem))]
+        self.expected = [tensor.clone() for tensor in problem.call()]
         self.restore()
 
     def restore(self) -> None:
@@ -193,20 +108,20 @@ class Trial:
         use_up_the_heap()
         resource.setrlimit(resource.RLIMIT_AS, (used() + limit, hard))
         try:
-            result, what = self.call(self.problem), "done"
+            result, what = self.problem.call(), "done"
         except Exception as error:
-            result = None
+            result = []
             what = f"{type(error).__name__}: {error}"
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-        if result is None:
+        if not result:
             size = re.match(r"RuntimeError: .*you tried to allocate (\d+) bytes", what)
             what = f"no memory for {size[1]}" if size is not None else what
             pairs = zip(self.problem.inputs, self.inputs, strict=True)
             if not all(torch.equal(tensor, value) for tensor, value in pairs):
                 what += ", and inputs changed"
-            result = self.call(self.problem)
-        if not all(torch.equal(tensor, value) for tensor, value in zip(flat(result), self.expected, strict=True)):
+            result = self.problem.call()
+        if not all(torch.equal(tensor, value) for tensor, value in zip(result, self.expected, strict=True)):
             what += ", and the result is wrong"
         self.restore()
         return what
@@ -230,9 +145,10 @@ class Trial:
 def run(name: str) -> None:
     torch.set_num_threads(THREADS)
     gc.disable()
-    for kind, problem in PROBLEMS.items():
-        for what in Trial(CALLS[name], make_problem(*problem)).outcomes():
-            print(f"{name}: {kind}: {what}", flush=True)
+    operator, kind = CALLS[name]
+    for title, sizes in PROBLEMS.items():
+        for what in Trial(Problem(operator, kind, *sizes)).outcomes():
+            print(f"{name}: {title}: {what}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def results() -> list[Tensor]:
     """Of every operator, into new memory, given memory and in place, of so much that threads share it."""
     tensors: list[Tensor] = []
     for call in memory_limits.CALLS.values():
-        tensors += memory_limits.flat(call(memory_limits.make_problem(8, COLS, False)))
+        tensors += memory_limits.Problem(*call, 8, COLS, False).call()
     return tensors
 
 

@@ -22,7 +22,7 @@ def happened() -> dict[str, list[str]]:
         "MALLOC_TOP_PAD_": "0",  # else the heap, where it has just grown, has room for a weight of 128 KiB
         "MALLOC_ARENA_MAX": "1",  # else malloc goes on to what it has reserved for other threads
     }
-    environment = os.environ | malloc | {"OMP_WAIT_POLICY": "passive"}
+    environment = os.environ | malloc | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(PROGRAM.parent.parent)}
     command = (sys.executable, str(PROGRAM))
     printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     by_operator = defaultdict(list)
@@ -39,6 +39,6 @@ def test_an_error_and_nothing_else(name: str, happened: dict[str, list[str]]) ->
     assert end == "ended with 0"
     for kind in memory_limits.PROBLEMS:
         *failed, done = (what for of, what in (outcome.split(": ", 1) for outcome in outcomes) if of == kind)
-        assert failed
+        assert failed or "weight" not in memory_limits.CALLS[name][0].names  # which takes none for sums in given memory
         assert all(what.startswith("no memory for ") and what.split()[-1].isdigit() for what in failed), failed
         assert done == "done"
