@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,81 +16,119 @@ from traced_graphs import operators, trace
 import normops
 from normops import _C
 from reference import cases, oracle
+from reference.cases import Case
+from reference.operators import DIFFERENTIABLE, OperatorCase, Variant, other_dtypes, variants
 
 ops = torch.ops.normops
 rms_norm: Callable[..., Any] = normops.rms_norm
 add_rms_norm: Callable[..., Any] = normops.add_rms_norm
-gated_rms_norm: Callable[..., Any] = normops.gated_rms_norm
 rms_norm_rope: Callable[..., Any] = normops.rms_norm_rope
 
 
-def normalized(shape: tuple[int, ...], dims: int) -> tuple[int, ...]:
-    return shape[len(shape) - dims :]
-
-
 ROWS = (
-    # shape, normalized dimensions, the sharded one; uneven and empty shards among them
-    ((4, 3, 8), 1, 0),
-    ((4, 3, 8), 1, 1),
-    ((5, 2, 3, 4), 2, 0),
-    ((2, 7, 3, 4), 2, 1),
-    ((1, 8), 1, 0),
-    ((3, 8), 1, 0),
+    # shape, normalized dimensions, those that the weight has before them, the sharded one; uneven and empty shards
+    ((4, 3, 8), 1, 0, 0),
+    ((4, 3, 8), 1, 0, 1),
+    ((5, 2, 3, 4), 2, 0, 0),
+    ((2, 7, 3, 4), 2, 1, 1),
+    ((1, 8), 1, 0, 0),
+    ((3, 8), 1, 0, 0),
+    ((4, 5, 3, 8), 1, 2, 1),
+    ((4, 5, 3, 8), 1, 1, 2),
 )
 
 
 @case(2, 4)
-def shards_of_rows_stay_where_they_are() -> None:
-    mesh = mesh_of()
-    for (shape, dims, d), dtype, has_weight in itertools.product(ROWS, (torch.float32, torch.bfloat16), (True, False)):
-        shard, replicate, ns = (Shard(d),), (Replicate(),), normalized(shape, dims)
-        x, dy = cases.values(shape, dtype, 1), cases.values(shape, dtype, 2)
-        w = cases.values(ns, torch.float32, 3) if has_weight else None
-        given = placed(x, mesh, shard).requires_grad_()
-        weight = placed(w, mesh, replicate).requires_grad_() if w is not None else None
-        grad = placed(dy, mesh, shard)
+def rows_stay_where_they_are() -> None:
+    """Nothing is communicated: what else there is is whole, or sharded as they are on the dimensions that both have."""
+    mesh, dtypes = mesh_of(), itertools.cycle((torch.float32, torch.bfloat16, torch.float16))
+    for (shape, dims, groups, d), variant, has_weight in itertools.product(ROWS, variants(), (True, False)):
+        dtype, operator = next(dtypes), variant.operator
+        others = (*other_dtypes(operator, dtype), {})[0]
+        weight_dtype = torch.float64 if has_weight else None
+        of_rows = Case(shape, dtype, dims, weight_dtype, weight_offset=1.0, has_residual=True, group_dims=groups)
+        if not operator.takes(of_rows):
+            continue
+        case = variant.at(of_rows, others)
+        of_weight = d - (len(shape) - dims - groups)  # the dimension of the weight that is sharded, if it has it
 
-        output, sent = communicated(lambda: rms_norm(given, ns, weight, cases.EPS))  # noqa: B023
-        assert sent == {}
-        assert output.placements == shard
-        assert_equal(output, rms_norm(x, ns, w, cases.EPS))
+        def at(name: str, tensor: Tensor) -> DTensor:
+            if name == "weight":
+                placement = Shard(of_weight) if of_weight >= 0 else Replicate()  # noqa: B023
+            else:
+                is_whole = name in operator.tables and (has_weight or tensor.shape[d] == 1)  # noqa: B023
+                placement = Replicate() if is_whole else Shard(d)  # noqa: B023
+            return placed(tensor, mesh, (placement,))
 
-        _, sent = communicated(lambda: output.backward(grad))  # noqa: B023
-        assert sent == {}
-        expected = oracle.rms_norm_backward(dy, x, ns, w, cases.EPS)
-        assert grad_of(given).placements == shard
-        assert_equal(given.grad, ops.rms_norm_backward(dy, x, ns, w, cases.EPS)[0])
-        if weight is not None:
-            assert grad_of(weight).placements == (Partial(),)
-            assert expected.grad_weight is not None
-            oracle.assert_within(grad_of(weight).full_tensor(), expected.grad_weight, "grad_weight")
+        given = {n: at(n, value) if isinstance(value, Tensor) else value for n, value in case.arguments().items()}
+        results, sent = communicated(lambda: operator.results(operator.default(**given)))  # noqa: B023
+        assert sent == {}, case
+        every = zip(operator.outputs, results, case.results(), case.expected(), strict=True)
+        for name, actual, whole, bounded in every:
+            if whole is None or bounded is None:
+                assert actual is None
+            elif name == "grad_weight":
+                assert actual.placements == (Shard(of_weight) if of_weight >= 0 else Partial(),)
+                oracle.assert_within(actual.full_tensor(), bounded, f"{name} of {case}")
+            else:
+                assert actual.placements == (Shard(d),)
+                assert_equal(actual, whole)
+
+
+def placements_at_random(dims: int, mesh: DeviceMesh, choose: random.Random) -> Placements:
+    return tuple(choose.choice([Replicate(), Partial(), *map(Shard, range(dims))]) for _ in range(mesh.ndim))
+
+
+def at_random(tensors: Mapping[str, Any], mesh: DeviceMesh, choose: random.Random) -> dict[str, Any]:
+    def placed_at_random(value: Any) -> Any:
+        is_tensor = isinstance(value, Tensor)
+        return placed(value, mesh, placements_at_random(value.dim(), mesh, choose)) if is_tensor else value
+
+    return {name: placed_at_random(value) for name, value in tensors.items()}
+
+
+def any_case(variant: Variant, choose: random.Random) -> OperatorCase:
+    shape = *(choose.randint(1, 5) for _ in range(choose.randint(1, 3))), choose.randint(5, 8)
+    dims = 1 if variant.operator.tables else choose.randint(1, len(shape) - 1)
+    groups = choose.randint(0, len(shape) - dims)
+    return variant.at(Case(shape, torch.float32, dims, torch.float32, group_dims=groups, has_residual=True))
 
 
 @case(2, 4)
-def weights_of_heads_stay_with_their_heads() -> None:
-    mesh = mesh_of() if dist.get_world_size() == 2 else mesh_of(2, 2)
-    shape, of_weight = (4, 5, 3, 8), (5, 3, 8)
-    x, dy, w = (cases.values(size, torch.float32, i) for i, size in enumerate((shape, shape, of_weight)))
-    rows = (Replicate(),) * (mesh.ndim - 1)
-    for d, inputs, weights in ((1, rows, rows), (2, rows, rows), (1, (Shard(0),) * len(rows), rows)):
-        by_heads = (*inputs, Shard(d))
-        given = placed(x, mesh, by_heads).requires_grad_()
-        residual = placed(dy, mesh, by_heads)
-        weight = placed(w, mesh, (*weights, Shard(d - 1))).requires_grad_()
-        (output, total), sent = communicated(lambda: add_rms_norm(given, residual, 8, weight, cases.EPS))  # noqa: B023
-        assert sent == {}
-        assert output.placements == total.placements == by_heads
-        expected = add_rms_norm(x, dy, 8, w, cases.EPS)
-        assert_equal(output, expected[0])
-        output, sent = communicated(lambda: rms_norm(given, 8, weight, cases.EPS))  # noqa: B023
-        assert sent == {}
-        assert_equal(output, rms_norm(x, 8, w, cases.EPS))
-        _, sent = communicated(lambda: output.backward(residual))  # noqa: B023
-        assert sent == {}
-        grad_input, grad_weight = ops.rms_norm_backward(dy, x, [8], w, cases.EPS)
-        assert_equal(given.grad, grad_input)
-        assert grad_of(weight).placements == (*(Partial() if p.is_shard() else p for p in inputs), Shard(d - 1))
-        torch.testing.assert_close(grad_of(weight).full_tensor(), grad_weight)
+def any_placements_give_the_same_values() -> None:
+    """Whichever results are wanted; each mask must be a key of its own in the cache of shardings."""
+    meshes = [mesh_of()] if dist.get_world_size() == 2 else [mesh_of(2, 2), mesh_of(2, 1, 2)]
+    choose = random.Random(1)
+    for variant in variants():
+        operator = variant.operator
+        for mask in operator.masks() if operator.has_mask else [None] * 4:
+            case = any_case(variant, choose)
+            wanted: dict[str, Any] = {} if mask is None else {"output_mask": mask}
+            given = at_random(case.arguments(), choose.choice(meshes), choose)
+            results = operator.results(operator.default(**given, **wanted))
+            for actual, expected in zip(results, case.results(**wanted), strict=True):
+                assert (actual is None) == (expected is None)
+                if expected is not None:
+                    torch.testing.assert_close(actual.full_tensor(), expected, msg=lambda m: f"{case}: {m}")  # noqa: B023
+
+
+@case(2, 4)
+def any_placements_give_the_same_gradients() -> None:
+    meshes = [mesh_of()] if dist.get_world_size() == 2 else [mesh_of(2, 2), mesh_of(2, 1, 2)]
+    choose = random.Random(0)
+    for variant in variants(DIFFERENTIABLE) * 2:
+        operator, mesh = variant.operator, choose.choice(meshes)
+        whole = any_case(variant, choose).arguments()
+        gradients: list[Any] = []
+        for arguments in (whole, at_random(whole, mesh, choose)):
+            names = [name for name in operator.inputs if name not in operator.tables]
+            leaves = [arguments[name].requires_grad_() for name in names]
+            outputs = operator.results(operator.default(**arguments))
+            upstream = {str(i): cases.values(tuple(y.shape), y.dtype, i) for i, y in enumerate(outputs)}
+            upstream = upstream if arguments is whole else at_random(upstream, mesh, choose)
+            gradients.append(torch.autograd.grad(outputs, leaves, [*upstream.values()]))
+        for actual, expected in zip(gradients[1], gradients[0], strict=True):
+            torch.testing.assert_close(actual.full_tensor(), expected, msg=lambda m: f"{variant}: {m}")  # noqa: B023
 
 
 @case(2, 4)
@@ -134,24 +172,6 @@ def what_is_not_sharded_by_rows_is_replicated() -> None:
 
 
 @case(2)
-def any_combination_of_outputs_is_computed() -> None:
-    mesh = mesh_of()
-    x, dy, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((5, 8), (5, 8), (8,))))
-    given = placed(dy, mesh, (Shard(0),)), placed(x, mesh, (Shard(0),))
-    weight = placed(w, mesh, (Replicate(),))
-    # Each must be a key of its own in the cache of shardings.
-    for mask, has_weight in itertools.product(((True, False), (True, True), (False, True)), (True, False)):
-        actual = ops.rms_norm_backward(*given, [8], weight if has_weight else None, output_mask=mask)
-        expected = ops.rms_norm_backward(dy, x, [8], w if has_weight else None, output_mask=mask)
-        assert [a is None for a in actual] == [e is None for e in expected]
-        if mask[0]:
-            assert_equal(actual[0], expected[0])
-        if mask[1] and has_weight:
-            assert actual[1].placements == (Partial(),)
-            torch.testing.assert_close(actual[1].full_tensor(), expected[1])
-
-
-@case(2)
 def the_gradient_of_the_residual_is_added_wherever_it_is() -> None:
     mesh = mesh_of()
     x, dy, s, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate((*[(5, 3, 8)] * 3, (8,))))
@@ -174,125 +194,6 @@ def the_gradient_of_the_residual_is_added_wherever_it_is() -> None:
         torch.testing.assert_close(grad_weight.full_tensor(), expected[1])
 
 
-@case(2, 4)
-def gated_norms_are_sharded_by_rows_and_by_heads() -> None:
-    mesh = mesh_of()
-    shape, of_weight = (4, 5, 3, 8), (3, 8)
-    x, gate, dy, w = (cases.values(s, torch.float32, i) for i, s in enumerate((shape, shape, shape, of_weight)))
-    keywords = {"weight_offset": 1.0, "activation": "sigmoid"}
-    for d, norm_before_gate in itertools.product((0, 1, 2), (True, False)):
-        gating = {**keywords, "norm_before_gate": norm_before_gate}
-        shard, on_weight = (Shard(d),), (Shard(0) if d == 2 else Replicate(),)
-        given, of_gate = (placed(t, mesh, shard).requires_grad_() for t in (x, gate))
-        weight, grad = placed(w, mesh, on_weight).requires_grad_(), placed(dy, mesh, shard)
-        output, sent = communicated(lambda: gated_rms_norm(given, of_gate, 8, weight, cases.EPS, **gating))  # noqa: B023
-        assert sent == {}
-        assert output.placements == shard
-        torch.testing.assert_close(output.full_tensor(), gated_rms_norm(x, gate, 8, w, cases.EPS, **gating))
-        _, sent = communicated(lambda: output.backward(grad))  # noqa: B023
-        assert sent == {}
-        assert grad_of(given).placements == grad_of(of_gate).placements == shard
-        assert grad_of(weight).placements == ((Shard(0),) if d == 2 else (Partial(),))
-        expected = ops.gated_rms_norm_backward(dy, x, gate, [8], w, cases.EPS, **gating)
-        for leaf, gradient in zip((given, of_gate, weight), expected, strict=True):
-            torch.testing.assert_close(grad_of(leaf).full_tensor(), gradient)
-
-
-@case(2, 4)
-def rotated_norms_are_sharded_by_samples_by_tokens_and_by_heads() -> None:
-    """cos and sin, whole or sharded as the tokens are, go along: nothing is communicated."""
-    mesh = mesh_of()
-    shape, of_weight = (4, 4, 4, 8), (4, 8)
-    x, dy, w = (cases.values(s, torch.float32, i) for i, s in enumerate((shape, shape, of_weight)))
-    keywords = {"weight_offset": 1.0, "interleaved": True, "rotary_dim": 6, "rotary_offset": 1}
-    for d, (of_table, dim) in itertools.product((0, 1, 2), (((4, 4, 1, 3), 1), ((4, 1, 3), 0), ((1, 4, 1, 3), 1))):
-        cos, sin = (cases.values(of_table, torch.float32, i) for i in (3, 4))
-        expected = rms_norm_rope(x, cos, sin, 8, w, cases.EPS, **keywords)
-        gradients = ops.rms_norm_rope_backward(dy, x, cos, sin, [8], w, cases.EPS, **keywords)
-        for on_table in (Replicate(), *([Shard(dim)] if d == 1 else [])):
-            tables = [placed(t, mesh, (on_table,)) for t in (cos, sin)]
-            given = placed(x, mesh, (Shard(d),)).requires_grad_()
-            weight = placed(w, mesh, (Shard(0) if d == 2 else Replicate(),)).requires_grad_()
-            grad = placed(dy, mesh, (Shard(d),))
-            output, sent = communicated(lambda: rms_norm_rope(given, *tables, 8, weight, cases.EPS, **keywords))  # noqa: B023
-            assert sent == {}
-            assert output.placements == (Shard(d),)
-            torch.testing.assert_close(output.full_tensor(), expected)
-            _, sent = communicated(lambda: output.backward(grad))  # noqa: B023
-            assert sent == {}
-            assert grad_of(given).placements == (Shard(d),)
-            assert grad_of(weight).placements == ((Shard(0),) if d == 2 else (Partial(),))
-            for leaf, gradient in zip((given, weight), gradients, strict=True):
-                torch.testing.assert_close(grad_of(leaf).full_tensor(), gradient)
-
-
-@case(2)
-def any_placements_of_a_rotated_norm_give_the_same_values() -> None:
-    mesh = mesh_of()
-    choose = random.Random(2)
-    shape = (3, 4, 8)
-    for shape_of_table in ((3, 4, 8), (3, 1, 8), (4, 8), (8,)):
-        whole = [
-            cases.values(s, torch.float32, i) for i, s in enumerate((shape, shape, shape_of_table, shape_of_table))
-        ]
-        for _ in range(6):
-            rows = [placed(t, mesh, placements_at_random(t.dim(), mesh, choose)) for t in whole]
-            actual = ops.rms_norm_rope_backward(*rows, [8], None, cases.EPS)[0]
-            torch.testing.assert_close(
-                actual.full_tensor(), ops.rms_norm_rope_backward(*whole, [8], None, cases.EPS)[0]
-            )
-
-
-@case(2)
-def any_placements_and_masks_of_a_gated_norm_give_the_same_values() -> None:
-    mesh = mesh_of()
-    choose = random.Random(1)
-    shape, of_weight = (3, 5, 8), (5, 8)
-    whole = [cases.values(size, torch.float32, i) for i, size in enumerate((shape, shape, shape, of_weight))]
-    dy, x, gate, w = whole
-    for mask in itertools.product((True, False), repeat=3):
-        for has_weight in (True, False):
-            *rows, weight = (placed(t, mesh, placements_at_random(t.dim(), mesh, choose)) for t in whole)
-            gating = {"norm_before_gate": choose.random() < 0.5, "output_mask": mask}
-            actual = ops.gated_rms_norm_backward(*rows, [8], weight if has_weight else None, cases.EPS, **gating)
-            expected = ops.gated_rms_norm_backward(dy, x, gate, [8], w if has_weight else None, cases.EPS, **gating)
-            assert [a is None for a in actual] == [e is None for e in expected]
-            for gradient, wanted in zip(actual, expected, strict=True):
-                if wanted is not None:
-                    torch.testing.assert_close(gradient.full_tensor(), wanted)
-
-
-def placements_at_random(dims: int, mesh: DeviceMesh, choose: random.Random) -> Placements:
-    return tuple(choose.choice([Replicate(), Partial(), *map(Shard, range(dims))]) for _ in range(mesh.ndim))
-
-
-@case(2, 4)
-def any_placements_give_the_same_values() -> None:
-    meshes = [mesh_of()] if dist.get_world_size() == 2 else [mesh_of(2, 2), mesh_of(2, 1, 2)]
-    choose = random.Random(0)
-    for seed in range(40):
-        mesh = choose.choice(meshes)
-        shape = tuple(choose.randint(1, 5) for _ in range(choose.randint(2, 4)))
-        ns = normalized(shape, choose.randint(1, len(shape) - 1))
-        of_weight = normalized(shape, choose.randint(len(ns), len(shape)))
-        whole = [cases.values(size, torch.float32, seed + i) for i, size in enumerate((shape, shape, of_weight))]
-        grads = [cases.values(shape, torch.float32, seed + i) for i in (3, 4)]
-        given: list[Any] = [
-            placed(t, mesh, placements_at_random(t.dim(), mesh, choose)).requires_grad_() for t in whole
-        ]
-        dys = [placed(t, mesh, placements_at_random(t.dim(), mesh, choose)) for t in grads]
-        leaves = [t.requires_grad_() for t in whole]
-
-        outputs = add_rms_norm(*given[:2], ns, given[2], cases.EPS)
-        expected = add_rms_norm(*leaves[:2], ns, leaves[2], cases.EPS)
-        described = seed, shape, ns, [t.placements for t in (*given, *dys)]
-        for actual, wanted in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(actual.full_tensor(), wanted, msg=lambda m: f"{described}: {m}")  # noqa: B023
-        gradients: tuple[Any, ...] = torch.autograd.grad(outputs, given, dys)
-        for actual, wanted in zip(gradients, torch.autograd.grad(expected, leaves, grads), strict=True):
-            torch.testing.assert_close(actual.full_tensor(), wanted, msg=lambda m: f"{described}: {m}")  # noqa: B023
-
-
 @case(4)
 def each_dimension_of_the_mesh_is_sharded_for_itself() -> None:
     mesh = mesh_of(2, 2)
@@ -312,21 +213,6 @@ def each_dimension_of_the_mesh_is_sharded_for_itself() -> None:
         y.backward(placed(x, mesh, output))
         assert grad_of(weight).placements == of_weight
         torch.testing.assert_close(grad_of(weight).full_tensor(), ops.rms_norm_backward(x, x, [8], w)[1])
-
-
-@case(2)
-def dtypes_are_those_of_one_process() -> None:
-    mesh = mesh_of()
-    x, h = cases.values((3, 8), torch.bfloat16, 1), cases.values((3, 8), torch.float32, 2)
-    w = cases.values((8,), torch.float64, 3)
-    given = [placed(t, mesh, (Shard(0),)) for t in (x, h)]
-    weight = placed(w, mesh, (Replicate(),))
-    for actual, expected in zip(
-        add_rms_norm(*given, 8, weight, weight_offset=1.0),
-        add_rms_norm(x, h, 8, w, weight_offset=1.0),
-        strict=True,
-    ):
-        assert_equal(actual, expected)
 
 
 def message_of(call: Callable[[], object]) -> str:
