@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from triton_launches import BF16, FP16, FP32, FP64, LANES, OF_ROWS, ROTATED, compiling_for, launch, tensor
 
 import normops
 from normops import _C, backends
@@ -23,116 +24,22 @@ triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parent.parent
 
 
-# Of each operator its kernel, the arguments that are None beside those that are by default, and norm_before_gate if it
-# has a gate.
-KERNELS: dict[str, tuple[str, tuple[str, ...], bool | None]] = {
-    "rms_norm": ("forward_kernel", ("residual", "residual_out"), None),
-    "add_rms_norm": ("forward_kernel", (), None),
-    "rms_norm_backward": ("backward_kernel", ("residual",), None),
-    "rms_norm_backward with residual": ("backward_kernel", (), None),
-    "grad_input alone": ("backward_kernel", ("partials", "weight"), None),
-    "grad_weight alone": ("backward_kernel", ("dx", "residual"), None),
-    "gated_rms_norm": ("forward_kernel", ("residual", "residual_out"), True),
-    "gated_rms_norm, gate first": ("forward_kernel", ("residual", "residual_out"), False),
-    "gated_rms_norm_backward": ("backward_kernel", ("residual",), True),
-    "gated_rms_norm_backward, gate first": ("backward_kernel", ("residual",), False),
-    "rms_norm_stats": ("forward_kernel", ("residual", "y", "residual_out", "weight", "size"), None),
-    "rms_norm_from_stats": ("forward_kernel", ("residual", "residual_out"), None),
-    "rms_norm_backward_stats": ("backward_kernel", ("residual", "dx", "partials", "size"), None),
-    "rms_norm_backward_from_stats": ("backward_kernel", (), None),
-}
-# Those that round on the way.
-KERNELS |= {
-    f"{name}, llama": KERNELS[name]
-    for name in (
-        "rms_norm",
-        "add_rms_norm",
-        "rms_norm_backward",
-        "rms_norm_backward with residual",
-        "gated_rms_norm",
-        "gated_rms_norm_backward",
-        "gated_rms_norm_backward, gate first",
-        "rms_norm_from_stats",
-        "rms_norm_backward_stats",
-        "rms_norm_backward_from_stats",
-    )
-}
 # Those that write sums, and nothing else.
 STATS = ("rms_norm_stats", "rms_norm_backward_stats")
+TYPES = {"fp16": FP16, "bf16": BF16, "fp32": FP32, "fp64": FP64}
 
 
-# AMD's, and how many lanes a warp has on each. CDNA 2 to 4, RDNA 3 and 4.
-LANES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}
+def compiled(operator: str, dtype: str, cols: int, arch: int | str, rotation: Any = None) -> Any:
+    """For rows at equal distances, pointers and strides that are multiples of 16, a weight of compute type.
 
-
-def casts(dtype: str) -> dict[str, Any]:
-    return dict.fromkeys(("normalized", "multiplied"), triton.language.dtype(dtype))
-
-
-def compiled(name: str, dtype: str, cols: int, arch: int | str) -> Any:
-    """Compiled for rows at equal distances, pointers and strides that are multiples of 16, a weight of compute type."""
-    from normops.triton import launch, launch_config, rms_norm
-
-    kernel_name, without, norm_before_gate = KERNELS[name]
-    kernel: Any = getattr(rms_norm, kernel_name)
-    compute = "fp64" if dtype == "fp64" else "fp32"
-    forward = kernel_name == "forward_kernel"
-    config_of = launch_config.forward_config if forward else launch_config.backward_config
-    has: tuple[str, ...] = ("square_sum", "dot", "size") if "_stats" in name else ()
-    if norm_before_gate is not None:
-        config_of = launch_config.gated_config
-        has = ("gate", "dgate")
-    constants: dict[str, Any] = {
-        parameter.name: None
-        for parameter in kernel.params
-        if parameter.has_default and not parameter.name.startswith(has)
-    }
-    if norm_before_gate is not None:
-        constants |= {"activation": "silu", "norm_before_gate": norm_before_gate}
-    config = config_of(cols, 8 if dtype == "fp64" else 4)
-
-    constants |= {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute)}
-    constants |= casts(dtype if name.endswith("llama") else compute)
-    if forward:
-        constants |= {"alpha": 1.0, "fuses": True}
-    constants |= {**launch.constants(config), **dict.fromkeys(without)}
-    # As Triton makes it of that number.
-    ones = (name for name in kernel.arg_names if name == "groups" or name.endswith("_inner"))
-    constants = dict.fromkeys(ones, 1) | constants
-
-    def type_of(name: str) -> str:
-        if name in constants:
-            return "constexpr"
-        if name in ("rows", "cols", "size") or name.endswith("_stride"):
-            return "i32"
-        return f"*{compute}" if name in ("weight", "partials", "square_sum", "dot") else f"*{dtype}"
-
-    return compiled_with(kernel, {name: type_of(name) for name in kernel.arg_names}, constants, config, arch)
-
-
-def compiled_with(
-    kernel: Any,
-    signature: dict[str, str],
-    constants: dict[str, Any],
-    config: Any,
-    arch: int | str,
-    of_any_value: tuple[str, ...] = (),
-) -> Any:
-    """For arguments that are multiples of 16, but for some of any value."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from normops.triton import launch
-
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, (name, kind) in enumerate(signature.items())
-        if kind != "constexpr" and name not in of_any_value
-    }
-    source = ASTSource(kernel, signature, constants, aligned)
-    target = GPUTarget("hip", arch, LANES[arch]) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
-    options = {"num_warps": config.warps(target.warp_size), **launch.COMPILE_OPTIONS}
-    return triton.compile(source, target=target, options=options)
+    With "llama" behind the dtype, results are rounded to it on the way.
+    """
+    element, _, casts = dtype.partition(", ")
+    dtypes = TYPES[element], torch.promote_types(TYPES[element], FP32)
+    with compiling_for(arch) as kernels:
+        launch(operator, cols, dtypes=dtypes, casts=bool(casts), rotation=rotation)
+    (kernel,) = kernels
+    return kernel
 
 
 class Rope(NamedTuple):
@@ -149,24 +56,14 @@ class Rope(NamedTuple):
         return f"{2 * self.pairs} of {self.cols} from {self.offset}{kind}"
 
 
-def compiled_rope(
-    kernel_name: str, dtype: str, table_dtype: str, rope: Rope, arch: int | str, rounds: bool = False
-) -> Any:
-    """As ``compiled``; cos and sin are shared by heads, whose number is any. ``rounds``: on the way."""
-    from normops.triton import launch, launch_config, rms_norm_rope
+def compiled_rope(operator: str, dtype: str, table_dtype: str, rope: Rope, arch: int | str) -> Any:
+    """As ``compiled``; cos and sin are shared by heads, whose number is any."""
+    from normops.triton import Rotation
 
-    kernel: Any = getattr(rms_norm_rope, kernel_name)
-    compute = "fp64" if dtype == "fp64" else "fp32"
-    config, rest_parts = launch_config.rope_config(rope.cols, rope.pairs, 8 if dtype == "fp64" else 4)
-    shared = ("table_middle", "table_inner")
-    ones = (name for name in kernel.arg_names if name.endswith(("groups", "_middle", "_inner")) and name not in shared)
-    constants = {**dict.fromkeys(ones, 1), **launch.constants(config), **rope._asdict(), "rest_parts": rest_parts}
-    constants |= {"weight_offset": 1.0, "eps": 1e-5, "compute": triton.language.dtype(compute)}
-    constants |= {"index": triton.language.int32, **casts(dtype if rounds else compute)}
-    types = dict.fromkeys(("weight", "partials"), f"*{compute}") | dict.fromkeys(("cos", "sin"), f"*{table_dtype}")
-    types |= dict.fromkeys((*shared, "rows", *(name for name in kernel.arg_names if name.endswith("_stride"))), "i32")
-    signature = {name: "constexpr" if name in constants else types.get(name, f"*{dtype}") for name in kernel.arg_names}
-    return compiled_with(kernel, signature, constants, config, arch, shared)
+    cols, pairs, offset, interleaved, angle_of_pair = rope
+    tables = tensor(TYPES[table_dtype]), tensor(TYPES[table_dtype])
+    rotation = Rotation(*tables, 3, 5, 480, 160, 0, interleaved, angle_of_pair, offset, pairs)
+    return compiled(operator, dtype, cols, arch, rotation)
 
 
 WIDTHS = {"one block": 4096, "any width": 65536}
@@ -174,13 +71,13 @@ WIDTHS = {"one block": 4096, "any width": 65536}
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", ["bf16", "bf16, llama", "fp16", "fp16, llama", "fp32"])
+@pytest.mark.parametrize("name", OF_ROWS)
 @pytest.mark.covering(core=1)
 def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, width: str, arch: int) -> None:
     ptx = compiled(name, dtype, WIDTHS[width], arch).asm["ptx"]
     assert re.search(r"\bld\.global\.v4\.b32", ptx)
-    assert re.search(r"\bst\.global\.v4\.b32", ptx) or name.split(",")[0] in STATS
+    assert re.search(r"\bst\.global\.v4\.b32", ptx) or name in STATS
     assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)  # whatever the default of this Triton
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
 
@@ -298,8 +195,7 @@ def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
 @pytest.mark.covering(core=1)
 def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str, arch: int, tmp_path: Path) -> None:
     """With the operands that take most of them; a multiprocessor has 65536."""
-    element, *mode = dtype.split(", ")
-    kernel = compiled(", ".join([name, *mode]), element, bytes // (8 if dtype == "fp64" else 4), arch)
+    kernel = compiled(name, dtype, bytes // (8 if dtype == "fp64" else 4), arch)
     assert re.search(r"\bld\.global\.v2\.b64" if dtype == "fp64" else r"\bld\.global\.v4\.b32", kernel.asm["ptx"])
     registers, spilled, local = resource_usage(kernel, tmp_path)
     assert registers * 32 * kernel.metadata.num_warps <= 65536
@@ -314,7 +210,6 @@ def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str
     assert spilled <= at_limit.get(name, {}).get((dtype, arch), 0)
 
 
-ROPE_KERNELS = ("rope_forward_kernel", "rope_backward_kernel")
 # Heads of models; all columns, the first ones, the last ones (DeepSeek-V4).
 HEADS = [
     *(Rope(cols, cols // 2, 0, interleaved) for cols in (64, 128, 256) for interleaved in (False, True)),
@@ -329,23 +224,23 @@ HEADS = [
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
-    "dtypes", [("bf16", "bf16"), ("bf16", "bf16", "llama"), ("bf16", "fp32"), ("fp32", "fp32")], ids="-".join
+    "dtypes", [("bf16", "bf16"), ("bf16, llama", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")], ids="-".join
 )
 @pytest.mark.parametrize("rope", HEADS, ids=str)
-@pytest.mark.parametrize("name", ROPE_KERNELS)
+@pytest.mark.parametrize("name", ROTATED)
 @pytest.mark.covering(core=1)
 def test_heads_are_rotated_in_registers(
-    name: str, rope: Rope, dtypes: tuple[str, ...], arch: int, tmp_path: Path
+    name: str, rope: Rope, dtypes: tuple[str, str], arch: int, tmp_path: Path
 ) -> None:
     """The forward without shared memory, unless it exchanges sums; rows are told apart in 32 bits."""
-    kernel = compiled_rope(name, dtypes[0], dtypes[1], rope, arch, rounds="llama" in dtypes)
+    kernel = compiled_rope(name, *dtypes, rope, arch)
     ptx = kernel.asm["ptx"]
     accesses = set(re.findall(r"\b(?:ld|st)\.global\.(\S+)", ptx))
     if 2 * rope.pairs == rope.cols:
-        assert name == "rope_backward_kernel" or accesses == {"v4.b32"}  # it stores grad_weight, too
+        assert name == "rms_norm_rope_backward" or accesses == {"v4.b32"}  # it stores grad_weight, too
         assert re.search(r"\bld\.global\.v4\.b32", ptx)
         assert re.search(r"\bst\.global\.v4\.b32", ptx)
-    elif name == "rope_forward_kernel":
+    elif name == "rms_norm_rope":
         assert accesses <= {"v4.b32", "v2.b32"}
     assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
@@ -356,7 +251,7 @@ def test_heads_are_rotated_in_registers(
 @pytest.mark.parametrize(
     "rope", [Rope(4096, 2048), Rope(4096, 2048, interleaved=True), Rope(65536, 16384, 64)], ids=str
 )
-@pytest.mark.parametrize("name", ROPE_KERNELS)
+@pytest.mark.parametrize("name", ROTATED)
 def test_wide_rows_are_rotated_without_spills(name: str, rope: Rope, tmp_path: Path) -> None:
     registers, spilled, local = resource_usage(kernel := compiled_rope(name, "fp32", "fp32", rope, 90), tmp_path)
     assert registers * 32 * kernel.metadata.num_warps <= 65536
@@ -366,7 +261,7 @@ def test_wide_rows_are_rotated_without_spills(name: str, rope: Rope, tmp_path: P
 @pytest.mark.parametrize("arch", LANES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("rope", [Rope(128, 64), Rope(128, 64, interleaved=True), Rope(128, 32)], ids=str)
-@pytest.mark.parametrize("name", ROPE_KERNELS)
+@pytest.mark.parametrize("name", ROTATED)
 @pytest.mark.covering(core=1)
 def test_heads_are_rotated_in_registers_on_amd(name: str, rope: Rope, dtype: str, arch: str) -> None:
     code = compiled_rope(name, dtype, dtype, rope, arch).asm["amdgcn"]
@@ -380,7 +275,7 @@ def test_heads_are_rotated_in_registers_on_amd(name: str, rope: Rope, dtype: str
 @pytest.mark.parametrize(
     "rope", [Rope(128, 64), Rope(128, 64, interleaved=True), Rope(128, 32), Rope(9000, 4500)], ids=str
 )
-@pytest.mark.parametrize("name", ROPE_KERNELS)
+@pytest.mark.parametrize("name", ROTATED)
 def test_sums_of_rotated_rows_do_not_follow_a_layout(name: str, rope: Rope) -> None:
     ttir = compiled_rope(name, "bf16", "bf16", rope, 90).asm["ttir"]
     sums = re.findall(r'"tt\.reduce"\(.*?axis = (\d) : i32.*?: \(tensor<(\d+(?:x\d+)*)x\w+>\)', ttir, re.DOTALL)
