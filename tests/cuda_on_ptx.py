@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import Structure
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +20,12 @@ import torch
 from ptx.machine import Launch, Machine
 from ptx.memory import Memory, memory_of
 from ptx.program import Kernel, kernels_of
-from structures import read_structs
+from structures import members, read_structs
 from torch import Tensor
 
 from building.cuda import FLAGS
-from reference.cases import DTYPES, EPS, compute_dtype
+from reference.cases import DTYPES, compute_dtype
+from reference.operators import OPERATORS, Operator
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -162,9 +163,29 @@ class Output:
         return result
 
 
-def numbers_of(input: Tensor, offset: int = 0, padding: int = 0) -> Output:
-    """Where to write one of the compute dtype for each row."""
-    return Output((*input.shape[:-1], 1), compute_dtype(input.dtype), offset, padding)
+def flat(operator: Operator, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
+    """An argument as kernels take it: the normalized dimensions as one, as a view where there is one."""
+    if not isinstance(value, Tensor) or name in operator.tables:
+        return value
+    return (
+        value.unsqueeze(-1)
+        if name in operator.sums
+        else value.flatten(value.dim() - len(arguments["normalized_shape"]))
+    )
+
+
+def targets_of(
+    operator: Operator, arguments: Mapping[str, Any], offset: int = 0, padding: int = 0
+) -> dict[str, Output]:
+    """Where to write rows, and numbers of rows; with an offset and padding, in elements."""
+    shape = tuple(flat(operator, "input", arguments["input"], arguments).shape)
+    return {
+        name: Output(
+            (*shape[:-1], 1) if name in operator.sums else shape, operator.dtype_of(name, arguments), offset, padding
+        )
+        for name in operator.outputs
+        if name != "grad_weight"
+    }
 
 
 def row_layout(tensor: Tensor) -> Structure | None:
@@ -211,16 +232,7 @@ class Kernels:
         self.gpu = Gpu(ptx_of(library, arch), self._memory_of_call)
         sizes = (ctypes.c_int64 * len(_structs)).in_dll(self._library, "structure_bytes")
         assert list(sizes) == [ctypes.sizeof(struct) for struct in _structs.values()]
-        for name in ("rms_norm", "rms_norm_backward", "add_rms_norm", "grad_weight"):
-            getattr(self._library, name).restype = ctypes.c_char_p
-        for name in ("gated_rms_norm", "gated_rms_norm_backward", "rms_norm_rope", "rms_norm_rope_backward"):
-            getattr(self._library, name).restype = ctypes.c_char_p
-        for name in (
-            "rms_norm_stats",
-            "rms_norm_from_stats",
-            "rms_norm_backward_stats",
-            "rms_norm_backward_from_stats",
-        ):
+        for name in (*(operator.name for operator in OPERATORS), "grad_weight"):
             getattr(self._library, name).restype = ctypes.c_char_p
         for name in ("partials", "gated_partials", "rope_partials"):
             getattr(self._library, name).restype = ctypes.c_int64
@@ -244,10 +256,6 @@ class Kernels:
 
     def _written(self, name: str, output: Output | None) -> Rows:
         return self._rows(name, output.rows if output is not None else None, True)
-
-    def _numbers(self, name: str, numbers: Tensor) -> Rows:
-        """One of each row."""
-        return self._rows(name, numbers.unsqueeze(-1))
 
     def _choose_device(self, on: Structure) -> None:
         # The launchers ask a device once how much it runs: one with another number of multiprocessors is another.
@@ -297,394 +305,100 @@ class Kernels:
         count: int = getattr(self._library, function)(*dtypes, *map(ctypes.c_int64, sizes), *beside, ctypes.byref(on))
         return count
 
-    def rms_norm(
+    def call(
         self,
-        input: Tensor,
-        weight: Tensor | None = None,
-        weight_offset: float = 0.0,
-        *,
-        eps: float = EPS,
-        casting_mode: str = "gemma",
-        output: Output | None = None,
+        operator: Operator,
+        arguments: Mapping[str, Any],
+        targets: Mapping[str, Output] | None = None,
         on: Structure | None = None,
         seed: int = 0,
-    ) -> Tensor:
-        output = output or Output(tuple(input.shape), input.dtype)
-        args = _structs["RmsNormArgs"](
-            *self._forward(input, output, weight, weight_offset, eps, casting_mode),
-        )
-        self._call("rms_norm", ctypes.byref(args), on=on or device(), seed=seed)
-        return output.result()
+    ) -> tuple[Tensor | None, ...]:
+        """The results of the kernels that an operator calls with these arguments; ``targets`` are where they write."""
+        on, targets = on or device(), targets or targets_of(operator, arguments)
+        given = {name: flat(operator, name, value, arguments) for name, value in arguments.items()}
+        mask = given.get("output_mask", [True] * len(operator.outputs))
+        wanted = [name for name, is_wanted in zip(operator.outputs, mask, strict=True) if is_wanted]
+        if "grad_input" not in wanted:
+            given["grad_residual"] = None
+        written: dict[str, Output | None] = {name: targets.get(name) for name in wanted}
+        values = self._values(operator, given)
+        if "grad_weight" in wanted and given["weight"] is not None:
+            written["grad_weight"] = self._partials(operator, given, values, on)
+        values["grad_weight_partials"] = self._written("partials", written.get("grad_weight")).data
+        args = _structs["".join(map(str.capitalize, operator.name.split("_"))) + "Args"]()
+        names = members(type(args))
+        for name in names:
+            if f"{name}_rows" in names:
+                is_output = name in operator.outputs
+                rows = self._written(name, written.get(name)) if is_output else self._rows(name, given.get(name))
+                setattr(args, name, rows.data)
+                setattr(args, f"{name}_rows", rows.layout)
+            elif name in values:
+                setattr(args, name, values[name])
+        self._call(operator.name, ctypes.byref(args), on=on, seed=seed)
+        shape = arguments["input"].shape
+        results: dict[str, Tensor | None] = {
+            name: output.result().squeeze(-1) if name in operator.sums else output.result().view(shape)
+            for name, output in written.items()
+            if output is not None and name != "grad_weight"
+        }
+        results["grad_weight"] = self._grad_weight(given["input"], arguments.get("weight"), written, seed)
+        return tuple(results.get(name) for name in operator.outputs)
 
-    def add_rms_norm(
-        self,
-        input: Tensor,
-        residual: Tensor,
-        weight: Tensor | None = None,
-        weight_offset: float = 0.0,
-        *,
-        eps: float = EPS,
-        casting_mode: str = "gemma",
-        alpha: float = 1.0,
-        output: Output | None = None,
-        residual_out: Output | None = None,
-        on: Structure | None = None,
-        seed: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        output = output or Output(tuple(input.shape), input.dtype)
-        residual_out = residual_out or Output(tuple(input.shape), residual.dtype)
-        r, h = self._rows("residual", residual), self._written("residual_out", residual_out)
-        args = _structs["AddRmsNormArgs"](
-            *self._forward(input, output, weight, weight_offset, eps, casting_mode),
-            DTYPES.index(residual.dtype),
-            *r[1:],
-            *h[1:],
-            alpha,
-        )
-        self._call("add_rms_norm", ctypes.byref(args), on=on or device(), seed=seed)
-        return output.result(), residual_out.result()
+    def _values(self, operator: Operator, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Of members that are no tensors, by name."""
+        input = given["input"]
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        values: dict[str, Any] = {f"{name}_dtype": DTYPES.index(value.dtype) for name, value in tensors.items()}
+        values |= {
+            **given,
+            "dtype": DTYPES.index(input.dtype),
+            "rows": input.shape[:-1].numel(),
+            "cols": input.shape[-1],
+        }
+        values["weight"] = self._weight(given.get("weight"), given.get("weight_offset", 0.0))
+        values["casting"] = Casting(*CASTINGS[given.get("casting_mode", "gemma")])
+        if given.get("eps") is None:
+            values["eps"] = torch.finfo(compute_dtype(input.dtype)).eps
+        if "activation" in given:
+            values["gating"] = Gating(ACTIVATIONS.index(given["activation"]), given["norm_before_gate"])
+        if operator.tables:
+            values["rotation"] = self._rotation(given)
+        return values
 
-    def rms_norm_backward(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        weight: Tensor | None = None,
-        weight_offset: float = 0.0,
-        grad_residual: Tensor | None = None,
-        *,
-        eps: float = EPS,
-        casting_mode: str = "gemma",
-        output_mask: tuple[bool, bool] = (True, True),
-        grad_input: Output | None = None,
-        on: Structure | None = None,
-        seed: int = 0,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        of_norm = grad_output, input, grad_residual, weight, weight_offset, eps, casting_mode
-        return self._gradients("rms_norm_backward", of_norm, (), output_mask, grad_input, on, seed)
-
-    def _gradients(
-        self,
-        name: str,
-        of_norm: tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, float, str],
-        beside: tuple[Any, ...],
-        output_mask: tuple[bool, bool],
-        grad_input: Output | None,
-        on: Structure | None,
-        seed: int,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """``of_norm``: what _backward takes before the outputs; ``beside``: what the arguments have behind those of
-        rms_norm_backward."""
-        grad_output, input, _, weight, *_ = of_norm
-        on = on or device()
-        if output_mask[0]:
-            grad_input = grad_input or Output(tuple(input.shape), input.dtype)
-        dtypes = DTYPES.index(input.dtype), DTYPES.index(grad_output.dtype)
-        partials = self._partials(input, weight, "partials", *dtypes, on=on) if output_mask[1] else None
-        structure = _structs["".join(map(str.capitalize, name.split("_"))) + "Args"]
-        args = structure(*self._backward(*of_norm, grad_input, partials), *beside)
-        self._call(name, ctypes.byref(args), on=on, seed=seed)
-        return (
-            grad_input.result() if grad_input is not None else None,
-            self._grad_weight(input, weight, partials, seed),
-        )
-
-    def gated_rms_norm(
-        self,
-        input: Tensor,
-        gate: Tensor,
-        weight: Tensor | None = None,
-        weight_offset: float = 0.0,
-        *,
-        activation: str = "silu",
-        norm_before_gate: bool = True,
-        eps: float = EPS,
-        casting_mode: str = "gemma",
-        output: Output | None = None,
-        on: Structure | None = None,
-        seed: int = 0,
-    ) -> Tensor:
-        output = output or Output(tuple(input.shape), input.dtype)
-        g = self._rows("gate", gate)
-        args = _structs["GatedRmsNormArgs"](
-            *self._forward(input, output, weight, weight_offset, eps, casting_mode),
-            Gating(ACTIVATIONS.index(activation), norm_before_gate),
-            DTYPES.index(gate.dtype),
-            *g[1:],
-        )
-        self._call("gated_rms_norm", ctypes.byref(args), on=on or device(), seed=seed)
-        return output.result()
-
-    def gated_rms_norm_backward(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        gate: Tensor,
-        weight: Tensor | None = None,
-        weight_offset: float = 0.0,
-        *,
-        activation: str = "silu",
-        norm_before_gate: bool = True,
-        eps: float = EPS,
-        casting_mode: str = "gemma",
-        output_mask: tuple[bool, bool, bool] = (True, True, True),
-        grad_input: Output | None = None,
-        grad_gate: Output | None = None,
-        on: Structure | None = None,
-        seed: int = 0,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        on = on or device()
-        if output_mask[0]:
-            grad_input = grad_input or Output(tuple(input.shape), input.dtype)
-        if output_mask[1]:
-            grad_gate = grad_gate or Output(tuple(input.shape), gate.dtype)
-        dtype = DTYPES.index(input.dtype)
-        partials = self._partials(input, weight, "gated_partials", dtype, on=on) if output_mask[2] else None
-        g, dg = self._rows("gate", gate), self._written("grad_gate", grad_gate)
-        args = _structs["GatedRmsNormBackwardArgs"](
-            *self._backward(grad_output, input, None, weight, weight_offset, eps, casting_mode, grad_input, partials),
-            Gating(ACTIVATIONS.index(activation), norm_before_gate),
-            DTYPES.index(gate.dtype),
-            *g[1:],
-            *dg[1:],
-        )
-        self._call("gated_rms_norm_backward", ctypes.byref(args), on=on, seed=seed)
-        return (
-            grad_input.result() if grad_input is not None else None,
-            grad_gate.result() if grad_gate is not None else None,
-            self._grad_weight(input, weight, partials, seed),
-        )
-
-    def rms_norm_rope(
-        self,
-        input: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        weight: Tensor | None = None,
-        weight_offset: float = 0.0,
-        *,
-        interleaved: bool = False,
-        rotary_dim: int | None = None,
-        rotary_offset: int = 0,
-        eps: float = EPS,
-        casting_mode: str = "gemma",
-        output: Output | None = None,
-        on: Structure | None = None,
-        seed: int = 0,
-    ) -> Tensor:
-        output = output or Output(tuple(input.shape), input.dtype)
-        args = _structs["RmsNormRopeArgs"](
-            *self._forward(input, output, weight, weight_offset, eps, casting_mode),
-            self._rotation(input, cos, sin, interleaved, rotary_dim, rotary_offset),
-        )
-        self._call("rms_norm_rope", ctypes.byref(args), on=on or device(), seed=seed)
-        return output.result()
-
-    def rms_norm_rope_backward(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        weight: Tensor | None = None,
-        weight_offset: float = 0.0,
-        *,
-        interleaved: bool = False,
-        rotary_dim: int | None = None,
-        rotary_offset: int = 0,
-        eps: float = EPS,
-        casting_mode: str = "gemma",
-        output_mask: tuple[bool, ...] = (True, True),
-        grad_input: Output | None = None,
-        on: Structure | None = None,
-        seed: int = 0,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        on = on or device()
-        if output_mask[0]:
-            grad_input = grad_input or Output(tuple(input.shape), input.dtype)
-        rotation = self._rotation(input, cos, sin, interleaved, rotary_dim, rotary_offset)
-        dtype, beside = DTYPES.index(input.dtype), (ctypes.byref(rotation),)
-        partials = (
-            self._partials(input, weight, "rope_partials", dtype, on=on, beside=beside) if output_mask[1] else None
-        )
-        args = _structs["RmsNormRopeBackwardArgs"](
-            *self._backward(grad_output, input, None, weight, weight_offset, eps, casting_mode, grad_input, partials),
-            rotation,
-        )
-        self._call("rms_norm_rope_backward", ctypes.byref(args), on=on, seed=seed)
-        return (
-            grad_input.result() if grad_input is not None else None,
-            self._grad_weight(input, weight, partials, seed),
-        )
-
-    def rms_norm_stats(
-        self,
-        input: Tensor,
-        *,
-        square_sum: Output | None = None,
-        on: Structure | None = None,
-        seed: int = 0,
-    ) -> Tensor:
-        square_sum = square_sum or numbers_of(input)
-        sizes = input.shape[:-1].numel(), input.shape[-1]
-        args = _structs["RmsNormStatsArgs"](
-            DTYPES.index(input.dtype),
-            *sizes,
-            *self._rows("input", input)[1:],
-            *self._written("square_sum", square_sum)[1:],
-        )
-        self._call("rms_norm_stats", ctypes.byref(args), on=on or device(), seed=seed)
-        return square_sum.result().squeeze(-1)
-
-    def rms_norm_from_stats(
-        self,
-        input: Tensor,
-        square_sum: Tensor,
-        size: int,
-        weight: Tensor | None = None,
-        weight_offset: float = 0.0,
-        *,
-        eps: float = EPS,
-        casting_mode: str = "gemma",
-        output: Output | None = None,
-        on: Structure | None = None,
-        seed: int = 0,
-    ) -> Tensor:
-        output = output or Output(tuple(input.shape), input.dtype)
-        args = _structs["RmsNormFromStatsArgs"](
-            *self._forward(input, output, weight, weight_offset, eps, casting_mode),
-            size,
-            *self._numbers("square_sum", square_sum)[1:],
-        )
-        self._call("rms_norm_from_stats", ctypes.byref(args), on=on or device(), seed=seed)
-        return output.result()
-
-    def rms_norm_backward_stats(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        weight: Tensor | None = None,
-        weight_offset: float = 0.0,
-        *,
-        casting_mode: str = "gemma",
-        square_sum: Output | None = None,
-        dot: Output | None = None,
-        on: Structure | None = None,
-        seed: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        square_sum, dot = square_sum or numbers_of(input), dot or numbers_of(input)
-        args = _structs["RmsNormBackwardStatsArgs"](
-            *self._backward(grad_output, input, None, weight, weight_offset, EPS, casting_mode, None, None),
-            *self._written("square_sum", square_sum)[1:],
-            *self._written("dot", dot)[1:],
-        )
-        self._call("rms_norm_backward_stats", ctypes.byref(args), on=on or device(), seed=seed)
-        return square_sum.result().squeeze(-1), dot.result().squeeze(-1)
-
-    def rms_norm_backward_from_stats(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        square_sum: Tensor,
-        dot: Tensor,
-        size: int,
-        weight: Tensor | None = None,
-        weight_offset: float = 0.0,
-        grad_residual: Tensor | None = None,
-        *,
-        eps: float = EPS,
-        casting_mode: str = "gemma",
-        output_mask: tuple[bool, bool] = (True, True),
-        grad_input: Output | None = None,
-        on: Structure | None = None,
-        seed: int = 0,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        of_norm = grad_output, input, grad_residual, weight, weight_offset, eps, casting_mode
-        sums = (*self._numbers("square_sum", square_sum)[1:], *self._numbers("dot", dot)[1:])
-        name = "rms_norm_backward_from_stats"
-        return self._gradients(name, of_norm, (size, *sums), output_mask, grad_input, on, seed)
-
-    def _rotation(
-        self, input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int | None, rotary_offset: int
-    ) -> Structure:
+    def _rotation(self, given: Mapping[str, Any]) -> Structure:
         """What Tables and make_rotation of csrc/launch.h make of them."""
+        cos, sin, rotary_dim = given["cos"], given["sin"], given.get("rotary_dim")
         are_alike = cos.stride() == sin.stride()
         c, s = (
-            self._rows(name, (table if are_alike else table.contiguous()).expand(*input.shape[:-1], -1))
+            self._rows(name, (table if are_alike else table.contiguous()).expand(*given["input"].shape[:-1], -1))
             for name, table in (("cos", cos), ("sin", sin))
         )
         columns = cos.shape[-1]
         pairs = (columns if rotary_dim is None else rotary_dim) // 2
-        dtype = DTYPES.index(cos.dtype)
-        return Rotation(interleaved, columns == pairs, dtype, rotary_offset, pairs, c.data, s.data, c.layout)
-
-    def _forward(
-        self,
-        input: Tensor,
-        output: Output,
-        weight: Tensor | None,
-        weight_offset: float,
-        eps: float,
-        casting_mode: str,
-    ) -> tuple[Any, ...]:
-        """The members of RmsNormArgs."""
-        return (
-            *self._problem(input, weight, weight_offset, eps, casting_mode),
-            *self._rows("input", input)[1:],
-            *self._written("output", output)[1:],
-        )
-
-    def _backward(
-        self,
-        grad_output: Tensor,
-        input: Tensor,
-        grad_residual: Tensor | None,
-        weight: Tensor | None,
-        weight_offset: float,
-        eps: float,
-        casting_mode: str,
-        grad_input: Output | None,
-        partials: Output | None,
-    ) -> tuple[Any, ...]:
-        """The members of RmsNormBackwardArgs."""
-        dtype, *problem = self._problem(input, weight, weight_offset, eps, casting_mode)
-        return (
-            dtype,
-            DTYPES.index(grad_output.dtype),
-            *problem,
-            *self._rows("grad_output", grad_output)[1:],
-            *self._rows("input", input)[1:],
-            *self._rows("grad_residual", grad_residual)[1:],
-            *self._written("grad_input", grad_input)[1:],
-            self._written("partials", partials).data,
-        )
-
-    def _problem(
-        self, input: Tensor, weight: Tensor | None, weight_offset: float, eps: float, casting_mode: str
-    ) -> tuple[int, int, int, float, Structure, Structure]:
-        """What both begin with."""
-        cols = input.shape[-1]
-        sizes = (input.numel() // cols, cols)
-        casting = Casting(*CASTINGS[casting_mode])
-        return DTYPES.index(input.dtype), *sizes, eps, self._weight(weight, weight_offset), casting
+        interleaved, offset = given.get("interleaved", False), given.get("rotary_offset", 0)
+        return Rotation(interleaved, columns == pairs, DTYPES.index(cos.dtype), offset, pairs, c.data, s.data, c.layout)
 
     def _partials(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        function: str,
-        *dtypes: int,
-        on: Structure,
-        beside: tuple[Any, ...] = (),
-    ) -> Output | None:
-        """As many partial sums of grad_weight as a function of the library says."""
-        if weight is None:
-            return None
-        cols, groups = input.shape[-1], weight.shape[:-1].numel()
-        sizes = (input.numel() // cols, cols, groups)
-        count = self._count_partials(function, *dtypes, sizes=sizes, on=on, beside=beside)
-        return Output((count, groups * cols), compute_dtype(input.dtype))
+        self, operator: Operator, given: Mapping[str, Any], values: Mapping[str, Any], on: Structure
+    ) -> Output:
+        """As many partial sums of grad_weight as the library says."""
+        groups, cols = given["weight"].shape[:-1].numel(), values["cols"]
+        sizes = (values["rows"], cols, groups)
+        if operator.tables:
+            beside = (ctypes.byref(values["rotation"]),)
+            count = self._count_partials("rope_partials", values["dtype"], sizes=sizes, on=on, beside=beside)
+        elif "gating" in values:
+            count = self._count_partials("gated_partials", values["dtype"], sizes=sizes, on=on)
+        else:
+            dtypes = values["dtype"], values["grad_output_dtype"]
+            count = self._count_partials("partials", *dtypes, sizes=sizes, on=on)
+        return Output((count, groups * cols), compute_dtype(given["input"].dtype))
 
-    def _grad_weight(self, input: Tensor, weight: Tensor | None, partials: Output | None, seed: int) -> Tensor | None:
+    def _grad_weight(
+        self, input: Tensor, weight: Tensor | None, written: Mapping[str, Output | None], seed: int
+    ) -> Tensor | None:
+        partials = written.get("grad_weight")
         if partials is None or weight is None:
             return None
         dtype = DTYPES.index(input.dtype)

@@ -39,3 +39,8 @@ def read_structs() -> dict[str, Any]:
             ]
             structs[name] = types[name] = type(name, (structs.get(base, ctypes.Structure),), {"_fields_": fields})
     return structs
+
+
+def members(struct: type[ctypes.Structure]) -> list[str]:
+    """Their names, those of its base first."""
+    return [field[0] for cls in reversed(struct.__mro__) for field in vars(cls).get("_fields_", ())]

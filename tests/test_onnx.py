@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import norms_of_others as others
 import pytest
 import torch
-from gated_cases import GATINGS
 from torch import Tensor, nn
 
 import normops
@@ -30,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`
 
 ops = torch.ops.normops
 
+GATINGS = tuple(itertools.product(("silu", "sigmoid"), (True, False)))  # activation, norm_before_gate
 EXPORTED, OTHER = (3, 5), (2, 7)  # batch and sequence
 # The sum of so few elements is within the oracle's bounds in whatever order onnxruntime adds them.
 COLS = (2, 8)
