@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import fake_gpus
 import torch
+from kept_builds import kept
 from ptx.machine import Launch, Machine
 from ptx.memory import Memory, memory_of
 from ptx.program import Kernel, kernels_of
@@ -31,6 +32,7 @@ TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
 KERNELS, RUNTIME = TESTS / "cuda_kernels.cu", TESTS / "cuda_runtime_stub.cpp"
 ARCHS = (80, 90)
+LIBRARY = "libcuda_kernels.so"
 
 
 def nvcc() -> str | None:
@@ -55,14 +57,22 @@ def toolkit_includes() -> list[str]:
     return [option for folder in folders for option in ("-isystem", folder)] if found else []
 
 
-def build_library(folder: Path) -> Path:
+def build_library() -> Path:
     """The launchers over the stub; beside them, what nvcc keeps, is the PTX."""
-    library = folder / "libcuda_kernels.so"
     archs = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ARCHS]
-    command = [str(nvcc()), *FLAGS, "--threads=2", *archs, f"-I{CSRC}/cuda", "--keep", f"--keep-dir={folder}"]
-    command += ["-shared", "-cudart=none", str(KERNELS), str(RUNTIME), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return library
+    command = [str(nvcc()), *FLAGS, "--threads=2", *archs, f"-I{CSRC}/cuda", "-shared", "-cudart=none"]
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
+    sources = (KERNELS, RUNTIME)
+
+    def build(folder: Path) -> None:
+        keep = ["--keep", f"--keep-dir={folder}", "-o", str(folder / LIBRARY)]
+        subprocess.run([*command, *map(str, sources), *keep], check=True)
+        for path in folder.iterdir():
+            if path.suffix not in (".so", ".ptx"):
+                path.unlink()
+
+    included = *CSRC.glob("*.h"), *(CSRC / "cuda").iterdir()
+    return kept("cuda_on_ptx", build, (*sources, *included), *command, version) / LIBRARY
 
 
 def ptx_of(library: Path, arch: int) -> dict[str, Kernel]:

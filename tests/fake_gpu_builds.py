@@ -10,12 +10,14 @@ import cuda_on_ptx
 import pytest
 import torch
 from fake_gpus import DEVICE, KERNELS
+from kept_builds import kept
 
 import normops
 
 TESTS = Path(__file__).parent
 BUILT = TESTS.parent / "build" / "ext"
 CXX = ("g++", "-std=c++20", "-g0", "-fPIC", "-Wall", "-Werror", "-fvisibility=hidden")
+OBJECT = "object.o"
 
 
 def need_cuda() -> None:
@@ -26,6 +28,17 @@ def need_cuda() -> None:
         if os.environ.get("NORMOPS_CUDA") == "1":
             pytest.fail("NORMOPS_CUDA=1, but no CUDA kernels were built in place")
         pytest.skip("no CUDA kernels were built in place")
+
+
+def compiled(source: str, *options: str) -> str:
+    """The object file of a C++ source beside this one."""
+    command = (*CXX, *options, "-c", str(TESTS / source))
+    version = subprocess.run([CXX[0], "--version"], capture_output=True, text=True, check=True).stdout
+
+    def build(folder: Path) -> None:
+        subprocess.run([*command, "-o", str(folder / OBJECT)], check=True)
+
+    return str(kept(Path(source).stem, build, [TESTS / source], *command, version, torch.__version__) / OBJECT)
 
 
 def build(folder: Path, *objects: str) -> None:
@@ -45,18 +58,17 @@ def build(folder: Path, *objects: str) -> None:
         "-ltorch_cpu",
         "-ltorch",
     ]
-    command = [*CXX, "-O0", "-DAT_PER_OPERATOR_HEADERS", *includes, "-shared", str(TESTS / "fake_gpus.cpp")]
-    subprocess.run([*command, *libraries, "-Wl,-rpath,$ORIGIN", "-o", str(folder / DEVICE)], check=True)
+    device = compiled("fake_gpus.cpp", "-O0", "-DAT_PER_OPERATOR_HEADERS", *includes)
+    link = ["g++", "-shared", device, *libraries, "-Wl,-rpath,$ORIGIN", "-o", str(folder / DEVICE)]
+    subprocess.run(link, check=True)
     (folder / "torch").mkdir()
     shutil.copy(normops.build_info()["library"], folder / "torch")
 
 
 def build_recording(folder: Path) -> None:
     """With what nvcc compiled."""
-    stub = folder / "stub.o"
-    command = [*CXX, "-O1", *cuda_on_ptx.toolkit_includes(), "-c", str(TESTS / "cuda_runtime_stub.cpp")]
-    subprocess.run([*command, "-o", str(stub)], check=True)
-    build(folder, *map(str, sorted(BUILT.glob("cuda/*.o"))), str(stub))
+    stub = compiled("cuda_runtime_stub.cpp", "-O1", *cuda_on_ptx.toolkit_includes())
+    build(folder, *map(str, sorted(BUILT.glob("cuda/*.o"))), stub)
 
 
 def build_computing(folder: Path, kernels: Path) -> None:

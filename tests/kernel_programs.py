@@ -5,6 +5,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from kept_builds import kept
+
 TESTS = Path(__file__).parent
 LIBRARY = TESTS.parent / "normops" / "libnormops_kernels.so"
 CSRC = TESTS.parent / "csrc" / "cpu"
@@ -42,16 +44,19 @@ EMULATED_AVX512 = Kernels(
 GENERIC = Kernels("generic", flags=("-O1", '-DNORMOPS_EMULATION="generic_isa.h"'), isa=TESTS / "emulated_isa.cpp")
 
 
-def build_kernels(folder: Path, kernels: Kernels) -> list[Path]:
-    """Compiles the kernels as setup.py does, once for each folder, as that takes the time."""
-    targets = []
-    for source in sorted(CSRC.glob("*_kernel.cpp")):
-        target = folder / f"{source.stem}-{kernels.name}.o"
-        if not target.exists():
-            command = (*kernels.compiler, *FLAGS, *kernels.flags, "-c", str(source), "-o", str(target))
-            subprocess.run(command, check=True)
-        targets.append(target)
-    return targets
+def build_kernels(kernels: Kernels) -> list[Path]:
+    """Compiles the kernels as setup.py does, once, as that takes the time."""
+    sources = sorted(CSRC.glob("*_kernel.cpp"))
+    command = (*kernels.compiler, *FLAGS, *kernels.flags)
+    version = subprocess.run([*kernels.compiler, "--version"], capture_output=True, text=True, check=True).stdout
+
+    def build(folder: Path) -> None:
+        for source in sources:
+            subprocess.run([*command, "-c", str(source), "-o", str(folder / f"{source.stem}.o")], check=True)
+
+    included = (path for folder in (CSRC.parent, CSRC, TESTS) for path in folder.glob("*.[hi]*"))
+    folder = kept(f"kernels-{kernels.name}", build, (*sources, *included), *command, version)
+    return sorted(folder.iterdir())
 
 
 def build(source: Path, folder: Path, kernels: Kernels = NATIVE, *flags: str) -> Path:
@@ -60,7 +65,7 @@ def build(source: Path, folder: Path, kernels: Kernels = NATIVE, *flags: str) ->
     if kernels is NATIVE:
         objects = [str(LIBRARY), f"-Wl,-rpath,{LIBRARY.parent}"]
     else:
-        objects = ["-static", str(kernels.isa), *map(str, build_kernels(folder, kernels))]
+        objects = ["-static", str(kernels.isa), *map(str, build_kernels(kernels))]
     subprocess.run(
         [kernels.linker, *FLAGS, *kernels.flags, *flags, str(source), *objects, "-o", str(program)], check=True
     )

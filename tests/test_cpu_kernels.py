@@ -71,7 +71,7 @@ def test_other_compilers(kernels: kernel_programs.Kernels, native: Path, program
     program = kernel_programs.build(PROGRAM, program_folder, kernels)
     assert hashes(str(program)) == hashes(str(native))
     if platform.machine() == "x86_64":
-        machine_code.check_wide_instructions(*kernel_programs.build_kernels(program_folder, kernels))
+        machine_code.check_wide_instructions(*kernel_programs.build_kernels(kernels))
 
 
 @pytest.mark.release  # compiles all kernels for another architecture, and emulates it

@@ -59,8 +59,8 @@ def one_thread(restored_threads: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def library(program_folder: Path) -> Path:
-    return cuda_on_ptx.build_library(program_folder)
+def library() -> Path:
+    return cuda_on_ptx.build_library()
 
 
 @pytest.fixture(scope="module")
