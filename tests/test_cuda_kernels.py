@@ -2,9 +2,12 @@
 
 import math
 import re
+import zlib
+from collections import Counter
 from collections.abc import Callable
 from ctypes import Structure
-from itertools import permutations, product
+from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,6 @@ import torch
 from assertions import assert_same_bits, same_bits
 from cuda_on_ptx import Kernels, device, targets_of
 from ptx.program import PtxError
-from tiers import mostly_for_release
 from torch import Tensor
 
 from reference import cases, oracle
@@ -44,12 +46,12 @@ pytestmark = pytest.mark.skipif(cuda_on_ptx.nvcc() is None, reason="no nvcc on t
 KERNEL_CASES = [case for case in OPERATOR_CASES if math.prod(case.case.shape) > 0]
 RAGGED = (1, 5, 63, 64, 65, 100, 769, 4096, 4097)
 PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thread has more of them, then any width
+IN_CLUSTERS = 4098  # packs, if several blocks may share a row
 SEEDS = (1, 2)
-# Where it would take long: float16 is bfloat16 with other bits, float64 has few kernels.
-SWEPT_DTYPES = pytest.mark.parametrize(
-    "dtype", mostly_for_release(cases.DTYPES, (torch.bfloat16, torch.float32)), ids=str
-)
 over_operators = pytest.mark.parametrize("operator", OPERATORS, ids=str)
+over_dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+# The interpreter takes long.
+for_few = pytest.mark.covering(core=0, full=1)
 
 
 @pytest.fixture(autouse=True)
@@ -96,14 +98,14 @@ def config_of(kernels: Kernels, operator: Operator, dtype: torch.dtype, on: Stru
 def widths(kernels: Kernels, operator: Operator, dtype: torch.dtype, on: Structure) -> list[int]:
     """The narrowest and the widest row of every configuration, and one of any width; some besides."""
     if dtype == torch.float64:  # which has kernels of any width alone
-        return [1, 2, 5, 1025]
+        return [2, 5, 1025] if operator.tables else [1, 2, 5, 1025]
     config, of_packs = config_of(kernels, operator, dtype, on)
     found, slots, pack = [*RAGGED, 24 * pack_elements(dtype)], 1, pack_elements(dtype)
     while (chosen := config(slots)).packs > 0:
         assert chosen.cluster == 1
         found += [(slots - 1) * of_packs * pack + 1, chosen.packs_of_row * pack]
         slots = chosen.packs_of_row // of_packs + 1
-    return sorted({*found, (slots - 1) * of_packs * pack + 1})
+    return sorted(cols for cols in {*found, (slots - 1) * of_packs * pack + 1} if cols >= of_packs)
 
 
 def flags_of(operator: Operator, cols: int, pack: int) -> tuple[Flags, ...]:
@@ -124,31 +126,81 @@ def flags_of(operator: Operator, cols: int, pack: int) -> tuple[Flags, ...]:
 
 def check(
     kernels: Kernels, case: OperatorCase, on: Structure, seed: int = 0, offset: int = 0, padding: int = 0
-) -> None:
-    """That the results are within the oracle's bounds; where they are written has an offset and padding."""
+) -> tuple[Tensor | None, ...]:
+    """The results, which are within the oracle's bounds; where they are written has an offset and padding."""
     operator, arguments = case.operator, case.arguments()
-    if operator.tables and case.case.shape[-1] < 2:
-        return
     targets = targets_of(operator, arguments, offset, padding)
     results = kernels.call(operator, arguments, targets, on, seed)
     for name, result, bounded in zip(operator.outputs, results, case.expected(arguments), strict=True):
         assert (result is None) == (bounded is None), f"{name} of {case}"
         if result is not None and bounded is not None:
             oracle.assert_within(result, bounded, f"{name} of {case}")
+    return results
 
 
-@pytest.mark.parametrize(
-    "number",
-    mostly_for_release(range(len(KERNEL_CASES)), range(0, len(KERNEL_CASES), 3)),  # the interpreter takes long
-    ids=lambda number: str(KERNEL_CASES[number]),
+@dataclass(frozen=True)  # no NamedTuple, as what it has is to be covered together
+class Family:
+    """Rows that the same code serves."""
+
+    packs: int
+    is_plain: bool  # whole packs, aligned: see Plain in access.cuh; the others take the general access
+
+    def __str__(self) -> str:
+        return f"{self.packs}-{'plain' if self.is_plain else 'general'}"
+
+    @property
+    def device(self) -> Structure:
+        return device(2, cluster=16 if self.packs == IN_CLUSTERS else 1)
+
+    def choice(self, flags: tuple[Flags, ...]) -> Flags:
+        """Over all families, each of them beside plain rows, and beside others."""
+        return flags[(FAMILIES.index(self) + 1) // 2 % len(flags)]
+
+    def cols(self, dtype: torch.dtype) -> int:
+        return self.packs * pack_elements(dtype) - (0 if self.is_plain else 1)
+
+
+FAMILIES = tuple(
+    Family(packs, is_plain) for packs in (5, 3000, 4100, IN_CLUSTERS, 97, 1000) for is_plain in (True, False)
 )
-def test_values(number: int, kernels: Kernels, without_clusters: Kernels) -> None:
+over_families = pytest.mark.parametrize(
+    ("family", "dtype"),
+    # float64 has kernels of any width alone.
+    [
+        (family, dtype)
+        for family in FAMILIES
+        for dtype in cases.DTYPES
+        if dtype != torch.float64 or family.packs == 4100
+    ],
+    ids=str,
+)
+
+
+@pytest.mark.covering(core=1, full=2)
+@over_families
+@over_operators
+def test_every_family(kernels: Kernels, operator: Operator, family: Family, dtype: torch.dtype) -> None:
+    """With every flag, each of plain and of other rows."""
+    cols, groups = family.cols(dtype), FAMILIES.index(family) // 2 % 2
+    weight_dtype = dtype if family.is_plain else torch.float32
+    case = Case((5, 2, cols), dtype, 1, weight_dtype, has_residual=True, group_dims=groups)
+    flags = family.choice(flags_of(operator, cols, pack_elements(dtype)))
+    check(kernels, OperatorCase(operator, case, flags, {}), family.device)
+
+
+@for_few
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+def test_values(case: OperatorCase, kernels: Kernels, without_clusters: Kernels) -> None:
+    number = zlib.crc32(str(case).encode())
     kernels = (kernels, without_clusters)[number // 6 % 2]
     kernels.gpu.hardware = number
-    check(kernels, KERNEL_CASES[number], device(number % 3 + 1), number, number % 2, number % 4)
+    check(kernels, case, device(number % 3 + 1), number, number % 2, number % 4)
 
 
-@SWEPT_DTYPES
+@for_few
+@over_dtypes
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("multiprocessors", "shared_kib", "arch"), [(1, 227, 90), (2, 99, 80)])
 @over_operators
 def test_every_configuration(
@@ -158,50 +210,57 @@ def test_every_configuration(
     multiprocessors: int,
     shared_kib: int,
     arch: int,
+    seed: int,
+    is_plain: bool,
     dtype: torch.dtype,
 ) -> None:
     """On one multiprocessor, the blocks of the backward take several rows one after another."""
     kernels = kernels if arch == 90 else without_clusters
     on, pack = device(multiprocessors, shared_kib << 10), pack_elements(dtype)
+    # Threads in another order take longer than all at once, and float64 has 512 threads for each row.
+    most, elements = (300, 20_000) if seed == 0 and dtype != torch.float64 else (30, 5_000)
     for number, cols in enumerate(widths(kernels, operator, dtype, on)):
-        is_plain = cols % pack == 0  # see Plain in access.cuh; the others take the general access
-        rows = max(min(300, 20_000 // cols), 5) + number % 3
+        if (cols % pack == 0) != is_plain:
+            continue
+        rows = max(min(most, elements // cols), 5) + number % 3
         shape, groups = ((rows, 2, cols), number % 2) if operator.tables else ((rows, cols), 0)
         weight_dtype = dtype if is_plain else torch.float32
         case = Case(shape, dtype, 1, weight_dtype, has_residual=number % 2 == 0, group_dims=groups)
         ways = flags_of(operator, cols, pack)
         for flags in ways if operator.tables and is_plain and cols < 1000 else (ways[number % len(ways)],):
             for dtypes in ({}, *other_dtypes(operator, dtype)):
-                check(kernels, OperatorCase(operator, case, flags, dtypes), on, number)
+                check(kernels, OperatorCase(operator, case, flags, dtypes), on, seed)
 
 
-@SWEPT_DTYPES
+@for_few
+@over_dtypes
+@pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("cluster", [2, 4, 8, 16])
 @over_operators
-def test_clusters(kernels: Kernels, operator: Operator, cluster: int, dtype: torch.dtype) -> None:
+def test_clusters(kernels: Kernels, operator: Operator, cluster: int, is_plain: bool, dtype: torch.dtype) -> None:
     on, pack = device(cluster, cluster=16), pack_elements(dtype)
     config, of_packs = config_of(kernels, operator, dtype, on)
     packs = of_packs * next(packs for packs in range(1, 1 << 17, 64) if config(packs).cluster == cluster)
-    for number, cols in enumerate((packs * pack, packs * pack - 1)):
-        case = Case((2, cols), dtype, 1, torch.float32 if number else dtype, has_residual=number == 0)
-        ways = flags_of(operator, cols, pack)
-        for flags, dtypes in product(ways[number : number + 2], ({}, *other_dtypes(operator, dtype)[:1])):
-            check(kernels, OperatorCase(operator, case, flags, dtypes), on, number)
+    cols = packs * pack - (0 if is_plain else 1)
+    case = Case((2, cols), dtype, 1, dtype if is_plain else torch.float32, has_residual=is_plain)
+    flags = flags_of(operator, cols, pack)[0 if is_plain else -1]
+    for dtypes in ({}, *other_dtypes(operator, dtype)[:1]):
+        check(kernels, OperatorCase(operator, case, flags, dtypes), on)
 
 
+@for_few
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("packs", [40, *PACKS])
+@pytest.mark.parametrize("variant", [v for v in variants() if v.flags.get("casting_mode") == "llama"], ids=str)
 def test_rounding_on_the_way(
-    kernels: Kernels, without_clusters: Kernels, packs: int, is_plain: bool, dtype: torch.dtype
+    kernels: Kernels, without_clusters: Kernels, variant: Variant, packs: int, is_plain: bool, dtype: torch.dtype
 ) -> None:
     """Of every operator and its backward, held and of any width; of a residual and gradients of both types."""
     kernels, pack = (without_clusters if packs == PACKS[-1] else kernels), pack_elements(dtype)
     case = Case((3, packs * pack - (0 if is_plain else 1)), dtype, weight_dtype=dtype, has_residual=is_plain)
-    for variant in variants():
-        if variant.flags.get("casting_mode") == "llama":
-            for dtypes in ({}, *other_dtypes(variant.operator, dtype)):
-                check(kernels, variant.at(case, dtypes), device(1))
+    for dtypes in ({}, *other_dtypes(variant.operator, dtype)):
+        check(kernels, variant.at(case, dtypes), device(1))
 
 
 def first(kernels: Kernels, operator: Operator, **arguments: Any) -> Tensor:
@@ -211,6 +270,7 @@ def first(kernels: Kernels, operator: Operator, **arguments: Any) -> Tensor:
     return result
 
 
+@pytest.mark.covering(core=1)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("packs", [40, PACKS[-1]])
 def test_products_are_rounded_in_the_mean_of_a_row(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
@@ -223,25 +283,40 @@ def test_products_are_rounded_in_the_mean_of_a_row(kernels: Kernels, packs: int,
     oracle.assert_within(actual, oracle.rms_norm_backward(**of_norm).grad_input, "grad_input")
 
 
+@pytest.mark.covering(core=1)
+@pytest.mark.parametrize("packs", [1, PACKS[-1]])
 @pytest.mark.parametrize("casting_mode", ["gemma", "llama"])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_scaled_sums(kernels: Kernels, dtype: torch.dtype, casting_mode: str) -> None:
-    """Fused, unless they are rounded on the way; by a power of two where the oracle has no wider arithmetic."""
-    alpha = 0.25 if dtype == torch.float64 else 0.22
-    residual_dtypes = ADD_RMS_NORM.tensors["residual"].dtypes(dtype)
-    for cols, residual_dtype in product((8, PACKS[-1] * pack_elements(dtype)), residual_dtypes):
-        x, residual = values((2, cols), dtype, 1), values((2, cols), residual_dtype, 2)
-        given = {"input": x, "residual": residual, "normalized_shape": (cols,), "eps": EPS, "alpha": alpha}
-        _, total = kernels.call(ADD_RMS_NORM, given | {"casting_mode": casting_mode})
-        assert_same_bits([total], [oracle.exact_sum(x, residual, alpha, casting_mode)])
+@over_dtypes
+def test_scaled_sums(kernels: Kernels, dtype: torch.dtype, casting_mode: str, packs: int) -> None:
+    """Fused, unless they are rounded on the way."""
+    shape, alpha = (2, packs * pack_elements(dtype)), 0.22
+    for residual_dtype in ADD_RMS_NORM.tensors["residual"].dtypes(dtype):
+        x, residual = values(shape, dtype, 1), values(shape, residual_dtype, 2)
+        given = {
+            "input": x,
+            "residual": residual,
+            "normalized_shape": shape[1:],
+            "eps": EPS,
+            "casting_mode": casting_mode,
+        }
+        _, total = kernels.call(ADD_RMS_NORM, given | {"alpha": alpha})
+        assert total is not None
+        if dtype == torch.float64:  # the oracle has no wider arithmetic
+            is_rounded = casting_mode == "llama"
+            assert torch.equal(total, x * torch.tensor(alpha, dtype=dtype) + residual) == is_rounded
+        else:
+            assert_same_bits([total], [oracle.exact_sum(x, residual, alpha, casting_mode)])
 
 
-@SWEPT_DTYPES
+@for_few
+@over_dtypes
+@pytest.mark.parametrize("weight_dtype", cases.DTYPES, ids=str)
 @over_operators
-def test_weights_of_forty_packs(kernels: Kernels, operator: Operator, dtype: torch.dtype) -> None:
-    for weight_dtype in cases.DTYPES:
-        case = Case((3, 40 * pack_elements(dtype)), dtype, weight_dtype=weight_dtype)
-        check(kernels, OperatorCase(operator, case, operator.flags[0], {}), device())
+def test_weights_of_forty_packs(
+    kernels: Kernels, operator: Operator, weight_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    case = Case((3, 40 * pack_elements(dtype)), dtype, weight_dtype=weight_dtype)
+    check(kernels, OperatorCase(operator, case, operator.flags[0], {}), device())
 
 
 def with_each(arguments: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
@@ -249,32 +324,32 @@ def with_each(arguments: dict[str, Any], change: Callable[[str, Tensor], Tensor]
     return arguments | {name: change(name, value) for name, value in arguments.items() if isinstance(value, Tensor)}
 
 
-@SWEPT_DTYPES
+@for_few
+@over_dtypes
+@pytest.mark.parametrize("layout", [cases.contiguous, cases.misaligned])
 @pytest.mark.parametrize("packs", [7, 40, *PACKS])
 @over_operators
-def test_groups(kernels: Kernels, operator: Operator, packs: int, dtype: torch.dtype) -> None:
+def test_groups(kernels: Kernels, operator: Operator, packs: int, layout: cases.Layout, dtype: torch.dtype) -> None:
     """Each group of rows has the bits that it has alone, whichever access serves it."""
-    cols, on, pack = packs * pack_elements(dtype), device(5), pack_elements(dtype)
-    ways = flags_of(operator, cols, pack)
-    for number, layout in enumerate((cases.contiguous, cases.misaligned)):
-        like = Case((5, 3, cols), dtype, 1, dtype, layout=layout, grad_layout=layout, has_residual=True, group_dims=1)
-        for dtypes in ({}, *other_dtypes(operator, dtype)[:1]):
-            case = OperatorCase(operator, like, ways[number], dtypes)
-            check(kernels, case, on)
-            arguments = case.arguments()
-            whole = kernels.call(operator, arguments, on=on)
-            for group in range(3):
+    cols, on = packs * pack_elements(dtype), device(5)
+    flags = flags_of(operator, cols, pack_elements(dtype))[layout is cases.misaligned and len(operator.flags) > 1]
+    like = Case((5, 3, cols), dtype, 1, dtype, layout=layout, grad_layout=layout, has_residual=True, group_dims=1)
+    for dtypes in ({}, *other_dtypes(operator, dtype)[:1]):
+        case = OperatorCase(operator, like, flags, dtypes)
+        whole = check(kernels, case, on)
+        for group in range(3):
 
-                def alone(name: str, tensor: Tensor, group: int = group) -> Tensor:
-                    return tensor[group] if name == "weight" else tensor[:, 0 if name in operator.tables else group]
+            def alone(name: str, tensor: Tensor, group: int = group) -> Tensor:
+                return tensor[group] if name == "weight" else tensor[:, 0 if name in operator.tables else group]
 
-                results = kernels.call(operator, with_each(arguments, alone), on=on)
-                for name, result, expected in zip(operator.outputs, results, whole, strict=True):
-                    if name != "grad_weight" and expected is not None:
-                        assert_same_bits([result], [expected[:, group]], (name, group))
+            results = kernels.call(operator, with_each(case.arguments(), alone), on=on)
+            for name, result, expected in zip(operator.outputs, results, whole, strict=True):
+                if name != "grad_weight" and expected is not None:
+                    assert_same_bits([result], [expected[:, group]], (name, group))
 
 
-@SWEPT_DTYPES
+@for_few
+@over_dtypes
 @pytest.mark.parametrize("packs", PACKS)
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
 def test_masked_gradients(kernels: Kernels, operator: Operator, packs: int, dtype: torch.dtype) -> None:
@@ -287,7 +362,8 @@ def test_masked_gradients(kernels: Kernels, operator: Operator, packs: int, dtyp
         assert_same_bits(kernels.call(operator, arguments | {"output_mask": mask}), expected, mask)
 
 
-@SWEPT_DTYPES
+@for_few
+@over_dtypes
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("packs", PACKS)
 @over_operators
@@ -311,68 +387,74 @@ def test_outputs_that_are_inputs(
             assert_same_bits(kernels.call(operator, arguments | places, targets), expected, names)
 
 
-@SWEPT_DTYPES
+@for_few
+@over_families
 @over_operators
-def test_what_does_not_show_in_the_bits(kernels: Kernels, operator: Operator, dtype: torch.dtype) -> None:
-    """The order of threads, the batch around a row, the number of multiprocessors, strides and alignment."""
-    on, pack = device(1), pack_elements(dtype)
-    for number, cols in enumerate((*RAGGED, *(packs * pack for packs in PACKS))):
-        case = Case((11, cols), dtype, weight_dtype=dtype)
-        if not operator.takes(case) or (number % 2 and len(operator.flags) > 2):
-            continue
-        for flags in operator.flags[:2]:
-            arguments = OperatorCase(operator, case, flags, {}).arguments()
-            if operator.has_mask and cols >= 1000:  # would take long
-                arguments["output_mask"] = [name != "grad_weight" for name in operator.outputs]
-            expected = kernels.call(operator, arguments, on=on)
-            rows = [i for i, name in enumerate(operator.outputs) if name != "grad_weight"]
-            for seed in SEEDS:
-                assert_same_bits(kernels.call(operator, arguments, on=on, seed=seed), expected, (cols, seed))
-            of_rows = [expected[i] for i in rows]
-            for begin, end in ((0, 1), (10, 11), (3, 8)):
-                some = with_each(arguments, lambda name, t: t if name == "weight" else t[begin:end])  # noqa: B023
-                results = kernels.call(operator, some, on=on)
-                assert_same_bits([results[i] for i in rows], [t if t is None else t[begin:end] for t in of_rows], cols)
-            results = kernels.call(operator, arguments, on=device(132))
-            assert_same_bits([results[i] for i in rows], of_rows, cols)
-            for layout in (cases.misaligned, cases.padded_rows):
-
-                def elsewhere(name: str, tensor: Tensor, layout: cases.Layout = layout) -> Tensor:
-                    moved = (cases.misaligned if tensor.dim() < 2 else layout)(tuple(tensor.shape), tensor.dtype, 0)
-                    return moved.copy_(tensor)
-
-                results = kernels.call(operator, with_each(arguments, elsewhere), on=on)
-                assert_same_bits(results, expected, (cols, layout.__name__))
-
-
-@SWEPT_DTYPES
-@pytest.mark.parametrize(("multiprocessors", "shared_kib", "arch"), [(1, 227, 90), (2, 99, 80)])
-def test_with_nothing_in_between_the_bits_are_those_of_the_norm(
-    kernels: Kernels, without_clusters: Kernels, multiprocessors: int, shared_kib: int, arch: int, dtype: torch.dtype
+def test_what_does_not_show_in_the_bits(
+    kernels: Kernels, operator: Operator, family: Family, dtype: torch.dtype
 ) -> None:
-    kernels = kernels if arch == 90 else without_clusters
-    on, pack = device(multiprocessors, shared_kib << 10), pack_elements(dtype)
-    for number, cols in enumerate(widths(kernels, RMS_NORM, dtype, on)):
-        shape, groups = ((5, 3, cols), 1) if number % 3 == 0 else ((7, cols), 0)
-        case = Case(shape, dtype, 1, dtype if cols % pack == 0 else torch.float32, has_residual=True, group_dims=groups)
-        for dtypes in ({}, *other_dtypes(RMS_NORM_BACKWARD_FROM_STATS, dtype)[:1]):
-            flags = RMS_NORM.flags[number % 2]
-            given = OperatorCase(RMS_NORM_BACKWARD_FROM_STATS, case, flags, dtypes).arguments() | {"size": cols}
+    """The order of threads, the batch around a row, the number of multiprocessors, strides and alignment."""
+    cols, clusters = family.cols(dtype), family.device.cluster
+    case = Case((11, cols), dtype, weight_dtype=dtype)
+    arguments = OperatorCase(operator, case, family.choice(operator.flags), {}).arguments()
+    if operator.has_mask and cols >= 1000:  # would take long
+        arguments["output_mask"] = [name != "grad_weight" for name in operator.outputs]
+    rows = [i for i, name in enumerate(operator.outputs) if name != "grad_weight"]
 
-            def call(operator: Operator, given: dict[str, Any] = given, **sums: Any) -> tuple[Tensor | None, ...]:
-                return kernels.call(operator, operator.given(given | sums), on=on)
+    def call(arguments: dict[str, Any], multiprocessors: int = 1, seed: int = 0) -> tuple[Tensor | None, ...]:
+        return kernels.call(operator, arguments, on=device(multiprocessors * clusters, cluster=clusters), seed=seed)
 
-            (square_sum,) = call(RMS_NORM_STATS)
-            assert_same_bits(call(RMS_NORM_FROM_STATS, square_sum=square_sum), call(RMS_NORM), cols)
-            squares, dot = call(RMS_NORM_BACKWARD_STATS)
-            packs = -(-cols // pack)
-            if kernels.backward_config(dtype, packs, on).packs == kernels.forward_config(packs, on).packs:
-                assert_same_bits([squares], [square_sum], cols)
-            gradients = call(RMS_NORM_BACKWARD_FROM_STATS, square_sum=squares, dot=dot)
-            assert_same_bits(gradients, call(RMS_NORM_BACKWARD), cols)
+    expected = call(arguments)
+    of_rows = [expected[i] for i in rows]
+    for seed in SEEDS:
+        assert_same_bits(call(arguments, seed=seed), expected, seed)
+    for begin, end in ((0, 1), (10, 11), (3, 8)):
+        results = call(with_each(arguments, lambda name, t: t if name == "weight" else t[begin:end]))  # noqa: B023
+        assert_same_bits([results[i] for i in rows], [t if t is None else t[begin:end] for t in of_rows], begin)
+    results = call(arguments, multiprocessors=132)
+    assert_same_bits([results[i] for i in rows], of_rows, "multiprocessors")
+    for layout in (cases.misaligned, cases.padded_rows):
+
+        def elsewhere(name: str, tensor: Tensor, layout: cases.Layout = layout) -> Tensor:
+            moved = (cases.misaligned if tensor.dim() < 2 else layout)(tuple(tensor.shape), tensor.dtype, 0)
+            return moved.copy_(tensor)
+
+        assert_same_bits(call(with_each(arguments, elsewhere)), expected, layout.__name__)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@for_few
+@over_families
+@pytest.mark.parametrize("arch", [90, 80])
+def test_what_has_the_bits_of_the_norm(
+    kernels: Kernels, without_clusters: Kernels, arch: int, family: Family, dtype: torch.dtype
+) -> None:
+    """The norm in two steps with nothing in between, that of a sum, and their gradients."""
+    # With less shared memory, the backward does not hold the widest rows that the forward holds.
+    kernels, on = (kernels, family.device) if arch == 90 else (without_clusters, device(2, 99 << 10))
+    cols, number = family.cols(dtype), FAMILIES.index(family)
+    shape, groups = ((5, 3, cols), 1) if number % 3 == 0 else ((7, cols), 0)
+    weight_dtype = dtype if family.is_plain else torch.float32
+    case = Case(shape, dtype, 1, weight_dtype, has_residual=True, group_dims=groups)
+    for dtypes in ({}, *other_dtypes(RMS_NORM_BACKWARD_FROM_STATS, dtype)[:1]):
+        flags = family.choice(RMS_NORM.flags)
+        given = OperatorCase(RMS_NORM_BACKWARD_FROM_STATS, case, flags, dtypes).arguments() | {"size": cols}
+
+        def call(operator: Operator, given: dict[str, Any] = given, **others: Any) -> tuple[Tensor | None, ...]:
+            return kernels.call(operator, operator.given(given | others), on=on)
+
+        (square_sum,) = call(RMS_NORM_STATS)
+        assert_same_bits(call(RMS_NORM_FROM_STATS, square_sum=square_sum), call(RMS_NORM))
+        squares, dot = call(RMS_NORM_BACKWARD_STATS)
+        if kernels.backward_config(dtype, family.packs, on).packs == kernels.forward_config(family.packs, on).packs:
+            assert_same_bits([squares], [square_sum])
+        gradients = call(RMS_NORM_BACKWARD_FROM_STATS, square_sum=squares, dot=dot)
+        assert_same_bits(gradients, call(RMS_NORM_BACKWARD))
+        output, total = call(ADD_RMS_NORM, residual=given["grad_residual"], alpha=0.25)
+        assert_same_bits([output], call(RMS_NORM, input=total))
+
+
+@for_few
+@over_dtypes
 def test_forward_and_backward_have_the_same_rstd(kernels: Kernels, dtype: torch.dtype) -> None:
     """With dy = x in one half of each pack, dy = -x in the other, and x alike in both, dx is dy * rstd alone."""
     pack, on = pack_elements(dtype), device()
@@ -406,7 +488,8 @@ def test_partial_sums_are_bounded(kernels: Kernels) -> None:
     assert kernels.partials(torch.float32, 96, 4096, on, groups=32) == 3
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@for_few
+@over_dtypes
 @pytest.mark.parametrize("variant", [v for v in variants() if "gate" in v.operator.tensors], ids=str)
 def test_gates_of_any_size(kernels: Kernels, variant: Variant, dtype: torch.dtype) -> None:
     """From where an exponential is 0 to where it is 1, and what poisons its row alone."""
@@ -422,6 +505,7 @@ def test_gates_of_any_size(kernels: Kernels, variant: Variant, dtype: torch.dtyp
         oracle.assert_within(result, bounded, name)
 
 
+@pytest.mark.full  # takes a minute
 def test_operators(library: Path, tmp_path: Path) -> None:
     """What lies between torch and the kernels, on CUDA tensors whose memory is the CPU's."""
     fake_gpu_builds.need_cuda()
@@ -433,10 +517,11 @@ def test_operators(library: Path, tmp_path: Path) -> None:
 @pytest.mark.release  # what it asks about, the others have to have run, those for releases as well
 def test_every_kernel_has_run(kernels: Kernels, request: pytest.FixtureRequest) -> None:
     """As for sm_90; for sm_80 those of groups have not."""
-    chosen = {item.name for item in request.session.items if item.path == request.path}
-    last = ("test_clusters[{}-2-torch.float64]", "test_every_configuration[{}-1-227-90-torch.float16]")
-    if not {name.format(OPERATORS[-1]) for name in last} <= chosen:
-        pytest.skip("the tests that run them were not chosen")
+    chosen = Counter(getattr(item, "originalname", "") for item in request.session.items if item.path == request.path)
+    for test in (test_every_configuration, test_clusters, test_weights_of_forty_packs):
+        marks: list[pytest.Mark] = vars(test)["pytestmark"]
+        if chosen[test.__name__] < math.prod(len(mark.args[1]) for mark in marks if mark.name == "parametrize"):
+            pytest.skip("the tests that run them were not chosen")
     assert sorted(set(kernels.gpu.kernels) - set(kernels.gpu.ran)) == []
 
 
@@ -484,6 +569,7 @@ BREAKAGES = {
 }
 
 
+@pytest.mark.covering(core=1)
 @pytest.mark.parametrize("group", range(2), ids=("grid", "block"))
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_what_is_broken_shows(name: str, group: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
