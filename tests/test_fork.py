@@ -1,7 +1,10 @@
-"""Forked processes, DataLoader's workers among them, after the parent has used its threads."""
+"""Forked processes, DataLoader's workers among them, after the parent has used its threads; and fewer threads."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import memory_limits
 import pytest
@@ -41,3 +44,19 @@ def test_workers_of_a_loader() -> None:
     for _ in range(2):
         for actual, wanted in zip(next(batches), expected, strict=True):
             assert torch.equal(actual, wanted)
+
+
+LIMITED = """
+import torch
+from test_fork import results
+torch.set_num_threads(1)
+expected = results()
+torch.set_num_threads(4)
+assert all(map(torch.equal, results(), expected))
+"""
+
+
+def test_fewer_threads_than_were_asked_for() -> None:
+    """OpenMP starts as many as its limit allows: they have to do what the others were to do."""
+    environment = os.environ | {"OMP_THREAD_LIMIT": "2"}
+    subprocess.run([sys.executable, "-c", LIMITED], env=environment, cwd=Path(__file__).parent, check=True)

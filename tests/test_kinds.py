@@ -403,6 +403,16 @@ def test_what_the_world_is(place: str, source: str, change: str | None) -> None:
     tried(place, source, change)
 
 
+def test_a_source_that_is_that_of_the_code_no_more() -> None:
+    """As that of a file which was edited after it was loaded."""
+    norm, _ = made({"offset": "1.0"})
+    file = type(norm).forward.__code__.co_filename
+    source = "".join(linecache.getlines(file)).replace("weight + 1.0", "weight + 0.0")
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    reason = "Norm: has no source that forward is known to be compiled from"
+    assert normops.patch(norm).skipped == {"": reason}
+
+
 @pytest.mark.parametrize("this", ARGUMENTS)
 def test_names_of_arguments(this: str) -> None:
     for x in ARGUMENTS if TIMES > 1 else ("x", "self", "_weight", "rms_norm"):

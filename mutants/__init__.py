@@ -1,0 +1,1 @@
+"""Faults for the tests to see: ``python -m mutants``. A mutant that no test sees is a missing test."""
