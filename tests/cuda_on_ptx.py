@@ -31,7 +31,6 @@ from reference.operators import OPERATORS, Operator
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
 KERNELS, RUNTIME = TESTS / "cuda_kernels.cu", TESTS / "cuda_runtime_stub.cpp"
-ARCHS = (80, 90)
 LIBRARY = "libcuda_kernels.so"
 
 
@@ -57,10 +56,16 @@ def toolkit_includes() -> list[str]:
     return [option for folder in folders for option in ("-isystem", folder)] if found else []
 
 
-def build_library() -> Path:
+def build_library(arch: int) -> Path:
     """The launchers over the stub; beside them, what nvcc keeps, is the PTX."""
-    archs = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ARCHS]
-    command = [str(nvcc()), *FLAGS, "--threads=2", *archs, f"-I{CSRC}/cuda", "-shared", "-cudart=none"]
+    command = [
+        str(nvcc()),
+        *FLAGS,
+        f"-gencode=arch=compute_{arch},code=compute_{arch}",
+        f"-I{CSRC}/cuda",
+        "-shared",
+        "-cudart=none",
+    ]
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
     sources = (KERNELS, RUNTIME)
 
@@ -72,11 +77,11 @@ def build_library() -> Path:
                 path.unlink()
 
     included = *CSRC.glob("*.h"), *(CSRC / "cuda").iterdir()
-    return kept("cuda_on_ptx", build, (*sources, *included), *command, version) / LIBRARY
+    return kept(f"cuda_on_ptx.{arch}", build, (*sources, *included), *command, version) / LIBRARY
 
 
-def ptx_of(library: Path, arch: int) -> dict[str, Kernel]:
-    (path,) = library.parent.glob(f"{KERNELS.stem}*compute_{arch}.ptx")
+def ptx_of(library: Path) -> dict[str, Kernel]:
+    (path,) = library.parent.glob(f"{KERNELS.stem}*.ptx")
     return kernels_of(path.read_text())
 
 
@@ -233,13 +238,14 @@ class Kernels:
     ``seed`` says in which order threads run, and in groups of which size.
     """
 
-    def __init__(self, library: Path, arch: int) -> None:
+    def __init__(self, arch: int) -> None:
+        library = build_library(arch)
         self._library = ctypes.CDLL(str(library))
         self._library.stub_gpu.restype = ctypes.POINTER(fake_gpus.Gpu)
         self._arch = arch
         self._tensors: list[tuple[str, Tensor, bool]] = []
         self._memory: Memory | None = None
-        self.gpu = Gpu(ptx_of(library, arch), self._memory_of_call)
+        self.gpu = Gpu(ptx_of(library), self._memory_of_call)
         sizes = (ctypes.c_int64 * len(_structs)).in_dll(self._library, "structure_bytes")
         assert list(sizes) == [ctypes.sizeof(struct) for struct in _structs.values()]
         for name in (*(operator.name for operator in OPERATORS), "grad_weight"):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import normops  # noqa: F401, whose operators are called
 from reference import cases
 from reference.cases import Case
 from reference.operators import OPERATORS, Operator, OperatorCase, of_argument

@@ -61,20 +61,15 @@ def one_thread(restored_threads: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def library() -> Path:
-    return cuda_on_ptx.build_library()
-
-
-@pytest.fixture(scope="module")
-def kernels(library: Path) -> Kernels:
+def kernels() -> Kernels:
     """As for sm_90."""
-    return Kernels(library, 90)
+    return Kernels(90)
 
 
 @pytest.fixture(scope="module")
-def without_clusters(library: Path) -> Kernels:
+def without_clusters() -> Kernels:
     """As for sm_80, which has no early start either."""
-    return Kernels(library, 80)
+    return Kernels(80)
 
 
 def pack_elements(dtype: torch.dtype) -> int:
@@ -506,9 +501,10 @@ def test_gates_of_any_size(kernels: Kernels, variant: Variant, dtype: torch.dtyp
 
 
 @pytest.mark.full  # takes a minute
-def test_operators(library: Path, tmp_path: Path) -> None:
+def test_operators(tmp_path: Path) -> None:
     """What lies between torch and the kernels, on CUDA tensors whose memory is the CPU's."""
     fake_gpu_builds.need_cuda()
+    library = cuda_on_ptx.build_library(90)
     fake_gpu_builds.build_computing(tmp_path, library)
     result = fake_gpu_builds.run(Path(__file__).with_name("cuda_operators.py"), tmp_path, str(library))
     assert result.returncode == 0, result.stderr

@@ -78,7 +78,7 @@ def test_an_exported_program_holds_the_operator(variant: Variant, strict: bool) 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @differentiable
-@pytest.mark.covering(core=1)
+@pytest.mark.full
 def test_inductor_equals_eager(variant: Variant, dynamic: bool, device: str) -> None:
     """The rows are slices of one projection, as a gate is in the models."""
     torch._dynamo.reset()

@@ -33,6 +33,7 @@ def happened() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", memory_limits.CALLS)
+@pytest.mark.full
 def test_an_error_and_nothing_else(name: str, happened: dict[str, list[str]]) -> None:
     """Whichever allocation fails: the process lives, inputs are what they were, the next call gives what it should."""
     *outcomes, end = happened[name]

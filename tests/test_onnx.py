@@ -198,7 +198,7 @@ class GatedNorms(nn.Module):
     ],
     ids=str,
 )
-@pytest.mark.covering(core=1)
+@pytest.mark.full
 def test_gated(dtype: torch.dtype, gate_dtype: torch.dtype) -> None:
     program, nodes = export(GatedNorms(), *(cases.values((*EXPORTED, *COLS), d) for d in (dtype, gate_dtype)))
     # torch.onnx merges nodes that compute the same: the sigmoids, and the norms that come first.
@@ -259,7 +259,7 @@ class NormsInTwoSteps(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.covering(core=1)
+@pytest.mark.full
 def test_in_two_steps(dtype: torch.dtype) -> None:
     program, nodes = export(NormsInTwoSteps(), cases.values((*EXPORTED, *COLS), dtype))
     assert nodes["ReduceSumSquare"] == 2  # one for each normalized_shape
@@ -281,7 +281,7 @@ def columns_of(rope: Flags) -> int:
     [*((dtype, dtype) for dtype in cases.DTYPES), *((dtype, torch.float32) for dtype in HALVES)],
     ids=str,
 )
-@pytest.mark.covering(core=1)
+@pytest.mark.full
 def test_rotated(dtype: torch.dtype, table_dtype: torch.dtype) -> None:
     """Heads share cos and sin."""
 

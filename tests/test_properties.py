@@ -68,6 +68,7 @@ def problems(draw: st.DrawFn, operator: Operator) -> tuple[OperatorCase, dict[st
     max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data(), threads=st.sampled_from([1, 2]))
+@pytest.mark.full
 def test_within_the_oracle(operator: Operator, data: st.DataObject, threads: int, device: str) -> None:
     case, arguments = data.draw(problems(operator))
     moved = {name: on(device, value) if isinstance(value, Tensor) else value for name, value in arguments.items()}

@@ -11,6 +11,7 @@ import sharded_models  # noqa: F401
 import sharded_operators  # noqa: F401
 import sharded_rows  # noqa: F401
 from processes import CASES, run
+from tiers import divided
 from torch.multiprocessing.spawn import spawn
 
 
@@ -28,7 +29,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", divided(CASES, [name for name, case in CASES.items() if case.processes == 2]))
 def test_in_processes(name: str, outcomes: Path) -> None:
     for rank in range(CASES[name].processes):
         outcome = outcomes / f"{name}.{rank}"

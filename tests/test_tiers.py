@@ -41,7 +41,7 @@ def run(tmp_path: Path, *arguments: str, **environment: str) -> list[str]:
     """What pytest says of these, without times."""
     (tmp_path / "test_them.py").write_text(PROGRAM)
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
-    environment = {"PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent))), **environment}
+    environment = {"NORMOPS_REQUIRE": "", "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent)))} | environment
     command = (sys.executable, "-m", "pytest", "-q", "--strict-markers", f"--config-file={TESTS.parent}/pyproject.toml")
     result = subprocess.run(
         [*command, f"--rootdir={tmp_path}", str(tmp_path), *arguments],
