@@ -213,11 +213,11 @@ def test_every_configuration(
     kernels = kernels if arch == 90 else without_clusters
     on, pack = device(multiprocessors, shared_kib << 10), pack_elements(dtype)
     # Threads in another order take longer than all at once, and float64 has 512 threads for each row.
-    most, elements = (300, 20_000) if seed == 0 and dtype != torch.float64 else (30, 5_000)
+    most = 300 if seed == 0 and dtype != torch.float64 else 5
     for number, cols in enumerate(widths(kernels, operator, dtype, on)):
         if (cols % pack == 0) != is_plain:
             continue
-        rows = max(min(most, elements // cols), 5) + number % 3
+        rows = max(min(most, 20_000 // cols), 3) + number % 3
         shape, groups = ((rows, 2, cols), number % 2) if operator.tables else ((rows, cols), 0)
         weight_dtype = dtype if is_plain else torch.float32
         case = Case(shape, dtype, 1, weight_dtype, has_residual=number % 2 == 0, group_dims=groups)
@@ -323,8 +323,11 @@ def with_each(arguments: dict[str, Any], change: Callable[[str, Tensor], Tensor]
 @over_dtypes
 @pytest.mark.parametrize("layout", [cases.contiguous, cases.misaligned])
 @pytest.mark.parametrize("packs", [7, 40, *PACKS])
+@pytest.mark.parametrize("group", range(3))
 @over_operators
-def test_groups(kernels: Kernels, operator: Operator, packs: int, layout: cases.Layout, dtype: torch.dtype) -> None:
+def test_groups(
+    kernels: Kernels, operator: Operator, group: int, packs: int, layout: cases.Layout, dtype: torch.dtype
+) -> None:
     """Each group of rows has the bits that it has alone, whichever access serves it."""
     cols, on = packs * pack_elements(dtype), device(5)
     flags = flags_of(operator, cols, pack_elements(dtype))[layout is cases.misaligned and len(operator.flags) > 1]
@@ -332,15 +335,14 @@ def test_groups(kernels: Kernels, operator: Operator, packs: int, layout: cases.
     for dtypes in ({}, *other_dtypes(operator, dtype)[:1]):
         case = OperatorCase(operator, like, flags, dtypes)
         whole = check(kernels, case, on)
-        for group in range(3):
 
-            def alone(name: str, tensor: Tensor, group: int = group) -> Tensor:
-                return tensor[group] if name == "weight" else tensor[:, 0 if name in operator.tables else group]
+        def alone(name: str, tensor: Tensor) -> Tensor:
+            return tensor[group] if name == "weight" else tensor[:, 0 if name in operator.tables else group]
 
-            results = kernels.call(operator, with_each(case.arguments(), alone), on=on)
-            for name, result, expected in zip(operator.outputs, results, whole, strict=True):
-                if name != "grad_weight" and expected is not None:
-                    assert_same_bits([result], [expected[:, group]], (name, group))
+        results = kernels.call(operator, with_each(case.arguments(), alone), on=on)
+        for name, result, expected in zip(operator.outputs, results, whole, strict=True):
+            if name != "grad_weight" and expected is not None:
+                assert_same_bits([result], [expected[:, group]], name)
 
 
 @for_few
@@ -384,37 +386,41 @@ def test_outputs_that_are_inputs(
 
 @for_few
 @over_families
+@pytest.mark.parametrize("what", ["misaligned", "padded_rows", "batch", "multiprocessors", "order of threads"])
 @over_operators
 def test_what_does_not_show_in_the_bits(
-    kernels: Kernels, operator: Operator, family: Family, dtype: torch.dtype
+    kernels: Kernels, operator: Operator, what: str, family: Family, dtype: torch.dtype
 ) -> None:
-    """The order of threads, the batch around a row, the number of multiprocessors, strides and alignment."""
-    cols, clusters = family.cols(dtype), family.device.cluster
-    case = Case((11, cols), dtype, weight_dtype=dtype)
+    cols, clusters, rows = family.cols(dtype), family.device.cluster, 11 if family.packs < 1000 else 4
+    case = Case((rows, cols), dtype, weight_dtype=dtype)
     arguments = OperatorCase(operator, case, family.choice(operator.flags), {}).arguments()
     if operator.has_mask and cols >= 1000:  # would take long
         arguments["output_mask"] = [name != "grad_weight" for name in operator.outputs]
-    rows = [i for i, name in enumerate(operator.outputs) if name != "grad_weight"]
+    of_rows = [i for i, name in enumerate(operator.outputs) if name != "grad_weight"]
 
     def call(arguments: dict[str, Any], multiprocessors: int = 1, seed: int = 0) -> tuple[Tensor | None, ...]:
-        return kernels.call(operator, arguments, on=device(multiprocessors * clusters, cluster=clusters), seed=seed)
+        on = device(max(multiprocessors, clusters), cluster=clusters)
+        return kernels.call(operator, arguments, on=on, seed=seed)
+
+    def elsewhere(name: str, tensor: Tensor) -> Tensor:
+        layout = cases.padded_rows if what == "padded_rows" and tensor.dim() > 1 else cases.misaligned
+        return layout(tuple(tensor.shape), tensor.dtype, 0).copy_(tensor)
 
     expected = call(arguments)
-    of_rows = [expected[i] for i in rows]
-    for seed in SEEDS:
-        assert_same_bits(call(arguments, seed=seed), expected, seed)
-    for begin, end in ((0, 1), (10, 11), (3, 8)):
-        results = call(with_each(arguments, lambda name, t: t if name == "weight" else t[begin:end]))  # noqa: B023
-        assert_same_bits([results[i] for i in rows], [t if t is None else t[begin:end] for t in of_rows], begin)
-    results = call(arguments, multiprocessors=132)
-    assert_same_bits([results[i] for i in rows], of_rows, "multiprocessors")
-    for layout in (cases.misaligned, cases.padded_rows):
-
-        def elsewhere(name: str, tensor: Tensor, layout: cases.Layout = layout) -> Tensor:
-            moved = (cases.misaligned if tensor.dim() < 2 else layout)(tuple(tensor.shape), tensor.dtype, 0)
-            return moved.copy_(tensor)
-
-        assert_same_bits(call(with_each(arguments, elsewhere)), expected, layout.__name__)
+    match what:
+        case "order of threads":
+            for seed in SEEDS:
+                assert_same_bits(call(arguments, seed=seed), expected, seed)
+        case "batch":
+            for begin, end in ((0, 1), (rows - 1, rows), (1, 4)):
+                results = call(with_each(arguments, lambda name, t: t if name == "weight" else t[begin:end]))  # noqa: B023
+                some = [t if t is None else t[begin:end] for t in expected]
+                assert_same_bits([results[i] for i in of_rows], [some[i] for i in of_rows], begin)
+        case "multiprocessors":
+            results = call(arguments, multiprocessors=132)
+            assert_same_bits([results[i] for i in of_rows], [expected[i] for i in of_rows])
+        case _:
+            assert_same_bits(call(with_each(arguments, elsewhere)), expected)
 
 
 @for_few
