@@ -58,5 +58,6 @@ assert all(map(torch.equal, results(), expected))
 
 def test_fewer_threads_than_were_asked_for() -> None:
     """OpenMP starts as many as its limit allows: they have to do what the others were to do."""
-    environment = os.environ | {"OMP_THREAD_LIMIT": "2"}
-    subprocess.run([sys.executable, "-c", LIMITED], env=environment, cwd=Path(__file__).parent, check=True)
+    tests = Path(__file__).parent
+    environment = os.environ | {"OMP_THREAD_LIMIT": "2", "PYTHONPATH": str(tests.parent)}
+    subprocess.run([sys.executable, "-c", LIMITED], env=environment, cwd=tests, check=True)
