@@ -116,7 +116,7 @@ def serves_cpu(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernel_programs.build builds, so that the kernels are compiled once."""
+    """Where kernel_programs.build puts its programs."""
     return tmp_path_factory.mktemp("programs")
 
 
