@@ -73,7 +73,7 @@ WIDTHS = {"one block": 4096, "any width": 65536}
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", ["bf16", "bf16, llama", "fp16", "fp16, llama", "fp32"])
 @pytest.mark.parametrize("name", OF_ROWS)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, width: str, arch: int) -> None:
     ptx = compiled(name, dtype, WIDTHS[width], arch).asm["ptx"]
     assert re.search(r"\bld\.global\.v4\.b32", ptx)
@@ -97,7 +97,7 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, wid
         "rms_norm_backward_from_stats",
     ],
 )
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_kernels_compile_for_amd_and_access_16_bytes(name: str, dtype: str, width: str, arch: str) -> None:
     code = compiled(name, dtype, WIDTHS[width], arch).asm["amdgcn"]
     for access in ("load", "store"):
@@ -114,7 +114,7 @@ def test_kernels_compile_for_amd_and_access_16_bytes(name: str, dtype: str, widt
 @pytest.mark.parametrize("cols", [1, 64, 4096, 32768, 65536])
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 @pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward", "gated_rms_norm_backward", *STATS])
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_sums_do_not_follow_a_layout(name: str, dtype: str, cols: int) -> None:
     """Each adds two numbers, whose places do not matter: the order of more would be a layout's, hence alignment's."""
     ttir = compiled(name, dtype, cols, 90).asm["ttir"]
@@ -134,7 +134,7 @@ def test_sums_do_not_follow_a_layout(name: str, dtype: str, cols: int) -> None:
         ("rms_norm_backward_from_stats", 3),
     ],
 )
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_each_step_goes_over_rows_once(name: str, tensors: int, cols: int, parts: int, backward_parts: int) -> None:
     """However wide they are: the sums that are given are not formed, or nothing is made of them."""
     ttir = compiled(name, "bf16", cols, 90).asm["ttir"]
@@ -157,7 +157,7 @@ def test_each_step_goes_over_rows_once(name: str, tensors: int, cols: int, parts
         "rms_norm_backward_from_stats",
     ],
 )
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_kernels_compile_for_float64(name: str, width: str) -> None:
     ptx = compiled(name, "fp64", WIDTHS[width] // 2, 90).asm["ptx"]
     assert re.search(r"\bld\.global\.v2\.b64", ptx)
@@ -192,7 +192,7 @@ def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
         ("rms_norm_backward_from_stats", 64 << 10),
     ],
 )
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str, arch: int, tmp_path: Path) -> None:
     """With the operands that take most of them; a multiprocessor has 65536."""
     kernel = compiled(name, dtype, bytes // (8 if dtype == "fp64" else 4), arch)
@@ -228,7 +228,7 @@ HEADS = [
 )
 @pytest.mark.parametrize("rope", HEADS, ids=str)
 @pytest.mark.parametrize("name", ROTATED)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_heads_are_rotated_in_registers(
     name: str, rope: Rope, dtypes: tuple[str, str], arch: int, tmp_path: Path
 ) -> None:
@@ -262,7 +262,7 @@ def test_wide_rows_are_rotated_without_spills(name: str, rope: Rope, tmp_path: P
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("rope", [Rope(128, 64), Rope(128, 64, interleaved=True), Rope(128, 32)], ids=str)
 @pytest.mark.parametrize("name", ROTATED)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_heads_are_rotated_in_registers_on_amd(name: str, rope: Rope, dtype: str, arch: str) -> None:
     code = compiled_rope(name, dtype, dtype, rope, arch).asm["amdgcn"]
     if 2 * rope.pairs == rope.cols:
