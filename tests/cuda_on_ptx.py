@@ -25,7 +25,7 @@ from structures import members, read_structs
 from torch import Tensor
 
 from building.cuda import FLAGS
-from reference.cases import DTYPES, compute_dtype
+from reference.cases import DTYPES, Case, compute_dtype
 from reference.operators import OPERATORS, Operator
 
 TESTS = Path(__file__).parent
@@ -54,6 +54,11 @@ def toolkit_includes() -> list[str]:
     found = any((Path(folder) / "cuda_bf16.h").is_file() for folder in folders)
     # As system headers, which are compiled without warnings.
     return [option for folder in folders for option in ("-isystem", folder)] if found else []
+
+
+def is_quick(case: Case) -> bool:
+    """For the interpreter: not a thousand rows of float64, each of which has 512 threads."""
+    return case.dtype != torch.float64 or math.prod(case.shape[:-1]) < 1000
 
 
 def build_library(arch: int) -> Path:

@@ -34,7 +34,7 @@ from reference.operators import (
 
 ops = torch.ops.normops
 
-SOME_CASES = (*SIZES[::17], *CASES[len(SIZES) :: 7])
+SOME_CASES = tuple(filter(cuda_on_ptx.is_quick, (*SIZES[::17], *CASES[len(SIZES) :: 7])))
 
 
 def some_cases_of(operator: Operator) -> list[OperatorCase]:
