@@ -27,7 +27,7 @@ ops = torch.ops.normops
 
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 @pytest.mark.covering(core=2)
-@pytest.mark.triton(core=1, full=2)
+@pytest.mark.triton(core=1, full=1)
 def test_within_bounds(case: OperatorCase, device: str) -> None:
     operator, arguments = case.operator, case.arguments(device)
     results = operator.results(operator.packet(**arguments))
