@@ -506,7 +506,7 @@ def test_gates_of_any_size(kernels: Kernels, variant: Variant, dtype: torch.dtyp
         oracle.assert_within(result, bounded, name)
 
 
-@pytest.mark.full  # takes a minute
+@pytest.mark.full  # takes minutes
 def test_operators(tmp_path: Path) -> None:
     """What lies between torch and the kernels, on CUDA tensors whose memory is the CPU's."""
     fake_gpu_builds.need_cuda()
