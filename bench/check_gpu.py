@@ -99,7 +99,7 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
             Part("profile", (*python, "-m", "bench.profile", "--device", device), 40),
         ]
     if step == 2:
-        few = ("--triton", "-k", "1x1 and float16") if rehearsal else ()
+        few = ("--triton", "-k", "test_parts_of_rows") if rehearsal else ()
         backend = {} if rehearsal else {"NORMOPS_BACKEND": "triton"}
         return [
             *build,
