@@ -17,7 +17,6 @@ LONGEST = (
     "test_cpu_kernels.py",
     "test_examples.py",
     "test_inductor.py",
-    "test_gated_rms_norm.py",
     "test_families.py",
     "test_adoption_fuzz.py",
     "test_check_gpu.py",

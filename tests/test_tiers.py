@@ -5,6 +5,7 @@ import subprocess
 import sys
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiers
@@ -76,15 +77,10 @@ def test_what_is_required_is_not_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])
-def test_values_are_covered_together(strength: int, request: pytest.FixtureRequest) -> None:
-    sets = [
-        ParameterSet(request.node, {"a": a, "b": b, "c": c, "number": n}, n)
-        for n, (a, b, c) in enumerate(product(range(3), repeat=3))
-    ]
-    sets = [parameters._replace(item=number) for number, parameters in enumerate(sets)]  # type: ignore[arg-type]
-    sets = [parameters._replace(axes={k: parameters.axes[k] for k in "abc"}) for parameters in sets]
-    chosen = cover(sets, strength)
-    for axes in combinations("abc", strength):
-        together = {tuple(sets[number].axes[axis] for axis in axes) for number in chosen}  # type: ignore[call-overload]
-        assert len(together) == 3**strength
+def test_values_are_covered_together(strength: int) -> None:
+    names = "abc"
+    axes = [dict(zip(names, values, strict=True)) for values in product(range(3), repeat=len(names))]
+    chosen: Any = cover([ParameterSet(number, each, number) for number, each in enumerate(axes)], strength)  # type: ignore[arg-type]
+    for some in combinations(names, strength):
+        assert len({tuple(axes[number][name] for name in some) for number in chosen}) == 3**strength
     assert len(chosen) <= (5, 13, 27)[strength - 1]

@@ -107,12 +107,12 @@ def _divide(items: Sequence[pytest.Item], core: int = 0, full: int | None = None
 def assign(items: Sequence[pytest.Item], covering: str) -> None:
     """Leaves each test with the mark of its tier; ``covering``: the mark whose numbers divide a test's parameters."""
     tiers = dict.fromkeys(items, TIERS[0])
-    divided = defaultdict(list)
+    of_tests = defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker(covering)) is not None and mark.kwargs:
-            divided[tuple(mark.kwargs.items()), item.path, item.originalname].append(item)  # type: ignore[attr-defined]
-    for (strengths, _, _), of_test in divided.items():
-        tiers.update(_divide(of_test, **dict(strengths)))
+            of_tests[tuple(mark.kwargs.items()), item.path, item.originalname].append(item)  # type: ignore[attr-defined]
+    for (strengths, _, _), parametrized in of_tests.items():
+        tiers.update(_divide(parametrized, **dict(strengths)))
     for item, tier in tiers.items():
         marked = (mark.name for mark in item.iter_markers() if mark.name in TIERS)
         tiers[item] = max((tier, *marked), key=TIERS.index)
