@@ -143,8 +143,7 @@ SINGLE_ROWS = [
 @pytest.mark.parametrize("cols", [64, 70, 40000])
 @pytest.mark.parametrize(("variant", "over"), SINGLE_ROWS, ids=str)
 @pytest.mark.covering(core=1)
-# A release has it: if one warp has the row, only shuffles come between reads and writes of lanes with the same columns.
-@pytest.mark.triton(core=0, full=0)
+@pytest.mark.triton(core=0)
 def test_exact_aliasing_of_a_single_row_with_a_vector(variant: Variant, over: str, cols: int, device: str) -> None:
     """Where there is one row, the weight has the shape of the output, and grad_weight that of every input."""
     operator = variant.operator

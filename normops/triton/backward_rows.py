@@ -93,6 +93,7 @@ def backward_kernel(
             dw += (tl.zeros((block_rows, block_cols), compute),)
     if parts == 1:
         scale = load_scale(weight, first, first < cols, weight_offset, compute)[None, :]
+        tl.debug_barrier()  # dx of a single row may be the weight, which other threads read as well
     # In 64 bits, as the last step would wrap around where there are nearly 2^31 rows.
     for start_sample in range(
         program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows

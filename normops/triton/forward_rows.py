@@ -127,6 +127,8 @@ def forward_kernel(
         for part in tl.static_range(parts):
             columns, is_column = part_of_row(first, part, parts, cols)
             scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
+            if rows == groups:
+                tl.debug_barrier()  # y of a single row may be the weight, which other threads read as well
             result = apply_scale(held[part], rstd, scale, normalized)
             if gate is not None and norm_before_gate:
                 result = cast(result, multiplied) * held_a[part]
