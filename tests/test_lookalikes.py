@@ -25,7 +25,8 @@ import normops
 # What patching adds to a module.
 ENTRIES = ("forward", "__reduce_ex__")
 
-every_lookalike = pytest.mark.parametrize("name", divided(LOOKALIKES, [*LOOKALIKES][::14]))
+NORMS = [name for name, each in LOOKALIKES.items() if each.reason is None]
+LEFT = [name for name in LOOKALIKES if name not in NORMS]
 
 
 class Outcome(NamedTuple):
@@ -244,7 +245,7 @@ def snapshot(module: nn.Module) -> dict[str, Any]:
     return {"own": held, "class": {name: told(value) for name, value in vars(type(module)).items()}}
 
 
-@every_lookalike
+@pytest.mark.parametrize("name", divided(LOOKALIKES, [*LEFT, *NORMS[::14]]))
 def test_is_what_it_was(name: str) -> None:
     patched, original, report = described(LOOKALIKES[name])
     reason = LOOKALIKES[name].reason
@@ -270,9 +271,6 @@ def others_of(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [value + "x", None]
     return []
-
-
-NORMS = [name for name, each in LOOKALIKES.items() if each.reason is None]
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -398,22 +396,6 @@ def test_after_another_weight(name: str, weight: str) -> None:
     for module in (patched, original):
         WEIGHTS[weight](module)
     assert_is_what_it_was(patched, original, where=f"weight: {weight}", some=True)
-
-
-def test_attributes_of_tensors() -> None:
-    """Programs hang what they like on parameters and activations."""
-    for name in ("by_an_attribute_of_the_input", "by_the_class_of_the_input", "by_the_type_of_the_input"):
-        patched, original, _ = described(LOOKALIKES[name])
-        x: Any = torch.randn(2, SIZE)
-        x.is_normalized = True
-        assert_alike(patched(x), original(x), name)
-        assert_alike(patched(nn.Parameter(x)).detach(), original(nn.Parameter(x)).detach(), name)
-
-
-def test_an_option_of_a_decorator() -> None:
-    patched, original, _ = described(LOOKALIKES["decorated_with_an_option"])
-    x = torch.randn(2, SIZE)
-    assert_alike(patched(x, scale=2.0), original(x, scale=2.0), "with an option")
 
 
 def test_modules_that_differ_in_a_function_alone() -> None:
