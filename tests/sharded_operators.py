@@ -17,7 +17,7 @@ import normops
 from normops import _C
 from reference import cases, oracle
 from reference.cases import Case
-from reference.operators import DIFFERENTIABLE, OperatorCase, Variant, other_dtypes, variants
+from reference.operators import DIFFERENTIABLE, OPERATORS, OperatorCase, Variant, other_dtypes, variants
 
 ops = torch.ops.normops
 rms_norm: Callable[..., Any] = normops.rms_norm
@@ -267,16 +267,15 @@ def in_place_keeps_the_placements_or_refuses() -> None:
 @case(2)
 def out_overloads_refuse() -> None:
     mesh = mesh_of()
-    x, y, h = (placed(cases.values((4, 8), torch.float32, i), mesh, (Shard(0),)) for i in range(3))
-    w = placed(torch.zeros(8), mesh, (Replicate(),))
-    for op, arguments, targets in (
-        (ops.rms_norm.out, (x, [8]), {"out": y}),
-        (ops.add_rms_norm.out, (x, x, [8]), {"out": y, "residual_out": h}),
-        (ops.rms_norm_backward.out, (x, x, [8]), {"grad_input": y, "grad_weight": w}),
-        (ops.gated_rms_norm.out, (x, x, [8]), {"out": y}),
-        (ops.gated_rms_norm_backward.out, (x, x, x, [8]), {"grad_input": y, "grad_gate": h, "grad_weight": w}),
-    ):
-        assert "does not have a sharding strategy registered" in message_of(lambda: op(*arguments, **targets))  # noqa: B023
+
+    def everywhere(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {n: placed(v, mesh, (Replicate(),)) if isinstance(v, Tensor) else v for n, v in arguments.items()}
+
+    for operator in OPERATORS:
+        case = Variant(operator, {}).at(Case((4, 8), torch.float32, weight_dtype=torch.float32))
+        arguments, targets = everywhere(case.arguments()), everywhere(case.targets())
+        message = message_of(lambda: operator.out(**arguments, **targets))  # noqa: B023
+        assert "does not have a sharding strategy registered" in message
 
 
 @case(2)
@@ -304,10 +303,11 @@ def derivatives_of_second_order() -> None:
         return torch.autograd.grad([gradient.square().sum() for gradient in first], (x, w))
 
     expected = second(x.requires_grad_(), w.requires_grad_())
-    given = placed(x.detach(), mesh, (Shard(0),)), placed(w.detach(), mesh, (Replicate(),))
-    for actual, wanted in zip(second(*(t.requires_grad_() for t in given)), expected, strict=True):
-        assert isinstance(actual, DTensor)
-        torch.testing.assert_close(actual.full_tensor(), wanted)
+    for of_input, of_weight in ((Shard(0), Replicate()), (Shard(1), Shard(0))):
+        given = placed(x.detach(), mesh, (of_input,)), placed(w.detach(), mesh, (of_weight,))
+        for actual, wanted in zip(second(*(t.requires_grad_() for t in given)), expected, strict=True):
+            assert isinstance(actual, DTensor)
+            torch.testing.assert_close(actual.full_tensor(), wanted)
 
 
 @case(2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from processes import Placements, case, communicated, grad_of, mesh_of, placed
+from processes import case, communicated, grad_of, mesh_of, placed
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -249,36 +249,3 @@ def no_process_has_a_whole_row() -> None:
         y = rms_norm(given, cols, weight)
         y.backward(y.detach())
     assert mode.largest <= part
-
-
-@case(2)
-def the_operators_themselves_take_dtensors() -> None:
-    mesh = mesh_of()
-    x, w = cases.values((5, 9), torch.float32, 1), cases.values((9,), torch.float32, 2)
-    placements: tuple[Placements, ...] = ((Shard(0),), (Shard(1),), (Replicate(),))
-    for of_input in placements:
-        given, weight = placed(x, mesh, of_input), placed(w, mesh, (Replicate(),))
-        square_sum = normops.rms_norm_stats(given, 9)
-        assert isinstance(square_sum, DTensor)
-        assert square_sum.placements == ((Partial(),) if of_input == (Shard(1),) else of_input)
-        torch.testing.assert_close(square_sum.full_tensor(), normops.rms_norm_stats(x, 9))
-        y = normops.rms_norm_from_stats(given, square_sum, 9, 9, weight, cases.EPS)
-        assert isinstance(y, DTensor)
-        assert y.placements == of_input
-        oracle.assert_within(y.full_tensor(), rms_norm_of(x, (9,), w, cases.EPS))
-
-
-@case(2)
-def derivatives_of_second_order_of_parts() -> None:
-    mesh = mesh_of()
-    x, w = cases.values((4, 8), torch.float64, 1), cases.values((8,), torch.float64, 2)
-
-    def second(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        first = torch.autograd.grad(rms_norm(x, 8, w, cases.EPS).pow(3).sum(), (x, w), create_graph=True)
-        return torch.autograd.grad([gradient.square().sum() for gradient in first], (x, w))
-
-    expected = second(x.requires_grad_(), w.requires_grad_())
-    given = placed(x.detach(), mesh, (Shard(1),)), placed(w.detach(), mesh, (Shard(0),))
-    for actual, wanted in zip(second(*(t.requires_grad_() for t in given)), expected, strict=True):
-        assert isinstance(actual, DTensor)
-        torch.testing.assert_close(actual.full_tensor(), wanted)

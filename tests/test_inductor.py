@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -341,10 +342,6 @@ def others_between(x: Tensor, w: Tensor) -> Tensor:
     return x * factor * gate.unsqueeze(0) * (2 - w[:, None].T)
 
 
-def scaled_by_row(x: Tensor, w: Tensor) -> Tensor:
-    return x * torch.rsqrt(mean_square(x) + EPS) * (1 + w[:2, None])
-
-
 def two_between_each_other(x: Tensor, w: Tensor) -> Tensor:
     a, b = x * 2, x + 1
     of_a, of_b = mean_square(a), mean_square(b)
@@ -356,48 +353,31 @@ def wholly_under_autocast(x: Tensor, w: Tensor) -> Tensor:
         return norm(x, w)
 
 
-def returns_the_unweighted(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    normalized = x * torch.rsqrt(mean_square(x) + EPS)
-    return normalized * w, normalized
-
-
 def input_and_weight_are_used_elsewhere(x: Tensor, w: Tensor) -> Tensor:
     wide, weight = x.float() * 1, 1 + w
     return (wide * torch.rsqrt(mean_square(wide) + EPS)).to(x.dtype) * weight + wide + weight
 
 
-def biased(x: Tensor, w: Tensor) -> Tensor:
-    return norm(x, w) + w
-
-
-def weight_of_more_dimensions(x: Tensor, w: Tensor) -> Tensor:
-    return norm(x.view(-1, 1, 32).expand(8, 32, 32) * 1, w.outer(w))
-
-
-def wider_afterwards(x: Tensor, w: Tensor) -> Tensor:
-    return (x * torch.rsqrt(mean_square(x) + EPS)).double().mul(3)
+AROUND: dict[str, tuple[Callable[..., Any], int]] = {
+    "writes before": (writes_before, 1),
+    "writes to the result": (writes_to_the_result, 1),
+    "others between": (others_between, 1),
+    "scaled by row": (lambda x, w: x * torch.rsqrt(mean_square(x) + EPS) * (1 + w[:2, None]), 1),
+    "two between each other": (two_between_each_other, 2),
+    "wholly under autocast": (wholly_under_autocast, 1),
+    "unweighted, too": (lambda x, w: ((y := x * torch.rsqrt(mean_square(x) + EPS)) * w, y), 1),
+    "input and weight are used elsewhere": (input_and_weight_are_used_elsewhere, 1),
+    "biased": (lambda x, w: norm(x, w) + w, 1),
+    "weight of more dimensions": (lambda x, w: norm(x.view(-1, 1, 32).expand(8, 32, 32) * 1, w.outer(w)), 1),
+    "wider afterwards": (lambda x, w: (x * torch.rsqrt(mean_square(x) + EPS)).double().mul(3), 1),
+}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(
-    ("fn", "count"),
-    [
-        (writes_before, 1),
-        (writes_to_the_result, 1),
-        (others_between, 1),
-        (scaled_by_row, 1),
-        (two_between_each_other, 2),
-        (wholly_under_autocast, 1),
-        (returns_the_unweighted, 1),
-        (input_and_weight_are_used_elsewhere, 1),
-        (biased, 1),
-        (weight_of_more_dimensions, 1),
-        (wider_afterwards, 1),
-    ],
-)
+@pytest.mark.parametrize("case", AROUND)
 @pytest.mark.covering(core=1)
-def test_what_is_around_a_norm_stays(fn: Callable[..., Any], count: int, dynamic: bool) -> None:
-    inputs = problem(torch.float32)
+def test_what_is_around_a_norm_stays(case: str, dynamic: bool) -> None:
+    (fn, count), inputs = AROUND[case], problem(torch.float32)
     compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
     assert_close(results(compiled, inputs), results(fn, inputs), torch.float32)
     assert len(norms(graphs.forward)) == count
@@ -442,6 +422,15 @@ def written_after_a_checkpoint(norm: Norm, x: Tensor, w: Tensor) -> tuple[Tensor
     return y, h
 
 
+WRITTEN_AFTER = (
+    written_after,
+    written_after_through_a_view,
+    written_after_without_gradient,
+    written_in_a_checkpoint,
+    written_after_a_checkpoint,
+)
+
+
 def weight_written_after(norm: Norm, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     w = w * 1
     y = norm(x, w)
@@ -451,20 +440,7 @@ def weight_written_after(norm: Norm, x: Tensor, w: Tensor) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize(
     ("fn", "norm"),
-    [
-        *(
-            (fn, norm)
-            for fn in (
-                written_after,
-                written_after_through_a_view,
-                written_after_without_gradient,
-                written_in_a_checkpoint,
-                written_after_a_checkpoint,
-            )
-            for norm in (in_float32, SPELLINGS["F.rms_norm"])
-        ),
-        (weight_written_after, SPELLINGS["offset"]),
-    ],
+    [*product(WRITTEN_AFTER, (in_float32, SPELLINGS["F.rms_norm"])), (weight_written_after, SPELLINGS["offset"])],
 )
 def test_what_is_written_after_the_norm(fn: Callable[..., Any], norm: Norm) -> None:
     """The originals save casts, which a write leaves as they were."""
@@ -533,7 +509,7 @@ def test_copies_are_no_kernels() -> None:
 
 def test_the_result_is_rounded_before_it_is_widened() -> None:
     x, w = problem(torch.bfloat16)
-    compiled, graphs = compiled_with_passes(wider_afterwards)
+    compiled, graphs = compiled_with_passes(AROUND["wider afterwards"][0])
     assert torch.equal(compiled(x, w), normops.rms_norm(x, 32, None, EPS).double().mul(3))
     assert norms(graphs.forward) == ["rms_norm"]
 
@@ -584,16 +560,6 @@ def test_nested_tensors_are_left_alone(norm: Norm) -> None:
     compiled, graphs = compiled_with_passes(norm)
     torch.testing.assert_close(compiled(x, w).values(), norm(x, w).values())
     assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
-
-
-def test_an_open_eps_is_guarded() -> None:
-    module = others.LlamaNorm(32)
-    compiled, graphs = compiled_with_passes(module, dynamic=True)
-    x = problem(torch.float32)[0]
-    for eps in (1e-6, 1.0, 2.0):
-        module.variance_epsilon = eps
-        torch.testing.assert_close(compiled(x), module(x))
-    assert set(norms(graphs.forward)) == {"rms_norm"}
 
 
 def test_bodies_of_checkpoints() -> None:

@@ -1,7 +1,6 @@
 """torch.onnx.export with normops.onnx.translation_table, run by onnxruntime."""
 
 import itertools
-import math
 import subprocess
 import sys
 from collections import Counter
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 import normops
 from normops.onnx import translation_table
 from reference import cases, oracle
-from reference.cases import HALVES
-from reference.operators import ROPES, Flags, OperatorCase, table_shape, variants
+from reference.cases import HALVES, Case
+from reference.operators import OperatorCase, other_dtypes, variants
 from reference.oracle import exact_sum
 
 pytest.importorskip("onnxscript")
@@ -29,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`
 
 ops = torch.ops.normops
 
-GATINGS = tuple(itertools.product(("silu", "sigmoid"), (True, False)))  # activation, norm_before_gate
 EXPORTED, OTHER = (3, 5), (2, 7)  # batch and sequence
+DYNAMIC = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
 # The sum of so few elements is within the oracle's bounds in whatever order onnxruntime adds them.
 COLS = (2, 8)
 EPS = 2.0**-7  # ONNX stores a float32
@@ -92,17 +91,16 @@ class Norms(nn.Module):
 
 
 def export(
-    module: nn.Module, *args: Any, opset_version: int = 23, optimize: bool = True, is_dynamic: bool = True
+    module: nn.Module, *args: Any, opset_version: int = 23, optimize: bool = True, dynamic_shapes: Any = DYNAMIC
 ) -> tuple[torch.onnx.ONNXProgram, Counter[str]]:
-    """With the first two sizes dynamic; and how many there are of each of ONNX's operators."""
-    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    """With the first two sizes of all arguments dynamic; and how many there are of each of ONNX's operators."""
     program = torch.onnx.export(
         module.eval(),
         args,
         dynamo=True,
         opset_version=opset_version,
         custom_translation_table=translation_table(),
-        dynamic_shapes=(sizes,) * len(args) if is_dynamic else None,
+        dynamic_shapes=(DYNAMIC,) * len(args) if dynamic_shapes is DYNAMIC else dynamic_shapes,
         optimize=optimize,
         verbose=False,
     )
@@ -164,144 +162,6 @@ def test_operators(dtype: torch.dtype, residual_dtype: torch.dtype, optimize: bo
             assert_within(output_of_sum, norm, residual_out, dtype)
 
 
-class GatedNorms(nn.Module):
-    """Each of NORMS, gated each way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([norm.weight() for norm in NORMS])
-
-    def forward(self, input: Tensor, gate: Tensor) -> list[Tensor]:
-        return [
-            ops.gated_rms_norm(
-                input,
-                gate,
-                norm.normalized_shape,
-                weight,
-                norm.eps,
-                weight_offset=norm.weight_offset,
-                casting_mode=norm.casting_mode,
-                activation=activation,
-                norm_before_gate=norm_before_gate,
-            )
-            for norm, weight in zip(NORMS, self.weights, strict=True)
-            for activation, norm_before_gate in GATINGS
-        ]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "gate_dtype"),
-    [
-        *((dtype, dtype) for dtype in cases.DTYPES),
-        *((dtype, torch.float32) for dtype in HALVES),
-        (torch.float32, torch.float16),
-    ],
-    ids=str,
-)
-@pytest.mark.full
-def test_gated(dtype: torch.dtype, gate_dtype: torch.dtype) -> None:
-    program, nodes = export(GatedNorms(), *(cases.values((*EXPORTED, *COLS), d) for d in (dtype, gate_dtype)))
-    # torch.onnx merges nodes that compute the same: the sigmoids, and the norms that come first.
-    assert nodes["Sigmoid"] == 1
-    assert nodes["RMSNormalization"] == 3 * len(NORMS)
-    for sizes in (EXPORTED, OTHER):
-        x, gate = (cases.values((*sizes, *COLS), d, seed) for seed, d in enumerate((dtype, gate_dtype)))
-        for output, (norm, gating) in zip(program(x, gate), itertools.product(NORMS, GATINGS), strict=True):
-            assert output.dtype == dtype
-            of_norm = norm.normalized_shape, norm.weight(), norm.eps, norm.weight_offset, norm.casting_mode
-            expected = oracle.gated_rms_norm(x, gate, *of_norm, *gating)
-            oracle.assert_within(output, expected, f"{norm}, {gating}")
-
-
-# With a weight, without one, and with one for each head.
-ROTATED = (NORMS[1], NORMS[5], NORMS[-1])
-
-
-class RotatedNorms(nn.Module):
-    """Rotated each way, by tables for each column and for each pair."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([norm.weight() for norm in ROTATED])
-
-    def forward(self, input: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
-        return [
-            ops.rms_norm_rope(
-                input,
-                *(table[..., : columns_of(rope)] for table in (cos, sin)),
-                norm.normalized_shape,
-                weight,
-                norm.eps,
-                weight_offset=norm.weight_offset,
-                **rope,
-            )
-            for norm, weight in zip(ROTATED, self.weights, strict=True)
-            for rope in ROPES
-        ]
-
-
-class NormsInTwoSteps(nn.Module):
-    """Each of NORMS, and one over as many elements as the sequence is long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([norm.weight() for norm in NORMS])
-
-    def forward(self, input: Tensor) -> list[Tensor]:
-        outputs = []
-        for norm, weight in zip(NORMS, self.weights, strict=True):
-            square_sum = normops.rms_norm_stats(input, norm.normalized_shape)
-            of_rows = math.prod(norm.normalized_shape), norm.normalized_shape, weight, norm.eps
-            keywords = {"weight_offset": norm.weight_offset, "casting_mode": norm.casting_mode}
-            outputs.append(ops.rms_norm_from_stats(input, square_sum, *of_rows, **keywords))
-        square_sum = normops.rms_norm_stats(input, COLS[-1])
-        return [*outputs, square_sum, normops.rms_norm_from_stats(input, square_sum, 8 * input.shape[1], COLS[-1])]
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.full
-def test_in_two_steps(dtype: torch.dtype) -> None:
-    program, nodes = export(NormsInTwoSteps(), cases.values((*EXPORTED, *COLS), dtype))
-    assert nodes["ReduceSumSquare"] == 2  # one for each normalized_shape
-    for sizes in (EXPORTED, OTHER):
-        x = cases.values((*sizes, *COLS), dtype)
-        *outputs, square_sum, of_length = program(x)
-        for norm, output in zip(NORMS, outputs, strict=True):
-            assert_within(output, norm, x, dtype)
-        oracle.assert_within(square_sum, oracle.rms_norm_stats(x, COLS[-1:]))
-        oracle.assert_within(of_length, oracle.rms_norm_from_stats(x, square_sum, 8 * x.shape[1], COLS[-1:]))
-
-
-def columns_of(rope: Flags) -> int:
-    return table_shape(COLS, rope)[-1]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "table_dtype"),
-    [*((dtype, dtype) for dtype in cases.DTYPES), *((dtype, torch.float32) for dtype in HALVES)],
-    ids=str,
-)
-@pytest.mark.full
-def test_rotated(dtype: torch.dtype, table_dtype: torch.dtype) -> None:
-    """Heads share cos and sin."""
-
-    def inputs(sizes: tuple[int, int]) -> list[Tensor]:
-        tables = (cases.values((*sizes, 1, COLS[-1]), table_dtype, seed, 0.7) for seed in (1, 2))
-        return [cases.values((*sizes, *COLS), dtype), *tables]
-
-    program, nodes = export(RotatedNorms(), *inputs(EXPORTED))
-    assert nodes["RMSNormalization"] == len(ROTATED)  # torch.onnx merges nodes that compute the same
-    for sizes in (EXPORTED, OTHER):
-        x, cos, sin = inputs(sizes)
-        choices: list[tuple[Norm, Any]] = list(itertools.product(ROTATED, ROPES))
-        for output, (norm, rope) in zip(program(x, cos, sin), choices, strict=True):
-            assert output.dtype == dtype
-            columns = columns_of(rope)
-            of_norm = norm.normalized_shape, norm.weight(), norm.eps, norm.weight_offset
-            expected = oracle.rms_norm_rope(x, cos[..., :columns], sin[..., :columns], *of_norm, **rope)
-            oracle.assert_within(output, expected, f"{norm}, {rope}")
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -326,17 +186,31 @@ def has_rms_normalization(opset_version: int) -> bool:
     return opset_version in (23, 24, 25)
 
 
-class Everything(nn.Module):
-    """Each operator that has a translation, with each of its flags; the dtypes take turns."""
+def rows_of(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Case, ...]:
+    """With a weight for each head, without one, and with one over two dimensions."""
+    shape = (*sizes, *COLS)
+    return (
+        Case(shape, dtype, 1, torch.float32, EPS, 1.0, group_dims=1),
+        Case(shape, dtype, 1, None, None),
+        Case(shape, dtype, 2, torch.bfloat16, 5 * EPS, 1.1),
+    )
 
-    def __init__(self, first_dtype: int) -> None:
+
+class Everything(nn.Module):
+    """Each operator that has a translation, with each of its flags, of such rows, or of one kind; the dtypes take
+    turns, and so do the kinds.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], first_dtype: int, *, has_all_rows: bool) -> None:
         super().__init__()
-        translated = (variant for variant in variants() if variant.operator.default in translation_table())
+        translated = enumerate(variant for variant in variants() if variant.operator.default in translation_table())
         dtypes = itertools.islice(itertools.cycle(cases.DTYPES), first_dtype, None)
-        self.cases: list[OperatorCase] = [
-            variant.at(cases.Case((*EXPORTED, COLS[-1]), dtype, 1, torch.float32, EPS, 1.0, group_dims=1))
-            for variant, dtype in zip(translated, dtypes, strict=False)
-        ]
+        self.cases: list[OperatorCase] = []
+        for (number, variant), dtype in zip(translated, dtypes, strict=False):
+            others = itertools.cycle(({}, *other_dtypes(variant.operator, dtype)))
+            taken = [*filter(variant.operator.takes, rows_of(sizes, dtype))]
+            taken = taken if has_all_rows else [taken[number % len(taken)]]
+            self.cases += [variant.at(case, beside) for case, beside in zip(taken, others, strict=False)]
 
         self.tensors, self.constants = [], []
         for case in self.cases:
@@ -348,21 +222,50 @@ class Everything(nn.Module):
         every = zip(self.cases, tensors, self.constants, strict=True)
         return [case.operator.default(**given, **constants) for case, given, constants in every]
 
+    def check(self, program: torch.onnx.ONNXProgram) -> None:
+        outputs = iter(program(self.tensors))
+        for case in self.cases:
+            for expected, name in zip(case.expected(), case.operator.outputs, strict=True):
+                output = next(outputs)
+                assert expected is not None
+                assert output.dtype == case.operator.dtype_of(name, case.arguments())
+                oracle.assert_within(output, expected, f"{case}: {name}")
+        assert next(outputs, None) is None
+
+
+@pytest.mark.parametrize("first_dtype", range(len(cases.DTYPES)))
+@pytest.mark.full
+def test_every_operator(first_dtype: int) -> None:
+    module = Everything(EXPORTED, first_dtype, has_all_rows=True)
+    dynamic = [{name: None if name == "weight" else DYNAMIC for name in given} for given in module.tensors]
+    program, _ = export(module, module.tensors, dynamic_shapes=(dynamic,))
+    for sizes in (EXPORTED, OTHER):
+        Everything(sizes, first_dtype, has_all_rows=True).check(program)
+
 
 @every_opset
 @pytest.mark.full
 def test_every_opset(opset_version: int) -> None:
-    module = Everything(opset_version)
-    program, nodes = export(module, module.tensors, opset_version=opset_version, is_dynamic=False)
+    module = Everything(EXPORTED, opset_version, has_all_rows=False)
+    program, nodes = export(module, module.tensors, opset_version=opset_version, dynamic_shapes=None)
     assert ("RMSNormalization" in nodes) == has_rms_normalization(opset_version)
-    outputs = iter(program(module.tensors))
-    for case in module.cases:
-        for expected, name in zip(case.expected(), case.operator.outputs, strict=True):
-            output = next(outputs)
-            assert expected is not None
-            assert output.dtype == case.operator.dtype_of(name, case.arguments())
-            oracle.assert_within(output, expected, f"{case}: {name}")
-    assert next(outputs, None) is None
+    module.check(program)
+
+
+class OfLength(nn.Module):
+    """A norm in two steps, over as many elements as the sequence is long."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        square_sum = normops.rms_norm_stats(input, COLS[-1])
+        return square_sum, normops.rms_norm_from_stats(input, square_sum, 8 * input.shape[1], COLS[-1])
+
+
+def test_a_size_that_is_not_known_yet() -> None:
+    program, _ = export(OfLength(), cases.values((*EXPORTED, *COLS), torch.float32))
+    x = cases.values((*OTHER, *COLS), torch.float32)
+    square_sum, output = program(x)
+    oracle.assert_within(square_sum, oracle.rms_norm_stats(x, COLS[-1:]))
+    oracle.assert_within(output, oracle.rms_norm_from_stats(x, square_sum, 8 * x.shape[1], COLS[-1:]))
 
 
 @pytest.mark.parametrize("opset_version", [18, 23])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import norms_of_others as others
 import pytest
@@ -13,7 +13,6 @@ from profiles import operators_run
 from torch import Tensor, nn
 from transformers import GraniteConfig, GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
@@ -27,21 +26,7 @@ EPS = 1e-6
 every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 
 
-class Theirs(NamedTuple):
-    """A norm of transformers, the operator that computes it, and how many tensors it takes."""
-
-    make: Callable[[], nn.Module]
-    operator: str
-    arguments: int = 1
-
-
-PLAIN = (Theirs(partial(LlamaRMSNorm, SIZE, EPS), "rms_norm"), Theirs(partial(Qwen3RMSNorm, SIZE, EPS), "rms_norm"))
-GATED = (
-    Theirs(partial(MambaRMSNormGated, SIZE, group_size=SIZE, eps=EPS), "gated_rms_norm", 2),
-    Theirs(partial(MambaRMSNormGated, SIZE, group_size=16, eps=EPS), "gated_rms_norm", 2),
-    Theirs(partial(Qwen3NextRMSNormGated, SIZE, eps=EPS), "gated_rms_norm", 2),
-)
-every_norm = pytest.mark.parametrize("theirs", [*PLAIN, *GATED], ids=lambda theirs: type(theirs.make()).__name__)
+THEIRS = {norm.__name__: partial(norm, SIZE, EPS) for norm in (LlamaRMSNorm, Qwen3RMSNorm)}
 
 
 def inputs(dtype: torch.dtype, count: int = 1, rows: int = 512) -> list[Tensor]:
@@ -60,30 +45,26 @@ def with_gradients(module: Callable[..., Tensor], tensors: list[Tensor]) -> list
     return [y.detach(), *torch.autograd.grad(y, leaves, inputs(y.dtype)[0].sin())]
 
 
-@every_norm
+@pytest.mark.parametrize("by", ["patch", "inductor"])
+@pytest.mark.parametrize("theirs", THEIRS)
 @every_half
 @pytest.mark.covering(core=1)
-def test_bits_of_transformers(theirs: Theirs, dtype: torch.dtype) -> None:
-    """Of the result, and of the gradients of what has the shape of the input."""
-    tensors = inputs(dtype, theirs.arguments)
-    original, patched = others.patched_pair(theirs.make, dtype, rounding="original")
-    _, once = others.patched_pair(theirs.make, dtype)
-    expected = with_gradients(original, tensors)
-    for actual, one_rounding, own in zip(
-        with_gradients(patched, tensors), with_gradients(once, tensors), expected, strict=True
-    ):
+def test_bits_of_transformers(theirs: str, dtype: torch.dtype, by: str) -> None:
+    """Of the result, and of the gradient of the input. The float32 sum of squares has more than one order; whatever
+    else happens in a row is what the model does.
+    """
+    original, fused = others.patched_pair(THEIRS[theirs], dtype, rounding="original")
+    _, once = others.patched_pair(THEIRS[theirs], dtype)
+    if by == "inductor":
+        fused, graphs = compiled_with_passes(original, rounding="original")  # type: ignore[assignment]
+    x = inputs(dtype)
+    results, expected = with_gradients(fused, x), with_gradients(original, x)
+    assert_of_a_statistic_nearby(results[0], x[0], original.get_parameter("weight"))
+    for actual, one_rounding, own in zip(results, with_gradients(once, x), expected, strict=True):
         assert share_that_differs(actual, own) < 2e-3
         assert share_that_differs(one_rounding, own) > 0.1
-
-
-@pytest.mark.parametrize("theirs", PLAIN, ids=lambda theirs: type(theirs.make()).__name__)
-@every_half
-@pytest.mark.covering(core=1)
-def test_bits_are_those_of_a_statistic_nearby(theirs: Theirs, dtype: torch.dtype) -> None:
-    """The float32 sum of squares has more than one order; whatever else happens in a row is what the model does."""
-    original, patched = others.patched_pair(theirs.make, dtype, rounding="original")
-    (x,) = inputs(dtype)
-    assert_of_a_statistic_nearby(patched(x), x, original.get_parameter("weight"))
+    if by == "inductor":
+        assert (norms(graphs.forward), norms(graphs.backward)) == (["rms_norm"], ["rms_norm_backward"])
 
 
 def assert_of_a_statistic_nearby(y: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -214,20 +195,6 @@ def tensors(dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> tupl
     x, r = inputs(dtype, 2)
     weight = torch.rand(SIZE, generator=torch.Generator().manual_seed(2)) + 0.5
     return x, r, weight.to(weight_dtype or dtype)
-
-
-@pytest.mark.parametrize("theirs", PLAIN, ids=lambda theirs: type(theirs.make()).__name__)
-@every_half
-@pytest.mark.covering(core=1)
-def test_compiled_bits_of_transformers(theirs: Theirs, dtype: torch.dtype) -> None:
-    original, _ = others.patched_pair(theirs.make, dtype)
-    (x,) = inputs(dtype)
-    compiled, graphs = compiled_with_passes(original, rounding="original")
-    results = with_gradients(compiled, [x])
-    assert_of_a_statistic_nearby(results[0], x, original.get_parameter("weight"))
-    for actual, own in zip(results, with_gradients(original, [x]), strict=True):
-        assert share_that_differs(actual, own) < 2e-3
-    assert (norms(graphs.forward), norms(graphs.backward)) == (["rms_norm"], ["rms_norm_backward"])
 
 
 ORDERS: dict[str, tuple[Fn, str | None]] = {

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,13 +72,15 @@ WIDTHS = {"one block": 4096, "any width": 65536}
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", ["bf16", "bf16, llama", "fp16", "fp16, llama", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "bf16, llama", "fp16", "fp16, llama", "fp32", "fp64"])
 @pytest.mark.parametrize("name", OF_ROWS)
 @pytest.mark.covering(core=1, full=2)
 def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, width: str, arch: int) -> None:
-    ptx = compiled(name, dtype, WIDTHS[width], arch).asm["ptx"]
-    assert re.search(r"\bld\.global\.v4\.b32", ptx)
-    assert re.search(r"\bst\.global\.v4\.b32", ptx) or name in STATS
+    is_double = dtype == "fp64"
+    ptx = compiled(name, dtype, WIDTHS[width] // (2 if is_double else 1), arch).asm["ptx"]
+    access = r"v2\.b64" if is_double else r"v4\.b32"
+    assert re.search(rf"\bld\.global\.{access}", ptx)
+    assert re.search(rf"\bst\.global\.{access}", ptx) or name in STATS
     assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)  # whatever the default of this Triton
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
 
@@ -111,17 +114,22 @@ def test_kernels_compile_for_amd_and_access_16_bytes(name: str, dtype: str, widt
     assert may_spill or (spilled, scratch) == (0, 0)
 
 
+def sums_of_two(kernel: Any) -> int:
+    """How many: the places of two numbers do not matter, the order of more would be a layout's, hence alignment's."""
+    ttir = kernel.asm["ttir"]
+    sums = re.findall(r'"tt\.reduce"\(.*?axis = (\d) : i32.*?: \(tensor<(\d+(?:x\d+)*)x\w+>\)', ttir, re.DOTALL)
+    assert len(sums) == ttir.count('"tt.reduce"')
+    assert all(shape.split("x")[int(axis)] == "2" for axis, shape in sums)
+    return len(sums)
+
+
 @pytest.mark.parametrize("cols", [1, 64, 4096, 32768, 65536])
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 @pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward", "gated_rms_norm_backward", *STATS])
 @pytest.mark.covering(core=1, full=2)
 def test_sums_do_not_follow_a_layout(name: str, dtype: str, cols: int) -> None:
-    """Each adds two numbers, whose places do not matter: the order of more would be a layout's, hence alignment's."""
-    ttir = compiled(name, dtype, cols, 90).asm["ttir"]
-    sums = re.findall(r'"tt\.reduce"\(.*?axis = (\d) : i32.*?: \(tensor<(\d+(?:x\d+)*)x\w+>\)', ttir, re.DOTALL)
-    assert len(sums) == ttir.count('"tt.reduce"')
-    assert bool(sums) == (cols > 1 or name not in ("add_rms_norm", *STATS))
-    assert all(shape.split("x")[int(axis)] == "2" for axis, shape in sums)
+    count = sums_of_two(compiled(name, dtype, cols, 90))
+    assert bool(count) == (cols > 1 or name not in ("add_rms_norm", *STATS))
 
 
 @pytest.mark.parametrize(("cols", "parts", "backward_parts"), [(4096, 1, 1), (16384, 4, 8), (65536, 0, 0)])
@@ -144,24 +152,6 @@ def test_each_step_goes_over_rows_once(name: str, tensors: int, cols: int, parts
     assert ttir.count("scf.for") == (parts == 0) + ("backward" in name)
     assert ("tt.reduce" in ttir) == (name in STATS)
     assert ("tt.precise_sqrt" in ttir) == (name not in STATS)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "add_rms_norm",
-        "rms_norm_backward with residual",
-        "gated_rms_norm_backward",
-        "rms_norm_backward_stats",
-        "rms_norm_backward_from_stats",
-    ],
-)
-@pytest.mark.covering(core=1, full=2)
-def test_kernels_compile_for_float64(name: str, width: str) -> None:
-    ptx = compiled(name, "fp64", WIDTHS[width] // 2, 90).asm["ptx"]
-    assert re.search(r"\bld\.global\.v2\.b64", ptx)
-    assert not re.search(r"\bfma\.rn\.f64", ptx)
 
 
 def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
@@ -277,10 +267,7 @@ def test_heads_are_rotated_in_registers_on_amd(name: str, rope: Rope, dtype: str
 )
 @pytest.mark.parametrize("name", ROTATED)
 def test_sums_of_rotated_rows_do_not_follow_a_layout(name: str, rope: Rope) -> None:
-    ttir = compiled_rope(name, "bf16", "bf16", rope, 90).asm["ttir"]
-    sums = re.findall(r'"tt\.reduce"\(.*?axis = (\d) : i32.*?: \(tensor<(\d+(?:x\d+)*)x\w+>\)', ttir, re.DOTALL)
-    assert 0 < len(sums) == ttir.count('"tt.reduce"')
-    assert all(shape.split("x")[int(axis)] == "2" for axis, shape in sums)
+    assert sums_of_two(compiled_rope(name, "bf16", "bf16", rope, 90)) > 0
 
 
 @pytest.mark.parametrize("compute_bytes", [4, 8])
@@ -407,68 +394,52 @@ def test_the_first_calls_come_from_several_threads() -> None:
     assert result.stdout == "8 True\n"
 
 
-def test_rows_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """The arguments of all launchers, which launch nothing, while the Triton kernels serve the CPU."""
     import normops.triton
 
-    got = []
-    monkeypatch.setattr(normops.triton, "launch_forward", lambda x, residual, y, *rest: got.append((x[1:], y[1:])))
+    got: list[tuple[Any, ...]] = []
+    for launcher in ("forward", "stats", "from_stats", "rope_forward"):
+        monkeypatch.setattr(normops.triton, f"launch_{launcher}", lambda *arguments: got.append(arguments))
     registration = _C.register_triton("CPU")
-    try:
-        normops.rms_norm(torch.ones(6, 4), 4)
-        normops.rms_norm(torch.ones(6, 3, 4)[:, :2], 4)
-        normops.rms_norm(torch.ones(4), 4)
-    finally:
-        registration.close()
+    yield got
+    registration.close()
+
+
+def test_rows_as_kernels_get_them(launched: list[tuple[Any, ...]]) -> None:
+    normops.rms_norm(torch.ones(6, 4), 4)
+    normops.rms_norm(torch.ones(6, 3, 4)[:, :2], 4)
+    normops.rms_norm(torch.ones(4), 4)
+    got = [(x[1:], y[1:]) for x, _, y, *_ in launched]
     inner, outer_stride, inner_stride = 2, 12, 4
     assert got == [((1, 4, 0), (1, 4, 0)), ((inner, outer_stride, inner_stride), (1, 4, 0)), ((1, 0, 0), (1, 0, 0))]
 
 
-def test_sums_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_as_kernels_get_them(launched: list[tuple[Any, ...]]) -> None:
     """As rows of a column; those that do not lie in two dimensions are copied."""
-    import normops.triton
-
-    got = []
-    monkeypatch.setattr(normops.triton, "launch_stats", lambda x, square_sum, *rest: got.append(square_sum[1:]))
-    monkeypatch.setattr(
-        normops.triton, "launch_from_stats", lambda x, square_sum, size, *rest: got.append((*square_sum[1:], size))
-    )
-    registration = _C.register_triton("CPU")
     x, sums = torch.ones(2, 3, 5, 4), torch.ones(7, 3, 5)[::3][:2]
-    try:
-        torch.ops.normops.rms_norm_stats(x, [4])
-        torch.ops.normops.rms_norm_stats.out(x, [4], square_sum=sums)
-        for square_sum in (
-            sums,
-            sums.permute(1, 0, 2).contiguous().permute(1, 0, 2),
-            torch.ones(5, 2, 3).movedim(0, 2),
-        ):
-            torch.ops.normops.rms_norm_from_stats(x, square_sum, 2**33, [4])
-        torch.ops.normops.rms_norm_stats(torch.ones(4), [4])
-    finally:
-        registration.close()
+    torch.ops.normops.rms_norm_stats(x, [4])
+    torch.ops.normops.rms_norm_stats.out(x, [4], square_sum=sums)
+    torch.ops.normops.rms_norm_stats(torch.ones(4), [4])
     inner, outer_stride = 15, 45
-    written = [(1, 1, 0), (inner, outer_stride, 1)]
-    read = [(inner, outer_stride, 1, 2**33), (1, 1, 0, 2**33), (5, 1, 6, 2**33)]
-    assert got == [*written, *read, (1, 0, 0)]
+    assert [square_sum[1:] for _, square_sum, *_ in launched] == [(1, 1, 0), (inner, outer_stride, 1), (1, 0, 0)]
+    launched.clear()
+    for square_sum in (sums, sums.permute(1, 0, 2).contiguous().permute(1, 0, 2), torch.ones(5, 2, 3).movedim(0, 2)):
+        torch.ops.normops.rms_norm_from_stats(x, square_sum, 2**33, [4])
+    got = [(*square_sum[1:], size) for _, square_sum, size, *_ in launched]
+    assert got == [(inner, outer_stride, 1, 2**33), (1, 1, 0, 2**33), (5, 1, 6, 2**33)]
 
 
-def test_rotated_rows_as_kernels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotated_rows_as_kernels_get_them(launched: list[tuple[Any, ...]]) -> None:
     """Transposed heads of a batch, and tables for all samples and heads, lie in three dimensions: nothing is copied."""
-    import normops.triton
-
-    got: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(normops.triton, "launch_rope_forward", lambda *arguments: got.append(arguments))
-    registration = _C.register_triton("CPU")
     cols, heads, tokens = 8, 3, 5
     x = torch.ones(2, tokens, heads, cols)
     cos, sin = torch.ones(1, tokens, 1, 4), torch.ones(1, tokens, 1, 4)
-    try:
-        for input, of_heads in ((x.transpose(1, 2), cos.transpose(1, 2)), (x, cos)):
-            normops.rms_norm_rope(input, of_heads, of_heads.clone(), cols, rotary_dim=8)
-        normops.rms_norm_rope(x[0, 0], cos[0, :heads, 0], sin[0, :heads, 0], cols, interleaved=True, rotary_offset=3)
-    finally:
-        registration.close()
-    transposed, in_order, rows = got
+    for input, of_heads in ((x.transpose(1, 2), cos.transpose(1, 2)), (x, cos)):
+        normops.rms_norm_rope(input, of_heads, of_heads.clone(), cols, rotary_dim=8)
+    normops.rms_norm_rope(x[0, 0], cos[0, :heads, 0], sin[0, :heads, 0], cols, interleaved=True, rotary_offset=3)
+    transposed, in_order, rows = launched
     assert transposed[0].tensor.data_ptr() == in_order[0].tensor.data_ptr() == x.data_ptr()
     assert transposed[1].cos.data_ptr() == in_order[1].cos.data_ptr() == cos.data_ptr()
     # middle and inner, and three strides
