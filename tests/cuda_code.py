@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,9 +42,14 @@ def kernels() -> dict[str, Kernel]:
 
 
 def counts(kernels: dict[str, Kernel]) -> dict[str, list[int]]:
-    """Registers and instructions of kernels with plain access."""
-    plain = {name: kernel for name, kernel in sorted(kernels.items()) if "Plain" in name}
-    return {name: [kernel.registers, len(kernel.instructions)] for name, kernel in plain.items()}
+    """Registers and instructions of kernels with plain access, by name and dtypes: together, whatever else differs."""
+    found = defaultdict[str, list[int]](lambda: [0, 0])
+    for name, kernel in sorted(kernels.items()):
+        if "Plain" in name:
+            of_dtypes = found[re.sub(r", \d+, .*", ">", name)]
+            of_dtypes[0] += kernel.registers
+            of_dtypes[1] += len(kernel.instructions)
+    return dict(found)
 
 
 def _read(path: Path) -> dict[str, Kernel]:

@@ -35,7 +35,7 @@ ALL_KERNELS = {
 }
 
 COMPILER = "13.0"  # the recorded counts are those of this nvcc
-TOLERATED = (1.0, 1.1)  # registers, instructions
+TOLERATED = (1.0, 1.03)  # registers, instructions; of a few kernels together, so that one may grow by a fifth
 
 
 def kernel_name(mangled: str) -> str:
@@ -103,7 +103,7 @@ def test_code_is_short(kernels: dict[str, Kernel]) -> None:
         assert len(kernel.instructions) * cuda_code.INSTRUCTION_BYTES <= most << 10, name
 
 
-def test_no_kernel_that_models_run_is_longer_than_recorded(kernels: dict[str, Kernel]) -> None:
+def test_kernels_that_models_run_are_no_longer_than_recorded(kernels: dict[str, Kernel]) -> None:
     """What is in the code, not how often it is executed: divisions or addresses computed anew come in unnoticed."""
     version = normops.build_info()["cuda_version"]
     if version is None or not version.startswith(COMPILER):

@@ -1,7 +1,6 @@
 """FlopCounterMode counts the operators by the formulas that normops.flops states."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -9,6 +8,24 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import normops
+from reference.cases import Case
+from reference.operators import (
+    ADD_RMS_NORM,
+    GATED_RMS_NORM,
+    GATED_RMS_NORM_BACKWARD,
+    OPERATORS,
+    RMS_NORM,
+    RMS_NORM_BACKWARD,
+    RMS_NORM_BACKWARD_FROM_STATS,
+    RMS_NORM_BACKWARD_STATS,
+    RMS_NORM_FROM_STATS,
+    RMS_NORM_ROPE,
+    RMS_NORM_ROPE_BACKWARD,
+    RMS_NORM_STATS,
+    Flags,
+    Operator,
+    Variant,
+)
 
 ops = torch.ops.normops
 
@@ -23,118 +40,62 @@ def counts(call: Callable[[], object]) -> dict[object, float]:
     return {op: count / ELEMENTS for op, count in counter.get_flop_counts().get("Global", {}).items()}
 
 
-@pytest.mark.parametrize(
-    ("has_weight", "needs_input", "needs_weight", "forward", "backward"),
-    [
-        (True, True, True, 4, 11),
-        (True, True, False, 4, 8),
-        (True, False, True, 4, 5),
-        (False, True, False, 3, 7),
-    ],
+def gating(activation: str, norm_before_gate: bool, **mask: list[bool]) -> Flags:
+    return {"activation": activation, "norm_before_gate": norm_before_gate, **mask}
+
+
+def wanting(*output_mask: bool) -> dict[str, list[bool]]:
+    return {"output_mask": [*output_mask]}
+
+
+# With a weight, and without one. What a sum takes more, its gradient takes, too: the gradient of the residual.
+COUNTS: tuple[tuple[Operator, Flags, tuple[float, float]], ...] = (
+    (RMS_NORM, {}, (4, 3)),
+    (ADD_RMS_NORM, {}, (5, 4)),
+    (RMS_NORM_BACKWARD, {}, (12, 8)),
+    (RMS_NORM_BACKWARD, wanting(True, False), (9, 8)),
+    (RMS_NORM_BACKWARD, wanting(False, True), (5, 0)),
+    (RMS_NORM_BACKWARD, wanting(False, False), (0, 0)),
+    *((GATED_RMS_NORM, gating("silu", first), (9, 8)) for first in (True, False)),
+    *((GATED_RMS_NORM, gating("sigmoid", first), (8, 7)) for first in (True, False)),
+    # g = dy * w, the sum of grad_weight, and where the norm comes first, the norm for grad_gate
+    *((GATED_RMS_NORM_BACKWARD, gating("silu", first), (18 + 1 + 3 + first, 18)) for first in (True, False)),
+    *((GATED_RMS_NORM_BACKWARD, gating("sigmoid", first), (16 + 1 + 3 + first, 16)) for first in (True, False)),
+    (GATED_RMS_NORM_BACKWARD, gating("silu", True, **wanting(True, False, False)), (2 + 6 + 4 + 1, 12)),
+    (GATED_RMS_NORM_BACKWARD, gating("silu", True, **wanting(False, True, False)), (2 + 4 + 5 + 2, 12)),
+    (GATED_RMS_NORM_BACKWARD, gating("silu", True, **wanting(False, False, True)), (2 + 3 + 4 + 1, 0)),
+    (GATED_RMS_NORM_BACKWARD, gating("silu", False, **wanting(True, False, False)), (2 + 6 + 4 + 2, 13)),
+    (GATED_RMS_NORM_BACKWARD, gating("silu", False, **wanting(False, True, False)), (2 + 6 + 4 + 5 + 1, 17)),
+    (GATED_RMS_NORM_BACKWARD, gating("silu", False, **wanting(False, False, True)), (2 + 3 + 4 + 1, 0)),
+    (GATED_RMS_NORM_BACKWARD, gating("silu", False, **wanting(False, False, False)), (0, 0)),
+    *(
+        (operator, {"rotary_dim": rotary_dim}, (with_weight + more, without + more))
+        for operator, with_weight, without in ((RMS_NORM_ROPE, 4, 3), (RMS_NORM_ROPE_BACKWARD, 11, 7))
+        for rotary_dim, more in ((None, 3), (4, 1.5), (0, 0))
+    ),
+    (RMS_NORM_ROPE_BACKWARD, wanting(False, False), (0, 0)),
+    # Together as many as of the norm, but for g, which is formed twice.
+    (RMS_NORM_STATS, {}, (2, 2)),
+    (RMS_NORM_FROM_STATS, {}, (2, 1)),
+    (RMS_NORM_BACKWARD_STATS, {}, (5, 4)),
+    (RMS_NORM_BACKWARD_FROM_STATS, {}, (8, 4)),
 )
-def test_forward_and_backward(
-    has_weight: bool, needs_input: bool, needs_weight: bool, forward: int, backward: int
-) -> None:
-    x = torch.ones(SHAPE, requires_grad=needs_input)
-    residual = torch.ones(SHAPE, requires_grad=needs_input)
-    w = torch.ones(COLS, requires_grad=needs_weight) if has_weight else None
-
-    def plain() -> None:
-        normops.rms_norm(x, COLS, w).backward(torch.ones(SHAPE))
-
-    def with_residual() -> None:
-        torch.autograd.backward(normops.add_rms_norm(x, residual, COLS, w), [torch.ones(SHAPE)] * 2)
-
-    assert counts(plain) == {ops.rms_norm: forward, ops.rms_norm_backward: backward}
-    if needs_input:
-        assert counts(with_residual) == {ops.add_rms_norm: forward + 1, ops.rms_norm_backward: backward + 1}
 
 
 @pytest.mark.parametrize("has_weight", [True, False])
-@pytest.mark.parametrize(
-    ("activation", "norm_before_gate", "forward", "backward"),
-    [("silu", True, 8, 18), ("silu", False, 8, 18), ("sigmoid", True, 7, 16), ("sigmoid", False, 7, 16)],
-)
-def test_gated(activation: Any, norm_before_gate: bool, forward: int, backward: int, has_weight: bool) -> None:
-    x, gate = (torch.ones(SHAPE, requires_grad=True) for _ in range(2))
-    w = torch.ones(COLS, requires_grad=True) if has_weight else None
-    gating = {"activation": activation, "norm_before_gate": norm_before_gate}
-    counted = counts(lambda: normops.gated_rms_norm(x, gate, COLS, w, **gating).backward(torch.ones(SHAPE)))
-    # g = dy * w, the sum of grad_weight, and where the norm comes first, the norm for grad_gate
-    of_weight = has_weight * (1 + 3 + norm_before_gate)
-    assert counted == {
-        ops.gated_rms_norm: forward + has_weight,
-        ops.gated_rms_norm_backward: backward + of_weight,
-    }
+@pytest.mark.parametrize(("operator", "flags", "expected"), COUNTS, ids=str)
+def test_counts(operator: Operator, flags: Flags, expected: tuple[float, float], has_weight: bool) -> None:
+    """Of operators that write as well: into given memory and in place."""
+    like = Case(SHAPE, torch.float32, weight_dtype=torch.float32 if has_weight else None, has_residual=True)
+    case, count = Variant(operator, flags).at(like), expected[not has_weight]
+    assert counts(case.results) == {operator.packet: count}
+    assert counts(lambda: operator.out(**case.arguments(), **case.targets())) == {operator.packet: count}
+    if operator.inplace:
+        assert counts(lambda: operator.inplace(**case.arguments())) == {getattr(ops, f"{operator}_"): count}
 
 
-@pytest.mark.parametrize(
-    ("mask", "norm_first", "gate_first"),
-    [
-        ([True, False, False], 2 + 6 + 4 + 1, 2 + 6 + 4 + 2),
-        ([False, True, False], 2 + 4 + 5 + 2, 2 + 6 + 4 + 5 + 1),
-        ([False, False, True], 2 + 3 + 4 + 1, 2 + 3 + 4 + 1),
-        ([False, False, False], 0, 0),
-    ],
-)
-def test_only_the_gradients_of_a_gated_norm_that_are_asked_for(
-    mask: list[bool], norm_first: int, gate_first: int
-) -> None:
-    x, w = torch.ones(SHAPE), torch.ones(COLS)
-    for norm_before_gate, expected in ((True, norm_first), (False, gate_first)):
-        gating = {"norm_before_gate": norm_before_gate, "output_mask": mask}
-        assert counts(lambda: ops.gated_rms_norm_backward(x, x, x, [COLS], w, **gating)) == {  # noqa: B023
-            ops.gated_rms_norm_backward: expected
-        }
-
-
-def test_operators_that_write() -> None:
-    x, y, w = torch.ones(SHAPE), torch.ones(SHAPE), torch.ones(COLS)
-    assert counts(lambda: ops.rms_norm.out(x, [COLS], weight=w, out=y)) == {ops.rms_norm: 4}
-    assert counts(lambda: normops.rms_norm_(x, COLS)) == {ops.rms_norm_: 3}
-    assert counts(lambda: normops.add_rms_norm_(x, y, COLS, w)) == {ops.add_rms_norm_: 5}
-    dx, dw = torch.empty(SHAPE), torch.empty(COLS)
-    backward = ops.rms_norm_backward.out
-    assert counts(lambda: backward(y, x, [COLS], w, grad_input=dx, grad_weight=dw)) == {ops.rms_norm_backward: 11}
-
-
-@pytest.mark.parametrize(("rotary_dim", "per_element"), [(None, 3), (4, 1.5), (0, 0)])
-def test_rotated(rotary_dim: int | None, per_element: float) -> None:
-    x, w = torch.ones(SHAPE, requires_grad=True), torch.ones(COLS, requires_grad=True)
-    table = torch.ones(COLS if rotary_dim is None else rotary_dim // 2)
-
-    def call() -> None:
-        normops.rms_norm_rope(x, table, table, COLS, w, rotary_dim=rotary_dim).backward(torch.ones(SHAPE))
-
-    assert counts(call) == {ops.rms_norm_rope: 4 + per_element, ops.rms_norm_rope_backward: 11 + per_element}
-    masked = counts(lambda: ops.rms_norm_rope_backward(x, x, table, table, [COLS], rotary_dim=rotary_dim))
-    assert masked == {ops.rms_norm_rope_backward: 7 + per_element}
-    nothing = {"rotary_dim": rotary_dim, "output_mask": [False, False]}
-    assert counts(lambda: ops.rms_norm_rope_backward(x, x, table, table, [COLS], **nothing)) == {
-        ops.rms_norm_rope_backward: 0
-    }
-    assert counts(lambda: normops.rms_norm_rope_(torch.ones(SHAPE), table, table, COLS, rotary_dim=rotary_dim)) == {
-        ops.rms_norm_rope_: 3 + per_element
-    }
-
-
-def test_in_two_steps() -> None:
-    """Together as many as of the norm, but for g, which is formed twice."""
-    x, sums, norm = torch.ones(SHAPE), torch.ones(SHAPE[:-1]), {"normalized_shape": [COLS], "weight": torch.ones(COLS)}
-    for op, expected, arguments in (
-        (ops.rms_norm_from_stats, 2, (x, sums, COLS)),
-        (ops.rms_norm_backward_stats, 5, (x, x)),
-        (ops.rms_norm_backward_from_stats, 7, (x, x, sums, sums, COLS)),
-    ):
-        assert counts(lambda: op(*arguments, **norm)) == {op: expected}  # noqa: B023
-    assert counts(lambda: ops.rms_norm_stats(x, [COLS])) == {ops.rms_norm_stats: 2}
-
-
-@pytest.mark.parametrize(("mask", "expected"), [([False, True], 5), ([True, False], 8), ([False, False], 0)])
-def test_only_the_gradients_that_are_asked_for(mask: list[bool], expected: int) -> None:
-    x, w = torch.ones(SHAPE), torch.ones(COLS)
-    counted = counts(lambda: ops.rms_norm_backward(x, x, [COLS], w, output_mask=mask))
-    assert counted == {ops.rms_norm_backward: expected}
+def test_every_operator_is_counted() -> None:
+    assert {operator for operator, *_ in COUNTS} == {*OPERATORS}
 
 
 def test_modules_and_compiled_graphs_are_counted() -> None:

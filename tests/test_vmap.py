@@ -122,21 +122,20 @@ def test_one_call_with_the_bits_of_each_sample(
     weight_dtype: torch.dtype,
     device: str,
 ) -> None:
-    """Also where each sample has its own weight, or gradient of it; through the function where there is one."""
+    """Also where each sample has its own weight, or its gradient, or none; through the function where there is one."""
     operator = variant.operator
     names = ["input", *operator.tensors, "weight"]
     others: dict[str, Any] = {**of_norm(shapes), "eps": EPS, "weight_offset": 0.5, **variant.flags}
-    optional = [name for name in operator.tensors if operator.is_optional(name)]
-    for dtypes, mask, without in product(
-        ({}, *other_dtypes(operator, dtype)), masks_of(operator), {(), tuple(optional)}
-    ):
+    optional = tuple(name for name in names if name in operator.names and operator.is_optional(name))
+    for dtypes, mask, without in product(({}, *other_dtypes(operator, dtype)), masks_of(operator), {(), optional}):
         made: list[tuple[Tensor | None, int | None]] = [
             (None, None)
             if name in without
             else of_rows(variant, shapes, name, dim, dtypes.get(name, dtype), seed, device)
             for seed, (name, dim) in enumerate(zip(names[:-1], dims[:-1], strict=True), 1)
         ]
-        tensors, given = zip(*made, (batched(shapes.weight, dims[-1], weight_dtype, 9, device), dims[-1]), strict=True)
+        weight = batched(shapes.weight, dims[-1], weight_dtype, 9, device), dims[-1]
+        tensors, given = zip(*made, (None, None) if "weight" in without else weight, strict=True)
         if all(dim is None for dim in given):
             continue
         wanted = {"output_mask": mask} if mask else {}
@@ -145,7 +144,8 @@ def test_one_call_with_the_bits_of_each_sample(
             arguments = dict(zip(names, tensors, strict=True)) | others | wanted
             return (operator.function or operator.packet)(**operator.given(arguments))
 
-        out_dims: Any = tuple(0 if is_wanted else None for is_wanted in mask) if mask else 0
+        computed = [name != "grad_weight" or "weight" not in without for name in operator.outputs]
+        out_dims: Any = tuple(0 if all(each) else None for each in zip(mask, computed, strict=True)) if mask else 0
         with Calls() as calls:
             results = operator.results(torch.vmap(call, given, out_dims=out_dims)(*tensors))
         assert calls.names == [operator.name]
@@ -156,25 +156,6 @@ def test_one_call_with_the_bits_of_each_sample(
             else:
                 assert result.is_contiguous()
                 assert_same_bits([result], [torch.stack(expected)], (dtypes, mask, without))
-
-
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize(("shapes", "variant"), TAKEN, ids=str)
-@pytest.mark.covering(core=1)
-def test_without_weight(shapes: Shapes, variant: Variant, dim: int, device: str) -> None:
-    operator, names = variant.operator, ["input", *variant.operator.tensors]
-    tensors, dims = zip(
-        *(of_rows(variant, shapes, name, dim, torch.float32, seed, device) for seed, name in enumerate(names)),
-        strict=True,
-    )
-
-    def call(*tensors: Tensor) -> Any:
-        given = dict(zip(names, tensors, strict=True))
-        results = operator.default(**operator.given({**given, **of_norm(shapes), **variant.flags}))
-        return tuple(result for result in operator.results(results) if result is not None)
-
-    expected = zip(*per_sample(call, tensors, dims), strict=True)
-    assert_same_bits(torch.vmap(call, dims)(*tensors), map(torch.stack, expected))
 
 
 def test_nested(device: str) -> None:
