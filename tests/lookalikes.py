@@ -39,8 +39,8 @@ class Norm(nn.Module):
     def normalized(self, x: Tensor, eps: Any = None) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + (self.eps if eps is None else eps))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * self.normalized(x)
+    def weighted(self, x: Tensor, eps: Any = None) -> Tensor:
+        return self.weight * self.normalized(x, eps)
 
 
 class Weightless(Norm):
@@ -187,9 +187,7 @@ lookalikes(None, global_number=lambda self, x: (self.weight + OFFSET) * self.nor
 lookalikes(
     None,
     change=set_global("OPTIONAL", 2.0),
-    global_option=lambda self, x: (
-        self.weight * self.normalized(x) if OPTIONAL is None else self.weight * self.normalized(x) * OPTIONAL
-    ),
+    global_option=lambda self, x: self.weighted(x) if OPTIONAL is None else self.weighted(x) * OPTIONAL,
 )
 lookalikes(
     None,
@@ -205,31 +203,26 @@ lookalikes(
 )
 lookalikes("reads LIST, a list", global_list=lambda self, x: self.normalized(x) * self.weight * (2.0 if LIST else 1.0))
 lookalikes(
-    "reads OBJECT, a SimpleNamespace",
-    global_object=lambda self, x: (self.weight + OBJECT.offset) * self.normalized(x),
+    "reads OBJECT, a SimpleNamespace", global_object=lambda self, x: (self.weight + OBJECT.offset) * self.normalized(x)
 )
-lookalikes(
-    "reads TENSOR, a tensor that is no parameter",
-    global_tensor=lambda self, x: self.weight * self.normalized(x) * TENSOR,
-)
+lookalikes("reads TENSOR, a tensor that is no parameter", global_tensor=lambda self, x: self.weighted(x) * TENSOR)
 lookalikes(
     "uses offset",
     attribute_of_a_function=lambda self, x: (self.weight + helper.offset) * self.normalized(x),  # type: ignore[attr-defined]
 )
 lookalikes(
     "reads the defaults of helper_with_default, a tuple",
-    default_argument=lambda self, x: self.weight * self.normalized(helper_with_default(x)),
+    default_argument=lambda self, x: self.weighted(helper_with_default(x)),
 )
 lookalikes(
-    "calls getattr",
-    own_class=lambda self, x: (self.weight + getattr(type(self), "offset", 0.0)) * self.normalized(x),
+    "calls getattr", own_class=lambda self, x: (self.weight + getattr(type(self), "offset", 0.0)) * self.normalized(x)
 )
 
 
 @lookalike("reads uses, a list")
 def list_of_a_class(self: Any, x: Tensor) -> Tensor:
     Config.uses.append(1)
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
 class Meta(type):
@@ -249,24 +242,24 @@ lookalikes(
 @lookalike("does something else than compute: self.calls += 1", attributes={"calls": 0})
 def counter(self: Any, x: Tensor) -> Tensor:
     self.calls += 1
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
 @lookalike("reads its seen, a list", attributes={"seen": []})
 def list_as_attribute(self: Any, x: Tensor) -> Tensor:
     self.seen.append(tuple(x.shape))
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
 @lookalike("assigns self.weight.last")
 def caches_in_the_weight(self: Any, x: Tensor) -> Tensor:
     self.weight.last = x.shape
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
 @lookalike("does something else than compute: for", buffers={"scale": torch.ones(())})
 def buffers_of_all_names(self: Any, x: Tensor) -> Tensor:
-    y = self.weight * self.normalized(x)
+    y = self.weighted(x)
     for scale in self.buffers():
         y = y * scale
     return y
@@ -275,7 +268,7 @@ def buffers_of_all_names(self: Any, x: Tensor) -> Tensor:
 @lookalike("uses register_buffer")
 def registers(self: Any, x: Tensor) -> Tensor:
     self.register_buffer("last", x.detach())
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
 lookalikes(
@@ -310,7 +303,7 @@ lookalikes(None, attributes={"offset": 0.0}, offset=lambda self, x: (self.weight
 def switch(self: Any, x: Tensor) -> Tensor:
     if self.is_scaled:
         return 2 * self.weight * self.normalized(x)
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
 lookalikes(
@@ -330,25 +323,25 @@ lookalikes(
 )
 lookalikes(
     None,
-    eps_at_least=lambda self, x: self.weight * self.normalized(x, max(self.eps, 1e-8)),
-    eps_compared=lambda self, x: self.weight * self.normalized(x, self.eps if self.eps < 0.1 else 2.0),
+    eps_at_least=lambda self, x: self.weighted(x, max(self.eps, 1e-8)),
+    eps_compared=lambda self, x: self.weighted(x, self.eps if self.eps < 0.1 else 2.0),
     eps_in_two_places=lambda self, x: (self.weight + self.eps) * self.normalized(x),
 )
 lookalikes(
     None,
     attributes={"names": ("weight",), "own_eps": None},
     tuple_as_attribute=lambda self, x: (self.weight if "weight" in self.names else 1.0) * self.normalized(x),
-    eps_by_default=lambda self, x: self.weight * self.normalized(x, self.own_eps or 1e-6),
+    eps_by_default=lambda self, x: self.weighted(x, self.own_eps or 1e-6),
 )
 lookalikes(
     "multiplies by something else than a weight",
     attributes={"factor": 1.0},
-    factor=lambda self, x: self.weight * self.normalized(x) * self.factor,
+    factor=lambda self, x: self.weighted(x) * self.factor,
 )
 lookalikes(
     "calls math.exp",
     attributes={"log_eps": -14.0},
-    eps_of_an_exponent=lambda self, x: self.weight * self.normalized(x, math.exp(self.log_eps)),
+    eps_of_an_exponent=lambda self, x: self.weighted(x, math.exp(self.log_eps)),
 )
 
 
@@ -358,16 +351,13 @@ lookalikes(
 @lookalike("calls torch.rand")
 def drawn_and_dropped(self: Any, x: Tensor) -> Tensor:
     torch.rand(3)
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
-lookalikes(
-    "random",
-    drawn_from_python=lambda self, x: self.weight * self.normalized(x) * (1.0 if random.random() < 2.0 else 0.0),
-)
+lookalikes("random", drawn_from_python=lambda self, x: self.weighted(x) * (1.0 if random.random() < 2.0 else 0.0))
 lookalikes(
     "has no source that getenv is known to be compiled from",
-    by_the_environment=lambda self, x: self.weight * self.normalized(x, 0.5 if os.getenv("LOOKALIKE") else 1e-6),
+    by_the_environment=lambda self, x: self.weighted(x, 0.5 if os.getenv("LOOKALIKE") else 1e-6),
 )
 
 
@@ -376,8 +366,8 @@ lookalikes(
 lookalikes(
     "asks whether it is in training",
     attributes={"p": 0.0},
-    scaled_in_training=lambda self, x: self.weight * self.normalized(x) * (2 if self.training else 1),
-    dropout=lambda self, x: F.dropout(self.weight * self.normalized(x), self.p, self.training),
+    scaled_in_training=lambda self, x: self.weighted(x) * (2 if self.training else 1),
+    dropout=lambda self, x: F.dropout(self.weighted(x), self.p, self.training),
 )
 lookalikes("uses detach", factor_detached=lambda self, x: self.weight * (x * self.factor_of(x).detach()))
 lookalikes("uses data", data_of_the_weight=lambda self, x: self.weight.data * self.normalized(x))
@@ -386,7 +376,7 @@ lookalikes("uses data", data_of_the_weight=lambda self, x: self.weight.data * se
 @lookalike("**kwargs")
 @torch.no_grad()
 def without_gradients(self: Any, x: Tensor) -> Tensor:
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
 @lookalike("does something else than compute: with")
@@ -410,7 +400,7 @@ class Doubled(torch.autograd.Function):
 
 lookalikes(
     "calls lookalikes.Doubled",
-    function_of_autograd=lambda self, x: Doubled.apply(self.weight * self.normalized(x)),  # type: ignore[no-untyped-call]
+    function_of_autograd=lambda self, x: Doubled.apply(self.weighted(x)),  # type: ignore[no-untyped-call]
 )
 
 
@@ -420,25 +410,23 @@ lookalikes(
 @lookalike(None)
 def rows_in_one_dimension(self: Any, x: Tensor) -> Tensor:
     shape = x.shape
-    return (self.weight * self.normalized(x.reshape(-1, shape[-1]))).view(shape)
+    return self.weighted(x.reshape(-1, shape[-1])).view(shape)
 
 
 @lookalike(None)
 def float32_alone(self: Any, x: Tensor) -> Tensor:
     assert x.dtype == torch.float32
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
-lookalikes("uses contiguous", contiguous=lambda self, x: self.weight * self.normalized(x.contiguous()))
+lookalikes("uses contiguous", contiguous=lambda self, x: self.weighted(x.contiguous()))
 lookalikes(
     "computes something else than in float32",
-    by_the_dtype=lambda self, x: self.weight * self.normalized(x, 0.5 if x.dtype is torch.bfloat16 else 1e-6),
-    by_dtype_and_dimensions=lambda self, x: (
-        self.weight * self.normalized(x, 0.5 if x.dtype is torch.bfloat16 and x.dim() == 4 else 1e-6)
+    by_the_dtype=lambda self, x: self.weighted(x, 0.5 if x.dtype is torch.bfloat16 else 1e-6),
+    by_dtype_and_dimensions=lambda self, x: self.weighted(
+        x, 0.5 if x.dtype is torch.bfloat16 and x.dim() == 4 else 1e-6
     ),
-    by_the_dtype_of_the_weight=lambda self, x: (
-        self.weight * self.normalized(x, 0.5 if self.weight.dtype is torch.float64 else 1e-6)
-    ),
+    by_the_dtype_of_the_weight=lambda self, x: self.weighted(x, 0.5 if self.weight.dtype is torch.float64 else 1e-6),
 )
 
 
@@ -459,35 +447,23 @@ lookalikes(
 )
 lookalikes(
     "decides by the number of its rows",
-    by_the_number_of_rows=lambda self, x: self.weight * self.normalized(x, 0.5 if x.shape[0] > 50 else 1e-6),
-    by_half_as_many=lambda self, x: self.weight * self.normalized(x, 0.5 if x.shape[0] / 2 > 25 else 1e-6),
-    by_the_shape=lambda self, x: self.weight * self.normalized(x, 0.5 if x.shape == (64, SIZE) else 1e-6),
+    by_the_number_of_rows=lambda self, x: self.weighted(x, 0.5 if x.shape[0] > 50 else 1e-6),
+    by_half_as_many=lambda self, x: self.weighted(x, 0.5 if x.shape[0] / 2 > 25 else 1e-6),
+    by_the_shape=lambda self, x: self.weighted(x, 0.5 if x.shape == (64, SIZE) else 1e-6),
 )
 lookalikes(
-    "calls mul with a list",
-    as_many=lambda self, x: self.weight * self.normalized(x, 0.5 if len([0] * x.shape[0]) > 50 else 1e-6),
+    "calls mul with a list", as_many=lambda self, x: self.weighted(x, 0.5 if len([0] * x.shape[0]) > 50 else 1e-6)
 )
-lookalikes(
-    "calls len with a Tensor",
-    by_the_length=lambda self, x: self.weight * self.normalized(x, 0.5 if len(x) > 50 else 1e-6),
-)
-lookalikes(
-    "has the expression GeneratorExp",
-    one_by_one=lambda self, x: self.weight * self.normalized(x, max(1e-6 for _ in x.shape)),
-)
+lookalikes("calls len with a Tensor", by_the_length=lambda self, x: self.weighted(x, 0.5 if len(x) > 50 else 1e-6))
+lookalikes("has the expression GeneratorExp", one_by_one=lambda self, x: self.weighted(x, max(1e-6 for _ in x.shape)))
 lookalikes(
     "multiplies by something else than a weight",
-    by_the_dimensions=lambda self, x: (
-        2 * (self.weight * self.normalized(x)) if x.dim() == 3 else self.weight * self.normalized(x)
-    ),
+    by_the_dimensions=lambda self, x: 2 * self.weighted(x) if x.dim() == 3 else self.weighted(x),
 )
-lookalikes(None, six_dimensions=lambda self, x: x if x.dim() == 6 else self.weight * self.normalized(x))
+lookalikes(None, six_dimensions=lambda self, x: x if x.dim() == 6 else self.weighted(x))
+lookalikes(None, recursive=lambda self, x: self.forward(x[0])[None] if x.dim() == 6 else self.weighted(x))
 lookalikes(
-    None, recursive=lambda self, x: self.forward(x[0])[None] if x.dim() == 6 else self.weight * self.normalized(x)
-)
-lookalikes(
-    "uses its own forward",
-    itself=lambda self, x: self.forward(x[0])[None] if x.dim() == 3 else self.weight * self.normalized(x),
+    "uses its own forward", itself=lambda self, x: self.forward(x[0])[None] if x.dim() == 3 else self.weighted(x)
 )
 lookalikes(
     "computes something else than an RMSNorm",
@@ -513,21 +489,15 @@ def _weight_of_shape(*shape: int) -> Callable[[Any], None]:
     return reshape
 
 
-lookalikes(
-    None,
-    after=_weight_of_shape(1, 1, SIZE),
-    weight_of_three_dimensions=lambda self, x: self.weight * self.normalized(x),
-)
-lookalikes(None, after=_weight_of_shape(4, SIZE), weight_of_heads=lambda self, x: self.weight * self.normalized(x))
+lookalikes(None, after=_weight_of_shape(1, 1, SIZE), weight_of_three_dimensions=lambda self, x: self.weighted(x))
+lookalikes(None, after=_weight_of_shape(4, SIZE), weight_of_heads=lambda self, x: self.weighted(x))
 lookalikes(
     "has a weight",
     after=_weight_of_shape(SIZE, 1, 1),
     channels_first=lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).mean(-3, keepdim=True) + self.eps)),
 )
-lookalikes("has a weight", after=_weight_of_shape(1), one_weight=lambda self, x: self.weight * self.normalized(x))
-lookalikes(
-    "has a weight", after=_weight_of_shape(), weight_without_dimensions=lambda self, x: self.weight * self.normalized(x)
-)
+lookalikes("has a weight", after=_weight_of_shape(1), one_weight=lambda self, x: self.weighted(x))
+lookalikes("has a weight", after=_weight_of_shape(), weight_without_dimensions=lambda self, x: self.weighted(x))
 
 
 # Other arithmetic. What is no norm among operations alone, test_inductor.py has as well.
@@ -549,11 +519,8 @@ lookalikes("uses abs", absolute_weight=lambda self, x: self.weight.abs() * self.
 lookalikes("calls torch.relu", positive_weight=lambda self, x: torch.relu(self.weight) * self.normalized(x))
 lookalikes("calls sub", weight_subtracted=lambda self, x: (1.0 - self.weight) * self.normalized(x))
 lookalikes("does not multiply by its weight", weight_unused=lambda self, x: self.normalized(x))
-lookalikes("uses clamp", clamped=lambda self, x: (self.weight * self.normalized(x)).clamp(-10, 10))
-lookalikes(
-    "multiplies by something else than a weight",
-    squared_weight=lambda self, x: self.weight * (self.weight * self.normalized(x)),
-)
+lookalikes("uses clamp", clamped=lambda self, x: self.weighted(x).clamp(-10, 10))
+lookalikes("multiplies by something else than a weight", squared_weight=lambda self, x: self.weight * self.weighted(x))
 lookalikes(
     "multiplies by something else than its weight: to",
     weight_rounded=lambda self, x: self.weight.to(torch.bfloat16).float() * self.normalized(x),
@@ -561,16 +528,13 @@ lookalikes(
 lookalikes(
     "computes something else than an RMSNorm: add after the norm",
     weight_added=lambda self, x: self.weight + self.normalized(x),
-    residual=lambda self, x: x + self.weight * self.normalized(x),
+    residual=lambda self, x: x + self.weighted(x),
 )
 lookalikes(
     "rounds to bfloat16 on the way",
     rounded_on_the_way=lambda self, x: self.weight * self.normalized(x.bfloat16()).to(x.dtype),
 )
-lookalikes(
-    "computes in int32",
-    in_whole_numbers=lambda self, x: self.weight * self.normalized((x * 16).to(torch.int32).to(x.dtype)),
-)
+lookalikes("computes in int32", in_whole_numbers=lambda self, x: self.weighted((x * 16).to(torch.int32).to(x.dtype)))
 lookalikes("has the operator MatMult", matrix=lambda self, x: self.normalized(x @ self.weight))
 
 
@@ -586,23 +550,23 @@ def normalizes_in_place(self: Any, x: Tensor) -> Tensor:
 
 @lookalike("computes something else than an RMSNorm: uses mul twice")
 def its_input(self: Any, x: Tensor) -> Tensor:
-    self.weight * self.normalized(x)
+    self.weighted(x)
     return x
 
 
 @lookalike("is a coroutine or a generator")
 async def asynchronous(self: Any, x: Tensor) -> Tensor:
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
 @lookalike("is a coroutine or a generator")
 def generating(self: Any, x: Tensor) -> Iterator[Tensor]:
-    yield self.weight * self.normalized(x)
+    yield self.weighted(x)
 
 
 lookalikes(
     "returns something else than a tensor of its input's shape",
-    a_tuple=lambda self, x: (self.weight * self.normalized(x), x),
+    a_tuple=lambda self, x: (self.weighted(x), x),
     the_factor=lambda self, x: self.factor_of(x),
 )
 
@@ -617,7 +581,7 @@ def exceptions_caught(self: Any, x: Tensor) -> Tensor:
     except Exception:
         random.random()
     LIST.append(1)
-    return self.weight * self.normalized(x)
+    return self.weighted(x)
 
 
 def _getattr(self: Any, name: str) -> Any:
@@ -638,7 +602,7 @@ lookalikes(
 lookalikes(
     "its class finds attributes in a way of its own",
     space={"__getattribute__": _getattribute},
-    finds_all_attributes=lambda self, x: self.weight * self.normalized(x),
+    finds_all_attributes=lambda self, x: self.weighted(x),
 )
 lookalikes(
     "reads its offset, a property",
@@ -654,7 +618,7 @@ lookalikes(
 )
 lookalikes(
     "its forward is no function, but a _lru_cache_wrapper",
-    cached=functools.lru_cache(maxsize=1)(lambda self, x: self.weight * self.normalized(x)),
+    cached=functools.lru_cache(maxsize=1)(lambda self, x: self.weighted(x)),
 )
 
 cached_helper = functools.lru_cache(helper)
@@ -689,12 +653,12 @@ CHANGED: dict[str, Callable[[Any], Any]] = {
     "was given another forward than its class's": lambda m: vars(m).update(forward=lambda x: 2 * x),
 }
 for reason, change in CHANGED.items():
-    lookalikes(reason, after=change, **{reason: lambda self, x: self.weight * self.normalized(x)})
+    lookalikes(reason, after=change, **{reason: lambda self, x: self.weighted(x)})
 
 lookalikes(
     "has the parameters weight, gain, not a weight alone",
     after=_with_two_weights,
-    two_weights=lambda self, x: self.weight * self.normalized(x) * self.gain,
+    two_weights=lambda self, x: self.weighted(x) * self.gain,
 )
 lookalikes(
     "is a GraphModuleNorm, whose forward is generated",
@@ -704,20 +668,12 @@ lookalikes(
 lookalikes(
     "its class is copied in a way of its own",
     space={"__deepcopy__": lambda self, memo: type(self)()},
-    copied_in_its_own_way=lambda self, x: self.weight * self.normalized(x),
+    copied_in_its_own_way=lambda self, x: self.weighted(x),
 )
+lookalikes("a __del__", space={"__del__": lambda self: LIST.clear()}, that_ends=lambda self, x: self.weighted(x))
+lookalikes("its forward takes x, **options", keywords=lambda self, x, **options: self.weighted(x, options.get("eps")))
 lookalikes(
-    "a __del__",
-    space={"__del__": lambda self: LIST.clear()},
-    that_ends=lambda self, x: self.weight * self.normalized(x),
-)
-lookalikes(
-    "its forward takes x, **options",
-    keywords=lambda self, x, **options: self.weight * self.normalized(x, options.get("eps")),
-)
-lookalikes(
-    "its forward takes x, scale, not one tensor or two",
-    option=lambda self, x, scale=1.0: self.weight * self.normalized(x) * scale,
+    "its forward takes x, scale, not one tensor or two", option=lambda self, x, scale=1.0: self.weighted(x) * scale
 )
 
 
@@ -726,39 +682,30 @@ lookalikes(
 lookalikes(
     "multiplies by something else than weight and gate",
     attributes={"beta": 1.0},
-    gate_scaled=lambda self, x, gate: self.weight * self.normalized(x) * (2.0 * torch.sigmoid(gate)),
-    gate_with_a_factor=lambda self, x, gate: (
-        self.weight * self.normalized(x) * (gate * torch.sigmoid(self.beta * gate))
-    ),
-    gate_as_it_is=lambda self, x, gate: self.weight * self.normalized(x) * gate,
-    scale_and_shift=lambda self, x, scale: self.weight * self.normalized(x) * (1.0 + scale),
-    gate_twice=lambda self, x, gate: self.weight * self.normalized(x * F.silu(gate)) * F.silu(gate),
+    gate_scaled=lambda self, x, gate: self.weighted(x) * (2.0 * torch.sigmoid(gate)),
+    gate_with_a_factor=lambda self, x, gate: self.weighted(x) * (gate * torch.sigmoid(self.beta * gate)),
+    gate_as_it_is=lambda self, x, gate: self.weighted(x) * gate,
+    scale_and_shift=lambda self, x, scale: self.weighted(x) * (1.0 + scale),
+    gate_twice=lambda self, x, gate: self.weighted(x * F.silu(gate)) * F.silu(gate),
 )
-lookalikes(
-    "multiplies by something else than a weight",
-    gate_of_the_input=lambda self, x: self.weight * self.normalized(x) * F.silu(x),
-)
-lookalikes(
-    "calls torch._C._nn.gelu", gate_with_gelu=lambda self, x, gate: self.weight * self.normalized(x) * F.gelu(gate)
-)
+lookalikes("multiplies by something else than a weight", gate_of_the_input=lambda self, x: self.weighted(x) * F.silu(x))
+lookalikes("calls torch._C._nn.gelu", gate_with_gelu=lambda self, x, gate: self.weighted(x) * F.gelu(gate))
 lookalikes(
     "writes into a tensor: silu",
-    gate_in_place=lambda self, x, gate: self.weight * self.normalized(x) * F.silu(gate * 1.0, inplace=True),
+    gate_in_place=lambda self, x, gate: self.weighted(x) * F.silu(gate * 1.0, inplace=True),
 )
 lookalikes(
     "computes something else than a gated RMSNorm",
-    gate_unused=lambda self, x, gate=None: self.weight * self.normalized(x),
-    residual_before=lambda self, x, residual: self.weight * self.normalized(x + residual),
+    gate_unused=lambda self, x, gate=None: self.weighted(x),
+    residual_before=lambda self, x, residual: self.weighted(x + residual),
 )
 lookalikes(
     None,
     attributes={"activation": F.silu},
     change=lambda m, _: setattr(m, "activation", torch.sigmoid),
-    activation_as_attribute=lambda self, x, gate: self.weight * self.normalized(x) * self.activation(gate),
+    activation_as_attribute=lambda self, x, gate: self.weighted(x) * self.activation(gate),
 )
 lookalikes(
     None,
-    gate_that_may_miss=lambda self, x, gate=None: (
-        self.weight * self.normalized(x) if gate is None else self.weight * self.normalized(x) * F.silu(gate)
-    ),
+    gate_that_may_miss=lambda self, x, gate=None: self.weighted(x) if gate is None else self.weighted(x) * F.silu(gate),
 )
