@@ -554,6 +554,12 @@ def its_input(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+@lookalike("computes more than an RMSNorm: add")
+def sum_that_is_not_used(self: Any, x: Tensor) -> Tensor:
+    _ = x + self.weight
+    return self.weighted(x)
+
+
 @lookalike("is a coroutine or a generator")
 async def asynchronous(self: Any, x: Tensor) -> Tensor:
     return self.weighted(x)
