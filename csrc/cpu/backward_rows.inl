@@ -231,7 +231,7 @@ template <class R>
 NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kBackwardTile], int count, double (&totals)[kBackwardTile]) {
   for (int first = 0; first < count; first += 4) {
     compute_t<R> sums[4];
-    sums_of(folded + first, sums);
+    sums_of<R>(folded + first, sums);
     for (int r = 0; r < 4; r++) totals[first + r] += sums[r];
   }
 }
@@ -252,8 +252,8 @@ template <class Source, class Casts>
                        square_folds[r], dot_folds[r]);
       if (--left == 0) scale += tile.stride, left = tile.rows_per_group;
     }
-    add_sums(square_folds, tile.count, squares);
-    if (Source::kGradRows) add_sums(dot_folds, tile.count, dots);
+    add_sums<R>(square_folds, tile.count, squares);
+    if (Source::kGradRows) add_sums<R>(dot_folds, tile.count, dots);
   }
   if constexpr (is_plain<Source>()) {
     if (wants_sums<Source>(args)) {

@@ -354,65 +354,46 @@ constexpr int kChains = 4;
 template <class R>
 constexpr int kChainBlocks = kChains * 64 / static_cast<int>(sizeof(Block<R>));
 
-// The lanes of a sum's chains, folded to four: a quad for all elements, or one for the even and one for the odd ones.
+// The lanes of a sum's chains, folded to four, in the order of columns: what is added to them may be folded itself.
 template <class R>
-struct Folded {
-  quad_t<R> quads[kEvenOdd<R> ? 2 : 1];
-};
-
-template <class R>
-NORMOPS_INLINE Folded<R> operator+(const Folded<R>& a, const Folded<R>& b) {
-  Folded<R> folded;
-  for (int i = 0; i < (kEvenOdd<R> ? 2 : 1); i++) folded.quads[i] = a.quads[i] + b.quads[i];
-  return folded;
-}
+using Folded = quad_t<R>;
 
 template <class R>
 NORMOPS_INLINE Folded<R> fold_chains(const Block<R> (&chain)[kChainBlocks<R>]) {
   using B = Block<R>;
-  if constexpr (kChainBlocks<R> == 2) {  // each half of a register is a chain's
-    Folded<R> folded;
+  if constexpr (kEvenOdd<R>) {
+    Folded<R> parts[2];
     for (int i = 0; i < 2; i++) {
-      typename VectorOf<float, B::kVectorLanes / 2>::type first[2], second[2];
-      std::memcpy(first, &chain[0].v[i], sizeof first);
-      std::memcpy(second, &chain[1].v[i], sizeof second);
-      folded.quads[i] = fold<R>((first[0] + first[1]) + (second[0] + second[1]));
+      if constexpr (kChainBlocks<R> == 2) {  // each half of a register is a chain's
+        typename VectorOf<float, B::kVectorLanes / 2>::type first[2], second[2];
+        std::memcpy(first, &chain[0].v[i], sizeof first);
+        std::memcpy(second, &chain[1].v[i], sizeof second);
+        parts[i] = fold<R>((first[0] + first[1]) + (second[0] + second[1]));
+      } else {
+        parts[i] = fold<R>((chain[0].v[i] + chain[1].v[i]) + (chain[2].v[i] + chain[3].v[i]));
+      }
     }
-    return folded;
+    return shuffle<0, 4, 1, 5>(parts[0], parts[1]) + shuffle<2, 6, 3, 7>(parts[0], parts[1]);
   } else {
-    const B block = (chain[0] + chain[1]) + (chain[2] + chain[3]);
-    if constexpr (kEvenOdd<R>) {
-      return {fold<R>(block.v[0]), fold<R>(block.v[1])};
-    } else {
-      return {fold<R>(block.v)};
-    }
+    return fold<R>(((chain[0] + chain[1]) + (chain[2] + chain[3])).v);
   }
 }
 
-// The sum over the lanes of each of four quads, ((0 + 2) + (1 + 3)), in two steps that transpose as they fold.
-template <class Quad>
-NORMOPS_INLINE void sum_quads(const Quad& a, const Quad& b, const Quad& c, const Quad& d, Quad& sums) {
-  const Quad ab = shuffle<0, 1, 4, 5>(a, b) + shuffle<2, 3, 6, 7>(a, b);
-  const Quad cd = shuffle<0, 1, 4, 5>(c, d) + shuffle<2, 3, 6, 7>(c, d);
-  sums = shuffle<0, 2, 4, 6>(ab, cd) + shuffle<1, 3, 5, 7>(ab, cd);
-}
-
-// The sums of four folded ones, which cost little more than one.
+// The sums of four folded ones, each of its lanes ((0 + 2) + (1 + 3)), in two steps that transpose as they fold.
 template <class R>
 NORMOPS_INLINE void sums_of(const Folded<R>* folded, compute_t<R>* sums) {
-  quad_t<R> result[2];
-  for (int i = 0; i < (kEvenOdd<R> ? 2 : 1); i++) {
-    sum_quads(folded[0].quads[i], folded[1].quads[i], folded[2].quads[i], folded[3].quads[i], result[i]);
-  }
-  if constexpr (kEvenOdd<R>) result[0] = result[0] + result[1];
-  std::memcpy(sums, &result[0], sizeof result[0]);
+  const Folded<R>&a = folded[0], &b = folded[1], &c = folded[2], &d = folded[3];
+  const Folded<R> ab = shuffle<0, 1, 4, 5>(a, b) + shuffle<2, 3, 6, 7>(a, b);
+  const Folded<R> cd = shuffle<0, 1, 4, 5>(c, d) + shuffle<2, 3, 6, 7>(c, d);
+  const Folded<R> result = shuffle<0, 2, 4, 6>(ab, cd) + shuffle<1, 3, 5, 7>(ab, cd);
+  std::memcpy(sums, &result, sizeof result);
 }
 
 template <class R>
 NORMOPS_INLINE compute_t<R> sum_of(const Folded<R>& folded) {
   const Folded<R> same[] = {folded, folded, folded, folded};
   compute_t<R> sums[4];
-  sums_of(same, sums);
+  sums_of<R>(same, sums);
   return sums[0];
 }
 

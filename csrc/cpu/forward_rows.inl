@@ -295,9 +295,9 @@ template <int kRows, bool kCasts, Rest kRest, class Source, class T, class R, cl
         stretches, tiles,
         [&](int) NORMOPS_INLINE_LAMBDA {
           // The first span by itself: beside a loop over all, GCC 12 spills two of AVX2's accumulators (a fifth).
-          double square_sum = sum_of(fold(rows, 0, 0, outputs.y.row));
+          double square_sum = sum_of<R>(fold(rows, 0, 0, outputs.y.row));
           for (int64_t begin = kSpan; begin < cols; begin += kSpan) {
-            square_sum += sum_of(fold(rows, 0, begin, outputs.y.row));
+            square_sum += sum_of<R>(fold(rows, 0, begin, outputs.y.row));
           }
           write_row<kCasts, kRest, Source>(rows, 0, outputs, rstd_of<R>(square_sum, cols, eps), cols, streams);
         },
@@ -391,7 +391,7 @@ void sum_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
           double square_sum = 0;
           for (int64_t first = 0; first < args.cols; first += kSpan) {
             square_sum +=
-                sum_of(fold_span<R, Rest::looped>(first, span_end(first, args.cols), rows.read.row(0).squares()));
+                sum_of<R>(fold_span<R, Rest::looped>(first, span_end(first, args.cols), rows.read.row(0).squares()));
           }
           *rows.sum.row = static_cast<compute_t<R>>(square_sum);
         },

@@ -81,7 +81,7 @@ NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
 template <class R, class Term>
 NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* sums, Term term) {
   for (int64_t span = begin; span < end; span++) {
-    sums[span] = sum_of(fold_span<R, Rest::looped>(span * kSpan, span_end(span * kSpan, cols), term));
+    sums[span] = sum_of<R>(fold_span<R, Rest::looped>(span * kSpan, span_end(span * kSpan, cols), term));
   }
 }
 
