@@ -161,6 +161,7 @@ OTHERS: dict[str, Norm] = {
     "another dimension": lambda x, w: x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + EPS) * w,
     "two dimensions": lambda x, w: x * torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True) + EPS) * w,
     "another dimension broadcast": lambda x, w: x * torch.rsqrt(x[:, 0].pow(2).mean(-1, keepdim=True) + EPS)[:, None],
+    "without keepdim": lambda x, w: (y := x[0, :2, :2]) * torch.rsqrt(y.pow(2).mean(-1) + EPS) * w[:2],
     "cubes": lambda x, w: x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + EPS) * w,
     "another power": lambda x, w: x * (mean_square(x) + EPS) ** -0.25 * w,
     "two over root": lambda x, w: x * (2 / torch.sqrt(mean_square(x) + EPS)) * w,
