@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from traced_graphs import trace
 
 import normops
+from normops.compile_cache import tag_of
 from reference import cases
 
 ops = torch.ops.normops
@@ -286,6 +287,10 @@ torch.compiler.config.cache_key_tag = tag_of(["normops::rms_norm(Tensor input) -
 """
     aot_autograd, inductor = run_training(cache, with_other_schemas)
     assert (aot_autograd["autograd_cache_miss"], inductor["fxgraph_cache_miss"]) == (1, 2)
+
+
+def test_other_schemas_have_another_tag() -> None:
+    assert tag_of(["normops::rms_norm(Tensor input) -> Tensor"]) != tag_of(["normops::rms_norm(Tensor x) -> Tensor"])
 
 
 def test_a_tag_of_the_caches_is_kept() -> None:
