@@ -174,6 +174,20 @@ def test_nested(device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("dim", [0, None])
+def test_tables_with_fewer_dimensions_than_the_input(dim: int | None, device: str) -> None:
+    """They broadcast within a sample, even where there are as many samples as the dimension before has numbers."""
+    x = cases.values((SIZE, SIZE, 3, 2, 16), torch.float32, 1).to(device)
+    cos, sin = (cases.values((SIZE, 3, 1, 16), torch.float32, seed).to(device) for seed in (2, 3))
+
+    def norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return normops.rms_norm_rope(x, cos, sin, 16, eps=EPS)
+
+    tables = (cos, sin) if dim == 0 else (cos[0], sin[0])
+    expected = [norm(x[i], *((cos[i], sin[i]) if dim == 0 else tables)) for i in range(SIZE)]
+    assert torch.equal(torch.vmap(norm, (0, dim, dim))(x, *tables), torch.stack(expected))
+
+
 def test_gradients_of_each_sample(device: str) -> None:
     """As differential privacy and influence functions need them, through a model, against one sample at a time."""
     torch.manual_seed(0)
