@@ -1,15 +1,11 @@
 """In place, an operator's results replace its inputs."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import product
 
 import pytest
 import torch
 from assertions import assert_same_bits, message_of
-from test_out import REFUSAL
 from torch import Tensor
-from traced_graphs import operators, trace
 
 from reference import cases
 from reference.cases import Case
@@ -57,29 +53,6 @@ def test_the_results_replace_the_inputs(
             assert_same_bits(replaced, expected)
 
 
-@over_operators
-def test_it_compiles_to_the_functional_operator(operator: Operator, device: str) -> None:
-    case = Variant(operator, {}).at(Case((4, 8), torch.float32, weight_dtype=torch.float32))
-    names, call = operator.inputs, operator.inplace_function
-    others = {name: value for name, value in case.arguments().items() if name not in names}
-
-    def write(*tensors: Tensor) -> Tensor:
-        given = dict(zip(names, tensors, strict=True))
-        call(**given, **others)
-        return torch.stack([given[name] for name in operator.replaced]).square() + 1
-
-    def tensors() -> list[Tensor]:
-        arguments = case.arguments(device)
-        return [arguments[name] for name in names]
-
-    torch._dynamo.reset()
-    eager, compiled = tensors(), tensors()
-    expected = write(*eager)
-    assert_same_bits([torch.compile(write, fullgraph=True)(*compiled)], [expected])
-    assert_same_bits(compiled, eager)
-    assert operators(trace(write, *tensors()).forward)[:1] == [f"normops.{operator}.default"]
-
-
 def message(operator: Operator, device: str, **changes: Tensor) -> str:
     case = Variant(operator, {}).at(Case((3, 4), torch.float32, weight_dtype=torch.float32))
     return message_of(lambda: operator.inplace_function(**case.arguments(device) | changes))
@@ -123,20 +96,3 @@ def test_the_weight_may_be_the_input_of_a_single_row(operator: Operator, cols: i
             results = operator.results(operator.default(**arguments))
             operator.inplace(**arguments)
             assert_same_bits([arguments[name] for name in operator.replaced], results)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
-@over_operators
-def test_it_refuses_gradients_and_bumps_the_version(
-    operator: Operator, mode: Callable[[], AbstractContextManager[None]], device: str
-) -> None:
-    case = Variant(operator, {}).at(Case((3, 4), torch.float32, weight_dtype=torch.float32))
-    for name in operator.inputs:
-        arguments = case.arguments(device)
-        arguments[name].requires_grad_()
-        assert message_of(lambda: operator.inplace_function(**arguments)) == f"{operator}_: {REFUSAL}"  # noqa: B023
-        versions = {n: arguments[n]._version for n in operator.inputs}
-        with mode():
-            operator.inplace_function(**arguments)
-        for n, version in versions.items():
-            assert arguments[n]._version == version + (n in operator.replaced)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -31,36 +32,17 @@ GGML_INPUT = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
 GGML_EPS = 1e-4
 
 
-def check_ggml(grad_input: Tensor) -> None:
-    oracle.assert_within(
-        grad_input, oracle.rms_norm_backward(GGML_INPUT, GGML_INPUT, (4,), None, GGML_EPS).grad_input, "grad_input"
-    )
-    torch.testing.assert_close(grad_input.cpu(), torch.tensor([[0.000799, 0.0, 0.0, 0.0]]), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_ggml_report_through_autograd(mode: str, device: str) -> None:
-    torch._dynamo.reset()
-
-    def norm(x: Tensor) -> Tensor:
-        return ops.rms_norm(x, [4], None, GGML_EPS)
-
-    call = norm if mode == "eager" else torch.compile(norm, fullgraph=True)
-    x = GGML_INPUT.to(device, copy=True).requires_grad_()
-    call(x).backward(GGML_INPUT.to(device))
-    assert x.grad is not None
-    check_ggml(x.grad)
-
-
 @pytest.mark.parametrize("over", ["grad_output", "input", "both", "neither"])
-def test_ggml_report_through_out(over: str, device: str) -> None:
+def test_ggml_report(over: str, device: str) -> None:
     x = GGML_INPUT.to(device).clone()
     dy = x if over == "both" else GGML_INPUT.to(device).clone()
     grad_input = {"grad_output": dy, "input": x, "both": x, "neither": torch.empty_like(x)}[over]
     unused = torch.empty(4, device=device)
     result = ops.rms_norm_backward.out(dy, x, [4], None, GGML_EPS, grad_input=grad_input, grad_weight=unused)
     assert result[0] is grad_input
-    check_ggml(grad_input)
+    expected = oracle.rms_norm_backward(GGML_INPUT, GGML_INPUT, (4,), None, GGML_EPS).grad_input
+    oracle.assert_within(grad_input, expected, "grad_input")
+    torch.testing.assert_close(grad_input.cpu(), torch.tensor([[0.000799, 0.0, 0.0, 0.0]]), atol=1e-6, rtol=0)
 
 
 OUT_CASES = [
@@ -293,42 +275,56 @@ REFUSAL = (
 )
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
-@pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_out_refuses_gradients_and_bumps_the_version(
-    operator: Operator, mode: Callable[[], AbstractContextManager[None]], device: str
-) -> None:
+WAYS = [
+    (operator, way)
+    for operator in OPERATORS
+    for way in ("out", "out, over the input", "in place")
+    if way != "in place" or operator.inplace
+]
+
+
+def writing(operator: Operator, way: str, device: str) -> tuple[Callable[..., object], dict[str, Any], list[str]]:
+    """A call that writes, its arguments, and which of them it writes to."""
     case = rows_of_three(operator)
+    if way == "in place":
+        return operator.inplace_function, case.arguments(device), [*operator.replaced]
+    return operator.out, case.arguments(device) | case.targets(device), [*operator.targets]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize(("operator", "way"), [each for each in WAYS if "over" not in each[1]], ids=str)
+def test_what_writes_refuses_gradients_and_bumps_the_version(
+    operator: Operator, way: str, mode: Callable[[], AbstractContextManager[None]], device: str
+) -> None:
     for name in operator.inputs:
-        arguments, targets = case.arguments(device), case.targets(device)
-        arguments[name].requires_grad_()
-        write = partial(operator.out, **arguments, **targets)
-        assert message_of(write) == f"{operator}: {REFUSAL}"
-        versions = [t._version for t in targets.values()]
+        function, given, written = writing(operator, way, device)
+        given[name].requires_grad_()
+        write = partial(function, **given)
+        assert message_of(write) == f"{operator}{'_' * (way == 'in place')}: {REFUSAL}"
+        versions = {name: value._version for name, value in given.items() if isinstance(value, Tensor)}
         with mode():
             write()
-        assert [t._version for t in targets.values()] == [version + 1 for version in versions]
-        assert arguments[name]._version == 0
+        for other, version in versions.items():
+            assert given[other]._version == version + (other in written)
 
 
-@pytest.mark.parametrize("place", ["fresh", "over the input"])
-@pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_out_compiles_to_the_functional_operator(operator: Operator, place: str, device: str) -> None:
-    case = rows_of_three(operator)
-    names = [*operator.inputs, *operator.targets]
-    others = {name: value for name, value in case.arguments().items() if name not in names}
-    over = next((t for t in operator.targets if of_argument(t) == "input"), None) if place != "fresh" else None
+@pytest.mark.parametrize(("operator", "way"), WAYS, ids=str)
+def test_what_writes_compiles_to_the_functional_operator(operator: Operator, way: str, device: str) -> None:
+    function, arguments, written = writing(operator, way, device)
+    names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+    others = {name: value for name, value in arguments.items() if name not in names}
+    over = next((t for t in written if of_argument(t) == "input"), None) if "over" in way else None
 
     def write(*tensors: Tensor) -> Tensor:
         given = dict(zip(names, tensors, strict=True))
         if over is not None:
             given[over] = given["input"]
-        operator.out(**given, **others)
-        return sum(given[name].sum() for name in operator.targets)  # type: ignore[return-value]
+        function(**given, **others)
+        return sum(given[name].square().sum() for name in written)  # type: ignore[return-value]
 
     def tensors() -> list[Tensor]:
-        made = case.arguments(device) | case.targets(device)
-        return [made[name] for name in names]
+        _, given, _ = writing(operator, way, device)
+        return [given[name] for name in names]
 
     torch._dynamo.reset()
     eager, compiled = tensors(), tensors()
