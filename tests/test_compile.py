@@ -1,6 +1,5 @@
 """torch.compile beyond the graphs: how often it compiles, sizes that depend on data, backends, modes, caches."""
 
-import json
 import os
 import subprocess
 import sys
@@ -14,10 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 from traced_graphs import trace
+from trained import train
 
 import normops
 from normops.compile_cache import tag_of
 from reference import cases
+from reference.operators import OPERATORS
 
 ops = torch.ops.normops
 
@@ -198,16 +199,9 @@ def test_graphs_hold_nothing_that_a_cuda_graph_cannot_capture(norm: Callable[...
         values = [node.meta["val"] for node in graph.graph.nodes if "val" in node.meta]
         values += [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
         assert {value.device.type for value in tree_leaves(values) if isinstance(value, Tensor)} == {"meta"}
-    functional = (
-        ops.rms_norm,
-        ops.add_rms_norm,
-        ops.gated_rms_norm,
-        ops.rms_norm_backward,
-        ops.gated_rms_norm_backward,
-    )
-    for op in (packet.default for packet in functional):
-        assert not op._schema.is_mutable
-        assert op.tags == [torch.Tag.pt2_compliant_tag]
+    for operator in OPERATORS:
+        assert not operator.default._schema.is_mutable
+        assert operator.default.tags == [torch.Tag.pt2_compliant_tag]
 
 
 def test_inference_mode(device: str) -> None:
@@ -233,37 +227,17 @@ def test_cpp_wrapper(device: str) -> None:
     torch.testing.assert_close(y, with_residual(x, w))
 
 
-TRAINING = """
-import json, torch, normops
-from torch._dynamo.utils import counters
-
+STEP = """
 norm = normops.RMSNorm(16, 1e-3)
 step = torch.compile(lambda x, residual: norm(*norm(x, residual)), fullgraph=True)
-x, residual = (torch.randn(5, 16, requires_grad=True) for _ in range(2))
-torch.autograd.backward(step(x, residual), (x.detach(), residual.detach()))
-print(json.dumps([counters["aot_autograd"], counters["inductor"]]))
 """
-
-
-def run_training(cache: Path, before: str = "") -> tuple[dict[str, int], dict[str, int]]:
-    """What AOTAutograd and Inductor count in a process of its own, which has `before` done once normops is imported."""
-    environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-    }
-    command = [sys.executable, "-c", f"import normops\n{before}\n{TRAINING}"]
-    aot_autograd, inductor = json.loads(
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
-    )
-    return aot_autograd, inductor
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a process that has compiled."""
     cache = tmp_path_factory.mktemp("cache")
-    aot_autograd, inductor = run_training(cache)
+    aot_autograd, inductor, _ = train(cache, STEP)
     assert (aot_autograd["autograd_cache_miss"], aot_autograd["autograd_cache_saved"]) == (1, 1)
     assert inductor["fxgraph_cache_miss"] == 2  # the graphs each way
     return cache
@@ -271,7 +245,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 def test_a_second_process_compiles_nothing(cache: Path) -> None:
-    aot_autograd, inductor = run_training(cache)
+    aot_autograd, inductor, _ = train(cache, STEP)
     assert (aot_autograd["autograd_cache_hit"], inductor["fxgraph_cache_hit"]) == (1, 2)
     assert "autograd_cache_miss" not in aot_autograd
     assert "fxgraph_cache_miss" not in inductor
@@ -281,11 +255,10 @@ def test_a_second_process_compiles_nothing(cache: Path) -> None:
 def test_what_was_compiled_for_other_operators_is_not_found(cache: Path) -> None:
     """It would be called with the arguments of before: keys have an operator's name, and not its schema."""
     with_other_schemas = """
-import torch
 from normops.compile_cache import tag_of
 torch.compiler.config.cache_key_tag = tag_of(["normops::rms_norm(Tensor input) -> Tensor"])
 """
-    aot_autograd, inductor = run_training(cache, with_other_schemas)
+    aot_autograd, inductor, _ = train(cache, with_other_schemas + STEP)
     assert (aot_autograd["autograd_cache_miss"], inductor["fxgraph_cache_miss"]) == (1, 2)
 
 

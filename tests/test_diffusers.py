@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,18 +16,10 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed"
 pytestmark = pytest.mark.release  # models of other people, of a library that requirements-dev.txt does not bring
 
 
-def wan() -> tuple[nn.Module, dict[str, Any]]:
+def autoencoder(name: str) -> tuple[nn.Module, dict[str, Any]]:
     options = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
-    return diffusers.AutoencoderKLWan(**options, latents_mean=[0.0] * 4, latents_std=[1.0] * 4), {
-        "sample": torch.randn(1, 3, 1, 16, 16)
-    }
-
-
-def qwen_image() -> tuple[nn.Module, dict[str, Any]]:
-    options = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
-    return diffusers.AutoencoderKLQwenImage(**options, latents_mean=[0.0] * 4, latents_std=[1.0] * 4), {
-        "sample": torch.randn(1, 3, 1, 16, 16)
-    }
+    model = getattr(diffusers, name)(**options, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    return model, {"sample": torch.randn(1, 3, 1, 16, 16)}
 
 
 def ltx2_audio() -> tuple[nn.Module, dict[str, Any]]:
@@ -127,8 +120,7 @@ def ltx() -> tuple[nn.Module, dict[str, Any]]:
 
 # How many norms are patched at least; those of images have their channels elsewhere.
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int]] = {
-    "AutoencoderKLWan": (wan, 0),
-    "AutoencoderKLQwenImage": (qwen_image, 0),
+    **{name: (partial(autoencoder, name), 0) for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage")},
     "AutoencoderKLLTX2Audio": (ltx2_audio, 0),
     "FluxTransformer2DModel": (flux, 6),
     "WanTransformer3DModel": (wan_transformer, 8),

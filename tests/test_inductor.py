@@ -1,11 +1,7 @@
 """The passes for torch.compile: which norms they find, and what they leave alone."""
 
 import copy
-import json
 import operator
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -23,6 +19,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache, run_fw_bw_and_get_code
 from torch.utils.checkpoint import checkpoint
+from trained import train
 
 import normops
 from normops.inductor.calls import order_in_memory
@@ -801,35 +798,16 @@ def test_options_with_the_passes_of_others() -> None:
 
 
 TRAINING = """
-import json, sys, torch, normops
-from torch._dynamo.utils import counters
-
-norm = torch.nn.RMSNorm(16)
-options = normops.inductor_options() if "normops" in sys.argv else None
-step = torch.compile(lambda x, residual: norm(x + norm(residual)), fullgraph=True, options=options)
-x, residual = (torch.randn(5, 16, requires_grad=True) for _ in range(2))
-step(x, residual).sum().backward()
-with torch.profiler.profile() as profile:
-    step(x, residual).sum().backward()
-ran = [event.name for event in profile.events() if event.name.startswith("normops::")]
-print(json.dumps([counters["aot_autograd"], counters["inductor"], ran]))
+norm, options = torch.nn.RMSNorm(16), {}
+step = torch.compile(lambda x, residual: [norm(x + norm(residual))], fullgraph=True, options=options)
 """
 
 
 @pytest.mark.release  # compiles in three processes from nothing; their key, test_options_with_the_passes_of_others has
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-    }
     without, first, second = (
-        json.loads(
-            subprocess.run(
-                [sys.executable, "-c", TRAINING, argument], env=environment, check=True, stdout=subprocess.PIPE
-            ).stdout
-        )
-        for argument in ("", "normops", "normops")
+        train(tmp_path, TRAINING.format(options))
+        for options in ("None", "normops.inductor_options()", "normops.inductor_options()")
     )
     assert without[2] == []
     assert first[0]["autograd_cache_miss"] == 1

@@ -71,15 +71,6 @@ def test_writes_into_inference_tensors_stay_in_inference_mode(device: str) -> No
         normops.rms_norm_(x, 64)
 
 
-def test_functionalization(device: str) -> None:
-    arguments = problem(device)[0].detach(), 64
-
-    def written(x: Tensor, cols: int) -> Tensor:
-        return normops.rms_norm_(x.clone(), cols) + normops.rms_norm(x, cols)
-
-    assert_equal((torch.func.functionalize(written)(*arguments),), (written(*arguments),))
-
-
 def test_a_function_mode_may_replace_the_operator() -> None:
     class Twice(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

@@ -201,8 +201,24 @@ def test_compiled_whole(norm: Callable[[int], nn.Module], dynamic: bool) -> None
         )
 
 
+class Rows(Tensor):
+    """A subclass, whose operations have its class."""
+
+
+def second_derivatives(module: nn.Module) -> tuple[Tensor, ...]:
+    x = rows().requires_grad_()
+    (first,) = torch.autograd.grad(module(x).sin().sum(), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), (x, *module.parameters()))
+
+
+def in_a_checkpoint(module: nn.Module) -> tuple[Tensor, ...]:
+    x = rows().requires_grad_()
+    y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+    return torch.autograd.grad(y.sin().sum(), (x, *module.parameters()))
+
+
 @every_norm
-def test_functional_calls(norm: Callable[[int], nn.Module]) -> None:
+def test_transforms(norm: Callable[[int], nn.Module]) -> None:
     patched, original = pair(norm)
     parameters = {name: torch.randn_like(each) for name, each in original.named_parameters()}
     x, tangent = rows(), rows(seed=1)
@@ -211,6 +227,10 @@ def test_functional_calls(norm: Callable[[int], nn.Module]) -> None:
         return lambda p, t: functional_call(module, p, (t,)).sin().sum()
 
     transforms: dict[str, Callable[[nn.Module], Any]] = {
+        "second derivatives": second_derivatives,
+        "checkpoint": in_a_checkpoint,
+        "subclass": lambda m: m(rows().as_subclass(Rows)),
+        "parameter": lambda m: m(nn.Parameter(rows())),
         "call": lambda m: functional_call(m, parameters, (x,)),
         "grad": lambda m: grad(loss(m), argnums=1)(parameters, x),
         "grad of the weight": lambda m: [*grad(loss(m))(parameters, x).values()],
@@ -238,26 +258,6 @@ def test_ensembles() -> None:
     x = rows()
     y = vmap(lambda p, b, t: functional_call(patched, (p, b), (t,)), in_dims=(0, 0, None))(parameters, buffers, x)
     assert_alike(y.detach(), torch.stack([module(x) for module in makes]).detach(), "ensemble")
-
-
-@every_norm
-def test_gradients_of_gradients(norm: Callable[[int], nn.Module]) -> None:
-    found = []
-    for module in pair(norm):
-        x = rows().requires_grad_()
-        (first,) = torch.autograd.grad(module(x).sin().sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(first.square().sum(), (x, *module.parameters())))
-    assert_both_alike(found, "second derivatives")
-
-
-@every_norm
-def test_inside_a_checkpoint(norm: Callable[[int], nn.Module]) -> None:
-    found = []
-    for module in pair(norm):
-        x = rows().requires_grad_()
-        y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
-        found.append(torch.autograd.grad(y.sin().sum(), (x, *module.parameters())))
-    assert_both_alike(found, "checkpoint")
 
 
 # Modes.
@@ -333,17 +333,6 @@ def test_hooks(norm: Callable[[int], nn.Module]) -> None:
         outcomes.append((y.detach(), torch.autograd.grad((y * rows(seed=2)).sum(), x)[0], seen))
     assert_alike(outcomes[0][:2], outcomes[1][:2], "hooks")
     assert outcomes[0][2] == outcomes[1][2] == ["before", "after", "backward"]
-
-
-class Rows(Tensor):
-    """A subclass, whose operations have its class."""
-
-
-@every_norm
-def test_subclass_of_tensor(norm: Callable[[int], nn.Module]) -> None:
-    patched, original = pair(norm)
-    assert_alike(patched(rows().as_subclass(Rows)), original(rows().as_subclass(Rows)), "subclass")
-    assert_alike(patched(nn.Parameter(rows())), original(nn.Parameter(rows())), "parameter")
 
 
 class KnowsTorchAlone(Tensor):

@@ -1,0 +1,42 @@
+"""What a process of its own compiles for a step of training, and what it finds in the caches of torch.compile."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import json, sys, torch, normops
+from torch._dynamo.utils import counters
+
+exec(sys.argv[1])
+x, residual = (torch.randn(5, 16, requires_grad=True) for _ in range(2))
+
+def train():
+    outputs = step(x, residual)
+    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+train()
+with torch.profiler.profile() as profile:
+    train()
+ran = [event.name for event in profile.events() if event.name.startswith("normops::")]
+print(json.dumps([counters["aot_autograd"], counters["inductor"], ran]))
+"""
+
+
+def train(cache: Path, step: str) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    """What AOTAutograd and Inductor count, and the operators of normops that run then.
+
+    ``step`` is the source of a function of two tensors that returns several.
+    """
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }
+    command = [sys.executable, "-c", PROGRAM, step]
+    aot_autograd, inductor, ran = json.loads(
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+    )
+    return aot_autograd, inductor, ran
