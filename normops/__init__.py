@@ -27,6 +27,7 @@ from normops.functional import (
 )
 from normops.inductor import inductor_options
 from normops.modules import GatedRMSNorm, RMSNorm
+from normops.recompute import recompute_norms
 
 _warn_if_newer(_torch.__version__)
 _import_or_warn("normops.compile_cache", "torch")
@@ -49,6 +50,7 @@ __all__ = [
     "inductor_options",
     "override_torch",
     "patch",
+    "recompute_norms",
     "register_kernels",
     "rms_norm",
     "rms_norm_",

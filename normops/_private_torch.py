@@ -67,6 +67,15 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "torch._inductor.list_mode_options",
         ),
     ),
+    "normops.recompute": (
+        "normops.recompute_norms",
+        (
+            "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
+            "torch._C._autograd._top_saved_tensors_default_hooks",
+            "_is_view",
+            "_version",
+        ),
+    ),
     "normops.adoption.following": ("normops.patch", ("_buffers", "_modules", "_parameters")),
     "normops.adoption.patched_forward": ("normops.patch", ("_dynamo_marked_constant",)),
     "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),

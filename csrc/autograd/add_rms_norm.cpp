@@ -3,6 +3,7 @@
 #include "../add_rms_norm.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/new_full.h>
 
 #include "../composite/add_rms_norm.h"
 #include "../rms_norm.h"
@@ -34,6 +35,13 @@ struct Derivative<AddRmsNorm> {
     return {outputs[1], arguments.norm, arguments.alpha};
   }
 
+  // A sum with -0 is what it was: of another dtype, the norm of the sum rounds as it did.
+  static Tensor output(const AddedNorm& saved, const at::TensorOptions& options) {
+    const auto& [input, norm, alpha] = saved;
+    if (input.scalar_type() == options.dtype().toScalarType()) return call(RmsNorm{input, norm})[0];
+    const Tensor nothing = input.new_full({}, -0.0, options).expand_symint(input.sym_sizes());
+    return call(AddRmsNorm{nothing, input, norm, 1.0})[0];
+  }
   static variable_list backward(const variable_list& grad_outputs, const AddedNorm& saved, const Needed<3>& needed) {
     const Tensor &grad_output = grad_outputs[0], &grad_residual_out = grad_outputs[1];
     Outputs<RmsNormBackward> gradients = {grad_residual_out, Tensor()};

@@ -18,6 +18,7 @@ struct Derivative<GatedRmsNorm> {
       {true, true, true},   // gate
       {true, true, false},  // weight
   }};
+  static Tensor output(const GatedRmsNorm& saved, const at::TensorOptions&) { return call(saved)[0]; }
   static variable_list backward(const variable_list& grad_outputs, const GatedRmsNorm& saved, const Needed<3>& needed) {
     const auto& [input, gate, norm, activation, norm_before_gate] = saved;
     return to_list(

@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/new_zeros.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
@@ -13,17 +14,19 @@
 #include <tuple>
 #include <vector>
 
+#include "../recompute.h"
 #include "derivative.h"
 #include "saved.h"
 
 namespace normops {
 
 template <class Operator>
-class OperatorNode final : public torch::autograd::Node {
+class OperatorNode final : public RecomputableNode {
   using Saved = std::remove_pointer_t<decltype(detail::saved_of<Operator>())>;
   using Attributes = decltype(detail::attributes_of(std::declval<const Saved&>()));
   using NeededInputs = Needed<count_tensors<Operator>>;
   static constexpr size_t kSavedOutputs = detail::saved_outputs_of<Operator>();
+  static constexpr bool kIsRecomputable = requires { &Derivative<Operator>::output; };
 
  public:
   template <class... Inputs>
@@ -34,23 +37,33 @@ class OperatorNode final : public torch::autograd::Node {
   // Once the outputs among the tensors have their history, and this its edges.
   void save(const Saved& saved) {
     const auto tensors = tensors_of(saved);
+    bool has_all = true;
     for (size_t i = 0; i < tensors.size(); i++) {
       const Tensor& tensor = *tensors[i];
+      has_all &= is_used(i) || !tensor.defined();
       saved_[i] = torch::autograd::SavedVariable(is_used(i) ? tensor : zeros_in_place_of(tensor), is_output(i));
     }
     attributes_ = detail::attributes_of(saved);
+    if (!kIsRecomputable || !has_all || !Recomputation::is_enabled()) return;
+    can_recompute_ = true;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    if (tensors.back()->defined()) weight_ = tensors.back()->clone();
   }
 
   std::string name() const override { return Derivative<Operator>::kName; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& variable : saved_) variable.reset_data();
+    unpacked_.clear();
+    if (!is_released_.exchange(true)) let_go();
   }
 
   variable_list apply(variable_list&& grad_outputs) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    return backward(grad_outputs, unpack_saved(), attributes_, needed());
+    TORCH_CHECK(!is_released_, torch::autograd::ERR_BACKWARD_TWICE);
+    variable_list unpacked = std::exchange(unpacked_, {});
+    const bool is_known = !unpacked.empty() && graph_task_ == torch::autograd::get_current_graph_task_id();
+    return backward(grad_outputs, is_known ? unpacked : unpack_saved(), attributes_, needed());
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
@@ -91,6 +104,23 @@ class OperatorNode final : public torch::autograd::Node {
       is_used |= Derivative<Operator>::kUses[i][index] && should_compute_output(i);
     }
     return is_used;
+  }
+
+  Tensor recompute() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    unpacked_ = unpack_saved();
+    graph_task_ = torch::autograd::get_current_graph_task_id();
+    variable_list tensors = graph_task_ == -1 ? std::exchange(unpacked_, {}) : unpacked_;
+    tensors.back() = weight_;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return detail::with_restored<Saved>(tensors, attributes_, [&](const Saved& saved) {
+      if constexpr (kIsRecomputable) return Derivative<Operator>::output(saved, input_metadata(0).options());
+      return Tensor();
+    });
+  }
+
+  void reset_saved() override {
+    for (auto& variable : saved_) variable.reset_data();
   }
 
   // Of one element: backward takes its shape and its dtype from it.

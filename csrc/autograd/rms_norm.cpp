@@ -18,6 +18,7 @@ struct Derivative<RmsNorm> {
       {true, true},   // input
       {true, false},  // weight
   }};
+  static Tensor output(const RmsNorm& saved, const at::TensorOptions&) { return call(saved)[0]; }
   static variable_list backward(const variable_list& grad_outputs, const RmsNorm& saved, const Needed<2>& needed) {
     return to_list(call(RmsNormBackward{grad_outputs[0], saved.input, saved.norm, std::nullopt, needed}));
   }

@@ -24,6 +24,7 @@ struct Derivative<RmsNormRope> {
       {true, true, true, false},     // weight
   }};
   static bool covers(const RmsNormRope& arguments) { return asks_for_no_angle(arguments); }
+  static Tensor output(const RmsNormRope& saved, const at::TensorOptions&) { return call(saved)[0]; }
   static variable_list backward(const variable_list& grad_outputs, const RmsNormRope& saved, const Needed<4>& needed) {
     const auto& [input, cos, sin, norm, rope] = saved;
     auto gradients = call(RmsNormRopeBackward{grad_outputs[0], input, cos, sin, norm, rope, {needed[0], needed[3]}});

@@ -45,6 +45,7 @@ struct Derivative<RmsNormFromStats> {
       {true, true, true},   // square_sum
       {true, true, false},  // weight
   }};
+  static Tensor output(const RmsNormFromStats& saved, const at::TensorOptions&) { return call(saved)[0]; }
   static variable_list backward(const variable_list& grad_outputs, const RmsNormFromStats& saved,
                                 const Needed<3>& needed) {
     const auto& [input, square_sum, size, norm] = saved;

@@ -5,6 +5,7 @@
 
 #include "../cpu/isa.h"
 #include "../operators.h"
+#include "../recompute.h"
 #include "../triton/binding.h"
 #include "arguments.h"
 #include "check.h"
@@ -81,6 +82,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("register_triton", normops::triton::register_operators, py::arg("dispatch_key"));
   m.def("override_torch", normops::python::override_torch);
   m.def("traced_shape", normops::python::traced_shape, py::arg("normalized_shape"));
+
+  using normops::Recomputation;
+  py::class_<Recomputation, std::shared_ptr<Recomputation>>(m, "Recomputation", py::dynamic_attr())
+      .def_static("enable", &Recomputation::enable)
+      .def_static("of", &Recomputation::of)
+      .def("output", &Recomputation::output, py::call_guard<py::gil_scoped_release>());
 
   m.def("build_info", build_info);
   m.def("operators", [] { return operators(normops::Operators()); });

@@ -12,7 +12,9 @@ def check_rounding(rounding: object) -> None:
         raise ValueError(f'rounding: expected "once" or "original", but got {rounding!r}')
 
 
-def inductor_options(others: Mapping[str, Any] | None = None, *, rounding: Rounding = "once") -> dict[str, Any]:
+def inductor_options(
+    others: Mapping[str, Any] | None = None, *, rounding: Rounding = "once", recompute_norms: bool = False
+) -> dict[str, Any]:
     """Options of ``torch.compile`` that put normops under the norms of a model that somebody else wrote.
 
     The model stays as it is. In the graphs that torch.compile makes of it, ``F.rms_norm``, ``torch.nn.RMSNorm`` and
@@ -23,10 +25,10 @@ def inductor_options(others: Mapping[str, Any] | None = None, *, rounding: Round
 
     They can be used with other options, and with those of a mode, ``torch._inductor.list_mode_options(mode)``. Where
     options cannot be given, ``torch.compile(model, backend="normops")`` does the same; among its ``options`` may be
-    ``"rounding"``.
+    ``"rounding"`` and ``"recompute_norms"``.
 
-    Inductor has one place each for such passes, ``pre_grad_custom_pass`` and ``post_grad_custom_pre_pass``. Where one
-    is taken, in ``others`` or else in ``torch._inductor.config`` at the time of this call, that pass stays and runs
+    Inductor has one place each for such passes, ``pre_grad_custom_pass`` and ``post_grad_custom_pre_pass``, and
+    ``joint_custom_post_pass`` for ``recompute_norms``. Where one is taken, in ``others`` or else in ``torch._inductor.config`` at the time of this call, that pass stays and runs
     first; ours run on what it leaves. What is compiled is then cached if that pass has a ``uuid``.
 
     Args:
@@ -35,10 +37,12 @@ def inductor_options(others: Mapping[str, Any] | None = None, *, rounding: Round
             program casts, as in eager mode, see ``rounding`` of :func:`patch`, also for the gradient of an input that
             is cast twice. A norm in an order that the operators do not have is then left as it is, and so are rotations
             of 16 bits, and additions whose bits would change.
+        recompute_norms: keeps no outputs of norms for the backward, which computes them again, of what it has for the
+            gradients of the norms. See :func:`recompute_norms`, which is for eager code.
 
     Returns:
-        All options. Inductor's caches, on disk too, keep what was compiled with ours, with either rounding, and without
-        them apart.
+        All options. Inductor's caches, on disk too, keep what was compiled with ours, with either rounding, with norms
+        recomputed or not, and without them apart.
 
     Raises:
         ValueError: if ``rounding`` is something else.
@@ -53,4 +57,4 @@ def inductor_options(others: Mapping[str, Any] | None = None, *, rounding: Round
 
     check_rounding(rounding)
     options = dict(others or {})
-    return {**options, **passes_after(options, rounding)}
+    return {**options, **passes_after(options, rounding, recompute_norms)}

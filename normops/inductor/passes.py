@@ -25,6 +25,7 @@ from normops.inductor.calls import (
 )
 from normops.inductor.effects import IS_COPY, IS_RECORDED, memory_of, memory_written_by, shares_memory, subgraphs
 from normops.inductor.handwritten import match_norm
+from normops.inductor.recompute import recompute_norms
 from normops.inductor.residuals import fuse_additions
 from normops.inductor.rotations import join_rotations
 
@@ -54,7 +55,7 @@ class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
         self.change(graph)
 
     def change(self, graph: Graph) -> None:
-        raise NotImplementedError
+        """Nothing, in this class."""
 
     def uuid(self) -> Any:
         """The key by which Inductor's caches keep apart what was compiled with these, with other or with no passes.
@@ -90,15 +91,34 @@ class AfterAutograd(_Pass):
         fuse_additions(graph, self.rounding)
 
 
+class BeforePartition(_Pass):
+    """Outputs of norms are not kept for the backward."""
+
+    def change(self, graph: Graph) -> None:
+        """Changes a graph of ATen's, of forward and backward."""
+        recompute_norms(graph)
+
+
 _PASSES = {"pre_grad_custom_pass": BeforeAutograd, "post_grad_custom_pre_pass": AfterAutograd}
 
 
-def passes_after(options: Mapping[str, Any], rounding: Rounding) -> dict[str, _Pass]:
+_RECOMPUTE = "joint_custom_post_pass"
+
+
+def passes_after(options: Mapping[str, Any], rounding: Rounding, recomputes: bool) -> dict[str, Any]:
     """The options that name our passes, which run after those of other options, or else of Inductor's config."""
+    passes: dict[str, type[_Pass]] = dict(_PASSES)
+    if recomputes or is_recomputing(options):
+        passes[_RECOMPUTE] = BeforePartition if recomputes else _Pass
     return {
         name: ours(*_without_ours(options.get(name, getattr(config, name))), rounding=rounding)
-        for name, ours in _PASSES.items()
+        for name, ours in passes.items()
     }
+
+
+def is_recomputing(options: Mapping[str, Any]) -> bool:
+    """Whether options, or else Inductor's config, have our pass that has norms recomputed."""
+    return isinstance(options.get(_RECOMPUTE, getattr(config, _RECOMPUTE)), BeforePartition)
 
 
 def _without_ours(passes: Any) -> list[Any]:
@@ -236,10 +256,13 @@ def backend(
         graph: what Dynamo traced.
         inputs: of the graph.
         mode: as that of torch.compile.
-        options: Inductor's, besides; of passes among them, see :func:`inductor_options`. ``"rounding"`` is that of
-            :func:`inductor_options`, and otherwise that of passes of ours among the options.
+        options: Inductor's, besides; of passes among them, see :func:`inductor_options`. ``"rounding"`` and
+            ``"recompute_norms"`` are those of :func:`inductor_options`, and otherwise those of passes of ours among the
+            options.
     """
     all_options = {**(list_mode_options(mode) if mode else {}), **(options or {})}
     given = next((each.rounding for each in all_options.values() if isinstance(each, _Pass)), "once")
     rounding = all_options.pop("rounding", given)
-    return compile_fx(graph, inputs, config_patches=inductor_options(all_options, rounding=rounding))
+    recomputes = all_options.pop("recompute_norms", is_recomputing(all_options))
+    patches = inductor_options(all_options, rounding=rounding, recompute_norms=recomputes)
+    return compile_fx(graph, inputs, config_patches=patches)

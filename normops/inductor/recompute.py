@@ -1,0 +1,79 @@
+"""Outputs of norms that are not kept for the backward, in the graph of forward and backward that AOTAutograd traces."""
+
+import operator
+import sys
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from normops._operators import FUNCTIONAL, by_name, name_of
+
+_normops = torch.ops.normops
+_NORMS = (_normops.rms_norm.default, _normops.gated_rms_norm.default, _normops.rms_norm_rope.default)
+_BACKWARDS = tuple(op for op in FUNCTIONAL if name_of(op).endswith("_backward"))
+
+
+def recompute_norms(graph: Graph) -> None:
+    """Marks the norms whose input the backward has anyway: the partitioner computes these in the backward, too."""
+    backward = _after_tangents(graph)
+    for node in list(graph.nodes):
+        if "recompute" in node.meta:  # by a checkpoint
+            continue
+        if node.target in _NORMS and _is_kept(by_name(node.target, node.args, node.kwargs)["input"]):
+            _mark(node)
+        elif node.target is _normops.add_rms_norm.default:
+            _normalize_sum_again(node, backward)
+
+
+def _mark(norm: Node) -> None:
+    # The number is that of a region to be recomputed: what the one before it returns is kept.
+    norm.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": sys.maxsize}
+
+
+def _is_kept(input: Any) -> bool:
+    return any(user.target in _BACKWARDS for user in input.users)
+
+
+def _after_tangents(graph: Graph) -> set[Node]:
+    found: set[Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in node.name
+        if is_tangent or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _normalize_sum_again(norm: Node, backward: set[Node]) -> None:
+    """Gives the backward the norm of the sum, which is the output if that has the dtype of the sum."""
+    parts = {part.args[1]: part for part in norm.users if part.target is operator.getitem}
+    if 0 not in parts or 1 not in parts or not _is_kept(parts[1]):
+        return
+    output, total = parts[0], parts[1]
+    if output.meta["val"].dtype != total.meta["val"].dtype:
+        return
+    arguments = by_name(norm.target, norm.args, norm.kwargs)
+    arguments |= {"input": total}
+    del arguments["residual"]
+    arguments.pop("alpha", None)
+    with norm.graph.inserting_after(max(output, total)):
+        again = norm.graph.call_function(_normops.rms_norm.default, (), arguments)
+    again.meta |= output.meta
+    _mark(again)
+    _use_instead(output, again, backward)
+    if not again.users:
+        norm.graph.erase_node(again)
+
+
+def _use_instead(old: Node, new: Node, backward: set[Node]) -> None:
+    """Only in the backward, and with views of its own there."""
+    for user in list(old.users):
+        if user in backward:
+            user.replace_input_with(old, new)
+        elif getattr(user.target, "is_view", False):
+            with user.graph.inserting_after(max(user, new)):
+                view = user.graph.node_copy(user, lambda node: new if node is old else node)
+            _use_instead(user, view, backward)
+            if not view.users:
+                user.graph.erase_node(view)

@@ -1,0 +1,412 @@
+"""Outputs of norms that are not kept for the backward: what it computes again is what they were."""
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from assertions import assert_same_bits, same_bits
+from calls import Calls
+from profiles import operators_run
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import normops
+from normops import recompute_norms
+from reference import cases
+from reference.operators import OPERATOR_CASES, OPERATORS, Operator, OperatorCase, of_rows
+
+NORMS = [operator for operator in OPERATORS if operator.outputs[0] == "output"]
+FUNCTIONS = [operator for operator in NORMS if operator.gradient]
+FORWARD, BACKWARD = "normops::rms_norm", "normops::rms_norm_backward"
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Saved(torch.autograd.Function):
+    """Returns what it is given, and shows the backward what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shown: list[Tensor]) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(tensor)
+        ctx.shown = shown
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.shown.extend(ctx.saved_tensors)
+        return grad, None
+
+
+def first(result: Any) -> Tensor:
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
+
+
+@pytest.mark.parametrize("case", [case for case in OPERATOR_CASES if case.operator in NORMS], ids=str)
+@pytest.mark.covering(core=1, full=2)
+def test_the_same_bits_dtypes_and_strides(case: OperatorCase, device: str) -> None:
+    """Of an output and of a view, and of all gradients; the norm runs once more, for both of them."""
+    results = []
+    for context in (nullcontext, recompute_norms):
+        arguments, shown = case.arguments(device), (list[Tensor](), list[Tensor]())
+        names = [n for n in case.operator.inputs if n not in case.operator.tables and arguments.get(n) is not None]
+        for name in names:
+            arguments[name].requires_grad_()
+        with context():
+            output = first(case.operator.default(**arguments))
+            kept = [output, output.transpose(0, -1)]
+            a, b = map(Saved.apply, kept, shown)
+        with Calls() as calls:
+            (a * b.transpose(0, -1)).backward(torch.ones_like(a))
+        given = [tensor for tensors in shown for tensor in tensors]
+        assert_same_bits(given, kept)
+        assert list(map(Tensor.stride, given)) == list(map(Tensor.stride, kept))
+        assert (given[0].data_ptr() == output.data_ptr()) == (context is nullcontext or output.numel() == 0)
+        assert given[0].data_ptr() == given[1].data_ptr()
+        results.append(([output, *(arguments[name].grad for name in names)], calls.counts))
+    (expected, counts), (actual, with_recomputing) = results
+    assert_same_bits(actual, expected)
+    again = with_recomputing - counts
+    assert again.total() == 1
+    assert again.keys() <= {"rms_norm", case.operator.name}
+
+
+def problem(device: str, shape: tuple[int, ...] = (6, 3, 16), dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = (shape, shape, shape[-1:], (shape[-1], shape[-1]))
+    return [cases.values(s, dtype, seed).to(device).requires_grad_() for seed, s in enumerate(shapes)]
+
+
+def block(operator: Operator, t: list[Tensor]) -> Tensor:
+    """A norm between linear layers, of which two need its output; the input is no leaf."""
+    x, other, weight, matrix = t
+    y = first(of_rows(operator, x.shape[-1])(x @ matrix, other, weight))
+    return (y @ matrix.sin()).square() + y @ matrix.cos()
+
+
+def gradients(loss: Tensor, t: list[Tensor], **options: Any) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(loss.sum(), t, allow_unused=True, **options)
+
+
+def held(call: Callable[[], object]) -> tuple[int, object]:
+    """The bytes that a call has allocated and not freed."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        result = call()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]"), result
+
+
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+def test_the_forward_holds_less(operator: Operator) -> None:
+    """By the output, but for a copy of the weight; other tensors are not kept twice."""
+    t = problem("cpu", (256, 64))
+    before, _ = held(lambda: block(operator, t))
+    with recompute_norms():
+        after, _ = held(lambda: block(operator, t))
+    assert before - after == 256 * 64 * 4 - t[2].nbytes
+
+
+def test_of_a_patched_model_a_module_and_an_overridden_one() -> None:
+    x = torch.randn(256, 64)
+    for made in (normops.RMSNorm, nn.RMSNorm):
+        model = nn.Sequential(nn.Linear(64, 64), made(64), nn.Linear(64, 64))
+        if made is nn.RMSNorm:
+            normops.patch(model)
+        before, _ = held(lambda: model(x))
+        with recompute_norms():
+            assert before - held(lambda: model(x))[0] == x.nbytes - 64 * 4
+    model = nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64), nn.Linear(64, 64))
+    with normops.override_torch():
+        before, _ = held(lambda: model(x))
+        with recompute_norms():
+            assert before - held(lambda: model(x))[0] == x.nbytes - 64 * 4
+
+
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+def test_memory_is_let_go(operator: Operator) -> None:
+    """Without the garbage collector: of a graph that is dropped, and after a backward; also Python's own."""
+    t = problem("cpu")
+
+    @recompute_norms()
+    def dropped() -> None:
+        block(operator, t)
+
+    def step() -> None:
+        with recompute_norms():
+            loss = block(operator, t)
+        gradients(loss, t)
+
+    def kept_graph() -> None:
+        with recompute_norms():
+            loss = block(operator, t)
+        gradients(loss, t, retain_graph=True)
+        assert held(lambda: gradients(loss, t, retain_graph=True) and None)[0] == 0
+
+    gc.collect()
+    gc.disable()
+    try:
+        for call in (dropped, step, kept_graph):
+            call()
+            assert held(call)[0] == 0
+        objects = len(gc.get_objects())
+        for _ in range(1000):
+            step()
+            dropped()
+        assert len(gc.get_objects()) - objects < 10
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("context", [nullcontext, recompute_norms])
+@pytest.mark.parametrize("which", ["input", "weight", "matrix"])
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+@pytest.mark.covering(core=2)
+def test_a_write_is_the_error_that_it_is(operator: Operator, which: str, context: Context, device: str) -> None:
+    """Into what the norm keeps, or a linear layer."""
+    t = [tensor.detach().requires_grad_() * 1 for tensor in problem(device)]
+    with context():
+        result = of_rows(operator, 16)(*t[:3])
+        loss = (first(result) @ t[3]).sum()
+    is_sum = which == "input" and isinstance(result, tuple)
+    written = result[1] if is_sum else {"input": t[0], "weight": t[2], "matrix": t[3]}[which]
+    with torch.no_grad():
+        written.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[.*is at version 1; expected version 0"):
+        loss.backward()
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "seen": lambda y: y.mul_(2),
+    "of a view": lambda y: y.view(-1)[:5].mul_(2),
+    "without gradients": torch.no_grad()(lambda y: y.mul_(2)),
+    "detached": lambda y: y.detach().mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+@pytest.mark.covering(core=2)
+def test_an_output_that_was_written_to_is_kept(operator: Operator, name: str, device: str) -> None:
+    t = problem(device)
+    results = []
+    for context in (nullcontext, recompute_norms):
+        with context():
+            y = first(of_rows(operator, 16)(*t[:3]))
+            view = y.view(-1, 16)
+            WRITES[name](y)
+            loss = (y @ t[3]).square().sum() + (view @ t[3]).sum()
+        with Calls() as calls:
+            results.append(gradients(loss, t))
+        assert calls.counts.total() == 1
+    assert_same_bits(*results)
+
+
+def test_what_is_not_computed_again() -> None:
+    """The output of a norm whose weight alone needs a gradient, as it does not keep that; what is no output of ours."""
+    x, _, weight, matrix = problem("cpu", (256, 64))
+    for call in (
+        lambda: normops.rms_norm(x.detach(), 64, weight) @ matrix,
+        lambda: normops.rms_norm(x, 64, weight).view(torch.int32),
+        lambda: torch.nn.functional.silu(x @ matrix) @ matrix,
+    ):
+        before, _ = held(call)
+        with recompute_norms():
+            assert held(call)[0] == before
+
+
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+def test_several_backwards(operator: Operator, device: str) -> None:
+    """Retained, of parts, and of a second order: the norm runs once more each time, where its output is needed."""
+    t = problem(device)
+    results = []
+    for context in (nullcontext, recompute_norms):
+        with context():
+            loss = block(operator, t)
+        with Calls() as calls:
+            found = [gradients(loss, t, retain_graph=True) for _ in range(2)]
+        forwards = sum(n for name, n in calls.counts.items() if "backward" not in name)
+        assert forwards == (2 if context is recompute_norms else 0)
+        found.append(gradients(loss, t[3:], retain_graph=True))
+        for around in (nullcontext, context):
+            with around():
+                grads = gradients(loss, t, create_graph=True)
+                squares = sum((g.square().sum() for g in grads if g is not None), torch.zeros((), device=device))
+            found += [grads, gradients(squares, t, retain_graph=True)]
+        results.append(sum(found, ()))
+        gradients(loss, t)
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            gradients(loss, t)
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+def test_a_loss_that_does_not_reach_the_norm(operator: Operator, device: str) -> None:
+    """It needs the output after the norm has let go of what it kept."""
+    t = problem(device)
+    results = []
+    for context in (nullcontext, recompute_norms):
+        matrices = [t[3], t[3].detach().requires_grad_()]
+        with context():
+            y = first(of_rows(operator, 16)(*t[:3]))
+            losses = [(y @ matrix).square() for matrix in matrices]
+        found = [gradients(losses[0], t), gradients(losses[1], matrices[1:])]
+        results.append(sum(found, ()))
+    assert_same_bits(*results)
+
+
+def test_several_threads(device: str) -> None:
+    t = problem(device)
+
+    def step(context: Context) -> tuple[Tensor | None, ...]:
+        found: tuple[Tensor | None, ...] = ()
+        for operator in FUNCTIONS:
+            with context():
+                loss = block(operator, t)
+            found += gradients(loss, t)
+        return found
+
+    expected = step(nullcontext)
+    with recompute_norms():
+        shared = block(FUNCTIONS[0], t)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: normops.rms_norm(t[0], 16).grad_fn).result() is not None
+            before = pool.submit(held, lambda: block(FUNCTIONS[0], t)).result()[0]
+        assert before == held(lambda: block(FUNCTIONS[0], t))[0] + t[0].nbytes - t[2].nbytes
+    with ThreadPoolExecutor(4) as pool:
+        for actual in pool.map(step, [recompute_norms] * 32):
+            assert_same_bits(actual, expected)
+        for actual in pool.map(lambda _: gradients(shared, t, retain_graph=True), range(32)):
+            assert_same_bits(actual, expected[:4])
+
+
+def strided() -> AbstractContextManager[Any]:
+    return saved_tensors_hooks(lambda t: torch.stack([t.detach(), t.detach()], -1), lambda t: t[..., 0])
+
+
+def both(*contexts: Context) -> Context:
+    class Both:
+        def __enter__(self) -> None:
+            self.entered = [context() for context in contexts]
+            for each in self.entered:
+                each.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            for each in reversed(self.entered):
+                each.__exit__(*error)
+
+    return Both
+
+
+NESTED = {
+    "nested": (both(recompute_norms, recompute_norms), 1),
+    "around save_on_cpu": (both(recompute_norms, save_on_cpu), 0),
+    "in save_on_cpu": (both(save_on_cpu, recompute_norms), 1),
+    "in other hooks": (both(strided, recompute_norms), 1),
+    "three": (both(recompute_norms, strided, recompute_norms), 1),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+@pytest.mark.covering(core=2)
+def test_other_hooks(operator: Operator, name: str, device: str) -> None:
+    t = problem(device)
+    expected = gradients(block(operator, t), t)
+    context, recomputed = NESTED[name]
+    with context():
+        loss = block(operator, t)
+    with Calls() as calls:
+        assert_same_bits(gradients(loss, t), expected)
+    assert calls.counts.total() == 1 + recomputed
+
+
+def test_an_error_leaves_the_block() -> None:
+    with pytest.raises(ZeroDivisionError), recompute_norms():
+        _ = 1 / 0
+    t = problem("cpu")
+    assert normops._C.Recomputation.of(normops.rms_norm(t[0], 16, t[2])) is None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("place", ["around", "inside", "both"])
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+@pytest.mark.covering(core=2)
+def test_checkpoints(operator: Operator, place: str, early_stop: bool, use_reentrant: bool, device: str) -> None:
+    """The input of a checkpoint is an output of a norm, too."""
+    t = problem(device)
+
+    def part(x: Tensor, *others: Tensor) -> Tensor:
+        with nullcontext() if place == "around" else recompute_norms():
+            return block(operator, [x, *others])
+
+    expected = gradients(block(operator, [normops.rms_norm(t[0], 16), *t[1:]]), t)
+    with set_checkpoint_early_stop(early_stop):
+        with nullcontext() if place == "inside" else recompute_norms():
+            x = normops.rms_norm(t[0], 16)
+            loss = checkpoint(part, x, *t[1:], use_reentrant=use_reentrant)
+        for leaf in t:
+            leaf.grad = None
+        loss.sum().backward()
+    assert_same_bits([leaf.grad for leaf in t], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(dtype: torch.dtype, device: str) -> None:
+    t = problem(device, dtype=dtype)
+    results = []
+    for context in (nullcontext, recompute_norms):
+        with torch.autocast(device, torch.bfloat16), context():
+            loss = block(FUNCTIONS[0], t)
+        results.append(gradients(loss, t))
+    assert_same_bits(*results)
+
+
+def test_without_gradients() -> None:
+    """Nothing is asked of anybody."""
+    t = problem("cpu")
+    for mode in (torch.no_grad, torch.inference_mode):
+        with Calls() as calls, mode(), recompute_norms():
+            assert normops._C.Recomputation.of(block(FUNCTIONS[0], t)) is None
+        assert calls.counts == Counter({FUNCTIONS[0].name: 1})
+
+
+def test_transforms(device: str) -> None:
+    """Those of torch.func that take no hooks say so around; inside the block does nothing. vmap takes them."""
+    x, _, weight, matrix = problem(device)
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        with recompute_norms():
+            return (normops.rms_norm(x, 16, weight) @ matrix).square().sum()
+
+    expected = gradients(loss(x, weight), [x, weight])
+    assert_same_bits(torch.func.grad(loss, (0, 1))(x, weight), expected)
+    with recompute_norms():
+        with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+            torch.func.grad(loss)(x, weight)
+        mapped = torch.vmap(lambda x: (normops.rms_norm(x, 16, weight) @ matrix).square().sum())(x).sum()
+    with Calls() as calls:
+        assert_same_bits(gradients(mapped, [x, weight]), gradients(loss(x, weight), [x, weight]))
+    assert calls.counts["rms_norm"] == 3
+
+
+def test_around_compiled_code(device: str) -> None:
+    """What happens between graphs is its concern; within one it does nothing."""
+    x, _, weight, matrix = t = problem(device)
+
+    def inside(x: Tensor) -> Tensor:
+        with recompute_norms():
+            return normops.rms_norm(x @ matrix, 16, weight) @ matrix
+
+    expected = gradients(inside(normops.rms_norm(x, 16)), t)
+    torch._dynamo.reset()
+    with recompute_norms():
+        loss = torch.compile(inside, backend="aot_eager", fullgraph=True)(normops.rms_norm(x, 16))
+    assert_same_bits(gradients(loss, t, retain_graph=True), expected)
+    assert operators_run(lambda: gradients(loss, t)) == [BACKWARD, FORWARD, BACKWARD]
