@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from traced_graphs import operators
 
 from normops.inductor import Rounding
-from normops.inductor.passes import AfterAutograd, BeforeAutograd
+from normops.inductor.passes import AfterAutograd, BeforeAutograd, BeforePartition
 
 
 class Graphs(NamedTuple):
@@ -22,7 +22,7 @@ class Graphs(NamedTuple):
 
 
 def compiled_with_passes(
-    fn: Callable[..., Any], *, dynamic: bool = False, rounding: Rounding = "once"
+    fn: Callable[..., Any], *, dynamic: bool = False, rounding: Rounding = "once", recompute_norms: bool = False
 ) -> tuple[Callable[..., Any], Graphs]:
     """The function compiled as a whole, and what is known of its graphs once it has run."""
     graphs = Graphs([], [], [])
@@ -37,10 +37,16 @@ def compiled_with_passes(
 
         return compiler
 
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if recompute_norms:
+            BeforePartition()(joint.graph)
+            joint.graph.lint()
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
     aot = aot_autograd(
         fw_compiler=after_autograd(graphs.forward),
         bw_compiler=after_autograd(graphs.backward),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
     )
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:

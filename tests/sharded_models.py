@@ -1,5 +1,8 @@
 """What test_sharding runs in several processes: models, tensor parallel and fully sharded."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import norms_of_others
 import torch
 import torch.distributed as dist
@@ -171,6 +174,37 @@ def fully_sharded_and_tensor_parallel() -> None:
     output.square().mean().backward()
     torch.testing.assert_close(output.full_tensor(), expected.chunk(2)[index])
     torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
+
+
+@case(2)
+def sharded_and_recomputed() -> None:
+    """FSDP2, of norms too, whose weight is not there when a linear layer outside needs their output; and DTensors."""
+    mesh, rank = mesh_of(), dist.get_rank()
+    x = cases.values((4, 6, 16), torch.float64)
+
+    def fully(norms_too: bool) -> list[Tensor]:
+        shared = model()
+        for norm in [each for each in shared.modules() if norms_too and isinstance(each, nn.RMSNorm)]:
+            fully_shard(norm, mesh=mesh)
+        shard_fully(shared, mesh, MixedPrecisionPolicy())
+        return [shared(x.chunk(2)[rank]), *shared.parameters()]
+
+    def rows() -> list[Tensor]:
+        weight = placed(x[0, 0], mesh, (Replicate(),)).requires_grad_()
+        return [normops.rms_norm(placed(x, mesh, (Shard(0),)).requires_grad_(), 16, weight), weight]
+
+    for way in (partial(fully, False), partial(fully, True), rows):
+        results = []
+        for context in (nullcontext, normops.recompute_norms):
+            with context():
+                output, *parameters = way()
+                loss = output.square().mean()
+            with Calls() as calls:
+                loss.backward()
+            assert ("rms_norm" in calls.counts) == (context is normops.recompute_norms)
+            results.append([grad_of(parameter).to_local() for parameter in parameters])
+        for expected, actual in zip(*results, strict=True):
+            assert torch.equal(actual, expected)
 
 
 @case(2)

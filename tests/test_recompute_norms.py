@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_same_bits, same_bits
+import torch.nn.functional as F
+from adopted_graphs import compiled_with_passes, norms
+from assertions import assert_same_bits
 from calls import Calls
 from profiles import operators_run
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import normops
 from normops import recompute_norms
+from normops.inductor.passes import BeforePartition
 from reference import cases
 from reference.operators import OPERATOR_CASES, OPERATORS, Operator, OperatorCase, of_rows
 
@@ -32,13 +36,13 @@ class Saved(torch.autograd.Function):
     """Returns what it is given, and shows the backward what it saved."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, shown: list[Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: Tensor, shown: list[Tensor]) -> Tensor:
         ctx.save_for_backward(tensor)
         ctx.shown = shown
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.shown.extend(ctx.saved_tensors)
         return grad, None
 
@@ -112,17 +116,14 @@ def test_the_forward_holds_less(operator: Operator) -> None:
     assert before - after == 256 * 64 * 4 - t[2].nbytes
 
 
-def test_of_a_patched_model_a_module_and_an_overridden_one() -> None:
+@pytest.mark.parametrize("kind", ["module", "patched", "overridden"])
+def test_whoever_calls_the_norm(kind: str) -> None:
     x = torch.randn(256, 64)
-    for made in (normops.RMSNorm, nn.RMSNorm):
-        model = nn.Sequential(nn.Linear(64, 64), made(64), nn.Linear(64, 64))
-        if made is nn.RMSNorm:
-            normops.patch(model)
-        before, _ = held(lambda: model(x))
-        with recompute_norms():
-            assert before - held(lambda: model(x))[0] == x.nbytes - 64 * 4
-    model = nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64), nn.Linear(64, 64))
-    with normops.override_torch():
+    made = normops.RMSNorm if kind == "module" else nn.RMSNorm
+    model = nn.Sequential(nn.Linear(64, 64), made(64), nn.Linear(64, 64))
+    if kind == "patched":
+        normops.patch(model)
+    with normops.override_torch(kind == "overridden"):
         before, _ = held(lambda: model(x))
         with recompute_norms():
             assert before - held(lambda: model(x))[0] == x.nbytes - 64 * 4
@@ -177,7 +178,7 @@ def test_a_write_is_the_error_that_it_is(operator: Operator, which: str, context
     written = result[1] if is_sum else {"input": t[0], "weight": t[2], "matrix": t[3]}[which]
     with torch.no_grad():
         written.add_(1)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[.*is at version 1; expected version 0"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[.*at version 1; expected version 0"):
         loss.backward()
 
 
@@ -398,15 +399,117 @@ def test_transforms(device: str) -> None:
 
 def test_around_compiled_code(device: str) -> None:
     """What happens between graphs is its concern; within one it does nothing."""
-    x, _, weight, matrix = t = problem(device)
+    x, _, weight, matrix = t = problem(device, (6, 16))
 
     def inside(x: Tensor) -> Tensor:
         with recompute_norms():
             return normops.rms_norm(x @ matrix, 16, weight) @ matrix
 
-    expected = gradients(inside(normops.rms_norm(x, 16)), t)
     torch._dynamo.reset()
-    with recompute_norms():
-        loss = torch.compile(inside, backend="aot_eager", fullgraph=True)(normops.rms_norm(x, 16))
-    assert_same_bits(gradients(loss, t, retain_graph=True), expected)
-    assert operators_run(lambda: gradients(loss, t)) == [BACKWARD, FORWARD, BACKWARD]
+    compiled = torch.compile(inside, backend="aot_eager", fullgraph=True)
+    results = []
+    for context in (nullcontext, recompute_norms):
+        with context():
+            loss = normops.rms_norm(compiled(x), 16) @ matrix
+        results.append(gradients(loss, t, retain_graph=True))
+    assert_same_bits(*results)
+    assert operators_run(lambda: gradients(loss, t)) == [FORWARD, BACKWARD, BACKWARD]
+
+
+def compiled_block(operator: Operator) -> Callable[..., Tensor]:
+    norm = of_rows(operator, 16)
+
+    def call(x: Tensor, other: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+        y = first(norm(x @ matrix, other, weight))
+        return (y.view(-1, 16) @ matrix.sin()).square() + (y @ matrix.cos()).view(-1, 16)
+
+    return call
+
+
+def saved_bytes(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """Of what is no leaf."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not tensor.is_leaf or not tensor.requires_grad:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        return call(), sum(storages.values())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+@pytest.mark.covering(core=1)
+def test_compiled(operator: Operator, dynamic: bool) -> None:
+    """The output and its views are no longer kept: the norm, or that of the sum, is in the backward as well."""
+    t, found = problem("cpu"), []
+    for recomputes in (False, True):
+        call, graphs = compiled_with_passes(compiled_block(operator), dynamic=dynamic, recompute_norms=recomputes)
+        loss, saved = saved_bytes(lambda: call(*t))  # noqa: B023  called at once
+        found.append((gradients(loss, t), saved, norms(graphs.forward), norms(graphs.backward)))
+    (expected, before, forward, backward), (actual, after, forward_again, backward_again) = found
+    assert_same_bits(actual, expected)
+    assert before - after == t[0].nbytes
+    assert forward_again == forward == [operator.name]
+    again = "rms_norm" if operator.name == "add_rms_norm" else operator.name
+    assert sorted(backward_again) == sorted([*backward, again])
+
+
+def test_what_is_not_computed_again_in_a_compiled_graph() -> None:
+    """A norm that is not differentiated, one that a checkpoint has, and a sum of another dtype."""
+    t = problem("cpu")
+
+    def fn(x: Tensor, other: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+        frozen = normops.rms_norm(other.detach(), 16) @ matrix
+        y, _ = normops.add_rms_norm((x @ matrix).bfloat16(), other, 16, weight)
+        of_checkpoint = checkpoint(lambda x: normops.rms_norm(x @ matrix, 16), x, use_reentrant=False)
+        assert of_checkpoint is not None
+        return frozen + y.float() @ matrix + of_checkpoint @ matrix
+
+    found = []
+    for recomputes in (False, True):
+        call, graphs = compiled_with_passes(fn, recompute_norms=recomputes)
+        loss, saved = saved_bytes(lambda: call(*t))  # noqa: B023  called at once
+        found.append((gradients(loss, t), saved, norms(graphs.backward)))
+    (expected, before, backward), (actual, after, backward_again) = found
+    assert_same_bits(actual, expected)
+    assert (before, backward) == (after, backward_again)
+
+
+def test_options() -> None:
+    """Ours take the place of ours, others stay, and Inductor's caches tell them apart."""
+    name = "joint_custom_post_pass"
+
+    class Other(CustomGraphPass):
+        def __call__(self, graph: object) -> None: ...
+        def uuid(self) -> str:
+            return "other"
+
+    other = Other()
+    options = normops.inductor_options({name: other}, recompute_norms=True)
+    assert options[name].before == (other,)
+    assert normops.inductor_options(options, recompute_norms=True)[name].before == (other,)
+    taken_back = normops.inductor_options(options)[name]
+    assert taken_back.before == (other,)
+    assert not isinstance(taken_back, BeforePartition)
+    assert name not in normops.inductor_options()
+    assert len({options[name].uuid(), taken_back.uuid(), other.uuid()}) == 3
+
+
+@pytest.mark.parametrize("way", ["options", "backend", "backend and options"])
+def test_inductor(way: str) -> None:
+    t = problem("cpu", (64, 16))
+    ours = normops.inductor_options(recompute_norms=True)
+    arguments: dict[str, Any] = {
+        "options": {"options": ours},
+        "backend": {"backend": "normops", "options": {"recompute_norms": True}},
+        "backend and options": {"backend": "normops", "options": ours},
+    }[way]
+    for options, counts in ((arguments, 2), ({"options": normops.inductor_options()}, 1)):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *t: F.rms_norm(t[0] @ t[3], (16,), t[2]) @ t[3], fullgraph=True, **options)
+        torch.autograd.backward(compiled(*t), t[0].detach())
+        ran = operators_run(lambda: torch.autograd.backward(compiled(*t), t[0].detach()))  # noqa: B023  at once
+        assert ran == [FORWARD] * counts + [BACKWARD]

@@ -28,8 +28,9 @@ def inductor_options(
     ``"rounding"`` and ``"recompute_norms"``.
 
     Inductor has one place each for such passes, ``pre_grad_custom_pass`` and ``post_grad_custom_pre_pass``, and
-    ``joint_custom_post_pass`` for ``recompute_norms``. Where one is taken, in ``others`` or else in ``torch._inductor.config`` at the time of this call, that pass stays and runs
-    first; ours run on what it leaves. What is compiled is then cached if that pass has a ``uuid``.
+    ``joint_custom_post_pass`` for ``recompute_norms``. Where one is taken, in ``others`` or else in
+    ``torch._inductor.config`` at the time of this call, that pass stays and runs first; ours run on what it leaves.
+    What is compiled is then cached if that pass has a ``uuid``.
 
     Args:
         others: options that go along. Passes of ours among them are replaced.

@@ -33,7 +33,11 @@ def _mark(norm: Node) -> None:
 
 
 def _is_kept(input: Any) -> bool:
-    return any(user.target in _BACKWARDS for user in input.users)
+    return any(user.target in _BACKWARDS or (_is_view(user) and _is_kept(user)) for user in input.users)
+
+
+def _is_view(node: Node) -> bool:
+    return getattr(node.target, "is_view", False)
 
 
 def _after_tangents(graph: Graph) -> set[Node]:
@@ -53,12 +57,11 @@ def _normalize_sum_again(norm: Node, backward: set[Node]) -> None:
     output, total = parts[0], parts[1]
     if output.meta["val"].dtype != total.meta["val"].dtype:
         return
-    arguments = by_name(norm.target, norm.args, norm.kwargs)
-    arguments |= {"input": total}
-    del arguments["residual"]
-    arguments.pop("alpha", None)
+    options = by_name(_normops.add_rms_norm.default, norm.args, norm.kwargs)
+    arguments = total, options["normalized_shape"], options.get("weight"), options.get("eps")
+    options = {name: value for name, value in options.items() if name in ("weight_offset", "casting_mode")}
     with norm.graph.inserting_after(max(output, total)):
-        again = norm.graph.call_function(_normops.rms_norm.default, (), arguments)
+        again = norm.graph.call_function(_normops.rms_norm.default, arguments, options)
     again.meta |= output.meta
     _mark(again)
     _use_instead(output, again, backward)
@@ -71,7 +74,7 @@ def _use_instead(old: Node, new: Node, backward: set[Node]) -> None:
     for user in list(old.users):
         if user in backward:
             user.replace_input_with(old, new)
-        elif getattr(user.target, "is_view", False):
+        elif _is_view(user):
             with user.graph.inserting_after(max(user, new)):
                 view = user.graph.node_copy(user, lambda node: new if node is old else node)
             _use_instead(user, view, backward)
