@@ -178,14 +178,14 @@ def fully_sharded_and_tensor_parallel() -> None:
 
 @case(2)
 def sharded_and_recomputed() -> None:
-    """FSDP2, of norms too, whose weight is not there when a linear layer outside needs their output; and DTensors."""
+    """FSDP2, of each layer too: a norm's weight is not there when a linear layer needs its output; and DTensors."""
     mesh, rank = mesh_of(), dist.get_rank()
     x = cases.values((4, 6, 16), torch.float64)
 
-    def fully(norms_too: bool) -> list[Tensor]:
+    def fully(each_layer: bool) -> list[Tensor]:
         shared = model()
-        for norm in [each for each in shared.modules() if norms_too and isinstance(each, nn.RMSNorm)]:
-            fully_shard(norm, mesh=mesh)
+        for layer in [each for each in shared.modules() if each_layer and isinstance(each, (nn.RMSNorm, nn.Linear))]:
+            fully_shard(layer, mesh=mesh)
         shard_fully(shared, mesh, MixedPrecisionPolicy())
         return [shared(x.chunk(2)[rank]), *shared.parameters()]
 

@@ -28,6 +28,7 @@ from reference.operators import OPERATOR_CASES, OPERATORS, Operator, OperatorCas
 
 NORMS = [operator for operator in OPERATORS if operator.outputs[0] == "output"]
 FUNCTIONS = [operator for operator in NORMS if operator.gradient]
+TWICE = "Trying to backward through the graph a second time"
 FORWARD, BACKWARD = "normops::rms_norm", "normops::rms_norm_backward"
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -241,24 +242,70 @@ def test_several_backwards(operator: Operator, device: str) -> None:
             found += [grads, gradients(squares, t, retain_graph=True)]
         results.append(sum(found, ()))
         gradients(loss, t)
-        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        with pytest.raises(RuntimeError, match=TWICE):
             gradients(loss, t)
     assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("context", [nullcontext, recompute_norms])
+@pytest.mark.parametrize("when", ["before", "after", "both"])
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-def test_a_loss_that_does_not_reach_the_norm(operator: Operator, device: str) -> None:
-    """It needs the output after the norm has let go of what it kept."""
+@pytest.mark.covering(core=2)
+def test_a_backward_after_that_of_the_norm(operator: Operator, when: str, context: Context, device: str) -> None:
+    """What needs its output gets it, also where that is saved once the norm has let go of what it kept for itself."""
     t = problem(device)
+    with context():
+        y = first(of_rows(operator, 16)(*t[:3]))
+        losses = [(y @ t[3]).sum()] if when != "after" else []
+        gradients(y.sum(), t)
+        losses += [(y @ t[3]).sum()] if when != "before" else []
+    expected = y.detach().flatten(0, -2).sum(0)[:, None].expand(16, 16)
+    for loss in losses:
+        torch.testing.assert_close(gradients(loss, t[3:], retain_graph=True)[0], expected)
+        with pytest.raises(RuntimeError, match=TWICE):
+            gradients(loss, t)
+
+
+@pytest.mark.parametrize("context", [nullcontext, recompute_norms])
+@pytest.mark.parametrize("operator", [each for each in FUNCTIONS if each.name != "add_rms_norm"], ids=str)
+def test_a_write_between_two_backwards(operator: Operator, context: Context, device: str) -> None:
+    """The second one knows nothing of what the first one computed again."""
+    t = problem(device)
+    x = t[0] * 1
+    with context():
+        y = first(of_rows(operator, 16)(x, *t[1:3]))
+        losses = (y @ t[3]).sum(), y.sum()
+    gradients(losses[0], t[3:], retain_graph=True)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(losses[1], t)
+
+
+@pytest.mark.parametrize("view", [lambda z: z, lambda z: z.conj().imag], ids=["complex", "negated"])
+def test_views_that_are_kept(view: Callable[[Tensor], Tensor], device: str) -> None:
+    """More is to be known of them than how they lie in memory."""
+    x, _, weight, _ = problem(device)
     results = []
     for context in (nullcontext, recompute_norms):
-        matrices = [t[3], t[3].detach().requires_grad_()]
         with context():
-            y = first(of_rows(operator, 16)(*t[:3]))
-            losses = [(y @ matrix).square() for matrix in matrices]
-        found = [gradients(losses[0], t), gradients(losses[1], matrices[1:])]
-        results.append(sum(found, ()))
+            y = normops.rms_norm(x, 16, weight)
+            loss = view(torch.view_as_complex(y.unflatten(-1, (8, 2)))).pow(2).abs()
+        with Calls() as calls:
+            results.append(gradients(loss, [x, weight]))
+        assert calls.counts == {"rms_norm_backward": 1}
     assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_of_negative_zeros(dtype: torch.dtype, device: str) -> None:
+    shown: list[Tensor] = []
+    zeros = torch.full((2, 16), -0.0, device=device, requires_grad=True)
+    with recompute_norms():
+        y, _ = normops.add_rms_norm(zeros.to(dtype), zeros, 16)
+        Saved.apply(y, shown).sum().backward()
+    assert_same_bits(shown, [y])
+    assert shown[0].signbit().all()
 
 
 def test_several_threads(device: str) -> None:
