@@ -1,7 +1,8 @@
 """Train a small Llama from scratch with torch.nn.RMSNorm and with normops.RMSNorm, and compare the two.
 
     python examples/baby_llama.py [--model llama|qk-norm|wide-qk-norm|gated] [--norm all|torch|eager|fused|compiled]
-                                  [--steps N] [--device cpu|cuda] [--dtype float32|bfloat16] [--out DIR]
+                                  [--steps N] [--device cpu|cuda] [--dtype float32|bfloat16] [--recompute-norms]
+                                  [--out DIR]
     torchrun --nproc-per-node 2 examples/baby_llama.py [--parallel data|tensor] ...
 
 It needs tqdm and matplotlib besides normops. Nothing is downloaded: the text is the source code of the Python
@@ -23,6 +24,9 @@ number a row, where torch.nn.RMSNorm gathers the rows.
 
 With --model gated, linear attention takes the place of attention, and what it returns passes a gated norm
 (gated_model.py), which is one operator as well where the norms are fused, and else a norm and what follows.
+
+With --recompute-norms, the variants with normops keep no outputs of norms for the backward, which computes them again:
+compare their peak MB.
 
 The script trains the variants, prints a table, draws the loss curves to DIR/loss.png, says which operators
 torch.compile finds in the model, and lets the last model write some text. The columns of the table:
@@ -57,6 +61,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -174,7 +179,10 @@ class Arm:
         shared.shard(self.model, device)
         # Where parameters are gathered from other processes, a graph ends.
         whole = parallel.processes() == 1
-        self.forward = torch.compile(self.model, fullgraph=whole) if variant.compiled else self.model
+        recomputes = options.recompute_norms and variant.norm is normops.RMSNorm
+        self.context = normops.recompute_norms if recomputes else nullcontext
+        passes = normops.inductor_options(recompute_norms=True) if recomputes else None
+        self.forward = torch.compile(self.model, fullgraph=whole, options=passes) if variant.compiled else self.model
         self.optimizer = AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
         self.schedule = LambdaLR(self.optimizer, lambda step: learning_rate_factor(step, options.steps))
         self.stream = batches(data.training, device, shared.part_of)
@@ -184,7 +192,8 @@ class Arm:
         """The seconds of the steps of each turn."""
 
     def step(self) -> float:
-        loss = loss_of(self.forward, next(self.stream))
+        with self.context():
+            loss = loss_of(self.forward, next(self.stream))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -284,6 +293,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parallel", choices=PARALLEL, default="data", help=shared)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    recomputed = "keep no outputs of normops' norms for the backward"
+    parser.add_argument("--recompute-norms", action="store_true", help=recomputed)
     default_out = Path(__file__).parent.parent / "build" / "baby_llama"
     parser.add_argument("--out", type=Path, default=default_out, help="of loss.png (default: %(default)s)")
     options = parser.parse_args(arguments)

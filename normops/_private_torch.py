@@ -67,6 +67,9 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "torch._inductor.list_mode_options",
         ),
     ),
+    "normops.adoption.following": ("normops.patch", ("_buffers", "_modules", "_parameters")),
+    "normops.adoption.patched_forward": ("normops.patch", ("_dynamo_marked_constant",)),
+    "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),
     "normops.recompute": (
         "normops.recompute_norms",
         (
@@ -76,9 +79,6 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "_version",
         ),
     ),
-    "normops.adoption.following": ("normops.patch", ("_buffers", "_modules", "_parameters")),
-    "normops.adoption.patched_forward": ("normops.patch", ("_dynamo_marked_constant",)),
-    "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),
 }
 """What each module of normops uses: the feature that depends on it, and the private names.
 

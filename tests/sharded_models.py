@@ -1,7 +1,6 @@
 """What test_sharding runs in several processes: models, tensor parallel and fully sharded."""
 
 from contextlib import nullcontext
-from functools import partial
 
 import norms_of_others
 import torch
@@ -182,18 +181,23 @@ def sharded_and_recomputed() -> None:
     mesh, rank = mesh_of(), dist.get_rank()
     x = cases.values((4, 6, 16), torch.float64)
 
-    def fully(each_layer: bool) -> list[Tensor]:
+    def blocks() -> list[Tensor]:
         shared = model()
-        for layer in [each for each in shared.modules() if each_layer and isinstance(each, (nn.RMSNorm, nn.Linear))]:
-            fully_shard(layer, mesh=mesh)
         shard_fully(shared, mesh, MixedPrecisionPolicy())
         return [shared(x.chunk(2)[rank]), *shared.parameters()]
+
+    def layers() -> list[Tensor]:
+        shared = nn.Sequential(normops.RMSNorm(16), nn.Linear(16, 16)).double()
+        for seed, parameter in enumerate(shared.parameters()):
+            parameter.data = cases.values(tuple(parameter.shape), torch.float64, seed)
+        shard_fully(shared, mesh, MixedPrecisionPolicy())
+        return [shared(x.chunk(2)[rank].requires_grad_()), *shared.parameters()]
 
     def rows() -> list[Tensor]:
         weight = placed(x[0, 0], mesh, (Replicate(),)).requires_grad_()
         return [normops.rms_norm(placed(x, mesh, (Shard(0),)).requires_grad_(), 16, weight), weight]
 
-    for way in (partial(fully, False), partial(fully, True), rows):
+    for way in (blocks, layers, rows):
         results = []
         for context in (nullcontext, normops.recompute_norms):
             with context():

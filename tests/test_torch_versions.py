@@ -52,8 +52,8 @@ def test_a_newer_torch_is_warned_of_once() -> None:
         _private_torch.warn_if_newer("2.99.0.dev1")
     assert [str(warning.message) for warning in caught] == [
         f"expected torch 2.11 to {last}, with which normops was tested, but got torch 2.99.0.dev1: the rules of vmap, "
-        "DTensor, nested tensors, normops.inductor_options, normops.patch rest on private parts of torch and may not "
-        "work; the rest should"
+        "DTensor, nested tensors, normops.inductor_options, normops.patch, normops.recompute_norms rest on private "
+        "parts of torch and may not work; the rest should"
     ]
 
 

@@ -1,0 +1,119 @@
+"""What normops.recompute_norms() takes off the activations of a model, and adds to a step: python -m bench.recompute.
+
+The models are the demo's Llama, the one with norms of queries and keys (as in Qwen3), and one with norms before and
+after each sublayer, with a weight of 1 + w (as in Gemma). What a forward holds is counted by the profiler, exactly;
+steps of a model are timed in alternating turns.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import normops
+from bench import environment
+from bench.tables import Row, Table, format_seconds
+from bench.timing import alternate, host_timer
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+
+from llama_model import CONTEXT, DIM, VOCABULARY, Attention, FeedForward, Llama
+from qk_norm_model import QKNormLlama
+
+HEADER = ("model", "", "norms", "held by a forward", "a step")
+Step = Callable[[], None]
+
+
+class GemmaBlock(nn.Module):
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.before, self.after, self.before_feed_forward, self.after_feed_forward = (norm() for _ in range(4))
+        self.attention, self.feed_forward = Attention(), FeedForward()
+
+    def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
+        x = x + self.after(self.attention(self.before(x), cos, sin))
+        return x + self.after_feed_forward(self.feed_forward(self.before_feed_forward(x))), None
+
+
+class GemmaLlama(Llama):
+    def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
+        super().__init__(norm, fused)
+        offset = {"weight_offset": 1.0} if issubclass(norm, normops.RMSNorm) else {}
+        self.blocks = nn.ModuleList(GemmaBlock(partial(norm, DIM, eps=1e-6, **offset)) for _ in self.blocks)
+
+
+MODELS = {"Llama": Llama, "Qwen3-like": QKNormLlama, "Gemma-like": GemmaLlama}
+
+
+def _ways() -> dict[str, tuple[type[nn.RMSNorm], Callable[[], AbstractContextManager[None]], dict[str, Any] | None]]:
+    def compiled(recompute_norms: bool) -> dict[str, Any]:
+        return {"options": normops.inductor_options(recompute_norms=recompute_norms)}
+
+    return {
+        "eager, torch.nn.RMSNorm": (nn.RMSNorm, nullcontext, None),
+        "eager, normops.RMSNorm": (normops.RMSNorm, nullcontext, None),
+        "eager, normops.RMSNorm, recomputed": (normops.RMSNorm, normops.recompute_norms, None),
+        "compiled, torch.nn.RMSNorm": (nn.RMSNorm, nullcontext, {}),
+        "compiled, normops.RMSNorm": (normops.RMSNorm, nullcontext, compiled(False)),
+        "compiled, normops.RMSNorm, recomputed": (normops.RMSNorm, nullcontext, compiled(True)),
+    }
+
+
+def held_by(call: Callable[[], Tensor]) -> int:
+    """The bytes that a forward holds for its backward, and its result."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        result = call()
+    assert profiler.profiler is not None
+    changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    del result
+    return sum(changes)
+
+
+def _rows(name: str, batch: int, seconds: float) -> list[Row]:
+    tokens = torch.randint(VOCABULARY, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
+    held, steps = {}, {}
+    for way, (norm, context, options) in _ways().items():
+        torch.manual_seed(0)
+        model = MODELS[name](norm, fused=issubclass(norm, normops.RMSNorm))
+        forward: Any = model if options is None else torch.compile(model, fullgraph=True, **options)
+
+        def loss(forward: Any = forward, context: Any = context) -> Tensor:
+            with context():
+                result: Tensor = forward(tokens).square().mean()
+            return result
+
+        def step(loss: Callable[[], Tensor] = loss, model: nn.Module = model) -> None:
+            loss().backward()
+            model.zero_grad()
+
+        step()
+        held[way], steps[way] = held_by(loss), host_timer(step, "cpu")
+    timings = alternate(steps, turns=11, seconds=seconds)
+    rows = []
+    for way in held:
+        mode, norms = way.split(", ", 1)
+        rows.append((name, mode, norms, f"{held[way] / 1e6:.2f} MB", format_seconds(timings[way].median)))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=30, help="for the steps of a model (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a step (default: %(default)s)")
+    options = parser.parse_args()
+    torch._dynamo.config.cache_size_limit = 64
+    groups = [_rows(name, options.batch, options.seconds) for name in MODELS]
+    for name, value in environment.describe("bench.recompute").items():
+        print(f"{name}: {value}")
+    print(Table("Norms recomputed, float32", HEADER, groups).markdown())
+
+
+if __name__ == "__main__":
+    main()
