@@ -45,7 +45,7 @@ class GemmaBlock(nn.Module):
 class GemmaLlama(Llama):
     def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
         super().__init__(norm, fused)
-        offset = {"weight_offset": 1.0} if issubclass(norm, normops.RMSNorm) else {}
+        offset: dict[str, Any] = {"weight_offset": 1.0} if issubclass(norm, normops.RMSNorm) else {}
         self.blocks = nn.ModuleList(GemmaBlock(partial(norm, DIM, eps=1e-6, **offset)) for _ in self.blocks)
 
 
@@ -96,7 +96,7 @@ def _rows(name: str, batch: int, seconds: float) -> list[Row]:
         step()
         held[way], steps[way] = held_by(loss), host_timer(step, "cpu")
     timings = alternate(steps, turns=11, seconds=seconds)
-    rows = []
+    rows: list[Row] = []
     for way in held:
         mode, norms = way.split(", ", 1)
         rows.append((name, mode, norms, f"{held[way] / 1e6:.2f} MB", format_seconds(timings[way].median)))

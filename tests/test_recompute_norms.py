@@ -303,7 +303,7 @@ def test_of_negative_zeros(dtype: torch.dtype, device: str) -> None:
     zeros = torch.full((2, 16), -0.0, device=device, requires_grad=True)
     with recompute_norms():
         y, _ = normops.add_rms_norm(zeros.to(dtype), zeros, 16)
-        Saved.apply(y, shown).sum().backward()
+        Saved.apply(y, shown).sum().backward()  # type: ignore[no-untyped-call]
     assert_same_bits(shown, [y])
     assert shown[0].signbit().all()
 
@@ -372,6 +372,38 @@ def test_other_hooks(operator: Operator, name: str, device: str) -> None:
     with Calls() as calls:
         assert_same_bits(gradients(loss, t), expected)
     assert calls.counts.total() == 1 + recomputed
+
+
+def test_hooks_around_keep_the_rest(device: str) -> None:
+    t, packed = problem(device), list[Tensor]()
+    for context in (nullcontext, recompute_norms):
+        with saved_tensors_hooks(lambda tensor: packed.append(tensor.detach()), lambda kept: kept):
+            packed.append(t[0])
+            with context():
+                block(FUNCTIONS[0], t)
+    first, second = (i for i, tensor in enumerate(packed) if tensor is t[0])
+    assert len(packed) - second == second - first - 2
+
+
+def test_the_last_user_lets_go(device: str) -> None:
+    """Which may be the last one because another one is gone, before or after it was served."""
+    t = problem(device)
+    with recompute_norms():
+        y = normops.rms_norm(t[0], 16, t[2])
+        losses = [(y @ matrix).sum() for matrix in (t[3].sin(), t[3].cos(), t[3])]
+    norm = normops._C.Recomputation.of(y)
+    assert norm is not None
+    gradients(losses[0], t, retain_graph=True)
+    assert norm.value is not None
+    losses.pop(0)
+    gradients(losses[0], t, retain_graph=True)
+    assert norm.value is not None
+    losses.pop(1)
+    assert norm.value is None
+    gradients(losses[0], t, retain_graph=True)
+    assert norm.value is None
+    losses.clear()
+    assert not norm.users
 
 
 def test_an_error_leaves_the_block() -> None:
@@ -554,7 +586,8 @@ def test_inductor(way: str) -> None:
         "backend": {"backend": "normops", "options": {"recompute_norms": True}},
         "backend and options": {"backend": "normops", "options": ours},
     }[way]
-    for options, counts in ((arguments, 2), ({"options": normops.inductor_options()}, 1)):
+    without: dict[str, Any] = {"options": normops.inductor_options()}
+    for options, counts in ((arguments, 2), (without, 1)):
         torch._dynamo.reset()
         compiled = torch.compile(lambda *t: F.rms_norm(t[0] @ t[3], (16,), t[2]) @ t[3], fullgraph=True, **options)
         torch.autograd.backward(compiled(*t), t[0].detach())
