@@ -581,13 +581,13 @@ def test_options() -> None:
 def test_inductor(way: str) -> None:
     t = problem("cpu", (64, 16))
     ours = normops.inductor_options(recompute_norms=True)
-    arguments: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "options": {"options": ours},
         "backend": {"backend": "normops", "options": {"recompute_norms": True}},
         "backend and options": {"backend": "normops", "options": ours},
-    }[way]
-    without: dict[str, Any] = {"options": normops.inductor_options()}
-    for options, counts in ((arguments, 2), (without, 1)):
+        "without": {"options": normops.inductor_options()},
+    }
+    for options, counts in ((ways[way], 2), (ways["without"], 1)):
         torch._dynamo.reset()
         compiled = torch.compile(lambda *t: F.rms_norm(t[0] @ t[3], (16,), t[2]) @ t[3], fullgraph=True, **options)
         torch.autograd.backward(compiled(*t), t[0].detach())
