@@ -9,6 +9,7 @@ namespace normops {
 struct AddRmsNorm {
   static constexpr const char *kName = "add_rms_norm", *kInplaceName = "add_rms_norm_";
   static constexpr size_t kOutputs = 2;
+  static constexpr TensorIndex kTensors[] = {kInput, kResidual, kWeight, kOutput, kResidualOut};
 
   const Tensor& input;
   const Tensor& residual;

@@ -9,9 +9,8 @@ namespace normops {
 // Backend has, besides
 //   Guard, made of the input's device and kept while kernels are launched, and
 //   empty_contiguous(like),
-// for each operator, on arguments that passed the check and have elements, where an undefined output is not wanted
-// (not all of them),
-//   launch(arguments, output...)
+// for each operator, on arguments that passed the check and have elements, where some output is wanted,
+//   launch(arguments, outputs)
 template <class Backend>
 struct BackendKernels {
   template <class Operator>
@@ -35,14 +34,11 @@ struct BackendKernels {
 
  private:
   template <class Operator>
-  using Written = std::array<const Tensor*, Operator::kOutputs>;  // an undefined one is not wanted
-
-  template <class Operator>
   static void run(const Operator& arguments, const Written<Operator>& outputs) {
     const auto is_wanted = [](const Tensor* output) { return output->defined(); };
     if (std::none_of(outputs.begin(), outputs.end(), is_wanted)) return;
     if (arguments.input.numel() > 0) {
-      std::apply([&](auto*... output) { Backend::launch(arguments, *output...); }, outputs);
+      Backend::launch(arguments, outputs);
     } else {
       for (const Tensor* output : outputs) {
         if (is_wanted(output) && output->numel() > 0) output->zero_();  // a sum over no rows

@@ -68,6 +68,6 @@ constexpr decltype(auto) dispatch_beside(DType dtype, Function&& function) {
 
 constexpr int64_t size_of(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
 
-inline DType compute_dtype(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
+constexpr DType compute_dtype(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
 }  // namespace normops

@@ -1,6 +1,5 @@
 // The operators gated_rms_norm and gated_rms_norm_backward.
 #pragma once
-#include "gating.h"
 #include "operator.h"
 
 #pragma GCC visibility push(default)  // for the Python module
@@ -12,6 +11,7 @@ Activation find_activation(const char* op, std::string_view name);
 struct GatedRmsNorm {
   static constexpr const char *kName = "gated_rms_norm", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 1;
+  static constexpr TensorIndex kTensors[] = {kInput, kGate, kWeight, kOutput};
 
   const Tensor& input;
   const Tensor& gate;
@@ -32,6 +32,7 @@ struct GatedRmsNorm {
 struct GatedRmsNormBackward {
   static constexpr const char *kName = "gated_rms_norm_backward", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 3;
+  static constexpr TensorIndex kTensors[] = {kGradOutput, kInput, kGate, kWeight, kGradInput, kGradGate, kGradWeight};
 
   const Tensor& grad_output;
   const Tensor& input;

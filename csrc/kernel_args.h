@@ -1,4 +1,4 @@
-// What the kernels of the operators take, on every device: raw pointers, to arguments that have been checked. No torch
+// What kernels take, on every device, for every operator: raw pointers, to arguments that have been checked. No torch
 // header. tests/structures.py reads the structs from this text.
 #pragma once
 #include <cstdint>
@@ -10,6 +10,41 @@
 
 namespace normops {
 
+// The tensors of all operators, by their names in the schemas. An operator's page lists those that it has.
+enum TensorIndex {
+  kGradOutput,
+  kInput,
+  kResidual,
+  kGate,
+  kCos,
+  kSin,
+  kSquareSum,
+  kDot,
+  kWeight,
+  kGradResidual,
+  kOutput,
+  kResidualOut,
+  kGradInput,
+  kGradGate,
+  kGradWeight,
+  kTensorCount
+};
+inline constexpr const char* kTensorNames[] = {
+    "grad_output", "input",         "residual", "gate",         "cos",        "sin",       "square_sum", "dot",
+    "weight",      "grad_residual", "output",   "residual_out", "grad_input", "grad_gate", "grad_weight"};
+static_assert(sizeof kTensorNames / sizeof *kTensorNames == kTensorCount);
+
+// The rows of a tensor. Of square_sum and dot these are numbers of the compute dtype, of weight and grad_weight all
+// that they have. Rows of cos and sin, which lie alike, may be those of several heads.
+struct RowsArg {
+  void* data;  // of an input, only read
+  DType dtype;
+  RowLayout layout;
+};
+
+// Of what is not there.
+inline constexpr RowsArg kNoRows = {};
+
 // One row of the weight for each group: row r of the input is of group r % groups.
 struct Weight {
   const void* data;  // dtype [groups, cols], or null for ones
@@ -18,120 +53,41 @@ struct Weight {
   int64_t groups;  // 1 without data
 };
 
-// Rows of the outputs may be rows of the inputs: each element is read before it is written.
-struct RmsNormArgs {
-  DType dtype;
-  int64_t rows;
-  int64_t cols;
-  double eps;
-  Weight weight;
-  Casting casting;    // to dtype
-  const void* input;  // dtype [rows, cols]
-  RowLayout input_rows;
-  void* output;  // dtype [rows, cols]
-  RowLayout output_rows;
-};
-
-struct RmsNormBackwardArgs {
-  DType dtype;
-  DType grad_output_dtype;  // dtype, or beside float32 one of 16 bits
-  int64_t rows;
-  int64_t cols;
-  double eps;
-  Weight weight;
-  Casting casting;          // to grad_output_dtype
-  const void* grad_output;  // grad_output_dtype [rows, cols]
-  RowLayout grad_output_rows;
-  const void* input;  // dtype [rows, cols]
-  RowLayout input_rows;
-  const void* grad_residual;  // dtype [rows, cols], or null for 0; only with grad_input
-  RowLayout grad_residual_rows;
-  void* grad_input;  // dtype [rows, cols], or null if not wanted
-  RowLayout grad_input_rows;
-  void* grad_weight_partials;  // of the compute dtype, as many as the device's kernels make; null if not wanted
-};
-
-// RmsNormArgs::dtype is the dtype of input and output.
-struct AddRmsNormArgs : RmsNormArgs {
-  DType residual_dtype;  // dtype, or float32 beside one of 16 bits
-  const void* residual;  // residual_dtype [rows, cols]
-  RowLayout residual_rows;
-  void* residual_out;  // residual_dtype [rows, cols]: alpha * input + residual
-  RowLayout residual_out_rows;
-  double alpha;
-};
-
-struct GatedRmsNormArgs : RmsNormArgs {
-  Gating gating;
-  DType gate_dtype;  // dtype, or float32 if that has 16 bits, or one of 16 bits if that is float32
-  const void* gate;  // gate_dtype [rows, cols]
-  RowLayout gate_rows;
-};
-
-// In these RmsNormBackwardArgs, grad_output_dtype is dtype, and there is no grad_residual.
-struct GatedRmsNormBackwardArgs : RmsNormBackwardArgs {
-  Gating gating;
-  DType gate_dtype;
-  const void* gate;  // gate_dtype [rows, cols]
-  RowLayout gate_rows;
-  void* grad_gate;  // gate_dtype [rows, cols], or null if not wanted
-  RowLayout grad_gate_rows;
-};
+// Whether the sums over rows are formed and used, or given, or formed and written, and nothing else is.
+enum class Sums : uint8_t { formed, given, wanted };
 
 // How rows are rotated: the columns [offset, offset + 2 * pairs), of which i and i + pairs belong together, or, if they
 // are interleaved, 2 * i and 2 * i + 1.
 struct Rotation {
   bool interleaved;
   bool angle_of_pair;  // whether cos and sin have a column for each pair, or one for each column that is rotated
-  DType dtype;         // of cos and sin: that of the input, or float32 beside one of 16 bits
   int64_t offset;
   int64_t pairs;
-  const void* cos;  // dtype [rows, columns], as sin; rows of several heads may be the same
-  const void* sin;
-  RowLayout rows;  // of both
 };
 
-struct RmsNormRopeArgs : RmsNormArgs {
-  Rotation rotation;
-};
-
-// In these RmsNormBackwardArgs, grad_output_dtype is dtype, and there is no grad_residual.
-struct RmsNormRopeBackwardArgs : RmsNormBackwardArgs {
-  Rotation rotation;
-};
-
-// Sums over rows are numbers of the compute dtype, of which square_sum_rows and dot_rows tell where that of each row
-// is.
-struct RmsNormStatsArgs {
-  DType dtype;
+// The dtypes of rows are that of the input, except that
+//   residual and residual_out may be float32 beside one of 16 bits, as may cos and sin
+//   grad_output may have 16 bits beside float32
+//   gate and grad_gate may have 16 bits beside float32, or the other way round
+// Rows of the outputs may be rows of the inputs: each element is read before it is written.
+struct KernelArgs {
   int64_t rows;
   int64_t cols;
-  const void* input;  // dtype [rows, cols]
-  RowLayout input_rows;
-  void* square_sum;  // [rows]
-  RowLayout square_sum_rows;
-};
+  int64_t size;  // of a whole row, of which cols may be a part
+  double eps;
+  double alpha;  // residual_out is alpha * input + residual
+  Weight weight;
+  Casting casting;  // to the dtype of the output, or of grad_output
+  Sums sums;
+  Gating gating;
+  Rotation rotation;
+  const RowsArg* tensors[kTensorCount];  // null: not given, or not wanted
+  void* grad_weight_partials;  // of the compute dtype, as many as the device's kernels make; null if not wanted
 
-struct RmsNormFromStatsArgs : RmsNormArgs {
-  int64_t size;            // of a whole row, of which cols may be a part
-  const void* square_sum;  // [rows], of whole rows
-  RowLayout square_sum_rows;
-};
-
-// In these RmsNormBackwardArgs there is no grad_residual, and nothing else that is written.
-struct RmsNormBackwardStatsArgs : RmsNormBackwardArgs {
-  void* square_sum;  // [rows]
-  RowLayout square_sum_rows;
-  void* dot;  // [rows], of grad_output * (weight + offset) * input
-  RowLayout dot_rows;
-};
-
-struct RmsNormBackwardFromStatsArgs : RmsNormBackwardArgs {
-  int64_t size;
-  const void* square_sum;
-  RowLayout square_sum_rows;
-  const void* dot;
-  RowLayout dot_rows;
+  bool has(TensorIndex tensor) const { return tensors[tensor] != nullptr; }
+  const RowsArg& operator[](TensorIndex tensor) const { return has(tensor) ? *tensors[tensor] : kNoRows; }
+  // Of what is summed and normalized.
+  DType dtype() const { return (*this)[has(kResidual) ? kResidual : kInput].dtype; }
 };
 
 }  // namespace normops

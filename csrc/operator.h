@@ -4,6 +4,7 @@
 // Besides its members the struct says
 //   kName, kInplaceName        the operator's name, and that of its in-place overload or null
 //   kOutputs                   how many tensors it returns
+//   kTensors                   the tensors among its members, then those that it returns
 //   members()                  std::tie of the members
 //   check(op)                  throws what is wrong with the arguments, which are on one device, in the name of `op`
 //   like()                     what each output looks like, see OutputLike
@@ -16,8 +17,8 @@
 #include <tuple>
 #include <utility>
 
-#include "casting.h"
 #include "check.h"
+#include "kernel_args.h"
 
 namespace normops {
 
@@ -72,6 +73,8 @@ template <class Operator>
 using Outputs = std::array<Tensor, Operator::kOutputs>;  // an undefined one was not wanted
 template <class Operator>
 using Targets = std::array<Tensor*, Operator::kOutputs>;  // what .out and in-place overloads write to
+template <class Operator>
+using Written = std::array<const Tensor*, Operator::kOutputs>;  // what kernels write; an undefined one is not wanted
 template <class Operator>
 using Like = std::array<OutputLike, Operator::kOutputs>;
 

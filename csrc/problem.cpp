@@ -4,24 +4,11 @@
 
 #include <limits>
 
-#include "operator.h"
-
 namespace normops {
 
 double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype) {
   return eps.value_or(input_dtype == at::kDouble ? std::numeric_limits<double>::epsilon()
                                                  : std::numeric_limits<float>::epsilon());
-}
-
-Problem make_problem(const at::Tensor& input, const Norm& norm) {
-  const auto leading = [&](const at::Tensor& tensor) { return tensor.sizes().slice(0, tensor.dim() - norm.dims()); };
-  return {
-      .rows = c10::multiply_integers(leading(input)),
-      .cols = c10::multiply_integers(input.sizes().slice(input.dim() - norm.dims())),
-      .groups = is_given(norm.weight) ? c10::multiply_integers(leading(*norm.weight)) : 1,
-      .eps = resolve_eps(norm.eps, input.scalar_type()),
-      .casting = norm.casting(),
-  };
 }
 
 std::optional<DType> find_dtype(at::ScalarType dtype) {
@@ -52,6 +39,7 @@ Rows make_rows(c10::MaybeOwned<at::Tensor> lent, size_t normalized_dims, int max
   const int64_t leading = tensor.dim() - static_cast<int64_t>(normalized_dims);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
+  const auto bytes = static_cast<int64_t>(tensor.element_size());
 
   bool rows_are_contiguous = true;
   int64_t cols = 1;
@@ -64,18 +52,21 @@ Rows make_rows(c10::MaybeOwned<at::Tensor> lent, size_t normalized_dims, int max
   for (int64_t d = 0; d < leading; d++) {
     if (sizes[d] == 1) continue;
     const int last = layout.dims - 1;
-    if (layout.dims > 0 && layout.strides[last] == strides[d] * sizes[d]) {
+    if (layout.dims > 0 && layout.strides[last] == strides[d] * sizes[d] * bytes) {
       layout.sizes[last] *= sizes[d];
-      layout.strides[last] = strides[d];
+      layout.strides[last] = strides[d] * bytes;
     } else if (layout.dims == max_dims) {
       return normops::make_rows(tensor.contiguous(), normalized_dims, max_dims);  // all its rows are in one dimension
     } else {
       layout.sizes[layout.dims] = sizes[d];
-      layout.strides[layout.dims] = strides[d];
+      layout.strides[layout.dims] = strides[d] * bytes;
       layout.dims++;
     }
   }
-  if (rows_are_contiguous) return {std::move(lent), layout};
+  if (rows_are_contiguous) {
+    const RowsArg arg = {const_cast<void*>(tensor.const_data_ptr()), dtype_of(tensor), layout};
+    return {std::move(lent), arg};
+  }
 
   at::Tensor once = tensor;
   for (int64_t d = 0; d < leading; d++) {
@@ -94,15 +85,13 @@ Rows make_rows(at::Tensor&& tensor, size_t normalized_dims, int max_dims) {
   return make_rows(c10::MaybeOwned<at::Tensor>::owned(std::move(tensor)), normalized_dims, max_dims);
 }
 
-Target::Target(const at::Tensor& target, size_t normalized_dims, int max_dims)
-    : target_(target), rows_(make_rows(target, normalized_dims, max_dims)) {
-  if (!rows_.tensor->is_same(target)) {
-    rows_ = make_rows(at::empty_like(target, at::MemoryFormat::Contiguous), normalized_dims, max_dims);
+Rows make_target(const at::Tensor& target, size_t normalized_dims, int max_dims) {
+  Rows rows = make_rows(target, normalized_dims, max_dims);
+  if (!rows.tensor->is_same(target)) {
+    rows = make_rows(at::empty_like(target, at::MemoryFormat::Contiguous), normalized_dims, max_dims);
   }
-}
-
-void Target::finish() const {
-  if (!rows_.tensor->is_same(target_)) target_.copy_(*rows_.tensor);
+  rows.arg.data = rows.tensor->mutable_data_ptr();
+  return rows;
 }
 
 }  // namespace normops

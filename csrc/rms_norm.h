@@ -8,6 +8,7 @@ namespace normops {
 struct RmsNorm {
   static constexpr const char *kName = "rms_norm", *kInplaceName = "rms_norm_";
   static constexpr size_t kOutputs = 1;
+  static constexpr TensorIndex kTensors[] = {kInput, kWeight, kOutput};
 
   const Tensor& input;
   Norm norm;
@@ -20,6 +21,7 @@ struct RmsNorm {
 struct RmsNormBackward {
   static constexpr const char *kName = "rms_norm_backward", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 2;
+  static constexpr TensorIndex kTensors[] = {kGradOutput, kInput, kWeight, kGradResidual, kGradInput, kGradWeight};
 
   const Tensor& grad_output;
   const Tensor& input;

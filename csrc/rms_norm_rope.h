@@ -25,6 +25,7 @@ void check_rope(const char* op, const Tensor& input, const Tensor& cos, const Te
 struct RmsNormRope {
   static constexpr const char *kName = "rms_norm_rope", *kInplaceName = "rms_norm_rope_";
   static constexpr size_t kOutputs = 1;
+  static constexpr TensorIndex kTensors[] = {kInput, kCos, kSin, kWeight, kOutput};
 
   const Tensor& input;
   const Tensor& cos;
@@ -43,6 +44,7 @@ struct RmsNormRope {
 struct RmsNormRopeBackward {
   static constexpr const char *kName = "rms_norm_rope_backward", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 2;
+  static constexpr TensorIndex kTensors[] = {kGradOutput, kInput, kCos, kSin, kWeight, kGradInput, kGradWeight};
 
   const Tensor& grad_output;
   const Tensor& input;

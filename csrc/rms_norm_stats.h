@@ -11,6 +11,7 @@ namespace normops {
 struct RmsNormStats {
   static constexpr const char *kName = "rms_norm_stats", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 1;
+  static constexpr TensorIndex kTensors[] = {kInput, kSquareSum};
 
   const Tensor& input;
   c10::SymIntArrayRef normalized_shape;
@@ -24,6 +25,7 @@ struct RmsNormStats {
 struct RmsNormFromStats {
   static constexpr const char *kName = "rms_norm_from_stats", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 1;
+  static constexpr TensorIndex kTensors[] = {kInput, kSquareSum, kWeight, kOutput};
 
   const Tensor& input;
   const Tensor& square_sum;
@@ -43,6 +45,7 @@ struct RmsNormFromStats {
 struct RmsNormBackwardStats {
   static constexpr const char *kName = "rms_norm_backward_stats", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 2;
+  static constexpr TensorIndex kTensors[] = {kGradOutput, kInput, kWeight, kSquareSum, kDot};
 
   const Tensor& grad_output;
   const Tensor& input;
@@ -63,6 +66,8 @@ struct RmsNormBackwardStats {
 struct RmsNormBackwardFromStats {
   static constexpr const char *kName = "rms_norm_backward_from_stats", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 2;
+  static constexpr TensorIndex kTensors[] = {kGradOutput, kInput,        kSquareSum, kDot,
+                                             kWeight,     kGradResidual, kGradInput, kGradWeight};
 
   const Tensor& grad_output;
   const Tensor& input;

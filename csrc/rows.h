@@ -5,8 +5,8 @@
 namespace normops {
 
 // The dimensions before the normalized ones, outermost first, merged as far as their strides allow: of a contiguous
-// tensor one is left, of a slice of a fused QKV projection two. Strides count elements unless a name says that they
-// count bytes; an expanded dimension has stride 0.
+// tensor one is left, of a slice of a fused QKV projection two. Strides count bytes; an expanded dimension has stride
+// 0.
 struct RowLayout {
   static constexpr int kMaxDims = 8;
   int dims = 0;

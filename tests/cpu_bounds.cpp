@@ -40,15 +40,12 @@ class Memory {
   char *pages_, *data_;
 };
 
-// Rows of `stride` elements, the last one no longer than it must be.
+// Rows with padding between them, the last one no longer than it must be.
 struct Rows : Memory {
   Rows(Side side, DType dtype, int64_t rows, int64_t cols, int64_t padding, int64_t missing = 0)
-      : Memory(side, dtype, (rows - 1) * (cols + padding) + cols, missing) {
-    layout.dims = 1;
-    layout.sizes[0] = rows;
-    layout.strides[0] = cols + padding;
-  }
-  RowLayout layout;
+      : Memory(side, dtype, (rows - 1) * (cols + padding) + cols, missing),
+        arg{data(), dtype, {1, {rows}, {(cols + padding) * size_of(dtype)}}} {}
+  RowsArg arg;
 };
 
 struct Shape {
@@ -80,25 +77,23 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     convert(dtype, scale);
     convert(residual_dtype, residual_scale);
   }
-  const Weight of_groups = {weight.data(), weight_dtype, 1, groups};
-  const auto with_scale = [&]<class Args>(const Args& args, const Memory& scale) {
-    return CpuArgs<Args>{args, /*stream=*/true, kRowsPerChunk, scale.data()};
+  CpuArgs args = {};
+  args.rows = rows, args.cols = args.size = cols;
+  args.eps = 1e-5, args.alpha = 1;
+  args.weight = {weight.data(), weight_dtype, 1, groups};
+  args.stream = true, args.rows_per_chunk = kRowsPerChunk;
+  using Tensors = std::initializer_list<std::pair<TensorIndex, const Rows*>>;
+  const auto with = [](CpuArgs args, Tensors tensors, const Memory* scale = nullptr) {
+    for (const auto& [index, rows] : tensors) args.tensors[index] = rows == nullptr ? nullptr : &rows->arg;
+    if (scale != nullptr) args.scale = scale->data();
+    return args;
   };
-  const RmsNormArgs forward = {.dtype = dtype,
-                               .rows = rows,
-                               .cols = cols,
-                               .eps = 1e-5,
-                               .weight = of_groups,
-                               .input = input.data(),
-                               .input_rows = input.layout,
-                               .output = output.data(),
-                               .output_rows = output.layout};
-  const AddRmsNormArgs add = {
-      forward, residual_dtype, residual.data(), residual.layout, residual_out.data(), residual_out.layout, 1.0};
+  const CpuArgs forward = with(args, {{kInput, &input}, {kOutput, &output}}, &scale);
+  const CpuArgs add = with(forward, {{kResidual, &residual}, {kResidualOut, &residual_out}}, &residual_scale);
   const int64_t spans = (cols + kSpan - 1) / kSpan;
   std::vector<double> squares(spans), dots(spans);
-  const auto with_held = [&](auto args, const auto& run) {
-    const Memory held(side, compute_dtype(args.dtype), held_rows(args) * padded_cols(args.dtype, cols));
+  const auto with_held = [&](CpuArgs args, const auto& run) {
+    const Memory held(side, compute_dtype(args.dtype()), held_rows(args) * padded_cols(args.dtype(), cols));
     args.held = held.data();
     run(args);
   };
@@ -118,75 +113,65 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
       kernels.columns(args, rows - 1, 1.0, 1.0, 0, cols);
     });
   };
-  run_forward(kernels.forward, with_scale(forward, scale));
-  run_forward(add_rms_norm_kernels(), with_scale(add, residual_scale));
+  run_forward(kernels.forward, forward);
+  run_forward(add_rms_norm_kernels(), add);
 
   const Rows square_sum(side, compute_dtype(dtype), rows, 1, padding),
       dot(side, compute_dtype(dtype), rows, 1, padding);
-  run_forward(rms_norm_stats_kernels().stats, with_scale(RmsNormStatsArgs{dtype, rows, cols, input.data(), input.layout,
-                                                                          square_sum.data(), square_sum.layout},
-                                                         scale));
-  run_forward(rms_norm_stats_kernels().from_stats,
-              with_scale(RmsNormFromStatsArgs{forward, cols, square_sum.data(), square_sum.layout}, scale));
+  CpuArgs stats = with(args, {{kInput, &input}, {kSquareSum, &square_sum}});
+  stats.sums = Sums::wanted;
+  kernels.forward.rows(stats, 0, rows);
+  CpuArgs from_stats = with(forward, {{kSquareSum, &square_sum}});
+  from_stats.sums = Sums::given;
+  run_forward(kernels.forward, from_stats);
 
   const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
   const auto backward_args = [&](int wants) {  // grad_input, grad_weight, grad_residual
-    return RmsNormBackwardArgs{.dtype = residual_dtype,
-                               .grad_output_dtype = dtype,
-                               .rows = rows,
-                               .cols = cols,
-                               .eps = 1e-5,
-                               .weight = of_groups,
-                               .grad_output = grad_output.data(),
-                               .grad_output_rows = grad_output.layout,
-                               .input = residual.data(),
-                               .input_rows = residual.layout,
-                               .grad_residual = wants & 4 ? grad_residual.data() : nullptr,
-                               .grad_residual_rows = grad_residual.layout,
-                               .grad_input = wants & 1 ? grad_input.data() : nullptr,
-                               .grad_input_rows = grad_input.layout,
-                               .grad_weight_partials = wants & 2 ? partials.data() : nullptr};
+    CpuArgs backward = with(args,
+                            {{kGradOutput, &grad_output},
+                             {kInput, &residual},
+                             {kGradResidual, wants & 4 ? &grad_residual : nullptr},
+                             {kGradInput, wants & 1 ? &grad_input : nullptr}},
+                            &residual_scale);
+    backward.grad_weight_partials = wants & 2 ? partials.data() : nullptr;
+    return backward;
   };
-  const RmsNormBackwardStatsArgs stats = {backward_args(0), square_sum.data(), square_sum.layout, dot.data(),
-                                          dot.layout};
-  run_backward(rms_norm_backward_stats_kernels().stats, with_scale(stats, residual_scale));
+  const auto with_sums = [&](const CpuArgs& args, Sums sums) {
+    CpuArgs result = with(args, {{kSquareSum, &square_sum}, {kDot, &dot}});
+    result.sums = sums;
+    return result;
+  };
+  with_held(with_sums(backward_args(0), Sums::wanted),
+            [&](const CpuArgs& args) { backward_kernels.backward.rows(args, 0, chunks * groups); });
   for (const int wants : {1, 2, 3, 5, 7}) {
-    const RmsNormBackwardArgs args = backward_args(wants);
-    run_backward(backward_kernels.backward, with_scale(args, residual_scale));
-    const RmsNormBackwardFromStatsArgs from_stats = {args,       cols,      square_sum.data(), square_sum.layout,
-                                                     dot.data(), dot.layout};
-    run_backward(rms_norm_backward_stats_kernels().from_stats, with_scale(from_stats, residual_scale));
+    run_backward(backward_kernels.backward, backward_args(wants));
+    run_backward(backward_kernels.backward, with_sums(backward_args(wants), Sums::given));
   }
   // That of operators whose input is of grad_output's type.
   const Rows grad_of_input = rows_of(dtype);
   const auto backward_of_input = [&](bool wants_grad_input, void* partials) {
-    RmsNormBackwardArgs args = backward_args(0);
-    args.dtype = dtype;
-    args.input = input.data(), args.input_rows = input.layout;
-    args.grad_input = wants_grad_input ? grad_of_input.data() : nullptr;
-    args.grad_input_rows = grad_of_input.layout;
-    args.grad_weight_partials = partials;
-    return args;
+    CpuArgs backward =
+        with(args,
+             {{kGradOutput, &grad_output}, {kInput, &input}, {kGradInput, wants_grad_input ? &grad_of_input : nullptr}},
+             &scale);
+    backward.grad_weight_partials = partials;
+    return backward;
   };
   // The gate is of the residual's type.
   const Rows gate = rows_of(residual_dtype), grad_gate = rows_of(residual_dtype);
   const Memory gated_partials(side, compute_dtype(dtype), chunks * groups * padded_cols(dtype, cols));
   for (const Gating gating : {Gating{Activation::silu, true}, Gating{Activation::silu, false}}) {
-    const GatedRmsNormArgs gated = {forward, gating, residual_dtype, gate.data(), gate.layout};
-    auto args = with_scale(gated, scale);
+    CpuArgs gated = with(forward, {{kGate, &gate}});
+    gated.gating = gating;
     for (const bool stream : {true, false}) {
-      args.stream = stream;
-      run_forward(gated_rms_norm_kernels(), args);
+      gated.stream = stream;
+      run_forward(gated_rms_norm_kernels(), gated);
     }
     for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
-      const GatedRmsNormBackwardArgs gated = {backward_of_input(wants & 1, wants & 4 ? gated_partials.data() : nullptr),
-                                              gating,
-                                              residual_dtype,
-                                              gate.data(),
-                                              gate.layout,
-                                              wants & 2 ? grad_gate.data() : nullptr,
-                                              grad_gate.layout};
-      run_backward(gated_rms_norm_backward_kernels(), with_scale(gated, scale));
+      CpuArgs backward = with(backward_of_input(wants & 1, wants & 4 ? gated_partials.data() : nullptr),
+                              {{kGate, &gate}, {kGradGate, wants & 2 ? &grad_gate : nullptr}});
+      backward.gating = gating;
+      run_backward(gated_rms_norm_backward_kernels(), backward);
     }
   }
   for (int64_t group = 0; group < groups; group++) {
@@ -198,17 +183,19 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   // cos and sin are of the residual's type, those of three rows the same.
   each_rotation(cols, [&](const PairedColumns& paired, bool angle_of_pair) {
     const int64_t angles = angle_of_pair ? paired.pairs : 2 * paired.pairs, heads = rows % 3 == 0 ? 3 : 1;
-    const Memory cos(side, residual_dtype, rows / heads * angles), sin(side, residual_dtype, rows / heads * angles);
-    const Rotation rotation = {
-        paired.are_neighbours, angle_of_pair, residual_dtype, paired.offset,
-        paired.pairs,          cos.data(),    sin.data(),     {2, {rows / heads, heads}, {angles, 0}}};
+    Rows cos(side, residual_dtype, rows / heads, angles, 0), sin(side, residual_dtype, rows / heads, angles, 0);
+    cos.arg.layout = sin.arg.layout = {2, {rows / heads, heads}, {angles * size_of(residual_dtype), 0}};
+    const auto rotated = [&](CpuArgs args, const Memory& scale) {
+      args.rotation = {paired.are_neighbours, angle_of_pair, paired.offset, paired.pairs};
+      return with(args, {{kCos, &cos}, {kSin, &sin}}, &scale);
+    };
     const HeldOrder order(dtype, cols, paired);
     const Memory scale(side, compute_dtype(dtype), groups * order.held_cols());
     const Memory partials(side, compute_dtype(dtype), chunks * groups * order.held_cols());
-    run_forward(rms_norm_rope_kernels(), with_scale(RmsNormRopeArgs{forward, rotation}, scale));
+    run_forward(rms_norm_rope_kernels(), rotated(forward, scale));
     for (const int wants : {1, 2, 3}) {  // grad_input, grad_weight
-      const RmsNormBackwardArgs backward = backward_of_input(wants & 1, wants & 2 ? partials.data() : nullptr);
-      run_backward(rms_norm_rope_backward_kernels(), with_scale(RmsNormRopeBackwardArgs{backward, rotation}, scale));
+      const CpuArgs backward = backward_of_input(wants & 1, wants & 2 ? partials.data() : nullptr);
+      run_backward(rms_norm_rope_backward_kernels(), rotated(backward, scale));
     }
   });
 }

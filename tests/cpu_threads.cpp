@@ -51,9 +51,9 @@ struct SharedScale {
 // The one that each thread converts for itself.
 struct OwnScale {
   const KernelProblem& problem;
-  int64_t own_count() const { return problem.groups * padded_cols(problem.forward.dtype, problem.cols); }
+  int64_t own_count() const { return problem.groups * padded_cols(problem.forward.dtype(), problem.cols); }
   const void* in(Scratch& own) const noexcept {
-    problem.write_scale(problem.forward.dtype, kWeightOffset, own.data());
+    problem.write_scale(problem.forward.dtype(), kWeightOffset, own.data());
     return own.data();
   }
 };

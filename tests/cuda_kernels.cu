@@ -35,82 +35,26 @@ using namespace normops::cuda;
 
 // Of the structs that structures.py reads, in its order.
 extern const int64_t structure_bytes[];
-const int64_t structure_bytes[] = {sizeof(RowLayout),
-                                   sizeof(Gating),
-                                   sizeof(Casting),
-                                   sizeof(Weight),
-                                   sizeof(RmsNormArgs),
-                                   sizeof(RmsNormBackwardArgs),
-                                   sizeof(AddRmsNormArgs),
-                                   sizeof(GatedRmsNormArgs),
-                                   sizeof(GatedRmsNormBackwardArgs),
-                                   sizeof(Rotation),
-                                   sizeof(RmsNormRopeArgs),
-                                   sizeof(RmsNormRopeBackwardArgs),
-                                   sizeof(RmsNormStatsArgs),
-                                   sizeof(RmsNormFromStatsArgs),
-                                   sizeof(RmsNormBackwardStatsArgs),
-                                   sizeof(RmsNormBackwardFromStatsArgs),
-                                   sizeof(Device),
-                                   sizeof(RowConfig)};
+const int64_t structure_bytes[] = {sizeof(RowLayout),  sizeof(Gating), sizeof(Casting),
+                                   sizeof(RowsArg),    sizeof(Weight), sizeof(Rotation),
+                                   sizeof(KernelArgs), sizeof(Device), sizeof(RowConfig)};
 
-const char* rms_norm(const RmsNormArgs* args, const Device* device) {
-  return message_of([&] { launch_rms_norm(*args, *device, nullptr); });
-}
-
-const char* add_rms_norm(const AddRmsNormArgs* args, const Device* device) {
-  return message_of([&] { launch_add_rms_norm(*args, *device, nullptr); });
-}
-
-const char* gated_rms_norm(const GatedRmsNormArgs* args, const Device* device) {
-  return message_of([&] { launch_gated_rms_norm(*args, *device, nullptr); });
-}
-
-const char* gated_rms_norm_backward(const GatedRmsNormBackwardArgs* args, const Device* device) {
-  return message_of([&] { launch_gated_rms_norm_backward(*args, *device, nullptr); });
-}
-
-const char* rms_norm_rope(const RmsNormRopeArgs* args, const Device* device) {
-  return message_of([&] { launch_rms_norm_rope(*args, *device, nullptr); });
-}
-
-const char* rms_norm_rope_backward(const RmsNormRopeBackwardArgs* args, const Device* device) {
-  return message_of([&] { launch_rms_norm_rope_backward(*args, *device, nullptr); });
-}
-
-const char* rms_norm_stats(const RmsNormStatsArgs* args, const Device* device) {
-  return message_of([&] { launch_rms_norm_stats(*args, *device, nullptr); });
-}
-
-const char* rms_norm_from_stats(const RmsNormFromStatsArgs* args, const Device* device) {
-  return message_of([&] { launch_rms_norm_from_stats(*args, *device, nullptr); });
-}
-
-const char* rms_norm_backward_stats(const RmsNormBackwardStatsArgs* args, const Device* device) {
-  return message_of([&] { launch_rms_norm_backward_stats(*args, *device, nullptr); });
-}
-
-const char* rms_norm_backward_from_stats(const RmsNormBackwardFromStatsArgs* args, const Device* device) {
-  return message_of([&] { launch_rms_norm_backward_from_stats(*args, *device, nullptr); });
-}
-
-int64_t rope_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Rotation* rotation,
-                      const Device* device) {
-  return rms_norm_rope_backward_partials(dtype, rows, cols, groups, *rotation, *device);
-}
-
-int64_t gated_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Device* device) {
-  return gated_rms_norm_backward_partials(dtype, rows, cols, groups, *device);
-}
-
-const char* rms_norm_backward(const RmsNormBackwardArgs* args, const Device* device) {
-  return message_of([&] { launch_rms_norm_backward(*args, *device, nullptr); });
-}
-
-int64_t partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, int64_t groups,
-                 const Device* device) {
-  return rms_norm_backward_partials(dtype, grad_output_dtype, rows, cols, groups, *device);
-}
+#define NORMOPS_FORWARD(name)                                           \
+  const char* name(const KernelArgs* args, const Device* device) {      \
+    return message_of([&] { launch_##name(*args, *device, nullptr); }); \
+  }
+#define NORMOPS_BACKWARD(name)                                                 \
+  NORMOPS_FORWARD(name##_backward)                                             \
+  int64_t name##_backward_sums(const KernelArgs* args, const Device* device) { \
+    return name##_backward_partials(*args, *device);                           \
+  }
+NORMOPS_FORWARD(rms_norm)
+NORMOPS_FORWARD(add_rms_norm)
+NORMOPS_FORWARD(gated_rms_norm)
+NORMOPS_FORWARD(rms_norm_rope)
+NORMOPS_BACKWARD(rms_norm)
+NORMOPS_BACKWARD(gated_rms_norm)
+NORMOPS_BACKWARD(rms_norm_rope)
 
 const char* grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
                         void* grad_weight) {

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from ctypes import Structure
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import fake_gpus
 import torch
@@ -21,7 +21,7 @@ from kept_builds import kept
 from ptx.machine import Launch, Machine
 from ptx.memory import Memory, memory_of
 from ptx.program import Kernel, kernels_of
-from structures import members, read_structs
+from structures import TENSORS, read_structs
 from torch import Tensor
 
 from building.cuda import FLAGS
@@ -140,14 +140,21 @@ class Gpu:
 
 
 _structs = read_structs()
-RowLayout, RowConfig, Weight, Gating, Casting, Rotation, Device = (
-    _structs[name] for name in ("RowLayout", "RowConfig", "Weight", "Gating", "Casting", "Rotation", "Device")
+RowLayout, RowsArg, RowConfig, Weight, Gating, Casting, Rotation, KernelArgs, Device = (
+    _structs[name]
+    for name in (
+        *("RowLayout", "RowsArg", "RowConfig"),
+        *("Weight", "Gating", "Casting", "Rotation", "KernelArgs", "Device"),
+    )
 )
 
 
 def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1) -> Structure:
     return Device(multiprocessors, shared_bytes, cluster)
 
+
+FORMED, GIVEN, WANTED = range(3)
+"""Sums of csrc/kernel_args.h."""
 
 ACTIVATIONS = ("silu", "sigmoid")
 """In the order of csrc/gating.h."""
@@ -215,26 +222,24 @@ def row_layout(tensor: Tensor) -> Structure | None:
         return None
     for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
         last = layout.dims - 1
+        stride_bytes = stride * tensor.itemsize
         if size == 1:
             continue
-        if layout.dims > 0 and layout.strides[last] == stride * size:
+        if layout.dims > 0 and layout.strides[last] == stride_bytes * size:
             layout.sizes[last] *= size
-            layout.strides[last] = stride
+            layout.strides[last] = stride_bytes
         elif layout.dims == 8:
             return None
         else:
             layout.sizes[layout.dims] = size
-            layout.strides[layout.dims] = stride
+            layout.strides[layout.dims] = stride_bytes
             layout.dims += 1
     return layout
 
 
-class Rows(NamedTuple):
-    """An input as kernels take it; ``tensor`` keeps its memory."""
-
-    tensor: Tensor | None
-    data: int | None
-    layout: Structure
+def launcher_of(operator: Operator) -> str:
+    """The function that runs its kernels, which those of the same operator without sums are."""
+    return re.sub("(_from)?_stats$", "", operator.name)
 
 
 class Kernels:
@@ -253,10 +258,11 @@ class Kernels:
         self.gpu = Gpu(ptx_of(library), self._memory_of_call)
         sizes = (ctypes.c_int64 * len(_structs)).in_dll(self._library, "structure_bytes")
         assert list(sizes) == [ctypes.sizeof(struct) for struct in _structs.values()]
-        for name in (*(operator.name for operator in OPERATORS), "grad_weight"):
-            getattr(self._library, name).restype = ctypes.c_char_p
-        for name in ("partials", "gated_partials", "rope_partials"):
-            getattr(self._library, name).restype = ctypes.c_int64
+        for operator in OPERATORS:
+            getattr(self._library, launcher_of(operator)).restype = ctypes.c_char_p
+            if "grad_weight" in operator.outputs:
+                getattr(self._library, f"{launcher_of(operator)}_sums").restype = ctypes.c_int64
+        self._library.grad_weight.restype = ctypes.c_char_p
         for name in ("forward_config_of", "backward_config_of", "gated_config_of", "rope_config_of"):
             getattr(self._library, name).restype = RowConfig
 
@@ -264,19 +270,15 @@ class Kernels:
         self._memory = self._memory or memory_of(self._tensors)
         return self._memory
 
-    def _rows(self, name: str, tensor: Tensor | None, is_written: bool = False) -> Rows:
-        if tensor is None:
-            return Rows(None, None, RowLayout())
+    def _rows(self, name: str, tensor: Tensor, is_written: bool = False) -> Structure:
+        """Rows as kernels take them; the memory is kept until they have run."""
         layout = row_layout(tensor)
         if layout is None:
             tensor = tensor.contiguous()
             layout = row_layout(tensor)
             assert layout is not None
         self._tensors.append((name, tensor, is_written))
-        return Rows(tensor, tensor.data_ptr(), layout)
-
-    def _written(self, name: str, output: Output | None) -> Rows:
-        return self._rows(name, output.rows if output is not None else None, True)
+        return RowsArg(tensor.data_ptr(), DTYPES.index(tensor.dtype), layout)
 
     def _choose_device(self, on: Structure) -> None:
         # The launchers ask a device once how much it runs: one with another number of multiprocessors is another.
@@ -316,14 +318,17 @@ class Kernels:
         grad_output_dtype: torch.dtype | None = None,
         groups: int = 1,
     ) -> int:
-        pair = (DTYPES.index(dtype), DTYPES.index(grad_output_dtype or dtype))
-        return self._count_partials("partials", *pair, sizes=(rows, cols, groups), on=on)
+        dtypes = {"input": dtype, "grad_output": grad_output_dtype or dtype}
+        args, tensors = KernelArgs(rows=rows, cols=cols, size=cols), {name: RowsArg() for name in dtypes}
+        args.weight.groups = groups
+        for name, of in dtypes.items():
+            tensors[name].dtype = DTYPES.index(of)
+            args.tensors[TENSORS.index(name)] = ctypes.addressof(tensors[name])
+        return self._count_partials("rms_norm_backward", args, on)
 
-    def _count_partials(
-        self, function: str, *dtypes: int, sizes: tuple[int, int, int], on: Structure, beside: tuple[Any, ...] = ()
-    ) -> int:
+    def _count_partials(self, launcher: str, args: Structure, on: Structure) -> int:
         self._choose_device(on)
-        count: int = getattr(self._library, function)(*dtypes, *map(ctypes.c_int64, sizes), *beside, ctypes.byref(on))
+        count: int = getattr(self._library, f"{launcher}_sums")(ctypes.byref(args), ctypes.byref(on))
         return count
 
     def call(
@@ -342,21 +347,20 @@ class Kernels:
         if "grad_input" not in wanted:
             given["grad_residual"] = None
         written: dict[str, Output | None] = {name: targets.get(name) for name in wanted}
-        values = self._values(operator, given)
+        args = self._args(operator, given)
+        read = {name: value for name, value in given.items() if isinstance(value, Tensor) and name != "weight"}
+        if operator.tables:
+            read |= self._tables(given, args)
+        tensors = {name: self._rows(name, tensor) for name, tensor in read.items()}
+        tensors |= {name: self._rows(name, out.rows, True) for name, out in written.items() if out is not None}
+        for name, rows in tensors.items():
+            args.tensors[TENSORS.index(name)] = ctypes.addressof(rows)
+        launcher = launcher_of(operator)
         if "grad_weight" in wanted and given["weight"] is not None:
-            written["grad_weight"] = self._partials(operator, given, values, on)
-        values["grad_weight_partials"] = self._written("partials", written.get("grad_weight")).data
-        args = _structs["".join(map(str.capitalize, operator.name.split("_"))) + "Args"]()
-        names = members(type(args))
-        for name in names:
-            if f"{name}_rows" in names:
-                is_output = name in operator.outputs
-                rows = self._written(name, written.get(name)) if is_output else self._rows(name, given.get(name))
-                setattr(args, name, rows.data)
-                setattr(args, f"{name}_rows", rows.layout)
-            elif name in values:
-                setattr(args, name, values[name])
-        self._call(operator.name, ctypes.byref(args), on=on, seed=seed)
+            count, cols = self._count_partials(launcher, args, on), args.weight.groups * args.cols
+            partials = written["grad_weight"] = Output((count, cols), compute_dtype(given["input"].dtype))
+            args.grad_weight_partials = self._rows("partials", partials.rows, True).data
+        self._call(launcher, ctypes.byref(args), on=on, seed=seed)
         shape = arguments["input"].shape
         results: dict[str, Tensor | None] = {
             name: output.result().squeeze(-1) if name in operator.sums else output.result().view(shape)
@@ -366,55 +370,36 @@ class Kernels:
         results["grad_weight"] = self._grad_weight(given["input"], arguments.get("weight"), written, seed)
         return tuple(results.get(name) for name in operator.outputs)
 
-    def _values(self, operator: Operator, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Of members that are no tensors, by name."""
-        input = given["input"]
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        values: dict[str, Any] = {f"{name}_dtype": DTYPES.index(value.dtype) for name, value in tensors.items()}
-        values |= {
-            **given,
-            "dtype": DTYPES.index(input.dtype),
-            "rows": input.shape[:-1].numel(),
-            "cols": input.shape[-1],
-        }
-        values["weight"] = self._weight(given.get("weight"), given.get("weight_offset", 0.0))
-        values["casting"] = Casting(*CASTINGS[given.get("casting_mode", "gemma")])
-        if given.get("eps") is None:
-            values["eps"] = torch.finfo(compute_dtype(input.dtype)).eps
-        if "activation" in given:
-            values["gating"] = Gating(ACTIVATIONS.index(given["activation"]), given["norm_before_gate"])
-        if operator.tables:
-            values["rotation"] = self._rotation(given)
-        return values
-
-    def _rotation(self, given: Mapping[str, Any]) -> Structure:
-        """What Tables and make_rotation of csrc/launch.h make of them."""
-        cos, sin, rotary_dim = given["cos"], given["sin"], given.get("rotary_dim")
-        are_alike = cos.stride() == sin.stride()
-        c, s = (
-            self._rows(name, (table if are_alike else table.contiguous()).expand(*given["input"].shape[:-1], -1))
-            for name, table in (("cos", cos), ("sin", sin))
+    def _args(self, operator: Operator, given: Mapping[str, Any]) -> Structure:
+        """All but the tensors."""
+        input, eps = given["input"], given.get("eps")
+        cols = input.shape[-1]
+        args = KernelArgs(
+            rows=input.shape[:-1].numel(),
+            cols=cols,
+            size=given.get("size", cols),
+            eps=torch.finfo(compute_dtype(input.dtype)).eps if eps is None else eps,
+            alpha=given.get("alpha", 1.0),
+            weight=self._weight(given.get("weight"), given.get("weight_offset", 0.0)),
+            casting=Casting(*CASTINGS[given.get("casting_mode", "gemma")]),
+            sums=GIVEN if "size" in given else WANTED if "square_sum" in operator.outputs else FORMED,
         )
+        if "activation" in given:
+            args.gating = Gating(ACTIVATIONS.index(given["activation"]), given["norm_before_gate"])
+        return args
+
+    def _tables(self, given: Mapping[str, Any], args: Structure) -> dict[str, Tensor]:
+        """What Call::rotate of csrc/launch.cpp makes of cos and sin."""
+        cos, sin, rotary_dim = given["cos"], given["sin"], given.get("rotary_dim")
         columns = cos.shape[-1]
         pairs = (columns if rotary_dim is None else rotary_dim) // 2
         interleaved, offset = given.get("interleaved", False), given.get("rotary_offset", 0)
-        return Rotation(interleaved, columns == pairs, DTYPES.index(cos.dtype), offset, pairs, c.data, s.data, c.layout)
-
-    def _partials(
-        self, operator: Operator, given: Mapping[str, Any], values: Mapping[str, Any], on: Structure
-    ) -> Output:
-        """As many partial sums of grad_weight as the library says."""
-        groups, cols = given["weight"].shape[:-1].numel(), values["cols"]
-        sizes = (values["rows"], cols, groups)
-        if operator.tables:
-            beside = (ctypes.byref(values["rotation"]),)
-            count = self._count_partials("rope_partials", values["dtype"], sizes=sizes, on=on, beside=beside)
-        elif "gating" in values:
-            count = self._count_partials("gated_partials", values["dtype"], sizes=sizes, on=on)
-        else:
-            dtypes = values["dtype"], values["grad_output_dtype"]
-            count = self._count_partials("partials", *dtypes, sizes=sizes, on=on)
-        return Output((count, groups * cols), compute_dtype(given["input"].dtype))
+        args.rotation = Rotation(interleaved, columns == pairs, offset, pairs)
+        are_alike = cos.stride() == sin.stride()
+        return {
+            name: (table if are_alike else table.contiguous()).expand(*given["input"].shape[:-1], -1)
+            for name, table in (("cos", cos), ("sin", sin))
+        }
 
     def _grad_weight(
         self, input: Tensor, weight: Tensor | None, written: Mapping[str, Output | None], seed: int
@@ -447,7 +432,7 @@ class Kernels:
             ctypes.c_void_p(self._rows("partials", partials).data),
             ctypes.c_int64(count),
             ctypes.c_int64(cols),
-            ctypes.c_void_p(self._written("grad_weight", grad_weight).data),
+            ctypes.c_void_p(self._rows("grad_weight", grad_weight.rows, True).data),
             seed=seed,
         )
         return grad_weight.result()

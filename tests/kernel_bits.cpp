@@ -25,14 +25,14 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
   p.sum_grad_weight(residual_dtype);
   std::vector<uint64_t> results = {forward, hash(p.output), hash(p.residual_out), hash(p.grad_input),
                                    hash(p.grad_weight)};
-  rms_norm_backward_stats_kernels().stats.rows(p.backward_stats, 0, p.chunks * groups);
+  rms_norm_backward_kernels().backward.rows(p.backward_stats, 0, p.chunks * groups);
   results.insert(results.end(), {hash(p.square_sum), hash(p.dot)});
-  rms_norm_backward_stats_kernels().from_stats.rows(p.backward_from_stats, 0, p.chunks * groups);
+  rms_norm_backward_kernels().backward.rows(p.backward_from_stats, 0, p.chunks * groups);
   p.sum_grad_weight(residual_dtype);
   results.insert(results.end(), {hash(p.grad_input), hash(p.grad_weight)});
   p.make_scale(dtype, 1.0);
-  rms_norm_stats_kernels().stats.rows(p.stats, 0, kRows * groups);
-  rms_norm_stats_kernels().from_stats.rows(p.from_stats, 0, kRows * groups);
+  rms_norm_kernels().forward.rows(p.stats, 0, kRows * groups);
+  rms_norm_kernels().forward.rows(p.from_stats, 0, kRows * groups);
   results.insert(results.end(), {hash(p.square_sum), hash(p.output)});
   std::vector<char> held(std::max(held_rows(p.gated), held_rows(p.gated_backward)) * 2 * padded_cols(dtype, cols) * 8);
   for (const Gating gating : kGatings) {

@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
-#include "add_rms_norm_kernel.h"
-#include "gated_rms_norm_kernel.h"
-#include "rms_norm_rope_kernel.h"
-#include "rms_norm_stats_kernel.h"
+#include "kernels.h"
 
 namespace normops::cpu {
 
@@ -77,76 +76,55 @@ struct KernelProblem {
         chunks(chunk_count(rows / groups, rows_per_chunk)),
         scale(groups * (padded_cols(dtype, cols) + 3 * kLongestBlock) * size_of(compute_dtype(dtype))),
         partials(chunks * scale.size()) {
-    RowLayout layout;
-    layout.dims = 1;
-    layout.sizes[0] = rows;
-    layout.strides[0] = cols;
-    const Weight of_groups = {weight.data(), weight_dtype, 0, groups};
-    const RmsNormArgs args = {.dtype = dtype,
-                              .rows = rows,
-                              .cols = cols,
-                              .eps = 1e-5,
-                              .weight = of_groups,
-                              .input = input.data(),
-                              .input_rows = layout,
-                              .output = output.data(),
-                              .output_rows = layout};
-    const RmsNormBackwardArgs backward_args = {.dtype = residual_dtype,
-                                               .grad_output_dtype = dtype,
-                                               .rows = rows,
-                                               .cols = cols,
-                                               .eps = 1e-5,
-                                               .weight = of_groups,
-                                               .grad_output = grad_output.data(),
-                                               .grad_output_rows = layout,
-                                               .input = residual.data(),
-                                               .input_rows = layout,
-                                               .grad_residual = grad_residual.data(),
-                                               .grad_residual_rows = layout,
-                                               .grad_input = grad_input.data(),
-                                               .grad_input_rows = layout,
-                                               .grad_weight_partials = partials.data()};
-    const auto with_scale = [&]<class Args>(const Args& args) {
-      return CpuArgs<Args>{args, /*stream=*/false, rows_per_chunk, scale.data()};
+    const auto rows_of = [&](std::vector<char>& memory, DType dtype, int64_t cols) -> RowsArg {
+      return {memory.data(), dtype, {1, {rows}, {cols * size_of(dtype)}}};
     };
-    forward = with_scale(args);
-    add = with_scale(AddRmsNormArgs{args, residual_dtype, residual.data(), layout, residual_out.data(), layout, 1.0});
-    backward = with_scale(backward_args);
-    gated = with_scale(GatedRmsNormArgs{args, {}, residual_dtype, gate.data(), layout});
-    gated_backward = with_scale(
-        GatedRmsNormBackwardArgs{backward_args, {}, residual_dtype, gate.data(), layout, grad_gate.data(), layout});
-    rope = with_scale(RmsNormRopeArgs{args, {}});
-    rope_backward = with_scale(RmsNormRopeBackwardArgs{backward_args, {}});
-    RowLayout of_sums = layout;
-    of_sums.strides[0] = 1;
-    stats = with_scale(RmsNormStatsArgs{dtype, rows, cols, input.data(), layout, square_sum.data(), of_sums});
-    from_stats = with_scale(RmsNormFromStatsArgs{args, cols, square_sum.data(), of_sums});
-    backward_stats =
-        with_scale(RmsNormBackwardStatsArgs{backward_args, square_sum.data(), of_sums, dot.data(), of_sums});
-    backward_stats.grad_residual = nullptr;
-    backward_stats.grad_input = backward_stats.grad_weight_partials = nullptr;
-    backward_from_stats =
-        with_scale(RmsNormBackwardFromStatsArgs{backward_args, cols, square_sum.data(), of_sums, dot.data(), of_sums});
-    for (RmsNormBackwardArgs* args :
-         {static_cast<RmsNormBackwardArgs*>(&gated_backward), static_cast<RmsNormBackwardArgs*>(&rope_backward)}) {
-      args->dtype = dtype;
-      args->input = input.data();
-      args->grad_residual = nullptr;
-    }
+    const DType sums_dtype = compute_dtype(dtype);
+    of_input = rows_of(input, dtype, cols), of_residual = rows_of(residual, residual_dtype, cols);
+    of_output = rows_of(output, dtype, cols), of_residual_out = rows_of(residual_out, residual_dtype, cols);
+    of_gate = rows_of(gate, residual_dtype, cols), of_grad_gate = rows_of(grad_gate, residual_dtype, cols);
+    of_grad_output = rows_of(grad_output, dtype, cols);
+    of_grad_residual = rows_of(grad_residual, residual_dtype, cols);
+    of_grad_input = rows_of(grad_input, residual_dtype, cols);
+    of_narrow_grad_input = rows_of(grad_input, dtype, cols);
+    of_square_sum = rows_of(square_sum, sums_dtype, 1), of_dot = rows_of(dot, sums_dtype, 1);
+    CpuArgs args = {};
+    args.rows = rows, args.cols = args.size = cols;
+    args.eps = 1e-5, args.alpha = 1;
+    args.weight = {weight.data(), weight_dtype, 0, groups};
+    args.rows_per_chunk = rows_per_chunk, args.scale = scale.data();
+    using Tensors = std::initializer_list<std::pair<TensorIndex, const RowsArg*>>;
+    const auto with = [](CpuArgs args, Tensors tensors) {
+      for (const auto& [index, tensor] : tensors) args.tensors[index] = tensor;
+      return args;
+    };
+    forward = with(args, {{kInput, &of_input}, {kOutput, &of_output}});
+    add = with(forward, {{kResidual, &of_residual}, {kResidualOut, &of_residual_out}});
+    gated = with(forward, {{kGate, &of_gate}});
+    rope = with(forward, {{kCos, &of_cos}, {kSin, &of_sin}});
+    from_stats = with(forward, {{kSquareSum, &of_square_sum}});
+    stats = with(args, {{kInput, &of_input}, {kSquareSum, &of_square_sum}});
+    args.grad_weight_partials = partials.data();
+    const CpuArgs narrow =
+        with(args, {{kGradOutput, &of_grad_output}, {kInput, &of_input}, {kGradInput, &of_narrow_grad_input}});
+    gated_backward = with(narrow, {{kGate, &of_gate}, {kGradGate, &of_grad_gate}});
+    rope_backward = with(narrow, {{kCos, &of_cos}, {kSin, &of_sin}});
+    backward = with(args, {{kGradOutput, &of_grad_output},
+                           {kInput, &of_residual},
+                           {kGradResidual, &of_grad_residual},
+                           {kGradInput, &of_grad_input}});
+    backward_from_stats = with(backward, {{kSquareSum, &of_square_sum}, {kDot, &of_dot}});
+    backward_stats = with(backward_from_stats, {{kGradResidual, nullptr}, {kGradInput, nullptr}});
+    backward_stats.grad_weight_partials = nullptr;
+    from_stats.sums = backward_from_stats.sums = Sums::given;
+    stats.sums = backward_stats.sums = Sums::wanted;
   }
   KernelProblem(const KernelProblem&) = delete;
 
   // Results that are rounded on the way, and a scaled branch of a sum.
   void set_casting(Casting casting, double alpha) {
-    for (RmsNormArgs* args :
-         {static_cast<RmsNormArgs*>(&forward), static_cast<RmsNormArgs*>(&add), static_cast<RmsNormArgs*>(&gated),
-          static_cast<RmsNormArgs*>(&rope), static_cast<RmsNormArgs*>(&from_stats)}) {
-      args->casting = casting;
-    }
-    for (RmsNormBackwardArgs* args :
-         {static_cast<RmsNormBackwardArgs*>(&backward), static_cast<RmsNormBackwardArgs*>(&gated_backward),
-          static_cast<RmsNormBackwardArgs*>(&rope_backward), static_cast<RmsNormBackwardArgs*>(&backward_stats),
-          static_cast<RmsNormBackwardArgs*>(&backward_from_stats)}) {
+    for (CpuArgs* args : {&forward, &add, &gated, &rope, &from_stats, &backward, &gated_backward, &rope_backward,
+                          &backward_stats, &backward_from_stats}) {
       args->casting = casting;
     }
     add.alpha = alpha;
@@ -155,9 +133,10 @@ struct KernelProblem {
   // Rows with the angles of every `heads`-th one.
   void set_rotation(const PairedColumns& paired, bool angle_of_pair, int64_t heads) {
     const int64_t angles = angle_of_pair ? paired.pairs : 2 * paired.pairs, rows = forward.rows;
-    const RowLayout layout = {2, {rows / heads, heads}, {angles, 0}};
-    rope.rotation = rope_backward.rotation = {paired.are_neighbours, angle_of_pair, residual_dtype, paired.offset,
-                                              paired.pairs,          cos.data(),    sin.data(),     layout};
+    const RowLayout layout = {2, {rows / heads, heads}, {angles * size_of(residual_dtype), 0}};
+    of_cos = {cos.data(), residual_dtype, layout};
+    of_sin = {sin.data(), residual_dtype, layout};
+    rope.rotation = rope_backward.rotation = {paired.are_neighbours, angle_of_pair, paired.offset, paired.pairs};
   }
 
   // Of every group: the scale as kernels of `dtype` read it, and grad_weight of the partials that they wrote, or some
@@ -198,17 +177,11 @@ struct KernelProblem {
       residual_out, grad_input, grad_gate, grad_weight;
   int64_t chunks;
   std::vector<char> scale, partials;
-  CpuArgs<RmsNormArgs> forward;
-  CpuArgs<AddRmsNormArgs> add;
-  CpuArgs<RmsNormBackwardArgs> backward;
-  CpuArgs<GatedRmsNormArgs> gated;  // with a gate of residual_dtype
-  CpuArgs<GatedRmsNormBackwardArgs> gated_backward;
-  CpuArgs<RmsNormRopeArgs> rope;  // with angles of residual_dtype
-  CpuArgs<RmsNormRopeBackwardArgs> rope_backward;
-  CpuArgs<RmsNormStatsArgs> stats;
-  CpuArgs<RmsNormFromStatsArgs> from_stats;
-  CpuArgs<RmsNormBackwardStatsArgs> backward_stats;
-  CpuArgs<RmsNormBackwardFromStatsArgs> backward_from_stats;
+  RowsArg of_input, of_residual, of_output, of_residual_out, of_gate, of_grad_gate, of_grad_output, of_grad_residual,
+      of_grad_input, of_narrow_grad_input, of_square_sum, of_dot, of_cos, of_sin;
+  // The gate and the angles are of residual_dtype, rows of backwards but rms_norm_backward's of dtype.
+  CpuArgs forward, add, gated, rope, stats, from_stats;
+  CpuArgs backward, gated_backward, rope_backward, backward_stats, backward_from_stats;
 };
 
 // Calls visit(paired, angle_of_pair) for rotations of rows.

@@ -6,22 +6,27 @@ from pathlib import Path
 from typing import Any
 
 CSRC = Path(__file__).parent.parent / "csrc"
-HEADERS = ("rows.h", "gating.h", "casting.h", "kernel_args.h", "cuda/rms_norm_launch.h", "cuda/launch_config.h")
+HEADERS = ("rows.h", "gating.h", "casting.h", "kernel_args.h", "cuda/kernels.h", "cuda/launch_config.h")
 
-# A struct's name, its base or none, and what it declares: members, one to a line, and what else there is.
-STRUCT = re.compile(r"^struct (\w+)(?: : (\w+))? \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
+# A struct's name, and what it declares: members, one to a line, and what else there is.
+STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 MEMBER = re.compile(r"^  (?!static)([\w ]+?\*?) (\w+)(?:\[(\w+)\])?(?: = [^;]*)?;", re.MULTILINE)
 CONSTANT = re.compile(r"static constexpr int (\w+) = (\d+);")
+# Of all operators, in the order of their indices.
+_, _, names = (CSRC / "kernel_args.h").read_text().partition("kTensorNames[] =")
+TENSORS = re.findall(r'"(\w+)"', names.partition(";")[0])
 
 SCALARS = {
     "DType": ctypes.c_uint8,
     "Activation": ctypes.c_uint8,
+    "Sums": ctypes.c_uint8,
     "bool": ctypes.c_bool,
     "int": ctypes.c_int,
     "int64_t": ctypes.c_int64,
     "double": ctypes.c_double,
     "const void*": ctypes.c_void_p,
     "void*": ctypes.c_void_p,
+    "const RowsArg*": ctypes.c_void_p,
 }
 
 
@@ -31,16 +36,12 @@ def read_structs() -> dict[str, Any]:
     structs: dict[str, Any] = {}
     for header in HEADERS:
         text = (CSRC / header).read_text()
-        for name, base, body in STRUCT.findall(text):
+        for name, body in STRUCT.findall(text):
             counts = {constant: int(value) for constant, value in CONSTANT.findall(body)}
+            counts["kTensorCount"] = len(TENSORS)
             fields = [
                 (member, types[kind] * counts[count] if count else types[kind])
                 for kind, member, count in MEMBER.findall(body)
             ]
-            structs[name] = types[name] = type(name, (structs.get(base, ctypes.Structure),), {"_fields_": fields})
+            structs[name] = types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
     return structs
-
-
-def members(struct: type[ctypes.Structure]) -> list[str]:
-    """Their names, those of its base first."""
-    return [field[0] for cls in reversed(struct.__mro__) for field in vars(cls).get("_fields_", ())]

@@ -340,15 +340,12 @@ def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(monkeypat
     """On the CPU's key, where it can be tried without a GPU."""
     import normops.triton
 
-    def refuse(*arguments: object) -> None:
+    def refuse(**arguments: object) -> None:
         raise NotImplementedError("the Triton launcher was called")
 
     x = torch.ones(2, 4)
     expected = normops.rms_norm(x, 4)
     monkeypatch.setattr(normops.triton, "launch_forward", refuse)
-    monkeypatch.setattr(normops.triton, "launch_gated_forward", refuse)
-    monkeypatch.setattr(normops.triton, "launch_stats", refuse)
-    monkeypatch.setattr(normops.triton, "launch_from_stats", refuse)
     registration = _C.register_triton("CPU")
     try:
         for call in (
@@ -395,43 +392,43 @@ def test_the_first_calls_come_from_several_threads() -> None:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """The arguments of all launchers, which launch nothing, while the Triton kernels serve the CPU."""
     import normops.triton
 
-    got: list[tuple[Any, ...]] = []
-    for launcher in ("forward", "stats", "from_stats", "rope_forward"):
-        monkeypatch.setattr(normops.triton, f"launch_{launcher}", lambda *arguments: got.append(arguments))
+    got: list[dict[str, Any]] = []
+    for launcher in ("launch_forward", "launch_rope_forward"):
+        monkeypatch.setattr(normops.triton, launcher, lambda **arguments: got.append(arguments))
     registration = _C.register_triton("CPU")
     yield got
     registration.close()
 
 
-def test_rows_as_kernels_get_them(launched: list[tuple[Any, ...]]) -> None:
+def test_rows_as_kernels_get_them(launched: list[dict[str, Any]]) -> None:
     normops.rms_norm(torch.ones(6, 4), 4)
     normops.rms_norm(torch.ones(6, 3, 4)[:, :2], 4)
     normops.rms_norm(torch.ones(4), 4)
-    got = [(x[1:], y[1:]) for x, _, y, *_ in launched]
+    got = [(call["input"][1:], call["output"][1:]) for call in launched]
     inner, outer_stride, inner_stride = 2, 12, 4
     assert got == [((1, 4, 0), (1, 4, 0)), ((inner, outer_stride, inner_stride), (1, 4, 0)), ((1, 0, 0), (1, 0, 0))]
 
 
-def test_sums_as_kernels_get_them(launched: list[tuple[Any, ...]]) -> None:
+def test_sums_as_kernels_get_them(launched: list[dict[str, Any]]) -> None:
     """As rows of a column; those that do not lie in two dimensions are copied."""
     x, sums = torch.ones(2, 3, 5, 4), torch.ones(7, 3, 5)[::3][:2]
     torch.ops.normops.rms_norm_stats(x, [4])
     torch.ops.normops.rms_norm_stats.out(x, [4], square_sum=sums)
     torch.ops.normops.rms_norm_stats(torch.ones(4), [4])
     inner, outer_stride = 15, 45
-    assert [square_sum[1:] for _, square_sum, *_ in launched] == [(1, 1, 0), (inner, outer_stride, 1), (1, 0, 0)]
+    assert [call["square_sum"][1:] for call in launched] == [(1, 1, 0), (inner, outer_stride, 1), (1, 0, 0)]
     launched.clear()
     for square_sum in (sums, sums.permute(1, 0, 2).contiguous().permute(1, 0, 2), torch.ones(5, 2, 3).movedim(0, 2)):
         torch.ops.normops.rms_norm_from_stats(x, square_sum, 2**33, [4])
-    got = [(*square_sum[1:], size) for _, square_sum, size, *_ in launched]
+    got = [(*call["square_sum"][1:], call["size"]) for call in launched]
     assert got == [(inner, outer_stride, 1, 2**33), (1, 1, 0, 2**33), (5, 1, 6, 2**33)]
 
 
-def test_rotated_rows_as_kernels_get_them(launched: list[tuple[Any, ...]]) -> None:
+def test_rotated_rows_as_kernels_get_them(launched: list[dict[str, Any]]) -> None:
     """Transposed heads of a batch, and tables for all samples and heads, lie in three dimensions: nothing is copied."""
     cols, heads, tokens = 8, 3, 5
     x = torch.ones(2, tokens, heads, cols)
@@ -439,7 +436,7 @@ def test_rotated_rows_as_kernels_get_them(launched: list[tuple[Any, ...]]) -> No
     for input, of_heads in ((x.transpose(1, 2), cos.transpose(1, 2)), (x, cos)):
         normops.rms_norm_rope(input, of_heads, of_heads.clone(), cols, rotary_dim=8)
     normops.rms_norm_rope(x[0, 0], cos[0, :heads, 0], sin[0, :heads, 0], cols, interleaved=True, rotary_offset=3)
-    transposed, in_order, rows = launched
+    transposed, in_order, rows = ([call[name] for name in ("input", "rotation", "output")] for call in launched)
     assert transposed[0].tensor.data_ptr() == in_order[0].tensor.data_ptr() == x.data_ptr()
     assert transposed[1].cos.data_ptr() == in_order[1].cos.data_ptr() == cos.data_ptr()
     # middle and inner, and three strides

@@ -121,41 +121,45 @@ def launch(
 
     name, _, rest = operator.partition(",")
     weight = None if dtypes[1] is None or operator == "grad_input alone" else tensor(dtypes[1], is_aligned)
-    shape = (groups, groups * rows, cols)
-    wants_weight = weight is not None
-    common = (weight, 1.0, 1e-5, launchers.Casting(casts, casts))
+    casting = launchers.Casting(casts, casts)
+    common = {"weight": weight, "weight_offset": 1.0, "eps": 1e-5, "casting": casting}
+    common |= {"groups": groups, "rows": groups * rows, "cols": cols}
+    wanted: dict[str, Any] = {**common, "wants_weight": weight is not None}
     size = cols if groups == 1 else 2**33
-    gating = ("silu" if is_aligned else "sigmoid", not rest)
+    gating = {"activation": "silu" if is_aligned else "sigmoid", "norm_before_gate": not rest}
+    forward: Any = launchers.launch_forward
+    backward: Any = launchers.launch_backward
+    rope_forward: Any = launchers.launch_rope_forward
+    rope_backward: Any = launchers.launch_rope_backward
     match name:
         case "rms_norm":
-            launchers.launch_forward(make(), None, make(), None, *common, 1.0, *shape)
+            forward(input=make(), output=make(), **common)
         case "add_rms_norm":
-            launchers.launch_forward(make(), make(), make(), make(), *common, 0.22 if groups > 1 else 1.0, *shape)
+            alpha = 0.22 if groups > 1 else 1.0
+            forward(input=make(), residual=make(), output=make(), residual_out=make(), alpha=alpha, **common)
         case "gated_rms_norm":
-            launchers.launch_gated_forward(make(), make(), make(), *common, *gating, *shape)
+            forward(input=make(), gate=make(), output=make(), **gating, **common)
         case "gated_rms_norm_backward":
-            launchers.launch_gated_backward(
-                make(), make(), make(), make(), make(), wants_weight, *common, *gating, *shape
-            )
+            written = {"grad_input": make(), "grad_gate": make()}
+            backward(grad_output=make(), input=make(), gate=make(), **written, **gating, **wanted)
         case "rms_norm_rope":
-            launchers.launch_rope_forward(make_nested(), rotation or make_rotation(), make_nested(), *common, *shape)
+            nested = {"input": make_nested(), "output": make_nested()}
+            rope_forward(**nested, rotation=rotation or make_rotation(), **common)
         case "rms_norm_rope_backward":
-            nested = make_nested(), make_nested(), rotation or make_rotation(), make_nested()
-            launchers.launch_rope_backward(*nested, wants_weight, *common, *shape)
+            nested = {of: make_nested() for of in ("grad_output", "input", "grad_input")}
+            rope_backward(**nested, rotation=rotation or make_rotation(), **wanted)
         case "rms_norm_stats":
-            launchers.launch_stats(make(), make_sums(), groups * rows, cols)
+            forward(input=make(), square_sum=make_sums(), **common | {"weight": None, "groups": 1})
         case "rms_norm_from_stats":
-            launchers.launch_from_stats(make(), make_sums(), size, make(), *common, *shape)
+            forward(input=make(), square_sum=make_sums(), output=make(), size=size, **common)
         case "rms_norm_backward_stats":
-            without_eps = weight, 1.0, common[-1]
-            launchers.launch_backward_stats(make(), make(), make_sums(), make_sums(), *without_eps, *shape)
+            sums = {"square_sum": make_sums(), "dot": make_sums()}
+            backward(grad_output=make(), input=make(), **sums, **wanted | {"wants_weight": False})
         case "rms_norm_backward_from_stats":
-            launchers.launch_backward_from_stats(
-                make(), make(), make_sums(), make_sums(), size, make(), make(), wants_weight, *common, *shape
-            )
+            given = {"square_sum": make_sums(), "dot": make_sums(), "size": size, "grad_residual": make()}
+            backward(grad_output=make(), input=make(), grad_input=make(), **given, **wanted)
         case _:
             residual = make() if name.endswith("residual") else None
             grad_input = None if name == "grad_weight alone" else make()
-            launchers.launch_backward(
-                make(), make(), residual, grad_input, wants_weight or grad_input is None, *common, *shape
-            )
+            wanted["wants_weight"] |= grad_input is None
+            backward(grad_output=make(), input=make(), grad_residual=residual, grad_input=grad_input, **wanted)

@@ -152,11 +152,5 @@ struct GateRow {
   }
 };
 
-// Rows of the gate are found by bytes, as their dtype is known only when the kernel runs.
-inline RowLayout in_bytes(RowLayout layout, DType dtype) {
-  for (int d = 0; d < layout.dims; d++) layout.strides[d] *= size_of(dtype);
-  return layout;
-}
-
 }  // namespace
 }  // namespace normops::cpu::NORMOPS_ISA

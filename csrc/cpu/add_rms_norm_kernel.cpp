@@ -1,6 +1,6 @@
-#include "add_rms_norm_kernel.h"
+#include "kernels.h"
 
 #define NORMOPS_KERNEL_SOURCE "add_rms_norm_kernel.inl"
 #include "foreach_isa.h"
 
-NORMOPS_CHOOSE(AddRmsNormKernels, add_rms_norm_kernels, kAddRmsNormKernels)
+NORMOPS_CHOOSE(ForwardKernels, add_rms_norm_kernels, kAddRmsNormKernels)

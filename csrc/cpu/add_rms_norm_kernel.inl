@@ -11,7 +11,6 @@ template <class T, class R, bool kScaled>
 class SumRows {
  public:
   using Element = R;
-  using Args = CpuArgs<AddRmsNormArgs>;
   static constexpr bool kCostly = kScaled;
   static constexpr Ahead kAhead = Ahead::when_streaming;
   static constexpr bool kFetchesOutput = true;
@@ -45,9 +44,7 @@ class SumRows {
   };
 
   struct Rows {
-    EvenRows<const T> x;
-    EvenRows<const R> residual;
-    EvenRows<R> h;
+    EvenRows x, residual, h;
     compute_t<R> alpha;
     bool casts;
 
@@ -55,17 +52,17 @@ class SumRows {
     void each(Visit visit) {
       visit(x), visit(residual), visit(h);
     }
-    Row row(int) const { return {x.row, residual.row, h.row, alpha, casts}; }
+    Row row(int) const { return {x.at<const T>(), residual.at<const R>(), h.at<R>(), alpha, casts}; }
     NORMOPS_INLINE void prefetch(int64_t column) const {
-      NORMOPS_ISA::prefetch(x.row + x.stride + column);
-      NORMOPS_ISA::prefetch(residual.row + residual.stride + column);
+      prefetch_next<T>(x, column);
+      prefetch_next<R>(residual, column);
     }
   };
 
-  SumRows(const Args& args, int64_t row)
-      : inputs_(static_cast<const T*>(args.input), args.input_rows, row),
-        residuals_(static_cast<const R*>(args.residual), args.residual_rows, row),
-        sums_(static_cast<R*>(args.residual_out), args.residual_out_rows, row),
+  SumRows(const CpuArgs& args, int64_t row)
+      : inputs_(args[kInput], row),
+        residuals_(args[kResidual], row),
+        sums_(args[kResidualOut], row),
         alpha_(admitted_number<R>(args.alpha)),
         casts_(args.casting.multiplied) {}
 
@@ -78,17 +75,15 @@ class SumRows {
   }
 
  private:
-  RowIterator<const T> inputs_;
-  RowIterator<const R> residuals_;
-  RowIterator<R> sums_;
+  RowIterator inputs_, residuals_, sums_;
   compute_t<R> alpha_;
   bool casts_;
 };
 
 // Calls visit.template operator()<T, Source>() with the source that the arguments ask for.
 template <class Visit>
-void dispatch_sum(const CpuArgs<AddRmsNormArgs>& args, Visit visit) {
-  dispatch_pair(args.dtype, args.residual_dtype, [&]<class T, class R>() {
+void dispatch_sum(const CpuArgs& args, Visit visit) {
+  dispatch_pair(args[kInput].dtype, args.dtype(), [&]<class T, class R>() {
     if constexpr (kCommon<T> && kCommon<R>) {
       // Scaled, narrow rows take up to 1.15 of the time on AVX-512.
       if (args.alpha == 1) return visit.template operator()<T, SumRows<T, R, false>>();
@@ -97,21 +92,21 @@ void dispatch_sum(const CpuArgs<AddRmsNormArgs>& args, Visit visit) {
   });
 }
 
-void rows(const CpuArgs<AddRmsNormArgs>& args, int64_t begin, int64_t end) {
+void rows(const CpuArgs& args, int64_t begin, int64_t end) {
   dispatch_sum(args, [&]<class T, class Source>() { forward_rows<T, Source>(args, begin, end); });
 }
 
-void sums(const CpuArgs<AddRmsNormArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares) {
+void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
   dispatch_sum(args, [&]<class, class Source>() { forward_sums<Source>(args, row, begin, end, squares); });
 }
 
-void columns(const CpuArgs<AddRmsNormArgs>& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
+void columns(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
   dispatch_sum(args, [&]<class T, class Source>() { forward_columns<T, Source>(args, row, square_sum, begin, end); });
 }
 
 }  // namespace
 
-extern const AddRmsNormKernels kAddRmsNormKernels;
-const AddRmsNormKernels kAddRmsNormKernels = {rows, sums, columns};
+extern const ForwardKernels kAddRmsNormKernels;
+const ForwardKernels kAddRmsNormKernels = {rows, sums, columns};
 
 }  // namespace normops::cpu::NORMOPS_ISA

@@ -13,21 +13,20 @@ namespace {
 // and dy, the gradient of the normalized x times the scale. It has
 //   using Element: the type in whose order blocks are held
 //   using Gradient: the type of grad_output, to which results are rounded on the way if the Casting of Args says so
-//   using Args: CpuArgs of RmsNormBackwardArgs, or of what is derived from it
 //   static constexpr
 //     kCostly: as in forward_rows.inl
 //     kGradRows: whether rows are written; if not, grad_weight alone is wanted
 //     kFormsGradient: whether dy is formed of grad_output, and not that itself
 //     kSharedTerms: whether the terms of a row's two sums share what costs much, so that both sums are formed at once
 //     kRowBytes, kAllBytes: the bytes of a column that are read, and that are read or written
-//   a constructor of (const Args&, row)
+//   a constructor of (const CpuArgs&, row)
 //   next_rows(count, group) and next_group(): those of GroupedRows, for all of its tensors
 //   next(r, position): row r of the current group as a Row; `position` is its place in the tile, which is where what
 //     the first pass computes for the second one is kept
-//   static bool begins_with_lines(const Args&): whether rows may be written around the caches
-//   static constexpr bool kPlain, if dy is grad_output: then there may be a grad_residual, and CpuArgs::sums, of which
-//     next_sums(r) tells where those of row r are
-//   static constexpr Pairing kPairing, if some columns of dy are formed in pairs, those that paired_columns(args) tells
+//   static bool begins_with_lines(const CpuArgs&): whether rows may be written around the caches
+//   static constexpr bool kPlain, if dy is grad_output: then there may be a grad_residual, and sums that are given or
+//     wanted, of which next_sums(r) tells where those of row r are
+//   static constexpr Pairing kPairing, if some columns of dy are formed in pairs
 // A Row has
 //   x(column, extent): a block of x, for the first pass
 //   summed(column, extent): the Terms of a block, for the first pass
@@ -46,15 +45,10 @@ constexpr bool is_plain() {
   return false;
 }
 
-// Whether sums over rows are all that is wanted, and whether they are given.
+// Whether sums over rows are all that is wanted.
 template <class Source>
-bool wants_sums(const typename Source::Args& args) {
-  return is_plain<Source>() && args.sums != nullptr && !args.sums->are_given;
-}
-
-template <class Source>
-bool has_sums(const typename Source::Args& args) {
-  return is_plain<Source>() && args.sums != nullptr && args.sums->are_given;
+bool wants_sums(const CpuArgs& args) {
+  return is_plain<Source>() && args.sums == Sums::wanted;
 }
 
 constexpr BackwardConfig kConfig = backward_config(NORMOPS_VECTOR_BYTES);
@@ -238,10 +232,9 @@ NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kBackwardTile], int count
 
 // The first pass: forms the sums over each row of a tile; that of dy * w * x only if rows are written.
 template <class Source, class Casts>
-[[gnu::noinline]] void sum_tile(const typename Source::Args& args, BackwardTile<Source>& tile, bool prefetches,
-                                Casts casts) {
+[[gnu::noinline]] void sum_tile(const CpuArgs& args, BackwardTile<Source>& tile, bool prefetches, Casts casts) {
   using R = typename Source::Element;
-  const PairedColumns paired = paired_columns(args);
+  const PairedColumns paired = paired_columns(args.rotation);
   const Casting casting = casting_of(casts, args.casting);
   double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
   Folded<R> square_folds[kBackwardTile] = {}, dot_folds[kBackwardTile] = {};
@@ -269,14 +262,14 @@ template <class Source, class Casts>
 
 // The same of rows whose sums are given.
 template <class Source>
-void read_sums(const typename Source::Args& args, BackwardTile<Source>& tile) {
+void read_sums(const CpuArgs& args, BackwardTile<Source>& tile) {
   using R = typename Source::Element;
   double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
   for (int r = 0; r < tile.count; r++) {
     squares[r] = admitted_number<R>(*tile.sums[r].square_sum);
     dots[r] = admitted_number<R>(*tile.sums[r].dot);
   }
-  tile.set_sums(squares, dots, args.sums->size, args.eps);
+  tile.set_sums(squares, dots, args.size, args.eps);
 }
 
 // A part of the problem: `rows` rows, from `row` on, of each of `groups` groups, from `group` on.
@@ -288,7 +281,6 @@ struct Region {
 template <class Source>
 class BackwardRows {
  public:
-  using Args = typename Source::Args;
   using R = typename Source::Element;
   using Compute = compute_t<R>;
   using Tile = BackwardTile<Source>;
@@ -301,7 +293,7 @@ class BackwardRows {
   static constexpr bool kInPairs = kCommon<R> && kCommon<typename Source::Gradient>;
   static constexpr bool kMayPrefetch = Source::kGradRows && kConfig.may_prefetch;
 
-  [[gnu::noinline]] BackwardRows(const Args& args, const Region& region)
+  [[gnu::noinline]] BackwardRows(const CpuArgs& args, const Region& region)
       : args_(args),
         region_(region),
         prefetches_(kMayPrefetch && !wants_sums<Source>(args) &&
@@ -310,7 +302,7 @@ class BackwardRows {
                      Source::kCostly)),
         streams_(prefetches_ && args.stream && kLanes<R> * sizeof(R) == 64 && Source::begins_with_lines(args) &&
                  held_order<Source>(args).has_lines(sizeof(R))),
-        paired_(paired_columns(args)),
+        paired_(paired_columns(args.rotation)),
         held_cols_(held_cols<Source>(args)),
         row_(region.row),
         group_(region.group + region.groups),
@@ -321,7 +313,7 @@ class BackwardRows {
   }
 
   // Fills the tile with the next rows, with none if there are no more.
-  void next_tile(Tile& tile) {
+  [[gnu::noinline]] void next_tile(Tile& tile) {
     const int64_t group_end = region_.group + region_.groups;
     if (group_ == group_end) next_rows();
     tile.count = 0;
@@ -337,7 +329,7 @@ class BackwardRows {
       for (int r = 0; r < count_; r++) {
         tile.rows[tile.count] = source_.next(r, tile.count);
         if constexpr (is_plain<Source>()) {
-          if (args_.sums != nullptr) tile.sums[tile.count] = source_.next_sums(r);
+          if (args_.sums != Sums::formed) tile.sums[tile.count] = source_.next_sums(r);
         }
         tile.count++;
       }
@@ -346,7 +338,7 @@ class BackwardRows {
 
   void sum(Tile& tile) const {
     if constexpr (is_plain<Source>()) {
-      if (has_sums<Source>(args_)) return read_sums(args_, tile);
+      if (args_.sums == Sums::given) return read_sums(args_, tile);
     }
     choose<kForEitherCast>(args_.casting.any(), [&](auto casts) {
       sum_tile<Source>(args_, tile, kMayPrefetch && prefetches_ && !streams_, casts);
@@ -372,7 +364,7 @@ class BackwardRows {
       if constexpr (Source::kGradRows) {
         choose<kForEither>(partial != nullptr, [&](auto wants_grad_weight) NORMOPS_INLINE_LAMBDA {
           if constexpr (is_plain<Source>()) {
-            choose<kForEither>(args_.grad_residual != nullptr, [&](auto has_residual) NORMOPS_INLINE_LAMBDA {
+            choose<kForEither>(args_.has(kGradResidual), [&](auto has_residual) NORMOPS_INLINE_LAMBDA {
               write_group(tile, ahead, r, begin, end, scale, partial, wants_grad_weight, has_residual, casts);
             });
           } else {
@@ -489,7 +481,7 @@ class BackwardRows {
         });
   }
 
-  const Args& args_;
+  const CpuArgs& args_;
   const Region region_;
   const bool prefetches_, streams_;
   const PairedColumns paired_;
@@ -511,14 +503,14 @@ void clear(compute_t<T>* partial, int64_t begin, int64_t end) {
 
 // The first pass alone.
 template <class Source>
-void sum_region(const typename Source::Args& args, const Region& region) {
+void sum_region(const CpuArgs& args, const Region& region) {
   BackwardRows<Source> rows(args, region);
   BackwardTile<Source> tile;
   for (rows.next_tile(tile); tile.count > 0; rows.next_tile(tile)) rows.sum(tile);
 }
 
 template <class Source>
-void backward_region(const typename Source::Args& args, const Region& region) {
+void backward_region(const CpuArgs& args, const Region& region) {
   using R = typename Source::Element;
   BackwardRows<Source> rows(args, region);
   // While one tile is written, the one that comes next is prefetched.
@@ -536,7 +528,7 @@ void backward_region(const typename Source::Args& args, const Region& region) {
 }
 
 template <class Source>
-void backward_parts(const typename Source::Args& args, int64_t begin, int64_t end) {
+void backward_parts(const CpuArgs& args, int64_t begin, int64_t end) {
   const int64_t rows = args.rows / args.weight.groups;
   while (begin < end) {
     const int64_t chunk = begin / args.weight.groups, group = begin % args.weight.groups;
@@ -554,8 +546,7 @@ void backward_parts(const typename Source::Args& args, int64_t begin, int64_t en
 }
 
 template <class Source>
-void backward_sums(const typename Source::Args& args, int64_t row, int64_t begin, int64_t end, double* squares,
-                   double* dots) {
+void backward_sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
   using R = typename Source::Element;
   const int64_t group = row % args.weight.groups;
   Source source(args, row / args.weight.groups);
@@ -571,12 +562,11 @@ void backward_sums(const typename Source::Args& args, int64_t row, int64_t begin
 }
 
 template <class Source>
-void backward_columns(const typename Source::Args& args, int64_t row, double square_sum, double dot, int64_t begin,
-                      int64_t end) {
+void backward_columns(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
   BackwardRows<Source> rows(args, {row / args.weight.groups, 1, row % args.weight.groups, 1});
   BackwardTile<Source> tile;
   rows.next_tile(tile);
-  tile.set_sums({square_sum}, {dot}, args.cols, args.eps);
+  tile.set_sums({square_sum}, {dot}, args.size, args.eps);
   // In spans, so that what was cleared is still in the cache when it is added to.
   for (; begin < end; begin += kSpan) {
     const int64_t last = span_end(begin, end);

@@ -34,18 +34,23 @@ struct GivenNumbers : Epilogue<R> {
   }
 };
 
+// Of the row of T after the current one.
+template <class T>
+NORMOPS_INLINE void prefetch_next(const EvenRows& rows, int64_t column) {
+  prefetch(rows.row + rows.stride + column * static_cast<int64_t>(sizeof(T)));
+}
+
 // When the row after the current one is prefetched, beside what the processor fetches by itself.
 enum class Ahead { when_streaming, when_summed, when_written };
 
 // A Source is where the rows come from that are summed and normalized. It has
 //   using Element: the type in whose order blocks are held
-//   using Args: CpuArgs of RmsNormArgs, or of what is derived from it
 //   static constexpr
 //     kCostly: whether most time goes to forming blocks, and neither to memory nor to choosing between cases at run
 //       time; then there is less code, of which each piece serves more cases
 //     kAhead
 //     kFetchesOutput: whether the row of the output is prefetched while a row is summed that goes by itself
-//   a constructor of (const Args&, row)
+//   a constructor of (const CpuArgs&, row)
 //   each(visit): calls visit(iterator) for each of its tensors
 //   next_even(count): the next rows, as Rows
 //   static constexpr bool kGivesSums, if it does: whether Rows have the sum of the squares of each, so that none is
@@ -59,11 +64,10 @@ enum class Ahead { when_streaming, when_summed, when_written };
 //   squares(): a term for fold_span, which adds the squares of a block to an accumulator
 //   epilogue(): called when the squares have been summed
 // This one's rows are those of the input.
-template <class T, class OperatorArgs = RmsNormArgs>
+template <class T>
 class InputRows {
  public:
   using Element = T;
-  using Args = CpuArgs<OperatorArgs>;
   static constexpr bool kCostly = false;
   static constexpr Ahead kAhead = Ahead::when_streaming;
   static constexpr bool kFetchesOutput = false;
@@ -75,17 +79,17 @@ class InputRows {
   };
 
   struct Rows {
-    EvenRows<const T> x;
+    EvenRows x;
 
     template <class Visit>
     void each(Visit visit) {
       visit(x);
     }
-    Row row(int) const { return {x.row}; }
-    NORMOPS_INLINE void prefetch(int64_t column) const { NORMOPS_ISA::prefetch(x.row + x.stride + column); }
+    Row row(int) const { return {x.at<const T>()}; }
+    NORMOPS_INLINE void prefetch(int64_t column) const { prefetch_next<T>(x, column); }
   };
 
-  InputRows(const Args& args, int64_t row) : x_(static_cast<const T*>(args.input), args.input_rows, row) {}
+  InputRows(const CpuArgs& args, int64_t row) : x_(args[kInput], row) {}
 
   template <class Visit>
   void each(Visit visit) {
@@ -94,7 +98,7 @@ class InputRows {
   Rows next_even(int64_t count) { return {x_.next_even(count)}; }
 
  private:
-  RowIterator<const T> x_;
+  RowIterator x_;
 };
 
 template <class Source>
@@ -106,8 +110,7 @@ constexpr bool gives_sums() {
 // Where rows are written, their scales, and where results are rounded on the way.
 template <class T, class R>
 struct OutputRows {
-  EvenRows<T> y;
-  EvenRows<const compute_t<R>> scale;
+  EvenRows y, scale;
   Casting casting;
 
   template <class Visit>
@@ -119,10 +122,12 @@ struct OutputRows {
 
 // The scales as rows of a tensor: those of the groups, one after another, over and over again.
 template <class Source>
-RowLayout scale_rows(const typename Source::Args& args) {
+RowsArg scale_rows(const CpuArgs& args) {
+  constexpr DType dtype = compute_dtype(kDType<typename Source::Element>);
   const int64_t groups = args.weight.groups;
-  if (groups == 1) return {1, {INT64_MAX}, {0}};
-  return {2, {INT64_MAX / groups, groups}, {0, held_cols<Source>(args)}};
+  const RowLayout one = {1, {INT64_MAX}, {0}},
+                  each = {2, {INT64_MAX / groups, groups}, {0, held_cols<Source>(args) * size_of(dtype)}};
+  return {const_cast<void*>(args.scale), dtype, groups == 1 ? one : each};
 }
 
 // Whether rows of T are rounded on the way to being written.
@@ -214,7 +219,12 @@ NORMOPS_INLINE auto written_row(const typename Source::Rows& rows, int r, const 
                                 compute_t<R> rstd, Way streams) {
   const auto epilogue = rows.row(r).epilogue();
   return WrittenRow<T, R, std::remove_const_t<decltype(epilogue)>, Way, kCasts>{
-      epilogue, outputs.scale.row, outputs.y.row, broadcast<R>(rstd), outputs.casting, streams};
+      epilogue,
+      outputs.scale.template at<const compute_t<R>>(),
+      outputs.y.template at<T>(),
+      broadcast<R>(rstd),
+      outputs.casting,
+      streams};
 }
 
 // Writes the first of `rows`.
@@ -274,12 +284,12 @@ template <int kRows, bool kCasts, Rest kRest, class Source, class T, class R, cl
 [[gnu::noinline]] void process_tiles(typename Source::Rows rows, OutputRows<T, R> outputs, Stretches& stretches,
                                      int64_t tiles, int64_t cols, double eps, Way streams) {
   const auto fold = [cols, streams](const typename Source::Rows& rows, int r, int64_t begin,
-                                    const T* y) NORMOPS_INLINE_LAMBDA {
+                                    const char* y) NORMOPS_INLINE_LAMBDA {
     const auto squares = rows.row(r).squares();
     return fold_span<R, kRest>(begin, span_end(begin, cols),
                                [=, &rows](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
                                  if (Source::kAhead == Ahead::when_summed) rows.prefetch(column);
-                                 if (Source::kFetchesOutput && kRows == 1 && !streams) prefetch(y + column);
+                                 if (Source::kFetchesOutput && kRows == 1 && !streams) prefetch(y + column * sizeof(T));
                                  return squares(column, extent, sum);
                                });
   };
@@ -321,17 +331,15 @@ template <int kRows, bool kCasts, Rest kRest, class Source, class T, class R, cl
 }
 
 template <class T, class Source>
-void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
+void forward_rows(const CpuArgs& args, int64_t begin, int64_t end) {
   using R = typename Source::Element;
   const int64_t cols = args.cols, bytes = cols * static_cast<int64_t>(sizeof(R));
-  const bool streams = args.stream && begins_with_lines(static_cast<const T*>(args.output), args.output_rows) &&
-                       held_order<Source>(args).has_lines(sizeof(T));
+  const bool streams = args.stream && begins_with_lines(args[kOutput]) && held_order<Source>(args).has_lines(sizeof(T));
   const bool is_tiled = !gives_sums<Source>() && bytes <= tiled_bytes(NORMOPS_VECTOR_BYTES, sizeof(R),
                                                                       Source::kCostly ? 0 : (end - begin) * bytes);
-  const RowLayout scale_layout = scale_rows<Source>(args);
+  const RowsArg scale = scale_rows<Source>(args);
   Source source(args, begin);
-  RowIterator<T> outputs(static_cast<T*>(args.output), args.output_rows, begin);
-  RowIterator<const compute_t<R>> scales(scale_of<Source>(args, 0), scale_layout, begin);
+  RowIterator outputs(args[kOutput], begin), scales(scale, begin);
   while (begin < end) {
     Stretches stretches = common_stretches(end - begin, [&](auto visit) NORMOPS_INLINE_LAMBDA {
       source.each(visit);
@@ -366,7 +374,7 @@ void forward_rows(const typename Source::Args& args, int64_t begin, int64_t end)
 template <class Source>
 struct SummedTo {
   typename Source::Rows read;
-  EvenRows<compute_t<typename Source::Element>> sum;
+  EvenRows sum;
 
   template <class Visit>
   void each(Visit visit) {
@@ -377,10 +385,10 @@ struct SummedTo {
 
 // Writes the sums of the squares of rows, as they are formed where these are normalized.
 template <class Source>
-void sum_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
+void sum_rows(const CpuArgs& args, int64_t begin, int64_t end) {
   using R = typename Source::Element;
   Source source(args, begin);
-  RowIterator<compute_t<R>> sums(static_cast<compute_t<R>*>(args.square_sum), args.square_sum_rows, begin);
+  RowIterator sums(args[kSquareSum], begin);
   while (begin < end) {
     Stretches stretches =
         common_stretches(end - begin, [&](auto visit) NORMOPS_INLINE_LAMBDA { source.each(visit), visit(sums); });
@@ -393,7 +401,7 @@ void sum_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
             square_sum +=
                 sum_of<R>(fold_span<R, Rest::looped>(first, span_end(first, args.cols), rows.read.row(0).squares()));
           }
-          *rows.sum.row = static_cast<compute_t<R>>(square_sum);
+          *rows.sum.template at<compute_t<R>>() = static_cast<compute_t<R>>(square_sum);
         },
         rows);
     begin += stretches.count;
@@ -401,20 +409,21 @@ void sum_rows(const typename Source::Args& args, int64_t begin, int64_t end) {
 }
 
 template <class Source>
-void forward_sums(const typename Source::Args& args, int64_t row, int64_t begin, int64_t end, double* squares) {
+void forward_sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
   const auto rows = Source(args, row).next_even(1);
   sum_spans<typename Source::Element>(args.cols, begin, end, squares, rows.row(0).squares());
 }
 
 template <class T, class Source>
-void forward_columns(const typename Source::Args& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
+void forward_columns(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
   using R = typename Source::Element;
   const auto rows = Source(args, row).next_even(1);
   OutputRows<T, R> outputs;
   outputs.casting = args.casting;
-  outputs.y.row = RowIterator<T>(static_cast<T*>(args.output), args.output_rows, row).next();
-  outputs.scale.row = scale_of<Source>(args, row % args.weight.groups);
-  const compute_t<R> rstd = rstd_of<R>(square_sum, args.cols, args.eps);
+  const RowsArg scale = scale_rows<Source>(args);
+  outputs.y = RowIterator(args[kOutput], row).next_even(1);
+  outputs.scale = RowIterator(scale, row).next_even(1);
+  const compute_t<R> rstd = rstd_of<R>(square_sum, args.size, args.eps);
   // Whether results are rounded on the way is found out for each block: rows that threads share are few.
   written_row<sizeof(T) == 2, R, Source>(rows, 0, outputs, rstd, Cached{})
       .template write<Rest::looped>(begin, end, [](int64_t) NORMOPS_INLINE_LAMBDA {});

@@ -16,7 +16,6 @@ class GatedGradientRows {
  public:
   using Element = T;
   using Gradient = T;
-  using Args = CpuArgs<GatedRmsNormBackwardArgs>;
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
   static constexpr bool kCostly = true, kGradRows = true, kFormsGradient = kNormFirst, kSharedTerms = !kNormFirst;
   static constexpr int64_t kRowBytes = 3 * sizeof(T) + sizeof(compute_t<T>), kAllBytes = 5 * sizeof(T);
@@ -89,13 +88,13 @@ class GatedGradientRows {
     }
   };
 
-  GatedGradientRows(const Args& args, int64_t row)
+  GatedGradientRows(const CpuArgs& args, int64_t row)
       : args_(args),
-        grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.weight.groups, row),
-        inputs_(static_cast<const T*>(args.input), args.input_rows, args.weight.groups, row),
-        gates_(static_cast<const char*>(args.gate), args.gate_rows, args.weight.groups, row),
-        grad_inputs_(static_cast<T*>(args.grad_input), args.grad_input_rows, args.weight.groups, row),
-        grad_gates_(static_cast<char*>(args.grad_gate), args.grad_gate_rows, args.weight.groups, row) {}
+        grad_outputs_(args[kGradOutput], args.weight.groups, row),
+        inputs_(args[kInput], args.weight.groups, row),
+        gates_(args[kGate], args.weight.groups, row),
+        grad_inputs_(args[kGradInput], args.weight.groups, row),
+        grad_gates_(args[kGradGate], args.weight.groups, row) {}
 
   void next_rows(int count, int64_t group) {
     each([&](auto& rows) { rows.next_rows(count, group); });
@@ -105,21 +104,20 @@ class GatedGradientRows {
   }
   Row next(int r, int position) {
     Row row;
-    row.grad_output = grad_outputs_.next(r);
-    row.input = inputs_.next(r);
-    row.gate = {gates_.next(r), args_.gate_dtype};
-    row.grad_input = args_.grad_input == nullptr ? nullptr : grad_inputs_.next(r);
-    row.grad_gate = {args_.grad_gate == nullptr ? nullptr : grad_gates_.next(r), args_.gate_dtype};
+    row.grad_output = grad_outputs_.next<const T>(r);
+    row.input = inputs_.next<const T>(r);
+    row.gate = {gates_.next<const char>(r), args_[kGate].dtype};
+    row.grad_input = args_.has(kGradInput) ? grad_inputs_.next<T>(r) : nullptr;
+    row.grad_gate = {args_.has(kGradGate) ? grad_gates_.next<char>(r) : nullptr, args_[kGate].dtype};
     row.activation = args_.gating.activation;
     row.casting = args_.casting;
     row.held = static_cast<compute_t<T>*>(args_.held) + position * padded_cols(kDType<T>, args_.cols);
     return row;
   }
 
-  static bool begins_with_lines(const Args& args) {
-    return args.gate_dtype == args.dtype &&
-           NORMOPS_ISA::begins_with_lines(static_cast<const T*>(args.grad_input), args.grad_input_rows) &&
-           NORMOPS_ISA::begins_with_lines(static_cast<const char*>(args.grad_gate), args.grad_gate_rows);
+  static bool begins_with_lines(const CpuArgs& args) {
+    return args[kGate].dtype == args.dtype() && NORMOPS_ISA::begins_with_lines(args[kGradInput]) &&
+           NORMOPS_ISA::begins_with_lines(args[kGradGate]);
   }
 
  private:
@@ -129,47 +127,38 @@ class GatedGradientRows {
     visit(grad_outputs_);
     visit(inputs_);
     visit(gates_);
-    if (args_.grad_input != nullptr) visit(grad_inputs_);
-    if (args_.grad_gate != nullptr) visit(grad_gates_);
+    if (args_.has(kGradInput)) visit(grad_inputs_);
+    if (args_.has(kGradGate)) visit(grad_gates_);
   }
 
-  const Args& args_;
-  GroupedRows<const T> grad_outputs_, inputs_;
-  GroupedRows<const char> gates_;
-  GroupedRows<T> grad_inputs_;
-  GroupedRows<char> grad_gates_;
+  const CpuArgs& args_;
+  GroupedRows grad_outputs_, inputs_, gates_, grad_inputs_, grad_gates_;
 };
 
-// Calls visit.template operator()<Source>(args) with the source that the arguments ask for.
+// Calls visit.template operator()<Source>() with the source that the arguments ask for.
 template <class Visit>
-void dispatch_gated(CpuArgs<GatedRmsNormBackwardArgs> args, Visit visit) {
-  args.gate_rows = in_bytes(args.gate_rows, args.gate_dtype);
-  args.grad_gate_rows = in_bytes(args.grad_gate_rows, args.gate_dtype);
-  dispatch(args.dtype, [&]<class T>() {
-    args.gating.norm_before_gate ? visit.template operator()<GatedGradientRows<T, true>>(args)
-                                 : visit.template operator()<GatedGradientRows<T, false>>(args);
+void dispatch_gated(const CpuArgs& args, Visit visit) {
+  dispatch(args.dtype(), [&]<class T>() {
+    args.gating.norm_before_gate ? visit.template operator()<GatedGradientRows<T, true>>()
+                                 : visit.template operator()<GatedGradientRows<T, false>>();
   });
 }
 
-void rows(const CpuArgs<GatedRmsNormBackwardArgs>& args, int64_t begin, int64_t end) {
-  dispatch_gated(args, [&]<class Source>(const auto& args) { backward_parts<Source>(args, begin, end); });
+void rows(const CpuArgs& args, int64_t begin, int64_t end) {
+  dispatch_gated(args, [&]<class Source>() { backward_parts<Source>(args, begin, end); });
 }
 
-void sums(const CpuArgs<GatedRmsNormBackwardArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares,
-          double* dots) {
-  dispatch_gated(args,
-                 [&]<class Source>(const auto& args) { backward_sums<Source>(args, row, begin, end, squares, dots); });
+void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
+  dispatch_gated(args, [&]<class Source>() { backward_sums<Source>(args, row, begin, end, squares, dots); });
 }
 
-void columns(const CpuArgs<GatedRmsNormBackwardArgs>& args, int64_t row, double square_sum, double dot, int64_t begin,
-             int64_t end) {
-  dispatch_gated(
-      args, [&]<class Source>(const auto& args) { backward_columns<Source>(args, row, square_sum, dot, begin, end); });
+void columns(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
+  dispatch_gated(args, [&]<class Source>() { backward_columns<Source>(args, row, square_sum, dot, begin, end); });
 }
 
 }  // namespace
 
-extern const GatedRmsNormBackwardKernels kGatedRmsNormBackwardKernels;
-const GatedRmsNormBackwardKernels kGatedRmsNormBackwardKernels = {rows, sums, columns};
+extern const BackwardKernels kGatedRmsNormBackwardKernels;
+const BackwardKernels kGatedRmsNormBackwardKernels = {rows, sums, columns};
 
 }  // namespace normops::cpu::NORMOPS_ISA

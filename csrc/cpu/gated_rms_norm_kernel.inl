@@ -23,8 +23,7 @@ struct GatedRow {
 // which takes so long that the processor does not look far enough ahead by itself.
 template <class T>
 struct GatedRows {
-  EvenRows<const T> x;
-  EvenRows<const char> gate;
+  EvenRows x, gate;
   DType gate_dtype;
   Activation activation;
 
@@ -32,9 +31,9 @@ struct GatedRows {
   void each(Visit visit) {
     visit(x), visit(gate);
   }
-  GatedRow<T> row() const { return {x.row, {gate.row, gate_dtype}, activation}; }
+  GatedRow<T> row() const { return {x.at<const T>(), {gate.row, gate_dtype}, activation}; }
   NORMOPS_INLINE void prefetch(int64_t column) const {
-    NORMOPS_ISA::prefetch(x.row + x.stride + column);
+    prefetch_next<T>(x, column);
     GateRow<T, const char>{gate.row + gate.stride, gate_dtype}.prefetch(column);
   }
 };
@@ -43,13 +42,9 @@ template <class T>
 class GatedSource {
  public:
   using Element = T;
-  using Args = CpuArgs<GatedRmsNormArgs>;
   static constexpr bool kCostly = true;
 
-  GatedSource(const Args& args, int64_t row)
-      : args_(args),
-        inputs_(static_cast<const T*>(args.input), args.input_rows, row),
-        gates_(static_cast<const char*>(args.gate), args.gate_rows, row) {}
+  GatedSource(const CpuArgs& args, int64_t row) : args_(args), inputs_(args[kInput], row), gates_(args[kGate], row) {}
 
   template <class Visit>
   void each(Visit visit) {
@@ -58,13 +53,12 @@ class GatedSource {
 
  protected:
   GatedRows<T> next_gated(int64_t count) {
-    return {inputs_.next_even(count), gates_.next_even(count), args_.gate_dtype, args_.gating.activation};
+    return {inputs_.next_even(count), gates_.next_even(count), args_[kGate].dtype, args_.gating.activation};
   }
-  const Args& args_;
+  const CpuArgs& args_;
 
  private:
-  RowIterator<const T> inputs_;
-  RowIterator<const char> gates_;
+  RowIterator inputs_, gates_;
 };
 
 // y = x * rstd * w * a
@@ -134,7 +128,7 @@ class GateFirstRows : public GatedSource<T> {
   };
 
   struct Rows : GatedRows<T> {
-    EvenRows<compute_t<T>> held;
+    EvenRows held;
     int64_t held_stride;  // between the rows of a tile
 
     template <class Visit>
@@ -142,15 +136,15 @@ class GateFirstRows : public GatedSource<T> {
       GatedRows<T>::each(visit);
       visit(held);
     }
-    Row row(int r) const { return {GatedRows<T>::row(), held.row + r * held_stride}; }
+    Row row(int r) const { return {GatedRows<T>::row(), held.template at<compute_t<T>>() + r * held_stride}; }
   };
 
-  GateFirstRows(const typename GatedSource<T>::Args& args, int64_t row)
+  GateFirstRows(const CpuArgs& args, int64_t row)
       : GatedSource<T>(args, row),
         holds_in_output_(holds_in_output(args)),
-        held_{static_cast<compute_t<T>*>(args.held)},
+        held_{static_cast<char*>(args.held)},
         held_stride_(padded_cols(kDType<T>, args.cols)),
-        outputs_(static_cast<compute_t<T>*>(args.output), args.output_rows, row) {}
+        outputs_(args[kOutput], row) {}
 
   template <class Visit>
   void each(Visit visit) {
@@ -164,39 +158,35 @@ class GateFirstRows : public GatedSource<T> {
 
  private:
   const bool holds_in_output_;
-  const EvenRows<compute_t<T>> held_;
+  const EvenRows held_;
   const int64_t held_stride_;
-  RowIterator<compute_t<T>> outputs_;
+  RowIterator outputs_;
 };
 
-// Calls visit.template operator()<T, Source>(args) with the type and the order of the arguments.
+// Calls visit.template operator()<T, Source>() with the type and the order of the arguments.
 template <class Visit>
-void dispatch_gated(CpuArgs<GatedRmsNormArgs> args, Visit visit) {
-  args.gate_rows = in_bytes(args.gate_rows, args.gate_dtype);
-  dispatch(args.dtype, [&]<class T>() {
-    args.gating.norm_before_gate ? visit.template operator()<T, NormFirstRows<T>>(args)
-                                 : visit.template operator()<T, GateFirstRows<T>>(args);
+void dispatch_gated(const CpuArgs& args, Visit visit) {
+  dispatch(args.dtype(), [&]<class T>() {
+    args.gating.norm_before_gate ? visit.template operator()<T, NormFirstRows<T>>()
+                                 : visit.template operator()<T, GateFirstRows<T>>();
   });
 }
 
-void rows(const CpuArgs<GatedRmsNormArgs>& args, int64_t begin, int64_t end) {
-  dispatch_gated(args, [&]<class T, class Source>(const auto& args) { forward_rows<T, Source>(args, begin, end); });
+void rows(const CpuArgs& args, int64_t begin, int64_t end) {
+  dispatch_gated(args, [&]<class T, class Source>() { forward_rows<T, Source>(args, begin, end); });
 }
 
-void sums(const CpuArgs<GatedRmsNormArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares) {
-  dispatch_gated(args,
-                 [&]<class, class Source>(const auto& args) { forward_sums<Source>(args, row, begin, end, squares); });
+void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
+  dispatch_gated(args, [&]<class, class Source>() { forward_sums<Source>(args, row, begin, end, squares); });
 }
 
-void columns(const CpuArgs<GatedRmsNormArgs>& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
-  dispatch_gated(args, [&]<class T, class Source>(const auto& args) {
-    forward_columns<T, Source>(args, row, square_sum, begin, end);
-  });
+void columns(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
+  dispatch_gated(args, [&]<class T, class Source>() { forward_columns<T, Source>(args, row, square_sum, begin, end); });
 }
 
 }  // namespace
 
-extern const GatedRmsNormKernels kGatedRmsNormKernels;
-const GatedRmsNormKernels kGatedRmsNormKernels = {rows, sums, columns};
+extern const ForwardKernels kGatedRmsNormKernels;
+const ForwardKernels kGatedRmsNormKernels = {rows, sums, columns};
 
 }  // namespace normops::cpu::NORMOPS_ISA

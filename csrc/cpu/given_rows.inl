@@ -5,13 +5,12 @@ namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
 // T is the type of grad_output, R that of all other rows.
-template <class T, class R, bool kGradInput>
+template <class T, class R, bool kWritten>
 class GivenRows {
  public:
   using Element = R;
   using Gradient = T;
-  using Args = CpuArgs<RmsNormBackwardArgs>;
-  static constexpr bool kCostly = false, kGradRows = kGradInput, kFormsGradient = false, kSharedTerms = false;
+  static constexpr bool kCostly = false, kGradRows = kWritten, kFormsGradient = false, kSharedTerms = false;
   static constexpr bool kPlain = true;
   static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
   static constexpr int64_t kAllBytes = kRowBytes + sizeof(R);
@@ -50,21 +49,19 @@ class GivenRows {
     NORMOPS_INLINE void prefetch_written(int64_t column) const { prefetch(dx + column); }
     template <class Extent, class Way>
     NORMOPS_INLINE void store(int64_t column, const Outputs& gradient, Extent extent, Way way) const {
-      if constexpr (kGradInput) NORMOPS_ISA::store(dx + column, gradient, extent, way);
+      if constexpr (kWritten) NORMOPS_ISA::store(dx + column, gradient, extent, way);
     }
   };
 
-  GivenRows(const Args& args, int64_t row)
-      : has_residual_(args.grad_residual != nullptr),
-        has_sums_(args.sums != nullptr),
-        grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.weight.groups, row),
-        inputs_(static_cast<const R*>(args.input), args.input_rows, args.weight.groups, row),
-        grad_residuals_(static_cast<const R*>(args.grad_residual), args.grad_residual_rows, args.weight.groups, row),
-        grad_inputs_(static_cast<R*>(args.grad_input), args.grad_input_rows, args.weight.groups, row),
-        square_sums_(has_sums_ ? static_cast<compute_t<R>*>(args.sums->square_sum) : nullptr,
-                     has_sums_ ? args.sums->square_sum_rows : args.input_rows, args.weight.groups, row),
-        dots_(has_sums_ ? static_cast<compute_t<R>*>(args.sums->dot) : nullptr,
-              has_sums_ ? args.sums->dot_rows : args.input_rows, args.weight.groups, row) {}
+  GivenRows(const CpuArgs& args, int64_t row)
+      : has_residual_(args.has(kGradResidual)),
+        has_sums_(args.sums != Sums::formed),
+        grad_outputs_(args[kGradOutput], args.weight.groups, row),
+        inputs_(args[kInput], args.weight.groups, row),
+        grad_residuals_(args[kGradResidual], args.weight.groups, row),
+        grad_inputs_(args[kGradInput], args.weight.groups, row),
+        square_sums_(args[kSquareSum], args.weight.groups, row),
+        dots_(args[kDot], args.weight.groups, row) {}
 
   void next_rows(int count, int64_t group) {
     each([&](auto& rows) { rows.next_rows(count, group); });
@@ -73,14 +70,12 @@ class GivenRows {
     each([](auto& rows) { rows.next_group(); });
   }
   Row next(int r, int) {
-    return {grad_outputs_.next(r), inputs_.next(r), has_residual_ ? grad_residuals_.next(r) : nullptr,
-            kGradInput ? grad_inputs_.next(r) : nullptr};
+    return {grad_outputs_.next<const T>(r), inputs_.next<const R>(r),
+            has_residual_ ? grad_residuals_.next<const R>(r) : nullptr, kWritten ? grad_inputs_.next<R>(r) : nullptr};
   }
-  SumsOfRow<compute_t<R>> next_sums(int r) { return {square_sums_.next(r), dots_.next(r)}; }
+  SumsOfRow<compute_t<R>> next_sums(int r) { return {square_sums_.next<compute_t<R>>(r), dots_.next<compute_t<R>>(r)}; }
 
-  static bool begins_with_lines(const Args& args) {
-    return NORMOPS_ISA::begins_with_lines(static_cast<const R*>(args.grad_input), args.grad_input_rows);
-  }
+  static bool begins_with_lines(const CpuArgs& args) { return NORMOPS_ISA::begins_with_lines(args[kGradInput]); }
 
  private:
   // Calls visit(rows) for each tensor that there is.
@@ -89,23 +84,20 @@ class GivenRows {
     visit(grad_outputs_);
     visit(inputs_);
     if (has_residual_) visit(grad_residuals_);
-    if (kGradInput) visit(grad_inputs_);
+    if (kWritten) visit(grad_inputs_);
     if (has_sums_) visit(square_sums_), visit(dots_);
   }
 
   const bool has_residual_, has_sums_;
-  GroupedRows<const T> grad_outputs_;
-  GroupedRows<const R> inputs_, grad_residuals_;
-  GroupedRows<R> grad_inputs_;
-  GroupedRows<compute_t<R>> square_sums_, dots_;
+  GroupedRows grad_outputs_, inputs_, grad_residuals_, grad_inputs_, square_sums_, dots_;
 };
 
 // Calls visit.template operator()<Source>() with the source that the arguments ask for, if anything is to be written.
 template <class Visit>
-void dispatch_given(const CpuArgs<RmsNormBackwardArgs>& args, Visit visit) {
-  const bool sums_both = args.grad_input != nullptr || (args.sums != nullptr && !args.sums->are_given);
+void dispatch_given(const CpuArgs& args, Visit visit) {
+  const bool sums_both = args.has(kGradInput) || args.sums == Sums::wanted;
   if (!sums_both && args.grad_weight_partials == nullptr) return;
-  dispatch_pair(args.grad_output_dtype, args.dtype, [&]<class T, class R>() {
+  dispatch_pair(args[kGradOutput].dtype, args.dtype(), [&]<class T, class R>() {
     sums_both ? visit.template operator()<GivenRows<T, R, true>>()
               : visit.template operator()<GivenRows<T, R, false>>();
   });

@@ -1,4 +1,4 @@
-#include "rms_norm_kernel.h"
+#include "kernels.h"
 
 #define NORMOPS_KERNEL_SOURCE "rms_norm_backward_kernel.inl"
 #include "foreach_isa.h"

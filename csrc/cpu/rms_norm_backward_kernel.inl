@@ -4,17 +4,15 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-void rows(const CpuArgs<RmsNormBackwardArgs>& args, int64_t begin, int64_t end) {
+void rows(const CpuArgs& args, int64_t begin, int64_t end) {
   dispatch_given(args, [&]<class Source>() { backward_parts<Source>(args, begin, end); });
 }
 
-void sums(const CpuArgs<RmsNormBackwardArgs>& args, int64_t row, int64_t begin, int64_t end, double* squares,
-          double* dots) {
+void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
   dispatch_given(args, [&]<class Source>() { backward_sums<Source>(args, row, begin, end, squares, dots); });
 }
 
-void columns(const CpuArgs<RmsNormBackwardArgs>& args, int64_t row, double square_sum, double dot, int64_t begin,
-             int64_t end) {
+void columns(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
   dispatch_given(args, [&]<class Source>() { backward_columns<Source>(args, row, square_sum, dot, begin, end); });
 }
 

@@ -12,7 +12,6 @@ class RotatedGradientRows {
  public:
   using Element = T;
   using Gradient = T;
-  using Args = CpuArgs<RmsNormRopeBackwardArgs>;
   static constexpr Pairing kPairing = pairing;
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
   static constexpr bool kCostly = false, kGradRows = true, kFormsGradient = true, kSharedTerms = false;
@@ -64,13 +63,13 @@ class RotatedGradientRows {
     }
   };
 
-  RotatedGradientRows(const Args& args, int64_t row)
+  RotatedGradientRows(const CpuArgs& args, int64_t row)
       : args_(args),
-        grad_outputs_(static_cast<const T*>(args.grad_output), args.grad_output_rows, args.weight.groups, row),
-        inputs_(static_cast<const T*>(args.input), args.input_rows, args.weight.groups, row),
-        cos_(static_cast<const W*>(args.rotation.cos), args.rotation.rows, args.weight.groups, row),
-        sin_(static_cast<const W*>(args.rotation.sin), args.rotation.rows, args.weight.groups, row),
-        grad_inputs_(static_cast<T*>(args.grad_input), args.grad_input_rows, args.weight.groups, row) {}
+        grad_outputs_(args[kGradOutput], args.weight.groups, row),
+        inputs_(args[kInput], args.weight.groups, row),
+        cos_(args[kCos], args.weight.groups, row),
+        sin_(args[kSin], args.weight.groups, row),
+        grad_inputs_(args[kGradInput], args.weight.groups, row) {}
 
   void next_rows(int count, int64_t group) {
     each([&](auto& rows) { rows.next_rows(count, group); });
@@ -80,16 +79,14 @@ class RotatedGradientRows {
   }
   Row next(int r, int) {
     Row row;
-    row.grad_output = grad_outputs_.next(r);
-    row.input = inputs_.next(r);
-    row.grad_input = args_.grad_input == nullptr ? nullptr : grad_inputs_.next(r);
-    row.angles = angles_of<T>(args_.rotation, cos_.next(r), sin_.next(r));
+    row.grad_output = grad_outputs_.next<const T>(r);
+    row.input = inputs_.next<const T>(r);
+    row.grad_input = args_.has(kGradInput) ? grad_inputs_.next<T>(r) : nullptr;
+    row.angles = angles_of<T>(args_.rotation, cos_.next<const W>(r), sin_.next<const W>(r));
     return row;
   }
 
-  static bool begins_with_lines(const Args& args) {
-    return NORMOPS_ISA::begins_with_lines(static_cast<const T*>(args.grad_input), args.grad_input_rows);
-  }
+  static bool begins_with_lines(const CpuArgs& args) { return NORMOPS_ISA::begins_with_lines(args[kGradInput]); }
 
  private:
   // Calls visit(rows) for each tensor that there is.
@@ -99,17 +96,15 @@ class RotatedGradientRows {
     visit(inputs_);
     visit(cos_);
     visit(sin_);
-    if (args_.grad_input != nullptr) visit(grad_inputs_);
+    if (args_.has(kGradInput)) visit(grad_inputs_);
   }
 
-  const Args& args_;
-  GroupedRows<const T> grad_outputs_, inputs_;
-  GroupedRows<const W> cos_, sin_;
-  GroupedRows<T> grad_inputs_;
+  const CpuArgs& args_;
+  GroupedRows grad_outputs_, inputs_, cos_, sin_, grad_inputs_;
 };
 
-void rows(const CpuArgs<RmsNormRopeBackwardArgs>& args, int64_t begin, int64_t end) {
-  dispatch_pair(args.dtype, args.rotation.dtype, [&]<class T, class W>() {
+void rows(const CpuArgs& args, int64_t begin, int64_t end) {
+  dispatch_pair(args.dtype(), args[kCos].dtype, [&]<class T, class W>() {
     args.rotation.interleaved ? backward_parts<RotatedGradientRows<T, W, Pairing::neighbours>>(args, begin, end)
                               : backward_parts<RotatedGradientRows<T, W, Pairing::halves>>(args, begin, end);
   });
@@ -117,7 +112,7 @@ void rows(const CpuArgs<RmsNormRopeBackwardArgs>& args, int64_t begin, int64_t e
 
 }  // namespace
 
-extern const RmsNormRopeBackwardKernels kRmsNormRopeBackwardKernels;
-const RmsNormRopeBackwardKernels kRmsNormRopeBackwardKernels = {rows, nullptr, nullptr};
+extern const BackwardKernels kRmsNormRopeBackwardKernels;
+const BackwardKernels kRmsNormRopeBackwardKernels = {rows, nullptr, nullptr};
 
 }  // namespace normops::cpu::NORMOPS_ISA

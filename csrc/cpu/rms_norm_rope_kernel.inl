@@ -11,7 +11,6 @@ template <class T, class W, Pairing pairing>
 class RotatedRows {
  public:
   using Element = T;
-  using Args = CpuArgs<RmsNormRopeArgs>;
   static constexpr bool kCostly = false, kFetchesOutput = false;
   static constexpr Ahead kAhead = Ahead::when_streaming;
 
@@ -39,23 +38,19 @@ class RotatedRows {
   };
 
   struct Rows {
-    EvenRows<const T> x;
-    EvenRows<const W> cos, sin;
+    EvenRows x, cos, sin;
     const Rotation* rotation;
 
     template <class Visit>
     void each(Visit visit) {
       visit(x), visit(cos), visit(sin);
     }
-    Row row(int) const { return {x.row, cos.row, sin.row, rotation}; }
-    NORMOPS_INLINE void prefetch(int64_t column) const { NORMOPS_ISA::prefetch(x.row + x.stride + column); }
+    Row row(int) const { return {x.at<const T>(), cos.at<const W>(), sin.at<const W>(), rotation}; }
+    NORMOPS_INLINE void prefetch(int64_t column) const { prefetch_next<T>(x, column); }
   };
 
-  RotatedRows(const Args& args, int64_t row)
-      : rotation_(args.rotation),
-        x_(static_cast<const T*>(args.input), args.input_rows, row),
-        cos_(static_cast<const W*>(args.rotation.cos), args.rotation.rows, row),
-        sin_(static_cast<const W*>(args.rotation.sin), args.rotation.rows, row) {}
+  RotatedRows(const CpuArgs& args, int64_t row)
+      : rotation_(args.rotation), x_(args[kInput], row), cos_(args[kCos], row), sin_(args[kSin], row) {}
 
   template <class Visit>
   void each(Visit visit) {
@@ -67,12 +62,11 @@ class RotatedRows {
 
  private:
   const Rotation& rotation_;
-  RowIterator<const T> x_;
-  RowIterator<const W> cos_, sin_;
+  RowIterator x_, cos_, sin_;
 };
 
-void rows(const CpuArgs<RmsNormRopeArgs>& args, int64_t begin, int64_t end) {
-  dispatch_pair(args.dtype, args.rotation.dtype, [&]<class T, class W>() {
+void rows(const CpuArgs& args, int64_t begin, int64_t end) {
+  dispatch_pair(args.dtype(), args[kCos].dtype, [&]<class T, class W>() {
     args.rotation.interleaved ? forward_rows<T, RotatedRows<T, W, Pairing::neighbours>>(args, begin, end)
                               : forward_rows<T, RotatedRows<T, W, Pairing::halves>>(args, begin, end);
   });
@@ -80,7 +74,7 @@ void rows(const CpuArgs<RmsNormRopeArgs>& args, int64_t begin, int64_t end) {
 
 }  // namespace
 
-extern const RmsNormRopeKernels kRmsNormRopeKernels;
-const RmsNormRopeKernels kRmsNormRopeKernels = {rows, nullptr, nullptr};
+extern const ForwardKernels kRmsNormRopeKernels;
+const ForwardKernels kRmsNormRopeKernels = {rows, nullptr, nullptr};
 
 }  // namespace normops::cpu::NORMOPS_ISA

@@ -4,10 +4,9 @@ namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
 // Whether every row begins with a cache line.
-template <class T>
-bool begins_with_lines(const T* data, const RowLayout& layout) {
-  bool result = reinterpret_cast<uintptr_t>(data) % 64 == 0;
-  for (int d = 0; d < layout.dims; d++) result &= layout.strides[d] * static_cast<int64_t>(sizeof(T)) % 64 == 0;
+inline bool begins_with_lines(const RowsArg& rows) {
+  bool result = reinterpret_cast<uintptr_t>(rows.data) % 64 == 0;
+  for (int d = 0; d < rows.layout.dims; d++) result &= rows.layout.strides[d] % 64 == 0;
   return result;
 }
 
@@ -55,18 +54,18 @@ constexpr bool is_compact() {
 }
 
 template <class Source>
-HeldOrder held_order(const typename Source::Args& args) {
-  return {kDType<typename Source::Element>, args.cols, paired_columns(args)};
+HeldOrder held_order(const CpuArgs& args) {
+  return {kDType<typename Source::Element>, args.cols, paired_columns(args.rotation)};
 }
 
 // The numbers of a group's scale, and of its partial.
 template <class Source>
-int64_t held_cols(const typename Source::Args& args) {
+int64_t held_cols(const CpuArgs& args) {
   return held_order<Source>(args).held_cols();
 }
 
 template <class Source>
-NORMOPS_INLINE auto* scale_of(const typename Source::Args& args, int64_t group) {
+NORMOPS_INLINE auto* scale_of(const CpuArgs& args, int64_t group) {
   return static_cast<const compute_t<typename Source::Element>*>(args.scale) + group * held_cols<Source>(args);
 }
 

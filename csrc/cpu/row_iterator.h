@@ -3,18 +3,21 @@
 #pragma once
 #include <cstdint>
 
-#include "../rows.h"
+#include "../kernel_args.h"
 
 namespace normops::cpu {
 
 // Rows in stretches: those of a stretch lie at equal distances, and so do the stretches. How many rows a stretch has
 // is told by Stretches, which several tensors share.
-template <class T>
 struct EvenRows {
-  T* row;          // the current one
-  int64_t stride;  // to the next one of the stretch, in elements
+  char* row;       // the current one
+  int64_t stride;  // to the next one of the stretch, in bytes
   int64_t jump;    // what has to be added behind the last one of a stretch
 
+  template <class T>
+  T* at() const {
+    return reinterpret_cast<T*>(row);
+  }
   void next() { row += stride; }
   void next_stretch() { row += jump; }
 };
@@ -22,11 +25,11 @@ struct EvenRows {
 // Walks over rows without a division per row: from `row` on, over all of them or over each `step`-th one. `step` is the
 // size of some of the tensor's last dimensions together, as the number of a weight's groups is, and `row` is a multiple
 // of it.
-template <class T>
 class RowIterator {
  public:
-  [[gnu::noinline]] RowIterator(T* data, const RowLayout& layout, int64_t row, int64_t step = 1)
-      : data_(data), layout_(&layout), last_(layout.dims - 1) {
+  [[gnu::noinline]] RowIterator(const RowsArg& rows, int64_t row, int64_t step = 1)
+      : data_(static_cast<char*>(rows.data)), layout_(&rows.layout), last_(layout_->dims - 1) {
+    const RowLayout& layout = *layout_;
     row /= step;
     for (; last_ >= 0 && step > 1 && step >= layout.sizes[last_]; last_--) step /= layout.sizes[last_];
     if (last_ < 0) return;
@@ -41,8 +44,8 @@ class RowIterator {
   }
 
   // The current row; moves on to the next one.
-  T* next() {
-    T* const row = data_;
+  char* next() {
+    char* const row = data_;
     data_ += stride_;
     if (--left_ == 0) carry();
     return row;
@@ -59,8 +62,8 @@ class RowIterator {
   }
 
   // The next `count` rows, at most even_left(); moves on behind them.
-  [[gnu::noinline]] EvenRows<T> next_even(int64_t count) {
-    const EvenRows<T> rows = {data_, stride_, last_ > 0 ? layout_->strides[last_ - 1] - size_ * stride_ : 0};
+  [[gnu::noinline]] EvenRows next_even(int64_t count) {
+    const EvenRows rows = {data_, stride_, last_ > 0 ? layout_->strides[last_ - 1] - size_ * stride_ : 0};
     if (count < left_) {
       data_ += count * stride_;
       left_ -= count;
@@ -99,7 +102,7 @@ class RowIterator {
     }
   }
 
-  T* data_;
+  char* data_;
   int64_t stride_ = 0;  // of a step along the innermost dimension that steps go along
   int64_t size_ = 0;    // the steps in that dimension
   int64_t left_ = 2;    // those of them that are left; a layout without dimensions has one row, and never carries

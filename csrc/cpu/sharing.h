@@ -3,11 +3,13 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <utility>
 
+#include "kernels.h"
 #include "parallel.h"
-#include "rms_norm_kernel.h"
+#include "row_iterator.h"
 
 namespace normops::cpu {
 
@@ -97,6 +99,15 @@ class SpanSums {
   double* data() { return static_cast<double*>(sums_.data()); }
   int64_t count() const { return count_; }
   double total() { return std::accumulate(data(), data() + count_, 0.0); }
+  // That of a row, which may be given instead, or wanted.
+  double total(const KernelArgs& args, TensorIndex index, int64_t row) {
+    if (args.sums == Sums::formed) return total();
+    return dispatch(args.dtype(), [&]<class T>() -> double {
+      auto* const number = reinterpret_cast<compute_t<T>*>(RowIterator(args[index], row).next());
+      if (args.sums == Sums::wanted) *number = static_cast<compute_t<T>>(total());
+      return *number == *number ? *number : std::numeric_limits<double>::quiet_NaN();
+    });
+  }
 
  private:
   int64_t count_;
@@ -106,56 +117,59 @@ class SpanSums {
 // The arguments of a call for each of the threads that share it: to those that all have in common it adds the scale,
 // which a thread may convert for itself, and the memory for what kernels hold of a row. scale.own_count() is how many
 // numbers a thread needs memory for to convert the scale, and scale.in(own) is the scale, in that memory or elsewhere.
-template <class Args, class Scale>
+template <class Scale>
 class ThreadsArgs {
  public:
-  ThreadsArgs(const CpuArgs<Args>& args, const Scale& scale, int64_t threads)
+  ThreadsArgs(const CpuArgs& args, const Scale& scale, int64_t threads)
       : args_(args),
         scale_(scale),
-        scales_(args.dtype, scale.own_count(), threads),
-        held_(args.dtype, held_rows(args) * padded_cols(args.dtype, args.cols), threads) {}
+        scales_(args.dtype(), scale.own_count(), threads),
+        held_(args.dtype(), held_rows(args) * padded_cols(args.dtype(), args.cols), threads) {}
 
   // Calls function(args) in a thread.
   template <class Function>
   void call(int64_t thread, const Function& function) const
-      noexcept(std::is_nothrow_invocable_v<Function, const CpuArgs<Args>&>) {
+      noexcept(std::is_nothrow_invocable_v<Function, const CpuArgs&>) {
     static_assert(noexcept(scale_.in(std::declval<Scratch&>())));
     Scratch own(scales_, thread), held(held_, thread);
-    CpuArgs<Args> args = args_;
+    CpuArgs args = args_;
     args.scale = scale_.in(own);
     args.held = held.data();
     function(args);
   }
 
  private:
-  const CpuArgs<Args>& args_;
+  const CpuArgs& args_;
   const Scale& scale_;
   ThreadsMemory scales_, held_;
 };
 
 // Calls function(args, first, last) with each thread's arguments for its part of [0, end).
-template <class Args, class Scale, class Function>
-void share_out(const CpuArgs<Args>& args, const Scale& scale, int64_t end, int64_t grain, const Function& function) {
-  static_assert(std::is_nothrow_invocable_v<const Function&, const CpuArgs<Args>&, int64_t, int64_t>);
+template <class Scale, class Function>
+void share_out(const CpuArgs& args, const Scale& scale, int64_t end, int64_t grain, const Function& function) {
+  static_assert(std::is_nothrow_invocable_v<const Function&, const CpuArgs&, int64_t, int64_t>);
   const ThreadsArgs threads(args, scale, thread_count(end, grain));
   parallel_for_threads(0, end, grain, [&](int64_t thread, int64_t first, int64_t last) noexcept {
-    threads.call(thread, [&](const CpuArgs<Args>& args) noexcept { function(args, first, last); });
+    threads.call(thread, [&](const CpuArgs& args) noexcept { function(args, first, last); });
   });
 }
 
-template <class Args, class Scale>
-void run_forward(const ForwardKernels<Args>& kernels, const CpuArgs<Args>& args, const Scale& scale) {
+template <class Scale>
+void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale& scale) {
   if (kernels.sums == nullptr || !shares_rows(args.rows, args.cols)) {
     share_out(args, scale, args.rows, grain(args.cols),
-              [&](const CpuArgs<Args>& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
+              [&](const CpuArgs& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
     return;
   }
   SpanSums squares(args.cols);
-  ThreadsArgs(args, scale, 1).call(0, [&](const CpuArgs<Args>& args) {
+  ThreadsArgs(args, scale, 1).call(0, [&](const CpuArgs& args) {
     for (int64_t row = 0; row < args.rows; row++) {
-      parallel_for(0, squares.count(), kGrainElements / kSpan,
-                   [&](int64_t begin, int64_t end) noexcept { kernels.sums(args, row, begin, end, squares.data()); });
-      const double square_sum = squares.total();
+      const auto sum = [&](int64_t begin, int64_t end) noexcept {
+        kernels.sums(args, row, begin, end, squares.data());
+      };
+      if (args.sums != Sums::given) parallel_for(0, squares.count(), kGrainElements / kSpan, sum);
+      const double square_sum = squares.total(args, kSquareSum, row);
+      if (args.sums == Sums::wanted) continue;
       parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) noexcept {
         kernels.columns(args, row, square_sum, begin, end);
       });
@@ -163,22 +177,24 @@ void run_forward(const ForwardKernels<Args>& kernels, const CpuArgs<Args>& args,
   });
 }
 
-template <class Args, class Scale>
-void run_backward(const BackwardKernels<Args>& kernels, const CpuArgs<Args>& args, const Scale& scale) {
+template <class Scale>
+void run_backward(const BackwardKernels& kernels, const CpuArgs& args, const Scale& scale) {
   if (kernels.sums == nullptr || !shares_rows(args.rows, args.cols)) {
     const int64_t groups = args.weight.groups;
     const int64_t parts = chunk_count(args.rows / groups, args.rows_per_chunk) * groups;
     share_out(args, scale, parts, grain(args.rows_per_chunk * args.cols),
-              [&](const CpuArgs<Args>& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
+              [&](const CpuArgs& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
     return;
   }
   SpanSums squares(args.cols), dots(args.cols);
-  ThreadsArgs(args, scale, 1).call(0, [&](const CpuArgs<Args>& args) {
+  ThreadsArgs(args, scale, 1).call(0, [&](const CpuArgs& args) {
     for (int64_t row = 0; row < args.rows; row++) {
-      parallel_for(0, squares.count(), kGrainElements / kSpan, [&](int64_t begin, int64_t end) noexcept {
+      const auto sum = [&](int64_t begin, int64_t end) noexcept {
         kernels.sums(args, row, begin, end, squares.data(), dots.data());
-      });
-      const double square_sum = squares.total(), dot = dots.total();
+      };
+      if (args.sums != Sums::given) parallel_for(0, squares.count(), kGrainElements / kSpan, sum);
+      const double square_sum = squares.total(args, kSquareSum, row), dot = dots.total(args, kDot, row);
+      if (args.sums == Sums::wanted) continue;
       parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) noexcept {
         kernels.columns(args, row, square_sum, dot, begin, end);
       });

@@ -1,12 +1,12 @@
 // How kernels access tensors. General serves all of them. Plain, and PlainOfGroups for a weight with groups, serve
 // those that models have, with fewer decisions for each row. All compute the same.
 #pragma once
-#include "rms_norm_launch.h"
+#include "kernels.h"
 #include "vector.cuh"
 
 namespace normops::cuda {
 
-// The rows of a tensor.
+// The rows of a tensor. Their strides count elements.
 template <class T>
 struct RowsOf {
   T* data;
@@ -30,34 +30,28 @@ struct RowsOf {
 };
 
 // The rows of a tensor of T, which are accessed in packs of as many elements as a pack of R has.
-template <class T, class R, class Void>
-RowsOf<T> rows_of(Void* data, const RowLayout& layout, int64_t cols) {
-  int64_t bytes = reinterpret_cast<intptr_t>(data) | (cols * static_cast<int64_t>(sizeof(T)));
-  for (int d = 0; d < layout.dims; d++) bytes |= layout.strides[d] * static_cast<int64_t>(sizeof(T));
-  return {static_cast<T*>(data), layout, bytes % static_cast<int64_t>(kPack<R> * sizeof(T)) == 0};
+template <class T, class R>
+RowsOf<T> rows_of(const RowsArg& arg, int64_t cols) {
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
+  RowsOf<T> rows = {static_cast<T*>(arg.data), arg.layout, true};
+  int64_t bytes = reinterpret_cast<intptr_t>(arg.data) | (cols * kBytes);
+  for (int64_t& stride : rows.layout.strides) {
+    bytes |= stride;
+    stride /= kBytes;
+  }
+  rows.aligned = bytes % (kPack<R> * kBytes) == 0;
+  return rows;
 }
 
-// The sums over rows are formed and used, or given, or formed and written, and nothing else is.
-enum class Sums { formed, given, wanted };
-
-// kCount of them of each row, if they are given or wanted.
-template <int kCount>
-struct SumArgs {
-  Sums what = Sums::formed;
-  const void* data[kCount] = {};
-  RowLayout rows[kCount] = {};
-};
-
-// Each number is accessed by itself, wherever it lies.
+// Numbers of rows, if they are given or wanted. Each is accessed by itself, wherever it lies.
 template <class Number, int kCount>
 struct SumsOfRows {
   Sums what;
   RowsOf<Number> rows[kCount];
 
-  explicit SumsOfRows(const SumArgs<kCount>& args) : what(args.what) {
-    for (int i = 0; i < kCount; i++) {
-      rows[i] = {static_cast<Number*>(const_cast<void*>(args.data[i])), args.rows[i], true};
-    }
+  explicit SumsOfRows(const KernelArgs& args) : what(args.sums) {
+    constexpr TensorIndex kSums[] = {kSquareSum, kDot};
+    for (int i = 0; i < kCount; i++) rows[i] = rows_of<Number, Number>(args[kSums[i]], 1);
   }
 
   __device__ bool are(Sums kind) const { return what == kind; }
@@ -78,7 +72,7 @@ struct SumsOfRows {
 template <class Number, int kCount>
 struct FormedSums {
   FormedSums() = default;
-  explicit FormedSums(const SumArgs<kCount>&) {}
+  explicit FormedSums(const KernelArgs&) {}
 
   __device__ bool are(Sums kind) const { return kind == Sums::formed; }
   __device__ void read(Number*, int64_t, int64_t = 0) const {}
@@ -90,21 +84,19 @@ struct FormedSums {
 template <class T>
 struct AnyRowsOf {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  RowsOf<Byte> bytes;  // their strides count bytes; `aligned` is that of rows of the dtype
+  RowsOf<Byte> bytes;  // `aligned` is that of rows of the dtype
   DType dtype;
 
   bool is_plain() const { return dtype == kDType<std::remove_const_t<T>> && bytes.is_plain(); }
   __device__ Byte* row(int64_t first, int64_t further = 0) const { return bytes.row(first, further); }
 };
 
-template <class T, class Void>
-AnyRowsOf<T> any_rows_of(Void* data, DType dtype, const RowLayout& layout, int64_t cols) {
+template <class T>
+AnyRowsOf<T> any_rows_of(const RowsArg& arg, int64_t cols) {
   using Byte = typename AnyRowsOf<T>::Byte;
-  return dispatch_beside<std::remove_const_t<T>>(dtype, [&]<class W>() -> AnyRowsOf<T> {
-    RowsOf<Byte> bytes = {static_cast<Byte*>(data), layout,
-                          rows_of<const W, std::remove_const_t<T>>(data, layout, cols).aligned};
-    for (int64_t& stride : bytes.layout.strides) stride *= static_cast<int64_t>(sizeof(W));
-    return {bytes, dtype};
+  return dispatch_beside<std::remove_const_t<T>>(arg.dtype, [&]<class W>() -> AnyRowsOf<T> {
+    const bool aligned = rows_of<W, std::remove_const_t<T>>(arg, cols).aligned;
+    return {{static_cast<Byte*>(arg.data), arg.layout, aligned}, arg.dtype};
   });
 }
 

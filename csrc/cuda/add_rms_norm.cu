@@ -1,5 +1,4 @@
 // add_rms_norm: h = alpha * x + residual, y = h * rstd * w
-#include "add_rms_norm_launch.h"
 #include "forward_rows.cuh"
 
 namespace normops::cuda {
@@ -45,12 +44,11 @@ struct Addition {
 };
 
 template <class T, class R>
-Addition<T, R, General> addition_of(const AddRmsNormArgs& args) {
+Addition<T, R, General> addition_of(const KernelArgs& args) {
   const auto alpha = static_cast<compute_t<R>>(args.alpha);
   const bool rounds = args.casting.multiplied;
-  return {rows_of<const T, R>(args.input, args.input_rows, args.cols),
-          rows_of<const R, R>(args.residual, args.residual_rows, args.cols),
-          rows_of<R, R>(args.residual_out, args.residual_out_rows, args.cols), rounds ? alpha : 1, rounds ? 1 : alpha};
+  return {rows_of<const T, R>(args[kInput], args.cols), rows_of<const R, R>(args[kResidual], args.cols),
+          rows_of<R, R>(args[kResidualOut], args.cols), rounds ? alpha : 1, rounds ? 1 : alpha};
 }
 
 // Rows that fit into registers: each element is read once.
@@ -110,8 +108,8 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
 
 }  // namespace
 
-void launch_add_rms_norm(const AddRmsNormArgs& args, const Device& device, Stream stream) {
-  dispatch_pair(args.dtype, args.residual_dtype, [&]<class T, class R>() {
+void launch_add_rms_norm(const KernelArgs& args, const Device& device, Stream stream) {
+  dispatch_pair(args[kInput].dtype, args.dtype(), [&]<class T, class R>() {
     const auto forward = forward_of<T, R>(args);
     const auto addition = addition_of<T, R>(args);
     const RowConfig& config = row_config(packs_of<R>(args.cols), device);

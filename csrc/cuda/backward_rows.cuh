@@ -46,23 +46,23 @@ struct Backward {
 
 // Packs begin at multiples of a pack where `begins` is one, too.
 template <class T, class R>
-Backward<T, R, General> backward_of(const RmsNormBackwardArgs& args, int64_t begins) {
+Backward<T, R, General> backward_of(const KernelArgs& args, int64_t begins) {
   return {args.rows,
           args.cols,
-          1.0 / static_cast<double>(args.cols),
+          1.0 / static_cast<double>(args.size),
           args.eps,
           {args.weight.groups},
           scale_of<R>(args.weight, begins),
-          rows_of<const T, R>(args.grad_output, args.grad_output_rows, begins),
-          rows_of<const R, R>(args.input, args.input_rows, begins),
-          rows_of<const R, R>(args.grad_residual, args.grad_residual_rows, begins),
-          rows_of<R, R>(args.grad_input, args.grad_input_rows, begins),
+          rows_of<const T, R>(args[kGradOutput], begins),
+          rows_of<const R, R>(args[kInput], begins),
+          rows_of<const R, R>(args[kGradResidual], begins),
+          rows_of<R, R>(args[kGradInput], begins),
           static_cast<compute_t<R>*>(args.grad_weight_partials),
           args.casting};
 }
 
 template <class T, class R>
-Backward<T, R, General> backward_of(const RmsNormBackwardArgs& args) {
+Backward<T, R, General> backward_of(const KernelArgs& args) {
   return backward_of<T, R>(args, args.cols);
 }
 
@@ -456,12 +456,12 @@ inline unsigned clusters_of_rows(int64_t at_once, int64_t rows, int64_t groups, 
 // does not depend on the access, as that must not show in the sum. Kernels has held<T, R, kPacks, Access>() and
 // any_width<T, R>().
 template <class Kernels, class T, class R, int kPacks>
-LaunchShape backward_shape(const RowConfig& config, int64_t rows, int64_t cols, int64_t groups, const Device& device) {
+LaunchShape backward_shape(const RowConfig& config, const KernelArgs& args, const Device& device) {
   LaunchShape shape = {dim3(1, config.cluster), block_of(config), 0};
   int64_t at_once;
   if constexpr (kPacks == 0) {
     at_once = std::min(clusters_at_once(Kernels::template any_width<T, R>(), shape, device.multiprocessors),
-                       kPartialsBytes / (cols * static_cast<int64_t>(sizeof(compute_t<R>))));
+                       kPartialsBytes / (args.cols * static_cast<int64_t>(sizeof(compute_t<R>))));
   } else {
     shape.shared_bytes = weight_sum_bytes<R, kPacks>(shape);
     const auto clusters_with = [&]<class Access>() {
@@ -473,7 +473,7 @@ LaunchShape backward_shape(const RowConfig& config, int64_t rows, int64_t cols, 
       at_once = std::min(at_once, clusters_with.template operator()<PlainOfGroups>());
     }
   }
-  shape.grid.x = clusters_of_rows(at_once, rows, groups, shape);
+  shape.grid.x = clusters_of_rows(at_once, args.rows, args.weight.groups, shape);
   return shape;
 }
 

@@ -2,7 +2,7 @@
 #include <string_view>
 
 #include "cluster.cuh"
-#include "rms_norm_launch.h"
+#include "kernels.h"
 
 namespace normops::cuda {
 namespace {

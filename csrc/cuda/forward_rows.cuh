@@ -31,19 +31,19 @@ struct Forward {
 
 // Packs begin at multiples of a pack where `begins` is one, too.
 template <class T, class R>
-Forward<T, R, General> forward_of(const RmsNormArgs& args, int64_t begins) {
+Forward<T, R, General> forward_of(const KernelArgs& args, int64_t begins) {
   return {args.rows,
           args.cols,
-          1.0 / static_cast<double>(args.cols),
+          1.0 / static_cast<double>(args.size),
           args.eps,
           {args.weight.groups},
           scale_of<R>(args.weight, begins),
-          rows_of<T, R>(args.output, args.output_rows, begins),
+          rows_of<T, R>(args[kOutput], begins),
           args.casting};
 }
 
 template <class T, class R>
-Forward<T, R, General> forward_of(const RmsNormArgs& args) {
+Forward<T, R, General> forward_of(const KernelArgs& args) {
   return forward_of<T, R>(args, args.cols);
 }
 

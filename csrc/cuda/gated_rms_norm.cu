@@ -1,7 +1,6 @@
 // gated_rms_norm, where a is the activated gate: y = x * rstd * w * a, or, gated first, y = h * rstd * w with h = x * a
 #include "forward_rows.cuh"
 #include "gate.cuh"
-#include "gated_rms_norm_launch.h"
 
 namespace normops::cuda {
 namespace {
@@ -87,11 +86,10 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
 }
 
 template <class T, bool kNormFirst>
-void launch_in_order(const GatedRmsNormArgs& args, const Device& device, Stream stream) {
+void launch_in_order(const KernelArgs& args, const Device& device, Stream stream) {
   const auto forward = forward_of<T, T>(args);
-  const Gated<T, General> gated = {rows_of<const T, T>(args.input, args.input_rows, args.cols),
-                                   any_rows_of<const T>(args.gate, args.gate_dtype, args.gate_rows, args.cols),
-                                   args.gating.activation};
+  const Gated<T, General> gated = {rows_of<const T, T>(args[kInput], args.cols),
+                                   any_rows_of<const T>(args[kGate], args.cols), args.gating.activation};
   const RowConfig config = gated_config(packs_of<T>(args.cols), device);
   dispatch_forward<T>(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
     if constexpr (kPacks == 0) {
@@ -108,8 +106,8 @@ void launch_in_order(const GatedRmsNormArgs& args, const Device& device, Stream 
 
 }  // namespace
 
-void launch_gated_rms_norm(const GatedRmsNormArgs& args, const Device& device, Stream stream) {
-  dispatch(args.dtype, [&]<class T>() {
+void launch_gated_rms_norm(const KernelArgs& args, const Device& device, Stream stream) {
+  dispatch(args.dtype(), [&]<class T>() {
     if (args.gating.norm_before_gate) {
       launch_in_order<T, true>(args, device, stream);
     } else {

@@ -3,7 +3,6 @@
 //   if h = x * a and y = h * rstd * w, then dx = dh * a and dg = dh * x * a'
 #include "backward_rows.cuh"
 #include "gate.cuh"
-#include "gated_rms_norm_launch.h"
 
 namespace normops::cuda {
 namespace {
@@ -141,14 +140,12 @@ struct GatedKernels {
 
 // Calls launch.template operator()<T, kPacks>(shape).
 template <class Launch>
-void dispatch_gated_backward(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Device& device,
-                             Launch launch) {
-  dispatch(dtype, [&]<class T>() {
-    const RowConfig config = gated_config(packs_of<T>(cols), device);
+void dispatch_gated_backward(const KernelArgs& args, const Device& device, Launch launch) {
+  dispatch(args.dtype(), [&]<class T>() {
+    const RowConfig config = gated_config(packs_of<T>(args.cols), device);
     dispatch_packs<T>(config.packs, [&]<int kPacks>() {
       if constexpr (kPacks <= kMostGatedPacks) {
-        launch.template operator()<T, kPacks>(
-            backward_shape<GatedKernels, T, T, kPacks>(config, rows, cols, groups, device));
+        launch.template operator()<T, kPacks>(backward_shape<GatedKernels, T, T, kPacks>(config, args, device));
       }
     });
   });
@@ -156,20 +153,17 @@ void dispatch_gated_backward(DType dtype, int64_t rows, int64_t cols, int64_t gr
 
 }  // namespace
 
-int64_t gated_rms_norm_backward_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups,
-                                         const Device& device) {
+int64_t gated_rms_norm_backward_partials(const KernelArgs& args, const Device& device) {
   int64_t blocks = 0;
-  dispatch_gated_backward(dtype, rows, cols, groups, device,
-                          [&]<class T, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
-  return blocks / groups;
+  dispatch_gated_backward(args, device, [&]<class T, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
+  return blocks / args.weight.groups;
 }
 
-void launch_gated_rms_norm_backward(const GatedRmsNormBackwardArgs& args, const Device& device, Stream stream) {
+void launch_gated_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream) {
   const auto launch_shape = [&]<class T, int kPacks>(const LaunchShape& shape) {
     const auto backward = backward_of<T, T>(args);
-    const Gate<T, General> gate = {any_rows_of<const T>(args.gate, args.gate_dtype, args.gate_rows, args.cols),
-                                   any_rows_of<T>(args.grad_gate, args.gate_dtype, args.grad_gate_rows, args.cols),
-                                   args.gating, args.casting};
+    const Gate<T, General> gate = {any_rows_of<const T>(args[kGate], args.cols),
+                                   any_rows_of<T>(args[kGradGate], args.cols), args.gating, args.casting};
     if constexpr (kPacks == 0) {
       launch(gated_rms_norm_backward_any_width_kernel<T>, shape, stream, backward, gate);
     } else {
@@ -181,7 +175,7 @@ void launch_gated_rms_norm_backward(const GatedRmsNormBackwardArgs& args, const 
                               gate.rows, gate.gradients);
     }
   };
-  dispatch_gated_backward(args.dtype, args.rows, args.cols, args.weight.groups, device, launch_shape);
+  dispatch_gated_backward(args, device, launch_shape);
 }
 
 }  // namespace normops::cuda

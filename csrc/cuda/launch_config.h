@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "rms_norm_launch.h"
+#include "kernels.h"
 
 namespace normops::cuda {
 

@@ -64,44 +64,26 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
   }
 }
 
-// Rows of `args` are parts of rows of `size`.
-void launch_rows(const RmsNormArgs& args, int64_t size, const SumArgs<1>& stats, const Device& device, Stream stream) {
-  dispatch(args.dtype, [&]<class T>() {
-    auto forward = forward_of<T, T>(args);
-    forward.inverse_cols = 1.0 / static_cast<double>(size);
-    const auto input = rows_of<const T, T>(args.input, args.input_rows, args.cols);
+}  // namespace
+
+void launch_rms_norm(const KernelArgs& args, const Device& device, Stream stream) {
+  dispatch(args.dtype(), [&]<class T>() {
+    const auto forward = forward_of<T, T>(args);
+    const auto input = rows_of<const T, T>(args[kInput], args.cols);
     const RowConfig& config = row_config(packs_of<T>(args.cols), device);
     dispatch_forward<T>(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {
-        launch(rms_norm_any_width_kernel<T>, shape, stream, forward, input, SumsOfRows<compute_t<T>, 1>(stats));
+        launch(rms_norm_any_width_kernel<T>, shape, stream, forward, input, SumsOfRows<compute_t<T>, 1>(args));
       } else {
         const auto launch_with = [&]<class Access>() {
           launch(rms_norm_kernel<T, kPacks, Access>, shape, stream, forward.template as<Access>(),
-                 typename Access::template Rows<const T>(input),
-                 typename Access::template Sums<compute_t<T>, 1>(stats));
+                 typename Access::template Rows<const T>(input), typename Access::template Sums<compute_t<T>, 1>(args));
         };
-        if (stats.what != Sums::formed) return launch_with.template operator()<General>();
+        if (args.sums != Sums::formed) return launch_with.template operator()<General>();
         dispatch_access<kPacks>(forward.scale, launch_with, forward.output, input);
       }
     });
   });
-}
-
-}  // namespace
-
-void launch_rms_norm(const RmsNormArgs& args, const Device& device, Stream stream) {
-  launch_rows(args, args.cols, {}, device, stream);
-}
-
-void launch_rms_norm_stats(const RmsNormStatsArgs& args, const Device& device, Stream stream) {
-  RmsNormArgs rows = {.dtype = args.dtype, .rows = args.rows, .cols = args.cols};
-  rows.weight = {nullptr, args.dtype, 0, 1};
-  rows.input = args.input, rows.input_rows = args.input_rows;
-  launch_rows(rows, args.cols, {Sums::wanted, {args.square_sum}, {args.square_sum_rows}}, device, stream);
-}
-
-void launch_rms_norm_from_stats(const RmsNormFromStatsArgs& args, const Device& device, Stream stream) {
-  launch_rows(args, args.size, {Sums::given, {args.square_sum}, {args.square_sum_rows}}, device, stream);
 }
 
 }  // namespace normops::cuda

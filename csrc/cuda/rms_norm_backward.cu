@@ -52,63 +52,39 @@ struct Kernels {
 
 // Calls launch.template operator()<T, R, kPacks>(shape).
 template <class Launch>
-void dispatch_backward(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, int64_t groups,
-                       const Device& device, Launch launch) {
-  dispatch_pair(grad_output_dtype, dtype, [&]<class T, class R>() {
-    const RowConfig& config = backward_config(packs_of<R>(cols), kPack<R>, sizeof(compute_t<R>), device);
+void dispatch_backward(const KernelArgs& args, const Device& device, Launch launch) {
+  dispatch_pair(args[kGradOutput].dtype, args.dtype(), [&]<class T, class R>() {
+    const RowConfig& config = backward_config(packs_of<R>(args.cols), kPack<R>, sizeof(compute_t<R>), device);
     dispatch_packs<R>(config.packs, [&]<int kPacks>() {
-      launch.template operator()<T, R, kPacks>(
-          backward_shape<Kernels, T, R, kPacks>(config, rows, cols, groups, device));
+      launch.template operator()<T, R, kPacks>(backward_shape<Kernels, T, R, kPacks>(config, args, device));
     });
   });
 }
 
-// Rows of `args` are parts of rows of `size`.
-void launch_rows(const RmsNormBackwardArgs& args, int64_t size, const SumArgs<2>& stats, const Device& device,
-                 Stream stream) {
-  const auto launch_shape = [&]<class T, class R, int kPacks>(const LaunchShape& shape) {
-    auto backward = backward_of<T, R>(args);
-    backward.inverse_cols = 1.0 / static_cast<double>(size);
+}  // namespace
+
+int64_t rms_norm_backward_partials(const KernelArgs& args, const Device& device) {
+  int64_t blocks = 0;
+  dispatch_backward(args, device,
+                    [&]<class T, class R, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
+  return blocks / args.weight.groups;
+}
+
+void launch_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream) {
+  dispatch_backward(args, device, [&]<class T, class R, int kPacks>(const LaunchShape& shape) {
+    const auto backward = backward_of<T, R>(args);
     if constexpr (kPacks == 0) {
-      launch(rms_norm_backward_any_width_kernel<T, R>, shape, stream, backward, SumsOfRows<compute_t<R>, 2>(stats));
+      launch(rms_norm_backward_any_width_kernel<T, R>, shape, stream, backward, SumsOfRows<compute_t<R>, 2>(args));
     } else {
       const auto launch_with = [&]<class Access>() {
         launch(rms_norm_backward_kernel<T, R, kPacks, Access>, shape, stream, backward.template as<Access>(),
-               typename Access::template Sums<compute_t<R>, 2>(stats));
+               typename Access::template Sums<compute_t<R>, 2>(args));
       };
-      if (stats.what != Sums::formed) return launch_with.template operator()<General>();
+      if (args.sums != Sums::formed) return launch_with.template operator()<General>();
       dispatch_access<kPacks>(backward.scale, launch_with, backward.grad_output, backward.input, backward.grad_residual,
                               backward.grad_input);
     }
-  };
-  dispatch_backward(args.dtype, args.grad_output_dtype, args.rows, args.cols, args.weight.groups, device, launch_shape);
-}
-
-SumArgs<2> sums_of(Sums what, const auto& args) {
-  return {what, {args.square_sum, args.dot}, {args.square_sum_rows, args.dot_rows}};
-}
-
-}  // namespace
-
-int64_t rms_norm_backward_partials(DType dtype, DType grad_output_dtype, int64_t rows, int64_t cols, int64_t groups,
-                                   const Device& device) {
-  int64_t blocks = 0;
-  dispatch_backward(dtype, grad_output_dtype, rows, cols, groups, device,
-                    [&]<class T, class R, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
-  return blocks / groups;
-}
-
-void launch_rms_norm_backward(const RmsNormBackwardArgs& args, const Device& device, Stream stream) {
-  launch_rows(args, args.cols, {}, device, stream);
-}
-
-void launch_rms_norm_backward_stats(const RmsNormBackwardStatsArgs& args, const Device& device, Stream stream) {
-  launch_rows(args, args.cols, sums_of(Sums::wanted, args), device, stream);
-}
-
-void launch_rms_norm_backward_from_stats(const RmsNormBackwardFromStatsArgs& args, const Device& device,
-                                         Stream stream) {
-  launch_rows(args, args.size, sums_of(Sums::given, args), device, stream);
+  });
 }
 
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,

@@ -1,6 +1,5 @@
 // rms_norm_rope: y = x * rstd * w, rotated
 #include "forward_rows.cuh"
-#include "rms_norm_rope_launch.h"
 #include "rope.cuh"
 
 namespace normops::cuda {
@@ -48,12 +47,12 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
 
 }  // namespace
 
-void launch_rms_norm_rope(const RmsNormRopeArgs& args, const Device& device, Stream stream) {
-  dispatch(args.dtype, [&]<class T>() {
+void launch_rms_norm_rope(const KernelArgs& args, const Device& device, Stream stream) {
+  dispatch(args.dtype(), [&]<class T>() {
     const int64_t begins = begins_of(args.rotation, args.cols);
     const auto forward = forward_of<T, T>(args, begins);
-    const auto input = rows_of<const T, T>(args.input, args.input_rows, begins);
-    const auto rotation = rotation_of<T>(args.rotation, args.cols);
+    const auto input = rows_of<const T, T>(args[kInput], begins);
+    const auto rotation = rotation_of<T>(args);
     const RowConfig config = rope_config_of<T>(args.rotation, args.cols, device);
     dispatch_forward<T>(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
       if constexpr (kPacks == 0) {

@@ -1,6 +1,5 @@
 // rms_norm_rope_backward: grad_output is rotated back, then it is rms_norm_backward of h = x
 #include "backward_rows.cuh"
-#include "rms_norm_rope_launch.h"
 #include "rope.cuh"
 
 namespace normops::cuda {
@@ -96,14 +95,12 @@ struct RopeKernels {
 
 // Calls launch.template operator()<T, kPacks>(shape).
 template <class Launch>
-void dispatch_rope_backward(DType dtype, int64_t rows, int64_t cols, int64_t groups, const Rotation& rotation,
-                            const Device& device, Launch launch) {
-  dispatch(dtype, [&]<class T>() {
-    const RowConfig config = rope_config_of<T>(rotation, cols, device);
+void dispatch_rope_backward(const KernelArgs& args, const Device& device, Launch launch) {
+  dispatch(args.dtype(), [&]<class T>() {
+    const RowConfig config = rope_config_of<T>(args.rotation, args.cols, device);
     dispatch_packs<T>(config.packs, [&]<int kPacks>() {
       if constexpr (kPacks == 0 || is_rope_packs(kPacks)) {
-        launch.template operator()<T, kPacks>(
-            backward_shape<RopeKernels, T, T, kPacks>(config, rows, cols, groups, device));
+        launch.template operator()<T, kPacks>(backward_shape<RopeKernels, T, T, kPacks>(config, args, device));
       }
     });
   });
@@ -111,18 +108,16 @@ void dispatch_rope_backward(DType dtype, int64_t rows, int64_t cols, int64_t gro
 
 }  // namespace
 
-int64_t rms_norm_rope_backward_partials(DType dtype, int64_t rows, int64_t cols, int64_t groups,
-                                        const Rotation& rotation, const Device& device) {
+int64_t rms_norm_rope_backward_partials(const KernelArgs& args, const Device& device) {
   int64_t blocks = 0;
-  dispatch_rope_backward(dtype, rows, cols, groups, rotation, device,
-                         [&]<class T, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
-  return blocks / groups;
+  dispatch_rope_backward(args, device, [&]<class T, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
+  return blocks / args.weight.groups;
 }
 
-void launch_rms_norm_rope_backward(const RmsNormRopeBackwardArgs& args, const Device& device, Stream stream) {
+void launch_rms_norm_rope_backward(const KernelArgs& args, const Device& device, Stream stream) {
   const auto launch_shape = [&]<class T, int kPacks>(const LaunchShape& shape) {
     const auto backward = backward_of<T, T>(args, begins_of(args.rotation, args.cols));
-    const auto rotation = rotation_of<T>(args.rotation, args.cols);
+    const auto rotation = rotation_of<T>(args);
     if constexpr (kPacks == 0) {
       launch(rms_norm_rope_backward_any_width_kernel<T>, shape, stream, backward, rotation);
     } else {
@@ -135,7 +130,7 @@ void launch_rms_norm_rope_backward(const RmsNormRopeBackwardArgs& args, const De
                               rotation);
     }
   };
-  dispatch_rope_backward(args.dtype, args.rows, args.cols, args.weight.groups, args.rotation, device, launch_shape);
+  dispatch_rope_backward(args, device, launch_shape);
 }
 
 }  // namespace normops::cuda

@@ -204,14 +204,14 @@ inline int64_t begins_of(const Rotation& rotation, int64_t cols) {
 }
 
 template <class T>
-RotationOf<T> rotation_of(const Rotation& rotation, int64_t cols) {
-  const auto table = [&](const void* data) {
-    return any_rows_of<const T>(data, rotation.dtype, rotation.rows, begins_of(rotation, cols));
-  };
-  AnyRowsOf<const T> cos = table(rotation.cos);
-  cos.bytes.aligned = cos.bytes.aligned && table(rotation.sin).bytes.aligned;
+RotationOf<T> rotation_of(const KernelArgs& args) {
+  const Rotation& rotation = args.rotation;
+  const int64_t begins = begins_of(rotation, args.cols);
+  AnyRowsOf<const T> cos = any_rows_of<const T>(args[kCos], begins);
+  const AnyRowsOf<const T> sin = any_rows_of<const T>(args[kSin], begins);
+  cos.bytes.aligned = cos.bytes.aligned && sin.bytes.aligned;
   return {cos,
-          static_cast<const char*>(rotation.sin) - static_cast<const char*>(rotation.cos),
+          sin.bytes.data - cos.bytes.data,
           rotation.offset,
           rotation.pairs,
           rotation.interleaved,

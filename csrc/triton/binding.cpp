@@ -10,7 +10,6 @@
 #include "../backend.h"
 #include "../launch.h"
 #include "../operators.h"
-#include "../problem.h"
 
 namespace normops::triton {
 namespace {
@@ -27,247 +26,74 @@ py::handle launchers() {
   return module.call_once_and_store_result([] { return py::module_::import("normops.triton"); }).get_stored();
 }
 
-py::object to_python(const Tensor& tensor, const RowLayout& layout) {
-  // For inner = 1 Triton makes code that does not divide.
-  const bool is_nested = layout.dims > 1;
-  return launchers().attr("Rows")(tensor, is_nested ? layout.sizes[1] : 1, layout.strides[0],
-                                  is_nested ? layout.strides[1] : 0);
-}
-
-py::object to_python(const Rows& rows) {
-  return rows.tensor->defined() ? to_python(*rows.tensor, rows.layout) : py::object(py::none());
-}
-
-py::object to_python(const std::optional<Target>& target) {
-  return target.has_value() ? to_python(target->rows()) : py::object(py::none());
-}
-
 // Row r is r / (middle * inner), r / inner % middle and r % inner along the three dimensions. For those that are
 // missing Triton makes code that does not divide.
 struct Nesting {
-  int64_t middle = 1, inner = 1, outer_stride, middle_stride = 0, inner_stride = 0;
+  int64_t middle = 1, inner = 1, outer_stride, middle_stride = 0, inner_stride = 0;  // in elements
 
-  explicit Nesting(const RowLayout& layout) : outer_stride(layout.strides[0]) {
+  Nesting(const RowLayout& layout, int64_t bytes) : outer_stride(layout.strides[0] / bytes) {
     const int last = layout.dims - 1;
-    if (layout.dims > 1) inner = layout.sizes[last], inner_stride = layout.strides[last];
-    if (layout.dims > 2) middle = layout.sizes[1], middle_stride = layout.strides[1];
+    if (layout.dims > 1) inner = layout.sizes[last], inner_stride = layout.strides[last] / bytes;
+    if (layout.dims > 2) middle = layout.sizes[1], middle_stride = layout.strides[1] / bytes;
   }
 };
 
-py::object to_python_nested(const Rows& rows) {
-  const Nesting nesting(rows.layout);
-  return launchers().attr("NestedRows")(*rows.tensor, nesting.middle, nesting.inner, nesting.outer_stride,
-                                        nesting.middle_stride, nesting.inner_stride);
-}
-
-py::object to_python(const Tables& tables, const Rope& rope) {
-  const Rotation rotation = make_rotation(tables, rope);
-  const Nesting nesting(rotation.rows);
-  return launchers().attr("Rotation")(tables.cos(), tables.sin(), nesting.middle, nesting.inner, nesting.outer_stride,
-                                      nesting.middle_stride, nesting.inner_stride, rotation.interleaved,
-                                      rotation.angle_of_pair, rotation.offset, rotation.pairs);
-}
-
-py::object to_python(Casting casting) { return launchers().attr("Casting")(casting.normalized, casting.multiplied); }
-
-const char* to_python(Activation activation) { return activation == Activation::silu ? "silu" : "sigmoid"; }
-
-Rows make_rows_or_none(const OptionalTensor& tensor, size_t normalized_dims) {
-  return is_given(tensor) ? make_rows(*tensor, normalized_dims, kMaxDims) : Rows();
-}
-
-OptionalTensor contiguous(const OptionalTensor& weight) {
-  return is_given(weight) ? OptionalTensor(weight->contiguous()) : std::nullopt;
-}
-
-void launch_forward(const Tensor& input, const OptionalTensor& residual, const Norm& norm, double alpha,
-                    const Tensor& output, const OptionalTensor& residual_out) {
-  const Problem problem = make_problem(input, norm);
-  const Target y(output, norm.dims(), kMaxDims);
-  std::optional<Target> h;
-  if (is_given(residual_out)) h.emplace(*residual_out, norm.dims(), kMaxDims);
-  {
-    py::gil_scoped_acquire gil;
-    launchers().attr("launch_forward")(to_python(make_rows(input, norm.dims(), kMaxDims)),
-                                       to_python(make_rows_or_none(residual, norm.dims())), to_python(y.rows()),
-                                       to_python(h), contiguous(norm.weight), norm.weight_offset, problem.eps,
-                                       to_python(problem.casting), alpha, problem.groups, problem.rows, problem.cols);
+py::object to_python(const Call& call, TensorIndex index, bool is_nested) {
+  const Tensor& tensor = call.tensor(index);
+  if (!tensor.defined()) return py::none();
+  if (index == kWeight) return py::cast(tensor);
+  const Nesting rows(call[index].layout, tensor.element_size());
+  if (is_nested) {
+    return launchers().attr("NestedRows")(tensor, rows.middle, rows.inner, rows.outer_stride, rows.middle_stride,
+                                          rows.inner_stride);
   }
-  y.finish();
-  if (h.has_value()) h->finish();
+  return launchers().attr("Rows")(tensor, rows.inner, rows.outer_stride, rows.inner_stride);
+}
+
+py::object to_python(const Call& call, const Rotation& rotation) {
+  const Tensor &cos = call.tensor(kCos), &sin = call.tensor(kSin);
+  const Nesting rows(call[kCos].layout, cos.element_size());
+  return launchers().attr("Rotation")(cos, sin, rows.middle, rows.inner, rows.outer_stride, rows.middle_stride,
+                                      rows.inner_stride, rotation.interleaved, rotation.angle_of_pair, rotation.offset,
+                                      rotation.pairs);
 }
 
 struct TritonBackend {
   using Guard = c10::DeviceGuard;
   static Tensor empty_contiguous(const OutputLike& like) { return at::empty(like.sizes(), like.options()); }
 
-  static void launch(const RmsNorm& arguments, const Tensor& output) {
-    launch_forward(arguments.input, std::nullopt, arguments.norm, 1.0, output, std::nullopt);
-  }
-
-  static void launch(const AddRmsNorm& arguments, const Tensor& output, const Tensor& residual_out) {
-    launch_forward(arguments.input, arguments.residual, arguments.norm, arguments.alpha, output, residual_out);
-  }
-
-  static void launch(const RmsNormBackward& arguments, const Tensor& grad_input, const Tensor& grad_weight) {
-    const auto& [grad_output, input, norm, grad_residual, output_mask] = arguments;
-    const Problem problem = make_problem(input, norm);
-    const auto dx = target(grad_input, norm);
-    OptionalTensor dw;
+  template <class Operator>
+  static void launch(const Operator& arguments, const Written<Operator>& outputs) {
+    constexpr bool is_rotated = requires { arguments.rope; }, is_backward = Operator::kTensors[0] == kGradOutput;
+    Call call(arguments, outputs, is_rotated ? kMaxNestedDims : kMaxDims);
     {
-      py::gil_scoped_acquire gil;
-      dw = launchers()
-               .attr("launch_backward")(to_python(make_rows(grad_output, norm.dims(), kMaxDims)),
-                                        to_python(make_rows(input, norm.dims(), kMaxDims)),
-                                        to_python(make_rows_or_none(grad_residual, norm.dims())), to_python(dx),
-                                        grad_weight.defined(), contiguous(norm.weight), norm.weight_offset, problem.eps,
-                                        to_python(problem.casting), problem.groups, problem.rows, problem.cols)
-               .cast<OptionalTensor>();
+      const py::gil_scoped_acquire gil;
+      py::dict named;
+      for (const TensorIndex index : Operator::kTensors) {
+        if (index == kCos || index == kSin || index == kGradWeight) continue;
+        named[kTensorNames[index]] = to_python(call, index, is_rotated);
+      }
+      named["weight_offset"] = call.weight.offset;
+      named["eps"] = call.eps;
+      named["casting"] = launchers().attr("Casting")(call.casting.normalized, call.casting.multiplied);
+      named["groups"] = call.weight.groups, named["rows"] = call.rows, named["cols"] = call.cols;
+      if constexpr (requires { arguments.alpha; }) named["alpha"] = call.alpha;
+      if constexpr (requires { arguments.size; }) named["size"] = call.size;
+      if constexpr (is_rotated) named["rotation"] = to_python(call, call.rotation);
+      if constexpr (requires { arguments.gating(); }) {
+        named["activation"] = call.gating.activation == Activation::silu ? "silu" : "sigmoid";
+        named["norm_before_gate"] = call.gating.norm_before_gate;
+      }
+      if constexpr (is_backward) named["wants_weight"] = call.has(kGradWeight);
+      const char* const launcher = is_rotated    ? is_backward ? "launch_rope_backward" : "launch_rope_forward"
+                                   : is_backward ? "launch_backward"
+                                                 : "launch_forward";
+      const auto dw = launchers().attr(launcher)(**named).cast<OptionalTensor>();
+      if (const Tensor& grad_weight = call.tensor(kGradWeight); grad_weight.defined()) {
+        grad_weight.copy_(dw->view(grad_weight.sizes()));
+      }
     }
-    if (dx.has_value()) dx->finish();
-    if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
-  }
-
-  static void launch(const RmsNormStats& arguments, const Tensor& output) {
-    const auto& [input, normalized_shape] = arguments;
-    const size_t dims = normalized_shape.size();
-    const int64_t cols = c10::multiply_integers(input.sizes().slice(input.dim() - dims));
-    const Target square_sum(output, 0, kMaxDims);
-    {
-      py::gil_scoped_acquire gil;
-      launchers().attr("launch_stats")(to_python(make_rows(input, dims, kMaxDims)), to_python(square_sum.rows()),
-                                       input.numel() / cols, cols);
-    }
-    square_sum.finish();
-  }
-
-  static void launch(const RmsNormFromStats& arguments, const Tensor& output) {
-    const auto& [input, square_sum, size, norm] = arguments;
-    const Problem problem = make_problem(input, norm);
-    const Target y(output, norm.dims(), kMaxDims);
-    {
-      py::gil_scoped_acquire gil;
-      launchers().attr("launch_from_stats")(
-          to_python(make_rows(input, norm.dims(), kMaxDims)), to_python(make_rows(square_sum, 0, kMaxDims)),
-          size.expect_int(), to_python(y.rows()), contiguous(norm.weight), norm.weight_offset, problem.eps,
-          to_python(problem.casting), problem.groups, problem.rows, problem.cols);
-    }
-    y.finish();
-  }
-
-  static void launch(const RmsNormBackwardStats& arguments, const Tensor& square_sum, const Tensor& dot) {
-    const auto& [grad_output, input, norm] = arguments;
-    const Problem problem = make_problem(input, norm);
-    const Target squares(square_sum, 0, kMaxDims), dots(dot, 0, kMaxDims);
-    {
-      py::gil_scoped_acquire gil;
-      launchers().attr("launch_backward_stats")(
-          to_python(make_rows(grad_output, norm.dims(), kMaxDims)), to_python(make_rows(input, norm.dims(), kMaxDims)),
-          to_python(squares.rows()), to_python(dots.rows()), contiguous(norm.weight), norm.weight_offset,
-          to_python(problem.casting), problem.groups, problem.rows, problem.cols);
-    }
-    squares.finish();
-    dots.finish();
-  }
-
-  static void launch(const RmsNormBackwardFromStats& arguments, const Tensor& grad_input, const Tensor& grad_weight) {
-    const auto& [grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask] = arguments;
-    const Problem problem = make_problem(input, norm);
-    const auto dx = target(grad_input, norm);
-    OptionalTensor dw;
-    {
-      py::gil_scoped_acquire gil;
-      dw = launchers()
-               .attr("launch_backward_from_stats")(
-                   to_python(make_rows(grad_output, norm.dims(), kMaxDims)),
-                   to_python(make_rows(input, norm.dims(), kMaxDims)), to_python(make_rows(square_sum, 0, kMaxDims)),
-                   to_python(make_rows(dot, 0, kMaxDims)), size.expect_int(),
-                   to_python(make_rows_or_none(grad_residual, norm.dims())), to_python(dx), grad_weight.defined(),
-                   contiguous(norm.weight), norm.weight_offset, problem.eps, to_python(problem.casting), problem.groups,
-                   problem.rows, problem.cols)
-               .cast<OptionalTensor>();
-    }
-    if (dx.has_value()) dx->finish();
-    if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
-  }
-
-  static void launch(const GatedRmsNorm& arguments, const Tensor& output) {
-    const auto& [input, gate, norm, activation, norm_before_gate] = arguments;
-    const Problem problem = make_problem(input, norm);
-    const Target y(output, norm.dims(), kMaxDims);
-    {
-      py::gil_scoped_acquire gil;
-      launchers().attr("launch_gated_forward")(
-          to_python(make_rows(input, norm.dims(), kMaxDims)), to_python(make_rows(gate, norm.dims(), kMaxDims)),
-          to_python(y.rows()), contiguous(norm.weight), norm.weight_offset, problem.eps, to_python(problem.casting),
-          to_python(arguments.gating().activation), norm_before_gate, problem.groups, problem.rows, problem.cols);
-    }
-    y.finish();
-  }
-
-  static void launch(const GatedRmsNormBackward& arguments, const Tensor& grad_input, const Tensor& grad_gate,
-                     const Tensor& grad_weight) {
-    const auto& [grad_output, input, gate, norm, activation, norm_before_gate, output_mask] = arguments;
-    const Problem problem = make_problem(input, norm);
-    const auto dx = target(grad_input, norm), dgate = target(grad_gate, norm);
-    OptionalTensor dw;
-    {
-      py::gil_scoped_acquire gil;
-      dw = launchers()
-               .attr("launch_gated_backward")(to_python(make_rows(grad_output, norm.dims(), kMaxDims)),
-                                              to_python(make_rows(input, norm.dims(), kMaxDims)),
-                                              to_python(make_rows(gate, norm.dims(), kMaxDims)), to_python(dx),
-                                              to_python(dgate), grad_weight.defined(), contiguous(norm.weight),
-                                              norm.weight_offset, problem.eps, to_python(problem.casting),
-                                              to_python(arguments.gating().activation), norm_before_gate,
-                                              problem.groups, problem.rows, problem.cols)
-               .cast<OptionalTensor>();
-    }
-    if (dx.has_value()) dx->finish();
-    if (dgate.has_value()) dgate->finish();
-    if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
-  }
-
-  static void launch(const RmsNormRope& arguments, const Tensor& output) {
-    const auto& [input, cos, sin, norm, rope] = arguments;
-    const Problem problem = make_problem(input, norm);
-    const Target y(output, norm.dims(), kMaxNestedDims);
-    {
-      py::gil_scoped_acquire gil;
-      launchers().attr("launch_rope_forward")(
-          to_python_nested(make_rows(input, norm.dims(), kMaxNestedDims)),
-          to_python(Tables(input, cos, sin, kMaxNestedDims), rope), to_python_nested(y.rows()), contiguous(norm.weight),
-          norm.weight_offset, problem.eps, to_python(problem.casting), problem.groups, problem.rows, problem.cols);
-    }
-    y.finish();
-  }
-
-  static void launch(const RmsNormRopeBackward& arguments, const Tensor& grad_input, const Tensor& grad_weight) {
-    const auto& [grad_output, input, cos, sin, norm, rope, output_mask] = arguments;
-    const Problem problem = make_problem(input, norm);
-    const auto dx = target(grad_input, norm, kMaxNestedDims);
-    OptionalTensor dw;
-    {
-      py::gil_scoped_acquire gil;
-      dw = launchers()
-               .attr("launch_rope_backward")(to_python_nested(make_rows(grad_output, norm.dims(), kMaxNestedDims)),
-                                             to_python_nested(make_rows(input, norm.dims(), kMaxNestedDims)),
-                                             to_python(Tables(input, cos, sin, kMaxNestedDims), rope),
-                                             dx.has_value() ? to_python_nested(dx->rows()) : py::object(py::none()),
-                                             grad_weight.defined(), contiguous(norm.weight), norm.weight_offset,
-                                             problem.eps, to_python(problem.casting), problem.groups, problem.rows,
-                                             problem.cols)
-               .cast<OptionalTensor>();
-    }
-    if (dx.has_value()) dx->finish();
-    if (grad_weight.defined()) grad_weight.copy_(dw->view(grad_weight.sizes()));
-  }
-
- private:
-  static std::optional<Target> target(const Tensor& gradient, const Norm& norm, int max_dims = kMaxDims) {
-    std::optional<Target> target;
-    if (gradient.defined()) target.emplace(gradient, norm.dims(), max_dims);
-    return target;
+    call.finish();
   }
 };
 

@@ -100,10 +100,15 @@ def nested_arguments(rows: NestedRows | None) -> tuple[Tensor | None, int, int, 
     return (None, 1, 1, 0, 0, 0) if rows is None else rows
 
 
-def named_arguments(name: str, rows: Rows | None) -> dict[str, Any]:
-    """Rows that only some launches have, as a kernel takes them: by name."""
-    names = (name, f"{name}_inner", f"{name}_outer_stride", f"{name}_inner_stride")
-    return dict(zip(names, arguments(rows), strict=True))
+def named_arguments(**given: Rows | None) -> dict[str, Any]:
+    """Rows that only some launches have, as a kernel takes them: by name, or not at all."""
+    names = ("", "_inner", "_outer_stride", "_inner_stride")
+    return {
+        name + of: value
+        for name, rows in given.items()
+        if rows is not None
+        for of, value in zip(names, rows, strict=True)
+    }
 
 
 def options(config: RowConfig, device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The launchers of rms_norm, add_rms_norm and rms_norm_backward."""
+"""The launchers of all operators but rms_norm_rope and its backward: two kernels, which ask what they are given."""
+
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -12,59 +14,86 @@ from normops.triton.launch import (
     casting_constants,
     compute_type,
     make_partials,
+    named_arguments,
     options,
 )
-from normops.triton.launch_config import backward_config, backward_programs, forward_config
+from normops.triton.launch_config import backward_config, backward_programs, forward_config, gated_config
 
 
 def launch_forward(
+    *,
     input: Rows,
-    residual: Rows | None,
-    output: Rows,
-    residual_out: Rows | None,
-    weight: Tensor | None,
+    residual: Rows | None = None,
+    gate: Rows | None = None,
+    square_sum: Rows | None = None,
+    output: Rows | None = None,
+    residual_out: Rows | None = None,
+    weight: Tensor | None = None,
     weight_offset: float,
     eps: float,
     casting: Casting,
-    alpha: float,
     groups: int,
     rows: int,
     cols: int,
+    size: int | None = None,
+    alpha: float = 1.0,
+    activation: str | None = None,
+    norm_before_gate: bool | None = None,
 ) -> None:
-    """Launches rms_norm, or with a residual add_rms_norm. ``weight`` is ``[groups, cols]``."""
+    """Launches rms_norm, or, by what else there is, another forward.
+
+    ``weight`` is ``[groups, cols]``, ``activation`` is "silu" or "sigmoid". Sums are rows of one column, in the compute
+    type; those of whole rows of ``size`` columns are given.
+    """
     compute = compute_type(input)
-    config = forward_config(cols, compute.primitive_bitwidth // 8)
+    config = (forward_config if gate is None else gated_config)(cols, compute.primitive_bitwidth // 8)
+    rest: dict[str, Any] = {}
+    if residual is not None:
+        rest |= {"alpha": alpha, "fuses": not casting.multiplied}
+    if gate is not None:
+        rest |= {"activation": activation, "norm_before_gate": norm_before_gate}
     forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
         *arguments(input), *arguments(residual), *arguments(output), *arguments(residual_out),
         weight, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, output, compute),
-        alpha=alpha, fuses=not casting.multiplied, **options(config, input.tensor.device),
+        weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, output or input, compute),
+        **named_arguments(gate=gate, square_sum=square_sum), size=size, **rest,
+        **options(config, input.tensor.device),
     )  # fmt: skip
 
 
 def launch_backward(
+    *,
     grad_output: Rows,
     input: Rows,
-    grad_residual: Rows | None,
-    grad_input: Rows | None,
+    gate: Rows | None = None,
+    square_sum: Rows | None = None,
+    dot: Rows | None = None,
+    grad_residual: Rows | None = None,
+    grad_input: Rows | None = None,
+    grad_gate: Rows | None = None,
     wants_weight: bool,
-    weight: Tensor | None,
+    weight: Tensor | None = None,
     weight_offset: float,
     eps: float,
     casting: Casting,
     groups: int,
     rows: int,
     cols: int,
+    size: int | None = None,
+    activation: str | None = None,
+    norm_before_gate: bool | None = None,
 ) -> Tensor | None:
-    """Writes grad_input; returns grad_weight in the compute type, flat, if it is wanted."""
+    """Writes the gradients of rows, or their sums; returns grad_weight in the compute type, flat, if it is wanted."""
     compute = compute_type(input)
-    config = backward_config(cols, compute.primitive_bitwidth // 8)
+    config = (backward_config if gate is None else gated_config)(cols, compute.primitive_bitwidth // 8)
     programs = backward_programs(rows, groups, config, input.tensor.device)
     partials = make_partials(programs, cols, input) if wants_weight else None
     backward_kernel[programs,](
         *arguments(grad_output), *arguments(input), *arguments(grad_residual), *arguments(grad_input),
         weight, partials, groups, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, grad_output, compute),
+        **named_arguments(gate=gate, dgate=grad_gate, square_sum=square_sum, dot=dot), size=size,
+        activation=activation, norm_before_gate=norm_before_gate,
         **options(config, input.tensor.device),
     )  # fmt: skip
     return None if partials is None else partials.view(-1, groups * cols).sum(0)

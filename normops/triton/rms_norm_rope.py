@@ -368,6 +368,7 @@ def rope_backward_kernel(
 
 
 def launch_rope_forward(
+    *,
     input: NestedRows,
     rotation: Rotation,
     output: NestedRows,
@@ -391,6 +392,7 @@ def launch_rope_forward(
 
 
 def launch_rope_backward(
+    *,
     grad_output: NestedRows,
     input: NestedRows,
     rotation: Rotation,

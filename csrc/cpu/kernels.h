@@ -1,9 +1,10 @@
-// The kernels of rms_norm and rms_norm_backward on raw pointers: what they take, and where to get those for this
-// machine. No torch header.
+// The kernels of all operators on raw pointers: what they take, and where to get those for this machine. No torch
+// header.
 #pragma once
 #include <cstdint>
 
 #include "../kernel_args.h"
+#include "row_config.h"
 
 namespace normops::cpu {
 
@@ -79,79 +80,82 @@ inline int64_t chunk_count(int64_t rows, int64_t rows_per_chunk) {
 // right in float64.
 constexpr int64_t kSpan = 1024;
 
-// Sums over the rows of rms_norm_backward, numbers of the compute dtype, which are given, or all that is wanted.
-struct RowSums {
-  bool are_given;
-  int64_t size;  // of a whole row, of which cols may be a part
-  void* square_sum;
-  RowLayout square_sum_rows;
-  void* dot;
-  RowLayout dot_rows;
-};
-
 // What a thread gives a kernel besides: how it is to go about it, and memory.
-template <class Args>
-struct CpuArgs : Args {
-  bool stream = false;            // whether what is written is too large for the caches
-  int64_t rows_per_chunk = 0;     // of each group; of a backward
-  const void* scale = nullptr;    // compute [groups, held_cols]: weight + its offset
-  void* held = nullptr;           // compute [held_rows, padded_cols], of the thread, or of the threads that share a row
-  const RowSums* sums = nullptr;  // of rms_norm_backward, or null where it forms them and uses them
+struct CpuArgs : KernelArgs {
+  bool stream = false;          // whether what is written is too large for the caches
+  int64_t rows_per_chunk = 0;   // of each group; of a backward
+  const void* scale = nullptr;  // compute [groups, held_cols]: weight + its offset
+  void* held = nullptr;         // compute [held_rows, padded_cols], of the thread, or of the threads that share a row
 };
 
-// The columns that the kernels of an operator form in pairs.
-template <class Args>
-PairedColumns paired_columns(const Args&) {
-  return {};
+// The columns that are formed in pairs.
+inline PairedColumns paired_columns(const Rotation& rotation) {
+  return {rotation.offset, rotation.pairs, rotation.interleaved};
 }
 
-// Rows that a kernel holds something of between its passes.
-template <class Args>
-int64_t held_rows(const CpuArgs<Args>&) {
-  return 0;
+// What costs an exp is held from the first pass over a row to the second one. If rows are gated before they are summed,
+// that is in the output itself, unless that has no room for it, is the weight, or is written around the caches. A row
+// of 16 KiB that is held elsewhere, together with the scale, is more than a first-level cache has room for (a tenth,
+// and with narrow rows a quarter).
+inline bool holds_in_output(const CpuArgs& args) {
+  return !args.gating.norm_before_gate && !args.stream && compute_dtype(args.dtype()) == args.dtype() &&
+         args[kOutput].data != args.weight.data;
+}
+
+// How many rows a kernel holds something of elsewhere: those of a tile.
+inline int64_t held_rows(const CpuArgs& args) {
+  if (!args.has(kGate)) return 0;
+  if (args.has(kGradOutput)) return kBackwardTile;
+  if (args.gating.norm_before_gate || holds_in_output(args)) return 0;
+  return args.cols * size_of(args.dtype()) <= kMostTiledBytes ? kForwardTile : 1;
 }
 
 // The kernels of a forward.
-template <class Args>
 struct ForwardKernels {
-  // Computes output[begin:end].
-  void (*rows)(const CpuArgs<Args>& args, int64_t begin, int64_t end);
+  // Computes output[begin:end], or, if they are all that is wanted, square_sum[begin:end].
+  void (*rows)(const CpuArgs& args, int64_t begin, int64_t end);
   // Two steps for one row that threads share. The first one computes squares[begin:end], the sums of x^2 over these
   // spans; the second one, when their total is known, output[row, begin:end], where begin is a multiple of
   // kLongestBlock. They are null if columns are formed in pairs: then no row is shared.
-  void (*sums)(const CpuArgs<Args>& args, int64_t row, int64_t begin, int64_t end, double* squares);
-  void (*columns)(const CpuArgs<Args>& args, int64_t row, double square_sum, int64_t begin, int64_t end);
+  void (*sums)(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares);
+  void (*columns)(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end);
 };
 
 struct RmsNormKernels {
   // Computes scale[:count] = weight[:count] + weight_offset.
   void (*scale)(DType dtype, DType weight_dtype, const void* weight, double weight_offset, void* scale, int64_t count);
-  ForwardKernels<RmsNormArgs> forward;
+  ForwardKernels forward;
 };
 
 // The kernels of a backward.
-template <class Args>
 struct BackwardKernels {
   // Computes the gradients of the rows in parts [begin:end], and their partials; part p is the rows of chunk p / groups
   // that are of group p % groups.
-  void (*rows)(const CpuArgs<Args>& args, int64_t begin, int64_t end);
+  void (*rows)(const CpuArgs& args, int64_t begin, int64_t end);
   // Two steps for one row that threads share, to be called for the rows in their order. The first one computes
   // squares[begin:end] and dots[begin:end], the sums over these spans of x^2 and of dy * scale * x (0 if no rows are
   // written); the second one columns [begin:end] of the row's gradients, which it adds to the chunk's partial. They are
   // null as those of a forward.
-  void (*sums)(const CpuArgs<Args>& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
-  void (*columns)(const CpuArgs<Args>& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end);
+  void (*sums)(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
+  void (*columns)(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end);
 };
 
 struct RmsNormBackwardKernels {
-  BackwardKernels<RmsNormBackwardArgs> backward;
+  BackwardKernels backward;
   // Computes grad_weight[:count] = the sum over so many chunks of partials[chunk, :count], `stride` numbers apart.
   void (*grad_weight)(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t stride,
                       void* grad_weight, int64_t count);
 };
 
-// The kernels for current_isa().
-[[gnu::visibility("default")]] const RmsNormKernels& rms_norm_kernels();
-[[gnu::visibility("default")]] const RmsNormBackwardKernels& rms_norm_backward_kernels();
+#pragma GCC visibility push(default)  // for the operators, which are another library
+// The kernels for current_isa(). Those of rms_norm and rms_norm_backward are also those of the operators with sums.
+const RmsNormKernels& rms_norm_kernels();
+const RmsNormBackwardKernels& rms_norm_backward_kernels();
+const ForwardKernels& add_rms_norm_kernels();
+const ForwardKernels& gated_rms_norm_kernels();
+const BackwardKernels& gated_rms_norm_backward_kernels();
+const ForwardKernels& rms_norm_rope_kernels();
+const BackwardKernels& rms_norm_rope_backward_kernels();
+#pragma GCC visibility pop
 
 }  // namespace normops::cpu

@@ -1,0 +1,189 @@
+// The operators on CPU tensors: new memory, the scale, the sums of grad_weight, and which kernels the threads share.
+#include "../launch.h"
+
+#include <ATen/ops/empty_native.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "../backend.h"
+#include "../operators.h"
+#include "huge_pages.h"
+#include "isa.h"
+#include "sharing.h"
+
+namespace normops::cpu {
+namespace {
+
+HeldOrder order_of(const KernelArgs& args) { return {args.dtype(), args.cols, paired_columns(args.rotation)}; }
+
+// weight + weight_offset as the kernels read it, or ones without a weight: the weight itself, where it is just that, or
+// converted: by the threads together where it is long, and otherwise by each for itself, which is quicker than to fetch
+// lines that another core has just written (8 x 4096 bfloat16, 2 threads of a Xeon: 5.5 us instead of 9.5).
+class Scale {
+ public:
+  explicit Scale(const KernelArgs& args)
+      : args_(args),
+        order_(order_of(args)),
+        conversion_(conversion()),
+        shared_(args.dtype(), conversion_ == Conversion::together ? count() : 0) {
+    if (conversion_ != Conversion::together) return;
+    parallel_for_columns(
+        args.weight.groups, order_.held_cols(), kGrainElements,
+        [&](int64_t group, int64_t begin, int64_t end) noexcept { convert(shared_.data(), group, begin, end); });
+  }
+
+  // The numbers that a thread needs for itself, and the scale, which may be in its memory for them.
+  int64_t own_count() const { return conversion_ == Conversion::each ? count() : 0; }
+  const void* in(Scratch& own) const noexcept {
+    if (conversion_ == Conversion::none) return args_.weight.data;
+    if (conversion_ == Conversion::together) return shared_.data();
+    for (int64_t group = 0; group < args_.weight.groups; group++) convert(own.data(), group, 0, order_.held_cols());
+    return own.data();
+  }
+
+ private:
+  enum class Conversion { none, together, each };
+
+  Conversion conversion() const {
+    const DType dtype = args_.dtype();
+    const Weight& weight = args_.weight;
+    if (args_.sums == Sums::wanted && !args_.has(kGradOutput)) return Conversion::none;  // nobody reads it
+    if (weight.data != nullptr && weight.offset == 0 && weight.dtype == dtype && compute_dtype(dtype) == dtype &&
+        order_.is_natural()) {
+      return Conversion::none;
+    }
+    return weight.groups * args_.cols > kGrainElements ? Conversion::together : Conversion::each;
+  }
+
+  int64_t count() const { return args_.weight.groups * order_.held_cols(); }
+
+  // What is held from `begin` to `end` of a group's.
+  void convert(void* scale, int64_t group, int64_t begin, int64_t end) const noexcept {
+    const DType dtype = args_.dtype();
+    const Weight& weight = args_.weight;
+    const int64_t bytes = size_of(compute_dtype(dtype));
+    char* const of_group = static_cast<char*>(scale) + group * order_.held_cols() * bytes;
+    if (weight.data != nullptr) {
+      const char* const data = static_cast<const char*>(weight.data) + group * args_.cols * size_of(weight.dtype);
+      order_.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
+        rms_norm_kernels().scale(dtype, weight.dtype, data + column * size_of(weight.dtype), weight.offset,
+                                 of_group + held * bytes, count);
+      });
+    } else if (compute_dtype(dtype) == DType::float64) {
+      std::fill_n(reinterpret_cast<double*>(of_group) + begin, end - begin, 1.0);
+    } else {
+      std::fill_n(reinterpret_cast<float*>(of_group) + begin, end - begin, 1.0f);
+    }
+  }
+
+  const KernelArgs& args_;
+  HeldOrder order_;
+  Conversion conversion_;
+  OwnScratch shared_;
+};
+
+// grad_weight is summed, for each group of the weight, within chunks of rows and then over the chunks. Chunks of about
+// sqrt(rows) keep both sums, hence the bound on their rounding error, shortest; and as they depend on the number of
+// rows alone, so do the bits of the result.
+int64_t grad_weight_chunk_rows(int64_t rows) {
+  constexpr int64_t kMultiple = 4;  // the kernel's row group
+  const auto root = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(rows))));
+  return (root + kMultiple - 1) / kMultiple * kMultiple;
+}
+
+// The partials of a call, if grad_weight is wanted, and their sum over the chunks. What has no memory has none here,
+// before a gradient is written over an input.
+class PartialSums {
+ public:
+  PartialSums(const KernelArgs& args, int64_t rows_per_chunk)
+      : args_(args),
+        order_(order_of(args)),
+        chunks_(chunk_count(args.rows / args.weight.groups, rows_per_chunk)),
+        partials_(args.dtype(), args.has(kGradWeight) ? chunks_ * args.weight.groups * order_.held_cols() : 0) {}
+
+  void* data() { return args_.has(kGradWeight) ? partials_.data() : nullptr; }
+
+  void finish() {
+    if (!args_.has(kGradWeight)) return;
+    const auto add_up = rms_norm_backward_kernels().grad_weight;
+    const auto& [data, weight_dtype, layout] = args_[kGradWeight];
+    const int64_t groups = args_.weight.groups, bytes = size_of(compute_dtype(args_.dtype()));
+    parallel_for_columns(
+        groups, order_.held_cols(), grain(chunks_), [&](int64_t group, int64_t begin, int64_t end) noexcept {
+          const char* const of_group = static_cast<const char*>(partials_.data()) + group * order_.held_cols() * bytes;
+          char* const sum = static_cast<char*>(data) + group * args_.cols * size_of(weight_dtype);
+          order_.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
+            add_up(args_.dtype(), weight_dtype, of_group + held * bytes, chunks_, groups * order_.held_cols(),
+                   sum + column * size_of(weight_dtype), count);
+          });
+        });
+  }
+
+ private:
+  const KernelArgs& args_;
+  HeldOrder order_;
+  int64_t chunks_;
+  OwnScratch partials_;
+};
+
+// Whether so many tensors of the input's size fill the caches, so that nobody would find an output there.
+bool fill_caches(const KernelArgs& args, int64_t tensors) {
+  // Not sysconf(_SC_LEVEL3_CACHE_SIZE): in virtual machines it may name ten times what there is.
+  constexpr int64_t kCacheBytes = int64_t{32} << 20;
+  return args.rows * args.cols * size_of(args[kInput].dtype) * tensors > kCacheBytes;
+}
+
+void run(const ForwardKernels& kernels, const KernelArgs& args) {
+  run_forward(kernels, {args, fill_caches(args, 2)}, Scale(args));
+}
+
+void run(const BackwardKernels& kernels, KernelArgs& args) {
+  const Scale scale(args);
+  const int64_t rows_per_chunk = grad_weight_chunk_rows(args.rows / args.weight.groups);
+  PartialSums partials(args, rows_per_chunk);
+  args.grad_weight_partials = partials.data();
+  run_backward(kernels, {args, fill_caches(args, args.has(kGate) ? 5 : 3), rows_per_chunk}, scale);
+  partials.finish();
+}
+
+const ForwardKernels& kernels_of(const RmsNorm&) { return rms_norm_kernels().forward; }
+const ForwardKernels& kernels_of(const RmsNormStats&) { return rms_norm_kernels().forward; }
+const ForwardKernels& kernels_of(const RmsNormFromStats&) { return rms_norm_kernels().forward; }
+const ForwardKernels& kernels_of(const AddRmsNorm&) { return add_rms_norm_kernels(); }
+const ForwardKernels& kernels_of(const GatedRmsNorm&) { return gated_rms_norm_kernels(); }
+const ForwardKernels& kernels_of(const RmsNormRope&) { return rms_norm_rope_kernels(); }
+const BackwardKernels& kernels_of(const RmsNormBackward&) { return rms_norm_backward_kernels().backward; }
+const BackwardKernels& kernels_of(const RmsNormBackwardStats&) { return rms_norm_backward_kernels().backward; }
+const BackwardKernels& kernels_of(const RmsNormBackwardFromStats&) { return rms_norm_backward_kernels().backward; }
+const BackwardKernels& kernels_of(const GatedRmsNormBackward&) { return gated_rms_norm_backward_kernels(); }
+const BackwardKernels& kernels_of(const RmsNormRopeBackward&) { return rms_norm_rope_backward_kernels(); }
+
+// What the operator templates need of a backend.
+struct CpuBackend {
+  struct Guard {
+    explicit Guard(c10::Device) {}
+  };
+
+  static Tensor empty_contiguous(const OutputLike& like) {
+    Tensor tensor = at::native::empty_cpu(like.sizes(), like.scalar_type());
+    advise_huge_pages(tensor.mutable_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
+    return tensor;
+  }
+
+  template <class Operator>
+  static void launch(const Operator& arguments, const Written<Operator>& outputs) {
+    Call call(arguments, outputs);
+    run(kernels_of(arguments), call);
+    call.finish();
+  }
+};
+
+}  // namespace
+
+// If there are kernels to launch: without, CPU tensors get the composite as other devices do.
+TORCH_LIBRARY_IMPL(normops, CPU, m) {
+  if (has_kernels()) register_all<BackendKernels<CpuBackend>>(m, Operators());
+}
+
+}  // namespace normops::cpu

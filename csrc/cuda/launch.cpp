@@ -1,0 +1,77 @@
+// The operators on CUDA tensors, on the current stream. They reach the device through torch's device-neutral interface,
+// so that they build against any build of torch.
+#include "../launch.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "../backend.h"
+#include "../operators.h"
+#include "kernels.h"
+
+namespace normops::cuda {
+namespace {
+
+struct ForwardKernels {
+  void (*launch)(const KernelArgs& args, const Device& device, Stream stream);
+};
+struct BackwardKernels {
+  void (*launch)(const KernelArgs& args, const Device& device, Stream stream);
+  int64_t (*partials)(const KernelArgs& args, const Device& device);
+};
+
+constexpr ForwardKernels kRmsNorm = {launch_rms_norm};
+constexpr BackwardKernels kRmsNormBackward = {launch_rms_norm_backward, rms_norm_backward_partials};
+
+ForwardKernels kernels_of(const RmsNorm&) { return kRmsNorm; }
+ForwardKernels kernels_of(const RmsNormStats&) { return kRmsNorm; }
+ForwardKernels kernels_of(const RmsNormFromStats&) { return kRmsNorm; }
+ForwardKernels kernels_of(const AddRmsNorm&) { return {launch_add_rms_norm}; }
+ForwardKernels kernels_of(const GatedRmsNorm&) { return {launch_gated_rms_norm}; }
+ForwardKernels kernels_of(const RmsNormRope&) { return {launch_rms_norm_rope}; }
+BackwardKernels kernels_of(const RmsNormBackward&) { return kRmsNormBackward; }
+BackwardKernels kernels_of(const RmsNormBackwardStats&) { return kRmsNormBackward; }
+BackwardKernels kernels_of(const RmsNormBackwardFromStats&) { return kRmsNormBackward; }
+BackwardKernels kernels_of(const GatedRmsNormBackward&) {
+  return {launch_gated_rms_norm_backward, gated_rms_norm_backward_partials};
+}
+BackwardKernels kernels_of(const RmsNormRopeBackward&) {
+  return {launch_rms_norm_rope_backward, rms_norm_rope_backward_partials};
+}
+
+void run(const ForwardKernels& kernels, const Call& call, Stream stream) {
+  kernels.launch(call, current_device(), stream);
+}
+
+void run(const BackwardKernels& kernels, Call& call, Stream stream) {
+  const Device device = current_device();
+  if (!call.has(kGradWeight)) return kernels.launch(call, device, stream);
+  const auto compute = compute_dtype(call.dtype()) == DType::float64 ? at::kDouble : at::kFloat;
+  const int64_t count = kernels.partials(call, device), cols = call.weight.groups * call.cols;
+  const Tensor partials = at::empty({count, cols}, call.tensor(kGradWeight).options().dtype(compute));
+  call.grad_weight_partials = partials.mutable_data_ptr();
+  kernels.launch(call, device, stream);
+  const RowsArg& dw = call[kGradWeight];
+  launch_grad_weight(call.dtype(), dw.dtype, partials.const_data_ptr(), count, cols, dw.data, stream);
+}
+
+// What the operator templates need of a backend.
+struct CudaBackend {
+  using Guard = c10::DeviceGuard;
+
+  static Tensor empty_contiguous(const OutputLike& like) { return at::empty(like.sizes(), like.options()); }
+
+  template <class Operator>
+  static void launch(const Operator& arguments, const Written<Operator>& outputs) {
+    Call call(arguments, outputs);
+    const c10::Device device = arguments.input.device();
+    run(kernels_of(arguments), call, c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle());
+    call.finish();
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(normops, CUDA, m) { register_all<BackendKernels<CudaBackend>>(m, Operators()); }
+
+}  // namespace normops::cuda
