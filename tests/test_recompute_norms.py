@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import normops
 from normops import recompute_norms
@@ -537,15 +538,18 @@ def test_compiled(operator: Operator, dynamic: bool) -> None:
 
 
 def test_what_is_not_computed_again_in_a_compiled_graph() -> None:
-    """A norm that is not differentiated, one that a checkpoint has, and a sum of another dtype."""
+    """A norm that is not differentiated, one that a checkpoint is to save, and a sum of another dtype."""
     t = problem("cpu")
+    saves_norms = partial(create_selective_checkpoint_contexts, [torch.ops.normops.rms_norm.default])
 
     def fn(x: Tensor, other: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
         frozen = normops.rms_norm(other.detach(), 16) @ matrix
         y, _ = normops.add_rms_norm((x @ matrix).bfloat16(), other, 16, weight)
-        of_checkpoint = checkpoint(lambda x: normops.rms_norm(x @ matrix, 16), x, use_reentrant=False)
+        of_checkpoint = checkpoint(
+            lambda x: normops.rms_norm(x @ matrix, 16).sin(), x, use_reentrant=False, context_fn=saves_norms
+        )
         assert of_checkpoint is not None
-        return frozen + y.float() @ matrix + of_checkpoint @ matrix
+        return frozen + y.square().float() + of_checkpoint @ matrix
 
     found = []
     for recomputes in (False, True):
