@@ -549,7 +549,7 @@ def test_what_is_not_computed_again_in_a_compiled_graph() -> None:
             lambda x: normops.rms_norm(x @ matrix, 16).sin(), x, use_reentrant=False, context_fn=saves_norms
         )
         assert of_checkpoint is not None
-        return frozen + y.square().float() + of_checkpoint @ matrix
+        return frozen + (y * y).float() + of_checkpoint @ matrix
 
     found = []
     for recomputes in (False, True):
