@@ -1,4 +1,4 @@
-// The output of a norm, computed again of what the norm keeps for its own backward: who saves the output need not keep it.
+// The output of a norm, computed again of what the norm keeps for its own backward: who saves it need not keep it.
 #pragma once
 #include <torch/csrc/autograd/function.h>
 
