@@ -96,11 +96,11 @@ def lookalikes(
         LOOKALIKES[name] = Lookalike(made(name, forward), reason, change)
 
 
-def lookalike(reason: str | None, **options: Any) -> Callable[[Forward], Forward]:
-    """Of a forward that is more than an expression."""
+def lookalike(reason: str | None, *, name: str = "", **options: Any) -> Callable[[Forward], Forward]:
+    """Of a forward that is more than an expression, or whose name is no identifier."""
 
     def add(forward: Forward) -> Forward:
-        lookalikes(reason, **options, **{forward.__name__: forward})
+        lookalikes(reason, **options | {name or forward.__name__: forward})
         return forward
 
     return add
@@ -659,7 +659,7 @@ CHANGED: dict[str, Callable[[Any], Any]] = {
     "was given another forward than its class's": lambda m: vars(m).update(forward=lambda x: 2 * x),
 }
 for reason, change in CHANGED.items():
-    lookalikes(reason, after=change, **{reason: lambda self, x: self.weighted(x)})
+    lookalike(reason, name=reason, after=change)(lambda self, x: self.weighted(x))
 
 lookalikes(
     "has the parameters weight, gain, not a weight alone",
