@@ -62,9 +62,9 @@ def backward_kernel(
     weight, partials, groups, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, threads: tl.constexpr,
-    normalized: tl.constexpr, multiplied: tl.constexpr,
+    normalized: tl.constexpr, multiplied: tl.constexpr, overwrites_weight: tl.constexpr,
     gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
-    dgate=None, dgate_inner=None, dgate_outer_stride=None, dgate_inner_stride=None,
+    dgate=None, dgate_inner=1, dgate_outer_stride=0, dgate_inner_stride=0,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
     square_sum=None, square_sum_inner=None, square_sum_outer_stride=None, square_sum_inner_stride=None,
     dot=None, dot_inner=None, dot_outer_stride=None, dot_inner_stride=None, size=None,
@@ -93,7 +93,8 @@ def backward_kernel(
             dw += (tl.zeros((block_rows, block_cols), compute),)
     if parts == 1:
         scale = load_scale(weight, first, first < cols, weight_offset, compute)[None, :]
-        tl.debug_barrier()  # dx of a single row may be the weight, which other threads read as well
+        if overwrites_weight:
+            tl.debug_barrier()  # other threads read it as well
     # In 64 bits, as the last step would wrap around where there are nearly 2^31 rows.
     for start_sample in range(
         program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows

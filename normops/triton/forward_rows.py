@@ -53,7 +53,7 @@ def forward_kernel(
     weight, groups, rows, cols,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, threads: tl.constexpr,
-    normalized: tl.constexpr, multiplied: tl.constexpr,
+    normalized: tl.constexpr, multiplied: tl.constexpr, overwrites_weight: tl.constexpr,
     gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
     alpha: tl.constexpr = 1.0, fuses: tl.constexpr = True,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
@@ -127,8 +127,8 @@ def forward_kernel(
         for part in tl.static_range(parts):
             columns, is_column = part_of_row(first, part, parts, cols)
             scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
-            if rows == groups:
-                tl.debug_barrier()  # y of a single row may be the weight, which other threads read as well
+            if overwrites_weight:
+                tl.debug_barrier()  # other threads read it as well
             result = apply_scale(held[part], rstd, scale, normalized)
             if gate is not None and norm_before_gate:
                 result = cast(result, multiplied) * held_a[part]

@@ -111,6 +111,11 @@ def named_arguments(**given: Rows | None) -> dict[str, Any]:
     }
 
 
+def is_overwritten(weight: Tensor | None, *outputs: Rows | None) -> bool:
+    """Whether an output, which then is a single row, is in the memory of the weight."""
+    return weight is not None and any(rows and rows.tensor.data_ptr() == weight.data_ptr() for rows in outputs)
+
+
 def options(config: RowConfig, device: torch.device) -> dict[str, Any]:
     """The keyword arguments of a launch with this configuration."""
     return {**constants(config), "num_warps": config.warps(lanes_of_warp(device)), **COMPILE_OPTIONS}

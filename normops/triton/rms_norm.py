@@ -13,6 +13,7 @@ from normops.triton.launch import (
     arguments,
     casting_constants,
     compute_type,
+    is_overwritten,
     make_partials,
     named_arguments,
     options,
@@ -56,6 +57,7 @@ def launch_forward(
         *arguments(input), *arguments(residual), *arguments(output), *arguments(residual_out),
         weight, groups, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, output or input, compute),
+        overwrites_weight=is_overwritten(weight, output, residual_out),
         **named_arguments(gate=gate, square_sum=square_sum), size=size, **rest,
         **options(config, input.tensor.device),
     )  # fmt: skip
@@ -92,6 +94,7 @@ def launch_backward(
         *arguments(grad_output), *arguments(input), *arguments(grad_residual), *arguments(grad_input),
         weight, partials, groups, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, grad_output, compute),
+        overwrites_weight=is_overwritten(weight, grad_input, grad_gate),
         **named_arguments(gate=gate, dgate=grad_gate, square_sum=square_sum, dot=dot), size=size,
         activation=activation, norm_before_gate=norm_before_gate,
         **options(config, input.tensor.device),
