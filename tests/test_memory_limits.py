@@ -39,7 +39,9 @@ def test_an_error_and_nothing_else(name: str, happened: dict[str, list[str]]) ->
     *outcomes, end = happened[name]
     assert end == "ended with 0"
     for kind in memory_limits.PROBLEMS:
-        *failed, done = (what for of, what in (outcome.split(": ", 1) for outcome in outcomes) if of == kind)
+        *before, done = (what for of, what in (outcome.split(": ", 1) for outcome in outcomes) if of == kind)
+        # What is left in the heap differs from call to call: a call may be done with less than one that fails.
+        failed = [what for what in before if what != "done"]
         assert failed or "weight" not in memory_limits.CALLS[name][0].names  # which takes none for sums in given memory
         assert all(what.startswith("no memory for ") and what.split()[-1].isdigit() for what in failed), failed
         assert done == "done"
