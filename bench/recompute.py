@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import normops
 from bench import environment
 from bench.tables import Row, Table, format_seconds
 from bench.timing import alternate, host_timer
+from reference.memory import memory_changes
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
@@ -68,11 +68,7 @@ def _ways() -> dict[str, tuple[type[nn.RMSNorm], Callable[[], AbstractContextMan
 
 def held_by(call: Callable[[], Tensor]) -> int:
     """The bytes that a forward holds for its backward, and its result."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        result = call()
-    assert profiler.profiler is not None
-    changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    del result
+    changes, _ = memory_changes(call)
     return sum(changes)
 
 

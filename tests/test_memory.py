@@ -14,7 +14,6 @@ import torch
 from assertions import same_bits
 from calls import Calls
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -26,6 +25,7 @@ from traced_graphs import operators, trace
 import normops
 from reference import cases
 from reference.cases import HALVES
+from reference.memory import memory_changes
 
 ops = torch.ops.normops
 
@@ -118,11 +118,8 @@ def test_saves_the_normalized_tensor_and_the_weight(call: Block, dtypes: tuple[t
 
 def allocations(call: Callable[[], tuple[Tensor, ...]]) -> tuple[list[int], tuple[Tensor, ...]]:
     """The bytes of each tensor that a call makes, sorted, and what it returns."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        result = call()
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    return sorted(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0), result
+    changes, result = memory_changes(call)
+    return sorted(change for change in changes if change > 0), result
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)

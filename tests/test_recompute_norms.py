@@ -18,13 +18,13 @@ from profiles import operators_run
 from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import normops
 from normops import recompute_norms
 from normops.inductor.passes import BeforePartition
 from reference import cases
+from reference.memory import memory_changes
 from reference.operators import OPERATOR_CASES, OPERATORS, Operator, OperatorCase, of_rows
 
 NORMS = [operator for operator in OPERATORS if operator.outputs[0] == "output"]
@@ -101,11 +101,8 @@ def gradients(loss: Tensor, t: list[Tensor], **options: Any) -> tuple[Tensor | N
 
 def held(call: Callable[[], object]) -> tuple[int, object]:
     """The bytes that a call has allocated and not freed."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        result = call()
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    return sum(event.nbytes() for event in events if event.name() == "[memory]"), result
+    changes, result = memory_changes(call)
+    return sum(changes), result
 
 
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
