@@ -63,11 +63,11 @@ def backward_kernel(
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, threads: tl.constexpr,
     normalized: tl.constexpr, multiplied: tl.constexpr, overwrites_weight: tl.constexpr,
-    gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
+    gate=None, gate_inner=1, gate_outer_stride=0, gate_inner_stride=0,
     dgate=None, dgate_inner=1, dgate_outer_stride=0, dgate_inner_stride=0,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
-    square_sum=None, square_sum_inner=None, square_sum_outer_stride=None, square_sum_inner_stride=None,
-    dot=None, dot_inner=None, dot_outer_stride=None, dot_inner_stride=None, size=None,
+    square_sum=None, square_sum_inner=1, square_sum_outer_stride=0, square_sum_inner_stride=0,
+    dot=None, dot_inner=1, dot_outer_stride=0, dot_inner_stride=0, size=None,
 ):  # fmt: skip
     """dx = dy * rstd * w - x * c + residual; this program's rows' part of dw = sum of dy * rstd * x.
 

@@ -54,10 +54,10 @@ def forward_kernel(
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, threads: tl.constexpr,
     normalized: tl.constexpr, multiplied: tl.constexpr, overwrites_weight: tl.constexpr,
-    gate=None, gate_inner=None, gate_outer_stride=None, gate_inner_stride=None,
+    gate=None, gate_inner=1, gate_outer_stride=0, gate_inner_stride=0,
     alpha: tl.constexpr = 1.0, fuses: tl.constexpr = True,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
-    square_sum=None, square_sum_inner=None, square_sum_outer_stride=None, square_sum_inner_stride=None, size=None,
+    square_sum=None, square_sum_inner=1, square_sum_outer_stride=0, square_sum_inner_stride=0, size=None,
 ):  # fmt: skip
     """y = h * rstd * w, where h = x, or alpha * x + residual. Row r has the weight of group r % groups.
 

@@ -111,7 +111,7 @@ def named_arguments(**given: Rows | None) -> dict[str, Any]:
     }
 
 
-def is_overwritten(weight: Tensor | None, *outputs: Rows | None) -> bool:
+def is_overwritten(weight: Tensor | None, *outputs: Rows | NestedRows | None) -> bool:
     """Whether an output, which then is a single row, is in the memory of the weight."""
     return weight is not None and any(rows and rows.tensor.data_ptr() == weight.data_ptr() for rows in outputs)
 

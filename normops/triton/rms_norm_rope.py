@@ -17,6 +17,7 @@ from normops.triton.launch import (
     casting_constants,
     compute_type,
     index_type,
+    is_overwritten,
     make_partials,
     nested_arguments,
     options,
@@ -223,7 +224,7 @@ def rope_backward_kernel(
     cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr,
     interleaved: tl.constexpr, angle_of_pair: tl.constexpr,
     weight_offset: tl.constexpr, eps: tl.constexpr, compute: tl.constexpr, index: tl.constexpr,
-    normalized: tl.constexpr, multiplied: tl.constexpr,
+    normalized: tl.constexpr, multiplied: tl.constexpr, overwrites_weight: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, rest_parts: tl.constexpr,
     threads: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +253,8 @@ def rope_backward_kernel(
             of_rows = tl.broadcast_to(columns, (block_rows, block_cols))
             w += (load_scale(weight, of_rows, each_row & is_column, weight_offset, compute),)
             dw += (tl.zeros((block_rows, block_cols), compute),)
-        tl.debug_barrier()  # dx of a single row may be the weight, which other threads read as well
+        if overwrites_weight:
+            tl.debug_barrier()  # other threads read it as well
     for start_sample in range(
         program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows
     ):
@@ -416,6 +418,7 @@ def launch_rope_backward(
         *rotation_arguments(rotation), weight, partials, groups, rows,
         **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
         compute=compute, index=index_type(rows), **casting_constants(casting, grad_output, compute),
-        rest_parts=rest_parts, **options(config, input.tensor.device),
+        overwrites_weight=is_overwritten(weight, grad_input), rest_parts=rest_parts,
+        **options(config, input.tensor.device),
     )  # fmt: skip
     return None if partials is None else partials.view(-1, groups * cols).sum(0)
