@@ -1,0 +1,124 @@
+"""Outputs of norms that compiled graphs do not keep for the backward."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from adopted_graphs import compiled_with_passes, norms
+from assertions import assert_same_bits
+from norms_between_layers import BACKWARD, FORWARD, FUNCTIONS, first, gradients, problem
+from profiles import operators_run
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import normops
+from normops.inductor.passes import BeforePartition
+from reference.operators import Operator, of_rows
+
+
+def compiled_block(operator: Operator) -> Callable[..., Tensor]:
+    norm = of_rows(operator, 16)
+
+    def call(x: Tensor, other: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+        y = first(norm(x @ matrix, other, weight))
+        return (y.view(-1, 16) @ matrix.sin()).square() + (y @ matrix.cos()).view(-1, 16)
+
+    return call
+
+
+def saved_bytes(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """Of what is no leaf."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not tensor.is_leaf or not tensor.requires_grad:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        return call(), sum(storages.values())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+@pytest.mark.covering(core=1)
+def test_compiled(operator: Operator, dynamic: bool) -> None:
+    """The output and its views are no longer kept: the norm, or that of the sum, is in the backward as well."""
+    t, found = problem("cpu"), []
+    for recomputes in (False, True):
+        call, graphs = compiled_with_passes(compiled_block(operator), dynamic=dynamic, recompute_norms=recomputes)
+        loss, saved = saved_bytes(lambda: call(*t))  # noqa: B023  called at once
+        found.append((gradients(loss, t), saved, norms(graphs.forward), norms(graphs.backward)))
+    (expected, before, forward, backward), (actual, after, forward_again, backward_again) = found
+    assert_same_bits(actual, expected)
+    assert before - after == t[0].nbytes
+    assert forward_again == forward == [operator.name]
+    again = "rms_norm" if operator.name == "add_rms_norm" else operator.name
+    assert sorted(backward_again) == sorted([*backward, again])
+
+
+def test_what_is_not_computed_again_in_a_compiled_graph() -> None:
+    """A norm that is not differentiated, one that a checkpoint is to save, and a sum of another dtype."""
+    t = problem("cpu")
+    saves_norms = partial(create_selective_checkpoint_contexts, [torch.ops.normops.rms_norm.default])
+
+    def fn(x: Tensor, other: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+        frozen = normops.rms_norm(other.detach(), 16) @ matrix
+        y, _ = normops.add_rms_norm((x @ matrix).bfloat16(), other, 16, weight)
+        of_checkpoint = checkpoint(
+            lambda x: normops.rms_norm(x @ matrix, 16).sin(), x, use_reentrant=False, context_fn=saves_norms
+        )
+        assert of_checkpoint is not None
+        return frozen + (y * y).float() + of_checkpoint @ matrix
+
+    found = []
+    for recomputes in (False, True):
+        call, graphs = compiled_with_passes(fn, recompute_norms=recomputes)
+        loss, saved = saved_bytes(lambda: call(*t))  # noqa: B023  called at once
+        found.append((gradients(loss, t), saved, norms(graphs.backward)))
+    (expected, before, backward), (actual, after, backward_again) = found
+    assert_same_bits(actual, expected)
+    assert (before, backward) == (after, backward_again)
+
+
+def test_options() -> None:
+    """Ours take the place of ours, others stay, and Inductor's caches tell them apart."""
+    name = "joint_custom_post_pass"
+
+    class Other(CustomGraphPass):
+        def __call__(self, graph: object) -> None: ...
+        def uuid(self) -> str:
+            return "other"
+
+    other = Other()
+    options = normops.inductor_options({name: other}, recompute_norms=True)
+    assert options[name].before == (other,)
+    assert normops.inductor_options(options, recompute_norms=True)[name].before == (other,)
+    taken_back = normops.inductor_options(options)[name]
+    assert taken_back.before == (other,)
+    assert not isinstance(taken_back, BeforePartition)
+    assert name not in normops.inductor_options()
+    assert len({options[name].uuid(), taken_back.uuid(), other.uuid()}) == 3
+
+
+@pytest.mark.parametrize("way", ["options", "backend", "backend and options"])
+def test_inductor(way: str) -> None:
+    t = problem("cpu", (64, 16))
+    ours = normops.inductor_options(recompute_norms=True)
+    ways: dict[str, dict[str, Any]] = {
+        "options": {"options": ours},
+        "backend": {"backend": "normops", "options": {"recompute_norms": True}},
+        "backend and options": {"backend": "normops", "options": ours},
+        "without": {"options": normops.inductor_options()},
+    }
+    for options, counts in ((ways[way], 2), (ways["without"], 1)):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *t: F.rms_norm(t[0] @ t[3], (16,), t[2]) @ t[3], fullgraph=True, **options)
+        torch.autograd.backward(compiled(*t), t[0].detach())
+        ran = operators_run(lambda: torch.autograd.backward(compiled(*t), t[0].detach()))  # noqa: B023  at once
+        assert ran == [FORWARD] * counts + [BACKWARD]
