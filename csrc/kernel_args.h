@@ -42,8 +42,8 @@ struct RowsArg {
   RowLayout layout;
 };
 
-// Of what is not there.
-inline constexpr RowsArg kNoRows = {};
+// Of what is not there: rows without end, all at null.
+inline constexpr RowsArg kNoRows = {nullptr, DType::float32, {1, {INT64_MAX}, {0}}};
 
 // One row of the weight for each group: row r of the input is of group r % groups.
 struct Weight {

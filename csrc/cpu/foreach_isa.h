@@ -4,9 +4,11 @@
 //
 // Standard headers come first: an inline function of theirs that was compiled for a
 // wide instruction set could be the copy that the linker keeps for everybody.
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <type_traits>
 #include <utility>

@@ -1,4 +1,7 @@
-// What the forward kernels have in common: rows that come from a Source are summed, then normalized and written.
+// What the forward kernels have in common: the rows h that an Operator forms are summed, then normalized and written:
+//   y = h * rstd * scale, rstd = 1 / sqrt(mean(h^2) + eps)
+// From below: forward_rows() cuts the rows of a call into runs in which all tensors advance by fixed strides,
+// process_tiles() walks over such a run, WrittenRow forms and writes a row's blocks.
 #include "row_access.inl"
 #include "row_config.h"
 #include "row_sums.inl"
@@ -6,129 +9,155 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// What an epilogue has that says nothing else. An Epilogue makes of a row that has been summed what is written:
-//   block(column, extent): what is normalized
-//   static constexpr bool kFinishes: whether finish() changes anything
-//   static constexpr Pairing kPairing: whether some columns are finished in pairs, those that `paired` tells
-//   finish(parts, y, column, extent): turns normalized blocks times the scale, as many as the parts are, into what is
-//     written. The first block begins with `column`.
-template <class R>
-struct Epilogue {
-  static constexpr bool kFinishes = false;
-  static constexpr Pairing kPairing = Pairing::none;
-  static constexpr PairedColumns paired = {};
-
-  template <class Extent>
-  NORMOPS_INLINE void finish(const OnePart&, Block<R> (&)[1], int64_t, Extent) const {}
-};
-
-// For numbers that lie in memory, are normalized as they are, and written as they are then.
-template <class R>
-struct GivenNumbers : Epilogue<R> {
-  const R* data;
-
-  explicit GivenNumbers(const R* data) : data(data) {}
-  template <class Extent>
-  NORMOPS_INLINE Block<R> block(int64_t column, Extent extent) const {
-    return load<R>(data + column, extent);
-  }
-};
-
-// Of the row of T after the current one.
-template <class T>
-NORMOPS_INLINE void prefetch_next(const EvenRows& rows, int64_t column) {
-  prefetch(rows.row + rows.stride + column * static_cast<int64_t>(sizeof(T)));
-}
-
 // When the row after the current one is prefetched, beside what the processor fetches by itself.
 enum class Ahead { when_streaming, when_summed, when_written };
 
-// A Source is where the rows come from that are summed and normalized. It has
-//   using Element: the type in whose order blocks are held
-//   static constexpr
-//     kCostly: whether most time goes to forming blocks, and neither to memory nor to choosing between cases at run
-//       time; then there is less code, of which each piece serves more cases
-//     kAhead
-//     kFetchesOutput: whether the row of the output is prefetched while a row is summed that goes by itself
-//   a constructor of (const CpuArgs&, row)
-//   each(visit): calls visit(iterator) for each of its tensors
-//   next_even(count): the next rows, as Rows
-//   static constexpr bool kGivesSums, if it does: whether Rows have the sum of the squares of each, so that none is
-//     formed
-// Rows have
-//   each(visit): calls visit(EvenRows) for each tensor
-//   row(r): the current Row, which is the r-th of its tile
-//   rstd(eps), of the current one, if sums are given
-//   prefetch(column): of the row after it
-// A Row has
-//   squares(): a term for fold_span, which adds the squares of a block to an accumulator
-//   epilogue(): called when the squares have been summed
-// This one's rows are those of the input.
-template <class T>
-class InputRows {
- public:
-  using Element = T;
-  static constexpr bool kCostly = false;
+// An Operator is a row: where each of its tensors has it, and what else its blocks are made of. T is the type of the
+// output, R that in whose order blocks are held. It has
+//   kTensors: those that it has beside the output and the scale
+//   kCostly: whether most time goes to forming blocks, and neither to memory nor to choosing between cases at run
+//     time; then there is less code, of which each piece serves more cases
+//   kAhead
+//   kFetchesOutput: whether the row of the output is prefetched while a row is summed that goes by itself
+//   kPairing: how columns are finished
+//   WithSums, if sums may be given or wanted: the same, with square_sum among its tensors
+//   Shared: what all rows have in common, made of the arguments
+//   a constructor of (rows, const Shared&, r), of row r of a tile; rows.row<kInput, const T>() finds that of the input
+//   h<kSums>(column, extent): the block that is summed, and, when the row is written, normalized
+//   finish(parts, y, column, extent), if it has that: makes of normalized blocks times the scale, as many as the parts
+//     are and of which the first begins with `column`, what is written
+//   prefetch(column)
+template <class T, class R = T>
+struct Operator {
+  using Output = T;
+  using Element = R;
+  static constexpr bool kCostly = false, kFetchesOutput = false;
   static constexpr Ahead kAhead = Ahead::when_streaming;
-  static constexpr bool kFetchesOutput = false;
-
-  struct Row {
-    const T* x;
-    auto squares() const { return squares_of(x); }
-    auto epilogue() const { return GivenNumbers<T>(x); }
+  static constexpr Pairing kPairing = Pairing::none;
+  struct Shared {
+    explicit Shared(const CpuArgs&) {}
   };
+};
 
-  struct Rows {
-    EvenRows x;
+// In the place of a tensor: what is held of a row from its sum on, see holds_in_output().
+constexpr auto kHeld = static_cast<TensorIndex>(kTensorCount);
 
-    template <class Visit>
-    void each(Visit visit) {
-      visit(x);
-    }
-    Row row(int) const { return {x.at<const T>()}; }
-    NORMOPS_INLINE void prefetch(int64_t column) const { prefetch_next<T>(x, column); }
-  };
+template <class Operator>
+constexpr int kRowsOf = 2 + static_cast<int>(std::size(Operator::kTensors));
 
-  InputRows(const CpuArgs& args, int64_t row) : x_(args[kInput], row) {}
+// Where a table of rows has a tensor: behind the output and the scale.
+template <class Operator>
+constexpr int row_of(TensorIndex tensor) {
+  return tensor == kOutput ? 0 : tensor == kWeight ? 1 : 2 + place_of<Operator>(tensor);
+}
+
+// The current rows of an operator's tensors; in the place of the weight, the scale. They lie one after another, each
+// with its strides: beside each other, GCC 12 adds the strides to the rows in vector registers. They are passed on by
+// reference: copied, they go through the stack, in steps that pointers are loaded from at once (up to 2.7 of the time).
+template <class Operator>
+struct CurrentRows {
+  EvenRows of[kRowsOf<Operator>];
+
+  template <TensorIndex tensor, class T>
+  NORMOPS_INLINE T* row() const {
+    constexpr int kRow = row_of<Operator>(tensor);
+    return of[kRow].template at<T>();
+  }
+  template <class Visit>
+  NORMOPS_INLINE void each(Visit visit) {
+    [&]<int... i>(std::integer_sequence<int, i...>)
+        NORMOPS_INLINE_LAMBDA { (visit(of[i]), ...); }(std::make_integer_sequence<int, kRowsOf<Operator>>());
+  }
+};
+
+// Those behind them.
+template <class Operator>
+struct NextRows {
+  const CurrentRows<Operator>& current;
+
+  template <TensorIndex tensor, class T>
+  NORMOPS_INLINE T* row() const {
+    constexpr int kRow = row_of<Operator>(tensor);
+    EvenRows rows = current.of[kRow];
+    rows.next();
+    return rows.template at<T>();
+  }
+};
+
+// The rows of an operator's tensors, from one on.
+template <class Operator>
+class OperatorRows {
+ public:
+  OperatorRows(const CpuArgs& args, int64_t row) : OperatorRows(args, row, Places()) {}
+  OperatorRows(const OperatorRows&) = delete;
 
   template <class Visit>
   void each(Visit visit) {
-    visit(x_);
+    for (const RowIterator& rows : rows_) visit(rows);
   }
-  Rows next_even(int64_t count) { return {x_.next_even(count)}; }
+  CurrentRows<Operator> next_even(int64_t count) {
+    CurrentRows<Operator> current;
+    for (int i = 0; i < kRowsOf<Operator>; i++) current.of[i] = rows_[i].next_even(count);
+    return current;
+  }
 
  private:
-  RowIterator x_;
-};
+  using Places = std::make_integer_sequence<int, kRowsOf<Operator>>;
 
-template <class Source>
-constexpr bool gives_sums() {
-  if constexpr (requires { Source::kGivesSums; }) return Source::kGivesSums;
-  return false;
-}
+  template <int... i>
+  OperatorRows(const CpuArgs& args, int64_t row, std::integer_sequence<int, i...>)
+      : scale_(scale_rows(args)),
+        held_(held_rows(args)),
+        rows_{RowIterator(i == 0   ? args[kOutput]
+                          : i == 1 ? scale_
+                                   : rows_of(args, Operator::kTensors[i < 2 ? 0 : i - 2]),
+                          row)...} {}
 
-// Where rows are written, their scales, and where results are rounded on the way.
-template <class T, class R>
-struct OutputRows {
-  EvenRows y, scale;
-  Casting casting;
-
-  template <class Visit>
-  void each(Visit visit) {
-    visit(y);
-    visit(scale);
+  // Those of the groups, one after another, over and over again.
+  static RowsArg scale_rows(const CpuArgs& args) {
+    const int64_t groups = args.weight.groups;
+    RowsArg rows = kNoRows;
+    rows.data = const_cast<void*>(args.scale);
+    if (groups > 1) {
+      const auto bytes = static_cast<int64_t>(sizeof(compute_t<typename Operator::Element>));
+      rows.layout = {2, {INT64_MAX / groups, groups}, {0, held_cols<Operator>(args) * bytes}};
+    }
+    return rows;
   }
+  static RowsArg held_rows(const CpuArgs& args) {
+    if (place_of<Operator>(kHeld) >= 0 && holds_in_output(args)) return args[kOutput];
+    RowsArg rows = kNoRows;
+    rows.data = args.held;
+    return rows;
+  }
+  const RowsArg& rows_of(const CpuArgs& args, TensorIndex tensor) { return tensor == kHeld ? held_ : args[tensor]; }
+
+  const RowsArg scale_, held_;
+  RowIterator rows_[kRowsOf<Operator>];
 };
 
-// The scales as rows of a tensor: those of the groups, one after another, over and over again.
-template <class Source>
-RowsArg scale_rows(const CpuArgs& args) {
-  constexpr DType dtype = compute_dtype(kDType<typename Source::Element>);
-  const int64_t groups = args.weight.groups;
-  const RowLayout one = {1, {INT64_MAX}, {0}},
-                  each = {2, {INT64_MAX / groups, groups}, {0, held_cols<Source>(args) * size_of(dtype)}};
-  return {const_cast<void*>(args.scale), dtype, groups == 1 ? one : each};
+// A term for fold_span, which adds the squares of a block to an accumulator.
+template <class Operator>
+NORMOPS_INLINE auto squares_of(const Operator& row) {
+  return [row](int64_t column, auto extent, const Block<typename Operator::Element>& sum) NORMOPS_INLINE_LAMBDA {
+    const auto h = row.template h<true>(column, extent);
+    return fma(h, h, sum);
+  };
 }
+
+// A row of the input.
+template <class T>
+struct InputRow : Operator<T> {
+  const T* x;
+
+  template <class Rows>
+  explicit NORMOPS_INLINE InputRow(const Rows& rows) : x(rows.template row<kInput, const T>()) {}
+  template <bool, class Extent>
+  NORMOPS_INLINE Block<T> h(int64_t column, Extent extent) const {
+    return load<T>(x + column, extent);
+  }
+  NORMOPS_INLINE void prefetch(int64_t column) const { NORMOPS_ISA::prefetch(x + column); }
+};
 
 // Whether rows of T are rounded on the way to being written.
 template <class T>
@@ -136,10 +165,13 @@ NORMOPS_INLINE bool casts(Casting casting) {
   return sizeof(T) == 2 && casting.any();
 }
 
-// A row whose sum is known, to be written: what its epilogue makes of h * rstd * w. kCasts: see casts().
-template <class T, class R, class Epilogue, class Way, bool kCasts>
+// A row whose sum is known, to be written: h * rstd * w, or what the operator makes of it. kCasts: see casts().
+template <class Operator, class Way, bool kCasts>
 struct WrittenRow {
-  Epilogue epilogue;
+  using T = typename Operator::Output;
+  using R = typename Operator::Element;
+  static constexpr bool kFinishes = requires { &Operator::template finish<OnePart, Whole>; };
+  Operator row;
   const compute_t<R>* scale;
   T* y;
   Block<R> rstd;
@@ -150,11 +182,11 @@ struct WrittenRow {
   NORMOPS_INLINE void form(const Parts& parts, int64_t column, Extent extent, Block<R> (&blocks)[Parts::kCount]) const {
 #pragma GCC unroll 2
     for (int p = 0; p < Parts::kCount; p++) {
-      const Block<R> h = epilogue.block(parts.column(column, p), extent);
+      const Block<R> h = row.template h<false>(parts.column(column, p), extent);
       blocks[p] = cast(h * rstd, casting.normalized) * load_held<R>(scale + parts.held(column, p));
-      if constexpr (Epilogue::kFinishes) blocks[p] = cast(blocks[p], casting.multiplied);
+      if constexpr (kFinishes) blocks[p] = cast(blocks[p], casting.multiplied);
     }
-    epilogue.finish(parts, blocks, column, extent);
+    if constexpr (kFinishes) row.finish(parts, blocks, column, extent);
   }
 
   template <class Parts, class Extent>
@@ -169,8 +201,10 @@ struct WrittenRow {
   // Writes columns [begin, end), and calls prefetch(column) for each block.
   template <Rest kRest, class Prefetch>
   NORMOPS_INLINE void write(int64_t begin, int64_t end, Prefetch prefetch) const {
-    each_stretch<R, Epilogue::kPairing>(
-        epilogue.paired, begin, end, [=, *this](const auto& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
+    PairedColumns paired;
+    if constexpr (Operator::kPairing != Pairing::none) paired = row.paired();
+    each_stretch<R, Operator::kPairing>(
+        paired, begin, end, [=, *this](const auto& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
           write_stretch<kRest>(parts, begin, end, prefetch);
         });
   }
@@ -204,7 +238,7 @@ struct WrittenRow {
 #pragma GCC unroll 4
         for (int i = 0; i < kBlocks; i++) store(parts, column + i * kLanes<R>, Whole{}, blocks[i]);
       }
-      if constexpr (kRest == Rest::none && Epilogue::kPairing == Pairing::none) return;
+      if constexpr (kRest == Rest::none && Operator::kPairing == Pairing::none) return;
     }
     for_each_block<R>(column, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
       Block<R> blocks[kCount];
@@ -214,28 +248,29 @@ struct WrittenRow {
   }
 };
 
-template <bool kCasts, class R, class Source, class T, class Way>
-NORMOPS_INLINE auto written_row(const typename Source::Rows& rows, int r, const OutputRows<T, R>& outputs,
-                                compute_t<R> rstd, Way streams) {
-  const auto epilogue = rows.row(r).epilogue();
-  return WrittenRow<T, R, std::remove_const_t<decltype(epilogue)>, Way, kCasts>{
-      epilogue,
-      outputs.scale.template at<const compute_t<R>>(),
-      outputs.y.template at<T>(),
-      broadcast<R>(rstd),
-      outputs.casting,
-      streams};
+template <bool kCasts, class Operator, class Way>
+NORMOPS_INLINE auto written_row(const CurrentRows<Operator>& rows, const typename Operator::Shared& shared, int r,
+                                compute_t<typename Operator::Element> rstd, Casting casting, Way streams) {
+  using R = typename Operator::Element;
+  return WrittenRow<Operator, Way, kCasts>{Operator(rows, shared, r),
+                                           rows.template row<kWeight, const compute_t<R>>(),
+                                           rows.template row<kOutput, typename Operator::Output>(),
+                                           broadcast<R>(rstd),
+                                           casting,
+                                           streams};
 }
 
 // Writes the first of `rows`.
-template <bool kCasts, Rest kRest, class Source, class T, class R, class Way>
-NORMOPS_INLINE void write_row(const typename Source::Rows& rows, int r, const OutputRows<T, R>& outputs,
-                              compute_t<R> rstd, int64_t cols, Way streams) {
+template <bool kCasts, Rest kRest, class Operator, class Way>
+NORMOPS_INLINE void write_row(const CurrentRows<Operator>& rows, const typename Operator::Shared& shared, int r,
+                              compute_t<typename Operator::Element> rstd, Casting casting, int64_t cols, Way streams) {
   // Not const: GCC 12 makes two hundredths more of all kernels then.
-  auto row = written_row<kCasts, R, Source>(rows, r, outputs, rstd, streams);
-  row.template write<kRest>(0, cols, [rows, streams](int64_t column) NORMOPS_INLINE_LAMBDA {
-    const bool is_wanted = Source::kAhead == Ahead::when_streaming ? streams : Source::kAhead == Ahead::when_written;
-    if (is_wanted) rows.prefetch(column);
+  auto row = written_row<kCasts>(rows, shared, r, rstd, casting, streams);
+  const Operator next(NextRows<Operator>{rows}, shared, r);
+  row.template write<kRest>(0, cols, [next, streams](int64_t column) NORMOPS_INLINE_LAMBDA {
+    const bool is_wanted =
+        Operator::kAhead == Ahead::when_streaming ? streams : Operator::kAhead == Ahead::when_written;
+    if (is_wanted) next.prefetch(column);
   });
 }
 
@@ -258,10 +293,10 @@ NORMOPS_INLINE Stretches common_stretches(int64_t rows, Each each) {
   return result;
 }
 
-// Calls visit(r) for `count` rows, and moves all tensors of `rows` on behind each. Rows are not counted one by one, and
-// not for each tensor: that takes registers, and narrow rows took up to a third more time.
-template <class Visit, class... Rows>
-NORMOPS_INLINE void walk(Stretches& stretches, int64_t count, Visit visit, Rows&... rows) {
+// Calls visit(r) for `count` rows, and moves `rows` on behind each. Rows are not counted one by one, and not for each
+// tensor: that takes registers, and narrow rows took up to a third more time.
+template <class Rows, class Visit>
+NORMOPS_INLINE void walk(Stretches& stretches, int64_t count, Rows& rows, Visit visit) {
   for (int r = 0; count > 0;) {
     int64_t together = stretches.left < count ? stretches.left : count;
     stretches.left -= together;
@@ -269,165 +304,161 @@ NORMOPS_INLINE void walk(Stretches& stretches, int64_t count, Visit visit, Rows&
 #pragma GCC unroll 1
     for (; together > 0; together--, r++) {
       visit(r);
-      (rows.each([](auto& tensor) { tensor.next(); }), ...);
+      rows.each([](EvenRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next(); });
     }
     if (stretches.left > 0) continue;
     stretches.left = stretches.size;
-    (rows.each([](auto& tensor) { tensor.next_stretch(); }), ...);
+    rows.each([](EvenRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next_stretch(); });
   }
 }
 
+template <class Operator>
+constexpr bool kHasSums = place_of<Operator>(kSquareSum) >= 0;
+
 // Tiles of kRows rows: each is summed, then written. All addresses stay in registers, which matters: a load waits for
 // any store that is still on its way to memory and whose address has the same low 12 bits. Those stores cover most such
-// addresses, and a pointer that has to be loaded holds up all that is read through it.
-template <int kRows, bool kCasts, Rest kRest, class Source, class T, class R, class Way>
-[[gnu::noinline]] void process_tiles(typename Source::Rows rows, OutputRows<T, R> outputs, Stretches& stretches,
-                                     int64_t tiles, int64_t cols, double eps, Way streams) {
-  const auto fold = [cols, streams](const typename Source::Rows& rows, int r, int64_t begin,
-                                    const char* y) NORMOPS_INLINE_LAMBDA {
-    const auto squares = rows.row(r).squares();
+// addresses, and a pointer that has to be loaded holds up all that is read through it. So no closure is called by
+// another one here: GCC 12 would keep the rows on the stack (1.1 of the time of narrow ones).
+template <int kRows, bool kCasts, Rest kRest, class Operator, class Way>
+[[gnu::noinline]] void process_tiles(CurrentRows<Operator> rows, typename Operator::Shared shared, Casting casting,
+                                     Stretches& stretches, int64_t tiles, int64_t cols, int64_t size, double eps,
+                                     Way streams) {
+  using R = typename Operator::Element;
+  const auto fold = [cols, &shared, streams](const CurrentRows<Operator>& rows, int r,
+                                             int64_t begin) NORMOPS_INLINE_LAMBDA {
+    const auto squares = squares_of(Operator(rows, shared, r));
+    const Operator next(NextRows<Operator>{rows}, shared, r);
+    const auto* const y = rows.template row<kOutput, typename Operator::Output>();
     return fold_span<R, kRest>(begin, span_end(begin, cols),
-                               [=, &rows](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
-                                 if (Source::kAhead == Ahead::when_summed) rows.prefetch(column);
-                                 if (Source::kFetchesOutput && kRows == 1 && !streams) prefetch(y + column * sizeof(T));
+                               [=](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+                                 if (Operator::kAhead == Ahead::when_summed) next.prefetch(column);
+                                 if (Operator::kFetchesOutput && kRows == 1 && !streams) prefetch(y + column);
                                  return squares(column, extent, sum);
                                });
   };
-  if constexpr (gives_sums<Source>()) {
-    walk(
-        stretches, tiles,
-        [&](int) NORMOPS_INLINE_LAMBDA {
-          write_row<kCasts, kRest, Source>(rows, 0, outputs, rows.rstd(eps), cols, streams);
-        },
-        rows, outputs);
+  if constexpr (kHasSums<Operator>) {
+    walk(stretches, tiles, rows, [&](int) NORMOPS_INLINE_LAMBDA {
+      const auto* const sum = rows.template row<kSquareSum, const compute_t<R>>();
+      const compute_t<R> rstd = rstd_of<R>(admitted_number<R>(*sum), size, eps);
+      write_row<kCasts, kRest>(rows, shared, 0, rstd, casting, cols, streams);
+    });
   } else if constexpr (kRows == 1) {
-    walk(
-        stretches, tiles,
-        [&](int) NORMOPS_INLINE_LAMBDA {
-          // The first span by itself: beside a loop over all, GCC 12 spills two of AVX2's accumulators (a fifth).
-          double square_sum = sum_of<R>(fold(rows, 0, 0, outputs.y.row));
-          for (int64_t begin = kSpan; begin < cols; begin += kSpan) {
-            square_sum += sum_of<R>(fold(rows, 0, begin, outputs.y.row));
-          }
-          write_row<kCasts, kRest, Source>(rows, 0, outputs, rstd_of<R>(square_sum, cols, eps), cols, streams);
-        },
-        rows, outputs);
+    walk(stretches, tiles, rows, [&](int) NORMOPS_INLINE_LAMBDA {
+      // The first span by itself: beside a loop over all, GCC 12 spills two of AVX2's accumulators (a fifth).
+      double square_sum = sum_of<R>(fold(rows, 0, 0));
+      for (int64_t begin = kSpan; begin < cols; begin += kSpan) square_sum += sum_of<R>(fold(rows, 0, begin));
+      write_row<kCasts, kRest>(rows, shared, 0, rstd_of<R>(square_sum, size, eps), casting, cols, streams);
+    });
   } else {
     auto summed = rows;
     Stretches to_sum = stretches;
     for (; tiles > 0; tiles--) {
       Folded<R> folded[kRows];
       compute_t<R> rstd[kRows];
-      walk(to_sum, kRows, [&](int r) NORMOPS_INLINE_LAMBDA { folded[r] = fold(summed, r, 0, nullptr); }, summed);
+      walk(to_sum, kRows, summed, [&](int r) NORMOPS_INLINE_LAMBDA { folded[r] = fold(summed, r, 0); });
       for (int r = 0; r < kRows; r += 4) sums_of<R>(folded + r, rstd + r);
-      for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(rstd[r], cols, eps);
-      walk(
-          stretches, kRows,
-          [&](int r)
-              NORMOPS_INLINE_LAMBDA { write_row<kCasts, kRest, Source>(rows, r, outputs, rstd[r], cols, streams); },
-          rows, outputs);
+      for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(rstd[r], size, eps);
+      walk(stretches, kRows, rows, [&](int r) NORMOPS_INLINE_LAMBDA {
+        write_row<kCasts, kRest>(rows, shared, r, rstd[r], casting, cols, streams);
+      });
     }
   }
 }
 
-template <class T, class Source>
+// Writes the sums of the squares of rows, as they are formed where these are normalized.
+template <class Operator>
+void sum_tiles(CurrentRows<Operator> rows, const typename Operator::Shared& shared, Stretches& stretches,
+               int64_t cols) {
+  using R = typename Operator::Element;
+  walk(stretches, stretches.count, rows, [&](int) NORMOPS_INLINE_LAMBDA {
+    double square_sum = 0;
+    for (int64_t begin = 0; begin < cols; begin += kSpan) {
+      const auto squares = squares_of(Operator(rows, shared, 0));
+      square_sum += sum_of<R>(fold_span<R, Rest::looped>(begin, span_end(begin, cols), squares));
+    }
+    *rows.template row<kSquareSum, compute_t<R>>() = static_cast<compute_t<R>>(square_sum);
+  });
+}
+
+template <class Operator>
 void forward_rows(const CpuArgs& args, int64_t begin, int64_t end) {
-  using R = typename Source::Element;
+  using T = typename Operator::Output;
+  using R = typename Operator::Element;
+  if constexpr (!kHasSums<Operator> && requires { typename Operator::WithSums; }) {
+    if (args.sums != Sums::formed) return forward_rows<typename Operator::WithSums>(args, begin, end);
+  }
   const int64_t cols = args.cols, bytes = cols * static_cast<int64_t>(sizeof(R));
-  const bool streams = args.stream && begins_with_lines(args[kOutput]) && held_order<Source>(args).has_lines(sizeof(T));
-  const bool is_tiled = !gives_sums<Source>() && bytes <= tiled_bytes(NORMOPS_VECTOR_BYTES, sizeof(R),
-                                                                      Source::kCostly ? 0 : (end - begin) * bytes);
-  const RowsArg scale = scale_rows<Source>(args);
-  Source source(args, begin);
-  RowIterator outputs(args[kOutput], begin), scales(scale, begin);
+  const bool streams =
+      args.stream && begins_with_lines(args[kOutput]) && held_order<Operator>(args).has_lines(sizeof(T));
+  const bool is_tiled = !kHasSums<Operator> && bytes <= tiled_bytes(NORMOPS_VECTOR_BYTES, sizeof(R),
+                                                                    Operator::kCostly ? 0 : (end - begin) * bytes);
+  const typename Operator::Shared shared(args);
+  OperatorRows<Operator> tensors(args, begin);
   while (begin < end) {
-    Stretches stretches = common_stretches(end - begin, [&](auto visit) NORMOPS_INLINE_LAMBDA {
-      source.each(visit);
-      visit(outputs), visit(scales);
-    });
+    Stretches stretches = common_stretches(end - begin, [&](auto visit) NORMOPS_INLINE_LAMBDA { tensors.each(visit); });
     const bool in_tiles = is_tiled && stretches.count >= kForwardTile;
     if (in_tiles) stretches.count -= stretches.count % kForwardTile;
-    const typename Source::Rows x = source.next_even(stretches.count);
-    const OutputRows<T, R> y = {outputs.next_even(stretches.count), scales.next_even(stretches.count), args.casting};
+    const CurrentRows<Operator> rows = tensors.next_even(stretches.count);
+    begin += stretches.count;
+    if constexpr (kHasSums<Operator>) {
+      if (args.sums == Sums::wanted) {
+        sum_tiles(rows, shared, stretches, cols);
+        continue;
+      }
+    }
     choose<sizeof(T) == 2>(casts<T>(args.casting), [&](auto casts) {
       // Rounding takes more than choosing.
       constexpr bool kCasts = std::is_same_v<decltype(casts), std::true_type>,
-                     kChooses = is_compact<Source, T>() || kCasts;
+                     kChooses = is_compact<Operator, T>() || kCasts;
       choose<!kChooses>(streams, [&](auto way) {
-        choose<true>(in_tiles, [&](auto tiled) {
-          constexpr int kRows = decltype(tiled)::value && !gives_sums<Source>() ? kForwardTile : 1;
+        choose<!kHasSums<Operator>>(in_tiles, [&](auto tiled) {
+          constexpr int kRows = std::is_same_v<decltype(tiled), std::true_type> ? kForwardTile : 1;
           // Beyond the caches, the rest costs nothing.
           constexpr bool kFindsRest = kChooses || std::is_same_v<decltype(way), Stream>;
           choose<!kFindsRest>(cols % kStep<R> == 0, [&](auto is_whole) {
             constexpr Rest kRest = std::is_same_v<decltype(is_whole), std::true_type> ? Rest::none : Rest::looped;
-            process_tiles<kRows, kCasts, kRest, Source>(x, y, stretches, stretches.count / kRows, cols, args.eps, way);
+            process_tiles<kRows, kCasts, kRest>(rows, shared, args.casting, stretches, stretches.count / kRows, cols,
+                                                args.size, args.eps, way);
           });
         });
       });
     });
-    begin += stretches.count;
   }
   if (streams) finish_stream();
 }
 
-// Rows that are summed, and where their sums are written.
-template <class Source>
-struct SummedTo {
-  typename Source::Rows read;
-  EvenRows sum;
-
-  template <class Visit>
-  void each(Visit visit) {
-    read.each(visit);
-    visit(sum);
-  }
-};
-
-// Writes the sums of the squares of rows, as they are formed where these are normalized.
-template <class Source>
-void sum_rows(const CpuArgs& args, int64_t begin, int64_t end) {
-  using R = typename Source::Element;
-  Source source(args, begin);
-  RowIterator sums(args[kSquareSum], begin);
-  while (begin < end) {
-    Stretches stretches =
-        common_stretches(end - begin, [&](auto visit) NORMOPS_INLINE_LAMBDA { source.each(visit), visit(sums); });
-    SummedTo<Source> rows = {source.next_even(stretches.count), sums.next_even(stretches.count)};
-    walk(
-        stretches, stretches.count,
-        [&](int) NORMOPS_INLINE_LAMBDA {
-          double square_sum = 0;
-          for (int64_t first = 0; first < args.cols; first += kSpan) {
-            square_sum +=
-                sum_of<R>(fold_span<R, Rest::looped>(first, span_end(first, args.cols), rows.read.row(0).squares()));
-          }
-          *rows.sum.template at<compute_t<R>>() = static_cast<compute_t<R>>(square_sum);
-        },
-        rows);
-    begin += stretches.count;
-  }
-}
-
-template <class Source>
+template <class Operator>
 void forward_sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
-  const auto rows = Source(args, row).next_even(1);
-  sum_spans<typename Source::Element>(args.cols, begin, end, squares, rows.row(0).squares());
+  const auto rows = OperatorRows<Operator>(args, row).next_even(1);
+  const typename Operator::Shared shared(args);
+  sum_spans<typename Operator::Element>(args.cols, begin, end, squares, squares_of(Operator(rows, shared, 0)));
 }
 
-template <class T, class Source>
+template <class Operator>
 void forward_columns(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
-  using R = typename Source::Element;
-  const auto rows = Source(args, row).next_even(1);
-  OutputRows<T, R> outputs;
-  outputs.casting = args.casting;
-  const RowsArg scale = scale_rows<Source>(args);
-  outputs.y = RowIterator(args[kOutput], row).next_even(1);
-  outputs.scale = RowIterator(scale, row).next_even(1);
-  const compute_t<R> rstd = rstd_of<R>(square_sum, args.size, args.eps);
+  using R = typename Operator::Element;
+  const auto rows = OperatorRows<Operator>(args, row).next_even(1);
+  const typename Operator::Shared shared(args);
   // Whether results are rounded on the way is found out for each block: rows that threads share are few.
-  written_row<sizeof(T) == 2, R, Source>(rows, 0, outputs, rstd, Cached{})
+  const compute_t<R> rstd = rstd_of<R>(square_sum, args.size, args.eps);
+  written_row<sizeof(typename Operator::Output) == 2>(rows, shared, 0, rstd, args.casting, Cached{})
       .template write<Rest::looped>(begin, end, [](int64_t) NORMOPS_INLINE_LAMBDA {});
 }
+
+// The kernels of an operator's variants: choose(args, visit) calls visit.template operator()<Operator>() with one.
+template <class Variants>
+struct Forward {
+  static void rows(const CpuArgs& args, int64_t begin, int64_t end) {
+    Variants::choose(args, [&]<class Operator>() { forward_rows<Operator>(args, begin, end); });
+  }
+  static void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
+    Variants::choose(args, [&]<class Operator>() { forward_sums<Operator>(args, row, begin, end, squares); });
+  }
+  static void columns(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
+    Variants::choose(args, [&]<class Operator>() { forward_columns<Operator>(args, row, square_sum, begin, end); });
+  }
+  static constexpr ForwardKernels kKernels = {rows, sums, columns};
+};
 
 }  // namespace
 }  // namespace normops::cpu::NORMOPS_ISA

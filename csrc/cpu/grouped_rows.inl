@@ -1,4 +1,5 @@
 // Rows of tensors, group by group of the weight.
+#include "row_access.inl"
 #include "row_config.h"
 
 namespace normops::cpu::NORMOPS_ISA {
@@ -8,7 +9,7 @@ namespace {
 // group lie `groups` rows apart.
 class GroupedRows {
  public:
-  // Not inlined, as each Source has several of them.
+  // Not inlined, as each operator has several of them.
   [[gnu::noinline]] GroupedRows(const RowsArg& rows, int64_t groups, int64_t row)
       : tensor_(rows), groups_(groups), row_(rows, row * groups, groups), group_(rows, 0) {}
 
@@ -22,10 +23,7 @@ class GroupedRows {
   }
 
   // Row r of the current group; to be called for one after another.
-  template <class T>
-  T* next(int r) {
-    return reinterpret_cast<T*>(groups_ == 1 ? row_.next() : rows_[r] + offset_);
-  }
+  char* next(int r) { return groups_ == 1 ? row_.next() : rows_[r] + offset_; }
 
  private:
   [[gnu::noinline]] void next_rows_of_groups(int count, int64_t group) {
@@ -38,6 +36,47 @@ class GroupedRows {
   RowIterator row_, group_;
   char* rows_[kBackwardTile];  // of group 0
   int64_t offset_ = 0;         // from there to the current group
+};
+
+// The same functions for all tensors of an operator.
+template <class Operator>
+class GroupedTensors {
+ public:
+  GroupedTensors(const CpuArgs& args, int64_t row)
+      : GroupedTensors(args, row, std::make_integer_sequence<int, std::size(Operator::kTensors)>()) {}
+
+  void next_rows(int count, int64_t group) {
+    for (GroupedRows& rows : rows_) rows.next_rows(count, group);
+  }
+  void next_group() {
+    for (GroupedRows& rows : rows_) rows.next_group();
+  }
+
+  // The rows r, of which row<kInput, const T>() is that of the input, to be called once; null where there is none.
+  struct Next {
+    GroupedTensors& tensors;
+    int r;
+
+    template <TensorIndex tensor, class T>
+    NORMOPS_INLINE T* row() const {
+      constexpr int kPlace = place_of<Operator>(tensor);
+      if constexpr (kPlace < 0) {
+        return nullptr;
+      } else {
+        return tensors.has_[kPlace] ? reinterpret_cast<T*>(tensors.rows_[kPlace].next(r)) : nullptr;
+      }
+    }
+  };
+  Next next(int r) { return {*this, r}; }
+
+ private:
+  template <int... i>
+  GroupedTensors(const CpuArgs& args, int64_t row, std::integer_sequence<int, i...>)
+      : has_{args.has(Operator::kTensors[i])...},
+        rows_{GroupedRows(args[Operator::kTensors[i]], args.weight.groups, row)...} {}
+
+  bool has_[std::size(Operator::kTensors)];
+  GroupedRows rows_[std::size(Operator::kTensors)];
 };
 
 }  // namespace

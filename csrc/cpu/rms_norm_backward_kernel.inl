@@ -1,20 +1,45 @@
 // The kernels of rms_norm_backward, compiled once per instruction set by foreach_isa.h.
-#include "given_rows.inl"
+#include "backward_rows.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-void rows(const CpuArgs& args, int64_t begin, int64_t end) {
-  dispatch_given(args, [&]<class Source>() { backward_parts<Source>(args, begin, end); });
-}
+// dy = grad_output, to which grad_residual may be added behind the norm. kWritten: whether rows are.
+template <class T, class R, bool kWritten>
+struct RmsNormBackward : BackwardOperator<R, T> {
+  static constexpr auto kTensors = [] {
+    if constexpr (kWritten) {
+      return std::array{kGradOutput, kInput, kGradResidual, kGradInput};
+    } else {
+      return std::array{kGradOutput, kInput};
+    }
+  }();
+  static constexpr bool kGradRows = kWritten, kPlain = true;
 
-void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
-  dispatch_given(args, [&]<class Source>() { backward_sums<Source>(args, row, begin, end, squares, dots); });
-}
+  const R* residual;
 
-void columns(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
-  dispatch_given(args, [&]<class Source>() { backward_columns<Source>(args, row, square_sum, dot, begin, end); });
-}
+  RmsNormBackward() = default;
+  template <class Rows, class Shared>
+  NORMOPS_INLINE RmsNormBackward(const Rows& rows, const Shared&, int)
+      : BackwardOperator<R, T>(rows), residual(rows.template row<kGradResidual, const R>()) {}
+
+  template <class Extent, class Way>
+  NORMOPS_INLINE void store(int64_t column, const Block<R>& gradient, Extent extent, Way way) const {
+    if constexpr (kWritten) NORMOPS_ISA::store(this->grad_input + column, gradient, extent, way);
+  }
+};
+
+struct Variants {
+  template <class Visit>
+  static void choose(const CpuArgs& args, Visit visit) {
+    const bool sums_both = args.has(kGradInput) || args.sums == Sums::wanted;
+    if (!sums_both && args.grad_weight_partials == nullptr) return;
+    dispatch_pair(args[kGradOutput].dtype, args.dtype(), [&]<class T, class R>() {
+      sums_both ? visit.template operator()<RmsNormBackward<T, R, true>>()
+                : visit.template operator()<RmsNormBackward<T, R, false>>();
+    });
+  }
+};
 
 template <class T, class W>
 void grad_weight_columns(const compute_t<T>* partials, int64_t chunks, int64_t stride, W* grad_weight, int64_t count) {
@@ -38,6 +63,6 @@ void grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t 
 }  // namespace
 
 extern const RmsNormBackwardKernels kRmsNormBackwardKernels;
-const RmsNormBackwardKernels kRmsNormBackwardKernels = {{rows, sums, columns}, grad_weight};
+const RmsNormBackwardKernels kRmsNormBackwardKernels = {Backward<Variants>::kKernels, grad_weight};
 
 }  // namespace normops::cpu::NORMOPS_ISA

@@ -21,63 +21,31 @@ void scale(DType dtype, DType weight_dtype, const void* weight, double weight_of
   });
 }
 
-// The rows of the input, the sums of whose squares are given.
-template <class T>
-class SummedRows : public InputRows<T> {
- public:
-  static constexpr bool kGivesSums = true;
-
-  struct Rows : InputRows<T>::Rows {
-    EvenRows square_sum;
-    int64_t size;
-
-    template <class Visit>
-    void each(Visit visit) {
-      visit(this->x), visit(square_sum);
+template <class T, bool kWithSums = false>
+struct RmsNorm : InputRow<T> {
+  static constexpr auto kTensors = [] {
+    if constexpr (kWithSums) {
+      return std::array{kInput, kSquareSum};
+    } else {
+      return std::array{kInput};
     }
-    compute_t<T> rstd(double eps) const {
-      return rstd_of<T>(admitted_number<T>(*square_sum.at<const compute_t<T>>()), size, eps);
-    }
-  };
+  }();
+  using WithSums = RmsNorm<T, true>;
 
-  SummedRows(const CpuArgs& args, int64_t row)
-      : InputRows<T>(args, row), square_sums_(args[kSquareSum], row), size_(args.size) {}
-
-  template <class Visit>
-  void each(Visit visit) {
-    InputRows<T>::each(visit), visit(square_sums_);
-  }
-  Rows next_even(int64_t count) { return {InputRows<T>::next_even(count), square_sums_.next_even(count), size_}; }
-
- private:
-  RowIterator square_sums_;
-  int64_t size_;
+  template <class Rows, class Shared>
+  NORMOPS_INLINE RmsNorm(const Rows& rows, const Shared&, int) : InputRow<T>(rows) {}
 };
 
-void rows(const CpuArgs& args, int64_t begin, int64_t end) {
-  dispatch(args.dtype(), [&]<class T>() {
-    switch (args.sums) {
-      case Sums::formed:
-        return forward_rows<T, InputRows<T>>(args, begin, end);
-      case Sums::given:
-        return forward_rows<T, SummedRows<T>>(args, begin, end);
-      case Sums::wanted:
-        return sum_rows<InputRows<T>>(args, begin, end);
-    }
-  });
-}
-
-void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
-  dispatch(args.dtype(), [&]<class T>() { forward_sums<InputRows<T>>(args, row, begin, end, squares); });
-}
-
-void columns(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
-  dispatch(args.dtype(), [&]<class T>() { forward_columns<T, InputRows<T>>(args, row, square_sum, begin, end); });
-}
+struct Variants {
+  template <class Visit>
+  static void choose(const CpuArgs& args, Visit visit) {
+    dispatch(args.dtype(), [&]<class T>() { visit.template operator()<RmsNorm<T>>(); });
+  }
+};
 
 }  // namespace
 
 extern const RmsNormKernels kRmsNormKernels;
-const RmsNormKernels kRmsNormKernels = {scale, {rows, sums, columns}};
+const RmsNormKernels kRmsNormKernels = {scale, Forward<Variants>::kKernels};
 
 }  // namespace normops::cpu::NORMOPS_ISA

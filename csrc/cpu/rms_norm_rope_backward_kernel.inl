@@ -8,111 +8,50 @@ namespace {
 
 // T is the type of input, grad_output and grad_input, W that of cos and sin.
 template <class T, class W, Pairing pairing>
-class RotatedGradientRows {
- public:
-  using Element = T;
-  using Gradient = T;
+struct RmsNormRopeBackward : BackwardOperator<T, T> {
+  static constexpr TensorIndex kTensors[] = {kGradOutput, kInput, kCos, kGradInput};
   static constexpr Pairing kPairing = pairing;
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
-  static constexpr bool kCostly = false, kGradRows = true, kFormsGradient = true, kSharedTerms = false;
-  static constexpr int64_t kRowBytes = 2 * sizeof(T), kAllBytes = 3 * sizeof(T);
+  static constexpr bool kFormsGradient = true;
 
-  struct Row {
-    const T *grad_output, *input;
-    T* grad_input;  // null if not wanted
-    Angles<T, W> angles;
-
-    using Outputs = Block<T>;
-    struct Terms {
-      Block<T> dy, x;
-
-      NORMOPS_INLINE Outputs outputs(const Block<T>& gradient, const Block<T>&, const Block<T>&) const {
-        return gradient;
-      }
-    };
-    template <int kCount>
-    struct PairedTerms {
-      Terms part[kCount];
-    };
-
-    template <class Extent>
-    NORMOPS_INLINE Block<T> x(int64_t column, Extent extent) const {
-      return load<T>(input + column, extent);
-    }
-    template <class Extent>
-    NORMOPS_INLINE Terms terms(int64_t column, Extent extent) const {
-      return {load<T>(grad_output + column, extent), x(column, extent)};
-    }
-    template <class Parts, class Extent>
-    NORMOPS_INLINE auto paired_terms(const Parts& parts, int64_t column, Extent extent) const {
-      Block<T> dy[Parts::kCount];
-      for (int p = 0; p < Parts::kCount; p++) dy[p] = load<T>(grad_output + parts.column(column, p), extent);
-      angles.template turn<true>(parts, dy, column, extent);
-      PairedTerms<Parts::kCount> terms;
-      for (int p = 0; p < Parts::kCount; p++) terms.part[p] = {dy[p], x(parts.column(column, p), extent)};
-      return terms;
-    }
-    NORMOPS_INLINE void prefetch_read(int64_t column) const {
-      prefetch(input + column);
-      prefetch(grad_output + column);
-    }
-    NORMOPS_INLINE void prefetch_written(int64_t column) const { prefetch(grad_input + column); }
-    template <class Extent, class Way>
-    NORMOPS_INLINE void store(int64_t column, const Outputs& gradient, Extent extent, Way way) const {
-      if (grad_input != nullptr) NORMOPS_ISA::store(grad_input + column, gradient, extent, way);
-    }
+  using Shared = SharedRotation;
+  template <int kCount>
+  struct PairedTerms {
+    typename BackwardOperator<T, T>::Terms part[kCount];
   };
 
-  RotatedGradientRows(const CpuArgs& args, int64_t row)
-      : args_(args),
-        grad_outputs_(args[kGradOutput], args.weight.groups, row),
-        inputs_(args[kInput], args.weight.groups, row),
-        cos_(args[kCos], args.weight.groups, row),
-        sin_(args[kSin], args.weight.groups, row),
-        grad_inputs_(args[kGradInput], args.weight.groups, row) {}
+  Angles<T, W> angles;
 
-  void next_rows(int count, int64_t group) {
-    each([&](auto& rows) { rows.next_rows(count, group); });
-  }
-  void next_group() {
-    each([](auto& rows) { rows.next_group(); });
-  }
-  Row next(int r, int) {
-    Row row;
-    row.grad_output = grad_outputs_.next<const T>(r);
-    row.input = inputs_.next<const T>(r);
-    row.grad_input = args_.has(kGradInput) ? grad_inputs_.next<T>(r) : nullptr;
-    row.angles = angles_of<T>(args_.rotation, cos_.next<const W>(r), sin_.next<const W>(r));
-    return row;
-  }
+  RmsNormRopeBackward() = default;
+  template <class Rows>
+  NORMOPS_INLINE RmsNormRopeBackward(const Rows& rows, const Shared& rotation, int)
+      : BackwardOperator<T, T>(rows),
+        angles(rotation.template angles<T>(rows.template row<kCos, const W>())) {}
 
-  static bool begins_with_lines(const CpuArgs& args) { return NORMOPS_ISA::begins_with_lines(args[kGradInput]); }
-
- private:
-  // Calls visit(rows) for each tensor that there is.
-  template <class Visit>
-  void each(Visit visit) {
-    visit(grad_outputs_);
-    visit(inputs_);
-    visit(cos_);
-    visit(sin_);
-    if (args_.has(kGradInput)) visit(grad_inputs_);
+  template <class Parts, class Extent>
+  NORMOPS_INLINE auto paired_terms(const Parts& parts, int64_t column, Extent extent) const {
+    Block<T> dy[Parts::kCount];
+    for (int p = 0; p < Parts::kCount; p++) dy[p] = load<T>(this->grad_output + parts.column(column, p), extent);
+    angles.template turn<true>(parts, dy, column, extent);
+    PairedTerms<Parts::kCount> terms;
+    for (int p = 0; p < Parts::kCount; p++) terms.part[p] = {dy[p], this->x(parts.column(column, p), extent)};
+    return terms;
   }
-
-  const CpuArgs& args_;
-  GroupedRows grad_outputs_, inputs_, cos_, sin_, grad_inputs_;
 };
 
-void rows(const CpuArgs& args, int64_t begin, int64_t end) {
-  dispatch_pair(args.dtype(), args[kCos].dtype, [&]<class T, class W>() {
-    args.rotation.interleaved ? backward_parts<RotatedGradientRows<T, W, Pairing::neighbours>>(args, begin, end)
-                              : backward_parts<RotatedGradientRows<T, W, Pairing::halves>>(args, begin, end);
-  });
-}
+struct Variants {
+  template <class Visit>
+  static void choose(const CpuArgs& args, Visit visit) {
+    dispatch_pair(args.dtype(), args[kCos].dtype, [&]<class T, class W>() {
+      args.rotation.interleaved ? visit.template operator()<RmsNormRopeBackward<T, W, Pairing::neighbours>>()
+                                : visit.template operator()<RmsNormRopeBackward<T, W, Pairing::halves>>();
+    });
+  }
+};
 
 }  // namespace
 
 extern const BackwardKernels kRmsNormRopeBackwardKernels;
-const BackwardKernels kRmsNormRopeBackwardKernels = {rows, nullptr, nullptr};
+const BackwardKernels kRmsNormRopeBackwardKernels = {Backward<Variants>::rows, nullptr, nullptr};
 
 }  // namespace normops::cpu::NORMOPS_ISA

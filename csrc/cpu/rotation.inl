@@ -119,10 +119,21 @@ struct Angles {
   }
 };
 
-template <class R, class W>
-Angles<R, W> angles_of(const Rotation& rotation, const W* cos, const W* sin) {
-  return {cos, sin, rotation.offset, rotation.pairs, rotation.angle_of_pair};
-}
+// The rotation of all rows. Rows of cos and sin lie alike, so that those of sin need no pointers of their own, for which
+// AVX2 has no registers left.
+struct SharedRotation : Rotation {
+  intptr_t sin_behind_cos;  // in bytes
+
+  explicit SharedRotation(const CpuArgs& args)
+      : Rotation(args.rotation),
+        sin_behind_cos(reinterpret_cast<intptr_t>(args[kSin].data) - reinterpret_cast<intptr_t>(args[kCos].data)) {}
+
+  template <class R, class W>
+  NORMOPS_INLINE Angles<R, W> angles(const W* cos) const {
+    const auto* const sin = reinterpret_cast<const W*>(reinterpret_cast<intptr_t>(cos) + sin_behind_cos);
+    return {cos, sin, offset, pairs, angle_of_pair};
+  }
+};
 
 }  // namespace
 }  // namespace normops::cpu::NORMOPS_ISA

@@ -10,6 +10,15 @@ inline bool begins_with_lines(const RowsArg& rows) {
   return result;
 }
 
+// Where an operator lists a tensor; -1 if it does not.
+template <class Operator>
+constexpr int place_of(TensorIndex tensor) {
+  for (int i = 0; i < static_cast<int>(std::size(Operator::kTensors)); i++) {
+    if (Operator::kTensors[i] == tensor) return i;
+  }
+  return -1;
+}
+
 // The stretches of a row: the columns before those that are formed in pairs, these, and those behind.
 constexpr int kBefore = 0, kPaired = 1, kBehind = 2, kStretches = 3;
 
@@ -40,33 +49,33 @@ struct NeighbourParts : OnePart {};
 // How columns are formed: each by itself, or those that paired_columns() tells in pairs.
 enum class Pairing { none, halves, neighbours };
 
-template <class Source>
+template <class Operator>
 constexpr Pairing pairing_of() {
-  if constexpr (requires { Source::kPairing; }) return Source::kPairing;
+  if constexpr (requires { Operator::kPairing; }) return Operator::kPairing;
   return Pairing::none;
 }
 
 // Whether cases are chosen between at run time, so that there is less code: where blocks are costly, or types are rare.
-// T is the type of what is given or written beside the rows of the Source.
-template <class Source, class T>
+// T is the type of what is given or written beside the rows of the operator.
+template <class Operator, class T>
 constexpr bool is_compact() {
-  return Source::kCostly || !kCommon<typename Source::Element> || !kCommon<T>;
+  return Operator::kCostly || !kCommon<typename Operator::Element> || !kCommon<T>;
 }
 
-template <class Source>
+template <class Operator>
 HeldOrder held_order(const CpuArgs& args) {
-  return {kDType<typename Source::Element>, args.cols, paired_columns(args.rotation)};
+  return {kDType<typename Operator::Element>, args.cols, paired_columns(args.rotation)};
 }
 
 // The numbers of a group's scale, and of its partial.
-template <class Source>
+template <class Operator>
 int64_t held_cols(const CpuArgs& args) {
-  return held_order<Source>(args).held_cols();
+  return held_order<Operator>(args).held_cols();
 }
 
-template <class Source>
+template <class Operator>
 NORMOPS_INLINE auto* scale_of(const CpuArgs& args, int64_t group) {
-  return static_cast<const compute_t<typename Source::Element>*>(args.scale) + group * held_cols<Source>(args);
+  return static_cast<const compute_t<typename Operator::Element>*>(args.scale) + group * held_cols<Operator>(args);
 }
 
 // Calls visit(parts, begin, end) for the stretches of columns [begin, end) that are formed in the same way. With pairs,
