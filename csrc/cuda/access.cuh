@@ -54,6 +54,12 @@ struct SumsOfRows {
     for (int i = 0; i < kCount; i++) rows[i] = rows_of<Number, Number>(args[kSums[i]], 1);
   }
 
+  bool is_plain() const { return what == Sums::formed; }
+  template <class Other>
+  typename Other::template Sums<Number, kCount> as() const {
+    return typename Other::template Sums<Number, kCount>(*this);
+  }
+
   __device__ bool are(Sums kind) const { return what == kind; }
   __device__ void read(Number* sums, int64_t first, int64_t further = 0) const {
 #pragma unroll
@@ -72,7 +78,7 @@ struct SumsOfRows {
 template <class Number, int kCount>
 struct FormedSums {
   FormedSums() = default;
-  explicit FormedSums(const KernelArgs&) {}
+  explicit FormedSums(const SumsOfRows<Number, kCount>&) {}
 
   __device__ bool are(Sums kind) const { return kind == Sums::formed; }
   __device__ void read(Number*, int64_t, int64_t = 0) const {}
@@ -271,11 +277,11 @@ struct PlainOfGroups : Plain {
 template <int kPacks>
 constexpr bool kHasPlainOfGroups = kPacks <= 4;
 
-// Calls launch.template operator()<Access>() with the access that serves this scale and these rows.
-template <int kPacks, class R, class Launch, class... Rows>
-void dispatch_access(const ScaleOf<R>& scale, Launch launch, const Rows&... rows) {
-  if (scale.is_plain() && (rows.is_plain() && ...)) {
-    if (scale.weight.groups == 1) return launch.template operator()<Plain>();
+// Calls launch.template operator()<Access>() with the access that serves tensors.
+template <int kPacks, class Launch>
+void dispatch_access(bool are_plain, int64_t groups, Launch launch) {
+  if (are_plain) {
+    if (groups == 1) return launch.template operator()<Plain>();
     if constexpr (kHasPlainOfGroups<kPacks>) return launch.template operator()<PlainOfGroups>();
   }
   launch.template operator()<General>();

@@ -7,17 +7,17 @@ namespace {
 // The sum, rounded to R, which is what is written and normalized.
 template <class T, class R, class Access>
 struct Addition {
-  typename Access::template Rows<const T> input;
   typename Access::template Rows<const R> residual;
   typename Access::template Rows<R> residual_out;
   // One of them is alpha, the other 1.
   compute_t<R> rounded_factor;  // of a product that is rounded by itself
   compute_t<R> fused_factor;
 
+  bool is_plain() const { return residual.is_plain() && residual_out.is_plain(); }
   template <class Other>
   Addition<T, R, Other> as() const {
-    return {typename Other::template Rows<const T>(input), typename Other::template Rows<const R>(residual),
-            typename Other::template Rows<R>(residual_out), rounded_factor, fused_factor};
+    return {typename Other::template Rows<const R>(residual), typename Other::template Rows<R>(residual_out),
+            rounded_factor, fused_factor};
   }
 
   // Called before sum().
@@ -47,8 +47,8 @@ template <class T, class R>
 Addition<T, R, General> addition_of(const KernelArgs& args) {
   const auto alpha = static_cast<compute_t<R>>(args.alpha);
   const bool rounds = args.casting.multiplied;
-  return {rows_of<const T, R>(args[kInput], args.cols), rows_of<const R, R>(args[kResidual], args.cols),
-          rows_of<R, R>(args[kResidualOut], args.cols), rounds ? alpha : 1, rounds ? 1 : alpha};
+  return {rows_of<const R, R>(args[kResidual], args.cols), rows_of<R, R>(args[kResidualOut], args.cols),
+          rounds ? alpha : 1, rounds ? 1 : alpha};
 }
 
 // Rows that fit into registers: each element is read once.
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   Elements<T, kPack<R>> x[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
-    load_packs<R>(x[r], addition.input, addition.input.row(rows.first, rows.further(r)), rows.has(r), columns);
+    load_packs<R>(x[r], args.input, args.input.row(rows.first, rows.further(r)), rows.has(r), columns);
     addition.round_products(x[r]);  // with the other packs in registers, there would be too few for it
     load_packs<R>(h[r], addition.residual, addition.residual.row(rows.first, rows.further(r)), rows.has(r), columns);
   }
@@ -89,11 +89,11 @@ template <class T, class R>
 __global__ void __launch_bounds__(kAnyWidth.threads, 1)
     add_rms_norm_any_width_kernel(const Forward<T, R, General> args, const Addition<T, R, General> addition) {
   const int64_t row = BlockRows(args.groups.count, 1).first;
-  const T* const x = addition.input.row(row);
+  const T* const x = args.input.row(row);
   const R* const residual = addition.residual.row(row);
   R* const h = addition.residual_out.row(row);
   const auto add = [&](int64_t column, int64_t count) {
-    Elements<T, kPack<R>> x_pack[1] = {load<kPack<R>>(addition.input, x, column, count)};
+    Elements<T, kPack<R>> x_pack[1] = {load<kPack<R>>(args.input, x, column, count)};
     const Pack<R> residual_pack = load<kPack<R>>(addition.residual, residual, column, count);
     addition.round_products(x_pack);
     const Pack<R> sum = addition.sum(x_pack[0], residual_pack);
@@ -106,26 +106,29 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
   normalize_any_width(args, Columns<R, int64_t>(args.cols), add, load_sum);
 }
 
+struct AddRmsNormKernels : OperatorKernels {
+  template <class Visit>
+  static void dispatch_types(const KernelArgs& args, Visit visit) {
+    dispatch_pair(args[kInput].dtype, args.dtype(), visit);
+  }
+  template <class T, class R>
+  static auto own(const KernelArgs& args) {
+    return addition_of<T, R>(args);
+  }
+  template <class T, class R, int kPacks, class Access>
+  static auto held() {
+    return add_rms_norm_kernel<T, R, kPacks, Access>;
+  }
+  template <class T, class R>
+  static auto any_width() {
+    return add_rms_norm_any_width_kernel<T, R>;
+  }
+};
+
 }  // namespace
 
 void launch_add_rms_norm(const KernelArgs& args, const Device& device, Stream stream) {
-  dispatch_pair(args[kInput].dtype, args.dtype(), [&]<class T, class R>() {
-    const auto forward = forward_of<T, R>(args);
-    const auto addition = addition_of<T, R>(args);
-    const RowConfig& config = row_config(packs_of<R>(args.cols), device);
-    dispatch_forward<R>(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
-      if constexpr (kPacks == 0) {
-        launch(add_rms_norm_any_width_kernel<T, R>, shape, stream, forward, addition);
-      } else {
-        const auto launch_with = [&]<class Access>() {
-          launch(add_rms_norm_kernel<T, R, kPacks, Access>, shape, stream, forward.template as<Access>(),
-                 addition.template as<Access>());
-        };
-        dispatch_access<kPacks>(forward.scale, launch_with, forward.output, addition.input, addition.residual,
-                                addition.residual_out);
-      }
-    });
-  });
+  launch_forward<AddRmsNormKernels>(args, device, stream);
 }
 
 }  // namespace normops::cuda

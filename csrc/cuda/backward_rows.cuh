@@ -3,7 +3,7 @@
 //   dh = dy * rstd * w - h * c, with c = rstd^3 * mean(dy * w * h)
 //   dw = the sum over rows of dy * rstd * h
 #pragma once
-#include "rms_norm_row.cuh"
+#include "operator_kernels.cuh"
 
 namespace normops::cuda {
 
@@ -26,6 +26,10 @@ struct Backward {
   compute_t<R>* partials;       // [partials, groups, cols], or null if not wanted
   Casting casting;              // to T
 
+  bool is_plain() const {
+    return scale.is_plain() && grad_output.is_plain() && input.is_plain() && grad_residual.is_plain() &&
+           grad_input.is_plain();
+  }
   template <class Other>
   Backward<T, R, Other> as() const {
     using To = Backward<T, R, Other>;
@@ -59,11 +63,6 @@ Backward<T, R, General> backward_of(const KernelArgs& args, int64_t begins) {
           rows_of<R, R>(args[kGradInput], begins),
           static_cast<compute_t<R>*>(args.grad_weight_partials),
           args.casting};
-}
-
-template <class T, class R>
-Backward<T, R, General> backward_of(const KernelArgs& args) {
-  return backward_of<T, R>(args, args.cols);
 }
 
 // The numbers of a row that its gradients are made of.
@@ -453,8 +452,7 @@ inline unsigned clusters_of_rows(int64_t at_once, int64_t rows, int64_t groups, 
 
 // Each cluster (or block, if a row has one) makes a partial sum of one group. There are as many clusters as run at
 // once, so that there are few sums and no cluster waits for others to end, but at least one for each group. The number
-// does not depend on the access, as that must not show in the sum. Kernels has held<T, R, kPacks, Access>() and
-// any_width<T, R>().
+// does not depend on the access, as that must not show in the sum.
 template <class Kernels, class T, class R, int kPacks>
 LaunchShape backward_shape(const RowConfig& config, const KernelArgs& args, const Device& device) {
   LaunchShape shape = {dim3(1, config.cluster), block_of(config), 0};
@@ -465,7 +463,8 @@ LaunchShape backward_shape(const RowConfig& config, const KernelArgs& args, cons
   } else {
     shape.shared_bytes = weight_sum_bytes<R, kPacks>(shape);
     const auto clusters_with = [&]<class Access>() {
-      return clusters_at_once(Kernels::template held<T, R, kPacks, Access>(), shape, device.multiprocessors);
+      const auto kernel = Kernels::template held<T, R, kPacks, typename Kernels::template Served<Access>>();
+      return clusters_at_once(kernel, shape, device.multiprocessors);
     };
     at_once = clusters_with.template operator()<General>();
     at_once = std::min(at_once, clusters_with.template operator()<Plain>());
@@ -475,6 +474,25 @@ LaunchShape backward_shape(const RowConfig& config, const KernelArgs& args, cons
   }
   shape.grid.x = clusters_of_rows(at_once, args.rows, args.weight.groups, shape);
   return shape;
+}
+
+// How many partial sums of each group's grad_weight are made.
+template <class Kernels>
+int64_t backward_partials(const KernelArgs& args, const Device& device) {
+  int64_t blocks = 0;
+  dispatch_kernels<Kernels>(args, device, [&]<class T, class R, int kPacks>(const RowConfig& config) {
+    blocks = backward_shape<Kernels, T, R, kPacks>(config, args, device).grid.x;
+  });
+  return blocks / args.weight.groups;
+}
+
+template <class Kernels>
+void launch_backward(const KernelArgs& args, const Device& device, Stream stream) {
+  dispatch_kernels<Kernels>(args, device, [&]<class T, class R, int kPacks>(const RowConfig& config) {
+    launch_kernel<Kernels, T, R, kPacks>(backward_shape<Kernels, T, R, kPacks>(config, args, device), stream,
+                                         backward_of<T, R>(args, Kernels::begins(args)),
+                                         Kernels::template own<T, R>(args));
+  });
 }
 
 }  // namespace normops::cuda

@@ -1,7 +1,7 @@
 // What the kernels of the forwards have in common: making outputs of T from rows of R, which each kernel loads or
-// forms.
+// forms of those of the input, which are of T.
 #pragma once
-#include "rms_norm_row.cuh"
+#include "operator_kernels.cuh"
 
 namespace normops::cuda {
 
@@ -13,9 +13,11 @@ struct Forward {
   double eps;
   typename Access::Groups groups;
   typename Access::template Scale<R> scale;
+  typename Access::template Rows<const T> input;
   typename Access::template Rows<T> output;
   Casting casting;  // to T
 
+  bool is_plain() const { return scale.is_plain() && input.is_plain() && output.is_plain(); }
   template <class Other>
   Forward<T, R, Other> as() const {
     return {rows,
@@ -24,6 +26,7 @@ struct Forward {
             eps,
             typename Other::Groups(groups),
             typename Other::template Scale<R>(scale),
+            typename Other::template Rows<const T>(input),
             typename Other::template Rows<T>(output),
             casting};
   }
@@ -38,13 +41,9 @@ Forward<T, R, General> forward_of(const KernelArgs& args, int64_t begins) {
           args.eps,
           {args.weight.groups},
           scale_of<R>(args.weight, begins),
+          rows_of<const T, R>(args[kInput], begins),
           rows_of<T, R>(args[kOutput], begins),
           args.casting};
-}
-
-template <class T, class R>
-Forward<T, R, General> forward_of(const KernelArgs& args) {
-  return forward_of<T, R>(args, args.cols);
 }
 
 // What an operator computes of the normalized numbers before they are written: nothing.
@@ -180,15 +179,15 @@ __device__ void normalize_any_width(const Forward<T, R, General>& args, const Co
   normalize_summed(args, columns, square_sum_of_any_width<R>(columns, load_first), load_again, epilogue);
 }
 
-// Calls launch.template operator()<kPacks>(shape) for a launch configuration of rows of T.
-template <class T, class Launch>
-void dispatch_forward(int64_t rows, int64_t groups, const RowConfig& config, const Device& device, Launch launch) {
-  const dim3 block = block_of(config);
-  dispatch_packs<T>(config.packs, [&]<int kPacks>() {
+template <class Kernels>
+void launch_forward(const KernelArgs& args, const Device& device, Stream stream) {
+  dispatch_kernels<Kernels>(args, device, [&]<class T, class R, int kPacks>(const RowConfig& config) {
+    const dim3 block = block_of(config);
     const int64_t rows_at_once = kPacks == 0 ? 1 : static_cast<int64_t>(block.y) * rows_in_flight(kPacks);
-    const int64_t blocks = blocks_of_rows(rows, rows_at_once, groups);
-    launch.template operator()<kPacks>(
-        LaunchShape{dim3(static_cast<unsigned>(blocks), config.cluster), block, 0, device.early_start});
+    const auto blocks = static_cast<unsigned>(blocks_of_rows(args.rows, rows_at_once, args.weight.groups));
+    launch_kernel<Kernels, T, R, kPacks>(LaunchShape{dim3(blocks, config.cluster), block, 0, device.early_start},
+                                         stream, forward_of<T, R>(args, Kernels::begins(args)),
+                                         Kernels::template own<T, R>(args));
   });
 }
 

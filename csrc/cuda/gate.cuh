@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "../gating.h"
-#include "rms_norm_row.cuh"
+#include "operator_kernels.cuh"
 
 namespace normops::cuda {
 
@@ -120,6 +120,14 @@ struct HeldGate<T, kPacks, General> {
   __device__ Numbers<T> numbers(const Rows& rows, const Columns<T, int>& columns, int p) const {
     return load_numbers(rows, row, columns.column(p), row != nullptr ? columns.count(p) : 0);
   }
+};
+
+struct GatedKernels : OperatorKernels {
+  template <class R>
+  static RowConfig config(const KernelArgs& args, const Device& device) {
+    return gated_config(packs_of<R>(args.cols), device);
+  }
+  static constexpr bool holds(int packs) { return packs <= kMostGatedPacks; }
 };
 
 }  // namespace normops::cuda

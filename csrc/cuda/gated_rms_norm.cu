@@ -7,13 +7,13 @@ namespace {
 
 template <class T, class Access>
 struct Gated {
-  typename Access::template Rows<const T> input;
   typename Access::template AnyRows<const T> gate;
   Activation activation;
 
+  bool is_plain() const { return gate.is_plain(); }
   template <class Other>
   Gated<T, Other> as() const {
-    return {typename Other::template Rows<const T>(input), typename Other::template AnyRows<const T>(gate), activation};
+    return {typename Other::template AnyRows<const T>(gate), activation};
   }
 };
 
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(gated_threads(kPacks), gated_min_blocks(kPacks
   HeldGate<T, kPacks, Access> gate[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
-    load_packs<T>(x[r], gated.input, gated.input.row(rows.first, rows.further(r)), rows.has(r), columns);
+    load_packs<T>(x[r], args.input, args.input.row(rows.first, rows.further(r)), rows.has(r), columns);
     gate[r].load(gated.gate, gated.gate.row(rows.first, rows.further(r)), rows.has(r), columns);
   }
   const auto scale = args.scale.of_group(block.group, args.cols);
@@ -65,9 +65,9 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
     gated_rms_norm_any_width_kernel(const Forward<T, T, General> args, const Gated<T, General> gated) {
   const int64_t row = BlockRows(args.groups.count, 1).first;
   const Columns<T, int64_t> columns(args.cols);
-  const T* const x = gated.input.row(row);
+  const T* const x = args.input.row(row);
   const char* const gate = gated.gate.row(row);
-  const auto load_x = [&](int64_t column, int64_t count) { return load<kPack<T>>(gated.input, x, column, count); };
+  const auto load_x = [&](int64_t column, int64_t count) { return load<kPack<T>>(args.input, x, column, count); };
   const auto activated = [&](int64_t column, int64_t count) {
     return activate<T>(load_numbers(gated.gate, gate, column, count), gated.activation).value;
   };
@@ -85,35 +85,27 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
   }
 }
 
-template <class T, bool kNormFirst>
-void launch_in_order(const KernelArgs& args, const Device& device, Stream stream) {
-  const auto forward = forward_of<T, T>(args);
-  const Gated<T, General> gated = {rows_of<const T, T>(args[kInput], args.cols),
-                                   any_rows_of<const T>(args[kGate], args.cols), args.gating.activation};
-  const RowConfig config = gated_config(packs_of<T>(args.cols), device);
-  dispatch_forward<T>(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
-    if constexpr (kPacks == 0) {
-      launch(gated_rms_norm_any_width_kernel<T, kNormFirst>, shape, stream, forward, gated);
-    } else if constexpr (kPacks <= kMostGatedPacks) {
-      const auto launch_with = [&]<class Access>() {
-        launch(gated_rms_norm_kernel<T, kPacks, kNormFirst, Access>, shape, stream, forward.template as<Access>(),
-               gated.template as<Access>());
-      };
-      dispatch_access<kPacks>(forward.scale, launch_with, forward.output, gated.input, gated.gate);
-    }
-  });
-}
+template <bool kNormFirst>
+struct GatedRmsNormKernels : GatedKernels {
+  template <class T, class>
+  static Gated<T, General> own(const KernelArgs& args) {
+    return {any_rows_of<const T>(args[kGate], args.cols), args.gating.activation};
+  }
+  template <class T, class, int kPacks, class Access>
+  static auto held() {
+    return gated_rms_norm_kernel<T, kPacks, kNormFirst, Access>;
+  }
+  template <class T, class>
+  static auto any_width() {
+    return gated_rms_norm_any_width_kernel<T, kNormFirst>;
+  }
+};
 
 }  // namespace
 
 void launch_gated_rms_norm(const KernelArgs& args, const Device& device, Stream stream) {
-  dispatch(args.dtype(), [&]<class T>() {
-    if (args.gating.norm_before_gate) {
-      launch_in_order<T, true>(args, device, stream);
-    } else {
-      launch_in_order<T, false>(args, device, stream);
-    }
-  });
+  (args.gating.norm_before_gate ? launch_forward<GatedRmsNormKernels<true>>
+                                : launch_forward<GatedRmsNormKernels<false>>)(args, device, stream);
 }
 
 }  // namespace normops::cuda

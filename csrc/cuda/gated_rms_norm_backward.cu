@@ -26,6 +26,7 @@ struct Gate {
   Gating gating;
   Casting casting;
 
+  bool is_plain() const { return rows.is_plain() && gradients.is_plain(); }
   template <class Other>
   Gate<T, Other> as() const {
     return {typename Other::template AnyRows<const T>(rows), typename Other::template AnyRows<T>(gradients), gating,
@@ -127,55 +128,30 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
   backward_rows_of_any_width(args, Columns<T, int64_t>(args.cols), gate);
 }
 
-struct GatedKernels {
-  template <class T, class R, int kPacks, class Access>
-  static constexpr auto held() {
+struct GatedRmsNormBackwardKernels : GatedKernels {
+  template <class T, class>
+  static Gate<T, General> own(const KernelArgs& args) {
+    return {any_rows_of<const T>(args[kGate], args.cols), any_rows_of<T>(args[kGradGate], args.cols), args.gating,
+            args.casting};
+  }
+  template <class T, class, int kPacks, class Access>
+  static auto held() {
     return gated_rms_norm_backward_kernel<T, kPacks, Access>;
   }
-  template <class T, class R>
-  static constexpr auto any_width() {
+  template <class T, class>
+  static auto any_width() {
     return gated_rms_norm_backward_any_width_kernel<T>;
   }
 };
 
-// Calls launch.template operator()<T, kPacks>(shape).
-template <class Launch>
-void dispatch_gated_backward(const KernelArgs& args, const Device& device, Launch launch) {
-  dispatch(args.dtype(), [&]<class T>() {
-    const RowConfig config = gated_config(packs_of<T>(args.cols), device);
-    dispatch_packs<T>(config.packs, [&]<int kPacks>() {
-      if constexpr (kPacks <= kMostGatedPacks) {
-        launch.template operator()<T, kPacks>(backward_shape<GatedKernels, T, T, kPacks>(config, args, device));
-      }
-    });
-  });
-}
-
 }  // namespace
 
 int64_t gated_rms_norm_backward_partials(const KernelArgs& args, const Device& device) {
-  int64_t blocks = 0;
-  dispatch_gated_backward(args, device, [&]<class T, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
-  return blocks / args.weight.groups;
+  return backward_partials<GatedRmsNormBackwardKernels>(args, device);
 }
 
 void launch_gated_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream) {
-  const auto launch_shape = [&]<class T, int kPacks>(const LaunchShape& shape) {
-    const auto backward = backward_of<T, T>(args);
-    const Gate<T, General> gate = {any_rows_of<const T>(args[kGate], args.cols),
-                                   any_rows_of<T>(args[kGradGate], args.cols), args.gating, args.casting};
-    if constexpr (kPacks == 0) {
-      launch(gated_rms_norm_backward_any_width_kernel<T>, shape, stream, backward, gate);
-    } else {
-      const auto launch_with = [&]<class Access>() {
-        launch(gated_rms_norm_backward_kernel<T, kPacks, Access>, shape, stream, backward.template as<Access>(),
-               gate.template as<Access>());
-      };
-      dispatch_access<kPacks>(backward.scale, launch_with, backward.grad_output, backward.input, backward.grad_input,
-                              gate.rows, gate.gradients);
-    }
-  };
-  dispatch_gated_backward(args, device, launch_shape);
+  launch_backward<GatedRmsNormBackwardKernels>(args, device, stream);
 }
 
 }  // namespace normops::cuda

@@ -8,8 +8,7 @@ namespace {
 // Rows that fit into registers: each element is read once.
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
-    rms_norm_kernel(const Forward<T, T, Access> args, const typename Access::template Rows<const T> input,
-                    const typename Access::template Sums<compute_t<T>, 1> stats) {
+    rms_norm_kernel(const Forward<T, T, Access> args, const typename Access::template Sums<compute_t<T>, 1> stats) {
   constexpr int kRows = rows_in_flight(kPacks);
   __shared__ RowSumShared<compute_t<T>, kRows> shared;
   RowSums<compute_t<T>, kRows, kPacks> sum_row(shared, !stats.are(Sums::given));
@@ -20,7 +19,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   Pack<T> x[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
-    load_packs<T>(x[r], input, input.row(rows.first, rows.further(r)), rows.has(r), columns);
+    load_packs<T>(x[r], args.input, args.input.row(rows.first, rows.further(r)), rows.has(r), columns);
   }
   if (stats.are(Sums::wanted)) {
     compute_t<T> sums[kRows];
@@ -44,12 +43,11 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
 // Rows of any width: read twice, the second time from the L2 cache as far as it holds them.
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads)
-    rms_norm_any_width_kernel(const Forward<T, T, General> args, const RowsOf<const T> input,
-                              const SumsOfRows<compute_t<T>, 1> stats) {
+    rms_norm_any_width_kernel(const Forward<T, T, General> args, const SumsOfRows<compute_t<T>, 1> stats) {
   const int64_t row = BlockRows(args.groups.count, 1).first;
   const Columns<T, int64_t> columns(args.cols);
-  const T* const x = input.row(row);
-  const auto load_pack = [&](int64_t column, int64_t count) { return load<kPack<T>>(input, x, column, count); };
+  const T* const x = args.input.row(row);
+  const auto load_pack = [&](int64_t column, int64_t count) { return load<kPack<T>>(args.input, x, column, count); };
   wait_for_previous_kernel();
   compute_t<T> sum;
   if (stats.are(Sums::given)) {
@@ -64,26 +62,25 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
   }
 }
 
+struct RmsNormKernels : OperatorKernels {
+  template <class T, class>
+  static auto own(const KernelArgs& args) {
+    return SumsOfRows<compute_t<T>, 1>(args);
+  }
+  template <class T, class, int kPacks, class Access>
+  static auto held() {
+    return rms_norm_kernel<T, kPacks, Access>;
+  }
+  template <class T, class>
+  static auto any_width() {
+    return rms_norm_any_width_kernel<T>;
+  }
+};
+
 }  // namespace
 
 void launch_rms_norm(const KernelArgs& args, const Device& device, Stream stream) {
-  dispatch(args.dtype(), [&]<class T>() {
-    const auto forward = forward_of<T, T>(args);
-    const auto input = rows_of<const T, T>(args[kInput], args.cols);
-    const RowConfig& config = row_config(packs_of<T>(args.cols), device);
-    dispatch_forward<T>(args.rows, args.weight.groups, config, device, [&]<int kPacks>(const LaunchShape& shape) {
-      if constexpr (kPacks == 0) {
-        launch(rms_norm_any_width_kernel<T>, shape, stream, forward, input, SumsOfRows<compute_t<T>, 1>(args));
-      } else {
-        const auto launch_with = [&]<class Access>() {
-          launch(rms_norm_kernel<T, kPacks, Access>, shape, stream, forward.template as<Access>(),
-                 typename Access::template Rows<const T>(input), typename Access::template Sums<compute_t<T>, 1>(args));
-        };
-        if (args.sums != Sums::formed) return launch_with.template operator()<General>();
-        dispatch_access<kPacks>(forward.scale, launch_with, forward.output, input);
-      }
-    });
-  });
+  launch_forward<RmsNormKernels>(args, device, stream);
 }
 
 }  // namespace normops::cuda

@@ -39,52 +39,37 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-struct Kernels {
+struct RmsNormBackwardKernels : OperatorKernels {
+  template <class Visit>
+  static void dispatch_types(const KernelArgs& args, Visit visit) {
+    dispatch_pair(args[kGradOutput].dtype, args.dtype(), visit);
+  }
+  template <class R>
+  static RowConfig config(const KernelArgs& args, const Device& device) {
+    return backward_config(packs_of<R>(args.cols), kPack<R>, sizeof(compute_t<R>), device);
+  }
+  template <class, class R>
+  static auto own(const KernelArgs& args) {
+    return SumsOfRows<compute_t<R>, 2>(args);
+  }
   template <class T, class R, int kPacks, class Access>
-  static constexpr auto held() {
+  static auto held() {
     return rms_norm_backward_kernel<T, R, kPacks, Access>;
   }
   template <class T, class R>
-  static constexpr auto any_width() {
+  static auto any_width() {
     return rms_norm_backward_any_width_kernel<T, R>;
   }
 };
 
-// Calls launch.template operator()<T, R, kPacks>(shape).
-template <class Launch>
-void dispatch_backward(const KernelArgs& args, const Device& device, Launch launch) {
-  dispatch_pair(args[kGradOutput].dtype, args.dtype(), [&]<class T, class R>() {
-    const RowConfig& config = backward_config(packs_of<R>(args.cols), kPack<R>, sizeof(compute_t<R>), device);
-    dispatch_packs<R>(config.packs, [&]<int kPacks>() {
-      launch.template operator()<T, R, kPacks>(backward_shape<Kernels, T, R, kPacks>(config, args, device));
-    });
-  });
-}
-
 }  // namespace
 
 int64_t rms_norm_backward_partials(const KernelArgs& args, const Device& device) {
-  int64_t blocks = 0;
-  dispatch_backward(args, device,
-                    [&]<class T, class R, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
-  return blocks / args.weight.groups;
+  return backward_partials<RmsNormBackwardKernels>(args, device);
 }
 
 void launch_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream) {
-  dispatch_backward(args, device, [&]<class T, class R, int kPacks>(const LaunchShape& shape) {
-    const auto backward = backward_of<T, R>(args);
-    if constexpr (kPacks == 0) {
-      launch(rms_norm_backward_any_width_kernel<T, R>, shape, stream, backward, SumsOfRows<compute_t<R>, 2>(args));
-    } else {
-      const auto launch_with = [&]<class Access>() {
-        launch(rms_norm_backward_kernel<T, R, kPacks, Access>, shape, stream, backward.template as<Access>(),
-               typename Access::template Sums<compute_t<R>, 2>(args));
-      };
-      if (args.sums != Sums::formed) return launch_with.template operator()<General>();
-      dispatch_access<kPacks>(backward.scale, launch_with, backward.grad_output, backward.input, backward.grad_residual,
-                              backward.grad_input);
-    }
-  });
+  launch_backward<RmsNormBackwardKernels>(args, device, stream);
 }
 
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,

@@ -82,55 +82,25 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
                              RotatedBack<T, General>{{}, rotation, args.casting.multiplied});
 }
 
-struct RopeKernels {
-  template <class T, class R, int kPacks, class Access>
-  static constexpr auto held() {
-    return rms_norm_rope_backward_kernel<T, kPacks, RopeAccess<Access>>;
+struct RmsNormRopeBackwardKernels : RopeKernels {
+  template <class T, class, int kPacks, class Access>
+  static auto held() {
+    return rms_norm_rope_backward_kernel<T, kPacks, Access>;
   }
-  template <class T, class R>
-  static constexpr auto any_width() {
+  template <class T, class>
+  static auto any_width() {
     return rms_norm_rope_backward_any_width_kernel<T>;
   }
 };
 
-// Calls launch.template operator()<T, kPacks>(shape).
-template <class Launch>
-void dispatch_rope_backward(const KernelArgs& args, const Device& device, Launch launch) {
-  dispatch(args.dtype(), [&]<class T>() {
-    const RowConfig config = rope_config_of<T>(args.rotation, args.cols, device);
-    dispatch_packs<T>(config.packs, [&]<int kPacks>() {
-      if constexpr (kPacks == 0 || is_rope_packs(kPacks)) {
-        launch.template operator()<T, kPacks>(backward_shape<RopeKernels, T, T, kPacks>(config, args, device));
-      }
-    });
-  });
-}
-
 }  // namespace
 
 int64_t rms_norm_rope_backward_partials(const KernelArgs& args, const Device& device) {
-  int64_t blocks = 0;
-  dispatch_rope_backward(args, device, [&]<class T, int kPacks>(const LaunchShape& shape) { blocks = shape.grid.x; });
-  return blocks / args.weight.groups;
+  return backward_partials<RmsNormRopeBackwardKernels>(args, device);
 }
 
 void launch_rms_norm_rope_backward(const KernelArgs& args, const Device& device, Stream stream) {
-  const auto launch_shape = [&]<class T, int kPacks>(const LaunchShape& shape) {
-    const auto backward = backward_of<T, T>(args, begins_of(args.rotation, args.cols));
-    const auto rotation = rotation_of<T>(args);
-    if constexpr (kPacks == 0) {
-      launch(rms_norm_rope_backward_any_width_kernel<T>, shape, stream, backward, rotation);
-    } else {
-      const auto launch_with = [&]<class Chosen>() {
-        using Access = RopeAccess<Chosen>;
-        launch(rms_norm_rope_backward_kernel<T, kPacks, Access>, shape, stream, backward.template as<Access>(),
-               rotation);
-      };
-      dispatch_access<kPacks>(backward.scale, launch_with, backward.grad_output, backward.input, backward.grad_input,
-                              rotation);
-    }
-  };
-  dispatch_rope_backward(args, device, launch_shape);
+  launch_backward<RmsNormRopeBackwardKernels>(args, device, stream);
 }
 
 }  // namespace normops::cuda

@@ -1,10 +1,10 @@
 // How rows are rotated: which columns a thread has, and cos and sin for these.
 #pragma once
-#include "rms_norm_row.cuh"
+#include "operator_kernels.cuh"
 
 namespace normops::cuda {
 
-// How many slots, of two packs each, a stretch of so many columns has.
+// How many slots, of two packs each, a segment of so many columns has.
 template <class T, class Index>
 __host__ __device__ constexpr Index slots_of(Index columns) {
   return static_cast<std::make_unsigned_t<Index>>(columns + 2 * kPack<T> - 1) / (2 * kPack<T>);
@@ -21,6 +21,10 @@ struct RotationOf {
   bool angle_of_pair;
 
   bool is_plain() const { return cos.bytes.aligned; }
+  template <class>
+  const RotationOf& as() const {
+    return *this;
+  }
 
   // cos of a row.
   __device__ const char* row(int64_t first, int64_t further = 0) const {
@@ -99,7 +103,7 @@ struct RotationOf {
 
 // The columns of a thread's packs, as for rms_norm, but in slots of two packs that are rotated together: with i it has
 // i + pairs, or, interleaved, with 2 * i it has 2 * i + 1. The columns before those that are rotated have slots of
-// their own, as have those behind them; each such stretch has its first half in the first packs of its slots.
+// their own, as have those behind them; each such segment has its first half in the first packs of its slots.
 template <class T, class Index>
 class RotatedColumns {
  public:
@@ -112,25 +116,25 @@ class RotatedColumns {
         is_halved_(!rotation.interleaved) {}
 
   __device__ Index column(Index pack) const {
-    const Stretch stretch = stretch_of(pack);
-    return stretch.begin + stretch.slot * kPack<T> + (pack % 2 == 0 ? 0 : stretch.half);
+    const Segment segment = segment_of(pack);
+    return segment.begin + segment.slot * kPack<T> + (pack % 2 == 0 ? 0 : segment.half);
   }
-  // How many elements of the pack are its own: 0 or less if it is behind the end of a row, or of half a stretch.
+  // How many elements of the pack are its own: 0 or less if it is behind the end of a row, or of half a segment.
   __device__ Index count(Index pack) const {
-    const Stretch stretch = stretch_of(pack);
-    const Index half_end = stretch.begin + stretch.half;
-    const Index end = pack % 2 == 0 && half_end < stretch.end ? half_end : stretch.end;
+    const Segment segment = segment_of(pack);
+    const Index half_end = segment.begin + segment.half;
+    const Index end = pack % 2 == 0 && half_end < segment.end ? half_end : segment.end;
     return end - column(pack);
   }
-  __device__ bool is_rotated(Index pack) const { return stretch_of(pack).is_rotated; }
+  __device__ bool is_rotated(Index pack) const { return segment_of(pack).is_rotated; }
   __device__ bool reaches(Index pack) const {
     return slot(pack) < slots_of<T>(offset_) + slots_of<T>(rotated_) + slots_of<T>(cols_ - offset_ - rotated_);
   }
 
  private:
-  struct Stretch {
+  struct Segment {
     Index begin, half, end;
-    Index slot;  // of the stretch
+    Index slot;  // of the segment
     bool is_rotated;
   };
 
@@ -140,20 +144,20 @@ class RotatedColumns {
     return first + pack / 2 * step;
   }
 
-  __device__ Stretch stretch_of(Index pack) const {
+  __device__ Segment segment_of(Index pack) const {
     const Index before = slots_of<T>(offset_), rotated = before + slots_of<T>(rotated_);
     const Index end = offset_ + rotated_, slot = this->slot(pack);
-    Stretch stretch;
+    Segment segment;
     if (slot < before) {
-      stretch = {0, 0, offset_, slot, false};
+      segment = {0, 0, offset_, slot, false};
     } else if (slot < rotated) {
-      stretch = {offset_, 0, end, slot - before, true};
+      segment = {offset_, 0, end, slot - before, true};
     } else {
-      stretch = {end, 0, cols_, slot - rotated, false};
+      segment = {end, 0, cols_, slot - rotated, false};
     }
-    stretch.half =
-        stretch.is_rotated && is_halved_ ? rotated_ / 2 : slots_of<T>(stretch.end - stretch.begin) * kPack<T>;
-    return stretch;
+    segment.half =
+        segment.is_rotated && is_halved_ ? rotated_ / 2 : slots_of<T>(segment.end - segment.begin) * kPack<T>;
+    return segment;
   }
 
   Index cols_, offset_, rotated_;
@@ -197,7 +201,7 @@ class HeldRotatedColumns {
   bool takes_none_ = false;
 };
 
-// A number that is a multiple of a pack if all stretches, and the first halves of all, begin at one: see
+// A number that is a multiple of a pack if all segmentes, and the first halves of all, begin at one: see
 // RotatedColumns.
 inline int64_t begins_of(const Rotation& rotation, int64_t cols) {
   return cols | rotation.offset | (rotation.interleaved ? 2 * rotation.pairs : rotation.pairs);
@@ -218,15 +222,23 @@ RotationOf<T> rotation_of(const KernelArgs& args) {
           rotation.angle_of_pair};
 }
 
-template <class T>
-RowConfig rope_config_of(const Rotation& rotation, int64_t cols, const Device& device) {
-  if (!kIsHeld<T>) return kAnyWidth;
-  const int64_t rotated = 2 * rotation.pairs, behind = cols - rotation.offset - rotated;
-  return rope_config(slots_of<T>(rotation.offset) + slots_of<T>(rotated) + slots_of<T>(behind), device);
-}
-
-// One kernel for plain access, with groups or without, is enough: heads have both.
-template <class Access>
-using RopeAccess = std::conditional_t<std::is_same_v<Access, General>, General, PlainOfGroups>;
+struct RopeKernels : OperatorKernels {
+  template <class T, class>
+  static RotationOf<T> own(const KernelArgs& args) {
+    return rotation_of<T>(args);
+  }
+  static int64_t begins(const KernelArgs& args) { return begins_of(args.rotation, args.cols); }
+  template <class T>
+  static RowConfig config(const KernelArgs& args, const Device& device) {
+    if (!kIsHeld<T>) return kAnyWidth;
+    const auto& [interleaved, angle_of_pair, offset, pairs] = args.rotation;
+    const int64_t rotated = 2 * pairs, behind = args.cols - offset - rotated;
+    return rope_config(slots_of<T>(offset) + slots_of<T>(rotated) + slots_of<T>(behind), device);
+  }
+  static constexpr bool holds(int packs) { return is_rope_packs(packs); }
+  // One kernel for plain access, with groups or without, is enough: heads have both.
+  template <class Access>
+  using Served = std::conditional_t<std::is_same_v<Access, General>, General, PlainOfGroups>;
+};
 
 }  // namespace normops::cuda
