@@ -33,15 +33,11 @@ struct AddRmsNorm : Operator<T, R> {
   template <bool kSums, class Extent>
   NORMOPS_INLINE Block<R> h(int64_t column, Extent extent) const {
     if constexpr (kSums) {
-      const Block<R> branch = load<R>(x + column, extent), rest = load<R>(residual + column, extent);
-      Block<R> total;
-      if constexpr (!kScaled) {
-        total = branch + rest;
-      } else if (shared.casts) {
-        total = rounded<T>(broadcast<R>(shared.alpha) * branch) + rest;
-      } else {
-        total = fma(broadcast<R>(shared.alpha), branch, rest);
-      }
+      const Block<R> branch = load<R>(x + column, extent), other = load<R>(residual + column, extent);
+      const Block<R> alpha = broadcast<R>(shared.alpha);
+      const Block<R> total = !kScaled       ? branch + other
+                             : shared.casts ? rounded<T>(alpha * branch) + other
+                                            : fma(alpha, branch, other);
       store(sum + column, total, extent);
     }
     return load<R>(sum + column, extent);

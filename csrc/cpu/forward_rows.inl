@@ -5,6 +5,7 @@
 #include "row_access.inl"
 #include "row_config.h"
 #include "row_sums.inl"
+#include "row_table.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
@@ -37,103 +38,6 @@ struct Operator {
   struct Shared {
     explicit Shared(const CpuArgs&) {}
   };
-};
-
-// In the place of a tensor: what is held of a row from its sum on, see holds_in_output().
-constexpr auto kHeld = static_cast<TensorIndex>(kTensorCount);
-
-template <class Operator>
-constexpr int kRowsOf = 2 + static_cast<int>(std::size(Operator::kTensors));
-
-// Where a table of rows has a tensor: behind the output and the scale.
-template <class Operator>
-constexpr int row_of(TensorIndex tensor) {
-  return tensor == kOutput ? 0 : tensor == kWeight ? 1 : 2 + place_of<Operator>(tensor);
-}
-
-// The current rows of an operator's tensors; in the place of the weight, the scale. They lie one after another, each
-// with its strides: beside each other, GCC 12 adds the strides to the rows in vector registers. They are passed on by
-// reference: copied, they go through the stack, in steps that pointers are loaded from at once (up to 2.7 of the time).
-template <class Operator>
-struct CurrentRows {
-  EvenRows of[kRowsOf<Operator>];
-
-  template <TensorIndex tensor, class T>
-  NORMOPS_INLINE T* row() const {
-    constexpr int kRow = row_of<Operator>(tensor);
-    return of[kRow].template at<T>();
-  }
-  template <class Visit>
-  NORMOPS_INLINE void each(Visit visit) {
-    [&]<int... i>(std::integer_sequence<int, i...>)
-        NORMOPS_INLINE_LAMBDA { (visit(of[i]), ...); }(std::make_integer_sequence<int, kRowsOf<Operator>>());
-  }
-};
-
-// Those behind them.
-template <class Operator>
-struct NextRows {
-  const CurrentRows<Operator>& current;
-
-  template <TensorIndex tensor, class T>
-  NORMOPS_INLINE T* row() const {
-    constexpr int kRow = row_of<Operator>(tensor);
-    EvenRows rows = current.of[kRow];
-    rows.next();
-    return rows.template at<T>();
-  }
-};
-
-// The rows of an operator's tensors, from one on.
-template <class Operator>
-class OperatorRows {
- public:
-  OperatorRows(const CpuArgs& args, int64_t row) : OperatorRows(args, row, Places()) {}
-  OperatorRows(const OperatorRows&) = delete;
-
-  template <class Visit>
-  void each(Visit visit) {
-    for (const RowIterator& rows : rows_) visit(rows);
-  }
-  CurrentRows<Operator> next_even(int64_t count) {
-    CurrentRows<Operator> current;
-    for (int i = 0; i < kRowsOf<Operator>; i++) current.of[i] = rows_[i].next_even(count);
-    return current;
-  }
-
- private:
-  using Places = std::make_integer_sequence<int, kRowsOf<Operator>>;
-
-  template <int... i>
-  OperatorRows(const CpuArgs& args, int64_t row, std::integer_sequence<int, i...>)
-      : scale_(scale_rows(args)),
-        held_(held_rows(args)),
-        rows_{RowIterator(i == 0   ? args[kOutput]
-                          : i == 1 ? scale_
-                                   : rows_of(args, Operator::kTensors[i < 2 ? 0 : i - 2]),
-                          row)...} {}
-
-  // Those of the groups, one after another, over and over again.
-  static RowsArg scale_rows(const CpuArgs& args) {
-    const int64_t groups = args.weight.groups;
-    RowsArg rows = kNoRows;
-    rows.data = const_cast<void*>(args.scale);
-    if (groups > 1) {
-      const auto bytes = static_cast<int64_t>(sizeof(compute_t<typename Operator::Element>));
-      rows.layout = {2, {INT64_MAX / groups, groups}, {0, held_cols<Operator>(args) * bytes}};
-    }
-    return rows;
-  }
-  static RowsArg held_rows(const CpuArgs& args) {
-    if (place_of<Operator>(kHeld) >= 0 && holds_in_output(args)) return args[kOutput];
-    RowsArg rows = kNoRows;
-    rows.data = args.held;
-    return rows;
-  }
-  const RowsArg& rows_of(const CpuArgs& args, TensorIndex tensor) { return tensor == kHeld ? held_ : args[tensor]; }
-
-  const RowsArg scale_, held_;
-  RowIterator rows_[kRowsOf<Operator>];
 };
 
 // A term for fold_span, which adds the squares of a block to an accumulator.
@@ -203,9 +107,9 @@ struct WrittenRow {
   NORMOPS_INLINE void write(int64_t begin, int64_t end, Prefetch prefetch) const {
     PairedColumns paired;
     if constexpr (Operator::kPairing != Pairing::none) paired = row.paired();
-    each_stretch<R, Operator::kPairing>(
+    each_segment<R, Operator::kPairing>(
         paired, begin, end, [=, *this](const auto& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
-          write_stretch<kRest>(parts, begin, end, prefetch);
+          write_segment<kRest>(parts, begin, end, prefetch);
         });
   }
 
@@ -221,7 +125,7 @@ struct WrittenRow {
   // 12 bits waits for it, and tensors of a power of two bytes that are allocated one after another often differ in
   // those bits by 64 or 128.
   template <Rest kRest, class Parts, class Prefetch>
-  NORMOPS_INLINE void write_stretch(const Parts& parts, int64_t column, int64_t end, Prefetch prefetch) const {
+  NORMOPS_INLINE void write_segment(const Parts& parts, int64_t column, int64_t end, Prefetch prefetch) const {
     constexpr int kCount = Parts::kCount, kBlocks = kChainBlocks<R> / kCount;
     const auto form_next = [&](int64_t column, auto extent, Block<R>(&blocks)[kCount]) NORMOPS_INLINE_LAMBDA {
       for (int p = 0; p < kCount; p++) prefetch(parts.column(column, p));
@@ -272,44 +176,6 @@ NORMOPS_INLINE void write_row(const CurrentRows<Operator>& rows, const typename 
         Operator::kAhead == Ahead::when_streaming ? streams : Operator::kAhead == Ahead::when_written;
     if (is_wanted) next.prefetch(column);
   });
-}
-
-// The longest run of the next `rows` in which all tensors advance by fixed strides. `each` calls a function for the
-// iterator of each tensor.
-template <class Each>
-NORMOPS_INLINE Stretches common_stretches(int64_t rows, Each each) {
-  Stretches result = {INT64_MAX, INT64_MAX, rows};
-  const auto lower = [](int64_t& number, int64_t bound)
-                         NORMOPS_INLINE_LAMBDA { number = bound < number ? bound : number; };
-  each([&](const auto& tensor) NORMOPS_INLINE_LAMBDA {
-    lower(result.size, tensor.stretch());
-    lower(result.left, tensor.stretch_left());
-  });
-  each([&](const auto& tensor) NORMOPS_INLINE_LAMBDA {
-    const bool fits =
-        tensor.stretch() == INT64_MAX || (tensor.stretch() == result.size && tensor.stretch_left() == result.left);
-    lower(result.count, fits ? tensor.even_left() : result.left);
-  });
-  return result;
-}
-
-// Calls visit(r) for `count` rows, and moves `rows` on behind each. Rows are not counted one by one, and not for each
-// tensor: that takes registers, and narrow rows took up to a third more time.
-template <class Rows, class Visit>
-NORMOPS_INLINE void walk(Stretches& stretches, int64_t count, Rows& rows, Visit visit) {
-  for (int r = 0; count > 0;) {
-    int64_t together = stretches.left < count ? stretches.left : count;
-    stretches.left -= together;
-    count -= together;
-#pragma GCC unroll 1
-    for (; together > 0; together--, r++) {
-      visit(r);
-      rows.each([](EvenRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next(); });
-    }
-    if (stretches.left > 0) continue;
-    stretches.left = stretches.size;
-    rows.each([](EvenRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next_stretch(); });
-  }
 }
 
 template <class Operator>

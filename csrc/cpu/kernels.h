@@ -18,14 +18,14 @@ inline int64_t padded_cols(DType dtype, int64_t cols) {
   return (cols + block - 1) / block * block;
 }
 
-// The columns of a row that kernels form in pairs: those of a stretch, i with i + pairs, or neighbours.
+// The columns of a row that kernels form in pairs: i with i + pairs, or neighbours.
 struct PairedColumns {
   int64_t offset = 0;
   int64_t pairs = 0;
   bool are_neighbours = false;
 };
 
-// Maps columns to their places in the multipliers and the partial sums. Stretches of columns follow one another, each
+// Maps columns to their places in the multipliers and the partial sums. Segments of columns follow one another, each
 // padded to whole blocks, so that a block of the first columns of pairs has one of the second ones.
 class HeldOrder {
  public:
@@ -43,14 +43,14 @@ class HeldOrder {
   // Whether each column has its own place.
   bool is_natural() const { return held_[count_] == columns_[count_]; }
 
-  // Whether all stretches of a row that begins with a cache line do so.
+  // Whether all segments of a row that begins with a cache line do so.
   bool has_lines(int64_t element_bytes) const {
     bool result = true;
     for (int i = 0; i < count_; i++) result &= columns_[i] * element_bytes % 64 == 0;
     return result;
   }
 
-  // Calls visit(column, held, count) for the stretches of what is held from `begin` to `end`: `count` columns, from
+  // Calls visit(column, held, count) for the segments of what is held from `begin` to `end`: `count` columns, from
   // `column` on, are at `held`.
   template <class Visit>
   void each(int64_t begin, int64_t end, const Visit& visit) const {

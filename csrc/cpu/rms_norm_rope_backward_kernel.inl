@@ -25,8 +25,7 @@ struct RmsNormRopeBackward : BackwardOperator<T, T> {
   RmsNormRopeBackward() = default;
   template <class Rows>
   NORMOPS_INLINE RmsNormRopeBackward(const Rows& rows, const Shared& rotation, int)
-      : BackwardOperator<T, T>(rows),
-        angles(rotation.template angles<T>(rows.template row<kCos, const W>())) {}
+      : BackwardOperator<T, T>(rows), angles(rotation.template angles<T>(rows.template row<kCos, const W>())) {}
 
   template <class Parts, class Extent>
   NORMOPS_INLINE auto paired_terms(const Parts& parts, int64_t column, Extent extent) const {

@@ -18,8 +18,7 @@ struct RmsNormRope : InputRow<T> {
 
   template <class Rows>
   NORMOPS_INLINE RmsNormRope(const Rows& rows, const Shared& rotation, int)
-      : InputRow<T>(rows),
-        angles(rotation.template angles<T>(rows.template row<kCos, const W>())) {}
+      : InputRow<T>(rows), angles(rotation.template angles<T>(rows.template row<kCos, const W>())) {}
 
   NORMOPS_INLINE PairedColumns paired() const { return {angles.offset, angles.pairs}; }
 

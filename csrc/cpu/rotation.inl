@@ -119,8 +119,8 @@ struct Angles {
   }
 };
 
-// The rotation of all rows. Rows of cos and sin lie alike, so that those of sin need no pointers of their own, for which
-// AVX2 has no registers left.
+// The rotation of all rows. Rows of cos and sin lie alike, so that those of sin need no pointers of their own, for
+// which AVX2 has no registers left.
 struct SharedRotation : Rotation {
   intptr_t sin_behind_cos;  // in bytes
 

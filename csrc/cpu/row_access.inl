@@ -19,15 +19,15 @@ constexpr int place_of(TensorIndex tensor) {
   return -1;
 }
 
-// The stretches of a row: the columns before those that are formed in pairs, these, and those behind.
-constexpr int kBefore = 0, kPaired = 1, kBehind = 2, kStretches = 3;
+// The segments of a row: the columns before those that are formed in pairs, these, and those behind.
+constexpr int kBefore = 0, kPaired = 1, kBehind = 2, kSegments = 3;
 
 // The blocks of a row that are formed together: where they begin in the row, and in what is held. Here, each block by
 // itself.
 struct OnePart {
   static constexpr int kCount = 1;
   int64_t held_offset = 0;
-  int stretch = kBefore;
+  int segment = kBefore;
 
   NORMOPS_INLINE int64_t column(int64_t column, int) const { return column; }
   NORMOPS_INLINE int64_t held(int64_t column, int) const { return column + held_offset; }
@@ -37,7 +37,7 @@ struct OnePart {
 struct TwoParts {
   static constexpr int kCount = 2;
   int64_t pairs, held_offset, held_pairs;
-  int stretch = kPaired;
+  int segment = kPaired;
 
   NORMOPS_INLINE int64_t column(int64_t column, int p) const { return column + p * pairs; }
   NORMOPS_INLINE int64_t held(int64_t column, int p) const { return column + held_offset + p * held_pairs; }
@@ -78,10 +78,10 @@ NORMOPS_INLINE auto* scale_of(const CpuArgs& args, int64_t group) {
   return static_cast<const compute_t<typename Operator::Element>*>(args.scale) + group * held_cols<Operator>(args);
 }
 
-// Calls visit(parts, begin, end) for the stretches of columns [begin, end) that are formed in the same way. With pairs,
-// these are all columns of the row, the stretch of two parts counts the first columns of pairs, and pairs come first.
+// Calls visit(parts, begin, end) for the segments of columns [begin, end) that are formed in the same way. With pairs,
+// these are all columns of the row, the segment of two parts counts the first columns of pairs, and pairs come first.
 template <class R, Pairing pairing, class Visit>
-NORMOPS_INLINE void each_stretch([[maybe_unused]] const PairedColumns& paired, int64_t begin, int64_t end,
+NORMOPS_INLINE void each_segment([[maybe_unused]] const PairedColumns& paired, int64_t begin, int64_t end,
                                  Visit visit) {
   if constexpr (pairing == Pairing::none) {
     visit(OnePart(), begin, end);
@@ -100,18 +100,18 @@ NORMOPS_INLINE void each_stretch([[maybe_unused]] const PairedColumns& paired, i
     }
     if (first == 0 && behind >= end) [[likely]]
       return;
-    const auto visit_one = [&](int stretch) NORMOPS_INLINE_LAMBDA {
-      const bool is_behind = stretch == kBehind;
-      visit(OnePart{is_behind ? held_behind : 0, stretch}, is_behind ? behind : begin, is_behind ? end : first);
+    const auto visit_one = [&](int segment) NORMOPS_INLINE_LAMBDA {
+      const bool is_behind = segment == kBehind;
+      visit(OnePart{is_behind ? held_behind : 0, segment}, is_behind ? behind : begin, is_behind ? end : first);
     };
     if constexpr (kEvenOdd<R>) {
       if (first > 0) visit_one(kBefore);
       if (behind < end) visit_one(kBehind);
     } else {
       // Columns without a pair are few: one piece of code. In bfloat16 that takes 1.1 of the time of the others.
-      for (int stretch = first > 0 ? kBefore : kBehind; stretch <= (behind < end ? kBehind : kBefore);
-           stretch += kBehind) {
-        visit_one(stretch);
+      for (int segment = first > 0 ? kBefore : kBehind; segment <= (behind < end ? kBehind : kBefore);
+           segment += kBehind) {
+        visit_one(segment);
       }
     }
   }

@@ -1,0 +1,323 @@
+// What an operator of a backward is, tiles of its rows, and the first pass over them, which forms the sums over each
+// row.
+#include "grouped_rows.inl"
+#include "row_sums.inl"
+
+namespace normops::cpu::NORMOPS_ISA {
+namespace {
+
+// What an Operator has that says nothing else. It is a row: where each of its tensors has it, and what else its blocks
+// are made of. It stands for a norm's row: x, which is normalized, and dy, the gradient of the normalized x times the
+// scale. R is the type of the input, in whose order blocks are held, T that of grad_output, to which results are
+// rounded on the way if the Casting of the arguments says so. It has
+//   kTensors
+//   kCostly: as in forward_rows.inl
+//   kGradRows: whether rows are written; if not, grad_weight alone is wanted
+//   kFormsGradient: whether dy is formed of grad_output, and not that itself
+//   kSharedTerms: whether the terms of a row's two sums share what costs much, so that both sums are formed at once
+//   kPlain: whether there may be a grad_residual, and sums that are given or wanted
+//   kPairing: how columns of dy are formed
+//   kRowBytes, kAllBytes: the bytes of a column that are read, and that are read or written
+//   Shared: what all rows have in common, made of the arguments
+//   a constructor of (rows, const Shared&, position), which takes each of its tensors from GroupedTensors::Next;
+//     `position` is the row's place in the tile, where what the first pass computes for the second one is kept
+//   x(column, extent): a block of x, for the first pass
+//   summed(column, extent): the Terms of a block, for the first pass
+//   terms(column, extent): the Terms of a block, for the second pass
+//   paired_terms(parts, column, extent), if there are pairs: the Terms of the blocks of these parts, for either pass.
+//     The other functions are called for columns without a pair.
+//   prefetch_read(column), prefetch_written(column)
+//   store(column, outputs, extent, way)
+// Terms have dy, x and
+//   outputs(gradient, rstd, w): what is stored, given that gradient
+template <class R, class T>
+struct BackwardOperator {
+  using Element = R;
+  using Gradient = T;
+  using Outputs = Block<R>;
+  static constexpr bool kCostly = false, kGradRows = true, kFormsGradient = false, kSharedTerms = false, kPlain = false;
+  static constexpr Pairing kPairing = Pairing::none;
+  static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
+  static constexpr int64_t kAllBytes = kRowBytes + sizeof(R);
+
+  struct Shared {
+    explicit Shared(const CpuArgs&) {}
+  };
+
+  struct Terms {
+    Block<R> dy, x;
+
+    NORMOPS_INLINE Outputs outputs(const Block<R>& gradient, const Block<R>&, const Block<R>&) const {
+      return gradient;
+    }
+  };
+
+  const T* grad_output;
+  const R* input;
+  R* grad_input;  // null if not wanted
+
+  BackwardOperator() = default;
+  template <class Rows>
+  explicit NORMOPS_INLINE BackwardOperator(const Rows& rows)
+      : grad_output(rows.template row<kGradOutput, const T>()),
+        input(rows.template row<kInput, const R>()),
+        grad_input(rows.template row<kGradInput, R>()) {}
+
+  template <class Extent>
+  NORMOPS_INLINE Block<R> x(int64_t column, Extent extent) const {
+    return load<R>(input + column, extent);
+  }
+  template <class Extent>
+  NORMOPS_INLINE Terms terms(int64_t column, Extent extent) const {
+    return {load<R>(grad_output + column, extent), x(column, extent)};
+  }
+  template <class Extent>
+  NORMOPS_INLINE Terms summed(int64_t column, Extent extent) const {
+    return terms(column, extent);
+  }
+  NORMOPS_INLINE void prefetch_read(int64_t column) const {
+    prefetch(input + column);
+    prefetch(grad_output + column);
+  }
+  NORMOPS_INLINE void prefetch_written(int64_t column) const { prefetch(grad_input + column); }
+  template <class Extent, class Way>
+  NORMOPS_INLINE void store(int64_t column, const Outputs& gradient, Extent extent, Way way) const {
+    if (grad_input != nullptr) NORMOPS_ISA::store(grad_input + column, gradient, extent, way);
+  }
+};
+
+// Whether sums over rows are all that is wanted.
+template <class Operator>
+bool wants_sums(const CpuArgs& args) {
+  return Operator::kPlain && args.sums == Sums::wanted;
+}
+
+constexpr BackwardConfig kConfig = backward_config(NORMOPS_VECTOR_BYTES);
+
+// Where the sums over a row are, if they are given or wanted.
+template <class Number>
+struct SumsOfRow {
+  static constexpr TensorIndex kTensors[] = {kSquareSum, kDot};
+  Number *square_sum, *dot;
+
+  SumsOfRow() = default;
+  template <class Rows>
+  explicit NORMOPS_INLINE SumsOfRow(const Rows& rows)
+      : square_sum(rows.template row<kSquareSum, Number>()), dot(rows.template row<kDot, Number>()) {}
+};
+
+// Rows that go through the two passes together. Where the weight has several groups, a tile may hold rows of some that
+// follow one another: `rows_per_group` rows of the first one, then as many of the next one, and so on.
+template <class Operator>
+struct BackwardTile {
+  using R = typename Operator::Element;
+
+  int count = 0, rows_per_group = 1;
+  const compute_t<R>* scale;  // of the first group
+  compute_t<R>* partial;      // of the first group, or null if grad_weight is not wanted
+  int64_t stride;             // from a group's scale, or partial, to the next one's
+  bool begins_chunk;          // whether nothing has been added to the partials yet
+  Operator rows[kBackwardTile];
+  compute_t<R> rstd[kBackwardTile], minus_c[kBackwardTile];
+  SumsOfRow<compute_t<R>> sums[kBackwardTile];
+
+  // Of the sums of x^2 and of dy * w * x; the latter matter only if rows are written.
+  NORMOPS_INLINE void set_sums(const double (&squares)[kBackwardTile], const double (&dots)[kBackwardTile],
+                               int64_t cols, double eps) {
+    compute_t<R> square_sum[kBackwardTile], dot[kBackwardTile];
+    for (int first = 0; first < count; first += 4) {
+      for (int r = first; r < first + 4; r++) {
+        square_sum[r] = static_cast<compute_t<R>>(squares[r]);
+        dot[r] = static_cast<compute_t<R>>(dots[r]);
+      }
+      // Otherwise GCC 12, where it has a vector of them, goes on with the doubles that these were rounded from.
+      asm("" : "+m"(square_sum), "+m"(dot));
+      for (int r = first; r < first + 4; r++) rstd[r] = rstd_of<R>(square_sum[r], cols, eps);
+      asm("" : "+m"(rstd));
+      for (int r = first; r < first + 4; r++) {
+        // c = rstd^3 * mean(dy * w * x)
+        const double rstd_cubed = static_cast<double>(rstd[r]) * rstd[r] * rstd[r];
+        const double mean = static_cast<double>(dot[r]) / static_cast<double>(cols);
+        minus_c[r] = static_cast<compute_t<R>>(-rstd_cubed * mean);
+      }
+    }
+  }
+};
+
+// The terms of mean(x^2), and of mean(dy * w * x).
+template <class Row>
+NORMOPS_INLINE auto squares_of_row(const Row& row) {
+  return [row](int64_t column, auto extent, const auto& sum) NORMOPS_INLINE_LAMBDA {
+    const auto x = row.x(column, extent);
+    return fma(x, x, sum);
+  };
+}
+
+// Where results are rounded, as far as a choice made for it leaves that open.
+template <class Casts>
+NORMOPS_INLINE Casting casting_of(Casts, Casting casting) {
+  return std::is_same_v<Casts, std::false_type> ? Casting{} : casting;
+}
+
+// Rounded to the type of the gradient, if that is asked for.
+template <class Operator, class R>
+NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
+  if constexpr (sizeof(typename Operator::Gradient) == 2) {
+    if (is_wanted) return rounded<typename Operator::Gradient>(block);
+  }
+  return block;
+}
+
+// The dy of Terms, which is a result itself where the operator forms it.
+template <class Operator, class Terms>
+NORMOPS_INLINE auto gradient_of(const Terms& terms, Casting casting) {
+  return cast<Operator>(terms.dy, Operator::kFormsGradient && casting.multiplied);
+}
+
+// dy * w
+template <class Operator, class Terms, class R>
+NORMOPS_INLINE Block<R> weighted(const Terms& terms, const Block<R>& w, Casting casting) {
+  return cast<Operator>(gradient_of<Operator>(terms, casting) * w, casting.normalized);
+}
+
+template <class Operator, class Row, class Compute>
+NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale, Casting casting) {
+  return [row, scale, casting]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+    const auto terms = row.summed(column, extent);
+    return fma(weighted<Operator>(terms, load_held<R>(scale + column), casting), terms.x, sum);
+  };
+}
+
+// The Terms of blocks that are formed together, for the second pass.
+template <class Terms>
+struct TermsOfOne {
+  Terms part[1];
+};
+
+template <class Row, class Extent>
+NORMOPS_INLINE auto terms_of(const Row& row, const OnePart&, int64_t column, Extent extent) {
+  // Not by way of a variable: GCC 12 copies it through the stack, in steps that are shorter than a register.
+  return TermsOfOne<decltype(row.terms(column, extent))>{{row.terms(column, extent)}};
+}
+
+template <class Row, class Parts, class Extent>
+NORMOPS_INLINE auto terms_of(const Row& row, const Parts& parts, int64_t column, Extent extent) {
+  return row.paired_terms(parts, column, extent);
+}
+
+// The sum of dy * w * x over a span of a row, of whose columns some are in pairs: each segment has its own spans, those
+// of two parts half as long, so that no chain is longer than in a row without pairs.
+template <class Operator, Rest kRest, class Row>
+NORMOPS_INLINE auto fold_paired_dots(const Row& row, const PairedColumns& paired,
+                                     const compute_t<typename Operator::Element>* scale, int64_t span, int64_t cols,
+                                     Casting casting) {
+  using R = typename Operator::Element;
+  constexpr Pairing pairing = pairing_of<Operator>();
+  Folded<R> folded[kSegments] = {};
+  each_segment<R, pairing>(
+      paired, 0, cols, [&]<class Parts>(const Parts& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
+        const int64_t first = begin + span / Parts::kCount, last = first + kSpan / Parts::kCount;
+        if (first >= end) return;
+        constexpr Rest kRestOfSegment = std::is_same_v<Parts, OnePart> ? Rest::looped : kRest;
+        folded[parts.segment] = fold_span<R, kRestOfSegment>(
+            first, last < end ? last : end, [&](int64_t column, auto extent, Block<R> sum) NORMOPS_INLINE_LAMBDA {
+              const auto terms = terms_of(row, parts, column, extent);
+              for (int p = 0; p < Parts::kCount; p++) {
+                const Block<R> w = load_held<R>(scale + parts.held(column, p));
+                sum = fma(weighted<Operator>(terms.part[p], w, casting), terms.part[p].x, sum);
+              }
+              return sum;
+            });
+      });
+  return folded[kBefore] + folded[kPaired] + folded[kBehind];
+}
+
+template <class Operator>
+NORMOPS_INLINE void fold_row(const Operator& of_tile, const compute_t<typename Operator::Element>* scale, int64_t begin,
+                             int64_t end, [[maybe_unused]] const PairedColumns& paired, [[maybe_unused]] int64_t cols,
+                             [[maybe_unused]] Casting casting, bool prefetches,
+                             Folded<typename Operator::Element>& squares, Folded<typename Operator::Element>& dots) {
+  using R = typename Operator::Element;
+  // A loop takes 1.2 to 1.4 of the time at 333 x 100.
+  constexpr Rest kRest = is_compact<Operator, typename Operator::Gradient>() ? Rest::looped : Rest::unrolled;
+  const Operator row = of_tile;
+  constexpr Pairing pairing = pairing_of<Operator>();
+  if constexpr (Operator::kGradRows && pairing == Pairing::none && (kConfig.both_sums || Operator::kSharedTerms)) {
+    Folded<R> folded[2];
+    fold_span<R, kRest>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sums)[2]) NORMOPS_INLINE_LAMBDA {
+      const Block<R> w = load_held<R>(scale + column);
+      if (prefetches) row.prefetch_written(column);
+      const auto terms = row.summed(column, extent);
+      sums[0] = fma(terms.x, terms.x, sums[0]);
+      sums[1] = fma(weighted<Operator>(terms, w, casting), terms.x, sums[1]);
+    });
+    squares = folded[0];
+    dots = folded[1];
+  } else {
+    squares = fold_span<R, pairing == Pairing::none ? kRest : Rest::looped>(begin, end, squares_of_row(row));
+    if constexpr (pairing != Pairing::none) {
+      dots = fold_paired_dots<Operator, kRest>(row, paired, scale, begin, cols, casting);
+    } else if constexpr (Operator::kGradRows) {
+      const auto dot = dots_of_row<Operator>(row, scale, casting);
+      dots =
+          fold_span<R, kRest>(begin, end, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+            if (prefetches) row.prefetch_written(column);
+            return dot(column, extent, sum);
+          });
+    }
+  }
+}
+
+template <class R>
+NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kBackwardTile], int count, double (&totals)[kBackwardTile]) {
+  for (int first = 0; first < count; first += 4) {
+    compute_t<R> sums[4];
+    sums_of<R>(folded + first, sums);
+    for (int r = 0; r < 4; r++) totals[first + r] += sums[r];
+  }
+}
+
+// The first pass: forms the sums over each row of a tile; that of dy * w * x only if rows are written.
+template <class Operator, class Casts>
+[[gnu::noinline]] void sum_tile(const CpuArgs& args, BackwardTile<Operator>& tile, bool prefetches, Casts casts) {
+  using R = typename Operator::Element;
+  const PairedColumns paired = paired_columns(args.rotation);
+  const Casting casting = casting_of(casts, args.casting);
+  double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
+  Folded<R> square_folds[kBackwardTile] = {}, dot_folds[kBackwardTile] = {};
+  for (int64_t begin = 0; begin < args.cols; begin += kSpan) {
+    const compute_t<R>* scale = tile.scale;
+    for (int r = 0, left = tile.rows_per_group; r < tile.count; r++) {
+      fold_row<Operator>(tile.rows[r], scale, begin, span_end(begin, args.cols), paired, args.cols, casting, prefetches,
+                         square_folds[r], dot_folds[r]);
+      if (--left == 0) scale += tile.stride, left = tile.rows_per_group;
+    }
+    add_sums<R>(square_folds, tile.count, squares);
+    if (Operator::kGradRows) add_sums<R>(dot_folds, tile.count, dots);
+  }
+  if constexpr (Operator::kPlain) {
+    if (wants_sums<Operator>(args)) {
+      for (int r = 0; r < tile.count; r++) {
+        *tile.sums[r].square_sum = static_cast<compute_t<R>>(squares[r]);
+        *tile.sums[r].dot = static_cast<compute_t<R>>(dots[r]);
+      }
+      return;
+    }
+  }
+  tile.set_sums(squares, dots, args.cols, args.eps);
+}
+
+// The same of rows whose sums are given.
+template <class Operator>
+void read_sums(const CpuArgs& args, BackwardTile<Operator>& tile) {
+  using R = typename Operator::Element;
+  double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
+  for (int r = 0; r < tile.count; r++) {
+    squares[r] = admitted_number<R>(*tile.sums[r].square_sum);
+    dots[r] = admitted_number<R>(*tile.sums[r].dot);
+  }
+  tile.set_sums(squares, dots, args.size, args.eps);
+}
+
+}  // namespace
+}  // namespace normops::cpu::NORMOPS_ISA
