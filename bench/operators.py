@@ -60,7 +60,7 @@ def _measured(operator: reference.Operator, name: str | None = None, optional: t
     return Operator(
         name or operator.name,
         reads,
-        operator.outputs,
+        tuple(n for n in operator.outputs if reference.of_argument(n) in reads),
         lambda inputs: _expected(operator, reads, *(inputs[name] for name in reads)),
     )
 

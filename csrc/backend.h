@@ -2,19 +2,24 @@
 #pragma once
 #include <algorithm>
 
-#include "overloads.h"
+#include "composite/fallback.h"
+#include "composite/rms_norm.h"
 
 namespace normops {
 
 // Backend has, besides
 //   Guard, made of the input's device and kept while kernels are launched, and
 //   empty_contiguous(like),
+//   kTakesBias, whether its kernels do; else a call with one is left to the definition, and
 // for each operator, on arguments that passed the check and have elements, where some output is wanted,
 //   launch(arguments, outputs)
 template <class Backend>
 struct BackendKernels {
   template <class Operator>
-  static Outputs<Operator> functional(c10::DispatchKeySet, const Operator& arguments) {
+  static Outputs<Operator> functional(c10::DispatchKeySet keys, const Operator& arguments) {
+    if constexpr (leaves<Operator>) {
+      if (arguments.uses_bias()) return Fallback::functional(keys, arguments);
+    }
     check<Overload::functional>(arguments);
     const typename Backend::Guard guard(arguments.input.device());
     Outputs<Operator> outputs = new_outputs(arguments, Backend::empty_contiguous);
@@ -23,7 +28,10 @@ struct BackendKernels {
   }
 
   template <Overload overload, class Operator>
-  static void write(c10::DispatchKeySet, const Operator& arguments, const Targets<Operator>& targets) {
+  static void write(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets) {
+    if constexpr (leaves<Operator>) {
+      if (arguments.uses_bias()) return Fallback::write<overload>(keys, arguments, targets);
+    }
     check_write<overload>(arguments, targets);
     const typename Backend::Guard guard(arguments.input.device());
     const Like<Operator> like = arguments.like();
@@ -33,6 +41,9 @@ struct BackendKernels {
   }
 
  private:
+  template <class Operator>
+  static constexpr bool leaves = !Backend::kTakesBias && requires(const Operator& arguments) { arguments.uses_bias(); };
+
   template <class Operator>
   static void run(const Operator& arguments, const Written<Operator>& outputs) {
     const auto is_wanted = [](const Tensor* output) { return output->defined(); };

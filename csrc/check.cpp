@@ -82,22 +82,32 @@ void check_input(const char* op, const Tensor& input, c10::SymIntArrayRef normal
   check_equal(input.sym_sizes().slice(leading), normalized_shape, message);
 }
 
+bool is_broadcast(const c10::SymInt& size, const c10::SymInt& expected) {
+  const auto known = size.maybe_as_int(), known_expected = expected.maybe_as_int();
+  if (known.has_value() && known_expected.has_value()) return *known == 1 || *known == *known_expected;
+  return size.sym_eq(1).sym_or(size.sym_eq(expected)).expect_true(__FILE__, __LINE__);
+}
+
+void check_broadcast(const char* op, const char* name, const Tensor& tensor, const Tensor& input,
+                     c10::SymIntArrayRef normalized_shape) {
+  check_tensor(op, name, tensor);
+  const auto sizes = tensor.sym_sizes(), of_input = input.sym_sizes();
+  const size_t leading = of_input.size() - normalized_shape.size();
+  const auto message = [&] {
+    const auto more = c10::str(", or before it dimensions that broadcast to those of input, whose shape is ", of_input);
+    return c10::str(op, ": expected ", name, " to have shape ", normalized_shape, ", the normalized_shape",
+                    leading > 0 ? more : "", ", but got ", sizes);
+  };
+  TORCH_CHECK(normalized_shape.size() <= sizes.size() && sizes.size() <= of_input.size(), message());
+  const size_t before = sizes.size() - normalized_shape.size();
+  for (size_t d = 0; d < before; d++) TORCH_CHECK(is_broadcast(sizes[d], of_input[leading - before + d]), message());
+  check_equal(sizes.slice(before), normalized_shape, message);
+}
+
 void check_norm(const char* op, const Tensor& input, const Norm& norm) {
   const auto& [normalized_shape, weight, eps, weight_offset, casting_mode] = norm;
   check_input(op, input, normalized_shape);
-  const int64_t leading = input.dim() - static_cast<int64_t>(normalized_shape.size());
-  if (is_given(weight)) {
-    check_tensor(op, "weight", *weight);
-    const auto weight_message = [&] {
-      const auto& shape = input.sym_sizes();
-      const auto more = c10::str(", or more of the last dimensions of input, whose shape is ", shape);
-      return c10::str(op, ": expected weight to have shape ", normalized_shape, ", the normalized_shape",
-                      leading > 0 ? more : "", ", but got ", weight->sym_sizes());
-    };
-    const int64_t groups = weight->dim() - static_cast<int64_t>(normalized_shape.size());
-    TORCH_CHECK(0 <= groups && groups <= leading, weight_message());
-    check_equal(weight->sym_sizes(), input.sym_sizes().slice(leading - groups), weight_message);
-  }
+  if (is_given(weight)) check_broadcast(op, "weight", *weight, input, normalized_shape);
   TORCH_CHECK(!eps.has_value() || !std::isnan(*eps), op, ": expected eps to be a number, but got nan");
   TORCH_CHECK(find_casting(casting_mode).has_value(), op,
               ": expected casting_mode to be \"gemma\" or \"llama\", but got \"", casting_mode, "\"");

@@ -35,6 +35,13 @@ void check_input(const char* op, const Tensor& input, c10::SymIntArrayRef normal
 // input and what all norms have.
 void check_norm(const char* op, const Tensor& input, const Norm& norm);
 
+// A tensor of any dtype whose last dimensions are the normalized ones; those before them broadcast to input's.
+void check_broadcast(const char* op, const char* name, const Tensor& tensor, const Tensor& input,
+                     c10::SymIntArrayRef normalized_shape);
+
+// Whether a size is 1 or `expected`, which a symbol may have to say.
+bool is_broadcast(const c10::SymInt& size, const c10::SymInt& expected);
+
 // A tensor that has to look like `input`.
 void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 

@@ -21,17 +21,20 @@ enum TensorIndex {
   kSquareSum,
   kDot,
   kWeight,
+  kBias,
   kGradResidual,
   kOutput,
   kResidualOut,
   kGradInput,
   kGradGate,
   kGradWeight,
+  kGradBias,
   kTensorCount
 };
-inline constexpr const char* kTensorNames[] = {
-    "grad_output", "input",         "residual", "gate",         "cos",        "sin",       "square_sum", "dot",
-    "weight",      "grad_residual", "output",   "residual_out", "grad_input", "grad_gate", "grad_weight"};
+inline constexpr const char* kTensorNames[] = {"grad_output",   "input",      "residual",     "gate",       "cos",
+                                               "sin",           "square_sum", "dot",          "weight",     "bias",
+                                               "grad_residual", "output",     "residual_out", "grad_input", "grad_gate",
+                                               "grad_weight",   "grad_bias"};
 static_assert(sizeof kTensorNames / sizeof *kTensorNames == kTensorCount);
 
 // The rows of a tensor. Of square_sum and dot these are numbers of the compute dtype, of weight and grad_weight all

@@ -1,5 +1,7 @@
 // How the launchers of every device lay out a call of an operator for its kernels.
 #pragma once
+#include <list>
+
 #include "operator.h"
 #include "problem.h"
 #include "rms_norm_rope.h"
@@ -24,8 +26,7 @@ class Call : public KernelArgs {
     }
     for (size_t i = 0; i < outputs.size(); i++) {
       const TensorIndex index = Operator::kTensors[inputs.size() + i];
-      add(index, *outputs[i], make_target);
-      targets_[index] = outputs[i];
+      targets_[index] = &add(index, *outputs[i], make_target);
       if (index == kSquareSum) sums = Sums::wanted;
     }
   }
@@ -51,12 +52,15 @@ class Call : public KernelArgs {
   }
 
   using Make = Rows(const Tensor& tensor, size_t normalized_dims, int max_dims);
-  void add(TensorIndex index, const Tensor& tensor, Make make);
+  const Tensor& add(TensorIndex index, const Tensor& tensor, Make make);
+  Tensor by_group(const Tensor& rows) const;
   void set(TensorIndex index, Rows rows);
   void rotate(const Tensor& input, const Tensor& cos, const Tensor& sin, const Rope& rope);
 
   size_t normalized_dims_;
   int max_dims_;
+  c10::DimVector order_;
+  std::list<Tensor> ordered_;
   std::optional<Rows> rows_[kTensorCount];
   const Tensor* targets_[kTensorCount] = {};
 };

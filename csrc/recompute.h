@@ -16,7 +16,6 @@ class Recomputation;
 class RecomputableNode : public torch::autograd::Node {
  protected:
   bool can_recompute_ = false;
-  Tensor weight_;  // a copy: FSDP may have freed the weight by then
   // What was unpacked for the output serves the node, too: some hooks unpack once in a backward.
   torch::autograd::variable_list unpacked_;
   int graph_task_ = -1;  // for which

@@ -3,14 +3,7 @@
 namespace normops {
 namespace {
 
-// Whether a size is 1 or `expected`, which a symbol may have to say.
-bool is_broadcast(const c10::SymInt& size, const c10::SymInt& expected) {
-  const auto known = size.maybe_as_int(), known_expected = expected.maybe_as_int();
-  if (known.has_value() && known_expected.has_value()) return *known == 1 || *known == *known_expected;
-  return size.sym_eq(1).sym_or(size.sym_eq(expected)).expect_true(__FILE__, __LINE__);
-}
-
-void check_broadcast(const char* op, const Tensor& cos, const Tensor& input) {
+void check_angles(const char* op, const Tensor& cos, const Tensor& input) {
   const auto sizes = cos.sym_sizes(), of_input = input.sym_sizes();
   const auto message = [&] {
     return c10::str(op, ": expected cos to broadcast over the leading dimensions of input, whose shape is ", of_input,
@@ -28,7 +21,7 @@ void check_rope(const char* op, const Tensor& input, const Tensor& cos, const Te
   TORCH_CHECK(norm.dims() == 1, op, ": expected normalized_shape to be one dimension, along which rows are rotated, ",
               "but got ", norm.normalized_shape);
   check_wider_dtype(op, "cos", cos, input);
-  check_broadcast(op, cos, input);
+  check_angles(op, cos, input);
   const auto &cols = input.sym_sizes().back(), &columns = cos.sym_sizes().back();
   const c10::SymInt rotary_dim = rotary_columns(cos, rope);
   TORCH_SYM_CHECK(rotary_dim.sym_ge(0), op, ": expected rotary_dim to be at least 0, but got ", rotary_dim);

@@ -1,35 +1,36 @@
 // The schema is the contract: every operator of normops, and nothing else, is declared here.
 #include <torch/library.h>
 
-// weight is [*normalized_shape], or with more of the last dimensions of input [*groups, *normalized_shape]; grad_weight
-// has its shape.
+// weight is [*normalized_shape], or with dimensions before these that broadcast to those of input; so is bias. Their
+// gradients have their shapes.
 TORCH_LIBRARY(normops, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
+  // torch takes no tensors for vmap and DTensor that can be given by keyword alone.
   m.def(
-      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\") -> Tensor",
+      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
+      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None) -> Tensor",
       tags);
   m.def(
-      "rms_norm.out(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor(a!) out) -> Tensor(a!)",
+      "rms_norm.out(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
+      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, *, Tensor(a!) out) -> Tensor(a!)",
       tags);
   m.def(
-      "rms_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\") -> Tensor(a!)",
+      "rms_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
+      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None) -> Tensor(a!)",
       tags);
 
   m.def(
       "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] "
-      "output_mask=[True, True]) "
-      "-> (Tensor grad_input, Tensor grad_weight)",
+      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? grad_residual=None, "
+      "Tensor? bias=None, bool[3] output_mask=[True, True, True]) "
+      "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
       tags);
   m.def(
       "rms_norm_backward.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] "
-      "output_mask=[True, True], "
-      "*, Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
+      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? grad_residual=None, "
+      "Tensor? bias=None, bool[3] output_mask=[True, True, True], "
+      "*, Tensor(a!) grad_input, Tensor(b!) grad_weight, Tensor(c!) grad_bias) -> (Tensor(a!), Tensor(b!), Tensor(c!))",
       tags);
 
   m.def(

@@ -32,6 +32,7 @@ def rms_norm(
     eps: float | None,
     weight_offset: float,
     casting_mode: str,
+    bias: Tensor | None,
     /,
 ) -> Tensor: ...
 def add_rms_norm(

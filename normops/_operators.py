@@ -34,8 +34,10 @@ ROWS = ("input", "gate", "residual", "grad_output", "grad_residual")
 # Numbers of the rows of input, one of each: sums over these, or over parts of them.
 SUMS = ("square_sum", "dot")
 
-# Those that broadcast over the leading dimensions of input: angles of positions, which heads share.
+# Those that broadcast over the dimensions of input before the normalized ones: what scales and shifts rows, of which
+# there are gradients, and angles of positions, which heads share.
 TABLES = ("cos", "sin")
+BROADCAST = ("weight", "bias", *TABLES)
 
 # Classes of tensors with a __torch_dispatch__ of their own that take the operators. Rules add those that they are for.
 TENSORS: set[type[Tensor]] = {FakeTensor, FunctionalTensor}
@@ -63,6 +65,11 @@ def arguments_of(op: Operator) -> tuple[str, ...]:
 def results_of(op: Operator) -> tuple[str, ...]:
     """The names of its results."""
     return tuple(result.name for result in op._schema.returns)
+
+
+def of_argument(result: str) -> str:
+    """The argument that has the shape of a gradient, by the names of the two."""
+    return result.removeprefix("grad_")
 
 
 @cache

@@ -4,12 +4,13 @@ normops imports this module once ``torch.utils.flop_counter`` is. As for PyTorch
 multiplications count one each. They are those of the definitions in docs/derivation.md, for every element of the input;
 what is done once a row (the division, eps, the reciprocal root) or once a column (``weight_offset``) is left out.
 
-    rms_norm             h * h and its sum 2; h * rstd 1; times the weight 1, where there is one
+    rms_norm             h * h and its sum 2; h * rstd 1; times the weight 1, and plus the bias 1, where there is one
     add_rms_norm         the same, and input + residual 1
     rms_norm_backward    rstd, as it is recomputed: 2
       for grad_input     g = grad_output * weight 1, where there is one; g * h and its sum 2;
                          rstd * (g - h * c), c being a number of the row: 3; plus grad_residual 1, where there is one
       for grad_weight    grad_output * h * rstd and its sum 3
+      for grad_bias      the sum of grad_output 1
     gated_rms_norm       the same as rms_norm; the activation: an exponential, an addition and a division 3, the product
                          with the gate 1, where it is silu; the product with the activation 1
     gated_rms_norm_backward
@@ -49,7 +50,8 @@ from normops._operators import FUNCTIONAL, INPLACE, Operator, by_name, results_o
 
 def _forward(arguments: Mapping[str, Any]) -> int:
     """Per element."""
-    of_norm = _sum(arguments) + 1 + (arguments.get("weight") is not None) + ("residual" in arguments)
+    given = sum(arguments.get(name) is not None for name in ("weight", "bias", "residual"))
+    of_norm = _sum(arguments) + 1 + given
     return of_norm + (3 + _is_silu(arguments) + 1 if "gate" in arguments else 0)
 
 
@@ -58,12 +60,14 @@ def _backward(arguments: Mapping[str, Any], wants: Mapping[str, bool]) -> int:
     has_weight, has_gate = arguments.get("weight") is not None, "gate" in arguments
     for_input, for_gate = wants["grad_input"], wants.get("grad_gate", False)
     for_weight = wants["grad_weight"] and has_weight
+    for_bias = wants.get("grad_bias", False) and arguments.get("bias") is not None
     if not (for_input or for_gate or for_weight):
-        return 0
+        return int(for_bias)
     is_gated_first = has_gate and not arguments.get("norm_before_gate", True)
     through_norm = for_input or (for_gate and is_gated_first)
     has_residual = arguments.get("grad_residual") is not None
-    of_norm = _sum(arguments) + through_norm * (_sum(arguments) + 3 + has_weight + has_residual) + for_weight * 3
+    of_sums = for_weight * 3 + for_bias
+    of_norm = _sum(arguments) + through_norm * (_sum(arguments) + 3 + has_weight + has_residual) + of_sums
     if not has_gate:
         return of_norm
     activation = 3 + _is_silu(arguments)

@@ -19,21 +19,22 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     casting_mode: CastingMode = "gemma",
+    bias: Tensor | None = None,
 ) -> Tensor:
     r"""Applies root mean square layer normalization over the last dimensions of the input.
 
-    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot (w + \text{weight\_offset})
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot (w + \text{weight\_offset}) + b
 
     (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). The first four arguments are those of
     :func:`torch.nn.functional.rms_norm`. Everything is computed in float32 (float64 for float64 inputs) and rounded
-    once, or as ``casting_mode`` says. Differentiable in ``input`` and ``weight``; under ``torch.compile`` it stays one
+    once, or as ``casting_mode`` says. Differentiable in all three tensors; under ``torch.compile`` it stays one
     operator forward (``normops.rms_norm``) and one backward (``normops.rms_norm_backward``).
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
         normalized_shape: the last dimensions of ``input``, over which the mean is taken. An ``int`` means one.
-        weight: shape ``normalized_shape``, or ``[*groups, *normalized_shape]``, the last dimensions of ``input``: a
-            weight for each head or group. Any of the four dtypes, not necessarily that of ``input``. None means 1, and
+        weight: shape ``normalized_shape``, or with dimensions before it that broadcast to those of ``input``: a weight
+            for each head, sample or token. Any of the four dtypes, not necessarily that of ``input``. None means 1, and
             then ``weight_offset`` does not apply.
         eps: added to the mean of squares. None means the machine epsilon of the type computed in:
             that of float64 for float64 inputs, that of float32 otherwise.
@@ -42,6 +43,8 @@ def rms_norm(
             ``"llama"``: the normalized input is rounded to the dtype of ``input``, and so is its product with the
             weight, as in the models of transformers and the kernels of vLLM. The backward rounds as their autograd
             does. See docs/reproducibility.md.
+        bias: added after the weight; shapes and dtypes as of ``weight``. One of the shape of ``input`` is a residual
+            that is added to the norm: its gradient is that of the output.
 
     Returns:
         A contiguous tensor with the shape, dtype and device of ``input``.
@@ -58,15 +61,18 @@ def rms_norm(
         >>> query, weight = torch.randn(7, 32, 128), torch.ones(32, 128)
         >>> normops.rms_norm(query, 128, weight).shape  # 32 heads with a weight each
         torch.Size([7, 32, 128])
+        >>> scale, shift = torch.randn(2, 6 * 64).view(2, 6, 1, 64)[:, :2].unbind(1)  # for each of two samples
+        >>> normops.rms_norm(torch.randn(2, 7, 64), 64, scale, weight_offset=1.0, bias=shift).shape
+        torch.Size([2, 7, 64])
     """
     if not torch.compiler.is_dynamo_compiling():
-        output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode)
+        output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode, bias)
         if output is not NotImplemented:
             return output
     _refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
     shape = _as_shape(normalized_shape)
     return torch.ops.normops.rms_norm.default(
-        input, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode
+        input, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, bias=bias
     )
 
 
@@ -375,12 +381,13 @@ def rms_norm_(
     *,
     weight_offset: float = 0.0,
     casting_mode: CastingMode = "gemma",
+    bias: Tensor | None = None,
 ) -> Tensor:
     """In-place :func:`rms_norm` for inference: the result replaces ``input``, which is returned.
 
     Raises:
         RuntimeError: as :func:`rms_norm`; if an argument requires a gradient and gradients are enabled; if ``input`` is
-            an expanded tensor or overlaps ``weight`` in part.
+            an expanded tensor or overlaps another argument in part.
 
     Example:
         >>> import torch, normops
@@ -393,7 +400,7 @@ def rms_norm_(
     _refuse_gradients("rms_norm_", eps=eps, weight_offset=weight_offset)
     shape = _as_shape(normalized_shape)
     return torch.ops.normops.rms_norm_.default(
-        input, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode
+        input, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, bias=bias
     )
 
 

@@ -51,17 +51,21 @@ class RMSNorm(_OffsetRMSNorm):
     Args:
         normalized_shape: the last dimensions of the input, over which the mean is taken. An ``int`` means one.
         eps: see :func:`normops.rms_norm`.
-        elementwise_affine: whether there is a ``weight``.
+        elementwise_affine: whether there is a ``weight``, and a ``bias`` if that is asked for.
         device: of the weight.
         dtype: of the weight; it may differ from that of the input.
         weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``. The weight starts at ``1 - weight_offset``.
         casting_mode: see :func:`normops.rms_norm`.
         groups: the dimensions before those of ``normalized_shape`` that have a weight each: heads, or groups of columns
             that are normalized by themselves. An ``int`` means one. The weight is ``[*groups, *normalized_shape]``.
+        bias: whether there is a ``bias``, of the weight's shape and dtype, which is added after it. It starts at 0.
 
     Shape:
         Input ``[*, *groups, *normalized_shape]``, output the same. With a second argument, the residual, of the same
         shape, the output is a pair: the normalized sum and the sum, which is the residual of the next norm.
+
+    Raises:
+        RuntimeError: as :func:`normops.rms_norm`; if a module with a ``bias`` is called with a residual.
 
     Example:
         >>> import torch, normops
@@ -77,6 +81,7 @@ class RMSNorm(_OffsetRMSNorm):
     """
 
     groups: tuple[int, ...]
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -89,12 +94,22 @@ class RMSNorm(_OffsetRMSNorm):
         weight_offset: float = 0.0,
         casting_mode: CastingMode = "gemma",
         groups: int | Sequence[int] = (),
+        bias: bool = False,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset, casting_mode)
         self.groups = (groups,) if isinstance(groups, int) else tuple(groups)
         if self.groups and elementwise_affine:
             self.weight = nn.Parameter(torch.empty((*self.groups, *self.normalized_shape), device=device, dtype=dtype))
-            self.reset_parameters()
+        has_bias = bias and elementwise_affine
+        self.register_parameter("bias", nn.Parameter(torch.empty_like(self.weight)) if has_bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ``1 - weight_offset`` and the bias to 0: the module starts without scaling or shifting."""
+        super().reset_parameters()
+        bias = getattr(self, "bias", None)  # the base class calls this before there may be one
+        if bias is not None:
+            nn.init.zeros_(bias)
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
@@ -110,14 +125,18 @@ class RMSNorm(_OffsetRMSNorm):
         shape, weight, eps = self.normalized_shape, self.weight, self.eps
         weight_offset, casting_mode = self.weight_offset, self.casting_mode
         if residual is None:
-            return rms_norm(x, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode)
+            bias = self.bias
+            return rms_norm(x, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, bias=bias)
+        if self.bias is not None:
+            raise RuntimeError("RMSNorm: expected no residual in a module with a bias, but got one")
         return add_rms_norm(
             x, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
         )
 
     def extra_repr(self) -> str:
-        """As in the base class, with ``weight_offset`` and ``groups`` where there are any."""
-        return super().extra_repr() + (f", groups={self.groups}" if self.groups else "")
+        """As in the base class, with ``weight_offset``, ``groups`` and ``bias`` where there are any."""
+        groups = f", groups={self.groups}" if self.groups else ""
+        return super().extra_repr() + groups + ("" if self.bias is None else ", bias=True")
 
 
 class GatedRMSNorm(_OffsetRMSNorm):

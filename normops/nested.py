@@ -1,7 +1,7 @@
 """The operators on nested tensors of jagged layout: sequences of different lengths, packed into one tensor of values.
 
-A norm over dimensions behind the ragged one, by a weight of such dimensions, is the norm of the values. normops imports
-this module once nested tensors are used; derivatives and ``torch.compile`` are those of the operators.
+A norm over dimensions behind the ragged one, by a weight of such dimensions or a nested one, is that of the values.
+normops imports this module once nested tensors are used; derivatives and ``torch.compile`` are those of the operators.
 
 Example:
     >>> import torch, normops
@@ -18,15 +18,16 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nested._internal.ops import extract_kwargs, raggedness_matches, register_jagged_func
 
 from normops._operators import (
+    BROADCAST,
     FUNCTIONAL,
     ROWS,
     SUMS,
-    TABLES,
     TENSORS,
     Operator,
     arguments_of,
     by_name,
     name_of,
+    of_argument,
     results_of,
 )
 
@@ -34,9 +35,8 @@ from normops._operators import (
 def _check(
     name: str,
     rows: Mapping[str, NestedTensor],
-    tables: Mapping[str, Tensor],
+    broadcast: Mapping[str, Tensor],
     normalized_shape: Sequence[int],
-    weight: Tensor | None,
 ) -> None:
     input = rows["input"]
     dims = input.dim() - input._ragged_idx  # from the ragged one on
@@ -45,18 +45,13 @@ def _check(
             f"{name}: expected normalized_shape to be dimensions behind the ragged one of input, whose shape is "
             f"{list(input.shape)}, but got {list(normalized_shape)}"
         )
-    if weight is not None and weight.dim() >= dims:
-        raise RuntimeError(
-            f"{name}: expected weight to have dimensions behind the ragged one of input, whose shape is "
-            f"{list(input.shape)}, but got {list(weight.shape)}"
-        )
-    for argument, tensor in tables.items():
+    for argument, tensor in broadcast.items():
         if not tensor.is_nested and tensor.dim() >= dims:
             raise RuntimeError(
                 f"{name}: expected {argument} to be nested as input is, or to have dimensions behind the ragged one "
                 f"of input, whose shape is {list(input.shape)}, but got {list(tensor.shape)}"
             )
-    nested = {argument: tensor for argument, tensor in tables.items() if tensor.is_nested}
+    nested = {argument: tensor for argument, tensor in broadcast.items() if tensor.is_nested}
     for argument, tensor in {**rows, **nested}.items():
         if not tensor.is_nested or not raggedness_matches(input, tensor.shape):
             raise RuntimeError(
@@ -73,14 +68,14 @@ def _register(op: Operator) -> None:
     def of_values(op: Operator, *args: Any, **kwargs: Any) -> Any:
         arguments = by_name(op, args, kwargs)
         rows = {name: arguments[name] for name in (*ROWS, *SUMS) if arguments.get(name) is not None}
-        tables = {name: arguments[name] for name in TABLES if name in arguments}
-        _check(name_of(op), rows, tables, arguments["normalized_shape"], arguments.get("weight"))
-        nested = {name: tensor for name, tensor in {**rows, **tables}.items() if tensor.is_nested}
+        broadcast = {name: arguments[name] for name in BROADCAST if arguments.get(name) is not None}
+        _check(name_of(op), rows, broadcast, arguments["normalized_shape"])
+        nested = {name: tensor for name, tensor in {**rows, **broadcast}.items() if tensor.is_nested}
         results = op(**arguments | {name: tensor._values for name, tensor in nested.items()})
         if isinstance(results, Tensor):
             return _like(rows["input"], results)
         return tuple(
-            value if value is None or name == "grad_weight" else _like(rows["input"], value)
+            value if value is None or of_argument(name) in broadcast.keys() - nested else _like(rows["input"], value)
             for name, value in zip(results_of(op), results, strict=True)
         )
 
@@ -88,8 +83,7 @@ def _register(op: Operator) -> None:
     names = arguments_of(op)
     first = names[: names.index("normalized_shape")]
     nested = ", ".join(f"{name}: {'jt_all' if name in (*ROWS, *SUMS) else 'any'}" for name in first)
-    weight = ", weight: t?, ..." if "weight" in names else ""
-    register_jagged_func(op, f"{nested}, normalized_shape: any{weight}")(of_values)
+    register_jagged_func(op, f"{nested}, normalized_shape: any, ...")(of_values)
 
 
 for _op in FUNCTIONAL:

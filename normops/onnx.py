@@ -15,11 +15,11 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     It makes one of each ``rms_norm``, an ``Add`` and one of each ``add_rms_norm``, one of each ``gated_rms_norm`` and
     a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, one of each ``rms_norm_rope`` and the rotation in
-    products and sums after it, with dynamic sizes where the exported program has them. A weight per group becomes a
-    ``Mul`` after it, and so does one that multiplies what ``casting_mode="llama"`` has rounded; ``alpha`` a ``Mul``
-    before the ``Add``. ``rms_norm_stats`` becomes a ``ReduceSumSquare``, ``rms_norm_from_stats`` what its formula says.
-    ``RMSNormalization`` came with version 23 of ONNX's operators: where ``opset_version`` asks for an older one, as
-    torch's default does, the formula stands in its place.
+    products and sums after it, with dynamic sizes where the exported program has them. A weight that broadcasts, or one
+    per group, becomes a ``Mul`` after it, and so does one that multiplies what ``casting_mode="llama"`` has rounded; a
+    ``bias`` an ``Add``; ``alpha`` a ``Mul`` before the ``Add``. ``rms_norm_stats`` becomes a ``ReduceSumSquare``,
+    ``rms_norm_from_stats`` what its formula says. ``RMSNormalization`` came with version 23 of ONNX's operators: where
+    ``opset_version`` asks for an older one, as torch's default does, the formula stands in its place.
 
     ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
     the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once,
@@ -67,11 +67,16 @@ def _rms_norm(
     eps: float | None = None,
     weight_offset: float = 0.0,
     casting_mode: str = "gemma",
+    bias: Value | None = None,
 ) -> Value:
+    from onnxscript import opset18
+
     compute = _compute_type(input.dtype)
     h = _cast(input, input.dtype, compute)
     casting = _Casting(input.dtype, compute, casting_mode)
     output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset)
+    if bias is not None:
+        output = opset18.Add(casting.rounded(output), _cast(bias, bias.dtype, compute))
     return _cast(output, compute, input.dtype)
 
 

@@ -23,7 +23,8 @@ def recompute_norms() -> Generator[None]:
     :func:`override_torch`, and for views of their outputs.
 
     Put the forward into the block. The backward may be in it or not. What cannot be computed again is kept as ever:
-    outputs that have been written to in place, and those of norms whose weight alone requires a gradient.
+    outputs that have been written to in place, and those of norms whose bias alone requires a gradient, or
+    has the shape of the input.
 
     The block works by hooks on saved tensors, for the thread that enters it. What is not computed again is left to
     hooks around the block, if there are any. Hooks inside it, those of activation checkpointing among them, see to

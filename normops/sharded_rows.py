@@ -29,6 +29,8 @@ def _is_shard(placement: Placement) -> TypeGuard[Shard | _StridedShard]:
 
 def _sharded_rows(arguments: _Arguments) -> _Placements | None:
     """How rows are placed, if a dimension of the mesh shards normalized ones and all tensors are on that mesh."""
+    if arguments.get("bias") is not None:
+        return None
     mesh = arguments["input"].device_mesh if isinstance(arguments["input"], DTensor) else None
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     if not all(isinstance(tensor, DTensor) and tensor.device_mesh == mesh for tensor in tensors):
@@ -103,7 +105,7 @@ class _Parts:
             return rows
         assert self._of_weight is not None
         dim = rows.dim - (self._input.ndim - len(self._of_weight))
-        if dim < 0:
+        if dim < 0 or self._of_weight[dim] != self._input.shape[rows.dim]:
             return otherwise
         return _StridedShard(dim, split_factor=rows.split_factor) if isinstance(rows, _StridedShard) else Shard(dim)
 
@@ -160,8 +162,9 @@ def _rms_norm(op: Operator, parts: _Parts) -> _Results:
 
 
 def _rms_norm_backward(op: Operator, parts: _Parts) -> _Results:
-    mask, residual = parts.local.get("output_mask", (True, True)), parts.local.get("grad_residual")
-    return _gradients(parts, parts.local["grad_output"], parts.local["input"], mask, residual)[:2]
+    mask, residual = parts.local.get("output_mask", (True, True, True)), parts.local.get("grad_residual")
+    gradients = _gradients(parts, parts.local["grad_output"], parts.local["input"], mask[:2], residual)
+    return *gradients[:2], None
 
 
 def _add_rms_norm(op: Operator, parts: _Parts) -> _Results:
@@ -221,7 +224,7 @@ _RULES: dict[str, _Rule] = {
     "rms_norm_backward_stats": _of_sums,
     "rms_norm_backward_from_stats": _of_sums,
 }
-"""Not rms_norm_rope: columns that are rotated together may be on two ranks. It is gathered."""
+"""Not rms_norm_rope: columns that are rotated together may be on two ranks. It is gathered; so is what has a bias."""
 
 
 def _outside(op: Operator, arguments: _Arguments) -> _Results:

@@ -5,12 +5,11 @@ normops imports this module when ``torch.distributed.tensor`` is imported, by wh
 Rows are independent of each other, so **shards of rows stay where they are**: where ``input`` is ``Shard(d)`` and
 ``d`` is not among the dimensions of ``normalized_shape``, the outputs are ``Shard(d)``, too, and nothing is
 communicated; ``grad_weight`` is then ``Partial()``, a sum that is still to be taken over the ranks, by whoever needs
-it. A ``weight`` of shape ``[*groups, *normalized_shape]`` and its gradient are sharded as ``input`` is on the
-dimensions that they have of it: heads beside heads, and nothing is communicated. So are ``cos`` and ``sin``, which
-broadcast over ``input``, on the dimensions that they have in common with it: shards of a sequence take their own
-positions. **A normalized dimension that is sharded** stays so, too, but for what is rotated:
-:mod:`normops.sharded_rows`. **All else is replicated first**: an ``input`` that is ``Partial()`` is summed up, a
-``weight`` that is sharded otherwise is gathered. Of several arguments with the shape of
+it. What broadcasts over ``input`` (``weight``, ``bias``, ``cos`` and ``sin``) is sharded as ``input`` is on the
+dimensions that it has of it, and so are the gradients: heads beside heads, and samples beside what shifts them; shards
+of a sequence take their own positions. **A normalized dimension that is sharded** stays so, too, but for what is
+rotated, or has a bias: :mod:`normops.sharded_rows`. **All else is replicated first**: an ``input`` that is
+``Partial()`` is summed up, a ``weight`` that is sharded otherwise is gathered. Of several arguments with the shape of
 ``input``, the first one that is sharded by rows on a dimension of the mesh decides for all. ``normalized_shape`` is
 that of the whole tensor, and so of its shards.
 
@@ -57,14 +56,15 @@ from torch.nn import Module, Parameter
 
 from normops import sharded_rows as sharded_rows
 from normops._operators import (
+    BROADCAST,
     FUNCTIONAL,
     INPLACE,
     ROWS,
-    TABLES,
     TENSORS,
     arguments_of,
     by_name,
     name_of,
+    of_argument,
     results_of,
     wanted,
     written_by,
@@ -84,23 +84,15 @@ def _row_placements(specs: Mapping[str, DTensorSpec], normalized_shape: Sequence
     return tuple(map(decide, zip(*(spec.placements for spec in given), strict=True)))
 
 
-def _of_weight(rows: Placement, first_dim: int, otherwise: Placement) -> Placement:
-    """The placement of the weight, or its gradient, whose dimensions are those of the rows from ``first_dim`` on."""
+def _of_broadcast(rows: Placement, spec: DTensorSpec, input: DTensorSpec, otherwise: Placement) -> Placement:
+    """The placement of what broadcasts over rows, or of its gradient: theirs, on a dimension that both have."""
     if rows.is_replicate():
         return Replicate()
     assert isinstance(rows, (Shard, _StridedShard))
-    if rows.dim < first_dim:
+    dim = rows.dim - (input.ndim - spec.ndim)
+    if dim < 0 or spec.shape[dim] != input.shape[rows.dim]:
         return otherwise
-    if isinstance(rows, _StridedShard):
-        return _StridedShard(rows.dim - first_dim, split_factor=rows.split_factor)
-    return Shard(rows.dim - first_dim)
-
-
-def _of_table(rows: Placement, table: DTensorSpec, dims: int) -> Placement:
-    """The placement of a table that broadcasts over the rows: theirs, on a dimension that both have."""
-    placement = _of_weight(rows, dims - table.ndim, Replicate())
-    is_broadcast = isinstance(placement, (Shard, _StridedShard)) and table.shape[placement.dim] == 1
-    return Replicate() if is_broadcast else placement
+    return _StridedShard(dim, split_factor=rows.split_factor) if isinstance(rows, _StridedShard) else Shard(dim)
 
 
 def _strategy(schema: OpSchema) -> OpStrategy:
@@ -111,15 +103,10 @@ def _strategy(schema: OpSchema) -> OpStrategy:
     }
     mesh = schema.get_mesh_from_args()
     rows = _row_placements(specs, arguments["normalized_shape"])
-    others = {}
-    if "weight" in specs:
-        first_dim = specs["input"].ndim - specs["weight"].ndim
-        others["weight"] = tuple(_of_weight(p, first_dim, Replicate()) for p in rows)
-        others["grad_weight"] = tuple(_of_weight(p, first_dim, Partial()) for p in rows)
-
-    for name in TABLES:
-        if name in specs:
-            others[name] = tuple(_of_table(p, specs[name], specs["input"].ndim) for p in rows)
+    others: dict[str, Placements] = {}
+    for name in BROADCAST:
+        for of_it, otherwise in ((name, Replicate()), (f"grad_{name}", Partial())) if name in specs else ():
+            others[of_it] = tuple(_of_broadcast(p, specs[name], specs["input"], otherwise) for p in rows)
 
     def placed(name: str) -> DTensorSpec:
         return DTensorSpec(mesh, others.get(name, rows))
@@ -132,7 +119,7 @@ def _strategy(schema: OpSchema) -> OpStrategy:
             )
 
     outputs = tuple(
-        placed(name) if exists and (name != "grad_weight" or "weight" in specs) else None
+        placed(name) if exists and (name in others or of_argument(name) not in BROADCAST) else None
         for name, exists in zip(results_of(schema.op), wanted(schema.op, arguments), strict=True)
     )
     return OpStrategy([OpSpec(outputs[0] if len(outputs) == 1 else outputs or None, [placed(name) for name in specs])])

@@ -1,7 +1,7 @@
 """The rule of vmap: one call of an operator for the whole batch, where PyTorch would make one call per sample.
 
-A batch is one more dimension of rows. Where every sample has its own weight, or its own gradient of it, the batch is a
-dimension of the weight, too: the first of its groups, which stands right before the others in the other arguments.
+A batch is one more dimension of rows, before the others. Where every sample has its own weight, or its own gradient of
+it, the batch is a dimension of the weight, too, which broadcasts over those between.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from normops import _C
 from normops._operators import (
+    BROADCAST,
     FUNCTIONAL,
     INPLACE,
-    SUMS,
     TABLES,
     Operator,
     arguments_of,
     name_of,
+    of_argument,
     results_of,
     wanted,
     written_by,
@@ -49,48 +50,31 @@ class _Batch(NamedTuple):
         return _Batch(samples[(slice(None), *first)], False, self.size)
 
 
-def _before(weight_dims: int, batch: _Batch) -> Tensor:
-    """The samples along the dimension that is the first one of a weight for each."""
-    return batch.unshared().movedim(0, batch.unshared().dim() - weight_dims)
-
-
-def _first(weight_dims: int, result: Tensor) -> Tensor:
-    """The way back."""
-    return result.movedim(result.dim() - weight_dims, 0).contiguous()
-
-
 def _call(op: Operator, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
     """The operator's results, batched along their first dimension."""
     check = getattr(_C, f"check_{name_of(op)}")
     check(**{name: value.sample() if isinstance(value, _Batch) else value for name, value in arguments.items()})
 
     results = dict(zip(results_of(op), wanted(op, arguments), strict=True))
-    weight: _Batch | None = arguments.get("weight")
-    is_one_weight = weight is None or (weight.is_shared and not results.get("grad_weight", False))
-    weights = None if weight is None or is_one_weight else weight.unshared()
-
-    def weight_dims(name: str) -> int:
-        """How many dimensions such a tensor has in common with the weights."""
-        assert weights is not None
-        return weights.dim() - (len(arguments["normalized_shape"]) if name in SUMS else 0)
+    dims = arguments["input"].sample().dim()
 
     def whole(name: str, value: Any) -> Any:
         if not isinstance(value, _Batch):
             return value
-        if name in TABLES:
-            value = value.of_dims(arguments["input"].sample().dim())
-        if name == "weight":
-            return value.tensor if weights is None else weights
-        return value.unshared() if weights is None else _before(weight_dims(name), value)
+        if name not in BROADCAST:
+            return value.unshared()
+        is_one = value.is_shared and name not in TABLES and not results.get(f"grad_{name}", False)
+        return value.tensor if is_one else value.of_dims(dims).tensor
+
+    def of_samples(name: str, value: Tensor | None) -> Tensor | None:
+        argument = arguments.get(of_argument(name))
+        if value is None or of_argument(name) not in BROADCAST or not isinstance(argument, _Batch):
+            return value
+        return value.reshape(argument.size, *argument.sample().shape)
 
     outputs = op(**{name: whole(name, value) for name, value in arguments.items()})
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    if weights is None:
-        return outputs
-    return tuple(
-        value if value is None or name == "grad_weight" else _first(weight_dims(name), value)
-        for name, value in zip(results, outputs, strict=True)
-    )
+    return tuple(of_samples(name, value) for name, value in zip(results, outputs, strict=True))
 
 
 def _check_target(op: str, name: str, target: _Batch) -> None:

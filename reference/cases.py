@@ -153,6 +153,8 @@ class Case(NamedTuple):
     grad_layout: Layout = contiguous
     has_residual: bool = False
     group_dims: int = 0
+    ones: tuple[int, ...] = ()
+    """The dimensions of the weight that are 1, over which it broadcasts."""
 
     @property
     def normalized_shape(self) -> tuple[int, ...]:
@@ -160,7 +162,8 @@ class Case(NamedTuple):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        return self.shape[len(self.shape) - self.normalized_dims - self.group_dims :]
+        of_input = self.shape[len(self.shape) - self.normalized_dims - self.group_dims :]
+        return tuple(1 if dim in self.ones else size for dim, size in enumerate(of_input))
 
     def input(self) -> Tensor:
         return self.layout(self.shape, self.dtype, 1)
@@ -180,6 +183,7 @@ class Case(NamedTuple):
         parts = ["x".join(map(str, self.shape)), short(self.dtype), f"w:{short(self.weight_dtype)}"]
         parts += [f"{self.normalized_dims}d"] if self.normalized_dims != 1 else []
         parts += [f"{self.group_dims}g"] if self.group_dims else []
+        parts += [f"1@{dim}" for dim in self.ones]
         parts += [f"eps:{self.eps}"] if self.eps != EPS else []
         parts += [f"offset:{self.weight_offset}"] if self.weight_offset else []
         parts += [self.layout.__name__, f"dy:{self.grad_layout.__name__}"]
@@ -242,6 +246,10 @@ def _groups() -> Iterator[Case]:
             for dims in (1, 2, 3):
                 yield Case((5, 3, 4, 36), dtype, 1, torch.float32, EPS, 1.0, layout, layout, True, dims)
         yield Case((7, 3, 2, 5, 4), dtype, 2, torch.bfloat16, layout=transposed, group_dims=2)
+        for number, (dims, ones) in enumerate(((3, (1, 2)), (3, (0, 2)), (3, (1,)), (2, (1,)), (1, (0,)), (3, ()))):
+            layout, grad_layout = LAYOUTS[number], LAYOUTS[-1 - number]
+            yield Case((5, 3, 4, 36), dtype, 1, torch.bfloat16, EPS, 1.0, layout, grad_layout, True, dims, ones)
+        yield Case((3, 400, 70), dtype, 1, dtype, has_residual=True, group_dims=2, ones=(1,))
     for dims in (8, 9):
         yield Case((2,) * dims + (3,), torch.float32, 1, torch.float32, layout=reversed_rows, group_dims=dims - 2)
 
@@ -251,14 +259,15 @@ CASES = (*SIZES, *_dtypes(), *_layouts(), *_shapes(), *_groups())
 
 # A few of each kind, for tests that take long per case.
 FEW_CASES = tuple(
-    Case(shape, dtype, normalized_dims, weight_dtype, EPS, weight_offset, layout, grad_layout, has_residual, group_dims)
-    for shape, dtype, normalized_dims, weight_dtype, weight_offset, layout, grad_layout, has_residual, group_dims in (
-        ((4, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False, 0),
-        ((4, 8), torch.float32, 1, None, 0.0, contiguous, contiguous, True, 0),
-        ((2, 3, 8), torch.bfloat16, 1, torch.float32, 1.0, transposed, expanded_scalar, True, 0),
-        ((2, 3, 2, 8), torch.float16, 1, torch.float16, 0.0, qkv_slice, padded_rows, False, 0),
-        ((3, 2, 4), torch.float64, 2, torch.float64, 0.0, strided_columns, contiguous, True, 0),
-        ((0, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False, 0),
+    Case(shape, dtype, normalized_dims, weight_dtype, EPS, weight_offset, layout, grad_layout, has_residual, *groups)
+    for shape, dtype, normalized_dims, weight_dtype, weight_offset, layout, grad_layout, has_residual, *groups in (
+        ((4, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False),
+        ((4, 8), torch.float32, 1, None, 0.0, contiguous, contiguous, True),
+        ((2, 3, 8), torch.bfloat16, 1, torch.float32, 1.0, transposed, expanded_scalar, True),
+        ((2, 3, 2, 8), torch.float16, 1, torch.float16, 0.0, qkv_slice, padded_rows, False),
+        ((3, 2, 4), torch.float64, 2, torch.float64, 0.0, strided_columns, contiguous, True),
+        ((0, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False),
         ((5, 3, 2, 8), torch.float32, 1, torch.bfloat16, 1.0, qkv_slice, transposed, True, 2),
+        ((3, 4, 8), torch.bfloat16, 1, torch.bfloat16, 1.0, contiguous, contiguous, True, 2, (1,)),
     )
 )

@@ -12,10 +12,12 @@ def rms_norm(
     eps: float = 0.0,
     weight_offset: float = 0.0,
     casting_mode: str = "gemma",
+    bias: Tensor | None = None,
 ) -> Tensor:
     dims = tuple(range(-len(normalized_shape), 0))
     output = input * torch.rsqrt(input.square().mean(dims, keepdim=True) + eps)
-    return output if weight is None else output * (weight + weight_offset)
+    output = output if weight is None else output * (weight + weight_offset)
+    return output if bias is None else output + bias
 
 
 def add_rms_norm(

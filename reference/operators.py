@@ -40,6 +40,10 @@ def narrower(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return (dtype, *HALVES) if dtype == torch.float32 else (dtype,)
 
 
+def floating(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return (dtype, *(other for other in cases.DTYPES if other != dtype))
+
+
 def narrower_or_wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return (*narrower(dtype), *wider(dtype)[1:])
 
@@ -49,6 +53,18 @@ Flags = Mapping[str, object]
 
 def like_input(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
     return case.grad_layout(case.shape, dtype, seed)
+
+
+# What kernels do not take, so that the definition serves.
+BY_DEFINITION = ("bias",)
+
+
+def like_weight(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
+    """Of the input's shape where the weight is one for all rows."""
+    if not case.group_dims:
+        return like_input(case, flags, dtype, seed)
+    projected = cases.values((*case.weight_shape[:-1], 3 * case.weight_shape[-1]), dtype, seed)
+    return projected.chunk(3, -1)[1]
 
 
 def rows_of(case: Case) -> tuple[int, ...]:
@@ -235,11 +251,16 @@ CASTINGS = ({"casting_mode": "gemma"}, {"casting_mode": "llama"})
 RMS_NORM_BACKWARD = Operator(
     "rms_norm_backward",
     oracle.rms_norm_backward,
-    {"grad_output": Argument(narrower), "grad_residual": Argument()},
+    {"grad_output": Argument(narrower), "grad_residual": Argument(), "bias": Argument(floating, like_weight)},
     CASTINGS,
 )
 RMS_NORM = Operator(
-    "rms_norm", oracle.rms_norm, flags=CASTINGS, gradient="rms_norm_backward", definition=definitions.rms_norm
+    "rms_norm",
+    oracle.rms_norm,
+    {"bias": Argument(floating, like_weight)},
+    CASTINGS,
+    gradient="rms_norm_backward",
+    definition=definitions.rms_norm,
 )
 ADD_RMS_NORM = Operator(
     "add_rms_norm",
@@ -352,12 +373,12 @@ DIFFERENTIABLE = tuple(operator for operator in OPERATORS if operator.gradient)
 
 
 def of_rows(operator: Operator, cols: int) -> Callable[..., Any]:
-    """What users call, of input, another tensor like it in the place of all that are beside it, and weight."""
-    function = operator.function
+    """What users call, of input, another tensor like it in the place of all that have to be beside it, and weight."""
+    function, required = operator.function, [name for name in operator.tensors if not operator.is_optional(name)]
     assert function is not None
 
     def norm(input: Tensor, other: Tensor, weight: Tensor | None) -> Any:
-        others = {name: other.detach() if name in operator.tables else other for name in operator.tensors}
+        others = {name: other.detach() if name in operator.tables else other for name in required}
         return function(input=input, normalized_shape=cols, weight=weight, eps=cases.EPS, **others)
 
     norm.__name__ = operator.name
@@ -446,7 +467,8 @@ class OperatorCase(NamedTuple):
             else:
                 layout = case.layout if like == "input" else case.grad_layout
                 layout = cases.contiguous if layout in (cases.expanded, cases.expanded_scalar) else layout
-                made[name] = layout(case.shape, self.dtypes.get(like, case.dtype), seed)
+                shape = case.weight_shape if like == "bias" and case.group_dims else case.shape
+                made[name] = layout(shape, self.dtypes.get(like, case.dtype), seed)
         return moved(device, made)
 
     def results(self, device: str = "cpu", **changes: object) -> tuple[Any, ...]:

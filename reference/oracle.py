@@ -29,6 +29,12 @@ class Backward(NamedTuple):
     grad_weight: Bounded | None
 
 
+class BiasedBackward(NamedTuple):
+    grad_input: Bounded
+    grad_weight: Bounded | None
+    grad_bias: Bounded | None
+
+
 class GatedBackward(NamedTuple):
     grad_input: Bounded
     grad_gate: Bounded
@@ -64,8 +70,21 @@ def _sum_roundings(cols: int, compute: torch.dtype) -> float:
     return 16 + 6
 
 
-def _groups(weight: Tensor, normalized_shape: tuple[int, ...]) -> tuple[int, ...]:
-    return weight.shape[: weight.dim() - len(normalized_shape)]
+def _to_rows(tensor: Tensor, input: Tensor, h: Array, compute: torch.dtype) -> Array:
+    """What broadcasts over the rows of input, as these are flattened."""
+    return np.broadcast_to(_wide(tensor, compute), input.shape).reshape(h.shape)
+
+
+def _over_rows(terms: Array | float, input: Tensor, h: Array, like: Tensor) -> Array:
+    """The sum over what such a tensor broadcasts over."""
+    shape = (1,) * (input.dim() - like.dim()) + tuple(like.shape)
+    dims = tuple(d for d, (size, whole) in enumerate(zip(shape, input.shape, strict=True)) if size != whole)
+    summed: Array = np.broadcast_to(terms, h.shape).reshape(input.shape).sum(dims).reshape(like.shape)
+    return summed
+
+
+def _rows_summed(input: Tensor, like: Tensor) -> int:
+    return input.numel() // max(like.numel(), 1)
 
 
 class _Terms(NamedTuple):
@@ -107,9 +126,7 @@ def _terms(
     w = np.ones((1, cols), h.dtype)
     w_magnitude = w
     if weight is not None:
-        groups = math.prod(_groups(weight, normalized_shape))
-        w = _wide(weight, compute).reshape(groups, cols) + weight_offset
-        w = np.tile(w, (rows // groups, 1)) if groups > 1 else w
+        w = _to_rows(weight, input, h, compute) + weight_offset
         w_magnitude = np.abs(w) + abs(weight_offset)
     sum_roundings = 0 if of_whole is not None else _sum_roundings(cols, compute)
     return _Terms(compute, h, rstd, w, w_magnitude, sum_roundings / 2 + 3)
@@ -241,20 +258,19 @@ def _summed(t: _Terms, terms: _Value, input: Tensor, normalized_shape: tuple[int
     return _bounded(value, roundoffs, t.compute, t.compute, underflow)
 
 
-def _grad_weight(
-    t: _Terms, dtype: torch.dtype | None, dy: _Value, n: _Value, weight: Tensor, normalized_shape: tuple[int, ...]
-) -> Bounded:
+def _grad_weight(t: _Terms, dtype: torch.dtype | None, dy: _Value, n: _Value, weight: Tensor, input: Tensor) -> Bounded:
     """``n``: h * rstd. ``dtype``: to which that, and its product with dy, are cast, or None."""
-    rows_of_group = t.h.shape[0] // max(math.prod(_groups(weight, normalized_shape)), 1)
-
-    def summed(terms: Array | float) -> Array:
-        return np.broadcast_to(terms, t.h.shape).reshape(rows_of_group, *weight.shape).sum(0)
-
     terms = _cast(_product(dy, _cast(n, dtype, t.compute), t.compute), dtype, t.compute)
+    return _summed_over_rows(t, terms, weight, input)
+
+
+def _summed_over_rows(t: _Terms, terms: _Value, like: Tensor, input: Tensor) -> Bounded:
+    value, size, roundoffs, underflow = (
+        _over_rows(array, input, t.h, like) for array in (terms.value, np.abs(terms.value), *terms[1:])
+    )
     # Within chunks of about sqrt(rows) rows, and over the chunks.
-    row_roundings = 2 * (math.isqrt(rows_of_group) + 5)
-    roundoffs = summed(terms.roundoffs) + summed(np.abs(terms.value)) * (row_roundings + 1)
-    return _bounded(summed(terms.value), roundoffs, weight.dtype, t.compute, summed(terms.underflow))
+    row_roundings = 2 * (math.isqrt(_rows_summed(input, like)) + 5)
+    return _bounded(value, roundoffs + size * (row_roundings + 1), like.dtype, t.compute, underflow)
 
 
 def rms_norm(
@@ -264,13 +280,19 @@ def rms_norm(
     eps: float | None = None,
     weight_offset: float = 0.0,
     casting_mode: str = "gemma",
+    bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     of_whole: tuple[Tensor, int] | None = None,
 ) -> Bounded:
     """``dtype``: of the output, by default that of the input; ``of_whole``: see ``_terms``."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     with np.errstate(all="ignore"):
-        normed = _normed(t, _cast_dtype(casting_mode, dtype or input.dtype))
+        cast = _cast_dtype(casting_mode, dtype or input.dtype)
+        normed = _normed(t, cast)
+        if bias is not None:
+            n, b = _cast(normed, cast, t.compute), _to_rows(bias, input, t.h, t.compute)
+            # The conversion of the bias, and the sum.
+            normed = _Value(n.value + b, n.roundoffs + np.abs(b) + np.abs(n.value + b), n.underflow)
         return normed.bounded(input, t.compute, dtype)
 
 
@@ -298,7 +320,7 @@ def add_rms_norm(
 ) -> tuple[Bounded, Bounded]:
     """The sum is exact, and normalized as rounded."""
     h = exact_sum(input, residual, alpha, casting_mode)
-    output = rms_norm(h, normalized_shape, weight, eps, weight_offset, casting_mode, input.dtype)
+    output = rms_norm(h, normalized_shape, weight, eps, weight_offset, casting_mode, dtype=input.dtype)
     return output, Bounded(_wide(h, compute_dtype(h.dtype)), np.zeros(h.shape))
 
 
@@ -311,9 +333,10 @@ def rms_norm_backward(
     weight_offset: float = 0.0,
     casting_mode: str = "gemma",
     grad_residual: Tensor | None = None,
+    bias: Tensor | None = None,
     of_whole: tuple[Tensor, int] | None = None,
     mean_of_whole: Array | None = None,
-) -> Backward:
+) -> BiasedBackward:
     """``of_whole``: see ``_terms``; ``mean_of_whole``: see ``_grad_input``."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     dy = _wide(grad_output, t.compute).reshape(t.h.shape)
@@ -326,8 +349,9 @@ def rms_norm_backward(
         grad_input = _Value(value, roundoffs, underflow).bounded(input, t.compute)
         grad_weight = None
         if weight is not None:
-            grad_weight = _grad_weight(t, dtype, _exact(dy), _normalized(t), weight, normalized_shape)
-    return Backward(grad_input, grad_weight)
+            grad_weight = _grad_weight(t, dtype, _exact(dy), _normalized(t), weight, input)
+        grad_bias = None if bias is None else _summed_over_rows(t, _exact(dy), bias, input)
+    return BiasedBackward(grad_input, grad_weight, grad_bias)
 
 
 def rms_norm_stats(input: Tensor, normalized_shape: tuple[int, ...]) -> Bounded:
@@ -382,7 +406,7 @@ def rms_norm_backward_from_stats(
     casting_mode: str = "gemma",
     grad_residual: Tensor | None = None,
 ) -> Backward:
-    return rms_norm_backward(
+    grad_input, grad_weight, _ = rms_norm_backward(
         grad_output,
         input,
         normalized_shape,
@@ -394,6 +418,7 @@ def rms_norm_backward_from_stats(
         of_whole=(square_sum, size),
         mean_of_whole=_of_rows(dot, compute_dtype(input.dtype)) / max(size, 1),
     )
+    return Backward(grad_input, grad_weight)
 
 
 class _Gate(NamedTuple):
@@ -484,7 +509,7 @@ def gated_rms_norm_backward(
         return GatedBackward(
             for_input.bounded(input, compute),
             for_gate.bounded(gate, compute),
-            None if weight is None else _grad_weight(t, dtype, g, n, weight, normalized_shape),
+            None if weight is None else _grad_weight(t, dtype, g, n, weight, input),
         )
 
 
@@ -587,7 +612,7 @@ def rms_norm_rope_backward(
         grad_input = _grad_input(t, dtype, dy.value, dy_underflow=off, dot_roundings=2).bounded(input, t.compute)
         grad_weight = None
         if weight is not None:
-            grad_weight = _grad_weight(t, dtype, dy, _normalized(t), weight, normalized_shape)
+            grad_weight = _grad_weight(t, dtype, dy, _normalized(t), weight, input)
     return Backward(grad_input, grad_weight)
 
 

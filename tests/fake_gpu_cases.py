@@ -268,9 +268,9 @@ def tensors_without_elements_ask_nothing(gpus: Gpus) -> None:
 def only_wanted_gradients_are_made(gpus: Gpus) -> None:
     x, w = gpus.tensor(8, 4096), gpus.tensor(4096)
     gpus.calls()
-    ops.rms_norm_backward(x, x, [4096], w, EPS, output_mask=[True, False])
+    ops.rms_norm_backward(x, x, [4096], w, EPS, output_mask=[True, False, False])
     equal(gpus.calls("allocate"), ["allocate 131072 on device 0 stream 0"])
-    ops.rms_norm_backward(x, x, [4096], w, EPS, output_mask=[False, False])
+    ops.rms_norm_backward(x, x, [4096], w, EPS, output_mask=[False, False, False])
     equal(gpus.calls(), [])
 
 

@@ -150,7 +150,7 @@ def fully_sharded_in_bfloat16() -> None:
         # What each process has is in bfloat16, the mean of it in float32.
         first, second = [], []
         for part, grad in zip(x.chunk(2), dy.chunk(2), strict=True):
-            grad_between, of_second = ops.rms_norm_backward(grad, normops.rms_norm(part, 16, low[0]), [16], low[1])
+            grad_between, of_second, _ = ops.rms_norm_backward(grad, normops.rms_norm(part, 16, low[0]), [16], low[1])
             first.append(ops.rms_norm_backward(grad_between, part, [16], low[0])[1].float())
             second.append(of_second.float())
         for norm, parts in zip(norms, (first, second), strict=True):

@@ -16,8 +16,8 @@ from traced_graphs import operators, trace
 import normops
 from normops import _C
 from reference import cases, oracle
-from reference.cases import Case
-from reference.operators import DIFFERENTIABLE, OPERATORS, OperatorCase, Variant, other_dtypes, variants
+from reference.cases import EPS, Case
+from reference.operators import DIFFERENTIABLE, OPERATORS, OperatorCase, Variant, of_argument, other_dtypes, variants
 
 ops = torch.ops.normops
 rms_norm: Callable[..., Any] = normops.rms_norm
@@ -26,15 +26,18 @@ rms_norm_rope: Callable[..., Any] = normops.rms_norm_rope
 
 
 ROWS = (
-    # shape, normalized dimensions, those that the weight has before them, the sharded one; uneven and empty shards
-    ((4, 3, 8), 1, 0, 0),
-    ((4, 3, 8), 1, 0, 1),
-    ((5, 2, 3, 4), 2, 0, 0),
-    ((2, 7, 3, 4), 2, 1, 1),
-    ((1, 8), 1, 0, 0),
-    ((3, 8), 1, 0, 0),
-    ((4, 5, 3, 8), 1, 2, 1),
-    ((4, 5, 3, 8), 1, 1, 2),
+    # shape, normalized dimensions, those that the weight has before them, the sharded one; uneven and empty shards;
+    # and the dimensions over which the weight broadcasts
+    ((4, 3, 8), 1, 0, 0, ()),
+    ((4, 3, 8), 1, 0, 1, ()),
+    ((5, 2, 3, 4), 2, 0, 0, ()),
+    ((2, 7, 3, 4), 2, 1, 1, ()),
+    ((1, 8), 1, 0, 0, ()),
+    ((3, 8), 1, 0, 0, ()),
+    ((4, 5, 3, 8), 1, 2, 1, ()),
+    ((4, 5, 3, 8), 1, 1, 2, ()),
+    ((4, 5, 3, 8), 1, 3, 0, (1, 2)),
+    ((4, 5, 3, 8), 1, 3, 1, (1, 2)),
 )
 
 
@@ -42,18 +45,22 @@ ROWS = (
 def rows_stay_where_they_are() -> None:
     """Nothing is communicated: what else there is is whole, or sharded as they are on the dimensions that both have."""
     mesh, dtypes = mesh_of(), itertools.cycle((torch.float32, torch.bfloat16, torch.float16))
-    for (shape, dims, groups, d), variant, has_weight in itertools.product(ROWS, variants(), (True, False)):
+    for (shape, dims, groups, d, ones), variant, has_weight in itertools.product(ROWS, variants(), (True, False)):
         dtype, operator = next(dtypes), variant.operator
         others = (*other_dtypes(operator, dtype), {})[0]
+        # Sums that ranks round are further off.
+        others |= {"bias": torch.float64} if "bias" in operator.tensors else {}
         weight_dtype = torch.float64 if has_weight else None
-        of_rows = Case(shape, dtype, dims, weight_dtype, weight_offset=1.0, has_residual=True, group_dims=groups)
+        of_rows = Case(shape, dtype, dims, weight_dtype, EPS, 1.0, has_residual=True, group_dims=groups, ones=ones)
         if not operator.takes(of_rows):
             continue
         case = variant.at(of_rows, others)
         of_weight = d - (len(shape) - dims - groups)  # the dimension of the weight that is sharded, if it has it
+        of_weight = -1 if of_weight in ones else of_weight
+        broadcast = ("weight", "bias") if groups else ("weight",)
 
         def at(name: str, tensor: Tensor) -> DTensor:
-            if name == "weight":
+            if name in broadcast:  # noqa: B023
                 placement = Shard(of_weight) if of_weight >= 0 else Replicate()  # noqa: B023
             else:
                 is_whole = name in operator.tables and (has_weight or tensor.shape[d] == 1)  # noqa: B023
@@ -67,7 +74,7 @@ def rows_stay_where_they_are() -> None:
         for name, actual, whole, bounded in every:
             if whole is None or bounded is None:
                 assert actual is None
-            elif name == "grad_weight":
+            elif of_argument(name) in broadcast:
                 assert actual.placements == (Shard(of_weight) if of_weight >= 0 else Partial(),)
                 oracle.assert_within(actual.full_tensor(), bounded, f"{name} of {case}")
             else:
@@ -91,7 +98,9 @@ def any_case(variant: Variant, choose: random.Random) -> OperatorCase:
     shape = *(choose.randint(1, 5) for _ in range(choose.randint(1, 3))), choose.randint(5, 8)
     dims = 1 if variant.operator.tables else choose.randint(1, len(shape) - 1)
     groups = choose.randint(0, len(shape) - dims)
-    return variant.at(Case(shape, torch.float32, dims, torch.float32, group_dims=groups, has_residual=True))
+    ones = tuple(dim for dim in range(groups) if choose.random() < 0.3)
+    like = Case(shape, torch.float32, dims, torch.float32, group_dims=groups, has_residual=True, ones=ones)
+    return variant.at(like)
 
 
 @case(2, 4)
@@ -180,7 +189,7 @@ def the_gradient_of_the_residual_is_added_wherever_it_is() -> None:
     for of_input, of_residual in itertools.product((Shard(0), Replicate()), (*anywhere, None)):
         given = [placed(t, mesh, (of_input,)) for t in (dy, x)]
         grad_residual = None if of_residual is None else placed(s, mesh, (of_residual,))
-        (grad_input, grad_weight), sent = communicated(
+        (grad_input, grad_weight, _), sent = communicated(
             lambda: ops.rms_norm_backward(*given, [8], weight, grad_residual=grad_residual)  # noqa: B023
         )
         if of_residual in (None, of_input, Replicate()):
@@ -285,7 +294,7 @@ def the_module_takes_dtensors() -> None:
     x = cases.values((3, 8), torch.float32)
     expected = norm(x)
     given = placed(x, mesh, (Shard(0),))
-    assert _C.rms_norm(given, 8, None, None, 0.0, "gemma") is NotImplemented
+    assert _C.rms_norm(given, 8, None, None, 0.0, "gemma", None) is NotImplemented
     assert "got mixed torch.Tensor and DTensor" in message_of(lambda: norm(given))
     norm.weight = nn.Parameter(placed(norm.weight.detach(), mesh, (Replicate(),)))
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):

@@ -23,7 +23,7 @@ rms_norm: Callable[..., Any] = normops.rms_norm
 add_rms_norm: Callable[..., Any] = normops.add_rms_norm
 gated_rms_norm: Callable[..., Any] = normops.gated_rms_norm
 rms_norm_of: Callable[..., oracle.Bounded] = oracle.rms_norm
-rms_norm_backward_of: Callable[..., oracle.Backward] = oracle.rms_norm_backward
+rms_norm_backward_of: Callable[..., oracle.BiasedBackward] = oracle.rms_norm_backward
 
 
 class Messages(TorchDispatchMode):

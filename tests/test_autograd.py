@@ -185,7 +185,7 @@ def test_jvp_of_jvp_of_several_norms(device: str) -> None:
 
     def twice(norm: Call, add_norm: Call) -> object:
         def both(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
-            y, h = add_norm(norm(x, w)[0], residual, w)
+            y, h = add_norm(norm(x, w, residual)[0], residual, w)
             return y * h
 
         return torch.func.jvp(lambda *t: torch.func.jvp(both, t, tangents)[1], primals, tangents)
@@ -229,7 +229,9 @@ def test_only_the_gradients_that_are_needed_are_computed(variant: Variant, devic
     assert operator.function is not None
     inputs = [of_argument(name) for name in gradient.outputs]
     dy = cases.values((3, 7, 40), torch.bfloat16, 5).to(device)
-    of_rows = Case((3, 7, 40), torch.bfloat16, weight_dtype=torch.float32, weight_offset=1.0)
+    of_rows = Case(
+        (3, 7, 40), torch.bfloat16, weight_dtype=torch.float32, weight_offset=1.0, has_residual=True, group_dims=1
+    )
     for dtypes, needed in product(({}, *other_dtypes(operator, torch.bfloat16)), gradient.masks()):
         arguments = variant.at(of_rows, dtypes).arguments(device)
         expected = gradient.results(gradient.default(grad_output=dy, **arguments, output_mask=needed))

@@ -66,6 +66,7 @@ def test_the_bits_of_a_model_where_the_statistic_agrees(dtype: torch.dtype, devi
     powers = torch.full_like(x, 32)
     for model, fused in (
         (llama(x, weight, 0.0), partial(normops.rms_norm, x.to(device))),
+        (llama(x, weight, 0.0) + gates, partial(normops.rms_norm, x.to(device), bias=gates.to(device))),
         (gate_first(x, powers, weight, 0.0), gated(x, powers, device, norm_before_gate=False)),
         (norm_first(x, gates, weight, 0.0), gated(x, gates, device, norm_before_gate=True)),
     ):

@@ -22,32 +22,27 @@ Errors = list[tuple[Arguments, str]]
 
 FLOATING = "expected {} to be float16, bfloat16, float32 or float64"
 
-WEIGHT = (
-    "expected weight to have shape [4], the normalized_shape, or more of the last dimensions of input, whose shape is "
-    "[2, 3, 4]"
-)
+BROADCAST = "expected {} to have shape {}, the normalized_shape"
+MORE = ", or before it dimensions that broadcast to those of input, whose shape is [2, 3, 4]"
+
+
+def of_broadcast(name: str) -> Errors:
+    beside: Arguments = {"weight": None, "bias": None}
+    of_rows, of_heads, of_all = (BROADCAST.format(name, shape) for shape in ([4], [3, 4], [2, 3, 4]))
+    return [
+        *(({name: torch.ones(shape)}, f"{of_rows}{MORE}, but got {list(shape)}") for shape in ((5,), (1,), (2, 4), ())),
+        ({name: torch.ones(3, 1, 4)}, f"{of_rows}{MORE}, but got [3, 1, 4]"),
+        ({name: torch.ones(1, 2, 3, 4)}, f"{of_rows}{MORE}, but got [1, 2, 3, 4]"),
+        (beside | {name: torch.ones(4), "normalized_shape": [3, 4]}, f"{of_heads}{MORE}, but got [4]"),
+        (beside | {name: torch.ones(4), "normalized_shape": [2, 3, 4]}, f"{of_all}, but got [4]"),
+        ({name: torch.ones(4, dtype=torch.int32)}, f"{FLOATING.format(name)}, but got int32"),
+        ({name: torch.ones(4, device="meta")}, f"expected {name} to be on cpu, the device of input, but got meta"),
+    ]
+
+
 COMMON: Errors = [
-    (
-        {"weight": torch.ones(5)},
-        f"{WEIGHT}, but got [5]",
-    ),
-    (
-        {"weight": torch.ones(1, 4)},
-        f"{WEIGHT}, but got [1, 4]",
-    ),
-    (
-        {"weight": torch.ones(1, 2, 3, 4)},
-        f"{WEIGHT}, but got [1, 2, 3, 4]",
-    ),
-    (
-        {"weight": torch.ones(4), "normalized_shape": [3, 4]},
-        "expected weight to have shape [3, 4], the normalized_shape, or more of the last dimensions of input, whose "
-        "shape is [2, 3, 4], but got [4]",
-    ),
-    (
-        {"weight": torch.ones(4), "normalized_shape": [2, 3, 4]},
-        "expected weight to have shape [2, 3, 4], the normalized_shape, but got [4]",
-    ),
+    *of_broadcast("weight"),
+    *of_broadcast("bias"),
     *(
         (
             {"normalized_shape": shape, "weight": None},
@@ -59,19 +54,11 @@ COMMON: Errors = [
         {"normalized_shape": [], "weight": None},
         "expected normalized_shape to have at least one dimension, but got []",
     ),
-    (
-        {"weight": torch.ones(4, dtype=torch.int32)},
-        f"{FLOATING.format('weight')}, but got int32",
-    ),
     ({"eps": float("nan")}, "expected eps to be a number, but got nan"),
     ({"casting_mode": "none"}, 'expected casting_mode to be "gemma" or "llama", but got "none"'),
     *(
         ({"activation": name}, f'expected activation to be "silu", "swish" or "sigmoid", but got "{name}"')
         for name in ("relu", "")
-    ),
-    (
-        {"weight": torch.ones(4, device="meta")},
-        "expected weight to be on cpu, the device of input, but got meta",
     ),
     *(
         ({"input": torch.ones(2, 3, 4, dtype=dtype)}, f"{FLOATING.format('input')}, but got {short(dtype)}")
@@ -96,15 +83,13 @@ def of_tensor(name: str) -> Errors:
     ]
 
 
-BROADCAST = (
-    "expected cos to broadcast over the leading dimensions of input, whose shape is [2, 3, 4], but got the shape"
-)
+ANGLES = "expected cos to broadcast over the leading dimensions of input, whose shape is [2, 3, 4], but got the shape"
 ROPE: Errors = [
     (
         {"normalized_shape": [3, 4], "weight": None},
         "expected normalized_shape to be one dimension, along which rows are rotated, but got [3, 4]",
     ),
-    *(({"cos": torch.ones(shape)}, f"{BROADCAST} {list(shape)}") for shape in ((2, 4, 4), (4, 1, 4), (1, 2, 3, 4), ())),
+    *(({"cos": torch.ones(shape)}, f"{ANGLES} {list(shape)}") for shape in ((2, 4, 4), (4, 1, 4), (1, 2, 3, 4), ())),
     *(
         ({name: torch.ones(1, 1, 4, device="meta")}, f"expected {name} to be on cpu, the device of input, but got meta")
         for name in ("cos", "sin")
@@ -157,7 +142,7 @@ def of_sums(name: str) -> Errors:
 def of_operator(operator: Operator) -> Errors:
     common = [(operator.given(changes), expected) for changes, expected in COMMON if names_one(operator, changes)]
     required = [name for name in operator.inputs if not operator.is_optional(name)]
-    of_rows = [name for name in operator.tensors if name not in (*operator.tables, *operator.sums)]
+    of_rows = [name for name in operator.tensors if name not in (*operator.tables, *operator.sums, "bias")]
     sums = [name for name in operator.tensors if name in operator.sums]
     return [
         *common,

@@ -48,14 +48,15 @@ def wanting(*output_mask: bool) -> dict[str, list[bool]]:
     return {"output_mask": [*output_mask]}
 
 
-# With a weight, and without one. What a sum takes more, its gradient takes, too: the gradient of the residual.
+# With a weight, and without one. What a sum takes more, its gradient takes, too: those of a residual and a bias.
 COUNTS: tuple[tuple[Operator, Flags, tuple[float, float]], ...] = (
-    (RMS_NORM, {}, (4, 3)),
+    (RMS_NORM, {}, (5, 4)),
     (ADD_RMS_NORM, {}, (5, 4)),
-    (RMS_NORM_BACKWARD, {}, (12, 8)),
-    (RMS_NORM_BACKWARD, wanting(True, False), (9, 8)),
-    (RMS_NORM_BACKWARD, wanting(False, True), (5, 0)),
-    (RMS_NORM_BACKWARD, wanting(False, False), (0, 0)),
+    (RMS_NORM_BACKWARD, {}, (13, 9)),
+    (RMS_NORM_BACKWARD, wanting(True, False, False), (9, 8)),
+    (RMS_NORM_BACKWARD, wanting(False, True, False), (5, 0)),
+    (RMS_NORM_BACKWARD, wanting(False, False, True), (1, 1)),
+    (RMS_NORM_BACKWARD, wanting(False, False, False), (0, 0)),
     *((GATED_RMS_NORM, gating("silu", first), (9, 8)) for first in (True, False)),
     *((GATED_RMS_NORM, gating("sigmoid", first), (8, 7)) for first in (True, False)),
     # g = dy * w, the sum of grad_weight, and where the norm comes first, the norm for grad_gate

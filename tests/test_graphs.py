@@ -11,8 +11,8 @@ from torch import Tensor
 from traced_graphs import TracedGraphs, operators, trace
 
 from reference import cases
-from reference.cases import Case
-from reference.operators import DIFFERENTIABLE, OperatorCase, Variant, named, other_dtypes, variants
+from reference.cases import EPS, Case
+from reference.operators import DIFFERENTIABLE, OperatorCase, Variant, named, of_argument, other_dtypes, variants
 
 differentiable = pytest.mark.parametrize("variant", variants(DIFFERENTIABLE), ids=str)
 
@@ -37,17 +37,17 @@ def as_function(case: OperatorCase, device: str) -> tuple[Callable[..., Any], li
 def test_one_operator_each_way(variant: Variant, has_weight: bool, groups: int, dynamic: bool, device: str) -> None:
     operator = variant.operator
     assert operator.gradient is not None
-    of_rows = Case(
-        (6, 3, 16), torch.bfloat16, 1, torch.float32 if has_weight else None, weight_offset=0.5, group_dims=groups
-    )
+    weight_dtype = torch.float32 if has_weight else None
+    of_rows = Case((6, 3, 16), torch.bfloat16, 1, weight_dtype, EPS, 0.5, has_residual=True, group_dims=groups)
     for dtypes in ({}, *other_dtypes(operator, torch.bfloat16)):
 
         def traced(device: str, dtypes: dict[str, torch.dtype] = dtypes) -> TracedGraphs:
             call, tensors = as_function(variant.at(of_rows, dtypes), device)
             return trace(call, *tensors, dynamic=dynamic)
 
-        # What is the gradient of two inputs has to be converted where they have two dtypes.
-        is_shared = len(named(operator.gradient).outputs) < len(operator.inputs) - len(operator.tables)
+        # What is the gradient of two inputs, or that of the output, has to be converted where they have two dtypes.
+        given = {of_argument(name) for name in named(operator.gradient).outputs} - ({"bias"} if not groups else set())
+        is_shared = not {*operator.inputs} <= given.union(operator.tables)
         scaled = ["aten.mul.Scalar"] if variant.flags.get("alpha", 1.0) != 1.0 else []
         assert_one_operator_each_way(
             traced,

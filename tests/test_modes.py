@@ -31,7 +31,7 @@ def test_the_profiler_names_operators_and_nodes(device: str) -> None:
         train(*problem(device))
     shapes = {event.name: event.input_shapes for event in profile.events()}
     x, w = [5, 64], [64]
-    assert shapes["normops::rms_norm"] == [x, [], w, [], [], []]
+    assert shapes["normops::rms_norm"] == [x, [], w, [], [], [], []]
     assert shapes["normops::add_rms_norm"] == [x, x, [], w, [], [], [], []]
     assert shapes["normops::rms_norm_backward"][:4] == [x, x, [], w]
     assert {"RmsNormBackward", "AddRmsNormBackward"} <= set(shapes)

@@ -73,3 +73,19 @@ def test_groups(groups: int | tuple[int, ...], shape: tuple[int, ...]) -> None:
     assert torch.equal(norm(x), normops.rms_norm(x, 8, norm.weight, 1e-3, weight_offset=1.0))
     assert torch.equal(copy.deepcopy(norm)(x), norm(x))
     assert normops.RMSNorm(8, elementwise_affine=False, groups=groups).weight is None
+
+
+@pytest.mark.parametrize("groups", [(), 3])
+def test_bias(groups: int | tuple[int, ...]) -> None:
+    norm = normops.RMSNorm(8, 1e-3, dtype=torch.bfloat16, groups=groups, bias=True)
+    assert norm.bias is not None
+    assert (norm.bias.shape, norm.bias.dtype) == (norm.weight.shape, torch.bfloat16)
+    assert torch.equal(norm.bias, torch.zeros_like(norm.weight))
+    assert list(norm.state_dict()) == ["weight", "bias"]
+    assert repr(norm).endswith(", bias=True)")
+    nn.init.normal_(norm.bias)
+    x = cases.values((5, 3, 8), torch.float32)
+    assert torch.equal(norm(x), normops.rms_norm(x, 8, norm.weight, 1e-3, bias=norm.bias))
+    with pytest.raises(RuntimeError, match="RMSNorm: expected no residual in a module with a bias, but got one"):
+        norm(x, x)
+    assert normops.RMSNorm(8, elementwise_affine=False, bias=True).bias is None

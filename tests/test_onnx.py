@@ -95,7 +95,7 @@ def test_scaled_sums(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
             compute = torch.promote_types(dtype, torch.float32)
             bound = torch.finfo(compute).eps * (alpha * x.to(compute)).abs() + ulp(h).to(compute)
             assert ((total.to(compute) - h.to(compute)).abs() <= bound).all()
-        expected = oracle.rms_norm(total, COLS[-1:], None, EPS, 0.0, casting_mode, dtype)
+        expected = oracle.rms_norm(total, COLS[-1:], None, EPS, 0.0, casting_mode, dtype=dtype)
         oracle.assert_within(output, expected, f"{casting_mode}, {alpha}")
 
 
@@ -124,10 +124,10 @@ def has_rms_normalization(opset_version: int) -> bool:
 
 
 def rows_of(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Case, ...]:
-    """With a weight for each head, without one, with one over two dimensions, and without eps."""
+    """With a weight and a bias for each head, without a weight, with one over two dimensions, and without eps."""
     shape = (*sizes, *COLS)
     return (
-        Case(shape, dtype, 1, torch.float32, EPS, 1.0, group_dims=1),
+        Case(shape, dtype, 1, torch.float32, EPS, 1.0, group_dims=1, has_residual=True),
         Case(shape, dtype, 1, None, None),
         Case(shape, dtype, 2, torch.bfloat16, 5 * EPS, 1.1),
         Case(shape, dtype, 1, torch.float64, 0.0),
@@ -175,7 +175,7 @@ class Everything(nn.Module):
 def test_every_operator(first_dtype: int) -> None:
     """With torch.onnx's optimizer, and once without it."""
     module = Everything(EXPORTED, first_dtype, has_all_rows=True)
-    dynamic = [{name: None if name == "weight" else DYNAMIC for name in given} for given in module.tensors]
+    dynamic = [{name: None if name in ("weight", "bias") else DYNAMIC for name in given} for given in module.tensors]
     program, nodes = export(module, module.tensors, optimize=first_dtype != 3, dynamic_shapes=(dynamic,))
     assert nodes["RMSNormalization"] == sum(not case.operator.sums for case in module.cases)
     assert not set(nodes) & {"Pow", "ReduceMean"}

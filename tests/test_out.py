@@ -38,7 +38,8 @@ def test_ggml_report(over: str, device: str) -> None:
     dy = x if over == "both" else GGML_INPUT.to(device).clone()
     grad_input = {"grad_output": dy, "input": x, "both": x, "neither": torch.empty_like(x)}[over]
     unused = torch.empty(4, device=device)
-    result = ops.rms_norm_backward.out(dy, x, [4], None, GGML_EPS, grad_input=grad_input, grad_weight=unused)
+    targets = {"grad_input": grad_input, "grad_weight": unused, "grad_bias": unused}
+    result = ops.rms_norm_backward.out(dy, x, [4], None, GGML_EPS, **targets)
     assert result[0] is grad_input
     expected = oracle.rms_norm_backward(GGML_INPUT, GGML_INPUT, (4,), None, GGML_EPS).grad_input
     oracle.assert_within(grad_input, expected, "grad_input")

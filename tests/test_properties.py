@@ -42,6 +42,7 @@ def problems(draw: st.DrawFn, operator: Operator) -> tuple[OperatorCase, dict[st
         normalized[-1] = draw(st.integers(0, 300))
     shape = (*leading, *normalized)
     dtype = draw(dtypes)
+    group_dims = draw(st.integers(0, len(leading)))
     of_rows = Case(
         shape,
         dtype,
@@ -50,7 +51,8 @@ def problems(draw: st.DrawFn, operator: Operator) -> tuple[OperatorCase, dict[st
         draw(st.sampled_from([cases.EPS, None, 1e-6, 1.0])),
         draw(st.sampled_from([0.0, 1.0, -0.5])),
         has_residual=draw(st.booleans()),
-        group_dims=draw(st.integers(0, len(leading))),
+        group_dims=group_dims,
+        ones=tuple(draw(st.sets(st.integers(0, group_dims - 1)))) if group_dims else (),
     )
     assume(operator.takes(of_rows))
     flags = draw(st.sampled_from(operator.flags))
@@ -58,7 +60,7 @@ def problems(draw: st.DrawFn, operator: Operator) -> tuple[OperatorCase, dict[st
     arguments = case.arguments()
     for seed, name in enumerate(("input", *operator.tensors)):
         if arguments[name] is not None and name not in operator.sums:
-            arguments[name] = draw(strided(operator.shape_of(name, shape, flags), arguments[name].dtype, seed))
+            arguments[name] = draw(strided(tuple(arguments[name].shape), arguments[name].dtype, seed))
     return case, arguments
 
 

@@ -118,7 +118,8 @@ def test_zero_rows_give_zeros_and_finite_gradients(variant: Variant, dtype: torc
     zeros = torch.zeros(3, 50, dtype=dtype, device=device)
     added = {name: zeros for name in ("residual",) if name in variant.operator.tensors}
     for name, result in zip(variant.operator.outputs, case.results(device, input=zeros, **added), strict=True):
-        assert (result.isfinite() if name == "grad_input" else result == 0).all()
+        if result is not None:
+            assert (result.isfinite() if name == "grad_input" else result == 0).all()
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -128,7 +129,7 @@ def test_the_sum_under_the_root_decides(cols: int, dtype: torch.dtype, device: s
     """Of a negative eps: whether it is positive, negative or 0."""
     x = torch.tensor([1.0, 0.25, 0.5]).to(device, dtype).unsqueeze(1).expand(3, cols)
     y = ops.rms_norm(x, [cols], None, -0.25)
-    grad, _ = ops.rms_norm_backward(torch.ones_like(x), x, [cols], None, -0.25)
+    grad, *_ = ops.rms_norm_backward(torch.ones_like(x), x, [cols], None, -0.25)
     torch.testing.assert_close(y[0], torch.full_like(y[0], 1 / math.sqrt(0.75)))
     assert grad[0].isfinite().all()
     assert y[1].isnan().all()

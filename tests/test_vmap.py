@@ -14,7 +14,7 @@ from torch import Tensor
 import normops
 from reference import cases
 from reference.cases import EPS, Case, compute_dtype
-from reference.operators import OPERATORS, Operator, Variant, other_dtypes, variants
+from reference.operators import OPERATORS, Operator, Variant, of_argument, other_dtypes, variants
 
 ops = torch.ops.normops
 
@@ -38,6 +38,7 @@ SHAPES = (
     Shapes((2, 3, 4, 5), (4, 5), (4, 5)),
     Shapes((2, 3, 4, 5), (5,), (4, 5)),
     Shapes((3, 16), (16,), (3, 16)),
+    Shapes((2, 3, 16), (16,), (2, 1, 16)),
 )
 
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
@@ -144,7 +145,7 @@ def test_one_call_with_the_bits_of_each_sample(
             arguments = dict(zip(names, tensors, strict=True)) | others | wanted
             return (operator.function or operator.packet)(**operator.given(arguments))
 
-        computed = [name != "grad_weight" or "weight" not in without for name in operator.outputs]
+        computed = [of_argument(name) not in without for name in operator.outputs]
         out_dims: Any = tuple(0 if all(each) else None for each in zip(mask, computed, strict=True)) if mask else 0
         with Calls() as calls:
             results = operator.results(torch.vmap(call, given, out_dims=out_dims)(*tensors))
@@ -285,8 +286,8 @@ ERRORS: tuple[tuple[Callable[..., Any], tuple[int | None, ...], tuple[tuple[int,
         lambda x, w: ops.rms_norm(x, [4], w),
         (0, 0),
         ((5, 3, 4), (5, 1)),
-        "rms_norm: expected weight to have shape [4], the normalized_shape, or more of the last dimensions of input, "
-        "whose shape is [3, 4], but got [1]",
+        "rms_norm: expected weight to have shape [4], the normalized_shape, or before it dimensions that broadcast to "
+        "those of input, whose shape is [3, 4], but got [1]",
     ),
     (
         lambda dy, x, w: ops.rms_norm_backward(dy, x, [4], w),

@@ -38,18 +38,22 @@ struct Derivative<AddRmsNorm> {
   // A sum with -0 is what it was: of another dtype, the norm of the sum rounds as it did.
   static Tensor output(const AddedNorm& saved, const at::TensorOptions& options) {
     const auto& [input, norm, alpha] = saved;
-    if (input.scalar_type() == options.dtype().toScalarType()) return call(RmsNorm{input, norm})[0];
+    if (input.scalar_type() == options.dtype().toScalarType()) return call(RmsNorm{input, norm, std::nullopt})[0];
     const Tensor nothing = input.new_full({}, -0.0, options).expand_symint(input.sym_sizes());
     return call(AddRmsNorm{nothing, input, norm, 1.0})[0];
   }
   static variable_list backward(const variable_list& grad_outputs, const AddedNorm& saved, const Needed<3>& needed) {
     const Tensor &grad_output = grad_outputs[0], &grad_residual_out = grad_outputs[1];
-    Outputs<RmsNormBackward> gradients = {grad_residual_out, Tensor()};
+    Outputs<RmsNormBackward> gradients = {grad_residual_out, Tensor(), Tensor()};
     if (grad_output.defined()) {
-      gradients = call(RmsNormBackward{
-          grad_output, saved.input, saved.norm, if_defined(grad_residual_out), {needed[0] || needed[1], needed[2]}});
+      gradients = call(RmsNormBackward{grad_output,
+                                       saved.input,
+                                       saved.norm,
+                                       if_defined(grad_residual_out),
+                                       std::nullopt,
+                                       {needed[0] || needed[1], needed[2], false}});
     }
-    const auto& [grad_sum, grad_weight] = gradients;
+    const auto& [grad_sum, grad_weight, _] = gradients;
     // Autograd converts it to the input's dtype, where that is another.
     const auto grad_input = [&, &grad_sum = grad_sum] {
       return saved.alpha == 1.0 ? grad_sum : grad_sum * saved.alpha;

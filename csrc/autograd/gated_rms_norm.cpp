@@ -56,17 +56,17 @@ struct Derivative<GatedRmsNormBackward> {
     const Activation kind = saved.gating().activation;
     const Tensor a = activate(g, kind), slope = activation_slope(g, kind);
     const Tensor z_curvature = z.defined() ? z * activation_curvature(g, kind) : Tensor();
-    const auto backward_of_norm = [&](const Tensor& dy, const Tensor& h, std::array<bool, 2> output_mask) {
-      return call(RmsNormBackward{dy, h, norm, none, output_mask});
+    const auto backward_of_norm = [&](const Tensor& dy, const Tensor& h, std::array<bool, 3> output_mask) {
+      return call(RmsNormBackward{dy, h, norm, none, none, output_mask});
     };
     const auto through_backward_of_norm = [&](const variable_list& grad_outputs, const Tensor& dy, const Tensor& h,
-                                              const Needed<4>& needed) {
-      return Derivative<RmsNormBackward>::backward(grad_outputs, {dy, h, norm, none, {}}, needed);
+                                              const Needed<5>& needed) {
+      return Derivative<RmsNormBackward>::backward(grad_outputs, {dy, h, norm, none, none, {}}, needed);
     };
 
     Tensor for_dy, for_x, for_g, for_w;
     if (saved.norm_before_gate) {
-      const auto through_backward = through_backward_of_norm({u, v}, dy * a, x, {true, needed[1], needed[3], false});
+      const auto through_backward = through_backward_of_norm({u, v, {}}, dy * a, x, {true, needed[1], needed[3]});
       if (through_backward[0].defined()) {
         for_dy = through_backward[0] * a;
         for_g = through_backward[0] * dy * slope;
@@ -74,18 +74,18 @@ struct Derivative<GatedRmsNormBackward> {
       for_x = through_backward[1];
       for_w = through_backward[2];
       if (z.defined()) {
-        const Tensor normed = call(RmsNorm{x, norm})[0];
+        const Tensor normed = call(RmsNorm{x, norm, none})[0];
         for_dy = sum_of_defined(for_dy, z * slope * normed);
         for_g = sum_of_defined(for_g, z_curvature * dy * normed);
-        const auto [through_x, through_w] = backward_of_norm(z * slope * dy, x, {needed[1], needed[3]});
+        const auto [through_x, through_w, _] = backward_of_norm(z * slope * dy, x, {needed[1], needed[3]});
         for_x = sum_of_defined(for_x, through_x);
         for_w = sum_of_defined(for_w, through_w);
       }
     } else {
       const Tensor through_input = u.defined() ? u * a : Tensor();
       const Tensor through_gate = z.defined() ? z * x * slope : Tensor();
-      const auto through_backward = through_backward_of_norm({sum_of_defined(through_input, through_gate), v}, dy,
-                                                             x * a, {true, true, needed[3], false});
+      const auto through_backward = through_backward_of_norm({sum_of_defined(through_input, through_gate), v, {}}, dy,
+                                                             x * a, {true, true, needed[3]});
       for_dy = through_backward[0];
       if (through_backward[1].defined()) {
         for_x = through_backward[1] * a;
@@ -93,7 +93,7 @@ struct Derivative<GatedRmsNormBackward> {
       }
       for_w = through_backward[2];
       if (u.defined() || z.defined()) {
-        const Tensor du = backward_of_norm(dy, x * a, {true, false})[0];
+        const Tensor du = backward_of_norm(dy, x * a, {true})[0];
         if (u.defined()) for_g = sum_of_defined(for_g, u * du * slope);
         if (z.defined()) {
           for_x = sum_of_defined(for_x, z * du * slope);

@@ -72,10 +72,14 @@ struct Autograd {
 
   template <class Operator>
   static void save(OperatorNode<Operator>& node, const Operator& arguments, const Outputs<Operator>& outputs) {
+    bool saves_all = true;
+    if constexpr (requires { Derivative<Operator>::saves_all(arguments); }) {
+      saves_all = Derivative<Operator>::saves_all(arguments);
+    }
     if constexpr (requires { Derivative<Operator>::saved(arguments, outputs); }) {
-      node.save(Derivative<Operator>::saved(arguments, outputs));
+      node.save(Derivative<Operator>::saved(arguments, outputs), saves_all);
     } else {
-      node.save(arguments);
+      node.save(arguments, saves_all);
     }
   }
 };

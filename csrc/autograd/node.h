@@ -35,19 +35,20 @@ class OperatorNode final : public RecomputableNode {
   }
 
   // Once the outputs among the tensors have their history, and this its edges.
-  void save(const Saved& saved) {
+  void save(const Saved& saved, bool has_all) {
     const auto tensors = tensors_of(saved);
-    bool has_all = true;
     for (size_t i = 0; i < tensors.size(); i++) {
       const Tensor& tensor = *tensors[i];
-      has_all &= is_used(i) || !tensor.defined();
+      has_all &= is_used(i) || !tensor.defined() || are_optional<Saved>[i];
       saved_[i] = torch::autograd::SavedVariable(is_used(i) ? tensor : zeros_in_place_of(tensor), is_output(i));
     }
     attributes_ = detail::attributes_of(saved);
     if (!kIsRecomputable || !has_all || !Recomputation::is_enabled()) return;
     can_recompute_ = true;
     const at::AutoDispatchBelowADInplaceOrView guard;
-    if (tensors.back()->defined()) weight_ = tensors.back()->clone();
+    for (size_t i = 0; i < tensors.size(); i++) {
+      if (are_optional<Saved>[i] && tensors[i]->defined()) copies_[i] = tensors[i]->clone();
+    }
   }
 
   std::string name() const override { return Derivative<Operator>::kName; }
@@ -111,7 +112,9 @@ class OperatorNode final : public RecomputableNode {
     unpacked_ = unpack_saved();
     graph_task_ = torch::autograd::get_current_graph_task_id();
     variable_list tensors = graph_task_ == -1 ? std::exchange(unpacked_, {}) : unpacked_;
-    tensors.back() = weight_;
+    for (size_t i = 0; i < tensors.size(); i++) {
+      if (are_optional<Saved>[i]) tensors[i] = copies_[i];
+    }
     const at::AutoDispatchBelowADInplaceOrView guard;
     return detail::with_restored<Saved>(tensors, attributes_, [&](const Saved& saved) {
       if constexpr (kIsRecomputable) return Derivative<Operator>::output(saved, input_metadata(0).options());
@@ -176,6 +179,8 @@ class OperatorNode final : public RecomputableNode {
   }
 
   std::array<torch::autograd::SavedVariable, count_tensors<Saved>> saved_;
+  std::array<Tensor, count_tensors<Saved>>
+      copies_;  // of weight and bias, to recompute: FSDP may have freed them by then
   Attributes attributes_;
 };
 

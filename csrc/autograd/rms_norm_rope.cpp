@@ -53,7 +53,8 @@ struct Derivative<RmsNormRopeBackward> {
     const Tensor cos = to_compute_dtype(given_cos, input), sin = to_compute_dtype(given_sin, input);
     const Tensor dy = rotate_back(to_compute_dtype(grad_output, input), cos, sin, rope);
     const auto gradients = Derivative<RmsNormBackward>::backward(
-        grad_outputs, {dy, to_compute_dtype(input, input), norm, none, {}}, {needed[0], needed[1], needed[4], false});
+        {grad_outputs[0], grad_outputs[1], {}}, {dy, to_compute_dtype(input, input), norm, none, none, {}},
+        {needed[0], needed[1], needed[4]});
     const auto as = [](const Tensor& gradient, const Tensor& like) {
       return gradient.defined() ? gradient.to(like.scalar_type()) : Tensor();
     };

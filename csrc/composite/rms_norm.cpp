@@ -1,5 +1,6 @@
 #include "rms_norm.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/rsqrt.h>
 
@@ -29,10 +30,7 @@ Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims) {
   return tensor.sum(dims_from(-normalized_dims, 0), /*keepdim=*/true) / c10::Scalar(size);
 }
 
-Tensor sum_over_rows(const Tensor& tensor, const Tensor& weight) {
-  const auto dims = dims_from(0, tensor.dim() - weight.dim());
-  return dims.empty() ? tensor : tensor.sum(dims);  // a sum over no dimension would be one over all
-}
+Tensor sum_over_rows(const Tensor& tensor, const Tensor& weight) { return at::sum_to(tensor, weight.sym_sizes()); }
 
 Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps) {
   return at::rsqrt(mean_of_rows(h * h, normalized_dims) + eps);
@@ -85,16 +83,27 @@ Tensor as_grad_input(const Tensor& gradient, const OptionalTensor& grad_residual
 }
 
 Tensor composite(const RmsNorm& arguments) {
-  const auto& [input, norm] = arguments;
-  return normalize(to_compute_dtype(input, input), norm, input.scalar_type()).to(input.scalar_type());
+  const auto& [input, norm, bias] = arguments;
+  const at::ScalarType dtype = input.scalar_type();
+  const Tensor normed = normalize(to_compute_dtype(input, input), norm, dtype);
+  if (!is_given(bias)) return normed.to(dtype);
+  return (cast_through(normed, dtype, norm.casting().multiplied) + to_compute_dtype(*bias, input)).to(dtype);
 }
 
-std::tuple<Tensor, Tensor> composite(const RmsNormBackward& arguments) {
-  const auto& [grad_output, input, norm, grad_residual, output_mask] = arguments;
+std::tuple<Tensor, Tensor, Tensor> composite(const RmsNormBackward& arguments) {
+  const auto& [grad_output, input, norm, grad_residual, bias, output_mask] = arguments;
+  const auto& [wants_input, wants_weight, wants_bias] = output_mask;
+  if (arguments.uses_bias()) {  // the rest does not depend on it, and may have a kernel
+    const RmsNormBackward without = {grad_output,   input,        norm,
+                                     grad_residual, std::nullopt, {wants_input, wants_weight, false}};
+    auto gradients = wants_input || wants_weight ? call(without) : Outputs<RmsNormBackward>();
+    const Tensor sum = sum_over_rows(to_compute_dtype(grad_output, input), *bias);
+    return {gradients[0], gradients[1], sum.to(bias->scalar_type(), /*non_blocking=*/false, /*copy=*/true)};
+  }
   const auto [grad_input, grad_weight] =
       normalize_backward(to_compute_dtype(grad_output, input), to_compute_dtype(input, input), norm,
-                         grad_output.scalar_type(), output_mask);
-  return {as_grad_input(grad_input, grad_residual, input), grad_weight};
+                         grad_output.scalar_type(), {wants_input, wants_weight});
+  return {as_grad_input(grad_input, grad_residual, input), grad_weight, Tensor()};
 }
 
 TORCH_LIBRARY_IMPL(normops, CompositeExplicitAutograd, m) {

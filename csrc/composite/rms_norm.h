@@ -3,10 +3,11 @@
 #pragma once
 #include "../rms_norm.h"
 
+#pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
 Tensor composite(const RmsNorm& arguments);
-std::tuple<Tensor, Tensor> composite(const RmsNormBackward& arguments);
+std::tuple<Tensor, Tensor, Tensor> composite(const RmsNormBackward& arguments);
 
 // Pieces of the definition that higher derivatives share.
 
@@ -20,7 +21,7 @@ Tensor sum_of_rows(const Tensor& tensor, int64_t normalized_dims);
 // of different sizes DTensor makes no mean.
 Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims);
 
-// Sum over all dimensions but those that the weight has, too.
+// Sum over what the weight, or another tensor, broadcasts over.
 Tensor sum_over_rows(const Tensor& tensor, const Tensor& weight);
 
 // 1 / sqrt(mean(h^2) + eps)
@@ -53,3 +54,4 @@ std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h,
                                               const std::array<bool, 2>& output_mask);
 
 }  // namespace normops
+#pragma GCC visibility pop

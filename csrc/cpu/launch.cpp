@@ -161,6 +161,7 @@ const BackwardKernels& kernels_of(const RmsNormRopeBackward&) { return rms_norm_
 
 // What the operator templates need of a backend.
 struct CpuBackend {
+  static constexpr bool kTakesBias = false;
   struct Guard {
     explicit Guard(c10::Device) {}
   };

@@ -57,6 +57,7 @@ void run(const BackwardKernels& kernels, Call& call, Stream stream) {
 
 // What the operator templates need of a backend.
 struct CudaBackend {
+  static constexpr bool kTakesBias = false;
   using Guard = c10::DeviceGuard;
 
   static Tensor empty_contiguous(const OutputLike& like) { return at::empty(like.sizes(), like.options()); }

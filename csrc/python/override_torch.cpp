@@ -48,7 +48,7 @@ Tensor rms_norm_of_torch(const Tensor& input, c10::SymIntArrayRef normalized_sha
   Tensor kept_input = input;
   OptionalTensor kept_weight = weight;
   copy_what_torch_copies(kept_input, kept_weight);
-  return std::move(call(RmsNorm{kept_input, {normalized_shape, kept_weight, eps, 0.0, kNoCasting}})[0]);
+  return std::move(call(RmsNorm{kept_input, {normalized_shape, kept_weight, eps, 0.0, kNoCasting}, std::nullopt})[0]);
 }
 
 }  // namespace

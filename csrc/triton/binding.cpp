@@ -59,6 +59,7 @@ py::object to_python(const Call& call, const Rotation& rotation) {
 }
 
 struct TritonBackend {
+  static constexpr bool kTakesBias = false;
   using Guard = c10::DeviceGuard;
   static Tensor empty_contiguous(const OutputLike& like) { return at::empty(like.sizes(), like.options()); }
 

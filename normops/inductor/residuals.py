@@ -42,17 +42,18 @@ def fuse_additions(graph: Graph, rounding: Rounding) -> None:
 
 def _fuse_forward(norm: Node, rounding: Rounding) -> None:
     found = _sum_of(norm.args[0])
-    options = None if found is None else _options_of(found, norm, rounding)
-    if found is None or options is None:
+    arguments = by_name(_normops.rms_norm.default, norm.args, norm.kwargs)
+    options = None if found is None else _options_of(found, arguments, rounding)
+    if found is None or options is None or arguments.pop("bias", None) is not None:
         return
     add, first = found.add, found.product or found.add
     place = min(add.users)
     if not all(node < place for node in norm.all_input_nodes) or _may_write(first, norm):
         return
     values = norm.meta["val"], add.meta["val"]
-    arguments = (found.input, found.residual, *norm.args[1:])
+    arguments |= {"input": found.input, "residual": found.residual, **options}
     with norm.graph.inserting_before(place):
-        call = norm.graph.call_function(_normops.add_rms_norm.default, arguments, options)
+        call = norm.graph.call_function(_normops.add_rms_norm.default, (), arguments)
         output, total = _unpacked(call, values)
     _replace({add: total, norm: output})
     if found.product is not None:
@@ -89,12 +90,12 @@ def _scaled(product: Any, user: Node) -> tuple[Node, float] | None:
     return None
 
 
-def _options_of(found: _Sum, norm: Node, rounding: Rounding) -> dict[str, Any] | None:
-    """Those of the norm and of the sum; None, if the operator would not round the product as it should."""
-    options = dict(norm.kwargs)
+def _options_of(found: _Sum, norm: Mapping[str, Any], rounding: Rounding) -> dict[str, Any] | None:
+    """What a scaled sum takes besides; None, if the operator would not round the product as it should."""
+    options: dict[str, Any] = {}
     if found.alpha == 1.0:
         return options
-    casts = options.get("casting_mode") == "llama"
+    casts = norm.get("casting_mode") == "llama"
     if rounding == "original":
         if found.product is None:  # whether torch.add rounds it by itself depends on the device
             return None

@@ -113,6 +113,7 @@ class _Search(Search):
         interleaved = self._turn(y, x, columns)
         norm, views, dims = self._above(columns.base)
         arguments = by_name(_NORM, norm.args, norm.kwargs)
+        require(arguments.get("bias") is None)
         input, weight = value(arguments["input"]), value_of(arguments.get("weight"))
         last = self._whole(total, columns, input.dtype)
         order = order_in_memory(value(last), 1)
