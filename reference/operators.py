@@ -485,9 +485,12 @@ class OperatorCase(NamedTuple):
         return "-".join([self.operator.name, str(self.case), *dtypes, *flags])
 
 
-def other_dtypes(operator: Operator, dtype: torch.dtype) -> tuple[dict[str, torch.dtype], ...]:
+def other_dtypes(
+    operator: Operator, dtype: torch.dtype, without: tuple[str, ...] = ()
+) -> tuple[dict[str, torch.dtype], ...]:
     """Of the tensors beside an input of this dtype: every choice but that of its own for all of them."""
-    tensors = {name: argument for name, argument in operator.tensors.items() if name not in operator.sums}
+    without = (*without, *operator.sums)
+    tensors = {name: argument for name, argument in operator.tensors.items() if name not in without}
     choices = [argument.dtypes(dtype) for argument in tensors.values()]
     others = (dict(zip(tensors, chosen, strict=True)) for chosen in product(*choices))
     possible = (chosen for chosen in others if len({chosen[name] for name in operator.tables}) <= 1)
@@ -500,7 +503,7 @@ def cases_of(operator: Operator) -> tuple[OperatorCase, ...]:
     every, taken = operator.flags, [case for case in CASES if operator.takes(case)]
     found = [OperatorCase(operator, case, choose.choice(every), {}) for case in taken]
     for index, case in enumerate(taken):
-        others = other_dtypes(operator, case.dtype)
+        others = other_dtypes(operator, case.dtype, () if case.has_residual else BY_DEFINITION)
         if index % 2 < len(others):
             found.append(OperatorCase(operator, case, choose.choice(every), choose.choice(others)))
     if len(every) > 1:
@@ -511,7 +514,8 @@ def cases_of(operator: Operator) -> tuple[OperatorCase, ...]:
                 case = Case(
                     (4, 3, 36), dtype, 1, dtype, layout=cases.qkv_slice, grad_layout=cases.padded_rows, group_dims=1
                 )
-                found += [OperatorCase(operator, case, flags, dtypes) for dtypes in other_dtypes(operator, dtype)]
+                others = other_dtypes(operator, dtype, BY_DEFINITION)
+                found += [OperatorCase(operator, case, flags, dtypes) for dtypes in others]
     return tuple(found)
 
 

@@ -34,7 +34,7 @@ def norm(cols: int) -> dict[str, object]:
 def compute(variant: Variant, dy: Tensor, x: Tensor, w: Tensor, **changes: object) -> dict[str, Tensor]:
     """The results by name; dy is every tensor beside input and weight, in each of the dtypes that it may have."""
     operator, found = variant.operator, {}
-    for dtypes in ({}, *other_dtypes(operator, x.dtype)):
+    for dtypes in ({}, *other_dtypes(operator, x.dtype, BY_DEFINITION)):
         beside = {name: variant.beside(name, dy) for name in operator.tensors if name not in BY_DEFINITION}
         beside |= {name: beside[name].to(dtype) for name, dtype in dtypes.items()}
         arguments = {"input": x, **beside, **norm(x.shape[-1]), "weight": w}

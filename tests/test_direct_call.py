@@ -24,7 +24,7 @@ class Logged(Tensor):
 
 
 def arguments_of(operator: Operator) -> dict[str, Any]:
-    case = Case((3, 8), torch.float32, weight_dtype=torch.float32)
+    case = Case((3, 8), torch.float32, weight_dtype=torch.float32, has_residual=True)
     return OperatorCase(operator, case, operator.flags[0], {}).arguments()
 
 
