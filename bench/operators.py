@@ -19,11 +19,18 @@ MEMORIES = ("preallocated", "fresh")
 VECTORS = ("weight", "grad_weight")
 TABLES = ("cos", "sin")
 HEADS = 16
+# Of each sample, which has its part of the rows.
+MODULATIONS = {"scale": "weight", "shift": "bias", "grad_scale": "grad_weight", "grad_shift": "grad_bias"}
+SAMPLES = 2
 
 
 def heads_of(rows: int) -> int:
     """How many rows share a row of a table."""
     return HEADS if rows % HEADS == 0 else 1
+
+
+def samples_of(rows: int) -> int:
+    return SAMPLES if rows % SAMPLES == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Operator:
 
     def elements(self, rows: int, cols: int) -> int:
         counts = dict.fromkeys(VECTORS, cols) | dict.fromkeys(TABLES, rows // heads_of(rows) * cols)
+        counts |= dict.fromkeys(MODULATIONS, samples_of(rows) * cols)
         return sum(counts.get(name, rows * cols) for name in self.reads + self.writes)
 
 
@@ -65,6 +73,25 @@ def _measured(operator: reference.Operator, name: str | None = None, optional: t
     )
 
 
+def of_samples(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With the rows of each sample by themselves."""
+    samples, _, cols = inputs["scale"].shape
+    return {name: t if name in MODULATIONS else t.view(samples, -1, cols) for name, t in inputs.items()}
+
+
+def _modulated(operator: reference.Operator, reads: tuple[str, ...], writes: tuple[str, ...]) -> Operator:
+    """Where the weight is 1 + scale, and the bias shift."""
+
+    def expected(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
+        arguments: dict[str, object] = {MODULATIONS.get(n, n): t for n, t in of_samples(inputs).items() if n in reads}
+        shape = (inputs["scale"].shape[-1],)
+        bounded = operator.expected({**arguments, "normalized_shape": shape, "eps": EPS, "weight_offset": 1.0})
+        rows = -1, *shape
+        return tuple(Bounded(*(part.reshape(rows) for part in each)) for each in bounded if each is not None)
+
+    return Operator(f"modulated_{operator.name}", reads, writes, expected)
+
+
 def _one_after_another(name: str, *operators: Operator) -> Operator:
     """Which autograd calls, and allocates the gradients itself."""
     return Operator(
@@ -78,6 +105,14 @@ def _one_after_another(name: str, *operators: Operator) -> Operator:
 
 # Not those in two steps: each reads what the operator reads that is both of them.
 _OF = {operator.name: _measured(operator) for operator in reference.OPERATORS if not operator.sums}
+_MODULATED = (
+    _modulated(reference.RMS_NORM, ("input", "scale", "shift"), ("output",)),
+    _modulated(
+        reference.RMS_NORM_BACKWARD,
+        ("grad_output", "input", "scale", "shift"),
+        ("grad_input", "grad_scale", "grad_shift"),
+    ),
+)
 
 OPERATORS = (
     *_OF.values(),
@@ -86,6 +121,8 @@ OPERATORS = (
     _measured(reference.RMS_NORM_BACKWARD, "add_rms_norm_backward", ("grad_residual",)),
     _one_after_another("gated_forward_backward", _OF["gated_rms_norm"], _OF["gated_rms_norm_backward"]),
     _one_after_another("rope_forward_backward", _OF["rms_norm_rope"], _OF["rms_norm_rope_backward"]),
+    *_MODULATED,
+    _one_after_another("modulated_forward_backward", *_MODULATED),
 )
 
 

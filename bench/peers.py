@@ -17,12 +17,13 @@ from torch import Tensor
 
 import normops
 from bench import hugging_face, onnx_runtime
-from bench.operators import EPS, TABLES
+from bench.operators import EPS, TABLES, of_samples
 from bench.problems import Problem, Tensors
 
 Norm = Callable[[Tensor, Tensor], Tensor]
 AddNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 GatedNorm = Callable[[Tensor, Tensor, Tensor], Tensor]
+ModulatedNorm = Callable[[Tensor, Tensor, Tensor], Tensor]
 RotatedNorm = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Builder = Callable[[Tensors], Callable[[], object]]
 
@@ -164,6 +165,19 @@ def normops_rms_norm_rope(input: Tensor, cos: Tensor, sin: Tensor, weight: Tenso
     return normops.rms_norm_rope(input, cos, sin, weight.shape, weight, EPS)
 
 
+def modulated_rms_norm(input: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return F.rms_norm(input, input.shape[-1:], None, EPS) * (1 + scale) + shift
+
+
+def normops_modulated_rms_norm(input: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return normops.rms_norm(input, input.shape[-1], scale, EPS, weight_offset=1.0, bias=shift)
+
+
+def not_modulated_rms_norm(input: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """With a weight for all rows, which both have gradients by."""
+    return normops.rms_norm(input, input.shape[-1], (scale + shift)[0, 0], EPS)
+
+
 def normops_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
     return normops.rms_norm(input, weight.shape, weight, EPS)
 
@@ -207,8 +221,10 @@ def _add_backward(norm: AddNorm) -> Builder:
     return build
 
 
-def _of_heads(inputs: Tensors) -> Tensors:
+def _in_shape(inputs: Tensors) -> Tensors:
     """With tables, rows are those of heads, which share them."""
+    if "scale" in inputs:
+        return of_samples(inputs)
     if "cos" not in inputs:
         return inputs
     cols = inputs["weight"].shape[0]
@@ -224,12 +240,12 @@ def _three_ways(name: str, of_both: str, names: tuple[str, ...], norm: Callable[
 
     def leaves_of(inputs: Tensors) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Its arguments, those of them that have gradients, and the gradient of its result."""
-        inputs = _of_heads(inputs)
+        inputs = _in_shape(inputs)
         arguments = [inputs[name].detach().requires_grad_(name not in TABLES) for name in names]
         return arguments, [tensor for tensor in arguments if tensor.requires_grad], inputs["grad_output"]
 
     def forward(inputs: Tensors) -> Callable[[], object]:
-        inputs = _of_heads(inputs)
+        inputs = _in_shape(inputs)
         return partial(norm, *(inputs[name] for name in names))
 
     def backward(inputs: Tensors) -> Callable[[], object]:
@@ -257,6 +273,11 @@ def _gated_with_autograd(norm: GatedNorm) -> dict[str, Builder]:
 
 def _rotated_with_autograd(norm: RotatedNorm) -> dict[str, Builder]:
     return _three_ways("rms_norm_rope", "rope_forward_backward", ("input", "cos", "sin", "weight"), norm)
+
+
+def _modulated_with_autograd(norm: ModulatedNorm) -> dict[str, Builder]:
+    names = "input", "scale", "shift"
+    return _three_ways("modulated_rms_norm", "modulated_forward_backward", names, norm)
 
 
 def _with_autograd(
@@ -289,6 +310,10 @@ def _compiled(norm: Norm, gated_norm: GatedNorm | None = None) -> dict[str, Buil
         )[operator](inputs)
 
     return {operator: build(operator) for operator in _with_autograd(norm)}
+
+
+def _modulated_and_compiled(operator: str) -> Builder:
+    return lambda inputs: _modulated_with_autograd(_compile(modulated_rms_norm))[operator](inputs)
 
 
 def _compiled_into(norm: Norm, gated_norm: GatedNorm | None = None) -> dict[str, Builder]:
@@ -394,15 +419,39 @@ def _normops_gated_backward_out(inputs: Tensors) -> Callable[[], object]:
     return partial(operator, inputs["grad_output"], input, gate, weight.shape, weight, EPS, **targets)
 
 
+def _normops_modulated_out(inputs: Tensors) -> Callable[[], object]:
+    given = _in_shape(inputs)
+    input, scale, shift = given["input"], given["scale"], given["shift"]
+    return partial(
+        torch.ops.normops.rms_norm.out,
+        input,
+        input.shape[-1:],
+        scale,
+        EPS,
+        weight_offset=1.0,
+        bias=shift,
+        out=torch.empty_like(input),
+    )
+
+
+def _normops_modulated_backward_out(inputs: Tensors) -> Callable[[], object]:
+    given = _in_shape(inputs)
+    input, scale, shift = given["input"], given["scale"], given["shift"]
+    like = {"grad_input": input, "grad_weight": scale, "grad_bias": shift}
+    targets = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+    operator = torch.ops.normops.rms_norm_backward.out
+    return partial(operator, given["grad_output"], input, input.shape[-1:], scale, EPS, 1.0, bias=shift, **targets)
+
+
 def _normops_rope_out(inputs: Tensors) -> Callable[[], object]:
-    given = _of_heads(inputs)
+    given = _in_shape(inputs)
     input, weight, tables = given["input"], given["weight"], (given["cos"], given["sin"])
     out = torch.empty_like(input)
     return partial(torch.ops.normops.rms_norm_rope.out, input, *tables, weight.shape, weight, EPS, out=out)
 
 
 def _normops_rope_backward_out(inputs: Tensors) -> Callable[[], object]:
-    given = _of_heads(inputs)
+    given = _in_shape(inputs)
     input, weight, tables = given["input"], given["weight"], (given["cos"], given["sin"])
     targets = {"grad_input": torch.empty_like(input), "grad_weight": torch.empty_like(weight)}
     operator = torch.ops.normops.rms_norm_rope_backward.out
@@ -433,7 +482,10 @@ def _unfused_backward_out(inputs: Tensors) -> Callable[[], object]:
 
 NORMOPS = Peer(
     "normops",
-    _with_autograd(normops_rms_norm, normops_add_rms_norm, normops_gated_rms_norm, normops_rms_norm_rope),
+    {
+        **_with_autograd(normops_rms_norm, normops_add_rms_norm, normops_gated_rms_norm, normops_rms_norm_rope),
+        **_modulated_with_autograd(normops_modulated_rms_norm),
+    },
     {
         "rms_norm": _normops_out,
         "rms_norm_backward": _normops_backward_out,
@@ -443,6 +495,8 @@ NORMOPS = Peer(
         "gated_rms_norm_backward": _normops_gated_backward_out,
         "rms_norm_rope": _normops_rope_out,
         "rms_norm_rope_backward": _normops_rope_backward_out,
+        "modulated_rms_norm": _normops_modulated_out,
+        "modulated_rms_norm_backward": _normops_modulated_backward_out,
     },
     has_bounds=True,
 )
@@ -484,6 +538,8 @@ def _in_triton(build: Builder) -> Builder:
     return build_in_triton
 
 
+_MODULATED = _modulated_with_autograd(modulated_rms_norm)
+
 PEERS = (
     NORMOPS,
     # On a GPU calls are captured into graphs, so that the choice takes no time.
@@ -503,8 +559,13 @@ PEERS = (
         "normops, rotation-compiled",
         {name: _rotated_and_compiled(name) for name in _NORM_THEN_ROTATION},
     ),
-    Peer("F.rms_norm", _with_autograd(rms_norm)),
-    Peer("F.rms_norm-compiled", _compiled(rms_norm), _compiled_into(rms_norm)),
+    Peer("normops, one weight", _modulated_with_autograd(not_modulated_rms_norm), own_definition=True),
+    Peer("F.rms_norm", {**_with_autograd(rms_norm), **_modulated_with_autograd(modulated_rms_norm)}),
+    Peer(
+        "F.rms_norm-compiled",
+        {**_compiled(rms_norm), **{name: _modulated_and_compiled(name) for name in _MODULATED}},
+        _compiled_into(rms_norm),
+    ),
     # Of gated norms the one that goes with it, Qwen3NextRMSNormGated.
     Peer("LlamaRMSNorm", _with_autograd(llama_rms_norm, gated_norm=qwen3_next_rms_norm_gated)),
     Peer(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.operators import TABLES, Operator, heads_of
+from bench.operators import MODULATIONS, TABLES, Operator, heads_of, samples_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -82,6 +82,9 @@ def make_inputs(size: Size, names: Iterable[str], seed: int) -> Tensors:
     def make(name: str) -> Tensor:
         if name == "weight":
             return torch.randn(size.cols, generator=generator, device=size.device).mul_(0.1).add_(1).to(size.dtype)
+        if name in MODULATIONS:
+            shape = samples_of(size.rows), 1, size.cols
+            return torch.randn(shape, generator=generator, device=size.device).mul_(0.1).to(size.dtype)
         if name in TABLES:
             tokens = size.rows // heads_of(size.rows)
             frequencies = 10000 ** -(torch.arange(size.cols, device=size.device) % -(-size.cols // 2) / size.cols * 2)

@@ -10,17 +10,17 @@ namespace normops {
 // Backend has, besides
 //   Guard, made of the input's device and kept while kernels are launched, and
 //   empty_contiguous(like),
-//   kTakesBias, whether its kernels do; else a call with one is left to the definition, and
+//   serves(arguments), whether it has kernels for them; else the definition serves, and
 // for each operator, on arguments that passed the check and have elements, where some output is wanted,
 //   launch(arguments, outputs)
 template <class Backend>
 struct BackendKernels {
   template <class Operator>
   static Outputs<Operator> functional(c10::DispatchKeySet keys, const Operator& arguments) {
-    if constexpr (leaves<Operator>) {
-      if (arguments.uses_bias()) return Fallback::functional(keys, arguments);
-    }
     check<Overload::functional>(arguments);
+    if constexpr (kMayDecline<Operator>) {
+      if (!Backend::serves(arguments)) return Fallback::functional(keys, arguments);
+    }
     const typename Backend::Guard guard(arguments.input.device());
     Outputs<Operator> outputs = new_outputs(arguments, Backend::empty_contiguous);
     run(arguments, std::apply([](auto&... output) { return Written<Operator>{&output...}; }, outputs));
@@ -29,10 +29,10 @@ struct BackendKernels {
 
   template <Overload overload, class Operator>
   static void write(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets) {
-    if constexpr (leaves<Operator>) {
-      if (arguments.uses_bias()) return Fallback::write<overload>(keys, arguments, targets);
-    }
     check_write<overload>(arguments, targets);
+    if constexpr (kMayDecline<Operator>) {
+      if (!Backend::serves(arguments)) return Fallback::write<overload>(keys, arguments, targets);
+    }
     const typename Backend::Guard guard(arguments.input.device());
     const Like<Operator> like = arguments.like();
     Written<Operator> outputs;
@@ -42,7 +42,7 @@ struct BackendKernels {
 
  private:
   template <class Operator>
-  static constexpr bool leaves = !Backend::kTakesBias && requires(const Operator& arguments) { arguments.uses_bias(); };
+  static constexpr bool kMayDecline = requires(const Operator& arguments) { arguments.bias; };
 
   template <class Operator>
   static void run(const Operator& arguments, const Written<Operator>& outputs) {

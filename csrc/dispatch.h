@@ -66,6 +66,11 @@ constexpr decltype(auto) dispatch_beside(DType dtype, Function&& function) {
   return std::forward<Function>(function).template operator()<T>();
 }
 
+constexpr bool may_be_beside(DType dtype, DType other) {
+  return dtype == other ||
+         (dtype == DType::float32 ? other < DType::float32 : dtype < DType::float32 && other == DType::float32);
+}
+
 constexpr int64_t size_of(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
 
 constexpr DType compute_dtype(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }

@@ -80,12 +80,14 @@ struct KernelArgs {
   double eps;
   double alpha;  // residual_out is alpha * input + residual
   Weight weight;
-  Casting casting;  // to the dtype of the output, or of grad_output
+  RowLayout rows_of_weight;  // if it has dimensions: that of each row, in bytes, in the place of row r % groups
+  Casting casting;           // to the dtype of the output, or of grad_output
   Sums sums;
   Gating gating;
   Rotation rotation;
   const RowsArg* tensors[kTensorCount];  // null: not given, or not wanted
   void* grad_weight_partials;  // of the compute dtype, as many as the device's kernels make; null if not wanted
+  void* grad_bias_partials;    // as many, on the CPU
 
   bool has(TensorIndex tensor) const { return tensors[tensor] != nullptr; }
   const RowsArg& operator[](TensorIndex tensor) const { return has(tensor) ? *tensors[tensor] : kNoRows; }

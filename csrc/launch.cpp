@@ -18,19 +18,30 @@ c10::DimVector dims_by_group(const Tensor& input, const Tensor& weight, int64_t 
 
 }  // namespace
 
-Call::Call(const Tensor& input, const Norm& norm, int max_dims)
-    : KernelArgs(), normalized_dims_(norm.dims()), max_dims_(max_dims) {
+Call::Call(const Tensor& input, const Norm& norm, int max_dims, bool by_groups)
+    : KernelArgs(), input_(input), normalized_dims_(norm.dims()), max_dims_(max_dims), by_groups_(by_groups) {
   cols = size = c10::multiply_integers(input.sizes().slice(input.dim() - norm.dims()));
   rows = input.numel() / cols;
   eps = resolve_eps(norm.eps, input.scalar_type());
   casting = norm.casting();
   weight.groups = 1;
-  if (is_given(norm.weight)) {
-    weight.offset = norm.weight_offset;
-    weight.groups = norm.weight->numel() / cols;
-    order_ = dims_by_group(input, *norm.weight, input.dim() - norm.dims());
-    if (std::is_sorted(order_.begin(), order_.end())) order_.clear();
-  }
+  if (!is_given(norm.weight)) return;
+  weight.offset = norm.weight_offset;
+  group_by(*norm.weight);
+}
+
+// Leaves a weight that is as large as the input where it is, and makes groups of a bias whose gradient is wanted.
+void Call::modulate(const Norm& norm, const Tensor& last_output) {
+  weight_has_all_rows_ = !by_groups_ && has_all_rows(norm, input_);
+  if (weight_has_all_rows_) weight.groups = 1, is_in_order_ = true, gating.norm_before_gate = true;
+  if (last_output.defined() && !is_given(norm.weight) && last_output.sizes() != input_.sizes()) group_by(last_output);
+}
+
+void Call::group_by(const Tensor& tensor) {
+  weight.groups = tensor.numel() / cols;
+  order_ = dims_by_group(input_, tensor, input_.dim() - static_cast<int64_t>(normalized_dims_));
+  is_in_order_ = std::is_sorted(order_.begin(), order_.end());
+  if (is_in_order_ || !by_groups_) order_.clear();
 }
 
 // Where the dimensions of rows are not in that order, a view in which they are.
@@ -41,13 +52,26 @@ Tensor Call::by_group(const Tensor& rows) const {
   return rows.permute(order);
 }
 
-const Tensor& Call::add(TensorIndex index, const Tensor& given, Make make) {
-  if (!given.defined() || index == kCos || index == kSin) return given;
-  const bool is_whole = index == kWeight || index == kGradWeight, has_numbers = index == kSquareSum || index == kDot;
-  const Tensor& tensor = order_.empty() || is_whole ? given : ordered_.emplace_back(by_group(given));
-  set(index, make(tensor, is_whole ? tensor.dim() : has_numbers ? 0 : normalized_dims_, max_dims_));
-  if (index == kWeight) weight.data = (*this)[index].data, weight.dtype = (*this)[index].dtype;
-  return tensor;
+void Call::add(TensorIndex index, const Tensor& given, Make make) {
+  if (!given.defined() || index == kCos || index == kSin || (index == kBias && has(kGradOutput))) return;
+  const Tensor* tensor = &given;
+  const auto change = [&](Tensor changed) { tensor = &changed_.emplace_back(std::move(changed)); };
+  if (index == kWeight && weight_has_all_rows_) index = kGate;
+  const bool is_whole = index == kWeight || index == kGradWeight || index == kGradBias,
+             is_modulation = index == kBias || (index == kGate && weight_has_all_rows_);
+  if (is_modulation) change(tensor->expand(input_.sizes()));
+  if (!order_.empty() && !is_whole) change(by_group(*tensor));
+  const size_t dims = is_whole ? tensor->dim() : index == kSquareSum || index == kDot ? 0 : normalized_dims_;
+  if (make == make_target) targets_[index] = tensor;
+  if (is_modulation && !may_be_beside(dtype_of(input_), dtype_of(*tensor))) {
+    change(tensor->to(input_.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+  }
+  set(index, make(*tensor, dims, max_dims_));
+  if (index != kWeight) return;
+  weight.data = (*this)[index].data, weight.dtype = (*this)[index].dtype;
+  if (!is_in_order_ && !by_groups_) {
+    rows_of_weight = make_rows(rows_[kWeight]->tensor->expand(input_.sizes()), normalized_dims_, max_dims_).arg.layout;
+  }
 }
 
 void Call::set(TensorIndex index, Rows rows) {

@@ -9,12 +9,20 @@
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
+// Whether the weight has a row for each of the input's. Kernels that do not go by groups read it as a gate.
+inline bool has_all_rows(const Norm& norm, const Tensor& input) {
+  return is_given(norm.weight) && norm.weight->numel() == input.numel() &&
+         norm.weight->dim() > static_cast<int64_t>(norm.dims());
+}
+
 // A call as kernels take it. Keeps the memory of its tensors; the operator's arguments are lent.
 class Call : public KernelArgs {
  public:
   template <class Operator>
-  Call(const Operator& arguments, const Written<Operator>& outputs, int max_dims = RowLayout::kMaxDims)
-      : Call(arguments.input, norm_of(arguments), max_dims) {
+  Call(const Operator& arguments, const Written<Operator>& outputs, int max_dims = RowLayout::kMaxDims,
+       bool by_groups = true)
+      : Call(arguments.input, norm_of(arguments), max_dims, by_groups) {
+    if constexpr (requires { arguments.bias; }) modulate(arguments.norm, *outputs.back());
     const auto inputs = tensors_of(arguments);
     for (size_t i = 0; i < inputs.size(); i++) add(Operator::kTensors[i], *inputs[i], make_rows);
     if constexpr (requires { arguments.alpha; }) alpha = arguments.alpha;
@@ -26,7 +34,7 @@ class Call : public KernelArgs {
     }
     for (size_t i = 0; i < outputs.size(); i++) {
       const TensorIndex index = Operator::kTensors[inputs.size() + i];
-      targets_[index] = &add(index, *outputs[i], make_target);
+      add(index, *outputs[i], make_target);
       if (index == kSquareSum) sums = Sums::wanted;
     }
   }
@@ -39,7 +47,7 @@ class Call : public KernelArgs {
   void finish() const;
 
  private:
-  Call(const Tensor& input, const Norm& norm, int max_dims);
+  Call(const Tensor& input, const Norm& norm, int max_dims, bool by_groups);
 
   template <class Operator>
   static Norm norm_of(const Operator& arguments) {
@@ -51,16 +59,23 @@ class Call : public KernelArgs {
     }
   }
 
+  void modulate(const Norm& norm, const Tensor& last_output);
+  void group_by(const Tensor& rows);
+
   using Make = Rows(const Tensor& tensor, size_t normalized_dims, int max_dims);
-  const Tensor& add(TensorIndex index, const Tensor& tensor, Make make);
+  void add(TensorIndex index, const Tensor& tensor, Make make);
   Tensor by_group(const Tensor& rows) const;
   void set(TensorIndex index, Rows rows);
   void rotate(const Tensor& input, const Tensor& cos, const Tensor& sin, const Rope& rope);
 
+  const Tensor& input_;
   size_t normalized_dims_;
   int max_dims_;
-  c10::DimVector order_;
-  std::list<Tensor> ordered_;
+  bool by_groups_;  // whether row r has to be of group r % groups
+  bool weight_has_all_rows_ = false;
+  bool is_in_order_ = true;
+  c10::DimVector order_;       // of the dimensions of rows; empty if they are in order
+  std::list<Tensor> changed_;  // what stands for arguments and outputs
   std::optional<Rows> rows_[kTensorCount];
   const Tensor* targets_[kTensorCount] = {};
 };

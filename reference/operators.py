@@ -55,8 +55,8 @@ def like_input(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tenso
     return case.grad_layout(case.shape, dtype, seed)
 
 
-# What kernels do not take, so that the definition serves.
-BY_DEFINITION = ("bias",)
+# Which go with any choice of the other dtypes: one of these is enough.
+OF_ANY_DTYPE = ("bias",)
 
 
 def like_weight(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
@@ -503,7 +503,7 @@ def cases_of(operator: Operator) -> tuple[OperatorCase, ...]:
     every, taken = operator.flags, [case for case in CASES if operator.takes(case)]
     found = [OperatorCase(operator, case, choose.choice(every), {}) for case in taken]
     for index, case in enumerate(taken):
-        others = other_dtypes(operator, case.dtype, () if case.has_residual else BY_DEFINITION)
+        others = other_dtypes(operator, case.dtype, () if case.has_residual else OF_ANY_DTYPE)
         if index % 2 < len(others):
             found.append(OperatorCase(operator, case, choose.choice(every), choose.choice(others)))
     if len(every) > 1:
@@ -514,7 +514,7 @@ def cases_of(operator: Operator) -> tuple[OperatorCase, ...]:
                 case = Case(
                     (4, 3, 36), dtype, 1, dtype, layout=cases.qkv_slice, grad_layout=cases.padded_rows, group_dims=1
                 )
-                others = other_dtypes(operator, dtype, BY_DEFINITION)
+                others = other_dtypes(operator, dtype, OF_ANY_DTYPE)
                 found += [OperatorCase(operator, case, flags, dtypes) for dtypes in others]
     return tuple(found)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from building.cuda import FLAGS
 from reference.cases import DTYPES, Case, compute_dtype
-from reference.operators import OPERATORS, Operator
+from reference.operators import OPERATORS, Operator, narrower_or_wider
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -156,7 +156,7 @@ def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int
 FORMED, GIVEN, WANTED = range(3)
 """Sums of csrc/kernel_args.h."""
 
-ACTIVATIONS = ("silu", "sigmoid")
+ACTIVATIONS = ("silu", "sigmoid", "identity")
 """In the order of csrc/gating.h."""
 
 CASTINGS = {"gemma": (False, False), "llama": (True, True)}
@@ -211,7 +211,7 @@ def targets_of(
             (*shape[:-1], 1) if name in operator.sums else shape, operator.dtype_of(name, arguments), offset, padding
         )
         for name in operator.outputs
-        if name != "grad_weight"
+        if name not in ("grad_weight", "grad_bias")
     }
 
 
@@ -343,10 +343,17 @@ class Kernels:
         on, targets = on or device(), targets or targets_of(operator, arguments)
         given = {name: flat(operator, name, value, arguments) for name, value in arguments.items()}
         mask = given.get("output_mask", [True] * len(operator.outputs))
-        wanted = [name for name, is_wanted in zip(operator.outputs, mask, strict=True) if is_wanted]
+        wanted = [
+            name for name, is_wanted in zip(operator.outputs, mask, strict=True) if is_wanted and name != "grad_bias"
+        ]
         if "grad_input" not in wanted:
             given["grad_residual"] = None
         written: dict[str, Output | None] = {name: targets.get(name) for name in wanted}
+        bias = given.pop("bias", None)
+        if bias is not None and "grad_output" not in given:  # as Call::add of csrc/launch.cpp takes it
+            dtypes = narrower_or_wider(given["input"].dtype)
+            bias = bias if bias.dtype in dtypes else bias.to(compute_dtype(given["input"].dtype))
+            given["bias"] = bias.expand_as(given["input"])
         args = self._args(operator, given)
         read = {name: value for name, value in given.items() if isinstance(value, Tensor) and name != "weight"}
         if operator.tables:

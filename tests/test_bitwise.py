@@ -9,7 +9,7 @@ from torch import Tensor
 
 from reference import cases
 from reference.cases import EPS
-from reference.operators import BY_DEFINITION, Variant, of_argument, other_dtypes, variants
+from reference.operators import OF_ANY_DTYPE, Variant, of_argument, other_dtypes, variants
 
 ops = torch.ops.normops
 
@@ -34,8 +34,8 @@ def norm(cols: int) -> dict[str, object]:
 def compute(variant: Variant, dy: Tensor, x: Tensor, w: Tensor, **changes: object) -> dict[str, Tensor]:
     """The results by name; dy is every tensor beside input and weight, in each of the dtypes that it may have."""
     operator, found = variant.operator, {}
-    for dtypes in ({}, *other_dtypes(operator, x.dtype, BY_DEFINITION)):
-        beside = {name: variant.beside(name, dy) for name in operator.tensors if name not in BY_DEFINITION}
+    for dtypes in ({}, *other_dtypes(operator, x.dtype, OF_ANY_DTYPE)):
+        beside = {name: variant.beside(name, dy) for name in operator.tensors}
         beside |= {name: beside[name].to(dtype) for name, dtype in dtypes.items()}
         arguments = {"input": x, **beside, **norm(x.shape[-1]), "weight": w}
         results = operator.results(operator.default(**operator.given(arguments), **variant.flags, **changes))
@@ -140,7 +140,7 @@ def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype
         results: list[Tensor | None] = []
         for mask in masks:
             results += compute(variant, dy, x, w, **mask).values()
-        beside = {name: variant.beside(name, dy) for name in operator.tensors if name not in BY_DEFINITION}
+        beside = {name: variant.beside(name, dy) for name in operator.tensors}
         arguments = operator.given({"input": x, **beside, **norm(cols)} | without)
         return results + list(operator.results(operator.default(**arguments, **variant.flags)))
 

@@ -75,6 +75,18 @@ def test_the_bits_of_a_model_where_the_statistic_agrees(dtype: torch.dtype, devi
         assert not torch.equal(fused(COLS, weight.to(device), 0.0).cpu(), model)
 
 
+@pytest.mark.parametrize("casting_mode", ["gemma", "llama"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.triton
+def test_weights_of_all_rows_have_the_bits_of_one_for_all(dtype: torch.dtype, casting_mode: str, device: str) -> None:
+    x, weight, bias = (
+        cases.values(shape, dtype, seed).to(device) for seed, shape in enumerate([(2, 3, 40), (40,), (2, 1, 40)])
+    )
+    for given in (None, bias):
+        norm = partial(normops.rms_norm, x, 40, weight_offset=1.0, casting_mode=casting_mode, bias=given)
+        assert torch.equal(norm(weight.expand_as(x)), norm(weight))
+
+
 def gated(x: Tensor, gate: Tensor, device: str, *, norm_before_gate: bool) -> Callable[..., Tensor]:
     return partial(normops.gated_rms_norm, x.to(device), gate.to(device), norm_before_gate=norm_before_gate)
 

@@ -62,8 +62,8 @@ class BackwardRows {
     tile.rows_per_group = count_;
     tile.stride = held_cols_;
     tile.scale = static_cast<const Compute*>(args_.scale) + group_ * held_cols_;
-    tile.partial = static_cast<Compute*>(args_.grad_weight_partials);
-    if (tile.partial != nullptr) tile.partial += (chunk_ * args_.weight.groups + group_) * held_cols_;
+    tile.partial = partial(args_.grad_weight_partials);
+    tile.bias_partial = partial(args_.grad_bias_partials);
     tile.begins_chunk = row_ == chunk_ * args_.rows_per_chunk;
     do {
       tensors_.next_group();
@@ -90,11 +90,33 @@ class BackwardRows {
   // The second pass, over columns [begin, end) of the tile's rows: writes what is wanted of them, and adds their share
   // of grad_weight to the partials. `ahead` is the tile that comes next, to be prefetched.
   void write(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end) const {
+    // Before a gradient is written over it.
+    if (kPairing == Pairing::none && tile.bias_partial != nullptr) sum_grad_output(tile, begin, end);
     choose<kForEitherCast>(args_.casting.any(), [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
     if (kMayPrefetch && streams_) finish_stream();
   }
 
  private:
+  // Of the current chunk and group.
+  Compute* partial(void* partials) const {
+    if (partials == nullptr) return nullptr;
+    return static_cast<Compute*>(partials) + (chunk_ * args_.weight.groups + group_) * held_cols_;
+  }
+
+  // Adds the rows of grad_output to the partials of grad_bias, while they are still in the cache.
+  [[gnu::noinline]] void sum_grad_output(const Tile& tile, int64_t begin, int64_t end) const {
+    Compute* sums = tile.bias_partial;
+    for (int first = 0; first < tile.count; first += tile.rows_per_group, sums += tile.stride) {
+      for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
+        Block<R> sum = load_held<R>(sums + column);
+        for (int r = first; r < first + tile.rows_per_group; r++) {
+          sum = sum + load<R>(tile.rows[r].grad_output + column, extent);
+        }
+        store_held<R>(sums + column, sum);
+      });
+    }
+  }
+
   template <class Casts>
   void write_groups(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end, Casts casts) const {
     // At run time, this choice takes 1.05 to 1.1 of the time on AVX2. Rounding takes more than choosing.
@@ -243,9 +265,15 @@ class BackwardRows {
   GroupedTensors<SumsOfRow<Compute>> sums_;
 };
 
-template <class T>
-void clear(compute_t<T>* partial, int64_t begin, int64_t end) {
-  std::memset(partial + begin, 0, (padded_cols(kDType<T>, end) - begin) * sizeof(compute_t<T>));
+// Begins the partials of a tile, columns [begin, end).
+template <class Operator>
+void clear(const BackwardTile<Operator>& tile, int64_t begin, int64_t end) {
+  using R = typename Operator::Element;
+  if (!tile.begins_chunk) return;
+  for (compute_t<R>* partial : {tile.partial, tile.bias_partial}) {
+    if (partial == nullptr) continue;
+    std::memset(partial + begin, 0, (padded_cols(kDType<R>, end) - begin) * sizeof(compute_t<R>));
+  }
 }
 
 // The first pass alone.
@@ -258,16 +286,13 @@ void sum_region(const CpuArgs& args, const Region& region) {
 
 template <class Operator>
 void backward_region(const CpuArgs& args, const Region& region) {
-  using R = typename Operator::Element;
   BackwardRows<Operator> rows(args, region);
   // While one tile is written, the one that comes next is prefetched.
   BackwardTile<Operator> tiles[2];
   rows.next_tile(tiles[0]);
   for (int current = 0; tiles[current].count > 0; current ^= 1) {
     BackwardTile<Operator>&tile = tiles[current], &ahead = tiles[current ^ 1];
-    if (tile.partial != nullptr && tile.begins_chunk) {
-      clear<R>(tile.partial, 0, tile.count / tile.rows_per_group * tile.stride);
-    }
+    clear(tile, 0, tile.count / tile.rows_per_group * tile.stride);
     rows.next_tile(ahead);
     rows.sum(tile);
     rows.write(tile, ahead, 0, args.cols);
@@ -318,7 +343,7 @@ void backward_columns(const CpuArgs& args, int64_t row, double square_sum, doubl
   // In spans, so that what was cleared is still in the cache when it is added to.
   for (; begin < end; begin += kSpan) {
     const int64_t last = span_end(begin, end);
-    if (tile.partial != nullptr && tile.begins_chunk) clear<typename Operator::Element>(tile.partial, begin, last);
+    clear(tile, begin, last);
     rows.write(tile, tile, begin, last);
   }
 }

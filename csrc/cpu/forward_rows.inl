@@ -18,6 +18,7 @@ enum class Ahead { when_streaming, when_summed, when_written };
 //   kTensors: those that it has beside the output and the scale
 //   kCostly: whether most time goes to forming blocks, and neither to memory nor to choosing between cases at run
 //     time; then there is less code, of which each piece serves more cases
+//   kOneLoop: whether there is one loop for all cases, for rows that are rarely narrow or rounded on the way
 //   kAhead
 //   kFetchesOutput: whether the row of the output is prefetched while a row is summed that goes by itself
 //   kPairing: how columns are finished
@@ -32,7 +33,7 @@ template <class T, class R = T>
 struct Operator {
   using Output = T;
   using Element = R;
-  static constexpr bool kCostly = false, kFetchesOutput = false;
+  static constexpr bool kCostly = false, kOneLoop = false, kFetchesOutput = false;
   static constexpr Ahead kAhead = Ahead::when_streaming;
   static constexpr Pairing kPairing = Pairing::none;
   struct Shared {
@@ -256,8 +257,9 @@ void forward_rows(const CpuArgs& args, int64_t begin, int64_t end) {
   const int64_t cols = args.cols, bytes = cols * static_cast<int64_t>(sizeof(R));
   const bool streams =
       args.stream && begins_with_lines(args[kOutput]) && held_order<Operator>(args).has_lines(sizeof(T));
-  const bool is_tiled = !kHasSums<Operator> && bytes <= tiled_bytes(NORMOPS_VECTOR_BYTES, sizeof(R),
-                                                                    Operator::kCostly ? 0 : (end - begin) * bytes);
+  constexpr bool kMayTile = !kHasSums<Operator> && !Operator::kOneLoop;
+  const bool is_tiled =
+      kMayTile && bytes <= tiled_bytes(NORMOPS_VECTOR_BYTES, sizeof(R), Operator::kCostly ? 0 : (end - begin) * bytes);
   const typename Operator::Shared shared(args);
   OperatorRows<Operator> tensors(args, begin);
   while (begin < end) {
@@ -272,12 +274,12 @@ void forward_rows(const CpuArgs& args, int64_t begin, int64_t end) {
         continue;
       }
     }
-    choose<sizeof(T) == 2>(casts<T>(args.casting), [&](auto casts) {
+    choose<sizeof(T) == 2 && !Operator::kOneLoop>(casts<T>(args.casting), [&](auto casts) {
       // Rounding takes more than choosing.
-      constexpr bool kCasts = std::is_same_v<decltype(casts), std::true_type>,
+      constexpr bool kCasts = sizeof(T) == 2 && !std::is_same_v<decltype(casts), std::false_type>,
                      kChooses = is_compact<Operator, T>() || kCasts;
       choose<!kChooses>(streams, [&](auto way) {
-        choose<!kHasSums<Operator>>(in_tiles, [&](auto tiled) {
+        choose<kMayTile>(in_tiles, [&](auto tiled) {
           constexpr int kRows = std::is_same_v<decltype(tiled), std::true_type> ? kForwardTile : 1;
           // Beyond the caches, the rest costs nothing.
           constexpr bool kFindsRest = kChooses || std::is_same_v<decltype(way), Stream>;

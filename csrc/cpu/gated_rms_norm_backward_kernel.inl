@@ -32,8 +32,8 @@ struct GatedRmsNormBackward : BackwardOperator<T, T> {
     int64_t held_stride;
   };
 
-  GateRow<T, const char> gate;
-  GateRow<T, char> grad_gate;
+  AnyRow<T, const char> gate;
+  AnyRow<T, char> grad_gate;
   Activation activation;
   Casting casting;
   compute_t<T>* held;  // the smaller parts of the gate's sigmoid

@@ -33,7 +33,7 @@ struct GatedRmsNorm : Operator<T> {
   };
 
   const T* x;
-  GateRow<T, const char> gate;
+  AnyRow<T, const char> gate;
   Activation activation;
   compute_t<T>* held = nullptr;
 

@@ -92,22 +92,23 @@ int64_t grad_weight_chunk_rows(int64_t rows) {
   return (root + kMultiple - 1) / kMultiple * kMultiple;
 }
 
-// The partials of a call, if grad_weight is wanted, and their sum over the chunks. What has no memory has none here,
-// before a gradient is written over an input.
+// The partials of grad_weight or grad_bias, if that is wanted, and their sum over the chunks. What has no memory has
+// none here, before a gradient is written over an input.
 class PartialSums {
  public:
-  PartialSums(const KernelArgs& args, int64_t rows_per_chunk)
+  PartialSums(const KernelArgs& args, TensorIndex gradient, int64_t rows_per_chunk)
       : args_(args),
+        gradient_(gradient),
         order_(order_of(args)),
         chunks_(chunk_count(args.rows / args.weight.groups, rows_per_chunk)),
-        partials_(args.dtype(), args.has(kGradWeight) ? chunks_ * args.weight.groups * order_.held_cols() : 0) {}
+        partials_(args.dtype(), args.has(gradient) ? chunks_ * args.weight.groups * order_.held_cols() : 0) {}
 
-  void* data() { return args_.has(kGradWeight) ? partials_.data() : nullptr; }
+  void* data() { return args_.has(gradient_) ? partials_.data() : nullptr; }
 
   void finish() {
-    if (!args_.has(kGradWeight)) return;
+    if (!args_.has(gradient_)) return;
     const auto add_up = rms_norm_backward_kernels().grad_weight;
-    const auto& [data, weight_dtype, layout] = args_[kGradWeight];
+    const auto& [data, weight_dtype, layout] = args_[gradient_];
     const int64_t groups = args_.weight.groups, bytes = size_of(compute_dtype(args_.dtype()));
     parallel_for_columns(
         groups, order_.held_cols(), grain(chunks_), [&](int64_t group, int64_t begin, int64_t end) noexcept {
@@ -122,6 +123,7 @@ class PartialSums {
 
  private:
   const KernelArgs& args_;
+  TensorIndex gradient_;
   HeldOrder order_;
   int64_t chunks_;
   OwnScratch partials_;
@@ -141,10 +143,12 @@ void run(const ForwardKernels& kernels, const KernelArgs& args) {
 void run(const BackwardKernels& kernels, KernelArgs& args) {
   const Scale scale(args);
   const int64_t rows_per_chunk = grad_weight_chunk_rows(args.rows / args.weight.groups);
-  PartialSums partials(args, rows_per_chunk);
-  args.grad_weight_partials = partials.data();
+  PartialSums of_weight(args, kGradWeight, rows_per_chunk), of_bias(args, kGradBias, rows_per_chunk);
+  args.grad_weight_partials = of_weight.data();
+  args.grad_bias_partials = of_bias.data();
   run_backward(kernels, {args, fill_caches(args, args.has(kGate) ? 5 : 3), rows_per_chunk}, scale);
-  partials.finish();
+  of_weight.finish();
+  of_bias.finish();
 }
 
 const ForwardKernels& kernels_of(const RmsNorm&) { return rms_norm_kernels().forward; }
@@ -161,7 +165,14 @@ const BackwardKernels& kernels_of(const RmsNormRopeBackward&) { return rms_norm_
 
 // What the operator templates need of a backend.
 struct CpuBackend {
-  static constexpr bool kTakesBias = false;
+  static bool serves(const RmsNorm&) { return true; }
+  // Sums over rows go by the groups of the weight.
+  static bool serves(const RmsNormBackward& arguments) {
+    const auto& [grad_output, input, norm, grad_residual, bias, wanted] = arguments;
+    if (!arguments.uses_bias()) return true;
+    if (bias->numel() == input.numel() && bias->dim() > static_cast<int64_t>(norm.dims())) return false;
+    return (wanted[0] || wanted[1]) && (!is_given(norm.weight) || norm.weight->sizes() == bias->sizes());
+  }
   struct Guard {
     explicit Guard(c10::Device) {}
   };
@@ -174,7 +185,8 @@ struct CpuBackend {
 
   template <class Operator>
   static void launch(const Operator& arguments, const Written<Operator>& outputs) {
-    Call call(arguments, outputs);
+    constexpr bool kIsBackward = Operator::kTensors[0] == kGradOutput;
+    Call call(arguments, outputs, RowLayout::kMaxDims, /*by_groups=*/kIsBackward);
     run(kernels_of(arguments), call);
     call.finish();
   }

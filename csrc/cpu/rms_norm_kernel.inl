@@ -36,10 +36,51 @@ struct RmsNorm : InputRow<T> {
   NORMOPS_INLINE RmsNorm(const Rows& rows, const Shared&, int) : InputRow<T>(rows) {}
 };
 
+// With a weight that has a row for each row, which is in the place of a gate, or a bias, or both.
+template <class T>
+struct ModulatedRmsNorm : InputRow<T> {
+  static constexpr TensorIndex kTensors[] = {kInput, kGate, kBias};
+  static constexpr bool kCostly = true, kOneLoop = true;
+
+  struct Shared {
+    explicit Shared(const CpuArgs& args)
+        : weight_dtype(args[kGate].dtype),
+          bias_dtype(args[kBias].dtype),
+          weight_offset(admitted_number<T>(args.weight.offset == 0 ? -0.0 : args.weight.offset)),  // -0 + 0 is 0
+          rounds(sizeof(T) == 2 && args.casting.multiplied) {}
+    DType weight_dtype, bias_dtype;
+    compute_t<T> weight_offset;
+    bool rounds;
+  };
+
+  AnyRow<T, const char> weight, bias;
+  compute_t<T> weight_offset;
+  bool rounds;
+
+  template <class Rows>
+  NORMOPS_INLINE ModulatedRmsNorm(const Rows& rows, const Shared& shared, int)
+      : InputRow<T>(rows),
+        weight{rows.template row<kGate, const char>(), shared.weight_dtype},
+        bias{rows.template row<kBias, const char>(), shared.bias_dtype},
+        weight_offset(shared.weight_offset),
+        rounds(shared.rounds) {}
+
+  template <class Parts, class Extent>
+  NORMOPS_INLINE void finish(const Parts&, Block<T> (&y)[1], int64_t column, Extent extent) const {
+    if (weight.data != nullptr) y[0] = y[0] * (weight.load(column, extent) + broadcast<T>(weight_offset));
+    if (bias.data == nullptr) return;
+    if (rounds) y[0] = rounded<T>(y[0]);
+    y[0] = y[0] + bias.load(column, extent);
+  }
+};
+
 struct Variants {
   template <class Visit>
   static void choose(const CpuArgs& args, Visit visit) {
-    dispatch(args.dtype(), [&]<class T>() { visit.template operator()<RmsNorm<T>>(); });
+    dispatch(args.dtype(), [&]<class T>() {
+      args.has(kBias) || args.has(kGate) ? visit.template operator()<ModulatedRmsNorm<T>>()
+                                         : visit.template operator()<RmsNorm<T>>();
+    });
   }
 };
 

@@ -117,5 +117,44 @@ NORMOPS_INLINE void each_segment([[maybe_unused]] const PairedColumns& paired, i
   }
 }
 
+// A row beside rows of T: of a gate, its gradient, or a bias. It may be of another type than T, which is known only
+// when the kernel runs: kernels for each pair of types would be too many.
+template <class T, class Byte>
+struct AnyRow {
+  Byte* data;  // null if not wanted
+  DType dtype;
+
+  template <class Extent>
+  NORMOPS_INLINE Block<T> load(int64_t column, Extent extent) const {
+    Block<T> block;
+    visit([&](auto* row) NORMOPS_INLINE_LAMBDA { block = NORMOPS_ISA::load<T>(row + column, extent); });
+    return block;
+  }
+
+  template <class Extent, class Way>
+  NORMOPS_INLINE void store(int64_t column, const Block<T>& block, Extent extent, Way way) const {
+    visit([&](auto* row) NORMOPS_INLINE_LAMBDA { NORMOPS_ISA::store(row + column, block, extent, way); });
+  }
+
+  NORMOPS_INLINE void prefetch(int64_t column) const {
+    NORMOPS_ISA::prefetch(data + column * (dtype == kDType<T> ? sizeof(T) : sizeof(T) == 2 ? 4 : 2));
+  }
+
+ private:
+  template <class Visit>
+  NORMOPS_INLINE void visit(Visit visit) const {
+    if (dtype == kDType<T>) [[likely]]
+      return visit(as<T>());
+    if constexpr (sizeof(T) == 2) return visit(as<float>());
+    if constexpr (std::is_same_v<T, float>) {
+      dtype == DType::bfloat16 ? visit(as<bfloat16>()) : visit(as<float16>());
+    }
+  }
+  template <class G>
+  NORMOPS_INLINE auto* as() const {
+    return reinterpret_cast<std::conditional_t<std::is_const_v<Byte>, const G, G>*>(data);
+  }
+};
+
 }  // namespace
 }  // namespace normops::cpu::NORMOPS_ISA

@@ -77,15 +77,16 @@ class OperatorRows {
                                    : rows_of(args, Operator::kTensors[i < 2 ? 0 : i - 2]),
                           row)...} {}
 
-  // Those of the groups, one after another, over and over again.
+  // As rows of the weight lie, or those of the groups, one after another, over and over again.
   static RowsArg scale_rows(const CpuArgs& args) {
-    const int64_t groups = args.weight.groups;
     RowsArg rows = kNoRows;
     rows.data = const_cast<void*>(args.scale);
-    if (groups > 1) {
-      const auto bytes = static_cast<int64_t>(sizeof(compute_t<typename Operator::Element>));
-      rows.layout = {2, {INT64_MAX / groups, groups}, {0, held_cols<Operator>(args) * bytes}};
-    }
+    const int64_t groups = args.weight.groups, row_bytes = args.cols * size_of(args.weight.dtype);
+    const auto bytes = held_cols<Operator>(args) * static_cast<int64_t>(sizeof(compute_t<typename Operator::Element>));
+    if (groups == 1) return rows;
+    rows.layout = args.rows_of_weight;
+    if (rows.layout.dims == 0) rows.layout = {2, {INT64_MAX / groups, groups}, {0, row_bytes}};
+    for (int64_t& stride : rows.layout.strides) stride = stride / row_bytes * bytes;
     return rows;
   }
   static RowsArg held_rows(const CpuArgs& args) {

@@ -106,6 +106,34 @@ AnyRowsOf<T> any_rows_of(const RowsArg& arg, int64_t cols) {
   });
 }
 
+// Rows that are added to the normalized ones, or none: kernels with general access ask.
+template <class T>
+struct BiasOf {
+  AnyRowsOf<const T> rows;
+  bool rounds;  // whether what they are added to is a number of T
+
+  bool is_plain() const { return rows.bytes.data == nullptr; }
+  // To `count` numbers of row `first + further`, from `column` on.
+  template <class Index>
+  __device__ void add(Numbers<T>& y, int64_t first, int64_t further, Index column, Index count) const {
+    if (rows.bytes.data == nullptr) return;
+    cast<T>(y, rounds);
+    const Numbers<T> bias = load_numbers(rows, rows.row(first, further), column, count);
+#pragma unroll
+    for (int i = 0; i < kPack<T>; i++) y.element[i] += bias.element[i];
+  }
+};
+
+template <class T>
+BiasOf<T> bias_of(const KernelArgs& args) {
+  return {any_rows_of<const T>(args[kBias], args.cols), args.casting.multiplied};
+}
+
+template <class T>
+struct NoBias {
+  explicit NoBias(const BiasOf<T>&) {}
+};
+
 // Aligned rows, at equal distances.
 template <class T>
 struct PlainRowsOf {
@@ -252,6 +280,8 @@ struct General {
   using AnyRows = AnyRowsOf<T>;
   template <class T>
   using Scale = ScaleOf<T>;
+  template <class T>
+  using Bias = BiasOf<T>;
   template <class Number, int kCount>
   using Sums = SumsOfRows<Number, kCount>;
   using Groups = cuda::Groups;
@@ -264,6 +294,8 @@ struct Plain {
   using AnyRows = PlainRowsOf<T>;
   template <class T>
   using Scale = PlainScaleOf<T>;
+  template <class T>
+  using Bias = NoBias<T>;
   template <class Number, int kCount>
   using Sums = FormedSums<Number, kCount>;
   using Groups = OneGroup;

@@ -57,7 +57,8 @@ void run(const BackwardKernels& kernels, Call& call, Stream stream) {
 
 // What the operator templates need of a backend.
 struct CudaBackend {
-  static constexpr bool kTakesBias = false;
+  static bool serves(const RmsNorm&) { return true; }
+  static bool serves(const RmsNormBackward& arguments) { return !arguments.uses_bias(); }  // ATen sums grad_output
   using Guard = c10::DeviceGuard;
 
   static Tensor empty_contiguous(const OutputLike& like) { return at::empty(like.sizes(), like.options()); }

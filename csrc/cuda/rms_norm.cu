@@ -5,10 +5,23 @@
 namespace normops::cuda {
 namespace {
 
+template <class T, class Access>
+struct SumsAndBias {
+  typename Access::template Sums<compute_t<T>, 1> sums;
+  typename Access::template Bias<T> bias;
+
+  bool is_plain() const { return sums.is_plain() && bias.is_plain(); }
+  template <class Other>
+  SumsAndBias<T, Other> as() const {
+    return {sums.template as<Other>(), typename Other::template Bias<T>(bias)};
+  }
+};
+
 // Rows that fit into registers: each element is read once.
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
-    rms_norm_kernel(const Forward<T, T, Access> args, const typename Access::template Sums<compute_t<T>, 1> stats) {
+    rms_norm_kernel(const Forward<T, T, Access> args, const SumsAndBias<T, Access> own) {
+  const auto& stats = own.sums;
   constexpr int kRows = rows_in_flight(kPacks);
   __shared__ RowSumShared<compute_t<T>, kRows> shared;
   RowSums<compute_t<T>, kRows, kPacks> sum_row(shared, !stats.are(Sums::given));
@@ -37,13 +50,20 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
       if (rows.has(r)) stats.read(sums + r, rows.first, rows.further(r));
     }
   };
-  normalize_rows(args, args.scale.of_group(block.group, args.cols), rows, columns, x, sum_or_read);
+  const auto scale = args.scale.of_group(block.group, args.cols);
+  if constexpr (std::is_same_v<Access, General>) {
+    normalize_rows(args, scale, rows, columns, x, sum_or_read,
+                   [&](Numbers<T>(&y)[1], int r, int p) { add_bias(own.bias, y[0], rows, columns, r, p); });
+  } else {
+    normalize_rows(args, scale, rows, columns, x, sum_or_read);
+  }
 }
 
 // Rows of any width: read twice, the second time from the L2 cache as far as it holds them.
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads)
-    rms_norm_any_width_kernel(const Forward<T, T, General> args, const SumsOfRows<compute_t<T>, 1> stats) {
+    rms_norm_any_width_kernel(const Forward<T, T, General> args, const SumsAndBias<T, General> own) {
+  const auto& stats = own.sums;
   const int64_t row = BlockRows(args.groups.count, 1).first;
   const Columns<T, int64_t> columns(args.cols);
   const T* const x = args.input.row(row);
@@ -58,14 +78,16 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
   if (stats.are(Sums::wanted)) {
     stats.write(columns, &sum, row);
   } else {
-    normalize_summed(args, columns, sum, load_pack);
+    normalize_summed(args, columns, sum, load_pack, [&](Numbers<T>(&y)[1], int64_t p) {
+      own.bias.add(y[0], row, 0, columns.column(p), columns.count(p));
+    });
   }
 }
 
 struct RmsNormKernels : OperatorKernels {
   template <class T, class>
-  static auto own(const KernelArgs& args) {
-    return SumsOfRows<compute_t<T>, 1>(args);
+  static SumsAndBias<T, General> own(const KernelArgs& args) {
+    return {SumsOfRows<compute_t<T>, 1>(args), bias_of<T>(args)};
   }
   template <class T, class, int kPacks, class Access>
   static auto held() {

@@ -59,7 +59,8 @@ py::object to_python(const Call& call, const Rotation& rotation) {
 }
 
 struct TritonBackend {
-  static constexpr bool kTakesBias = false;
+  static bool serves(const RmsNorm&) { return true; }
+  static bool serves(const RmsNormBackward& arguments) { return !arguments.uses_bias(); }  // ATen sums grad_output
   using Guard = c10::DeviceGuard;
   static Tensor empty_contiguous(const OutputLike& like) { return at::empty(like.sizes(), like.options()); }
 
@@ -70,10 +71,11 @@ struct TritonBackend {
     {
       const py::gil_scoped_acquire gil;
       py::dict named;
+      const auto add = [&](TensorIndex index) { named[kTensorNames[index]] = to_python(call, index, is_rotated); };
       for (const TensorIndex index : Operator::kTensors) {
-        if (index == kCos || index == kSin || index == kGradWeight) continue;
-        named[kTensorNames[index]] = to_python(call, index, is_rotated);
+        if (index != kCos && index != kSin && index != kGradWeight && index != kBias && index != kGradBias) add(index);
       }
+      if (call.has(kBias)) add(kBias);
       named["weight_offset"] = call.weight.offset;
       named["eps"] = call.eps;
       named["casting"] = launchers().attr("Casting")(call.casting.normalized, call.casting.multiplied);

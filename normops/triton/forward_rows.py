@@ -58,11 +58,13 @@ def forward_kernel(
     alpha: tl.constexpr = 1.0, fuses: tl.constexpr = True,
     activation: tl.constexpr = None, norm_before_gate: tl.constexpr = None,
     square_sum=None, square_sum_inner=1, square_sum_outer_stride=0, square_sum_inner_stride=0, size=None,
+    bias=None, bias_inner=1, bias_outer_stride=0, bias_inner_stride=0,
 ):  # fmt: skip
     """y = h * rstd * w, where h = x, or alpha * x + residual. Row r has the weight of group r % groups.
 
     A gate, which has no residual beside it, is activated and multiplies y, or h. A square_sum, which has neither, is
-    that of rows of `size` columns, of which these are some; without y it is written, and nothing else.
+    that of rows of `size` columns, of which these are some; without y it is written, and nothing else. A bias is added
+    to y.
     """
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
@@ -80,6 +82,8 @@ def forward_kernel(
         gate_offsets = row_offsets(row, gate_inner, gate_outer_stride, gate_inner_stride)
     if square_sum is not None:
         sum_offsets = row_offsets(row, square_sum_inner, square_sum_outer_stride, square_sum_inner_stride)
+    if bias is not None:
+        bias_offsets = row_offsets(row, bias_inner, bias_outer_stride, bias_inner_stride)
     is_given: tl.constexpr = square_sum is not None and y is not None
     first = tl.arange(0, block_cols)
 
@@ -132,6 +136,10 @@ def forward_kernel(
             result = apply_scale(held[part], rstd, scale, normalized)
             if gate is not None and norm_before_gate:
                 result = cast(result, multiplied) * held_a[part]
+            if bias is not None:
+                result = cast(result, multiplied) + load(
+                    bias, bias_offsets + columns[None, :], is_row & is_column[None, :], compute
+                )
             store(y, y_offsets + columns[None, :], result, is_row & is_column[None, :])
     else:
         rstd = rstd_of(squares, size, eps, compute)
@@ -151,4 +159,6 @@ def forward_kernel(
             result = apply_scale(h, rstd, scale, normalized)
             if gate is not None and norm_before_gate:
                 result = cast(result, multiplied) * a
+            if bias is not None:
+                result = cast(result, multiplied) + load(bias, bias_offsets + columns, mask, compute)
             store(y, y_offsets + columns, result, mask)

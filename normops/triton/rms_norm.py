@@ -26,6 +26,7 @@ def launch_forward(
     input: Rows,
     residual: Rows | None = None,
     gate: Rows | None = None,
+    bias: Rows | None = None,
     square_sum: Rows | None = None,
     output: Rows | None = None,
     residual_out: Rows | None = None,
@@ -58,7 +59,7 @@ def launch_forward(
         weight, groups, rows, cols,
         weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, output or input, compute),
         overwrites_weight=is_overwritten(weight, output, residual_out),
-        **named_arguments(gate=gate, square_sum=square_sum), size=size, **rest,
+        **named_arguments(gate=gate, bias=bias, square_sum=square_sum), size=size, **rest,
         **options(config, input.tensor.device),
     )  # fmt: skip
 
