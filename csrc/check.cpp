@@ -155,7 +155,7 @@ void check_numbers_of_rows(const char* op, const char* name, const Tensor& tenso
 
 void check_row_size(const char* op, const c10::SymInt& size, c10::SymIntArrayRef normalized_shape) {
   const c10::SymInt cols = c10::multiply_integers(normalized_shape);
-  TORCH_SYM_CHECK(size.sym_ge(cols), op, ": expected size to be that of a whole row, at least the ", cols,
+  TORCH_SYM_CHECK(size.sym_ge(cols), op, ": expected row_size to be that of a whole row, at least the ", cols,
                   " elements of normalized_shape, but got ", size);
 }
 

@@ -28,8 +28,8 @@ class Call : public KernelArgs {
     if constexpr (requires { arguments.alpha; }) alpha = arguments.alpha;
     if constexpr (requires { arguments.gating(); }) gating = arguments.gating();
     if constexpr (requires { arguments.rope; }) rotate(arguments.input, arguments.cos, arguments.sin, arguments.rope);
-    if constexpr (requires { arguments.size; }) {
-      size = arguments.size.expect_int();
+    if constexpr (requires { arguments.row_size; }) {
+      size = arguments.row_size.expect_int();
       sums = Sums::given;
     }
     for (size_t i = 0; i < outputs.size(); i++) {

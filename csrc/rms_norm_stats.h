@@ -1,5 +1,5 @@
 // The operators around the statistic of rms_norm, for those who reduce it themselves: over ranks, where each has a part
-// of every row, or into something else. The sums over parts of a row add up to those of the row; size is how many
+// of every row, or into something else. The sums over parts of a row add up to those of the row; row_size is how many
 // elements that has.
 #pragma once
 #include "operator.h"
@@ -29,14 +29,14 @@ struct RmsNormFromStats {
 
   const Tensor& input;
   const Tensor& square_sum;
-  c10::SymInt size;
   Norm norm;
+  c10::SymInt row_size;
 
-  auto members() const { return std::tie(input, square_sum, size, norm); }
+  auto members() const { return std::tie(input, square_sum, norm, row_size); }
   void check(const char* op) const {
     check_norm(op, input, norm);
     check_numbers_of_rows(op, "square_sum", square_sum, input, norm.dims());
-    check_row_size(op, size, norm.normalized_shape);
+    check_row_size(op, row_size, norm.normalized_shape);
   }
   Like<RmsNormFromStats> like() const { return {&input}; }
 };
@@ -73,18 +73,20 @@ struct RmsNormBackwardFromStats {
   const Tensor& input;
   const Tensor& square_sum;
   const Tensor& dot;
-  c10::SymInt size;
   Norm norm;
   const OptionalTensor& grad_residual;
   std::array<bool, kOutputs> output_mask;
+  c10::SymInt row_size;
 
-  auto members() const { return std::tie(grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask); }
+  auto members() const {
+    return std::tie(grad_output, input, square_sum, dot, norm, grad_residual, output_mask, row_size);
+  }
   void check(const char* op) const {
     check_norm(op, input, norm);
     check_narrower_input(op, "grad_output", grad_output, input);
     check_numbers_of_rows(op, "square_sum", square_sum, input, norm.dims());
     check_numbers_of_rows(op, "dot", dot, input, norm.dims());
-    check_row_size(op, size, norm.normalized_shape);
+    check_row_size(op, row_size, norm.normalized_shape);
     if (is_given(grad_residual)) check_like_input(op, "grad_residual", *grad_residual, input);
   }
   Like<RmsNormBackwardFromStats> like() const {

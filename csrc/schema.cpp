@@ -111,18 +111,18 @@ TORCH_LIBRARY(normops, m) {
       "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
       tags);
 
-  // square_sum and dot have a number for each row, in the dtype that input is computed in; size is the number of
+  // square_sum and dot have a number for each row, in the dtype that input is computed in; row_size is the number of
   // elements of a whole row, of which normalized_shape may be a part.
   m.def("rms_norm_stats(Tensor input, SymInt[] normalized_shape) -> (Tensor square_sum)", tags);
   m.def("rms_norm_stats.out(Tensor input, SymInt[] normalized_shape, *, Tensor(a!) square_sum) -> Tensor(a!)", tags);
 
   m.def(
-      "rms_norm_from_stats(Tensor input, Tensor square_sum, SymInt size, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\") -> Tensor",
+      "rms_norm_from_stats(Tensor input, Tensor square_sum, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", SymInt row_size) -> Tensor",
       tags);
   m.def(
-      "rms_norm_from_stats.out(Tensor input, Tensor square_sum, SymInt size, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor(a!) out) "
+      "rms_norm_from_stats.out(Tensor input, Tensor square_sum, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", SymInt row_size, Tensor(a!) out) "
       "-> Tensor(a!)",
       tags);
 
@@ -137,15 +137,15 @@ TORCH_LIBRARY(normops, m) {
       tags);
 
   m.def(
-      "rms_norm_backward_from_stats(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, SymInt size, "
+      "rms_norm_backward_from_stats(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, "
       "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
-      "str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] output_mask=[True, True]) "
+      "str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, SymInt row_size) "
       "-> (Tensor grad_input, Tensor grad_weight)",
       tags);
   m.def(
-      "rms_norm_backward_from_stats.out(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, SymInt size, "
+      "rms_norm_backward_from_stats.out(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, "
       "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
-      "str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, "
+      "str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, SymInt row_size, "
       "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
       tags);
 }

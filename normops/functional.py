@@ -103,29 +103,29 @@ def rms_norm_stats(input: Tensor, normalized_shape: int | Sequence[int]) -> Tens
 def rms_norm_from_stats(
     input: Tensor,
     square_sum: Tensor,
-    size: int,
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
+    row_size: int,
     weight_offset: float = 0.0,
     casting_mode: CastingMode = "gemma",
 ) -> Tensor:
     r"""Normalizes rows, or parts of them, whose sums of squares are known.
 
-    .. math:: y = \frac{x}{\sqrt{\text{square\_sum} / \text{size} + \epsilon}} \cdot (w + \text{weight\_offset})
+    .. math:: y = \frac{x}{\sqrt{\text{square\_sum} / \text{row\_size} + \epsilon}} \cdot (w + \text{weight\_offset})
 
     With tensor parallelism, ``input`` and ``weight`` are the columns of this rank. ``square_sum`` is the sum of
-    :func:`rms_norm_stats` over the ranks, and ``size`` the number of columns of all ranks. Differentiable in ``input``,
-    ``square_sum`` and ``weight``: with a differentiable reduction, so is the whole.
+    :func:`rms_norm_stats` over the ranks, and ``row_size`` the number of columns of all ranks. Differentiable in
+    ``input``, ``square_sum`` and ``weight``: with a differentiable reduction, so is the whole.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
         square_sum: the leading dimensions of ``input``: float32, or float64 for float64 inputs.
-        size: how many elements a whole row has; at least those of ``normalized_shape``.
         normalized_shape: the last dimensions of ``input``. An ``int`` means one.
         weight: see :func:`rms_norm`, as for ``eps``, ``weight_offset`` and ``casting_mode``.
         eps: see :func:`rms_norm`.
+        row_size: how many elements a whole row has; at least those of ``normalized_shape``.
         weight_offset: see :func:`rms_norm`.
         casting_mode: see :func:`rms_norm`.
 
@@ -139,19 +139,19 @@ def rms_norm_from_stats(
         >>> import torch, normops
         >>> left, right = torch.tensor([[3.0]]), torch.tensor([[4.0]])
         >>> square_sum = normops.rms_norm_stats(left, 1) + normops.rms_norm_stats(right, 1)
-        >>> normops.rms_norm_from_stats(left, square_sum, 2, 1, eps=0.0)
+        >>> normops.rms_norm_from_stats(left, square_sum, 1, eps=0.0, row_size=2)
         tensor([[0.8485]])
     """
     _refuse_gradients("rms_norm_from_stats", eps=eps, weight_offset=weight_offset)
     return torch.ops.normops.rms_norm_from_stats.default(
         input,
         square_sum,
-        size,
         _as_shape(normalized_shape),
         weight,
         eps,
         weight_offset=weight_offset,
         casting_mode=casting_mode,
+        row_size=row_size,
     )
 
 

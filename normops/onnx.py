@@ -190,18 +190,19 @@ def _rms_norm_stats(input: Value, normalized_shape: Sequence[Any]) -> Value:
 def _rms_norm_from_stats(
     input: Value,
     square_sum: Value,
-    size: int | Value,
     normalized_shape: Sequence[Any],
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
     casting_mode: str = "gemma",
+    *,
+    row_size: int | Value,
 ) -> Value:
     from onnxscript import ir, opset18
 
     compute = _compute_type(input.dtype)
     casting = _Casting(input.dtype, compute, casting_mode)
-    columns = _constant(size, compute) if isinstance(size, int) else _cast(size, ir.DataType.INT64, compute)
+    columns = _constant(row_size, compute) if isinstance(row_size, int) else _cast(row_size, ir.DataType.INT64, compute)
     mean = opset18.Unsqueeze(opset18.Div(square_sum, columns), _last(len(normalized_shape)))
     h = _cast(input, input.dtype, compute)
     output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset, mean)

@@ -138,8 +138,9 @@ def _normalized(parts: _Parts, h: Tensor, dtype: torch.dtype, square_sum: Tensor
     of_norm = parts.of(*_NORM)
     weight = of_norm.get("weight")
     if not _casts(parts) or h.dtype == dtype or weight is None:
-        return _ops.rms_norm_from_stats(input=h, square_sum=square_sum, size=parts.size, **of_norm).to(dtype)
-    normalized = _ops.rms_norm_from_stats(input=h, square_sum=square_sum, size=parts.size, **of_norm | {"weight": None})
+        return _ops.rms_norm_from_stats(input=h, square_sum=square_sum, row_size=parts.size, **of_norm).to(dtype)
+    of_norm["weight"] = None
+    normalized = _ops.rms_norm_from_stats(input=h, square_sum=square_sum, row_size=parts.size, **of_norm)
     scale = weight.to(h.dtype) + parts.local.get("weight_offset", 0.0)
     return (normalized.to(dtype) * scale).to(dtype)
 
@@ -151,7 +152,14 @@ def _gradients(
     sums = _ops.rms_norm_backward_stats(grad_output, h, **parts.of(*_NORM))
     square_sum, dot = parts.reduced(*sums)
     gradients = _ops.rms_norm_backward_from_stats(
-        grad_output, h, square_sum, dot, parts.size, **parts.of(*_NORM), grad_residual=residual, output_mask=mask
+        grad_output,
+        h,
+        square_sum,
+        dot,
+        **parts.of(*_NORM),
+        grad_residual=residual,
+        output_mask=mask,
+        row_size=parts.size,
     )
     return *gradients, square_sum
 

@@ -429,7 +429,7 @@ class OperatorCase(NamedTuple):
         made: dict[str, Any] = {
             "input": case.input(),
             "normalized_shape": case.normalized_shape,
-            "size": 2 * math.prod(case.normalized_shape),
+            "row_size": 2 * math.prod(case.normalized_shape),
             "weight": case.weight(),
             "eps": case.eps,
             "weight_offset": case.weight_offset,

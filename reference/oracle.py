@@ -363,14 +363,15 @@ def rms_norm_stats(input: Tensor, normalized_shape: tuple[int, ...]) -> Bounded:
 def rms_norm_from_stats(
     input: Tensor,
     square_sum: Tensor,
-    size: int,
     normalized_shape: tuple[int, ...],
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
     casting_mode: str = "gemma",
+    *,
+    row_size: int,
 ) -> Bounded:
-    of_whole = (square_sum, size)
+    of_whole = (square_sum, row_size)
     return rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode, of_whole=of_whole)
 
 
@@ -398,13 +399,14 @@ def rms_norm_backward_from_stats(
     input: Tensor,
     square_sum: Tensor,
     dot: Tensor,
-    size: int,
     normalized_shape: tuple[int, ...],
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
     casting_mode: str = "gemma",
     grad_residual: Tensor | None = None,
+    *,
+    row_size: int,
 ) -> Backward:
     grad_input, grad_weight, _ = rms_norm_backward(
         grad_output,
@@ -415,8 +417,8 @@ def rms_norm_backward_from_stats(
         weight_offset,
         casting_mode,
         grad_residual,
-        of_whole=(square_sum, size),
-        mean_of_whole=_of_rows(dot, compute_dtype(input.dtype)) / max(size, 1),
+        of_whole=(square_sum, row_size),
+        mean_of_whole=_of_rows(dot, compute_dtype(input.dtype)) / max(row_size, 1),
     )
     return Backward(grad_input, grad_weight)
 

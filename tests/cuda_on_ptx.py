@@ -384,12 +384,12 @@ class Kernels:
         args = KernelArgs(
             rows=input.shape[:-1].numel(),
             cols=cols,
-            size=given.get("size", cols),
+            size=given.get("row_size", cols),
             eps=torch.finfo(compute_dtype(input.dtype)).eps if eps is None else eps,
             alpha=given.get("alpha", 1.0),
             weight=self._weight(given.get("weight"), given.get("weight_offset", 0.0)),
             casting=Casting(*CASTINGS[given.get("casting_mode", "gemma")]),
-            sums=GIVEN if "size" in given else WANTED if "square_sum" in operator.outputs else FORMED,
+            sums=GIVEN if "row_size" in given else WANTED if "square_sum" in operator.outputs else FORMED,
         )
         if "activation" in given:
             args.gating = Gating(ACTIVATIONS.index(given["activation"]), given["norm_before_gate"])

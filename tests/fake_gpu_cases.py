@@ -44,9 +44,9 @@ def every_operator(gpus: Gpus, device: int = 0, cols: int = 4096) -> None:
     ops.rms_norm_rope(x, g, g, [cols], w, EPS)
     ops.rms_norm_rope_(x, g, g, [cols], w, EPS)
     ops.rms_norm_rope_backward(g, x, g, g, [cols], w, EPS)
-    ops.rms_norm_from_stats(x, ops.rms_norm_stats(x, [cols]), cols, [cols], w, EPS)
+    ops.rms_norm_from_stats(x, ops.rms_norm_stats(x, [cols]), [cols], w, EPS, row_size=cols)
     sums = ops.rms_norm_backward_stats(g, x, [cols], w, EPS)
-    ops.rms_norm_backward_from_stats(g, x, *sums, cols, [cols], w, EPS)
+    ops.rms_norm_backward_from_stats(g, x, *sums, [cols], w, EPS, row_size=cols)
 
 
 LAUNCH = "launch rms_norm_kernel<float, 4, Plain> on device {} stream {} cluster 1 shared 0 early"
@@ -218,14 +218,14 @@ def the_stream_is_the_current_one_of_the_tensors_device(gpus: Gpus) -> None:
 def partial_sums_live_until_they_are_summed(gpus: Gpus) -> None:
     gpus[0].multiprocessors = 3
     x, w, sums = gpus.tensor(8, 4096), gpus.tensor(4096), gpus.tensor(8)
-    for kernel, beside, mask in (
-        ("rms_norm_backward", (), [False, True]),
-        ("gated_rms_norm_backward", (x,), [False, False, True]),
-        ("rms_norm_rope_backward", (x, x), [False, True]),
-        ("rms_norm_backward_from_stats", (sums, sums, 4096), [False, True]),
+    for kernel, beside, named in (
+        ("rms_norm_backward", (), {"output_mask": [False, True]}),
+        ("gated_rms_norm_backward", (x,), {"output_mask": [False, False, True]}),
+        ("rms_norm_rope_backward", (x, x), {"output_mask": [False, True]}),
+        ("rms_norm_backward_from_stats", (sums, sums), {"output_mask": [False, True], "row_size": 4096}),
     ):
         gpus.calls()
-        result = getattr(ops, kernel)(x, x, *beside, [4096], w, EPS, output_mask=mask)
+        result = getattr(ops, kernel)(x, x, *beside, [4096], w, EPS, **named)
         calls = [re.sub(" on .*", "", line) for line in gpus.calls("allocate", "launch", "release")]
         equal(calls[:2], ["allocate 16384", "allocate 49152"])  # grad_weight; of each block a row
         assert calls[2].startswith(f"launch {kernel.removesuffix('_from_stats')}")  # given sums are an argument of its

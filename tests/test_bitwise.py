@@ -28,7 +28,7 @@ def problem(rows: int, cols: int, dtype: torch.dtype, device: str) -> tuple[Tens
 
 
 def norm(cols: int) -> dict[str, object]:
-    return {"normalized_shape": [cols], "size": cols, "eps": EPS}
+    return {"normalized_shape": [cols], "row_size": cols, "eps": EPS}
 
 
 def compute(variant: Variant, dy: Tensor, x: Tensor, w: Tensor, **changes: object) -> dict[str, Tensor]:

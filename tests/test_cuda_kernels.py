@@ -454,7 +454,7 @@ def test_what_has_the_bits_of_the_norm(
     case = Case(shape, dtype, 1, weight_dtype, has_residual=True, group_dims=groups)
     for dtypes in ({}, *other_dtypes(RMS_NORM_BACKWARD_FROM_STATS, dtype)[:1]):
         flags = family.choice(RMS_NORM.flags)
-        given = OperatorCase(RMS_NORM_BACKWARD_FROM_STATS, case, flags, dtypes).arguments() | {"size": cols}
+        given = OperatorCase(RMS_NORM_BACKWARD_FROM_STATS, case, flags, dtypes).arguments() | {"row_size": cols}
 
         def call(operator: Operator, given: dict[str, Any] = given, **others: Any) -> tuple[Tensor | None, ...]:
             return kernels.call(operator, operator.given(given | others), on=on)

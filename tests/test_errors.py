@@ -124,8 +124,8 @@ ROPE: Errors = [
 
 SIZE: Errors = [
     (
-        {"size": 3},
-        "expected size to be that of a whole row, at least the 4 elements of normalized_shape, but got 3",
+        {"row_size": 3},
+        "expected row_size to be that of a whole row, at least the 4 elements of normalized_shape, but got 3",
     )
 ]
 

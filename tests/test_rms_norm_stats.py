@@ -31,10 +31,6 @@ def of_norm(case: Case, **flags: object) -> dict[str, Any]:
     }
 
 
-def size_of(case: Case) -> int:
-    return math.prod(case.normalized_shape)
-
-
 @pytest.mark.parametrize("flags", CASTINGS, ids=lambda flags: flags["casting_mode"])
 @pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.covering(core=1)
@@ -46,7 +42,8 @@ def test_with_nothing_in_between_the_bits_are_those_of_the_norm(
     norm = of_norm(case, **flags)
     norm["weight"] = None if norm["weight"] is None else norm["weight"].to(device)
     square_sum = ops.rms_norm_stats(x, case.normalized_shape)
-    assert_same_bits([ops.rms_norm_from_stats(x, square_sum, size_of(case), **norm)], [ops.rms_norm(x, **norm)])
+    row_size = math.prod(case.normalized_shape)
+    assert_same_bits([ops.rms_norm_from_stats(x, square_sum, **norm, row_size=row_size)], [ops.rms_norm(x, **norm)])
     sums = ops.rms_norm_backward_stats(dy, x, **norm)
     if serves_cpu:
         assert_same_bits([sums[0]], [square_sum])
@@ -54,14 +51,14 @@ def test_with_nothing_in_between_the_bits_are_those_of_the_norm(
         torch.testing.assert_close(sums[0], square_sum)
     expected = ops.rms_norm_backward(dy, x, **norm)[:2]
     for mask in ((True, True), (True, False), (False, True)):
-        gradients = ops.rms_norm_backward_from_stats(dy, x, *sums, size_of(case), **norm, output_mask=mask)
+        gradients = ops.rms_norm_backward_from_stats(dy, x, *sums, **norm, output_mask=mask, row_size=row_size)
         for gradient, theirs, wanted in zip(gradients, expected, mask, strict=True):
             assert (gradient is None) == (theirs is None or not wanted)
             if gradient is not None:
                 assert_same_bits([gradient], [theirs])
     residual = torch.randn_like(x)
     assert_same_bits(
-        ops.rms_norm_backward_from_stats(dy, x, *sums, size_of(case), **norm, grad_residual=residual)[:1],
+        ops.rms_norm_backward_from_stats(dy, x, *sums, **norm, grad_residual=residual, row_size=row_size)[:1],
         ops.rms_norm_backward(dy, x, **norm, grad_residual=residual)[:1],
     )
 
@@ -73,7 +70,7 @@ def test_parts_of_rows(device: str) -> None:
     x, w = x.requires_grad_(), w.requires_grad_()
     parts = list(zip(x.tensor_split(2, -1), w.tensor_split(2), strict=True))
     square_sum = torch.stack([normops.rms_norm_stats(part, 20) for part, _ in parts]).sum(0)
-    y = torch.cat([normops.rms_norm_from_stats(part, square_sum, 40, 20, v) for part, v in parts], -1)
+    y = torch.cat([normops.rms_norm_from_stats(part, square_sum, 20, v, row_size=40) for part, v in parts], -1)
     torch.testing.assert_close(y, normops.rms_norm(x, 40, w))
     gradients = torch.autograd.grad(y, (x, w), dy)
     torch.testing.assert_close(gradients, torch.autograd.grad(normops.rms_norm(x, 40, w), (x, w), dy))

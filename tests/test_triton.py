@@ -423,7 +423,7 @@ def test_sums_as_kernels_get_them(launched: list[dict[str, Any]]) -> None:
     assert [call["square_sum"][1:] for call in launched] == [(1, 1, 0), (inner, outer_stride, 1), (1, 0, 0)]
     launched.clear()
     for square_sum in (sums, sums.permute(1, 0, 2).contiguous().permute(1, 0, 2), torch.ones(5, 2, 3).movedim(0, 2)):
-        torch.ops.normops.rms_norm_from_stats(x, square_sum, 2**33, [4])
+        torch.ops.normops.rms_norm_from_stats(x, square_sum, [4], row_size=2**33)
     got = [(*call["square_sum"][1:], call["size"]) for call in launched]
     assert got == [(inner, outer_stride, 1, 2**33), (1, 1, 0, 2**33), (5, 1, 6, 2**33)]
 

@@ -79,7 +79,7 @@ def dims_of(rows: int) -> Iterator[Dims]:
 
 
 def of_norm(shapes: Shapes) -> dict[str, Any]:
-    return {"normalized_shape": shapes.normalized, "size": 2 * math.prod(shapes.normalized)}
+    return {"normalized_shape": shapes.normalized, "row_size": 2 * math.prod(shapes.normalized)}
 
 
 def masks_of(operator: Operator) -> list[tuple[bool, ...]]:

@@ -48,7 +48,7 @@ struct Derivative<RmsNormFromStats> {
   static Tensor output(const RmsNormFromStats& saved, const at::TensorOptions&) { return call(saved)[0]; }
   static variable_list backward(const variable_list& grad_outputs, const RmsNormFromStats& saved,
                                 const Needed<3>& needed) {
-    const auto& [input, square_sum, size, norm] = saved;
+    const auto& [input, square_sum, norm, size] = saved;
     const Tensor& grad_output = grad_outputs[0];
     variable_list result(needed.size());
     if (needed[1]) {
@@ -58,7 +58,7 @@ struct Derivative<RmsNormFromStats> {
     if (needed[0] || needed[2]) {
       const Tensor none = at::zeros_like(square_sum);
       auto gradients = call(RmsNormBackwardFromStats{
-          grad_output, input, square_sum, none, size, norm, std::nullopt, {needed[0], needed[2]}});
+          grad_output, input, square_sum, none, norm, std::nullopt, {needed[0], needed[2]}, size});
       result[0] = std::move(gradients[0]), result[2] = std::move(gradients[1]);
     }
     return result;
@@ -108,7 +108,7 @@ struct Derivative<RmsNormBackwardFromStats> {
   }};
   static variable_list backward(const variable_list& grad_outputs, const RmsNormBackwardFromStats& saved,
                                 const Needed<6>& needed) {
-    const auto& [grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask] = saved;
+    const auto& [grad_output, input, square_sum, dot, norm, grad_residual, output_mask, size] = saved;
     const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
     const Tensor r = rstd_of_sums(square_sum, size, norm), mean = mean_of_sums(dot, size, norm.dims());
     const auto sum = [dims = norm.dims()](const Tensor& terms) { return sum_of_rows(terms, dims); };

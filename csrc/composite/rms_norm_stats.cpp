@@ -29,7 +29,7 @@ Tensor composite(const RmsNormStats& arguments) {
 }
 
 Tensor composite(const RmsNormFromStats& arguments) {
-  const auto& [input, square_sum, size, norm] = arguments;
+  const auto& [input, square_sum, norm, size] = arguments;
   const Tensor h = to_compute_dtype(input, input);
   return normalize(h, rstd_of_sums(square_sum, size, norm), norm, input.scalar_type()).to(input.scalar_type());
 }
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor> composite(const RmsNormBackwardStats& arguments) {
 }
 
 std::tuple<Tensor, Tensor> composite(const RmsNormBackwardFromStats& arguments) {
-  const auto& [grad_output, input, square_sum, dot, size, norm, grad_residual, output_mask] = arguments;
+  const auto& [grad_output, input, square_sum, dot, norm, grad_residual, output_mask, size] = arguments;
   const at::ScalarType dtype = grad_output.scalar_type();
   const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
   const Tensor rstd = rstd_of_sums(square_sum, size, norm);

@@ -81,7 +81,7 @@ struct TritonBackend {
       named["casting"] = launchers().attr("Casting")(call.casting.normalized, call.casting.multiplied);
       named["groups"] = call.weight.groups, named["rows"] = call.rows, named["cols"] = call.cols;
       if constexpr (requires { arguments.alpha; }) named["alpha"] = call.alpha;
-      if constexpr (requires { arguments.size; }) named["size"] = call.size;
+      if constexpr (requires { arguments.row_size; }) named["size"] = call.size;
       if constexpr (is_rotated) named["rotation"] = to_python(call, call.rotation);
       if constexpr (requires { arguments.gating(); }) {
         named["activation"] = call.gating.activation == Activation::silu ? "silu" : "sigmoid";
