@@ -1,7 +1,7 @@
 """The operators as modules."""
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,13 @@ from normops.functional import CastingMode, add_rms_norm, gated_rms_norm, rms_no
 Activation = Literal["silu", "swish", "sigmoid"]
 
 
-class _OffsetRMSNorm(nn.RMSNorm):
-    """torch's, with a weight to which something is added."""
+class _Norm(nn.RMSNorm):
+    """torch's, with a weight to which something is added, and groups, of which each is normalized by itself."""
 
     weight_offset: float
     casting_mode: CastingMode
+    groups: tuple[int, ...] = ()  # of modules that were pickled before they had any
+    group_size: int | None = None
 
     def __init__(
         self,
@@ -26,10 +28,22 @@ class _OffsetRMSNorm(nn.RMSNorm):
         dtype: torch.dtype | None,
         weight_offset: float,
         casting_mode: CastingMode,
+        groups: int | Sequence[int],
+        group_size: int | None,
     ) -> None:
         self.weight_offset = weight_offset  # before reset_parameters, which the base class calls
         self.casting_mode = casting_mode
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        shape = self.normalized_shape
+        if group_size is not None and (len(shape) != 1 or group_size < 1 or shape[0] % group_size):
+            raise ValueError(
+                f"group_size: expected a divisor of one normalized dimension, but got {group_size} of {shape}"
+            )
+        self.groups = (groups,) if isinstance(groups, int) else tuple(groups)
+        self.group_size = group_size
+        if self.groups and elementwise_affine:
+            self.weight = nn.Parameter(torch.empty((*self.groups, *shape), device=device, dtype=dtype))
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the weight to ``1 - weight_offset``, so that the module starts without scaling."""
@@ -37,13 +51,18 @@ class _OffsetRMSNorm(nn.RMSNorm):
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def extra_repr(self) -> str:
-        """As in the base class, with ``weight_offset`` and ``casting_mode`` where they are not the default."""
-        base: str = super().extra_repr()
-        offset = "" if self.weight_offset == 0.0 else f", weight_offset={self.weight_offset}"
-        return base + offset + ("" if self.casting_mode == "gemma" else f", casting_mode={self.casting_mode}")
+        """As in the base class, with what else is not the default."""
+        others = {"weight_offset": 0.0, "casting_mode": "gemma", "groups": (), "group_size": None}
+        given = {name: getattr(self, name) for name, default in others.items() if getattr(self, name) != default}
+        return super().extra_repr() + "".join(f", {name}={value}" for name, value in given.items())
+
+    def _in_groups(self, size: int, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """The shape of a group of columns, and tensors whose last dimension is split into groups."""
+        parts = self.normalized_shape[0] // size, size
+        return parts[1:], *(tensor if tensor is None else tensor.unflatten(-1, parts) for tensor in tensors)
 
 
-class RMSNorm(_OffsetRMSNorm):
+class RMSNorm(_Norm):
     """Drop-in for :class:`torch.nn.RMSNorm` that runs :func:`normops.rms_norm`.
 
     It takes the same arguments, has the same parameter (``weight``) and so the same ``state_dict``, in both directions.
@@ -58,6 +77,8 @@ class RMSNorm(_OffsetRMSNorm):
         casting_mode: see :func:`normops.rms_norm`.
         groups: the dimensions before those of ``normalized_shape`` that have a weight each: heads, or groups of columns
             that are normalized by themselves. An ``int`` means one. The weight is ``[*groups, *normalized_shape]``.
+        group_size: how many columns of ``normalized_shape``, then one dimension, are normalized by themselves; None:
+            all of them. The weight is as wide as ``normalized_shape``.
         bias: whether there is a ``bias``, of the weight's shape and dtype, which is added after it. It starts at 0.
 
     Shape:
@@ -65,6 +86,7 @@ class RMSNorm(_OffsetRMSNorm):
         shape, the output is a pair: the normalized sum and the sum, which is the residual of the next norm.
 
     Raises:
+        ValueError: if ``group_size`` does not divide ``normalized_shape``, or that has several dimensions.
         RuntimeError: as :func:`normops.rms_norm`; if a module with a ``bias`` is called with a residual.
 
     Example:
@@ -80,7 +102,6 @@ class RMSNorm(_OffsetRMSNorm):
         torch.Size([2, 3, 8, 64])
     """
 
-    groups: tuple[int, ...]
     bias: nn.Parameter | None
 
     def __init__(
@@ -94,15 +115,13 @@ class RMSNorm(_OffsetRMSNorm):
         weight_offset: float = 0.0,
         casting_mode: CastingMode = "gemma",
         groups: int | Sequence[int] = (),
+        group_size: int | None = None,
         bias: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset, casting_mode)
-        self.groups = (groups,) if isinstance(groups, int) else tuple(groups)
-        if self.groups and elementwise_affine:
-            self.weight = nn.Parameter(torch.empty((*self.groups, *self.normalized_shape), device=device, dtype=dtype))
+        others = weight_offset, casting_mode, groups, group_size
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *others)
         has_bias = bias and elementwise_affine
-        self.register_parameter("bias", nn.Parameter(torch.empty_like(self.weight)) if has_bias else None)
-        self.reset_parameters()
+        self.register_parameter("bias", nn.Parameter(torch.zeros_like(self.weight)) if has_bias else None)
 
     def reset_parameters(self) -> None:
         """Sets the weight to ``1 - weight_offset`` and the bias to 0: the module starts without scaling or shifting."""
@@ -122,24 +141,29 @@ class RMSNorm(_OffsetRMSNorm):
 
         See :func:`normops.rms_norm` and :func:`normops.add_rms_norm`.
         """
-        shape, weight, eps = self.normalized_shape, self.weight, self.eps
+        shape, eps, size = self.normalized_shape, self.eps, self.group_size
+        weight, bias = self.weight, self.bias
         weight_offset, casting_mode = self.weight_offset, self.casting_mode
+        if size is not None:
+            shape, x, residual, weight, bias = self._in_groups(size, x, residual, weight, bias)
         if residual is None:
-            bias = self.bias
-            return rms_norm(x, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, bias=bias)
-        if self.bias is not None:
+            output = rms_norm(
+                x, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, bias=bias
+            )
+            return output if size is None else output.flatten(-2)
+        if bias is not None:
             raise RuntimeError("RMSNorm: expected no residual in a module with a bias, but got one")
-        return add_rms_norm(
+        output, total = add_rms_norm(
             x, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
         )
+        return (output, total) if size is None else (output.flatten(-2), total.flatten(-2))
 
     def extra_repr(self) -> str:
-        """As in the base class, with ``weight_offset``, ``groups`` and ``bias`` where there are any."""
-        groups = f", groups={self.groups}" if self.groups else ""
-        return super().extra_repr() + groups + ("" if self.bias is None else ", bias=True")
+        """As in the base class, with what else is not the default."""
+        return super().extra_repr() + ("" if self.bias is None else ", bias=True")
 
 
-class GatedRMSNorm(_OffsetRMSNorm):
+class GatedRMSNorm(_Norm):
     """The gated norm of Mamba 2 and of linear attention: runs :func:`normops.gated_rms_norm`.
 
     Its parameter (``weight``), and so its ``state_dict``, are those of the ``RMSNorm`` in mamba's
@@ -158,10 +182,11 @@ class GatedRMSNorm(_OffsetRMSNorm):
         casting_mode: see :func:`normops.rms_norm`.
         group_size: how many columns are normalized by themselves, as in mamba; None: all of them. The weight is as
             wide as ``normalized_shape``.
+        groups: see :class:`RMSNorm`.
 
     Shape:
-        Input and gate ``[*, *normalized_shape]``, output the same, of the input's dtype. The gate has the input's
-        dtype, too, or one of them is float32 and the other has 16 bits.
+        Input and gate ``[*, *groups, *normalized_shape]``, output the same, of the input's dtype. The gate has the
+        input's dtype, too, or one of them is float32 and the other has 16 bits.
 
     Raises:
         ValueError: if ``group_size`` does not divide ``normalized_shape``, or that has several dimensions.
@@ -178,7 +203,6 @@ class GatedRMSNorm(_OffsetRMSNorm):
 
     activation: Activation
     norm_before_gate: bool
-    group_size: int | None
 
     def __init__(
         self,
@@ -193,22 +217,17 @@ class GatedRMSNorm(_OffsetRMSNorm):
         weight_offset: float = 0.0,
         casting_mode: CastingMode = "gemma",
         group_size: int | None = None,
+        groups: int | Sequence[int] = (),
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset, casting_mode)
-        shape = self.normalized_shape
-        if group_size is not None and (len(shape) != 1 or group_size < 1 or shape[0] % group_size):
-            raise ValueError(
-                f"group_size: expected a divisor of one normalized dimension, but got {group_size} of {shape}"
-            )
-        self.activation, self.norm_before_gate, self.group_size = activation, norm_before_gate, group_size
+        others = weight_offset, casting_mode, groups, group_size
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *others)
+        self.activation, self.norm_before_gate = activation, norm_before_gate
 
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]  # torch's takes no gate
         """Returns the gated, normalized ``input``. See :func:`normops.gated_rms_norm`."""
-        shape, weight = self.normalized_shape, self.weight
-        if self.group_size is not None:
-            parts = shape[0] // self.group_size, self.group_size
-            input, gate, shape = input.unflatten(-1, parts), gate.unflatten(-1, parts), parts[1:]
-            weight = weight if weight is None else weight.unflatten(0, parts)
+        shape, weight, size = self.normalized_shape, self.weight, self.group_size
+        if size is not None:
+            shape, input, gate, weight = self._in_groups(size, input, gate, weight)
         output = gated_rms_norm(
             input,
             gate,
@@ -220,9 +239,8 @@ class GatedRMSNorm(_OffsetRMSNorm):
             activation=self.activation,
             norm_before_gate=self.norm_before_gate,
         )
-        return output if self.group_size is None else output.flatten(-2)
+        return output if size is None else output.flatten(-2)
 
     def extra_repr(self) -> str:
-        """As in the base class, with the gating, and ``weight_offset`` and ``group_size`` where they are given."""
-        gating = f", activation={self.activation}, norm_before_gate={self.norm_before_gate}"
-        return super().extra_repr() + gating + ("" if self.group_size is None else f", group_size={self.group_size}")
+        """As in the base class, with the gating."""
+        return f"{super().extra_repr()}, activation={self.activation}, norm_before_gate={self.norm_before_gate}"

@@ -100,8 +100,8 @@ def test_described() -> None:
         "GatedRMSNorm((8,), eps=None, elementwise_affine=True, activation=silu, norm_before_gate=True)"
     )
     assert repr(module(activation="sigmoid", norm_before_gate=False, group_size=4)) == (
-        "GatedRMSNorm((8,), eps=0.001, elementwise_affine=True, weight_offset=1.0, activation=sigmoid, "
-        "norm_before_gate=False, group_size=4)"
+        "GatedRMSNorm((8,), eps=0.001, elementwise_affine=True, weight_offset=1.0, group_size=4, "
+        "activation=sigmoid, norm_before_gate=False)"
     )
 
 

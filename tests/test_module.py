@@ -89,3 +89,32 @@ def test_bias(groups: int | tuple[int, ...]) -> None:
     with pytest.raises(RuntimeError, match="RMSNorm: expected no residual in a module with a bias, but got one"):
         norm(x, x)
     assert normops.RMSNorm(8, elementwise_affine=False, bias=True).bias is None
+
+
+@pytest.mark.parametrize("groups", [(), 3])
+@pytest.mark.parametrize("cls", [normops.RMSNorm, normops.GatedRMSNorm])
+def test_groups_that_are_counted_and_measured(cls: type[nn.Module], groups: int | tuple[int, ...]) -> None:
+    norm = cls(8, 1e-3, groups=groups, group_size=4)
+    x, beside = (cases.values((5, *norm.weight.shape), torch.float32, seed) for seed in range(2))
+    nn.init.normal_(norm.weight)
+    parts = [tensor.unflatten(-1, (2, 4)) for tensor in (x, beside, norm.weight)]
+    assert norm.weight.shape == (*norm.groups, 8)
+    assert repr(norm).startswith(
+        f"{cls.__name__}((8,), eps=0.001, elementwise_affine=True{', groups=(3,)' * bool(groups)}"
+    )
+    if cls is normops.GatedRMSNorm:
+        expected = (normops.gated_rms_norm(*parts[:2], 4, parts[2], 1e-3),)
+        results = (norm(x, beside),)
+    else:
+        assert torch.equal(norm(x), normops.rms_norm(parts[0], 4, parts[2], 1e-3).flatten(-2))
+        expected = normops.add_rms_norm(*parts[:2], 4, parts[2], 1e-3, alpha=0.5)
+        results = norm(x, beside, 0.5)
+    for result, of_parts in zip(results, expected, strict=True):
+        assert torch.equal(result, of_parts.flatten(-2))
+
+
+def test_modules_that_were_pickled_before_there_were_groups() -> None:
+    norm = normops.RMSNorm(8)
+    del norm.groups, norm.group_size
+    assert norm(torch.ones(2, 8)).shape == (2, 8)
+    assert repr(norm) == repr(normops.RMSNorm(8))

@@ -18,6 +18,7 @@ Make = Callable[..., nn.Module]
 
 MADE: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "RMSNorm": (normops.RMSNorm, {}),
+    "RMSNorm of groups": (normops.RMSNorm, {"group_size": 4}),
     "GatedRMSNorm": (normops.GatedRMSNorm, {}),
     "GatedRMSNorm of groups": (normops.GatedRMSNorm, {"group_size": 4}),
 }
