@@ -1,0 +1,40 @@
+"""What was saved calls operators by schemas that once were: these grow at their end only.
+
+``python tests/test_schemas.py`` adds to schemas.txt those that are new. Nothing leaves it.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import normops  # noqa: F401  registers them
+
+RECORDED = Path(__file__).with_name("schemas.txt")
+SCHEMAS = {
+    (schema.name, schema.overload_name): schema
+    for schema in torch._C._jit_get_all_schemas()
+    if schema.name.startswith("normops::")
+}
+
+
+def recorded() -> list[str]:
+    return RECORDED.read_text().splitlines() if RECORDED.is_file() else []
+
+
+def missing() -> list[str]:
+    return sorted(set(map(str, SCHEMAS.values())).difference(recorded()))
+
+
+def test_all_are_recorded() -> None:
+    assert missing() == [], "python tests/test_schemas.py"
+
+
+@pytest.mark.parametrize("schema", recorded())
+def test_what_was_saved_is_called_as_it_was(schema: str) -> None:
+    saved = torch._C.parse_schema(schema)
+    assert SCHEMAS[saved.name, saved.overload_name].is_backward_compatible_with(saved)
+
+
+if __name__ == "__main__":
+    RECORDED.write_text("".join(f"{schema}\n" for schema in [*recorded(), *missing()]))
