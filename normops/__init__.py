@@ -1,8 +1,14 @@
 """Fused RMSNorm for PyTorch: one operator forward and one backward, in every execution mode.
 
-Importing normops registers the operators of ``torch.ops.normops``: ``rms_norm``, ``add_rms_norm``,
-``gated_rms_norm``, ``rms_norm_rope``, ``rms_norm_backward``, ``gated_rms_norm_backward``, ``rms_norm_rope_backward``,
-their ``.out`` overloads, ``rms_norm_``, ``add_rms_norm_`` and ``rms_norm_rope_``.
+* Norms: ``rms_norm``, ``add_rms_norm``, ``gated_rms_norm``, ``rms_norm_rope``; in place ``rms_norm_``,
+  ``add_rms_norm_``, ``rms_norm_rope_``; in two steps ``rms_norm_stats``, ``rms_norm_from_stats``. As modules:
+  ``RMSNorm``, ``GatedRMSNorm``.
+* Under the norms of others: ``patch``, which returns a ``PatchReport``, and ``unpatch``; ``override_torch``,
+  ``set_override_torch``; ``register_kernels``; for torch.compile ``inductor_options``.
+* Memory: ``recompute_norms``. Which kernels run: ``use_backend``, ``set_backend``; ``build_info``, which returns a
+  ``BuildInfo``.
+
+The norms are operators of ``torch.ops.normops``, which has their backwards and ``.out`` overloads, too.
 """
 
 import torch as _torch
@@ -12,8 +18,8 @@ from normops._after_import import after_import as _after_import
 from normops._after_import import import_or_warn as _import_or_warn
 from normops._info import BuildInfo, build_info
 from normops._private_torch import warn_if_newer as _warn_if_newer
-from normops.adoption import PatchReport, override_torch, patch, register_kernels, unpatch
-from normops.backends import use_backend
+from normops.adoption import PatchReport, override_torch, patch, register_kernels, set_override_torch, unpatch
+from normops.backends import set_backend, use_backend
 from normops.functional import (
     add_rms_norm,
     add_rms_norm_,
@@ -58,6 +64,8 @@ __all__ = [
     "rms_norm_rope",
     "rms_norm_rope_",
     "rms_norm_stats",
+    "set_backend",
+    "set_override_torch",
     "unpatch",
     "use_backend",
 ]

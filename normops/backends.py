@@ -21,9 +21,20 @@ def current_backend() -> Backend | None:
     return "cuda" if _has_cuda() else None
 
 
-class use_backend(Switch):  # noqa: N801  called as a function
-    """Chooses the kernels that serve CUDA tensors, from this call on, or for the time of a ``with`` block.
+def set_backend(name: str) -> None:
+    """Chooses the kernels that serve CUDA tensors from this call on: see :class:`use_backend`.
 
+    Example:
+        >>> import normops
+        >>> normops.set_backend("auto")
+    """
+    use_backend(name)
+
+
+class use_backend(Switch):  # noqa: N801  as torch's
+    """Chooses the kernels that serve CUDA tensors for the time of a ``with`` block.
+
+    As ``torch.set_grad_enabled`` it acts when it is called, without a block from then on, as :func:`set_backend` does.
     It holds for all threads, in eager mode and in compiled code: graphs hold operators, not kernels. The environment
     variable ``NORMOPS_BACKEND`` chooses at import. CPU tensors are not concerned.
 
@@ -37,17 +48,12 @@ class use_backend(Switch):  # noqa: N801  called as a function
 
     Example:
         >>> import normops
-        >>> normops.use_backend("auto")
-        use_backend('auto')
+        >>> with normops.use_backend("auto"):
+        ...     y = normops.rms_norm(torch.ones(2, 4), 4)
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
         super().__init__(_select, _resolve(name))
-
-    def __repr__(self) -> str:
-        """The call, as it is written."""
-        return f"use_backend({self._name!r})"
 
 
 def _resolve(name: str) -> Backend | None:
@@ -57,7 +63,7 @@ def _resolve(name: str) -> Backend | None:
         if torch.version.hip is not None:
             raise RuntimeError(
                 f"expected a torch built for CUDA for backend 'cuda', but got torch {torch.__version__}, built for "
-                f"ROCm {torch.version.hip}: on AMD's GPUs the kernels in Triton serve, use_backend('triton')"
+                f"ROCm {torch.version.hip}: on AMD's GPUs the kernels in Triton serve, set_backend('triton')"
             )
         if not _has_cuda():
             raise RuntimeError(
@@ -95,4 +101,4 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-use_backend(os.environ.get("NORMOPS_BACKEND", "auto"))
+set_backend(os.environ.get("NORMOPS_BACKEND", "auto"))

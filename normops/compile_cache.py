@@ -1,15 +1,21 @@
 """What torch.compile has on disk is found by operators with the same arguments only.
 
 The keys of its caches have the name of an operator and not its schema: what was compiled for a version of normops with
-other arguments would be found, and would call operators with the arguments of before.
+other arguments would be found, and would call operators with the arguments of before. The same holds for torch's own
+norm, which is or is not overridden. So a tag of torch's, which keys have, ends with ours. These are added when it is
+read: what it is set to, each thread has for itself, and anybody may set it.
 """
 
 import hashlib
 from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
 
-from normops._cache_tags import add_tag
+import torch
+
 from normops._info import build_info
 from normops._operators import FUNCTIONAL, INPLACE, schema_of
+from normops.adoption import overrides_torch
 
 
 def tag_of(schemas: Iterable[str]) -> str:
@@ -17,4 +23,17 @@ def tag_of(schemas: Iterable[str]) -> str:
     return f"normops-{build_info()['version']}-{hashlib.sha256(repr([*schemas]).encode()).hexdigest()[:16]}"
 
 
-add_tag(tag_of(map(schema_of, (*FUNCTIONAL, *INPLACE))))
+OF_SCHEMAS = tag_of(map(schema_of, (*FUNCTIONAL, *INPLACE)))
+_cls: Any = type(torch.compiler.config)
+
+
+class _Config(_cls):  # type: ignore[misc]
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name != "cache_key_tag":
+            return value
+        theirs = [tag for tag in value.split(",") if tag and not tag.startswith("normops")]
+        return ",".join([*theirs, OF_SCHEMAS, *["normops.override_torch"] * overrides_torch()])
+
+
+ModuleType.__setattr__(torch.compiler.config, "__class__", _Config)

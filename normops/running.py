@@ -15,7 +15,7 @@ from runpy import _run_module_as_main  # type: ignore[attr-defined]  # what pyth
 from types import ModuleType, TracebackType
 from typing import Any
 
-from normops.adoption import override_torch
+from normops.adoption import set_override_torch
 
 USAGE = """usage: python -m normops
        python -m normops run program.py [arguments]
@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> None:
         got = f", but got {program}" if program else ""
         print(f"{USAGE}\n\nrun: expected a program, or -m and a module{got}", file=sys.stderr)
         sys.exit(2)
-    override_torch()
+    set_override_torch(True)
     _override_in_children()
     sys.argv = ["-m" if has_module else program, *others]
     _become(program, _run_module if has_module else _script(program))
@@ -112,7 +112,7 @@ class _Override:
 
 def override_children() -> None:
     """What a child does before it imports the program: as its parent has."""
-    override_torch()
+    set_override_torch(True)
     _override_in_children()
 
 

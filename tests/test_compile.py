@@ -16,7 +16,7 @@ from traced_graphs import trace
 from trained import train
 
 import normops
-from normops.compile_cache import tag_of
+from normops.compile_cache import OF_SCHEMAS, tag_of
 from reference import cases
 from reference.operators import OPERATORS
 
@@ -255,8 +255,8 @@ def test_a_second_process_compiles_nothing(cache: Path) -> None:
 def test_what_was_compiled_for_other_operators_is_not_found(cache: Path) -> None:
     """It would be called with the arguments of before: keys have an operator's name, and not its schema."""
     with_other_schemas = """
-from normops.compile_cache import tag_of
-torch.compiler.config.cache_key_tag = tag_of(["normops::rms_norm(Tensor input) -> Tensor"])
+from normops import compile_cache
+compile_cache.OF_SCHEMAS = compile_cache.tag_of(["normops::rms_norm(Tensor input) -> Tensor"])
 """
     aot_autograd, inductor, _ = train(cache, with_other_schemas + STEP)
     assert (aot_autograd["autograd_cache_miss"], inductor["fxgraph_cache_miss"]) == (1, 2)
@@ -266,18 +266,27 @@ def test_other_schemas_have_another_tag() -> None:
     assert tag_of(["normops::rms_norm(Tensor input) -> Tensor"]) != tag_of(["normops::rms_norm(Tensor x) -> Tensor"])
 
 
-def test_a_tag_of_the_caches_is_kept() -> None:
+def test_a_tag_of_the_caches_is_kept_and_ours_beside_it() -> None:
+    """In every thread, and whatever it is set to later."""
     program = """
 import normops, torch
-print(torch.compiler.config.cache_key_tag)
+from concurrent.futures import ThreadPoolExecutor
+config = torch.compiler.config
+print(config.cache_key_tag)
 with normops.override_torch():
-    print(torch.compiler.config.cache_key_tag)
-print(torch.compiler.config.cache_key_tag)
+    print(config.cache_key_tag)
+    with ThreadPoolExecutor() as threads:
+        print(threads.submit(lambda: config.cache_key_tag).result())
+    with config.patch(cache_key_tag="another"):
+        print(config.cache_key_tag)
+config.cache_key_tag = config.cache_key_tag
+print(config.cache_key_tag)
 """
     environment = os.environ | {"TORCH_COMPILE_CACHE_KEY_TAG": "theirs"}
     command = [sys.executable, "-c", program]
     ran = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    before, during, after = ran.stdout.split()
-    assert before == after
-    assert before.startswith("theirs,normops-")
-    assert during == f"{before},normops.override_torch"
+    tags = [line.split(",") for line in ran.stdout.splitlines()]
+    ours = [OF_SCHEMAS]
+    overridden = [*ours, "normops.override_torch"]
+    theirs = ["theirs"]
+    assert tags == [theirs + ours, *[theirs + overridden] * 2, ["another", *overridden], theirs + ours]

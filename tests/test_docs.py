@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import normops
 from normops._operators import FUNCTIONAL
 
 ROOT = Path(__file__).parent.parent
@@ -69,3 +70,7 @@ def test_the_schemas_that_are_shown() -> None:
     shown = re.findall(r"^normops::.*?(?=^normops::|^```)", text, flags=re.MULTILINE | re.DOTALL)
     schemas = [torch._C.parse_schema(" ".join(lines.split())) for lines in shown]
     assert schemas == [op._schema for op in FUNCTIONAL]
+
+
+def test_the_package_names_all_that_it_has() -> None:
+    assert set(re.findall(r"``(\w+)``", normops.__doc__ or "")) == set(normops.__all__)

@@ -38,7 +38,6 @@ def test_the_switch() -> None:
 
     assert operators_run(step) == [OWN]
     with normops.override_torch() as switch:
-        assert repr(switch) == "override_torch()"
         assert operators_run(step) == [FORWARD, BACKWARD]
         assert normops.build_info()["overrides_torch"]
         with normops.override_torch(False):
@@ -48,14 +47,17 @@ def test_the_switch() -> None:
         assert operators_run(step) == [FORWARD, BACKWARD]
     assert operators_run(step) == [OWN]
     assert not normops.build_info()["overrides_torch"]
-    normops.override_torch()
-    assert operators_run(step) == [FORWARD, BACKWARD]
-    normops.override_torch(False)
-    assert operators_run(step) == [OWN]
+    with switch:
+        assert operators_run(step) == [FORWARD, BACKWARD]
+    for switch_to in (normops.set_override_torch, normops.override_torch):
+        switch_to(True)
+        assert operators_run(step) == [FORWARD, BACKWARD]
+        switch_to(False)
+        assert operators_run(step) == [OWN]
 
 
 def test_the_switch_is_silent() -> None:
-    code = "import normops, torch; normops.override_torch(); normops.override_torch(False); print('done')"
+    code = "import normops, torch; normops.set_override_torch(True); normops.set_override_torch(False); print('done')"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("done\n", "")
 
@@ -148,7 +150,7 @@ def test_compiled_code_notices(context: Callable[[], Any]) -> None:
 
 PROGRAM = """
 import json, sys, torch, normops
-normops.override_torch(sys.argv[1] == "1")
+normops.set_override_torch(sys.argv[1] == "1")
 from torch._dynamo.utils import counters
 
 step = torch.compile(torch.nn.RMSNorm(16), fullgraph=True)

@@ -306,16 +306,20 @@ def test_rows_are_held_up_to_a_width_that_does_not_depend_on_their_number(comput
 
 def test_backends_are_chosen_and_given_back() -> None:
     before = normops.build_info()["cuda_backend"]
-    with normops.use_backend("triton") as chosen:
-        assert repr(chosen) == "use_backend('triton')"
+    with normops.use_backend("triton") as choice:
         assert normops.build_info()["cuda_backend"] == "triton"
         with normops.use_backend("auto"):
             assert normops.build_info()["cuda_backend"] == ("cuda" if _C.build_info()["cuda_archs"] else "triton")
         assert normops.build_info()["cuda_backend"] == "triton"
     assert normops.build_info()["cuda_backend"] == before
-    choice = normops.use_backend("triton")
-    assert normops.build_info()["cuda_backend"] == "triton"
-    choice.__exit__(None, None, None)
+    with choice:
+        assert normops.build_info()["cuda_backend"] == "triton"
+    assert normops.build_info()["cuda_backend"] == before
+    with normops.use_backend("auto"):
+        for choose in (normops.set_backend, normops.use_backend):
+            choose("triton")
+            assert normops.build_info()["cuda_backend"] == "triton"
+            choose("auto")
     assert normops.build_info()["cuda_backend"] == before
 
 
@@ -353,7 +357,7 @@ def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(monkeypat
             lambda x, cols: normops.add_rms_norm(x, x, cols),
             lambda x, cols: normops.gated_rms_norm(x, x, cols),
             normops.rms_norm_stats,
-            lambda x, cols: normops.rms_norm_from_stats(x, x[:, 0], cols, cols),
+            lambda x, cols: normops.rms_norm_from_stats(x, x[:, 0], cols, row_size=cols),
         ):
             with pytest.raises(RuntimeError, match="the Triton launcher was called"):
                 call(x, 4)

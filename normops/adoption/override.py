@@ -5,11 +5,9 @@ import sys
 import torch
 
 from normops import _C
-from normops._cache_tags import add_tag, remove_tag
 from normops._switch import Switch
 
 _registration: _C.Registration | None = None
-_CACHE_KEY_TAG = "normops.override_torch"
 
 
 def overrides_torch() -> bool:
@@ -17,8 +15,21 @@ def overrides_torch() -> bool:
     return _registration is not None
 
 
-class override_torch(Switch):  # noqa: N801  called as a function
-    """Lets torch's own ``rms_norm`` run normops, from this call on, or for the time of a ``with`` block.
+def set_override_torch(enabled: bool) -> None:
+    """Lets torch's own ``rms_norm`` run normops, or no longer, from this call on: see :class:`override_torch`.
+
+    Example:
+        >>> import normops
+        >>> normops.set_override_torch(True)
+        >>> normops.build_info()["overrides_torch"]
+        True
+        >>> normops.set_override_torch(False)
+    """
+    override_torch(enabled)
+
+
+class override_torch(Switch):  # noqa: N801  as torch's
+    """Lets torch's own ``rms_norm`` run normops for the time of a ``with`` block.
 
     That is ``torch.nn.functional.rms_norm``, and with it ``torch.nn.RMSNorm``, of the whole process: programs stay as
     they are. ``python -m normops run program.py`` does it for those that are not yours to change. What normops has no
@@ -27,6 +38,9 @@ class override_torch(Switch):  # noqa: N801  called as a function
 
     Code that torch.compile has compiled notices: a switch calls ``torch.compiler.reset()``, and graphs in Inductor's
     caches, which hold one operator or the other, are found with the switch as it was.
+
+    As ``torch.set_grad_enabled`` it acts when it is called, without a block from then on, as
+    :func:`set_override_torch` does.
 
     Args:
         enabled: False: back to torch's own.
@@ -40,12 +54,7 @@ class override_torch(Switch):  # noqa: N801  called as a function
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        self._enabled = enabled
         super().__init__(_switch, enabled)
-
-    def __repr__(self) -> str:
-        """The call, as it is written."""
-        return f"override_torch({'' if self._enabled else False})"
 
 
 def _switch(enabled: bool) -> bool:
@@ -55,11 +64,9 @@ def _switch(enabled: bool) -> bool:
         return before
     if _registration is None:
         _registration = _C.override_torch()
-        add_tag(_CACHE_KEY_TAG)
     else:
         _registration.close()
         _registration = None
-        remove_tag(_CACHE_KEY_TAG)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     return before
