@@ -1,6 +1,7 @@
 // Conversion of Python arguments for direct calls. Each function returns false for what it does not recognise.
 #pragma once
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <pybind11/critical_section.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
@@ -76,6 +77,7 @@ using Shape = c10::SmallVector<c10::SymInt, 4>;
 inline bool parse(PyObject* object, Shape& shape) {
   if (PyLong_CheckExact(object)) return parse(object, shape.emplace_back());
   if (!PyTuple_Check(object) && !PyList_CheckExact(object)) return false;
+  const pybind11::scoped_critical_section section(object);  // without a GIL other threads may change a list meanwhile
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
   for (Py_ssize_t i = 0; i < size; i++) {
     if (!parse(PySequence_Fast_GET_ITEM(object, i), shape.emplace_back())) return false;

@@ -68,7 +68,7 @@ py::dict operators(normops::List<Operators...>) {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
   normops::cpu::current_isa();  // a wrong NORMOPS_CPU_ISA is an error of the import, not of the first call
 
   if (PyModule_AddFunctions(

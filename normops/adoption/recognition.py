@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import compress, product
+from threading import RLock
 
 import torch
 from torch import nn
@@ -30,6 +31,8 @@ from normops.adoption.reasons import Raises, Unfit
 from normops.adoption.structure import Structure, check_alike, structure_of
 from normops.adoption.trial import MOST_DIMS, Case, Trial, whole_shape
 from normops.inductor.calls import DTYPES
+
+_one_at_a_time = RLock()  # catch_warnings changes what all threads have
 
 LARGEST = 24576
 """The most elements of a weight: what has more is no norm, and is not tried."""
@@ -59,7 +62,7 @@ def find_norm(module: nn.Module) -> Norm:
     check_class(module)
     arguments = _arguments_of(module)
     trial = Trial(module, _weight_of(module), arguments)
-    with torch.autocast("cpu", enabled=False), torch.inference_mode(mode=False), warnings.catch_warnings():
+    with _one_at_a_time, torch.autocast("cpu", enabled=False), torch.inference_mode(False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _found(trial)
 
