@@ -4,6 +4,7 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +33,9 @@ def test_all_are_recorded() -> None:
 
 @pytest.mark.parametrize("schema", recorded())
 def test_what_was_saved_is_called_as_it_was(schema: str) -> None:
-    saved = torch._C.parse_schema(schema)
-    assert SCHEMAS[saved.name, saved.overload_name].is_backward_compatible_with(saved)
+    saved: Any = torch._C.parse_schema(schema)
+    now: Any = SCHEMAS[saved.name, saved.overload_name]
+    assert now.is_backward_compatible_with(saved)
 
 
 if __name__ == "__main__":
