@@ -19,6 +19,9 @@ from torch import Tensor
 import normops
 from normops import running
 
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+"""Those that normops was tried on."""
+
 ROWS, COLS = 64, 4096
 EPS = 1e-5
 # The largest error that is right. The unit is half the epsilon of the dtype times the largest magnitude of the result,
@@ -159,9 +162,16 @@ def _shown(value: object) -> str:
     return ", ".join(value) or "none" if isinstance(value, list) else "none" if value is None else str(value)
 
 
+def python() -> str:
+    """The version of Python; of a later one than those that were tried, also which these were."""
+    version = platform.python_version()
+    is_later = int(version.split(".")[1]) > int(PYTHONS[-1].split(".")[1])
+    return f"{version} (tried: {PYTHONS[0]} to {PYTHONS[-1]})" if is_later else version
+
+
 def main() -> int:
     """Prints the report; returns the exit code."""
-    info = {"python": platform.python_version(), "torch installed": torch.__version__, **normops.build_info()}
+    info = {"python": python(), "torch installed": torch.__version__, **normops.build_info()}
     print("\n".join(_lines([[name, _shown(value)] for name, value in info.items()])))
     header = ["device", "operator", "dtype", "kernels", "forward", "and backward", "error", ""]
     results = [_row(check, dtype, device) for device in devices() for check in CHECKS for dtype in ALLOWED]

@@ -39,6 +39,19 @@ _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda a, b: a not in b,
 }
 
+# How many fields each kind of node has. Another Python may have one more, which says something that is not known here.
+_FIELDS: dict[type[ast.AST], int] = {
+    **{ast.Return: 1, ast.If: 3, ast.Assign: 3, ast.AnnAssign: 4, ast.AugAssign: 3, ast.Expr: 1, ast.Assert: 2},
+    **{ast.Raise: 2, ast.Delete: 1, ast.Pass: 0, ast.Constant: 2, ast.Name: 2, ast.Attribute: 3, ast.Call: 3},
+    **{ast.keyword: 2, ast.BinOp: 3, ast.UnaryOp: 2, ast.BoolOp: 2, ast.Compare: 3, ast.IfExp: 3, ast.Tuple: 2},
+    **{ast.List: 2, ast.Starred: 2, ast.Subscript: 3, ast.Slice: 3},
+}
+
+
+def _check_fields(node: ast.AST) -> None:
+    if len(node._fields) != _FIELDS.get(type(node), len(node._fields)):
+        refuse(f"has a {type(node).__name__} with {', '.join(node._fields)}, not all of which is known")
+
 
 class Super(NamedTuple):
     """``super()`` in a method of this class."""
@@ -55,6 +68,7 @@ class Frame:
     def run(self, statements: Sequence[ast.stmt]) -> tuple[Any] | None:
         """What the statements return, in a tuple; None if they go on."""
         for statement in statements:
+            _check_fields(statement)
             match statement:
                 case ast.Return(value=value):
                     return (None if value is None else self.value_of(value),)
@@ -109,6 +123,7 @@ class Frame:
     def value_of(self, expression: ast.expr) -> Any:
         """What an expression comes to."""
         following = self._following
+        _check_fields(expression)
         match expression:
             case ast.Constant(value=value):
                 return value
@@ -124,10 +139,10 @@ class Frame:
                 return not following.truth(self.value_of(operand))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return following.computed(operator.neg, (self.value_of(operand),))
-            case ast.BoolOp(values=values):
+            case ast.BoolOp(op=ast.And() | ast.Or() as sign, values=values):
                 for each in values:
                     value = self.value_of(each)
-                    if each is not values[-1] and following.truth(value) is isinstance(expression.op, ast.Or):
+                    if each is not values[-1] and following.truth(value) is isinstance(sign, ast.Or):
                         break
                 return value
             case ast.Compare(left=left):
@@ -151,6 +166,7 @@ class Frame:
     def _elements(self, elements: Sequence[ast.expr]) -> Iterator[Any]:
         for element in elements:
             if isinstance(element, ast.Starred):
+                _check_fields(element)
                 value = self.value_of(element.value)
                 if type(value) not in (tuple, list):
                     refuse(f"unpacks a {type(value).__name__}")
@@ -163,7 +179,8 @@ class Frame:
         result: Any = True
         for comparison, right in zip(expression.ops, expression.comparators, strict=True):
             other = self.value_of(right)
-            result = self._following.compared(_COMPARISONS[type(comparison)], value, other)
+            compare = _COMPARISONS.get(type(comparison)) or refuse(f"has the operator {type(comparison).__name__}")
+            result = self._following.compared(compare, value, other)
             if not self._following.truth(result):
                 break
             value = other
@@ -197,8 +214,10 @@ class Frame:
         if function is super:
             return self._super(call)
         args = list(self._elements(call.args))
-        if any(keyword.arg is None for keyword in call.keywords):
-            refuse("calls with ** of something")
+        for keyword in call.keywords:
+            _check_fields(keyword)
+            if type(keyword) is not ast.keyword or keyword.arg is None:
+                refuse("calls with ** of something")
         kwargs = {str(keyword.arg): self.value_of(keyword.value) for keyword in call.keywords}
         return self._following.call(function, args, kwargs)
 
