@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # what is built finds it in BUILT_WITH.
 RUN := env $(if $(word 2,$(CXX)),--unset=CXX BUILT_WITH='$(CXX)')
 
-.PHONY: install install-dev test test-full test-release test-all test-torch lint format demo demo-patch bench \
+.PHONY: install install-dev test test-full test-release test-all test-torch test-python lint format demo demo-patch bench \
 	check-cuda-compile package wheels clean check-gpu
 
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
@@ -62,6 +62,10 @@ test-all: test
 # The same with another torch, in an environment of its own: a CUDA build of several GB.
 test-torch:
 	$(MAKE) test TORCH=$(TORCH) VENV=.venv-torch-$(TORCH)
+
+# With another Python.
+test-python:
+	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-$(notdir $(PYTHON))
 
 lint: $(VENV)/required-dev
 	$(BIN)/ruff check
