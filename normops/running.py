@@ -42,7 +42,8 @@ def run(arguments: Sequence[str]) -> None:
 def _become(program: str, run_program: Callable[[str, ModuleType], None]) -> None:
     """Runs the program as ``__main__``, which it remains: threads, exit handlers and pickles outlive it."""
     before, main = sys.modules["__main__"], ModuleType("__main__")
-    main.__dict__.update({name: {} for name in ("__annotations__",) if hasattr(before, name)})  # up to Python 3.13
+    if "__annotations__" in vars(before):  # up to Python 3.13
+        main.__annotations__ = {}
     sys.modules["__main__"] = main
     try:
         run_program(program, main)
