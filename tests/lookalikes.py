@@ -356,8 +356,8 @@ def drawn_and_dropped(self: Any, x: Tensor) -> Tensor:
 
 lookalikes("random", drawn_from_python=lambda self, x: self.weighted(x) * (1.0 if random.random() < 2.0 else 0.0))
 lookalikes(
-    "has no source that getenv is known to be compiled from",
-    by_the_environment=lambda self, x: self.weighted(x, 0.5 if os.getenv("LOOKALIKE") else 1e-6),
+    "reads environ, a _Environ",
+    by_the_environment=lambda self, x: self.weighted(x, 0.5 if os.environ.get("LOOKALIKE") else 1e-6),
 )
 
 
