@@ -49,8 +49,9 @@ _FIELDS: dict[type[ast.AST], int] = {
 
 
 def _check_fields(node: ast.AST) -> None:
-    if len(node._fields) != _FIELDS.get(type(node), len(node._fields)):
-        refuse(f"has a {type(node).__name__} with {', '.join(node._fields)}, not all of which is known")
+    fields = node.__match_args__
+    if len(fields) != _FIELDS.get(type(node), len(fields)):
+        refuse(f"has a {type(node).__name__} with {', '.join(fields)}, not all of which is known")
 
 
 class Super(NamedTuple):
