@@ -97,14 +97,14 @@ def test_patching() -> None:
         return nn.Sequential(others.LlamaNorm(16), nn.RMSNorm(16), others.GroupedNorm(16))
 
     x, of_all = torch.randn(3, 16), make()
-    y, filters = of_all(x), list(warnings.filters)
+    y = of_all(x)
     assert set(at_once(*[lambda: str(normops.patch(make()))] * THREADS)) == {str(normops.patch(make()))}
     for made in at_once(*[lambda: normops.patch(of_all)] * THREADS, lambda: of_all(x)):
         if isinstance(made, Tensor):
             torch.testing.assert_close(made, y)
         else:
             assert made.patched.keys() | made.already.keys() == {"0", "1", "2"}
-    assert warnings.filters == filters
+    assert ("ignore", None, Warning, None, 0) not in warnings.filters  # that of the time when a norm is recognised
 
 
 def test_switches() -> None:
