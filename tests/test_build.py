@@ -18,7 +18,7 @@ import normops
 ROOT = Path(__file__).parent.parent
 X86 = platform.machine() == "x86_64"
 KERNELS = Path(normops.__file__).parent / "libnormops_kernels.so"
-LOOPS = {"process_tiles": 320, "sum_tile": 80, "write_group": 110}
+LOOPS = {"process_tiles": 328, "sum_tile": 80, "write_group": 110}
 """The most of each in all kernels."""
 
 
@@ -71,7 +71,7 @@ def test_kernels_take_no_longer_to_compile() -> None:
     command = ("nm", "--demangle", "--print-size", str(KERNELS))
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions = re.findall(r"^\w+ (\w{16}) [tTW] (.*normops::cpu::.*)$", symbols, re.MULTILINE)
-    assert sum(int(size, 16) for size, _ in functions) < 5_000_000
+    assert sum(int(size, 16) for size, _ in functions) < 5_200_000
     names = {name.split(" [clone")[0] for _, name in functions}
     counts = {loop: sum(f"::{loop}<" in name for name in names) for loop in LOOPS}
     assert counts == {loop: min(counts[loop], most) for loop, most in LOOPS.items()}
