@@ -147,9 +147,7 @@ class RMSNorm(_Norm):
         if size is not None:
             shape, x, residual, weight, bias = self._in_groups(size, x, residual, weight, bias)
         if residual is None:
-            output = rms_norm(
-                x, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, bias=bias
-            )
+            output = rms_norm(x, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, bias=bias)
             return output if size is None else output.flatten(-2)
         if bias is not None:
             raise RuntimeError("RMSNorm: expected no residual in a module with a bias, but got one")

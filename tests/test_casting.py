@@ -78,7 +78,9 @@ def test_the_bits_of_a_model_where_the_statistic_agrees(dtype: torch.dtype, devi
 @pytest.mark.parametrize("casting_mode", ["gemma", "llama"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.triton
-def test_weights_of_all_rows_have_the_bits_of_one_for_all(dtype: torch.dtype, casting_mode: str, device: str) -> None:
+def test_weights_of_all_rows_have_the_bits_of_one_for_all(
+    dtype: torch.dtype, casting_mode: CastingMode, device: str
+) -> None:
     x, weight, bias = (
         cases.values(shape, dtype, seed).to(device) for seed, shape in enumerate([(2, 3, 40), (40,), (2, 1, 40)])
     )
