@@ -38,6 +38,7 @@ void Call::modulate(const Norm& norm, const Tensor& last_output) {
 }
 
 void Call::group_by(const Tensor& tensor) {
+  if (tensor.dim() == static_cast<int64_t>(normalized_dims_)) return;  // the most common, without allocations
   weight.groups = tensor.numel() / cols;
   order_ = dims_by_group(input_, tensor, input_.dim() - static_cast<int64_t>(normalized_dims_));
   is_in_order_ = std::is_sorted(order_.begin(), order_.end());

@@ -120,8 +120,8 @@ class RMSNorm(_Norm):
     ) -> None:
         others = weight_offset, casting_mode, groups, group_size
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *others)
-        has_bias = bias and elementwise_affine
-        self.register_parameter("bias", nn.Parameter(torch.zeros_like(self.weight)) if has_bias else None)
+        # None is no parameter, which would take longer to find.
+        self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias and elementwise_affine else None
 
     def reset_parameters(self) -> None:
         """Sets the weight to ``1 - weight_offset`` and the bias to 0: the module starts without scaling or shifting."""
