@@ -219,7 +219,7 @@ def partial_sums_live_until_they_are_summed(gpus: Gpus) -> None:
     gpus[0].multiprocessors = 3
     x, w, sums = gpus.tensor(8, 4096), gpus.tensor(4096), gpus.tensor(8)
     for kernel, beside, named in (
-        ("rms_norm_backward", (), {"output_mask": [False, True]}),
+        ("rms_norm_backward", (), {"output_mask": [False, True, False]}),
         ("gated_rms_norm_backward", (x,), {"output_mask": [False, False, True]}),
         ("rms_norm_rope_backward", (x, x), {"output_mask": [False, True]}),
         ("rms_norm_backward_from_stats", (sums, sums), {"output_mask": [False, True], "row_size": 4096}),
