@@ -99,6 +99,21 @@ def test_scaled_sums(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
         oracle.assert_within(output, expected, f"{casting_mode}, {alpha}")
 
 
+class Rounded(nn.Module):
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return ops.rms_norm(input, COLS[-1:], weight, 0.0, 0.0, "llama", bias)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_product_is_rounded_before_a_bias(dtype: torch.dtype) -> None:
+    """What it is rounded to is taken away: nothing is left."""
+    x = torch.tensor([1.0, 7.0], dtype=dtype).repeat(*COLS[:-1], COLS[-1] // 2)  # 5 is the root of the mean square
+    weight = cases.values(COLS[-1:], dtype) + 1
+    product = x / 5 * weight
+    program, _ = export(Rounded(), x, weight, -product, dynamic_shapes=None)
+    assert torch.equal(program(x, weight, -product)[0], torch.zeros_like(x))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
