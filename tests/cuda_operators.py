@@ -78,7 +78,10 @@ def check_results(
 
 
 def check(case: OperatorCase) -> None:
-    operator, arguments, expected = case.operator, put(case.arguments()), case.expected()
+    operator, given = case.operator, case.arguments()
+    if "grad_bias" in operator.outputs:
+        given["bias"] = None  # ATen sums grad_output for its gradient
+    arguments, expected = put(given), case.expected(given)
     results = operator.results(operator.default(**arguments))
     check_results(case, results, expected)
     written = operator.results(operator.out(**arguments, **put(case.targets())))
