@@ -33,7 +33,7 @@ Call::Call(const Tensor& input, const Norm& norm, int max_dims, bool by_groups)
 // Leaves a weight that is as large as the input where it is, and makes groups of a bias whose gradient is wanted.
 void Call::modulate(const Norm& norm, const Tensor& last_output) {
   weight_has_all_rows_ = !by_groups_ && has_all_rows(norm, input_);
-  if (weight_has_all_rows_) weight.groups = 1, is_in_order_ = true, gating.norm_before_gate = true;
+  if (weight_has_all_rows_) weight.groups = 1, order_.clear(), gating.norm_before_gate = true;
   if (last_output.defined() && !is_given(norm.weight) && last_output.sizes() != input_.sizes()) group_by(last_output);
 }
 
@@ -41,13 +41,12 @@ void Call::group_by(const Tensor& tensor) {
   if (tensor.dim() == static_cast<int64_t>(normalized_dims_)) return;  // the most common, without allocations
   weight.groups = tensor.numel() / cols;
   order_ = dims_by_group(input_, tensor, input_.dim() - static_cast<int64_t>(normalized_dims_));
-  is_in_order_ = std::is_sorted(order_.begin(), order_.end());
-  if (is_in_order_ || !by_groups_) order_.clear();
+  if (std::is_sorted(order_.begin(), order_.end())) order_.clear();
 }
 
 // Where the dimensions of rows are not in that order, a view in which they are.
 Tensor Call::by_group(const Tensor& rows) const {
-  if (order_.empty()) return rows;
+  if (!by_groups_ || order_.empty()) return rows;
   c10::DimVector order = order_;
   while (order.size() < static_cast<size_t>(rows.dim())) order.push_back(static_cast<int64_t>(order.size()));
   return rows.permute(order);
@@ -61,7 +60,7 @@ void Call::add(TensorIndex index, const Tensor& given, Make make) {
   const bool is_whole = index == kWeight || index == kGradWeight || index == kGradBias,
              is_modulation = index == kBias || (index == kGate && weight_has_all_rows_);
   if (is_modulation) change(tensor->expand(input_.sizes()));
-  if (!order_.empty() && !is_whole) change(by_group(*tensor));
+  if (by_groups_ && !order_.empty() && !is_whole) change(by_group(*tensor));
   const size_t dims = is_whole ? tensor->dim() : index == kSquareSum || index == kDot ? 0 : normalized_dims_;
   if (make == make_target) targets_[index] = tensor;
   if (is_modulation && !may_be_beside(dtype_of(input_), dtype_of(*tensor))) {
@@ -70,7 +69,7 @@ void Call::add(TensorIndex index, const Tensor& given, Make make) {
   set(index, make(*tensor, dims, max_dims_));
   if (index != kWeight) return;
   weight.data = (*this)[index].data, weight.dtype = (*this)[index].dtype;
-  if (!is_in_order_ && !by_groups_) {
+  if (!by_groups_ && !order_.empty()) {
     rows_of_weight = make_rows(rows_[kWeight]->tensor->expand(input_.sizes()), normalized_dims_, max_dims_).arg.layout;
   }
 }

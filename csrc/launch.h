@@ -73,8 +73,7 @@ class Call : public KernelArgs {
   int max_dims_;
   bool by_groups_;  // whether row r has to be of group r % groups
   bool weight_has_all_rows_ = false;
-  bool is_in_order_ = true;
-  c10::DimVector order_;       // of the dimensions of rows; empty if they are in order
+  c10::DimVector order_;       // of the dimensions of rows, by groups; empty if they are in that order
   std::list<Tensor> changed_;  // what stands for arguments and outputs
   std::optional<Rows> rows_[kTensorCount];
   const Tensor* targets_[kTensorCount] = {};

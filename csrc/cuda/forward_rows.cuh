@@ -52,15 +52,6 @@ struct NoEpilogue {
   __device__ void operator()(const Computed&...) const {}
 };
 
-// Adds the bias of a pack of the thread, in row r.
-template <class T, class Columns>
-__device__ void add_bias(const BiasOf<T>& bias, Numbers<T>& y, const TakenRows& rows, const Columns& columns, int r,
-                         int p) {
-  bias.add(y, rows.first, rows.further(r), columns.column(p), rows.has(r) ? columns.count(p) : 0);
-}
-template <class T, class Columns>
-__device__ void add_bias(const NoBias<T>&, Numbers<T>&, const TakenRows&, const Columns&, int, int) {}
-
 // h * rstd * w, for an Epilogue or to be written.
 template <class T, class R, class Epilogue, class Values>
 __device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbers<R>& scale, Casting casting) {

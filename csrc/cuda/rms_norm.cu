@@ -52,8 +52,9 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   };
   const auto scale = args.scale.of_group(block.group, args.cols);
   if constexpr (std::is_same_v<Access, General>) {
-    normalize_rows(args, scale, rows, columns, x, sum_or_read,
-                   [&](Numbers<T>(&y)[1], int r, int p) { add_bias(own.bias, y[0], rows, columns, r, p); });
+    normalize_rows(args, scale, rows, columns, x, sum_or_read, [&](Numbers<T>(&y)[1], int r, int p) {
+      own.bias.add(y[0], rows.first, rows.further(r), columns.column(p), rows.has(r) ? columns.count(p) : 0);
+    });
   } else {
     normalize_rows(args, scale, rows, columns, x, sum_or_read);
   }
