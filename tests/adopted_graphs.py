@@ -64,3 +64,8 @@ def compiled_with_passes(
 def norms(names: list[str]) -> list[str]:
     """The operators of normops among them, without their overloads."""
     return [name.split(".")[1] for name in names if name.startswith("normops.")]
+
+
+def biased(graphs: Graphs) -> int:
+    """How many norms have got a bias."""
+    return sum("rms_norm.default" in line and "bias: %" in line for line in graphs.of_dynamo[-1].splitlines())

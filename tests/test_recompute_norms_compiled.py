@@ -63,7 +63,7 @@ def test_compiled(operator: Operator, dynamic: bool) -> None:
 
 
 def test_what_is_not_computed_again_in_a_compiled_graph() -> None:
-    """A norm that is not differentiated, one that a checkpoint is to save, and a sum of another dtype."""
+    """A norm not differentiated, one that a checkpoint is to save, a sum of another dtype, one with a residual."""
     t = problem("cpu")
     saves_norms = partial(create_selective_checkpoint_contexts, [torch.ops.normops.rms_norm.default])
 
@@ -74,7 +74,8 @@ def test_what_is_not_computed_again_in_a_compiled_graph() -> None:
             lambda x: normops.rms_norm(x @ matrix, 16).sin(), x, use_reentrant=False, context_fn=saves_norms
         )
         assert of_checkpoint is not None
-        return frozen + (y * y).float() + of_checkpoint @ matrix
+        total = normops.rms_norm(x @ matrix, 16, weight, bias=other @ matrix)
+        return frozen + (y * y).float() + of_checkpoint @ matrix + total @ matrix
 
     found = []
     for recomputes in (False, True):

@@ -20,8 +20,8 @@ def inductor_options(
     The model stays as it is. In the graphs that torch.compile makes of it, ``F.rms_norm``, ``torch.nn.RMSNorm`` and
     norms written by hand, such as ``w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))`` and its relatives,
     become one operator forward and one backward. The addition of a residual before a norm joins it, across layers, and
-    so does the addition to its gradient. The rotary embedding of queries and keys joins the norms before it. What is
-    not recognised is compiled as ever.
+    so does the addition to its gradient. The rotary embedding of queries and keys joins the norms before it, and so do
+    scales and shifts of samples or tokens, and residuals. What is not recognised is compiled as ever.
 
     They can be used with other options, and with those of a mode, ``torch._inductor.list_mode_options(mode)``. Where
     options cannot be given, ``torch.compile(model, backend="normops")`` does the same; among its ``options`` may be

@@ -46,12 +46,13 @@ _SPELLINGS = {
     "silu": _Spellings((F.silu,), (), ("input",)),
     "sigmoid": _Spellings((torch.sigmoid, F.sigmoid), ("sigmoid",), ("input",)),
 }
-# What rotations arrange and turn columns with. No part of an RMSNorm.
-_OF_ROTATIONS = {
+# What rotations arrange and turn columns with, and what scales and shifts. No part of an RMSNorm.
+_AFTER_NORMS = {
     "neg": _Spellings((torch.neg, torch.negative, operator.neg), ("neg", "negative", "__neg__"), ("input",)),
     "cat": _Spellings((torch.cat, torch.concat, torch.concatenate), (), ("tensors", "dim")),
     "stack": _Spellings((torch.stack,), (), ("tensors", "dim")),
     "repeat": _Spellings((torch.repeat_interleave,), ("repeat_interleave",), ("input", "repeats", "dim")),
+    "addcmul": _Spellings((torch.addcmul,), ("addcmul",), ("input", "tensor1", "tensor2")),
 }
 
 
@@ -59,7 +60,7 @@ def _by_target(spellings: Mapping[str, _Spellings]) -> dict[Any, str]:
     return {target: name for name, (functions, methods, _) in spellings.items() for target in (*functions, *methods)}
 
 
-_BY_TARGET, _ROTATIONS_BY_TARGET = _by_target(_SPELLINGS), _by_target(_OF_ROTATIONS)
+_BY_TARGET, _AFTER_BY_TARGET = _by_target(_SPELLINGS), _by_target(_AFTER_NORMS)
 _POWERS = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt"}
 
 CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
@@ -115,14 +116,14 @@ def call_of(node: Any) -> Call | None:
     return None if call is None else _simplest(call)
 
 
-def arrangement_of(node: Any) -> Call | None:
-    """What the node computes, if that is one of those steps of a rotation that are no part of norms."""
+def other_call_of(node: Any) -> Call | None:
+    """What the node computes, if that is one of those steps that are joined to norms, and no part of any."""
     if value_of(node) is None or node.op not in ("call_function", "call_method"):
         return None
-    name = _ROTATIONS_BY_TARGET.get(node.target)
+    name = _AFTER_BY_TARGET.get(node.target)
     if name is None:
         return None
-    parameters = _OF_ROTATIONS[name].parameters
+    parameters = _AFTER_NORMS[name].parameters
     return _complete(name, node, parameters, dict(zip(parameters, node.args, strict=False)) | node.kwargs)
 
 
@@ -275,6 +276,11 @@ def order_in_memory(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
         order.insert(0, dim)
         stride = stride * tensor.shape[dim]
     return tuple(order)
+
+
+def length(normalized_shape: Any) -> int:
+    """The number of normalized dimensions."""
+    return len(normalized_shape.meta["example_value"] if isinstance(normalized_shape, Node) else normalized_shape)
 
 
 def is_contiguous(tensor: Tensor) -> bool:

@@ -4,7 +4,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from normops.functional import CastingMode
@@ -18,7 +17,16 @@ from normops.inductor.calls import (
     specialized,
     value_of,
 )
-from normops.inductor.search import NoMatch, Search, may_be_computed_at, require, value
+from normops.inductor.search import (
+    NoMatch,
+    Search,
+    above_offset,
+    above_widening,
+    may_be_computed_at,
+    require,
+    value,
+    widens,
+)
 
 
 class Weight(NamedTuple):
@@ -59,11 +67,6 @@ def match_norm(node: Node) -> Match | None:
         return _Search().match(node)
     except NoMatch:
         return None
-
-
-def _widens(before: Tensor, after: Tensor) -> bool:
-    """Whether a cast keeps every value."""
-    return torch.promote_types(before.dtype, after.dtype) == after.dtype
 
 
 class _Search(Search):
@@ -125,13 +128,9 @@ class _Search(Search):
         return "llama" if is_llama else None
 
     def _above_widening(self, node: Any) -> Any:
-        while (call := call_of(node)) is not None and call.name == "cast":
-            (above,) = call.arguments
-            if not _widens(value(above), value(node)):
-                break
-            self._bypassed.append(node)
-            node = above
-        return node
+        above, passed = above_widening(node)
+        self._bypassed += passed
+        return above
 
     def _below_narrowing(self, node: Node) -> Node:
         """The cast of the node, if nothing else uses it."""
@@ -139,7 +138,7 @@ class _Search(Search):
         call = call_of(user)
         if user is None or len(node.users) > 1 or call is None or call.name != "cast":
             return node
-        if not _widens(value(user), value(node)):
+        if not widens(value(user), value(node)):
             return node
         self.inner.append(user)
         return user
@@ -211,18 +210,10 @@ class _Search(Search):
 
     def _weight(self, node: Any, input: Node) -> Weight | None:
         """One number for every column. What is above anything else is no part of the norm: it may come after it."""
-        offset, bypassed = 0.0, len(self._bypassed)
-        above = self._above_widening(node)
-        call = call_of(above)
-        if call is not None and call.name == "add":
-            a, b = call.arguments
-            a, b = (b, a) if number(b) is None else (a, b)
-            if (constant := number(b)) is not None and math.isfinite(constant):
-                self._bypassed.append(above)
-                offset, above = constant, self._above_widening(a)
+        above, offset, passed = above_offset(node)
         weight, x = value_of(above), value(input)
         is_weight = weight is not None and weight.dtype in DTYPES and weight.dim() == 1 and weight.device == x.device
-        if weight is not None and is_weight and is_equal(weight.shape[0], x.shape[-1]):
-            return Weight(above, offset)
-        del self._bypassed[bypassed:]
-        return None
+        if weight is None or not is_weight or not is_equal(weight.shape[0], x.shape[-1]):
+            return None
+        self._bypassed += passed
+        return Weight(above, offset)

@@ -18,6 +18,7 @@ from normops.inductor.calls import (
     DTYPES,
     NORMS,
     arguments_of_norm,
+    length,
     order_in_memory,
     specialize_what_is_above,
     specialized,
@@ -25,6 +26,7 @@ from normops.inductor.calls import (
 )
 from normops.inductor.effects import IS_COPY, IS_RECORDED, memory_of, memory_written_by, shares_memory, subgraphs
 from normops.inductor.handwritten import match_norm
+from normops.inductor.modulations import join_modulations
 from normops.inductor.recompute import recompute_norms
 from normops.inductor.residuals import fuse_additions
 from normops.inductor.rotations import join_rotations
@@ -74,12 +76,13 @@ class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
 
 
 class BeforeAutograd(_Pass):
-    """Norms become operators of normops, with the rotations that follow: autograd makes one of each, each way."""
+    """Norms become operators of normops, with what follows: autograd makes one of each, each way."""
 
     def change(self, graph: Graph) -> None:
         """Changes a graph of Dynamo's, with what is under it."""
         replace_norms(graph, self.rounding)
         join_rotations(graph, self.rounding)
+        join_modulations(graph, self.rounding)
         keep_what_is_written(graph)
 
 
@@ -195,7 +198,7 @@ def _replace_norm_of_torch(node: Node) -> None:
     # It computes in a wider dtype, the product with a weight of any dtype too, and rounds that once.
     input, shape, weight, eps = arguments_of_norm(node)
     x, w, y = value_of(input), value_of(weight), value_of(node)
-    if x is None or y is None or x.device.type not in ("cpu", "cuda") or order_in_memory(y, _length(shape)) is None:
+    if x is None or y is None or x.device.type not in ("cpu", "cuda") or order_in_memory(y, length(shape)) is None:
         return
     if any(tensor is not None and tensor.dtype not in DTYPES for tensor in (x, w, y)):
         return
@@ -206,10 +209,6 @@ def _replace_norm_of_torch(node: Node) -> None:
         dtype = torch.promote_types(x.dtype, y.dtype)
         _compute_instead(node, input, dtype, shape, weight, number, 0.0, "gemma")
         node.graph.erase_node(node)
-
-
-def _length(shape: Any) -> int:
-    return len(shape.meta["example_value"] if isinstance(shape, Node) else shape)
 
 
 def _compute_instead(
@@ -226,7 +225,7 @@ def _compute_instead(
     x, y, graph = value_of(input), value_of(node), node.graph
     assert x is not None
     assert y is not None
-    order = order_in_memory(y, _length(normalized_shape))
+    order = order_in_memory(y, length(normalized_shape))
     assert order is not None
     is_permuted = list(order) != sorted(order)
     with graph.inserting_before(node):

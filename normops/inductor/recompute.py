@@ -2,6 +2,7 @@
 
 import operator
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def recompute_norms(graph: Graph) -> None:
     for node in list(graph.nodes):
         if "recompute" in node.meta:  # by a checkpoint
             continue
-        if node.target in _NORMS and _is_kept(by_name(node.target, node.args, node.kwargs)["input"]):
+        if node.target in _NORMS and _takes_what_is_kept(by_name(node.target, node.args, node.kwargs)):
             _mark(node)
         elif node.target is _normops.add_rms_norm.default:
             _normalize_sum_again(node, backward)
@@ -30,6 +31,13 @@ def recompute_norms(graph: Graph) -> None:
 def _mark(norm: Node) -> None:
     # The number is that of a region to be recomputed: what the one before it returns is kept.
     norm.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": sys.maxsize}
+
+
+def _takes_what_is_kept(norm: Mapping[str, Any]) -> bool:
+    """A residual that is added after a norm is no less than the output."""
+    input, bias = norm["input"], norm.get("bias")
+    is_residual = bias is not None and bias.meta["val"].numel() == input.meta["val"].numel()
+    return _is_kept(input) and not (is_residual and not _is_kept(bias))
 
 
 def _is_kept(input: Any) -> bool:

@@ -13,7 +13,6 @@ from normops.inductor import Rounding
 from normops.inductor.calls import (
     HALVES,
     applied,
-    arrangement_of,
     call_of,
     dims_permuted_by,
     have_one_shape,
@@ -21,6 +20,7 @@ from normops.inductor.calls import (
     is_equal,
     is_reshape,
     order_in_memory,
+    other_call_of,
     slice_of,
     value_of,
 )
@@ -159,9 +159,9 @@ class _Search(Search):
             require(have_one_shape(value(node), value(x)))
             self.inner.append(node)
             node = node.args[0]
-        parts, dim = self.take(node, "stack" if is_flattened else "cat", read=arrangement_of)
+        parts, dim = self.take(node, "stack" if is_flattened else "cat", read=other_call_of)
         require(dim in (-1, value(node).dim() - 1) and len(parts) == 2)
-        (negated,) = self.take(self.above_casts(parts[0]), "neg", read=arrangement_of)
+        (negated,) = self.take(self.above_casts(parts[0]), "neg", read=other_call_of)
         half = columns.size // 2
         pairs = self._columns(parts[1]), self._columns(negated)
         starts = columns.start, columns.start + (1 if is_flattened else half)
@@ -215,7 +215,7 @@ class _Search(Search):
         """The concatenation of the rotated columns and the others, each at its place."""
         require(len(rotated.users) == 1)
         node = next(iter(rotated.users))
-        parts, dim = self.take(node, "cat", read=arrangement_of)
+        parts, dim = self.take(node, "cat", read=other_call_of)
         require(dim in (-1, value(node).dim() - 1))
         end: Any = 0
         for part in parts:
@@ -260,7 +260,7 @@ def _above_repeat(node: Node, rotary_dim: int) -> tuple[Node, tuple[Node, ...], 
     while node.target in ("unsqueeze", torch.unsqueeze) and node.args and isinstance(above := node.args[0], Node):
         views.insert(0, node)
         node = above
-    call, x = arrangement_of(node), value_of(node)
+    call, x = other_call_of(node), value_of(node)
     if call is None or call.name != "repeat" or x is None or x.shape[-1] != rotary_dim:
         return None
     source, repeats, dim = call.arguments

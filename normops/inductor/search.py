@@ -1,12 +1,14 @@
 """What searches for a pattern in a graph of Dynamo's have in common."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
-from normops.inductor.calls import Call, call_of, value_of
+from normops.inductor.calls import Call, call_of, number, value_of
 from normops.inductor.effects import is_harmless
 
 
@@ -26,6 +28,34 @@ def require(holds: object) -> None:
     """Ends a search without a match unless this holds."""
     if not holds:
         raise NoMatch
+
+
+def widens(before: Tensor, after: Tensor) -> bool:
+    """Whether a cast keeps every value."""
+    return torch.promote_types(before.dtype, after.dtype) == after.dtype
+
+
+def above_widening(node: Any) -> tuple[Any, list[Node]]:
+    """What casts that keep every value cast, and these."""
+    passed = []
+    while (call := call_of(node)) is not None and call.name == "cast" and widens(value(call.arguments[0]), value(node)):
+        passed.append(node)
+        (node,) = call.arguments
+    return node, passed
+
+
+def above_offset(node: Any) -> tuple[Any, float, list[Node]]:
+    """What a number is added to, the number, and the nodes on the way: the sum, and casts that keep every value."""
+    above, passed = above_widening(node)
+    call = call_of(above)
+    if call is None or call.name != "add":
+        return above, 0.0, passed
+    a, b = call.arguments
+    a, b = (b, a) if number(b) is None else (a, b)
+    if (offset := number(b)) is None or not math.isfinite(offset):
+        return above, 0.0, passed
+    summand, casts = above_widening(a)
+    return summand, offset, [*passed, above, *casts]
 
 
 class Search:

@@ -1,0 +1,153 @@
+"""Joining norms and what scales and shifts their results, by samples or tokens, in a graph of Dynamo's."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from normops._operators import by_name
+from normops.inductor import Rounding
+from normops.inductor.calls import DTYPES, HALVES, call_of, is_contiguous, is_equal, length, other_call_of, value_of
+from normops.inductor.effects import IS_RECORDED, subgraphs
+from normops.inductor.search import NoMatch, Search, above_offset, may_be_computed_at, require, value, widens
+
+_NORM = torch.ops.normops.rms_norm.default
+
+
+class _Modulation(NamedTuple):
+    """What follows a norm, and its operator computes."""
+
+    factor: Node | None
+    bias: Node | None
+    last: Node
+    """The node of the result."""
+    nodes: frozenset[Node]
+    """It, the norm, and those between."""
+
+
+def join_modulations(graph: Graph, rounding: Rounding) -> None:
+    """Makes one operator of each norm and the product and the sum that alone use its result, also in bodies.
+
+    The factor becomes a weight and the summand a bias: ``norm(x) * (1 + scale) + shift``, ``x + gate * norm(branch)``.
+    With ``rounding="original"`` where the operator rounds to 16 bits as they do.
+    """
+    for node in list(graph.nodes):
+        for body in subgraphs(node):
+            join_modulations(body.graph, rounding)
+            body.recompile()
+        if node.target is _NORM:
+            try:
+                _Search(node, rounding).join()
+            except NoMatch:
+                continue
+
+
+class _Search(Search):
+    """Reads the graph from a norm down."""
+
+    def __init__(self, norm: Node, rounding: Rounding) -> None:
+        super().__init__()
+        self._norm, self._y = norm, value(norm)
+        self._arguments = by_name(_NORM, norm.args, norm.kwargs)
+        self._weight = value_of(self._arguments.get("weight"))
+        self._dims = length(self._arguments["normalized_shape"])
+        self._rounds_as_before = rounding == "original" and self._y.dtype in HALVES
+
+    def join(self) -> None:
+        """Puts one operator in the place of the norm and of what follows it."""
+        require(self._arguments.get("bias") is None and is_contiguous(self._y))
+        found = self._longest(self._norm, None, None)
+        if found is None or not may_be_computed_at(found.last, found.nodes):
+            raise NoMatch
+        arguments, last, graph = dict(self._arguments), found.last, self._norm.graph
+        with graph.inserting_before(last):
+            if found.factor is not None:
+                arguments |= self._weighted(found.factor, found)
+            if found.bias is not None:
+                arguments["bias"] = found.bias
+            if self._rounds_as_before:
+                arguments["casting_mode"] = "llama"
+            result = graph.call_function(_NORM, (), arguments)
+        result.meta |= {**last.meta, IS_RECORDED: value(last).requires_grad}
+        last.replace_all_uses_with(result)
+        for node in sorted(found.nodes, reverse=True):
+            graph.erase_node(node)
+
+    def _longest(self, node: Node, factor: Node | None, bias: Node | None) -> _Modulation | None:
+        """The longest modulation that begins so."""
+        self.inner.append(node)
+        is_one = value(node).dtype == self._y.dtype and is_contiguous(value(node)) and not factor is bias is None
+        found = _Modulation(factor, bias, node, frozenset(self.inner)) if is_one else None
+        try:
+            return self._longest(*self._below(node, factor, bias)) or found
+        except NoMatch:
+            return found
+
+    def _below(self, node: Node, factor: Node | None, bias: Node | None) -> tuple[Node, Node | None, Node | None]:
+        """The only user of a node, with the factor and the bias until then."""
+        require(len(node.users) == 1)
+        (user,) = node.users
+        call, y = call_of(user) or other_call_of(user), value(user)
+        if call is None or call.name not in ("cast", "mul", "add", "addcmul"):
+            raise NoMatch
+        require(widens(self._y, y) and y.dtype in DTYPES and (y.dtype != torch.float64 or self._y.dtype == y.dtype))
+        require(y.dtype == self._y.dtype or not self._rounds_as_before)
+        if call.name == "cast":
+            return user, factor, bias
+        *summands, a, b = call.arguments
+        other = b if a is node else a
+        require(bias is None and call.arguments.count(node) == 1 and node not in summands)
+        if call.name == "add":
+            return user, factor, self._as_bias(other)
+        # torch.addcmul rounds once.
+        require(factor is None and not (summands and self._rounds_as_before))
+        return user, self._as_factor(other), self._as_bias(*summands) if summands else None
+
+    def _as_factor(self, node: Any) -> Node:
+        tensor = self._broadcast(node)
+        if self._weight is not None:
+            # They are multiplied beforehand, which is little work if tokens share the factor, and rounds otherwise.
+            few = tensor.dim() == self._dims or is_equal(tensor.shape[-self._dims - 1], 1)
+            require(few and self._weight.dim() == self._dims and not self._rounds_as_before)
+        return node
+
+    def _as_bias(self, node: Any) -> Node:
+        self._broadcast(node)
+        rounds_product = self._weight is None or self._arguments.get("casting_mode") == "llama"
+        require(rounds_product or not self._rounds_as_before)
+        return node
+
+    def _broadcast(self, node: Any) -> Tensor:
+        """The value of a node, which must be one that the operator takes as a weight or bias."""
+        tensor, y = value(node), self._y
+        require(tensor.dtype in DTYPES and tensor.device == y.device and self._dims <= tensor.dim() <= y.dim())
+        sizes = zip(reversed(tensor.shape), reversed(y.shape), strict=False)
+        require(all(is_equal(a, b) or (i >= self._dims and is_equal(a, 1)) for i, (a, b) in enumerate(sizes)))
+        return tensor
+
+    def _weighted(self, factor: Node, found: _Modulation) -> dict[str, Any]:
+        """The arguments that multiply by the factor, besides by the weight that the norm has."""
+        graph, offset = self._norm.graph, 0.0
+        if not self._rounds_as_before:
+            above, number, passed = above_offset(factor)
+            if may_be_computed_at(found.last, {*found.nodes, *passed}):
+                factor, offset = above, number
+        if self._weight is None:
+            return {"weight": factor, "weight_offset": offset}
+        weight: Node = self._arguments["weight"]
+        dtype = torch.promote_types(torch.promote_types(self._weight.dtype, value(factor).dtype), torch.float32)
+        factors = []
+        for node, added in (weight, self._arguments.get("weight_offset", 0.0)), (factor, offset):
+            for target, argument in ("to", dtype), ("add", added):
+                if argument != 0.0:
+                    node = _called(graph, target, node, argument)
+            factors.append(node)
+        return {"weight": _called(graph, "mul", *factors), "weight_offset": 0.0}
+
+
+def _called(graph: Graph, method: str, node: Node, argument: Any) -> Node:
+    result = graph.call_method(method, (node, argument))
+    other = argument.meta["example_value"] if isinstance(argument, Node) else argument
+    result.meta["example_value"] = getattr(value(node), method)(other)
+    return result
