@@ -44,10 +44,10 @@ def order_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]
     for order, dtypes in product(orders, taken):
         if trial.is_gated or len(order) + dims > MOST_DIMS or torch.float64 in dtypes:
             continue
-        weight, (tensor,) = trial.tensors(replace(base, rows=(2, 3, 4)[: len(order)], dtypes=dtypes))
+        parameters, (tensor,) = trial.tensors(replace(base, rows=(2, 3, 4)[: len(order)], dtypes=dtypes))
         x = tensor.detach().permute(*order, *range(len(order), tensor.dim()))
         try:
-            y = trial.call(weight, x)
+            y = trial.call(parameters, x)
         except Exception:  # the module's own forward will compute, and raise it again
             return "unknown"
         found.add("kept" if y.stride() == x.stride() else "contiguous" if y.is_contiguous() else "unknown")
@@ -56,11 +56,11 @@ def order_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]
 
 def takes_gaps(trial: Trial, base: Case) -> bool:
     """Whether the forward takes inputs between whose rows something else lies."""
-    weight, tensors = trial.tensors(replace(base, rows=(2, 4)))
+    parameters, tensors = trial.tensors(replace(base, rows=(2, 4)))
     whole, apart = [each[:, :3].contiguous() for each in tensors], [each[:, :3] for each in tensors]
     try:
         for i in range(len(tensors)):
-            trial.call(weight, *whole[:i], apart[i], *whole[i + 1 :])
+            trial.call(parameters, *whole[:i], apart[i], *whole[i + 1 :])
     except Exception:
         return False
     return True
@@ -83,14 +83,14 @@ def autocasts_of(run: Run) -> bool:
 def saves_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]]) -> frozenset[Saved]:
     """The cases in which the module's own forward saves a tensor as it was given, and not a copy in another dtype."""
     classes = (torch.bfloat16, torch.float32)
-    pairs = product(classes, repeat=2) if trial.weight else ((each, each) for each in classes)
+    pairs = product(classes, repeat=2) if trial.parameters else ((each, each) for each in classes)
     found = set()
     for x_dtype, weight_dtype in pairs:
         case = replace(base, dtypes=(x_dtype, weight_dtype, x_dtype))
         if case.dtypes not in taken:
             continue
-        weight, tensors = trial.tensors(case)
-        given = [*tensors, *([] if weight is None else [weight])]
+        parameters, tensors = trial.tensors(case)
+        given = [*tensors, *parameters.values()]
         storages = {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(given)}
         for requires in list(product((False, True), repeat=len(given)))[1:]:
             for tensor, needs in zip(given, requires, strict=True):
@@ -102,7 +102,7 @@ def saves_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]
                 return tensor
 
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                result = trial.call(weight, *tensors)
+                result = trial.call(parameters, *tensors)
             del result
             found |= {Saved(x_dtype, weight_dtype, requires, i) for i in saved - {-1}}
     return frozenset(found)
@@ -123,11 +123,9 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
     # From rows so small that eps is all that counts, to rows so large that it does not count.
     scales = torch.logspace(-8, 4, rows[-1] if rows else 1, device="cpu")
     x = x * scales.view(-1, *[1] * len(shape))
-    weight = (
-        None
-        if trial.weight_shape is None
-        else 6 * torch.rand(trial.weight_shape, generator=generator, device="cpu") - 3
-    )
+    parameters = {
+        name: 6 * torch.rand(trial.shape or (), generator=generator, device="cpu") - 3 for name in trial.parameters
+    }
     # Numbers for which the gate is all but closed, for which silu is all but the number itself, and those between.
     gate = 4 * torch.randn(x.shape, generator=generator, device="cpu") if trial.is_gated else None
     eps = getattr(trial.module, structure.eps) if isinstance(structure.eps, str) else structure.eps
@@ -136,16 +134,17 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
             if (dtype,) * 3 not in taken:
                 return "otherwise"
             x = x.to(dtype)
-            weight, gate = (None if tensor is None else tensor.to(dtype) for tensor in (weight, gate))
-            y = trial.call(weight, *(x.clone(),) if gate is None else (x.clone(), gate.clone()))
-            once = _definition(structure, eps, x, weight, gate).to(y.dtype)
+            parameters = {name: parameter.to(dtype) for name, parameter in parameters.items()}
+            gate = None if gate is None else gate.to(dtype)
+            y = trial.call(parameters, *(x.clone(),) if gate is None else (x.clone(), gate.clone()))
+            once = _definition(structure, eps, x, parameters, gate).to(y.dtype)
             if not torch.allclose(y.float(), once.float(), rtol=rtol, atol=0.0, equal_nan=True):
                 raise Unfit(f"computes something else than its structure in {str(dtype).removeprefix('torch.')}")
     results: dict[Roundings, Tensor] = {"once": once}
-    if weight is not None:
-        gating = structure.gating
+    if structure.weight is not None:
+        weight, gating = parameters[structure.weight], structure.gating
         is_gated_after = gating is not None and gating.norm_before_gate
-        normalized = _definition(structure, eps, x, None, None if is_gated_after else gate).bfloat16()
+        normalized = _definition(structure, eps, x, {}, None if is_gated_after else gate).bfloat16()
         # The kernels add the offset without rounding.
         product_ = ((weight.float() + structure.weight_offset) * normalized).bfloat16()
         if gating is None or gate is None or not is_gated_after:
@@ -159,7 +158,7 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
 
 
 def _definition(
-    structure: Structure, eps: float | None, x: Tensor, weight: Tensor | None, gate: Tensor | None
+    structure: Structure, eps: float | None, x: Tensor, parameters: Mapping[str, Tensor], gate: Tensor | None
 ) -> Tensor:
     """What the structure computes, in float64."""
     wide, gating = x.double(), structure.gating
@@ -171,5 +170,6 @@ def _definition(
     size = structure.group_size
     rows = wide.flatten(-dims) if size is None else wide.unflatten(-1, (-1, size))
     y = (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
-    y = y if weight is None else y * (weight.double() + structure.weight_offset)
+    if structure.weight is not None and structure.weight in parameters:
+        y = y * (parameters[structure.weight].double() + structure.weight_offset)
     return y if activated is None or not is_gated_after else y * activated

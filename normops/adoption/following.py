@@ -9,7 +9,7 @@ What is not known to be harmless is refused: any other statement, expression, fu
 import ast
 import operator
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
     graph: Graph
     arguments: tuple[Node, ...]
-    weight: Node | None
+    parameters: dict[str, Node]
     result: Node
     numbers: dict[str, float]
     """The attributes whose numbers went into operations of torch as they are, and nowhere else."""
@@ -76,15 +76,14 @@ PROPERTIES = ("dtype", "shape", "ndim", "size", "dim")
 class Following:
     """One run of a forward; :func:`follow` makes one."""
 
-    def __init__(self, module: nn.Module, weight: tuple[str, Tensor] | None, guards: Guards) -> None:
-        self.module, self.guards = module, guards
+    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor], guards: Guards) -> None:
+        self.module, self.parameters, self.guards = module, parameters, guards
         self.graph = Graph()
         self.nodes: dict[int, Node] = {}
         self._widths: dict[int, int] = {}
         self.numbers: dict[str, float] = {}
         self.decides_by_width = False
         self.asks_for: set[str] = set()
-        self._weight = weight
         self._has_one_row = False
 
     def add_input(self, name: str, tensor: Tensor, width_dims: int) -> Node:
@@ -381,8 +380,8 @@ class Following:
             value = own[name]
         elif found is not _MISSING:
             value = found
-        elif self._weight is not None and name == self._weight[0]:
-            return self._weight[1]
+        elif name in self.parameters:
+            return self.parameters[name]
         else:
             spaces = (self.module._parameters, self.module._buffers, self.module._modules)
             space: Any = next((space for space in spaces if name in space), None)
@@ -415,12 +414,12 @@ class Following:
 
 def follow(
     module: nn.Module,
-    weight: tuple[str, Tensor] | None,
+    parameters: Mapping[str, Tensor],
     arguments: Sequence[tuple[str, Tensor]],
     width_dims: int,
     guards: Guards,
 ) -> Run:
-    """What the forward of a module computes and reads, with another weight in the place of its own.
+    """What the forward of a module computes and reads, with other parameters in the place of its own.
 
     The last ``width_dims`` dimensions of the arguments are not for rows.
 
@@ -428,9 +427,9 @@ def follow(
         Unfit: with the reason, if that cannot be known.
         Raises: if the forward would raise an error.
     """
-    following = Following(module, weight, guards)
+    following = Following(module, parameters, guards)
     nodes = tuple(following.add_input(name, tensor, width_dims) for name, tensor in arguments)
-    weight_node = None if weight is None else following.add_input("weight", weight[1], weight[1].dim())
+    parameter_nodes = {name: following.add_input(name, each, each.dim()) for name, each in parameters.items()}
     guards.note("cls.__getattribute__", object.__getattribute__)
     guards.note("(cls.__getattr__ is Module.__getattr__)", True)  # torch.export replaces that of all modules
     forward = guards.note("cls.forward", type(module).forward)
@@ -440,7 +439,7 @@ def follow(
     return Run(
         following.graph,
         nodes,
-        weight_node,
+        parameter_nodes,
         following.nodes[id(result)],
         following.numbers,
         following.decides_by_width,

@@ -41,7 +41,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype
     weight_dtype: torch.dtype
     requires_grad: tuple[bool, ...]
-    """Whether they require a gradient: each tensor that the forward takes, and the weight."""
+    """Whether they require a gradient: each tensor that the forward takes, and the parameters."""
     tensor: int
     """The index of the saved one among these."""
 

@@ -61,7 +61,7 @@ def find_norm(module: nn.Module) -> Norm:
     """
     check_class(module)
     arguments = _arguments_of(module)
-    trial = Trial(module, _weight_of(module), arguments)
+    trial = Trial(module, _parameters_of(module), arguments)
     with _one_at_a_time, torch.autocast("cpu", enabled=False), torch.inference_mode(False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _found(trial)
@@ -105,7 +105,7 @@ def _arguments_of(module: nn.Module) -> list[str]:
     return [*names[1:]]
 
 
-def _weight_of(module: nn.Module) -> str | None:
+def _parameters_of(module: nn.Module) -> list[str]:
     parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     if len(parameters) > 1:
         raise Unfit(f"has the parameters {', '.join(parameters)}, not a weight alone")
@@ -119,8 +119,7 @@ def _weight_of(module: nn.Module) -> str | None:
             raise Unfit(f"has a {name} of the shape {tuple(shape)}, not one for each column of a row")
         if shape.numel() > LARGEST:
             raise Unfit(f"has a {name} of {shape.numel()} elements, more than any norm")
-        return name
-    return None
+    return [*parameters]
 
 
 def _sharded() -> tuple[type, ...]:
@@ -159,8 +158,8 @@ def _found(trial: Trial) -> Norm:
         raise Unfit(f"depends on {len(guards)} things besides its tensors, more than can be compared at every call")
     return Norm(
         arguments=tuple(trial.arguments),
-        weight=trial.weight,
-        weight_dims=0 if trial.weight_shape is None else len(trial.weight_shape),
+        weight=structure.weight,
+        weight_dims=0 if trial.shape is None else len(trial.shape),
         shape=base.shape if is_fixed else None,
         takes_empty=takes_empty,
         normalized_dims=structure.normalized_dims,
@@ -182,7 +181,7 @@ def _found(trial: Trial) -> Norm:
 
 def _base(trial: Trial) -> tuple[Case, Run, Structure]:
     """A first case in which the forward runs, that run, and its structure."""
-    shapes = [tuple(trial.weight_shape)] if trial.weight_shape is not None else _shapes_without_weight(trial.module)
+    shapes = _shapes_without_weight(trial.module) if trial.shape is None else [tuple(trial.shape)]
     failure: Raises | None = None
     for shape, rows in product(shapes, ROWS):
         case = Case(rows, shape)
@@ -210,8 +209,8 @@ def _shapes_without_weight(module: nn.Module) -> list[tuple[int, ...]]:
 
 
 def _dtypes(trial: Trial) -> list[tuple[torch.dtype, ...]]:
-    """The dtypes of input, weight and gate to try: all combinations, but with a gate only the usual ones."""
-    if trial.weight is None:
+    """The dtypes of input, parameters and gate to try: all combinations, but with a gate only the usual ones."""
+    if not trial.parameters:
         gates = (torch.float32,) if trial.is_gated else ()
         return [(x, x, gate) for x in DTYPES for gate in {x, *gates}]
     if trial.is_gated:
@@ -220,7 +219,7 @@ def _dtypes(trial: Trial) -> list[tuple[torch.dtype, ...]]:
 
 
 def _of_tensors(trial: Trial, taken: Iterable[tuple[torch.dtype, ...]]) -> frozenset[tuple[torch.dtype, ...]]:
-    has = (True, trial.weight is not None, trial.is_gated)
+    has = (True, bool(trial.parameters), trial.is_gated)
     return frozenset(tuple(compress(dtypes, has)) for dtypes in taken)
 
 
@@ -278,6 +277,6 @@ def _is_width_fixed(trial: Trial, base: Case, structure: Structure, runs: Mappin
         is_alike = not decides and _followed(trial, other, found) and structure_of(found[other]) == structure
     except Unfit:
         is_alike = False
-    if not is_alike and trial.weight is None and base.shape == ANY_SHAPE and (decides or found):
+    if not is_alike and not trial.parameters and base.shape == ANY_SHAPE and (decides or found):
         raise Unfit("computes something else for rows of another width")
     return not is_alike

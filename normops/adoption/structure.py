@@ -29,6 +29,8 @@ class Structure(NamedTuple):
 
     eps: str | float | None
     """The name of the attribute, if its number goes into the graph as it is; else the number. None is F.rms_norm's."""
+    weight: str | None
+    """The name of the parameter."""
     weight_offset: float
     normalized_dims: int
     group_size: int | None
@@ -101,7 +103,9 @@ class _Reading:
         self._gate = gates[0] if gates else None
         self._shape = _value(self._x).shape
         self._read: set[Node] = set()
-        self._weight_offset: float | None = None
+        self._parameters = {node: name for name, node in run.parameters.items()}
+        self._weight: str | None = None
+        self._weight_offset = 0.0
         self._gating: Gating | None = None
 
     def read(self) -> Structure:
@@ -125,16 +129,17 @@ class _Reading:
         others = [node for node in run.graph.nodes if node.op != "placeholder" and node not in self._read]
         if others:
             raise Unfit(f"computes more than {self._sought}: {_named(others[0])}")
-        if run.weight is not None and self._weight_offset is None:
-            raise Unfit("does not multiply by its weight")
+        for name in run.parameters:
+            if name != self._weight:
+                raise Unfit(f"does not multiply by its {name}")
         if self._gate is not None and self._gating is None:
             raise Unfit(f"computes something else than {self._sought}")
         size = _value(core.input).shape[-1]
         is_grouped = core.normalized_dims == 1 and size != self._shape[-1]
         eps = core.eps.attribute if isinstance(core.eps, TracedFloat) and self._is_once(core.eps) else core.eps
         eps = eps if isinstance(eps, str) or eps is None else number(eps)
-        gating, offset = self._gating, self._weight_offset or 0.0
-        return Structure(eps, offset, core.normalized_dims, size if is_grouped else None, gating)
+        group_size = size if is_grouped else None
+        return Structure(eps, self._weight, self._weight_offset, core.normalized_dims, group_size, self._gating)
 
     @property
     def _sought(self) -> str:
@@ -195,25 +200,25 @@ class _Reading:
         if activation is not None and self._gating is None and _value(factor).shape == _value(node).shape:
             self._gating = Gating(activation, norm_before_gate=True)
             return
-        weight, offset = self._weight_above(factor)
-        if weight is None or self._weight_offset is not None:
+        weight, offset = self._parameter_above(factor)
+        if weight is None or self._weight is not None:
             raise Unfit(f"multiplies by something else than {'a weight' if self._gate is None else 'weight and gate'}")
         shape, rows = _value(factor).shape, _value(node).shape
         if shape != rows[len(rows) - len(shape) :] or shape.numel() % self._shape[-1] != 0:
             raise Unfit(f"multiplies rows of {rows[-1]} by a weight of shape {tuple(_value(weight).shape)}")
-        self._weight_offset = offset
+        self._weight, self._weight_offset = self._parameters[weight], offset
 
     def _found_weight(self, node: Node, offset: float) -> None:
-        weight, inner_offset = self._weight_above(node)
+        weight, inner_offset = self._parameter_above(node)
         if weight is None:
             raise Unfit(f"multiplies by something else than its weight: {_named(node)}")
-        self._weight_offset = offset + inner_offset
+        self._weight, self._weight_offset = self._parameters[weight], offset + inner_offset
 
-    def _weight_above(self, node: Any) -> tuple[Node | None, float]:
-        """The weight and what is added to it, if that is all that a node computes; else None."""
+    def _parameter_above(self, node: Any) -> tuple[Node | None, float]:
+        """A parameter and what is added to it, if that is all that a node computes; else None."""
         offset: float | None = None
         passed = []
-        while isinstance(node, Node) and node is not self._run.weight:
+        while isinstance(node, Node) and node not in self._parameters:
             call = call_of(node)
             passed.append(node)
             if call is not None and call.name == "cast" and _widens(call.arguments[0], node):
@@ -228,7 +233,7 @@ class _Reading:
                     return None, 0.0
             else:
                 return None, 0.0
-        if node is None or node is not self._run.weight:
+        if not isinstance(node, Node):
             return None, 0.0
         self._read.update(passed)
         return node, offset or 0.0

@@ -1,5 +1,6 @@
 """Calls of a module's forward, with tensors of our own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ class Case:
     shape: tuple[int, ...]
     """The shape of a row."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
-    """The dtypes of input, weight and gate."""
+    """The dtypes of input, parameters and gate."""
 
     def __str__(self) -> str:
         """In words, for the reason of a refusal."""
@@ -39,11 +40,12 @@ class Case:
 
 
 class Trial:
-    """Runs of a module's forward with a weight of our own."""
+    """Runs of a module's forward with parameters of our own."""
 
-    def __init__(self, module: nn.Module, weight: str | None, arguments: list[str]) -> None:
-        self.module, self.weight, self.arguments = module, weight, arguments
-        self.weight_shape = None if weight is None else whole_shape(module.get_parameter(weight))
+    def __init__(self, module: nn.Module, parameters: list[str], arguments: list[str]) -> None:
+        self.module, self.parameters, self.arguments = module, parameters, arguments
+        self.shape = whole_shape(module.get_parameter(parameters[0])) if parameters else None
+        """That of each parameter."""
         self.guards = Guards()
 
     @property
@@ -51,28 +53,29 @@ class Trial:
         """Whether it takes a second tensor."""
         return len(self.arguments) == 2
 
-    def tensors(self, case: Case) -> tuple[Tensor | None, list[Tensor]]:
-        """A weight, and the arguments of the forward. They are full of ones, as nobody looks at their numbers."""
-        weight = None
-        if self.weight_shape is not None:
-            shape = (*self.weight_shape[:-1], case.shape[-1])
-            weight = nn.Parameter(torch.ones(shape, dtype=case.dtypes[1], device="cpu"))
+    def tensors(self, case: Case) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Parameters, and the arguments of the forward. They are full of ones, as nobody looks at their numbers."""
+
+        def ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.ones(shape, dtype=dtype, device="cpu", requires_grad=True)
+
+        of_parameter = (*(self.shape or ())[:-1], case.shape[-1])
+        parameters: dict[str, Tensor] = {
+            name: nn.Parameter(ones(of_parameter, case.dtypes[1])) for name in self.parameters
+        }
         dtypes = (case.dtypes[0], case.dtypes[2])[: len(self.arguments)]
-        shape = (*case.rows, *case.shape)
-        return weight, [torch.ones(shape, dtype=dtype, device="cpu", requires_grad=True) for dtype in dtypes]
+        return parameters, [ones((*case.rows, *case.shape), dtype) for dtype in dtypes]
 
     def follow(self, case: Case) -> Run:
         """What the forward does."""
-        weight, tensors = self.tensors(case)
-        named = None if weight is None or self.weight is None else (self.weight, weight)
+        parameters, tensors = self.tensors(case)
         with torch.enable_grad():
             arguments = list(zip(self.arguments, tensors, strict=True))
-            return follow(self.module, named, arguments, len(case.shape), self.guards)
+            return follow(self.module, parameters, arguments, len(case.shape), self.guards)
 
-    def call(self, weight: Tensor | None, *tensors: Tensor) -> Tensor:
-        """What the forward returns: that of a copy of the module, made without asking its class, with this weight."""
+    def call(self, parameters: Mapping[str, Tensor], *tensors: Tensor) -> Tensor:
+        """What the forward returns: that of a copy of the module, made without asking its class, with these."""
         copy = object.__new__(type(self.module))
-        parameters = {} if weight is None else {self.weight: weight}
         copy.__dict__.update({name: value for name, value in vars(self.module).items() if name not in ENTRIES})
         copy.__dict__["_parameters"] = {**self.module._parameters, **parameters}
         copy.__dict__["_buffers"] = dict(self.module._buffers)
