@@ -518,18 +518,14 @@ lookalikes(
 lookalikes("uses abs", absolute_weight=lambda self, x: self.weight.abs() * self.normalized(x))
 lookalikes("calls torch.relu", positive_weight=lambda self, x: torch.relu(self.weight) * self.normalized(x))
 lookalikes("calls sub", weight_subtracted=lambda self, x: (1.0 - self.weight) * self.normalized(x))
-lookalikes("does not multiply by its weight", weight_unused=lambda self, x: self.normalized(x))
+lookalikes("does not use its weight", weight_unused=lambda self, x: self.normalized(x))
 lookalikes("uses clamp", clamped=lambda self, x: self.weighted(x).clamp(-10, 10))
 lookalikes("multiplies by something else than a weight", squared_weight=lambda self, x: self.weight * self.weighted(x))
 lookalikes(
     "multiplies by something else than its weight: to",
     weight_rounded=lambda self, x: self.weight.to(torch.bfloat16).float() * self.normalized(x),
 )
-lookalikes(
-    "computes something else than an RMSNorm: add after the norm",
-    weight_added=lambda self, x: self.weight + self.normalized(x),
-    residual=lambda self, x: x + self.weighted(x),
-)
+lookalikes("adds something else than a bias", residual=lambda self, x: x + self.weighted(x))
 lookalikes(
     "rounds to bfloat16 on the way",
     rounded_on_the_way=lambda self, x: self.weight * self.normalized(x.bfloat16()).to(x.dtype),
@@ -662,7 +658,7 @@ for reason, change in CHANGED.items():
     lookalike(reason, name=reason, after=change)(lambda self, x: self.weighted(x))
 
 lookalikes(
-    "has the parameters weight, gain, not a weight alone",
+    "multiplies by something else than a weight",
     after=_with_two_weights,
     two_weights=lambda self, x: self.weighted(x) * self.gain,
 )
@@ -714,4 +710,90 @@ lookalikes(
 lookalikes(
     None,
     gate_that_may_miss=lambda self, x, gate=None: self.weighted(x) if gate is None else self.weighted(x) * F.silu(gate),
+)
+
+
+# With a bias.
+
+
+class Biased(Norm):
+    def __init__(self, size: int = SIZE) -> None:
+        super().__init__(size)
+        self.bias = nn.Parameter(torch.linspace(2.0, -1.0, size))
+
+
+def _parameters_of_heads(module: Any) -> None:
+    module.weight, module.bias = (nn.Parameter(torch.linspace(-3.0, end, 4 * SIZE).view(4, SIZE)) for end in (3, 1))
+
+
+lookalikes(
+    None,
+    base=Biased,
+    attributes={"groups": 4, "offset": 0.0},
+    bias_that_may_miss=lambda self, x: self.weighted(x) if self.bias is None else self.bias + self.weighted(x),
+    bias_after_an_offset=lambda self, x: (self.weight + self.offset) * self.normalized(x) + self.bias,
+    bias_after_groups=lambda self, x: (
+        self.weight * self.normalized(x.unflatten(-1, (self.groups, -1))).flatten(-2) + self.bias
+    ),
+    other_names=lambda self, x: self.bias * self.normalized(x) + self.weight,
+)
+lookalikes(None, base=Biased, after=_parameters_of_heads, bias_of_heads=lambda self, x: self.weighted(x) + self.bias)
+lookalikes(
+    None,
+    weight_added=lambda self, x: self.weight + self.normalized(x),
+    weight_in_two_places=lambda self, x: self.weighted(x) + self.weight,
+)
+lookalikes(
+    "adds something else than a bias",
+    base=Biased,
+    bias_scaled=lambda self, x: self.weighted(x) + 2.0 * self.bias,
+    bias_shifted=lambda self, x: self.weighted(x) + (self.bias + 1.0),
+    bias_twice=lambda self, x: self.weighted(x) + self.bias + self.bias,
+    bias_of_the_input=lambda self, x: self.weighted(x) + self.bias * x,
+)
+lookalikes(
+    "computes something else than an RMSNorm: add before the norm",
+    base=Biased,
+    bias_before_the_norm=lambda self, x: self.weighted(x + self.bias),
+)
+lookalikes("calls add", base=Biased, bias_twice_in_one=lambda self, x: torch.add(self.weighted(x), self.bias, alpha=2))
+lookalikes(
+    "adds a bias before the weight",
+    base=Biased,
+    bias_before_the_weight=lambda self, x: self.weight * (self.normalized(x) + self.bias),
+)
+lookalikes("calls sub", base=Biased, bias_subtracted=lambda self, x: self.weighted(x) - self.bias)
+lookalikes("does not use its bias", base=Biased, bias_unused=lambda self, x: self.weighted(x))
+lookalikes(
+    "multiplies by something else than its weight: add",
+    base=Biased,
+    bias_on_the_weight=lambda self, x: (self.weight + self.bias) * self.normalized(x),
+)
+lookalikes(
+    "computes something else than a gated RMSNorm: add after the norm",
+    base=Biased,
+    bias_before_a_gate=lambda self, x, gate: (self.weighted(x) + self.bias) * F.silu(gate),
+    bias_after_a_gate=lambda self, x, gate: self.weighted(x * F.silu(gate)) + self.bias,
+)
+
+
+def _with_bias(bias: Tensor) -> Callable[[Any], None]:
+    return lambda module: setattr(module, "bias", nn.Parameter(bias.clone()))
+
+
+lookalikes(
+    "has a bias of the shape (1,), not one for each column of a row",
+    base=Biased,
+    after=_with_bias(torch.ones(1)),
+    one_bias=lambda self, x: self.weighted(x) + self.bias,
+)
+for title, bias in {"dimension_more": torch.ones(1, SIZE), "dtype": torch.ones(SIZE, dtype=torch.bfloat16)}.items():
+    lookalike("its weight and its bias differ in shape or dtype", name=title, base=Biased, after=_with_bias(bias))(
+        lambda self, x: self.weighted(x) + self.bias
+    )
+lookalikes(
+    "has the parameters weight, bias, gain, more than a weight and a bias",
+    base=Biased,
+    after=_with_two_weights,
+    bias_and_two_weights=lambda self, x: self.weighted(x) * self.gain + self.bias,
 )

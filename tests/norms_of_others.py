@@ -66,6 +66,18 @@ class WideNorm(nn.Module):
         return (self.scale.float() * normalized).to(x.dtype)
 
 
+class BiasedNorm(T5Norm):
+    """As diffusers': rounds three times."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__(size, eps)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = super().forward(hidden_states)
+        return hidden_states if self.bias is None else hidden_states + self.bias
+
+
 class WeightlessNorm(nn.Module):
     """With its eps in the code."""
 
@@ -141,6 +153,7 @@ NORMS = (
     GemmaNorm,
     T5Norm,
     WideNorm,
+    BiasedNorm,
     WeightlessNorm,
     GroupedNorm,
     torch_norm,
@@ -174,7 +187,7 @@ class WeightlessGatedNorm(WeightlessNorm):
         return super().forward(x.float() * torch.sigmoid(gate.float())).to(x.dtype)
 
 
-class BiasedNorm(LlamaNorm):
+class UnusedBiasNorm(LlamaNorm):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.bias = nn.Parameter(torch.ones(size))

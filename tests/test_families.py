@@ -39,7 +39,7 @@ USUAL = (
 LEFT = (
     r"(Cohere|Cohere2|Cohere2Moe)LayerNorm: calls sub, which is no part of an RMSNorm",
     r"OlmoLayerNorm: calls torch.nn.functional.layer_norm",
-    r"NemotronLayerNorm1P: has the parameters weight, bias, not a weight alone",
+    r"NemotronLayerNorm1P: uses device, which is no part of a norm",
     r"HYV4UnweightedRMSNorm: returns something else than a tensor of its input's shape",  # the factor alone
     r"xLSTMMultiHeadLayerNorm: decides by the number of its rows",
     r"(Inkling|Inkling2)NormedEmbedding: has submodules",

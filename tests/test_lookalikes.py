@@ -354,28 +354,29 @@ def test_a_neutral_value_is_told_from_what_changes() -> None:
         assert_is_what_it_was(forgetful, same)
 
 
-WEIGHTS: dict[str, Callable[[Any], None]] = {
-    "other numbers": lambda m: m.weight.data.uniform_(-3, 3, generator=torch.Generator().manual_seed(1)),
-    "bfloat16": lambda m: m.to(torch.bfloat16),
-    "float64": lambda m: m.to(torch.float64),
-    "float16": lambda m: m.to(torch.float16),
-    "frozen": lambda m: m.weight.requires_grad_(False),
-    "as a tensor": lambda m: as_a_tensor(m, m.weight.detach().clone()),
-    "missing": lambda m: setattr(m, "weight", None),
-    "deleted": lambda m: delattr(m, "weight"),
-    "of one": lambda m: setattr(m, "weight", nn.Parameter(torch.full((1,), 2.0))),
-    "another shape": lambda m: setattr(m, "weight", nn.Parameter(torch.full((SIZE // 2,), 2.0))),
-    "one dimension more": lambda m: setattr(m, "weight", nn.Parameter(torch.full((2, 1, SIZE), 2.0))),
-    "complex": lambda m: setattr(m, "weight", nn.Parameter(torch.full((SIZE,), 2.0 + 1.0j))),
-    "whole numbers": lambda m: setattr(m, "weight", nn.Parameter(torch.full((SIZE,), 2), requires_grad=False)),
-    "not contiguous": lambda m: setattr(m, "weight", nn.Parameter(torch.linspace(-3, 3, 2 * SIZE)[::2])),
-    "expanded": lambda m: setattr(m, "weight", nn.Parameter(torch.full((1,), 2.0).expand(SIZE))),
+PARAMETERS: dict[str, Callable[[Any, str], None]] = {
+    "other numbers": lambda m, p: getattr(m, p).data.uniform_(-3, 3, generator=torch.Generator().manual_seed(1)),
+    "bfloat16": lambda m, _: m.to(torch.bfloat16),
+    "float64": lambda m, _: m.to(torch.float64),
+    "float16": lambda m, _: m.to(torch.float16),
+    "float64 alone": lambda m, p: setattr(m, p, nn.Parameter(getattr(m, p).data.double())),
+    "frozen": lambda m, p: getattr(m, p).requires_grad_(False),
+    "as a tensor": lambda m, p: as_a_tensor(m, p, getattr(m, p).detach().clone()),
+    "missing": lambda m, p: setattr(m, p, None),
+    "deleted": lambda m, p: delattr(m, p),
+    "of one": lambda m, p: setattr(m, p, nn.Parameter(torch.full((1,), 2.0))),
+    "another shape": lambda m, p: setattr(m, p, nn.Parameter(torch.full((SIZE // 2,), 2.0))),
+    "one dimension more": lambda m, p: setattr(m, p, nn.Parameter(torch.full((2, 1, SIZE), 2.0))),
+    "complex": lambda m, p: setattr(m, p, nn.Parameter(torch.full((SIZE,), 2.0 + 1.0j))),
+    "whole numbers": lambda m, p: setattr(m, p, nn.Parameter(torch.full((SIZE,), 2), requires_grad=False)),
+    "not contiguous": lambda m, p: setattr(m, p, nn.Parameter(torch.linspace(-3, 3, 2 * SIZE)[::2])),
+    "expanded": lambda m, p: setattr(m, p, nn.Parameter(torch.full((1,), 2.0).expand(SIZE))),
 }
 
 
-def as_a_tensor(module: Any, weight: Tensor) -> None:
-    del module.weight
-    module.weight = weight
+def as_a_tensor(module: Any, name: str, parameter: Tensor) -> None:
+    delattr(module, name)
+    setattr(module, name, parameter)
 
 
 WEIGHTED = (
@@ -385,17 +386,28 @@ WEIGHTED = (
     "rows_in_one_dimension",
     "weight_of_heads",
     "gate_that_may_miss",
+    "bias_that_may_miss",
+    "bias_of_heads",
 )
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("name", divided(WEIGHTED, ("offset",), ("gate_that_may_miss",)))
-def test_after_another_weight(name: str, weight: str) -> None:
+@pytest.mark.parametrize("parameter", PARAMETERS)
+@pytest.mark.parametrize("name", divided(WEIGHTED, ("offset", "bias_that_may_miss"), ("gate_that_may_miss",)))
+def test_after_another_parameter(name: str, parameter: str) -> None:
+    """The bias, if there is one."""
     patched, original, report = described(LOOKALIKES[name])
     assert "looks_alike" in report.patched, report.skipped
     for module in (patched, original):
-        WEIGHTS[weight](module)
-    assert_is_what_it_was(patched, original, where=f"weight: {weight}", some=True)
+        PARAMETERS[parameter](module, "bias" if "bias" in name else "weight")
+    assert_is_what_it_was(patched, original, where=parameter, some=True)
+
+
+def test_a_bias_that_is_the_weight_is_not_missing() -> None:
+    tied, missing = modules = [LOOKALIKES["bias_that_may_miss"].make() for _ in range(2)]
+    tied.register_parameter("bias", tied.get_parameter("weight"))
+    missing.register_parameter("bias", None)
+    report = normops.patch(nn.ModuleList(modules))
+    assert ["weight, bias" in norm for norm in report.patched.values()] == [True, False]
 
 
 def test_modules_that_differ_in_a_function_alone() -> None:

@@ -86,11 +86,11 @@ def test_bits_of_others(norm: Callable[[int], nn.Module], dtype: torch.dtype) ->
     assert share_that_differs(patched(x), original(x)) < 5e-4
     # torch's own and those that round once have them in either way.
     _, once = others.patched_pair(partial(norm, SIZE), dtype)
-    rounds_twice = norm in (others.LlamaNorm, others.T5Norm)
-    assert (share_that_differs(once(x), original(x)) > 0.1) == rounds_twice
+    rounds_on_the_way = norm in (others.LlamaNorm, others.T5Norm, others.BiasedNorm)
+    assert (share_that_differs(once(x), original(x)) > 0.1) == rounds_on_the_way
 
 
-@pytest.mark.parametrize("norm", [others.LlamaNorm, others.T5Norm, others.GroupedNorm])
+@pytest.mark.parametrize("norm", [others.LlamaNorm, others.T5Norm, others.GroupedNorm, others.BiasedNorm])
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_where_dtypes_differ(norm: Callable[[int], nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     original, patched = others.patched_pair(partial(norm, SIZE), weight_dtype, rounding="original")
@@ -160,13 +160,25 @@ def test_an_offset_is_added_without_rounding(weight_dtype: torch.dtype) -> None:
     assert operators_run(lambda: patched(x)) == ["normops::rms_norm"]
 
 
-def test_a_rounded_sum_of_weight_and_offset_is_an_order_of_its_own() -> None:
-    module = RoundedOffset(SIZE)
-    reason = 'rounds in an order of its own, which rounding="original" does not have'
-    assert normops.patch(module, rounding="original").skipped == {"": f"RoundedOffset: {reason}"}
-    assert normops.patch(module).patched == {
-        "": "RoundedOffset: 1 + weight, eps: eps, dtype: promoted, rounds otherwise"
-    }
+class RoundedProduct(others.WideNorm):
+    """Rounds the product, and the sum of that with the bias."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
+
+
+@pytest.mark.parametrize(
+    ("norm", "computes"), [(RoundedOffset, "1 + weight, eps: eps"), (RoundedProduct, "scale, bias, eps: eps")]
+)
+def test_an_order_of_its_own(norm: Callable[[int], nn.Module], computes: str) -> None:
+    module = norm(SIZE)
+    name, reason = type(module).__name__, 'rounds in an order of its own, which rounding="original" does not have'
+    assert normops.patch(module, rounding="original").skipped == {"": f"{name}: {reason}"}
+    assert normops.patch(module).patched == {"": f"{name}: {computes}, dtype: promoted, rounds otherwise"}
 
 
 # The passes for torch.compile.

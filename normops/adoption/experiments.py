@@ -80,7 +80,9 @@ def autocasts_of(run: Run) -> bool:
     return False
 
 
-def saves_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]]) -> frozenset[Saved]:
+def saves_of(
+    trial: Trial, base: Case, structure: Structure, taken: Collection[tuple[torch.dtype, ...]]
+) -> frozenset[Saved]:
     """The cases in which the module's own forward saves a tensor as it was given, and not a copy in another dtype."""
     classes = (torch.bfloat16, torch.float32)
     pairs = product(classes, repeat=2) if trial.parameters else ((each, each) for each in classes)
@@ -90,7 +92,8 @@ def saves_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]
         if case.dtypes not in taken:
             continue
         parameters, tensors = trial.tensors(case)
-        given = [*tensors, *parameters.values()]
+        first = structure.weight or structure.bias  # nothing is saved for a bias besides
+        given = [*tensors, *(each for name, each in parameters.items() if name == first)]
         storages = {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(given)}
         for requires in list(product((False, True), repeat=len(given)))[1:]:
             for tensor, needs in zip(given, requires, strict=True):
@@ -136,21 +139,25 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
             x = x.to(dtype)
             parameters = {name: parameter.to(dtype) for name, parameter in parameters.items()}
             gate = None if gate is None else gate.to(dtype)
+            weight, bias = (None if name is None else parameters[name] for name in (structure.weight, structure.bias))
             y = trial.call(parameters, *(x.clone(),) if gate is None else (x.clone(), gate.clone()))
-            once = _definition(structure, eps, x, parameters, gate).to(y.dtype)
-            if not torch.allclose(y.float(), once.float(), rtol=rtol, atol=0.0, equal_nan=True):
+            once = _definition(structure, eps, x, weight, bias, gate).to(y.dtype)
+            atol = 0.0 if bias is None else 2 * rtol * float(bias.abs().max())  # it may cancel
+            if not torch.allclose(y.float(), once.float(), rtol=rtol, atol=atol, equal_nan=True):
                 raise Unfit(f"computes something else than its structure in {str(dtype).removeprefix('torch.')}")
     results: dict[Roundings, Tensor] = {"once": once}
-    if structure.weight is not None:
-        weight, gating = parameters[structure.weight], structure.gating
+    if parameters:
+        gating = structure.gating
         is_gated_after = gating is not None and gating.norm_before_gate
-        normalized = _definition(structure, eps, x, {}, None if is_gated_after else gate).bfloat16()
-        # The kernels add the offset without rounding.
-        product_ = ((weight.float() + structure.weight_offset) * normalized).bfloat16()
-        if gating is None or gate is None or not is_gated_after:
-            results["twice"] = product_
-        else:
-            results["thrice"] = (product_ * ACTIVATIONS[gating.activation](gate.float())).bfloat16()
+        last = _definition(structure, eps, x, None, None, None if is_gated_after else gate).bfloat16()
+        if weight is not None:
+            # The kernels add the offset without rounding.
+            last = ((weight.float() + structure.weight_offset) * last).bfloat16()
+        if bias is not None:
+            last = last + bias
+        if gating is not None and gate is not None and is_gated_after:
+            last = (last * ACTIVATIONS[gating.activation](gate.float())).bfloat16()
+        results["twice" if weight is None or (bias is None and not is_gated_after) else "thrice"] = last
     # These results were computed in float64, a module's in float32, which now and then rounds to the other neighbour.
     same = {rounds: float((y == result).double().mean()) for rounds, result in results.items()}
     best = max(same, key=lambda rounds: same[rounds])
@@ -158,7 +165,12 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
 
 
 def _definition(
-    structure: Structure, eps: float | None, x: Tensor, parameters: Mapping[str, Tensor], gate: Tensor | None
+    structure: Structure,
+    eps: float | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
 ) -> Tensor:
     """What the structure computes, in float64."""
     wide, gating = x.double(), structure.gating
@@ -170,6 +182,6 @@ def _definition(
     size = structure.group_size
     rows = wide.flatten(-dims) if size is None else wide.unflatten(-1, (-1, size))
     y = (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
-    if structure.weight is not None and structure.weight in parameters:
-        y = y * (parameters[structure.weight].double() + structure.weight_offset)
+    y = y if weight is None else y * (weight.double() + structure.weight_offset)
+    y = y if bias is None else y + bias.double()
     return y if activated is None or not is_gated_after else y * activated

@@ -15,8 +15,8 @@ OutputDtype = Literal["input's", "promoted", "weight's, if it has 16 bits"]
 weight has 16 bits."""
 
 Roundings = Literal["once", "twice", "thrice", "otherwise"]
-"""How often a norm rounds to 16 bits. Twice: the normalized input, then its product with the weight. Thrice: then the
-product of that with a gate, too."""
+"""How often a norm rounds to 16 bits. Twice: the normalized input, then its product with the weight, or without one its
+sum with the bias. Thrice: then the product of that with a gate, or its sum with the bias, too."""
 
 Order = Literal["kept", "contiguous", "unknown"]
 """How the result lies in memory if the input's rows lie in another order than that of its dimensions."""
@@ -53,13 +53,15 @@ class Norm(NamedTuple):
     """The names of the arguments of its forward."""
     weight: str | None
     """The name of the parameter."""
-    weight_dims: int
+    bias: str | None
+    """The name of the parameter that is added after the weight. It must have the weight's shape and dtype."""
+    parameter_dims: int
     shape: tuple[int, ...] | None
     """The last dimensions that an input must have, if it is not known what the forward computes for others."""
     takes_empty: bool
     """Whether it takes an input without elements."""
     normalized_dims: int
-    """How many of the last dimensions are normalized: as many as the weight has, without those of its groups."""
+    """How many of the last dimensions are normalized: as many as the parameters have, without those of its groups."""
     eps: str | float | None
     """The name of the attribute, or the value if it is in no attribute."""
     weight_offset: float
@@ -85,6 +87,7 @@ class Norm(NamedTuple):
         """In a line, for the table that :func:`normops.patch` prints."""
         factor = "no weight" if self.weight is None else self.weight
         factor = factor if self.weight_offset == 0.0 else f"{self.weight_offset:g} + {factor}"
+        factor = factor if self.bias is None else f"{factor}, {self.bias}"
         groups = "" if self.group_size is None else f", groups of {self.group_size}"
         output = "" if self.output_dtype == "input's" else f", dtype: {self.output_dtype}"
         rounding = "" if self.rounds == "once" else f", rounds {self.rounds}"

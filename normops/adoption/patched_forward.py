@@ -71,28 +71,33 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 def _source(norm: Norm, rounding: Rounding) -> str:
     """The source of a patched forward: conditions, what is computed if they hold, and else the module's own forward."""
+    parameters = _parameters(norm)
     weight = None if norm.weight is None else "_weight"
     gate = None if norm.gate is None else "gate"
     arguments = ", ".join(_ARGUMENTS[: len(norm.arguments)])
     # Dynamo knows no descriptors.
     own = f"return type(self).forward(self, {arguments}) if is_compiling() else own_forward(self)({arguments})"
     lines = [f"def forward(self, {arguments}):", "cls, own = type(self), self.__dict__"]
-    if norm.weight is not None:  # nn.Module.__getattr__ would take as long as ten guards
-        is_hidden = f"{norm.weight!r} in own or hasattr(cls, {norm.weight!r})"
-        lines += [f"_weight = self.{norm.weight} if {is_hidden} else self._parameters.get({norm.weight!r})"]
+    for parameter, name in parameters.items():  # nn.Module.__getattr__ would take as long as ten guards
+        is_hidden = f"{name!r} in own or hasattr(cls, {name!r})"
+        lines += [f"{parameter} = self.{name} if {is_hidden} else self._parameters.get({name!r})"]
     lines += ["try:", "    _holds = (", *(f"    {'and ' * (i > 0)}{each}" for i, each in enumerate(_conditions(norm)))]
     # What was there when it was patched may be gone.
     lines += ["    )", "except (AttributeError, KeyError, ValueError):", "    _holds = False"]
     lines += ["if not _holds:", f"    {own}", *_by_order(norm, own), *_copying(norm)]
     if norm.gate is not None and norm.gate.widens:
         lines += ["x = x.to(promote_types(x.dtype, gate.dtype))"]
-    dtype = "x.dtype" if norm.output_dtype == "input's" else "output_dtype(x.dtype, _weight.dtype)"
-    lines += [f"_dtype = {dtype}"]
+    of_parameter = f"{next(iter(parameters), None)}.dtype"
+    dtype = "x.dtype" if norm.output_dtype == "input's" else f"output_dtype(x.dtype, {of_parameter})"
     casting_mode: CastingMode = "gemma" if rounding == "once" or norm.rounds == "once" else "llama"
     call = _call(norm, weight, gate, casting_mode)
+    if norm.bias is not None and rounding == "original":
+        # What is rounded before the bias is added was looked at where dtypes are equal.
+        return "\n    ".join([*lines, f"if x.dtype != {of_parameter}:", f"    {own}", f"return {call}"]) + "\n"
+    lines += [f"_dtype = {dtype}"]
     if casting_mode == "llama" or norm.output_dtype != "input's":
         # If input and weight have one dtype, so has the output, whatever the rule.
-        lines.insert(-1, f"if x.dtype == _weight.dtype:\n        return {call}")
+        lines.insert(-1, f"if x.dtype == {of_parameter}:\n        return {call}")
     if casting_mode == "gemma":
         if norm.output_dtype != "input's":
             lines += ["x = x.to(promote_types(x.dtype, _dtype))"]
@@ -114,6 +119,12 @@ def _source(norm: Norm, rounding: Rounding) -> str:
 _ARGUMENTS = ("x", "gate")
 
 
+def _parameters(norm: Norm) -> dict[str, str]:
+    """The names of the parameters, by those of their variables. All have the shape and the dtype of the first one."""
+    names = {"_weight": norm.weight, "_bias": norm.bias}
+    return {variable: name for variable, name in names.items() if name is not None}
+
+
 def _widened(tensor: str) -> str:
     return f"{tensor}.to(promote_types({tensor}.dtype, float32))"
 
@@ -129,16 +140,19 @@ def _conditions(norm: Norm) -> list[str]:
         f"x.dim() in {norm.dims}",
     ]
     shape = "" if norm.shape is None else f" == {norm.shape}"
-    if norm.weight_dims == 1:  # a slice of a shape would take longer
-        size = "" if norm.shape is None else f" == {norm.shape[0]}"
-        conditions_ += [_is_tensor("_weight"), "_weight.dtype in DTYPES", "_weight.dim() == 1"]
-        conditions_ += [f"x.size(-1) == (_shape := _weight.size(0)){size}"]
-    elif norm.weight is not None:
-        conditions_ += [_is_tensor("_weight"), "_weight.dtype in DTYPES"]
-        conditions_ += [f"x.shape[-{norm.weight_dims}:] == (_shape := _weight.shape){shape}"]
+    if parameters := [*_parameters(norm)]:
+        first, *others = parameters
+        conditions_ += [_is_tensor(first), f"{first}.dtype in DTYPES"]
+        if norm.parameter_dims == 1:  # a slice of a shape would take longer
+            size = "" if norm.shape is None else f" == {norm.shape[0]}"
+            conditions_ += [f"{first}.dim() == 1", f"x.size(-1) == (_shape := {first}.size(0)){size}"]
+        else:
+            conditions_ += [f"x.shape[-{norm.parameter_dims}:] == (_shape := {first}.shape){shape}"]
+        for other in others:
+            conditions_ += [_is_tensor(other), f"({other}.dtype, {other}.shape) == ({first}.dtype, {first}.shape)"]
     elif norm.shape is not None:
         conditions_ += [f"x.shape[-{len(norm.shape)}:]{shape}"]
-    tensors = ["x", *([] if norm.weight is None else ["_weight"])]
+    tensors = ["x", *parameters[:1]]
     if norm.gate is not None:
         conditions_ += ["is_gate(gate, x)", _is_tensor("gate")]
         tensors += ["gate"]
@@ -163,7 +177,7 @@ def _by_order(norm: Norm, own: str) -> list[str]:
 
     The result of normops is contiguous; that of the module's own forward may have the order in memory of its input.
     """
-    last_dims = max(norm.weight_dims, norm.normalized_dims)
+    last_dims = max(norm.parameter_dims, norm.normalized_dims)
     if not norm.takes_gaps:
         tensors = _ARGUMENTS[: len(norm.arguments)]
         return [f"if not ({' and '.join(f'{each}.is_contiguous()' for each in tensors)}):", f"    {own}"]
@@ -185,7 +199,7 @@ def _by_order(norm: Norm, own: str) -> list[str]:
 
 
 def _copying(norm: Norm) -> list[str]:
-    tensors = ", ".join([*_ARGUMENTS[: len(norm.arguments)], *(["_weight"] if norm.weight else [])])
+    tensors = ", ".join([*_ARGUMENTS[: len(norm.arguments)], *[*_parameters(norm)][:1]])
     return ["if is_grad_enabled() and not is_compiling():", f"    {tensors}, *_ = copied({tensors})"]
 
 
@@ -196,7 +210,7 @@ def _copies(norm: Norm) -> Callable[..., tuple[Tensor, ...]]:
     afterwards. Compiled code gets no copies from here: Inductor removes the copy of an input of its graph, and would
     save what is there after the write. There the passes make copies, as they know which tensors are inputs.
     """
-    count = 1 + (norm.gate is not None) + (norm.weight is not None)
+    count = 1 + (norm.gate is not None) + (norm.parameter_dims > 0)
     needed = {
         (*dtypes, *requires): which
         for dtypes in product(DTYPES, repeat=count)
@@ -216,13 +230,13 @@ def _copies(norm: Norm) -> Callable[..., tuple[Tensor, ...]]:
 def _needed(norm: Norm, requires: tuple[bool, ...], dtype: torch.dtype, *others: torch.dtype) -> tuple[bool, ...]:
     if not any(requires):
         return (False,)
-    weight_dtype = others[-1] if norm.weight is not None else dtype
+    weight_dtype = others[-1] if norm.parameter_dims > 0 else dtype
     is_known = norm.gate is None or others[0] == dtype  # it was watched only with a gate of the input's dtype
     is_saved = [is_known and Saved(dtype, weight_dtype, requires, i) in norm.saves for i in range(len(requires))]
-    # normops saves the weight only for the gradients of the other tensors.
+    # normops saves the weight only for the gradients of the other tensors, and no bias.
     needs = [True] * len(requires)
-    if norm.weight is not None:
-        needs[-1] = any(requires[:-1])
+    if norm.parameter_dims > 0:
+        needs[-1] = norm.weight is not None and any(requires[:-1])
     return tuple(need and not saved for need, saved in zip(needs, is_saved, strict=True))
 
 
@@ -291,15 +305,18 @@ def _call(norm: Norm, weight: str | None, gate: str | None, casting_mode: Castin
     """The source of a call of normops, with this weight and this gate, if there are any."""
     size = norm.group_size
     eps = f"self.{norm.eps}" if isinstance(norm.eps, str) else norm.eps
-    shape = "_shape" if norm.normalized_dims == norm.weight_dims else f"x.shape[-{norm.normalized_dims}:]"
+    shape = "_shape" if norm.normalized_dims == norm.parameter_dims else f"x.shape[-{norm.normalized_dims}:]"
     tensors = ["x"] if gate is None else ["x", f"gate_beside({gate}, x.dtype)"]
+    bias = None if norm.bias is None else "_bias"
     end = ""
     if size is not None:
         groups = f".unflatten(-1, (-1, {size}))"
         tensors = [f"{tensor}{groups}" for tensor in tensors]
-        weight, shape, end = weight and f"{weight}{groups}", str(size), ".flatten(-2)"
+        weight, bias = weight and f"{weight}{groups}", bias and f"{bias}{groups}"
+        shape, end = str(size), ".flatten(-2)"
     options = f"weight_offset={norm.weight_offset}, casting_mode={casting_mode!r}"
     if norm.gate is None or gate is None:
+        options += "" if bias is None else f", bias={bias}"
         return f"rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options}){end}"
     activation, norm_before_gate = norm.gate.gating
     options += f", activation={activation!r}, norm_before_gate={norm_before_gate}"

@@ -58,19 +58,19 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
 
     Whether a module is an RMSNorm is read off its own forward, whose source is evaluated step by step, so that every
     operation that it calls, and every value that it reads, is known: those of torch, transformers, diffusers or your
-    own, with or without a weight, with ``1 + weight`` as in Gemma, in groups, gated as in Mamba 2 and Qwen3-Next. What
-    does anything besides, cannot be followed, or has no source, is left untouched. A norm gets another ``forward``; its
-    class, parameters, ``state_dict`` and hooks stay as they were. That holds under ``torch.compile``, ``torch.export``,
-    DDP and FSDP2, before or after.
+    own, with or without a weight or a bias, with ``1 + weight`` as in Gemma, in groups, gated as in Mamba 2 and
+    Qwen3-Next. What does anything besides, cannot be followed, or has no source, is left untouched. A norm gets another
+    ``forward``; its class, parameters, ``state_dict`` and hooks stay as they were. That holds under ``torch.compile``,
+    ``torch.export``, DDP and FSDP2, before or after.
 
-    ``eps`` and the weight are read at every call. Whatever else the forward was seen to read is compared at every call,
-    from the names in its code on, with the code of functions and methods: where it has changed, the module's own
-    forward computes, as it does for what it was not seen with: other dtypes than
-    float16, bfloat16, float32 and float64, more than five dimensions, a weight of another shape, a gate of another
-    shape than the input's or None, ``torch.jit.trace``, ``torch.onnx.export``, tensors of classes that know torch's
-    own operators alone. Dtype and strides of the output are those of the module. Where it saves a copy of a 16-bit
-    input for its backward, because it computes in float32, normops saves one, too, so that the input may be written
-    afterwards. Pickled, a patched module is one again when it is loaded, where normops is installed.
+    ``eps``, weight and bias are read at every call. Whatever else the forward was seen to read is compared at every
+    call, from the names in its code on, with the code of functions and methods: where it has changed, the module's own
+    forward computes, as it does for what it was not seen with: other dtypes than float16, bfloat16, float32 and
+    float64, more than five dimensions, a weight of another shape, a bias of another shape or dtype than the weight, a
+    gate of another shape than the input's or None, ``torch.jit.trace``, ``torch.onnx.export``, tensors of classes that
+    know torch's own operators alone. Dtype and strides of the output are those of the module. Where it saves a copy of
+    a 16-bit input for its backward, because it computes in float32, normops saves one, too, so that the input may be
+    written afterwards. Pickled, a patched module is one again when it is loaded, where normops is installed.
 
     Args:
         model: any module; a single norm, too. On any device, meta included, sharded or not.
@@ -154,7 +154,7 @@ class _Found:
             check_class(module)
             if has_foreign_forward(module):
                 return Unfit("was given another forward than its class's")
-            parameters = module.named_parameters(recurse=False)
+            parameters = module.named_parameters(recurse=False, remove_duplicate=False)
             key = (
                 type(module),
                 *((name, type(p), p.dtype, getattr(p, "ds_shape", p.shape)) for name, p in parameters),

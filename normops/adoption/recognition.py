@@ -107,8 +107,8 @@ def _arguments_of(module: nn.Module) -> list[str]:
 
 def _parameters_of(module: nn.Module) -> list[str]:
     parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    if len(parameters) > 1:
-        raise Unfit(f"has the parameters {', '.join(parameters)}, not a weight alone")
+    if len(parameters) > 2:
+        raise Unfit(f"has the parameters {', '.join(parameters)}, more than a weight and a bias")
     for name, parameter in parameters.items():
         if type(parameter) not in (nn.Parameter, *_sharded()):
             raise Unfit(f"its {name} is a {type(parameter).__name__}, not a plain parameter")
@@ -119,6 +119,8 @@ def _parameters_of(module: nn.Module) -> list[str]:
             raise Unfit(f"has a {name} of the shape {tuple(shape)}, not one for each column of a row")
         if shape.numel() > LARGEST:
             raise Unfit(f"has a {name} of {shape.numel()} elements, more than any norm")
+    if len({(whole_shape(parameter), parameter.dtype) for parameter in parameters.values()}) > 1:
+        raise Unfit(f"its {' and its '.join(parameters)} differ in shape or dtype")
     return [*parameters]
 
 
@@ -159,7 +161,8 @@ def _found(trial: Trial) -> Norm:
     return Norm(
         arguments=tuple(trial.arguments),
         weight=structure.weight,
-        weight_dims=0 if trial.shape is None else len(trial.shape),
+        bias=structure.bias,
+        parameter_dims=0 if trial.shape is None else len(trial.shape),
         shape=base.shape if is_fixed else None,
         takes_empty=takes_empty,
         normalized_dims=structure.normalized_dims,
@@ -174,7 +177,7 @@ def _found(trial: Trial) -> Norm:
         order=order_of(trial, base, taken),
         takes_gaps=takes_gaps(trial, base),
         autocasts=any(autocasts_of(run) for run in runs.values()),
-        saves=saves_of(trial, base, taken),
+        saves=saves_of(trial, base, structure, taken),
         guards=guards,
     )
 

@@ -32,6 +32,8 @@ class Structure(NamedTuple):
     weight: str | None
     """The name of the parameter."""
     weight_offset: float
+    bias: str | None
+    """The name of the parameter that is added after the weight."""
     normalized_dims: int
     group_size: int | None
     """How many elements are normalized together, if that is not all of the normalized dimensions."""
@@ -106,6 +108,7 @@ class _Reading:
         self._parameters = {node: name for name, node in run.parameters.items()}
         self._weight: str | None = None
         self._weight_offset = 0.0
+        self._bias: str | None = None
         self._gating: Gating | None = None
 
     def read(self) -> Structure:
@@ -130,8 +133,8 @@ class _Reading:
         if others:
             raise Unfit(f"computes more than {self._sought}: {_named(others[0])}")
         for name in run.parameters:
-            if name != self._weight:
-                raise Unfit(f"does not multiply by its {name}")
+            if name not in (self._weight, self._bias):
+                raise Unfit(f"does not use its {name}")
         if self._gate is not None and self._gating is None:
             raise Unfit(f"computes something else than {self._sought}")
         size = _value(core.input).shape[-1]
@@ -139,7 +142,8 @@ class _Reading:
         eps = core.eps.attribute if isinstance(core.eps, TracedFloat) and self._is_once(core.eps) else core.eps
         eps = eps if isinstance(eps, str) or eps is None else number(eps)
         group_size = size if is_grouped else None
-        return Structure(eps, self._weight, self._weight_offset, core.normalized_dims, group_size, self._gating)
+        affine = self._weight, self._weight_offset, self._bias
+        return Structure(eps, *affine, core.normalized_dims, group_size, self._gating)
 
     @property
     def _sought(self) -> str:
@@ -191,6 +195,9 @@ class _Reading:
             elif call is not None and call.name == "mul":
                 a, b = call.arguments
                 self._multiplied(node, b if a is node else a)
+            elif call is not None and call.name == "add" and self._gate is None:
+                a, b = call.arguments
+                self._added(node, b if a is node else a)
             else:
                 raise Unfit(f"computes something else than {self._sought}: {_named(user)} after the norm")
             node = user
@@ -203,10 +210,23 @@ class _Reading:
         weight, offset = self._parameter_above(factor)
         if weight is None or self._weight is not None:
             raise Unfit(f"multiplies by something else than {'a weight' if self._gate is None else 'weight and gate'}")
-        shape, rows = _value(factor).shape, _value(node).shape
-        if shape != rows[len(rows) - len(shape) :] or shape.numel() % self._shape[-1] != 0:
-            raise Unfit(f"multiplies rows of {rows[-1]} by a weight of shape {tuple(_value(weight).shape)}")
+        if self._bias is not None:
+            raise Unfit("adds a bias before the weight")
+        self._check_fits(node, factor, "weight")
         self._weight, self._weight_offset = self._parameters[weight], offset
+
+    def _added(self, node: Node, summand: Any) -> None:
+        bias, offset = self._parameter_above(summand)
+        if bias is None or offset != 0.0 or self._bias is not None:
+            raise Unfit("adds something else than a bias")
+        self._check_fits(node, summand, "bias")
+        self._bias = self._parameters[bias]
+
+    def _check_fits(self, node: Node, other: Node, what: str) -> None:
+        """Refuses a parameter that does not have a number for each column."""
+        shape, rows = _value(other).shape, _value(node).shape
+        if shape != rows[len(rows) - len(shape) :] or shape.numel() % self._shape[-1] != 0:
+            raise Unfit(f"has a {what} of shape {tuple(shape)} for rows of {rows[-1]}")
 
     def _found_weight(self, node: Node, offset: float) -> None:
         weight, inner_offset = self._parameter_above(node)
