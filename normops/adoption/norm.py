@@ -41,7 +41,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype
     weight_dtype: torch.dtype
     requires_grad: tuple[bool, ...]
-    """Whether they require a gradient: each tensor that the forward takes, and the parameters."""
+    """Whether they require a gradient: each tensor that the forward takes, and the weight, or without one the bias."""
     tensor: int
     """The index of the saved one among these."""
 
