@@ -110,6 +110,14 @@ def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device
 
 
 @over_variants
+def test_the_order_of_dimensions_does_not_show(device: str, variant: Variant) -> None:
+    dy, x = (cases.values((3, 2, 4, 100), torch.float32, seed).to(device) for seed in (1, 2))
+    w = cases.values((100,), torch.float32, 3).to(device)
+    turned = (tensor.transpose(0, 2).contiguous().transpose(0, 2) for tensor in (dy, x))
+    assert_same(compute(variant, *turned, w), compute(variant, dy, x, w))
+
+
+@over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(1000, 64), (123, 769), (37, 4096), (2, 70000), (4000, 16)])
 @pytest.mark.usefixtures("restored_threads")
@@ -156,7 +164,7 @@ def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "groups", "cols"), [(37, 3, 64), (1, 40, 64), (130, 5, 100), (1, 7, 769), (5, 2, 4096)]
+    ("rows", "groups", "cols"), [(37, 3, 64), (3, 40, 1024), (130, 5, 100), (1, 7, 769), (5, 2, 4096)]
 )
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.covering(core=1)

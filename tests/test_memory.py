@@ -137,6 +137,13 @@ def test_allocates_what_it_returns(call: Block, dtypes: tuple[torch.dtype, ...])
     assert made == sorted({g.data_ptr(): g.nbytes for g in gradients}.values())
 
 
+def test_a_weight_for_each_row_is_not_copied() -> None:
+    x, dy, w = (cases.values((1024, 1024), torch.bfloat16, seed) for seed in range(3))
+    (*others, one, other), _ = allocations(lambda: ops.rms_norm_backward(dy, x, [1024], w, cases.EPS))
+    assert one == other == x.nbytes
+    assert sum(others) < x.nbytes
+
+
 PEAKS = """
 import sys, torch, normops
 

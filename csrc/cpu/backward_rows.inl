@@ -61,7 +61,7 @@ class BackwardRows {
     if (count_ == 0) return;
     tile.rows_per_group = count_;
     tile.stride = held_cols_;
-    tile.scale = static_cast<const Compute*>(args_.scale) + group_ * held_cols_;
+    tile.scale = static_cast<const Compute*>(args_.scale) + (group_ - args_.first_group) * held_cols_;
     tile.partial = partial(args_.grad_weight_partials);
     tile.bias_partial = partial(args_.grad_bias_partials);
     tile.begins_chunk = row_ == chunk_ * args_.rows_per_chunk;
@@ -100,7 +100,7 @@ class BackwardRows {
   // Of the current chunk and group.
   Compute* partial(void* partials) const {
     if (partials == nullptr) return nullptr;
-    return static_cast<Compute*>(partials) + (chunk_ * args_.weight.groups + group_) * held_cols_;
+    return static_cast<Compute*>(partials) + (chunk_ * args_.weight.groups + group_ - args_.first_group) * held_cols_;
   }
 
   // Adds the rows of grad_output to the partials of grad_bias, while they are still in the cache.

@@ -84,6 +84,7 @@ constexpr int64_t kSpan = 1024;
 struct CpuArgs : KernelArgs {
   bool stream = false;          // whether what is written is too large for the caches
   int64_t rows_per_chunk = 0;   // of each group; of a backward
+  int64_t first_group = 0;      // of scale and partials; others than 0 only where groups have one chunk each
   const void* scale = nullptr;  // compute [groups, held_cols]: weight + its offset
   void* held = nullptr;         // compute [held_rows, padded_cols], of the thread, or of the threads that share a row
 };

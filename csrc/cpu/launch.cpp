@@ -17,6 +17,48 @@ namespace {
 
 HeldOrder order_of(const KernelArgs& args) { return {args.dtype(), args.cols, paired_columns(args.rotation)}; }
 
+// What is held of a group in scale or partials.
+char* of_group(const KernelArgs& args, const HeldOrder& order, void* held, int64_t group) {
+  return static_cast<char*>(held) + group * order.held_cols() * size_of(compute_dtype(args.dtype()));
+}
+
+// Whether kernels can read the weight itself.
+bool is_scale(const KernelArgs& args, const HeldOrder& order) {
+  const Weight& weight = args.weight;
+  return weight.data != nullptr && weight.offset == 0 && weight.dtype == args.dtype() &&
+         compute_dtype(weight.dtype) == weight.dtype && order.is_natural();
+}
+
+// Computes the scale of a group, from `begin` to `end`.
+void convert_scale(const KernelArgs& args, const HeldOrder& order, int64_t group, int64_t begin, int64_t end,
+                   char* scale) noexcept {
+  const DType dtype = args.dtype();
+  const Weight& weight = args.weight;
+  if (weight.data != nullptr) {
+    const char* const data = static_cast<const char*>(weight.data) + group * args.cols * size_of(weight.dtype);
+    order.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
+      rms_norm_kernels().scale(dtype, weight.dtype, data + column * size_of(weight.dtype), weight.offset,
+                               scale + held * size_of(compute_dtype(dtype)), count);
+    });
+  } else if (compute_dtype(dtype) == DType::float64) {
+    std::fill_n(reinterpret_cast<double*>(scale) + begin, end - begin, 1.0);
+  } else {
+    std::fill_n(reinterpret_cast<float*>(scale) + begin, end - begin, 1.0f);
+  }
+}
+
+// Computes grad_weight or grad_bias of a group, from `begin` to `end`: the sum of its partials of all chunks, which are
+// so many groups apart.
+void add_partials(const KernelArgs& args, const HeldOrder& order, TensorIndex gradient, int64_t group, int64_t begin,
+                  int64_t end, const char* partials, int64_t chunks, int64_t groups) noexcept {
+  const auto& [data, dtype, layout] = args[gradient];
+  char* const sum = static_cast<char*>(data) + group * args.cols * size_of(dtype);
+  order.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
+    rms_norm_backward_kernels().grad_weight(args.dtype(), dtype, partials + held * size_of(compute_dtype(args.dtype())),
+                                            chunks, groups * order.held_cols(), sum + column * size_of(dtype), count);
+  });
+}
+
 // weight + weight_offset as the kernels read it, or ones without a weight: the weight itself, where it is just that, or
 // converted: by the threads together where it is long, and otherwise by each for itself, which is quicker than to fetch
 // lines that another core has just written (8 x 4096 bfloat16, 2 threads of a Xeon: 5.5 us instead of 9.5).
@@ -46,35 +88,15 @@ class Scale {
   enum class Conversion { none, together, each };
 
   Conversion conversion() const {
-    const DType dtype = args_.dtype();
-    const Weight& weight = args_.weight;
     if (args_.sums == Sums::wanted && !args_.has(kGradOutput)) return Conversion::none;  // nobody reads it
-    if (weight.data != nullptr && weight.offset == 0 && weight.dtype == dtype && compute_dtype(dtype) == dtype &&
-        order_.is_natural()) {
-      return Conversion::none;
-    }
-    return weight.groups * args_.cols > kGrainElements ? Conversion::together : Conversion::each;
+    if (is_scale(args_, order_)) return Conversion::none;
+    return args_.weight.groups * args_.cols > kGrainElements ? Conversion::together : Conversion::each;
   }
 
   int64_t count() const { return args_.weight.groups * order_.held_cols(); }
 
-  // What is held from `begin` to `end` of a group's.
   void convert(void* scale, int64_t group, int64_t begin, int64_t end) const noexcept {
-    const DType dtype = args_.dtype();
-    const Weight& weight = args_.weight;
-    const int64_t bytes = size_of(compute_dtype(dtype));
-    char* const of_group = static_cast<char*>(scale) + group * order_.held_cols() * bytes;
-    if (weight.data != nullptr) {
-      const char* const data = static_cast<const char*>(weight.data) + group * args_.cols * size_of(weight.dtype);
-      order_.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
-        rms_norm_kernels().scale(dtype, weight.dtype, data + column * size_of(weight.dtype), weight.offset,
-                                 of_group + held * bytes, count);
-      });
-    } else if (compute_dtype(dtype) == DType::float64) {
-      std::fill_n(reinterpret_cast<double*>(of_group) + begin, end - begin, 1.0);
-    } else {
-      std::fill_n(reinterpret_cast<float*>(of_group) + begin, end - begin, 1.0f);
-    }
+    convert_scale(args_, order_, group, begin, end, of_group(args_, order_, scale, group));
   }
 
   const KernelArgs& args_;
@@ -107,18 +129,12 @@ class PartialSums {
 
   void finish() {
     if (!args_.has(gradient_)) return;
-    const auto add_up = rms_norm_backward_kernels().grad_weight;
-    const auto& [data, weight_dtype, layout] = args_[gradient_];
-    const int64_t groups = args_.weight.groups, bytes = size_of(compute_dtype(args_.dtype()));
-    parallel_for_columns(
-        groups, order_.held_cols(), grain(chunks_), [&](int64_t group, int64_t begin, int64_t end) noexcept {
-          const char* const of_group = static_cast<const char*>(partials_.data()) + group * order_.held_cols() * bytes;
-          char* const sum = static_cast<char*>(data) + group * args_.cols * size_of(weight_dtype);
-          order_.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
-            add_up(args_.dtype(), weight_dtype, of_group + held * bytes, chunks_, groups * order_.held_cols(),
-                   sum + column * size_of(weight_dtype), count);
-          });
-        });
+    const int64_t groups = args_.weight.groups;
+    parallel_for_columns(groups, order_.held_cols(), grain(chunks_),
+                         [&](int64_t group, int64_t begin, int64_t end) noexcept {
+                           const char* const partials = of_group(args_, order_, partials_.data(), group);
+                           add_partials(args_, order_, gradient_, group, begin, end, partials, chunks_, groups);
+                         });
   }
 
  private:
@@ -140,13 +156,68 @@ void run(const ForwardKernels& kernels, const KernelArgs& args) {
   run_forward(kernels, {args, fill_caches(args, 2)}, Scale(args));
 }
 
+// What a thread holds of a backward whose weight has many groups of few rows: the scales and sums of a few at a time,
+// as those of all are as large as the input.
+class FewGroups {
+ public:
+  explicit FewGroups(const KernelArgs& args)
+      : order_(order_of(args)), most_(std::max<int64_t>(1, kNumbers / order_.held_cols())) {}
+
+  bool serve(const KernelArgs& args, int64_t rows_per_chunk) const {
+    return args.weight.groups > most_ && args.rows / args.weight.groups <= rows_per_chunk &&
+           !shares_rows(args.rows, args.cols);
+  }
+
+  int64_t own_count() const { return 3 * most_ * order_.held_cols(); }
+  const void* in(Scratch& own) const noexcept { return own.data(); }
+
+  // Of groups [begin, end), with args.scale in the thread's memory.
+  void run(const BackwardKernels& kernels, CpuArgs args, int64_t begin, int64_t end) const noexcept {
+    void* const scale = const_cast<void*>(args.scale);
+    char* const partials[] = {of_group(args, order_, scale, most_), of_group(args, order_, scale, 2 * most_)};
+    if (args.has(kGradWeight)) args.grad_weight_partials = partials[0];
+    if (args.has(kGradBias)) args.grad_bias_partials = partials[1];
+    for (; begin < end; begin = args.first_group + most_) {
+      args.first_group = begin;
+      const int64_t count = std::min(most_, end - begin), cols = order_.held_cols();
+      if (is_scale(args, order_)) {
+        args.scale = of_group(args, order_, const_cast<void*>(args.weight.data), begin);
+      } else {
+        for (int64_t i = 0; i < count; i++) {
+          convert_scale(args, order_, begin + i, 0, cols, of_group(args, order_, scale, i));
+        }
+      }
+      kernels.rows(args, begin, begin + count);
+      for (const TensorIndex gradient : {kGradWeight, kGradBias}) {
+        if (!args.has(gradient)) continue;
+        for (int64_t i = 0; i < count; i++) {
+          add_partials(args, order_, gradient, begin + i, 0, cols,
+                       of_group(args, order_, partials[gradient == kGradBias], i), 1, 1);
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kNumbers = 32768;  // of each, fewer than a second-level cache has room for
+
+  HeldOrder order_;
+  int64_t most_;
+};
+
 void run(const BackwardKernels& kernels, KernelArgs& args) {
+  const int64_t groups = args.weight.groups, rows_per_chunk = grad_weight_chunk_rows(args.rows / groups);
+  const bool stream = fill_caches(args, args.has(kGate) ? 5 : 3);
+  if (const FewGroups few(args); few.serve(args, rows_per_chunk)) {
+    share_out({args, stream, rows_per_chunk}, few, groups, grain(args.rows / groups * args.cols),
+              [&](const CpuArgs& args, int64_t begin, int64_t end) noexcept { few.run(kernels, args, begin, end); });
+    return;
+  }
   const Scale scale(args);
-  const int64_t rows_per_chunk = grad_weight_chunk_rows(args.rows / args.weight.groups);
   PartialSums of_weight(args, kGradWeight, rows_per_chunk), of_bias(args, kGradBias, rows_per_chunk);
   args.grad_weight_partials = of_weight.data();
   args.grad_bias_partials = of_bias.data();
-  run_backward(kernels, {args, fill_caches(args, args.has(kGate) ? 5 : 3), rows_per_chunk}, scale);
+  run_backward(kernels, {args, stream, rows_per_chunk}, scale);
   of_weight.finish();
   of_bias.finish();
 }
