@@ -113,8 +113,8 @@ def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device
 def test_the_order_of_dimensions_does_not_show(device: str, variant: Variant) -> None:
     dy, x = (cases.values((3, 2, 4, 100), torch.float32, seed).to(device) for seed in (1, 2))
     w = cases.values((100,), torch.float32, 3).to(device)
-    turned = (tensor.transpose(0, 2).contiguous().transpose(0, 2) for tensor in (dy, x))
-    assert_same(compute(variant, *turned, w), compute(variant, dy, x, w))
+    turned_dy, turned_x = (tensor.transpose(0, 2).contiguous().transpose(0, 2) for tensor in (dy, x))
+    assert_same(compute(variant, turned_dy, turned_x, w), compute(variant, dy, x, w))
 
 
 @over_variants

@@ -1,6 +1,7 @@
 """Scales, shifts, gates and residuals after a norm, which the passes for torch.compile give to its operator."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from adopted_graphs import compiled_with_passes, norms
 from assertions import assert_same_bits
 from test_inductor import assert_close, results
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import normops
 
@@ -88,6 +90,15 @@ def test_one_operator_each_way(case: str, dtype: torch.dtype) -> None:
     assert norms(graphs.forward) == ["rms_norm"]
     assert norms(graphs.backward) == ["rms_norm_backward"]
     assert arithmetic(graphs.forward) == once
+
+
+def test_bodies_of_checkpoints() -> None:
+    def fn(x: Tensor, r: Tensor, m: Tensor, w: Tensor) -> Any:
+        return checkpoint(JOINED["scale and shift"][0], x, r, m, w, use_reentrant=False)
+
+    compiled, graphs = compiled_with_passes(fn)
+    assert_close(results(compiled, problem(torch.float32)), results(fn, problem(torch.float32)), torch.float32)
+    assert (norms(graphs.forward), arithmetic(graphs.forward)) == (["rms_norm"], 0)
 
 
 def biased_after_a_sum(x: Tensor, r: Tensor, m: Tensor, w: Tensor) -> Tensor:

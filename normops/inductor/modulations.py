@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from normops._operators import by_name
 from normops.inductor import Rounding
-from normops.inductor.calls import DTYPES, HALVES, call_of, is_contiguous, is_equal, length, other_call_of, value_of
+from normops.inductor.calls import DTYPES, HALVES, call_of, is_contiguous, is_equal, length, other_call_of
 from normops.inductor.effects import IS_RECORDED, subgraphs
 from normops.inductor.search import NoMatch, Search, above_offset, may_be_computed_at, require, value, widens
 
@@ -50,7 +50,8 @@ class _Search(Search):
         super().__init__()
         self._norm, self._y = norm, value(norm)
         self._arguments = by_name(_NORM, norm.args, norm.kwargs)
-        self._weight = value_of(self._arguments.get("weight"))
+        weight = self._arguments.get("weight")
+        self._weight = None if weight is None else value(weight)
         self._dims = length(self._arguments["normalized_shape"])
         self._rounds_as_before = rounding == "original" and self._y.dtype in HALVES
 
