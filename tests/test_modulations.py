@@ -70,6 +70,9 @@ JOINED: dict[str, tuple[Modulated, int, int]] = {
     "addcmul": (lambda x, r, m, w: torch.addcmul(parts(m)[1], plain(x), 1 + parts(m)[0]), 0, 2),
     "addcmul of a gate": (lambda x, r, m, w: r.addcmul(parts(m)[0].tanh(), plain(x)), 0, 1),
     "casts": (widened, 0, 3),
+    "in float32": (lambda x, r, m, w: (plain(x.float()) * (1 + parts(m)[0].float())).to(x.dtype), 0, 0),
+    "in float32, then not": (lambda x, r, m, w: plain(x.float(), w.float()).to(x.dtype) + r, 0, 1),
+    "in float32 alone": (lambda x, r, m, w: plain(x.float(), w.float()).to(x.dtype), 0, 0),
     "residual": (lambda x, r, m, w: r + llama(x, w), 0, 0),
     "residual, rounded once": (lambda x, r, m, w: r + plain(x, w), 0, 1),
     # The factor and the weight are multiplied beforehand.
@@ -90,6 +93,8 @@ def test_one_operator_each_way(case: str, dtype: torch.dtype) -> None:
     assert norms(graphs.forward) == ["rms_norm"]
     assert norms(graphs.backward) == ["rms_norm_backward"]
     assert arithmetic(graphs.forward) == once
+    # Not of the tokens.
+    assert graphs.forward.count("aten._to_copy.default") <= 2
 
 
 def test_bodies_of_checkpoints() -> None:

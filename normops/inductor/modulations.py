@@ -10,7 +10,16 @@ from normops._operators import by_name
 from normops.inductor import Rounding
 from normops.inductor.calls import DTYPES, HALVES, call_of, is_contiguous, is_equal, length, other_call_of
 from normops.inductor.effects import IS_RECORDED, subgraphs
-from normops.inductor.search import NoMatch, Search, above_offset, may_be_computed_at, require, value, widens
+from normops.inductor.search import (
+    NoMatch,
+    Search,
+    above_offset,
+    above_widening,
+    may_be_computed_at,
+    require,
+    value,
+    widens,
+)
 
 _NORM = torch.ops.normops.rms_norm.default
 
@@ -53,7 +62,10 @@ class _Search(Search):
         weight = self._arguments.get("weight")
         self._weight = None if weight is None else value(weight)
         self._dims = length(self._arguments["normalized_shape"])
+        self._rounding = rounding
         self._rounds_as_before = rounding == "original" and self._y.dtype in HALVES
+        # What is widened for the norm alone, the operator widens itself.
+        self._narrow, self._casts = above_widening(self._arguments["input"])
 
     def join(self) -> None:
         """Puts one operator in the place of the norm and of what follows it."""
@@ -62,6 +74,9 @@ class _Search(Search):
         if found is None or not may_be_computed_at(found.last, found.nodes):
             raise NoMatch
         arguments, last, graph = dict(self._arguments), found.last, self._norm.graph
+        if value(last).dtype != self._y.dtype:
+            require(may_be_computed_at(last, {*found.nodes, *self._casts}))
+            arguments["input"] = self._narrow
         with graph.inserting_before(last):
             if found.factor is not None:
                 arguments |= self._weighted(found.factor, found)
@@ -72,13 +87,16 @@ class _Search(Search):
             result = graph.call_function(_NORM, (), arguments)
         result.meta |= {**last.meta, IS_RECORDED: value(last).requires_grad}
         last.replace_all_uses_with(result)
-        for node in sorted(found.nodes, reverse=True):
-            graph.erase_node(node)
+        for node in sorted({*found.nodes, *self._casts}, reverse=True):
+            if not node.users:
+                graph.erase_node(node)
 
     def _longest(self, node: Node, factor: Node | None, bias: Node | None) -> _Modulation | None:
         """The longest modulation that begins so."""
         self.inner.append(node)
-        is_one = value(node).dtype == self._y.dtype and is_contiguous(value(node)) and not factor is bias is None
+        y = value(node)
+        is_modulated = y.dtype == self._y.dtype and not factor is bias is None
+        is_one = is_contiguous(y) and (is_modulated or self._is_narrow(y))
         found = _Modulation(factor, bias, node, frozenset(self.inner)) if is_one else None
         try:
             return self._longest(*self._below(node, factor, bias)) or found
@@ -92,8 +110,10 @@ class _Search(Search):
         call, y = call_of(user) or other_call_of(user), value(user)
         if call is None or call.name not in ("cast", "mul", "add", "addcmul"):
             raise NoMatch
-        require(widens(self._y, y) and y.dtype in DTYPES and (y.dtype != torch.float64 or self._y.dtype == y.dtype))
+        require(y.dtype in DTYPES and (y.dtype != torch.float64 or self._y.dtype == y.dtype))
+        require(widens(self._y, y) or self._is_narrow(y))
         require(y.dtype == self._y.dtype or not self._rounds_as_before)
+        require(self._rounding == "once" or not self._is_narrow(value(node)))
         if call.name == "cast":
             return user, factor, bias
         *summands, a, b = call.arguments
@@ -104,6 +124,9 @@ class _Search(Search):
         # torch.addcmul rounds once.
         require(factor is None and not (summands and self._rounds_as_before))
         return user, self._as_factor(other), self._as_bias(*summands) if summands else None
+
+    def _is_narrow(self, y: Tensor) -> bool:
+        return bool(self._casts) and y.dtype == value(self._narrow).dtype != self._y.dtype
 
     def _as_factor(self, node: Any) -> Node:
         tensor = self._broadcast(node)
