@@ -3,7 +3,9 @@
 import os
 import runpy
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ from building.torch_headers import Torch, find_torches
 
 ROOT = Path(__file__).parent.parent
 WITH_CUDA = [Torch("2.15.0+cu132", Path("/torch"), cuda="13.2")]
-WITHOUT = [Torch("2.13.0+cpu", Path("/torch"), cuda=None)]
 HOST_ERROR = "host_config.h:143:2: error: #error -- unsupported GNU version! gcc versions later than 13 are not!"
 FAKE_NVCC = """#!/bin/sh
 case "$*" in
@@ -43,14 +44,6 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def fake_nvcc(tools: Path, compile_as: str = "true", version: str = "12.4") -> str:
-    return str(script(tools / "nvcc", FAKE_NVCC.format(compile=compile_as, version=version)))
-
-
-def fake_gpus(tools: Path, *capabilities: str) -> None:
-    script(tools / "nvidia-smi", "#!/bin/sh\n" + "".join(f"echo {capability}\n" for capability in capabilities))
-
-
 def stopped(call: object) -> str:
     assert callable(call)
     with pytest.raises(SystemExit) as caught:
@@ -58,212 +51,194 @@ def stopped(call: object) -> str:
     return str(caught.value)
 
 
-def test_no_nvcc(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_cuda(WITH_CUDA) == (None, "no: there is no nvcc on PATH or in CUDA_HOME/bin")
-    monkeypatch.setenv("NORMOPS_CUDA", "1")
-    missing = "expected nvcc on PATH or in CUDA_HOME/bin because NORMOPS_CUDA=1, but found none"
-    assert stopped(lambda: find_cuda(WITH_CUDA)) == missing
+class Machine(NamedTuple):
+    """What a build finds on one: what nvcc and nvidia-smi do, if they are there, and torches."""
+
+    nvcc: str | None = FAKE_NVCC.format(compile="true", version="12.4")
+    smi: str | None = "echo 8.6"
+    torches: Sequence[Torch] = WITH_CUDA
 
 
-def test_cuda_is_a_choice(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvcc(tools)
-    monkeypatch.setenv("NORMOPS_CUDA", "0")
-    assert find_cuda(WITH_CUDA) == (None, "no (NORMOPS_CUDA=0)")
-    monkeypatch.setenv("NORMOPS_CUDA", "yes")
-    assert stopped(lambda: find_cuda(WITH_CUDA)) == "expected NORMOPS_CUDA to be auto, 0 or 1, but got yes"
+def compiling(compile: str, version: str = "12.4", torches: Sequence[Torch] = WITH_CUDA) -> Machine:
+    return Machine(FAKE_NVCC.format(compile=compile, version=version), torches=torches)
 
 
-def test_a_torch_without_cuda_needs_none(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvcc(tools)
-    why = "no: torch 2.13.0+cpu does not run on GPUs (NORMOPS_CUDA=1 compiles for them all the same)"
-    assert find_cuda(WITHOUT) == (None, why)
-    monkeypatch.setenv("NORMOPS_CUDA", "1")
-    cuda, _ = find_cuda(WITHOUT)
-    assert cuda is not None
-
-
-def test_a_torch_for_rocm_takes_no_cuda(tools: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_nvcc(tools)
-    folder = torch_folder(tmp_path / "torch", "2.13.0+rocm7.2", hip="'7.2.26015'")
-    monkeypatch.setenv("NORMOPS_TORCH_FOLDERS", str(folder))
-    torches = find_torches()
-    about = "torch 2.13.0+rocm7.2 is built for ROCm 7.2.26015"
-    notice = f"no: {about}, where the kernels in Triton serve GPUs"
-    assert find_cuda(torches) == (None, notice)
-    monkeypatch.setenv("FORCE_CUDA", "1")
-    assert find_cuda(torches) == (None, notice)
-    monkeypatch.setenv("NORMOPS_CUDA", "1")
-    assert stopped(lambda: find_cuda(torches)) == (
-        f"expected a torch built for CUDA because NORMOPS_CUDA=1, but {about}: leave NORMOPS_CUDA unset"
-    )
-
-
-LATER = (
-    "later ones compile it when they first run it, without clusters and early starts: NORMOPS_CUDA_ARCHS names them, "
-    "or all"
-)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "archs", "why"),
-    [
-        ((), ["80"], f"no GPU here; {LATER}"),
-        (("8.6",), ["86"], "of the GPUs here"),
-        (("9.0", "8.0", "9.0", "7.5"), ["80", "90"], "of the GPUs here"),
-        (("12.0",), ["90"], "of the GPUs here"),  # newer than this nvcc knows: it compiles for itself
-    ],
-)
-def test_architectures_are_those_of_the_gpus(tools: Path, gpus: tuple[str, ...], archs: list[str], why: str) -> None:
-    nvcc = fake_nvcc(tools)
-    fake_gpus(tools, *gpus)
-    cuda, said = find_cuda(WITH_CUDA)
-    assert cuda is not None
-    assert (cuda.archs, cuda.library_dirs) == (archs, ["/toolkit/lib64"])
-    assert said == f"{' '.join(f'sm_{arch}' for arch in archs)} ({why}), with {nvcc} 12.4"
-
-
-def test_no_nvidia_smi_or_one_that_fails_is_said(tools: Path) -> None:
-    nvcc = fake_nvcc(tools)
-    missing = f"sm_80 (there is no nvidia-smi on PATH to tell the GPUs here; {LATER}), with {nvcc} 12.4"
-    assert find_cuda(WITH_CUDA)[1] == missing
-    script(
-        tools / "nvidia-smi", "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
-    )
-    why = "nvidia-smi does not tell the GPUs here, but: Failed to initialize NVML: Driver/library version mismatch"
-    assert find_cuda(WITH_CUDA)[1] == f"sm_80 ({why}; {LATER}), with {nvcc} 12.4"
-
-
-@pytest.mark.parametrize(
-    ("nvcc", "cuda", "warns"), [("13.0", "12.6", True), ("13.0", "13.2", False), ("12.4", "13.0", False)]
-)
-def test_a_toolkit_that_wants_a_later_driver_than_torch(tools: Path, nvcc: str, cuda: str, warns: bool) -> None:
-    fake_nvcc(tools, version=nvcc)
-    torches = [Torch("2.11.0", Path("/torch"), cuda), *WITHOUT]
-    _, _, warning = find_cuda(torches)[1].partition("\n")
-    expected = (
-        f"  warning: torch 2.11.0 runs on drivers for CUDA {cuda}, where kernels of nvcc {nvcc} fail at the first "
-        "call: CUDA_HOME names another toolkit"
-    )
-    assert warning == (expected if warns else "")
-
-
+HERE, NO_NVCC = Machine(), Machine(nvcc=None)
+WITHOUT = Machine(torches=[Torch("2.13.0+cpu", Path("/torch"), cuda=None)])
+ROCM = Machine(torches=[Torch("2.13.0+rocm7.2", Path("/torch"), None, "7.2.26015")])
 OLD_PTX = "ptxas probe.ptx, line 22; error   : Feature 'st.async' requires PTX ISA .version 8.1 or later"
 COMPILE_AS_12_0 = f"""
     for file in "$@"; do case $file in *.cu)
       while read -r line; do case $line in *st.async*) echo "{OLD_PTX}"; exit 1 ;; esac; done < $file ;;
     esac; done"""
-
-
-def test_an_nvcc_without_st_async_leaves_a_cpu_build(tools: Path) -> None:
-    nvcc = fake_nvcc(tools, COMPILE_AS_12_0, "12.0")
-    _, said = find_cuda(WITH_CUDA)
-    assert said.startswith(f"no: expected {nvcc} 12.0 to compile C++20 and st.async (12.1 and later do, with")
-    assert OLD_PTX in said
-
-
-def test_architectures_on_request(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvcc = fake_nvcc(tools)
-    monkeypatch.setenv("NORMOPS_CUDA_ARCHS", "90,80")
-    cuda, _ = find_cuda(WITH_CUDA)
-    assert cuda is not None
-    assert cuda.archs == ["80", "90"]
-    assert cuda.arch_flags[-1] == "-gencode=arch=compute_90,code=compute_90"
-    monkeypatch.setenv("NORMOPS_CUDA_ARCHS", "all")
-    assert stopped(lambda: find_cuda(WITH_CUDA)) == (
-        f"expected an nvcc that compiles for sm_100 (NORMOPS_CUDA_ARCHS=all), but {nvcc} is 12.4, which does not: "
-        "NORMOPS_CUDA_ARCHS=80;90 names what it compiles for; NORMOPS_CUDA=0 builds without CUDA kernels"
-    )
-    monkeypatch.setenv("NORMOPS_CUDA_ARCHS", "sm_90")
-    wrong = "expected NORMOPS_CUDA_ARCHS to be all, or numbers from 80 like 80;90, but got sm_90"
-    assert stopped(lambda: find_cuda(WITH_CUDA)) == wrong
-
-
-@pytest.mark.parametrize(
-    ("named", "archs", "left_out"),
-    [
-        ("8.0;9.0+PTX", ["80", "90"], ""),
-        ("9.0a+PTX 8.0", ["80", "90"], ""),
-        ("8.6; 8.0", ["80", "86"], ""),
-        ("Ampere;Hopper", ["80", "86", "90"], ""),
-        (
-            "5.2 7.5 8.0 9.0 10.0+PTX",
-            ["80", "90"],
-            ", without sm_52 sm_75, older than sm_80, without sm_100, unknown to this nvcc",
-        ),
-        (
-            "Turing Ampere+Tegra Ampere",
-            ["80", "86"],
-            ", without sm_75, older than sm_80, without sm_87, unknown to this nvcc",
-        ),
-    ],
+STOPS = "stops"
+OF_GPUS = "of the GPUs here"
+LATER = (
+    "later ones compile it when they first run it, without clusters and early starts: NORMOPS_CUDA_ARCHS names them, "
+    "or all"
 )
-def test_architectures_as_torch_spells_them(
-    tools: Path, monkeypatch: pytest.MonkeyPatch, named: str, archs: list[str], left_out: str
+NVML = "Failed to initialize NVML: Driver/library version mismatch"
+NOT_ON_GPUS = "no: torch 2.13.0+cpu does not run on GPUs (NORMOPS_CUDA=1 compiles for them all the same)"
+OF_ROCM = "torch 2.13.0+rocm7.2 is built for ROCm 7.2.26015"
+WARNING = (
+    "\n  warning: torch 2.11.0 runs on drivers for CUDA 12.6, where kernels of nvcc 13.0 fail at the first call: "
+    "CUDA_HOME names another toolkit"
+)
+UNFIT = (
+    "expected {{nvcc}} {} to compile C++20 and st.async (12.1 and later do, with a host compiler that it supports, "
+    "which NVCC_CCBIN names), but got: {}"
+)
+VOLTA = (
+    "expected an architecture from sm_80 on, but got TORCH_CUDA_ARCH_LIST=Volta 7.5, without sm_70 sm_75, older than "
+    "sm_80"
+)
+CPU_ALONE = "; this build has CPU kernels alone, NORMOPS_CUDA=1 makes this an error"
+WITHOUT_CUDA = "; NORMOPS_CUDA=0 builds without CUDA kernels"
+
+
+def drivers(nvcc: str, cuda: str) -> Machine:
+    return compiling("true", nvcc, [Torch("2.11.0", Path("/torch"), cuda), *WITHOUT.torches])
+
+
+def for_torch(named: str, archs: str, left_out: str = "") -> tuple[dict[str, str], Machine, str, str]:
+    return {"TORCH_CUDA_ARCH_LIST": named}, HERE, archs, f"TORCH_CUDA_ARCH_LIST={named}{left_out}"
+
+
+# Variables that are set; the architectures that are compiled for, if any, and what is said of them, or of their lack.
+FOUND: list[tuple[dict[str, str], Machine, str | None, str]] = [
+    ({}, NO_NVCC, None, "no: there is no nvcc on PATH or in CUDA_HOME/bin"),
+    *(
+        ({name: "1"}, NO_NVCC, STOPS, f"expected nvcc on PATH or in CUDA_HOME/bin because {name}=1, but found none")
+        for name in ("NORMOPS_CUDA", "FORCE_CUDA")
+    ),
+    ({"NORMOPS_CUDA": "0"}, HERE, None, "no (NORMOPS_CUDA=0)"),
+    ({"NORMOPS_CUDA": "0", "FORCE_CUDA": "1"}, HERE, None, "no (NORMOPS_CUDA=0, not FORCE_CUDA=1)"),
+    ({"NORMOPS_CUDA": "yes"}, HERE, STOPS, "expected NORMOPS_CUDA to be auto, 0 or 1, but got yes"),
+    ({"FORCE_CUDA": "0"}, HERE, "86", OF_GPUS),
+    *((variables, WITHOUT, None, NOT_ON_GPUS) for variables in ({}, {"NORMOPS_CUDA": "auto", "FORCE_CUDA": "1"})),
+    *(({name: "1"}, WITHOUT, "86", OF_GPUS) for name in ("NORMOPS_CUDA", "FORCE_CUDA")),
+    *(
+        (variables, ROCM, None, f"no: {OF_ROCM}, where the kernels in Triton serve GPUs")
+        for variables in ({}, {"FORCE_CUDA": "1"})
+    ),
+    (
+        {"NORMOPS_CUDA": "1"},
+        ROCM,
+        STOPS,
+        f"expected a torch built for CUDA because NORMOPS_CUDA=1, but {OF_ROCM}: leave NORMOPS_CUDA unset",
+    ),
+    ({}, Machine(smi="true"), "80", f"no GPU here; {LATER}"),
+    ({}, Machine(smi="printf '9.0\\n8.0\\n9.0\\n7.5\\n'"), "80 90", OF_GPUS),
+    ({}, Machine(smi="echo 12.0"), "90", OF_GPUS),  # newer than this nvcc knows: it compiles for itself
+    ({}, Machine(smi=None), "80", f"there is no nvidia-smi on PATH to tell the GPUs here; {LATER}"),
+    (
+        {},
+        Machine(smi=f"echo '{NVML}'; exit 18"),
+        "80",
+        f"nvidia-smi does not tell the GPUs here, but: {NVML}; {LATER}",
+    ),
+    (
+        {},
+        Machine(smi="echo 7.5"),
+        None,
+        f"no: expected a GPU of sm_80 or later, but the one here is sm_75{CPU_ALONE}",
+    ),
+    ({}, drivers("13.0", "12.6"), "86", OF_GPUS + WARNING),
+    ({}, drivers("13.0", "13.2"), "86", OF_GPUS),
+    ({}, drivers("12.4", "13.0"), "86", OF_GPUS),
+    ({"NORMOPS_CUDA_ARCHS": "90,80"}, HERE, "80 90", "NORMOPS_CUDA_ARCHS=90,80"),
+    (
+        {"NORMOPS_CUDA_ARCHS": "all"},
+        HERE,
+        STOPS,
+        "expected an nvcc that compiles for sm_100 (NORMOPS_CUDA_ARCHS=all), but {nvcc} is 12.4, which does not: "
+        f"NORMOPS_CUDA_ARCHS=80;90 names what it compiles for{WITHOUT_CUDA}",
+    ),
+    (
+        {"NORMOPS_CUDA_ARCHS": "sm_90"},
+        HERE,
+        STOPS,
+        "expected NORMOPS_CUDA_ARCHS to be all, or numbers from 80 like 80;90, but got sm_90",
+    ),
+    for_torch("8.0;9.0+PTX", "80 90"),
+    for_torch("9.0a+PTX 8.0", "80 90"),
+    for_torch("8.6; 8.0", "80 86"),
+    for_torch("Ampere;Hopper", "80 86 90"),
+    for_torch(
+        "5.2 7.5 8.0 9.0 10.0+PTX",
+        "80 90",
+        ", without sm_52 sm_75, older than sm_80, without sm_100, unknown to this nvcc",
+    ),
+    for_torch(
+        "Turing Ampere+Tegra Ampere",
+        "80 86",
+        ", without sm_75, older than sm_80, without sm_87, unknown to this nvcc",
+    ),
+    *(({"TORCH_CUDA_ARCH_LIST": named}, HERE, "86", OF_GPUS) for named in ("", " ", "native")),
+    ({"TORCH_CUDA_ARCH_LIST": "Volta 7.5"}, HERE, None, f"no: {VOLTA}{CPU_ALONE}"),
+    ({"TORCH_CUDA_ARCH_LIST": "Volta 7.5", "FORCE_CUDA": "1"}, HERE, STOPS, f"{VOLTA}{WITHOUT_CUDA}"),
+    (
+        {"TORCH_CUDA_ARCH_LIST": "8.0;all"},
+        HERE,
+        STOPS,
+        "expected TORCH_CUDA_ARCH_LIST to be native, or architectures like 8.0;9.0+PTX or Ampere, but got 8.0;all",
+    ),
+    # Ours win, where they do not agree.
+    *(
+        (
+            {"NORMOPS_CUDA_ARCHS": "90,80", "TORCH_CUDA_ARCH_LIST": named},
+            HERE,
+            "80 90",
+            f"NORMOPS_CUDA_ARCHS=90,80{but}",
+        )
+        for named, but in (
+            ("8.0 9.0+PTX", ""),
+            ("8.6", ", not TORCH_CUDA_ARCH_LIST=8.6"),
+            ("all", ", not TORCH_CUDA_ARCH_LIST=all"),
+        )
+    ),
+    ({}, compiling(f"echo '{HOST_ERROR}'; exit 1"), None, f"no: {UNFIT.format('12.4', HOST_ERROR)}{CPU_ALONE}"),
+    (
+        {"NORMOPS_CUDA": "1"},
+        compiling(f"echo '{HOST_ERROR}'; exit 1"),
+        STOPS,
+        f"{UNFIT.format('12.4', HOST_ERROR)}{WITHOUT_CUDA}",
+    ),
+    ({}, compiling(COMPILE_AS_12_0, "12.0"), None, f"no: {UNFIT.format('12.0', OLD_PTX)}{CPU_ALONE}"),
+    (
+        {},
+        Machine("#!/bin/sh\necho nvcc: fatal: no toolkit; exit 1\n"),
+        None,
+        f"no: expected {{nvcc}} --version to succeed, but got: nvcc: fatal: no toolkit{CPU_ALONE}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("variables", "machine", "archs", "said"), FOUND)
+def test_cuda(
+    tools: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    machine: Machine,
+    archs: str | None,
+    said: str,
 ) -> None:
-    """Whatever GPUs are here."""
-    nvcc = fake_nvcc(tools)
-    fake_gpus(tools, "8.6")
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", named)
-    cuda, said = find_cuda(WITH_CUDA)
-    assert cuda is not None
-    assert cuda.archs == archs
-    expected = f"{' '.join(f'sm_{arch}' for arch in archs)} (TORCH_CUDA_ARCH_LIST={named}{left_out}), with {nvcc} 12.4"
-    assert said == expected
-
-
-@pytest.mark.parametrize("named", ["", " ", "native"])
-def test_no_architectures_in_particular(tools: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
-    fake_nvcc(tools)
-    fake_gpus(tools, "8.6")
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", named)
-    cuda, said = find_cuda(WITH_CUDA)
-    assert cuda is not None
-    assert cuda.archs == ["86"]
-    assert "(of the GPUs here)" in said
-
-
-def test_architectures_that_are_none_of_ours(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvcc(tools)
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Volta 7.5")
-    why = (
-        "expected an architecture from sm_80 on, but got TORCH_CUDA_ARCH_LIST=Volta 7.5, without sm_70 sm_75, older "
-        "than sm_80"
-    )
-    notice = f"no: {why}; this build has CPU kernels alone, NORMOPS_CUDA=1 makes this an error"
-    assert find_cuda(WITH_CUDA) == (None, notice)
-    monkeypatch.setenv("FORCE_CUDA", "1")
-    assert stopped(lambda: find_cuda(WITH_CUDA)) == f"{why}; NORMOPS_CUDA=0 builds without CUDA kernels"
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;all")
-    assert stopped(lambda: find_cuda(WITH_CUDA)) == (
-        "expected TORCH_CUDA_ARCH_LIST to be native, or architectures like 8.0;9.0+PTX or Ampere, but got 8.0;all"
-    )
-
-
-def test_our_variables_win(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvcc = fake_nvcc(tools)
-    monkeypatch.setenv("NORMOPS_CUDA_ARCHS", "90,80")
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0+PTX")
-    ours = f"sm_80 sm_90 (NORMOPS_CUDA_ARCHS=90,80), with {nvcc} 12.4"
-    assert find_cuda(WITH_CUDA)[1] == ours  # they agree
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6")
-    assert find_cuda(WITH_CUDA)[1] == ours.replace("90,80", "90,80, not TORCH_CUDA_ARCH_LIST=8.6")
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "all")  # whatever that is
-    assert find_cuda(WITH_CUDA)[1] == ours.replace("90,80", "90,80, not TORCH_CUDA_ARCH_LIST=all")
-    monkeypatch.setenv("FORCE_CUDA", "1")
-    monkeypatch.setenv("NORMOPS_CUDA", "0")
-    assert find_cuda(WITH_CUDA) == (None, "no (NORMOPS_CUDA=0, not FORCE_CUDA=1)")
-    monkeypatch.setenv("NORMOPS_CUDA", "auto")
-    assert find_cuda(WITHOUT)[0] is None
-
-
-def test_cuda_is_forced_as_in_other_packages(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_CUDA", "0")
-    assert find_cuda(WITH_CUDA)[0] is None
-    monkeypatch.setenv("FORCE_CUDA", "1")
-    missing = "expected nvcc on PATH or in CUDA_HOME/bin because FORCE_CUDA=1, but found none"
-    assert stopped(lambda: find_cuda(WITH_CUDA)) == missing
-    fake_nvcc(tools)
-    assert find_cuda(WITHOUT)[0] is not None
+    for name, text in (("nvcc", machine.nvcc), ("nvidia-smi", machine.smi and f"#!/bin/sh\n{machine.smi}\n")):
+        if text is not None:
+            script(tools / name, text)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    nvcc = tools / "nvcc"
+    if archs == STOPS:
+        assert stopped(lambda: find_cuda(machine.torches)) == said.format(nvcc=nvcc)
+        return
+    cuda, actual = find_cuda(machine.torches)
+    assert (cuda and " ".join(cuda.archs)) == archs
+    if cuda is not None:
+        assert cuda.library_dirs == ["/toolkit/lib64"]
+        why, *warning = said.partition("\n")
+        said = f"{' '.join(f'sm_{arch}' for arch in cuda.archs)} ({why}), with {nvcc} {cuda.version}{''.join(warning)}"
+    assert actual == said.format(nvcc=nvcc)
 
 
 def test_compilers_at_a_time(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,33 +261,6 @@ def test_compilers_at_a_time(tools: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_from_sm_90_on_one_ptx_serves_all(archs: list[str], made: dict[str, str]) -> None:
     flags = Cuda("nvcc", "13.0", archs, []).arch_flags
     assert flags == [f"-gencode=arch=compute_{ptx},code={code}" for code, ptx in made.items()]
-
-
-def test_an_unfit_nvcc_leaves_a_cpu_build(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvcc = fake_nvcc(tools, f"echo '{HOST_ERROR}'; exit 1")
-    why = (
-        f"expected {nvcc} 12.4 to compile C++20 and st.async (12.1 and later do, with a host compiler that it "
-        f"supports, which NVCC_CCBIN names), but got: {HOST_ERROR}"
-    )
-    notice = f"no: {why}; this build has CPU kernels alone, NORMOPS_CUDA=1 makes this an error"
-    assert find_cuda(WITH_CUDA) == (None, notice)
-    monkeypatch.setenv("NORMOPS_CUDA", "1")
-    assert stopped(lambda: find_cuda(WITH_CUDA)) == f"{why}; NORMOPS_CUDA=0 builds without CUDA kernels"
-
-
-def test_a_gpu_that_is_too_old_leaves_a_cpu_build(tools: Path) -> None:
-    fake_nvcc(tools)
-    fake_gpus(tools, "7.5")
-    _, said = find_cuda(WITH_CUDA)
-    assert said.startswith(
-        "no: expected a GPU of sm_80 or later, but the one here is sm_75; this build has CPU kernels"
-    )
-
-
-def test_an_nvcc_that_does_not_run_leaves_a_cpu_build(tools: Path) -> None:
-    nvcc = script(tools / "nvcc", "#!/bin/sh\necho nvcc: fatal: no toolkit; exit 1\n")
-    _, said = find_cuda(WITH_CUDA)
-    assert said.startswith(f"no: expected {nvcc} --version to succeed, but got: nvcc: fatal: no toolkit; this build")
 
 
 WANTED = "expected a C++20 compiler (GCC 11 or clang 17 or later)"
@@ -371,11 +319,13 @@ def test_torches_by_their_folders(tools: Path, tmp_path: Path, monkeypatch: pyte
     folders = [
         torch_folder(tmp_path / "a", "2.11.0+cpu"),
         torch_folder(tmp_path / "b", "2.15.0+cu132", "'13.2'"),
+        torch_folder(tmp_path / "d", "2.13.0+rocm7.2", hip="'7.2.26015'"),
     ]
     monkeypatch.setenv("NORMOPS_TORCH_FOLDERS", ":".join(map(str, folders)))
-    assert [(t.version, t.minor, t.cuda) for t in find_torches()] == [
-        ("2.11.0+cpu", "2.11", None),
-        ("2.15.0+cu132", "2.15", "13.2"),
+    assert [(t.version, t.minor, t.cuda, t.rocm) for t in find_torches()] == [
+        ("2.11.0+cpu", "2.11", None, None),
+        ("2.15.0+cu132", "2.15", "13.2", None),
+        ("2.13.0+rocm7.2", "2.13", None, "7.2.26015"),
     ]
     monkeypatch.setenv("NORMOPS_TORCH_FOLDERS", str(torch_folder(tmp_path / "c", "2.10.1")))
     assert stopped(find_torches) == "expected torch 2.11 or later, but got torch 2.10.1: pip install --upgrade torch"
