@@ -9,6 +9,12 @@ from torch import Tensor
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
+# Of input, residual and weight: the same, or the weight or the residual wider than the input.
+MIXED_DTYPES = (
+    *((dtype, dtype, dtype) for dtype in DTYPES),
+    *((dtype, dtype, torch.float32) for dtype in HALVES),
+    *((dtype, torch.float32, torch.float32) for dtype in HALVES),
+)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

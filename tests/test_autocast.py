@@ -52,14 +52,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
     assert all(map(same_bits, actual, expected))
 
 
-DTYPES = [
-    *((dtype, dtype, dtype) for dtype in cases.DTYPES),
-    *((dtype, dtype, torch.float32) for dtype in HALVES),
-    *((dtype, torch.float32, torch.float32) for dtype in HALVES),
-]
-
-
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("dtypes", cases.MIXED_DTYPES, ids=str)
 @pytest.mark.parametrize("autocast_dtype", HALVES, ids=str)
 @pytest.mark.parametrize("call", [*NORMS, module])
 @pytest.mark.covering(core=1)
@@ -74,7 +67,7 @@ def test_eager(call: Call, autocast_dtype: torch.dtype, dtypes: tuple[torch.dtyp
             assert_same(forward_and_backward(call, dtypes, device), expected)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("dtypes", cases.MIXED_DTYPES, ids=str)
 @pytest.mark.parametrize("call", NORMS)
 @pytest.mark.covering(core=1)
 def test_compiled(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from assertions import same_bits
+from assertions import assert_same_bits
 from calls import Calls
 from torch import Tensor
 from torch.utils.checkpoint import (
@@ -24,17 +24,10 @@ from traced_graphs import operators, trace
 
 import normops
 from reference import cases
-from reference.cases import HALVES
 from reference.memory import memory_changes
+from reference.operators import DIFFERENTIABLE, Operator, of_rows
 
 ops = torch.ops.normops
-
-# Of input, residual and weight: the same, or the weight or the residual wider than the input.
-DTYPES = [
-    *((dtype, dtype, dtype) for dtype in cases.DTYPES),
-    *((dtype, dtype, torch.float32) for dtype in HALVES),
-    *((dtype, torch.float32, torch.float32) for dtype in HALVES),
-]
 
 
 class Problem(NamedTuple):
@@ -60,17 +53,6 @@ def add_norm(t: Problem) -> tuple[Tensor, ...]:
     return normops.add_rms_norm(t.input, t.residual, t.input.shape[-1], t.weight, cases.EPS)
 
 
-def gated_norm(t: Problem) -> tuple[Tensor, ...]:
-    """Of the residual as its gate."""
-    return (normops.gated_rms_norm(t.input, t.residual, t.input.shape[-1], t.weight, cases.EPS),)
-
-
-def rotated_norm(t: Problem) -> tuple[Tensor, ...]:
-    """By the residual, of which no gradient is asked for."""
-    table = t.residual.detach()
-    return (normops.rms_norm_rope(t.input, table, table, t.input.shape[-1], t.weight, cases.EPS),)
-
-
 def both_norms(t: Problem) -> tuple[Tensor, ...]:
     """The last that the backward needs is an output of the last operator."""
     return add_norm(t._replace(input=norm(t)[0] * 2))
@@ -90,28 +72,23 @@ def gradients(outputs: tuple[Tensor, ...], inputs: Problem) -> tuple[Tensor | No
     return result
 
 
-def assert_same_bits(actual: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or b is None or same_bits(a, b)
+over_dtypes = pytest.mark.parametrize("dtypes", cases.MIXED_DTYPES, ids=str)
+over_operators = pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm, gated_norm, rotated_norm])
+@over_dtypes
+@over_operators
 @pytest.mark.covering(core=1)
-def test_saves_the_normalized_tensor_and_the_weight(call: Block, dtypes: tuple[torch.dtype, ...], device: str) -> None:
-    """The input of rms_norm, or residual_out, an output of add_rms_norm, or input and gate, or input and tables."""
+def test_saves_the_normalized_tensor_and_the_weight(
+    operator: Operator, dtypes: tuple[torch.dtype, ...], device: str
+) -> None:
+    """And what else its gradients depend on; of a sum that is returned the sum alone."""
     t = leaves(dtypes, device)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
-        outputs = call(t)
-    of_rows: dict[Block, tuple[Tensor, ...]] = {
-        norm: (t.input,),
-        add_norm: outputs[1:],
-        gated_norm: (t.input, t.residual),
-        rotated_norm: (t.input, t.residual, t.residual),
-    }
-    expected = [*of_rows[call], t.weight]
+        outputs = operator.results(of_rows(operator, 16)(*t))
+    beside = [t.residual for name in operator.tensors if not operator.is_optional(name)]
+    expected = [*(outputs[1:] or [t.input, *beside]), t.weight]
     assert [s.data_ptr() for s in saved] == [e.data_ptr() for e in expected]
     assert sum(s.untyped_storage().nbytes() for s in saved) == sum(e.nbytes for e in expected)
 
@@ -122,19 +99,18 @@ def allocations(call: Callable[[], tuple[Tensor, ...]]) -> tuple[list[int], tupl
     return sorted(change for change in changes if change > 0), result
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("call", [norm, add_norm, gated_norm, rotated_norm])
+@over_dtypes
+@over_operators
 @pytest.mark.covering(core=1)
-def test_allocates_what_it_returns(call: Block, dtypes: tuple[torch.dtype, ...]) -> None:
+def test_allocates_what_it_returns(operator: Operator, dtypes: tuple[torch.dtype, ...]) -> None:
     """Nothing else, in the backward either."""
     t = leaves(dtypes, "cpu", (64, 40))
-    made, outputs = allocations(lambda: call(t))
+    made, outputs = allocations(lambda: operator.results(of_rows(operator, 40)(*t)))
     assert made == sorted(y.nbytes for y in outputs)
     grad_outputs = [torch.ones_like(y) for y in outputs]
-    inputs = (t.input, t.weight) if call in (norm, rotated_norm) else tuple(t)
-    made, gradients = allocations(lambda: torch.autograd.grad(outputs, inputs, grad_outputs))
+    made, gradients = allocations(lambda: torch.autograd.grad(outputs, t, grad_outputs, allow_unused=True))
     # input and residual of one dtype receive the same tensor
-    assert made == sorted({g.data_ptr(): g.nbytes for g in gradients}.values())
+    assert made == sorted({g.data_ptr(): g.nbytes for g in gradients if g is not None}.values())
 
 
 def test_a_weight_for_each_row_is_not_copied() -> None:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from assertions import assert_same_bits
+from assertions import assert_same_bits, message_of
 from calls import Calls
+from test_errors import ERRORS, arguments_of
 from torch import Tensor
 
 import normops
@@ -210,31 +211,6 @@ def test_gradients_of_each_sample(device: str) -> None:
     torch.testing.assert_close(compiled(parameters, x), actual)
 
 
-def test_an_ensemble(device: str) -> None:
-    norms = [normops.RMSNorm(16, EPS).to(device) for _ in range(SIZE)]
-    for norm in norms:
-        torch.nn.init.normal_(norm.weight)
-    parameters, buffers = torch.func.stack_module_state(norms)
-    x = cases.values((3, 16), torch.float32).to(device)
-
-    def call(parameters: Any, buffers: Any, x: Tensor) -> Tensor:
-        return torch.func.functional_call(norms[0], (parameters, buffers), (x,))
-
-    output = torch.vmap(call, (0, 0, None))(parameters, buffers, x)
-    assert torch.equal(output, torch.stack([norm(x) for norm in norms]))
-
-
-def test_batched_gradients(device: str) -> None:
-    x = cases.values((3, 16), torch.float64, 1).to(device).requires_grad_()
-    w = cases.values((16,), torch.float64, 2).to(device).requires_grad_()
-    output = normops.rms_norm(x, 16, w, EPS)
-    gradients = cases.values((SIZE, 3, 16), torch.float64, 3).to(device)
-    actual = torch.autograd.grad(output, (x, w), gradients, is_grads_batched=True, retain_graph=True)
-    for i in range(SIZE):
-        expected = torch.autograd.grad(output, (x, w), gradients[i], retain_graph=True)
-        torch.testing.assert_close([g[i] for g in actual], list(expected))
-
-
 @pytest.mark.parametrize("weight_dim", [None, 0])
 @pytest.mark.parametrize("input_dim", [0, 1])
 @pytest.mark.parametrize("variant", variants(operator for operator in OPERATORS if operator.inplace), ids=str)
@@ -275,59 +251,24 @@ def test_small_batches(size: int, device: str) -> None:
         assert torch.vmap(lambda x, w: normops.rms_norm(x, 16, w), dims)(x, given).shape == (size, 3, 16)
 
 
-ERRORS: tuple[tuple[Callable[..., Any], tuple[int | None, ...], tuple[tuple[int, ...], ...], str], ...] = (
-    (
-        lambda x: ops.rms_norm(x, [5, 4]),
-        (0,),
-        ((5, 4),),  # the batch must not pass for a normalized dimension
-        "rms_norm: expected normalized_shape to be the last dimensions of input, whose shape is [4], but got [5, 4]",
-    ),
-    (
-        lambda x, w: ops.rms_norm(x, [4], w),
-        (0, 0),
-        ((5, 3, 4), (5, 1)),
-        "rms_norm: expected weight to have shape [4], the normalized_shape, or before it dimensions that broadcast to "
-        "those of input, whose shape is [3, 4], but got [1]",
-    ),
-    (
-        lambda dy, x, w: ops.rms_norm_backward(dy, x, [4], w),
-        (0, 0, 0),
-        ((5, 1, 4), (5, 3, 4), (5, 4)),
-        "rms_norm_backward: expected grad_output to have shape [3, 4], the shape of input, but got [1, 4]",
-    ),
-    (
-        lambda x, gate: ops.gated_rms_norm(x, gate, [4]),
-        (0, 0),
-        ((5, 3, 4), (5, 1, 4)),
-        "gated_rms_norm: expected gate to have shape [3, 4], the shape of input, but got [1, 4]",
-    ),
-    (
-        lambda dy, x, gate: ops.gated_rms_norm_backward(dy, x, gate, [4], activation="relu"),
-        (0, 0, None),
-        ((5, 3, 4), (5, 3, 4), (3, 4)),
-        'gated_rms_norm_backward: expected activation to be "silu", "swish" or "sigmoid", but got "relu"',
-    ),
-    (
-        lambda x, w: ops.rms_norm_(x, [4], w),
-        (None, 0),
-        ((3, 4), (5, 4)),
-        "rms_norm_: expected input, which is written to, to be batched like the other arguments under vmap, but got "
-        "one tensor for all samples",
-    ),
-    (
-        lambda x, r: ops.add_rms_norm_(x, r, [4]),
-        (0, None),
-        ((5, 3, 4), (3, 4)),
-        "add_rms_norm_: expected residual, which is written to, to be batched like the other arguments under vmap, but "
-        "got one tensor for all samples",
-    ),
-)
+def message_of_batch(call: Callable[..., Any], arguments: dict[str, Any], *shared: str) -> str:
+    """What is said of a batch of one, which must not pass for one of the dimensions."""
+    batch = {name: value[None] for name, value in arguments.items() if isinstance(value, Tensor) and name not in shared}
+    return message_of(lambda: torch.vmap(lambda sample: call(**arguments | sample))(batch))
 
 
-@pytest.mark.parametrize(("call", "dims", "shapes", "expected"), ERRORS, ids=lambda p: p if isinstance(p, str) else "")
-def test_errors(
-    call: Callable[..., Any], dims: tuple[int | None, ...], shapes: tuple[tuple[int, ...], ...], expected: str
-) -> None:
-    with pytest.raises(RuntimeError) as raised:
-        torch.vmap(call, dims)(*(torch.ones(shape) for shape in shapes))
-    assert str(raised.value).splitlines()[0] == expected
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_errors_are_those_of_a_sample(operator: Operator) -> None:
+    for other, changes, expected in ERRORS:
+        if other is operator and (changes != {"input": None} or operator.tensors):
+            message = message_of_batch(operator.packet, arguments_of(operator) | changes)
+            assert message == f"{operator}: {expected}"
+
+
+@pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.inplace], ids=str)
+def test_what_is_written_is_of_a_sample(operator: Operator) -> None:
+    for name in operator.replaced:
+        assert message_of_batch(operator.inplace, arguments_of(operator), name) == (
+            f"{operator}_: expected {name}, which is written to, to be batched like the other arguments under vmap, "
+            "but got one tensor for all samples"
+        )
