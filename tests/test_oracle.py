@@ -12,39 +12,42 @@ from reference import cases, oracle
 from reference.cases import EPS
 
 Forward = Callable[[Tensor, Tensor], Tensor]
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 SHAPE = (40, 96)
 OFFSET = 1.0
 
 
+def mean_square(x: Tensor) -> Tensor:
+    return x.double().square().mean(-1, keepdim=True)
+
+
 def rstd(x: Tensor, eps: float = EPS) -> Tensor:
-    return torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(mean_square(x) + eps)
 
 
 def scale(w: Tensor) -> Tensor:
     return w.double() + OFFSET
 
 
+def forward(x: Tensor, w: Tensor, r: Tensor | None = None) -> Tensor:
+    return x.double() * (rstd(x) if r is None else r) * scale(w)
+
+
 FORWARD_MUTANTS: dict[str, Forward] = {
     "no reduction": lambda x, w: x.double() * scale(w),
-    "eps dropped": lambda x, w: x.double() * rstd(x, 0.0) * scale(w),
-    "eps of another type": lambda x, w: x.double() * rstd(x, EPS + torch.finfo(torch.bfloat16).eps) * scale(w),
-    "eps outside the root": lambda x, w: (
-        x.double() / (x.double().square().mean(-1, keepdim=True).sqrt() + EPS) * scale(w)
-    ),
-    "mean over one column too few": lambda x, w: (
-        x.double() * torch.rsqrt(x.double().square().sum(-1, keepdim=True) / 95 + EPS) * scale(w)
-    ),
-    "last column left out of the sum": lambda x, w: (
-        x.double() * torch.rsqrt(x[:, :-1].double().square().sum(-1, keepdim=True) / 96 + EPS) * scale(w)
-    ),
-    "mean subtracted": lambda x, w: (x - x.mean(-1, keepdim=True)).double() * rstd(x) * scale(w),
+    "eps dropped": lambda x, w: forward(x, w, rstd(x, 0.0)),
+    "eps of another type": lambda x, w: forward(x, w, rstd(x, EPS + torch.finfo(torch.bfloat16).eps)),
+    "eps outside the root": lambda x, w: forward(x, w, 1 / (mean_square(x).sqrt() + EPS)),
+    "mean over one column too few": lambda x, w: forward(x, w, torch.rsqrt(mean_square(x) * 96 / 95 + EPS)),
+    "last column left out of the sum": lambda x, w: forward(x, w, torch.rsqrt(mean_square(x[:, :-1]) * 95 / 96 + EPS)),
+    "mean subtracted": lambda x, w: forward(x - x.mean(-1, keepdim=True), w, rstd(x)),
     "weight left out": lambda x, w: x.double() * rstd(x),
-    "offset dropped": lambda x, w: x.double() * rstd(x) * w.double(),
-    "statistics of the next row": lambda x, w: x.double() * rstd(x).roll(1, 0) * scale(w),
+    "offset dropped": lambda x, w: forward(x, w - OFFSET),
+    "statistics of the next row": lambda x, w: forward(x, w, rstd(x).roll(1, 0)),
     "rounded before the weight": lambda x, w: (x.double() * rstd(x)).to(x.dtype).double() * scale(w),
     "weight and offset rounded": lambda x, w: x.double() * rstd(x) * (w + OFFSET).to(torch.bfloat16).double(),
-    "sum of squares in a half type": lambda x, w: (
-        x.double() * torch.rsqrt(x.to(torch.bfloat16).square().mean(-1, keepdim=True).double() + EPS) * scale(w)
+    "sum of squares in a half type": lambda x, w: forward(
+        x, w, torch.rsqrt(x.to(torch.bfloat16).square().mean(-1, keepdim=True).double() + EPS)
     ),
 }
 
@@ -55,22 +58,22 @@ def test_forward_mutants(name: str | None, dtype: torch.dtype) -> None:
     if name == "rounded before the weight" and dtype == torch.float32:
         pytest.skip("computing in float32 rounds there")
     x, w = cases.values(SHAPE, dtype, 1), cases.values((96,), torch.float32, 2)
-    definition: Forward = lambda x, w: x.double() * rstd(x) * scale(w)  # noqa: E731
-    output = (FORWARD_MUTANTS[name] if name else definition)(x, w).to(dtype)
+    output = (FORWARD_MUTANTS[name] if name else forward)(x, w).to(dtype)
     rejected = oracle.violation(output, oracle.rms_norm(x, (96,), w, EPS, OFFSET)) is not None
     assert rejected == (name is not None)
 
 
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+def grad_input(
+    dy: Tensor, x: Tensor, w: Tensor, residual: Tensor, r: Tensor | None = None, projection: Tensor | None = None
+) -> Tensor:
+    r, g = rstd(x) if r is None else r, dy.double() * scale(w)
+    if projection is None:
+        projection = x.double() * r**2 * (g * x.double()).mean(-1, keepdim=True)
+    return r * (g - projection) + residual.double()
 
 
-def backward(
-    dy: Tensor, x: Tensor, w: Tensor, residual: Tensor, *, r: Tensor | None = None, projection: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    r = rstd(x) if r is None else r
-    g, h = dy.double() * scale(w), x.double()
-    dx = r * (g - projection * h * r**2 * (g * h).mean(-1, keepdim=True)) + residual.double()
-    return dx, (dy.double() * h * r).sum(0)
+def products(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.double() * x.double() * rstd(x)
 
 
 def half_sum(terms: Tensor) -> Tensor:
@@ -80,52 +83,35 @@ def half_sum(terms: Tensor) -> Tensor:
     return total.double()
 
 
-BACKWARD_MUTANTS: dict[str, Backward] = {
-    "rstd taken for a constant": lambda dy, x, w, s: backward(dy, x, w, s, projection=0.0),
-    "weight left out of the projection": lambda dy, x, w, s: (
-        rstd(x) * (dy.double() * scale(w) - x.double() * rstd(x) ** 2 * (dy * x).double().mean(-1, keepdim=True))
-        + s.double(),
-        backward(dy, x, w, s)[1],
+GRAD_INPUT_MUTANTS: dict[str, Gradient] = {
+    "rstd taken for a constant": lambda dy, x, w, s: grad_input(dy, x, w, s, projection=torch.zeros(())),
+    "weight left out of the projection": lambda dy, x, w, s: grad_input(
+        dy, x, w, s, projection=x.double() * rstd(x) ** 2 * (dy * x).double().mean(-1, keepdim=True)
     ),
-    "projection not squared": lambda dy, x, w, s: (
-        rstd(x)
-        * (dy.double() * scale(w) - x.double() * rstd(x) * (dy.double() * scale(w) * x.double()).mean(-1, keepdim=True))
-        + s.double(),
-        backward(dy, x, w, s)[1],
+    "projection not squared": lambda dy, x, w, s: grad_input(
+        dy, x, w, s, projection=x.double() * rstd(x) * (dy.double() * scale(w) * x.double()).mean(-1, keepdim=True)
     ),
-    "eps dropped": lambda dy, x, w, s: backward(dy, x, w, s, r=rstd(x, 0.0)),
-    "offset dropped": lambda dy, x, w, s: backward(dy, x, w - OFFSET, s),
-    "residual dropped": lambda dy, x, w, s: backward(dy, x, w, torch.zeros_like(s)),
-    "residual rounded in": lambda dy, x, w, s: (
-        backward(dy, x, w, torch.zeros_like(s))[0].to(torch.bfloat16).double() + s.double(),
-        backward(dy, x, w, s)[1],
-    ),
-    "grad_input computed after grad_output was overwritten": lambda dy, x, w, s: (
-        backward(backward(dy, x, w, s)[0], x, w, s)[0],
-        backward(dy, x, w, s)[1],
-    ),
-    "grad_weight without rstd": lambda dy, x, w, s: (backward(dy, x, w, s)[0], (dy.double() * x.double()).sum(0)),
-    "grad_weight without the last row": lambda dy, x, w, s: (
-        backward(dy, x, w, s)[0],
-        (dy.double() * x.double() * rstd(x))[:-1].sum(0),
-    ),
-    "grad_weight scaled by the weight": lambda dy, x, w, s: (
-        backward(dy, x, w, s)[0],
-        backward(dy, x, w, s)[1] * scale(w),
-    ),
-    "grad_weight summed in bfloat16": lambda dy, x, w, s: (
-        backward(dy, x, w, s)[0],
-        half_sum(dy.double() * x.double() * rstd(x)),
-    ),
+    "eps dropped": lambda dy, x, w, s: grad_input(dy, x, w, s, rstd(x, 0.0)),
+    "offset dropped": lambda dy, x, w, s: grad_input(dy, x, w - OFFSET, s),
+    "residual dropped": lambda dy, x, w, s: grad_input(dy, x, w, torch.zeros_like(s)),
+    "residual rounded in": lambda dy, x, w, s: grad_input(dy, x, w, 0 * s).to(torch.bfloat16).double() + s.double(),
+    "computed after grad_output was overwritten": lambda dy, x, w, s: grad_input(grad_input(dy, x, w, s), x, w, s),
+}
+GRAD_WEIGHT_MUTANTS: dict[str, Gradient] = {
+    "without rstd": lambda dy, x, w, s: (dy.double() * x.double()).sum(0),
+    "without the last row": lambda dy, x, w, s: products(dy, x)[:-1].sum(0),
+    "scaled by the weight": lambda dy, x, w, s: products(dy, x).sum(0) * scale(w),
+    "summed in bfloat16": lambda dy, x, w, s: half_sum(products(dy, x)),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", [None, *BACKWARD_MUTANTS])
+@pytest.mark.parametrize("name", [None, *GRAD_INPUT_MUTANTS, *GRAD_WEIGHT_MUTANTS])
 def test_backward_mutants(name: str | None, dtype: torch.dtype) -> None:
     dy, x, residual = (cases.values(SHAPE, dtype, seed) for seed in (1, 2, 3))
     w = cases.values((96,), torch.float32, 4)
-    dx, dw = (BACKWARD_MUTANTS[name] if name else backward)(dy, x, w, residual)
+    dx = GRAD_INPUT_MUTANTS.get(str(name), grad_input)(dy, x, w, residual)
+    dw = GRAD_WEIGHT_MUTANTS.get(str(name), lambda dy, x, w, s: products(dy, x).sum(0))(dy, x, w, residual)
     expected = oracle.rms_norm_backward(dy, x, (96,), w, EPS, OFFSET, grad_residual=residual)
     assert expected.grad_weight is not None
     rejected = (
