@@ -141,8 +141,7 @@ def pairs(function: Callable[..., Array]) -> Callable[..., Array]:
     return lambda *operands: function(*(operand.view("f2") for operand in operands)).view("u4")
 
 
-# Opcode, types of operands and result, what it is by definition.
-ARITHMETIC: list[tuple[str, list[str], str, Callable[..., Array]]] = [
+USUAL: list[tuple[str, list[str], str, Callable[..., Array]]] = [
     ("add.s32", ["s32"] * 2, "s32", lambda a, b: a + b),
     ("sub.s64", ["s64"] * 2, "s64", lambda a, b: a - b),
     ("mul.lo.s32", ["s32"] * 2, "s32", lambda a, b: a * b),
@@ -185,8 +184,37 @@ ARITHMETIC: list[tuple[str, list[str], str, Callable[..., Array]]] = [
         "f16x2",
         lambda a, b: b.astype("f2").view("u2") | (a.astype("f2").view("u2").astype("u4") << 16),
     ),
-    ("selp.b32", ["b32", "b32"], "b32", lambda a, b: b),
     ("mov.b32", ["b32"], "b32", lambda a: a),
+]
+
+
+IS_TRUE = "%p1, {1};\n\tselp.u32 {0}, 1, 0, %p1"
+
+
+def bits_3_to_9(a: Array) -> Array:
+    field = (a.view("u4") >> 3 & 0x7F).astype("i8")
+    return field - (128 * (field >> 6) if a.dtype == np.int32 else 0)
+
+
+def permuted(a: Array, b: Array) -> Array:
+    first, second = (x.view("u1").reshape(-1, 4) for x in (a, b))
+    return np.stack([first[:, 1], first[:, 0], first[:, 3], second[:, 3]], 1).view("u4").ravel()
+
+
+# Opcode, types of operands and result, what it is by definition; how its operands are written, if there are others.
+ARITHMETIC: list[tuple[str, list[str], str, Callable[..., Array], str | None]] = [
+    *((*usual, None) for usual in USUAL),
+    ("selp.b32", ["b32", "b32"], "b32", lambda a, b: b, "{0}, {1}, 0"),
+    ("bfe.u32", ["u32"], "u32", bits_3_to_9, "{0}, {1}, 3, 7"),
+    ("bfe.s32", ["s32"], "s32", bits_3_to_9, "{0}, {1}, 3, 7"),
+    ("prmt.b32", ["b32"] * 2, "b32", permuted, "{0}, {1}, 0x7301U"),
+    ("setp.lt.s32", ["s32"] * 2, "u32", np.less, IS_TRUE),
+    ("setp.ge.u32", ["u32"] * 2, "u32", np.greater_equal, IS_TRUE),
+    ("setp.eq.b64", ["b64"] * 2, "u32", np.equal, IS_TRUE),
+    ("setp.le.f32", ["f32"] * 2, "u32", np.less_equal, IS_TRUE),
+    ("setp.neu.f64", ["f64"] * 2, "u32", np.not_equal, IS_TRUE),
+    ("setp.lt.f16", ["f16"] * 2, "u32", np.less, IS_TRUE),
+    ("setp.gt.bf16", ["bf16"] * 2, "u32", lambda a, b: bf16(a) > bf16(b), IS_TRUE),
 ]
 
 
@@ -199,17 +227,14 @@ def assert_same(actual: Array, expected: Array) -> None:
     np.testing.assert_array_equal(actual[~is_nan].view(bits), expected[~is_nan].view(bits))
 
 
-@pytest.mark.parametrize(("opcode", "of", "to", "expected"), ARITHMETIC, ids=[example[0] for example in ARITHMETIC])
+@pytest.mark.parametrize(
+    ("opcode", "of", "to", "expected", "operands"), ARITHMETIC, ids=[each[0] for each in ARITHMETIC]
+)
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
-def test_arithmetic(opcode: str, of: list[str], to: str, expected: Callable[..., Array]) -> None:
-    operands = "{0}, {1}, 0" if opcode.startswith("selp") else None
+def test_arithmetic(opcode: str, of: list[str], to: str, expected: Callable[..., Array], operands: str | None) -> None:
     *inputs, output = elementwise(opcode, of, to, operands)
-    if "bf16" in opcode or "f16x2" in opcode:
-        half = output.view("f2") if "f16x2" in opcode else bf16(output)
-        wanted = expected(*inputs)
-        assert_same(half, wanted.view("f2") if "f16x2" in opcode else bf16(wanted))
-    else:
-        assert_same(output, expected(*inputs))
+    halves = {"f16x2": lambda x: x.view("f2"), "bf16": bf16}.get(to, lambda x: x)
+    assert_same(halves(output), halves(expected(*inputs)))
 
 
 @pytest.mark.parametrize("opcode", ["div.s32", "rem.s32", "div.u32"])
@@ -219,40 +244,6 @@ def test_integer_division(opcode: str) -> None:
     quotient = toward_zero(a[of].astype("i8"), b[of].astype("i8"))
     expected = a[of] - quotient * b[of] if opcode.startswith("rem") else quotient
     np.testing.assert_array_equal(result[of], expected.astype(result.dtype))
-
-
-@pytest.mark.parametrize("opcode", ["bfe.u32", "bfe.s32"])
-def test_bit_fields(opcode: str) -> None:
-    kind = opcode[4:]
-    a, result = elementwise(opcode, [kind], kind, "{0}, {1}, 3, 7")
-    field = a.view("u4") >> 3 & 0x7F
-    np.testing.assert_array_equal(
-        result.view("i4"), field.astype("i4") - (128 * (field >> 6).astype("i4") if kind == "s32" else 0)
-    )
-
-
-def test_permuted_bytes() -> None:
-    a, b, result = elementwise("prmt.b32", ["b32"] * 2, "b32", "{0}, {1}, 0x7301U")
-    bytes_of = [x.view("u1").reshape(-1, 4) for x in (a, b, result)]
-    first, second, permuted = bytes_of
-    np.testing.assert_array_equal(permuted, np.stack([first[:, 1], first[:, 0], first[:, 3], second[:, 3]], 1))
-
-
-@pytest.mark.parametrize(
-    ("opcode", "kind", "compare"),
-    [
-        ("setp.lt.s32", "s32", np.less),
-        ("setp.ge.u32", "u32", np.greater_equal),
-        ("setp.eq.b64", "b64", np.equal),
-        ("setp.le.f32", "f32", np.less_equal),
-        ("setp.neu.f64", "f64", np.not_equal),
-        ("setp.lt.f16", "f16", np.less),
-        ("setp.gt.bf16", "bf16", lambda a, b: bf16(a) > bf16(b)),
-    ],
-)
-def test_comparisons(opcode: str, kind: str, compare: Callable[..., Array]) -> None:
-    a, b, result = elementwise(opcode, [kind] * 2, "u32", "%p1, {1};\n\tselp.u32 {0}, 1, 0, %p1")
-    np.testing.assert_array_equal(result, compare(a, b))
 
 
 @pytest.mark.parametrize(
