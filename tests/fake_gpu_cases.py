@@ -11,10 +11,16 @@ import signal
 import sys
 import threading
 import traceback
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from fake_gpus import CASES, Gpus, case
+from torch import Tensor
+
+from reference.cases import Case
+from reference.operators import OPERATORS, Operator, Variant
 
 ops = torch.ops.normops
 EPS = 1e-5
@@ -33,20 +39,17 @@ def forward(gpus: Gpus, device: int = 0, cols: int = 4096) -> list[str]:
     return gpus.calls()
 
 
+def arguments_of(gpus: Gpus, operator: Operator, device: int = 0, rows: int = 8, cols: int = 4096) -> dict[str, Any]:
+    case = Variant(operator, operator.flags[0]).at(Case((rows, cols), torch.float32, weight_dtype=torch.float32))
+    return {n: gpus.put(v, device) if isinstance(v, Tensor) else v for n, v in case.arguments().items()}
+
+
 def every_operator(gpus: Gpus, device: int = 0, cols: int = 4096) -> None:
-    x, g, w = (gpus.tensor(*shape, device=device) for shape in ((8, cols), (8, cols), (cols,)))
-    ops.rms_norm(x, [cols], w, EPS)
-    ops.rms_norm_(x, [cols], w, EPS)
-    ops.rms_norm_backward(g, x, [cols], w, EPS)
-    ops.add_rms_norm(x, g, [cols], w, EPS)
-    ops.gated_rms_norm(x, g, [cols], w, EPS)
-    ops.gated_rms_norm_backward(g, x, g, [cols], w, EPS)
-    ops.rms_norm_rope(x, g, g, [cols], w, EPS)
-    ops.rms_norm_rope_(x, g, g, [cols], w, EPS)
-    ops.rms_norm_rope_backward(g, x, g, g, [cols], w, EPS)
-    ops.rms_norm_from_stats(x, ops.rms_norm_stats(x, [cols]), [cols], w, EPS, row_size=cols)
-    sums = ops.rms_norm_backward_stats(g, x, [cols], w, EPS)
-    ops.rms_norm_backward_from_stats(g, x, *sums, [cols], w, EPS, row_size=cols)
+    for operator in OPERATORS:
+        given = arguments_of(gpus, operator, device, cols=cols)
+        operator.default(**given)
+        if operator.inplace:
+            operator.inplace(**given)
 
 
 LAUNCH = "launch rms_norm_kernel<float, 4, Plain> on device {} stream {} cluster 1 shared 0 early"
@@ -217,18 +220,15 @@ def the_stream_is_the_current_one_of_the_tensors_device(gpus: Gpus) -> None:
 @case
 def partial_sums_live_until_they_are_summed(gpus: Gpus) -> None:
     gpus[0].multiprocessors = 3
-    x, w, sums = gpus.tensor(8, 4096), gpus.tensor(4096), gpus.tensor(8)
-    for kernel, beside, named in (
-        ("rms_norm_backward", (), {"output_mask": [False, True, False]}),
-        ("gated_rms_norm_backward", (x,), {"output_mask": [False, False, True]}),
-        ("rms_norm_rope_backward", (x, x), {"output_mask": [False, True]}),
-        ("rms_norm_backward_from_stats", (sums, sums), {"output_mask": [False, True], "row_size": 4096}),
-    ):
+    for operator in (each for each in OPERATORS if "grad_weight" in each.outputs):
+        mask = [name == "grad_weight" for name in operator.outputs]
+        given = arguments_of(gpus, operator) | {"output_mask": mask}
         gpus.calls()
-        result = getattr(ops, kernel)(x, x, *beside, [4096], w, EPS, **named)
+        result = operator.default(**given)
         calls = [re.sub(" on .*", "", line) for line in gpus.calls("allocate", "launch", "release")]
         equal(calls[:2], ["allocate 16384", "allocate 49152"])  # grad_weight; of each block a row
-        assert calls[2].startswith(f"launch {kernel.removesuffix('_from_stats')}")  # given sums are an argument of its
+        kernel = operator.name.removesuffix("_from_stats")  # given sums are an argument of its
+        assert calls[2].startswith(f"launch {kernel}")
         equal(calls[3:], ["launch grad_weight_kernel<float, float>", "release 49152"])
         del result
 
@@ -248,20 +248,15 @@ def copies_live_until_the_kernel_is_launched(gpus: Gpus) -> None:
 
 @case
 def tensors_without_elements_ask_nothing(gpus: Gpus) -> None:
-    for shape, cols in (((0, 64), 64), ((3, 0), 0)):
-        x, w = gpus.tensor(*shape), gpus.tensor(cols)
+    """But for zeros where there are columns: sums over no rows; and where there are rows, sums over no columns."""
+    for (rows, cols), operator in product(((0, 64), (3, 0)), OPERATORS):
+        if not operator.takes(Case((rows, cols), torch.float32)):
+            continue
+        given = arguments_of(gpus, operator, rows=rows, cols=cols)
         gpus.calls()
-        ops.rms_norm(x, [cols], w, EPS)
-        ops.rms_norm_(x, [cols], w, EPS)
-        ops.add_rms_norm(x, x, [cols], w, EPS)
-        ops.gated_rms_norm(x, x, [cols], w, EPS)
-        ops.rms_norm_rope(x, x, x, [cols], w, EPS)
-        equal(gpus.calls("cuda", "load", "launch", "zero"), [])
-        ops.rms_norm_backward(x, x, [cols], w, EPS)
-        ops.gated_rms_norm_backward(x, x, x, [cols], w, EPS)
-        ops.rms_norm_rope_backward(x, x, x, x, [cols], w, EPS)
-        sums_over_no_rows = ["zero", "zero", "zero"] if cols > 0 else []
-        equal(gpus.calls("cuda", "load", "launch", "zero"), sums_over_no_rows)
+        operator.default(**given)
+        sums = ("grad_weight",) if cols else operator.sums
+        equal(gpus.calls("cuda", "load", "launch", "zero"), ["zero"] * len({*sums} & {*operator.outputs}))
 
 
 @case
