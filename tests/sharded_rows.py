@@ -16,12 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import normops
 from normops.sharding import HiddenParallel
 from reference import cases, oracle
-from reference.operators import CASTINGS
+from reference.cases import Case
+from reference.operators import ADD_RMS_NORM, DIFFERENTIABLE, Variant, named, of_argument, variants
 
-ops = torch.ops.normops
 rms_norm: Callable[..., Any] = normops.rms_norm
-add_rms_norm: Callable[..., Any] = normops.add_rms_norm
-gated_rms_norm: Callable[..., Any] = normops.gated_rms_norm
 rms_norm_of: Callable[..., oracle.Bounded] = oracle.rms_norm
 rms_norm_backward_of: Callable[..., oracle.BiasedBackward] = oracle.rms_norm_backward
 
@@ -62,77 +60,54 @@ SHAPES = (
 )
 
 
+# But for rotations, which need whole rows; how rows are gated does not depend on by what.
+IN_PARTS = [
+    variant
+    for variant in variants(DIFFERENTIABLE)
+    if not variant.operator.tables and variant.flags.get("activation") in (None, "silu")
+]
+IN_PARTS.append(Variant(ADD_RMS_NORM, {"alpha": 0.25}))
+
+
 @case(2, 4)
 def one_number_a_row_is_reduced() -> None:
-    mesh = mesh_of()
-    for (shape, dims, d), dtype, flags in itertools.product(SHAPES, cases.DTYPES, CASTINGS):
+    """Two in the backward. What is gated is rounded before it is normalized, or after."""
+    mesh, dtypes = mesh_of(), itertools.cycle(cases.DTYPES)
+    for variant, (shape, dims, d) in itertools.product(IN_PARTS, SHAPES):
+        dtype = next(dtypes)
+        operator, gradient = variant.operator, named(str(variant.operator.gradient))
+        whole = variant.at(Case(shape, dtype, dims, dtype, cases.EPS)).arguments()
+        given = {
+            name: placed(value, mesh, (Shard(d - len(shape) + value.dim()),)).requires_grad_()
+            if isinstance(value, Tensor)
+            else value
+            for name, value in whole.items()
+        }
+        outputs, sent = messages(lambda: operator.results(operator.default(**given)))  # noqa: B023
         rows = torch.Size(shape[:-dims]).numel()
-        normalized = shape[-dims:]
-        x, dy = cases.values(shape, dtype, 1), cases.values(shape, dtype, 2)
-        w = cases.values(normalized, dtype, 3)
-        shard = (Shard(d),)
-        given = placed(x, mesh, shard).requires_grad_()
-        weight = placed(w, mesh, (Shard(d - len(shape) + dims),)).requires_grad_()
-        grad = placed(dy, mesh, shard)
-        output, sent = messages(lambda: rms_norm(given, normalized, weight, cases.EPS, **flags))  # noqa: B023
         assert sent == [("all_reduce", rows)]
-        assert output.placements == shard
-        oracle.assert_within(output.full_tensor(), rms_norm_of(x, normalized, w, cases.EPS, **flags))
-        _, sent = messages(lambda: output.backward(grad))  # noqa: B023
+        upstream = [cases.values(shape, dtype, seed) for seed in range(3, 3 + len(outputs))]
+        grads = [placed(grad, mesh, (Shard(d),)) for grad in upstream]
+        _, sent = messages(lambda: torch.autograd.backward(outputs, grads))  # noqa: B023
         assert sent == [("all_reduce", 2 * rows)]
-        assert grad_of(given).placements == shard
-        assert grad_of(weight).placements == (Shard(d - len(shape) + dims),)
-        expected = rms_norm_backward_of(dy, x, normalized, w, cases.EPS, **flags)
-        oracle.assert_within(grad_of(given).full_tensor(), expected.grad_input, "grad_input")
-        assert expected.grad_weight is not None
-        oracle.assert_within(grad_of(weight).full_tensor(), expected.grad_weight, "grad_weight")
-
-
-@case(2, 4)
-def sums_with_a_residual_are_sharded_with_their_rows() -> None:
-    mesh = mesh_of()
-    for dtype, alpha in itertools.product((torch.float32, torch.bfloat16), (1.0, 0.25)):
-        x, r, dy, dh = (cases.values((6, 10), dtype, i) for i in range(4))
-        w = cases.values((10,), dtype, 4)
-        given, residual = (placed(t, mesh, (Shard(1),)).requires_grad_() for t in (x, r))
-        weight = placed(w, mesh, (Replicate(),)).requires_grad_()
-        (y, h), sent = messages(lambda: add_rms_norm(given, residual, 10, weight, cases.EPS, alpha=alpha))  # noqa: B023
-        assert sent == [("all_reduce", 6)]
-        assert y.placements == h.placements == (Shard(1),)
-        expected = oracle.add_rms_norm(x, r, (10,), w, cases.EPS, alpha=alpha)
-        for actual, bounded in zip((y, h), expected, strict=True):
-            oracle.assert_within(actual.full_tensor(), bounded)
-        grads = [placed(t, mesh, (Shard(1),)) for t in (dy, dh)]
-        _, sent = messages(lambda: torch.autograd.backward((y, h), grads))  # noqa: B023
-        assert sent == [("all_reduce", 12)]
-        of_h = rms_norm_backward_of(dy, h.full_tensor(), (10,), w, cases.EPS, grad_residual=dh)
-        oracle.assert_within(grad_of(residual).full_tensor(), of_h.grad_input)
-        assert of_h.grad_weight is not None
-        oracle.assert_within(grad_of(weight).full_tensor(), of_h.grad_weight)
-
-
-@case(2, 4)
-def gated_norms_reduce_as_much() -> None:
-    mesh = mesh_of()
-    for dtype, norm_before_gate, flags in itertools.product((torch.float32, torch.bfloat16), (True, False), CASTINGS):
-        x, gate, dy = (cases.values((6, 10), dtype, i) for i in range(3))
-        w = cases.values((10,), dtype, 4)
-        given, of_gate = (placed(t, mesh, (Shard(1),)).requires_grad_() for t in (x, gate))
-        weight = placed(w, mesh, (Shard(0),)).requires_grad_()
-        gating = {"norm_before_gate": norm_before_gate, **flags}
-        y, sent = messages(lambda: gated_rms_norm(given, of_gate, 10, weight, cases.EPS, **gating))  # noqa: B023
-        assert sent == [("all_reduce", 6)]
-        assert y.placements == (Shard(1),)
-        expected = ops.gated_rms_norm(x, gate, [10], w, cases.EPS, **gating)
-        eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(y.full_tensor(), expected, rtol=4 * eps, atol=4 * eps)
-        grad = placed(dy, mesh, (Shard(1),))
-        _, sent = messages(lambda: y.backward(grad))  # noqa: B023
-        assert sent == [("all_reduce", 12)]
-        gradients = ops.gated_rms_norm_backward(dy, x, gate, [10], w, cases.EPS, **gating)
-        for leaf, gradient in zip((given, of_gate, weight), gradients, strict=True):
-            assert grad_of(leaf).placements == ((Shard(0),) if leaf is weight else (Shard(1),))
-            torch.testing.assert_close(grad_of(leaf).full_tensor(), gradient, rtol=16 * eps, atol=16 * eps)
+        # The gradient of the norm of a sum is that of either summand.
+        of_sum = {"input": outputs[-1].full_tensor(), "grad_residual": upstream[-1]} if len(outputs) > 1 else {}
+        backward = gradient.given({**whole, "grad_output": upstream[0], **of_sum})
+        leaves = [given[of_argument(name)] for name in gradient.outputs if given.get(of_argument(name)) is not None]
+        leaves[0] = given.get("residual", leaves[0])
+        for op, arguments, actual, placements in (
+            (operator, whole, outputs, [(Shard(d),)] * 2),
+            (gradient, backward, [*map(grad_of, leaves)], [leaf.placements for leaf in leaves]),
+        ):
+            results = zip(actual, placements, op.results(op.default(**arguments)), op.expected(arguments), strict=False)
+            for tensor, placement, same, bounded in results:
+                assert tensor.placements == placement
+                if "gate" in operator.tensors:
+                    tolerance = (4 if op is operator else 16) * torch.finfo(dtype).eps
+                    torch.testing.assert_close(tensor.full_tensor(), same, rtol=tolerance, atol=tolerance)
+                else:
+                    assert bounded is not None
+                    oracle.assert_within(tensor.full_tensor(), bounded)
 
 
 @case(4)
