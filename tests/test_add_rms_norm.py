@@ -93,15 +93,6 @@ def test_autograd(residual_dtype: torch.dtype, used: str, needed: tuple[bool, ..
             assert same_bits(leaf.grad, reference)
 
 
-def test_a_sum_changed_after_the_forward_is_noticed(device: str) -> None:
-    x, residual, _ = problem((4, 8), torch.float32, device)
-    output, residual_out = normops.add_rms_norm(x.requires_grad_(), residual, 8)
-    with torch.no_grad():
-        residual_out.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
-
-
 def test_the_graph_is_freed_with_its_outputs(device: str) -> None:
     """The node saves one of its outputs, which must not keep itself alive."""
     x, residual, _ = problem((4, 8), torch.float32, device)

@@ -104,33 +104,6 @@ def test_the_bits_of_an_engine_where_the_statistic_agrees(dtype: torch.dtype, de
     assert all(torch.equal(a.cpu(), b) for a, b in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("model", [llama, gate_first, norm_first])
-def test_few_bits_differ_where_it_may_not(model: Callable[..., Tensor], dtype: torch.dtype, device: str) -> None:
-    """Where a float32 statistic is off by a roundoff, and that carries a number over the middle between two others:
-    outputs, and the gradients of rows, which in the default mode differ in a quarter of all elements."""
-    tensors = [cases.values((512, COLS), dtype, seed, scale=1.0) for seed in range(3)]
-    rows, dy, weight = tensors[: 1 if model is llama else 2], tensors[2], weights(dtype)
-
-    def results(norm: Callable[..., Tensor], device: str) -> list[Tensor]:
-        leaves = [tensor.to(device, copy=True).requires_grad_() for tensor in rows]
-        output = norm(*leaves, weight.to(device))
-        return [tensor.cpu() for tensor in (output, *torch.autograd.grad(output, leaves, dy.to(device)))]
-
-    def fused(*tensors: Tensor, casting_mode: CastingMode = "gemma") -> Tensor:
-        x, *gate, w = tensors
-        if not gate:
-            return normops.rms_norm(x, COLS, w, 1e-6, casting_mode=casting_mode)
-        first = model is norm_first
-        return normops.gated_rms_norm(x, gate[0], COLS, w, 1e-6, casting_mode=casting_mode, norm_before_gate=first)
-
-    expected = results(lambda *t: model(*t, 1e-6), "cpu")
-    in_order, once = results(partial(fused, casting_mode="llama"), device), results(fused, device)
-    for wanted, ordered, other in zip(expected, in_order, once, strict=True):
-        assert (ordered != wanted).double().mean() < 2e-3
-        assert (other != wanted).double().mean() > 0.2
-
-
 @pytest.mark.parametrize("alpha", [0.22, -1.4, 0.0])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.triton(core=1)

@@ -213,7 +213,7 @@ def test_inference_mode(device: str) -> None:
         outputs = [compiled(x), *compiled(x, x)]
         expected = [module(x), *module(x, x)]
     assert_equal(outputs, expected)
-    for output in outputs:
+    for output in (*outputs, *expected):
         assert output.is_inference()
         assert not output.requires_grad
 

@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from assertions import assert_same_bits
 from triton_launches import BF16, FP16, FP32, FP64, LANES, OF_ROWS, ROTATED, compiling_for, launch, tensor
 
 import normops
 from normops import _C, backends
+from reference.cases import Case
+from reference.operators import OPERATORS, Operator, Variant
 
 triton = pytest.importorskip("triton")
 
@@ -224,6 +227,7 @@ def test_heads_are_rotated_in_registers(
 ) -> None:
     """The forward without shared memory, unless it exchanges sums; rows are told apart in 32 bits."""
     kernel = compiled_rope(name, *dtypes, rope, arch)
+    assert sums_of_two(kernel) > 0
     ptx = kernel.asm["ptx"]
     accesses = set(re.findall(r"\b(?:ld|st)\.global\.(\S+)", ptx))
     if 2 * rope.pairs == rope.cols:
@@ -244,6 +248,7 @@ def test_heads_are_rotated_in_registers(
 @pytest.mark.parametrize("name", ROTATED)
 def test_wide_rows_are_rotated_without_spills(name: str, rope: Rope, tmp_path: Path) -> None:
     registers, spilled, local = resource_usage(kernel := compiled_rope(name, "fp32", "fp32", rope, 90), tmp_path)
+    assert sums_of_two(kernel) > 0
     assert registers * 32 * kernel.metadata.num_warps <= 65536
     assert (spilled, local) == (0, 0)
 
@@ -260,14 +265,6 @@ def test_heads_are_rotated_in_registers_on_amd(name: str, rope: Rope, dtype: str
             assert re.search(rf"\b(global|buffer)_{access}_(dwordx4|b128)\b", code)
     for count in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
         assert re.findall(rf"\.{count}:\s+(\d+)", code) == ["0"]
-
-
-@pytest.mark.parametrize(
-    "rope", [Rope(128, 64), Rope(128, 64, interleaved=True), Rope(128, 32), Rope(9000, 4500)], ids=str
-)
-@pytest.mark.parametrize("name", ROTATED)
-def test_sums_of_rotated_rows_do_not_follow_a_layout(name: str, rope: Rope) -> None:
-    assert sums_of_two(compiled_rope(name, "bf16", "bf16", rope, 90)) > 0
 
 
 @pytest.mark.parametrize("compute_bytes", [4, 8])
@@ -340,30 +337,27 @@ def test_what_is_chosen_already_is_not_registered_again(monkeypatch: pytest.Monk
     assert registered == ["CUDA"]
 
 
-def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the CPU's key, where it can be tried without a GPU."""
     import normops.triton
 
     def refuse(**arguments: object) -> None:
         raise NotImplementedError("the Triton launcher was called")
 
-    x = torch.ones(2, 4)
-    expected = normops.rms_norm(x, 4)
-    monkeypatch.setattr(normops.triton, "launch_forward", refuse)
+    case = Variant(operator, operator.flags[0]).at(Case((2, 8), torch.float32, weight_dtype=torch.float32))
+    expected = case.results()
+    for launcher in ("launch_forward", "launch_backward", "launch_rope_forward", "launch_rope_backward"):
+        monkeypatch.setattr(normops.triton, launcher, refuse)
     registration = _C.register_triton("CPU")
     try:
-        for call in (
-            normops.rms_norm,
-            lambda x, cols: normops.add_rms_norm(x, x, cols),
-            lambda x, cols: normops.gated_rms_norm(x, x, cols),
-            normops.rms_norm_stats,
-            lambda x, cols: normops.rms_norm_from_stats(x, x[:, 0], cols, row_size=cols),
-        ):
-            with pytest.raises(RuntimeError, match="the Triton launcher was called"):
-                call(x, 4)
+        with pytest.raises(RuntimeError, match="the Triton launcher was called"):
+            case.results()
     finally:
         registration.close()
-    assert torch.equal(normops.rms_norm(x, 4), expected)
+    assert_same_bits(case.results(), expected)
 
 
 FIRST_CALLS = """
