@@ -13,23 +13,24 @@ if TYPE_CHECKING:
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-# The operators, some with other arguments than they usually have.
-OF_ROWS = (
-    "rms_norm",
-    "add_rms_norm",
-    "rms_norm_backward",
-    "rms_norm_backward with residual",
-    "grad_input alone",
-    "grad_weight alone",
-    "gated_rms_norm",
-    "gated_rms_norm, gate first",
-    "gated_rms_norm_backward",
-    "gated_rms_norm_backward, gate first",
-    "rms_norm_stats",
-    "rms_norm_from_stats",
-    "rms_norm_backward_stats",
-    "rms_norm_backward_from_stats",
-)
+# The tensors of operators, some with other arguments than they usually have, as rows of the launchers.
+ROWS = {
+    "rms_norm": "input output",
+    "add_rms_norm": "input residual output residual_out",
+    "rms_norm_backward": "grad_output input grad_input",
+    "rms_norm_backward with residual": "grad_output input grad_residual grad_input",
+    "grad_input alone": "grad_output input grad_input",
+    "grad_weight alone": "grad_output input",
+    "gated_rms_norm": "input gate output",
+    "gated_rms_norm, gate first": "input gate output",
+    "gated_rms_norm_backward": "grad_output input gate grad_input grad_gate",
+    "gated_rms_norm_backward, gate first": "grad_output input gate grad_input grad_gate",
+    "rms_norm_stats": "input square_sum",
+    "rms_norm_from_stats": "input square_sum output",
+    "rms_norm_backward_stats": "grad_output input square_sum dot",
+    "rms_norm_backward_from_stats": "grad_output input square_sum dot grad_residual grad_input",
+}
+OF_ROWS = tuple(ROWS)
 ROTATED = ("rms_norm_rope", "rms_norm_rope_backward")
 
 # AMD's architectures, and how many lanes a warp has on each. CDNA 2 to 4, RDNA 3 and 4.
@@ -120,46 +121,27 @@ def launch(
         return launchers.Rotation(*tables, *nesting, bool(rest), is_aligned, cols // 8, cols // 4)
 
     name, _, rest = operator.partition(",")
+    is_backward = "backward" in name or "grad" in name
     weight = None if dtypes[1] is None or operator == "grad_input alone" else tensor(dtypes[1], is_aligned)
-    casting = launchers.Casting(casts, casts)
-    common = {"weight": weight, "weight_offset": 1.0, "eps": 1e-5, "casting": casting}
-    common |= {"groups": groups, "rows": groups * rows, "cols": cols}
-    wanted: dict[str, Any] = {**common, "wants_weight": weight is not None}
-    size = cols if groups == 1 else 2**33
-    gating = {"activation": "silu" if is_aligned else "sigmoid", "norm_before_gate": not rest}
-    forward: Any = launchers.launch_forward
-    backward: Any = launchers.launch_backward
-    rope_forward: Any = launchers.launch_rope_forward
-    rope_backward: Any = launchers.launch_rope_backward
-    match name:
-        case "rms_norm":
-            forward(input=make(), output=make(), **common)
-        case "add_rms_norm":
-            alpha = 0.22 if groups > 1 else 1.0
-            forward(input=make(), residual=make(), output=make(), residual_out=make(), alpha=alpha, **common)
-        case "gated_rms_norm":
-            forward(input=make(), gate=make(), output=make(), **gating, **common)
-        case "gated_rms_norm_backward":
-            written = {"grad_input": make(), "grad_gate": make()}
-            backward(grad_output=make(), input=make(), gate=make(), **written, **gating, **wanted)
-        case "rms_norm_rope":
-            nested = {"input": make_nested(), "output": make_nested()}
-            rope_forward(**nested, rotation=rotation or make_rotation(), **common)
-        case "rms_norm_rope_backward":
-            nested = {of: make_nested() for of in ("grad_output", "input", "grad_input")}
-            rope_backward(**nested, rotation=rotation or make_rotation(), **wanted)
-        case "rms_norm_stats":
-            forward(input=make(), square_sum=make_sums(), **common | {"weight": None, "groups": 1})
-        case "rms_norm_from_stats":
-            forward(input=make(), square_sum=make_sums(), output=make(), size=size, **common)
-        case "rms_norm_backward_stats":
-            sums = {"square_sum": make_sums(), "dot": make_sums()}
-            backward(grad_output=make(), input=make(), **sums, **wanted | {"wants_weight": False})
-        case "rms_norm_backward_from_stats":
-            given = {"square_sum": make_sums(), "dot": make_sums(), "size": size, "grad_residual": make()}
-            backward(grad_output=make(), input=make(), grad_input=make(), **given, **wanted)
-        case _:
-            residual = make() if name.endswith("residual") else None
-            grad_input = None if name == "grad_weight alone" else make()
-            wanted["wants_weight"] |= grad_input is None
-            backward(grad_output=make(), input=make(), grad_residual=residual, grad_input=grad_input, **wanted)
+    given: dict[str, Any] = {"weight": weight, "weight_offset": 1.0, "eps": 1e-5, "groups": groups}
+    given |= {"casting": launchers.Casting(casts, casts), "rows": groups * rows, "cols": cols}
+    if is_backward:
+        is_wanted = weight is not None or name == "grad_weight alone"
+        given["wants_weight"] = is_wanted and name != "rms_norm_backward_stats"
+    if name == "rms_norm_stats":
+        given |= {"weight": None, "groups": 1}
+    if name in ROTATED:
+        nested = ("grad_output", "input", "grad_input") if is_backward else ("input", "output")
+        given |= {of: make_nested() for of in nested} | {"rotation": rotation or make_rotation()}
+        launch_rows: Any = launchers.launch_rope_backward if is_backward else launchers.launch_rope_forward
+    else:
+        tensors = ROWS[operator].split()
+        given |= {of: make_sums() if of in ("square_sum", "dot") else make() for of in tensors}
+        if "residual" in tensors:
+            given["alpha"] = 0.22 if groups > 1 else 1.0
+        if "gate" in tensors:
+            given |= {"activation": "silu" if is_aligned else "sigmoid", "norm_before_gate": not rest}
+        if "from_stats" in name:
+            given["size"] = cols if groups == 1 else 2**33
+        launch_rows = launchers.launch_backward if is_backward else launchers.launch_forward
+    launch_rows(**given)
