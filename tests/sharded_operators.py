@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from processes import Placements, assert_equal, case, communicated, grad_of, mesh_of, placed
+from processes import Placements, assert_equal, case, communicated, mesh_of, placed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -201,27 +201,6 @@ def the_gradient_of_the_residual_is_added_wherever_it_is() -> None:
         else:
             assert_equal(grad_input, expected[0])
         torch.testing.assert_close(grad_weight.full_tensor(), expected[1])
-
-
-@case(4)
-def each_dimension_of_the_mesh_is_sharded_for_itself() -> None:
-    mesh = mesh_of(2, 2)
-    x, w = cases.values((5, 3, 8), torch.float32, 1), cases.values((8,), torch.float32, 2)
-    for given, output, of_weight, count in (
-        ((Shard(0), Shard(1)), (Shard(0), Shard(1)), (Partial(), Partial()), 0),
-        ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (Partial(), Partial()), 0),
-        ((Shard(0), Replicate()), (Shard(0), Replicate()), (Partial(), Replicate()), 0),
-        ((Partial(), Shard(1)), (Replicate(), Shard(1)), (Replicate(), Partial()), 1),
-    ):
-        weight = placed(w, mesh, (Replicate(), Replicate())).requires_grad_()
-        y, sent = communicated(lambda: rms_norm(placed(x, mesh, given), 8, weight))  # noqa: B023
-        setup = communicated(lambda: placed(x, mesh, given))[1]  # noqa: B023
-        assert sum(sent.values()) - sum(setup.values()) == count, (given, sent, setup)
-        assert y.placements == output
-        assert_equal(y, rms_norm(x, 8, w))
-        y.backward(placed(x, mesh, output))
-        assert grad_of(weight).placements == of_weight
-        torch.testing.assert_close(grad_of(weight).full_tensor(), ops.rms_norm_backward(x, x, [8], w)[1])
 
 
 def message_of(call: Callable[[], object]) -> str:

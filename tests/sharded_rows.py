@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from processes import case, communicated, grad_of, mesh_of, placed
+from processes import assert_equal, case, communicated, grad_of, mesh_of, placed
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -111,28 +111,35 @@ def one_number_a_row_is_reduced() -> None:
 
 
 @case(4)
-def rows_and_columns_are_sharded() -> None:
+def each_dimension_of_the_mesh_is_sharded_for_itself() -> None:
+    """Of columns, a number for each row is reduced."""
     mesh = mesh_of(2, 2)
-    x, dy, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((5, 7), (5, 7), (7,))))
-    for placements, of_weight, rows, of_grad in (
-        ((Shard(0), Shard(1)), (Replicate(), Shard(0)), 3, (Partial(), Shard(0))),
-        ((Shard(1), Shard(1)), (Shard(0), Shard(0)), 5, (Shard(0), Shard(0))),
-        ((Replicate(), Shard(1)), (Replicate(), Replicate()), 5, (Replicate(), Shard(0))),
+    x, dy, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((5, 3, 8), (5, 3, 8), (8,))))
+    rows, inner, columns, whole, part = Shard(0), Shard(1), Shard(2), Replicate(), Partial()
+    expected, gradients = rms_norm_of(x, (8,), w, cases.EPS), rms_norm_backward_of(dy, x, (8,), w, cases.EPS)
+    assert gradients.grad_weight is not None
+    for given, of_weight, output, of_grad, count in (
+        ((rows, inner), (whole, whole), (rows, inner), (part, part), 0),
+        ((rows, rows), (whole, whole), (rows, rows), (part, part), 0),
+        ((rows, whole), (whole, whole), (rows, whole), (part, whole), 0),
+        ((part, inner), (whole, whole), (whole, inner), (whole, part), 1),
+        ((rows, columns), (whole, Shard(0)), (rows, columns), (part, Shard(0)), 1),
+        ((columns, columns), (Shard(0), Shard(0)), (columns, columns), (Shard(0), Shard(0)), 2),
+        ((whole, columns), (whole, whole), (whole, columns), (whole, Shard(0)), 1),
     ):
-        given = placed(x, mesh, placements).requires_grad_()
-        weight = placed(w, mesh, of_weight).requires_grad_()
-        y, sent = messages(lambda: rms_norm(given, 7, weight, cases.EPS))  # noqa: B023
-        assert {name for name, _ in sent} == {"all_reduce"}
-        assert len(sent) == placements.count(Shard(1))
-        assert all(count <= rows for _, count in sent)
-        assert y.placements == placements
-        oracle.assert_within(y.full_tensor(), rms_norm_of(x, (7,), w, cases.EPS))
-        y.backward(placed(dy, mesh, placements))
-        expected = rms_norm_backward_of(dy, x, (7,), w, cases.EPS)
-        oracle.assert_within(grad_of(given).full_tensor(), expected.grad_input)
+        leaf, weight = placed(x, mesh, given).requires_grad_(), placed(w, mesh, of_weight).requires_grad_()
+        y, sent = messages(lambda: rms_norm(leaf, 8, weight, cases.EPS))  # noqa: B023
+        assert [name for name, _ in sent] == ["all_reduce"] * count
+        assert y.placements == output
+        y.backward(placed(dy, mesh, output))
         assert grad_of(weight).placements == of_grad
-        assert expected.grad_weight is not None
-        oracle.assert_within(grad_of(weight).full_tensor(), expected.grad_weight)
+        oracle.assert_within(grad_of(weight).full_tensor(), gradients.grad_weight)
+        oracle.assert_within(grad_of(leaf).full_tensor(), gradients.grad_input)
+        if columns in given:
+            oracle.assert_within(y.full_tensor(), expected)
+            assert all(numbers <= (9 if rows in given else 15) for _, numbers in sent)
+        else:
+            assert_equal(y, rms_norm(x, 8, w, cases.EPS))
 
 
 class Attention(nn.Module):
