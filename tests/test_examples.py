@@ -36,11 +36,6 @@ def trained(folder: Path, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return trained(tmp_path_factory.mktemp("baby_llama"))
-
-
 def assert_shows_what_it_should(output: str, norms: int) -> None:
     assert f"one operator forward and one backward for each of {norms} norms: yes (cpu), yes (meta)" in output
     assert max(map(len, output.partition("Loss curves:")[0].splitlines())) <= 100
@@ -77,51 +72,38 @@ def test_a_slow_round_does_not_show_in_the_speedup(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.full
-def test_baby_llama(alone: str) -> None:
-    assert_shows_what_it_should(alone, norms=9)
+def test_baby_llama(tmp_path: Path) -> None:
+    assert_shows_what_it_should(trained(tmp_path), norms=9)
 
 
 @pytest.mark.release  # trains another model
-def test_gated_model(tmp_path: Path) -> None:
-    output = trained(tmp_path, "--model", "gated")
-    assert_shows_what_it_should(output, norms=13)
-    peaks = [float(row["peak MB"]) for row in table(output).values()]
-    assert peaks == sorted(set(peaks), reverse=True)
-
-
-@pytest.mark.release  # trains another model
-def test_qk_norm_model(tmp_path: Path) -> None:
-    output = trained(tmp_path, "--model", "qk-norm")
-    assert_shows_what_it_should(output, norms=17)
+@pytest.mark.parametrize(("model", "norms"), [("gated", 13), ("qk-norm", 17)])
+def test_other_models(model: str, norms: int, tmp_path: Path) -> None:
+    output = trained(tmp_path, "--model", model)
+    assert_shows_what_it_should(output, norms)
+    if model == "gated":
+        peaks = [float(row["peak MB"]) for row in table(output).values()]
+        assert peaks == sorted(set(peaks), reverse=True)
 
 
 @pytest.mark.release  # test_sharding.py has the parts
-def test_baby_llama_in_two_processes(alone: str, tmp_path: Path) -> None:
-    result = run(*TORCHRUN, "examples/baby_llama.py", "--norm", "fused", "--steps", "3", "--out", str(tmp_path))
+@pytest.mark.parametrize(
+    ("model", "arguments", "count"), [("llama", ("--norm", "fused"), 1), ("wide-qk-norm", ("--parallel", "tensor"), 3)]
+)
+def test_in_two_processes(model: str, arguments: tuple[str, ...], count: int, tmp_path: Path) -> None:
+    """Each keeps a part of the parameters, or has a part of the rows that are normalized."""
+    common = ("--model", model, "--steps", "3", "--out", str(tmp_path))
+    expected = table(trained(tmp_path, "--model", model))
+    result = run(*TORCHRUN, "examples/baby_llama.py", *arguments, *common)
     assert result.returncode == 0, result.stderr
     assert "processes: 2" in result.stdout
-    ((label, actual),) = table(result.stdout).items()
-    expected = table(alone)[label]
-    for loss in ("loss", "val. loss"):
-        # Printed with four digits, of which the last may be rounded either way.
-        assert abs(float(actual[loss]) - float(expected[loss])) < 0.00015
-    # Each keeps a part of the parameters.
-    assert float(actual["peak MB"]) < 0.75 * float(expected["peak MB"])
-
-
-@pytest.mark.release  # test_sharding.py has the parts
-def test_heads_in_two_processes(tmp_path: Path) -> None:
-    """Of which each has a part of the rows that are normalized."""
-    arguments = ("--model", "wide-qk-norm", "--steps", "3", "--out", str(tmp_path))
-    expected = table(trained(tmp_path, "--model", "wide-qk-norm"))
-    result = run(*TORCHRUN, "examples/baby_llama.py", "--parallel", "tensor", *arguments)
-    assert result.returncode == 0, result.stderr
-    actual_table = table(result.stdout)
-    assert len(actual_table) == 3
-    for label, actual in actual_table.items():
+    found = table(result.stdout)
+    assert len(found) == count
+    for label, actual in found.items():
         for loss in ("loss", "val. loss"):
+            # Printed with four digits, of which the last may be rounded either way.
             assert abs(float(actual[loss]) - float(expected[label][loss])) < 0.00015
-        if label.startswith("normops"):  # torch gathers the rows
+        if label.startswith("normops") or model == "llama":  # torch gathers the rows
             assert float(actual["peak MB"]) < 0.75 * float(expected[label]["peak MB"])
 
 
