@@ -77,7 +77,7 @@ def one_number_a_row_is_reduced() -> None:
         dtype = next(dtypes)
         operator, gradient = variant.operator, named(str(variant.operator.gradient))
         whole = variant.at(Case(shape, dtype, dims, dtype, cases.EPS)).arguments()
-        given = {
+        given: dict[str, Any] = {
             name: placed(value, mesh, (Shard(d - len(shape) + value.dim()),)).requires_grad_()
             if isinstance(value, Tensor)
             else value

@@ -76,6 +76,10 @@ def products(dy: Tensor, x: Tensor) -> Tensor:
     return dy.double() * x.double() * rstd(x)
 
 
+def grad_weight(dy: Tensor, x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+    return products(dy, x).sum(0)
+
+
 def half_sum(terms: Tensor) -> Tensor:
     total = torch.zeros(terms.shape[1], dtype=torch.bfloat16)
     for row in terms:
@@ -111,7 +115,7 @@ def test_backward_mutants(name: str | None, dtype: torch.dtype) -> None:
     dy, x, residual = (cases.values(SHAPE, dtype, seed) for seed in (1, 2, 3))
     w = cases.values((96,), torch.float32, 4)
     dx = GRAD_INPUT_MUTANTS.get(str(name), grad_input)(dy, x, w, residual)
-    dw = GRAD_WEIGHT_MUTANTS.get(str(name), lambda dy, x, w, s: products(dy, x).sum(0))(dy, x, w, residual)
+    dw = GRAD_WEIGHT_MUTANTS.get(str(name), grad_weight)(dy, x, w, residual)
     expected = oracle.rms_norm_backward(dy, x, (96,), w, EPS, OFFSET, grad_residual=residual)
     assert expected.grad_weight is not None
     rejected = (
