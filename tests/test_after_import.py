@@ -1,19 +1,12 @@
 """Modules of ours that register with parts of torch, if and when these are imported."""
 
-import subprocess
-import sys
-
 import pytest
-
-
-def run_python(code: str) -> None:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+from other_process import printed
 
 
 def test_importing_normops_does_not_import_them() -> None:
     """It waits for them, and leaves the package a module that cloudpickle takes."""
-    run_python(
+    printed(
         "import pickle, sys, torch\n"
         "before = set(sys.modules)\n"
         "import normops\n"
@@ -78,11 +71,11 @@ class Finder:
 )
 @pytest.mark.full
 def test_rules_are_there_whatever_is_imported_first(imports: str) -> None:
-    run_python(f"{imports}\n{CHECKS}")
+    printed(f"{imports}\n{CHECKS}")
 
 
 def test_a_torch_without_dtensor() -> None:
-    run_python(
+    printed(
         "import sys, torch\n"
         "class Missing:\n"
         "    def find_spec(name, path, target=None):\n"
@@ -96,7 +89,7 @@ def test_a_torch_without_dtensor() -> None:
 
 def test_an_import_that_fails_is_a_warning() -> None:
     """Who imports DTensor for other reasons is not kept from it."""
-    run_python(
+    printed(
         "import sys, warnings, torch, normops\n"
         "sys.modules['normops.sharding'] = None\n"
         "with warnings.catch_warnings(record=True) as caught:\n"

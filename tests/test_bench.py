@@ -3,7 +3,6 @@
 import json
 import platform
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from other_process import printed, python
 
 from bench import checks, hugging_face, masks
 from bench.measure import Measurement, merge
@@ -22,16 +22,11 @@ from bench.timing import Timing, interleave
 ROOT = Path(__file__).parent.parent
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-
 def test_a_small_run(tmp_path: Path) -> None:
     quick = ("--turns", "2", "--seconds", "0", "--peers", "F.rms_norm", "F.layer_norm", "--dtype", "float32")
     operators = ("--op", "rms_norm", "rms_norm_backward", "forward_backward")
-    result = bench(*operators, "--shapes", "4x64", "8x64", *quick, "--save", str(tmp_path))
+    command = ("-m", "bench", *operators, "--shapes", "4x64", "8x64", *quick, "--save", str(tmp_path))
+    result = python(*command, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert "wrong" not in result.stdout
     saved = json.loads((tmp_path / "results.json").read_text())
@@ -47,7 +42,8 @@ def test_a_small_run(tmp_path: Path) -> None:
 def test_interleaved_operators(tmp_path: Path) -> None:
     quick = ("--turns", "2", "--seconds", "0", "--peers", "F.rms_norm", "--dtype", "float32", "--shapes", "4x64")
     operators = ("--op", "rms_norm", "rms_norm_backward")
-    result = bench(*operators, *quick, "--interleave", "2", "--save", str(tmp_path))
+    command = ("-m", "bench", *operators, *quick, "--interleave", "2", "--save", str(tmp_path))
+    result = python(*command, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert "wrong" not in result.stdout
     forward, backward = json.loads((tmp_path / "results.json").read_text())["measurements"]
@@ -100,8 +96,7 @@ for _ in range(10):
     del three
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 1000
+    assert int(printed(program, cwd=ROOT)) < 1000
 
 
 def test_every_output_mask_is_timed() -> None:
@@ -122,7 +117,7 @@ def test_every_output_mask_is_timed() -> None:
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
-    result = bench(*arguments)
+    result = python("-m", "bench", *arguments, cwd=ROOT)
     assert result.returncode == 2
     assert message in result.stderr
 

@@ -5,12 +5,12 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import machine_code
 import pytest
 import torch
+from other_process import printed, python
 from tiers import divided
 
 import normops
@@ -20,12 +20,6 @@ X86 = platform.machine() == "x86_64"
 KERNELS = Path(normops.__file__).parent / "libnormops_kernels.so"
 LOOPS = {"process_tiles": 328, "sum_tile": 80, "write_group": 110}
 """The most of each in all kernels."""
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
 
 
 def machine_flags() -> set[str]:
@@ -51,8 +45,8 @@ def test_the_best_instruction_set_is_chosen() -> None:
         expected = "avx2"
         if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
             expected = "avx512"
-    chosen = python("import normops; print(normops.build_info()['cpu_isa'])", NORMOPS_CPU_ISA="")
-    assert chosen.stdout.strip() == expected
+    chosen = printed("import normops; print(normops.build_info()['cpu_isa'])", NORMOPS_CPU_ISA="")
+    assert chosen.strip() == expected
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm on this machine")
@@ -82,19 +76,16 @@ def test_values_on_each_instruction_set(isa: str) -> None:
     """The oracle test again, on the kernels that this machine would not choose, and without kernels."""
     if isa == normops.build_info()["cpu_isa"]:
         pytest.skip("tested by test_values itself")
-    probe = python("import normops", NORMOPS_CPU_ISA=isa)
+    probe = python("-c", "import normops", NORMOPS_CPU_ISA=isa)
     if "that this machine runs" in probe.stderr:
         pytest.skip(f"this machine does not run {isa}")
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "core", "tests/test_values.py"],
-        cwd=ROOT,
-        env=os.environ | {"NORMOPS_CPU_ISA": isa},
-        check=True,
-    )
+    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "core", "tests/test_values.py")
+    result = python(*command, cwd=ROOT, NORMOPS_CPU_ISA=isa)
+    assert result.returncode == 0, result.stdout
 
 
 def test_an_unknown_instruction_set_is_an_error_of_the_import() -> None:
-    result = python("import normops", NORMOPS_CPU_ISA="sse9")
+    result = python("-c", "import normops", NORMOPS_CPU_ISA="sse9")
     assert result.returncode != 0
     assert re.search(
         r"ImportError: expected NORMOPS_CPU_ISA to be an instruction set that this machine runs \([a-z0-9, ]+\), "

@@ -1,13 +1,11 @@
 """torch.compile beyond the graphs: how often it compiles, sizes that depend on data, backends, modes, caches."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from other_process import printed
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -282,10 +280,7 @@ with normops.override_torch():
 config.cache_key_tag = config.cache_key_tag
 print(config.cache_key_tag)
 """
-    environment = os.environ | {"TORCH_COMPILE_CACHE_KEY_TAG": "theirs"}
-    command = [sys.executable, "-c", program]
-    ran = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    tags = [line.split(",") for line in ran.stdout.splitlines()]
+    tags = [line.split(",") for line in printed(program, TORCH_COMPILE_CACHE_KEY_TAG="theirs").splitlines()]
     ours = [OF_SCHEMAS]
     overridden = [*ours, "normops.override_torch"]
     theirs = ["theirs"]

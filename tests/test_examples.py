@@ -2,22 +2,17 @@
 
 import re
 import runpy
-import subprocess
-import sys
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 from baby_llama import turns
 from comparison import Result, print_results, speedup
+from other_process import python
 from tiers import divided
 
 ROOT = Path(__file__).parent.parent
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-def run(*command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def table(output: str, corner: str = "norms") -> dict[str, dict[str, str]]:
@@ -30,7 +25,7 @@ def table(output: str, corner: str = "norms") -> dict[str, dict[str, str]]:
 
 def trained(folder: Path, *arguments: str) -> str:
     """What the example prints in one process, for all variants."""
-    result = run(sys.executable, "examples/baby_llama.py", "--steps", "3", "--out", str(folder), *arguments)
+    result = python("examples/baby_llama.py", "--steps", "3", "--out", str(folder), *arguments, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     return result.stdout
@@ -94,7 +89,7 @@ def test_in_two_processes(model: str, arguments: tuple[str, ...], count: int, tm
     """Each keeps a part of the parameters, or has a part of the rows that are normalized."""
     common = ("--model", model, "--steps", "3", "--out", str(tmp_path))
     expected = table(trained(tmp_path, "--model", model))
-    result = run(*TORCHRUN, "examples/baby_llama.py", *arguments, *common)
+    result = python(*TORCHRUN, "examples/baby_llama.py", *arguments, *common, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert "processes: 2" in result.stdout
     found = table(result.stdout)
@@ -129,7 +124,7 @@ def test_examples_say_what_is_wrong(
 
 @pytest.mark.release  # starts three processes for a sentence
 def test_processes_that_cannot_share_batches() -> None:
-    result = run(*TORCHRUN[:-1], "3", "examples/baby_llama.py")
+    result = python(*TORCHRUN[:-1], "3", "examples/baby_llama.py", cwd=ROOT)
     assert result.returncode != 0
     assert "3 processes cannot share batches of 8 equally" in result.stderr
 
@@ -138,7 +133,7 @@ def test_processes_that_cannot_share_batches() -> None:
 def test_patched_model(model: str, tmp_path: Path) -> None:
     sizes = ("--hidden", "64", "--layers", "1", "--batch", "1", "--length", "32", "--rounds", "1")
     command = ("examples/patched_model.py", "--model", model, *sizes, "--dtype", "float32", "bfloat16")
-    result = run(sys.executable, *command, "--out", str(tmp_path))
+    result = python(*command, "--out", str(tmp_path), cwd=ROOT)
     assert result.returncode == 0, result.stderr
     norms = {"qwen3": 5, "llama": 3}[model]
     assert f"norms: {norms} patched" in result.stdout

@@ -1,7 +1,5 @@
 """Forked processes, DataLoader's workers among them, after the parent has used its threads; and fewer threads."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import memory_limits
 import pytest
 import torch
+from other_process import printed
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -59,5 +58,4 @@ assert all(map(torch.equal, results(), expected))
 def test_fewer_threads_than_were_asked_for() -> None:
     """OpenMP starts as many as its limit allows: they have to do what the others were to do."""
     tests = Path(__file__).parent
-    environment = os.environ | {"OMP_THREAD_LIMIT": "2", "PYTHONPATH": str(tests.parent)}
-    subprocess.run([sys.executable, "-c", LIMITED], env=environment, cwd=tests, check=True)
+    printed(LIMITED, cwd=tests, OMP_THREAD_LIMIT="2", PYTHONPATH=str(tests.parent))

@@ -1,11 +1,9 @@
 """Large new outputs ask for huge pages, as /proc/self/smaps tells of the memory that they lie in."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from other_process import printed
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc/self/smaps on this system")
 
@@ -41,10 +39,7 @@ print("hg" in mapping(dx)["VmFlags:"].split())
 
 
 def run(size: int, setting: str = "") -> tuple[list[str], int]:
-    environment = os.environ | {"NORMOPS_HUGE_PAGES": setting}
-    command = (sys.executable, "-c", PROGRAM, str(size))
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    forward, beyond, backward = printed.split()
+    forward, beyond, backward = printed(PROGRAM, str(size), NORMOPS_HUGE_PAGES=setting).split()
     return [forward, backward], int(beyond)
 
 

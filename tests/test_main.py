@@ -1,16 +1,14 @@
 """python -m normops: the report, and its exit code."""
 
-import subprocess
-import sys
-
 import pytest
+from other_process import python
 from torch import Tensor
 
 from normops import __main__ as report
 
 
 def test_the_report_of_this_installation() -> None:
-    result = subprocess.run([sys.executable, "-m", "normops"], capture_output=True, text=True, check=False)
+    result = python("-m", "normops")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[-1].strip() == "all right"

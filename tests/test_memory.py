@@ -1,7 +1,5 @@
 """What is kept from the forward to the backward, what either allocates, what activation checkpointing recomputes."""
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
@@ -13,6 +11,7 @@ import pytest
 import torch
 from assertions import assert_same_bits
 from calls import Calls
+from other_process import printed
 from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -152,8 +151,7 @@ def test_peak_of_all_memory() -> None:
     """Beyond what it returns an operator takes little, here 0.75 MiB for grad_weight: no tensor in float32."""
     rows = 2048
     tensor = rows * 4096 * 2
-    peaks = map(int, subprocess.check_output([sys.executable, "-c", PEAKS, str(rows)], text=True).split())
-    for peak, tensors in zip(peaks, (1, 1, 2, 1, 1, 2), strict=True):
+    for peak, tensors in zip(map(int, printed(PEAKS, str(rows)).split()), (1, 1, 2, 1, 1, 2), strict=True):
         assert tensor * tensors * 0.9 < peak < tensor * (tensors + 0.25)
 
 

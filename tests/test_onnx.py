@@ -1,7 +1,6 @@
 """torch.onnx.export with normops.onnx.translation_table, run by onnxruntime."""
 
 import itertools
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,6 +10,7 @@ import norms_of_others as others
 import pytest
 import torch
 from assertions import assert_same_bits
+from other_process import printed
 from tiers import divided
 from torch import Tensor, nn
 
@@ -289,4 +289,4 @@ def test_a_missing_onnxscript_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_importing_does_not_import_onnx() -> None:
     code = "import sys, normops.onnx; print({'onnx', 'onnx_ir', 'onnxscript'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
+    assert printed(code) == "set()\n"

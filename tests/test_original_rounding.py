@@ -102,18 +102,6 @@ def test_where_dtypes_differ(norm: Callable[[int], nn.Module], dtype: torch.dtyp
     assert float(((y.double() - expected.double()).abs() > 1e-6 * expected.double().abs()).double().mean()) < 5e-4
 
 
-@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_gated_norm_with_a_wider_weight(gate_dtype: torch.dtype) -> None:
-    """Its product with the weight is float32, and not rounded before the gate."""
-    original, patched = others.patched_pair(
-        partial(Qwen3NextRMSNormGated, SIZE, eps=EPS), torch.float32, rounding="original"
-    )
-    x, gate = inputs(torch.bfloat16, 2)
-    y = patched(x, gate.to(gate_dtype))
-    assert share_that_differs(y, original(x, gate.to(gate_dtype))) < 5e-4
-    assert operators_run(lambda: patched(x, gate.to(gate_dtype))) == ["normops::rms_norm"]
-
-
 @pytest.mark.parametrize("by", ["patch", "inductor"])
 @pytest.mark.parametrize(("norm", "share"), [(others.T5Norm, 0.41), (others.WeightlessNorm, 0.69)])
 @every_half
@@ -152,12 +140,24 @@ class RoundedOffset(others.GemmaNorm):
         return (1.0 + self.weight) * normalized.to(x.dtype)
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_an_offset_is_added_without_rounding(weight_dtype: torch.dtype) -> None:
-    original, patched = others.patched_pair(partial(OffsetTwice, SIZE), weight_dtype, rounding="original")
-    (x,) = inputs(torch.bfloat16)
-    assert share_that_differs(patched(x), original(x)) < 5e-4
-    assert operators_run(lambda: patched(x)) == ["normops::rms_norm"]
+@pytest.mark.parametrize(
+    ("norm", "weight_dtype", "gate_dtypes"),
+    [
+        (partial(Qwen3NextRMSNormGated, SIZE, eps=EPS), torch.float32, (torch.bfloat16,)),
+        (partial(Qwen3NextRMSNormGated, SIZE, eps=EPS), torch.float32, (torch.float32,)),
+        (partial(OffsetTwice, SIZE), torch.bfloat16, ()),
+        (partial(OffsetTwice, SIZE), torch.float32, ()),
+    ],
+)
+def test_what_is_not_rounded_on_the_way(
+    norm: Callable[[], nn.Module], weight_dtype: torch.dtype, gate_dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """A product with a wider weight, before the gate; a weight with its offset."""
+    original, patched = others.patched_pair(norm, weight_dtype, rounding="original")
+    x, gate = inputs(torch.bfloat16, 2)
+    tensors = [x, *map(gate.to, gate_dtypes)]
+    assert share_that_differs(patched(*tensors), original(*tensors)) < 5e-4
+    assert operators_run(lambda: patched(*tensors)) == ["normops::rms_norm"]
 
 
 class RoundedProduct(others.WideNorm):
@@ -338,10 +338,13 @@ def test_additions_of_gradients(dtype: torch.dtype, additions: int) -> None:
         assert share_that_differs(*results) < 2e-3
 
 
-def rotated(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x = llama(x, w)
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def rotated(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return turned(llama(x, w), cos, sin)
 
 
 @pytest.mark.parametrize("rounding", ["once", "original"])
@@ -360,9 +363,7 @@ def test_a_norm_that_casts_does_so_before_it_is_rotated() -> None:
     x, r, w = tensors(torch.bfloat16)
 
     def fn(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = normops.rms_norm(x, SIZE, w, EPS, casting_mode="llama")
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat((-second, first), -1) * sin
+        return turned(normops.rms_norm(x, SIZE, w, EPS, casting_mode="llama"), cos, sin)
 
     compiled, graphs = compiled_with_passes(fn)
     y = compiled(x, w, r.cos(), r.sin())

@@ -1,7 +1,5 @@
 """normops under torch's own rms_norm."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from other_process import python
 from profiles import operators_run
 from torch import Tensor, nn
 from trained import train
@@ -57,7 +56,7 @@ def test_the_switch() -> None:
 
 def test_the_switch_is_silent() -> None:
     code = "import normops, torch; normops.set_override_torch(True); normops.set_override_torch(False); print('done')"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
+    done = python("-W", "error", "-c", code)
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 

@@ -1,6 +1,5 @@
 """Several threads at once, which run at the same time where Python has no GIL."""
 
-import subprocess
 import sys
 import sysconfig
 import warnings
@@ -15,6 +14,7 @@ import norms_of_others as others
 import pytest
 import torch
 from assertions import assert_same_bits
+from other_process import python
 from torch import Tensor, nn
 
 import normops
@@ -121,7 +121,6 @@ def test_switches() -> None:
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")
 def test_importing_normops_needs_no_gil() -> None:
-    program = (
-        "import sys, torch; before = sys._is_gil_enabled(); import normops; assert sys._is_gil_enabled() == before"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+    is_enabled = "sys._is_gil_enabled()"
+    code = f"import sys, torch; before = {is_enabled}; import normops; assert {is_enabled} == before"
+    assert python("-W", "error", "-c", code).returncode == 0

@@ -3,13 +3,12 @@
 import ast
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from other_process import printed, python
 
 import normops
 from normops import _private_torch
@@ -67,8 +66,7 @@ with warnings.catch_warnings(record=True) as caught:
 print([str(warning.message).split(" (")[0] for warning in caught])
 print(normops.rms_norm(torch.ones(2, 4), 4).sum().item())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    warned, value = result.stdout.splitlines()
+    warned, value = printed(code).splitlines()
     assert "expected to import normops.nested after torch.nested._internal.ops, but got ImportError" in warned
     assert float(value) == pytest.approx(8, abs=1e-5)
 
@@ -89,8 +87,7 @@ with warnings.catch_warnings(record=True) as caught:
 print([warning.category.__name__ for warning in caught if "normops was tested" in str(warning.message)])
 print(normops.rms_norm(torch.ones(2, 4), 4).sum().item())
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    warned, value = result.stdout.splitlines()
+    warned, value = printed(code, cwd=tmp_path).splitlines()
     assert warned == "['RuntimeWarning']"
     assert float(value) == pytest.approx(8, abs=1e-5)
 
@@ -135,9 +132,7 @@ def test_an_unbuilt_checkout_is_one_clear_sentence(tmp_path: Path) -> None:
     """What Python finds when it is started in a checkout whose normops was installed elsewhere."""
     checkout = copied_package(tmp_path)
     (tmp_path / "setup.py").touch()
-    result = subprocess.run(
-        [sys.executable, "-c", "import normops"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    result = python("-c", "import normops", cwd=tmp_path)
     assert result.stderr.splitlines()[-1] == (
         f"ImportError: expected normops to be built, but {checkout} is its source code, which Python finds before any "
         "installed normops: start Python in another folder, or build it: "
@@ -146,10 +141,5 @@ def test_an_unbuilt_checkout_is_one_clear_sentence(tmp_path: Path) -> None:
 
 
 def test_an_installed_normops_is_checked_before_it_is_loaded() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", "import torch; torch.__version__ = '2.99.1'; import normops"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = python("-c", "import torch; torch.__version__ = '2.99.1'; import normops")
     assert "which this normops was built for, but got torch 2.99.1: " in result.stderr

@@ -5,7 +5,6 @@ Their values are those that the tests of values find with --triton, see triton_o
 
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from assertions import assert_same_bits
+from other_process import printed
 from triton_launches import BF16, FP16, FP32, FP64, LANES, OF_ROWS, ROTATED, compiling_for, launch, tensor
 
 import normops
@@ -24,9 +24,6 @@ from reference.cases import Case
 from reference.operators import OPERATORS, Operator, Variant
 
 triton = pytest.importorskip("triton")
-
-ROOT = Path(__file__).parent.parent
-
 
 # Those that write sums, and nothing else.
 STATS = ("rms_norm_stats", "rms_norm_backward_stats")
@@ -384,9 +381,7 @@ print(len(outcomes), "normops.triton" in sys.modules)
 
 def test_the_first_calls_come_from_several_threads() -> None:
     """Importing Triton, which the first does, lets the others run."""
-    command = (sys.executable, "-c", FIRST_CALLS)
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert result.stdout == "8 True\n"
+    assert printed(FIRST_CALLS) == "8 True\n"
 
 
 @pytest.fixture
@@ -492,5 +487,4 @@ def test_as_many_threads_in_warps_of_64_lanes(lanes: int, cols: int, monkeypatch
 
 def test_the_environment_chooses() -> None:
     code = "import sys, normops; print(normops.build_info()['cuda_backend'], 'triton' in sys.modules)"
-    command = ["env", "NORMOPS_BACKEND=triton", sys.executable, "-c", code]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "triton False\n"
+    assert printed(code, NORMOPS_BACKEND="triton") == "triton False\n"

@@ -1,10 +1,9 @@
 """What a process of its own compiles for a step of training, and what it finds in the caches of torch.compile."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from other_process import printed
 
 PROGRAM = """
 import json, sys, torch, normops
@@ -30,13 +29,13 @@ def train(cache: Path, step: str) -> tuple[dict[str, int], dict[str, int], list[
 
     ``step`` is the source of a function of two tensors that returns several.
     """
-    environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-    }
-    command = [sys.executable, "-c", PROGRAM, step]
     aot_autograd, inductor, ran = json.loads(
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+        printed(
+            PROGRAM,
+            step,
+            TORCHINDUCTOR_CACHE_DIR=str(cache),
+            TORCHINDUCTOR_FX_GRAPH_CACHE="1",
+            TORCHINDUCTOR_AUTOGRAD_CACHE="1",
+        )
     )
     return aot_autograd, inductor, ran
