@@ -299,21 +299,14 @@ def test_rows_are_held_up_to_a_width_that_does_not_depend_on_their_number(comput
 
 
 def test_backends_are_chosen_and_given_back() -> None:
-    before = normops.build_info()["cuda_backend"]
-    with normops.use_backend("triton") as choice:
+    """By a switch as that of override_torch, which is tested there."""
+    before, auto = normops.build_info()["cuda_backend"], "cuda" if _C.build_info()["cuda_archs"] else "triton"
+    with normops.use_backend("triton"):
         assert normops.build_info()["cuda_backend"] == "triton"
-        with normops.use_backend("auto"):
-            assert normops.build_info()["cuda_backend"] == ("cuda" if _C.build_info()["cuda_archs"] else "triton")
-        assert normops.build_info()["cuda_backend"] == "triton"
-    assert normops.build_info()["cuda_backend"] == before
-    with choice:
-        assert normops.build_info()["cuda_backend"] == "triton"
-    assert normops.build_info()["cuda_backend"] == before
-    with normops.use_backend("auto"):
         for choose in (normops.set_backend, normops.use_backend):
-            choose("triton")
-            assert normops.build_info()["cuda_backend"] == "triton"
-            choose("auto")
+            for name, chosen in (("auto", auto), ("triton", "triton")):
+                choose(name)
+                assert normops.build_info()["cuda_backend"] == chosen
     assert normops.build_info()["cuda_backend"] == before
 
 

@@ -190,27 +190,6 @@ def test_tables_with_fewer_dimensions_than_the_input(dim: int | None, device: st
     assert torch.equal(torch.vmap(norm, (0, dim, dim))(x, *tables), torch.stack(expected))
 
 
-def test_gradients_of_each_sample(device: str) -> None:
-    """As differential privacy and influence functions need them, through a model, against one sample at a time."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), normops.RMSNorm(16, EPS, weight_offset=1.0)).to(device)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    x = cases.values((SIZE, 3, 16), torch.float32).to(device)
-
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        output: Tensor = torch.func.functional_call(model, parameters, (x,))
-        return output.pow(3).sum()
-
-    gradient = torch.func.grad(loss)
-    actual = torch.vmap(gradient, (None, 0))(parameters, x)
-    for i in range(SIZE):
-        expected = gradient(parameters, x[i])
-        torch.testing.assert_close({name: value[i] for name, value in actual.items()}, expected)
-    torch._dynamo.reset()
-    compiled = torch.compile(torch.vmap(gradient, (None, 0)), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(parameters, x), actual)
-
-
 @pytest.mark.parametrize("weight_dim", [None, 0])
 @pytest.mark.parametrize("input_dim", [0, 1])
 @pytest.mark.parametrize("variant", variants(operator for operator in OPERATORS if operator.inplace), ids=str)
