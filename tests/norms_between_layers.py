@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import normops
 from reference import cases
 from reference.operators import OPERATORS
 
@@ -24,3 +25,20 @@ def problem(device: str, shape: tuple[int, ...] = (6, 3, 16), dtype: torch.dtype
 
 def gradients(loss: Tensor, t: list[Tensor], **options: Any) -> tuple[Tensor | None, ...]:
     return torch.autograd.grad(loss.sum(), t, allow_unused=True, **options)
+
+
+class Block(nn.Module):
+    """With a residual stream, whose sums two of the norms take and one returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = normops.RMSNorm(16, 1e-5), normops.RMSNorm(16, weight_offset=1.0)
+        self.last = normops.RMSNorm(16, elementwise_affine=False)
+        self.middle, self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        for norm in (self.first, self.second):
+            nn.init.normal_(norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, residual = self.second(self.middle(self.first(x)), x)
+        y, _ = self.last(self.down(self.up(y).relu()), residual)
+        return y

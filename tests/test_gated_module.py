@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import normops
-from reference import cases
+from reference import cases, definitions
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -22,37 +22,22 @@ def module(**options: Any) -> normops.GatedRMSNorm:
     return norm
 
 
-class GatedNorm(nn.Module):
-    """As mamba defines it, in PyTorch operators."""
-
-    def __init__(self, size: int, eps: float, group_size: int | None, norm_before_gate: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps, self.group_size, self.norm_before_gate = eps, group_size or size, norm_before_gate
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        x = x if self.norm_before_gate else x * nn.functional.silu(z)
-        groups = x.unflatten(-1, (-1, self.group_size))
-        y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)).flatten(-2) * self.weight
-        return y * nn.functional.silu(z) if self.norm_before_gate else y
-
-
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 @pytest.mark.parametrize("group_size", [None, 8, 4, 1])
 def test_same_as_the_definition(group_size: int | None, norm_before_gate: bool, device: str) -> None:
-    ours = normops.GatedRMSNorm(8, 1e-3, group_size=group_size, norm_before_gate=norm_before_gate, device=device)
-    theirs = GatedNorm(8, 1e-3, group_size, norm_before_gate).to(device)
-    theirs.weight.data.copy_(cases.values((8,), torch.float32, 3))
-    assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
-    assert str(theirs.load_state_dict(ours.state_dict())) == "<All keys matched successfully>"
-    theirs.double()
-    tensors = [tensor.to(device) for tensor in inputs(2, 3, 8)]
-    mine = [tensor.clone().requires_grad_() for tensor in tensors]
-    exact = [tensor.double().requires_grad_() for tensor in tensors]
-    torch.testing.assert_close(ours(*mine), theirs(*exact).float())
-    ours(*mine).square().sum().backward()
-    theirs(*exact).square().sum().backward()
-    for p, q in zip((*mine, ours.weight), (*exact, theirs.weight), strict=True):
+    norm = normops.GatedRMSNorm(8, 1e-3, group_size=group_size, norm_before_gate=norm_before_gate, device=device)
+    norm.weight.data.copy_(cases.values((8,), torch.float32, 3))
+    size = group_size or 8
+    tensors = [*inputs(2, 3, 8), norm.weight.detach()]
+    mine = [tensor.to(device).clone().requires_grad_() for tensor in tensors[:2]]
+    exact = [tensor.double().to(device).requires_grad_() for tensor in tensors]
+    x, gate, weight = (tensor.unflatten(-1, (-1, size)) for tensor in exact)
+    expected = definitions.gated_rms_norm(x, gate, (size,), weight, 1e-3, norm_before_gate=norm_before_gate).flatten(-2)
+    output = norm(*mine)
+    torch.testing.assert_close(output, expected.float())
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    for p, q in zip((*mine, norm.weight), exact, strict=True):
         assert q.grad is not None
         torch.testing.assert_close(p.grad, q.grad.float())
 

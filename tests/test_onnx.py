@@ -10,6 +10,7 @@ import norms_of_others as others
 import pytest
 import torch
 from assertions import assert_same_bits
+from norms_between_layers import Block
 from other_process import printed
 from tiers import divided
 from torch import Tensor, nn
@@ -114,19 +115,6 @@ def test_a_product_is_rounded_before_a_bias(dtype: torch.dtype) -> None:
     assert torch.equal(program(x, weight, -product)[0], torch.zeros_like(x))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = normops.RMSNorm(16, 1e-5), normops.RMSNorm(16, weight_offset=1.0)
-        self.last = normops.RMSNorm(16, elementwise_affine=False)
-        self.middle, self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, residual = self.second(self.middle(self.first(x)), x)
-        y, _ = self.last(self.down(nn.functional.silu(self.up(y))), residual)
-        return y
-
-
 # torch.onnx writes no later one than 25: asked for that, it leaves the model at 18.
 no_opset_24 = pytest.mark.skipif(sys.version_info < (3, 11), reason="the last onnxruntime for Python 3.10 has 23")
 every_opset = pytest.mark.parametrize(
@@ -227,8 +215,6 @@ def test_a_size_that_is_not_known_yet() -> None:
 def test_model(opset_version: int) -> None:
     torch.manual_seed(0)
     block = Block()
-    for norm in (block.first, block.second):
-        nn.init.normal_(norm.weight)
     program, nodes = export(block, cases.values((*EXPORTED, 16), torch.float32), opset_version=opset_version)
     is_one_operator = has_rms_normalization(opset_version)
     assert (nodes["RMSNormalization"], nodes["Reciprocal"]) == ((3, 0) if is_one_operator else (0, 3))
