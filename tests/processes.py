@@ -43,7 +43,7 @@ def run(rank: int, functions: Mapping[str, Callable[[], None]], processes: int, 
         try:
             function()
             error = ""
-        except Exception:
+        except BaseException:  # that of pytest is no Exception
             error = traceback.format_exc()
         (folder / f"{name}.{rank}").write_text(error)
         store.set(f"{name}.{rank}", "failed" if error else "passed")

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from assertions import message_of
 from processes import case, mesh_of, placed
-from sharded_operators import message_of
 from sharded_rows import messages
 from test_errors import ERRORS, arguments_of, other_dtypes_of
 from torch import Tensor

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from assertions import message_of
 from processes import Placements, assert_equal, case, communicated, mesh_of, placed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -201,14 +202,6 @@ def the_gradient_of_the_residual_is_added_wherever_it_is() -> None:
         else:
             assert_equal(grad_input, expected[0])
         torch.testing.assert_close(grad_weight.full_tensor(), expected[1])
-
-
-def message_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (RuntimeError, NotImplementedError) as error:
-        return str(error).splitlines()[0]
-    raise AssertionError("expected an error")
 
 
 @case(2)

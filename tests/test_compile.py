@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assertions import assert_same_bits
 from other_process import printed
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -47,11 +48,6 @@ def derivatives(call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[
     return output.detach(), *torch.autograd.grad(output.sum(), inputs)
 
 
-def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
-
-
 def compilations(
     norm: Callable[..., Tensor],
     shapes: Sequence[tuple[int, ...]],
@@ -69,7 +65,7 @@ def compilations(
         x, w = problem(shape, device)
         if mark is not None:
             mark(x, 0)
-        assert_equal(derivatives(compiled, (x, w)), derivatives(norm, (x, w)))
+        assert_same_bits(derivatives(compiled, (x, w)), derivatives(norm, (x, w)))
         counts.append(backend.frame_count)
     return counts
 
@@ -210,7 +206,7 @@ def test_inference_mode(device: str) -> None:
     with torch.inference_mode():
         outputs = [compiled(x), *compiled(x, x)]
         expected = [module(x), *module(x, x)]
-    assert_equal(outputs, expected)
+    assert_same_bits(outputs, expected)
     for output in (*outputs, *expected):
         assert output.is_inference()
         assert not output.requires_grad

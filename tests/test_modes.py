@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from assertions import assert_same_bits
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -19,11 +20,6 @@ def problem(device: str) -> tuple[Tensor, Tensor, Tensor]:
 def train(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     y, h = normops.add_rms_norm(normops.rms_norm(x, 64, w), residual, 64, w)
     return y.detach(), *torch.autograd.grad((y * h).sum(), (x, residual, w))
-
-
-def assert_equal(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_the_profiler_names_operators_and_nodes(device: str) -> None:
@@ -44,12 +40,12 @@ def test_inference_tensors_outside(device: str) -> None:
     with torch.inference_mode():
         inference_x, inference_w = x.clone(), w.clone()
     with torch.no_grad():
-        assert_equal((normops.rms_norm(inference_x, 64, inference_w),), (normops.rms_norm(x, 64, w),))
+        assert_same_bits((normops.rms_norm(inference_x, 64, inference_w),), (normops.rms_norm(x, 64, w),))
     for arguments in ((x, 64, inference_w), (inference_x, 64, w)):
         with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
             normops.rms_norm(*arguments)
     y, _ = normops.add_rms_norm(inference_x, residual, 64, w)  # saves the sum, a tensor like any other
-    assert_equal(
+    assert_same_bits(
         torch.autograd.grad(y.sum(), w), torch.autograd.grad(normops.add_rms_norm(x, residual, 64, w)[0].sum(), w)
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from assertions import same_bits
+from test_rotations import rotate_half, rotate_pairs
 from torch import Tensor
 
 import normops
@@ -32,15 +33,6 @@ def query(dtype: torch.dtype, device: str, shape: tuple[int, ...] = (B, S, H, D)
     )
 
 
-def rotate_half(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), -1)
-
-
-def rotate_neighbours(x: Tensor) -> Tensor:
-    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-
-
 def assert_like_rms_norm(actual: Tensor, expected: Tensor, serves_cpu: bool) -> None:
     """With its bits on the CPU; GPUs sum a row that is rotated in another order."""
     if serves_cpu:
@@ -62,7 +54,7 @@ def test_what_models_compute(
     wide_cos, wide_sin = (both(table, 2, dim=-1) for table in (cos, sin))
     normed = definitions.rms_norm(x.double(), (D,), w.double(), EPS)
     rotated, rest = normed[..., :rotary_dim], normed[..., rotary_dim:]
-    turned = (rotate_neighbours if interleaved else rotate_half)(rotated)
+    turned = (rotate_pairs if interleaved else rotate_half)(rotated)
     expected = torch.cat((rotated * wide_cos + turned * wide_sin, rest), -1)
 
     options: dict[str, Any] = {"interleaved": interleaved, "rotary_dim": rotary_dim}
