@@ -186,3 +186,15 @@ def test_a_group_does_not_know_the_others(
                 is_of_weight = of_argument(name.split()[0]) == "weight"
                 if serves_cpu or not is_of_weight:
                     assert_same_bits([alone[name]], [result[g] if is_of_weight else result[:, g]], (name, threads))
+
+
+@over_variants
+def test_repeated_under_deterministic_algorithms(variant: Variant, device: str) -> None:
+    """The operators need no exception and no other path there."""
+    dy, x, w = problem(50, 64, torch.float32, device)
+    expected = compute(variant, dy, x, w)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_same(compute(variant, dy, x, w), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
