@@ -17,14 +17,12 @@ from normops.adoption import hugging_face
 
 @kernels.use_kernel_forward_from_hub("RMSNorm")
 class NamedNorm(LlamaNorm):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return super().forward(hidden_states)
+    forward = LlamaNorm.forward
 
 
 @kernels.use_kernel_forward_from_hub("RMSNormZeroCentered")
 class NamedZeroCenteredNorm(GemmaNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+    forward = GemmaNorm.forward
 
 
 @kernels.use_kernel_forward_from_hub("RMSNormGated")

@@ -115,11 +115,7 @@ NAMES = (
     Kind("offset", "{this}.constant", "cls.constant = property(lambda self: 1.0)"),
     Kind("offset", "{this}.computed", "cls.computed = property(lambda self: 1.0)"),
     Kind("offset", "{this}.computed", "m.held = 1.0"),
-    Kind(
-        "offset",
-        "{this}.method()",
-        "cls.__getattribute__ = finding",
-    ),
+    Kind("offset", "{this}.method()", "cls.__getattribute__ = finding"),
     Kind("offset", "{this}.held", "cls.__getattr__ = lambda self, name: 2 * nn.Module.__getattr__(self, name)"),
     Kind("offset", "{this}.held", "m.held = 1.0"),
     Kind("offset", "{this}.held", "m.held = torch.tensor(1.0)"),
