@@ -297,33 +297,20 @@ class Kernels:
         self.gpu.check()
         assert message is None, message.decode()
 
-    def forward_config(self, packs_of_row: int, on: Structure) -> Structure:
-        return self._library.forward_config_of(ctypes.c_int64(packs_of_row), ctypes.byref(on))
+    def config(self, operator: Operator, dtype: torch.dtype, packs: int, on: Structure) -> Structure:
+        """Of rows of so many packs, or twice as many where they are rotated."""
+        kind = "rope" if operator.tables else "gated" if "gate" in operator.tensors else "forward"
+        of_dtype = []
+        if kind == "forward" and "grad_output" in operator.tensors:
+            kind, of_dtype = "backward", [DTYPES.index(dtype)]
+        return getattr(self._library, f"{kind}_config_of")(*of_dtype, ctypes.c_int64(packs), ctypes.byref(on))
 
-    def gated_config(self, packs_of_row: int, on: Structure) -> Structure:
-        return self._library.gated_config_of(ctypes.c_int64(packs_of_row), ctypes.byref(on))
-
-    def rope_config(self, slots_of_row: int, on: Structure) -> Structure:
-        return self._library.rope_config_of(ctypes.c_int64(slots_of_row), ctypes.byref(on))
-
-    def backward_config(self, dtype: torch.dtype, packs_of_row: int, on: Structure) -> Structure:
-        return self._library.backward_config_of(DTYPES.index(dtype), ctypes.c_int64(packs_of_row), ctypes.byref(on))
-
-    def partials(
-        self,
-        dtype: torch.dtype,
-        rows: int,
-        cols: int,
-        on: Structure,
-        grad_output_dtype: torch.dtype | None = None,
-        groups: int = 1,
-    ) -> int:
-        dtypes = {"input": dtype, "grad_output": grad_output_dtype or dtype}
-        args, tensors = KernelArgs(rows=rows, cols=cols, size=cols), {name: RowsArg() for name in dtypes}
+    def partials(self, dtype: torch.dtype, rows: int, cols: int, on: Structure, groups: int = 1) -> int:
+        args, tensors = KernelArgs(rows=rows, cols=cols, size=cols), [RowsArg(), RowsArg()]
         args.weight.groups = groups
-        for name, of in dtypes.items():
-            tensors[name].dtype = DTYPES.index(of)
-            args.tensors[TENSORS.index(name)] = ctypes.addressof(tensors[name])
+        for name, tensor in zip(("input", "grad_output"), tensors, strict=True):
+            tensor.dtype = DTYPES.index(dtype)
+            args.tensors[TENSORS.index(name)] = ctypes.addressof(tensor)
         return self._count_partials("rms_norm_backward", args, on)
 
     def _count_partials(self, launcher: str, args: Structure, on: Structure) -> int:

@@ -90,27 +90,13 @@ def pack_elements(dtype: torch.dtype) -> int:
     return 16 // dtype.itemsize
 
 
-Configs = Callable[[int], Structure]
-
-
-def config_of(kernels: Kernels, operator: Operator, dtype: torch.dtype, on: Structure) -> tuple[Configs, int]:
-    """How an operator chooses a configuration, and of how many packs of a row each that it is given is one."""
-    if operator.tables:
-        return lambda slots: kernels.rope_config(slots, on), 2
-    if "gate" in operator.tensors:
-        return lambda packs: kernels.gated_config(packs, on), 1
-    if "grad_output" in operator.tensors:
-        return lambda packs: kernels.backward_config(dtype, packs, on), 1
-    return lambda packs: kernels.forward_config(packs, on), 1
-
-
 def widths(kernels: Kernels, operator: Operator, dtype: torch.dtype, on: Structure) -> list[int]:
     """The narrowest and the widest row of every configuration, and one of any width; some besides."""
     if dtype == torch.float64:  # which has kernels of any width alone
         return [2, 5, 1025] if operator.tables else [1, 2, 5, 1025]
-    config, of_packs = config_of(kernels, operator, dtype, on)
+    of_packs = 2 if operator.tables else 1
     found, slots, pack = [*RAGGED, 24 * pack_elements(dtype)], 1, pack_elements(dtype)
-    while (chosen := config(slots)).packs > 0:
+    while (chosen := kernels.config(operator, dtype, slots, on)).packs > 0:
         assert chosen.cluster == 1
         found += [(slots - 1) * of_packs * pack + 1, chosen.packs_of_row * pack]
         slots = chosen.packs_of_row // of_packs + 1
@@ -248,8 +234,8 @@ def test_every_configuration(
 @over_operators
 def test_clusters(kernels: Kernels, operator: Operator, cluster: int, is_plain: bool, dtype: torch.dtype) -> None:
     on, pack = device(cluster, cluster=16), pack_elements(dtype)
-    config, of_packs = config_of(kernels, operator, dtype, on)
-    packs = of_packs * next(packs for packs in range(1, 1 << 17, 64) if config(packs).cluster == cluster)
+    every = ((packs, kernels.config(operator, dtype, packs, on)) for packs in range(1, 1 << 17, 64))
+    packs = (2 if operator.tables else 1) * next(packs for packs, config in every if config.cluster == cluster)
     cols = packs * pack - (0 if is_plain else 1)
     case = Case((2, cols), dtype, 1, dtype if is_plain else torch.float32, has_residual=is_plain)
     flags = flags_of(operator, cols, pack)[0 if is_plain else -1]
@@ -461,7 +447,8 @@ def test_what_has_the_bits_of_the_norm(
         (square_sum,) = call(RMS_NORM_STATS)
         assert_same_bits(call(RMS_NORM_FROM_STATS, square_sum=square_sum), call(RMS_NORM))
         squares, dot = call(RMS_NORM_BACKWARD_STATS)
-        if kernels.backward_config(dtype, family.packs, on).packs == kernels.forward_config(family.packs, on).packs:
+        backward, forward = (kernels.config(op, dtype, family.packs, on) for op in (RMS_NORM_BACKWARD, RMS_NORM))
+        if backward.packs == forward.packs:
             assert_same_bits([squares], [square_sum])
         gradients = call(RMS_NORM_BACKWARD_FROM_STATS, square_sum=squares, dot=dot)
         assert_same_bits(gradients, call(RMS_NORM_BACKWARD)[:2])
@@ -487,7 +474,7 @@ def test_forward_and_backward_have_the_same_rstd(kernels: Kernels, dtype: torch.
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8, 16])
 def test_no_cluster_is_larger_than_the_device_runs(kernels: Kernels, cluster: int) -> None:
     on = device(cluster=cluster)
-    configs = {packs: kernels.forward_config(packs, on) for packs in (1 << n for n in range(18))}
+    configs = {packs: kernels.config(RMS_NORM, torch.float32, packs, on) for packs in (1 << n for n in range(18))}
     assert max(config.cluster for config in configs.values()) == cluster
     assert all(packs <= config.packs_of_row for packs, config in configs.items())
 
