@@ -126,7 +126,8 @@ class _Search(Search):
         return user, self._as_factor(other), self._as_bias(*summands) if summands else None
 
     def _is_narrow(self, y: Tensor) -> bool:
-        return bool(self._casts) and y.dtype == value(self._narrow).dtype != self._y.dtype
+        is_widened = self._y.dtype == torch.float32 and value(self._narrow).dtype in HALVES
+        return is_widened and y.dtype == value(self._narrow).dtype
 
     def _as_factor(self, node: Any) -> Node:
         tensor = self._broadcast(node)
