@@ -42,6 +42,7 @@ def test_with_nothing_in_between_the_bits_are_those_of_the_norm(
     norm = of_norm(case, **flags)
     norm["weight"] = None if norm["weight"] is None else norm["weight"].to(device)
     square_sum = ops.rms_norm_stats(x, case.normalized_shape)
+    assert ops.rms_norm_stats(x.to("meta"), case.normalized_shape).dtype == square_sum.dtype
     row_size = math.prod(case.normalized_shape)
     assert_same_bits([ops.rms_norm_from_stats(x, square_sum, **norm, row_size=row_size)], [ops.rms_norm(x, **norm)])
     sums = ops.rms_norm_backward_stats(dy, x, **norm)
