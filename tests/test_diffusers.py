@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from adopted_graphs import biased, compiled_with_passes, norms
+from test_original_rounding import share_that_differs
 from tiers import divided
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from traced_graphs import operators, trace
 
 import normops
@@ -219,6 +221,20 @@ def test_blocks_compiled_with_passes(name: str) -> None:
     assert backward is not None
     for names, graph in (graphs.forward, before.forward), (graphs.backward, backward):
         assert 4 * elementwise(names) <= elementwise(operators(graph))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bits_of_blocks(name: str) -> None:
+    torch.manual_seed(0)
+    block, inputs = BLOCKS[name][0]()
+    block, inputs = block.bfloat16(), tree_map_only(Tensor, narrowed, inputs)
+    compiled, _ = compiled_with_passes(block, rounding="original")
+    assert share_that_differs(compiled(**inputs), block(**inputs)) < 5e-4
+
+
+def narrowed(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_complex() else tensor.bfloat16()
 
 
 def elementwise(names: list[str]) -> int:

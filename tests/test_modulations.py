@@ -78,6 +78,7 @@ JOINED: dict[str, tuple[Modulated, int, int]] = {
     # The factor and the weight are multiplied beforehand.
     "gate": (lambda x, r, m, w: r + parts(m)[0].tanh() * plain(x, w), 1, 2),
     "weight and scale": (lambda x, r, m, w: llama(x, w) * (1 + parts(m)[0]), 2, 2),
+    "weight and a scale for each position": (lambda x, r, m, w: plain(x, w) * r[:1], 1, 1),
     "sum, used elsewhere": (lambda x, r, m, w: (h := plain(x) + r) + h.sin().cos(), 1, 1),
     "scale written between": (written_between, 2, 2),
     "shift written after": (written_after, 1, 1),

@@ -132,9 +132,9 @@ class _Search(Search):
     def _as_factor(self, node: Any) -> Node:
         tensor = self._broadcast(node)
         if self._weight is not None:
-            # They are multiplied beforehand, which is little work if tokens share the factor, and rounds otherwise.
-            few = tensor.dim() == self._dims or is_equal(tensor.shape[-self._dims - 1], 1)
-            require(few and self._weight.dim() == self._dims and not self._rounds_as_before)
+            # They are multiplied beforehand, which is less work if rows share the factor, and rounds otherwise.
+            require(not is_equal(tensor.numel(), self._y.numel()))
+            require(self._weight.dim() == self._dims and not self._rounds_as_before)
         return node
 
     def _as_bias(self, node: Any) -> Node:
