@@ -95,7 +95,7 @@ class _Search(Search):
         """The longest modulation that begins so."""
         self.inner.append(node)
         y = value(node)
-        is_modulated = y.dtype == self._y.dtype and not factor is bias is None
+        is_modulated = y.dtype == self._y.dtype and (factor is not None or bias is not None)
         is_one = is_contiguous(y) and (is_modulated or self._is_narrow(y))
         found = _Modulation(factor, bias, node, frozenset(self.inner)) if is_one else None
         try:
@@ -126,6 +126,7 @@ class _Search(Search):
         return user, self._as_factor(other), self._as_bias(*summands) if summands else None
 
     def _is_narrow(self, y: Tensor) -> bool:
+        """Whether this has the 16 bits of what the program widened to float32 for the norm."""
         is_widened = self._y.dtype == torch.float32 and value(self._narrow).dtype in HALVES
         return is_widened and y.dtype == value(self._narrow).dtype
 
