@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import normops
 from reference import cases
 from reference.cases import Case
 from reference.operators import (
@@ -97,6 +98,17 @@ def test_gradcheck(
     for norm in (problem.call(variant.operator.packet), problem.fused):
         assert torch.autograd.gradcheck(norm, problem.leaves(), check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(problem.fused, problem.leaves(), check_batched_grad=len(shape) < 4)
+
+
+def test_gradcheck_of_a_bias_for_each_column(device: str) -> None:
+    shapes = ((2, 3, 5), (5,), (5,))
+    leaves = [cases.values(shape, torch.float64, i).to(device).requires_grad_() for i, shape in enumerate(shapes)]
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return normops.rms_norm(x, 5, weight, bias=bias)
+
+    assert torch.autograd.gradcheck(norm, leaves, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(norm, leaves, check_batched_grad=True)
 
 
 @pytest.mark.parametrize(("has_weight", "groups"), [(True, 0), (True, 1), (False, 0)])
