@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import normops
 from reference import cases
 from reference.cases import Case
 from reference.operators import (
@@ -100,15 +99,23 @@ def test_gradcheck(
     assert torch.autograd.gradgradcheck(problem.fused, problem.leaves(), check_batched_grad=len(shape) < 4)
 
 
-def test_gradcheck_of_a_bias_for_each_column(device: str) -> None:
-    shapes = ((2, 3, 5), (5,), (5,))
-    leaves = [cases.values(shape, torch.float64, i).to(device).requires_grad_() for i, shape in enumerate(shapes)]
+@differentiable
+def test_what_several_gradients_hand_on_adds_up(variant: Variant, device: str) -> None:
+    """gradgradcheck asks for the derivatives of one gradient at a time."""
+    problem = Problem(variant, of((2, 3, 5), groups=1), device)
+    leaves = problem.leaves()
+    outputs = problem.fused(*leaves)
+    dys = [torch.randn_like(y).requires_grad_() for y in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, dys, create_graph=True)
+    given = [torch.randn_like(gradient) for gradient in gradients]
 
-    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return normops.rms_norm(x, 5, weight, bias=bias)
+    def handed_on(*which: int) -> tuple[Tensor, ...]:
+        chosen, cotangents = ([each[i] for i in which] for each in (gradients, given))
+        return torch.autograd.grad(chosen, [*leaves, *dys], cotangents, retain_graph=True, materialize_grads=True)
 
-    assert torch.autograd.gradcheck(norm, leaves, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(norm, leaves, check_batched_grad=True)
+    apart = [handed_on(i) for i, gradient in enumerate(gradients) if gradient.requires_grad]
+    together = handed_on(*(i for i, gradient in enumerate(gradients) if gradient.requires_grad))
+    torch.testing.assert_close(together, tuple(sum(parts) for parts in zip(*apart, strict=True)))
 
 
 @pytest.mark.parametrize(("has_weight", "groups"), [(True, 0), (True, 1), (False, 0)])
