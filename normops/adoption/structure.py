@@ -15,6 +15,7 @@ from normops.adoption.following import Run, TracedFloat
 from normops.adoption.reasons import Unfit
 from normops.inductor.calls import DTYPES, NORMS, Call, arguments_of_norm, call_of, is_reshape, number, value_of
 from normops.inductor.handwritten import match_norm
+from normops.inductor.search import widens
 
 
 class Gating(NamedTuple):
@@ -315,7 +316,7 @@ def _value(node: Any) -> Tensor:
 
 
 def _widens(before: Node, after: Node) -> bool:
-    return torch.promote_types(_value(before).dtype, _value(after).dtype) == _value(after).dtype
+    return widens(_value(before), _value(after))
 
 
 def _is_wide(node: Node) -> bool:

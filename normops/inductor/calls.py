@@ -174,6 +174,13 @@ def applied(node: Node, tensor: Tensor) -> Tensor:
     return result
 
 
+def called(method: str, node: Node, *arguments: Any) -> Node:
+    """A call of a method of the node's value, where its graph inserts nodes."""
+    result = node.graph.call_method(method, (node, *arguments))
+    result.meta["example_value"] = applied(result, node.meta["example_value"])
+    return result
+
+
 def dims_permuted_by(node: Node) -> tuple[int, ...] | None:
     """For each dimension of the node's value the one of its first argument; None if it does not permute them."""
     if node.target not in _PERMUTES and node.target not in [each.__name__ for each in _PERMUTES]:

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from normops._operators import by_name
 from normops.inductor import Rounding
-from normops.inductor.calls import DTYPES, HALVES, call_of, is_contiguous, is_equal, length, other_call_of
+from normops.inductor.calls import DTYPES, HALVES, call_of, called, is_contiguous, is_equal, length, other_call_of
 from normops.inductor.effects import IS_RECORDED, subgraphs
 from normops.inductor.search import (
     NoMatch,
@@ -154,7 +154,7 @@ class _Search(Search):
 
     def _weighted(self, factor: Node, found: _Modulation) -> dict[str, Any]:
         """The arguments that multiply by the factor, besides by the weight that the norm has."""
-        graph, offset = self._norm.graph, 0.0
+        offset = 0.0
         if not self._rounds_as_before:
             above, number, passed = above_offset(factor)
             if may_be_computed_at(found.last, {*found.nodes, *passed}):
@@ -165,15 +165,8 @@ class _Search(Search):
         dtype = torch.promote_types(torch.promote_types(self._weight.dtype, value(factor).dtype), torch.float32)
         factors = []
         for node, added in (weight, self._arguments.get("weight_offset", 0.0)), (factor, offset):
-            for target, argument in ("to", dtype), ("add", added):
+            for method, argument in ("to", dtype), ("add", added):
                 if argument != 0.0:
-                    node = _called(graph, target, node, argument)
+                    node = called(method, node, argument)
             factors.append(node)
-        return {"weight": _called(graph, "mul", *factors), "weight_offset": 0.0}
-
-
-def _called(graph: Graph, method: str, node: Node, argument: Any) -> Node:
-    result = graph.call_method(method, (node, argument))
-    other = argument.meta["example_value"] if isinstance(argument, Node) else argument
-    result.meta["example_value"] = getattr(value(node), method)(other)
-    return result
+        return {"weight": called("mul", *factors), "weight_offset": 0.0}

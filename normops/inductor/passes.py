@@ -18,6 +18,7 @@ from normops.inductor.calls import (
     DTYPES,
     NORMS,
     arguments_of_norm,
+    called,
     length,
     order_in_memory,
     specialize_what_is_above,
@@ -230,14 +231,13 @@ def _compute_instead(
     is_permuted = list(order) != sorted(order)
     with graph.inserting_before(node):
         if x.dtype != dtype:
-            input, x = graph.call_method("to", (input, dtype)), x.to(dtype)
-            input.meta["example_value"] = x
+            input = called("to", input, dtype)
         if is_permuted:
-            input, x = graph.call_method("permute", (input, order)), x.permute(order)
-            input.meta["example_value"] = x
+            input = called("permute", input, order)
         arguments = (input, normalized_shape, weight, eps)
         options: dict[str, Any] = {"weight_offset": weight_offset, "casting_mode": casting_mode}
         result = graph.call_function(_normops.rms_norm.default, arguments, options)
+        x = input.meta["example_value"]
         result.meta |= {IS_RECORDED: y.requires_grad, "example_value": x.new_empty(x.shape)}
         if is_permuted:
             result = graph.call_method("permute", (result, tuple(map(order.index, range(len(order))))))

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from normops._operators import FUNCTIONAL, by_name, name_of
+from normops.inductor.calls import is_equal
 
 _normops = torch.ops.normops
 _NORMS = (_normops.rms_norm.default, _normops.gated_rms_norm.default, _normops.rms_norm_rope.default)
@@ -36,7 +37,7 @@ def _mark(norm: Node) -> None:
 def _takes_what_is_kept(norm: Mapping[str, Any]) -> bool:
     """A residual that is added after a norm is no less than the output."""
     input, bias = norm["input"], norm.get("bias")
-    is_residual = bias is not None and bias.meta["val"].numel() == input.meta["val"].numel()
+    is_residual = bias is not None and is_equal(bias.meta["val"].numel(), input.meta["val"].numel())
     return _is_kept(input) and not (is_residual and not _is_kept(bias))
 
 

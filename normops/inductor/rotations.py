@@ -14,6 +14,7 @@ from normops.inductor.calls import (
     HALVES,
     applied,
     call_of,
+    called,
     dims_permuted_by,
     have_one_shape,
     is_contiguous,
@@ -317,8 +318,6 @@ def _permuted(node: Node, dims: Sequence[int]) -> Node:
     if list(dims) == sorted(dims):
         return node
     while x.dim() < len(dims):
-        node, x = node.graph.call_method("unsqueeze", (node, 0)), x.unsqueeze(0)
-        node.meta["example_value"] = x
-    node = node.graph.call_method("permute", (node, tuple(dims)))
-    node.meta["example_value"] = x.permute(*dims)
-    return node
+        node = called("unsqueeze", node, 0)
+        x = value(node)
+    return called("permute", node, tuple(dims))
