@@ -24,6 +24,12 @@ class Compiler(NamedTuple):
         """For all C++ code. Contraction would let the compiler round the same line differently in different places."""
         return ["-std=c++20", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-ffp-contract=off", "-fno-math-errno"]
 
+    @property
+    def link_flags(self) -> list[str]:
+        """For all libraries. One that has a static libstdc++ in it crashes beside torch, which loads the shared one,
+        where it writes a number into a message; there are compilers that link the static one unasked."""
+        return ["-l:libstdc++.so.6"]
+
 
 def find_compiler() -> Compiler:
     """The compiler that CXX names, else g++, c++ or clang++; it has been seen to work."""
@@ -59,7 +65,8 @@ def _try(compiler: Compiler) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text("#include <concepts>\n#include <string>\nstd::string probe() { return {}; }\n")
-        command = [*compiler.command, *compiler.flags, "-shared", str(source), "-o", f"{folder}/probe.so"]
+        command = [*compiler.command, *compiler.flags, "-shared", str(source), *compiler.link_flags]
+        command += ["-o", f"{folder}/probe.so"]
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode != 0:
         stop(

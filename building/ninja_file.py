@@ -103,7 +103,8 @@ def _write_rules(writer: Writer, plan: Plan) -> None:
             deps="gcc",
             description="cuda $name",
         )
-    writer.rule("link", f"{compiler} -shared $in $flags -o $out", description="link $out")
+    link_flags = _join(plan.compiler.link_flags)
+    writer.rule("link", f"{compiler} -shared $in $flags {link_flags} -o $out", description="link $out")
 
 
 def _compile(writer: Writer, rule: str, source: Path, folder: Path, flags: Iterable[str], suffix: str = "") -> str:

@@ -1,8 +1,10 @@
 """What a build says before it starts: which compilers, torch and GPUs it found; what is missing, in one sentence."""
 
+import ctypes
 import os
 import runpy
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -297,6 +299,21 @@ def test_a_compiler_without_its_headers(tools: Path) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
 def test_the_compiler_of_this_machine_is_found() -> None:
     assert find_compiler().name in ("GCC", "clang")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+def test_a_compiler_that_links_a_static_libstdcxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built shares the one that torch has loaded: with its own it would write no number into a message."""
+    monkeypatch.setenv("CXX", "g++ -static-libstdc++")
+    compiler = find_compiler()
+    source, library = tmp_path / "digits.cpp", tmp_path / "digits.so"
+    source.write_text(
+        "#include <sstream>\n#pragma GCC visibility push(default)\n"
+        'extern "C" int digits() { std::ostringstream s; s << 42; return s.str().size(); }\n'
+    )
+    command = [*compiler.command, *compiler.flags, "-shared", str(source), *compiler.link_flags, "-o", str(library)]
+    subprocess.run(command, check=True)
+    assert ctypes.CDLL(str(library)).digits() == 2
 
 
 def torch_folder(folder: Path, version: str, cuda: str = "None", hip: str = "None") -> Path:
