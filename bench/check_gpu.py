@@ -3,9 +3,9 @@
     python -m bench.check_gpu --step 1 --out FOLDER
 
 Step 1 alone tells most: it builds, runs every configuration of the kernels, and measures bfloat16 beside a copy, ATen's
-rms_norm, the same compiled, and the peers that are installed or, as wheels, in a folder. Step 2 runs all tests, step 3
-measures the rest. A step goes through all of its parts, the most telling first, whatever becomes of each and whatever
-the machine lacks. With --device cpu it is a rehearsal: the same parts, with little to do.
+rms_norm, the same compiled, and the peers that are installed or, as wheels, in a folder. Step 2 runs the tests of core
+and full, step 3 measures the rest. A step goes through all of its parts, the most telling first, whatever becomes of
+each and whatever the machine lacks. With --device cpu it is a rehearsal: the same parts, with little to do.
 
 In FOLDER, summary.txt has the machine, what became of each part, and the tables of each benchmark; stepN.txt has what
 parts print, while they print it; stepN.tar has the results of benchmarks, and the folder results those so far of one
@@ -41,8 +41,8 @@ WIDTHS = "every_configuration and bfloat16 and (full or odd) and (128- or 8192- 
 CLUSTER = "every_configuration and bfloat16 and full and 131072-"
 SIZES = ("65536x4096", "262144x1024", "4194304x64", "16384x16384", "4096x65536", "1024x262144")  # 512 MiB each
 BESIDE = ("--peers", "normops-triton", "F.rms_norm", "F.rms_norm-compiled", "Liger", "quack", "fla", "mamba")
-PROCESSES = 8  # more would wait for the one GPU
-OF_MANY_PROCESSES = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+PROCESSES = 14  # more would wait for the one GPU
+OF_MANY_PROCESSES = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # Else what is beyond one tensor is another's, or nobody's, within one allocation.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
@@ -81,9 +81,9 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
     building = (*python, "-m", "normops") if rehearsal else (*python, "setup.py", "build_ext", "--inplace")
     without_cuda = Part("build without CUDA", building, 150, {"NORMOPS_CUDA": "0"}, after_failure=True)
     build = (Part("build", building, 240), without_cuda)
-    # One by one, as pip installs none of those that it is given if one of them does not fit.
-    pip = (*python, "-m", "pip", "install", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target")
-    peers = [Part(f"install {wheel.name}", (*pip, str(INSTALLED), str(wheel)), 30) for wheel in wheels]
+    # Not by pip, which replaces a folder that several wheels share.
+    unzip = (*python, "-m", "zipfile", "--extract")
+    peers = [Part(f"install {wheel.name}", (*unzip, str(wheel), str(INSTALLED)), 30) for wheel in wheels]
     fresh = ("--dtype", "bfloat16", "--memory", "fresh", "--op")
     if step == 1:
         both = (*fresh, "rms_norm", "rms_norm_backward", *BESIDE)
@@ -99,12 +99,14 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
             Part("profile", (*python, "-m", "bench.profile", "--device", device), 40),
         ]
     if step == 2:
-        few = ("--triton", "-k", "test_parts_of_rows") if rehearsal else ()
+        few = ("tests/test_errors.py", "tests/test_cuda.py", "tests/test_properties.py") if rehearsal else ("tests",)
+        few_of_triton = ("--triton", "-k", "test_parts_of_rows") if rehearsal else ()
         backend = {} if rehearsal else {"NORMOPS_BACKEND": "triton"}
         return [
             *build,
-            tests("all tests", 250, *(("tests/test_errors.py", "tests/test_cuda.py") if rehearsal else ("tests",))),
-            tests("Triton", 200, "tests", "-m", "triton and not release", *few, **backend),
+            tests("core", 120, *few, "-m", "core"),
+            tests("core on Triton", 150, "tests", "-m", "triton and core", *few_of_triton, **backend),
+            tests("full", 300, *few, "-m", "full"),
         ]
     types = ("--dtype", "bfloat16", "float32", "--op")
     return [

@@ -72,7 +72,7 @@ def test_tests_are_spread_over_processes_if_xdist_is_there(
     is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_gpu, "find_spec", lambda _: object() if is_installed else None)
-    for step, name in ((1, "every configuration"), (2, "all tests"), (2, "Triton")):
+    for step, name in ((1, "every configuration"), (2, "core"), (2, "core on Triton"), (2, "full")):
         (part,) = (part for part in check_gpu.parts(step, "cuda", tmp_path) if part.name == name)
         assert ("--numprocesses" in part.command) == is_installed
 
