@@ -143,7 +143,9 @@ def nans(dtype: torch.dtype) -> Tensor:
 
 def copy_of(tensor: Tensor, device: str | torch.device | None = None) -> Tensor:
     """With its strides, in memory of its own."""
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
+    if not tensor.numel():  # it may begin behind the end of its memory
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     memory = tensor.as_strided((tensor.storage_offset() + reach,), (1,), 0).to(device or tensor.device, copy=True)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

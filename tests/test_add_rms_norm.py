@@ -79,7 +79,7 @@ def test_autograd(residual_dtype: torch.dtype, used: str, needed: tuple[bool, ..
 
     expected_sum, expected_weight = grad_residual_out, None
     if used != "residual_out":
-        h = exact_sum(tensors.input, tensors.residual)
+        h = exact_sum(tensors.input, tensors.residual).to(device)
         grad_residual = grad_residual_out if used == "both" else None
         expected_sum, expected_weight, _ = ops.rms_norm_backward(
             grad_output, h, (40,), tensors.weight, EPS, weight_offset=1.0, grad_residual=grad_residual
