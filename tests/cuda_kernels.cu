@@ -57,8 +57,9 @@ NORMOPS_BACKWARD(gated_rms_norm)
 NORMOPS_BACKWARD(rms_norm_rope)
 
 const char* grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
-                        void* grad_weight) {
-  return message_of([&] { launch_grad_weight(dtype, weight_dtype, partials, count, cols, grad_weight, nullptr); });
+                        void* grad_weight, const Device* device) {
+  return message_of(
+      [&] { launch_grad_weight(dtype, weight_dtype, partials, count, cols, grad_weight, *device, nullptr); });
 }
 
 RowConfig forward_config_of(int64_t packs_of_row, const Device* device) { return row_config(packs_of_row, *device); }

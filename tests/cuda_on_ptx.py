@@ -361,7 +361,7 @@ class Kernels:
             for name, output in written.items()
             if output is not None and name != "grad_weight"
         }
-        results["grad_weight"] = self._grad_weight(given["input"], arguments.get("weight"), written, seed)
+        results["grad_weight"] = self._grad_weight(given["input"], arguments.get("weight"), written, on, seed)
         return tuple(results.get(name) for name in operator.outputs)
 
     def _args(self, operator: Operator, given: Mapping[str, Any]) -> Structure:
@@ -396,7 +396,7 @@ class Kernels:
         }
 
     def _grad_weight(
-        self, input: Tensor, weight: Tensor | None, written: Mapping[str, Output | None], seed: int
+        self, input: Tensor, weight: Tensor | None, written: Mapping[str, Output | None], on: Structure, seed: int
     ) -> Tensor | None:
         partials = written.get("grad_weight")
         if partials is None or weight is None:
@@ -405,17 +405,17 @@ class Kernels:
         sums = partials.result()
         cols = sums.shape[1]
         if cols <= 2 * END:
-            return self._sum_columns(dtype, sums, weight.dtype, seed).view(weight.shape)
+            return self._sum_columns(dtype, sums, weight.dtype, on, seed).view(weight.shape)
         # A block takes 1024 threads to sum 32 columns, whatever the others are: in all, most of the time there is.
         last = END + cols % 32
         summed = (
-            self._sum_columns(dtype, sums[:, :END], weight.dtype, seed),
+            self._sum_columns(dtype, sums[:, :END], weight.dtype, on, seed),
             sums[:, END:-last].sum(0).to(weight.dtype),
-            self._sum_columns(dtype, sums[:, -last:], weight.dtype, seed),
+            self._sum_columns(dtype, sums[:, -last:], weight.dtype, on, seed),
         )
         return torch.cat(summed).view(weight.shape)
 
-    def _sum_columns(self, dtype: int, partials: Tensor, weight_dtype: torch.dtype, seed: int) -> Tensor:
+    def _sum_columns(self, dtype: int, partials: Tensor, weight_dtype: torch.dtype, on: Structure, seed: int) -> Tensor:
         partials = partials.contiguous()
         count, cols = partials.shape
         grad_weight = Output((cols,), weight_dtype)
@@ -427,6 +427,7 @@ class Kernels:
             ctypes.c_int64(count),
             ctypes.c_int64(cols),
             ctypes.c_void_p(self._rows("grad_weight", grad_weight.rows, True).data),
+            on=on,
             seed=seed,
         )
         return grad_weight.result()

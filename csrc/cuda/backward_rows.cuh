@@ -209,18 +209,14 @@ class WeightSums {
     }
   }
 
-  // Writes the partial sum of the block. If several rows share the block, their sums are added in the order of the
-  // rows.
+  // Writes the partial sum of the block, whole packs if these are `aligned`. If several rows share the block, their
+  // sums are added in the order of the rows.
   template <class Columns>
-  __device__ void write(const Columns& columns, Compute* partial) {
+  __device__ void write(const Columns& columns, Compute* partial, bool aligned) {
     if (blockDim.y == 1) {
-#pragma unroll
-      for (int p = 0; p < kPacks; p++) {
-#pragma unroll
-        for (int i = 0; i < kPack<T>; i++) {
-          if (i < columns.count(p)) partial[columns.column(p) + i] = at(p, i);
-        }
-      }
+      constexpr int kUnrolled = kInShared ? 1 : kPacks;  // registers have no number at run time
+#pragma unroll kUnrolled
+      for (int p = 0; p < kPacks; p++) write_pack(columns, partial, p, aligned);
       return;
     }
     Compute* const shared = dynamic_shared<Compute>();  // [blockDim.y, width]
@@ -242,6 +238,31 @@ class WeightSums {
   }
 
  private:
+  template <class Columns>
+  __device__ void write_pack(const Columns& columns, Compute* partial, int p, bool aligned) {
+    constexpr int kAtOnce = 16 / sizeof(Compute);
+    if constexpr (kPack<T> == 2 * kAtOnce && Columns::kTogether == 1) {
+      // Each of two neighbouring threads writes a half of either's pack, so that what both write at once, 32 bytes,
+      // lies together: memory takes no less.
+      const int odd = threadIdx.x % 2, first = columns.column(p) - odd * kAtOnce, second = first + kPack<T>;
+      Elements<Compute, kAtOnce> halves[2];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        const Compute low = at(p, i), high = at(p, i + kAtOnce);
+        const Compute other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
+        halves[0].words[i] = odd ? other : low;
+        halves[1].words[i] = odd ? high : other;
+      }
+      store_elements(partial + first, halves[0], columns.cols - first, aligned);
+      store_elements(partial + second, halves[1], columns.cols - second, aligned);
+    } else {
+      Elements<Compute, kPack<T>> sums;
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i++) sums.words[i] = at(p, i);
+      store_elements(partial + columns.column(p), sums, columns.count(p), aligned);
+    }
+  }
+
   Compute registers_[kInShared ? 1 : kPacks][kPack<T>];
 };
 
@@ -259,6 +280,7 @@ template <int kPacks, class T, class R, class Access, class Columns, class Gate,
 __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns& columns, const Gate& gate,
                               const RowStats& stats = {}) {
   using Compute = compute_t<R>;
+  wait_for_previous_kernel();
   __shared__ RowSumShared<Compute, 2> shared;
   RowSums<Compute, 2, kPacks> sum_row(shared, !stats.are(Sums::given));
   Columns written = columns;
@@ -364,7 +386,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
       write.template operator()<false>();
     }
   }
-  if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols);
+  if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols, args.input.aligned);
 }
 
 // Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
@@ -373,6 +395,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
                                            const Gate& gate, const RowStats& stats = {}) {
   using Compute = compute_t<R>;
   constexpr int kTogether = Columns::kTogether;
+  wait_for_previous_kernel();
   __shared__ RowSumShared<double, 2> shared;
   RowSums<double, 2, kAnyWidth.packs> sum_row(shared);
   Compute* const partial = args.partials != nullptr ? args.partials + blockIdx.x * args.cols : nullptr;
@@ -489,8 +512,9 @@ int64_t backward_partials(const KernelArgs& args, const Device& device) {
 template <class Kernels>
 void launch_backward(const KernelArgs& args, const Device& device, Stream stream) {
   dispatch_kernels<Kernels>(args, device, [&]<class T, class R, int kPacks>(const RowConfig& config) {
-    launch_kernel<Kernels, T, R, kPacks>(backward_shape<Kernels, T, R, kPacks>(config, args, device), stream,
-                                         backward_of<T, R>(args, Kernels::begins(args)),
+    LaunchShape shape = backward_shape<Kernels, T, R, kPacks>(config, args, device);
+    shape.starts_early = device.early_start;
+    launch_kernel<Kernels, T, R, kPacks>(shape, stream, backward_of<T, R>(args, Kernels::begins(args)),
                                          Kernels::template own<T, R>(args));
   });
 }

@@ -38,7 +38,7 @@ int64_t rms_norm_rope_backward_partials(const KernelArgs& args, const Device& de
 
 // grad_weight [cols] = sum of partials [count, cols]; these are the columns of all groups
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
-                        void* grad_weight, Stream stream);
+                        void* grad_weight, const Device& device, Stream stream);
 
 }  // namespace normops::cuda
 #pragma GCC visibility pop

@@ -52,7 +52,7 @@ void run(const BackwardKernels& kernels, Call& call, Stream stream) {
   call.grad_weight_partials = partials.mutable_data_ptr();
   kernels.launch(call, device, stream);
   const RowsArg& dw = call[kGradWeight];
-  launch_grad_weight(call.dtype(), dw.dtype, partials.const_data_ptr(), count, cols, dw.data, stream);
+  launch_grad_weight(call.dtype(), dw.dtype, partials.const_data_ptr(), count, cols, dw.data, device, stream);
 }
 
 // What the operator templates need of a backend.

@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
 template <class Compute, class W>
 __global__ void __launch_bounds__(1024)
     grad_weight_kernel(const Compute* partials, int64_t count, int64_t cols, W* grad_weight) {
+  wait_for_previous_kernel();
   __shared__ Compute sums[kWarp][kWarp + 1];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   Compute sum = 0;
@@ -73,8 +74,9 @@ void launch_rms_norm_backward(const KernelArgs& args, const Device& device, Stre
 }
 
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
-                        void* grad_weight, Stream stream) {
-  const LaunchShape shape = {dim3(static_cast<unsigned>((cols + kWarp - 1) / kWarp)), dim3(kWarp, kWarp), 0};
+                        void* grad_weight, const Device& device, Stream stream) {
+  const auto blocks = static_cast<unsigned>((cols + kWarp - 1) / kWarp);
+  const LaunchShape shape = {dim3(blocks), dim3(kWarp, kWarp), 0, device.early_start};
   dispatch(weight_dtype, [&]<class W>() {
     W* const target = static_cast<W*>(grad_weight);
     if (compute_dtype(dtype) == DType::float64) {
