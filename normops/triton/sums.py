@@ -16,7 +16,8 @@ def sum_columns(x, threads: tl.constexpr):
     # Elements at a time of a thread: 16 bytes of bfloat16, or of float64.
     access: tl.constexpr = 2 if x.dtype == tl.float64 else 8
     if x.shape[1] == 1:
-        return x
+        # From one dimension, as Triton 3.6 may compute whole blocks in the layout of what it expands.
+        return tl.reshape(x, (x.shape[0],))[:, None]
     elif x.shape[1] > threads * access:
         return sum_columns(tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), 1), threads)
     elif x.shape[0] == 1 and x.shape[1] >= 4 and x.shape[1] * 16 == threads:
