@@ -43,7 +43,7 @@ def save_charts(measurements: Sequence[Measurement], stem: str, folder: Path) ->
 
 def _save(figure: Figure, path: Path) -> None:
     drawn = BytesIO()
-    figure.savefig(drawn, dpi=100)
+    figure.savefig(drawn, dpi=100, bbox_inches="tight")  # the legend may be wider than the panels
     Image.open(drawn).convert("RGB").quantize(PALETTE, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
