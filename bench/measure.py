@@ -64,8 +64,10 @@ def measure(
     if "torch._dynamo" in sys.modules:  # which takes seconds to import
         torch.compiler.reset()  # beyond a number of shapes, torch.compile gives up on a function
     for measurement in measurements:
+        # Problems of one size share their inputs, of which each operator is given what it reads.
+        read = [{name: inputs[name] for name in measurement.problem.operator.reads} for inputs in sets]
         for peer in peers:
-            if timer := _timer(measurement, peer, sets, position):
+            if timer := _timer(measurement, peer, read, position):
                 timers[measurement.problem.operator, peer.name] = timer
     if interleaved:
         timings = interleave(timers, turns=turns, seconds=seconds)
@@ -92,7 +94,6 @@ def merge(measurements: Sequence[Measurement]) -> Measurement:
 def _timer(measurement: Measurement, peer: Peer, sets: Sequence[Tensors], position: Iterator[int]) -> Timer | None:
     """None where the measurement says why there is none."""
     problem, build = measurement.problem, peer.builder(measurement.problem)
-    sets = [{name: inputs[name] for name in problem.operator.reads} for inputs in sets]  # others read more
     if reason := peer.why_not(problem):
         measurement.left_out[peer.name] = reason
     elif build is not None:

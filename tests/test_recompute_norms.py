@@ -302,7 +302,8 @@ def test_several_threads(device: str) -> None:
     with recompute_norms():
         shared = block(FUNCTIONS[0], t)
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(block, FUNCTIONS[0], t).result()  # what matmul takes for a thread, it keeps
+            # Also takes what a matmul takes for a thread, and keeps.
+            assert pool.submit(block, FUNCTIONS[0], t).result().grad_fn is not None
             before = pool.submit(held, lambda: block(FUNCTIONS[0], t)).result()[0]
         assert before == held(lambda: block(FUNCTIONS[0], t))[0] + t[0].nbytes - t[2].nbytes
     with ThreadPoolExecutor(4) as pool:
