@@ -67,8 +67,9 @@ constexpr decltype(auto) dispatch_beside(DType dtype, Function&& function) {
 }
 
 constexpr bool may_be_beside(DType dtype, DType other) {
-  return dtype == other ||
-         (dtype == DType::float32 ? other < DType::float32 : dtype < DType::float32 && other == DType::float32);
+  return dispatch(dtype, [other]<class T>() {
+    return dispatch_beside<T>(other, [other]<class W>() { return kDType<W> == other; });
+  });
 }
 
 constexpr int64_t size_of(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }

@@ -52,7 +52,7 @@ inline constexpr RowsArg kNoRows = {nullptr, DType::float32, {1, {INT64_MAX}, {0
 struct Weight {
   const void* data;  // dtype [groups, cols], or null for ones
   DType dtype;
-  double offset;
+  double offset;   // -0 in the place of 0, which would turn a -0 of data into 0
   int64_t groups;  // 1 without data
 };
 

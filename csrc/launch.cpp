@@ -26,7 +26,7 @@ Call::Call(const Tensor& input, const Norm& norm, int max_dims, bool by_groups)
   casting = norm.casting();
   weight.groups = 1;
   if (!is_given(norm.weight)) return;
-  weight.offset = norm.weight_offset;
+  weight.offset = norm.weight_offset == 0 ? -0.0 : norm.weight_offset;
   group_by(*norm.weight);
 }
 

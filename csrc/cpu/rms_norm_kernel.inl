@@ -6,8 +6,7 @@ namespace {
 
 template <class T, class W>
 void scale_columns(const W* weight, double weight_offset, compute_t<T>* scale, int64_t count) {
-  // Adding -0 changes nothing, adding 0 would change the sign of a weight that is -0.
-  const Block<T> offset = broadcast<T>(admitted_number<T>(weight_offset == 0 ? -0.0 : weight_offset));
+  const Block<T> offset = broadcast<T>(admitted_number<T>(weight_offset));
   for_each_block<T>(0, count, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
     store_held<T>(scale + column, load<T>(weight + column, extent) + offset);
   });
@@ -46,7 +45,7 @@ struct ModulatedRmsNorm : InputRow<T> {
     explicit Shared(const CpuArgs& args)
         : weight_dtype(args[kGate].dtype),
           bias_dtype(args[kBias].dtype),
-          weight_offset(admitted_number<T>(args.weight.offset == 0 ? -0.0 : args.weight.offset)),  // -0 + 0 is 0
+          weight_offset(admitted_number<T>(args.weight.offset)),
           rounds(sizeof(T) == 2 && args.casting.multiplied) {}
     DType weight_dtype, bias_dtype;
     compute_t<T> weight_offset;
