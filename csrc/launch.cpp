@@ -69,8 +69,13 @@ void Call::add(TensorIndex index, const Tensor& given, Make make) {
   set(index, make(*tensor, dims, max_dims_));
   if (index != kWeight) return;
   weight.data = (*this)[index].data, weight.dtype = (*this)[index].dtype;
-  if (!by_groups_ && !order_.empty()) {
-    rows_of_weight = make_rows(rows_[kWeight]->tensor->expand(input_.sizes()), normalized_dims_, max_dims_).arg.layout;
+  if (by_groups_ || order_.empty()) return;
+  Rows each = make_rows(rows_[kWeight]->tensor->expand(input_.sizes()), normalized_dims_, max_dims_);
+  if (each.arg.data == weight.data) {
+    rows_of_weight = each.arg.layout;
+  } else {  // a copy, as the layout has too few dimensions
+    weight.groups = rows, weight.data = each.arg.data;
+    set(kWeight, std::move(each));
   }
 }
 

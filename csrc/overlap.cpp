@@ -20,7 +20,8 @@ std::pair<const char*, const char*> address_range(const at::Tensor& tensor) {
 }  // namespace
 
 bool has_memory(const at::Tensor& tensor) {
-  return tensor.defined() && !tensor.is_meta() && !tensor.key_set().has(c10::DispatchKey::Python);
+  return tensor.defined() && tensor.has_storage() && !tensor.is_meta() &&
+         !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 Overlap overlap(const at::Tensor& a, const at::Tensor& b) {

@@ -36,6 +36,8 @@ namespace {
 
 Rows make_rows(c10::MaybeOwned<at::Tensor> lent, size_t normalized_dims, int max_dims) {
   const at::Tensor& tensor = *lent;
+  const DType dtype = dtype_of(tensor);
+  if (tensor.numel() == 0) return {std::move(lent), {nullptr, dtype, kNoRows.layout}};
   const int64_t leading = tensor.dim() - static_cast<int64_t>(normalized_dims);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
@@ -64,7 +66,7 @@ Rows make_rows(c10::MaybeOwned<at::Tensor> lent, size_t normalized_dims, int max
     }
   }
   if (rows_are_contiguous) {
-    const RowsArg arg = {const_cast<void*>(tensor.const_data_ptr()), dtype_of(tensor), layout};
+    const RowsArg arg = {const_cast<void*>(tensor.const_data_ptr()), dtype, layout};
     return {std::move(lent), arg};
   }
 

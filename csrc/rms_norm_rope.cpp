@@ -30,7 +30,7 @@ void check_rope(const char* op, const Tensor& input, const Tensor& cos, const Te
   TORCH_SYM_CHECK(columns.sym_eq(rotary_dim).sym_or(columns.sym_eq(rotary_dim / 2)), op, ": expected cos to have ",
                   rotary_dim, " columns, the rotary_dim, or half as many, but got ", columns);
   TORCH_CHECK(rope.rotary_offset >= 0, op, ": expected rotary_offset to be at least 0, but got ", rope.rotary_offset);
-  TORCH_SYM_CHECK((rotary_dim + rope.rotary_offset).sym_le(cols), op, ": expected the rotated columns, ", rotary_dim,
+  TORCH_SYM_CHECK(rotary_dim.sym_le(cols - rope.rotary_offset), op, ": expected the rotated columns, ", rotary_dim,
                   " from rotary_offset ", rope.rotary_offset, " on, to be among those of input, but it has ", cols);
   check_like(op, "sin", sin, {"cos", &cos});
 }

@@ -29,6 +29,7 @@ from normops._operators import (
     name_of,
     of_argument,
     results_of,
+    wanted,
 )
 
 
@@ -71,6 +72,13 @@ def _register(op: Operator) -> None:
         broadcast = {name: arguments[name] for name in BROADCAST if arguments.get(name) is not None}
         _check(name_of(op), rows, broadcast, arguments["normalized_shape"])
         nested = {name: tensor for name, tensor in {**rows, **broadcast}.items() if tensor.is_nested}
+        for result, is_wanted in zip(results_of(op), wanted(op, arguments), strict=True):
+            is_summed = is_wanted and of_argument(result) in broadcast.keys() - nested
+            if is_summed and rows["input"].lengths() is not None:
+                raise RuntimeError(
+                    f"{name_of(op)}: expected input to be a nested tensor without holes, over all of whose values "
+                    f"{result} is summed, but got one with lengths"
+                )
         results = op(**arguments | {name: tensor._values for name, tensor in nested.items()})
         if isinstance(results, Tensor):
             return _like(rows["input"], results)

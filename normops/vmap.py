@@ -50,21 +50,29 @@ class _Batch(NamedTuple):
         return _Batch(samples[(slice(None), *first)], False, self.size)
 
 
-def _call(op: Operator, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    """The operator's results, batched along their first dimension."""
+def _whole(op: Operator, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Checks the arguments of a sample, and gives those of a call for all of them."""
     check = getattr(_C, f"check_{name_of(op)}")
     check(**{name: value.sample() if isinstance(value, _Batch) else value for name, value in arguments.items()})
 
-    results = dict(zip(results_of(op), wanted(op, arguments), strict=True))
+    is_wanted = dict(zip(results_of(op), wanted(op, arguments), strict=True))
     dims = arguments["input"].sample().dim()
+    # A kernel sums both gradients where weight and bias are of one shape.
+    sums_bias = is_wanted.get("grad_bias", False) and arguments.get("bias") is not None
 
     def whole(name: str, value: Any) -> Any:
         if not isinstance(value, _Batch):
             return value
         if name not in BROADCAST:
             return value.unshared()
-        is_one = value.is_shared and name not in TABLES and not results.get(f"grad_{name}", False)
-        return value.tensor if is_one else value.of_dims(dims).tensor
+        is_summed = is_wanted.get(f"grad_{name}", False) or (name == "weight" and sums_bias)
+        return value.tensor if value.is_shared and name not in TABLES and not is_summed else value.of_dims(dims).tensor
+
+    return {name: whole(name, value) for name, value in arguments.items()}
+
+
+def _call(op: Operator, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """The operator's results, batched along their first dimension."""
 
     def of_samples(name: str, value: Tensor | None) -> Tensor | None:
         argument = arguments.get(of_argument(name))
@@ -72,9 +80,9 @@ def _call(op: Operator, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
             return value
         return value.reshape(argument.size, *argument.sample().shape)
 
-    outputs = op(**{name: whole(name, value) for name, value in arguments.items()})
+    outputs = op(**_whole(op, arguments))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return tuple(of_samples(name, value) for name, value in zip(results, outputs, strict=True))
+    return tuple(of_samples(name, value) for name, value in zip(results_of(op), outputs, strict=True))
 
 
 def _check_target(op: str, name: str, target: _Batch) -> None:
@@ -93,14 +101,12 @@ def _register(op: Operator, functional: Operator) -> None:
             return _Batch(value if dim is None else value.movedim(dim, 0), dim is None, info.batch_size)
 
         arguments = {name: to_batch(*pair) for name, *pair in zip(arguments_of(op), args, dims, strict=False)} | kwargs
-        targets = [arguments[name] for name in written_by(op)]
-        for name, target in zip(written_by(op), targets, strict=True):
-            _check_target(name_of(op), name, target)
-        results = _call(functional, arguments)
-        if targets:
-            for target, result in zip(targets, results, strict=True):
-                target.tensor.copy_(result)
+        for name in written_by(op):
+            _check_target(name_of(op), name, arguments[name])
+        if written_by(op):
+            op(**_whole(functional, arguments))
             return (args[0], dims[0]) if results_of(op) else (None, None)
+        results = _call(functional, arguments)
         result_dims = tuple(None if value is None else 0 for value in results)
         return (results, result_dims) if len(results) > 1 else (results[0], result_dims[0])
 

@@ -258,8 +258,9 @@ def _groups() -> Iterator[Case]:
             layout, grad_layout = LAYOUTS[number], LAYOUTS[-1 - number]
             yield Case((5, 3, 4, 36), dtype, 1, torch.bfloat16, EPS, 1.0, layout, grad_layout, True, dims, ones)
         yield Case((3, 400, 70), dtype, 1, dtype, has_residual=True, group_dims=2, ones=(1,))
-    for dims in (8, 9):
-        yield Case((2,) * dims + (3,), torch.float32, 1, torch.float32, layout=reversed_rows, group_dims=dims - 2)
+    for dims, ones in ((8, ()), (9, ()), (11, (0, 2, 4, 6, 8))):
+        like = Case((2,) * dims + (3,), torch.float32, 1, torch.float32, layout=reversed_rows)
+        yield like._replace(group_dims=dims - 2, ones=ones)
 
 
 SIZES = tuple(_sizes())

@@ -196,6 +196,16 @@ def test_third_derivative_and_jvp_of_jvp(variant: Variant, device: str) -> None:
         torch.testing.assert_close(derivative(problem.fused), derivative(problem.defined))
 
 
+@pytest.mark.parametrize("variant", variants(), ids=str)
+def test_outputs_in_forward_mode_are_contiguous(variant: Variant, device: str) -> None:
+    case = Case((2, 3, 4, 36), torch.float32, weight_dtype=torch.float32, layout=cases.transposed)
+    arguments = variant.at(case).arguments(device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(arguments["input"], torch.ones_like(arguments["input"]))
+        results = variant.operator.results(variant.operator.default(**arguments | {"input": dual}))
+    assert all(result.is_contiguous() for result in results if result is not None)
+
+
 def test_jvp_of_jvp_of_several_norms(device: str) -> None:
     first = [Variant(operator, operator.flags[0]) for operator in DIFFERENTIABLE[:2]]
     single, added = (Problem(variant, of((3, 5)), device) for variant in first)

@@ -107,9 +107,12 @@ ROPE: Errors = [
     ({"rotary_dim": 2}, "expected cos to have 2 columns, the rotary_dim, or half as many, but got 4"),
     ({"rotary_dim": 12}, "expected cos to have 12 columns, the rotary_dim, or half as many, but got 4"),
     ({"rotary_offset": -1}, "expected rotary_offset to be at least 0, but got -1"),
-    (
-        {"rotary_offset": 1},
-        "expected the rotated columns, 4 from rotary_offset 1 on, to be among those of input, but it has 4",
+    *(
+        (
+            {"rotary_offset": offset},
+            f"expected the rotated columns, 4 from rotary_offset {offset} on, to be among those of input, but it has 4",
+        )
+        for offset in (1, 2**63 - 1)
     ),
     (
         {"cos": torch.ones(6), "sin": torch.ones(6)},

@@ -58,6 +58,20 @@ def test_writes_into_inference_tensors_stay_in_inference_mode(device: str) -> No
         normops.rms_norm_(x, 64)
 
 
+def test_writes_are_functionalized_under_other_transforms(device: str) -> None:
+    x, _, w = (tensor.detach() for tensor in problem(device))
+
+    def norm(x: Tensor) -> Tensor:
+        return normops.rms_norm_(x.clone(), 64, w)
+
+    def written(x: Tensor) -> Tensor:
+        return (x * ops.rms_norm.out(x.detach(), [64], out=torch.empty_like(x.detach()))).sum()
+
+    functionalize, grad = torch.func.functionalize, torch.func.grad
+    assert_same_bits([torch.vmap(functionalize(norm))(x)], [norm(x)])
+    assert_same_bits([grad(functionalize(written))(x)], [normops.rms_norm(x, 64)])
+
+
 def test_a_function_mode_may_replace_the_operator() -> None:
     class Twice(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

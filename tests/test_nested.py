@@ -1,6 +1,7 @@
 """Nested tensors of jagged layout: the norm of their values, forward and backward, eager and compiled."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -79,8 +80,42 @@ def test_module_inference_and_transposed_heads(device: str) -> None:
     assert torch.equal(normops.rms_norm(x, 4, of_heads).values(), normops.rms_norm(x.values(), 4, of_heads))
 
 
+@pytest.mark.parametrize("frozen", ["input", "weight", "bias", "input weight", "weight bias"])
+def test_gradients_of_some(frozen: str, device: str) -> None:
+    """Where no gradient that is wanted depends on the input, too."""
+    b = cases.values((8,), torch.float32, 4).to(device).requires_grad_()
+    given = {"input": jagged(device).requires_grad_(), "weight": weight(device), "bias": b}
+    for name in frozen.split():
+        given[name].requires_grad_(False)
+    wanted = [tensor for tensor in given.values() if tensor.requires_grad]
+    norm = partial(torch.ops.normops.rms_norm.default, normalized_shape=[8])
+    y, values = norm(**given), norm(**{name: values_of(tensor) for name, tensor in given.items()})
+    assert_same_bits(
+        map(values_of, torch.autograd.grad(y.values().pow(2).sum(), wanted)),
+        map(values_of, torch.autograd.grad(values.pow(2).sum(), wanted)),
+    )
+
+
+def test_gradients_through_sums_over_rows(device: str) -> None:
+    x = jagged(device).requires_grad_()
+
+    def gradient(x: Tensor) -> Tensor:
+        square_sum = normops.rms_norm_stats(x, 8)
+        y = normops.rms_norm_from_stats(x, square_sum, 8, row_size=8)
+        (gradient,) = torch.autograd.grad(values_of(y).pow(2).sum(), x)
+        return gradient
+
+    plain = x.values().detach().requires_grad_()
+    assert_same_bits([gradient(x).values()], [gradient(plain)])
+
+
 def test_what_does_not_fit_is_refused(device: str) -> None:
     x, w = jagged(device), weight(device)
+    starts, lengths = torch.tensor([0, 1], device=device), torch.tensor([2, 1], device=device)
+    holes = nested.narrow(cases.values((2, 4, 8), torch.float32).to(device), 1, starts, lengths, layout=torch.jagged)
+    y = normops.rms_norm(holes, 8, w)
+    with pytest.raises(RuntimeError, match=r"rms_norm_backward: expected input to be a nested tensor without holes"):
+        y.values().sum().backward()
     with pytest.raises(RuntimeError, match=r"rms_norm: expected normalized_shape to be dimensions behind the ragged"):
         normops.rms_norm(x, (6, 8))
     with pytest.raises(RuntimeError, match=r"rms_norm: expected normalized_shape to be dimensions behind the ragged"):

@@ -131,9 +131,10 @@ def test_tables_that_lie_differently(device: str) -> None:
     assert same_bits(ops.rms_norm_rope(x, wide_cos, sin, [D], w, EPS), expected)
 
 
-def test_no_columns_are_rotated(device: str, serves_cpu: bool) -> None:
-    x, w = query(torch.float32, device)
-    nothing = torch.empty(0, device=device)
+@pytest.mark.parametrize("shape", [(D,), (2,) * 9 + (D,)], ids=str)
+def test_no_columns_are_rotated(shape: tuple[int, ...], device: str, serves_cpu: bool) -> None:
+    x, w = query(torch.float32, device, shape)
+    nothing = torch.empty([size if d % 2 else 1 for d, size in enumerate(shape[:-1])] + [0], device=device)
     unrotated = normops.rms_norm_rope(x, nothing, nothing, D, w, EPS)
     assert_like_rms_norm(unrotated, normops.rms_norm(x, D, w, EPS), serves_cpu)
 

@@ -160,6 +160,23 @@ def test_one_call_with_the_bits_of_each_sample(
                 assert_same_bits([result], [torch.stack(expected)], (dtypes, mask, without))
 
 
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_gradients_of_a_bias(has_weight: bool, device: str, serves_cpu: bool) -> None:
+    """For each sample, with its bits, whatever else is wanted, where kernels sum it."""
+    dy, x = (cases.values((SIZE, 37, 16), torch.float32, seed).to(device) for seed in range(2))
+    w, b = (cases.values((16,), torch.float32, seed).to(device) for seed in (2, 3))
+    sums = []
+    for mask in product((True, False), (True, False), (True,)):
+
+        def call(dy: Tensor, x: Tensor, mask: tuple[bool, ...] = mask) -> Tensor:
+            return ops.rms_norm_backward(dy, x, [16], w if has_weight else None, EPS, bias=b, output_mask=mask)[2]
+
+        sums += [torch.vmap(call)(dy, x), torch.stack([call(*sample) for sample in zip(dy, x, strict=True)])]
+    bound = 0.0 if serves_cpu else 1e-5
+    for each in sums:
+        torch.testing.assert_close(each, sums[0], rtol=bound, atol=bound)
+
+
 def test_nested(device: str) -> None:
     x = cases.values((2, 3, 4, 16), torch.float32, 1).to(device)
     w = cases.values((2, 3, 16), torch.float32, 2).to(device)
@@ -220,6 +237,13 @@ def test_in_place(variant: Variant, input_dim: int, weight_dim: int | None, devi
     replaced = dict(zip(names, given, strict=True))
     assert_same_bits([result], expected[:1])
     assert_same_bits([replaced[name].movedim(input_dim, 0) for name in operator.replaced], expected)
+
+
+@pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.inplace], ids=str)
+def test_in_place_refuses_gradients(operator: Operator) -> None:
+    arguments = arguments_of(operator) | {"weight": torch.ones(4, requires_grad=True)}
+    message = message_of_batch(operator.inplace, arguments, "weight")
+    assert message.startswith(f"{operator}_: expected no argument to require a gradient")
 
 
 @pytest.mark.parametrize("size", [0, 1])

@@ -2,7 +2,7 @@
 #pragma once
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include "../overloads.h"
+#include "../composite/fallback.h"
 #include "node.h"
 
 namespace normops {
@@ -29,7 +29,7 @@ struct Autograd {
     const auto run = [&](auto*... tensor) -> Outputs<Operator> {
       if (has_tangent(*tensor...) || !is_covered(arguments)) {
         arguments.check(Operator::kName);
-        return to_array<Operator>(composite(arguments));
+        return Fallback::define(arguments);
       }
       const bool requires_grad = torch::autograd::compute_requires_grad(*tensor...);
       const auto node = requires_grad ? make_node<OperatorNode<Operator>>() : nullptr;

@@ -126,9 +126,9 @@ class OperatorNode final : public RecomputableNode {
     for (auto& variable : saved_) variable.reset_data();
   }
 
-  // Of one element: backward takes its shape and its dtype from it.
+  // Of one element: backward takes its shape and its dtype from it. Nothing expands to the shape of a nested tensor.
   static Tensor zeros_in_place_of(const Tensor& tensor) {
-    if (!tensor.defined()) return tensor;
+    if (!tensor.defined() || tensor.is_nested()) return tensor;
     const at::AutoDispatchBelowADInplaceOrView guard;
     return tensor.new_zeros({}).expand_symint(tensor.sym_sizes());
   }

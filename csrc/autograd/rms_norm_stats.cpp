@@ -16,7 +16,7 @@ namespace {
 
 // What r receives, as the gradient of s: dr/ds = -r^3 / (2 n).
 Tensor through_rstd(const Tensor& for_r, const Tensor& square_sum, const c10::SymInt& size, const Norm& norm) {
-  return -0.5 * for_r * rstd_of_sums(square_sum, size, norm).view_as(square_sum).pow(3) / c10::Scalar(size);
+  return -0.5 * for_r * rstd_of_sums(square_sum, size, norm).pow(3) / c10::Scalar(size);
 }
 
 }  // namespace
@@ -110,18 +110,18 @@ struct Derivative<RmsNormBackwardFromStats> {
                                 const Needed<6>& needed) {
     const auto& [grad_output, input, square_sum, dot, norm, grad_residual, output_mask, size] = saved;
     const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
-    const Tensor r = rstd_of_sums(square_sum, size, norm), mean = mean_of_sums(dot, size, norm.dims());
+    const Tensor rstd = rstd_of_sums(square_sum, size, norm), r = beside_rows(rstd, norm.dims());
     const auto sum = [dims = norm.dims()](const Tensor& terms) { return sum_of_rows(terms, dims); };
     const auto add = [](Tensor& to, const Tensor& term) { to = to.defined() ? to + term : term; };
     variable_list result(needed.size());
     Tensor for_dy, for_h, for_r;
     if (grad_outputs[0].defined()) {
-      const Tensor u = to_compute_dtype(grad_outputs[0], input), r3 = r * r * r;
-      const Tensor uh = sum(u * h);
+      const Tensor u = to_compute_dtype(grad_outputs[0], input), uh = sum(u * h);
+      const Tensor mean = dot / c10::Scalar(size), r3 = rstd * rstd * rstd;
       add(for_dy, r * times_weight(u, norm));
-      add(for_h, -r3 * mean * u);
-      add(for_r, sum(u * times_weight(dy, norm)) - 3 * (r * r * mean).view_as(dot) * uh);
-      if (needed[3]) result[3] = -r3.view_as(dot) * uh / c10::Scalar(size);
+      add(for_h, beside_rows(-r3 * mean, norm.dims()) * u);
+      add(for_r, sum(u * times_weight(dy, norm)) - 3 * rstd * rstd * mean * uh);
+      if (needed[3]) result[3] = -r3 * uh / c10::Scalar(size);
       if (needed[4]) result[4] = sum_over_rows(r * u * dy, *norm.weight).to(norm.weight->scalar_type());
       if (needed[5]) result[5] = grad_outputs[0];
     }

@@ -14,12 +14,8 @@ Tensor beside_rows(Tensor numbers, size_t normalized_dims) {
   return numbers;
 }
 
-Tensor mean_of_sums(const Tensor& sums, const c10::SymInt& size, size_t normalized_dims) {
-  return beside_rows(sums / c10::Scalar(size), normalized_dims);
-}
-
 Tensor rstd_of_sums(const Tensor& square_sum, const c10::SymInt& size, const Norm& norm) {
-  return at::rsqrt(mean_of_sums(square_sum, size, norm.dims()) + resolve_eps(norm.eps, square_sum.scalar_type()));
+  return at::rsqrt(square_sum / c10::Scalar(size) + resolve_eps(norm.eps, square_sum.scalar_type()));
 }
 
 Tensor composite(const RmsNormStats& arguments) {
@@ -31,7 +27,8 @@ Tensor composite(const RmsNormStats& arguments) {
 Tensor composite(const RmsNormFromStats& arguments) {
   const auto& [input, square_sum, norm, size] = arguments;
   const Tensor h = to_compute_dtype(input, input);
-  return normalize(h, rstd_of_sums(square_sum, size, norm), norm, input.scalar_type()).to(input.scalar_type());
+  const Tensor rstd = beside_rows(rstd_of_sums(square_sum, size, norm), norm.dims());
+  return normalize(h, rstd, norm, input.scalar_type()).to(input.scalar_type());
 }
 
 std::tuple<Tensor, Tensor> composite(const RmsNormBackwardStats& arguments) {
@@ -45,11 +42,11 @@ std::tuple<Tensor, Tensor> composite(const RmsNormBackwardFromStats& arguments) 
   const auto& [grad_output, input, square_sum, dot, norm, grad_residual, output_mask, size] = arguments;
   const at::ScalarType dtype = grad_output.scalar_type();
   const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
-  const Tensor rstd = rstd_of_sums(square_sum, size, norm);
+  const Tensor rstd = beside_rows(rstd_of_sums(square_sum, size, norm), norm.dims());
   const Tensor h_hat = h * rstd;
   Tensor grad_input, grad_weight;
   if (output_mask[0]) {
-    const Tensor mean = mean_of_sums(dot, size, norm.dims()) * rstd;
+    const Tensor mean = beside_rows(dot / c10::Scalar(size), norm.dims()) * rstd;
     grad_input = as_grad_input(rstd * (through_weight(dy, norm, dtype) - h_hat * mean), grad_residual, input);
   }
   if (output_mask[1] && is_given(norm.weight)) grad_weight = gradient_of_weight(dy, h_hat, norm, dtype);

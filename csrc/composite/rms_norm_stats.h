@@ -13,10 +13,7 @@ std::tuple<Tensor, Tensor> composite(const RmsNormBackwardFromStats& arguments);
 // Numbers of rows with the dimensions of a row, of size 1.
 Tensor beside_rows(Tensor numbers, size_t normalized_dims);
 
-// Means over whole rows of what is given as sums, beside the rows.
-Tensor mean_of_sums(const Tensor& sums, const c10::SymInt& size, size_t normalized_dims);
-
-// 1 / sqrt(mean of squares + eps), beside the rows.
+// 1 / sqrt(mean of squares + eps)
 Tensor rstd_of_sums(const Tensor& square_sum, const c10::SymInt& size, const Norm& norm);
 
 }  // namespace normops

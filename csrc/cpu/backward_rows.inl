@@ -92,6 +92,7 @@ class BackwardRows {
   void write(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end) const {
     // Before a gradient is written over it.
     if (kPairing == Pairing::none && tile.bias_partial != nullptr) sum_grad_output(tile, begin, end);
+    if (!Operator::kGradRows && tile.partial == nullptr) return;  // that was all
     choose<kForEitherCast>(args_.casting.any(), [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
     if (kMayPrefetch && streams_) finish_stream();
   }

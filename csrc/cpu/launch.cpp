@@ -242,7 +242,7 @@ struct CpuBackend {
     const auto& [grad_output, input, norm, grad_residual, bias, wanted] = arguments;
     if (!arguments.uses_bias()) return true;
     if (bias->numel() == input.numel() && bias->dim() > static_cast<int64_t>(norm.dims())) return false;
-    return (wanted[0] || wanted[1]) && (!is_given(norm.weight) || norm.weight->sizes() == bias->sizes());
+    return !is_given(norm.weight) || norm.weight->sizes() == bias->sizes();
   }
   struct Guard {
     explicit Guard(c10::Device) {}

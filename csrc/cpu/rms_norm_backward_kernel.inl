@@ -33,7 +33,7 @@ struct Variants {
   template <class Visit>
   static void choose(const CpuArgs& args, Visit visit) {
     const bool sums_both = args.has(kGradInput) || args.sums == Sums::wanted;
-    if (!sums_both && args.grad_weight_partials == nullptr) return;
+    if (!sums_both && args.grad_weight_partials == nullptr && args.grad_bias_partials == nullptr) return;
     dispatch_pair(args[kGradOutput].dtype, args.dtype(), [&]<class T, class R>() {
       sums_both ? visit.template operator()<RmsNormBackward<T, R, true>>()
                 : visit.template operator()<RmsNormBackward<T, R, false>>();
