@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from adopted_graphs import compiled_with_passes, norms
 from profiles import operators_run
+from subclasses import KnowsTorchAlone
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -122,6 +123,13 @@ def test_what_was_computed_in_float64_is() -> None:
     expected = normops.rms_norm(x.double(), 32, w, EPS).float()
     assert torch.equal(compiled(x, w), expected)
     assert not torch.equal(normops.rms_norm(x, 32, w, EPS), expected)
+
+    def weighted_twice(x: Tensor, w: Tensor) -> Tensor:
+        return w * (x * torch.rsqrt(mean_square(x) + EPS)) * w[None]
+
+    compiled, graphs = compiled_with_passes(weighted_twice)
+    torch.testing.assert_close(compiled(x.double(), w), weighted_twice(x.double(), w), rtol=1e-14, atol=1e-14)
+    assert norms(graphs.forward) == ["rms_norm"]
 
 
 @pytest.mark.parametrize("norm", others.NORMS)
@@ -356,7 +364,37 @@ def input_and_weight_are_used_elsewhere(x: Tensor, w: Tensor) -> Tensor:
     return (wide * torch.rsqrt(mean_square(wide) + EPS)).to(x.dtype) * weight + wide + weight
 
 
+def hook_on_an_offset(norm: Norm, x: Tensor, w: Tensor) -> Tensor:
+    weight = 1 + w
+    y = norm(x, weight)
+    weight.register_hook(lambda gradient: gradient * 3)
+    return y
+
+
+def hook_on_a_cast(x: Tensor, w: Tensor) -> Tensor:
+    wide = x.double()
+    y = norm(wide, w)
+    wide.register_hook(lambda gradient: gradient * 3)
+    return y
+
+
+def written_where_gradients_are_recorded(x: Tensor, w: Tensor) -> Tensor:
+    columns = x.detach().transpose(0, 1)
+    with torch.no_grad():
+        y = columns * torch.rsqrt(mean_square(columns) + EPS)
+    return y.mul_(w) + x.flip(0).view_as(y)
+
+
 AROUND: dict[str, tuple[Callable[..., Any], int]] = {
+    "hook on 1 + weight": (partial(hook_on_an_offset, norm), 1),
+    "hook on a factor": (partial(hook_on_an_offset, lambda x, w: F.rms_norm(x, (32,)) * w), 1),
+    "hook on a cast": (hook_on_a_cast, 1),
+    "written where gradients are recorded": (written_where_gradients_are_recorded, 0),
+    "under vmap": (lambda x, w: torch.vmap(lambda x: norm(x, w))(x), 0),
+    "a factor of 8 bits": (lambda x, w: norm(x, w) * w.detach().to(torch.float8_e4m3fn).to(w.dtype), 1),
+    "a mask": (lambda x, w: F.rms_norm(x, (32,)) * (x.detach() > 0).float() + w, 1),
+    "times its input": (lambda x, w: F.rms_norm(x, (32,)) * x + w, 1),
+    "times a sum": (lambda x, w: F.rms_norm(h := x + x.flip(0), (32,)) * h + w, 1),
     "writes before": (writes_before, 1),
     "writes to the result": (writes_to_the_result, 1),
     "others between": (others_between, 1),
@@ -548,6 +586,26 @@ def test_results_whose_rows_are_apart_are_left_alone() -> None:
     inputs = problem(torch.float32, 4, 32, 32)
     compiled, graphs = compiled_with_passes(columns)
     torch.testing.assert_close(results(compiled, inputs), results(columns, inputs))
+    assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
+
+
+def test_inputs_that_become_other_views_are_left_alone() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        h = x * 1
+        y = norm(h, w)
+        h.transpose_(1, 2)
+        return y @ h
+
+    x, w = (tensor.detach() for tensor in problem(torch.float32))
+    compiled, graphs = compiled_with_passes(fn)
+    torch.testing.assert_close(compiled(x, w), fn(x, w))
+    assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
+
+
+def test_subclasses_that_may_know_no_other_operators_are_left_alone() -> None:
+    x, w = problem(torch.float32)
+    compiled, graphs = compiled_with_passes(norm)
+    torch.testing.assert_close(compiled(KnowsTorchAlone(x.detach()), w.detach()).held, norm(x, w))
     assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
 
 

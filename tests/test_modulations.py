@@ -71,6 +71,7 @@ JOINED: dict[str, tuple[Modulated, int, int]] = {
     "addcmul of a gate": (lambda x, r, m, w: r.addcmul(parts(m)[0].tanh(), plain(x)), 0, 1),
     "casts": (widened, 0, 3),
     "in float32": (lambda x, r, m, w: (plain(x.float()) * (1 + parts(m)[0].float())).to(x.dtype), 0, 0),
+    "in float32, by a rounded factor": (lambda x, r, m, w: (plain(x.float()) * (1 + parts(m)[0])).to(x.dtype), 0, 1),
     "in float32, then not": (lambda x, r, m, w: plain(x.float(), w.float()).to(x.dtype) + r, 0, 1),
     "in float32 alone": (lambda x, r, m, w: plain(x.float(), w.float()).to(x.dtype), 0, 0),
     "residual": (lambda x, r, m, w: r + llama(x, w), 0, 0),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from other_process import python
 from profiles import operators_run
+from subclasses import KnowsTorchAlone
 from torch import Tensor, nn
 from trained import train
 
@@ -77,6 +78,7 @@ OUTSIDE: dict[str, Callable[[], Tensor]] = {
     "complex": lambda: F.rms_norm(torch.complex(rows(), rows()), (64,)),
     "meta": lambda: F.rms_norm(rows().to("meta"), (64,)),
     "eps is NaN": lambda: F.rms_norm(rows(), (64,), None, float("nan")),
+    "a subclass that knows torch's operators alone": lambda: F.rms_norm(KnowsTorchAlone(rows()), (64,)).held,  # type: ignore[attr-defined]
     "vmap": lambda: torch.vmap(nn.RMSNorm(64))(rows()),
     "nested": lambda: nn.RMSNorm(64)(torch.nested.nested_tensor([rows(), rows()[:2]], layout=torch.jagged)),
     "double weight of a meta input": lambda: F.rms_norm(rows().to("meta"), (64,), torch.ones(64, device="meta")),

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import norms_of_others as others
 import pytest
 import torch
 from calls import Calls
+from subclasses import KnowsTorchAlone
 from test_lookalikes import assert_alike, assert_is_what_it_was
 from tiers import divided
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jacrev, jvp, vmap
-from torch.utils._pytree import tree_map_only
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 import normops
 
@@ -335,25 +337,6 @@ def test_hooks(norm: Callable[[int], nn.Module]) -> None:
     assert outcomes[0][2] == outcomes[1][2] == ["before", "after", "backward"]
 
 
-class KnowsTorchAlone(Tensor):
-    """Holds a tensor, and refuses operators that are not torch's own."""
-
-    held: Tensor
-
-    @staticmethod
-    def __new__(cls, held: Tensor) -> "KnowsTorchAlone":
-        made = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
-        made.held = held
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        if func.namespace != "aten":
-            raise NotImplementedError(str(func))
-        args, kwargs = tree_map_only(cls, lambda tensor: tensor.held, (args, kwargs or {}))
-        return tree_map_only(Tensor, cls, func(*args, **kwargs))
-
-
 @every_norm
 def test_subclass_that_does_not_take_the_operators(norm: Callable[[int], nn.Module]) -> None:
     patched, original = pair(norm)
@@ -368,6 +351,17 @@ def test_nested_tensor_takes_them() -> None:
 
 
 # Tensors that a program writes into.
+
+
+@pytest.mark.parametrize(
+    "norm", [*others.NORMS, partial(MambaRMSNormGated, group_size=8)], ids=lambda norm: getattr(norm, "__name__", "")
+)
+def test_results_of_no_grad_take_writes_that_are_recorded(norm: Callable[[int], nn.Module]) -> None:
+    factor = torch.ones(SIZE, requires_grad=True)
+    for module in pair(norm):
+        with torch.no_grad():
+            y = module(rows(4, 5).transpose(0, 1))
+        y.mul_(factor).sum().backward()
 
 
 def residual(module: nn.Module, x: Tensor) -> Tensor:

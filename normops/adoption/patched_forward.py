@@ -43,6 +43,7 @@ def forward_of(cls: type[nn.Module], norm: Norm, rounding: Rounding) -> Function
         "may_autocast": _may_autocast,
         "order_of": _order_of,
         "copied": _copies(norm),
+        "writable": _writable,
         "float32": torch.float32,
         "DTYPES": DTYPES,
         "ALLOWED": norm.dtypes,
@@ -194,7 +195,7 @@ def _by_order(norm: Norm, own: str) -> list[str]:
             f"    if {'_order is not None' if norm.order == 'unknown' else '_order == ()'}:",
             f"        {own}",
         ]
-    again = "forward(self, x.permute(_order)).permute([*map(_order.index, range(len(_order)))])"
+    again = "writable(forward(self, x.permute(_order)).permute([*map(_order.index, range(len(_order)))]))"
     return [*lines, "    if _order == ():", f"        {own}", "    if _order is not None:", f"        return {again}"]
 
 
@@ -279,6 +280,11 @@ def _may_autocast(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.is_autocast_enabled("cuda")
 
 
+def _writable(view: Tensor) -> Tensor:
+    """The same, which may be written to once gradients are recorded again, unlike a view made where they are not."""
+    return view if torch.is_grad_enabled() else view.detach()
+
+
 def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
     """The dimensions in the order in which they lie in memory, or None if they lie in their own order.
 
@@ -308,19 +314,19 @@ def _call(norm: Norm, weight: str | None, gate: str | None, casting_mode: Castin
     shape = "_shape" if norm.normalized_dims == norm.parameter_dims else f"x.shape[-{norm.normalized_dims}:]"
     tensors = ["x"] if gate is None else ["x", f"gate_beside({gate}, x.dtype)"]
     bias = None if norm.bias is None else "_bias"
-    end = ""
+    result = "{}"
     if size is not None:
         groups = f".unflatten(-1, (-1, {size}))"
         tensors = [f"{tensor}{groups}" for tensor in tensors]
         weight, bias = weight and f"{weight}{groups}", bias and f"{bias}{groups}"
-        shape, end = str(size), ".flatten(-2)"
+        shape, result = str(size), "writable({}.flatten(-2))"
     options = f"weight_offset={norm.weight_offset}, casting_mode={casting_mode!r}"
     if norm.gate is None or gate is None:
         options += "" if bias is None else f", bias={bias}"
-        return f"rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options}){end}"
+        return result.format(f"rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options})")
     activation, norm_before_gate = norm.gate.gating
     options += f", activation={activation!r}, norm_before_gate={norm_before_gate}"
-    return f"gated_rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options}){end}"
+    return result.format(f"gated_rms_norm({', '.join(tensors)}, {shape}, {weight}, {eps}, {options})")
 
 
 def is_gate(gate: object, input: Tensor) -> TypeGuard[Tensor]:

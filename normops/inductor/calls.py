@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
+
+from normops._operators import TENSORS
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
@@ -84,10 +87,15 @@ RESHAPES = frozenset((*_RESHAPES, "view", *(each.__name__ for each in _RESHAPES)
 def value_of(node: Any) -> Tensor | None:
     """A tensor without data, of the dtype, shape, strides and device of the one that the node returns.
 
-    None if that is no tensor, or one that is not strided.
+    None if that is no tensor, one that is not strided or that a transform has wrapped, or one that may know torch's
+    operators alone.
     """
     value = node.meta.get("example_value") if isinstance(node, Node) else None
-    return value if isinstance(value, Tensor) and value.layout is torch.strided else None
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or is_functorch_wrapped_tensor(value):
+        return None
+    cls = type(value)
+    is_known = cls.__torch_dispatch__ is Tensor.__torch_dispatch__ or not TENSORS.isdisjoint(cls.__mro__)
+    return value if is_known else None
 
 
 def storage_of(tensor: Tensor) -> Any:

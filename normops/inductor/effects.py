@@ -86,6 +86,18 @@ def is_harmless(node: Node) -> bool:
     return bool(overloads) and not is_random and not may_write(node)
 
 
+def has_hook(node: Node) -> bool:
+    """Whether something is called with the gradient of a node's value."""
+    return any("register_hook" in str(user.target) for user in node.users)
+
+
+def changes_views(node: Node) -> bool:
+    """Whether a node makes another view of a tensor that was there before: its value no longer says what it was."""
+    return any(torch.Tag.inplace_view in overload.tags for overload in _overloads(node.target)) or any(
+        changes_views(inner) for body in subgraphs(node) for inner in body.graph.nodes
+    )
+
+
 def subgraphs(node: Node) -> Iterator[GraphModule]:
     """The bodies that a higher-order operator runs."""
     module = node.graph.owning_module

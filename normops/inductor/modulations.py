@@ -157,12 +157,14 @@ class _Search(Search):
         offset = 0.0
         if not self._rounds_as_before:
             above, number, passed = above_offset(factor)
-            if may_be_computed_at(found.last, {*found.nodes, *passed}):
+            rounds = self._rounding == "original" and any(value(node).dtype in HALVES for node in passed)
+            if not rounds and may_be_computed_at(found.last, {*found.nodes, *passed}):
                 factor, offset = above, number
         if self._weight is None:
             return {"weight": factor, "weight_offset": offset}
         weight: Node = self._arguments["weight"]
-        dtype = torch.promote_types(torch.promote_types(self._weight.dtype, value(factor).dtype), torch.float32)
+        wide = torch.promote_types(self._y.dtype, torch.float32)
+        dtype = torch.promote_types(torch.promote_types(self._weight.dtype, value(factor).dtype), wide)
         factors = []
         for node, added in (weight, self._arguments.get("weight_offset", 0.0)), (factor, offset):
             for method, argument in ("to", dtype), ("add", added):

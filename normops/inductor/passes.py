@@ -25,7 +25,16 @@ from normops.inductor.calls import (
     specialized,
     value_of,
 )
-from normops.inductor.effects import IS_COPY, IS_RECORDED, memory_of, memory_written_by, shares_memory, subgraphs
+from normops.inductor.effects import (
+    IS_COPY,
+    IS_RECORDED,
+    changes_views,
+    may_write,
+    memory_of,
+    memory_written_by,
+    shares_memory,
+    subgraphs,
+)
 from normops.inductor.handwritten import match_norm
 from normops.inductor.modulations import join_modulations
 from normops.inductor.recompute import recompute_norms
@@ -81,6 +90,8 @@ class BeforeAutograd(_Pass):
 
     def change(self, graph: Graph) -> None:
         """Changes a graph of Dynamo's, with what is under it."""
+        if any(map(changes_views, graph.nodes)):
+            return
         replace_norms(graph, self.rounding)
         join_rotations(graph, self.rounding)
         join_modulations(graph, self.rounding)
@@ -142,7 +153,7 @@ def replace_norms(graph: Graph, rounding: Rounding) -> None:
             x = value_of(match.input)
             assert x is not None
             casting_mode = match.casting_mode if rounding == "original" else "gemma"
-            if x.device.type not in ("cpu", "cuda") or casting_mode is None:
+            if x.device.type not in ("cpu", "cuda") or casting_mode is None or _is_written_as_view(match.last, 1):
                 continue
             size = x.shape[-1]
             with graph.inserting_before(match.last):
@@ -203,6 +214,8 @@ def _replace_norm_of_torch(node: Node) -> None:
         return
     if any(tensor is not None and tensor.dtype not in DTYPES for tensor in (x, w, y)):
         return
+    if _is_written_as_view(node, length(shape)):
+        return
     # torch makes a constant of its eps in any case, however the program computes it, and may find it for another eps.
     specialize_what_is_above(eps)
     number = specialized(eps)
@@ -210,6 +223,13 @@ def _replace_norm_of_torch(node: Node) -> None:
         dtype = torch.promote_types(x.dtype, y.dtype)
         _compute_instead(node, input, dtype, shape, weight, number, 0.0, "gemma")
         node.graph.erase_node(node)
+
+
+def _is_written_as_view(node: Node, normalized_dims: int) -> bool:
+    """Whether something writes to a norm, whose place a view would take: some of no_grad may not be written to."""
+    y = value_of(node)
+    order = () if y is None else order_in_memory(y, normalized_dims) or ()
+    return list(order) != sorted(order) and any(map(may_write, node.users))
 
 
 def _compute_instead(

@@ -46,6 +46,8 @@ def _fuse_forward(norm: Node, rounding: Rounding) -> None:
     options = None if found is None else _options_of(found, arguments, rounding)
     if found is None or options is None or arguments.pop("bias", None) is not None:
         return
+    if arguments.get("weight") is found.add:
+        return
     add, first = found.add, found.product or found.add
     place = min(add.users)
     if not all(node < place for node in norm.all_input_nodes) or _may_write(first, norm):
@@ -118,7 +120,7 @@ def _fuse_backward(backward: Node, rounding: Rounding) -> None:
         return
     residual: Any = add.args[1] if add.args[0] is grads[0] else add.args[0]
     place = min(user for grad in grads.values() for user in grad.users)
-    if residual is grads[0] or not residual < place or _may_write(backward, add):
+    if residual in grads.values() or not residual < place or _may_write(backward, add):
         return
     values = add.meta["val"], *backward.meta["val"][1:]
     with backward.graph.inserting_before(place):

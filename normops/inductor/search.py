@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from normops.inductor.calls import Call, call_of, number, value_of
-from normops.inductor.effects import is_harmless
+from normops.inductor.calls import DTYPES, Call, call_of, number, value_of
+from normops.inductor.effects import has_hook, is_harmless
 
 
 class NoMatch(Exception):  # noqa: N818  nothing failed
@@ -31,14 +31,17 @@ def require(holds: object) -> None:
 
 
 def widens(before: Tensor, after: Tensor) -> bool:
-    """Whether a cast keeps every value."""
-    return torch.promote_types(before.dtype, after.dtype) == after.dtype
+    """Whether a cast keeps every value, and is one between dtypes of norms."""
+    dtypes = before.dtype, after.dtype
+    return {*DTYPES} >= {*dtypes} and torch.promote_types(*dtypes) == after.dtype
 
 
 def above_widening(node: Any) -> tuple[Any, list[Node]]:
-    """What casts that keep every value cast, and these."""
+    """What casts that keep every value cast, and these. None of them has a hook, which would miss a gradient."""
     passed = []
     while (call := call_of(node)) is not None and call.name == "cast" and widens(value(call.arguments[0]), value(node)):
+        if has_hook(node):
+            break
         passed.append(node)
         (node,) = call.arguments
     return node, passed
@@ -48,7 +51,7 @@ def above_offset(node: Any) -> tuple[Any, float, list[Node]]:
     """What a number is added to, the number, and the nodes on the way: the sum, and casts that keep every value."""
     above, passed = above_widening(node)
     call = call_of(above)
-    if call is None or call.name != "add":
+    if call is None or call.name != "add" or has_hook(above):
         return above, 0.0, passed
     a, b = call.arguments
     a, b = (b, a) if number(b) is None else (a, b)
