@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -91,7 +90,7 @@ def value_of(node: Any) -> Tensor | None:
     operators alone.
     """
     value = node.meta.get("example_value") if isinstance(node, Node) else None
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or is_functorch_wrapped_tensor(value):
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or storage_of(value) is None:
         return None
     cls = type(value)
     is_known = cls.__torch_dispatch__ is Tensor.__torch_dispatch__ or not TENSORS.isdisjoint(cls.__mro__)
@@ -99,7 +98,7 @@ def value_of(node: Any) -> Tensor | None:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """What a tensor's memory is known by; None if it cannot be told, as under vmap."""
+    """What a tensor's memory is known by; None if it cannot be told, as of one that a transform has wrapped."""
     try:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:
