@@ -200,7 +200,8 @@ class Frame:
             except ValueError as error:
                 raise Raises(f"NameError: {name}") from error
             return self._following.judged(f"{guards.name_of(cell)}.cell_contents", value, name)
-        space, built_in = self._function.__globals__, self._function.__builtins__
+        space = self._function.__globals__
+        built_in = self._function.__builtins__  # type: ignore[attr-defined, unused-ignore]  # mypy's cache lacks it
         if name.startswith("__") or type(space) is not dict or type(built_in) is not dict:
             refuse(f"reads {name}, which is neither its own nor a module's")
         if name in space:
