@@ -43,6 +43,11 @@ BROADCAST = ("weight", "bias", *TABLES)
 TENSORS: set[type[Tensor]] = {FakeTensor, FunctionalTensor}
 
 
+def takes_operators(cls: type[Tensor]) -> bool:
+    """Whether tensors of a class take the operators. A ``__torch_dispatch__`` of their own may know torch's alone."""
+    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__ or not TENSORS.isdisjoint(cls.__mro__)
+
+
 @cache
 def name_of(op: Operator) -> str:
     """The operator's name, as its messages begin."""

@@ -10,7 +10,8 @@ Example:
     [(2, 8), (3, 8)]
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
@@ -61,6 +62,16 @@ def _check(
             )
 
 
+def _check_sums(op: Operator, results: Iterable[str], shared: Collection[str]) -> None:
+    """Of an input with holes between its sequences."""
+    for result in results:
+        if of_argument(result) in shared:
+            raise RuntimeError(
+                f"{name_of(op)}: expected input to be a nested tensor without holes, over all of whose values "
+                f"{result} is summed, but got one with lengths"
+            )
+
+
 def _like(input: NestedTensor, values: Tensor) -> Tensor:
     return NestedTensor(values, **extract_kwargs(input))
 
@@ -72,18 +83,14 @@ def _register(op: Operator) -> None:
         broadcast = {name: arguments[name] for name in BROADCAST if arguments.get(name) is not None}
         _check(name_of(op), rows, broadcast, arguments["normalized_shape"])
         nested = {name: tensor for name, tensor in {**rows, **broadcast}.items() if tensor.is_nested}
-        for result, is_wanted in zip(results_of(op), wanted(op, arguments), strict=True):
-            is_summed = is_wanted and of_argument(result) in broadcast.keys() - nested
-            if is_summed and rows["input"].lengths() is not None:
-                raise RuntimeError(
-                    f"{name_of(op)}: expected input to be a nested tensor without holes, over all of whose values "
-                    f"{result} is summed, but got one with lengths"
-                )
+        shared = broadcast.keys() - nested
+        if rows["input"].lengths() is not None:
+            _check_sums(op, compress(results_of(op), wanted(op, arguments)), shared)
         results = op(**arguments | {name: tensor._values for name, tensor in nested.items()})
         if isinstance(results, Tensor):
             return _like(rows["input"], results)
         return tuple(
-            value if value is None or of_argument(name) in broadcast.keys() - nested else _like(rows["input"], value)
+            value if value is None or of_argument(name) in shared else _like(rows["input"], value)
             for name, value in zip(results_of(op), results, strict=True)
         )
 

@@ -131,10 +131,12 @@ def test_tables_that_lie_differently(device: str) -> None:
     assert same_bits(ops.rms_norm_rope(x, wide_cos, sin, [D], w, EPS), expected)
 
 
-@pytest.mark.parametrize("shape", [(D,), (2,) * 9 + (D,)], ids=str)
-def test_no_columns_are_rotated(shape: tuple[int, ...], device: str, serves_cpu: bool) -> None:
+@pytest.mark.parametrize(("shape", "of_table"), [((B, S, H, D), ()), ((2,) * 9 + (D,), (1, 2) * 4 + (1,))], ids=str)
+def test_no_columns_are_rotated(
+    shape: tuple[int, ...], of_table: tuple[int, ...], device: str, serves_cpu: bool
+) -> None:
     x, w = query(torch.float32, device, shape)
-    nothing = torch.empty([size if d % 2 else 1 for d, size in enumerate(shape[:-1])] + [0], device=device)
+    nothing = torch.empty(*of_table, 0, device=device)
     unrotated = normops.rms_norm_rope(x, nothing, nothing, D, w, EPS)
     assert_like_rms_norm(unrotated, normops.rms_norm(x, D, w, EPS), serves_cpu)
 

@@ -45,18 +45,19 @@ def test_within_bounds(case: OperatorCase, device: str) -> None:
 MASKED = [operator for operator in OPERATORS if operator.has_mask]
 
 
-@pytest.mark.parametrize(("shape", "groups"), [((5, 77), 0), ((4, 5, 77), 1)], ids=str)
+@pytest.mark.parametrize(
+    "like",
+    [Case((5, 77), torch.bfloat16), Case((4, 5, 77), torch.bfloat16, has_residual=True, group_dims=1)],
+    ids=str,
+)
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("variant", variants(MASKED), ids=str)
 @pytest.mark.triton(core=1)
-def test_masked_gradients_are_left_out(
-    variant: Variant, has_weight: bool, shape: tuple[int, ...], groups: int, device: str
-) -> None:
+def test_masked_gradients_are_left_out(variant: Variant, has_weight: bool, like: Case, device: str) -> None:
     operator = variant.operator
     weight_dtype = torch.float32 if has_weight else None
     others = (*other_dtypes(operator, torch.bfloat16), {})
-    like = Case(shape, torch.bfloat16, weight_dtype=weight_dtype, has_residual=True, group_dims=groups)
-    case = variant.at(like, others[0])
+    case = variant.at(like._replace(weight_dtype=weight_dtype), others[0])
     every = case.results(device)
     for mask in operator.masks():
         before, targets = case.targets(device), case.targets(device)

@@ -13,17 +13,16 @@
 namespace normops::python {
 namespace {
 
-// Of tensors with a __torch_dispatch__ of their own, those that take our operators. Others may know torch's alone.
-bool is_known(const Tensor& tensor) {
+bool takes_operators(const Tensor& tensor) {
   if (!tensor.key_set().has(c10::DispatchKey::Python)) return true;
   const pybind11::gil_scoped_acquire gil;
-  const auto known = pybind11::module_::import("normops._operators").attr("TENSORS");
-  return !known.attr("isdisjoint")(pybind11::type::of(pybind11::cast(tensor)).attr("__mro__")).cast<bool>();
+  const auto takes_operators = pybind11::module_::import("normops._operators").attr("takes_operators");
+  return takes_operators(pybind11::type::of(pybind11::cast(tensor))).cast<bool>();
 }
 
 bool has_kernels_for(const Tensor& tensor) {
   return find_dtype(tensor.scalar_type()).has_value() && tensor.layout() == at::kStrided &&
-         (tensor.is_cpu() || tensor.is_cuda()) && is_known(tensor);
+         (tensor.is_cpu() || tensor.is_cuda()) && takes_operators(tensor);
 }
 
 // ONNX knows what torch's own is made of, and not ours. Only what Python traces asks.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from normops._operators import TENSORS
+from normops._operators import takes_operators
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
@@ -92,9 +92,7 @@ def value_of(node: Any) -> Tensor | None:
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     if not isinstance(value, Tensor) or value.layout is not torch.strided or storage_of(value) is None:
         return None
-    cls = type(value)
-    is_known = cls.__torch_dispatch__ is Tensor.__torch_dispatch__ or not TENSORS.isdisjoint(cls.__mro__)
-    return value if is_known else None
+    return value if takes_operators(type(value)) else None
 
 
 def storage_of(tensor: Tensor) -> Any:
