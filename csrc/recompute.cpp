@@ -1,29 +1,209 @@
 #include "recompute.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
 namespace normops {
 
-static thread_local bool is_enabled_here = false;
+using torch::autograd::variable_list;
 
-bool Recomputation::enable(bool enabled) { return std::exchange(is_enabled_here, enabled); }
-bool Recomputation::is_enabled() { return is_enabled_here; }
+bool is_plain(const Tensor& tensor) {
+  constexpr c10::DispatchKeySet kWrapped({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                          c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
+  return tensor.has_storage() && tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_neg() &&
+         !tensor.is_conj() && !tensor.key_set().has_any(kWrapped);
+}
 
-std::shared_ptr<Recomputation> Recomputation::of(const Tensor& tensor) {
-  if (!tensor.requires_grad() || tensor._version() != 0) return nullptr;
-  const bool is_view = tensor.is_view();
-  const Tensor output = is_view ? Tensor(tensor._base()) : tensor;
-  auto* node = dynamic_cast<RecomputableNode*>(output.grad_fn().get());
-  if (node == nullptr || !node->can_recompute_ || node->is_released_ || output.output_nr() != 0) return nullptr;
-  // Of such views more is to be known than how they lie in memory.
-  if (is_view && (tensor.scalar_type() != output.scalar_type() || tensor.is_neg() || tensor.is_conj() ||
-                  tensor.key_set().has(c10::DispatchKey::Python))) {
-    return nullptr;
+WeakTensor::WeakTensor(const Tensor& tensor) : is_defined_(true) {
+  version_counter_ = tensor.unsafeGetTensorImpl()->version_counter();
+  if (!version_counter_.enabled()) return;  // an inference tensor, whose writes are not counted
+  version_ = version_counter_.current_version();
+  if (is_plain(tensor)) {
+    reference_ = Layout{tensor.storage().getWeakStorageImpl(), tensor.sizes().vec(), tensor.strides().vec(),
+                        tensor.storage_offset(), tensor.options()};
+  } else {
+    reference_.emplace<Impl>(tensor.getIntrusivePtr());
   }
-  auto recomputation = node->recomputation_.lock();
-  if (recomputation == nullptr) {
-    recomputation = std::make_shared<Recomputation>(output.grad_fn());
-    node->recomputation_ = recomputation;
+}
+
+Tensor WeakTensor::values() const {
+  if (const Impl* impl = std::get_if<Impl>(&reference_)) {
+    auto locked = impl->lock();
+    return locked.defined() ? Tensor(std::move(locked)) : Tensor();
   }
-  return recomputation;
+  const Layout* layout = std::get_if<Layout>(&reference_);
+  if (layout == nullptr) return Tensor();
+  auto locked = layout->storage.lock();
+  if (!locked) return Tensor();
+  const c10::Storage storage(std::move(locked));
+  const size_t bytes = at::detail::computeStorageNbytes(layout->sizes, layout->strides,
+                                                        layout->options.dtype().itemsize(), layout->offset);
+  if (storage.nbytes() < bytes) return Tensor();  // FSDP frees the storage of gathered parameters
+  return at::empty({0}, layout->options).set_(storage, layout->offset, layout->sizes, layout->strides);
+}
+
+Tensor WeakTensor::copy() const {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const Tensor found = values();
+  return found.defined() && version_counter_.current_version() == version_ ? found.clone() : Tensor();
+}
+
+namespace {
+
+thread_local int64_t block_here = 0;
+
+// Unknown for symbolic sizes.
+std::optional<int64_t> bytes_of(const Tensor& tensor) {
+  const auto count = tensor.sym_numel().maybe_as_int();
+  return count.has_value() ? std::optional(*count * static_cast<int64_t>(tensor.itemsize())) : std::nullopt;
+}
+
+// The output of a norm that a tensor is or views, or undefined.
+Tensor output_of(const Tensor& tensor) {
+  if (!tensor.requires_grad() || tensor._version() != 0) return Tensor();
+  if (!tensor.is_view()) return tensor;
+  const Tensor base(tensor._base());
+  const bool is_known = is_plain(tensor) && is_plain(base) && tensor.scalar_type() == base.scalar_type();
+  return is_known ? base : Tensor();
+}
+
+RecomputableNode* node_of(const Tensor& output) {
+  return output.defined() && output.output_nr() == 0 ? dynamic_cast<RecomputableNode*>(output.grad_fn().get())
+                                                     : nullptr;
+}
+
+}  // namespace
+
+bool RecomputableNode::is_recomputed_in(int64_t block, const Tensor& output) const {
+  return block_ != 0 && block_ >= block && !is_released_ && bytes_to_copy_ < bytes_of(output).value_or(INT64_MAX);
+}
+
+void RecomputableNode::release() {
+  {
+    const std::lock_guard lock(recompute_mutex_);
+    if (--references_ > 0) return;
+  }
+  reset_saved();
+}
+
+variable_list RecomputableNode::take_unpacked() {
+  const std::lock_guard lock(recompute_mutex_);
+  variable_list unpacked = std::exchange(unpacked_, {});
+  return unpacked_in_ == torch::autograd::get_current_graph_task_id() ? unpacked : variable_list();
+}
+
+std::pair<int64_t, int64_t> Recomputation::enter_block() {
+  static std::atomic<int64_t> last = 0;
+  const int64_t block = ++last;
+  return {block, std::exchange(block_here, block)};
+}
+void Recomputation::leave_block(int64_t outer) { block_here = outer; }
+int64_t Recomputation::current_block() { return block_here; }
+
+Tensor Recomputation::compute() {
+  RecomputableNode& node = this->node();
+  variable_list unpacked = node.unpack_saved();
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  if (graph_task != -1) {
+    {
+      const std::lock_guard lock(node.recompute_mutex_);
+      node.unpacked_ = unpacked;
+      node.unpacked_in_ = graph_task;
+    }
+    // The callback goes with the graph task, which ends by an error, too.
+    auto release = [held = node_, self = weak_from_this(), graph_task](void*) {
+      auto& node = static_cast<RecomputableNode&>(*held);
+      variable_list unpacked;
+      {
+        const std::lock_guard lock(node.recompute_mutex_);
+        if (node.unpacked_in_ == graph_task) unpacked.swap(node.unpacked_);
+      }
+      if (const auto recomputation = self.lock()) recomputation->release(graph_task);
+    };
+    std::shared_ptr<void> at_end(this, std::move(release));
+    torch::autograd::Engine::get_default_engine().queue_callback([at_end = std::move(at_end)] {});
+  }
+  return node.recompute(std::move(unpacked));
+}
+
+void Recomputation::release(int graph_task) {
+  Tensor value;  // freed without the lock
+  const std::lock_guard lock(mutex_);
+  if (graph_task_ == graph_task) value = std::move(value_);
+}
+
+bool RecomputedOutput::is_recomputed(const Tensor& tensor, int64_t block) {
+  const Tensor output = output_of(tensor);
+  const RecomputableNode* node = node_of(output);
+  return node != nullptr && node->is_recomputed_in(block, output);
+}
+
+std::unique_ptr<RecomputedOutput> RecomputedOutput::of(const Tensor& tensor) {
+  const Tensor output = output_of(tensor);
+  RecomputableNode& node = *node_of(output);
+  if (!node.copy_sources()) return nullptr;
+  std::shared_ptr<Recomputation> recomputation;
+  {
+    const std::lock_guard lock(node.recompute_mutex_);
+    recomputation = node.recomputation_.lock();
+    if (recomputation == nullptr) {
+      if (node.references_ == 0) return nullptr;  // released meanwhile by another thread
+      node.references_++;
+      recomputation = std::make_shared<Recomputation>(output.grad_fn());
+      node.recomputation_ = recomputation;
+    }
+  }
+  return std::make_unique<RecomputedOutput>(std::move(recomputation), tensor);
+}
+
+RecomputedOutput::RecomputedOutput(std::shared_ptr<Recomputation> recomputation, const Tensor& tensor)
+    : recomputation_(std::move(recomputation)), is_view_(tensor.is_view()) {
+  if (is_view_) {
+    sizes_ = tensor.sizes().vec(), strides_ = tensor.strides().vec(), offset_ = tensor.storage_offset();
+  }
+  const std::lock_guard lock(recomputation_->mutex_);
+  recomputation_->users_++;
+}
+
+RecomputedOutput::~RecomputedOutput() {
+  Tensor value;  // freed without the lock
+  const std::lock_guard lock(recomputation_->mutex_);
+  recomputation_->users_--;
+  if (generation_ == recomputation_->generation_) recomputation_->served_--;
+  if (recomputation_->served_ >= recomputation_->users_) value = std::move(recomputation_->value_);
+}
+
+Tensor RecomputedOutput::tensor() {
+  Recomputation& shared = *recomputation_;
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  const auto take = [&] {
+    Tensor value = shared.graph_task_ == graph_task ? shared.value_ : Tensor();
+    if (!value.defined()) return value;
+    if (std::exchange(generation_, shared.generation_) != shared.generation_) shared.served_++;
+    if (shared.served_ >= shared.users_) shared.value_.reset();
+    return value;
+  };
+  Tensor value;
+  {
+    const std::lock_guard lock(shared.mutex_);
+    value = take();
+  }
+  if (!value.defined()) {
+    value = shared.compute();
+    if (graph_task != -1) {  // outside of a backward nothing says when a value is no longer needed
+      Tensor before;         // freed without the lock
+      const std::lock_guard lock(shared.mutex_);
+      before = std::exchange(shared.value_, value);
+      shared.graph_task_ = graph_task;
+      shared.generation_++, shared.served_ = 0;
+      take();
+    }
+  }
+  return is_view_ ? value.as_strided(sizes_, strides_, offset_) : value;
 }
 
 }  // namespace normops

@@ -75,7 +75,6 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
             "torch._C._autograd._top_saved_tensors_default_hooks",
-            "_is_view",
             "_version",
         ),
     ),

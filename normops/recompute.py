@@ -1,6 +1,6 @@
 """Outputs of norms that are not kept for the backward: it computes them again."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,9 +22,11 @@ def recompute_norms() -> Generator[None]:
     ``add_rms_norm``, whether called as functions, operators, modules, in patched models or under
     :func:`override_torch`, and for views of their outputs.
 
-    Put the forward into the block. The backward may be in it or not. What cannot be computed again is kept as ever:
-    outputs that have been written to in place, and those of norms whose bias alone requires a gradient, or
-    has the shape of the input.
+    Put the forward into the block: both the norm and the operators that save its output. The backward may be in it or
+    not. For each output that it recomputes, normops copies the weight and the bias. An output is stored as usual if it
+    has been written to in place, if its norm does not save its input (the bias alone requires a gradient), if the
+    copies would not be smaller than the output, or if the weight or the bias was freed or written to before an operator
+    saved the output. Views of subclasses of ``Tensor``, such as ``values()`` of a nested tensor, are stored, too.
 
     The block works by hooks on saved tensors, for the thread that enters it. What is not computed again is left to
     hooks around the block, if there are any. Hooks inside it, those of activation checkpointing among them, see to
@@ -47,51 +49,24 @@ def recompute_norms() -> Generator[None]:
         return
     keep, give = _top_saved_tensors_default_hooks(False) or (_keep, _give)
 
-    def pack(tensor: Tensor) -> Any:
-        norm = _C.Recomputation.of(tensor)
-        return (keep(tensor),) if norm is None else _Output(norm, tensor)
+    block, outer = _C.enter_recompute_block()
 
-    def unpack(packed: Any) -> Tensor:
-        return packed.tensor() if isinstance(packed, _Output) else give(packed[0])
+    def pack(tensor: Tensor) -> tuple[Callable[[Any], Tensor], Any]:
+        if not _C.RecomputedOutput.is_recomputed(tensor, block):
+            return give, keep(tensor)
+        output = _C.RecomputedOutput.of(tensor)
+        # Hooks around the block, like those of a checkpoint, count what they are given: they never get these outputs.
+        return (_give, _keep(tensor)) if output is None else (_C.RecomputedOutput.tensor, output)
 
-    before = _C.Recomputation.enable(True)
+    def unpack(packed: tuple[Callable[[Any], Tensor], Any]) -> Tensor:
+        restore, saved = packed
+        return restore(saved)
+
     try:
         with saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        _C.Recomputation.enable(before)
-
-
-class _Output:
-    """What is kept in the place of an output, or of a view of one."""
-
-    __slots__ = ("layout", "norm")
-
-    def __init__(self, norm: _C.Recomputation, tensor: Tensor) -> None:
-        if not vars(norm):
-            vars(norm).update(users=set(), served=set(), value=None)
-        self.norm = norm
-        self.layout = (tensor.shape, tensor.stride(), tensor.storage_offset()) if tensor._is_view() else None
-        norm.users.add(id(self))
-
-    def tensor(self) -> Tensor:
-        """Computes the output, or takes what was computed for another user; the last one lets it go."""
-        norm, output = self.norm, self.norm.value
-        if output is None:
-            output = norm.value = norm.output()
-            norm.served.clear()
-        norm.served.add(id(self))
-        self._let_go()
-        return output if self.layout is None else output.as_strided(*self.layout)
-
-    def __del__(self) -> None:
-        self.norm.users.discard(id(self))
-        self.norm.served.discard(id(self))
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self.norm.served >= self.norm.users:
-            self.norm.value = None
+        _C.leave_recompute_block(outer)
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:

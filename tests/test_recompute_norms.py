@@ -1,12 +1,16 @@
 """Outputs of norms that are not kept for the backward: what it computes again is what they were."""
 
 import gc
+import sys
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import diffusers.models.normalization
 import pytest
 import torch
 from assertions import assert_same_bits
@@ -15,7 +19,8 @@ from norms_between_layers import BACKWARD, FORWARD, FUNCTIONS, first, gradients,
 from profiles import operators_run
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import normops
 from normops import recompute_norms
@@ -23,6 +28,7 @@ from reference.memory import memory_changes
 from reference.operators import OPERATOR_CASES, OPERATORS, Operator, OperatorCase, of_rows
 
 NORMS = [operator for operator in OPERATORS if operator.outputs[0] == "output"]
+is_recomputed = normops._C.RecomputedOutput.is_recomputed
 TWICE = "Trying to backward through the graph a second time"
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -45,10 +51,11 @@ class Saved(torch.autograd.Function):
 @pytest.mark.parametrize("case", [case for case in OPERATOR_CASES if case.operator in NORMS], ids=str)
 @pytest.mark.covering(core=1, full=2)
 def test_the_same_bits_dtypes_and_strides(case: OperatorCase, device: str) -> None:
-    """Of an output and of a view, and of all gradients; the norm runs once more, for both of them. Not with a bias that
-    is as large as the output, which is not kept."""
+    """Of an output and of a view, and of all gradients; the norm runs once more, for both of them. Not where copies of
+    weight and bias would be as large as the output."""
     results, made = [], case.arguments()
-    is_kept = made.get("bias") is not None and made["bias"].shape == made["input"].shape
+    copied = sum(made[name].nbytes for name in ("weight", "bias") if made.get(name) is not None)
+    is_kept = copied >= made["input"].nbytes
     for context in (nullcontext, recompute_norms):
         arguments, shown = case.arguments(device), (list[Tensor](), list[Tensor]())
         names = [n for n in case.operator.inputs if n not in case.operator.tables and arguments.get(n) is not None]
@@ -63,7 +70,7 @@ def test_the_same_bits_dtypes_and_strides(case: OperatorCase, device: str) -> No
         given = [tensor for tensors in shown for tensor in tensors]
         assert_same_bits(given, kept)
         assert list(map(Tensor.stride, given)) == list(map(Tensor.stride, kept))
-        assert (given[0].data_ptr() == output.data_ptr()) == (context is nullcontext or is_kept or output.numel() == 0)
+        assert (given[0].data_ptr() == output.data_ptr()) == (context is nullcontext or is_kept)
         assert given[0].data_ptr() == given[1].data_ptr()
         results.append(([output, *(arguments[name].grad for name in names)], calls.counts))
     (expected, counts), (actual, with_recomputing) = results
@@ -366,32 +373,46 @@ def test_hooks_around_keep_the_rest(device: str) -> None:
     assert len(packed) - second == second - first - 2
 
 
-def test_the_last_user_lets_go(device: str) -> None:
-    """Which may be the last one because another one is gone, before or after it was served."""
-    t = problem(device)
+def test_the_last_user_frees_the_output(device: str) -> None:
+    """Within a backward: the second of two consumers that save an output gets the same memory, and frees it."""
+    t, shown = problem(device), list[Tensor]()
     with recompute_norms():
         y = normops.rms_norm(t[0], 16, t[2])
-        losses = [(y @ matrix).sum() for matrix in (t[3].sin(), t[3].cos(), t[3])]
-    norm = normops._C.Recomputation.of(y)
-    assert norm is not None
-    gradients(losses[0], t, retain_graph=True)
-    assert norm.value is not None
-    losses.pop(0)
-    gradients(losses[0], t, retain_graph=True)
-    assert norm.value is not None
-    losses.pop(1)
-    assert norm.value is None
-    gradients(losses[0], t, retain_graph=True)
-    assert norm.value is None
-    losses.clear()
-    assert not norm.users
+        a, b = (Saved.apply(y, shown) for _ in range(2))  # type: ignore[no-untyped-call]
+    gradients(a, t, retain_graph=True)
+    with Calls() as calls:
+        gradients(a + b, t)
+    assert shown[1].data_ptr() == shown[2].data_ptr()
+    assert calls.counts["rms_norm"] == 1
+
+
+def test_a_partial_backward_frees_what_it_recomputed(device: str) -> None:
+    """Of the norm, which does not run, and of consumers, which another backward may need; also after an error."""
+    t, shown = problem("cpu", (256, 64)), list[Any]()
+
+    def reload(packed: Tensor) -> Tensor:
+        reloaded = packed.clone()
+        shown.append(weakref.ref(reloaded))
+        return reloaded
+
+    with saved_tensors_hooks(lambda tensor: tensor.detach(), reload), recompute_norms():
+        y = normops.rms_norm(t[0], 64, t[2])
+        losses = [(y @ matrix).sum() for matrix in (t[3], t[3].sin())]
+    assert held(lambda: gradients(losses[0], t[3:], retain_graph=True) and None)[0] == 0
+    losses[1].register_hook(lambda grad: None)
+    failing = losses[0] + losses[1] * 1
+    t[3].register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failing.backward(retain_graph=True)
+    assert shown
+    assert all(reloaded() is None for reloaded in shown)
 
 
 def test_an_error_leaves_the_block() -> None:
     with pytest.raises(ZeroDivisionError), recompute_norms():
         _ = 1 / 0
     t = problem("cpu")
-    assert normops._C.Recomputation.of(normops.rms_norm(t[0], 16, t[2])) is None
+    assert not is_recomputed(normops.rms_norm(t[0], 16, t[2]), 0)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -418,6 +439,191 @@ def test_checkpoints(operator: Operator, place: str, early_stop: bool, use_reent
     assert_same_bits([leaf.grad for leaf in t], expected)
 
 
+def saved_by(operator: Operator, arguments: dict[str, Any], context: Context) -> int:
+    """The number of tensors that go through hooks around a call."""
+    packed = list[Tensor]()
+    with saved_tensors_hooks(packed.append, lambda kept: kept), context():
+        operator.default(**arguments)
+    return len(packed)
+
+
+@pytest.mark.parametrize("case", [case for case in OPERATOR_CASES if case.operator in NORMS], ids=str)
+@pytest.mark.covering(core=1, full=2)
+def test_saved_tensors_depend_on_the_arguments_alone(case: OperatorCase, device: str) -> None:
+    """With each argument frozen in turn: in a block and outside of it, hooks around the call get as many tensors."""
+    made = case.arguments(device)
+    names = [n for n in case.operator.inputs if n not in case.operator.tables and made.get(n) is not None]
+    for frozen in (None, *names):
+        for name in names:
+            made[name] = made[name].detach().requires_grad_(name != frozen)
+        assert saved_by(case.operator, made, enabled) == saved_by(case.operator, made, nullcontext)
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """As a block is for calls whose tensors go to hooks within it."""
+    _, outer = normops._C.enter_recompute_block()
+    try:
+        yield
+    finally:
+        normops._C.leave_recompute_block(outer)
+
+
+@pytest.mark.parametrize("frozen", [None, "input", "weight", "bias"])
+@pytest.mark.parametrize("forward", ["inside", "outside", "body"])
+@pytest.mark.parametrize("backward", ["inside", "outside", "another thread"])
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("selective", [True, False])
+@pytest.mark.parametrize("kind", ["function", "patched"])
+@pytest.mark.covering(core=2)
+def test_checkpoints_with_frozen_arguments(
+    kind: str, selective: bool, early_stop: bool, backward: str, forward: str, frozen: str | None
+) -> None:
+    """A frozen bias is saved neither by the checkpoint nor by its second run, whichever of them is in a block."""
+    torch.manual_seed(0)
+    norm: Any = diffusers.models.normalization.RMSNorm(16, 1e-6, bias=True)
+    x, factor = torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    parts: dict[str, Tensor] = {"input": x, "weight": norm.weight, "bias": norm.bias}
+    if frozen is not None:
+        parts[frozen].requires_grad_(False)
+    if kind == "patched":
+        normops.patch(norm, strict=True)
+    call = norm if kind == "patched" else partial(of_biased, norm)
+    asked: list[Any] = [tensor for tensor in (*parts.values(), factor) if tensor.requires_grad]
+
+    def body(x: Tensor) -> Tensor:
+        y = call(x)  # called outside of the block in the body
+        with recompute_norms() if forward == "body" else nullcontext():
+            return (call(y.sin()) * factor) * (y * factor)
+
+    expected = torch.autograd.grad(body(x).sum(), asked)
+    saves_norms = partial(create_selective_checkpoint_contexts, [torch.ops.normops.rms_norm.default])
+    options: dict[str, Any] = {"context_fn": saves_norms} if selective else {}
+    with set_checkpoint_early_stop(early_stop):
+        with recompute_norms() if forward != "outside" else nullcontext():
+            loss = checkpoint(body, x, use_reentrant=False, **options).sum()
+        with recompute_norms() if backward == "inside" else nullcontext(), ThreadPoolExecutor(1) as pool:
+            if backward == "another thread":
+                actual = pool.submit(lambda: torch.autograd.grad(loss, asked)).result()
+            else:
+                actual = torch.autograd.grad(loss, asked)
+    assert_same_bits(actual, expected)
+
+
+def of_biased(norm: nn.Module, x: Tensor) -> Tensor:
+    return normops.rms_norm(x, 16, norm.weight, 1e-6, bias=norm.bias)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 256])
+@pytest.mark.parametrize("full_size", ["", "weight", "bias", "weight bias"])
+def test_never_holds_more(full_size: str, rows: int, saves: bool) -> None:
+    """Whatever the size of weight and bias, computed or not, and whether something saves the output."""
+    shape = (rows, 64)
+    x, matrix = torch.randn(shape, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    weight, bias = (torch.randn(shape if n in full_size else 64, requires_grad=True) for n in ("weight", "bias"))
+
+    def call() -> Tensor:
+        for w, b in ((weight, bias), (weight * 2, bias.detach() * 2)):
+            y = normops.rms_norm(x, 64, w, bias=b)
+            total = y @ matrix if saves else y + 1
+        return total
+
+    before, _ = held(call)
+    with recompute_norms():
+        assert held(call)[0] <= before
+
+
+@pytest.mark.parametrize("output", ["jagged", "unbound", "subclass", "itself"])
+def test_outputs_of_subclasses(output: str) -> None:
+    """Their views are stored."""
+    weight = torch.randn(16, requires_grad=True)
+    rows = [torch.randn(n, 16) for n in (2, 3)]
+    views: dict[str, Callable[[Tensor], Tensor]] = {
+        "jagged": lambda y: y.values(),
+        "unbound": lambda y: y.unbind()[1],
+        "subclass": lambda y: y.view(-1),
+        "itself": lambda y: y,
+    }
+
+    def run() -> Tensor:
+        if output == "subclass":
+            x: Any = TwoTensor(rows[0].clone(), rows[0].clone()).requires_grad_()
+        else:
+            x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        y = views[output](normops.rms_norm(x, 16, weight)).sin()
+        loss = y.values().sum() if y.is_nested else y.sum()
+        return torch.autograd.grad(loss, weight)[0]
+
+    expected = run()
+    with recompute_norms():
+        actual = run()
+    if output == "subclass":
+        expected, actual = expected.a, actual.a  # type: ignore[attr-defined]
+    assert_same_bits([actual], [expected])
+
+
+def test_the_weight_may_be_written_to_before_the_output_is_saved() -> None:
+    """Where no gradient depends on it: the output is stored then."""
+    x, bias, matrix = torch.randn(4, 16, requires_grad=True), torch.randn(16), torch.randn(16, 16)
+    matrix.requires_grad_()
+    found = []
+    for context in (nullcontext, recompute_norms):
+        written = bias.clone()
+        with context():
+            y = normops.rms_norm(x, 16, bias=written)
+            written.mul_(2)
+            loss = y @ matrix
+        found.append(gradients(loss, [x, matrix]))
+    assert_same_bits(*found)
+
+
+def _note(packed: list[Tensor], tensor: Tensor) -> Tensor:
+    packed.append(tensor)
+    return tensor.detach()
+
+
+def test_hooks_around_never_get_outputs_of_norms() -> None:
+    """Hooks of a checkpoint count what they get: as many, whether the bias was freed meanwhile or not."""
+    x, matrix = torch.randn(4, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    counts, found = [], []
+    for is_freed in (False, True):
+        packed = list[Tensor]()
+        with saved_tensors_hooks(partial(_note, packed), lambda kept: kept), recompute_norms():
+            bias = torch.ones(16)
+            y = normops.rms_norm(x, 16, bias=bias)
+            if is_freed:
+                del bias
+            loss = y @ matrix
+        counts.append(len(packed))
+        found.append(gradients(loss, [x, matrix]))
+    assert counts[0] == counts[1]
+    assert_same_bits(*found)
+
+
+def test_threads_that_save_and_recompute_one_output() -> None:
+    t = problem("cpu", (64, 16))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with recompute_norms():
+            y = normops.rms_norm(t[0], 16, t[2])
+        expected = gradients(y @ t[3], t, retain_graph=True)
+
+        def save(_: int) -> tuple[Tensor | None, ...]:
+            with recompute_norms():
+                z = y.view(64, 16) @ t[3]
+            return gradients(z, t, retain_graph=True)
+
+        with ThreadPoolExecutor(8) as pool:
+            for actual in pool.map(save, range(400)):
+                assert_same_bits(actual, expected)
+    finally:
+        sys.setswitchinterval(interval)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast(dtype: torch.dtype, device: str) -> None:
     t = problem(device, dtype=dtype)
@@ -434,7 +640,7 @@ def test_without_gradients() -> None:
     t = problem("cpu")
     for mode in (torch.no_grad, torch.inference_mode):
         with Calls() as calls, mode(), recompute_norms():
-            assert normops._C.Recomputation.of(block(FUNCTIONS[0], t)) is None
+            assert not is_recomputed(block(FUNCTIONS[0], t), 0)
         assert calls.counts == Counter({FUNCTIONS[0].name: 1})
 
 

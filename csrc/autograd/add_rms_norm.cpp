@@ -34,6 +34,9 @@ struct Derivative<AddRmsNorm> {
   static AddedNorm saved(const AddRmsNorm& arguments, const Outputs<AddRmsNorm>& outputs) {
     return {outputs[1], arguments.norm, arguments.alpha};
   }
+  static AddedNorm sources(const AddRmsNorm& arguments, const Outputs<AddRmsNorm>& outputs) {
+    return saved(arguments, outputs);
+  }
 
   // A sum with -0 is what it was: of another dtype, the norm of the sum rounds as it did.
   static Tensor output(const AddedNorm& saved, const at::TensorOptions& options) {

@@ -23,10 +23,11 @@ using torch::autograd::variable_list;
 //   using Saved = ...;                             another struct of arguments, whose first tensors are
 //   static constexpr size_t kSavedOutputs;         so many of this one's outputs
 //   static Saved saved(const Operator& arguments, const Outputs<Operator>& outputs);
+//   static Saved sources(const Operator& arguments, const Outputs<Operator>& outputs);  see output() below
+// Which tensors are saved is a function of the arguments alone: a checkpoint saves them again in another place.
 // If the first output can be computed again, with the same bits, of what is saved, it has
 //   static Tensor output(const Saved& saved, const at::TensorOptions& options);  those of the output
-// and, if that is not so of all calls,
-//   static bool saves_all(const Operator& arguments);
+// where the optional tensors of `saved` are copies of those of sources(), which need not be saved.
 // If it does not give the gradients of all arguments, it has
 //   static bool covers(const Operator& arguments);  whether none of the others is asked for
 template <class Operator>

@@ -72,14 +72,10 @@ struct Autograd {
 
   template <class Operator>
   static void save(OperatorNode<Operator>& node, const Operator& arguments, const Outputs<Operator>& outputs) {
-    bool saves_all = true;
-    if constexpr (requires { Derivative<Operator>::saves_all(arguments); }) {
-      saves_all = Derivative<Operator>::saves_all(arguments);
-    }
     if constexpr (requires { Derivative<Operator>::saved(arguments, outputs); }) {
-      node.save(Derivative<Operator>::saved(arguments, outputs), saves_all);
+      node.save(Derivative<Operator>::saved(arguments, outputs), Derivative<Operator>::sources(arguments, outputs));
     } else {
-      node.save(arguments, saves_all);
+      node.save(arguments, arguments);
     }
   }
 };

@@ -34,20 +34,23 @@ class OperatorNode final : public RecomputableNode {
     set_next_edges(torch::autograd::collect_next_edges(inputs...));
   }
 
-  // Once the outputs among the tensors have their history, and this its edges.
-  void save(const Saved& saved, bool has_all) {
-    const auto tensors = tensors_of(saved);
+  // Called once the outputs among the tensors have their history, and this its edges. `sources` has the weight and the
+  // bias of the norm, which a recomputation of the output needs, also where no gradient does.
+  void save(const Saved& saved, const Saved& sources) {
+    const auto tensors = tensors_of(saved), to_copy = tensors_of(sources);
+    bool has_all = kIsRecomputable;
     for (size_t i = 0; i < tensors.size(); i++) {
       const Tensor& tensor = *tensors[i];
       has_all &= is_used(i) || !tensor.defined() || are_optional<Saved>[i];
       saved_[i] = torch::autograd::SavedVariable(is_used(i) ? tensor : zeros_in_place_of(tensor), is_output(i));
     }
     attributes_ = detail::attributes_of(saved);
-    if (!kIsRecomputable || !has_all || !Recomputation::is_enabled()) return;
-    can_recompute_ = true;
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    for (size_t i = 0; i < tensors.size(); i++) {
-      if (are_optional<Saved>[i] && tensors[i]->defined()) copies_[i] = tensors[i]->clone();
+    block_ = has_all ? Recomputation::current_block() : 0;
+    if (block_ == 0) return;
+    for (size_t i = 0; i < to_copy.size(); i++) {
+      if (!are_optional<Saved>[i] || !to_copy[i]->defined()) continue;
+      sources_[i] = WeakTensor(*to_copy[i]);
+      bytes_to_copy_ += to_copy[i]->sym_numel().maybe_as_int().value_or(0) * to_copy[i]->itemsize();
     }
   }
 
@@ -55,16 +58,15 @@ class OperatorNode final : public RecomputableNode {
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
-    unpacked_.clear();
-    if (!is_released_.exchange(true)) let_go();
+    take_unpacked();
+    if (!is_released_.exchange(true)) release();
   }
 
   variable_list apply(variable_list&& grad_outputs) override {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!is_released_, torch::autograd::ERR_BACKWARD_TWICE);
-    variable_list unpacked = std::exchange(unpacked_, {});
-    const bool is_known = !unpacked.empty() && graph_task_ == torch::autograd::get_current_graph_task_id();
-    return backward(grad_outputs, is_known ? unpacked : unpack_saved(), attributes_, needed());
+    const variable_list unpacked = take_unpacked();
+    return backward(grad_outputs, unpacked.empty() ? unpack_saved() : unpacked, attributes_, needed());
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
@@ -107,11 +109,21 @@ class OperatorNode final : public RecomputableNode {
     return is_used;
   }
 
-  Tensor recompute() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    unpacked_ = unpack_saved();
-    graph_task_ = torch::autograd::get_current_graph_task_id();
-    variable_list tensors = graph_task_ == -1 ? std::exchange(unpacked_, {}) : unpacked_;
+  bool copy_sources() override {
+    {
+      const std::lock_guard lock(recompute_mutex_);
+      if (has_copies_) return true;
+    }
+    std::array<Tensor, count_tensors<Saved>> copies;
+    for (size_t i = 0; i < copies.size(); i++) {
+      if (sources_[i].is_defined() && !(copies[i] = sources_[i].copy()).defined()) return false;
+    }
+    const std::lock_guard lock(recompute_mutex_);
+    if (!std::exchange(has_copies_, true)) copies_.swap(copies);
+    return true;
+  }
+
+  Tensor recompute(variable_list tensors) override {
     for (size_t i = 0; i < tensors.size(); i++) {
       if (are_optional<Saved>[i]) tensors[i] = copies_[i];
     }
@@ -133,7 +145,7 @@ class OperatorNode final : public RecomputableNode {
     return tensor.new_zeros({}).expand_symint(tensor.sym_sizes());
   }
 
-  variable_list unpack_saved() {
+  variable_list unpack_saved() override {
     variable_list tensors;
     tensors.reserve(saved_.size());
     for (const auto& variable : saved_) tensors.push_back(variable.unpack(this->getptr()));
@@ -179,8 +191,11 @@ class OperatorNode final : public RecomputableNode {
   }
 
   std::array<torch::autograd::SavedVariable, count_tensors<Saved>> saved_;
-  std::array<Tensor, count_tensors<Saved>>
-      copies_;  // of weight and bias, to recompute: FSDP may have freed them by then
+  // To recompute the output: weight and bias, and their copies once something has saved the output. FSDP may have freed
+  // them by the backward, and a program may write to those on which no gradient depends.
+  std::array<WeakTensor, count_tensors<Saved>> sources_;
+  std::array<Tensor, count_tensors<Saved>> copies_;
+  bool has_copies_ = false;
   Attributes attributes_;
 };
 

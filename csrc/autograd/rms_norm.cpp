@@ -47,13 +47,13 @@ struct Derivative<RmsNorm> {
   using Saved = KeptNorm;
   static KeptNorm saved(const RmsNorm& arguments, const Outputs<RmsNorm>&) {
     const auto& [input, norm, bias] = arguments;
-    const bool is_needed = is_given(bias) && (bias->requires_grad() || Recomputation::is_enabled());
-    if (!is_needed || is_of_rows(*bias, input)) return {input, norm, std::nullopt};
+    const bool is_needed = is_given(bias) && bias->requires_grad() && !is_of_rows(*bias, input);
+    if (!is_needed) return {input, norm, std::nullopt};
     const at::AutoDispatchBelowADInplaceOrView guard;
     return {input, norm, bias->detach()};
   }
-  static bool saves_all(const RmsNorm& arguments) {
-    return !is_given(arguments.bias) || !is_of_rows(*arguments.bias, arguments.input);
+  static KeptNorm sources(const RmsNorm& arguments, const Outputs<RmsNorm>&) {
+    return {arguments.input, arguments.norm, arguments.bias};
   }
   static Tensor output(const KeptNorm& saved, const at::TensorOptions&) {
     return call(RmsNorm{saved.input, saved.norm, saved.bias})[0];

@@ -83,11 +83,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
   m.def("override_torch", normops::python::override_torch);
   m.def("traced_shape", normops::python::traced_shape, py::arg("normalized_shape"));
 
-  using normops::Recomputation;
-  py::class_<Recomputation, std::shared_ptr<Recomputation>>(m, "Recomputation", py::dynamic_attr())
-      .def_static("enable", &Recomputation::enable)
-      .def_static("of", &Recomputation::of)
-      .def("output", &Recomputation::output, py::call_guard<py::gil_scoped_release>());
+  using normops::Recomputation, normops::RecomputedOutput;
+  m.def("enter_recompute_block", &Recomputation::enter_block);
+  m.def("leave_recompute_block", &Recomputation::leave_block, py::arg("outer"));
+  const py::call_guard<py::gil_scoped_release> no_gil;
+  py::class_<RecomputedOutput>(m, "RecomputedOutput")
+      .def_static("is_recomputed", &RecomputedOutput::is_recomputed, py::arg("tensor"), py::arg("block"))
+      .def_static("of", &RecomputedOutput::of, py::arg("tensor"), no_gil)
+      .def("tensor", &RecomputedOutput::tensor, no_gil);
 
   m.def("build_info", build_info);
   m.def("operators", [] { return operators(normops::Operators()); });
