@@ -1,7 +1,8 @@
 """Giving modules forwards that run normops, and taking them back; how such modules are copied and pickled."""
 
-from collections.abc import Callable, Iterable
-from functools import cache
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -48,7 +49,11 @@ def install(found: Iterable[tuple[nn.Module, Norm, Rounding]]) -> None:
 
 def installed(module: nn.Module) -> dict[Installed, str]:
     """The forwards that a module was given, and in which of its attributes they are."""
-    forwards = {slot: vars(module).get(slot) for slot in SLOTS}
+    return _installed_in(vars(module), module)
+
+
+def _installed_in(own: Mapping[str, Any], module: nn.Module) -> dict[Installed, str]:
+    forwards = {slot: own.get(slot) for slot in SLOTS}
     found = {_made_of(each): slot for slot, each in forwards.items() if getattr(each, "__self__", None) is module}
     return {made: slot for made, slot in found.items() if made is not None}
 
@@ -95,32 +100,74 @@ def _put(module: nn.Module, slot: str, made_of: Installed) -> None:
 
     Modules that are alike share the method's function, so that torch.compile compiles their callers once.
     """
-    module.__dict__[slot] = MethodType(_function(made_of), module)
+    # This order: whoever copies the module in between must not get a forward that is bound to the module.
     module.__dict__["__reduce_ex__"] = MethodType(_reduce, module)
+    module.__dict__[slot] = MethodType(_function(made_of), module)
 
 
 def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-    """The ``__reduce_ex__`` of a patched module, which pickle and copy call: makes another module, and patches that."""
-    own = vars(module)
+    """The ``__reduce_ex__`` of a patched module: describes an unpatched twin, which ``_remake`` patches again.
+
+    It never writes to the module, which other threads may use, change or copy at the same time.
+    """
+    cls = type(module)
+    own = vars(module).copy()  # at one moment; a loop would see what other threads set and delete
     plain = {name: value for name, value in own.items() if name not in ENTRIES or not _is_ours(value)}
-    object.__setattr__(module, "__dict__", plain)  # our methods are bound to the module that is copied
-    try:
-        reduced = type(module).__reduce_ex__(module, protocol)
-    finally:
-        object.__setattr__(module, "__dict__", own)
-        own.update(plain)
+    twin = object.__new__(cls)
+    object.__setattr__(twin, "__dict__", plain)
+    reduced = cls.__reduce_ex__(twin, protocol)
     if isinstance(reduced, str):
         return reduced
-    function, arguments, *rest = reduced
-    return _remake, (function, arguments, installed(module)), *rest
+    # References to the twin become references to the module, which pickle and copy replace by the new module. The twin
+    # may still be in containers that are not looked into: it is copied and pickled as the module.
+    copying = {"__deepcopy__": partial(copy.deepcopy, module), "__reduce_ex__": partial(_reduce_twin, module)}
+    object.__setattr__(twin, "__dict__", plain | copying)
+    known = {id(value) for value in plain.values()}
+    function, arguments, *rest = (_replaced(part, twin, module, known) for part in reduced)
+    return _remake, (function, arguments, _installed_in(own, module)), *rest
+
+
+def _replaced(value: Any, old: object, new: object, known: set[int]) -> Any:
+    """Returns a value with one object in it replaced. Containers without that object are returned themselves.
+
+    Args:
+        value: anything; tuples, lists, dictionaries and methods are looked into.
+        old: the object to replace.
+        new: the object that replaces it.
+        known: the ids of objects that are not looked into; grows.
+    """
+    if value is old:
+        return new
+    if id(value) in known:
+        return value
+    known.add(id(value))
+    again = partial(_replaced, old=old, new=new, known=known)
+    if type(value) is MethodType:
+        return MethodType(value.__func__, new) if value.__self__ is old else value
+    if type(value) is dict:
+        entries = {name: again(part) for name, part in value.items()}
+        return entries if any(entries[name] is not part for name, part in value.items()) else value
+    if type(value) in (tuple, list):
+        parts = [again(part) for part in value]
+        return type(value)(parts) if any(a is not b for a, b in zip(parts, value, strict=True)) else value
+    return value
+
+
+def _reduce_twin(module: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
+    return _itself, (module,)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def _remake(
     function: Callable[..., nn.Module], arguments: tuple[Any, ...], found: dict[Installed | None, str]
 ) -> nn.Module:
     module = function(*arguments)
+    has = installed(module)  # the function may return a module that is there already
     for made_of, slot in found.items():
-        if made_of is not None:
+        if made_of is not None and made_of not in has:
             _put(module, slot, made_of)
     return module
 
