@@ -24,6 +24,7 @@ def tag_of(schemas: Iterable[str]) -> str:
 
 
 OF_SCHEMAS = tag_of(map(schema_of, (*FUNCTIONAL, *INPLACE)))
+_OVERRIDES = "normops.override_torch"
 _cls: Any = type(torch.compiler.config)
 
 
@@ -32,8 +33,8 @@ class _Config(_cls):  # type: ignore[misc]
         value = super().__getattr__(name)
         if name != "cache_key_tag":
             return value
-        theirs = [tag for tag in value.split(",") if tag and not tag.startswith("normops")]
-        return ",".join([*theirs, OF_SCHEMAS, *["normops.override_torch"] * overrides_torch()])
+        theirs = [tag for tag in value.split(",") if tag and tag not in (OF_SCHEMAS, _OVERRIDES)]
+        return ",".join([*theirs, OF_SCHEMAS, *[_OVERRIDES] * overrides_torch()])
 
 
 ModuleType.__setattr__(torch.compiler.config, "__class__", _Config)

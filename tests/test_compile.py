@@ -276,8 +276,11 @@ with normops.override_torch():
 config.cache_key_tag = config.cache_key_tag
 print(config.cache_key_tag)
 """
-    tags = [line.split(",") for line in printed(program, TORCH_COMPILE_CACHE_KEY_TAG="theirs").splitlines()]
+    tags = [
+        line.split(",")
+        for line in printed(program, TORCH_COMPILE_CACHE_KEY_TAG="theirs,normops-of-a-user").splitlines()
+    ]
     ours = [OF_SCHEMAS]
     overridden = [*ours, "normops.override_torch"]
-    theirs = ["theirs"]
+    theirs = ["theirs", "normops-of-a-user"]
     assert tags == [theirs + ours, *[theirs + overridden] * 2, ["another", *overridden], theirs + ours]

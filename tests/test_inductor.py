@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from trained import train
 
 import normops
+from normops.inductor import passes
 from normops.inductor.calls import order_in_memory
 from normops.inductor.effects import is_harmless, may_write
 from normops.inductor.residuals import fuse_additions
@@ -810,6 +812,14 @@ def test_options_are_equal_to_themselves() -> None:
     assert normops.inductor_options() == normops.inductor_options()
     assert len(set(normops.inductor_options().values())) == 2
     assert len({each.uuid() for each in normops.inductor_options().values()}) == 2
+
+
+def test_the_cache_key_covers_every_source_of_the_package() -> None:
+    """Among them the modules that the passes import, like normops/_operators.py."""
+    loaded = [module.__file__ for name, module in sys.modules.items() if name.startswith("normops")]
+    sources = {str(path) for path in loaded if str(path).endswith(".py")}
+    assert normops._operators.__file__ in sources
+    assert sources <= {*passes._SOURCES}
 
 
 class Noting(CustomGraphPass):

@@ -44,7 +44,8 @@ from normops.inductor.rotations import join_rotations
 _normops = torch.ops.normops
 _OPERATORS = (_normops.rms_norm.default, _normops.gated_rms_norm.default, _normops.rms_norm_rope.default)
 
-_SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+# All of the package: the passes use what the names in schemas mean, and which tensors take the operators.
+_SOURCES = tuple(str(path) for path in sorted(Path(__file__).parents[1].rglob("*.py")))
 
 
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
