@@ -87,6 +87,18 @@ inline __m512i broadcast(const __m128i& v) {
   return result;
 }
 
+inline __m512i load_bytes(uint64_t mask, const void* source) {
+  Bytes result;
+  for (int i = 0; i < 64; i++) result[i] = mask >> i & 1 ? static_cast<const unsigned char*>(source)[i] : 0;
+  return result;
+}
+
+inline void store_bytes(void* target, uint64_t mask, Bytes v) {
+  for (int i = 0; i < 64; i++) {
+    if (mask >> i & 1) static_cast<unsigned char*>(target)[i] = v[i];
+  }
+}
+
 inline __m512i shuffle_bytes(Bytes otherwise, uint64_t mask, Bytes v, Bytes from) {
   for (int i = 0; i < 64; i++) {
     if (mask >> i & 1) otherwise[i] = v[i / 16 * 16 + from[i] % 16];
@@ -151,6 +163,8 @@ inline void stream(void* target, const __m512i& v) {
 #define _mm512_cvtph_ps(v) emulated::from_float16(emulated::HalfWords(v))
 #define _mm512_maskz_cvtps_ph(mask, v, rounding) emulated::to_float16(emulated::Floats(v))
 #define _mm512_broadcast_i32x4 emulated::broadcast
+#define _mm512_maskz_loadu_epi8 emulated::load_bytes
+#define _mm512_mask_storeu_epi8(target, mask, v) emulated::store_bytes(target, mask, emulated::Bytes(v))
 #define _mm512_mask_shuffle_epi8(otherwise, mask, v, from) \
   emulated::shuffle_bytes(emulated::Bytes(otherwise), mask, emulated::Bytes(v), emulated::Bytes(from))
 #define _mm512_set1_epi16 emulated::set_words
