@@ -460,6 +460,49 @@ lookalikes(
 )
 
 
+# Norms over the channels of [N, C, H, W], as timm's RmsNorm2d and autoencoders for images and videos have them.
+
+
+def rms_norm2d(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    x = x * torch.rsqrt(torch.mean(x.pow(2), dim=1, keepdim=True) + eps)
+    return x if weight is None else x * weight.reshape(1, -1, 1, 1)
+
+
+OVER_CHANNELS = "normalizes over dimension 1, the channels of [N, C, H, W]; normops.patch handles norms over the last"
+lookalikes(
+    OVER_CHANNELS,
+    channels=lambda self, x: rms_norm2d(x, self.weight, self.eps),
+    sum_over_channels=lambda self, x: x / (x.square().sum(-3, True) / x.shape[1]).sqrt() * self.weight.view(-1, 1, 1),
+)
+lookalikes(OVER_CHANNELS, base=Weightless, channels_alone=lambda self, x: rms_norm2d(x, None, self.eps))
+lookalikes(  # these do not normalize over channels alone
+    "returns something else than a tensor of its input's shape",
+    sum_over_pixels=lambda self, x: (
+        x * (x.pow(2).mean((2, 3), True) + 1.0).rsqrt() * self.weight.view(1, -1, 1, 1)
+        if x.dim() == 4
+        else self.factor_of(x)
+    ),
+    factor_of_channels=lambda self, x: torch.rsqrt(x.pow(2).mean(1, True) + self.eps),
+)
+
+
+def _weight_of(shape: tuple[int, ...]) -> Callable[[Any], None]:
+    return lambda module: setattr(module, "weight", nn.Parameter(torch.ones(shape)))
+
+
+for title, shape, layout in (
+    ("channels_of_3_dimensions", (SIZE, 1), "[N, C, L]"),
+    ("channels_of_4_dimensions", (SIZE, 1, 1), "[N, C, H, W]"),
+    ("channels_of_5_dimensions", (SIZE, 1, 1, 1), "[N, C, T, H, W]"),
+):
+    reason = (
+        f"has a weight of the shape {shape}, for the channels of {layout}; normops.patch handles norms over the last"
+    )
+    lookalike(reason, name=title, after=_weight_of(shape))(
+        lambda self, x: F.normalize(x, dim=1) * SIZE**0.5 * self.weight
+    )
+
+
 # The other side of Python.
 
 

@@ -1,6 +1,7 @@
 """Models of diffusers, built small, patched or compiled with the passes: they compute what they did."""
 
 import copy
+import importlib
 import re
 from collections.abc import Callable
 from functools import partial
@@ -246,3 +247,15 @@ def gradients(block: nn.Module, run: Callable[..., Tensor], inputs: dict[str, An
     y = run(**inputs)
     (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
     return [y.detach(), *(p.grad.clone() for p in block.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("family", ["wan.WanRMS_norm", "qwenimage.QwenImageRMS_norm"])
+@pytest.mark.parametrize("images", [True, False])
+def test_report_names_the_channels_that_norms_of_autoencoders_scale(family: str, images: bool) -> None:
+    module, name = family.split(".")
+    cls = getattr(importlib.import_module(f"diffusers.models.autoencoders.autoencoder_kl_{module}"), name)
+    report = normops.patch(nn.ModuleList([cls(8, images=images, bias=bias) for bias in (False, True)]))
+    shape, layout = ("(8, 1, 1)", "[N, C, H, W]") if images else ("(8, 1, 1, 1)", "[N, C, T, H, W]")
+    reason = f"has a gamma of the shape {shape}, for the channels of {layout}"
+    only = "normops.patch handles norms over the last dimensions only"
+    assert set(report.skipped.values()) == {f"{name}: {reason}; {only}"}

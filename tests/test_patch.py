@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import linecache
 import pickle
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -310,6 +312,49 @@ class Flagged(LlamaNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return LlamaNorm.forward(self, hidden_states) if self.flag else hidden_states
+
+
+def redefined() -> type[LlamaNorm]:
+    """A class as a notebook defines it anew whenever a cell runs."""
+
+    class Redefined(LlamaNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states)
+
+    return Redefined
+
+
+def test_redefined_classes_are_collected() -> None:
+    """Unless they were compiled: then the guards of torch.compile keep the globals of each forward."""
+    classes = []
+    gc.collect()
+    sources = {name for name in linecache.cache if name.startswith("<normops.patch")}
+    for _ in range(3):
+        cls = redefined()
+        norm = cls(32)
+        assert len(normops.patch(norm, strict=True).patched) == 1
+        norm(torch.randn(2, 32))
+        copy.deepcopy(norm)(torch.randn(2, 32))
+        shallow = copy.copy(norm)
+        assert vars(shallow)["forward"].__func__ is vars(norm)["forward"].__func__
+        classes.append(weakref.ref(cls))
+        del cls, norm, shallow
+    for _ in range(3):  # the forward is collected first, then the class that it refers to
+        gc.collect()
+    assert [cls() for cls in classes] == [None] * 3
+    assert {name for name in linecache.cache if name.startswith("<normops.patch")} <= sources
+
+
+def test_modules_that_are_alike_share_a_function() -> None:
+    first, second = LlamaNorm(32), LlamaNorm(32)
+    normops.patch(first)
+    normops.patch(second)
+    loaded, function = pickle.loads(pickle.dumps(first)), vars(first)["forward"].__func__
+    assert all(vars(norm)["forward"].__func__ is function for norm in (second, loaded))
+    assert "".join(linecache.getlines(function.__code__.co_filename)).startswith("def forward(self, x):")
+    normops.unpatch(first)
+    assert normops.patch(first).patched
+    assert vars(first)["forward"].__func__ is function
 
 
 def test_attributes_that_are_equal() -> None:

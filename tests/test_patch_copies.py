@@ -37,16 +37,14 @@ def patched(norm: Callable[[int], nn.Module] = LlamaNorm) -> Any:
 
 
 def pickled(module: nn.Module) -> nn.Module:
-    again: nn.Module = pickle.loads(pickle.dumps(module))
-    return again
+    return pickle.loads(pickle.dumps(module))
 
 
 def saved(module: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)
-    again: nn.Module = torch.load(file, weights_only=False)
-    return again
+    return torch.load(file, weights_only=False)
 
 
 COPIED: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -194,7 +192,7 @@ def send_whether_patched(norm: nn.Module, pipe: Connection) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
-@pytest.mark.parametrize(("method", "processes"), [("fork", 12), ("spawn", 1)])
+@pytest.mark.parametrize(("method", "processes"), [("fork", 12), pytest.param("spawn", 1, marks=pytest.mark.full)])
 def test_processes_started_during_copies_get_patched_modules(method: Any, processes: int) -> None:
     norm = patched()
     context: Any = multiprocessing.get_context(method)
@@ -218,6 +216,74 @@ def test_processes_started_during_copies_get_patched_modules(method: Any, proces
 
     run_in_threads(copy_it, copy_it, start)
     assert normops.unpatch(norm) == 1
+
+
+class Interrupted(LlamaNorm):
+    """Calls a function while it is copied, as another thread may run then."""
+
+    interrupt: Callable[[], None] = staticmethod(lambda: None)
+
+    def __getstate__(self) -> Any:
+        self.interrupt()
+        return dict(self.__dict__)
+
+
+@every_copy
+def test_a_module_is_unchanged_while_it_is_copied(
+    copied: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = patched(Interrupted)
+    own, before = vars(norm), [*vars(norm).items()]
+    calls: list[None] = []
+
+    def look() -> None:
+        calls.append(None)
+        assert_same_attributes(norm, own, before)
+        assert_patched(norm)
+
+    monkeypatch.setattr(Interrupted, "interrupt", staticmethod(look))
+    assert_patched(copied(norm))
+    assert calls
+
+
+@every_copy
+def test_changes_made_during_a_copy_persist(
+    copied: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = patched(Interrupted)
+    norm.label = "label"
+    unpatched: list[int] = []
+
+    def change() -> None:
+        del norm.label
+        norm.variance_epsilon = 1e-5
+        unpatched.append(normops.unpatch(norm))
+
+    monkeypatch.setattr(Interrupted, "interrupt", staticmethod(change))
+    again: Any = copied(norm)
+    assert unpatched == [1]
+    assert not {"label", "forward", "__reduce_ex__"} & vars(norm).keys()
+    assert norm.variance_epsilon == 1e-5
+    # The copy is that of the moment when copying began.
+    assert_patched(again)
+    assert (again.label, again.variance_epsilon) == ("label", 1e-6)
+
+
+class Slotted(LlamaNorm):
+    __slots__ = ("kept", "missing")
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.kept = ["kept"]
+
+    def __getstate__(self) -> Any:  # that of nn.Module leaves slots out
+        return dict(self.__dict__), {"kept": self.kept}, hasattr(self, "missing")
+
+    def __setstate__(self, state: Any) -> None:
+        own, slots, has_missing = state
+        self.__dict__.update(own)
+        self.kept = slots["kept"]
+        assert not has_missing
 
 
 class WithItself(LlamaNorm):
@@ -266,6 +332,15 @@ SINGLETONS: dict[str, Any] = {"looked": Looked(SIZE)}
 
 
 @every_copy
+def test_copies_have_the_slots_of_the_original(copied: Callable[[nn.Module], nn.Module]) -> None:
+    norm = patched(Slotted)
+    again: Any = copied(norm)
+    assert_patched(again)
+    assert again.kept == ["kept"]
+    assert (again.kept is norm.kept) == (copied is copy.copy)
+
+
+@every_copy
 def test_references_to_itself_become_references_to_the_copy(copied: Callable[[nn.Module], nn.Module]) -> None:
     norm = patched(WithItself)
     own, before = vars(norm), [*vars(norm).items()]
@@ -301,8 +376,7 @@ def test_a_module_that_is_its_own_copy_is_unchanged(norm: nn.Module, copied: Cal
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_a_model_that_shares_a_norm_shares_its_copy(protocol: int) -> None:
     norm = patched(WithItself)
-    model = nn.ModuleList([norm, nn.Sequential(norm)])
-    copies: list[Any] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model, protocol))]
-    for again in copies:
+    model: Any = nn.ModuleList([norm, nn.Sequential(norm)])
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model, protocol))):
         assert again[0] is again[1][0] is again[0].attribute
         assert_patched(again[0])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normops.adoption.following import Run
 from normops.adoption.norm import ACTIVATIONS, OUTPUT_DTYPES, Order, OutputDtype, Roundings, Saved
-from normops.adoption.reasons import Unfit
+from normops.adoption.reasons import Raises, Unfit
 from normops.adoption.structure import Structure
 from normops.adoption.trial import MOST_DIMS, Case, Trial
 from normops.inductor.calls import HALVES, NORMS, call_of
@@ -31,6 +31,28 @@ def output_dtype_of(trial: Trial, runs: Mapping[Case, Run]) -> tuple[OutputDtype
         ):
             return name, widens
     raise Unfit(f"its output has the dtypes {', '.join(sorted({str(dtype) for dtype in came.values()}))}")
+
+
+def normalizes_channels(trial: Trial) -> bool:
+    """Returns whether the forward divides an input ``[N, C, H, W]`` by the root of a mean or sum over dimension 1."""
+    if trial.is_gated or (trial.shape is not None and len(trial.shape) != 1):
+        return False
+    try:
+        run = trial.follow_channels_first(5, 7)
+    except (Unfit, Raises):
+        return False
+    shape = run.arguments[0].meta["example_value"].shape
+    if run.result.meta["example_value"].shape != shape:
+        return False
+    calls = [call for node in run.graph.nodes if (call := call_of(node)) is not None]
+    reductions = [call for call in calls if call.name in ("mean", "sum")]
+    return (
+        not any(node.target in NORMS for node in run.graph.nodes)
+        and any(call.name in ("sqrt", "rsqrt") for call in calls)
+        and len(reductions) == 1
+        and reductions[0].arguments[1] in (1, (1,), 1 - len(shape), (1 - len(shape),))
+        and reductions[0].arguments[0].meta["example_value"].shape == shape
+    )
 
 
 def order_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]]) -> Order:

@@ -2,9 +2,10 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
-from types import FunctionType, MethodType
+from functools import partial
+from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple, SupportsIndex
+from weakref import WeakValueDictionary
 
 from torch import nn
 
@@ -41,10 +42,9 @@ def _installed_again(
 def install(found: Iterable[tuple[nn.Module, Norm, Rounding]]) -> None:
     """Gives modules forwards that run normops, all or, if anything fails, none."""
     made = [(module, Installed(type(module), norm, rounding)) for module, norm, rounding in found]
-    for _, made_of in made:
-        _function(made_of)
-    for module, made_of in made:
-        _put(module, "_old_forward" if "_old_forward" in vars(module) else "forward", made_of)
+    functions = [_function(made_of) for _, made_of in made]
+    for (module, _), function in zip(made, functions, strict=True):
+        _put(module, "_old_forward" if "_old_forward" in vars(module) else "forward", function)
 
 
 def installed(module: nn.Module) -> dict[Installed, str]:
@@ -88,21 +88,27 @@ def _made_of(forward: Any) -> Installed | None:
     return getattr(forward.__func__, "normops", None) if isinstance(forward, MethodType) else None
 
 
-@cache
+# Functions live as long as a module has them: they refer to the module's class, which a program may define again.
+_functions: WeakValueDictionary[Installed, FunctionType] = WeakValueDictionary()
+
+
 def _function(made_of: Installed) -> FunctionType:
-    function = forward_of(*made_of)
-    function.normops = made_of  # type: ignore[attr-defined]
+    function = _functions.get(made_of)
+    if function is None:
+        function = forward_of(*made_of)
+        function.normops = made_of  # type: ignore[attr-defined]
+        function = _functions.setdefault(made_of, function)  # another thread may have been faster
     return function
 
 
-def _put(module: nn.Module, slot: str, made_of: Installed) -> None:
+def _put(module: nn.Module, slot: str, function: FunctionType) -> None:
     """Puts a method of ours into a module.
 
     Modules that are alike share the method's function, so that torch.compile compiles their callers once.
     """
     # This order: whoever copies the module in between must not get a forward that is bound to the module.
     module.__dict__["__reduce_ex__"] = MethodType(_reduce, module)
-    module.__dict__[slot] = MethodType(_function(made_of), module)
+    module.__dict__[slot] = MethodType(function, module)
 
 
 def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]:
@@ -115,16 +121,25 @@ def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]
     plain = {name: value for name, value in own.items() if name not in ENTRIES or not _is_ours(value)}
     twin = object.__new__(cls)
     object.__setattr__(twin, "__dict__", plain)
+    for descriptor in _slots(cls):
+        try:
+            descriptor.__set__(twin, descriptor.__get__(module, cls))
+        except AttributeError:  # an empty slot
+            continue
     reduced = cls.__reduce_ex__(twin, protocol)
     if isinstance(reduced, str):
         return reduced
-    # References to the twin become references to the module, which pickle and copy replace by the new module. The twin
-    # may still be in containers that are not looked into: it is copied and pickled as the module.
+    # References to the twin become references to the module, which pickle and copy replace by the new module.
+    # References in containers that are not looked into reach the twin: it is copied and pickled as the module.
     copying = {"__deepcopy__": partial(copy.deepcopy, module), "__reduce_ex__": partial(_reduce_twin, module)}
     object.__setattr__(twin, "__dict__", plain | copying)
     known = {id(value) for value in plain.values()}
     function, arguments, *rest = (_replaced(part, twin, module, known) for part in reduced)
     return _remake, (function, arguments, _installed_in(own, module)), *rest
+
+
+def _slots(cls: type) -> list[MemberDescriptorType]:
+    return [each for base in cls.__mro__ for each in vars(base).values() if isinstance(each, MemberDescriptorType)]
 
 
 def _replaced(value: Any, old: object, new: object, known: set[int]) -> Any:
@@ -145,8 +160,8 @@ def _replaced(value: Any, old: object, new: object, known: set[int]) -> Any:
     if type(value) is MethodType:
         return MethodType(value.__func__, new) if value.__self__ is old else value
     if type(value) is dict:
-        entries = {name: again(part) for name, part in value.items()}
-        return entries if any(entries[name] is not part for name, part in value.items()) else value
+        replaced = {name: again(part) for name, part in value.items()}
+        return replaced if any(replaced[name] is not part for name, part in value.items()) else value
     if type(value) in (tuple, list):
         parts = [again(part) for part in value]
         return type(value)(parts) if any(a is not b for a, b in zip(parts, value, strict=True)) else value
@@ -168,7 +183,7 @@ def _remake(
     has = installed(module)  # the function may return a module that is there already
     for made_of, slot in found.items():
         if made_of is not None and made_of not in has:
-            _put(module, slot, made_of)
+            _put(module, slot, _function(made_of))
     return module
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import count, pairwise, product
 from types import CodeType, FunctionType
 from typing import Any, TypeGuard
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,7 @@ def forward_of(cls: type[nn.Module], norm: Norm, rounding: Rounding) -> Function
     others = [name + "_" * max(map(len, given)) for name in code.co_varnames[len(given) :]]
     code = code.replace(co_varnames=(*given, *others))
     forward = names["forward"] = FunctionType(code, names, "forward", own.__defaults__)
+    finalize(forward, linecache.cache.pop, file, None).atexit = False
     return forward
 
 

@@ -23,7 +23,15 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from normops.adoption.evaluation import is_plain_class
-from normops.adoption.experiments import autocasts_of, order_of, output_dtype_of, rounds_of, saves_of, takes_gaps
+from normops.adoption.experiments import (
+    autocasts_of,
+    normalizes_channels,
+    order_of,
+    output_dtype_of,
+    rounds_of,
+    saves_of,
+    takes_gaps,
+)
 from normops.adoption.following import Run, is_of
 from normops.adoption.guards import MOST
 from normops.adoption.norm import Gate, Norm
@@ -39,6 +47,11 @@ LARGEST = 24576
 
 ANY_SHAPE = (48,)
 """The shape of a row to try first, if no weight has one."""
+
+_LAST_ONLY = "normops.patch handles norms over the last dimensions only"
+
+_CHANNELS_FIRST = {(1,): "[N, C, L]", (1, 1): "[N, C, H, W]", (1, 1, 1): "[N, C, T, H, W]"}
+"""Inputs whose dimension 1 a parameter broadcasts along, by the shape of the parameter without its first dimension."""
 
 ROWS: dict[tuple[int, ...], tuple[int, ...]] = {
     (2,): (3,),
@@ -64,7 +77,12 @@ def find_norm(module: nn.Module) -> Norm:
     trial = Trial(module, _parameters_of(module), arguments)
     with _one_at_a_time, torch.autocast("cpu", enabled=False), torch.inference_mode(False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _found(trial)
+        try:
+            return _found(trial)
+        except Unfit as reason:
+            if normalizes_channels(trial):
+                raise Unfit(f"normalizes over dimension 1, the channels of [N, C, H, W]; {_LAST_ONLY}") from reason
+            raise
 
 
 def check_class(module: nn.Module) -> None:
@@ -115,6 +133,9 @@ def _parameters_of(module: nn.Module) -> list[str]:
         if parameter.dtype not in DTYPES:
             raise Unfit(f"its {name} is {str(parameter.dtype).removeprefix('torch.')}")
         shape = whole_shape(parameter)
+        layout = _CHANNELS_FIRST.get(shape[1:])
+        if layout is not None and shape[0] > 1:
+            raise Unfit(f"has a {name} of the shape {tuple(shape)}, for the channels of {layout}; {_LAST_ONLY}")
         if len(shape) == 0 or shape.numel() < 2 or shape[-1] == 1:
             raise Unfit(f"has a {name} of the shape {tuple(shape)}, not one for each column of a row")
         if shape.numel() > LARGEST:

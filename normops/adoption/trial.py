@@ -19,6 +19,10 @@ MOST_DIMS = 5
 """The most dimensions of an input: those with more go to a module's own forward."""
 
 
+_CHANNELS = 11
+"""The number of channels of an input if no parameter has a shape that says it."""
+
+
 @dataclass(frozen=True)
 class Case:
     """How a forward is called.
@@ -72,6 +76,14 @@ class Trial:
         with torch.enable_grad():
             arguments = list(zip(self.arguments, tensors, strict=True))
             return follow(self.module, parameters, arguments, len(case.shape), self.guards)
+
+    def follow_channels_first(self, *sizes: int) -> Run:
+        """Follows the forward with an input of shape ``[2, channels, *sizes]`` and the parameters' own shape."""
+        shape = self.shape or torch.Size((_CHANNELS,))
+        parameters = {name: nn.Parameter(torch.ones(shape, device="cpu")) for name in self.parameters}
+        input = torch.ones((2, shape[0], *sizes), device="cpu", requires_grad=True)
+        with torch.enable_grad():
+            return follow(self.module, parameters, [(self.arguments[0], input)], input.dim() - 1, Guards())
 
     def call(self, parameters: Mapping[str, Tensor], *tensors: Tensor) -> Tensor:
         """What the forward returns: that of a copy of the module, made without asking its class, with these."""

@@ -5,7 +5,7 @@ Answers are conservative: what is not known to torch, or not by its schema, may 
 
 import operator
 from collections.abc import Iterator
-from functools import cache
+from functools import lru_cache
 from inspect import isbuiltin, isfunction, signature
 from typing import Any
 
@@ -127,7 +127,7 @@ def _function_may_write(node: Node) -> bool:
     return any(given.get(name) not in (None, False) for name in _PERMISSIONS)
 
 
-@cache
+@lru_cache(maxsize=1024)  # a target may be a function of the program
 def _overloads(target: Any) -> tuple[OpOverload, ...]:
     """The overloads, of ATen or other libraries, of which a call may run one; none if it may run anything else."""
     if isinstance(target, OpOverload):
