@@ -1,6 +1,8 @@
 """The CUDA kernels without a GPU: the PTX that nvcc makes, every launch configuration, threads in any order."""
 
 import math
+import os
+import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -506,6 +508,19 @@ def test_gates_of_any_size(kernels: Kernels, variant: Variant, dtype: torch.dtyp
         assert result is not None
         assert bounded is not None
         oracle.assert_within(result, bounded, name)
+
+
+@pytest.mark.full
+def test_pointers_of_different_tensors_are_not_subtracted(tmp_path: Path) -> None:
+    """The host checks this: an address sanitizer aborts if cos and sin are."""
+    program = tmp_path / "cuda_rotations"
+    sources = [str(cuda_on_ptx.TESTS / "cuda_rotations.cu"), str(cuda_on_ptx.RUNTIME)]
+    options = ["-std=c++20", "--expt-relaxed-constexpr", "-arch=compute_80", f"-I{cuda_on_ptx.CSRC}/cuda"]
+    options += ["-cudart=none", "-Xcompiler=-fsanitize=address,-fsanitize=pointer-subtract"]
+    subprocess.run([str(cuda_on_ptx.nvcc()), *options, *sources, "-o", str(program)], check=True)
+    environment = os.environ | {"ASAN_OPTIONS": "detect_invalid_pointer_pairs=2"}
+    result = subprocess.run([str(program)], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.full  # takes minutes

@@ -14,7 +14,7 @@ __host__ __device__ constexpr Index slots_of(Index columns) {
 template <class T>
 struct RotationOf {
   AnyRowsOf<const T> cos;
-  int64_t sin;  // how many bytes behind cos
+  intptr_t sin;  // address of sin minus address of cos, as integers: they are in different allocations
   int64_t offset;
   int64_t pairs;
   bool interleaved;
@@ -33,6 +33,13 @@ struct RotationOf {
     return row;
   }
 
+  // The row of sin for a row of cos.
+  __device__ const char* sin_of(const char* cos_row) const {
+    const char* row = reinterpret_cast<const char*>(reinterpret_cast<intptr_t>(cos_row) + sin);
+    __builtin_assume(__isGlobal(row));
+    return row;
+  }
+
   // Rotates the two packs of a slot, or rotates them back.
   template <class Access, bool kBack = false, class Columns, class Index>
   __device__ void rotate(Numbers<T> (&packs)[2], const char* row, bool is_row, const Columns& columns,
@@ -46,7 +53,7 @@ struct RotationOf {
       const Index column = begin - static_cast<Index>(offset);
       const Index count = is_row ? columns.count(first_pack + t) : 0;
       cos[t] = angles<Access>(row, column, count);
-      sin[t] = angles<Access>(row + this->sin, column, count);
+      sin[t] = angles<Access>(sin_of(row), column, count);
     }
     if (interleaved) {
 #pragma unroll
@@ -215,7 +222,7 @@ RotationOf<T> rotation_of(const KernelArgs& args) {
   const AnyRowsOf<const T> sin = any_rows_of<const T>(args[kSin], begins);
   cos.bytes.aligned = cos.bytes.aligned && sin.bytes.aligned;
   return {cos,
-          sin.bytes.data - cos.bytes.data,
+          reinterpret_cast<intptr_t>(sin.bytes.data) - reinterpret_cast<intptr_t>(cos.bytes.data),
           rotation.offset,
           rotation.pairs,
           rotation.interleaved,
