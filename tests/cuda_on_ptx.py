@@ -126,7 +126,9 @@ class Gpu:
             # By warp it takes many times as long as all at once.
             is_small = math.prod(launch.grid + launch.block) <= 1024
             launch.group = ("grid", "block", "warp" if is_small else "cluster")[self.seed % 3]
-            Machine(launch).run()
+            machine = Machine(launch)
+            machine.run()
+            assert (machine.has_triggered == launch.starts_early).all(), f"{kernel.name}: launch_dependents"
             self.ran[kernel.name] += 1
             return 0
         except BaseException as error:
@@ -149,8 +151,11 @@ RowLayout, RowsArg, RowConfig, Weight, Gating, Casting, Rotation, KernelArgs, De
 )
 
 
-def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1) -> Structure:
-    return Device(multiprocessors, shared_bytes, cluster)
+def device(
+    multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1, early_start: bool = True
+) -> Structure:
+    """``early_start`` is for architectures that have it."""
+    return Device(multiprocessors, shared_bytes, cluster, early_start)
 
 
 FORMED, GIVEN, WANTED = range(3)
@@ -284,7 +289,7 @@ class Kernels:
         # The launchers ask a device once how much it runs: one with another number of multiprocessors is another.
         self._library.stub_set_device(on.multiprocessors)
         self._library.stub_gpu(on.multiprocessors).contents.multiprocessors = on.multiprocessors
-        on.early_start = self._arch >= 90
+        on.early_start = on.early_start and self._arch >= 90
 
     def _call(self, function: str, *arguments: Any, on: Structure | None = None, seed: int = 0) -> None:
         """With the memory of the rows that were taken since the call before; no other may be accessed."""

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   const Columns<R, int> columns(args.cols);
   const BlockRows block(args.groups.count, kRows * blockDim.y);
   const TakenRows rows(block, args.rows, args.groups.count);
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(args.starts_early);
   Pack<R> h[kRows][kPacks];
   Elements<T, kPack<R>> x[kRows][kPacks];
 #pragma unroll

@@ -25,6 +25,7 @@ struct Backward {
   Rows<R> grad_input;           // data is null if not wanted
   compute_t<R>* partials;       // [partials, groups, cols], or null if not wanted
   Casting casting;              // to T
+  bool starts_early;
 
   bool is_plain() const {
     return scale.is_plain() && grad_output.is_plain() && input.is_plain() && grad_residual.is_plain() &&
@@ -44,13 +45,14 @@ struct Backward {
             typename To::template Rows<const R>(grad_residual),
             typename To::template Rows<R>(grad_input),
             partials,
-            casting};
+            casting,
+            starts_early};
   }
 };
 
 // Packs begin at multiples of a pack where `begins` is one, too.
 template <class T, class R>
-Backward<T, R, General> backward_of(const KernelArgs& args, int64_t begins) {
+Backward<T, R, General> backward_of(const KernelArgs& args, int64_t begins, bool starts_early) {
   return {args.rows,
           args.cols,
           1.0 / static_cast<double>(args.size),
@@ -62,7 +64,8 @@ Backward<T, R, General> backward_of(const KernelArgs& args, int64_t begins) {
           rows_of<const R, R>(args[kGradResidual], begins),
           rows_of<R, R>(args[kGradInput], begins),
           static_cast<compute_t<R>*>(args.grad_weight_partials),
-          args.casting};
+          args.casting,
+          starts_early};
 }
 
 // The numbers of a row that its gradients are made of.
@@ -280,7 +283,7 @@ template <int kPacks, class T, class R, class Access, class Columns, class Gate,
 __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns& columns, const Gate& gate,
                               const RowStats& stats = {}) {
   using Compute = compute_t<R>;
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(args.starts_early);
   __shared__ RowSumShared<Compute, 2> shared;
   RowSums<Compute, 2, kPacks> sum_row(shared, !stats.are(Sums::given));
   Columns written = columns;
@@ -395,7 +398,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
                                            const Gate& gate, const RowStats& stats = {}) {
   using Compute = compute_t<R>;
   constexpr int kTogether = Columns::kTogether;
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(args.starts_early);
   __shared__ RowSumShared<double, 2> shared;
   RowSums<double, 2, kAnyWidth.packs> sum_row(shared);
   Compute* const partial = args.partials != nullptr ? args.partials + blockIdx.x * args.cols : nullptr;
@@ -514,7 +517,8 @@ void launch_backward(const KernelArgs& args, const Device& device, Stream stream
   dispatch_kernels<Kernels>(args, device, [&]<class T, class R, int kPacks>(const RowConfig& config) {
     LaunchShape shape = backward_shape<Kernels, T, R, kPacks>(config, args, device);
     shape.starts_early = device.early_start;
-    launch_kernel<Kernels, T, R, kPacks>(shape, stream, backward_of<T, R>(args, Kernels::begins(args)),
+    launch_kernel<Kernels, T, R, kPacks>(shape, stream,
+                                         backward_of<T, R>(args, Kernels::begins(args), shape.starts_early),
                                          Kernels::template own<T, R>(args));
   });
 }

@@ -16,6 +16,7 @@ struct Forward {
   typename Access::template Rows<const T> input;
   typename Access::template Rows<T> output;
   Casting casting;  // to T
+  bool starts_early;
 
   bool is_plain() const { return scale.is_plain() && input.is_plain() && output.is_plain(); }
   template <class Other>
@@ -28,13 +29,14 @@ struct Forward {
             typename Other::template Scale<R>(scale),
             typename Other::template Rows<const T>(input),
             typename Other::template Rows<T>(output),
-            casting};
+            casting,
+            starts_early};
   }
 };
 
 // Packs begin at multiples of a pack where `begins` is one, too.
 template <class T, class R>
-Forward<T, R, General> forward_of(const KernelArgs& args, int64_t begins) {
+Forward<T, R, General> forward_of(const KernelArgs& args, int64_t begins, bool starts_early) {
   return {args.rows,
           args.cols,
           1.0 / static_cast<double>(args.size),
@@ -43,7 +45,8 @@ Forward<T, R, General> forward_of(const KernelArgs& args, int64_t begins) {
           scale_of<R>(args.weight, begins),
           rows_of<const T, R>(args[kInput], begins),
           rows_of<T, R>(args[kOutput], begins),
-          args.casting};
+          args.casting,
+          starts_early};
 }
 
 // What an operator computes of the normalized numbers before they are written: nothing.
@@ -175,7 +178,7 @@ __device__ void normalize_summed(const Forward<T, R, General>& args, const Colum
 template <class T, class R, class Columns, class LoadFirst, class LoadAgain, class Epilogue = NoEpilogue>
 __device__ void normalize_any_width(const Forward<T, R, General>& args, const Columns& columns, LoadFirst load_first,
                                     LoadAgain load_again, Epilogue epilogue = {}) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(args.starts_early);
   normalize_summed(args, columns, square_sum_of_any_width<R>(columns, load_first), load_again, epilogue);
 }
 
@@ -186,7 +189,7 @@ void launch_forward(const KernelArgs& args, const Device& device, Stream stream)
     const int64_t rows_at_once = kPacks == 0 ? 1 : static_cast<int64_t>(block.y) * rows_in_flight(kPacks);
     const auto blocks = static_cast<unsigned>(blocks_of_rows(args.rows, rows_at_once, args.weight.groups));
     launch_kernel<Kernels, T, R, kPacks>(LaunchShape{dim3(blocks, config.cluster), block, 0, device.early_start},
-                                         stream, forward_of<T, R>(args, Kernels::begins(args)),
+                                         stream, forward_of<T, R>(args, Kernels::begins(args), device.early_start),
                                          Kernels::template own<T, R>(args));
   });
 }

@@ -72,11 +72,15 @@ struct LaunchShape {
   bool starts_early = false;  // while the kernel before it in the stream ends: see wait_for_previous_kernel
 };
 
-// A kernel that starts early calls this before it accesses memory. It also lets the next kernel of the stream start, if
-// that starts early, too.
-__device__ inline void wait_for_previous_kernel() {
+// Each kernel calls this before it accesses memory, with the member of its LaunchShape. Only a kernel that starts early
+// lets the next kernel of the stream start early: the next kernel may be one that does not wait. The branch is a
+// predicate, as with a branch of C++ the kernels with rotations take one more register.
+__device__ inline void wait_for_previous_kernel(bool starts_early) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile(
+      "{\n\t.reg .pred early;\n\tsetp.ne.u32 early, %0, 0;\n\tgriddepcontrol.wait;\n\t"
+      "@early griddepcontrol.launch_dependents;\n\t}" ::"r"(static_cast<unsigned>(starts_early))
+      : "memory");
 #endif
 }
 

@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
 // grad_weight = sum over the partials, in chains that neighbouring threads of y share: a block sums 32 columns.
 template <class Compute, class W>
 __global__ void __launch_bounds__(1024)
-    grad_weight_kernel(const Compute* partials, int64_t count, int64_t cols, W* grad_weight) {
-  wait_for_previous_kernel();
+    grad_weight_kernel(const Compute* partials, int64_t count, int64_t cols, W* grad_weight, bool starts_early) {
+  wait_for_previous_kernel(starts_early);
   __shared__ Compute sums[kWarp][kWarp + 1];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   Compute sum = 0;
@@ -80,9 +80,11 @@ void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, i
   dispatch(weight_dtype, [&]<class W>() {
     W* const target = static_cast<W*>(grad_weight);
     if (compute_dtype(dtype) == DType::float64) {
-      launch(grad_weight_kernel<double, W>, shape, stream, static_cast<const double*>(partials), count, cols, target);
+      launch(grad_weight_kernel<double, W>, shape, stream, static_cast<const double*>(partials), count, cols, target,
+             shape.starts_early);
     } else {
-      launch(grad_weight_kernel<float, W>, shape, stream, static_cast<const float*>(partials), count, cols, target);
+      launch(grad_weight_kernel<float, W>, shape, stream, static_cast<const float*>(partials), count, cols, target,
+             shape.starts_early);
     }
   });
 }

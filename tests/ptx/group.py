@@ -307,6 +307,9 @@ class Group:
             raise PtxError(f"line {line}: griddepcontrol.wait by some threads alone")
         self.may_access = True
 
+    def launch_dependents(self, mask: Mask | None, _line: int) -> None:
+        self.machine.has_triggered[self._of_active(self.threads, mask)] = True
+
     # Shared memory.
 
     def _shared_places(self, address: Array, size: int, mask: Mask | None, line: int) -> Array:

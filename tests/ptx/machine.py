@@ -60,6 +60,7 @@ class Machine:
         self.arrived_at_cluster = np.zeros(blocks, "i8")
         self.cluster_phase = np.zeros(self.thread_count, "i4")
         self.has_ended = np.zeros(self.thread_count, bool)
+        self.has_triggered = np.zeros(self.thread_count, bool)  # griddepcontrol.launch_dependents
         self.arrivals: dict[tuple[int, int], Arrivals] = {}  # by block and offset
         self.messages: list[Message] = []
 

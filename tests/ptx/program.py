@@ -161,11 +161,11 @@ class Kernel:
             self._add_shared(int(found[1]), found[2], found[3], found[4])
         elif found := re.fullmatch(r"(?:@(!?)([\w%$]+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.DOTALL):
             # Names of an inner scope come before those around it.
-            operands = [
+            guard, *operands = (
                 re.sub(r"[%\w$]+", lambda name: scope + name[0] if scope + name[0] in self.types else name[0], operand)
-                for operand in _split_operands(found[4])
-            ]
-            instructions.append(Instruction(line, found[2], bool(found[1]), found[3], operands))
+                for operand in (found[2] or "", *_split_operands(found[4]))
+            )
+            instructions.append(Instruction(line, guard or None, bool(found[1]), found[3], operands))
         elif not text.startswith((".pragma", ".loc")):
             raise UnknownPtxError(f"line {line}: {text}")
 

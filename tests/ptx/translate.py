@@ -439,5 +439,4 @@ def _send(t: _Translator, i: Instruction, kind: str) -> None:
 
 @opcode(r"griddepcontrol\.(wait|launch_dependents)")
 def _grid_dependency(t: _Translator, i: Instruction, what: str) -> None:
-    if what == "wait":
-        t.lines.append(t.call(i, "wait_for_previous_kernel"))
+    t.lines.append(t.call(i, "wait_for_previous_kernel" if what == "wait" else "launch_dependents"))
