@@ -87,16 +87,15 @@ inline __m512i broadcast(const __m128i& v) {
   return result;
 }
 
-inline __m512i load_bytes(uint64_t mask, const void* source) {
+// The first bytes: kernels use no other masks. Not inlined, as compiling would take minutes longer.
+[[gnu::noinline]] inline __m512i load_bytes(uint64_t mask, const void* source) {
   Bytes result;
-  for (int i = 0; i < 64; i++) result[i] = mask >> i & 1 ? static_cast<const unsigned char*>(source)[i] : 0;
+  std::memcpy(result.lane, source, __builtin_popcountll(mask));
   return result;
 }
 
-inline void store_bytes(void* target, uint64_t mask, Bytes v) {
-  for (int i = 0; i < 64; i++) {
-    if (mask >> i & 1) static_cast<unsigned char*>(target)[i] = v[i];
-  }
+[[gnu::noinline]] inline void store_bytes(void* target, uint64_t mask, const Bytes& v) {
+  std::memcpy(target, v.lane, __builtin_popcountll(mask));
 }
 
 inline __m512i shuffle_bytes(Bytes otherwise, uint64_t mask, Bytes v, Bytes from) {

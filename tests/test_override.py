@@ -1,6 +1,7 @@
 """normops under torch's own rms_norm."""
 
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,45 @@ def test_export() -> None:
     torch.testing.assert_close(program.module()(x), norm(x))
     decomposed = program.run_decompositions()
     assert operators_run(lambda: decomposed.module()(x)) == [FORWARD]
+
+
+def permuted(sizes: tuple[int, ...], order: tuple[int, ...], gap: int = 1) -> Tensor:
+    """A tensor of these sizes whose dimensions have this order in memory, the outermost first."""
+    stored = torch.randn([sizes[dim] for dim in order[:-1]] + [sizes[order[-1]] * gap])
+    return stored[..., ::gap].permute([order.index(dim) for dim in range(len(order))])
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 4), (2, 3, 4), (2, 3, 4, 8), (2, 3, 2, 5, 4), (2, 1, 3, 4), (1, 3, 1, 4), (2, 3, 1)]
+)
+@pytest.mark.parametrize("normalized", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_have_the_memory_format_of_torch(sizes: tuple[int, ...], normalized: int, dtype: torch.dtype) -> None:
+    shape = sizes[-normalized:]
+    for order in permutations(range(len(sizes))):
+        for gap in (1, 2):
+            x, weight = permuted(sizes, order, gap).to(dtype), torch.randn(shape)
+            for expanded in (x, x[:1].expand(sizes)):
+                expected = F.rms_norm(expanded, shape, weight)
+                with normops.override_torch():
+                    actual = F.rms_norm(expanded, shape, weight)
+                assert actual.stride() == expected.stride(), (order, gap)
+                torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0)])
+def test_compiled_outputs_have_the_memory_format_of_torch(order: tuple[int, ...]) -> None:
+    x, found = permuted((2, 3, 4, 8), order).requires_grad_(), []
+    for enabled in (False, True):
+        with normops.override_torch(enabled):
+            y = torch.compile(lambda x: F.rms_norm(x, (8,)), backend="aot_eager", fullgraph=True)(x)
+            (grad,) = torch.autograd.grad(y.square().sum(), x)
+            found.append((y, grad))
+    (expected, expected_grad), (actual, actual_grad) = found
+    assert actual.stride() == expected.stride()
+    torch.testing.assert_close((actual, actual_grad), (expected, expected_grad))
+
+
+def test_views_of_channels_last_outputs(overridden: None) -> None:
+    x = torch.randn(2, 3, 4, 8).to(memory_format=torch.channels_last)
+    assert nn.RMSNorm(8)(x).permute(0, 2, 3, 1).view(-1, 3).shape == (64, 3)

@@ -4,7 +4,9 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "../problem.h"
 #include "../rms_norm.h"
@@ -43,6 +45,43 @@ void copy_what_torch_copies(Tensor& input, OptionalTensor& weight) {
   if (!is_saved && is_given(weight)) weight = weight->clone();
 }
 
+// The order in memory of torch's product with a number for each row, the outermost dimension first: that of the input's
+// strides, as TensorIterator has it. A stride of 0 gives no order.
+std::vector<int64_t> memory_order_of(const Tensor& input) {
+  const auto sizes = input.sym_sizes(), strides = input.sym_strides();
+  const auto compare = [&](int64_t a, int64_t b) {  // 1: b is inside of a; -1: a is inside of b; 0: unknown
+    if (TORCH_GUARD_OR_FALSE(strides[a].sym_eq(0)) || TORCH_GUARD_OR_FALSE(strides[b].sym_eq(0))) return 0;
+    if (TORCH_GUARD_OR_FALSE(strides[a].sym_lt(strides[b]))) return -1;
+    if (TORCH_GUARD_OR_FALSE(strides[a].sym_gt(strides[b]))) return 1;
+    return TORCH_GUARD_OR_FALSE(sizes[a].sym_gt(sizes[b])) ? 1 : 0;
+  };
+  std::vector<int64_t> order(input.dim());  // the innermost first
+  for (int64_t i = 0; i < input.dim(); i++) order[i] = input.dim() - 1 - i;
+  for (int64_t i = 1; i < input.dim(); i++) {
+    int64_t place = i;
+    for (int64_t inner = i - 1; inner >= 0; inner--) {
+      const int compared = compare(order[inner], order[place]);
+      if (compared < 0) break;
+      if (compared == 0) continue;
+      std::swap(order[inner], order[place]);
+      place = inner;
+    }
+  }
+  std::reverse(order.begin(), order.end());
+  return order;
+}
+
+// On the CPU torch's own makes its result contiguous, but for inputs in torch.channels_last, whose order it keeps. A
+// product that is contiguous already keeps the strides of its dimensions of size 1.
+bool keeps_order(const Tensor& input, const std::vector<int64_t>& order) {
+  if (std::is_sorted(order.begin(), order.end())) return false;
+  const auto format = input.suggest_memory_format();
+  if (format == at::MemoryFormat::ChannelsLast || format == at::MemoryFormat::ChannelsLast3d) return true;
+  std::vector<int64_t> longer = order;
+  std::erase_if(longer, [&](int64_t dim) { return TORCH_GUARD_OR_FALSE(input.sym_size(dim).sym_eq(1)); });
+  return std::is_sorted(longer.begin(), longer.end());
+}
+
 // What torch's own may take and ours does not is torch's: it computes, or refuses in its own words.
 Tensor rms_norm_of_torch(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                          std::optional<double> eps) {
@@ -51,11 +90,26 @@ Tensor rms_norm_of_torch(const Tensor& input, c10::SymIntArrayRef normalized_sha
       !is_given(weight) || (has_kernels_for(*weight) && weight->dim() == static_cast<int64_t>(normalized_shape.size()));
   const bool is_ours =
       has_kernels_for(input) && has_our_weight && !(eps.has_value() && std::isnan(*eps)) && !is_in_onnx_export(input);
-  if (!is_ours) return at::compositeimplicitautograd::rms_norm_symint(input, normalized_shape, weight, eps);
-  Tensor kept_input = input;
+  const auto of_torch = [&] {
+    return at::compositeimplicitautograd::rms_norm_symint(input, normalized_shape, weight, eps);
+  };
+  if (!is_ours) return of_torch();
+  const auto order = input.is_cpu() ? memory_order_of(input) : std::vector<int64_t>();
+  const bool is_permuted = input.is_cpu() && keeps_order(input, order);
+  // Kernels normalize innermost dimensions.
+  for (int64_t i = 0; is_permuted && i < std::min<int64_t>(normalized_shape.size(), input.dim()); i++) {
+    const int64_t dim = input.dim() - 1 - i;
+    if (order[dim] != dim) return of_torch();
+  }
+  Tensor kept_input = is_permuted ? input.permute(order) : input;
   OptionalTensor kept_weight = weight;
   copy_what_torch_copies(kept_input, kept_weight);
-  return std::move(call(RmsNorm{kept_input, {normalized_shape, kept_weight, eps, 0.0, kNoCasting}, std::nullopt})[0]);
+  Tensor output =
+      std::move(call(RmsNorm{kept_input, {normalized_shape, kept_weight, eps, 0.0, kNoCasting}, std::nullopt})[0]);
+  if (!is_permuted) return output;
+  std::vector<int64_t> back(order.size());
+  for (size_t i = 0; i < order.size(); i++) back[order[i]] = static_cast<int64_t>(i);
+  return output.permute(back);
 }
 
 }  // namespace
