@@ -43,10 +43,9 @@ const int64_t structure_bytes[] = {sizeof(RowLayout),  sizeof(Gating), sizeof(Ca
   const char* name(const KernelArgs* args, const Device* device) {      \
     return message_of([&] { launch_##name(*args, *device, nullptr); }); \
   }
-#define NORMOPS_BACKWARD(name)                                                 \
-  NORMOPS_FORWARD(name##_backward)                                             \
-  int64_t name##_backward_sums(const KernelArgs* args, const Device* device) { \
-    return name##_backward_partials(*args, *device);                           \
+#define NORMOPS_BACKWARD(name)                                                                                  \
+  const char* name##_backward(const KernelArgs* args, void* (*allocate)(int64_t count), const Device* device) { \
+    return message_of([&] { launch_##name##_backward(*args, *device, nullptr, allocate); });                    \
   }
 NORMOPS_FORWARD(rms_norm)
 NORMOPS_FORWARD(add_rms_norm)

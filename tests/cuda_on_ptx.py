@@ -103,6 +103,9 @@ Run = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_void_p),
 )
 
+# Allocates partial sums of grad_weight: how many, and where they are.
+Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
+
 
 class Gpu:
     """Runs the kernels that a library over the stub launches, in this PTX of them."""
@@ -265,8 +268,6 @@ class Kernels:
         assert list(sizes) == [ctypes.sizeof(struct) for struct in _structs.values()]
         for operator in OPERATORS:
             getattr(self._library, launcher_of(operator)).restype = ctypes.c_char_p
-            if "grad_weight" in operator.outputs:
-                getattr(self._library, f"{launcher_of(operator)}_sums").restype = ctypes.c_int64
         self._library.grad_weight.restype = ctypes.c_char_p
         for name in ("forward_config_of", "backward_config_of", "gated_config_of", "rope_config_of"):
             getattr(self._library, name).restype = RowConfig
@@ -311,16 +312,18 @@ class Kernels:
         return getattr(self._library, f"{kind}_config_of")(*of_dtype, ctypes.c_int64(packs), ctypes.byref(on))
 
     def partials(self, dtype: torch.dtype, rows: int, cols: int, on: Structure, groups: int = 1) -> int:
-        args, tensors = KernelArgs(rows=rows, cols=cols, size=cols), [RowsArg(), RowsArg()]
+        """How many partial sums of each group's grad_weight rms_norm_backward allocates; the kernel does not run."""
+        args, tensors = KernelArgs(rows=rows, cols=cols, size=cols), [RowsArg(), RowsArg(), RowsArg()]
         args.weight.groups = groups
-        for name, tensor in zip(("input", "grad_output"), tensors, strict=True):
+        for name, tensor in zip(("input", "grad_output", "grad_weight"), tensors, strict=True):
             tensor.dtype = DTYPES.index(dtype)
             args.tensors[TENSORS.index(name)] = ctypes.addressof(tensor)
-        return self._count_partials("rms_norm_backward", args, on)
-
-    def _count_partials(self, launcher: str, args: Structure, on: Structure) -> int:
+        counts: list[int] = []
         self._choose_device(on)
-        count: int = getattr(self._library, f"{launcher}_sums")(ctypes.byref(args), ctypes.byref(on))
+        self._library.stub_run_kernels(Run())
+        message = self._library.rms_norm_backward(ctypes.byref(args), Allocate(counts.append), ctypes.byref(on))
+        assert message is None, message.decode()
+        (count,) = counts
         return count
 
     def call(
@@ -354,12 +357,17 @@ class Kernels:
         tensors |= {name: self._rows(name, out.rows, True) for name, out in written.items() if out is not None}
         for name, rows in tensors.items():
             args.tensors[TENSORS.index(name)] = ctypes.addressof(rows)
-        launcher = launcher_of(operator)
+
+        def allocate(count: int) -> int | None:
+            partials = written["grad_weight"] = Output((count, args.weight.groups * args.cols), sums_dtype)
+            address: int | None = self._rows("partials", partials.rows, True).data
+            return address
+
+        sums_dtype, grad_weight = compute_dtype(given["input"].dtype), RowsArg()
         if "grad_weight" in wanted and given["weight"] is not None:
-            count, cols = self._count_partials(launcher, args, on), args.weight.groups * args.cols
-            partials = written["grad_weight"] = Output((count, cols), compute_dtype(given["input"].dtype))
-            args.grad_weight_partials = self._rows("partials", partials.rows, True).data
-        self._call(launcher, ctypes.byref(args), on=on, seed=seed)
+            args.tensors[TENSORS.index("grad_weight")] = ctypes.addressof(grad_weight)
+        of_backward = [Allocate(allocate)] if "grad_output" in given else []
+        self._call(launcher_of(operator), ctypes.byref(args), *of_backward, on=on, seed=seed)
         shape = arguments["input"].shape
         results: dict[str, Tensor | None] = {
             name: output.result().squeeze(-1) if name in operator.sums else output.result().view(shape)

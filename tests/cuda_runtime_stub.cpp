@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <map>
@@ -31,6 +32,7 @@ struct Gpu {
   int largest_cluster = 16;
   int is_busy = 0;
   int has_context = 0;
+  volatile int is_slow = 0;  // 1: it answers no question until this is 0; 2: a thread waits for that
 };
 
 struct Kernel {
@@ -50,6 +52,7 @@ Run run_kernel = nullptr;
 std::map<std::pair<const void*, int>, Kernel> loaded;
 bool is_capturing, is_capture_valid;
 thread_local int current_device;
+std::atomic<int> lookups_of_device;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 // Of all kernels, which objects register before anything here is made.
@@ -69,10 +72,15 @@ std::string readable(const std::string& mangled) {
   return name.substr(0, name.find('('));
 }
 
-// As a driver does: threads that ask at the same time meet.
-void take_time() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
-
 Gpu& current_gpu() { return gpus[current_device]; }
+
+// As a driver does: threads that ask at the same time meet.
+void take_time() {
+  do {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (current_gpu().is_slow == 1) current_gpu().is_slow = 2;
+  } while (current_gpu().is_slow != 0);
+}
 
 // What makes a context where there is none.
 cudaError_t use_device() {
@@ -138,6 +146,7 @@ void stub_run_kernels(Run run) { run_kernel = run; }
 
 // torch's own part: which device is current, and that a capture is under way.
 int stub_current_device() { return current_device; }
+int stub_lookups_of_device() { return lookups_of_device; }
 void stub_set_device(int device) {
   current_device = device;
   current_gpu().has_context = 1;
@@ -200,6 +209,7 @@ const char* cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 cudaError_t cudaGetDevice(int* device) {
+  lookups_of_device++;
   *device = current_device;
   return cudaSuccess;
 }

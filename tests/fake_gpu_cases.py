@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from itertools import product
 from pathlib import Path
@@ -136,6 +137,43 @@ def threads_that_begin_together_ask_once(gpus: Gpus) -> None:
     for kind in ("load", "cudaFunc", "occupancy"):
         of_kind = [line for line in calls if line.startswith(kind) and "any_kernel" not in line]
         equal(len(of_kind), 2 * len(set(of_kind)))  # on each of two devices
+
+
+@case
+def a_device_that_is_slow_to_answer_delays_no_other(gpus: Gpus) -> None:
+    """What is known of a device and of its kernels is looked up without a lock."""
+
+    def run(device: int) -> None:
+        x, w = inputs[device]
+        ops.rms_norm(x, [4096], w, EPS)
+        ops.rms_norm_backward(x, x, [4096], w, EPS)
+
+    inputs = [(gpus.tensor(8, 4096, device=device), gpus.tensor(4096, device=device)) for device in (0, 1, 2)]
+    run(0)
+    forward(gpus, 2)
+    for device in (1, 2):  # of the second one all but the backward's kernels is known
+        gpus[device].is_slow = 1
+        thread = threading.Thread(target=run, args=(device,))
+        thread.start()
+        while gpus[device].is_slow == 1:
+            time.sleep(0.001)
+        gpus.calls()
+        run(0)
+        equal(len(gpus.calls("launch")), 3)
+        gpus[device].is_slow = 0
+        thread.join()
+
+
+@case
+def a_backward_finds_its_launch_shape_once(gpus: Gpus) -> None:
+    """The gradient of the weight adds one lookup, for the kernel that sums it."""
+    x, w = gpus.tensor(8, 4096), gpus.tensor(4096)
+    counts = []
+    for mask in ([True, True, False], [True, True, False], [True, False, False]):
+        before = gpus.lookups_of_device()
+        ops.rms_norm_backward(x, x, [4096], w, EPS, output_mask=mask)
+        counts.append(gpus.lookups_of_device() - before)
+    equal(counts[1] - counts[2], 1)
 
 
 @case

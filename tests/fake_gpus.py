@@ -35,7 +35,10 @@ class Gpu(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_int)
-        for name in ("major", "code", "multiprocessors", "shared_bytes", "largest_cluster", "is_busy", "has_context")
+        for name in (
+            *("major", "code", "multiprocessors", "shared_bytes", "largest_cluster"),
+            *("is_busy", "has_context", "is_slow"),
+        )
     )
 
 
@@ -76,6 +79,11 @@ class Gpus:
     def current(self) -> int:
         device: int = self._runtime.stub_current_device()
         return device
+
+    def lookups_of_device(self) -> int:
+        """How often CUDA was asked which device is current, as each lookup of what is known of a device does."""
+        count: int = self._runtime.stub_lookups_of_device()
+        return count
 
     def set_stream(self, device: int, stream: int) -> None:
         self._device.fake_set_stream(device, ctypes.c_int64(stream))

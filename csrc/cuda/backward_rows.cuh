@@ -63,7 +63,7 @@ Backward<T, R, General> backward_of(const KernelArgs& args, int64_t begins, bool
           rows_of<const R, R>(args[kInput], begins),
           rows_of<const R, R>(args[kGradResidual], begins),
           rows_of<R, R>(args[kGradInput], begins),
-          static_cast<compute_t<R>*>(args.grad_weight_partials),
+          nullptr,
           args.casting,
           starts_early};
 }
@@ -502,24 +502,16 @@ LaunchShape backward_shape(const RowConfig& config, const KernelArgs& args, cons
   return shape;
 }
 
-// How many partial sums of each group's grad_weight are made.
 template <class Kernels>
-int64_t backward_partials(const KernelArgs& args, const Device& device) {
-  int64_t blocks = 0;
-  dispatch_kernels<Kernels>(args, device, [&]<class T, class R, int kPacks>(const RowConfig& config) {
-    blocks = backward_shape<Kernels, T, R, kPacks>(config, args, device).grid.x;
-  });
-  return blocks / args.weight.groups;
-}
-
-template <class Kernels>
-void launch_backward(const KernelArgs& args, const Device& device, Stream stream) {
+void launch_backward(const KernelArgs& args, const Device& device, Stream stream, const AllocatePartials& allocate) {
   dispatch_kernels<Kernels>(args, device, [&]<class T, class R, int kPacks>(const RowConfig& config) {
     LaunchShape shape = backward_shape<Kernels, T, R, kPacks>(config, args, device);
     shape.starts_early = device.early_start;
-    launch_kernel<Kernels, T, R, kPacks>(shape, stream,
-                                         backward_of<T, R>(args, Kernels::begins(args), shape.starts_early),
-                                         Kernels::template own<T, R>(args));
+    auto backward = backward_of<T, R>(args, Kernels::begins(args), shape.starts_early);
+    if (args.has(kGradWeight)) {
+      backward.partials = static_cast<compute_t<R>*>(allocate(shape.grid.x / args.weight.groups));
+    }
+    launch_kernel<Kernels, T, R, kPacks>(shape, stream, backward, Kernels::template own<T, R>(args));
   });
 }
 

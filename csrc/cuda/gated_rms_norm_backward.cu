@@ -146,12 +146,9 @@ struct GatedRmsNormBackwardKernels : GatedKernels {
 
 }  // namespace
 
-int64_t gated_rms_norm_backward_partials(const KernelArgs& args, const Device& device) {
-  return backward_partials<GatedRmsNormBackwardKernels>(args, device);
-}
-
-void launch_gated_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream) {
-  launch_backward<GatedRmsNormBackwardKernels>(args, device, stream);
+void launch_gated_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream,
+                                    const AllocatePartials& allocate) {
+  launch_backward<GatedRmsNormBackwardKernels>(args, device, stream, allocate);
 }
 
 }  // namespace normops::cuda

@@ -2,6 +2,7 @@
 // torch header.
 #pragma once
 #include <cstdint>
+#include <functional>
 
 #include "../kernel_args.h"
 
@@ -27,14 +28,16 @@ void launch_rms_norm(const KernelArgs& args, const Device& device, Stream stream
 void launch_add_rms_norm(const KernelArgs& args, const Device& device, Stream stream);
 void launch_gated_rms_norm(const KernelArgs& args, const Device& device, Stream stream);
 void launch_rms_norm_rope(const KernelArgs& args, const Device& device, Stream stream);
-void launch_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream);
-void launch_gated_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream);
-void launch_rms_norm_rope_backward(const KernelArgs& args, const Device& device, Stream stream);
 
-// How many partial sums of each group's grad_weight the backwards make, whether of a whole row or of a part.
-int64_t rms_norm_backward_partials(const KernelArgs& args, const Device& device);
-int64_t gated_rms_norm_backward_partials(const KernelArgs& args, const Device& device);
-int64_t rms_norm_rope_backward_partials(const KernelArgs& args, const Device& device);
+// Allocates partial sums of grad_weight [count, groups, cols] of the compute dtype. The backwards call it if
+// grad_weight is wanted, and write them.
+using AllocatePartials = std::function<void*(int64_t count)>;
+void launch_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream,
+                              const AllocatePartials& allocate);
+void launch_gated_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream,
+                                    const AllocatePartials& allocate);
+void launch_rms_norm_rope_backward(const KernelArgs& args, const Device& device, Stream stream,
+                                   const AllocatePartials& allocate);
 
 // grad_weight [cols] = sum of partials [count, cols]; these are the columns of all groups
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,

@@ -5,6 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <functional>
+
 #include "../backend.h"
 #include "../operators.h"
 #include "kernels.h"
@@ -16,12 +18,11 @@ struct ForwardKernels {
   void (*launch)(const KernelArgs& args, const Device& device, Stream stream);
 };
 struct BackwardKernels {
-  void (*launch)(const KernelArgs& args, const Device& device, Stream stream);
-  int64_t (*partials)(const KernelArgs& args, const Device& device);
+  void (*launch)(const KernelArgs& args, const Device& device, Stream stream, const AllocatePartials& allocate);
 };
 
 constexpr ForwardKernels kRmsNorm = {launch_rms_norm};
-constexpr BackwardKernels kRmsNormBackward = {launch_rms_norm_backward, rms_norm_backward_partials};
+constexpr BackwardKernels kRmsNormBackward = {launch_rms_norm_backward};
 
 ForwardKernels kernels_of(const RmsNorm&) { return kRmsNorm; }
 ForwardKernels kernels_of(const RmsNormStats&) { return kRmsNorm; }
@@ -32,27 +33,27 @@ ForwardKernels kernels_of(const RmsNormRope&) { return {launch_rms_norm_rope}; }
 BackwardKernels kernels_of(const RmsNormBackward&) { return kRmsNormBackward; }
 BackwardKernels kernels_of(const RmsNormBackwardStats&) { return kRmsNormBackward; }
 BackwardKernels kernels_of(const RmsNormBackwardFromStats&) { return kRmsNormBackward; }
-BackwardKernels kernels_of(const GatedRmsNormBackward&) {
-  return {launch_gated_rms_norm_backward, gated_rms_norm_backward_partials};
-}
-BackwardKernels kernels_of(const RmsNormRopeBackward&) {
-  return {launch_rms_norm_rope_backward, rms_norm_rope_backward_partials};
-}
+BackwardKernels kernels_of(const GatedRmsNormBackward&) { return {launch_gated_rms_norm_backward}; }
+BackwardKernels kernels_of(const RmsNormRopeBackward&) { return {launch_rms_norm_rope_backward}; }
 
 void run(const ForwardKernels& kernels, const Call& call, Stream stream) {
   kernels.launch(call, current_device(), stream);
 }
 
-void run(const BackwardKernels& kernels, Call& call, Stream stream) {
+void run(const BackwardKernels& kernels, const Call& call, Stream stream) {
   const Device device = current_device();
-  if (!call.has(kGradWeight)) return kernels.launch(call, device, stream);
-  const auto compute = compute_dtype(call.dtype()) == DType::float64 ? at::kDouble : at::kFloat;
-  const int64_t count = kernels.partials(call, device), cols = call.weight.groups * call.cols;
-  const Tensor partials = at::empty({count, cols}, call.tensor(kGradWeight).options().dtype(compute));
-  call.grad_weight_partials = partials.mutable_data_ptr();
-  kernels.launch(call, device, stream);
+  const int64_t cols = call.weight.groups * call.cols;
+  Tensor partials;
+  const auto allocate = [&](int64_t count) {
+    const auto compute = compute_dtype(call.dtype()) == DType::float64 ? at::kDouble : at::kFloat;
+    partials = at::empty({count, cols}, call.tensor(kGradWeight).options().dtype(compute));
+    return partials.mutable_data_ptr();
+  };
+  kernels.launch(call, device, stream, std::ref(allocate));
+  if (!partials.defined()) return;
   const RowsArg& dw = call[kGradWeight];
-  launch_grad_weight(call.dtype(), dw.dtype, partials.const_data_ptr(), count, cols, dw.data, device, stream);
+  launch_grad_weight(call.dtype(), dw.dtype, partials.const_data_ptr(), partials.size(0), cols, dw.data, device,
+                     stream);
 }
 
 // What the operator templates need of a backend.

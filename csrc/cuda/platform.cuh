@@ -1,8 +1,8 @@
 // What the kernels take from CUDA.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
-#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -107,63 +107,88 @@ class MayLoadInCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // once exchanged, the one that the thread had
 };
 
-// Finds a value once for each key, in the thread that comes first. If that fails, the next one tries again.
+// Finds a value once for each key, in the first thread that asks. If that fails, the next call tries again. A key that
+// is known is looked up without a lock, in a list of the few keys that there are.
 template <class Key, class Value>
 class Once {
  public:
   template <class Find>
-  Value operator()(const Key& key, Find find) {
+  Value& operator()(const Key& key, Find find) {
+    if (Entry* const entry = look_up(key)) return entry->value;
     const std::lock_guard lock(mutex_);
-    const auto place = known_.find(key);
-    if (place != known_.end()) return place->second;
+    if (Entry* const entry = look_up(key)) return entry->value;
     const MayLoadInCapture may_load;
-    return known_.emplace(key, find()).first->second;
+    Entry* const entry = new Entry{key, find(), newest_.load(std::memory_order_relaxed)};
+    newest_.store(entry, std::memory_order_release);
+    return entry->value;
+  }
+
+ private:
+  struct Entry {
+    const Key key;
+    Value value;
+    Entry* const next;
+  };
+
+  Entry* look_up(const Key& key) const {
+    Entry* entry = newest_.load(std::memory_order_acquire);
+    while (entry != nullptr && entry->key != key) entry = entry->next;
+    return entry;
+  }
+
+  std::mutex mutex_;
+  std::atomic<Entry*> newest_ = nullptr;  // entries are never freed, as other threads may read them
+};
+
+// A limit of a kernel on a device, which the kernel may ask to raise.
+template <class Number>
+class Limit {
+ public:
+  explicit Limit(Number granted) : granted_(granted) {}
+
+  // Calls raise() if less than `wanted` was granted so far.
+  template <class Raise>
+  void ask_for(Number wanted, Raise raise) {
+    if (wanted <= granted_.load(std::memory_order_acquire)) return;
+    const std::lock_guard lock(mutex_);
+    if (wanted <= granted_.load(std::memory_order_relaxed)) return;
+    const MayLoadInCapture may_load;
+    raise();
+    granted_.store(wanted, std::memory_order_release);
   }
 
  private:
   std::mutex mutex_;
-  std::map<Key, Value> known_;
+  std::atomic<Number> granted_;
 };
 
 // Called before a kernel runs on the current device. The first time, it loads the kernel, as the first launch would
 // otherwise do that, perhaps in a capture. It asks for larger clusters and more shared memory than every kernel gets,
 // where the shape needs these and has not got them yet.
-inline void prepare(const void* kernel, const LaunchShape& shape) {
+template <class... Params>
+void prepare(void (*kernel)(Params...), const LaunchShape& shape) {
   struct Granted {
-    int64_t shared_bytes = 48 << 10;
-    unsigned blocks_of_cluster = 8;
+    Limit<int64_t> shared_bytes = Limit<int64_t>(48 << 10);
+    Limit<unsigned> blocks_of_cluster = Limit<unsigned>(8);
   };
-  static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, Granted> prepared;
-  const std::pair key(kernel, current_device_index());
-  const std::lock_guard lock(mutex);
-  auto place = prepared.find(key);
-  const auto is_granted = [&] {
-    return shape.shared_bytes <= place->second.shared_bytes && shape.grid.y <= place->second.blocks_of_cluster;
-  };
-  if (place != prepared.end() && is_granted()) return;
-  const MayLoadInCapture may_load;
-  if (place == prepared.end()) {
+  static Once<std::pair<void (*)(Params...), int>, Granted> prepared;
+  Granted& granted = prepared({kernel, current_device_index()}, [&] {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kernel));  // loads the kernel
-    place = prepared.emplace(key, Granted()).first;
-  }
-  Granted& granted = place->second;
-  if (shape.grid.y > granted.blocks_of_cluster) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    granted.blocks_of_cluster = shape.grid.y;
-  }
-  if (shape.shared_bytes > granted.shared_bytes) {
+    return Granted();
+  });
+  granted.blocks_of_cluster.ask_for(
+      shape.grid.y, [&] { check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)); });
+  granted.shared_bytes.ask_for(shape.shared_bytes, [&] {
     const int bytes = static_cast<int>(shape.shared_bytes);
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    granted.shared_bytes = shape.shared_bytes;
-  }
+  });
 }
 
 // Calls use(config). The config must not outlive the call, as it points to local variables.
 template <class... Params, class Use>
 void with_launch_config(void (*kernel)(Params...), const LaunchShape& shape, Use use) {
-  prepare(reinterpret_cast<const void*>(kernel), shape);
+  prepare(kernel, shape);
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;
   config.blockDim = shape.block;

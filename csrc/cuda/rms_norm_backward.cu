@@ -65,12 +65,9 @@ struct RmsNormBackwardKernels : OperatorKernels {
 
 }  // namespace
 
-int64_t rms_norm_backward_partials(const KernelArgs& args, const Device& device) {
-  return backward_partials<RmsNormBackwardKernels>(args, device);
-}
-
-void launch_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream) {
-  launch_backward<RmsNormBackwardKernels>(args, device, stream);
+void launch_rms_norm_backward(const KernelArgs& args, const Device& device, Stream stream,
+                              const AllocatePartials& allocate) {
+  launch_backward<RmsNormBackwardKernels>(args, device, stream, allocate);
 }
 
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,

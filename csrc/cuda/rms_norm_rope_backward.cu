@@ -95,12 +95,9 @@ struct RmsNormRopeBackwardKernels : RopeKernels {
 
 }  // namespace
 
-int64_t rms_norm_rope_backward_partials(const KernelArgs& args, const Device& device) {
-  return backward_partials<RmsNormRopeBackwardKernels>(args, device);
-}
-
-void launch_rms_norm_rope_backward(const KernelArgs& args, const Device& device, Stream stream) {
-  launch_backward<RmsNormRopeBackwardKernels>(args, device, stream);
+void launch_rms_norm_rope_backward(const KernelArgs& args, const Device& device, Stream stream,
+                                   const AllocatePartials& allocate) {
+  launch_backward<RmsNormRopeBackwardKernels>(args, device, stream, allocate);
 }
 
 }  // namespace normops::cuda
