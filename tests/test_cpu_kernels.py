@@ -46,6 +46,7 @@ def test_avx2_and_avx512(native: Path) -> None:
     assert hashes(str(native), isa="avx2") == ("avx2", expected)
 
 
+@pytest.mark.release  # compiles all kernels for it
 def test_emulated_avx512(native: Path, program_folder: Path) -> None:
     """What is written for AVX-512, where the machine does not have it."""
     best, expected = hashes(str(native))

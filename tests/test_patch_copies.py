@@ -19,7 +19,7 @@ from torch import nn
 import normops
 
 SIZE = 32
-ROUNDS = 150
+ROUNDS = 60
 
 
 @pytest.fixture(autouse=True)
