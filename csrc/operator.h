@@ -11,6 +11,7 @@
 // and one of its members is the tensor `input`. An in-place overload writes output i over argument i.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 
 #include <array>
 #include <string_view>
@@ -181,20 +182,30 @@ Outputs<Operator> to_array(std::conditional_t<Operator::kOutputs == 1, Tensor,
   }
 }
 
-template <class Result, size_t n>
-Result to_result(std::array<Tensor, n>&& outputs) {
-  if constexpr (n == 1) {
+// In the place of a result that is not wanted there is an empty tensor: AOTInductor and DTensor take no less, and where
+// schemas have `Tensor?` there is no torch.autograd.grad(is_grads_batched=True).
+template <class Result, class Operator>
+Result to_result(const Operator& arguments, Outputs<Operator>&& outputs) {
+  if constexpr (Operator::kOutputs == 1) {
     return std::move(outputs[0]);
   } else {
+    for (Tensor& output : outputs) {
+      if (!output.defined()) output = at::empty({0}, arguments.input.options());
+    }
     return std::apply([](auto&... output) { return Result(std::move(output)...); }, outputs);
   }
 }
 
-// Calls the operator.
+// Calls the operator. A result that is not wanted is undefined.
 template <class Operator>
 Outputs<Operator> call(const Operator& arguments) {
-  return with_arguments<Overload::functional>(
+  Outputs<Operator> outputs = with_arguments<Overload::functional>(
       arguments, {}, [](const auto&... argument) { return to_array<Operator>(op<Operator>().call(argument...)); });
+  const Like<Operator> like = arguments.like();
+  for (size_t i = 0; i < outputs.size(); i++) {
+    if (!like[i].is_wanted()) outputs[i].reset();
+  }
+  return outputs;
 }
 
 // Runs an overload below the dispatch keys that are not among `keys`.

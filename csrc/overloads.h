@@ -80,7 +80,7 @@ struct Kernel<Kernels, Operator, overload, Result(Raw...)> {
     return [&]<size_t... i, size_t... k>(std::index_sequence<i...>, std::index_sequence<k...>) -> Result {
       const auto arguments = make_arguments<Operator>(std::get<i>(all)...);
       if constexpr (overload == Overload::functional) {
-        return to_result<Result>(Kernels::functional(keys, arguments));
+        return to_result<Result>(arguments, Kernels::functional(keys, arguments));
       } else {
         constexpr size_t kFirst = overload == Overload::out ? kArguments : 0;
         Kernels::template write<overload>(keys, arguments, Targets<Operator>{&std::get<kFirst + k>(all)...});

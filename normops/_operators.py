@@ -89,5 +89,8 @@ def by_name(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
 
 
 def wanted(op: Operator, arguments: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Which of its results a call asks for."""
-    return tuple(arguments.get("output_mask", (True,) * len(results_of(op))))
+    """Which results a call has. In the place of each other one it returns an empty tensor."""
+    mask = arguments.get("output_mask", (True,) * len(results_of(op)))
+    arguments_of_results = map(of_argument, results_of(op))
+    is_given = (name not in BROADCAST or arguments.get(name) is not None for name in arguments_of_results)
+    return tuple(map(all, zip(mask, is_given, strict=True)))

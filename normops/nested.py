@@ -90,8 +90,8 @@ def _register(op: Operator) -> None:
         if isinstance(results, Tensor):
             return _like(rows["input"], results)
         return tuple(
-            value if value is None or of_argument(name) in shared else _like(rows["input"], value)
-            for name, value in zip(results_of(op), results, strict=True)
+            _like(rows["input"], value) if exists and of_argument(name) not in shared else value
+            for name, exists, value in zip(results_of(op), wanted(op, arguments), results, strict=True)
         )
 
     of_values.__name__ = name_of(op)  # with which torch's own messages begin

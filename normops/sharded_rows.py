@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from normops import _C
-from normops._operators import FUNCTIONAL, ROWS, SUMS, Operator, by_name, name_of, results_of
+from normops._operators import FUNCTIONAL, ROWS, SUMS, Operator, by_name, name_of, results_of, wanted
 
 _ops = torch.ops.normops
 _Arguments = Mapping[str, Any]
@@ -258,7 +258,10 @@ def _register(op: Operator, rule: _Rule) -> None:
             parts = _Parts(arguments, rows)
             has_part = arguments["input"].device_mesh.get_coordinate() is not None
             values = rule(op, parts) if has_part else _outside(op, arguments)
-            results = tuple(parts.whole(name, value) for name, value in zip(results_of(op), values, strict=True))
+            results = tuple(
+                parts.whole(name, value) if exists else arguments["input"].new_empty(0)
+                for name, exists, value in zip(results_of(op), wanted(op, arguments), values, strict=True)
+            )
         return results if len(results) > 1 else results[0]
 
     torch.library.register_torch_dispatch(f"normops::{name_of(op)}", DTensor, of_parts)

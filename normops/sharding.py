@@ -64,7 +64,6 @@ from normops._operators import (
     arguments_of,
     by_name,
     name_of,
-    of_argument,
     results_of,
     wanted,
     written_by,
@@ -119,7 +118,7 @@ def _strategy(schema: OpSchema) -> OpStrategy:
             )
 
     outputs = tuple(
-        placed(name) if exists and (name in others or of_argument(name) not in BROADCAST) else None
+        placed(name) if exists else DTensorSpec(mesh, (Replicate(),) * mesh.ndim)
         for name, exists in zip(results_of(schema.op), wanted(schema.op, arguments), strict=True)
     )
     return OpStrategy([OpSpec(outputs[0] if len(outputs) == 1 else outputs or None, [placed(name) for name in specs])])

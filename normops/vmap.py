@@ -71,18 +71,23 @@ def _whole(op: Operator, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: whole(name, value) for name, value in arguments.items()}
 
 
-def _call(op: Operator, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    """The operator's results, batched along their first dimension."""
+def _call(op: Operator, arguments: dict[str, Any]) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """The operator's results, batched along their first dimension, and which dimension is the batch's."""
 
-    def of_samples(name: str, value: Tensor | None) -> Tensor | None:
+    def of_samples(name: str, value: Tensor) -> Tensor:
         argument = arguments.get(of_argument(name))
-        if value is None or of_argument(name) not in BROADCAST or not isinstance(argument, _Batch):
+        if of_argument(name) not in BROADCAST or not isinstance(argument, _Batch):
             return value
         return value.reshape(argument.size, *argument.sample().shape)
 
     outputs = op(**_whole(op, arguments))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return tuple(of_samples(name, value) for name, value in zip(results_of(op), outputs, strict=True))
+    are_wanted = wanted(op, arguments)
+    results = zip(results_of(op), outputs, are_wanted, strict=True)
+    return (
+        tuple(of_samples(name, value) if is_wanted else value for name, value, is_wanted in results),
+        tuple(0 if is_wanted else None for is_wanted in are_wanted),
+    )
 
 
 def _check_target(op: str, name: str, target: _Batch) -> None:
@@ -106,8 +111,7 @@ def _register(op: Operator, functional: Operator) -> None:
         if written_by(op):
             op(**_whole(functional, arguments))
             return (args[0], dims[0]) if results_of(op) else (None, None)
-        results = _call(functional, arguments)
-        result_dims = tuple(None if value is None else 0 for value in results)
+        results, result_dims = _call(functional, arguments)
         return (results, result_dims) if len(results) > 1 else (results[0], result_dims[0])
 
     torch.library.register_vmap(f"normops::{name_of(op)}", rule, lib=_library)

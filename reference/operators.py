@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from normops._operators import wanted
 from reference import cases, definitions, oracle
 from reference.cases import CASES, HALVES, Case, compute_dtype, moved
 from reference.oracle import Bounded
@@ -218,6 +219,13 @@ class Operator:
     def results(self, returned: Any) -> tuple[Any, ...]:
         """What a call has returned, one or several, as a tuple."""
         return tuple(returned) if len(self.outputs) > 1 else (returned,)
+
+    def call(self, function: Callable[..., Any] | None = None, /, **arguments: Any) -> tuple[Any, ...]:
+        """The results of a call of the operator, or of a function like it: None for each that it does not ask for."""
+        results = self.results((function or self.default)(**arguments))
+        are_wanted = wanted(self.default, arguments)
+        assert all(is_wanted or result.shape == (0,) for result, is_wanted in zip(results, are_wanted, strict=True))
+        return tuple(result if is_wanted else None for result, is_wanted in zip(results, are_wanted, strict=True))
 
     def expected(self, arguments: Mapping[str, object]) -> tuple[Bounded | None, ...]:
         """Of the results, by the oracle."""
@@ -473,7 +481,7 @@ class OperatorCase(NamedTuple):
 
     def results(self, device: str = "cpu", **changes: object) -> tuple[Any, ...]:
         """Of the operator that allocates them."""
-        return self.operator.results(self.operator.default(**self.arguments(device) | changes))
+        return self.operator.call(**self.arguments(device) | changes)
 
     def __str__(self) -> str:
         flags = [f"{name}:{value}" for name, value in self.flags.items()]

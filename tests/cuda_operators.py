@@ -82,12 +82,12 @@ def check(case: OperatorCase) -> None:
     if "grad_bias" in operator.outputs:
         given["bias"] = None  # ATen sums grad_output for its gradient
     arguments, expected = put(given), case.expected(given)
-    results = operator.results(operator.default(**arguments))
+    results = operator.call(**arguments)
     check_results(case, results, expected)
     written = operator.results(operator.out(**arguments, **put(case.targets())))
     check_results(case, tuple(None if b is None else w for w, b in zip(written, expected, strict=True)), expected)
     for mask in operator.masks() if operator.has_mask and case.case in FEW_CASES else ():
-        masked = operator.results(operator.default(**arguments, output_mask=mask))
+        masked = operator.call(**arguments, output_mask=mask)
         check_results(case, masked, tuple(b if wanted else None for b, wanted in zip(expected, mask, strict=True)))
     # With others, the norm casts to another dtype, that of its input.
     if operator is ADD_RMS_NORM and arguments.get("casting_mode", "gemma") == "gemma":

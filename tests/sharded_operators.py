@@ -69,7 +69,7 @@ def rows_stay_where_they_are() -> None:
             return placed(tensor, mesh, (placement,))
 
         given = {n: at(n, value) if isinstance(value, Tensor) else value for n, value in case.arguments().items()}
-        results, sent = communicated(lambda: operator.results(operator.default(**given)))  # noqa: B023
+        results, sent = communicated(lambda: operator.call(**given))  # noqa: B023
         assert sent == {}, case
         every = zip(operator.outputs, results, case.results(), case.expected(), strict=True)
         for name, actual, whole, bounded in every:
@@ -115,7 +115,7 @@ def any_placements_give_the_same_values() -> None:
             case = any_case(variant, choose)
             wanted: dict[str, Any] = {} if mask is None else {"output_mask": mask}
             given = at_random(case.arguments(), choose.choice(meshes), choose)
-            results = operator.results(operator.default(**given, **wanted))
+            results = operator.call(**given, **wanted)
             for actual, expected in zip(results, case.results(**wanted), strict=True):
                 assert (actual is None) == (expected is None)
                 if expected is not None:
@@ -133,7 +133,7 @@ def any_placements_give_the_same_gradients() -> None:
         for arguments in (whole, at_random(whole, mesh, choose)):
             names = [name for name in operator.inputs if name not in operator.tables]
             leaves = [arguments[name].requires_grad_() for name in names]
-            outputs = operator.results(operator.default(**arguments))
+            outputs = operator.call(**arguments)
             upstream = {str(i): cases.values(tuple(y.shape), y.dtype, i) for i, y in enumerate(outputs)}
             upstream = upstream if arguments is whole else at_random(upstream, mesh, choose)
             gradients.append(torch.autograd.grad(outputs, leaves, [*upstream.values()]))

@@ -83,7 +83,7 @@ def one_number_a_row_is_reduced() -> None:
             else value
             for name, value in whole.items()
         }
-        outputs, sent = messages(lambda: operator.results(operator.default(**given)))  # noqa: B023
+        outputs, sent = messages(lambda: operator.call(**given))  # noqa: B023
         rows = torch.Size(shape[:-dims]).numel()
         assert sent == [("all_reduce", rows)]
         upstream = [cases.values(shape, dtype, seed) for seed in range(3, 3 + len(outputs))]
@@ -99,7 +99,7 @@ def one_number_a_row_is_reduced() -> None:
             (operator, whole, outputs, [(Shard(d),)] * 2),
             (gradient, backward, [*map(grad_of, leaves)], [leaf.placements for leaf in leaves]),
         ):
-            results = zip(actual, placements, op.results(op.default(**arguments)), op.expected(arguments), strict=False)
+            results = zip(actual, placements, op.call(**arguments), op.expected(arguments), strict=False)
             for tensor, placement, same, bounded in results:
                 assert tensor.placements == placement
                 if "gate" in operator.tensors:

@@ -48,8 +48,7 @@ class Problem:
 
         def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = dict(zip(self.tensors, tensors, strict=True))
-            returned = function(**given, **self.others | changes)
-            results = self.operator.results(returned)
+            results = self.operator.call(function, **given, **self.others | changes)
             return tuple(result for result in results if result is not None)
 
         return of_tensors
@@ -116,6 +115,15 @@ def test_what_several_gradients_hand_on_adds_up(variant: Variant, device: str) -
     apart = [handed_on(i) for i, gradient in enumerate(gradients) if gradient.requires_grad]
     together = handed_on(*(i for i, gradient in enumerate(gradients) if gradient.requires_grad))
     torch.testing.assert_close(together, tuple(sum(parts) for parts in zip(*apart, strict=True)))
+
+
+@pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
+def test_what_a_mask_leaves_out_requires_no_gradient(operator: Operator, device: str) -> None:
+    problem = Problem(variants([operator])[0], Case((3, 8), torch.float64, weight_dtype=torch.float64), device)
+    arguments = dict(zip(problem.tensors, problem.leaves(), strict=True)) | problem.others
+    for mask in operator.masks():
+        results = operator.default(**arguments, output_mask=mask)
+        assert all(result.requires_grad == (result.numel() > 0) for result in results)
 
 
 @pytest.mark.parametrize(("has_weight", "groups"), [(True, 0), (True, 1), (False, 0)])
@@ -263,7 +271,7 @@ def test_only_the_gradients_that_are_needed_are_computed(variant: Variant, devic
     )
     for dtypes, needed in product(({}, *other_dtypes(operator, torch.bfloat16)), gradient.masks()):
         arguments = variant.at(of_rows, dtypes).arguments(device)
-        expected = gradient.results(gradient.default(grad_output=dy, **arguments, output_mask=needed))
+        expected = gradient.call(grad_output=dy, **arguments, output_mask=needed)
         for name, is_needed in zip(inputs, needed, strict=True):
             arguments[name].requires_grad_(is_needed)
         output = operator.function(**arguments)

@@ -38,7 +38,7 @@ def compute(variant: Variant, dy: Tensor, x: Tensor, w: Tensor, **changes: objec
         beside = {name: variant.beside(name, dy) for name in operator.tensors}
         beside |= {name: beside[name].to(dtype) for name, dtype in dtypes.items()}
         arguments = {"input": x, **beside, **norm(x.shape[-1]), "weight": w}
-        results = operator.results(operator.default(**operator.given(arguments), **variant.flags, **changes))
+        results = operator.call(**operator.given(arguments), **variant.flags, **changes)
         kind = "-".join(map(cases.short, dtypes.values()))
         found.update({f"{name} {kind}": r for name, r in zip(operator.outputs, results, strict=True) if r is not None})
     return found
@@ -150,7 +150,7 @@ def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype
             results += compute(variant, dy, x, w, **mask).values()
         beside = {name: variant.beside(name, dy) for name in operator.tensors}
         arguments = operator.given({"input": x, **beside, **norm(cols)} | without)
-        return results + list(operator.results(operator.default(**arguments, **variant.flags)))
+        return results + list(operator.call(**arguments, **variant.flags))
 
     torch.set_num_threads(1)
     alone = compute_all()

@@ -3,6 +3,7 @@
 import subprocess
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from norms_between_layers import Block
 from other_process import printed
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from traced_graphs import operators
 
 import normops
 from reference import cases
+from reference.cases import Case
+from reference.operators import OPERATORS, Operator, OperatorCase
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,21 +61,8 @@ def test_export_of_training(device: str) -> None:
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.full
-def test_compiled_package(model: Block, tmp_path: Path, device: str) -> None:
-    """Built once, called from Python in another process, and from a C++ program that never starts Python."""
-    package = torch._inductor.aoti_compile_and_package(
-        exported(model, False, device), package_path=str(tmp_path / "model.pt2")
-    )
-    code = "import sys, torch, normops; package = torch._inductor.aoti_load_package(sys.argv[1]); "
-    code += f"print(package(torch.ones(7, 2, 16, device='{device}')).double().sum().item())"
-    actual = float(printed(code, package))
-    x = torch.ones(7, 2, 16, device=device)
-    expected = model(x).double().sum().item()
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0.0)
-    if device != "cpu":
-        return
-
+def sum_in_cpp(tmp_path: Path, package: str, *sizes: int) -> float:
+    """Of a package's output for ones, by a C++ program that never starts Python."""
     folder = Path(torch.__path__[0])
     program = tmp_path / "run_package"
     command = ["g++", "-std=c++20", str(ROOT / "examples" / "run_package.cpp"), "-o", str(program)]
@@ -82,12 +73,72 @@ def test_compiled_package(model: Block, tmp_path: Path, device: str) -> None:
     linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
     linked += subprocess.run(["ldd", library], capture_output=True, text=True, check=True).stdout
     assert "python" not in "".join(line.split("=>")[0] for line in linked.splitlines())
-    result = subprocess.run([program, library, package, "7", "2", "16"], capture_output=True, text=True, check=False)
+    command = [str(program), library, package, *map(str, sizes)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    torch.testing.assert_close(float(result.stdout), expected, rtol=1e-5, atol=0.0)
     missing = subprocess.run([program, "/nowhere.so", package, "7"], capture_output=True, text=True, check=False)
     assert (missing.returncode, missing.stdout) == (1, "")
     assert "/nowhere.so" in missing.stderr
+    return float(result.stdout)
+
+
+@pytest.mark.full
+def test_compiled_package(model: Block, tmp_path: Path, device: str) -> None:
+    """Built once, called from Python in another process, and from C++."""
+    package = torch._inductor.aoti_compile_and_package(
+        exported(model, False, device), package_path=str(tmp_path / "model.pt2")
+    )
+    code = "import sys, torch, normops; package = torch._inductor.aoti_load_package(sys.argv[1]); "
+    code += f"print(package(torch.ones(7, 2, 16, device='{device}')).double().sum().item())"
+    actual = float(printed(code, package))
+    x = torch.ones(7, 2, 16, device=device)
+    expected = model(x).double().sum().item()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0.0)
+    if device == "cpu":
+        torch.testing.assert_close(sum_in_cpp(tmp_path, package, 7, 2, 16), expected, rtol=1e-5, atol=0.0)
+
+
+class Gradients(torch.nn.Module):
+    """Of every operator, by its backward with every mask and as torch.func.grad traces it, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        like = Case((3, 16), torch.float32, weight_dtype=torch.float32, has_residual=True)
+        self.cases = [(each, OperatorCase(each, like, each.flags[0], {}).arguments()) for each in OPERATORS]
+
+    def forward(self, scale: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        for operator, arguments in self.cases:
+            given = {name: value * scale if isinstance(value, Tensor) else value for name, value in arguments.items()}
+            if operator.has_mask:
+                for mask, has_weight in product(operator.masks(), (True, False)):
+                    without = {} if has_weight else {"weight": None}
+                    results = operator.call(**given | without, output_mask=mask)
+                    found += (result for result in results if result is not None)
+            elif operator.gradient is not None:
+
+                def total(x: Tensor, operator: Operator = operator, given: dict[str, Any] = given) -> Tensor:
+                    return sum(map(torch.sum, map(torch.sin, operator.call(**given | {"input": x}))), torch.zeros(()))
+
+                found.append(torch.func.grad(total)(given["input"]))
+        return torch.cat([each.flatten() for each in found])
+
+
+@pytest.mark.full
+def test_packages_of_gradients(tmp_path: Path) -> None:
+    """From Python in another process, and from C++."""
+    scale = torch.ones(1)
+    expected = Gradients()(scale)
+    traced = make_fx(Gradients())(scale)
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(traced, (scale,)), package_path=str(tmp_path / "gradients.pt2")
+    )
+    code = "import sys, torch, normops; package = torch._inductor.aoti_load_package(sys.argv[1]); "
+    code += "torch.save(package(torch.ones(1)), sys.argv[2])"
+    printed(code, package, str(tmp_path / "results.pt"))
+    torch.testing.assert_close(torch.load(tmp_path / "results.pt"), expected, rtol=1e-5, atol=1e-6)
+    of_cpp = sum_in_cpp(tmp_path, package, 1)
+    torch.testing.assert_close(of_cpp, expected.double().sum().item(), rtol=1e-5, atol=1e-4)
 
 
 def test_trace(model: Block, tmp_path: Path, device: str) -> None:

@@ -93,6 +93,6 @@ def test_the_weight_may_be_the_input_of_a_single_row(operator: Operator, cols: i
             expected = f"{operator}_: expected {replaced} and weight to share no memory, but got an overlap"
             assert message_of(lambda: operator.inplace(**arguments)) == expected  # noqa: B023
         else:
-            results = operator.results(operator.default(**arguments))
+            results = operator.call(**arguments)
             operator.inplace(**arguments)
             assert_same_bits([arguments[name] for name in operator.replaced], results)

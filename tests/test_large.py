@@ -27,7 +27,7 @@ def test_every_row_is_what_it_is_alone(operator: Operator, device: str) -> None:
         for name, value in row.items()
         if isinstance(value, Tensor)
     }
-    results = operator.results(operator.default(**row | rows))
+    results = operator.call(**row | rows)
     for name, result, bounded in zip(operator.outputs, results, case.expected(row), strict=True):
         if bounded is None:
             assert result is None

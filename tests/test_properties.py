@@ -77,7 +77,7 @@ def test_within_the_oracle(operator: Operator, data: st.DataObject, threads: int
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        results = operator.results(operator.default(**moved))
+        results = operator.call(**moved)
     finally:
         torch.set_num_threads(before)
     for name, result, bounded in zip(operator.outputs, results, case.expected(arguments), strict=True):

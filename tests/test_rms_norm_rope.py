@@ -98,7 +98,7 @@ def test_widths_and_offsets(
             options = {"interleaved": interleaved, "rotary_dim": rotary_dim, "rotary_offset": offset}
             arguments = {**given, "input": x, "cos": cos, "sin": sin, "normalized_shape": (cols,), "weight": w}
             arguments |= {"eps": EPS, "weight_offset": 1.0, **options}
-            results = operator.results(operator.default(**arguments))
+            results = operator.call(**arguments)
             for result, expected in zip(results, operator.expected(arguments), strict=True):
                 assert expected is not None
                 oracle.assert_within(result, expected, f"{columns} {table_dtype}")

@@ -30,7 +30,7 @@ ops = torch.ops.normops
 @pytest.mark.triton(core=1, full=1)
 def test_within_bounds(case: OperatorCase, device: str) -> None:
     operator, arguments = case.operator, case.arguments(device)
-    results = operator.results(operator.packet(**arguments))
+    results = operator.call(**arguments)
     for name, result, bounded in zip(operator.outputs, results, case.expected(), strict=True):
         if bounded is None:
             assert result is None
@@ -101,7 +101,7 @@ def test_specials_poison_their_row_and_grad_weight_alone(
     arguments = case.arguments()
     row = arguments[where].view(9, -1)[4]
     row[min(66, len(row) - 1)] = special
-    results = variant.operator.results(variant.operator.default(**moved(device, arguments)))
+    results = variant.operator.call(**moved(device, arguments))
     others = torch.arange(9) != 4
     for name, result, bounded in zip(variant.operator.outputs, results, case.expected(arguments), strict=True):
         assert bounded is not None
@@ -182,7 +182,7 @@ def test_a_nan_of_any_payload_stays_one(variant: Variant, dtype: torch.dtype, de
     for shape, (weight_dtype, dtypes) in product(shapes, all_dtypes):
         case = variant.at(Case(shape, dtype, weight_dtype=weight_dtype, has_residual=True), dtypes)
         for arguments in case.with_nans():
-            results = operator.results(operator.default(**moved(device, arguments)))
+            results = operator.call(**moved(device, arguments))
             with np.errstate(invalid="ignore"):
                 expected = case.expected(arguments)
             for name, result, bounded in zip(operator.outputs, results, expected, strict=True):

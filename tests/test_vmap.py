@@ -152,9 +152,9 @@ def test_one_call_with_the_bits_of_each_sample(
             results = operator.results(torch.vmap(call, given, out_dims=out_dims)(*tensors))
         assert calls.names == [operator.name]
         of_samples = zip(*map(operator.results, per_sample(call, tensors, given)), strict=True)
-        for result, expected in zip(results, of_samples, strict=True):
-            if expected[0] is None:
-                assert result is None
+        for result, expected, dim in zip(results, of_samples, out_dims if mask else (0,) * len(results), strict=True):
+            if dim is None:
+                assert result.shape == expected[0].shape == (0,)
             else:
                 assert result.is_contiguous()
                 assert_same_bits([result], [torch.stack(expected)], (dtypes, mask, without))

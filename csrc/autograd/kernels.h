@@ -41,7 +41,10 @@ struct Autograd {
       }
       Outputs<Operator> outputs = to_array<Operator>(below(keys, arguments));
       if (requires_grad) {
-        for (Tensor& output : outputs) torch::autograd::set_history(output, node);
+        const Like<Operator> like = arguments.like();
+        for (size_t i = 0; i < outputs.size(); i++) {
+          torch::autograd::set_history(if_wanted(like[i].is_wanted(), outputs[i]), node);
+        }
         if constexpr (kSavesOutputs) save(*node, arguments, outputs);
       }
       return outputs;
