@@ -285,7 +285,7 @@ def test_only_the_gradients_that_are_needed_are_computed(variant: Variant, devic
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @differentiable
-@pytest.mark.full
+@pytest.mark.covering(core=0, full=1)
 def test_compiled_autograd(variant: Variant, dynamic: bool, device: str) -> None:
     torch._dynamo.reset()
     problem = Problem(variant, of((3, 5)), device)

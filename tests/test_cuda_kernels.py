@@ -68,6 +68,7 @@ over_operators = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 over_dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 # The interpreter takes long.
 for_few = pytest.mark.covering(core=0, full=1)
+for_releases = pytest.mark.covering(core=0, full=0)
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +174,7 @@ over_families = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.covering(core=1, full=2)
+@pytest.mark.covering(core=1, full=1)
 @over_families
 @over_operators
 def test_every_family(kernels: Kernels, operator: Operator, family: Family, dtype: torch.dtype) -> None:
@@ -194,7 +195,7 @@ def test_values(case: OperatorCase, kernels: Kernels, without_clusters: Kernels)
     check(kernels, case, device(number % 3 + 1), number, number % 2, number % 4)
 
 
-@for_few
+@for_releases
 @over_dtypes
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("seed", range(3))
@@ -229,7 +230,7 @@ def test_every_configuration(
                 check(kernels, OperatorCase(operator, case, flags, dtypes), on, seed)
 
 
-@for_few
+@for_releases
 @over_dtypes
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("cluster", [2, 4, 8, 16])
@@ -305,7 +306,7 @@ def test_scaled_sums(kernels: Kernels, dtype: torch.dtype, casting_mode: str, pa
             assert_same_bits([total], [oracle.exact_sum(x, residual, alpha, casting_mode)])
 
 
-@for_few
+@for_releases
 @over_dtypes
 @pytest.mark.parametrize("weight_dtype", cases.DTYPES, ids=str)
 @over_operators
@@ -362,7 +363,7 @@ def test_masked_gradients(kernels: Kernels, operator: Operator, packs: int, dtyp
         assert_same_bits(kernels.call(operator, arguments | {"output_mask": mask}), expected, mask)
 
 
-@for_few
+@for_releases
 @over_dtypes
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("packs", PACKS)

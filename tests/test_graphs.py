@@ -33,7 +33,7 @@ def as_function(case: OperatorCase, device: str) -> tuple[Callable[..., Any], li
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("has_weight", "groups"), [(False, 0), (True, 0), (True, 1)])
 @differentiable
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_one_operator_each_way(variant: Variant, has_weight: bool, groups: int, dynamic: bool, device: str) -> None:
     operator = variant.operator
     assert operator.gradient is not None
@@ -78,7 +78,7 @@ def test_an_exported_program_holds_the_operator(variant: Variant, strict: bool) 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @differentiable
-@pytest.mark.full
+@pytest.mark.covering(core=0, full=1)
 def test_inductor_equals_eager(variant: Variant, dynamic: bool, device: str) -> None:
     """The rows are slices of one projection, as a gate is in the models."""
     torch._dynamo.reset()
