@@ -1,6 +1,7 @@
 """Outputs of norms that compiled graphs do not keep for the backward."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,55 @@ def test_compiled(operator: Operator, dynamic: bool) -> None:
     assert forward_again == forward == [operator.name]
     again = "rms_norm" if operator.name == "add_rms_norm" else operator.name
     assert sorted(backward_again) == sorted([*backward, again])
+
+
+def of_checkpoint(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *t: checkpoint(fn, *t, use_reentrant=False)
+
+
+def in_block(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(*t: Tensor) -> Tensor:
+        with normops.recompute_norms():
+            return fn(*t)
+
+    return call
+
+
+Around = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+AROUND: dict[str, tuple[tuple[Around, ...], tuple[Around, ...]]] = {
+    "a checkpoint in the graph": ((of_checkpoint,), ()),
+    "a block in the graph": ((in_block,), ()),
+    "a checkpoint of a block in the graph": ((in_block, of_checkpoint), ()),
+    "a checkpoint of the graph": ((), (of_checkpoint,)),
+    "a block around the graph": ((), (in_block,)),
+    "a block around a checkpoint of the graph": ((), (of_checkpoint, in_block)),
+    "a checkpoint of a block with the graph": ((), (in_block, of_checkpoint)),
+    "a block around the graph of a checkpoint": ((of_checkpoint,), (in_block,)),
+}
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
+@pytest.mark.covering(core=0, full=1)
+def test_around_and_in_compiled_graphs(operator: Operator, around: str, frozen: int | None) -> None:
+    """With each argument frozen in turn; the backward runs outside of all blocks, here and on another thread."""
+    in_graph, around_graph = AROUND[around]
+    t = problem("cpu")
+    if frozen is not None:
+        t[frozen].requires_grad_(False)
+    leaves = [tensor for tensor in t if tensor.requires_grad]
+    fn = compiled_block(operator)
+    expected = gradients(fn(*t), leaves)
+    for outer in in_graph:
+        fn = outer(fn)
+    for recomputes in (False, True):
+        call, _ = compiled_with_passes(fn, recompute_norms=recomputes)
+        for outer in around_graph:
+            call = outer(call)
+        assert_same_bits(gradients(call(*t), leaves), expected)
+        with ThreadPoolExecutor(1) as other_thread:
+            assert_same_bits(other_thread.submit(gradients, call(*t), leaves).result(), expected)
 
 
 def test_what_is_not_computed_again_in_a_compiled_graph() -> None:
