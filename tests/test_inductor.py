@@ -5,7 +5,7 @@ import operator
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -565,6 +565,17 @@ def test_permuted_inputs(norm: Norm, dynamic: bool) -> None:
     assert norms(graphs.forward) == ["rms_norm"]
     assert norms(graphs.backward) == ["rms_norm_backward"]
     assert "aten.clone.default" not in graphs.forward
+
+
+@pytest.mark.parametrize("rows", [(1, 3), (3, 1), (1, 1), (1, 4, 1), (4, 1, 3), (1, 2, 3)])
+def test_strides_of_dimensions_of_size_1(rows: tuple[int, ...]) -> None:
+    """In every order of the rows: a size-1 dimension has the stride that it has in eager mode."""
+    for order in permutations(range(len(rows))):
+        x = torch.randn(*rows, 32).permute(*order, len(rows))
+        w = torch.rand(32)
+        compiled, graphs = compiled_with_passes(SPELLINGS["float32"])
+        assert compiled(x, w).stride() == SPELLINGS["float32"](x, w).stride()
+        assert norms(graphs.forward) == ["rms_norm"]
 
 
 def test_the_order_of_many_dimensions() -> None:

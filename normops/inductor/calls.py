@@ -274,15 +274,21 @@ def have_one_shape(a: Tensor, b: Tensor) -> bool:
 
 
 def order_in_memory(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
-    """The dimensions in the order that makes the tensor contiguous, of which the last ones stay where they are."""
+    """The dimensions in the order that makes the tensor contiguous, of which the last ones stay where they are.
+
+    Dimensions of size 1 stand where a contiguous tensor gives them their strides, if there is such a place.
+    """
     order: list[int] = []
     stride: Any = 1
     left = list(range(tensor.dim()))
+
+    def misfit(dim: int) -> tuple[bool, bool]:
+        return not is_equal(tensor.stride(dim), stride), not is_equal(tensor.shape[dim], 1)
+
     while left:
-        # Outwards: but for sizes of 1, which may stand anywhere, no two have the stride that comes next.
-        choice = left[-1:] if len(order) < last_dims else reversed(left)
-        dim = next((d for d in choice if is_equal(tensor.shape[d], 1) or is_equal(tensor.stride(d), stride)), None)
-        if dim is None:
+        # Outwards: but for sizes of 1, no two have the stride that comes next.
+        dim = min(left[-1:] if len(order) < last_dims else reversed(left), key=misfit)
+        if all(misfit(dim)):
             return None
         left.remove(dim)
         order.insert(0, dim)
