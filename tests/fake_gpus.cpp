@@ -67,6 +67,7 @@ std::map<void*, size_t> allocated;
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device = Guard().getDevice();
+    if (bytes == 0) return {nullptr, device};
     // What is released is for the stream that was current then, as in torch's own allocator.
     stub_write(("allocate " + std::to_string(bytes) + " on device " + std::to_string(device.index()) + " stream " +
                 std::to_string(current_streams[device.index()]))
