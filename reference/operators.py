@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from normops._operators import wanted
 from reference import cases, definitions, oracle
 from reference.cases import CASES, HALVES, Case, compute_dtype, moved
 from reference.oracle import Bounded
@@ -223,7 +222,11 @@ class Operator:
     def call(self, function: Callable[..., Any] | None = None, /, **arguments: Any) -> tuple[Any, ...]:
         """The results of a call of the operator, or of a function like it: None for each that it does not ask for."""
         results = self.results((function or self.default)(**arguments))
-        are_wanted = wanted(self.default, arguments)
+        mask = arguments.get("output_mask", [True] * len(self.outputs))
+        are_wanted = [
+            is_asked_for and (not name.startswith("grad_") or arguments.get(of_argument(name)) is not None)
+            for name, is_asked_for in zip(self.outputs, mask, strict=True)
+        ]
         assert all(is_wanted or result.shape == (0,) for result, is_wanted in zip(results, are_wanted, strict=True))
         return tuple(result if is_wanted else None for result, is_wanted in zip(results, are_wanted, strict=True))
 
