@@ -14,15 +14,22 @@ COLUMNS = ["norms", "tokens/s", "times torch", "norms ms", "peak MB", "loss", "v
 @dataclass(frozen=True)
 class Result:
     label: str
+    is_baseline: bool
+    """Of the variants that are compiled, or of those that are not."""
     losses: list[float]
     validation_loss: float
     tokens_per_second: list[float]
     """Of each turn."""
     compile_seconds: float | None
     operators: int | None
-    norm_milliseconds: float
-    norm_share: float
+    norm_milliseconds: float | None
+    """Of a step under the profiler, as are the milliseconds; None if what it spends in norms cannot be told."""
+    milliseconds: float
     peak_bytes: int
+
+    @property
+    def norm_share(self) -> float | None:
+        return None if self.norm_milliseconds is None else self.norm_milliseconds / self.milliseconds
 
 
 def speedup(result: Result, baseline: Result) -> tuple[float, float, float]:
@@ -33,47 +40,62 @@ def speedup(result: Result, baseline: Result) -> tuple[float, float, float]:
     return median, low, high
 
 
+def baseline_of(result: Result, results: Sequence[Result]) -> Result | None:
+    """The variant without normops that is compiled as this one is."""
+    is_compiled = result.compile_seconds is not None
+    alike = (each for each in results if each.is_baseline and (each.compile_seconds is not None) == is_compiled)
+    return next(alike, None)
+
+
+def times_as_fast(result: Result, baseline: Result) -> str:
+    return "{:.2f} ({:.2f} to {:.2f})".format(*speedup(result, baseline))
+
+
 def table_row(result: Result, baseline: Result | None) -> list[str]:
-    speed = "-"
-    if baseline is not None and baseline is not result:
-        speed = "{:.2f} ({:.2f} to {:.2f})".format(*speedup(result, baseline))
+    share = result.norm_share
     return [
         result.label,
         f"{statistics.median(result.tokens_per_second):.0f}",
-        speed,
-        f"{result.norm_milliseconds:.1f} ({result.norm_share:.1%})",
+        "-" if baseline is None or baseline is result else times_as_fast(result, baseline),
+        "-" if share is None else f"{result.norm_milliseconds:.1f} ({share:.1%})",
         f"{result.peak_bytes / 1e6:.1f}",
         f"{statistics.mean(result.losses[-10:]):.4f}",
         f"{result.validation_loss:.4f}",
     ]
 
 
-def print_results(results: Sequence[Result], label: str) -> None:
-    """Print a table of the results, beside the one with this label if it is there, and what the table does not say."""
-    baseline = next((result for result in results if result.label == label), None)
-    print_table([COLUMNS, *(table_row(result, baseline) for result in results)])
+def print_results(results: Sequence[Result]) -> None:
+    """Print a table of the results, each beside its baseline if that is there, and what the table does not say."""
+    pairs = [(result, baseline_of(result, results)) for result in results]
+    print_table([COLUMNS, *(table_row(result, baseline) for result, baseline in pairs)])
     print("\nNorms: forward and backward, milliseconds and share of a step.")
-    if baseline is not None:
-        print(
-            f"Times torch: tokens/s over those of {label} in the same round; median and middle half.\n"
-            f"Norms are {baseline.norm_share:.1%} of a step with {label}; without them it would be "
-            f"{1 / (1 - baseline.norm_share):.2f} times as fast."
-        )
-        if any(speedup(result, baseline)[1] < 1 for result in results):
-            print("Steps vary by more than that here. Compare the time in norms.")
+    baselines = {baseline.label: baseline for _, baseline in pairs if baseline is not None}.values()
+    if baselines:
+        print("Times torch: tokens/s over those without normops in the same round; median and middle half.")
+    for baseline in baselines:
+        if (share := baseline.norm_share) is not None:
+            print(
+                f"Norms are {share:.1%} of a step with {baseline.label}; without them it would be "
+                f"{1 / (1 - share):.2f} times as fast."
+            )
+        elif len(baselines) > 1:
+            eager = next(iter(baselines))
+            print(f"{baseline.label} is {times_as_fast(baseline, eager)} times as fast as {eager.label}.")
+    if any(baseline is not None and speedup(result, baseline)[1] < 1 for result, baseline in pairs):
+        print("Steps vary by more than that here. Compare the time in norms.")
     counts = [f"{result.operators} ({result.label})" for result in results if result.operators is not None]
     if counts:
         print(f"Operators in a step: {', '.join(counts)}.")
     for result in results:
         if result.compile_seconds is not None:
-            print(f"Compiling took {result.compile_seconds:.1f} s.")
+            print(f"Compiling took {result.compile_seconds:.1f} s ({result.label}).")
 
 
 def plot_losses(results: list[Result], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     # The curves all but coincide, so each is drawn thinner than those below it.
-    for width, result in zip((7.0, 4.0, 2.0, 0.8), results, strict=False):
+    for width, result in zip((9.0, 6.5, 4.0, 2.0, 0.8), results, strict=False):
         steps = len(result.losses)
         (line,) = axes.plot(range(1, steps + 1), result.losses, linewidth=width, label=result.label)
         ring, color = 5 + 2 * width, line.get_color()

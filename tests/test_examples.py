@@ -35,11 +35,14 @@ def assert_shows_what_it_should(output: str, norms: int) -> None:
     assert f"one operator forward and one backward for each of {norms} norms: yes (cpu), yes (meta)" in output
     assert max(map(len, output.partition("Loss curves:")[0].splitlines())) <= 100
     rows = list(table(output).values())
-    assert len(rows) == 4
+    assert len(rows) == 5
     losses = [float(row["loss"]) for row in rows]
     assert all(5 < loss < 6 for loss in losses)
     assert max(losses) - min(losses) < 0.01
-    assert [re.sub(r"\d+\.\d+", "n", row["times torch"]) for row in rows] == ["-"] + ["n (n to n)"] * 3
+    ratios = [re.sub(r"\d+\.\d+", "n", row["times torch"]) for row in rows]
+    assert ratios == ["-", "n (n to n)", "n (n to n)", "-", "n (n to n)"]
+    assert [row["norms ms"] == "-" for row in rows] == [False, False, False, True, False]
+    assert "torch.nn.RMSNorm, compiled is " in output
     operators = [int(count) for count in re.findall(r"(\d+) \(", output.partition("Operators in a step:")[2])]
     assert len(operators) == 3
     assert operators == sorted(set(operators), reverse=True)
@@ -53,17 +56,34 @@ def test_arms_take_turns() -> None:
 
 def test_a_slow_round_does_not_show_in_the_speedup(capsys: pytest.CaptureFixture[str]) -> None:
     def result(label: str, speeds: list[float]) -> Result:
-        return Result(label, [1.0], 1.0, speeds, None, 100, norm_milliseconds=5.0, norm_share=0.2, peak_bytes=1)
+        return Result(label, label == "torch", [1.0], 1.0, speeds, None, 100, 5.0, 25.0, 1)
 
     before, after = result("torch", [800.0, 400.0, 80.0, 800.0]), result("ours", [1000.0, 500.0, 100.0, 600.0])
     assert speedup(after, before) == (1.25, 1.125, 1.25)
-    print_results([before, after], "torch")
+    print_results([before, after])
     output = capsys.readouterr().out
     assert table(output)["ours"]["times torch"] == "1.25 (1.12 to 1.25)"
     assert "Norms are 20.0% of a step with torch; without them it would be 1.25 times as fast." in output
     assert "Compare the time in norms" not in output
-    print_results([before, result("theirs", [400.0, 200.0, 100.0, 600.0])], "torch")
+    print_results([before, result("theirs", [400.0, 200.0, 100.0, 600.0])])
     assert "Compare the time in norms" in capsys.readouterr().out
+
+
+def test_what_is_compiled_is_compared_with_what_is_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    results = [
+        Result(label, label.startswith("torch"), [1.0], 1.0, [speed] * 3, seconds, 100, took, 25.0, 1)
+        for label, speed, seconds, took in (
+            ("torch", 100.0, None, 5.0),
+            ("ours", 110.0, None, 4.0),
+            ("torch, compiled", 200.0, 9.0, None),
+            ("ours, compiled", 210.0, 8.0, 3.0),
+        )
+    ]
+    print_results(results)
+    output = capsys.readouterr().out
+    ratios = [row["times torch"] for row in table(output).values()]
+    assert ratios == ["-", "1.10 (1.10 to 1.10)", "-", "1.05 (1.05 to 1.05)"]
+    assert "torch, compiled is 2.00 (2.00 to 2.00) times as fast as torch.\n" in output
 
 
 @pytest.mark.full
