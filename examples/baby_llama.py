@@ -306,7 +306,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.parallel == "tensor":
         if options.model not in ("llama", "wide-qk-norm"):
             parser.error("--parallel tensor: expected --model llama or wide-qk-norm")
-        if VARIANTS.get(options.norm, VARIANTS["torch"]).compiled:
+        if options.norm != "all" and VARIANTS[options.norm].compiled:
             parser.error("--parallel tensor: expected another --norm, as PyTorch does not compile a sharded embedding")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no CUDA device")

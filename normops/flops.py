@@ -59,8 +59,7 @@ def _backward(arguments: Mapping[str, Any], wants: Mapping[str, bool]) -> int:
     """Per element, for the gradients that are wanted."""
     has_weight, has_gate = arguments.get("weight") is not None, "gate" in arguments
     for_input, for_gate = wants["grad_input"], wants.get("grad_gate", False)
-    for_weight = wants["grad_weight"] and has_weight
-    for_bias = wants.get("grad_bias", False) and arguments.get("bias") is not None
+    for_weight, for_bias = wants["grad_weight"], wants.get("grad_bias", False)
     if not (for_input or for_gate or for_weight):
         return int(for_bias)
     is_gated_first = has_gate and not arguments.get("norm_before_gate", True)

@@ -114,7 +114,7 @@ _NORM = ("normalized_shape", "weight", "eps", "weight_offset", "casting_mode")
 _Results = tuple[Tensor | None, ...]
 
 
-def _as_tuple(results: Any) -> _Results:
+def _as_tuple(results: Any) -> tuple[Tensor, ...]:
     return (results,) if isinstance(results, Tensor) else results
 
 
@@ -147,7 +147,7 @@ def _normalized(parts: _Parts, h: Tensor, dtype: torch.dtype, square_sum: Tensor
 
 def _gradients(
     parts: _Parts, grad_output: Tensor, h: Tensor, mask: Sequence[bool], residual: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Those of h, a part of what is normalized, and of the weight, and the sum of squares."""
     sums = _ops.rms_norm_backward_stats(grad_output, h, **parts.of(*_NORM))
     square_sum, dot = parts.reduced(*sums)
@@ -203,6 +203,7 @@ def _gated_rms_norm_backward(op: Operator, parts: _Parts) -> _Results:
     for_input, for_gate, for_weight = parts.local.get("output_mask", (True, True, True))
     activated, slope = _activated(parts)
     x, dy = _wide(input), _wide(grad_output)
+    grad_input: Tensor | None
     if parts.local.get("norm_before_gate", True):
         h = input if _casts(parts) else x
         grad_input, grad_weight, square_sum = _gradients(
@@ -211,8 +212,8 @@ def _gated_rms_norm_backward(op: Operator, parts: _Parts) -> _Results:
         grad_gate = dy * _normalized(parts, h, h.dtype, square_sum) * slope if for_gate else None
     else:
         through, grad_weight, _ = _gradients(parts, grad_output, x * activated, (for_input or for_gate, for_weight))
-        grad_input = through * activated if for_input and through is not None else None
-        grad_gate = through * x * slope if for_gate and through is not None else None
+        grad_input = through * activated if for_input else None
+        grad_gate = through * x * slope if for_gate else None
     return (
         None if grad_input is None else grad_input.to(input.dtype),
         None if grad_gate is None else grad_gate.to(parts.local["gate"].dtype),
@@ -241,8 +242,7 @@ def _outside(op: Operator, arguments: _Arguments) -> _Results:
         name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
         for name, value in arguments.items()
     }
-    whole = _as_tuple(op(**on_meta))
-    return tuple(tensor if tensor is None else torch.empty(0, dtype=tensor.dtype) for tensor in whole)
+    return tuple(torch.empty(0, dtype=tensor.dtype) for tensor in _as_tuple(op(**on_meta)))
 
 
 def _register(op: Operator, rule: _Rule) -> None:

@@ -58,7 +58,7 @@ def _whole(op: Operator, arguments: dict[str, Any]) -> dict[str, Any]:
     is_wanted = dict(zip(results_of(op), wanted(op, arguments), strict=True))
     dims = arguments["input"].sample().dim()
     # A kernel sums both gradients where weight and bias are of one shape.
-    sums_bias = is_wanted.get("grad_bias", False) and arguments.get("bias") is not None
+    sums_bias = is_wanted.get("grad_bias", False)
 
     def whole(name: str, value: Any) -> Any:
         if not isinstance(value, _Batch):

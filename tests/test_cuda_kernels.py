@@ -68,7 +68,7 @@ over_operators = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 over_dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 # The interpreter takes long.
 for_few = pytest.mark.covering(core=0, full=1)
-for_releases = pytest.mark.covering(core=0, full=0)
+for_releases = pytest.mark.release
 
 
 @pytest.fixture(autouse=True)

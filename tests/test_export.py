@@ -61,30 +61,29 @@ def test_export_of_training(device: str) -> None:
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 
 
-def sum_in_cpp(tmp_path: Path, package: str, *sizes: int) -> float:
-    """Of a package's output for ones, by a C++ program that never starts Python."""
+@pytest.fixture(scope="module")
+def run_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example in C++, which never starts Python."""
     folder = Path(torch.__path__[0])
-    program = tmp_path / "run_package"
+    program = tmp_path_factory.mktemp("cpp") / "run_package"
     command = ["g++", "-std=c++20", str(ROOT / "examples" / "run_package.cpp"), "-o", str(program)]
     command += [f"-I{folder}/include", f"-I{folder}/include/torch/csrc/api/include", f"-L{folder}/lib"]
     command += [f"-Wl,-rpath,{folder}/lib", "-ltorch", "-ltorch_cpu", "-lc10"]
     subprocess.run(command, check=True)
-    library = normops.build_info()["library"]
-    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-    linked += subprocess.run(["ldd", library], capture_output=True, text=True, check=True).stdout
-    assert "python" not in "".join(line.split("=>")[0] for line in linked.splitlines())
-    command = [str(program), library, package, *map(str, sizes)]
+    return program
+
+
+def sum_in_cpp(program: Path, package: str, *sizes: int) -> float:
+    """Of a package's output for ones."""
+    command = [str(program), normops.build_info()["library"], package, *map(str, sizes)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    missing = subprocess.run([program, "/nowhere.so", package, "7"], capture_output=True, text=True, check=False)
-    assert (missing.returncode, missing.stdout) == (1, "")
-    assert "/nowhere.so" in missing.stderr
     return float(result.stdout)
 
 
 @pytest.mark.full
-def test_compiled_package(model: Block, tmp_path: Path, device: str) -> None:
-    """Built once, called from Python in another process, and from C++."""
+def test_compiled_package(model: Block, tmp_path: Path, device: str, request: pytest.FixtureRequest) -> None:
+    """Built once, called from Python in another process, and from a C++ program that never starts Python."""
     package = torch._inductor.aoti_compile_and_package(
         exported(model, False, device), package_path=str(tmp_path / "model.pt2")
     )
@@ -94,8 +93,18 @@ def test_compiled_package(model: Block, tmp_path: Path, device: str) -> None:
     x = torch.ones(7, 2, 16, device=device)
     expected = model(x).double().sum().item()
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0.0)
-    if device == "cpu":
-        torch.testing.assert_close(sum_in_cpp(tmp_path, package, 7, 2, 16), expected, rtol=1e-5, atol=0.0)
+    if device != "cpu":
+        return
+
+    program: Path = request.getfixturevalue("run_package")
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+    library = normops.build_info()["library"]
+    linked += subprocess.run(["ldd", library], capture_output=True, text=True, check=True).stdout
+    assert "python" not in "".join(line.split("=>")[0] for line in linked.splitlines())
+    torch.testing.assert_close(sum_in_cpp(program, package, 7, 2, 16), expected, rtol=1e-5, atol=0.0)
+    missing = subprocess.run([program, "/nowhere.so", package, "7"], capture_output=True, text=True, check=False)
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert "/nowhere.so" in missing.stderr
 
 
 class Gradients(torch.nn.Module):
@@ -125,7 +134,7 @@ class Gradients(torch.nn.Module):
 
 
 @pytest.mark.full
-def test_packages_of_gradients(tmp_path: Path) -> None:
+def test_packages_of_gradients(tmp_path: Path, run_package: Path) -> None:
     """From Python in another process, and from C++."""
     scale = torch.ones(1)
     expected = Gradients()(scale)
@@ -137,7 +146,7 @@ def test_packages_of_gradients(tmp_path: Path) -> None:
     code += "torch.save(package(torch.ones(1)), sys.argv[2])"
     printed(code, package, str(tmp_path / "results.pt"))
     torch.testing.assert_close(torch.load(tmp_path / "results.pt"), expected, rtol=1e-5, atol=1e-6)
-    of_cpp = sum_in_cpp(tmp_path, package, 1)
+    of_cpp = sum_in_cpp(run_package, package, 1)
     torch.testing.assert_close(of_cpp, expected.double().sum().item(), rtol=1e-5, atol=1e-4)
 
 
