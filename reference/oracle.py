@@ -171,7 +171,7 @@ def _as_stored(array: Array, dtype: torch.dtype) -> Array:
 def _cast(value: _Value, dtype: torch.dtype | None, compute: torch.dtype) -> _Value:
     """What is made of a value that is rounded to the dtype on the way, if there is one: a number without an error, but
     where what the computed value may be does not all round to that number."""
-    if dtype is None or torch.finfo(dtype).eps <= torch.finfo(compute).eps:
+    if dtype is None:
         return value
     info = torch.finfo(compute)
     off = value.roundoffs * info.eps / 2 + value.underflow + 4 * info.smallest_normal * info.eps
@@ -180,9 +180,10 @@ def _cast(value: _Value, dtype: torch.dtype | None, compute: torch.dtype) -> _Va
     return _Value(rounded, np.zeros_like(rounded), error)
 
 
-def _cast_dtype(casting_mode: str, dtype: torch.dtype) -> torch.dtype | None:
-    """To which the mode casts on the way to an output of this dtype."""
-    return {"gemma": None, "llama": dtype}[casting_mode]
+def _cast_dtype(casting_mode: str, dtype: torch.dtype, compute: torch.dtype) -> torch.dtype | None:
+    """To which the mode casts on the way to an output of this dtype, None if that changes no computed value."""
+    narrower = torch.finfo(dtype).eps > torch.finfo(compute).eps
+    return {"gemma": None, "llama": dtype if narrower else None}[casting_mode]
 
 
 def _normalized(t: _Terms, h_roundings: float = 0.0, h_underflow: Array | float = 0.0) -> _Value:
@@ -287,7 +288,7 @@ def rms_norm(
     """``dtype``: of the output, by default that of the input; ``of_whole``: see ``_terms``."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     with np.errstate(all="ignore"):
-        cast = _cast_dtype(casting_mode, dtype or input.dtype)
+        cast = _cast_dtype(casting_mode, dtype or input.dtype, t.compute)
         normed = _normed(t, cast)
         if bias is not None:
             n, b = _cast(normed, cast, t.compute), _to_rows(bias, input, t.h, t.compute)
@@ -340,7 +341,7 @@ def rms_norm_backward(
     """``of_whole``: see ``_terms``; ``mean_of_whole``: see ``_grad_input``."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     dy = _wide(grad_output, t.compute).reshape(t.h.shape)
-    dtype = _cast_dtype(casting_mode, grad_output.dtype)
+    dtype = _cast_dtype(casting_mode, grad_output.dtype, t.compute)
     with np.errstate(all="ignore"):
         value, roundoffs, underflow = _grad_input(t, dtype, dy, mean_of_whole=mean_of_whole)
         if grad_residual is not None:
@@ -385,7 +386,7 @@ def rms_norm_backward_stats(
     casting_mode: str = "gemma",
 ) -> tuple[Bounded, Bounded]:
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
-    dtype = _cast_dtype(casting_mode, grad_output.dtype)
+    dtype = _cast_dtype(casting_mode, grad_output.dtype, t.compute)
     dy = _wide(grad_output, t.compute).reshape(t.h.shape)
     with np.errstate(all="ignore"):
         # The conversion of the weight and its sum with the offset, which may cancel, and the product.
@@ -466,7 +467,7 @@ def gated_rms_norm(
     plain = _terms(input, normalized_shape, weight, eps, weight_offset)
     with np.errstate(all="ignore"):
         a = _gate(gate, plain.compute, activation, plain.h).activation
-        dtype = _cast_dtype(casting_mode, input.dtype)
+        dtype = _cast_dtype(casting_mode, input.dtype, plain.compute)
         if norm_before_gate:
             normed = _cast(_normed(plain, dtype), dtype, plain.compute)
             return _product(normed, a, plain.compute).bounded(input, plain.compute)
@@ -490,7 +491,7 @@ def gated_rms_norm_backward(
     plain = _terms(input, normalized_shape, weight, eps, weight_offset)
     compute = plain.compute
     roundings = ACTIVATION_ROUNDINGS[activation] + 1  # of what is multiplied by an activation
-    dtype = _cast_dtype(casting_mode, input.dtype)
+    dtype = _cast_dtype(casting_mode, input.dtype, plain.compute)
     with np.errstate(all="ignore"):
         a, slope = _gate(gate, compute, activation, plain.h)
         dy = _exact(_wide(grad_output, compute).reshape(plain.h.shape))
@@ -583,7 +584,7 @@ def rms_norm_rope(
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     angles = _angles(cos, sin, t, input, interleaved, rotary_dim, rotary_offset)
     with np.errstate(all="ignore"):
-        dtype = _cast_dtype(casting_mode, input.dtype)
+        dtype = _cast_dtype(casting_mode, input.dtype, t.compute)
         normed = _cast(_normed(t, dtype), dtype, t.compute)
         return _turned(normed, angles, t.compute).bounded(input, t.compute)
 
@@ -605,7 +606,7 @@ def rms_norm_rope_backward(
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     angles = _angles(cos, sin, t, input, interleaved, rotary_dim, rotary_offset)
     with np.errstate(all="ignore"):
-        dtype = _cast_dtype(casting_mode, input.dtype)
+        dtype = _cast_dtype(casting_mode, input.dtype, t.compute)
         turned = _turned(_exact(_wide(grad_output, t.compute).reshape(t.h.shape)), angles, t.compute, back=True)
         dy = _cast(turned, dtype, t.compute)
         # The two products may cancel, so that their roundings count by themselves, and not relative to their sum.

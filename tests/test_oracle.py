@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from reference import cases, oracle
-from reference.cases import EPS
+from reference.cases import EPS, Case
+from reference.operators import OPERATORS, Operator, OperatorCase
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -197,6 +199,19 @@ def test_gated_mutants(name: str | None, norm_first: bool, dtype: torch.dtype) -
         assert bounded is not None
         problems.append(oracle.violation(gradient.to(result_dtype), bounded))
     assert any(problem is not None for problem in problems) == (name is not None)
+
+
+@pytest.mark.parametrize("operator", [each for each in OPERATORS if "casting_mode" in each.names], ids=str)
+def test_modes_that_compute_the_same_have_the_same_bounds(operator: Operator) -> None:
+    case = Case((4, 96), torch.float32, weight_dtype=torch.float32, weight_offset=OFFSET)
+    for flags in operator.flags:
+        arguments = OperatorCase(operator, case, flags, {}).arguments()
+        gemma, llama = (operator.expected(arguments | {"casting_mode": mode}) for mode in ("gemma", "llama"))
+        for name, one, other in zip(operator.outputs, gemma, llama, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                np.testing.assert_array_equal(one.value, other.value, name)
+                np.testing.assert_array_equal(one.bound, other.bound, name)
 
 
 def test_elements_never_written_are_rejected() -> None:
