@@ -1,5 +1,7 @@
 """Large new outputs ask for huge pages, as /proc/self/smaps tells of the memory that they lie in."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,26 @@ def test_large_outputs_ask_for_huge_pages_and_commit_no_more_than_they_have() ->
     advised, beyond = run(33 * MIB)
     assert advised == ["True", "True"]
     assert beyond < MIB  # half a huge page
+
+
+ALLOCATOR = """
+#include <errno.h>
+#include <stddef.h>
+extern "C" void* memalign(size_t, size_t);
+extern "C" int posix_memalign(void** memory, size_t alignment, size_t size) {
+  *memory = memalign(alignment, size);
+  return *memory == nullptr ? ENOMEM : 0;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+def test_memory_of_another_allocator_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, library = tmp_path / "allocator.cpp", tmp_path / "allocator.so"
+    source.write_text(ALLOCATOR)
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    assert run(33 * MIB)[0] == ["False", "False"]
 
 
 @pytest.mark.parametrize(("size", "setting"), [(16 * MIB, ""), (33 * MIB, "0")], ids=["smaller", "turned off"])

@@ -1,28 +1,43 @@
 #include "huge_pages.h"
 
-#if defined(__linux__)
+#include <cstdlib>
+#include <string_view>
+
+#if defined(__linux__) && defined(__GLIBC__)
+#include <dlfcn.h>
+#include <gnu/libc-version.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
 
-#include <cstdlib>
-#include <string_view>
-
 namespace normops::cpu {
 namespace {
+
+#if defined(__linux__) && defined(__GLIBC__)
 
 bool is_wanted() {
   const char* setting = std::getenv("NORMOPS_HUGE_PAGES");
   return setting == nullptr || std::string_view(setting) != "0";
 }
 
+// Whether memory is that of glibc's malloc, and of no other that is loaded before it. Others keep the memory of a block
+// that is freed, and so the advice, for blocks of any size.
+bool is_glibc() {
+  Dl_info allocator, libc;
+  return dladdr(reinterpret_cast<void*>(&posix_memalign), &allocator) != 0 &&
+         dladdr(reinterpret_cast<void*>(&gnu_get_libc_version), &libc) != 0 &&
+         allocator.dli_fbase == libc.dli_fbase;
+}
+
+#endif
+
 }  // namespace
 
 void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__)
+#if defined(__linux__) && defined(__GLIBC__)
   constexpr int64_t kMappedBytes = int64_t{32} << 20;
   if (bytes < kMappedBytes) return;
-  static const bool wanted = is_wanted();
+  static const bool wanted = is_wanted() && is_glibc();
   if (!wanted) return;
   // Whole pages of this memory alone: its neighbours keep their own.
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
