@@ -1,17 +1,18 @@
 """Put normops under a model of transformers, and compare it with what it was: speed, memory, logits.
 
-    python examples/patched_model.py [--model qwen3|llama] [--dtype float32 bfloat16] [--compiled] [--device cpu|cuda]
-                                     [--hidden N] [--layers N] [--batch N] [--length N] [--rounds N] [--out DIR]
+    python examples/patched_model.py [--model qwen3|llama] [--dtype float32 bfloat16] [--no-compiled]
+                                     [--device cpu|cuda] [--hidden N] [--layers N] [--batch N] [--length N]
+                                     [--rounds N] [--out DIR]
 
 It needs transformers, tqdm and matplotlib besides normops. The weights are random, nothing is downloaded. The variants
-take turns, in an order that is drawn anew for each round. With --compiled there are two more, of torch.compile: as it
-is, and with normops.inductor_options(). On a CPU without instructions for bfloat16, matrix products in that dtype take
-nearly all of the time.
+take turns, in an order that is drawn anew for each round. Two of them are compiled by torch.compile, which takes a
+minute or two: as it is, and with normops.inductor_options(). The second one is compared with the first one. On a CPU
+without instructions for bfloat16, matrix products in that dtype take nearly all of the time.
 
 The script prints what normops.patch reports and a table, and draws DIR/patched_model.png. The columns of the table:
 
     training     tokens per second of a step: forward, loss, backward. In brackets, here and in the next two columns,
-                 how many times as fast as without normops: the median over the rounds
+                 how many times as fast as without normops, compiled if this is: the median over the rounds
     prefill      of a forward without gradients
     decode       of one token after another, with a cache
     norms %      the share of a training step's time under the profiler that is spent in norms, and in the autograd
@@ -219,7 +220,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Patch a model of transformers and compare it with what it was.")
     parser.add_argument("--model", choices=MODELS, default="qwen3")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32"])
-    parser.add_argument("--compiled", action="store_true", help="also with torch.compile, which takes minutes")
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="with torch.compile")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     sizes = {"hidden": 512, "layers": 4, "batch": 2, "length": 256, "rounds": 10}
     for name, size in sizes.items():

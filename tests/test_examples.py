@@ -149,11 +149,13 @@ def test_processes_that_cannot_share_batches() -> None:
     assert "3 processes cannot share batches of 8 equally" in result.stderr
 
 
+SMALL = ("--hidden", "64", "--layers", "1", "--batch", "1", "--length", "32", "--rounds", "1")
+
+
 @pytest.mark.parametrize("model", divided(("qwen3", "llama"), (), ("qwen3",)))
 def test_patched_model(model: str, tmp_path: Path) -> None:
-    sizes = ("--hidden", "64", "--layers", "1", "--batch", "1", "--length", "32", "--rounds", "1")
-    command = ("examples/patched_model.py", "--model", model, *sizes, "--dtype", "float32", "bfloat16")
-    result = python(*command, "--out", str(tmp_path), cwd=ROOT)
+    command = ("examples/patched_model.py", "--model", model, *SMALL, "--dtype", "float32", "bfloat16")
+    result = python(*command, "--no-compiled", "--out", str(tmp_path), cwd=ROOT)
     assert result.returncode == 0, result.stderr
     norms = {"qwen3": 5, "llama": 3}[model]
     assert f"norms: {norms} patched" in result.stdout
@@ -164,3 +166,13 @@ def test_patched_model(model: str, tmp_path: Path) -> None:
     assert 1e-4 < float(rows["bfloat16, patched"]["logits off"]) < 0.1
     assert rows["float32, patched"]["training"].endswith("x)")
     assert (tmp_path / "patched_model.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.full  # compiles a model twice
+def test_compiled_model_is_compared_with_the_same_compiled(tmp_path: Path) -> None:
+    result = python("examples/patched_model.py", *SMALL, "--out", str(tmp_path), cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    rows = table(result.stdout, "model")
+    assert list(rows)[2:] == ["float32, compiled", "float32, compiled, with passes"]
+    for label in ("float32, as it was", "float32, compiled"):
+        assert rows[label]["training"].endswith(" (1.00x)")
