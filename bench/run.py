@@ -12,11 +12,13 @@ from bench.arguments import Arguments, parse_arguments
 from bench.measure import measure, merge
 from bench.problems import MOST_SETS, count_sets, make_inputs
 from bench.report import Report
+from reference import oracle
 
 
 def set_up(arguments: Arguments) -> None:
     torch.set_num_threads(arguments.threads)
     environment.keep_freed_memory()
+    oracle.sums_rows_by_tree = arguments.device == "cpu"
     if arguments.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
 

@@ -86,8 +86,6 @@ struct KernelArgs {
   Gating gating;
   Rotation rotation;
   const RowsArg* tensors[kTensorCount];  // null: not given, or not wanted
-  void* grad_weight_partials;            // of the compute dtype, on the CPU; null if not wanted
-  void* grad_bias_partials;              // as many
 
   bool has(TensorIndex tensor) const { return tensors[tensor] != nullptr; }
   const RowsArg& operator[](TensorIndex tensor) const { return has(tensor) ? *tensors[tensor] : kNoRows; }

@@ -16,6 +16,10 @@ from reference.cases import compute_dtype
 
 Array = np.ndarray[Any, Any]
 
+# Whether rows are summed along a tree, as the kernels for CPUs do it. Others have as many partial sums as the device
+# runs at once.
+sums_rows_by_tree = True
+
 
 class Bounded(NamedTuple):
     """An exact value and how far a computed one may be from it, elementwise."""
@@ -269,9 +273,18 @@ def _summed_over_rows(t: _Terms, terms: _Value, like: Tensor, input: Tensor) -> 
     value, size, roundoffs, underflow = (
         _over_rows(array, input, t.h, like) for array in (terms.value, np.abs(terms.value), *terms[1:])
     )
-    # Within chunks of about sqrt(rows) rows, and over the chunks.
-    row_roundings = 2 * (math.isqrt(_rows_summed(input, like)) + 5)
+    rows = _rows_summed(input, like)
+    row_roundings = _tree_roundings(rows, t.h.shape[1]) if sums_rows_by_tree else 2 * (math.isqrt(rows) + 5)
     return _bounded(value, roundoffs + size * (row_roundings + 1), like.dtype, t.compute, underflow)
+
+
+def _tree_roundings(rows: int, cols: int) -> int:
+    """The most additions that a row's term goes through: those of a leaf, and the height of the tree."""
+    leaf = 8
+    while leaf < 64 and 2 * leaf * cols <= 16384 and 4 * leaf * leaf <= rows:
+        leaf *= 2
+    leaves = -(-rows // leaf)
+    return min(leaf, rows) + max(leaves - 1, 0).bit_length()
 
 
 def rms_norm(

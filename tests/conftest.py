@@ -9,6 +9,7 @@ import tiers
 import torch
 
 import normops
+from reference import oracle
 
 # Files that take long come first, the longest of all at the beginning: what is left for the end, when one process has
 # nothing to do any more, are short ones.
@@ -111,6 +112,11 @@ def serves_cpu(request: pytest.FixtureRequest) -> bool:
     """Whether the CPU kernels are tested, not those of a GPU, nor the definition where there are none."""
     is_cpu = request.config.getoption("--device") == "cpu" and not request.config.getoption("--triton")
     return is_cpu and normops.build_info()["cpu_isa"] != "composite"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def order_of_sums(serves_cpu: bool) -> None:
+    oracle.sums_rows_by_tree = serves_cpu
 
 
 @pytest.fixture(scope="session")

@@ -62,9 +62,18 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   const Memory weight(side, weight_dtype, groups * cols), grad_weight(side, weight_dtype, groups * cols);
   const Memory scale(side, compute_dtype(dtype), groups * padded_cols(dtype, cols));
   const Memory residual_scale(side, compute_dtype(dtype), groups * padded_cols(residual_dtype, cols));
-  constexpr int64_t kRowsPerChunk = 12;
-  const int64_t chunks = chunk_count(rows / groups, kRowsPerChunk);
-  const Memory partials(side, compute_dtype(dtype), chunks * groups * padded_cols(residual_dtype, cols));
+  constexpr int64_t kRowsPerLeaf = 12;
+  const Region all_rows = {0, rows / groups, 0, groups};
+  // As many sums as there are at a time, from leaf to leaf.
+  const int64_t leaves = divide_up(rows / groups, kRowsPerLeaf);
+  int sum_count_at_once = 0;
+  for (int64_t leaf = 0; leaf < leaves; leaf++) sum_count_at_once = std::max(sum_count_at_once, sum_count(0, leaf) + 1);
+  struct SumMemory : Memory {
+    SumMemory(Side side, DType dtype, int64_t count, int64_t stride)
+        : Memory(side, compute_dtype(dtype), count * stride), stride(stride) {}
+    int64_t stride;
+  };
+  const SumMemory sums(side, dtype, sum_count_at_once, groups * padded_cols(residual_dtype, cols));
   const Rows output(side, dtype, rows, cols, padding, is_short);
 
   const RmsNormKernels& kernels = rms_norm_kernels();
@@ -81,7 +90,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   args.rows = rows, args.cols = args.size = cols;
   args.eps = 1e-5, args.alpha = 1;
   args.weight = {weight.data(), weight_dtype, 1, groups};
-  args.stream = true, args.rows_per_chunk = kRowsPerChunk;
+  args.stream = true, args.part_rows = rows, args.rows_per_leaf = kRowsPerLeaf;
   using Tensors = std::initializer_list<std::pair<TensorIndex, const Rows*>>;
   const auto with = [](CpuArgs args, Tensors tensors, const Memory* scale = nullptr) {
     for (const auto& [index, rows] : tensors) args.tensors[index] = rows == nullptr ? nullptr : &rows->arg;
@@ -107,7 +116,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   };
   const auto run_backward = [&](const auto& kernels, const auto& args) {
     with_held(args, [&](const auto& args) {
-      kernels.rows(args, 0, chunks * groups);
+      kernels.rows(args, all_rows);
       if (kernels.sums == nullptr) return;
       kernels.sums(args, rows - 1, 0, spans, squares.data(), dots.data());
       kernels.columns(args, rows - 1, 1.0, 1.0, 0, cols);
@@ -133,7 +142,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                              {kGradResidual, wants & 4 ? &grad_residual : nullptr},
                              {kGradInput, wants & 1 ? &grad_input : nullptr}},
                             &residual_scale);
-    backward.grad_weight_partials = wants & 2 ? partials.data() : nullptr;
+    if (wants & 2) backward.grad_weight_sums = sums.data(), backward.sum_stride = sums.stride;
     return backward;
   };
   const auto with_sums = [&](const CpuArgs& args, Sums sums) {
@@ -142,24 +151,24 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     return result;
   };
   with_held(with_sums(backward_args(0), Sums::wanted),
-            [&](const CpuArgs& args) { backward_kernels.backward.rows(args, 0, chunks * groups); });
+            [&](const CpuArgs& args) { backward_kernels.backward.rows(args, all_rows); });
   for (const int wants : {1, 2, 3, 5, 7}) {
     run_backward(backward_kernels.backward, backward_args(wants));
     run_backward(backward_kernels.backward, with_sums(backward_args(wants), Sums::given));
   }
   // That of operators whose input is of grad_output's type.
   const Rows grad_of_input = rows_of(dtype);
-  const auto backward_of_input = [&](bool wants_grad_input, void* partials) {
+  const auto backward_of_input = [&](bool wants_grad_input, const SumMemory* sums) {
     CpuArgs backward =
         with(args,
              {{kGradOutput, &grad_output}, {kInput, &input}, {kGradInput, wants_grad_input ? &grad_of_input : nullptr}},
              &scale);
-    backward.grad_weight_partials = partials;
+    if (sums != nullptr) backward.grad_weight_sums = sums->data(), backward.sum_stride = sums->stride;
     return backward;
   };
   // The gate is of the residual's type.
   const Rows gate = rows_of(residual_dtype), grad_gate = rows_of(residual_dtype);
-  const Memory gated_partials(side, compute_dtype(dtype), chunks * groups * padded_cols(dtype, cols));
+  const SumMemory gated_sums(side, dtype, sum_count_at_once, groups * padded_cols(dtype, cols));
   for (const Gating gating : {Gating{Activation::silu, true}, Gating{Activation::silu, false}}) {
     CpuArgs gated = with(forward, {{kGate, &gate}});
     gated.gating = gating;
@@ -168,17 +177,21 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
       run_forward(gated_rms_norm_kernels(), gated);
     }
     for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
-      CpuArgs backward = with(backward_of_input(wants & 1, wants & 4 ? gated_partials.data() : nullptr),
+      CpuArgs backward = with(backward_of_input(wants & 1, wants & 4 ? &gated_sums : nullptr),
                               {{kGate, &gate}, {kGradGate, wants & 2 ? &grad_gate : nullptr}});
       backward.gating = gating;
       run_backward(gated_rms_norm_backward_kernels(), backward);
     }
   }
+  std::vector<RowSum> left;
+  each_sum(0, leaves, [&](int64_t, int64_t) {
+    const int64_t first = static_cast<int64_t>(left.size()) * sums.stride * size_of(compute_dtype(dtype));
+    left.push_back({sums.data() + first, left.empty() ? 0 : 1});
+  });
   for (int64_t group = 0; group < groups; group++) {
     const int64_t held = padded_cols(residual_dtype, cols);
-    backward_kernels.grad_weight(residual_dtype, weight_dtype,
-                                 partials.data() + group * held * size_of(compute_dtype(dtype)), chunks, groups * held,
-                                 grad_weight.data() + group * cols * size_of(weight_dtype), cols);
+    backward_kernels.grad_weight(residual_dtype, weight_dtype, left.data(), static_cast<int64_t>(left.size()),
+                                 group * held, grad_weight.data() + group * cols * size_of(weight_dtype), cols);
   }
   // cos and sin are of the residual's type, those of three rows the same.
   each_rotation(cols, [&](const PairedColumns& paired, bool angle_of_pair) {
@@ -191,10 +204,10 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     };
     const HeldOrder order(dtype, cols, paired);
     const Memory scale(side, compute_dtype(dtype), groups * order.held_cols());
-    const Memory partials(side, compute_dtype(dtype), chunks * groups * order.held_cols());
+    const SumMemory sums(side, dtype, sum_count_at_once, groups * order.held_cols());
     run_forward(rms_norm_rope_kernels(), rotated(forward, scale));
     for (const int wants : {1, 2, 3}) {  // grad_input, grad_weight
-      const CpuArgs backward = backward_of_input(wants & 1, wants & 2 ? partials.data() : nullptr);
+      const CpuArgs backward = backward_of_input(wants & 1, wants & 2 ? &sums : nullptr);
       run_backward(rms_norm_rope_backward_kernels(), rotated(backward, scale));
     }
   });

@@ -7,7 +7,7 @@
 
 #include "isa.h"
 #include "kernel_problem.h"
-#include "sharing.h"
+#include "parameters.h"
 
 namespace {
 
@@ -23,6 +23,7 @@ void GOMP_parallel(void (*function)(void*), void* data, unsigned, unsigned) {
   std::vector<std::thread> threads;
   for (int i = 0; i < at::get_num_threads(); i++) {
     threads.emplace_back([=] {
+      at::is_in_region = true;
       thread_number = is_racy ? i / 2 : i;
       function(data);
     });
@@ -39,74 +40,48 @@ namespace {
 using namespace normops;
 using namespace normops::cpu;
 
-constexpr double kWeightOffset = 1;
-
-// The scale that threads have converted together.
-struct SharedScale {
-  const KernelProblem& problem;
-  int64_t own_count() const { return 0; }
-  const void* in(Scratch&) const noexcept { return problem.scale.data(); }
-};
-
-// The one that each thread converts for itself.
-struct OwnScale {
-  const KernelProblem& problem;
-  int64_t own_count() const { return problem.groups * padded_cols(problem.forward.dtype(), problem.cols); }
-  const void* in(Scratch& own) const noexcept {
-    problem.write_scale(problem.forward.dtype(), kWeightOffset, own.data());
-    return own.data();
+// All results of a problem.
+std::vector<std::vector<char>> results(KernelProblem& p) {
+  std::vector<std::vector<char>> found;
+  for (auto* output : {&p.output, &p.residual_out, &p.grad_input, &p.grad_gate, &p.grad_weight}) {
+    std::fill(output->begin(), output->end(), 0);
   }
-};
-
-bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
-  constexpr int64_t kRowsPerChunk = 8;
-  KernelProblem p(dtype, dtype, dtype, rows, cols, kRowsPerChunk, groups);
-  const RmsNormKernels& kernels = rms_norm_kernels();
-  const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
-  const HeldOrder order(dtype, cols);
-  parallel_for_columns(groups, order.held_cols(), 1, [&](int64_t group, int64_t begin, int64_t end) noexcept {
-    p.write_scale(dtype, kWeightOffset, p.scale.data(), order, group, begin, end);
-  });
-  run_forward(kernels.forward, p.forward, SharedScale{p});
-  const std::vector<char> output = p.output;
-  run_forward(add_rms_norm_kernels(), p.add, OwnScale{p});
-  run_backward(backward_kernels.backward, p.backward, OwnScale{p});
-  parallel_for_columns(groups, order.held_cols(), 1, [&](int64_t group, int64_t begin, int64_t end) noexcept {
-    p.sum_grad_weight(dtype, order, group, begin, end);
-  });
-  const std::vector<char> shared[] = {output, p.output, p.residual_out, p.grad_input, p.grad_weight};
-  std::vector<std::vector<char>> gated_results;
-  const auto run_gated = [&](auto run) {
+  const int64_t groups = p.groups;
+  const auto forward = [&](const ForwardKernels& kernels, const CpuArgs& args) {
+    run_forward(kernels, args, Scale(args, groups));
+    found.insert(found.end(), {p.output, p.residual_out});
+  };
+  const auto backward = [&](const BackwardKernels& kernels, CpuArgs args, bool sums_rows) {
+    args.tensors[kGradWeight] = sums_rows ? &p.of_grad_weight : nullptr;
+    const Division division(args.rows, args.cols, groups, sums_rows);
+    args.rows_per_leaf = division.rows_per_leaf();
+    const int64_t parts = shares_rows(kernels, division) ? 1 : part_count(division.units(), division.grain());
+    Parameters parameters(args, division, parts);
+    run_backward(kernels, args, division, parameters);
+    parameters.finish();
+    found.insert(found.end(), {p.grad_input, p.grad_gate, p.grad_weight});
+  };
+  forward(rms_norm_kernels().forward, p.forward);
+  forward(add_rms_norm_kernels(), p.add);
+  for (const bool sums_rows : {true, false}) {
+    backward(rms_norm_backward_kernels().backward, p.backward, sums_rows);
     for (const Gating gating : kGatings) {
       p.gated.gating = p.gated_backward.gating = gating;
-      run();
-      for (const auto* result : {&p.output, &p.grad_input, &p.grad_gate, &p.partials}) gated_results.push_back(*result);
+      forward(gated_rms_norm_kernels(), p.gated);
+      backward(gated_rms_norm_backward_kernels(), p.gated_backward, sums_rows);
     }
-  };
-  run_gated([&] {
-    run_forward(gated_rms_norm_kernels(), p.gated, OwnScale{p});
-    run_backward(gated_rms_norm_backward_kernels(), p.gated_backward, SharedScale{p});
-  });
+  }
+  return found;
+}
 
-  p.make_scale(dtype, kWeightOffset);
-  kernels.forward.rows(p.forward, 0, rows);
-  bool is_same = shared[0] == p.output;
-  add_rms_norm_kernels().rows(p.add, 0, rows);
-  backward_kernels.backward.rows(p.backward, 0, p.chunks * groups);
-  p.sum_grad_weight(dtype);
-  const std::vector<char>* alone[] = {&p.output, &p.residual_out, &p.grad_input, &p.grad_weight};
-  for (int i = 0; i < 4; i++) is_same &= shared[i + 1] == *alone[i];
-
-  run_gated([&] {
-    const SharedScale scale{p};
-    ThreadsArgs(p.gated, scale, 1).call(0, [&](const auto& args) { gated_rms_norm_kernels().rows(args, 0, rows); });
-    ThreadsArgs(p.gated_backward, scale, 1).call(0, [&](const auto& args) {
-      gated_rms_norm_backward_kernels().rows(args, 0, p.chunks * groups);
-    });
-  });
-  const auto half = gated_results.begin() + gated_results.size() / 2;
-  is_same &= std::equal(gated_results.begin(), half, half);
-  return is_same;
+bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
+  KernelProblem p(dtype, dtype, dtype, rows, cols, rows, groups);
+  for (CpuArgs* args : {&p.forward, &p.add, &p.gated, &p.backward, &p.gated_backward}) args->weight.offset = 1;
+  const auto shared = results(p);
+  const int threads = std::exchange(at::threads, 1);
+  const auto alone = results(p);
+  at::threads = threads;
+  return shared == alone;
 }
 
 }  // namespace
@@ -115,8 +90,9 @@ int main(int count, char** arguments) {
   is_racy = count > 1 && std::string_view(arguments[1]) == "racy";
   std::printf("%s\n", isa_name(current_isa()));
   for (const DType dtype : kDTypes) {
-    // Rows shared out, also those of one chunk, and rows shared.
-    for (const auto& [rows, groups, cols] : {std::array<int64_t, 3>{37, 1, 1030}, {33, 11, 1030}, {2, 1, 33000}}) {
+    // Rows shared out, also those of several groups, and of groups with few rows; and rows shared.
+    for (const auto& [rows, groups, cols] :
+         {std::array<int64_t, 3>{137, 1, 1030}, {330, 11, 130}, {66, 33, 1030}, {2, 1, 33000}}) {
       if (!run(dtype, rows, groups, cols))
         std::printf("dtype %d, %d rows: not the bits of one thread\n", static_cast<int>(dtype), static_cast<int>(rows));
     }

@@ -138,4 +138,5 @@ def main(folder: Path, library: Path) -> None:
 
 
 if __name__ == "__main__":
+    oracle.sums_rows_by_tree = False
     main(Path(sys.argv[1]), Path(sys.argv[2]))

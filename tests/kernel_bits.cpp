@@ -13,21 +13,21 @@ using namespace normops::cpu;
 
 void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, int64_t groups = 1, Casting casting = {},
          double alpha = 1) {
-  constexpr int64_t kRows = 21, kRowsPerChunk = 12;
-  KernelProblem p(dtype, residual_dtype, weight_dtype, kRows * groups, cols, kRowsPerChunk, groups);
+  constexpr int64_t kRows = 21, kRowsPerLeaf = 5;
+  KernelProblem p(dtype, residual_dtype, weight_dtype, kRows * groups, cols, kRowsPerLeaf, groups);
   p.set_casting(casting, alpha);
   p.make_scale(dtype, 1.0);
   rms_norm_kernels().forward.rows(p.forward, 0, kRows * groups);
   const uint64_t forward = hash(p.output);
   p.make_scale(residual_dtype, 1.0);
   add_rms_norm_kernels().rows(p.add, 0, kRows * groups);
-  rms_norm_backward_kernels().backward.rows(p.backward, 0, p.chunks * groups);
+  rms_norm_backward_kernels().backward.rows(p.backward, p.all_rows);
   p.sum_grad_weight(residual_dtype);
   std::vector<uint64_t> results = {forward, hash(p.output), hash(p.residual_out), hash(p.grad_input),
                                    hash(p.grad_weight)};
-  rms_norm_backward_kernels().backward.rows(p.backward_stats, 0, p.chunks * groups);
+  rms_norm_backward_kernels().backward.rows(p.backward_stats, p.all_rows);
   results.insert(results.end(), {hash(p.square_sum), hash(p.dot)});
-  rms_norm_backward_kernels().backward.rows(p.backward_from_stats, 0, p.chunks * groups);
+  rms_norm_backward_kernels().backward.rows(p.backward_from_stats, p.all_rows);
   p.sum_grad_weight(residual_dtype);
   results.insert(results.end(), {hash(p.grad_input), hash(p.grad_weight)});
   p.make_scale(dtype, 1.0);
@@ -39,7 +39,7 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
     p.gated.gating = p.gated_backward.gating = gating;
     p.gated.held = p.gated_backward.held = held.data();
     gated_rms_norm_kernels().rows(p.gated, 0, kRows * groups);
-    gated_rms_norm_backward_kernels().rows(p.gated_backward, 0, p.chunks * groups);
+    gated_rms_norm_backward_kernels().rows(p.gated_backward, p.all_rows);
     p.sum_grad_weight(dtype);
     results.insert(results.end(), {hash(p.output), hash(p.grad_input), hash(p.grad_gate), hash(p.grad_weight)});
   }
@@ -47,7 +47,7 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
     p.set_rotation(paired, angle_of_pair, 3);
     p.make_scale(dtype, 1.0, paired);
     rms_norm_rope_kernels().rows(p.rope, 0, kRows * groups);
-    rms_norm_rope_backward_kernels().rows(p.rope_backward, 0, p.chunks * groups);
+    rms_norm_rope_backward_kernels().rows(p.rope_backward, p.all_rows);
     p.sum_grad_weight(dtype, paired);
     results.insert(results.end(), {hash(p.output), hash(p.grad_input), hash(p.grad_weight)});
   });

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "division.h"
 #include "kernels.h"
 
 namespace normops::cpu {
@@ -50,10 +51,10 @@ inline uint64_t hash(const std::vector<char>& bytes) {
 }
 
 // Row-major problems with all of their inputs and outputs, and the kernels' arguments for them. The residual, which is
-// also the backward's input, and the gate may be of a wider type. `rows_per_chunk` are those of a group.
+// also the backward's input, and the gate may be of a wider type. `rows_per_leaf` are those of a group.
 struct KernelProblem {
   KernelProblem(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, int64_t cols,
-                int64_t rows_per_chunk, int64_t groups = 1)
+                int64_t rows_per_leaf, int64_t groups = 1)
       : groups(groups),
         cols(cols),
         residual_dtype(residual_dtype),
@@ -73,9 +74,10 @@ struct KernelProblem {
         grad_input(residual.size()),
         grad_gate(gate.size()),
         grad_weight(weight.size()),
-        chunks(chunk_count(rows / groups, rows_per_chunk)),
+        all_rows{0, rows / groups, 0, groups},
+        leaves(divide_up(rows / groups, rows_per_leaf)),
         scale(groups * (padded_cols(dtype, cols) + 3 * kLongestBlock) * size_of(compute_dtype(dtype))),
-        partials(chunks * scale.size()) {
+        sums(most_sums(leaves) * scale.size()) {
     const auto rows_of = [&](std::vector<char>& memory, DType dtype, int64_t cols) -> RowsArg {
       return {memory.data(), dtype, {1, {rows}, {cols * size_of(dtype)}}};
     };
@@ -87,12 +89,13 @@ struct KernelProblem {
     of_grad_residual = rows_of(grad_residual, residual_dtype, cols);
     of_grad_input = rows_of(grad_input, residual_dtype, cols);
     of_narrow_grad_input = rows_of(grad_input, dtype, cols);
+    of_grad_weight = {grad_weight.data(), weight_dtype, {1, {groups}, {cols * size_of(weight_dtype)}}};
     of_square_sum = rows_of(square_sum, sums_dtype, 1), of_dot = rows_of(dot, sums_dtype, 1);
     CpuArgs args = {};
     args.rows = rows, args.cols = args.size = cols;
     args.eps = 1e-5, args.alpha = 1;
     args.weight = {weight.data(), weight_dtype, 0, groups};
-    args.rows_per_chunk = rows_per_chunk, args.scale = scale.data();
+    args.part_rows = rows, args.rows_per_leaf = rows_per_leaf, args.scale = scale.data();
     using Tensors = std::initializer_list<std::pair<TensorIndex, const RowsArg*>>;
     const auto with = [](CpuArgs args, Tensors tensors) {
       for (const auto& [index, tensor] : tensors) args.tensors[index] = tensor;
@@ -104,7 +107,7 @@ struct KernelProblem {
     rope = with(forward, {{kCos, &of_cos}, {kSin, &of_sin}});
     from_stats = with(forward, {{kSquareSum, &of_square_sum}});
     stats = with(args, {{kInput, &of_input}, {kSquareSum, &of_square_sum}});
-    args.grad_weight_partials = partials.data();
+    args.sum_stride = scale.size() / size_of(compute_dtype(dtype)), args.grad_weight_sums = sums.data();
     const CpuArgs narrow =
         with(args, {{kGradOutput, &of_grad_output}, {kInput, &of_input}, {kGradInput, &of_narrow_grad_input}});
     gated_backward = with(narrow, {{kGate, &of_gate}, {kGradGate, &of_grad_gate}});
@@ -115,7 +118,7 @@ struct KernelProblem {
                            {kGradInput, &of_grad_input}});
     backward_from_stats = with(backward, {{kSquareSum, &of_square_sum}, {kDot, &of_dot}});
     backward_stats = with(backward_from_stats, {{kGradResidual, nullptr}, {kGradInput, nullptr}});
-    backward_stats.grad_weight_partials = nullptr;
+    backward_stats.grad_weight_sums = nullptr;
     from_stats.sums = backward_from_stats.sums = Sums::given;
     stats.sums = backward_stats.sums = Sums::wanted;
   }
@@ -139,46 +142,41 @@ struct KernelProblem {
     rope.rotation = rope_backward.rotation = {paired.are_neighbours, angle_of_pair, paired.offset, paired.pairs};
   }
 
-  // Of every group: the scale as kernels of `dtype` read it, and grad_weight of the partials that they wrote, or some
-  // of it.
+  // Of every group: the scale as kernels of `dtype` read it, and grad_weight of the sums that they wrote.
   void make_scale(DType dtype, double weight_offset, const PairedColumns& paired = {}) {
-    write_scale(dtype, weight_offset, scale.data(), paired);
-  }
-  void write_scale(DType dtype, double weight_offset, void* scale, const PairedColumns& paired = {}) const {
     const HeldOrder order(dtype, cols, paired);
     for (int64_t group = 0; group < groups; group++) {
-      write_scale(dtype, weight_offset, scale, order, group, 0, order.held_cols());
+      order.each(0, order.held_cols(), [&](int64_t column, int64_t held, int64_t count) {
+        rms_norm_kernels().scale(
+            dtype, weight_dtype, weight.data() + (group * cols + column) * size_of(weight_dtype), weight_offset,
+            scale.data() + (group * order.held_cols() + held) * size_of(compute_dtype(dtype)), count);
+      });
     }
   }
-  void write_scale(DType dtype, double weight_offset, void* scale, const HeldOrder& order, int64_t group, int64_t begin,
-                   int64_t end) const {
-    order.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
-      rms_norm_kernels().scale(
-          dtype, weight_dtype, weight.data() + (group * cols + column) * size_of(weight_dtype), weight_offset,
-          static_cast<char*>(scale) + (group * order.held_cols() + held) * size_of(compute_dtype(dtype)), count);
-    });
-  }
   void sum_grad_weight(DType dtype, const PairedColumns& paired = {}) {
-    const HeldOrder order(dtype, cols, paired);
-    for (int64_t group = 0; group < groups; group++) sum_grad_weight(dtype, order, group, 0, order.held_cols());
-  }
-  void sum_grad_weight(DType dtype, const HeldOrder& order, int64_t group, int64_t begin, int64_t end) {
-    order.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
-      rms_norm_backward_kernels().grad_weight(
-          dtype, weight_dtype, partials.data() + (group * order.held_cols() + held) * size_of(compute_dtype(dtype)),
-          chunks, groups * order.held_cols(), grad_weight.data() + (group * cols + column) * size_of(weight_dtype),
-          count);
+    std::vector<RowSum> left;
+    each_sum(0, leaves, [&](int64_t, int64_t) {
+      left.push_back({sums.data() + left.size() * scale.size(), left.empty() ? 0 : 1});
     });
+    const HeldOrder order(dtype, cols, paired);
+    for (int64_t group = 0; group < groups; group++) {
+      order.each(0, order.held_cols(), [&](int64_t column, int64_t held, int64_t count) {
+        rms_norm_backward_kernels().grad_weight(
+            dtype, weight_dtype, left.data(), static_cast<int64_t>(left.size()), group * order.held_cols() + held,
+            grad_weight.data() + (group * cols + column) * size_of(weight_dtype), count);
+      });
+    }
   }
 
   int64_t groups, cols;
   DType residual_dtype, weight_dtype;
   std::vector<char> input, grad_output, residual, grad_residual, gate, cos, sin, square_sum, dot, weight, output,
       residual_out, grad_input, grad_gate, grad_weight;
-  int64_t chunks;
-  std::vector<char> scale, partials;
+  Region all_rows;
+  int64_t leaves;
+  std::vector<char> scale, sums;
   RowsArg of_input, of_residual, of_output, of_residual_out, of_gate, of_grad_gate, of_grad_output, of_grad_residual,
-      of_grad_input, of_narrow_grad_input, of_square_sum, of_dot, of_cos, of_sin;
+      of_grad_input, of_narrow_grad_input, of_grad_weight, of_square_sum, of_dot, of_cos, of_sin;
   // The gate and the angles are of residual_dtype, rows of backwards but rms_norm_backward's of dtype.
   CpuArgs forward, add, gated, rope, stats, from_stats;
   CpuArgs backward, gated_backward, rope_backward, backward_stats, backward_from_stats;

@@ -83,6 +83,12 @@ def test_neon(native: Path, program_folder: Path) -> None:
     assert hashes("qemu-aarch64-static", str(program)) == ("neon", hashes(str(native))[1])
 
 
+def test_sums_of_leaves(native: Path, program_folder: Path) -> None:
+    """The same binary tree, in any number of parts."""
+    program = kernel_programs.build(kernel_programs.TESTS / "leaves.cpp", program_folder)
+    assert run(str(program)).stdout == ""
+
+
 @pytest.mark.parametrize("kernels", [kernel_programs.NATIVE, kernel_programs.EMULATED_AVX512], ids=lambda k: k.name)
 @pytest.mark.full
 def test_memory_that_kernels_access(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:

@@ -54,6 +54,11 @@ def without_sums_of_aten(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.fixture(autouse=True)
+def partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oracle, "sums_rows_by_tree", False)
+
+
 # Rows and columns that a kernel gets: the operator returns before it if there are none.
 KERNEL_CASES = [
     each

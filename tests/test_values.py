@@ -86,6 +86,23 @@ def test_grad_weight_of_float64_is_rounded_once(dtype: torch.dtype, device: str,
         assert (distances[1] <= distances.amin(0) + 1e-15 * exact.abs()).all(), seed
 
 
+def test_small_terms_beside_a_large_one_are_summed(device: str, serves_cpu: bool) -> None:
+    """Each is lost where it is added to the large one by itself, as in chunks of sqrt(rows) rows."""
+    if not serves_cpu:
+        pytest.skip("sums along a tree are those of the kernels for CPUs")
+    rows, cols = 256 * 256, 16
+    dy = torch.full((256, 256, cols), 2.0**-24)
+    dy[:, 0] = 1.0
+    chunks = torch.zeros(256, cols)
+    for terms in dy.unbind(1):
+        chunks += terms
+    arguments = dy.view(rows, cols), torch.ones(rows, cols), (cols,), torch.ones(cols), 0.0
+    expected = oracle.rms_norm_backward(*arguments).grad_weight
+    assert expected is not None
+    assert oracle.violation(sum(chunks.unbind(), torch.zeros(cols)), expected) is not None
+    oracle.assert_within(torch.ops.normops.rms_norm_backward(*arguments)[1], expected)
+
+
 SPECIALS = [(variant, where) for variant in variants() for where in ("input", *variant.operator.tensors)]
 
 

@@ -1,6 +1,6 @@
 // What the backward kernels have in common. Rows are those of an Operator and go through two passes, a tile of them at
-// a time: the first pass forms the sums over each row, the second one writes what is wanted of it and adds its share to
-// the partials of grad_weight.
+// a time: the first pass forms the sums over each row, the second one writes what is wanted of it and adds its share of
+// grad_weight to the sum of its leaf.
 #include "backward_sums.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
@@ -11,12 +11,6 @@ inline bool begins_with_lines(const CpuArgs& args) {
   return (!args.has(kGate) || args[kGate].dtype == args.dtype()) && begins_with_lines(args[kGradInput]) &&
          begins_with_lines(args[kGradGate]);
 }
-
-// A part of the problem: `rows` rows, from `row` on, of each of `groups` groups, from `group` on.
-struct Region {
-  int64_t row, rows;
-  int64_t group, groups;
-};
 
 template <class Operator>
 class BackwardRows {
@@ -32,11 +26,13 @@ class BackwardRows {
   static constexpr bool kInPairs = kCommon<R> && kCommon<typename Operator::Gradient>;
   static constexpr bool kMayPrefetch = Operator::kGradRows && kConfig.may_prefetch;
 
-  [[gnu::noinline]] BackwardRows(const CpuArgs& args, const Region& region)
+  // `first_leaf`: the first one that is summed.
+  [[gnu::noinline]] BackwardRows(const CpuArgs& args, const Region& region, int64_t first_leaf)
       : args_(args),
         region_(region),
+        first_leaf_(first_leaf),
         prefetches_(kMayPrefetch && !wants_sums<Operator>(args) &&
-                    region.rows * region.groups * args.cols * Operator::kAllBytes > kPrefetchBytes &&
+                    args.part_rows * args.cols * Operator::kAllBytes > kPrefetchBytes &&
                     (args.cols * static_cast<int64_t>(sizeof(R)) > kReadAheadRowBytes || args.weight.groups > 1 ||
                      Operator::kCostly)),
         streams_(prefetches_ && args.stream && kLanes<R> * sizeof(R) == 64 && begins_with_lines(args) &&
@@ -62,9 +58,10 @@ class BackwardRows {
     tile.rows_per_group = count_;
     tile.stride = held_cols_;
     tile.scale = static_cast<const Compute*>(args_.scale) + (group_ - args_.first_group) * held_cols_;
-    tile.partial = partial(args_.grad_weight_partials);
-    tile.bias_partial = partial(args_.grad_bias_partials);
-    tile.begins_chunk = row_ == chunk_ * args_.rows_per_chunk;
+    tile.weight_sum = sum_of_leaf(args_.grad_weight_sums);
+    tile.bias_sum = sum_of_leaf(args_.grad_bias_sums);
+    tile.begins_leaf = row_ == leaf_ * args_.rows_per_leaf;
+    tile.additions = row_ + count_ == leaf_end_ ? additions_behind(first_leaf_, leaf_ + 1) : 0;
     do {
       tensors_.next_group();
       if (has_sums()) sums_.next_group();
@@ -88,32 +85,32 @@ class BackwardRows {
   }
 
   // The second pass, over columns [begin, end) of the tile's rows: writes what is wanted of them, and adds their share
-  // of grad_weight to the partials. `ahead` is the tile that comes next, to be prefetched.
+  // of grad_weight to the sums. `ahead` is the tile that comes next, to be prefetched.
   void write(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end) const {
     // Before a gradient is written over it.
-    if (kPairing == Pairing::none && tile.bias_partial != nullptr) sum_grad_output(tile, begin, end);
-    if (!Operator::kGradRows && tile.partial == nullptr) return;  // that was all
+    if (kPairing == Pairing::none && tile.bias_sum != nullptr) sum_grad_output(tile, begin, end);
+    if (!Operator::kGradRows && tile.weight_sum == nullptr) return;  // that was all
     choose<kForEitherCast>(args_.casting.any(), [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
     if (kMayPrefetch && streams_) finish_stream();
   }
 
  private:
-  // Of the current chunk and group.
-  Compute* partial(void* partials) const {
-    if (partials == nullptr) return nullptr;
-    return static_cast<Compute*>(partials) + (chunk_ * args_.weight.groups + group_ - args_.first_group) * held_cols_;
+  // That of the current group, behind those that are left of the leaves before.
+  Compute* sum_of_leaf(void* sums) const {
+    if (sums == nullptr) return nullptr;
+    return static_cast<Compute*>(sums) + sums_before_ * args_.sum_stride + (group_ - args_.first_group) * held_cols_;
   }
 
-  // Adds the rows of grad_output to the partials of grad_bias, while they are still in the cache.
+  // Adds the rows of grad_output to the sum of grad_bias, while they are still in the cache.
   [[gnu::noinline]] void sum_grad_output(const Tile& tile, int64_t begin, int64_t end) const {
-    Compute* sums = tile.bias_partial;
-    for (int first = 0; first < tile.count; first += tile.rows_per_group, sums += tile.stride) {
+    Compute* of_group = tile.bias_sum;
+    for (int first = 0; first < tile.count; first += tile.rows_per_group, of_group += tile.stride) {
       for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
-        Block<R> sum = load_held<R>(sums + column);
+        Block<R> sum = load_held<R>(of_group + column);
         for (int r = first; r < first + tile.rows_per_group; r++) {
           sum = sum + load<R>(tile.rows[r].grad_output + column, extent);
         }
-        store_held<R>(sums + column, sum);
+        store_held<R>(of_group + column, sum);
       });
     }
   }
@@ -124,30 +121,30 @@ class BackwardRows {
     constexpr bool kForEither =
         !is_compact<Operator, typename Operator::Gradient>() && !std::is_same_v<Casts, std::true_type>;
     const Compute* scale = tile.scale;
-    Compute* partial = tile.partial;
+    Compute* weight_sum = tile.weight_sum;
     for (int r = 0; r < tile.count; r += tile.rows_per_group) {
       if constexpr (Operator::kGradRows) {
-        choose<kForEither>(partial != nullptr, [&](auto wants_grad_weight) NORMOPS_INLINE_LAMBDA {
+        choose<kForEither>(weight_sum != nullptr, [&](auto wants_grad_weight) NORMOPS_INLINE_LAMBDA {
           if constexpr (Operator::kPlain) {
             choose<kForEither>(args_.has(kGradResidual), [&](auto has_residual) NORMOPS_INLINE_LAMBDA {
-              write_group(tile, ahead, r, begin, end, scale, partial, wants_grad_weight, has_residual, casts);
+              write_group(tile, ahead, r, begin, end, scale, weight_sum, wants_grad_weight, has_residual, casts);
             });
           } else {
-            write_group(tile, ahead, r, begin, end, scale, partial, wants_grad_weight, std::false_type{}, casts);
+            write_group(tile, ahead, r, begin, end, scale, weight_sum, wants_grad_weight, std::false_type{}, casts);
           }
         });
       } else {
-        write_group(tile, ahead, r, begin, end, scale, partial, std::true_type{}, std::false_type{}, casts);
+        write_group(tile, ahead, r, begin, end, scale, weight_sum, std::true_type{}, std::false_type{}, casts);
       }
       scale += tile.stride;
-      if (partial != nullptr) partial += tile.stride;
+      if (weight_sum != nullptr) weight_sum += tile.stride;
     }
   }
 
   // The rows of one group: those from `first` on.
   template <class WantsGradWeight, class HasResidual, class Casts>
   [[gnu::noinline]] void write_group(const Tile& tile, const Tile& ahead, int first, int64_t begin, int64_t end,
-                                     const Compute* scale, Compute* partial, WantsGradWeight wants_grad_weight,
+                                     const Compute* scale, Compute* weight_sum, WantsGradWeight wants_grad_weight,
                                      HasResidual has_residual, Casts casts) const {
     const int64_t span = kPairing == Pairing::none ? kSpan : end;
     for (; begin < end; begin += span) {
@@ -155,11 +152,12 @@ class BackwardRows {
       int r = first;
       if constexpr (kInPairs) {
         for (; r + kWriteRows <= first + tile.rows_per_group; r += kWriteRows) {
-          write_rows<kWriteRows>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, has_residual, casts);
+          write_rows<kWriteRows>(tile, ahead, r, begin, last, scale, weight_sum, wants_grad_weight, has_residual,
+                                 casts);
         }
       }
       for (; r < first + tile.rows_per_group; r++) {
-        write_rows<1>(tile, ahead, r, begin, last, scale, partial, wants_grad_weight, has_residual, casts);
+        write_rows<1>(tile, ahead, r, begin, last, scale, weight_sum, wants_grad_weight, has_residual, casts);
       }
     }
   }
@@ -170,20 +168,27 @@ class BackwardRows {
   void next_rows() {
     row_ += count_;
     group_ = region_.group;
-    // A tile ends with its chunk, as the next chunk has partials of its own.
-    chunk_ = row_ / args_.rows_per_chunk;
-    const int64_t chunk_end = (chunk_ + 1) * args_.rows_per_chunk;
-    const int64_t end = region_.row + region_.rows;
-    const int64_t left = (chunk_end < end ? chunk_end : end) - row_;
-    const int most = args_.weight.groups > 1 && tile_rows_ > kRowsPerGroup ? kRowsPerGroup : tile_rows_;
+    if (row_ >= leaf_end_) next_leaf();
+    // A tile ends with its leaf, as the next one has sums of its own.
+    const int64_t end = region_.row + region_.rows, left = (leaf_end_ < end ? leaf_end_ : end) - row_;
+    const int most = region_.groups > 1 && tile_rows_ > kRowsPerGroup ? kRowsPerGroup : tile_rows_;
     count_ = static_cast<int>(left < most ? left : most);
     tensors_.next_rows(count_, group_);
     if (has_sums()) sums_.next_rows(count_, group_);
   }
 
+  // The leaf of the current row.
+  void next_leaf() {
+    const int64_t rows = args_.rows / args_.weight.groups;
+    leaf_ = row_ / args_.rows_per_leaf;
+    const int64_t first = leaf_ * args_.rows_per_leaf;
+    leaf_end_ = rows - first > args_.rows_per_leaf ? first + args_.rows_per_leaf : rows;
+    sums_before_ = sum_count(first_leaf_, leaf_);
+  }
+
   template <int kRows, class WantsGradWeight, class HasResidual, class Casts>
   NORMOPS_INLINE void write_rows(const Tile& tile, const Tile& next_tile, int first, int64_t begin, int64_t end,
-                                 const Compute* scale, Compute* partial, WantsGradWeight wants_grad_weight,
+                                 const Compute* scale, Compute* weight_sum, WantsGradWeight wants_grad_weight,
                                  HasResidual has_residual, Casts casts) const {
     // Copies, as the compiler would have to assume of the originals that what is stored changes them.
     const bool prefetches = kMayPrefetch && (kRows > 1 || !kInPairs) && prefetches_, streams = prefetches && streams_;
@@ -203,7 +208,7 @@ class BackwardRows {
             Block<R> w[kCount], dw[kCount];
             for (int p = 0; p < kCount; p++) {
               w[p] = load_held<R>(scale + parts.held(column, p));
-              dw[p] = wants_grad_weight ? load_held<R>(partial + parts.held(column, p)) : Block<R>{};
+              dw[p] = wants_grad_weight ? load_held<R>(weight_sum + parts.held(column, p)) : Block<R>{};
             }
             typename Operator::Outputs outputs[kRows][kCount];
             if (prefetches) {
@@ -243,7 +248,7 @@ class BackwardRows {
             for (int p = 0; p < kCount; p++) {
 #pragma GCC unroll 4
               for (int r = 0; r < kRows; r++) rows[r].store(parts.column(column, p), outputs[r][p], extent, streams);
-              if (wants_grad_weight) store_held<R>(partial + parts.held(column, p), dw[p]);
+              if (wants_grad_weight) store_held<R>(weight_sum + parts.held(column, p), dw[p]);
             }
           });
         });
@@ -251,70 +256,75 @@ class BackwardRows {
 
   const CpuArgs& args_;
   const Region region_;
+  const int64_t first_leaf_;
   const bool prefetches_, streams_;
   const PairedColumns paired_;
   const int64_t held_cols_;
   int tile_rows_;  // the most that a tile has
-  // The rows that tiles are being made of: `count_` of each group, from `row_` on, all of one chunk. The tile that
-  // comes next begins with those of group `group_`.
+  // The rows that tiles are being made of: `count_` of each group, from `row_` on, all of one leaf. The tile that comes
+  // next begins with those of group `group_`.
   int64_t row_;
   int count_ = 0;
-  int64_t chunk_;
   int64_t group_;
+  int64_t leaf_, leaf_end_ = 0;  // where it ends
+  int64_t sums_before_;          // that are left of the leaves before
   const typename Operator::Shared shared_;
   GroupedTensors<Operator> tensors_;
   GroupedTensors<SumsOfRow<Compute>> sums_;
 };
 
-// Begins the partials of a tile, columns [begin, end).
+// Begins the sums of a tile's leaf, columns [begin, end).
 template <class Operator>
 void clear(const BackwardTile<Operator>& tile, int64_t begin, int64_t end) {
   using R = typename Operator::Element;
-  if (!tile.begins_chunk) return;
-  for (compute_t<R>* partial : {tile.partial, tile.bias_partial}) {
-    if (partial == nullptr) continue;
-    std::memset(partial + begin, 0, (padded_cols(kDType<R>, end) - begin) * sizeof(compute_t<R>));
+  if (!tile.begins_leaf) return;
+  for (compute_t<R>* sum : {tile.weight_sum, tile.bias_sum}) {
+    if (sum == nullptr) continue;
+    std::memset(sum + begin, 0, (padded_cols(kDType<R>, end) - begin) * sizeof(compute_t<R>));
+  }
+}
+
+// Adds the last sums behind a tile that ends its leaf, columns [begin, end).
+template <class Operator>
+[[gnu::noinline]] void add_last_sums(const CpuArgs& args, const BackwardTile<Operator>& tile, int64_t begin,
+                                     int64_t end) {
+  using R = typename Operator::Element;
+  for (compute_t<R>* last : {tile.weight_sum, tile.bias_sum}) {
+    if (last == nullptr) continue;
+    for (int64_t column = begin; column < end; column += kLanes<R>) {
+      compute_t<R>* held = last + column;
+      Block<R> sum = load_held<R>(held);
+      for (int added = 0; added < tile.additions; added++) {
+        held -= args.sum_stride;
+        sum = load_held<R>(held) + sum;
+      }
+      store_held<R>(held, sum);
+    }
   }
 }
 
 // The first pass alone.
 template <class Operator>
 void sum_region(const CpuArgs& args, const Region& region) {
-  BackwardRows<Operator> rows(args, region);
+  BackwardRows<Operator> rows(args, region, 0);
   BackwardTile<Operator> tile;
   for (rows.next_tile(tile); tile.count > 0; rows.next_tile(tile)) rows.sum(tile);
 }
 
 template <class Operator>
 void backward_region(const CpuArgs& args, const Region& region) {
-  BackwardRows<Operator> rows(args, region);
+  BackwardRows<Operator> rows(args, region, region.row / args.rows_per_leaf);
   // While one tile is written, the one that comes next is prefetched.
   BackwardTile<Operator> tiles[2];
   rows.next_tile(tiles[0]);
   for (int current = 0; tiles[current].count > 0; current ^= 1) {
     BackwardTile<Operator>&tile = tiles[current], &ahead = tiles[current ^ 1];
-    clear(tile, 0, tile.count / tile.rows_per_group * tile.stride);
+    const int64_t numbers = tile.count / tile.rows_per_group * tile.stride;
+    clear(tile, 0, numbers);
     rows.next_tile(ahead);
     rows.sum(tile);
     rows.write(tile, ahead, 0, args.cols);
-  }
-}
-
-template <class Operator>
-void backward_parts(const CpuArgs& args, int64_t begin, int64_t end) {
-  const int64_t rows = args.rows / args.weight.groups;
-  while (begin < end) {
-    const int64_t chunk = begin / args.weight.groups, group = begin % args.weight.groups;
-    // Whole chunks, or, where a chunk is not whole, some of its groups.
-    int64_t chunks = group == 0 ? (end - begin) / args.weight.groups : 0, groups = args.weight.groups;
-    if (chunks == 0) {
-      chunks = 1;
-      groups = (groups - group < end - begin ? groups - group : end - begin);
-    }
-    const int64_t first = chunk * args.rows_per_chunk, last = first + chunks * args.rows_per_chunk;
-    const Region region = {first, (last < rows ? last : rows) - first, group, groups};
-    wants_sums<Operator>(args) ? sum_region<Operator>(args, region) : backward_region<Operator>(args, region);
-    begin += chunks * groups;
+    if (tile.additions > 0) add_last_sums(args, tile, 0, numbers);
   }
 }
 
@@ -337,7 +347,7 @@ void backward_sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end,
 
 template <class Operator>
 void backward_columns(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
-  BackwardRows<Operator> rows(args, {row / args.weight.groups, 1, row % args.weight.groups, 1});
+  BackwardRows<Operator> rows(args, {row / args.weight.groups, 1, row % args.weight.groups, 1}, 0);
   BackwardTile<Operator> tile;
   rows.next_tile(tile);
   tile.set_sums({square_sum}, {dot}, args.size, args.eps);
@@ -346,6 +356,7 @@ void backward_columns(const CpuArgs& args, int64_t row, double square_sum, doubl
     const int64_t last = span_end(begin, end);
     clear(tile, begin, last);
     rows.write(tile, tile, begin, last);
+    if (tile.additions > 0) add_last_sums(args, tile, begin, last);
   }
 }
 
@@ -353,8 +364,10 @@ void backward_columns(const CpuArgs& args, int64_t row, double square_sum, doubl
 // anything is to be written.
 template <class Variants>
 struct Backward {
-  static void rows(const CpuArgs& args, int64_t begin, int64_t end) {
-    Variants::choose(args, [&]<class Operator>() { backward_parts<Operator>(args, begin, end); });
+  static void rows(const CpuArgs& args, const Region& region) {
+    Variants::choose(args, [&]<class Operator>() {
+      wants_sums<Operator>(args) ? sum_region<Operator>(args, region) : backward_region<Operator>(args, region);
+    });
   }
   static void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
     Variants::choose(args, [&]<class Operator>() { backward_sums<Operator>(args, row, begin, end, squares, dots); });

@@ -113,11 +113,12 @@ struct BackwardTile {
   using R = typename Operator::Element;
 
   int count = 0, rows_per_group = 1;
-  const compute_t<R>* scale;   // of the first group
-  compute_t<R>* partial;       // of the first group, or null if grad_weight is not wanted
-  compute_t<R>* bias_partial;  // the same of grad_bias
-  int64_t stride;              // from a group's scale, or partial, to the next one's
-  bool begins_chunk;           // whether nothing has been added to the partials yet
+  const compute_t<R>* scale;  // of the first group
+  compute_t<R>* weight_sum;   // of the leaf, for the first group, or null if grad_weight is not wanted
+  compute_t<R>* bias_sum;     // the same of grad_bias
+  int64_t stride;             // from a group's scale, or sum, to the next one's
+  bool begins_leaf;           // whether nothing has been added to the sums yet
+  int additions;              // how often the last two sums are to be added behind the tile
   Operator rows[kBackwardTile];
   compute_t<R> rstd[kBackwardTile], minus_c[kBackwardTile];
   SumsOfRow<compute_t<R>> sums[kBackwardTile];

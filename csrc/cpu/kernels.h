@@ -4,14 +4,14 @@
 #include <cstdint>
 
 #include "../kernel_args.h"
+#include "leaves.h"
 #include "row_config.h"
 
 namespace normops::cpu {
 
-// Scale and the partials of grad_weight, which only kernels read and write, are of compute_dtype(dtype): one vector
-// over the columns for each group of the weight, which HeldOrder describes, with the columns of a block in an order of
-// the kernels' own. Row r is of group r % groups: it has that scale, and is summed into that partial, which is [chunks,
-// groups, held_cols].
+// Scale and the sums of rows, which only kernels read and write, are of compute_dtype(dtype): one vector over the
+// columns for each group of the weight, which HeldOrder describes, with the columns of a block in an order of the
+// kernels' own. Row r is of group r % groups.
 constexpr int64_t kLongestBlock = 32;  // columns
 inline int64_t padded_cols(DType dtype, int64_t cols) {
   const int64_t block = dtype == DType::bfloat16 ? kLongestBlock : 16;
@@ -25,7 +25,7 @@ struct PairedColumns {
   bool are_neighbours = false;
 };
 
-// Maps columns to their places in the multipliers and the partial sums. Segments of columns follow one another, each
+// Maps columns to their places in the scale and in sums of rows. Segments of columns follow one another, each
 // padded to whole blocks, so that a block of the first columns of pairs has one of the second ones.
 class HeldOrder {
  public:
@@ -71,11 +71,6 @@ class HeldOrder {
   int64_t columns_[5] = {}, held_[5] = {};  // where each begins, and behind the last one
 };
 
-// How many partial sums of grad_weight each group has, where each is over `rows_per_chunk` of the group's rows.
-inline int64_t chunk_count(int64_t rows, int64_t rows_per_chunk) {
-  return (rows + rows_per_chunk - 1) / rows_per_chunk;
-}
-
 // The columns of a span. A sum over a row is formed within each span, and the sums of the spans are added from left to
 // right in float64.
 constexpr int64_t kSpan = 1024;
@@ -83,10 +78,18 @@ constexpr int64_t kSpan = 1024;
 // What a thread gives a kernel besides: how it is to go about it, and memory.
 struct CpuArgs : KernelArgs {
   bool stream = false;          // whether what is written is too large for the caches
-  int64_t rows_per_chunk = 0;   // of each group; of a backward
-  int64_t first_group = 0;      // of scale and partials; others than 0 only where groups have one chunk each
+  int64_t first_group = 0;      // of scale and sums
   const void* scale = nullptr;  // compute [groups, held_cols]: weight + its offset
   void* held = nullptr;         // compute [held_rows, padded_cols], of the thread, or of the threads that share a row
+
+  // Of a backward. So many rows are the thread's, of all its regions. The sums that a thread has of grad_weight and
+  // grad_bias are compute [most_sums, groups, held_cols], or null if not wanted; from one to the next it is
+  // `sum_stride` numbers.
+  int64_t part_rows = 0;
+  int64_t rows_per_leaf = INT64_MAX;  // of each group
+  int64_t sum_stride = 0;
+  void* grad_weight_sums = nullptr;
+  void* grad_bias_sums = nullptr;
 };
 
 // The columns that are formed in pairs.
@@ -130,22 +133,27 @@ struct RmsNormKernels {
 
 // The kernels of a backward.
 struct BackwardKernels {
-  // Computes the gradients of the rows in parts [begin:end], and their partials; part p is the rows of chunk p / groups
-  // that are of group p % groups.
-  void (*rows)(const CpuArgs& args, int64_t begin, int64_t end);
+  // Computes the gradients of these rows, and their sums: as many as each_sum() visits for the leaves.
+  void (*rows)(const CpuArgs& args, const Region& region);
   // Two steps for one row that threads share, to be called for the rows in their order. The first one computes
   // squares[begin:end] and dots[begin:end], the sums over these spans of x^2 and of dy * scale * x (0 if no rows are
-  // written); the second one columns [begin:end] of the row's gradients, which it adds to the chunk's partial. They are
-  // null as those of a forward.
+  // written); the second one columns [begin:end] of the row's gradients, and of the sums, whose first leaf is the
+  // group's first one. They are null as those of a forward.
   void (*sums)(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
   void (*columns)(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end);
 };
 
+// A sum of rows of a group, behind which the last two sums are added so many times.
+struct RowSum {
+  const void* numbers;
+  int additions;
+};
+
 struct RmsNormBackwardKernels {
   BackwardKernels backward;
-  // Computes grad_weight[:count] = the sum over so many chunks of partials[chunk, :count], `stride` numbers apart.
-  void (*grad_weight)(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t stride,
-                      void* grad_weight, int64_t count);
+  // Computes grad_weight[:columns] = the one sum that is left of these, columns [held:held + columns].
+  void (*grad_weight)(DType dtype, DType weight_dtype, const RowSum* sums, int64_t count, int64_t held,
+                      void* grad_weight, int64_t columns);
 };
 
 #pragma GCC visibility push(default)  // for the operators, which are another library

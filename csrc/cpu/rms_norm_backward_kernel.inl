@@ -33,7 +33,7 @@ struct Variants {
   template <class Visit>
   static void choose(const CpuArgs& args, Visit visit) {
     const bool sums_both = args.has(kGradInput) || args.sums == Sums::wanted;
-    if (!sums_both && args.grad_weight_partials == nullptr && args.grad_bias_partials == nullptr) return;
+    if (!sums_both && args.grad_weight_sums == nullptr && args.grad_bias_sums == nullptr) return;
     dispatch_pair(args[kGradOutput].dtype, args.dtype(), [&]<class T, class R>() {
       sums_both ? visit.template operator()<RmsNormBackward<T, R, true>>()
                 : visit.template operator()<RmsNormBackward<T, R, false>>();
@@ -42,21 +42,24 @@ struct Variants {
 };
 
 template <class T, class W>
-void grad_weight_columns(const compute_t<T>* partials, int64_t chunks, int64_t stride, W* grad_weight, int64_t count) {
-  for_each_block<T>(0, count, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
-    Block<T> total = {};
-    for (int64_t chunk = 0; chunk < chunks; chunk++) total = total + load_held<T>(partials + chunk * stride + column);
-    store(grad_weight + column, total, extent);
+void grad_weight_columns(const RowSum* sums, int64_t count, int64_t held, W* grad_weight, int64_t columns) {
+  for_each_block<T>(0, columns, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
+    Block<T> left[64];
+    int last = -1;
+    for (int64_t i = 0; i < count; i++) {
+      Block<T> sum = load_held<T>(static_cast<const compute_t<T>*>(sums[i].numbers) + held + column);
+      for (int added = 0; added < sums[i].additions; added++) sum = left[last--] + sum;
+      left[++last] = sum;
+    }
+    store(grad_weight + column, left[0], extent);
   });
 }
 
-void grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t chunks, int64_t stride,
-                 void* grad_weight, int64_t count) {
+void grad_weight(DType dtype, DType weight_dtype, const RowSum* sums, int64_t count, int64_t held, void* grad_weight,
+                 int64_t columns) {
   dispatch(dtype, [&]<class T>() {
-    dispatch(weight_dtype, [&]<class W>() {
-      grad_weight_columns<T>(static_cast<const compute_t<T>*>(partials), chunks, stride, static_cast<W*>(grad_weight),
-                             count);
-    });
+    dispatch(weight_dtype,
+             [&]<class W>() { grad_weight_columns<T>(sums, count, held, static_cast<W*>(grad_weight), columns); });
   });
 }
 

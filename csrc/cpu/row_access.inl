@@ -67,7 +67,7 @@ HeldOrder held_order(const CpuArgs& args) {
   return {kDType<typename Operator::Element>, args.cols, paired_columns(args.rotation)};
 }
 
-// The numbers of a group's scale, and of its partial.
+// The numbers of a group's scale, and of its sum of rows.
 template <class Operator>
 int64_t held_cols(const CpuArgs& args) {
   return held_order<Operator>(args).held_cols();

@@ -63,7 +63,7 @@ constexpr bool loads_ahead(int vector_bytes) { return vector_bytes >= 32; }
 // folded together. Four rows: 1.1 to 1.3 up to 128 columns. Sixteen: 0.9 to 1.1.
 constexpr int kBackwardTile = 8;
 
-// Rows of one group that are written at once, as they share what is loaded of the scale and the partial. One: 1.1 to
+// Rows of one group that are written at once, as they share what is loaded of the scale and the sum. One: 1.1 to
 // 1.2 in the gated backward of bfloat16 on AVX2; four: 1.0 to 1.1 there and 1.1 to 1.2 on AVX-512.
 constexpr int kWriteRows = 2;
 

@@ -13,13 +13,6 @@
 
 namespace normops::cpu {
 
-// Elements a thread should at least have: waking a second one costs about as much as a thread needs for these.
-constexpr int64_t kGrainElements = 16384;
-
-inline int64_t grain(int64_t elements_each) {
-  return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each));
-}
-
 // How much memory a Scratch has on the stack, in doubles.
 constexpr int64_t kStackNumbers = 2048;
 
@@ -30,18 +23,18 @@ inline int64_t scratch_numbers(DType dtype, int64_t count) {
   return (numbers + kLine - 1) / kLine * kLine;
 }
 
-// The memory of each thread's Scratch, unless that is small enough for the stack. It is allocated before the threads
+// The memory of each part's Scratch, unless that is small enough for the stack. It is allocated before the threads
 // begin, as a thread that shares work could not tell anybody that there is no memory.
-class ThreadsMemory {
+class PartsMemory {
  public:
-  ThreadsMemory(DType dtype, int64_t count, int64_t threads) : numbers_(scratch_numbers(dtype, count)) {
+  PartsMemory(DType dtype, int64_t count, int64_t parts) : numbers_(scratch_numbers(dtype, count)) {
     // torch's allocator says how much it could not get.
-    if (numbers_ > kStackNumbers) memory_ = c10::GetCPUAllocator()->allocate(threads * numbers_ * sizeof(double));
+    if (numbers_ > kStackNumbers) memory_ = c10::GetCPUAllocator()->allocate(parts * numbers_ * sizeof(double));
   }
 
-  // The memory of a thread's Scratch, or null if that lies on the stack.
-  double* of(int64_t thread) const noexcept {
-    return memory_ ? static_cast<double*>(memory_.get()) + thread * numbers_ : nullptr;
+  // The memory of a part's Scratch, or null if that lies on the stack.
+  double* of(int64_t part) const noexcept {
+    return memory_ ? static_cast<double*>(memory_.get()) + part * numbers_ : nullptr;
   }
 
  private:
@@ -52,7 +45,7 @@ class ThreadsMemory {
 // Uninitialised memory for numbers of the compute type; small amounts lie on the stack.
 class Scratch {
  public:
-  Scratch(const ThreadsMemory& memory, int64_t thread) noexcept : data_(memory.of(thread)) {
+  Scratch(const PartsMemory& memory, int64_t part) noexcept : data_(memory.of(part)) {
     if (data_ == nullptr) data_ = small_;
   }
   Scratch(const Scratch&) = delete;
@@ -65,9 +58,9 @@ class Scratch {
 };
 
 // A Scratch for `count` numbers, for where no threads share the work yet.
-class OwnScratch : ThreadsMemory, public Scratch {
+class OwnScratch : PartsMemory, public Scratch {
  public:
-  OwnScratch(DType dtype, int64_t count) : ThreadsMemory(dtype, count, 1), Scratch(*this, 0) {}
+  OwnScratch(DType dtype, int64_t count) : PartsMemory(dtype, count, 1), Scratch(*this, 0) {}
 };
 
 // Shares vectors over the columns, one for each group, among the threads, in whole blocks: calls
@@ -87,24 +80,19 @@ void parallel_for_columns(int64_t groups, int64_t cols, int64_t grain_columns, c
                });
 }
 
-// Whether threads share each row: there are fewer rows than threads, and a row is long enough to be worth it.
-inline bool shares_rows(int64_t rows, int64_t cols) {
-  return cols >= 2 * kGrainElements && rows < at::get_num_threads();
-}
-
-// Sums over the spans of a row, one after another as a kernel that has the row to itself adds them.
+// Sums over the spans of some rows, added one after another as a kernel that has a row to itself adds them.
 class SpanSums {
  public:
-  explicit SpanSums(int64_t cols) : count_((cols + kSpan - 1) / kSpan), sums_(DType::float64, count_) {}
-  double* data() { return static_cast<double*>(sums_.data()); }
+  SpanSums(int64_t rows, int64_t cols) : count_((cols + kSpan - 1) / kSpan), sums_(DType::float64, rows * count_) {}
+  double* of(int64_t row) { return static_cast<double*>(sums_.data()) + row * count_; }
   int64_t count() const { return count_; }
-  double total() { return std::accumulate(data(), data() + count_, 0.0); }
-  // That of a row, which may be given instead, or wanted.
-  double total(const KernelArgs& args, TensorIndex index, int64_t row) {
-    if (args.sums == Sums::formed) return total();
+  double total(int64_t row) { return std::accumulate(of(row), of(row) + count_, 0.0); }
+  // That of what is row `of_args` of the arguments, which may be given instead, or wanted.
+  double total(int64_t row, const KernelArgs& args, TensorIndex index, int64_t of_args) {
+    if (args.sums == Sums::formed) return total(row);
     return dispatch(args.dtype(), [&]<class T>() -> double {
-      auto* const number = reinterpret_cast<compute_t<T>*>(RowIterator(args[index], row).next());
-      if (args.sums == Sums::wanted) *number = static_cast<compute_t<T>>(total());
+      auto* const number = reinterpret_cast<compute_t<T>*>(RowIterator(args[index], of_args).next());
+      if (args.sums == Sums::wanted) *number = static_cast<compute_t<T>>(total(row));
       return *number == *number ? *number : std::numeric_limits<double>::quiet_NaN();
     });
   }
@@ -114,61 +102,59 @@ class SpanSums {
   OwnScratch sums_;
 };
 
-// The arguments of a call for each of the threads that share it: to those that all have in common it adds the scale,
-// which a thread may convert for itself, and the memory for what kernels hold of a row. scale.own_count() is how many
-// numbers a thread needs memory for to convert the scale, and scale.in(own) is the scale, in that memory or elsewhere.
-template <class Scale>
-class ThreadsArgs {
+// Memory for the parts that a call is shared out in: for what kernels hold of a row, and `own_count` numbers besides.
+class PartsArgs {
  public:
-  ThreadsArgs(const CpuArgs& args, const Scale& scale, int64_t threads)
+  PartsArgs(const CpuArgs& args, int64_t own_count, int64_t parts)
       : args_(args),
-        scale_(scale),
-        scales_(args.dtype(), scale.own_count(), threads),
-        held_(args.dtype(), held_rows(args) * padded_cols(args.dtype(), args.cols), threads) {}
+        own_(args.dtype(), own_count, parts),
+        held_(args.dtype(), held_rows(args) * padded_cols(args.dtype(), args.cols), parts) {}
 
-  // Calls function(args) in a thread.
+  // Calls function(args, own) with the arguments for a part.
   template <class Function>
-  void call(int64_t thread, const Function& function) const
-      noexcept(std::is_nothrow_invocable_v<Function, const CpuArgs&>) {
-    static_assert(noexcept(scale_.in(std::declval<Scratch&>())));
-    Scratch own(scales_, thread), held(held_, thread);
+  void call(int64_t part, const Function& function) const
+      noexcept(std::is_nothrow_invocable_v<Function, CpuArgs&, Scratch&>) {
+    Scratch own(own_, part), held(held_, part);
     CpuArgs args = args_;
-    args.scale = scale_.in(own);
     args.held = held.data();
-    function(args);
+    function(args, own);
   }
 
  private:
   const CpuArgs& args_;
-  const Scale& scale_;
-  ThreadsMemory scales_, held_;
+  PartsMemory own_, held_;
 };
 
-// Calls function(args, first, last) with each thread's arguments for its part of [0, end).
-template <class Scale, class Function>
-void share_out(const CpuArgs& args, const Scale& scale, int64_t end, int64_t grain, const Function& function) {
-  static_assert(std::is_nothrow_invocable_v<const Function&, const CpuArgs&, int64_t, int64_t>);
-  const ThreadsArgs threads(args, scale, thread_count(end, grain));
-  parallel_for_threads(0, end, grain, [&](int64_t thread, int64_t first, int64_t last) noexcept {
-    threads.call(thread, [&](const CpuArgs& args) noexcept { function(args, first, last); });
+// Calls function(part, args, own, first, last) for the parts of [0, end).
+template <class Function>
+void share_out(const CpuArgs& args, int64_t own_count, int64_t end, int64_t grain, const Function& function) {
+  static_assert(std::is_nothrow_invocable_v<const Function&, int64_t, CpuArgs&, Scratch&, int64_t, int64_t>);
+  const PartsArgs parts(args, own_count, part_count(end, grain));
+  parallel_for_parts(0, end, grain, [&](int64_t part, int64_t first, int64_t last) noexcept {
+    parts.call(part, [&](CpuArgs& args, Scratch& own) noexcept { function(part, args, own, first, last); });
   });
 }
 
+// `scale` is weight + its offset: scale.own_count() is how many numbers of its own a part needs for it, and
+// scale.in(own, group, groups) that of some groups, in this memory or elsewhere.
 template <class Scale>
 void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale& scale) {
-  if (kernels.sums == nullptr || !shares_rows(args.rows, args.cols)) {
-    share_out(args, scale, args.rows, grain(args.cols),
-              [&](const CpuArgs& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
+  const int64_t groups = args.weight.groups;
+  if (kernels.sums == nullptr || args.rows >= at::get_num_threads() || args.cols < 2 * kGrainElements) {
+    share_out(args, scale.own_count(), args.rows, grain(args.cols),
+              [&](int64_t, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
+                args.scale = scale.in(own, 0, groups);
+                kernels.rows(args, begin, end);
+              });
     return;
   }
-  SpanSums squares(args.cols);
-  ThreadsArgs(args, scale, 1).call(0, [&](const CpuArgs& args) {
+  SpanSums squares(1, args.cols);
+  PartsArgs(args, scale.own_count(), 1).call(0, [&](CpuArgs& args, Scratch& own) {
+    args.scale = scale.in(own, 0, groups);
     for (int64_t row = 0; row < args.rows; row++) {
-      const auto sum = [&](int64_t begin, int64_t end) noexcept {
-        kernels.sums(args, row, begin, end, squares.data());
-      };
+      const auto sum = [&](int64_t begin, int64_t end) noexcept { kernels.sums(args, row, begin, end, squares.of(0)); };
       if (args.sums != Sums::given) parallel_for(0, squares.count(), kGrainElements / kSpan, sum);
-      const double square_sum = squares.total(args, kSquareSum, row);
+      const double square_sum = squares.total(0, args, kSquareSum, row);
       if (args.sums == Sums::wanted) continue;
       parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) noexcept {
         kernels.columns(args, row, square_sum, begin, end);
@@ -177,28 +163,66 @@ void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale
   });
 }
 
-template <class Scale>
-void run_backward(const BackwardKernels& kernels, const CpuArgs& args, const Scale& scale) {
-  if (kernels.sums == nullptr || !shares_rows(args.rows, args.cols)) {
-    const int64_t groups = args.weight.groups;
-    const int64_t parts = chunk_count(args.rows / groups, args.rows_per_chunk) * groups;
-    share_out(args, scale, parts, grain(args.rows_per_chunk * args.cols),
-              [&](const CpuArgs& args, int64_t begin, int64_t end) noexcept { kernels.rows(args, begin, end); });
+// Whether threads share the rows of a backward.
+inline bool shares_rows(const BackwardKernels& kernels, const Division& division) {
+  return kernels.sums != nullptr && division.shares_rows(at::get_num_threads());
+}
+
+// Some rows of a group, from the arguments' row `first` on, for a backward whose threads share them. A thread has the
+// same columns in both steps, so that it finds them in its caches.
+inline void run_shared_rows(const BackwardKernels& kernels, const CpuArgs& args, int64_t first, int64_t count) {
+  SpanSums squares(count, args.cols), dots(count, args.cols);
+  const auto row = [&](int64_t r) { return first + r * args.weight.groups; };
+  // What is held of each row lies in the place of one that has the tile to itself.
+  CpuArgs of_row[kBackwardTile];
+  for (int64_t r = 0; r < count; r++) {
+    of_row[r] = args;
+    of_row[r].held =
+        static_cast<char*>(args.held) + r * padded_cols(args.dtype(), args.cols) * size_of(compute_dtype(args.dtype()));
+  }
+  const auto sum = [&](int64_t begin, int64_t end) noexcept {
+    for (int64_t r = 0; r < count; r++) kernels.sums(of_row[r], row(r), begin, end, squares.of(r), dots.of(r));
+  };
+  if (args.sums != Sums::given) parallel_for(0, squares.count(), grain(count * kSpan), sum);
+  double square_sums[kBackwardTile], row_dots[kBackwardTile];
+  for (int64_t r = 0; r < count; r++) {
+    square_sums[r] = squares.total(r, args, kSquareSum, row(r));
+    row_dots[r] = dots.total(r, args, kDot, row(r));
+  }
+  if (args.sums == Sums::wanted) return;
+  parallel_for_columns(1, args.cols, grain(count), [&](int64_t, int64_t begin, int64_t end) noexcept {
+    for (int64_t r = 0; r < count; r++) kernels.columns(of_row[r], row(r), square_sums[r], row_dots[r], begin, end);
+  });
+}
+
+// `parameters` are the scale, and the gradients of the weight and the bias: parameters.own_count() is how many numbers
+// of its own a part needs, parameters.begin(args, own, part, region) sets the arguments for a region, and
+// parameters.end(part, region) is called behind it.
+template <class Parameters>
+void run_backward(const BackwardKernels& kernels, const CpuArgs& args, const Division& division,
+                  Parameters& parameters) {
+  if (!shares_rows(kernels, division)) {
+    share_out(args, parameters.own_count(), division.units(), division.grain(),
+              [&](int64_t part, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
+                args.part_rows = (end - begin) * division.rows_per_unit() * division.groups_per_strip();
+                division.each_region(begin, end, [&](const Region& region) {
+                  parameters.begin(args, own, part, region);
+                  kernels.rows(args, region);
+                  parameters.end(part, region);
+                });
+              });
     return;
   }
-  SpanSums squares(args.cols), dots(args.cols);
-  ThreadsArgs(args, scale, 1).call(0, [&](const CpuArgs& args) {
-    for (int64_t row = 0; row < args.rows; row++) {
-      const auto sum = [&](int64_t begin, int64_t end) noexcept {
-        kernels.sums(args, row, begin, end, squares.data(), dots.data());
-      };
-      if (args.sums != Sums::given) parallel_for(0, squares.count(), kGrainElements / kSpan, sum);
-      const double square_sum = squares.total(args, kSquareSum, row), dot = dots.total(args, kDot, row);
-      if (args.sums == Sums::wanted) continue;
-      parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) noexcept {
-        kernels.columns(args, row, square_sum, dot, begin, end);
-      });
-    }
+  PartsArgs(args, parameters.own_count(), 1).call(0, [&](CpuArgs& args, Scratch& own) {
+    // A strip is one group, as rows are long.
+    division.each_region(0, division.units(), [&](const Region& strip) {
+      parameters.begin(args, own, 0, strip);
+      for (int64_t row = 0; row < strip.rows; row += kBackwardTile) {
+        run_shared_rows(kernels, args, row * args.weight.groups + strip.group,
+                        std::min<int64_t>(kBackwardTile, strip.rows - row));
+      }
+      parameters.end(0, strip);
+    });
   });
 }
 

@@ -3,7 +3,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "../cpu/division.h"
 #include "../cpu/isa.h"
+#include "../cpu/kernels.h"
 #include "../operators.h"
 #include "../recompute.h"
 #include "../triton/binding.h"
@@ -34,6 +36,31 @@ py::dict build_info() {
   info["cuda_version"] = py::none();
 #endif
   return info;
+}
+
+// The elements of each part that so many threads share a backward out in on the CPU, for measurements of scaling.
+std::vector<int64_t> elements_of_parts(int64_t rows, int64_t cols, int64_t groups, bool sums_rows, int64_t threads) {
+  using namespace normops::cpu;
+  const Division division(rows, cols, groups, sums_rows);
+  std::vector<int64_t> elements;
+  if (division.shares_rows(threads)) {
+    const int64_t spans = divide_up(cols, kSpan), parts = part_count(spans, grain(kBackwardTile * kSpan), threads);
+    for (int64_t part = 0; part < parts; part++) {
+      const int64_t begin = part_begin(0, spans, part, parts) * kSpan,
+                    end = part_begin(0, spans, part + 1, parts) * kSpan;
+      elements.push_back(rows * (std::min(end, cols) - begin));
+    }
+    return elements;
+  }
+  const int64_t parts = part_count(division.units(), division.grain(), threads);
+  for (int64_t part = 0; part < parts; part++) {
+    const int64_t begin = part_begin(0, division.units(), part, parts),
+                  end = part_begin(0, division.units(), part + 1, parts);
+    int64_t count = 0;
+    division.each_region(begin, end, [&](const Region& region) { count += region.rows * region.groups * cols; });
+    elements.push_back(count);
+  }
+  return elements;
 }
 
 using FastCall = PyObject*(PyObject*, PyObject* const*, Py_ssize_t);
@@ -93,6 +120,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
       .def("tensor", &RecomputedOutput::tensor, no_gil);
 
   m.def("build_info", build_info);
+  m.def("elements_of_parts", elements_of_parts, py::arg("rows"), py::arg("cols"), py::arg("groups"),
+        py::arg("sums_rows"), py::arg("threads"));
   m.def("operators", [] { return operators(normops::Operators()); });
   define_checks(m, normops::Operators());
 }

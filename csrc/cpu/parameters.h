@@ -1,0 +1,234 @@
+// What a call needs of the parameters: the scale, and memory for the sums of rows that become their gradients.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "sharing.h"
+
+namespace normops::cpu {
+
+inline HeldOrder order_of(const KernelArgs& args) { return {args.dtype(), args.cols, paired_columns(args.rotation)}; }
+
+// What is held of a group in the scale, or in a sum of rows.
+inline char* of_group(const KernelArgs& args, const HeldOrder& order, void* held, int64_t group) {
+  return static_cast<char*>(held) + group * order.held_cols() * size_of(compute_dtype(args.dtype()));
+}
+
+// Whether kernels can read the weight itself.
+inline bool is_scale(const KernelArgs& args, const HeldOrder& order) {
+  const Weight& weight = args.weight;
+  return weight.data != nullptr && weight.offset == 0 && weight.dtype == args.dtype() &&
+         compute_dtype(weight.dtype) == weight.dtype && order.is_natural();
+}
+
+// Computes the scale of a group, from `begin` to `end`.
+inline void convert_scale(const KernelArgs& args, const HeldOrder& order, int64_t group, int64_t begin, int64_t end,
+                          char* scale) noexcept {
+  const DType dtype = args.dtype();
+  const Weight& weight = args.weight;
+  if (weight.data != nullptr) {
+    const char* const data = static_cast<const char*>(weight.data) + group * args.cols * size_of(weight.dtype);
+    order.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
+      rms_norm_kernels().scale(dtype, weight.dtype, data + column * size_of(weight.dtype), weight.offset,
+                               scale + held * size_of(compute_dtype(dtype)), count);
+    });
+  } else if (compute_dtype(dtype) == DType::float64) {
+    std::fill_n(reinterpret_cast<double*>(scale) + begin, end - begin, 1.0);
+  } else {
+    std::fill_n(reinterpret_cast<float*>(scale) + begin, end - begin, 1.0f);
+  }
+}
+
+// weight + weight_offset as the kernels read it, or ones without a weight: the weight itself, where it is just that, or
+// converted: by the threads together where it is long, and otherwise by each for itself, which is quicker than to fetch
+// lines that another core has just written (8 x 4096 bfloat16, 2 threads of a Xeon: 5.5 us instead of 9.5).
+class Scale {
+ public:
+  // `most_groups`: of how many groups a part needs it at a time.
+  Scale(const KernelArgs& args, int64_t most_groups)
+      : args_(args),
+        order_(order_of(args)),
+        most_groups_(most_groups),
+        conversion_(conversion()),
+        shared_(args.dtype(), conversion_ == Conversion::together ? args.weight.groups * order_.held_cols() : 0) {
+    if (conversion_ != Conversion::together) return;
+    parallel_for_columns(args.weight.groups, order_.held_cols(), kGrainElements,
+                         [&](int64_t group, int64_t begin, int64_t end) noexcept {
+                           convert_scale(args_, order_, group, begin, end,
+                                         of_group(args_, order_, shared_.data(), group));
+                         });
+  }
+
+  // The numbers that a part needs for itself, and the scale of some groups, which may be in its memory for them.
+  int64_t own_count() const { return conversion_ == Conversion::each ? most_groups_ * order_.held_cols() : 0; }
+  const void* in(Scratch& own, int64_t group, int64_t groups) const noexcept {
+    if (conversion_ == Conversion::none) return of_group(args_, order_, const_cast<void*>(args_.weight.data), group);
+    if (conversion_ == Conversion::together) return of_group(args_, order_, const_cast<void*>(shared_.data()), group);
+    for (int64_t i = 0; i < groups; i++) {
+      convert_scale(args_, order_, group + i, 0, order_.held_cols(), of_group(args_, order_, own.data(), i));
+    }
+    return own.data();
+  }
+
+ private:
+  enum class Conversion { none, together, each };
+
+  Conversion conversion() const {
+    if (args_.sums == Sums::wanted && !args_.has(kGradOutput)) return Conversion::none;  // nobody reads it
+    if (is_scale(args_, order_)) return Conversion::none;
+    const int64_t groups = args_.weight.groups;
+    return groups == most_groups_ && groups * args_.cols > kGrainElements ? Conversion::together : Conversion::each;
+  }
+
+  const KernelArgs& args_;
+  HeldOrder order_;
+  int64_t most_groups_;
+  Conversion conversion_;
+  OwnScratch shared_;
+};
+
+// The sums of rows for grad_weight or grad_bias, if that is wanted. What has no memory has none here, before a gradient
+// is written over an input.
+class Gradient {
+ public:
+  Gradient(const KernelArgs& args, TensorIndex index, const Division& division, int64_t parts)
+      : args_(args),
+        index_(index),
+        division_(division),
+        parts_(parts),
+        order_(order_of(args)),
+        most_sums_(most_sums(std::min(division.units_per_strip(), divide_up(division.units(), parts)))),
+        sums_(args.dtype(), args.has(index) ? parts * strips_of_part() * most_sums_ * stride() : 0) {}
+
+  // From one sum to the next, in numbers.
+  int64_t stride() const { return division_.groups_per_strip() * order_.held_cols(); }
+
+  // The sums of a region. A part has memory for two strips: for the one that another part begins, and for the last one
+  // that it begins itself, as those before are finished by then.
+  void* sums_of(int64_t part, const Region& region) noexcept {
+    if (!args_.has(index_)) return nullptr;
+    const int64_t strip = part * strips_of_part() + (region.row == 0 ? strips_of_part() - 1 : 0);
+    return static_cast<char*>(sums_.data()) + strip * most_sums_ * stride_bytes();
+  }
+
+  // Computes the gradient, if the region is a whole strip.
+  void end(int64_t part, const Region& region) noexcept {
+    if (!args_.has(index_) || !division_.is_whole_strip(region)) return;
+    RowSum sums[kMostSums];
+    const int64_t count = list(part, region, sums);
+    close(sums, count);
+    parallel_for_columns(
+        region.groups, order_.held_cols(), grain(count),
+        [&](int64_t group, int64_t begin, int64_t end) noexcept { add_up(region, group, begin, end, sums, count); });
+  }
+
+  // Computes that of the strips that several parts share.
+  void finish() {
+    if (!args_.has(index_) || parts_ == 1) return;
+    struct Strip {
+      Region region;
+      int64_t first, count;  // of the sums
+    };
+    std::vector<Strip> strips;
+    std::vector<RowSum> sums;
+    for (int64_t part = 0; part < parts_; part++) {
+      const int64_t begin = part_begin(0, division_.units(), part, parts_),
+                    end = part_begin(0, division_.units(), part + 1, parts_);
+      division_.each_region(begin, end, [&](const Region& region) {
+        if (division_.is_whole_strip(region)) return;
+        if (region.row == 0) strips.push_back({region, static_cast<int64_t>(sums.size()), 0});
+        RowSum of_region[kMostSums];
+        const int64_t count = list(part, region, of_region);
+        sums.insert(sums.end(), of_region, of_region + count);
+        Strip& strip = strips.back();
+        strip.count += count;
+        if (division_.ends_strip(region)) close(sums.data() + strip.first, strip.count);
+      });
+    }
+    if (strips.empty()) return;
+    const int64_t groups = division_.groups_per_strip(), strip_count = static_cast<int64_t>(strips.size());
+    parallel_for_columns(strip_count * groups, order_.held_cols(),
+                         grain(static_cast<int64_t>(sums.size()) / strip_count),
+                         [&](int64_t i, int64_t begin, int64_t end) noexcept {
+                           const auto& [region, first, count] = strips[i / groups];
+                           if (i % groups >= region.groups) return;
+                           add_up(region, i % groups, begin, end, sums.data() + first, count);
+                         });
+  }
+
+ private:
+  int64_t strips_of_part() const { return std::min<int64_t>(2, division_.strips()); }
+  int64_t stride_bytes() const { return stride() * size_of(compute_dtype(args_.dtype())); }
+
+  // Lists the sums of a region, and returns how many there are.
+  int64_t list(int64_t part, const Region& region, RowSum* sums) noexcept {
+    const char* sum = static_cast<const char*>(sums_of(part, region));
+    const int64_t rows = division_.rows_per_leaf();
+    int64_t count = 0;
+    each_sum(region.row / rows, divide_up(region.row + region.rows, rows), [&](int64_t end, int64_t leaves) {
+      sums[count++] = {sum, additions_behind(0, end, leaves)};
+      sum += stride_bytes();
+    });
+    return count;
+  }
+
+  // Has what is left of the sums of a strip added behind the last one.
+  static void close(RowSum* sums, int64_t count) noexcept {
+    int left = 0;
+    for (int64_t i = 0; i < count; i++) left += 1 - sums[i].additions;
+    sums[count - 1].additions += left - 1;
+  }
+
+  // Computes columns `begin` to `end` of the gradient, of a group of a strip.
+  void add_up(const Region& strip, int64_t group, int64_t begin, int64_t end, const RowSum* sums,
+              int64_t count) const noexcept {
+    const auto& [data, dtype, layout] = args_[index_];
+    char* const gradient = static_cast<char*>(data) + (strip.group + group) * args_.cols * size_of(dtype);
+    order_.each(begin, end, [&](int64_t column, int64_t held, int64_t columns) {
+      rms_norm_backward_kernels().grad_weight(args_.dtype(), dtype, sums, count, group * order_.held_cols() + held,
+                                              gradient + column * size_of(dtype), columns);
+    });
+  }
+
+  const KernelArgs& args_;
+  TensorIndex index_;
+  const Division& division_;
+  int64_t parts_;
+  HeldOrder order_;
+  int64_t most_sums_;
+  OwnScratch sums_;
+};
+
+// What a backward needs of the parameters: the scale, of a strip at a time, as that of all groups may be as large as
+// the input, and their gradients.
+class Parameters {
+ public:
+  Parameters(const KernelArgs& args, const Division& division, int64_t parts)
+      : scale_(args, division.groups_per_strip()),
+        weight_(args, kGradWeight, division, parts),
+        bias_(args, kGradBias, division, parts) {}
+
+  int64_t own_count() const { return scale_.own_count(); }
+
+  void begin(CpuArgs& args, Scratch& own, int64_t part, const Region& region) noexcept {
+    args.first_group = region.group;
+    args.scale = scale_.in(own, region.group, region.groups);
+    args.sum_stride = weight_.stride();
+    args.grad_weight_sums = weight_.sums_of(part, region);
+    args.grad_bias_sums = bias_.sums_of(part, region);
+  }
+  void end(int64_t part, const Region& region) noexcept {
+    weight_.end(part, region);
+    bias_.end(part, region);
+  }
+  void finish() {
+    weight_.finish();
+    bias_.finish();
+  }
+
+ private:
+  Scale scale_;
+  Gradient weight_, bias_;
+};
+
+}  // namespace normops::cpu
