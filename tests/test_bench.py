@@ -12,7 +12,7 @@ import pytest
 import torch
 from other_process import printed, python
 
-from bench import checks, hugging_face, masks
+from bench import checks, hugging_face, masks, threads
 from bench.measure import Measurement, merge
 from bench.operators import OPERATORS
 from bench.peers import NORMOPS, PEERS, Peer
@@ -159,3 +159,19 @@ def test_a_peer_that_is_not_there_says_why(place: str | None, reason: str, monke
     if place is not None:
         monkeypatch.setenv(hugging_face.VARIABLE, place)
     assert hugging_face.missing.__wrapped__() == reason
+
+
+def test_threads(tmp_path: Path) -> None:
+    command = ("--shapes", "32x64", "--dtype", "float32", "--threads", "2", "--seconds", "0", "--save", str(tmp_path))
+    result = python("-m", "bench.threads", *command, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert "| over copy in brackets | 1 thread | 2 threads |" in result.stdout
+    for label, _, _ in threads.OPERATORS:
+        assert f"| {label} | " in result.stdout
+    assert "| 512x4096 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 0.67 | 1.00 | 0.67 | 0.50 | 0.33 |" in result.stdout
+    assert (tmp_path / "threads.md").read_text() in result.stdout
+    assert (tmp_path / "threads_float32.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_counts_of_threads() -> None:
+    assert [threads.counts_up_to(most) for most in (1, 2, 6, 16)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16]]
