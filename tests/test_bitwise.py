@@ -188,6 +188,24 @@ def test_a_group_does_not_know_the_others(
 
 
 @over_variants
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize(("samples", "rows", "cols"), [(3, 130, 64), (40, 3, 1024), (2, 70, 769)])
+@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.covering(core=1)
+def test_weights_of_samples_do_not_show_threads(
+    samples: int, rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant
+) -> None:
+    """Rows of a group that lie one after another."""
+    dy, x = (cases.values((samples, rows, cols), dtype, seed).to(device) for seed in (1, 2))
+    w = cases.values((samples, 1, cols), torch.float32, 3).to(device)
+    torch.set_num_threads(1)
+    expected = compute(variant, dy, x, w)
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        assert_same(compute(variant, dy, x, w), expected, threads)
+
+
+@over_variants
 def test_repeated_under_deterministic_algorithms(variant: Variant, device: str) -> None:
     """The operators need no exception and no other path there."""
     dy, x, w = problem(50, 64, torch.float32, device)

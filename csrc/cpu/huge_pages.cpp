@@ -25,8 +25,7 @@ bool is_wanted() {
 bool is_glibc() {
   Dl_info allocator, libc;
   return dladdr(reinterpret_cast<void*>(&posix_memalign), &allocator) != 0 &&
-         dladdr(reinterpret_cast<void*>(&gnu_get_libc_version), &libc) != 0 &&
-         allocator.dli_fbase == libc.dli_fbase;
+         dladdr(reinterpret_cast<void*>(&gnu_get_libc_version), &libc) != 0 && allocator.dli_fbase == libc.dli_fbase;
 }
 
 #endif
