@@ -36,12 +36,12 @@ def save_charts(measurements: Sequence[Measurement], stem: str, folder: Path) ->
             path = folder / f"{stem}_{name}.png"
             problem = measurements[0].problem
             figure.suptitle(f"{problem.operator.name}, {problem.memory} outputs")
-            _save(figure, path)
+            save_figure(figure, path)
             paths.append(path)
     return paths
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     drawn = BytesIO()
     figure.savefig(drawn, dpi=100, bbox_inches="tight")  # the legend may be wider than the panels
     Image.open(drawn).convert("RGB").quantize(PALETTE, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from bench import environment
+from bench.charts import save_figure
 from bench.operators import EPS, HEADS
 from bench.problems import dtype_name, parse_shapes
 from bench.tables import Row, Table, format_seconds
@@ -136,7 +137,7 @@ def draw(results: dict[str, Timings], path: Path) -> None:
     axes[0].set_ylabel("times as fast as one thread")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def main() -> None:
