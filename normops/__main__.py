@@ -1,7 +1,5 @@
 """``python -m normops`` tells whether this installation works: what to run after installing, and to paste in a report.
 
-``python -m normops run program.py`` runs a program, see :mod:`normops.running`.
-
 It prints what was built and what serves, runs each operator forward and backward on every device that is there, beside
 its definition in float64, and times it. The exit code is 0 if all results are right, else 1.
 """
@@ -10,6 +8,7 @@ import platform
 import statistics
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 import normops
-from normops import running
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 """Those that normops was tried on."""
@@ -183,13 +181,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case []:
-            sys.exit(main())
-        case ["run", *arguments]:
-            running.run(arguments)
-        case ["-h" | "--help"]:
-            print(running.USAGE)
-        case [other, *_]:
-            print(f"{running.USAGE}\n\nexpected no argument, or run, but got {other}", file=sys.stderr)
-            sys.exit(2)
+    ArgumentParser(prog="python -m normops", description="Checks this installation.").parse_args()
+    sys.exit(main())

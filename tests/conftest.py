@@ -22,7 +22,6 @@ LONGEST = (
     "test_adoption_fuzz.py",
     "test_check_gpu.py",
     "test_cuda_host.py",
-    "test_running.py",
     "test_patched_norms.py",
     "test_lookalikes.py",
     "test_export.py",

@@ -36,3 +36,9 @@ def test_an_operator_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(report, "CHECKS", (report.CHECKS[0]._replace(run=fail),))
     assert report.main() == 1
     assert "failed: RuntimeError: no kernel image" in capsys.readouterr().out
+
+
+def test_arguments() -> None:
+    result = python("-m", "normops", "run", "program.py")
+    assert result.returncode == 2
+    assert "unrecognized arguments: run program.py" in result.stderr

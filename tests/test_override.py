@@ -253,3 +253,15 @@ def test_compiled_outputs_have_the_memory_format_of_torch(order: tuple[int, ...]
 def test_views_of_channels_last_outputs(overridden: None) -> None:
     x = torch.randn(2, 3, 4, 8).to(memory_format=torch.channels_last)
     assert nn.RMSNorm(8)(x).permute(0, 2, 3, 1).view(-1, 3).shape == (64, 3)
+
+
+def test_the_file_that_runs_a_program(tmp_path: Path) -> None:
+    """As the documents show it: the program finds its arguments, and modules in its folder."""
+    text = (Path(__file__).parent.parent / "docs" / "adoption.md").read_text()
+    (shown,) = (block.partition("```")[0] for block in text.split("```python\n") if "runpy.run_path" in block)
+    (tmp_path / "with_normops.py").write_text(shown)
+    (tmp_path / "beside.py").touch()
+    program = "import sys, beside, normops; print(__name__, sys.argv[1:], normops.build_info()['overrides_torch'])"
+    (tmp_path / "program.py").write_text(program)
+    result = python("with_normops.py", "program.py", "--steps", "3", cwd=tmp_path)
+    assert result.stdout == "__main__ ['--steps', '3'] True\n", result.stderr

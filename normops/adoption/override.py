@@ -32,11 +32,10 @@ class override_torch(Switch):  # noqa: N801  as torch's
     """Lets torch's own ``rms_norm`` run normops for the time of a ``with`` block.
 
     That is ``torch.nn.functional.rms_norm``, and with it ``torch.nn.RMSNorm``, of the whole process: programs stay as
-    they are. ``python -m normops run program.py`` does it for those that are not yours to change. What normops has no
-    kernels for is computed by torch as ever: another device than CPU and CUDA, another dtype than float16, bfloat16,
-    float32 and float64, a layout that is not strided, an eps that is NaN; and so is what runs under ``torch.vmap``.
-    Outputs have the strides of torch's. On the CPU, torch itself computes inputs in ``torch.channels_last`` and keeps
-    their memory format. Outputs for other inputs are contiguous.
+    they are. What normops has no kernels for is computed by torch as ever: another device than CPU and CUDA, another
+    dtype than float16, bfloat16, float32 and float64, a layout that is not strided, an eps that is NaN; and so is what
+    runs under ``torch.vmap``. Outputs have the strides of torch's. On the CPU, torch itself computes inputs in
+    ``torch.channels_last`` and keeps their memory format. Outputs for other inputs are contiguous.
 
     Code that torch.compile has compiled notices: a switch calls ``torch.compiler.reset()``, and graphs in Inductor's
     caches, which hold one operator or the other, are found with the switch as it was.
