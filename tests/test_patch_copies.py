@@ -4,6 +4,7 @@ import copy
 import io
 import multiprocessing
 import pickle
+import pickletools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from norms_of_others import LlamaNorm
 from torch import nn
 
 import normops
+from normops.adoption import installation
 
 SIZE = 32
 ROUNDS = 60
@@ -380,3 +382,70 @@ def test_a_model_that_shares_a_norm_shares_its_copy(protocol: int) -> None:
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model, protocol))):
         assert again[0] is again[1][0] is again[0].attribute
         assert_patched(again[0])
+
+
+class NamesAlone(pickle.Unpickler):
+    """Finds names of normops, torch, the standard types, and of the norm's own module alone."""
+
+    found: set[str]
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert module.partition(".")[0] in {"normops", "torch", "collections", "copyreg", LlamaNorm.__module__}, module
+        self.found.add(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def test_a_pickle_has_names_and_state_alone() -> None:
+    norm = patched()
+    saved_ = pickle.dumps(norm)
+    strings = {argument for _, argument, _ in pickletools.genops(saved_) if isinstance(argument, str)}
+    unpickler = NamesAlone(io.BytesIO(saved_))
+    unpickler.found = set()
+    assert_patched(unpickler.load())
+    assert {name for name in unpickler.found if name.startswith("normops.")} == {
+        "normops.adoption.installation._remake",
+        "normops.adoption.installation.Pickled",
+    }
+    assert all(part.isidentifier() for text in strings for part in text.split(".")), strings
+
+
+def test_a_load_of_weights_refuses_a_patched_module() -> None:
+    file = io.BytesIO()
+    torch.save(patched(), file)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported global"):
+        torch.load(file, weights_only=True)
+
+
+class Crafted:
+    """Pickled as a patched norm, with something else in the place of a rounding or an attribute."""
+
+    def __init__(self, rounding: Any = "once", slot: Any = "forward", has_state: bool = False) -> None:
+        self.reduced = installation._remake, (LlamaNorm, (SIZE,), {installation.Pickled(rounding): slot}, has_state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def test_a_crafted_pickle_is_an_error() -> None:
+    assert_patched(pickle.loads(pickle.dumps(Crafted())))
+    with pytest.raises(ValueError, match='rounding: expected "once" or "original", but got \'open\\(1\\)\''):
+        pickle.loads(pickle.dumps(Crafted("open(1)")))
+    with pytest.raises(ValueError, match="slot: expected one of _old_forward, forward, but got '__class__'"):
+        pickle.loads(pickle.dumps(Crafted(slot="__class__")))
+
+
+@every_copy
+def test_a_forward_that_a_hook_calls_is_patched_again(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """As accelerate keeps it."""
+    norm = patched()
+    norm._old_forward, norm.forward = norm.forward, hooked
+    again: Any = copied(norm)
+    assert again._old_forward.__self__ is again
+    assert again._old_forward.__func__ is norm._old_forward.__func__
+    assert again.forward is hooked
+    assert len(normops.patch(again).already) == 1
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    return x

@@ -5,7 +5,7 @@ its root on: ``g0["a"] is v1``, ``v1.b is v2``, ``type(v2.c) is float and v2.c =
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -115,43 +115,3 @@ def holding(guards: Sequence[Guard]) -> Callable[[nn.Module], bool]:
             return False
 
     return holds
-
-
-class Described(NamedTuple):
-    """What a pickle has in the place of something that has to be found again: its name, or a function's code."""
-
-    text: object
-
-
-def described(guards: Sequence[Guard]) -> tuple[Guard, ...]:
-    """The guards, as they can be pickled. What a module itself holds is pickled with it anyway."""
-    return tuple(
-        guard
-        if is_plain(guard.value) or guard.expression.startswith("self.")
-        else Guard(guard[0], _described(guard[1]))
-        for guard in guards
-    )
-
-
-def found_again(guards: Sequence[Guard], cls: type) -> tuple[Guard, ...] | None:
-    """The guards that were :func:`described`, in this process; None if anything is not what it was."""
-    found: list[Guard] = []
-    for expression, value in guards:
-        if isinstance(value, Described):
-            try:
-                now = eval(expression, {"cls": cls, **names_of(found)})
-            except Exception:  # whatever is missing
-                return None
-            if _described(now) != value:
-                return None
-            value = now
-        found.append(Guard(expression, value))
-    return tuple(found)
-
-
-def _described(value: Any) -> Described:
-    value = value.__code__ if isinstance(value, FunctionType) else value
-    if not isinstance(value, CodeType):
-        return Described((getattr(value, "__module__", ""), getattr(value, "__qualname__", type(value).__qualname__)))
-    constants = [_described(each) if isinstance(each, CodeType) else repr(each) for each in value.co_consts]
-    return Described((value.co_code, tuple(constants), value.co_names, value.co_varnames, value.co_freevars))

@@ -1,6 +1,7 @@
 """Giving modules forwards that run normops, and taking them back; how such modules are copied and pickled."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import FunctionType, MemberDescriptorType, MethodType
@@ -10,10 +11,9 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from normops.adoption.following import ENTRIES, SLOTS
-from normops.adoption.guards import Guard, described, found_again
 from normops.adoption.norm import Norm
 from normops.adoption.patched_forward import forward_of
-from normops.inductor import Rounding
+from normops.inductor import Rounding, check_rounding
 
 
 class Installed(NamedTuple):
@@ -27,16 +27,13 @@ class Installed(NamedTuple):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:  # noqa: D105
-        *facts, guards = self.norm
-        return _installed_again, (self.cls, facts, described(guards), self.rounding)
+        return Pickled, (self.rounding,)
 
 
-def _installed_again(
-    cls: type[nn.Module], facts: list[Any], guards: tuple[Guard, ...], rounding: Rounding
-) -> Installed | None:
-    """What was pickled, if all that it rests on is here as it was there."""
-    found = found_again(guards, cls)
-    return None if found is None else Installed(cls, Norm(*[*facts, found]), rounding)
+class Pickled(NamedTuple):
+    """What a pickle has in the place of it: where the module is loaded, its norm is recognised again."""
+
+    rounding: Rounding
 
 
 def install(found: Iterable[tuple[nn.Module, Norm, Rounding]]) -> None:
@@ -135,7 +132,8 @@ def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]
     object.__setattr__(twin, "__dict__", plain | copying)
     known = {id(value) for value in plain.values()}
     function, arguments, *rest = (_replaced(part, twin, module, known) for part in reduced)
-    return _remake, (function, arguments, _installed_in(own, module)), *rest
+    has_state = rest[:1] not in ([], [None])
+    return _remake, (function, arguments, _installed_in(own, module), has_state), *rest
 
 
 def _slots(cls: type) -> list[MemberDescriptorType]:
@@ -177,14 +175,51 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def _remake(
-    function: Callable[..., nn.Module], arguments: tuple[Any, ...], found: dict[Installed | None, str]
+    function: Callable[..., nn.Module],
+    arguments: tuple[Any, ...],
+    found: dict[Installed | Pickled, str],
+    has_state: bool,
 ) -> nn.Module:
+    """Makes the module of a copy, or of a pickle; ``has_state``: whether it gets its state after that."""
     module = function(*arguments)
     has = installed(module)  # the function may return a module that is there already
+    pickled: dict[Rounding, str] = {}
     for made_of, slot in found.items():
-        if made_of is not None and made_of not in has:
+        if isinstance(made_of, Pickled):
+            check_rounding(made_of.rounding)
+            if slot not in SLOTS:
+                raise ValueError(f"slot: expected one of {', '.join(SLOTS)}, but got {slot!r}")
+            pickled[made_of.rounding] = slot
+        elif made_of not in has:
             _put(module, slot, _function(made_of))
+    if pickled and has_state:
+        module.__dict__["__setstate__"] = partial(_set_state, module, pickled)
+    else:
+        _install_again(module, pickled)
     return module
+
+
+def _set_state(module: nn.Module, pickled: dict[Rounding, str], state: Any) -> None:
+    del module.__dict__["__setstate__"]
+    type(module).__setstate__(module, state)
+    _install_again(module, pickled)
+
+
+def _install_again(module: nn.Module, pickled: dict[Rounding, str]) -> None:
+    """Gives a module that was loaded the forwards that it had, in these attributes, if its norm is recognised here."""
+    from normops.adoption.patching import recognised  # which installs
+
+    for rounding, slot in pickled.items():
+        if rounding in (made.rounding for made in installed(module)):
+            continue
+        if slot != "forward":  # it has been taken off what was pickled
+            module.__dict__[slot] = MethodType(type(module).forward, module)
+        norm = recognised(module, rounding)
+        if isinstance(norm, Norm):
+            _put(module, slot, _function(Installed(type(module), norm, rounding)))
+        else:
+            title = f"a {type(module).__name__} was patched by normops when it was pickled"
+            warnings.warn(f"{title}, and is loaded unpatched: {norm}", stacklevel=2)
 
 
 def _is_ours(value: Any) -> bool:

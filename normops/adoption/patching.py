@@ -118,19 +118,30 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
             elif not isinstance(norm := all_found.norm_of(module), Norm):
                 if _is_called_norm(name, module):
                     skipped[name] = f"{title}: {norm}"
-            elif rounding == "original" and norm.rounds == "otherwise":
-                reason = 'rounds in an order of its own, which rounding="original" does not have'
-                skipped[name] = f"{title}: {reason}"
+            elif not has_order(norm, rounding):
+                skipped[name] = f"{title}: {NO_ORDER}"
             else:
                 found[name] = module, norm
         except Exception as error:  # a class may raise anything when its attributes are read
-            skipped[name] = f"{title}: cannot be examined: {type(error).__name__}: {str(error)[:80]}"
+            skipped[name] = f"{title}: {_cannot_be_examined(error)}"
     if strict and skipped:
         left = PatchReport(skipped=skipped)
         raise RuntimeError(f"expected to patch every norm (strict=True), but cannot, and changed nothing:\n{left}")
     patched = {name: f"{type(module).__name__}: {norm}" for name, (module, norm) in found.items()}
     install([(module, norm, rounding) for module, norm in found.values()])
     return PatchReport(patched, skipped, others, already)
+
+
+NO_ORDER = 'rounds in an order of its own, which rounding="original" does not have'
+
+
+def has_order(norm: Norm, rounding: Rounding) -> bool:
+    """Whether normops can round in the order that is asked for."""
+    return rounding == "once" or norm.rounds != "otherwise"
+
+
+def _cannot_be_examined(error: Exception) -> str:
+    return f"cannot be examined: {type(error).__name__}: {str(error)[:80]}"
 
 
 def unpatch(model: nn.Module) -> int:
@@ -142,8 +153,20 @@ def unpatch(model: nn.Module) -> int:
     return sum(uninstall(module) for module in model.modules())
 
 
+def recognised(module: nn.Module, rounding: Rounding) -> Norm | Unfit:
+    """The norm of a module that is loaded from a pickle, or why it cannot be patched; once for a class and process."""
+    try:
+        norm = _loaded.norm_of(module)
+    except Exception as error:  # as in patch
+        return Unfit(_cannot_be_examined(error))
+    return norm if isinstance(norm, Unfit) or has_order(norm, rounding) else Unfit(NO_ORDER)
+
+
 class _Found:
     """What modules compute. Those that are alike are examined only once."""
+
+    MOST = 256
+    """The most kinds of modules, as a program may define classes again and again."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[Callable[[nn.Module], bool], Norm | Unfit]]] = {}
@@ -160,6 +183,8 @@ class _Found:
                 *((name, type(p), p.dtype, getattr(p, "ds_shape", p.shape)) for name, p in parameters),
                 *(name for name, _ in (*module.named_buffers(recurse=False), *module.named_children())),
             )
+            if len(self._known) >= self.MOST:
+                self._known.clear()
             known = self._known.setdefault(key, [])
             for is_alike, norm in known:
                 if is_alike(module):
@@ -174,6 +199,9 @@ class _Found:
         except Unfit as reason:
             return reason
         return norm
+
+
+_loaded = _Found()
 
 
 class _Missing:
