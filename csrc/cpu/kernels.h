@@ -82,11 +82,11 @@ struct CpuArgs : KernelArgs {
   const void* scale = nullptr;  // compute [groups, held_cols]: weight + its offset
   void* held = nullptr;         // compute [held_rows, padded_cols], of the thread, or of the threads that share a row
 
-  // Of a backward. So many rows are the thread's, of all its regions. The sums that a thread has of grad_weight and
-  // grad_bias are compute [most_sums, groups, held_cols], or null if not wanted; from one to the next it is
-  // `sum_stride` numbers.
-  int64_t part_rows = 0;
+  // Of a backward.
+  int64_t part_rows = 0;              // of all regions that the thread has
   int64_t rows_per_leaf = INT64_MAX;  // of each group
+  // The sums of rows for grad_weight and grad_bias: compute [most_sums, groups, held_cols], or null if not wanted. One
+  // sum lies sum_stride numbers behind another.
   int64_t sum_stride = 0;
   void* grad_weight_sums = nullptr;
   void* grad_bias_sums = nullptr;

@@ -87,8 +87,8 @@ class Scale {
   OwnScratch shared_;
 };
 
-// The sums of rows for grad_weight or grad_bias, if that is wanted. What has no memory has none here, before a gradient
-// is written over an input.
+// The sums of rows for grad_weight or grad_bias, if that is wanted. Their memory is allocated before any gradient is
+// written, which may be over an input: an allocation that fails leaves the inputs as they were.
 class Gradient {
  public:
   Gradient(const KernelArgs& args, TensorIndex index, const Division& division, int64_t parts)
