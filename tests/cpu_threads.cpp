@@ -92,7 +92,7 @@ int main(int count, char** arguments) {
   for (const DType dtype : kDTypes) {
     // Rows shared out, also those of several groups, and of groups with few rows; and rows shared.
     for (const auto& [rows, groups, cols] :
-         {std::array<int64_t, 3>{137, 1, 1030}, {330, 11, 130}, {66, 33, 1030}, {2, 1, 33000}}) {
+         {std::array<int64_t, 3>{137, 1, 1030}, {330, 11, 130}, {66, 33, 1030}, {2, 1, 33000}, {18, 2, 16400}}) {
       if (!run(dtype, rows, groups, cols))
         std::printf("dtype %d, %d rows: not the bits of one thread\n", static_cast<int>(dtype), static_cast<int>(rows));
     }

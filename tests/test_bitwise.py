@@ -163,7 +163,8 @@ def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "groups", "cols"), [(37, 3, 64), (3, 40, 1024), (130, 5, 100), (1, 7, 769), (5, 2, 4096)]
+    ("rows", "groups", "cols"),
+    [(37, 3, 64), (3, 40, 1024), (130, 5, 100), (64, 17, 128), (1, 7, 769), (5, 2, 4096), (9, 2, 33000)],
 )
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.covering(core=1)
@@ -189,7 +190,7 @@ def test_a_group_does_not_know_the_others(
 
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize(("samples", "rows", "cols"), [(3, 130, 64), (40, 3, 1024), (2, 70, 769)])
+@pytest.mark.parametrize(("samples", "rows", "cols"), [(3, 130, 64), (40, 3, 1024), (2, 70, 769), (3, 2, 33000)])
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.covering(core=1)
 def test_weights_of_samples_do_not_show_threads(

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -18,7 +19,7 @@ from norms_of_others import LlamaNorm
 from torch import nn
 
 import normops
-from normops.adoption import installation
+from normops.adoption import guards, installation
 
 SIZE = 32
 ROUNDS = 60
@@ -385,28 +386,19 @@ def test_a_model_that_shares_a_norm_shares_its_copy(protocol: int) -> None:
 
 
 class NamesAlone(pickle.Unpickler):
-    """Finds names of normops, torch, the standard types, and of the norm's own module alone."""
-
-    found: set[str]
+    """Finds two names of normops, and those of torch, the standard types, and the norm's own module."""
 
     def find_class(self, module: str, name: str) -> Any:
-        assert module.partition(".")[0] in {"normops", "torch", "collections", "copyreg", LlamaNorm.__module__}, module
-        self.found.add(f"{module}.{name}")
+        is_ours = module == "normops.adoption.installation" and name in {"_remake", "Pickled"}
+        assert is_ours or module.partition(".")[0] in {"torch", "collections", "copyreg", LlamaNorm.__module__}, module
         return super().find_class(module, name)
 
 
 def test_a_pickle_has_names_and_state_alone() -> None:
-    norm = patched()
-    saved_ = pickle.dumps(norm)
-    strings = {argument for _, argument, _ in pickletools.genops(saved_) if isinstance(argument, str)}
-    unpickler = NamesAlone(io.BytesIO(saved_))
-    unpickler.found = set()
-    assert_patched(unpickler.load())
-    assert {name for name in unpickler.found if name.startswith("normops.")} == {
-        "normops.adoption.installation._remake",
-        "normops.adoption.installation.Pickled",
-    }
+    data = pickle.dumps(patched())
+    strings = {argument for _, argument, _ in pickletools.genops(data) if isinstance(argument, str)}
     assert all(part.isidentifier() for text in strings for part in text.split(".")), strings
+    assert_patched(NamesAlone(io.BytesIO(data)).load())
 
 
 def test_a_load_of_weights_refuses_a_patched_module() -> None:
@@ -418,21 +410,67 @@ def test_a_load_of_weights_refuses_a_patched_module() -> None:
 
 
 class Crafted:
-    """Pickled as a patched norm, with something else in the place of a rounding or an attribute."""
+    """Pickled as a patched norm, with something else in the place of what it is made of, or of an attribute."""
 
-    def __init__(self, rounding: Any = "once", slot: Any = "forward", has_state: bool = False) -> None:
-        self.reduced = installation._remake, (LlamaNorm, (SIZE,), {installation.Pickled(rounding): slot}, has_state)
+    def __init__(self, made_of: Any, slot: Any = "forward") -> None:
+        self.reduced = installation._remake, (LlamaNorm, (SIZE,), {made_of: slot}, False)
 
     def __reduce__(self) -> Any:
         return self.reduced
 
 
 def test_a_crafted_pickle_is_an_error() -> None:
-    assert_patched(pickle.loads(pickle.dumps(Crafted())))
-    with pytest.raises(ValueError, match='rounding: expected "once" or "original", but got \'open\\(1\\)\''):
-        pickle.loads(pickle.dumps(Crafted("open(1)")))
+    once, other = installation.Pickled("once"), installation.Pickled("open(1)")  # type: ignore[arg-type]
+    assert_patched(pickle.loads(pickle.dumps(Crafted(once))))
+    with pytest.raises(ValueError, match=r"""rounding: expected "once" or "original", but got 'open\(1\)'"""):
+        pickle.loads(pickle.dumps(Crafted(other)))
     with pytest.raises(ValueError, match="slot: expected one of _old_forward, forward, but got '__class__'"):
-        pickle.loads(pickle.dumps(Crafted(slot="__class__")))
+        pickle.loads(pickle.dumps(Crafted(once, slot="__class__")))
+
+
+class CraftedNorm:
+    """Pickled as what a copy passes on, with an expression of its own to be compared."""
+
+    def __init__(self, norm: Any, file: Path) -> None:
+        self.norm = norm._replace(guards=(guards.Guard(f"open({str(file)!r}, 'w')", None),))
+
+    def __reduce__(self) -> Any:
+        return installation.Installed, (LlamaNorm, self.norm, "once")
+
+
+def test_what_a_crafted_pickle_compares_is_not_evaluated(tmp_path: Path) -> None:
+    ((made_of, _),) = installation.installed(patched()).items()
+    crafted: Any = pickle.loads(pickle.dumps(Crafted(CraftedNorm(made_of.norm, tmp_path / "written"))))
+    assert_patched(crafted)
+    crafted(torch.ones(2, SIZE))
+    assert not (tmp_path / "written").exists()
+
+
+def test_a_reason_not_to_patch_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps(patched())
+    with monkeypatch.context() as other_code:
+        other_code.setattr(LlamaNorm, "forward", lambda self, hidden_states: torch.rand(2))
+        with pytest.warns(UserWarning, match="is loaded unpatched") as warned:
+            pickle.loads(data)
+    assert warned[0].filename == __file__
+    assert_patched(pickle.loads(data))
+
+
+class StateSetter(LlamaNorm):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (type(self),), dict(vars(self)), None, None, _set_by_itself
+
+
+def _set_by_itself(module: Any, state: Any) -> None:
+    vars(module).update(state)
+
+
+def test_a_state_that_is_set_in_another_way() -> None:
+    norm = patched(StateSetter)
+    with pytest.warns(UserWarning, match="a StateSetter was patched by normops when it was pickled"):
+        again: Any = pickle.loads(pickle.dumps(norm))
+    assert "__setstate__" not in vars(again)
+    assert torch.equal(again.weight, norm.weight)
 
 
 @every_copy

@@ -10,6 +10,9 @@ namespace normops::cpu {
 // Elements a thread should at least have: waking a second one costs about as much as a thread needs for these.
 constexpr int64_t kGrainElements = 16384;
 
+// The most rows that threads share at a time.
+constexpr int64_t kSharedRows = 8;
+
 inline int64_t grain(int64_t elements_each) {
   return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each));
 }
@@ -36,7 +39,7 @@ class Division {
         groups_(groups),
         sums_rows_(sums_rows),
         rows_per_unit_(sums_rows ? leaf_rows(rows / groups, cols) : 1),
-        groups_per_strip_(std::min(groups, cpu::grain(std::min(leaf_rows(rows_, cols), rows_) * cols))),
+        groups_per_strip_(even_part(groups, cpu::grain(std::min(leaf_rows(rows_, cols), rows_) * cols))),
         units_per_strip_(divide_up(rows_, rows_per_unit_)),
         cols_(cols) {}
 
@@ -62,8 +65,12 @@ class Division {
     }
   }
 
-  // Whether threads share each row, as there are fewer units than threads, and rows are long enough.
-  bool shares_rows(int64_t threads) const { return units() < threads && cols_ >= 2 * kGrainElements; }
+  // The parts that the columns of a tile of rows are shared out in, if threads share rows.
+  int64_t parts_of_row(int64_t threads) const {
+    return part_count(std::min(rows_, kSharedRows) * cols_, kGrainElements, threads);
+  }
+  // Whether threads share rows: there are fewer units than threads, and more of these parts.
+  bool shares_rows(int64_t threads) const { return units() < threads && parts_of_row(threads) > units(); }
 
   bool is_whole_strip(const Region& region) const { return region.rows == rows_; }
   bool ends_strip(const Region& region) const { return region.row + region.rows == rows_; }
@@ -77,6 +84,9 @@ class Division {
     while (result < kMost && 2 * result * cols <= kGrainElements && 4 * result * result <= rows) result *= 2;
     return result;
   }
+
+  // The size of parts of at most `most` that differ by less than their number.
+  static int64_t even_part(int64_t length, int64_t most) { return divide_up(length, divide_up(length, most)); }
 
   int64_t rows_, groups_;  // rows of each group
   bool sums_rows_;

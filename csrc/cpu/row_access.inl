@@ -75,7 +75,8 @@ int64_t held_cols(const CpuArgs& args) {
 
 template <class Operator>
 NORMOPS_INLINE auto* scale_of(const CpuArgs& args, int64_t group) {
-  return static_cast<const compute_t<typename Operator::Element>*>(args.scale) + group * held_cols<Operator>(args);
+  return static_cast<const compute_t<typename Operator::Element>*>(args.scale) +
+         (group - args.first_group) * held_cols<Operator>(args);
 }
 
 // Calls visit(parts, begin, end) for the segments of columns [begin, end) that are formed in the same way. With pairs,

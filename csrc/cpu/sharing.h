@@ -168,15 +168,24 @@ inline bool shares_rows(const BackwardKernels& kernels, const Division& division
   return kernels.sums != nullptr && division.shares_rows(at::get_num_threads());
 }
 
+// The sums over rows that threads share, of as many rows as they share at a time.
+struct SharedSums {
+  SpanSums squares, dots;
+
+  SharedSums(int64_t rows, int64_t cols) : squares(rows, cols), dots(rows, cols) {}
+};
+
 // Some rows of a group, from the arguments' row `first` on, for a backward whose threads share them. A thread has the
 // same columns in both steps, so that it finds them in its caches.
-inline void run_shared_rows(const BackwardKernels& kernels, const CpuArgs& args, int64_t first, int64_t count) {
-  SpanSums squares(count, args.cols), dots(count, args.cols);
+inline void run_shared_rows(const BackwardKernels& kernels, const CpuArgs& args, int64_t first, int64_t count,
+                            SharedSums& sums) {
+  auto& [squares, dots] = sums;
   const auto row = [&](int64_t r) { return first + r * args.weight.groups; };
   // What is held of each row lies in the place of one that has the tile to itself.
-  CpuArgs of_row[kBackwardTile];
+  CpuArgs of_row[kSharedRows];
   for (int64_t r = 0; r < count; r++) {
     of_row[r] = args;
+    if (held_rows(args) == 0) continue;
     of_row[r].held =
         static_cast<char*>(args.held) + r * padded_cols(args.dtype(), args.cols) * size_of(compute_dtype(args.dtype()));
   }
@@ -184,7 +193,7 @@ inline void run_shared_rows(const BackwardKernels& kernels, const CpuArgs& args,
     for (int64_t r = 0; r < count; r++) kernels.sums(of_row[r], row(r), begin, end, squares.of(r), dots.of(r));
   };
   if (args.sums != Sums::given) parallel_for(0, squares.count(), grain(count * kSpan), sum);
-  double square_sums[kBackwardTile], row_dots[kBackwardTile];
+  double square_sums[kSharedRows], row_dots[kSharedRows];
   for (int64_t r = 0; r < count; r++) {
     square_sums[r] = squares.total(r, args, kSquareSum, row(r));
     row_dots[r] = dots.total(r, args, kDot, row(r));
@@ -194,6 +203,8 @@ inline void run_shared_rows(const BackwardKernels& kernels, const CpuArgs& args,
     for (int64_t r = 0; r < count; r++) kernels.columns(of_row[r], row(r), square_sums[r], row_dots[r], begin, end);
   });
 }
+
+static_assert(kSharedRows <= kBackwardTile);  // for which there is memory of what is held
 
 // `parameters` are the scale, and the gradients of the weight and the bias: parameters.own_count() is how many numbers
 // of its own a part needs, parameters.begin(args, own, part, region) sets the arguments for a region, and
@@ -213,13 +224,14 @@ void run_backward(const BackwardKernels& kernels, const CpuArgs& args, const Div
               });
     return;
   }
+  SharedSums sums(kSharedRows, args.cols);
   PartsArgs(args, parameters.own_count(), 1).call(0, [&](CpuArgs& args, Scratch& own) {
     // A strip is one group, as rows are long.
     division.each_region(0, division.units(), [&](const Region& strip) {
       parameters.begin(args, own, 0, strip);
-      for (int64_t row = 0; row < strip.rows; row += kBackwardTile) {
+      for (int64_t row = 0; row < strip.rows; row += kSharedRows) {
         run_shared_rows(kernels, args, row * args.weight.groups + strip.group,
-                        std::min<int64_t>(kBackwardTile, strip.rows - row));
+                        std::min<int64_t>(kSharedRows, strip.rows - row), sums);
       }
       parameters.end(0, strip);
     });

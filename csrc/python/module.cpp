@@ -41,10 +41,12 @@ py::dict build_info() {
 // The elements of each part that so many threads share a backward out in on the CPU, for measurements of scaling.
 std::vector<int64_t> elements_of_parts(int64_t rows, int64_t cols, int64_t groups, bool sums_rows, int64_t threads) {
   using namespace normops::cpu;
+  if (groups < 1 || rows % groups != 0) throw std::invalid_argument("groups: expected a divisor of rows");
   const Division division(rows, cols, groups, sums_rows);
   std::vector<int64_t> elements;
   if (division.shares_rows(threads)) {
-    const int64_t spans = divide_up(cols, kSpan), parts = part_count(spans, grain(kBackwardTile * kSpan), threads);
+    const int64_t spans = divide_up(cols, kSpan),
+                  parts = part_count(spans, grain(std::min(rows / groups, kSharedRows) * kSpan), threads);
     for (int64_t part = 0; part < parts; part++) {
       const int64_t begin = part_begin(0, spans, part, parts) * kSpan,
                     end = part_begin(0, spans, part + 1, parts) * kSpan;

@@ -132,7 +132,8 @@ def _reduce(module: nn.Module, protocol: SupportsIndex) -> str | tuple[Any, ...]
     object.__setattr__(twin, "__dict__", plain | copying)
     known = {id(value) for value in plain.values()}
     function, arguments, *rest = (_replaced(part, twin, module, known) for part in reduced)
-    has_state = rest[:1] not in ([], [None])
+    # What sets a state in a way of its own leaves us no moment after it.
+    has_state = len(rest) > 0 and rest[0] is not None and len(rest) < 4
     return _remake, (function, arguments, _installed_in(own, module), has_state), *rest
 
 
@@ -185,13 +186,15 @@ def _remake(
     has = installed(module)  # the function may return a module that is there already
     pickled: dict[Rounding, str] = {}
     for made_of, slot in found.items():
-        if isinstance(made_of, Pickled):
-            check_rounding(made_of.rounding)
-            if slot not in SLOTS:
-                raise ValueError(f"slot: expected one of {', '.join(SLOTS)}, but got {slot!r}")
+        check_rounding(made_of.rounding)
+        if slot not in SLOTS:
+            raise ValueError(f"slot: expected one of {', '.join(SLOTS)}, but got {slot!r}")
+        # A copy finds the function that its original has. Anything else may be from a pickle that somebody wrote.
+        function = _functions.get(made_of) if isinstance(made_of, Installed) else None
+        if function is None:
             pickled[made_of.rounding] = slot
         elif made_of not in has:
-            _put(module, slot, _function(made_of))
+            _put(module, slot, function)
     if pickled and has_state:
         module.__dict__["__setstate__"] = partial(_set_state, module, pickled)
     else:
@@ -219,7 +222,7 @@ def _install_again(module: nn.Module, pickled: dict[Rounding, str]) -> None:
             _put(module, slot, _function(Installed(type(module), norm, rounding)))
         else:
             title = f"a {type(module).__name__} was patched by normops when it was pickled"
-            warnings.warn(f"{title}, and is loaded unpatched: {norm}", stacklevel=2)
+            warnings.warn(f"{title}, and is loaded unpatched: {norm}", stacklevel=3)
 
 
 def _is_ours(value: Any) -> bool:

@@ -165,10 +165,13 @@ def recognised(module: nn.Module, rounding: Rounding) -> Norm | Unfit:
 class _Found:
     """What modules compute. Those that are alike are examined only once."""
 
-    MOST = 256
-    """The most kinds of modules, as a program may define classes again and again."""
+    def __init__(self, most_norms: int | None = None) -> None:
+        """``most_norms``: of what outlives a call of patch, as a program may define classes again and again.
 
-    def __init__(self) -> None:
+        Then a reason to leave a module alone is not kept either: it may be gone the next time.
+        """
+        self._most_norms = most_norms
+        self._norms = 0
         self._known: dict[Any, list[tuple[Callable[[nn.Module], bool], Norm | Unfit]]] = {}
 
     def norm_of(self, module: nn.Module) -> Norm | Unfit:
@@ -183,25 +186,27 @@ class _Found:
                 *((name, type(p), p.dtype, getattr(p, "ds_shape", p.shape)) for name, p in parameters),
                 *(name for name, _ in (*module.named_buffers(recurse=False), *module.named_children())),
             )
-            if len(self._known) >= self.MOST:
-                self._known.clear()
-            known = self._known.setdefault(key, [])
-            for is_alike, norm in known:
+            for is_alike, norm in self._known.get(key, ()):
                 if is_alike(module):
                     return norm
             try:
                 norm = find_norm(module)
-                known.append((holding(norm.guards), norm))
+                if self._norms == self._most_norms:
+                    self._known.clear()
+                    self._norms = 0
+                self._known.setdefault(key, []).append((holding(norm.guards), norm))
+                self._norms += 1
             except Unfit as reason:
                 norm = reason
-                attributes = [each for each in vars(module).items() if each[0] not in INTERNAL]
-                known.append((partial(_has_all, attributes), norm))
+                if self._most_norms is None:
+                    attributes = [each for each in vars(module).items() if each[0] not in INTERNAL]
+                    self._known.setdefault(key, []).append((partial(_has_all, attributes), norm))
         except Unfit as reason:
             return reason
         return norm
 
 
-_loaded = _Found()
+_loaded = _Found(most_norms=256)
 
 
 class _Missing:
