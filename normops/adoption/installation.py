@@ -190,11 +190,11 @@ def _remake(
         if slot not in SLOTS:
             raise ValueError(f"slot: expected one of {', '.join(SLOTS)}, but got {slot!r}")
         # A copy finds the function that its original has. Anything else may be from a pickle that somebody wrote.
-        function = _functions.get(made_of) if isinstance(made_of, Installed) else None
-        if function is None:
+        of_original = _functions.get(made_of) if isinstance(made_of, Installed) else None
+        if of_original is None:
             pickled[made_of.rounding] = slot
         elif made_of not in has:
-            _put(module, slot, function)
+            _put(module, slot, of_original)
     if pickled and has_state:
         module.__dict__["__setstate__"] = partial(_set_state, module, pickled)
     else:
