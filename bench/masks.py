@@ -15,7 +15,7 @@ import torch
 
 import normops
 from bench import environment
-from bench.operators import EPS
+from bench.operators import random_call
 from bench.problems import dtype_name
 from bench.tables import Row, Table, format_seconds
 from bench.timing import alternate, host_timer
@@ -69,9 +69,7 @@ def _rows(
     dtype: torch.dtype,
     seconds: float,
 ) -> Iterator[Row]:
-    inputs = {name: torch.randn(operator.shape_of(name, shape, flags)).to(dtype) for name in names}
-    inputs["weight"] = torch.randn(shape[-1:]).to(dtype)
-    call = partial(operator.default, **inputs, **flags, normalized_shape=shape[-1:], eps=EPS)
+    call = random_call(operator, flags, names, shape, dtype)
     masks = [mask for mask in operator.masks() if any(mask)]
     timers = {mask: host_timer(partial(call, output_mask=mask), "cpu") for mask in masks}
     timings = alternate(timers, turns=11, seconds=seconds)

@@ -1,9 +1,10 @@
 """The operators that are measured. A new one is an entry in OPERATORS, and entries in the peers that have it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
+import torch
 from torch import Tensor
 
 import normops  # noqa: F401  registers the operators
@@ -124,6 +125,19 @@ OPERATORS = (
     *_MODULATED,
     _one_after_another("modulated_forward_backward", *_MODULATED),
 )
+
+
+def random_call(
+    operator: reference.Operator,
+    flags: reference.Flags,
+    names: Sequence[str],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> partial[object]:
+    """A call of an operator with random tensors of these names beside an input of this shape, and a weight."""
+    inputs = {name: torch.randn(operator.shape_of(name, shape, flags)).to(dtype) for name in names}
+    inputs["weight"] = torch.randn(shape[-1:]).to(dtype)
+    return partial(operator.default, **inputs, **flags, normalized_shape=shape[-1:], eps=EPS)
 
 
 def _named(name: str) -> Operator:

@@ -16,7 +16,7 @@ from matplotlib.ticker import ScalarFormatter
 
 from bench import environment
 from bench.charts import save_figure
-from bench.operators import EPS, HEADS
+from bench.operators import HEADS, random_call
 from bench.problems import dtype_name, parse_shapes
 from bench.tables import Row, Table, format_seconds
 from bench.timing import Timing, alternate, host_timer
@@ -69,10 +69,10 @@ def _calls(rows: int, cols: int, dtype: torch.dtype) -> Iterator[tuple[str, Call
     for label, operator, unwanted in OPERATORS:
         flags = operator.flags[0]
         names = [name for name in operator.inputs if name == "weight" or not operator.is_optional(name)]
-        inputs = {name: torch.randn(operator.shape_of(name, shape, flags)).to(dtype) for name in names}
-        inputs["weight"] = torch.randn(cols).to(dtype)
-        mask = {"output_mask": [name not in unwanted for name in operator.outputs]} if operator.has_mask else {}
-        yield label, partial(operator.default, **inputs, **flags, **mask, normalized_shape=[cols], eps=EPS)
+        call = random_call(operator, flags, names, shape, dtype)
+        if operator.has_mask:
+            call = partial(call, output_mask=[name not in unwanted for name in operator.outputs])
+        yield label, call
 
 
 def measure(rows: int, cols: int, dtype: torch.dtype, threads: Sequence[int], seconds: float) -> Timings:
