@@ -123,7 +123,10 @@ def test_the_order_of_dimensions_does_not_show(device: str, variant: Variant) ->
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.covering(core=1)
 def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
-    dy, x, w = problem(rows, cols, dtype, device)
+    assert_threads_do_not_show(variant, *problem(rows, cols, dtype, device))
+
+
+def assert_threads_do_not_show(variant: Variant, dy: Tensor, x: Tensor, w: Tensor) -> None:
     torch.set_num_threads(1)
     expected = compute(variant, dy, x, w)
     for threads in THREADS:
@@ -198,12 +201,7 @@ def test_weights_of_samples_do_not_show_threads(
 ) -> None:
     """Rows of a group that lie one after another."""
     dy, x = (cases.values((samples, rows, cols), dtype, seed).to(device) for seed in (1, 2))
-    w = cases.values((samples, 1, cols), torch.float32, 3).to(device)
-    torch.set_num_threads(1)
-    expected = compute(variant, dy, x, w)
-    for threads in THREADS:
-        torch.set_num_threads(threads)
-        assert_same(compute(variant, dy, x, w), expected, threads)
+    assert_threads_do_not_show(variant, dy, x, cases.values((samples, 1, cols), torch.float32, 3).to(device))
 
 
 @over_variants
