@@ -53,12 +53,7 @@ std::vector<std::vector<char>> results(KernelProblem& p) {
   };
   const auto backward = [&](const BackwardKernels& kernels, CpuArgs args, bool sums_rows) {
     args.tensors[kGradWeight] = sums_rows ? &p.of_grad_weight : nullptr;
-    const Division division(args.rows, args.cols, groups, sums_rows);
-    args.rows_per_leaf = division.rows_per_leaf();
-    const int64_t parts = shares_rows(kernels, division) ? 1 : part_count(division.units(), division.grain());
-    Parameters parameters(args, division, parts);
-    run_backward(kernels, args, division, parameters);
-    parameters.finish();
+    run_backward(kernels, args);
     found.insert(found.end(), {p.grad_input, p.grad_gate, p.grad_weight});
   };
   forward(rms_norm_kernels().forward, p.forward);

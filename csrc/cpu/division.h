@@ -65,6 +65,12 @@ class Division {
     }
   }
 
+  // The same for a part of all units.
+  template <class Visit>
+  void each_region_of_part(int64_t part, int64_t parts, const Visit& visit) const {
+    each_region(part_begin(0, units(), part, parts), part_begin(0, units(), part + 1, parts), visit);
+  }
+
   // The parts that the columns of a tile of rows are shared out in, if threads share rows.
   int64_t parts_of_row(int64_t threads) const {
     return part_count(std::min(rows_, kSharedRows) * cols_, kGrainElements, threads);

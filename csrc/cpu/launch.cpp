@@ -25,13 +25,7 @@ void run(const ForwardKernels& kernels, const KernelArgs& args) {
 }
 
 void run(const BackwardKernels& kernels, const KernelArgs& args) {
-  const Division division(args.rows, args.cols, args.weight.groups, args.has(kGradWeight) || args.has(kGradBias));
-  CpuArgs cpu_args = {args, fill_caches(args, args.has(kGate) ? 5 : 3)};
-  cpu_args.rows_per_leaf = division.rows_per_leaf();
-  const int64_t parts = shares_rows(kernels, division) ? 1 : part_count(division.units(), division.grain());
-  Parameters parameters(args, division, parts);
-  run_backward(kernels, cpu_args, division, parameters);
-  parameters.finish();
+  run_backward(kernels, {args, fill_caches(args, args.has(kGate) ? 5 : 3)});
 }
 
 const ForwardKernels& kernels_of(const RmsNorm&) { return rms_norm_kernels().forward; }

@@ -132,9 +132,7 @@ class Gradient {
     std::vector<Strip> strips;
     std::vector<RowSum> sums;
     for (int64_t part = 0; part < parts_; part++) {
-      const int64_t begin = part_begin(0, division_.units(), part, parts_),
-                    end = part_begin(0, division_.units(), part + 1, parts_);
-      division_.each_region(begin, end, [&](const Region& region) {
+      division_.each_region_of_part(part, parts_, [&](const Region& region) {
         if (division_.is_whole_strip(region)) return;
         if (region.row == 0) strips.push_back({region, static_cast<int64_t>(sums.size()), 0});
         RowSum of_region[kMostSums];
@@ -230,5 +228,14 @@ class Parameters {
   Scale scale_;
   Gradient weight_, bias_;
 };
+
+inline void run_backward(const BackwardKernels& kernels, CpuArgs args) {
+  const Division division(args.rows, args.cols, args.weight.groups, args.has(kGradWeight) || args.has(kGradBias));
+  args.rows_per_leaf = division.rows_per_leaf();
+  const int64_t parts = shares_rows(kernels, division) ? 1 : part_count(division.units(), division.grain());
+  Parameters parameters(args, division, parts);
+  run_backward(kernels, args, division, parameters);
+  parameters.finish();
+}
 
 }  // namespace normops::cpu

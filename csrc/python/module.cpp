@@ -56,10 +56,9 @@ std::vector<int64_t> elements_of_parts(int64_t rows, int64_t cols, int64_t group
   }
   const int64_t parts = part_count(division.units(), division.grain(), threads);
   for (int64_t part = 0; part < parts; part++) {
-    const int64_t begin = part_begin(0, division.units(), part, parts),
-                  end = part_begin(0, division.units(), part + 1, parts);
     int64_t count = 0;
-    division.each_region(begin, end, [&](const Region& region) { count += region.rows * region.groups * cols; });
+    division.each_region_of_part(part, parts,
+                                 [&](const Region& region) { count += region.rows * region.groups * cols; });
     elements.push_back(count);
   }
   return elements;
