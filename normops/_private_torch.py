@@ -68,7 +68,7 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "normops.adoption.following": ("normops.patch", ("_buffers", "_modules", "_parameters")),
-    "normops.adoption.patched_forward": ("normops.patch", ("_dynamo_marked_constant",)),
+    "normops.adoption.patched_class": ("normops.patch", ("_dynamo_marked_constant",)),
     "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),
     "normops.recompute": (
         "normops.recompute_norms",

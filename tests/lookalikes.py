@@ -319,7 +319,7 @@ def float32_alone(self: Any, x: Tensor) -> Tensor:
 
 lookalikes("uses contiguous", contiguous=lambda self, x: self.weighted(x.contiguous()))
 lookalikes(
-    "computes something else than in float32",
+    None,
     by_the_dtype=lambda self, x: self.weighted(x, 0.5 if x.dtype is torch.bfloat16 else 1e-6),
     by_the_dtype_of_the_weight=lambda self, x: self.weighted(x, 0.5 if self.weight.dtype is torch.float64 else 1e-6),
 )
@@ -351,14 +351,12 @@ lookalikes(
 lookalikes("calls len with a Tensor", by_the_length=lambda self, x: self.weighted(x, 0.5 if len(x) > 50 else 1e-6))
 lookalikes("has the expression GeneratorExp", one_by_one=lambda self, x: self.weighted(x, max(1e-6 for _ in x.shape)))
 lookalikes(
-    "multiplies by something else than a weight",
+    None,
     by_the_dimensions=lambda self, x: 2 * self.weighted(x) if x.dim() == 3 else self.weighted(x),
 )
 lookalikes(None, six_dimensions=lambda self, x: x if x.dim() == 6 else self.weighted(x))
 lookalikes(None, recursive=lambda self, x: self.forward(x[0])[None] if x.dim() == 6 else self.weighted(x))
-lookalikes(
-    "uses its own forward", itself=lambda self, x: self.forward(x[0])[None] if x.dim() == 3 else self.weighted(x)
-)
+lookalikes(None, itself=lambda self, x: self.forward(x[0])[None] if x.dim() == 3 else self.weighted(x))
 lookalikes(
     "computes something else than an RMSNorm",
     pixel_norm=lambda self, x: self.weight * x * torch.rsqrt(x.pow(2).mean(dim=1, keepdim=True) + self.eps),

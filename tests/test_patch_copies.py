@@ -1,4 +1,4 @@
-"""Copying and pickling patched modules: threads and processes that copy one module do not interfere."""
+"""Copying and pickling patched modules: copies run normops, pickles have names alone, and threads do not interfere."""
 
 import copy
 import io
@@ -7,25 +7,27 @@ import pickle
 import pickletools
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
-from types import MethodType
 from typing import Any
 
+import norms_of_others as others
 import pytest
 import torch
 from norms_of_others import LlamaNorm
+from test_lookalikes import assert_alike
 from torch import nn
 
 import normops
-from normops.adoption import guards, installation
+from normops.adoption import installation
+from normops.adoption.patched_class import Made, Patched
 
 SIZE = 32
 ROUNDS = 60
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def frequent_switches() -> Iterator[None]:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -39,8 +41,8 @@ def patched(norm: Callable[[int], nn.Module] = LlamaNorm) -> Any:
     return module
 
 
-def pickled(module: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(module))
+def pickled(protocol: int) -> Callable[[nn.Module], nn.Module]:
+    return lambda module: pickle.loads(pickle.dumps(module, protocol))
 
 
 def saved(module: nn.Module) -> nn.Module:
@@ -53,10 +55,225 @@ def saved(module: nn.Module) -> nn.Module:
 COPIED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "pickle": pickled,
+    "pickle": pickled(pickle.DEFAULT_PROTOCOL),
     "torch.save": saved,
 }
 every_copy = pytest.mark.parametrize("copied", COPIED.values(), ids=COPIED)
+
+
+def assert_patched(module: nn.Module) -> None:
+    assert isinstance(module, Patched)
+    assert not {"forward", "__setstate__"} & vars(module).keys()
+    assert len(normops.patch(module).already) == 1
+
+
+# Kinds of modules.
+
+
+class Reduced(LlamaNorm):
+    def __reduce__(self) -> Any:
+        return type(self), (SIZE,)
+
+
+class ReducedWithTwoStates(LlamaNorm):
+    def __reduce__(self) -> Any:
+        return type(self), (SIZE,), (dict(self.__dict__), {"more": 1})
+
+    def __setstate__(self, state: Any) -> None:
+        for each in state:
+            self.__dict__.update(each)
+
+
+class ReducedByAnother(LlamaNorm):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), (SIZE,), dict(self.__dict__)
+
+
+class State(LlamaNorm):
+    def __getstate__(self) -> Any:
+        return self.variance_epsilon, self.weight.detach()
+
+    def __setstate__(self, state: Any) -> None:
+        nn.Module.__init__(self)
+        self.variance_epsilon, self.weight = state[0], nn.Parameter(state[1])
+
+
+class Stateful(LlamaNorm):
+    def __getstate__(self) -> Any:
+        return OrderedDict(vars(self))
+
+    def __reduce__(self) -> Any:
+        return _stateful, (dict(vars(self)),)
+
+
+def _stateful(state: dict[str, Any]) -> Stateful:
+    vars(norm := object.__new__(Stateful)).update(state)
+    return norm
+
+
+class Slotted(LlamaNorm):
+    __slots__ = ("kept", "missing")
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.kept = ["kept"]
+
+    def __getstate__(self) -> Any:  # that of nn.Module leaves slots out
+        return dict(self.__dict__), {"kept": self.kept}, hasattr(self, "missing")
+
+    def __setstate__(self, state: Any) -> None:
+        own, slots, has_missing = state
+        self.__dict__.update(own)
+        self.kept = slots["kept"]
+        assert not has_missing
+
+
+class Hidden:
+    """A container that only pickle and copy know how to look into."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+class WithItself(LlamaNorm):
+    """Its state refers to the module itself, in an attribute, in a tuple, in a container, and by a method."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.__dict__["attribute"] = self
+
+    def __getstate__(self) -> Any:
+        parts = (self, [self], Hidden(self))
+        return {**self.__dict__, "parts": parts, "method": self.extra_repr}
+
+
+class Singleton(LlamaNorm):
+    """Copied and pickled by name: each copy is the module itself."""
+
+    def __reduce__(self) -> Any:
+        return "SINGLETON"
+
+
+class Looked(LlamaNorm):
+    """Copied by a function that returns the module itself."""
+
+    def __reduce__(self) -> Any:
+        return _looked_up, ()
+
+
+def _looked_up() -> Any:
+    return SINGLETONS["looked"]
+
+
+SINGLETON = Singleton(SIZE)
+SINGLETONS: dict[str, Any] = {"looked": Looked(SIZE)}
+KINDS = (*others.NORMS, Reduced, ReducedWithTwoStates, ReducedByAnother, State, Stateful, Slotted, WithItself)
+
+
+@pytest.mark.parametrize("copied", [*COPIED.values(), *map(pickled, range(2, 6))], ids=[*COPIED, *"2345"])
+@pytest.mark.parametrize("norm", KINDS, ids=lambda norm: norm.__name__)
+@pytest.mark.covering(core=1)
+def test_copies_are_patched_and_independent(
+    norm: Callable[[int], nn.Module], copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    original, module = norm(SIZE), patched(norm)
+    own, x = dict(vars(module)), torch.randn(5, 2, SIZE)
+    again, expected = copied(module), copied(original)
+    assert_patched(again)
+    assert type(again).__name__ == type(original).__name__
+    assert isinstance(again, type(original))
+    assert vars(again).keys() == vars(expected).keys()
+    assert_alike(again(x), expected(x), "copied")
+    # The copy has a weight of its own, unless it shared it before, too.
+    with torch.no_grad():
+        for parameter in (*again.parameters(), *expected.parameters()):
+            parameter.zero_()
+    assert_alike(again(x), expected(x), "written")
+    assert_alike(module(x), original(x), "the first one")
+    assert [(name, id(value)) for name, value in vars(module).items()] == [(name, id(own[name])) for name in own]
+    assert normops.unpatch(again) == 1
+    assert type(again) is type(original)
+
+
+@every_copy
+def test_copies_of_copies_of_models(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, original = others.model(), others.model()
+    normops.patch(model)
+    again = copied(copy.deepcopy(copied(model)))
+    assert len(normops.patch(again).already) == 4
+    x = torch.randn(4, SIZE)
+    assert_alike(again(x), original(x), "copied")
+
+
+@every_copy
+def test_references_to_itself_become_references_to_the_copy(copied: Callable[[nn.Module], nn.Module]) -> None:
+    norm = patched(WithItself)
+    again: Any = copied(norm)
+    referred = norm if copied is copy.copy else again  # a shallow copy shares what the original refers to
+    first, (second,), hidden = again.parts
+    assert all(each is referred for each in (again.attribute, first, second, hidden.inner, again.method.__self__))
+
+
+@pytest.mark.parametrize("norm", [SINGLETON, SINGLETONS["looked"]], ids=lambda norm: type(norm).__name__)
+@every_copy
+def test_a_module_that_is_its_own_copy_is_unchanged(norm: nn.Module, copied: Callable[[nn.Module], nn.Module]) -> None:
+    assert len(normops.patch(norm).patched) == 1
+    assert copied(norm) is norm
+    assert normops.unpatch(norm) == 1
+
+
+def test_a_model_that_shares_a_norm_shares_its_copy() -> None:
+    model: Any = nn.ModuleList([norm := patched(WithItself), nn.Sequential(norm)])
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again[0] is again[1][0] is again[0].attribute
+        assert_patched(again[0])
+
+
+def test_a_copy_by_its_dictionary_has_the_class_that_it_was_made_of() -> None:
+    norm, x = patched(), torch.randn(2, SIZE)
+    for cls in (LlamaNorm, type(norm)):
+        again: Any = object.__new__(cls)
+        vars(again).update(vars(norm), _parameters={"weight": nn.Parameter(torch.full((SIZE,), 3.0))})
+        assert isinstance(again, Patched) == (cls is not LlamaNorm)
+        torch.testing.assert_close(again(x), LlamaNorm.forward(again, x))
+    assert_patched(norm)
+
+
+def test_replicas_of_data_parallel_have_their_own_weight() -> None:
+    """As ``torch.nn.parallel.replicate`` makes them, which needs GPUs: parameters are plain attributes."""
+    norm, x = patched(), torch.randn(2, SIZE)
+    replica = norm._replicate_for_data_parallel()
+    replica._parameters = {}
+    replica.weight = torch.full((SIZE,), 3.0)
+    assert isinstance(replica, Patched)
+    torch.testing.assert_close(replica(x), 3.0 * norm(x))
+
+
+def test_to_empty() -> None:
+    norm = patched().to("meta").to_empty(device="cpu")
+    norm.load_state_dict({"weight": torch.full((SIZE,), 3.0)})
+    assert_patched(norm)
+    x = torch.randn(2, SIZE)
+    torch.testing.assert_close(norm(x), LlamaNorm.forward(norm, x))
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@every_copy
+def test_a_forward_that_a_hook_calls_is_that_of_the_copy(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """As accelerate keeps it."""
+    norm = patched()
+    norm._old_forward, norm.forward = norm.forward, hooked
+    again: Any = copied(norm)
+    assert again._old_forward.__self__ is (norm if copied is copy.copy else again)
+    assert again._old_forward.__func__ is norm._old_forward.__func__
+    assert again.forward is hooked
+    assert len(normops.patch(again).already) == 1
+
+
+# Threads and processes.
 
 
 def run_in_threads(*functions: Callable[[], None]) -> None:
@@ -88,98 +305,37 @@ def repeated(function: Callable[[], object], rounds: int = ROUNDS) -> Callable[[
     return run
 
 
-def assert_patched(module: nn.Module) -> None:
-    forward = vars(module).get("forward")
-    assert isinstance(forward, MethodType)
-    assert forward.__self__ is module
-    assert vars(module)["__reduce_ex__"].__self__ is module
-    assert len(normops.patch(module).already) == 1
-
-
-def assert_same_attributes(module: nn.Module, own: dict[str, Any], before: list[tuple[str, Any]]) -> None:
-    """Asserts that a module has the same dictionary as before, with the same objects in the same order."""
-    assert vars(module) is own
-    assert [(name, id(value)) for name, value in own.items()] == [(name, id(value)) for name, value in before]
-
-
 @every_copy
-def test_threads_that_copy_one_module_get_patched_copies(copied: Callable[[nn.Module], nn.Module]) -> None:
-    norm = patched()
-    own, before = vars(norm), [*vars(norm).items()]
-    run_in_threads(*[repeated(lambda: assert_patched(copied(norm)))] * 4)
-    assert_same_attributes(norm, own, before)
+@pytest.mark.usefixtures("frequent_switches")
+def test_threads_that_copy_and_call_one_module(copied: Callable[[nn.Module], nn.Module]) -> None:
+    norm, x = patched(), torch.randn(2, SIZE)
+    own, expected = [(name, id(value)) for name, value in vars(norm).items()], norm(x)
+
+    def call() -> None:
+        assert torch.equal(norm(x), expected)
+        assert [(name, id(value)) for name, value in vars(norm).items()] == own
+        assert [*norm.state_dict()] == ["weight"]
+
+    run_in_threads(*[repeated(lambda: assert_patched(copied(norm)))] * 3, repeated(call))
     assert_patched(norm)
     assert normops.unpatch(norm) == 1
 
 
 @every_copy
-def test_the_original_is_patched_at_every_moment(copied: Callable[[nn.Module], nn.Module]) -> None:
-    norm = patched()
-    own, before = vars(norm), [*vars(norm).items()]
-
-    def read() -> None:
-        assert_same_attributes(norm, own, before)
-        assert_patched(norm)
-
-    run_in_threads(repeated(lambda: copied(norm)), repeated(lambda: copied(norm)), repeated(read, 20 * ROUNDS))
-
-
-@every_copy
-def test_attributes_set_and_deleted_during_copies_stay_so(copied: Callable[[nn.Module], nn.Module]) -> None:
-    norm = patched()
-    before = [*vars(norm).items()]
-
-    def change() -> None:
-        norm.label = label = [0]
-        assert norm.label is label
-        del norm.label
-        assert not hasattr(norm, "label")
-        norm.variance_epsilon = 1e-5
-        assert norm.variance_epsilon == 1e-5
-
-    run_in_threads(*[repeated(lambda: assert_patched(copied(norm)))] * 2, repeated(change, 20 * ROUNDS))
-    assert [name for name, _ in before] == [*vars(norm)]
-    assert vars(norm)["variance_epsilon"] == 1e-5
-    assert normops.unpatch(norm) == 1
-
-
-@every_copy
-def test_calls_and_state_dicts_during_copies(copied: Callable[[nn.Module], nn.Module]) -> None:
-    norm = patched()
-    own, before = vars(norm), [*vars(norm).items()]
-    weight, function = norm.weight, vars(norm)["forward"].__func__
-    x = torch.randn(2, SIZE)
-    expected = norm(x)
-
-    def call() -> None:
-        assert torch.equal(norm(x), expected)
-        assert norm.forward.__func__ is function
-
-    def load() -> None:
-        state = norm.state_dict()
-        assert [*state] == ["weight"]
-        assert norm.load_state_dict(state).missing_keys == []
-        assert next(norm.parameters()) is weight
-
-    run_in_threads(repeated(lambda: assert_patched(copied(norm))), repeated(call), repeated(load))
-    assert_same_attributes(norm, own, before)
-
-
-@every_copy
+@pytest.mark.usefixtures("frequent_switches")
 def test_patching_and_unpatching_during_copies(copied: Callable[[nn.Module], nn.Module]) -> None:
-    norm = LlamaNorm(SIZE)
+    norm, x = LlamaNorm(SIZE), torch.randn(2, SIZE)
+    expected = norm(x)
 
     def change() -> None:
         assert len(normops.patch(norm).patched) == 1
         assert normops.unpatch(norm) == 1
 
     def copy_it() -> None:
-        """A copy is patched or not; it never refers to the forward of the module that it was copied from."""
-        forward = vars(copied(norm)).get("forward")
-        assert forward is None or forward.__self__ is not norm
+        torch.testing.assert_close(copied(norm)(x), expected)
 
     run_in_threads(repeated(copy_it), repeated(copy_it), repeated(change, ROUNDS // 3))
-    assert not {"forward", "__reduce_ex__"} & vars(norm).keys()
+    assert type(norm) is LlamaNorm
 
 
 def send_whether_patched(norm: nn.Module, pipe: Connection) -> None:
@@ -232,164 +388,25 @@ class Interrupted(LlamaNorm):
 
 
 @every_copy
-def test_a_module_is_unchanged_while_it_is_copied(
+def test_a_module_that_is_unpatched_while_it_is_copied(
     copied: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     norm = patched(Interrupted)
-    own, before = vars(norm), [*vars(norm).items()]
-    calls: list[None] = []
-
-    def look() -> None:
-        calls.append(None)
-        assert_same_attributes(norm, own, before)
-        assert_patched(norm)
-
-    monkeypatch.setattr(Interrupted, "interrupt", staticmethod(look))
-    assert_patched(copied(norm))
-    assert calls
-
-
-@every_copy
-def test_changes_made_during_a_copy_persist(
-    copied: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    norm = patched(Interrupted)
-    norm.label = "label"
+    monkeypatch.setattr(Interrupted, "interrupt", staticmethod(lambda: unpatched.append(normops.unpatch(norm))))
     unpatched: list[int] = []
-
-    def change() -> None:
-        del norm.label
-        norm.variance_epsilon = 1e-5
-        unpatched.append(normops.unpatch(norm))
-
-    monkeypatch.setattr(Interrupted, "interrupt", staticmethod(change))
-    again: Any = copied(norm)
+    assert_patched(copied(norm))  # as it was when copying began
     assert unpatched == [1]
-    assert not {"label", "forward", "__reduce_ex__"} & vars(norm).keys()
-    assert norm.variance_epsilon == 1e-5
-    # The copy is that of the moment when copying began.
-    assert_patched(again)
-    assert (again.label, again.variance_epsilon) == ("label", 1e-6)
+    assert type(norm) is Interrupted
 
 
-class Slotted(LlamaNorm):
-    __slots__ = ("kept", "missing")
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.kept = ["kept"]
-
-    def __getstate__(self) -> Any:  # that of nn.Module leaves slots out
-        return dict(self.__dict__), {"kept": self.kept}, hasattr(self, "missing")
-
-    def __setstate__(self, state: Any) -> None:
-        own, slots, has_missing = state
-        self.__dict__.update(own)
-        self.kept = slots["kept"]
-        assert not has_missing
-
-
-class WithItself(LlamaNorm):
-    """Its state refers to the module itself, in an attribute, in a tuple, and by a method."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.__dict__["attribute"] = self
-
-    def __getstate__(self) -> Any:
-        return {**self.__dict__, "parts": (self, [self], {"self": self}), "method": self.extra_repr}
-
-
-class Hidden:
-    """A container that only pickle and copy know how to look into."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-
-class HiddenItself(LlamaNorm):
-    def __getstate__(self) -> Any:
-        return {**self.__dict__, "hidden": Hidden(self)}
-
-
-class Singleton(LlamaNorm):
-    """Copied and pickled by name: each copy is the module itself."""
-
-    def __reduce__(self) -> Any:
-        return "SINGLETON"
-
-
-class Looked(LlamaNorm):
-    """Copied by a function that returns the module itself."""
-
-    def __reduce__(self) -> Any:
-        return _looked_up, ()
-
-
-def _looked_up() -> Any:
-    return SINGLETONS["looked"]
-
-
-SINGLETON = Singleton(SIZE)
-SINGLETONS: dict[str, Any] = {"looked": Looked(SIZE)}
-
-
-@every_copy
-def test_copies_have_the_slots_of_the_original(copied: Callable[[nn.Module], nn.Module]) -> None:
-    norm = patched(Slotted)
-    again: Any = copied(norm)
-    assert_patched(again)
-    assert again.kept == ["kept"]
-    assert (again.kept is norm.kept) == (copied is copy.copy)
-
-
-@every_copy
-def test_references_to_itself_become_references_to_the_copy(copied: Callable[[nn.Module], nn.Module]) -> None:
-    norm = patched(WithItself)
-    own, before = vars(norm), [*vars(norm).items()]
-    again: Any = copied(norm)
-    assert_patched(again)
-    referred = norm if copied is copy.copy else again  # a shallow copy shares what the original refers to
-    first, (second,), third = again.parts
-    assert all(each is referred for each in (again.attribute, first, second, third["self"], again.method.__self__))
-    assert_same_attributes(norm, own, before)
-
-
-@every_copy
-def test_hidden_references_to_itself(copied: Callable[[nn.Module], nn.Module]) -> None:
-    norm = patched(HiddenItself)
-    again: Any = copied(norm)
-    assert_patched(again)
-    if copied is copy.copy:  # shares its parts with the original
-        assert again.hidden.inner.weight is norm.weight
-    else:
-        assert again.hidden.inner is again
-
-
-@pytest.mark.parametrize("norm", [SINGLETON, SINGLETONS["looked"]], ids=lambda norm: type(norm).__name__)
-@every_copy
-def test_a_module_that_is_its_own_copy_is_unchanged(norm: nn.Module, copied: Callable[[nn.Module], nn.Module]) -> None:
-    assert len(normops.patch(norm).patched) == 1
-    own, before = vars(norm), [*vars(norm).items()]
-    assert copied(norm) is norm
-    assert_same_attributes(norm, own, before)
-    assert normops.unpatch(norm) == 1
-
-
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_a_model_that_shares_a_norm_shares_its_copy(protocol: int) -> None:
-    norm = patched(WithItself)
-    model: Any = nn.ModuleList([norm, nn.Sequential(norm)])
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model, protocol))):
-        assert again[0] is again[1][0] is again[0].attribute
-        assert_patched(again[0])
+# Pickles.
 
 
 class NamesAlone(pickle.Unpickler):
     """Finds two names of normops, and those of torch, the standard types, and the norm's own module."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_ours = module == "normops.adoption.installation" and name in {"_remake", "Pickled"}
+        is_ours = module == "normops.adoption.installation" and name in {"_remake", "_rounding"}
         assert is_ours or module.partition(".")[0] in {"torch", "collections", "copyreg", LlamaNorm.__module__}, module
         return super().find_class(module, name)
 
@@ -410,50 +427,53 @@ def test_a_load_of_weights_refuses_a_patched_module() -> None:
 
 
 class Crafted:
-    """Pickled as a patched norm, with something else in the place of what it is made of, or of an attribute."""
+    """Pickled as a patched norm, with something else in the place of the rounding."""
 
-    def __init__(self, made_of: Any, slot: Any = "forward") -> None:
-        self.reduced = installation._remake, (LlamaNorm, (SIZE,), {made_of: slot}, False)
-
-    def __reduce__(self) -> Any:
-        return self.reduced
-
-
-def test_a_crafted_pickle_is_an_error() -> None:
-    once, other = installation.Pickled("once"), installation.Pickled("open(1)")  # type: ignore[arg-type]
-    assert_patched(pickle.loads(pickle.dumps(Crafted(once))))
-    with pytest.raises(ValueError, match=r"""rounding: expected "once" or "original", but got 'open\(1\)'"""):
-        pickle.loads(pickle.dumps(Crafted(other)))
-    with pytest.raises(ValueError, match="slot: expected one of _old_forward, forward, but got '__class__'"):
-        pickle.loads(pickle.dumps(Crafted(once, slot="__class__")))
-
-
-class CraftedNorm:
-    """Pickled as what a copy passes on, with an expression of its own to be compared."""
-
-    def __init__(self, norm: Any, file: Path) -> None:
-        self.norm = norm._replace(guards=(guards.Guard(f"open({str(file)!r}, 'w')", None),))
+    def __init__(self, made: Any) -> None:
+        self.made = made
 
     def __reduce__(self) -> Any:
-        return installation.Installed, (LlamaNorm, self.norm, "once")
+        return installation._remake, (LlamaNorm, (SIZE,), self.made, False)
 
 
-def test_what_a_crafted_pickle_compares_is_not_evaluated(tmp_path: Path) -> None:
-    ((made_of, _),) = installation.installed(patched()).items()
-    crafted: Any = pickle.loads(pickle.dumps(Crafted(CraftedNorm(made_of.norm, tmp_path / "written"))))
-    assert_patched(crafted)
-    crafted(torch.ones(2, SIZE))
-    assert not (tmp_path / "written").exists()
+class CraftedClass:
+    """Pickled as what gives a copy its class."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return installation._ClassOfCopies, self.arguments
 
 
-def test_a_reason_not_to_patch_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = pickle.dumps(patched())
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        ("open(1)", ValueError, r"""rounding: expected "once" or "original", but got 'open\(1\)'"""),
+        (CraftedClass(nn.Linear), TypeError, "made: expected a class of normops.patch, but got Linear"),
+        (CraftedClass(Patched), TypeError, "made: expected a class of normops.patch, but got Patched"),
+    ],
+)
+def test_a_crafted_pickle_is_an_error(made: Any, error: type[Exception], message: str) -> None:
+    assert_patched(pickle.loads(pickle.dumps(Crafted("once"))))
+    with pytest.raises(error, match=message):
+        pickle.loads(pickle.dumps(Crafted(made)))
+
+
+def test_pickled_beside_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process with another version of the library that the norm comes from."""
+    norm, x = patched(), torch.randn(2, SIZE)
+    data = pickle.dumps(norm)
     with monkeypatch.context() as other_code:
-        other_code.setattr(LlamaNorm, "forward", lambda self, hidden_states: torch.rand(2))
-        with pytest.warns(UserWarning, match="is loaded unpatched") as warned:
-            pickle.loads(data)
-    assert warned[0].filename == __file__
-    assert_patched(pickle.loads(data))
+        other_code.setattr(LlamaNorm, "forward", lambda self, hidden_states: 2 * hidden_states)
+        title = "a LlamaNorm was patched by normops when it was pickled, and is loaded unpatched"
+        with pytest.warns(UserWarning, match=title) as warned:
+            again = pickle.loads(data)
+        assert warned[0].filename == __file__
+        assert torch.equal(again(x), 2 * x)
+        assert type(again) is LlamaNorm
+        assert "__setstate__" not in vars(again)
+    assert_patched(pickle.loads(data))  # the reason is gone
 
 
 class StateSetter(LlamaNorm):
@@ -469,21 +489,12 @@ def test_a_state_that_is_set_in_another_way() -> None:
     norm = patched(StateSetter)
     with pytest.warns(UserWarning, match="a StateSetter was patched by normops when it was pickled"):
         again: Any = pickle.loads(pickle.dumps(norm))
-    assert "__setstate__" not in vars(again)
+    assert type(again) is StateSetter
     assert torch.equal(again.weight, norm.weight)
 
 
-@every_copy
-def test_a_forward_that_a_hook_calls_is_patched_again(copied: Callable[[nn.Module], nn.Module]) -> None:
-    """As accelerate keeps it."""
+def test_a_class_that_was_made_twice_is_one() -> None:
+    """As by two threads at once."""
     norm = patched()
-    norm._old_forward, norm.forward = norm.forward, hooked
-    again: Any = copied(norm)
-    assert again._old_forward.__self__ is again
-    assert again._old_forward.__func__ is norm._old_forward.__func__
-    assert again.forward is hooked
-    assert len(normops.patch(again).already) == 1
-
-
-def hooked(x: torch.Tensor) -> torch.Tensor:
-    return x
+    made: Made = norm.normops_made
+    assert installation.class_of(made) is type(norm) is type(patched()) is type(copy.deepcopy(norm))

@@ -1,8 +1,5 @@
 """What a patched norm does wherever modules go is what it did: copies, traces, transforms, modes, memory."""
 
-import copy
-import io
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -55,85 +52,6 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 def test_is_what_it_was(norm: Callable[[int], nn.Module]) -> None:
     patched, original = pair(norm)
     assert_is_what_it_was(patched, original)
-
-
-# Copies. Each class is one of those whose copies were lost before.
-
-
-class Reduced(others.LlamaNorm):
-    def __reduce__(self) -> Any:
-        return type(self), (SIZE,)
-
-
-class ReducedWithTwoStates(others.LlamaNorm):
-    def __reduce__(self) -> Any:
-        return type(self), (SIZE,), (dict(self.__dict__), {"more": 1})
-
-    def __setstate__(self, state: Any) -> None:
-        for each in state:
-            self.__dict__.update(each)
-
-
-class ReducedByAnother(others.LlamaNorm):
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self), (SIZE,), dict(self.__dict__)
-
-
-class State(others.LlamaNorm):
-    def __getstate__(self) -> Any:
-        return self.variance_epsilon, self.weight.detach()
-
-    def __setstate__(self, state: Any) -> None:
-        nn.Module.__init__(self)
-        self.variance_epsilon, self.weight = state[0], nn.Parameter(state[1])
-
-
-REDUCED = (Reduced, ReducedWithTwoStates, ReducedByAnother, State)
-
-
-def saved(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIED: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    **{f"pickle-{p}": lambda module, p=p: pickle.loads(pickle.dumps(module, p)) for p in range(2, 6)},  # type: ignore[misc]
-    "torch.save": saved,
-}
-
-
-@pytest.mark.parametrize("copied", COPIED)
-@pytest.mark.parametrize("norm", [*others.NORMS, *REDUCED], ids=lambda norm: norm.__name__)
-@pytest.mark.covering(core=1)
-def test_copies(norm: Callable[[int], nn.Module], copied: str) -> None:
-    patched, original = pair(norm)
-    again, expected = COPIED[copied](patched), COPIED[copied](original)
-    assert again.__dict__["forward"].__self__ is again
-    assert len(normops.patch(again).already) == 1
-    assert_alike(again(rows()), expected(rows()), copied)
-    # The copy has a weight of its own, unless it shared it before, too.
-    with torch.no_grad():
-        for module in (again, expected):
-            for parameter in module.parameters():
-                parameter.zero_()
-    assert_alike(again(rows()), expected(rows()), "written")
-    assert_alike(patched(rows()), original(rows()), "the first one")
-    assert normops.unpatch(again) == 1
-    assert vars(again).keys() == vars(expected).keys()
-
-
-@pytest.mark.parametrize("copied", COPIED)
-def test_copies_of_copies(copied: str) -> None:
-    patched, original = others.model(), others.model()
-    normops.patch(patched)
-    again = COPIED[copied](COPIED["deepcopy"](COPIED[copied](patched)))
-    assert len(normops.patch(again).already) == 4
-    x = torch.randn(4, SIZE)
-    assert_alike(again(x), original(x), copied)
 
 
 # Traces and transforms.

@@ -188,7 +188,7 @@ class Frame:
         return result
 
     def _name(self, name: str) -> Any:
-        code, guards = self._function.__code__, self._following.guards
+        code = self._function.__code__
         if name in code.co_varnames or name in code.co_cellvars:
             if name not in self._local:
                 raise Raises(f"UnboundLocalError: {name}")
@@ -199,17 +199,16 @@ class Frame:
                 value = cell.cell_contents
             except ValueError as error:
                 raise Raises(f"NameError: {name}") from error
-            return self._following.judged(f"{guards.name_of(cell)}.cell_contents", value, name)
+            return self._following.read(cell, "cell_contents", value, name)
         space = self._function.__globals__
         built_in = self._function.__builtins__  # type: ignore[attr-defined, unused-ignore]  # mypy's cache lacks it
         if name.startswith("__") or type(space) is not dict or type(built_in) is not dict:
             refuse(f"reads {name}, which is neither its own nor a module's")
         if name in space:
-            return self._following.judged(f"{guards.name_of(space)}[{name!r}]", space[name], name)
-        guards.note(f"({name!r} in {guards.name_of(space)})", False)
+            return self._following.read(space, name, space[name])
         if name not in built_in:
             refuse(f"reads {name}, which is nowhere")
-        return self._following.judged(f"{guards.name_of(built_in)}[{name!r}]", built_in[name], name)
+        return self._following.judged(built_in[name], name)
 
     def _call(self, call: ast.Call) -> Any:
         function = self.value_of(call.func)

@@ -21,16 +21,23 @@ MOST_NUMBERS = 2**14
 """The most elements of an input whose result is compared number by number."""
 
 
-def output_dtype_of(trial: Trial, runs: Mapping[Case, Run]) -> tuple[OutputDtype, bool]:
-    """The rule for the dtype of the output, and whether the dtype of a gate has a part in it as well."""
-    came = {case.dtypes: run.result.meta["example_value"].dtype for case, run in runs.items()}
-    for widens, (name, rule) in product((False, True), OUTPUT_DTYPES.items()):
-        if all(
-            rule(torch.promote_types(dtype, gate) if widens else dtype, weight) == result
+def output_dtype_of(
+    runs: Mapping[Case, Run], base: Case, taken: Collection[tuple[torch.dtype, ...]]
+) -> tuple[OutputDtype, bool, set[tuple[torch.dtype, ...]]]:
+    """The rule for the output's dtype, whether that of a gate has a part in it, and the dtypes for which it holds."""
+    came = {dtypes: runs[replace(base, dtypes=dtypes)].result.meta["example_value"].dtype for dtypes in taken}
+    holds: dict[tuple[OutputDtype, bool], set[tuple[torch.dtype, ...]]] = {
+        (name, widens): {
+            (dtype, weight, gate)
             for (dtype, weight, gate), result in came.items()
-        ):
-            return name, widens
-    raise Unfit(f"its output has the dtypes {', '.join(sorted({str(dtype) for dtype in came.values()}))}")
+            if rule(torch.promote_types(dtype, gate) if widens else dtype, weight) == result
+        }
+        for widens, (name, rule) in product((False, True), OUTPUT_DTYPES.items())
+    }
+    (name, widens), dtypes = max(holds.items(), key=lambda rule: (base.dtypes in rule[1], len(rule[1])))
+    if base.dtypes not in dtypes:
+        raise Unfit(f"its output has the dtypes {', '.join(sorted({str(dtype) for dtype in came.values()}))}")
+    return name, widens, dtypes
 
 
 def normalizes_channels(trial: Trial) -> bool:
@@ -115,11 +122,17 @@ def saves_of(
             continue
         parameters, tensors = trial.tensors(case)
         first = structure.weight or structure.bias  # nothing is saved for a bias besides
-        given = [*tensors, *(each for name, each in parameters.items() if name == first)]
-        storages = {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(given)}
-        for requires in list(product((False, True), repeat=len(given)))[1:]:
-            for tensor, needs in zip(given, requires, strict=True):
-                tensor.requires_grad_(needs)
+        given = {
+            i: each
+            for i, each in enumerate((tensors[0], parameters.get(first or ""), *tensors[1:]))
+            if each is not None
+        }
+        storages = {tensor.untyped_storage().data_ptr(): i for i, tensor in given.items()}
+        for requires in product(*((False, True) if i in given else (False,) for i in range(3))):
+            if not any(requires):
+                continue
+            for i, tensor in given.items():
+                tensor.requires_grad_(requires[i])
             saved: set[int] = set()
 
             def pack(tensor: Tensor, saved: set[int] = saved, storages: dict[int, int] = storages) -> Tensor:

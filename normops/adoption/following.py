@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from normops.adoption.evaluation import Frame, Super, is_plain_class
-from normops.adoption.guards import Guards, is_plain
+from normops.adoption.guards import Absent, Guards, is_plain
 from normops.adoption.reasons import Raises, refuse
 from normops.adoption.sources import bound_arguments, source_of
 from normops.inductor.calls import CASTS, METHODS, OPERATIONS, RESHAPES
@@ -100,17 +100,15 @@ class Following:
     # Functions.
 
     def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What a function in Python returns, that guards have found."""
+        """What a function in Python returns."""
         code = function.__code__
-        self.guards.note(f"{self.guards.name_of(function)}.__code__", code)
         if code.co_flags & (CO_COROUTINE | CO_GENERATOR | CO_ASYNC_GENERATOR):
             refuse("is a coroutine or a generator")
         node = source_of(function)
         if node is None:
             refuse(f"has no source that {code.co_name} is known to be compiled from")
-        name = self.guards.name_of(function)
         if len(args) + len(kwargs) < code.co_argcount:
-            self.judged(f"{name}.__defaults__", function.__defaults__, f"the defaults of {function.__name__}")
+            self.judged(function.__defaults__, f"the defaults of {function.__name__}")
         if code.co_kwonlyargcount:
             refuse(f"calls {function.__name__}, which has keyword-only arguments")
         try:
@@ -244,7 +242,7 @@ class Following:
         if isinstance(value, _Noted):
             if value.attribute:
                 self.numbers.pop(value.attribute, None)
-                self.guards.note(f"self.{value.attribute}", value.value)
+                self.guards.note(None, value.attribute, value.value)
             elif not value.is_width:
                 refuse("decides by the number of its rows")
             else:
@@ -284,7 +282,7 @@ class Following:
         """What an operator between two values comes to."""
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             method = f"__{'' if isinstance(a, Tensor) else 'r'}{function.__name__}__"
-            self.guards.note(f"Tensor.{method}", getattr(Tensor, method))
+            self.guards.note(Tensor, method, getattr(Tensor, method))
             return self.operation(function, function.__name__, (a, b), {})
         if function is operator.add and type(a) is type(b) and type(a) in (tuple, list):
             return a + b
@@ -310,10 +308,10 @@ class Following:
         is_module = is_plain_class(cls) and issubclass(cls, nn.Module) and cls.__call__ is nn.Module.__call__
         if not is_module or type(cls.forward) is not FunctionType:
             refuse(f"takes {key!r} of a table of activations")
-        self.guards.note(f"{self.guards.name_of(table)}.get({key!r})", cls)
-        return MethodType(self.guards.note(f"{self.guards.name_of(cls)}.forward", cls.forward), _MISSING)
+        self.guards.note(table, key, cls)
+        return MethodType(self.guards.note(cls, "forward", cls.forward), Absent)
 
-    def judged(self, expression: str, value: Any, what: str) -> Any:
+    def judged(self, value: Any, what: str) -> Any:
         """A value that was read, if it is one that guards can compare."""
         if not is_plain(value) and value is not _table():
             if isinstance(value, Tensor):
@@ -323,7 +321,16 @@ class Following:
             is_known |= isinstance(value, ModuleType) and type(value).__getattribute__ is ModuleType.__getattribute__
             if not is_known:
                 refuse(f"calls {_full_name(value)}" if callable(value) else f"reads {what}, a {type(value).__name__}")
-        return self.guards.note(expression, value)
+        return value
+
+    def read(self, owner: Any, name: str, value: Any, what: str = "") -> Any:
+        """A value that was read of something, if guards can compare it.
+
+        They do from now on, but for names of torch's modules and dtypes, which no program gives another meaning.
+        """
+        self.judged(value, what or name)
+        is_of_torch = isinstance(value, ModuleType) and is_of(value.__name__, "torch")
+        return value if is_of_torch or type(value) is torch.dtype else self.guards.note(owner, name, value)
 
     # Attributes.
 
@@ -338,7 +345,7 @@ class Following:
         if isinstance(value, Super):
             return self._of_super(value.cls, name)
         if isinstance(value, ModuleType) and name in vars(value):
-            return self.judged(f"{self.guards.name_of(value)}.{name}", vars(value)[name], name)
+            return self.read(value, name, vars(value)[name])
         if is_plain_class(value):
             return self._of_class(value, name)
         return refuse(f"uses {name}, which is no part of a norm")
@@ -352,7 +359,7 @@ class Following:
             return self._extents(tensor) if name == "shape" else tensor.ndim
         if name not in METHODS and name not in PROPERTIES:
             refuse(f"uses {name}, which is no part of a norm")
-        self.guards.note(f"Tensor.{name}", getattr(Tensor, name))
+        self.guards.note(Tensor, name, getattr(Tensor, name))
         return _Method(tensor, name)
 
     def _extents(self, tensor: Tensor) -> tuple[_Noted, ...]:
@@ -363,22 +370,22 @@ class Following:
         cls, own = type(self.module), vars(self.module)
         if name == "training":
             refuse("asks whether it is in training")
-        if name in ENTRIES:
+        if name in SLOTS:
             refuse(f"uses its own {name}")
         is_of_all = name in INTERNAL or (hasattr(nn.Module, name) and getattr(cls, name) is getattr(nn.Module, name))
         if is_of_all or name == "__class__":
             refuse(f"uses {name}, which is no part of a norm")
         found = _static(cls, name)
         is_function = isinstance(found, (FunctionType, staticmethod))
-        if found is not _MISSING and not is_plain(found) and not is_function:
+        if found is not Absent and not is_plain(found) and not is_function:
             refuse(f"reads its {name}, a {type(found).__name__}")
         if is_function and name not in own:
-            self.guards.note(f"({name!r} in own)", False)
-            function = self.judged(f"cls.{name}", getattr(cls, name), name)
+            self.guards.note(None, name, Absent)
+            function = self.read(cls, name, getattr(cls, name))
             return MethodType(function, self.module) if isinstance(found, FunctionType) else function
         if name in own:
             value = own[name]
-        elif found is not _MISSING:
+        elif found is not Absent:
             value = found
         elif name in self.parameters:
             return self.parameters[name]
@@ -391,25 +398,24 @@ class Following:
         if type(value) is float:
             self.numbers[name] = value
             return _Noted(value, attribute=name)
-        return self.judged(f"self.{name}", value, f"its {name}")
+        return self.read(None, name, value, f"its {name}")
 
     def _of_super(self, cls: type, name: str) -> Any:
         function, mro = getattr(super(cls, type(self.module)), name, None), type(self.module).__mro__
         if type(function) is not FunctionType:
             refuse(f"uses {name} of a base, a {type(function).__name__}")
-        for i in range(mro.index(cls), len(mro)):  # not super() itself, which Dynamo does not find equal
-            base = self.guards.note(f"cls.__mro__[{i}]", mro[i])
-            if base is not cls:
-                self.guards.note(f"getattr({self.guards.name_of(base)}, {name!r}, None)", getattr(base, name, None))
-                if name in vars(base):
-                    break
+        self.guards.note(type(self.module), "__mro__", mro)
+        for base in mro[mro.index(cls) + 1 :]:
+            self.guards.note(base, name, getattr(base, name, Absent))
+            if name in vars(base):
+                break
         return MethodType(function, self.module)
 
     def _of_class(self, cls: type, name: str) -> Any:
         found = _static(cls, name)
         if name.startswith("__") or not (is_plain(found) or isinstance(found, (type, FunctionType, staticmethod))):
             refuse(f"reads {name}, a {type(found).__name__}")
-        return self.judged(f"{self.guards.name_of(cls)}.{name}", getattr(cls, name), name)
+        return self.read(cls, name, getattr(cls, name))
 
 
 def follow(
@@ -430,9 +436,7 @@ def follow(
     following = Following(module, parameters, guards)
     nodes = tuple(following.add_input(name, tensor, width_dims) for name, tensor in arguments)
     parameter_nodes = {name: following.add_input(name, each, each.dim()) for name, each in parameters.items()}
-    guards.note("cls.__getattribute__", object.__getattribute__)
-    guards.note("(cls.__getattr__ is Module.__getattr__)", True)  # torch.export replaces that of all modules
-    forward = guards.note("cls.forward", type(module).forward)
+    forward = guards.note(type(module), "forward", type(module).forward)
     result = following.run(forward, (module, *(tensor for _, tensor in arguments)), {})
     if not isinstance(result, Tensor):
         refuse("returns something else than a tensor of its input's shape")
@@ -454,9 +458,6 @@ SLOTS = ("_old_forward", "forward")
 Hooks of accelerate put themselves into ``forward``, and what they found there into ``_old_forward``, which they call.
 """
 
-ENTRIES = (*SLOTS, "__reduce_ex__")
-"""The attributes that :func:`normops.patch` may give a module."""
-
 INTERNAL = {*vars(nn.Module()), *_SPACES} - {"training"}
 """Attributes that every module has."""
 
@@ -468,15 +469,12 @@ def is_of(name: object, package: str) -> bool:
 
 def _table() -> Any:
     """The table of activations of transformers, if anybody has imported it."""
-    return getattr(sys.modules.get("transformers.activations"), "ACT2FN", _MISSING)
-
-
-_MISSING = object()
+    return getattr(sys.modules.get("transformers.activations"), "ACT2FN", Absent)
 
 
 def _static(cls: type, name: str) -> Any:
     """What a class has under a name, as it is there."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), Absent)
 
 
 def _is_among(value: Any, known: Collection[Any]) -> bool:

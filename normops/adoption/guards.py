@@ -1,21 +1,22 @@
-"""What a forward was seen to read besides its tensors, to be compared whenever the module is called.
+"""What a forward was seen to read besides its tensors, to be compared whenever the module is called."""
 
-A guard is an expression and what it came to, a constant for the guards after it. So a chain ``a.b.c`` is compared from
-its root on: ``g0["a"] is v1``, ``v1.b is v2``, ``type(v2.c) is float and v2.c == v3``.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+import sys
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 MOST = 28
 """The most guards of a module: comparing one takes some 30 ns at each call."""
 
 _PLAIN = {bool, int, float, str, bytes, type(None), type(...), torch.dtype, torch.memory_format}
-_SINGLE = {bool, type(None), type(...), torch.dtype, torch.memory_format}
+
+
+class Absent:
+    """What is read where nothing is; compared, it tells that a module has been given no attribute of this name."""
 
 
 def is_plain(value: Any) -> bool:
@@ -23,95 +24,111 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) in (tuple, torch.Size) and all(map(is_plain, value)))
 
 
-class Guard(NamedTuple):
-    """An expression of ``self``, ``cls``, its class, ``own``, its ``__dict__``, and what the guards before it found."""
+def is_same(now: Any, value: Any) -> bool:
+    """Whether a value that was read is unchanged. 1 is not 1.0, and a tensor, even with one element, is no number."""
+    if now is value:
+        return True
+    if type(now) is not type(value) or not is_plain(value):
+        return False
+    if not isinstance(value, tuple):
+        return bool(now == value)
+    return len(now) == len(value) and all(map(is_same, now, value))
 
-    expression: str
+
+class Guard(NamedTuple):
+    """A value that was read: an attribute of the owner, or its entry if that is a dictionary."""
+
+    owner: Any
+    """A module of Python, a class, a dictionary or the cell of a closure; None is the norm itself."""
+    name: str
     value: Any
 
-    def __eq__(self, other: object) -> bool:  # noqa: D105  1 is not 1.0
-        is_alike = isinstance(other, Guard) and (self[0], _kinds(self[1])) == (other[0], _kinds(other[1]))
-        return is_alike and self[1] == other[1]  # type: ignore[index]
+    def __eq__(self, other: object) -> bool:  # noqa: D105
+        if not isinstance(other, Guard) or self.owner is not other.owner:
+            return False
+        return self.name == other.name and is_same(self.value, other.value)
 
     def __hash__(self) -> int:  # noqa: D105  not every value can be hashed
-        return hash(self.expression)
-
-
-def _kinds(value: Any) -> Any:
-    return (type(value), *map(_kinds, value)) if isinstance(value, tuple) else type(value)
+        return hash(self.name)
 
 
 class Guards:
     """Collects guards. What is read twice is compared once."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Any] = {}
-        self._names: dict[int, str] = {id(Tensor): "Tensor"}
+        self._found: dict[tuple[int, str], Guard] = {}
 
-    def note(self, expression: str, value: Any) -> Any:
-        """Adds what an expression came to, and returns it."""
-        if expression not in self._found:
-            self._found[expression] = value
-            number = len(self._found) - 1
-            self._names.setdefault(id(value), f"v{number}")
-            if isinstance(value, FunctionType):
-                for name, part in _parts(number, value):
-                    self._names.setdefault(id(part), name)
+    def note(self, owner: Any, name: str, value: Any) -> Any:
+        """Adds a value that was read, and returns it."""
+        self._found.setdefault((id(owner), name), Guard(owner, name, value))
         return value
 
-    def name_of(self, value: Any) -> str:
-        """The name under which expressions have what was found before, or a part of a function that was."""
-        return self._names[id(value)]
+    def has(self, name: str) -> bool:
+        """Whether this attribute of the norm itself is compared."""
+        return (id(None), name) in self._found
 
     def all(self) -> tuple[Guard, ...]:
-        """In the order in which they have to be compared."""
-        return tuple(Guard(*each) for each in self._found.items())
+        """In the order in which the values were read."""
+        return tuple(self._found.values())
 
 
-def _parts(number: int, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function will have for as long as it lives, and what its names are looked up in."""
-    yield f"g{number}", function.__globals__
-    yield f"b{number}", function.__builtins__
-    for i, cell in enumerate(function.__closure__ or ()):
-        yield f"c{number}_{i}", cell
+def attributes_of(guards: Iterable[Guard]) -> tuple[tuple[tuple[str, Any], ...], frozenset[str]]:
+    """The attributes of the norm itself that are compared, with their values, and those that it must not be given."""
+    own = [(name, value) for owner, name, value in guards if owner is None]
+    absent = frozenset(name for name, value in own if value is Absent)
+    return tuple((name, value) for name, value in own if name not in absent), absent
 
 
-def names_of(guards: Sequence[Guard]) -> dict[str, Any]:
-    """The names that the guards' expressions use, but for ``self``, ``cls`` and ``own``."""
-    names: dict[str, Any] = {"Tensor": Tensor, "Module": nn.Module}
-    for number, (_, value) in enumerate(guards):
-        names |= {f"v{number}": value, f"t{number}": type(value)}
-        names |= _parts(number, value) if isinstance(value, FunctionType) else {}
-    return names
+def unchanged(guards: Iterable[Guard], cls: type, of_cls: type) -> Callable[[], bool]:
+    """A function that tells whether everything is unchanged that is not the norm's own.
+
+    What the norm's class was seen to have is read of ``of_cls``, which may be a subclass with another forward.
+    """
+    one_by_one: list[Guard] = []
+    # Functions, classes and modules equal nothing but themselves, so that a single call reads and compares them all.
+    owners: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for guard in guards:
+        owner, name, value = guard
+        owner = _module_of(owner) if type(owner) is dict else owner
+        owner = of_cls if owner is cls and name not in ("forward", "__mro__") else owner
+        if guard.owner is not None and not is_plain(value) and isinstance(owner, (type, ModuleType)):
+            owners[f"owner_{id(owner)}"] = owner
+            values[f"owner_{id(owner)}.{name}"] = value
+        elif guard.owner is not None:
+            one_by_one.append(Guard(owner, name, value))
+    space = SimpleNamespace(**owners, nothing=None)
+    read, expected = attrgetter("nothing", *values), (None, *values.values())
+
+    def is_unchanged() -> bool:
+        try:
+            if read(space) != expected:
+                return False
+            for owner, name, value in one_by_one:
+                now = owner.get(name, Absent) if isinstance(owner, dict) else getattr(owner, name, Absent)
+                if now is not value and not is_same(now, value):
+                    return False
+        except (AttributeError, ValueError):  # something that was there is not
+            return False
+        return True
+
+    # Dynamo calls it when it traces, and guards the names that compiled code uses itself.
+    is_unchanged._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return is_unchanged
 
 
-def conditions(guards: Sequence[Guard]) -> list[str]:
-    """The source of the conditions, in order. 1 is not 1.0, and a tensor, even with one element, is no number."""
-    return [_condition(expression, value, f"v{i}", f"t{i}") for i, (expression, value) in enumerate(guards)]
+def _module_of(space: dict[str, Any]) -> Any:
+    """The module whose names are in a dictionary; the dictionary itself if that is another one."""
+    module = sys.modules.get(space.get("__name__", ""))
+    return module if type(module) is ModuleType and vars(module) is space else space
 
 
-def _condition(expression: str, value: Any, name: str, kind: str) -> str:
-    if value is None or type(value) is bool:
-        return f"{expression} is {value}"
-    if type(value) in _SINGLE or not is_plain(value):
-        return f"{expression} is {name}"
-    if not isinstance(value, tuple):
-        return f"type({expression}) is {kind} and {expression} == {name}"
-    of_parts = [
-        _condition(f"{expression}[{i}]", part, f"{name}[{i}]", f"type({name}[{i}])") for i, part in enumerate(value)
-    ]
-    return " and ".join([f"type({expression}) is {kind} and len({expression}) == {len(value)}", *of_parts])
-
-
-def holding(guards: Sequence[Guard]) -> Callable[[nn.Module], bool]:
-    """A function that says of a module whether all guards hold."""
-    source = " and ".join(["True", *conditions(guards)])
-    check = eval(f"lambda self, cls, own: {source}", names_of(guards))
+def holding(guards: Iterable[Guard]) -> Callable[[nn.Module], bool]:
+    """A function that tells of a module whether all guards hold."""
+    (attributes, absent), is_unchanged = attributes_of(guards), unchanged(guards, nn.Module, nn.Module)
 
     def holds(module: nn.Module) -> bool:
-        try:
-            return check(module, type(module), vars(module))
-        except (AttributeError, KeyError, ValueError):  # something that was there is not
-            return False
+        has_all = all(is_same(getattr(module, name, Absent), value) for name, value in attributes)
+        return has_all and is_unchanged() and absent.isdisjoint(vars(module))
 
     return holds

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normops.adoption.patched_forward import gate_beside, is_gate
+from normops.adoption.computing import gate_beside, is_gate
 from normops.functional import gated_rms_norm, rms_norm
 from normops.modules import Activation
 

@@ -24,6 +24,10 @@ Order = Literal["kept", "contiguous", "unknown"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": nn.functional.silu, "sigmoid": torch.sigmoid}
 
 
+Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
+"""Those of input, weight (or without one the bias) and gate, as far as a norm has these."""
+
+
 class Gate(NamedTuple):
     """How a norm takes a gate."""
 
@@ -41,7 +45,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype
     weight_dtype: torch.dtype
     requires_grad: tuple[bool, ...]
-    """Whether they require a gradient: each tensor that the forward takes, and the weight, or without one the bias."""
+    """Whether they require a gradient: input, weight (or without one the bias) and gate."""
     tensor: int
     """The index of the saved one among these."""
 
@@ -72,8 +76,8 @@ class Norm(NamedTuple):
     gate: Gate | None
     dims: tuple[int, ...]
     """How many dimensions its input may have."""
-    dtypes: frozenset[tuple[torch.dtype, ...]] | None
-    """The dtypes of input, weight and gate, as far as it has these, that it takes; None: all."""
+    dtypes: frozenset[Dtypes]
+    """Those that it takes."""
     order: Order
     takes_gaps: bool
     """Whether it takes inputs between whose rows something else lies; not if it views them in another shape."""

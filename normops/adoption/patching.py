@@ -13,8 +13,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from normops.adoption.following import INTERNAL
 from normops.adoption.guards import holding, is_plain
-from normops.adoption.installation import has_foreign_forward, install, installed, is_covered, uninstall
+from normops.adoption.installation import as_unpatched, has_foreign_forward, install, is_covered, uninstall
 from normops.adoption.norm import Norm
+from normops.adoption.patched_class import Patched
 from normops.adoption.reasons import Unfit
 from normops.adoption.recognition import check_class, find_norm
 from normops.inductor import Rounding, check_rounding
@@ -110,7 +111,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
         title = type(module).__name__
         try:
             runs = isinstance(module, (RMSNorm, GatedRMSNorm)) or is_covered(module)
-            if runs or rounding in (made.rounding for made in installed(module)):
+            if runs or (isinstance(module, Patched) and module.normops_made.rounding == rounding):
                 already[name] = title
             elif _is_of_torch(module) and not isinstance(module, nn.RMSNorm):
                 if "Norm" in title:
@@ -176,6 +177,7 @@ class _Found:
 
     def norm_of(self, module: nn.Module) -> Norm | Unfit:
         """The norm that a module is, or why it is none."""
+        module = as_unpatched(module)
         try:
             check_class(module)
             if has_foreign_forward(module):

@@ -12,10 +12,9 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import compress, product
+from itertools import product
 from threading import RLock
 
 import torch
@@ -152,30 +151,32 @@ def _sharded() -> tuple[type, ...]:
 
 
 def _found(trial: Trial) -> Norm:
+    """The norm that a forward computes. Cases in which it computes something else are not among those of the norm."""
     base, first, structure = _base(trial)
     runs = {base: first}
+    others: list[Unfit] = []
     all_rows = [rows for rows in ROWS if len(rows) + len(base.shape) <= MOST_DIMS]
-    all_rows = [rows for rows in all_rows if _run(trial, replace(base, rows=rows), structure, runs)]
-    if not all(_run(trial, replace(base, rows=ROWS[rows]), structure, runs) for rows in all_rows):
-        raise Unfit("takes some numbers of rows only")
-    _run_dtypes(trial, base, runs)
-    taken = {case.dtypes for case in runs if case.rows == base.rows}
+    all_rows = [rows for rows in all_rows if _runs_alike(trial, replace(base, rows=rows), structure, runs, others)]
+    if len(others) > len(all_rows):
+        raise others[0]
+    others = []
+    if not all(_runs_alike(trial, replace(base, rows=ROWS[rows]), structure, runs, others) for rows in all_rows):
+        raise others[0] if others else Unfit("takes some numbers of rows only")
+    taken = _run_dtypes(trial, base, runs)
     if {"dtypes", "dimensions"} <= {what for run in runs.values() for what in run.asks_for}:
         for rows in all_rows:
-            _run_dtypes(trial, replace(base, rows=rows), runs)
-            if len({case.dtypes for case in runs if case.rows == rows}) != len(taken):
-                raise Unfit("takes other dtypes in other dimensions")
+            taken &= _run_dtypes(trial, replace(base, rows=rows), runs)
     is_fixed = _is_width_fixed(trial, base, structure, runs)
     takes_empty = all(_followed(trial, replace(base, rows=(0,) * len(rows)), {}) for rows in all_rows)
-    output_dtype, gate_widens = output_dtype_of(trial, runs)
+    output_dtype, gate_widens, taken = output_dtype_of(runs, base, taken)
     gate = None if structure.gating is None else Gate(trial.arguments[1], structure.gating, gate_widens)
     for run in runs.values():
         for name, value in run.numbers.items():
             if name != structure.eps:
-                trial.guards.note(f"self.{name}", value)
+                trial.guards.note(None, name, value)
     guards = trial.guards.all()
     eps = structure.eps
-    if any(guard.expression == f"self.{eps}" for guard in guards):  # something else is made of it, too
+    if trial.guards.has(str(eps)):  # something else is made of it, too
         eps = getattr(trial.module, str(eps))
     if len(guards) > MOST:
         raise Unfit(f"depends on {len(guards)} things besides its tensors, more than can be compared at every call")
@@ -194,7 +195,7 @@ def _found(trial: Trial) -> Norm:
         rounds=rounds_of(trial, base, structure, taken),
         gate=gate,
         dims=tuple(sorted(len(rows) + len(base.shape) for rows in all_rows)),
-        dtypes=_of_tensors(trial, taken) if trial.is_gated or len(taken) < len(_dtypes(trial)) else None,
+        dtypes=frozenset((x, w if trial.parameters else None, g if trial.is_gated else None) for x, w, g in taken),
         order=order_of(trial, base, taken),
         takes_gaps=takes_gaps(trial, base),
         autocasts=any(autocasts_of(run) for run in runs.values()),
@@ -242,26 +243,20 @@ def _dtypes(trial: Trial) -> list[tuple[torch.dtype, ...]]:
     return [(dtype, weight, dtype) for dtype, weight in product(DTYPES, DTYPES)]
 
 
-def _of_tensors(trial: Trial, taken: Iterable[tuple[torch.dtype, ...]]) -> frozenset[tuple[torch.dtype, ...]]:
-    has = (True, bool(trial.parameters), trial.is_gated)
-    return frozenset(tuple(compress(dtypes, has)) for dtypes in taken)
-
-
-@contextmanager
-def _naming(case: Case) -> Iterator[None]:
-    try:
-        yield
-    except Unfit as reason:
-        raise Unfit(f"{reason} ({case})") from reason
-
-
-def _run_dtypes(trial: Trial, base: Case, runs: dict[Case, Run]) -> None:
+def _run_dtypes(trial: Trial, base: Case, runs: dict[Case, Run]) -> set[tuple[torch.dtype, ...]]:
+    """Runs the forward in every dtype, and returns those in which it computes what it does in float32."""
+    taken = set()
     for dtypes in _dtypes(trial):
         case = replace(base, dtypes=dtypes)
-        with _naming(case):
+        try:
             if case not in runs and _followed(trial, case, runs):
                 check_alike(runs[base], runs[case])
                 _forget(runs[case])
+        except Unfit:
+            runs.pop(case, None)
+        if case in runs:
+            taken.add(dtypes)
+    return taken
 
 
 def _forget(run: Run) -> None:
@@ -279,12 +274,17 @@ def _followed(trial: Trial, case: Case, runs: dict[Case, Run]) -> bool:
     return True
 
 
-def _run(trial: Trial, case: Case, expected: Structure, runs: dict[Case, Run]) -> bool:
-    with _naming(case):
+def _runs_alike(trial: Trial, case: Case, expected: Structure, runs: dict[Case, Run], others: list[Unfit]) -> bool:
+    """Whether the forward takes such an input and computes the norm; if it computes something else, that is added."""
+    try:
         if not _followed(trial, case, runs):
             return False
         if structure_of(runs[case]) != expected:
             raise Unfit("computes another norm")
+    except Unfit as reason:
+        runs.pop(case, None)
+        others.append(Unfit(f"{reason} ({case})"))
+        return False
     return True
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normops.adoption.following import ENTRIES, Run, follow
+from normops.adoption.following import SLOTS, Run, follow
 from normops.adoption.guards import Guards
 
 
@@ -88,7 +88,7 @@ class Trial:
     def call(self, parameters: Mapping[str, Tensor], *tensors: Tensor) -> Tensor:
         """What the forward returns: that of a copy of the module, made without asking its class, with these."""
         copy = object.__new__(type(self.module))
-        copy.__dict__.update({name: value for name, value in vars(self.module).items() if name not in ENTRIES})
+        copy.__dict__.update({name: value for name, value in vars(self.module).items() if name not in SLOTS})
         copy.__dict__["_parameters"] = {**self.module._parameters, **parameters}
         copy.__dict__["_buffers"] = dict(self.module._buffers)
         return type(self.module).forward(copy, *tensors)

@@ -1,0 +1,246 @@
+"""The class that :func:`normops.patch` gives a module: a subclass of the module's own, whose forward runs normops."""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from itertools import pairwise
+from types import MethodType
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from normops import _C
+from normops._operators import TENSORS
+from normops.adoption.computing import copies_of, function_of, mode_of, writable
+from normops.adoption.following import PROPERTIES
+from normops.adoption.guards import attributes_of, is_same, unchanged
+from normops.adoption.norm import Norm
+from normops.inductor import Rounding
+from normops.inductor.calls import METHODS
+
+
+class Made(NamedTuple):
+    """What such a class is made of; the key by which modules share one."""
+
+    cls: type[nn.Module]
+    norm: Norm
+    rounding: Rounding
+
+
+class Patched:
+    """The base of these classes."""
+
+    normops_made: Made
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keeps the class of the module from being told that it has a subclass."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: D105
+        from normops.adoption.installation import reduced
+
+        return reduced(self, protocol)
+
+
+# A class refers to the module's own, which a program may define again and again: it lives as long as a module has it.
+_classes: WeakValueDictionary[Made, type[nn.Module]] = WeakValueDictionary()
+
+
+def class_of(made: Made) -> type[nn.Module]:
+    """The class that is made of this, one for all modules that are alike."""
+    ours = _classes.get(made)
+    if ours is None:
+        cls: Any = made.cls
+        names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        ours = type(cls)(cls.__name__, (Patched, cls), {**names, "normops_made": made})
+        ours.forward = _forward_of(made, ours)
+        ours = _classes.setdefault(made, ours)  # another thread may have been faster
+    return ours
+
+
+def _forward_of(made: Made, ours: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a class, which runs normops where the module's own was seen to compute a norm."""
+    cls, norm, rounding = made
+    own_forward: Any = cls.forward
+    compute, copies = function_of(norm, rounding), copies_of(norm)
+    (attributes, absent), is_unchanged = attributes_of(norm.guards), unchanged(norm.guards, cls, ours)
+    names, is_gated = norm.arguments, norm.gate is not None
+    # Without a weight, the bias is the first parameter.
+    first_name, second_name = (norm.weight, norm.bias) if norm.weight is not None else (norm.bias, None)
+    has_weight = norm.weight is not None
+    eps_name, fixed_eps = (norm.eps, None) if isinstance(norm.eps, str) else (None, norm.eps)
+    parameter_dims, normalized_dims, shape = norm.parameter_dims, norm.normalized_dims, norm.shape
+    # A set: Dynamo makes symbols of the numbers in tuples.
+    dims, taken, takes_empty, autocasts = frozenset(norm.dims), norm.dtypes, norm.takes_empty, norm.autocasts
+    if second_name is not None and rounding == "original":
+        # Where the product is rounded before the bias is added was looked at where dtypes are equal.
+        taken = frozenset(dtypes for dtypes in taken if dtypes[0] == dtypes[1])
+    order_of_result = norm.order if norm.takes_gaps else None
+    is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+    is_compiling, is_exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
+    is_grad_enabled = torch.is_grad_enabled
+
+    def is_like(tensor: Any, first: Any) -> bool:
+        return _is_served(type(tensor)) and (tensor.dtype, tensor.shape) == (first.dtype, first.shape)
+
+    def has_attributes(self: Any) -> bool:
+        for name, value in attributes:
+            now = getattr(self, name)
+            if now is not value and not is_same(now, value):
+                return False
+        # Not isdisjoint, which goes through all attributes.
+        return not absent or all(name not in self.__dict__ for name in absent)
+
+    has_no_attributes = not (attributes or absent)
+    offset, mode = norm.weight_offset, mode_of(norm, rounding)
+    is_one_call = (
+        not is_gated and norm.group_size is None and normalized_dims == 1 and (has_weight or first_name is None)
+    )
+
+    @wraps(own_forward, updated=())
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        tensors = _in_order(names, args, named) if named else args
+        first: Any = None
+        second: Any = None
+        gate: Any = None
+        order = width = None
+        eps = fixed_eps
+        try:
+            if is_gated:
+                x, gate = tensors
+            else:
+                (x,) = tensors
+            if first_name is not None:
+                first = _parameter(self, first_name)
+            if second_name is not None:
+                second = _parameter(self, second_name)
+            if eps_name is not None:
+                eps = getattr(self, eps_name)
+            dtypes = (x.dtype, None if first is None else first.dtype, None if gate is None else gate.dtype)
+            is_known = (
+                isinstance(self, Patched)  # a hook may hold the forward of a module that is unpatched since
+                and dtypes in taken
+                and (type(x) in _PLAIN or _is_served(type(x)))
+                and x.dim() in dims
+                and (
+                    first is None
+                    or (
+                        (type(first) in _PLAIN or _is_served(type(first)))
+                        and (
+                            (first.dim() == 1 and first.numel() == (width := x.shape[-1]))
+                            if parameter_dims == 1  # a slice of a shape takes longer
+                            else x.shape[-parameter_dims:] == first.shape
+                        )
+                        and (second_name is None or is_like(second, first))
+                    )
+                )
+                and (shape is None or x.shape[-len(shape) :] == shape)
+                and (not is_gated or (_is_served(type(gate)) and gate.shape == x.shape))
+                and (eps_name is None or (type(eps) is float and eps == eps))
+                and (takes_empty or x.numel() > 0)
+                and not is_tracing()
+                and not (is_exporting() and _is_in_onnx_export())
+                and (has_no_attributes or has_attributes(self))
+                and is_unchanged()
+                and not (autocasts and x.is_cuda and torch.is_autocast_enabled("cuda"))
+            )
+            if is_known and not (x.is_contiguous() and (gate is None or gate.is_contiguous())):
+                order = _order_of(x, max(parameter_dims, normalized_dims))
+                if order_of_result == "unknown":
+                    is_known = order is None and (gate is None or _order_of(gate, normalized_dims) is None)
+                is_known = is_known and order_of_result is not None and order != ()
+        except (AttributeError, KeyError, ValueError):  # something is missing that was there when it was patched
+            is_known = False
+        if not is_known:
+            return _own_forward(self, cls)(*args, **named)
+        is_compiled = is_compiling()
+        if is_grad_enabled() and not is_compiled:
+            requires = (x.requires_grad, first is not None and first.requires_grad, is_gated and gate.requires_grad)
+            if (which := copies.get((dtypes, requires))) is not None:
+                x, first, gate = (
+                    each.clone() if copied else each for each, copied in zip((x, first, gate), which, strict=True)
+                )
+        if is_one_call and order is None and (first is None or x.dtype == first.dtype) and not is_compiled:
+            # As compute does, without the calls between here and there.
+            y = _C.rms_norm(x, x.shape[-1] if width is None else width, first, eps, offset, mode, second)
+            if y is not NotImplemented:
+                return y
+        weight, bias = (first, second) if has_weight else (None, first)
+        if order is None or order_of_result != "kept":
+            return compute(x, gate, weight, bias, eps)
+        y = compute(x.permute(order), gate, weight, bias, eps)
+        return writable(y.permute([order.index(dim) for dim in range(len(order))]))
+
+    return forward
+
+
+def _in_order(names: tuple[str, ...], args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a forward, if all of them are given; else those that have no names."""
+    rest = names[len(args) :]
+    has_all = len(rest) == len(named) and all(name in named for name in rest)
+    return (*args, *[named[name] for name in rest]) if has_all else ()
+
+
+def _parameter(module: nn.Module, name: str) -> Any:
+    """A parameter, as the module's own forward finds it; nn.Module.__getattr__ alone would take half as long again."""
+    own = module.__dict__
+    parameter = own[name] if name in own else own["_parameters"].get(name)
+    return getattr(module, name) if parameter is None else parameter  # of a parametrization
+
+
+def _own_forward(module: Any, cls: type[nn.Module]) -> Any:
+    base: Any = super(Patched, module) if isinstance(module, Patched) else None
+    return MethodType(cls.forward, module) if base is None else base.forward
+
+
+def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
+    """The dimensions in the order in which they lie in memory, or None if they lie in their own order.
+
+    Empty, if nobody knows in which order the result of the module's own operations would lie: if rows lie in another
+    order and also apart or over each other, or if the dimensions of a row do not come last.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    dims = [dim for dim in range(tensor.dim()) if sizes[dim] != 1]
+    if any(strides[dim] == 0 for dim in dims):
+        return ()
+    if all(strides[a] >= strides[b] for a, b in pairwise(dims)):
+        return None
+    order: list[int] = []
+    for dim in range(tensor.dim()):  # not sorted(), as Dynamo cannot sort sizes that it does not know
+        place = len(order)
+        while place > 0 and strides[order[place - 1]] < strides[dim]:
+            place -= 1
+        order.insert(place, dim)
+    is_kept = order[-last_dims:] == [*range(tensor.dim() - last_dims, tensor.dim())]
+    return tuple(order) if is_kept and tensor.permute(order).is_contiguous() else ()
+
+
+_PLAIN = (Tensor, nn.Parameter)
+_SPECIAL = (
+    "__getattribute__",
+    *(f"__{r}{each}__" for each in ("add", "sub", "mul", "truediv", "pow") for r in ("", "r")),
+)
+
+
+def _is_served(cls: type) -> bool:
+    """Whether tensors of a class, not plain ones, take our operators, and have no methods of their own.
+
+    Others may know nothing but torch's operators, and nobody has looked at what their methods compute.
+    """
+    if not issubclass(cls, Tensor) or not TENSORS.isdisjoint(cls.__mro__):
+        return issubclass(cls, Tensor)
+    function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
+    is_plain = function in (nn.Parameter.__torch_function__, vars(Tensor)["__torch_function__"].__func__)
+    is_plain &= cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+    names = (*METHODS, *PROPERTIES, *_SPECIAL)
+    return is_plain and all(getattr(cls, name) is getattr(Tensor, name) for name in names)
+
+
+def _is_in_onnx_export() -> bool:
+    """Whether torch.onnx exports, which knows what modules are made of themselves, and not our operators."""
+    return torch.onnx.is_in_onnx_export()
+
+
+# As by torch.compiler.assume_constant_result, which imports torch._dynamo. That would take the second to be False.
+_is_served._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
