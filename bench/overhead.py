@@ -50,6 +50,8 @@ def _calls(mode: str, size: Size) -> dict[str, Call]:
     grad_output = torch.randn(size.rows, size.cols, device=size.device)
     residual = torch.randn_like(input, requires_grad=needs_grad)
     arguments = ([size.cols], weight, EPS)
+    module, patched = (torch.nn.RMSNorm(size.cols, EPS, device=size.device) for _ in range(2))
+    normops.patch(patched, strict=True)
     forward: dict[str, Callable[[], Tensor]] = {
         BASE: partial(F.layer_norm, input, [size.cols], weight, None, EPS),
         "torch.ops.normops.rms_norm": partial(ops.rms_norm, input, *arguments),
@@ -57,6 +59,9 @@ def _calls(mode: str, size: Size) -> dict[str, Call]:
         "F.rms_norm": partial(F.rms_norm, input, *arguments),
         "torch.ops.normops.add_rms_norm": lambda: ops.add_rms_norm(input, residual, *arguments)[0],
         "normops.add_rms_norm": lambda: normops.add_rms_norm(input, residual, *arguments)[0],
+        "torch.nn.Identity": partial(torch.nn.Identity(), input),
+        "torch.nn.RMSNorm": partial(module, input),
+        "torch.nn.RMSNorm, patched": partial(patched, input),
     }
     if mode == "no_grad":
         out, residual_out = torch.empty_like(input), torch.empty_like(input)
@@ -72,4 +77,4 @@ def _calls(mode: str, size: Size) -> dict[str, Call]:
     def with_backward(call: Callable[[], Tensor]) -> Call:
         return lambda: torch.autograd.grad(call(), (input, weight), grad_output)
 
-    return {name: with_backward(call) for name, call in forward.items()}
+    return {name: with_backward(call) for name, call in forward.items() if not name.startswith("torch.nn.")}

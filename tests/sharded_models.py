@@ -220,7 +220,13 @@ def patched_and_sharded() -> None:
     alone = norms_of_others.model()
     expected = alone(x)
     expected.square().mean().backward()
-    ways = ("patched, FSDP2", "FSDP2, patched", "FSDP2, norms too, patched", "patched, FSDP2, norms too", "patched, DDP")
+    ways = (
+        "patched, FSDP2",
+        "FSDP2, patched",
+        "FSDP2, norms too, patched",
+        "patched, FSDP2, norms too",
+        "patched, DDP",
+    )
     ways += ("patched, FSDP2, compiled",)
     for way in ways:
         torch._dynamo.reset()

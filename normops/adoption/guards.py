@@ -123,12 +123,16 @@ def _module_of(space: dict[str, Any]) -> Any:
     return module if type(module) is ModuleType and vars(module) is space else space
 
 
+def has_all(attributes: Iterable[tuple[str, Any]], module: nn.Module) -> bool:
+    """Whether the attributes of a module have these values."""
+    return all(is_same(getattr(module, name, Absent), value) for name, value in attributes)
+
+
 def holding(guards: Iterable[Guard]) -> Callable[[nn.Module], bool]:
     """A function that tells of a module whether all guards hold."""
     (attributes, absent), is_unchanged = attributes_of(guards), unchanged(guards, nn.Module, nn.Module)
 
     def holds(module: nn.Module) -> bool:
-        has_all = all(is_same(getattr(module, name, Absent), value) for name, value in attributes)
-        return has_all and is_unchanged() and absent.isdisjoint(vars(module))
+        return has_all(attributes, module) and is_unchanged() and absent.isdisjoint(vars(module))
 
     return holds

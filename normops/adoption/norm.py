@@ -18,8 +18,11 @@ Roundings = Literal["once", "twice", "thrice", "otherwise"]
 """How often a norm rounds to 16 bits. Twice: the normalized input, then its product with the weight, or without one its
 sum with the bias. Thrice: then the product of that with a gate, or its sum with the bias, too."""
 
-Order = Literal["kept", "contiguous", "unknown"]
-"""How the result lies in memory if the input's rows lie in another order than that of its dimensions."""
+Order = Literal["kept", "contiguous", "unknown", "raises"]
+"""How the result lies in memory if the input's rows lie in another order than that of its dimensions.
+
+"raises": the forward takes no inputs between whose rows something else lies, as it views them in another shape.
+"""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": nn.functional.silu, "sigmoid": torch.sigmoid}
 
@@ -79,8 +82,6 @@ class Norm(NamedTuple):
     dtypes: frozenset[Dtypes]
     """Those that it takes."""
     order: Order
-    takes_gaps: bool
-    """Whether it takes inputs between whose rows something else lies; not if it views them in another shape."""
     autocasts: bool
     """Whether autocast may change the dtype in which it computes."""
     saves: frozenset[Saved]

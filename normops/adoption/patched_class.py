@@ -75,7 +75,7 @@ def _forward_of(made: Made, ours: type[nn.Module]) -> Callable[..., Any]:
     if second_name is not None and rounding == "original":
         # Where the product is rounded before the bias is added was looked at where dtypes are equal.
         taken = frozenset(dtypes for dtypes in taken if dtypes[0] == dtypes[1])
-    order_of_result = norm.order if norm.takes_gaps else None
+    order_of_result = norm.order
     is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
     is_compiling, is_exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
     is_grad_enabled = torch.is_grad_enabled
@@ -148,7 +148,7 @@ def _forward_of(made: Made, ours: type[nn.Module]) -> Callable[..., Any]:
                 order = _order_of(x, max(parameter_dims, normalized_dims))
                 if order_of_result == "unknown":
                     is_known = order is None and (gate is None or _order_of(gate, normalized_dims) is None)
-                is_known = is_known and order_of_result is not None and order != ()
+                is_known = is_known and order_of_result != "raises" and order != ()
         except (AttributeError, KeyError, ValueError):  # something is missing that was there when it was patched
             is_known = False
         if not is_known:

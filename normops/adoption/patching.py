@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from normops.adoption.following import INTERNAL
-from normops.adoption.guards import holding, is_plain
+from normops.adoption.guards import has_all, holding
 from normops.adoption.installation import as_unpatched, has_foreign_forward, install, is_covered, uninstall
 from normops.adoption.norm import Norm
 from normops.adoption.patched_class import Patched
@@ -60,13 +60,14 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
     Whether a module is an RMSNorm is read off its own forward, whose source is evaluated step by step, so that every
     operation that it calls, and every value that it reads, is known: those of torch, transformers, diffusers or your
     own, with or without a weight or a bias, with ``1 + weight`` as in Gemma, in groups, gated as in Mamba 2 and
-    Qwen3-Next. What does anything besides, cannot be followed, or has no source, is left untouched. A norm gets another
-    ``forward``; its class, parameters, ``state_dict`` and hooks stay as they were. That holds under ``torch.compile``,
-    ``torch.export``, DDP and FSDP2, before or after.
+    Qwen3-Next. A module that does anything besides, cannot be followed, or has no source, is unchanged. A norm gets a
+    subclass of its class: ``isinstance`` and the name of the class stay, ``type(module) is ...`` does not. Parameters,
+    attributes, ``state_dict`` and hooks stay, under ``torch.compile``, ``torch.export``, DDP and FSDP2, too, before or
+    after.
 
-    ``eps``, weight and bias are read at every call. Whatever else the forward was seen to read is compared at every
-    call, from the names in its code on, with the code of functions and methods: where it has changed, the module's own
-    forward computes, as it does for what it was not seen with: other dtypes than float16, bfloat16, float32 and
+    ``eps``, weight and bias are read at every call. Other attributes, methods, functions and globals that the forward
+    was seen to read are compared at every call (docs/adoption-details.md lists them). If one has changed, the module's
+    own forward runs, as it does in cases that were not verified: other dtypes than float16, bfloat16, float32 and
     float64, more than five dimensions, a weight of another shape, a bias of another shape or dtype than the weight, a
     gate of another shape than the input's or None, ``torch.jit.trace``, ``torch.onnx.export``, tensors of classes that
     know torch's own operators alone. Dtype and strides of the output are those of the module. Where it saves a copy of
@@ -146,7 +147,7 @@ def _cannot_be_examined(error: Exception) -> str:
 
 
 def unpatch(model: nn.Module) -> int:
-    """Takes back :func:`patch`: every module has the forward again that it had.
+    """Undoes :func:`patch`: every module has its own class again.
 
     Returns:
         How many modules were patched.
@@ -202,26 +203,13 @@ class _Found:
                 norm = reason
                 if self._most_norms is None:
                     attributes = [each for each in vars(module).items() if each[0] not in INTERNAL]
-                    self._known.setdefault(key, []).append((partial(_has_all, attributes), norm))
+                    self._known.setdefault(key, []).append((partial(has_all, attributes), norm))
         except Unfit as reason:
             return reason
         return norm
 
 
 _loaded = _Found(most_norms=256)
-
-
-class _Missing:
-    pass
-
-
-def _has_all(attributes: Iterable[tuple[str, Any]], module: nn.Module) -> bool:
-    return all(_has(module, name, value) for name, value in attributes)
-
-
-def _has(module: nn.Module, name: str, value: Any) -> bool:
-    found = getattr(module, name, _Missing)
-    return found is value or (is_plain(value) and type(found) is type(value) and found == value)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

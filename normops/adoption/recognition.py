@@ -29,7 +29,6 @@ from normops.adoption.experiments import (
     output_dtype_of,
     rounds_of,
     saves_of,
-    takes_gaps,
 )
 from normops.adoption.following import Run, is_of
 from normops.adoption.guards import MOST
@@ -197,7 +196,6 @@ def _found(trial: Trial) -> Norm:
         dims=tuple(sorted(len(rows) + len(base.shape) for rows in all_rows)),
         dtypes=frozenset((x, w if trial.parameters else None, g if trial.is_gated else None) for x, w, g in taken),
         order=order_of(trial, base, taken),
-        takes_gaps=takes_gaps(trial, base),
         autocasts=any(autocasts_of(run) for run in runs.values()),
         saves=saves_of(trial, base, structure, taken),
         guards=guards,
