@@ -288,7 +288,7 @@ def test_a_failure_leaves_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     blocks = nn.ModuleList([First(32), Second(32)])
-    made = iter([{}])
+    made: Any = iter([{}])
     monkeypatch.setattr("normops.adoption.patched_class.copies_of", lambda norm: next(made))
     with pytest.raises(StopIteration):
         normops.patch(blocks)
@@ -456,7 +456,7 @@ def test_parametrized_after_it_was_patched() -> None:
 def test_fsdp_wraps_by_class() -> None:
     norm = LlamaNorm(32)
     normops.patch(norm)
-    options = {"recurse": False, "nonwrapped_numel": 1}
+    options: Any = {"recurse": False, "nonwrapped_numel": 1}
     assert transformer_auto_wrap_policy(norm, transformer_layer_cls={LlamaNorm}, **options)
     assert not transformer_auto_wrap_policy(norm, transformer_layer_cls={nn.RMSNorm}, **options)
 

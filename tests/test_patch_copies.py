@@ -21,7 +21,7 @@ from torch import nn
 
 import normops
 from normops.adoption import installation
-from normops.adoption.patched_class import Made, Patched
+from normops.adoption.patched_class import Made, Patched, class_of
 
 SIZE = 32
 ROUNDS = 60
@@ -245,8 +245,8 @@ def test_replicas_of_data_parallel_have_their_own_weight() -> None:
     replica = norm._replicate_for_data_parallel()
     replica._parameters = {}
     replica.weight = torch.full((SIZE,), 3.0)
-    assert isinstance(replica, Patched)
     torch.testing.assert_close(replica(x), 3.0 * norm(x))
+    assert isinstance(replica, Patched)
 
 
 def test_to_empty() -> None:
@@ -497,4 +497,4 @@ def test_a_class_that_was_made_twice_is_one() -> None:
     """As by two threads at once."""
     norm = patched()
     made: Made = norm.normops_made
-    assert installation.class_of(made) is type(norm) is type(patched()) is type(copy.deepcopy(norm))
+    assert class_of(made) is type(norm) is type(patched()) is type(copy.deepcopy(norm))
