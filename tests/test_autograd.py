@@ -283,6 +283,17 @@ def test_only_the_gradients_that_are_needed_are_computed(variant: Variant, devic
             assert_same_bits([arguments[name].grad for name in inputs], expected, (dtypes, needed))
 
 
+def test_derivatives_of_a_tensor_that_is_given_twice(device: str) -> None:
+    x = torch.linspace(-1.0, 2.0, 8, dtype=torch.float64, device=device, requires_grad=True)
+    derivatives = []
+    for norm in (normops.rms_norm, torch.nn.functional.rms_norm):
+        y = norm(x, (8,), x)
+        for order in range(3):
+            (y,) = torch.autograd.grad(y.sin().sum(), x, create_graph=order < 2)
+            derivatives.append(y)
+    torch.testing.assert_close(derivatives[:3], derivatives[3:])
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @differentiable
 @pytest.mark.covering(core=0, full=1)

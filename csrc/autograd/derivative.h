@@ -28,6 +28,8 @@ using torch::autograd::variable_list;
 // If the first output can be computed again, with the same bits, of what is saved, it has
 //   static Tensor output(const Saved& saved, const at::TensorOptions& options);  those of the output
 // where the optional tensors of `saved` are copies of those of sources(), which need not be saved.
+// Without a backward(), its gradients are those of composite(), by autograd: for operators that are derivatives
+// themselves, of which models seldom ask for gradients.
 // If it does not give the gradients of all arguments, it has
 //   static bool covers(const Operator& arguments);  whether none of the others is asked for
 template <class Operator>

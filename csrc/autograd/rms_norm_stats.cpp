@@ -74,26 +74,8 @@ struct Derivative<RmsNormBackwardStats> {
       {true, true, true},   // input
       {true, true, false},  // weight
   }};
-  static variable_list backward(const variable_list& grad_outputs, const RmsNormBackwardStats& saved,
-                                const Needed<3>& needed) {
-    const auto& [grad_output, input, norm] = saved;
-    const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
-    variable_list result(needed.size());
-    Tensor for_h;
-    if (grad_outputs[0].defined()) for_h = 2 * beside_rows(grad_outputs[0], norm.dims()) * h;
-    if (grad_outputs[1].defined()) {
-      const Tensor for_dot = beside_rows(grad_outputs[1], norm.dims());
-      const Tensor through_dot = for_dot * times_weight(dy, norm);
-      for_h = for_h.defined() ? for_h + through_dot : through_dot;
-      if (needed[0]) result[0] = (for_dot * times_weight(h, norm)).to(grad_output.scalar_type());
-      if (needed[2]) result[2] = sum_over_rows(for_dot * dy * h, *norm.weight).to(norm.weight->scalar_type());
-    }
-    if (needed[1] && for_h.defined()) result[1] = for_h.to(input.scalar_type());
-    return result;
-  }
 };
 
-// u and v are the incoming gradients of grad_input and grad_weight.
 template <>
 struct Derivative<RmsNormBackwardFromStats> {
   static constexpr const char* kName = "RmsNormBackwardFromStatsBackward";
@@ -106,37 +88,6 @@ struct Derivative<RmsNormBackwardFromStats> {
       {true, false, true, false, false, false},    // weight
       {false, false, false, false, false, false},  // grad_residual
   }};
-  static variable_list backward(const variable_list& grad_outputs, const RmsNormBackwardFromStats& saved,
-                                const Needed<6>& needed) {
-    const auto& [grad_output, input, square_sum, dot, norm, grad_residual, output_mask, size] = saved;
-    const Tensor dy = to_compute_dtype(grad_output, input), h = to_compute_dtype(input, input);
-    const Tensor rstd = rstd_of_sums(square_sum, size, norm), r = beside_rows(rstd, norm.dims());
-    const auto sum = [dims = norm.dims()](const Tensor& terms) { return sum_of_rows(terms, dims); };
-    const auto add = [](Tensor& to, const Tensor& term) { to = to.defined() ? to + term : term; };
-    variable_list result(needed.size());
-    Tensor for_dy, for_h, for_r;
-    if (grad_outputs[0].defined()) {
-      const Tensor u = to_compute_dtype(grad_outputs[0], input), uh = sum(u * h);
-      const Tensor mean = dot / c10::Scalar(size), r3 = rstd * rstd * rstd;
-      add(for_dy, r * times_weight(u, norm));
-      add(for_h, beside_rows(-r3 * mean, norm.dims()) * u);
-      add(for_r, sum(u * times_weight(dy, norm)) - 3 * rstd * rstd * mean * uh);
-      if (needed[3]) result[3] = -r3 * uh / c10::Scalar(size);
-      if (needed[4]) result[4] = sum_over_rows(r * u * dy, *norm.weight).to(norm.weight->scalar_type());
-      if (needed[5]) result[5] = grad_outputs[0];
-    }
-    if (grad_outputs[1].defined()) {
-      const Tensor v = to_compute_dtype(grad_outputs[1], input);
-      add(for_dy, v * h * r);
-      add(for_h, v * dy * r);
-      add(for_r, sum(v * dy * h));
-    }
-    if (!for_r.defined()) return result;
-    if (needed[0]) result[0] = for_dy.to(grad_output.scalar_type());
-    if (needed[1]) result[1] = for_h.to(input.scalar_type());
-    if (needed[2]) result[2] = through_rstd(for_r, square_sum, size, norm);
-    return result;
-  }
 };
 
 TORCH_LIBRARY_IMPL(normops, Autograd, m) {

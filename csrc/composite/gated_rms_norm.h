@@ -7,9 +7,8 @@ namespace normops {
 Tensor composite(const GatedRmsNorm& arguments);
 std::tuple<Tensor, Tensor, Tensor> composite(const GatedRmsNormBackward& arguments);
 
-// An activation at each gate, and its first and second derivative there.
+// An activation at each gate, and its derivative there.
 Tensor activate(const Tensor& gate, Activation activation);
 Tensor activation_slope(const Tensor& gate, Activation activation);
-Tensor activation_curvature(const Tensor& gate, Activation activation);
 
 }  // namespace normops
