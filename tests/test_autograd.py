@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import normops
 from reference import cases
 from reference.cases import Case
 from reference.operators import (
