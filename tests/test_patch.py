@@ -3,11 +3,13 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
+from abc import ABC
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import norms_of_others as others
 import pytest
@@ -25,6 +27,7 @@ import normops
 from normops.inductor.calls import DTYPES
 
 SIZE = 64
+Kind = TypeVar("Kind")
 ROUNDED = (torch.float16, torch.bfloat16)
 
 
@@ -471,16 +474,146 @@ def test_transformers_initializes_weights_by_the_name_of_the_class() -> None:
     assert torch.equal(llama.model.norm.weight, torch.ones(64))
 
 
-def test_a_subclass_is_no_news_to_the_class() -> None:
-    """As of a class that registers those that are derived from it."""
-    heard = []
-
+def test_a_class_that_is_told_of_its_subclasses_is_unchanged() -> None:
     class Registering(LlamaNorm):
         def __init_subclass__(cls) -> None:
-            heard.append(cls)
+            raise AssertionError
 
-    assert normops.patch(Registering(32)).patched
-    assert not heard
+    reason = "Registering: its class is told of its subclasses, of which a patched module would have one"
+    assert list(normops.patch(Registering(32)).skipped.values()) == [reason]
+
+
+class Abstract(ABC, LlamaNorm):
+    pass
+
+
+class OfKind(Generic[Kind], LlamaNorm):
+    pass
+
+
+class WithoutSlots:
+    __slots__ = ()
+
+
+class Mixed(WithoutSlots, LlamaNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("cls", [Abstract, OfKind, Mixed])
+def test_classes_whose_first_base_has_no_attributes(cls: Any) -> None:
+    norm, x = cls(32), torch.randn(2, 32)
+    expected = norm(x)
+    assert normops.patch(norm).patched
+    for each in (norm, copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert uses_normops(each, x)
+        torch.testing.assert_close(each(x), expected)
+    assert normops.unpatch(norm) == 1
+
+
+class WithHelper(nn.RMSNorm):
+    def helper(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.helper(x))
+
+
+def test_a_class_derived_from_the_patched_one_may_replace_a_helper() -> None:
+    norm, x = WithHelper(32), torch.randn(2, 32)
+    normops.patch(norm)
+    assert uses_normops(norm, x)
+    norm.__class__ = type("Derived", (type(norm),), {"helper": lambda self, x: 0.0 * x})
+    assert torch.equal(norm(x), torch.zeros(2, 32))
+
+
+class Proxy:
+    """Equal to what it stands for, as that of wrapt is."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return 2.0 * self.function(*args)
+
+    def __eq__(self, other: object) -> bool:
+        return self.function == other
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+
+def test_a_function_that_is_replaced_by_an_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, plain, x = LlamaNorm(32), LlamaNorm(32), torch.randn(2, 32)
+    normops.patch(norm)
+    monkeypatch.setattr(torch, "rsqrt", Proxy(torch.rsqrt))
+    assert torch.equal(norm(x), plain(x))
+
+
+def test_compiled_code_notices_a_replaced_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, x = others.GemmaNorm(32), torch.randn(2, 32)
+    normops.patch(norm)
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), norm(x))
+    monkeypatch.setattr(others.GemmaNorm, "forward", lambda self, x: 3.0 * x)
+    assert torch.equal(compiled(x), 3.0 * x)
+
+
+def test_another_rounding_under_a_hook() -> None:
+    norm = LlamaNorm(32)
+    add_hook_to_module(norm, ModelHook())
+    assert normops.patch(norm).patched
+    assert normops.patch(norm, rounding="original").patched
+    assert vars(norm)["_old_forward"].__func__ is type(norm).forward
+
+
+def test_a_trace_is_silent() -> None:
+    norm = LlamaNorm(32)
+    normops.patch(norm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit._trace.TracerWarning)
+        torch.jit.trace(norm, torch.randn(2, 32))
+
+
+class ByDimensions(LlamaNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        y = super().forward(hidden_states.float())
+        return y if hidden_states.dim() == 3 else y.type_as(hidden_states)
+
+
+def test_a_dtype_that_depends_on_the_number_of_dimensions() -> None:
+    norm, plain = ByDimensions(32), ByDimensions(32)
+    assert normops.patch(norm).patched
+    for shape in ((2, 32), (2, 3, 32)):
+        x = torch.randn(shape).bfloat16()
+        assert norm(x).dtype == plain(x).dtype
+
+
+class BiasAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.linspace(-1.0, 1.0, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) + self.bias
+
+
+@pytest.mark.parametrize("rounding", ["once", "original"])
+def test_a_bias_without_a_weight_of_another_dtype(rounding: Any) -> None:
+    norm, plain, x = BiasAlone(), BiasAlone(), torch.randn(4, 32).bfloat16()
+    assert normops.patch(norm, rounding=rounding).patched
+    torch.testing.assert_close(norm(x), plain(x), rtol=2.0**-7, atol=2.0**-7)
+
+
+def test_unpatched_while_it_is_copied() -> None:
+    """By another thread, between the look-up of ``__reduce_ex__`` and its call."""
+    norm = LlamaNorm(32)
+    normops.patch(norm)
+    reduce = norm.__reduce_ex__
+    normops.unpatch(norm)
+    assert reduce(4)[1] == (LlamaNorm,)
 
 
 def test_another_class_replaced_the_forward_of_the_norm() -> None:

@@ -21,11 +21,16 @@ MOST_NUMBERS = 2**14
 """The most elements of an input whose result is compared number by number."""
 
 
+def dtype_of(run: Run) -> torch.dtype:
+    """The dtype of the result."""
+    return run.result.meta["example_value"].dtype
+
+
 def output_dtype_of(
     runs: Mapping[Case, Run], base: Case, taken: Collection[tuple[torch.dtype, ...]]
 ) -> tuple[OutputDtype, bool, set[tuple[torch.dtype, ...]]]:
     """The rule for the output's dtype, whether that of a gate has a part in it, and the dtypes for which it holds."""
-    came = {dtypes: runs[replace(base, dtypes=dtypes)].result.meta["example_value"].dtype for dtypes in taken}
+    came = {dtypes: dtype_of(runs[replace(base, dtypes=dtypes)]) for dtypes in taken}
     holds: dict[tuple[OutputDtype, bool], set[tuple[torch.dtype, ...]]] = {
         (name, widens): {
             (dtype, weight, gate)

@@ -1,13 +1,12 @@
 """What a forward was seen to read besides its tensors, to be compared whenever the module is called."""
 
+import operator
 import sys
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 MOST = 28
 """The most guards of a module: comparing one takes some 30 ns at each call."""
@@ -72,39 +71,46 @@ class Guards:
         return tuple(self._found.values())
 
 
-def attributes_of(guards: Iterable[Guard]) -> tuple[tuple[tuple[str, Any], ...], frozenset[str]]:
-    """The attributes of the norm itself that are compared, with their values, and those that it must not be given."""
-    own = [(name, value) for owner, name, value in guards if owner is None]
-    absent = frozenset(name for name, value in own if value is Absent)
-    return tuple((name, value) for name, value in own if name not in absent), absent
-
-
-def unchanged(guards: Iterable[Guard], cls: type, of_cls: type) -> Callable[[], bool]:
-    """A function that tells whether everything is unchanged that is not the norm's own.
-
-    What the norm's class was seen to have is read of ``of_cls``, which may be a subclass with another forward.
-    """
+def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
+    """A function that tells of a module of this class, or of one derived from it, whether all guards hold."""
+    own = [(name, value) for owner, name, value in guards if owner is None and value is not Absent]
+    absent = frozenset(name for owner, name, value in guards if owner is None and value is Absent)
+    of_class: list[tuple[str, Any]] = []
     one_by_one: list[Guard] = []
-    # Functions, classes and modules equal nothing but themselves, so that a single call reads and compares them all.
-    owners: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    for guard in guards:
-        owner, name, value = guard
+    space = SimpleNamespace(nothing=None)
+    for owner, name, value in guards:
         owner = _module_of(owner) if type(owner) is dict else owner
-        owner = of_cls if owner is cls and name not in ("forward", "__mro__") else owner
-        if guard.owner is not None and not is_plain(value) and isinstance(owner, (type, ModuleType)):
-            owners[f"owner_{id(owner)}"] = owner
-            values[f"owner_{id(owner)}.{name}"] = value
-        elif guard.owner is not None:
+        if owner is cls and name not in ("forward", "__mro__"):
+            of_class.append((name, value))
+        elif owner is not None and (is_plain(value) or value is Absent or not isinstance(owner, (type, ModuleType))):
             one_by_one.append(Guard(owner, name, value))
-    space = SimpleNamespace(**owners, nothing=None)
-    read, expected = attrgetter("nothing", *values), (None, *values.values())
+        elif owner is not None:
+            setattr(space, f"owner_{id(owner)}", owner)
+            values[f"owner_{id(owner)}.{name}"] = value
+    # A single call reads them all.
+    read, expected = operator.attrgetter("nothing", *values), (None, *values.values())
+    # Dynamo has guards for each; it makes another tuple of __mro__.
+    each = [Guard(vars(space)[path.partition(".")[0]], path.partition(".")[2], value) for path, value in values.items()]
+    in_graphs = [*one_by_one, *(guard for guard in each if guard.name != "__mro__")]
 
-    def is_unchanged() -> bool:
-        try:
-            if read(space) != expected:
+    def holds(module: Any) -> bool:
+        for name, value in own:
+            now = getattr(module, name, Absent)
+            if now is not value and not is_same(now, value):
                 return False
-            for owner, name, value in one_by_one:
+        for name, value in of_class:
+            now = getattr(type(module), name, Absent)
+            if now is not value and not is_same(now, value):
+                return False
+        for name in absent:  # isdisjoint would go through all attributes
+            if name in module.__dict__:
+                return False
+        is_compiled = torch.compiler.is_compiling()
+        try:
+            if not is_compiled and not all(map(operator.is_, read(space), expected)):
+                return False
+            for owner, name, value in in_graphs if is_compiled else one_by_one:
                 now = owner.get(name, Absent) if isinstance(owner, dict) else getattr(owner, name, Absent)
                 if now is not value and not is_same(now, value):
                     return False
@@ -112,27 +118,10 @@ def unchanged(guards: Iterable[Guard], cls: type, of_cls: type) -> Callable[[], 
             return False
         return True
 
-    # Dynamo calls it when it traces, and guards the names that compiled code uses itself.
-    is_unchanged._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return is_unchanged
+    return holds
 
 
 def _module_of(space: dict[str, Any]) -> Any:
     """The module whose names are in a dictionary; the dictionary itself if that is another one."""
     module = sys.modules.get(space.get("__name__", ""))
     return module if type(module) is ModuleType and vars(module) is space else space
-
-
-def has_all(attributes: Iterable[tuple[str, Any]], module: nn.Module) -> bool:
-    """Whether the attributes of a module have these values."""
-    return all(is_same(getattr(module, name, Absent), value) for name, value in attributes)
-
-
-def holding(guards: Iterable[Guard]) -> Callable[[nn.Module], bool]:
-    """A function that tells of a module whether all guards hold."""
-    (attributes, absent), is_unchanged = attributes_of(guards), unchanged(guards, nn.Module, nn.Module)
-
-    def holds(module: nn.Module) -> bool:
-        return has_all(attributes, module) and is_unchanged() and absent.isdisjoint(vars(module))
-
-    return holds

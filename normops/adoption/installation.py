@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -50,9 +49,6 @@ def as_unpatched(module: nn.Module) -> nn.Module:
     return twin
 
 
-_own_classes: WeakKeyDictionary[type, type[nn.Module]] = WeakKeyDictionary()
-
-
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has unless it is patched."""
     return _without_ours(type(module)) if isinstance(module, Patched) else type(module)
@@ -63,10 +59,13 @@ def _without_ours(cls: Any) -> Any:
         return cls
     if Patched in cls.__bases__:
         return cls.normops_made.cls
-    if cls not in _own_classes:  # made of ours by somebody, as FSDP2 and parametrizations do
+    if _TWIN not in vars(cls):  # made of ours by somebody, as FSDP2 and parametrizations do
         space = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-        _own_classes[cls] = type(cls)(cls.__name__, tuple(map(_without_ours, cls.__bases__)), space)
-    return _own_classes[cls]
+        setattr(cls, _TWIN, type(cls)(cls.__name__, tuple(map(_without_ours, cls.__bases__)), space))
+    return vars(cls)[_TWIN]
+
+
+_TWIN = "_normops_unpatched"
 
 
 def _put(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -100,10 +99,12 @@ def _rounding(rounding: Rounding) -> Rounding:
     return rounding
 
 
-def reduced(module: Any, protocol: Any) -> Any:
-    """The ``__reduce_ex__`` of a patched module."""
+def reduced(module: Any, protocol: Any, reduce: Callable[[Any, Any], Any]) -> Any:
+    """The ``__reduce_ex__`` of a patched module, from that of its own class."""
     ours, cls = type(module), own_class(module)
-    result = super(Patched, module).__reduce_ex__(protocol)
+    result = reduce(module, protocol)
+    if not issubclass(ours, Patched):  # another thread has taken the class back
+        return result
     if isinstance(result, str):
         return result
     function, arguments, *rest = result
@@ -124,6 +125,8 @@ def _remake(
 ) -> nn.Module:
     """Makes the module of a copy, or of a pickle; ``has_state``: whether it gets its state after that."""
     module = function(*arguments)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"function: expected one that returns a module, but got a {type(module).__name__}")
     if isinstance(module, Patched):  # it was there already
         return module
     if isinstance(made, _ClassOfCopies):

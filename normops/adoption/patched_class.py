@@ -1,10 +1,9 @@
 """The class that :func:`normops.patch` gives a module: a subclass of the module's own, whose forward runs normops."""
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
-from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,7 +13,7 @@ from normops import _C
 from normops._operators import TENSORS
 from normops.adoption.computing import copies_of, function_of, mode_of, writable
 from normops.adoption.following import PROPERTIES
-from normops.adoption.guards import attributes_of, is_same, unchanged
+from normops.adoption.guards import holding
 from normops.adoption.norm import Norm
 from normops.inductor import Rounding
 from normops.inductor.calls import METHODS
@@ -29,17 +28,9 @@ class Made(NamedTuple):
 
 
 class Patched:
-    """The base of these classes."""
+    """The base of these classes, after the module's own, whose memory layout they must have."""
 
-    normops_made: Made
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Keeps the class of the module from being told that it has a subclass."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: D105
-        from normops.adoption.installation import reduced
-
-        return reduced(self, protocol)
+    normops_made: ClassVar[Made]
 
 
 # A class refers to the module's own, which a program may define again and again: it lives as long as a module has it.
@@ -52,18 +43,27 @@ def class_of(made: Made) -> type[nn.Module]:
     if ours is None:
         cls: Any = made.cls
         names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-        ours = type(cls)(cls.__name__, (Patched, cls), {**names, "normops_made": made})
-        ours.forward = _forward_of(made, ours)
+        ours = type(cls)(cls.__name__, (cls, Patched), {**names, "normops_made": made})
+        ours.forward, ours.__reduce_ex__ = _forward_of(made), _reduce_of(cls)
         ours = _classes.setdefault(made, ours)  # another thread may have been faster
     return ours
 
 
-def _forward_of(made: Made, ours: type[nn.Module]) -> Callable[..., Any]:
+def _reduce_of(cls: Any) -> Callable[[Any, Any], Any]:
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        from normops.adoption.installation import reduced
+
+        return reduced(self, protocol, cls.__reduce_ex__)
+
+    return __reduce_ex__
+
+
+def _forward_of(made: Made) -> Callable[..., Any]:
     """The forward of a class, which runs normops where the module's own was seen to compute a norm."""
     cls, norm, rounding = made
     own_forward: Any = cls.forward
     compute, copies = function_of(norm, rounding), copies_of(norm)
-    (attributes, absent), is_unchanged = attributes_of(norm.guards), unchanged(norm.guards, cls, ours)
+    holds = holding(norm.guards, cls)
     names, is_gated = norm.arguments, norm.gate is not None
     # Without a weight, the bias is the first parameter.
     first_name, second_name = (norm.weight, norm.bias) if norm.weight is not None else (norm.bias, None)
@@ -72,7 +72,7 @@ def _forward_of(made: Made, ours: type[nn.Module]) -> Callable[..., Any]:
     parameter_dims, normalized_dims, shape = norm.parameter_dims, norm.normalized_dims, norm.shape
     # A set: Dynamo makes symbols of the numbers in tuples.
     dims, taken, takes_empty, autocasts = frozenset(norm.dims), norm.dtypes, norm.takes_empty, norm.autocasts
-    if second_name is not None and rounding == "original":
+    if norm.bias is not None and rounding == "original":
         # Where the product is rounded before the bias is added was looked at where dtypes are equal.
         taken = frozenset(dtypes for dtypes in taken if dtypes[0] == dtypes[1])
     order_of_result = norm.order
@@ -80,18 +80,6 @@ def _forward_of(made: Made, ours: type[nn.Module]) -> Callable[..., Any]:
     is_compiling, is_exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
     is_grad_enabled = torch.is_grad_enabled
 
-    def is_like(tensor: Any, first: Any) -> bool:
-        return _is_served(type(tensor)) and (tensor.dtype, tensor.shape) == (first.dtype, first.shape)
-
-    def has_attributes(self: Any) -> bool:
-        for name, value in attributes:
-            now = getattr(self, name)
-            if now is not value and not is_same(now, value):
-                return False
-        # Not isdisjoint, which goes through all attributes.
-        return not absent or all(name not in self.__dict__ for name in absent)
-
-    has_no_attributes = not (attributes or absent)
     offset, mode = norm.weight_offset, mode_of(norm, rounding)
     is_one_call = (
         not is_gated and norm.group_size is None and normalized_dims == 1 and (has_weight or first_name is None)
@@ -116,34 +104,36 @@ def _forward_of(made: Made, ours: type[nn.Module]) -> Callable[..., Any]:
                 second = _parameter(self, second_name)
             if eps_name is not None:
                 eps = getattr(self, eps_name)
-            dtypes = (x.dtype, None if first is None else first.dtype, None if gate is None else gate.dtype)
             is_known = (
                 isinstance(self, Patched)  # a hook may hold the forward of a module that is unpatched since
-                and dtypes in taken
                 and (type(x) in _PLAIN or _is_served(type(x)))
-                and x.dim() in dims
-                and (
-                    first is None
-                    or (
-                        (type(first) in _PLAIN or _is_served(type(first)))
-                        and (
+                and (first is None or type(first) in _PLAIN or _is_served(type(first)))
+                and (second is None or type(second) in _PLAIN or _is_served(type(second)))
+                and (gate is None or type(gate) in _PLAIN or _is_served(type(gate)))
+                and not is_tracing()
+            )
+            if is_known:  # a tensor of another class may refuse to be asked, and a trace notes what it is asked
+                dtypes = (x.dtype, None if first is None else first.dtype, None if gate is None else gate.dtype)
+                is_known = (
+                    dtypes in taken
+                    and x.dim() in dims
+                    and (
+                        first is None
+                        or (
                             (first.dim() == 1 and first.numel() == (width := x.shape[-1]))
                             if parameter_dims == 1  # a slice of a shape takes longer
                             else x.shape[-parameter_dims:] == first.shape
                         )
-                        and (second_name is None or is_like(second, first))
                     )
+                    and (second_name is None or (second.dtype, second.shape) == (first.dtype, first.shape))
+                    and (shape is None or x.shape[-len(shape) :] == shape)
+                    and (gate is None or gate.shape == x.shape)
+                    and (eps_name is None or (type(eps) is float and eps == eps))
+                    and (takes_empty or x.numel() > 0)
+                    and not (is_exporting() and _is_in_onnx_export())
+                    and holds(self)
+                    and not (autocasts and x.is_cuda and torch.is_autocast_enabled("cuda"))
                 )
-                and (shape is None or x.shape[-len(shape) :] == shape)
-                and (not is_gated or (_is_served(type(gate)) and gate.shape == x.shape))
-                and (eps_name is None or (type(eps) is float and eps == eps))
-                and (takes_empty or x.numel() > 0)
-                and not is_tracing()
-                and not (is_exporting() and _is_in_onnx_export())
-                and (has_no_attributes or has_attributes(self))
-                and is_unchanged()
-                and not (autocasts and x.is_cuda and torch.is_autocast_enabled("cuda"))
-            )
             if is_known and not (x.is_contiguous() and (gate is None or gate.is_contiguous())):
                 order = _order_of(x, max(parameter_dims, normalized_dims))
                 if order_of_result == "unknown":
@@ -189,8 +179,11 @@ def _parameter(module: nn.Module, name: str) -> Any:
 
 
 def _own_forward(module: Any, cls: type[nn.Module]) -> Any:
-    base: Any = super(Patched, module) if isinstance(module, Patched) else None
-    return MethodType(cls.forward, module) if base is None else base.forward
+    """The forward that a class has now, bound as Python would bind it."""
+    if torch.compiler.is_compiling():  # Dynamo knows no descriptors
+        return partial(cls.forward, module)
+    forward = next(vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base))
+    return forward.__get__(module, type(module)) if hasattr(type(forward), "__get__") else forward
 
 
 def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:

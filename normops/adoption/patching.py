@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from normops.adoption.following import INTERNAL
-from normops.adoption.guards import has_all, holding
+from normops.adoption.guards import Absent, holding, is_same
 from normops.adoption.installation import as_unpatched, has_foreign_forward, install, is_covered, uninstall
 from normops.adoption.norm import Norm
 from normops.adoption.patched_class import Patched
@@ -178,10 +178,11 @@ class _Found:
 
     def norm_of(self, module: nn.Module) -> Norm | Unfit:
         """The norm that a module is, or why it is none."""
+        is_foreign = has_foreign_forward(module)
         module = as_unpatched(module)
         try:
             check_class(module)
-            if has_foreign_forward(module):
+            if is_foreign:
                 return Unfit("was given another forward than its class's")
             parameters = module.named_parameters(recurse=False, remove_duplicate=False)
             key = (
@@ -197,19 +198,23 @@ class _Found:
                 if self._norms == self._most_norms:
                     self._known.clear()
                     self._norms = 0
-                self._known.setdefault(key, []).append((holding(norm.guards), norm))
+                self._known.setdefault(key, []).append((holding(norm.guards, type(module)), norm))
                 self._norms += 1
             except Unfit as reason:
                 norm = reason
                 if self._most_norms is None:
                     attributes = [each for each in vars(module).items() if each[0] not in INTERNAL]
-                    self._known.setdefault(key, []).append((partial(has_all, attributes), norm))
+                    self._known.setdefault(key, []).append((partial(_has_all, attributes), norm))
         except Unfit as reason:
             return reason
         return norm
 
 
 _loaded = _Found(most_norms=256)
+
+
+def _has_all(attributes: list[tuple[str, Any]], module: nn.Module) -> bool:
+    return all(is_same(getattr(module, name, Absent), value) for name, value in attributes)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from normops.adoption.evaluation import is_plain_class
 from normops.adoption.experiments import (
     autocasts_of,
+    dtype_of,
     normalizes_channels,
     order_of,
     output_dtype_of,
@@ -100,6 +101,8 @@ def check_class(module: nn.Module) -> None:
     # FSDP2 forbids to copy what it has sharded, patched or not.
     if cls in copyreg.dispatch_table or not all(is_of(method.__module__, "torch") for method in copying):
         raise Unfit("its class is copied in a way of its own")
+    if any("__init_subclass__" in vars(base) and base.__module__ != "typing" for base in cls.__mro__[:-1]):
+        raise Unfit("its class is told of its subclasses, of which a patched module would have one")
     if not inspect.isfunction(cls.forward):
         raise Unfit(f"its forward is no function, but a {type(cls.forward).__name__}")
 
@@ -162,9 +165,15 @@ def _found(trial: Trial) -> Norm:
     if not all(_runs_alike(trial, replace(base, rows=ROWS[rows]), structure, runs, others) for rows in all_rows):
         raise others[0] if others else Unfit("takes some numbers of rows only")
     taken = _run_dtypes(trial, base, runs)
-    if {"dtypes", "dimensions"} <= {what for run in runs.values() for what in run.asks_for}:
+    if any("dimensions" in run.asks_for for run in runs.values()):
         for rows in all_rows:
             taken &= _run_dtypes(trial, replace(base, rows=rows), runs)
+            taken = {
+                dtypes
+                for dtypes in taken
+                if dtype_of(runs[replace(base, dtypes=dtypes)])
+                == dtype_of(runs[replace(base, rows=rows, dtypes=dtypes)])
+            }
     is_fixed = _is_width_fixed(trial, base, structure, runs)
     takes_empty = all(_followed(trial, replace(base, rows=(0,) * len(rows)), {}) for rows in all_rows)
     output_dtype, gate_widens, taken = output_dtype_of(runs, base, taken)
