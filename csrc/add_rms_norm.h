@@ -28,5 +28,7 @@ struct AddRmsNorm {
   }
 };
 
+std::tuple<Tensor, Tensor> composite(const AddRmsNorm& arguments);
+
 }  // namespace normops
 #pragma GCC visibility pop

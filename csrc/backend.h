@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "composite/fallback.h"
-#include "composite/rms_norm.h"
+#include "rms_norm.h"
 
 namespace normops {
 

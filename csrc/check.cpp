@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "operator.h"
+#include "gated_rms_norm.h"
 #include "overlap.h"
 #include "problem.h"
 
@@ -102,6 +102,19 @@ void check_broadcast(const char* op, const char* name, const Tensor& tensor, con
   const size_t before = sizes.size() - normalized_shape.size();
   for (size_t d = 0; d < before; d++) TORCH_CHECK(is_broadcast(sizes[d], of_input[leading - before + d]), message());
   check_equal(sizes.slice(before), normalized_shape, message);
+}
+
+std::optional<Casting> find_casting(std::string_view casting_mode) {
+  if (casting_mode == kNoCasting) return Casting{.normalized = false, .multiplied = false};
+  if (casting_mode == "llama") return Casting{.normalized = true, .multiplied = true};
+  return std::nullopt;
+}
+
+Activation parse_activation(const char* op, std::string_view name) {
+  if (name == "silu" || name == "swish") return Activation::silu;
+  TORCH_CHECK(name == "sigmoid", op, ": expected activation to be \"silu\", \"swish\" or \"sigmoid\", but got \"", name,
+              "\"");
+  return Activation::sigmoid;
 }
 
 void check_norm(const char* op, const Tensor& input, const Norm& norm) {

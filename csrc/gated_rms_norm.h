@@ -5,8 +5,8 @@
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
-// Throws, as the checks do, if there is none of this name.
-Activation find_activation(const char* op, std::string_view name);
+// The activation of this name; throws, as the checks do, if there is none.
+Activation parse_activation(const char* op, std::string_view name);
 
 struct GatedRmsNorm {
   static constexpr const char *kName = "gated_rms_norm", *kInplaceName = nullptr;
@@ -20,11 +20,11 @@ struct GatedRmsNorm {
   bool norm_before_gate;
 
   auto members() const { return std::tie(input, gate, norm, activation, norm_before_gate); }
-  Gating gating() const { return {find_activation(kName, activation), norm_before_gate}; }
+  Gating gating() const { return {parse_activation(kName, activation), norm_before_gate}; }
   void check(const char* op) const {
     check_norm(op, input, norm);
     check_narrower_or_wider_input(op, "gate", gate, input);
-    find_activation(op, activation);
+    parse_activation(op, activation);
   }
   Like<GatedRmsNorm> like() const { return {&input}; }
 };
@@ -43,11 +43,11 @@ struct GatedRmsNormBackward {
   std::array<bool, kOutputs> output_mask;
 
   auto members() const { return std::tie(grad_output, input, gate, norm, activation, norm_before_gate, output_mask); }
-  Gating gating() const { return {find_activation(kName, activation), norm_before_gate}; }
+  Gating gating() const { return {parse_activation(kName, activation), norm_before_gate}; }
   void check(const char* op) const {
     check_norm(op, input, norm);
     check_narrower_or_wider_input(op, "gate", gate, input);
-    find_activation(op, activation);
+    parse_activation(op, activation);
     check_like_input(op, "grad_output", grad_output, input);
   }
   Like<GatedRmsNormBackward> like() const {
@@ -55,6 +55,9 @@ struct GatedRmsNormBackward {
             &if_wanted(output_mask[2], value_or_undefined(norm.weight))};
   }
 };
+
+Tensor composite(const GatedRmsNorm& arguments);
+std::tuple<Tensor, Tensor, Tensor> composite(const GatedRmsNormBackward& arguments);
 
 }  // namespace normops
 #pragma GCC visibility pop

@@ -3,12 +3,36 @@
 #pragma once
 #include <cstdint>
 
-#include "casting.h"
 #include "dispatch.h"
-#include "gating.h"
-#include "rows.h"
 
 namespace normops {
+
+// Which results are rounded to the dtype of the output besides the last one. A backward rounds where autograd would,
+// with tensors of that dtype: those results, where it forms them again, and their gradients.
+struct Casting {
+  bool normalized;  // the normalized input, before it is multiplied by the weight
+  bool multiplied;  // the product with the weight, before it is gated or rotated; alpha * input, before it is added
+
+  constexpr bool any() const { return normalized || multiplied; }
+};
+
+// How gated_rms_norm gates.
+enum class Activation : uint8_t { silu, sigmoid };
+
+struct Gating {
+  Activation activation;
+  bool norm_before_gate;
+};
+
+// The dimensions before the normalized ones, outermost first, merged as far as their strides allow: of a contiguous
+// tensor one is left, of a slice of a fused QKV projection two. Strides count bytes; an expanded dimension has stride
+// 0.
+struct RowLayout {
+  static constexpr int kMaxDims = 8;
+  int dims = 0;
+  int64_t sizes[kMaxDims] = {};
+  int64_t strides[kMaxDims] = {};
+};
 
 // The tensors of all operators, by their names in the schemas. An operator's page lists those that it has.
 enum TensorIndex {

@@ -14,6 +14,7 @@
 #include <ATen/ops/empty.h>
 
 #include <array>
+#include <optional>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -22,6 +23,10 @@
 #include "kernel_args.h"
 
 namespace normops {
+
+// Liger's names of the casting modes, after the models that compute so. "gemma" rounds nowhere on the way.
+constexpr std::string_view kNoCasting = "gemma";
+std::optional<Casting> find_casting(std::string_view casting_mode);
 
 // The arguments that all norms have, which travel together.
 struct Norm {

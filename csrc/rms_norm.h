@@ -50,5 +50,8 @@ struct RmsNormBackward {
   }
 };
 
+Tensor composite(const RmsNorm& arguments);
+std::tuple<Tensor, Tensor, Tensor> composite(const RmsNormBackward& arguments);
+
 }  // namespace normops
 #pragma GCC visibility pop

@@ -65,5 +65,8 @@ struct RmsNormRopeBackward {
   }
 };
 
+Tensor composite(const RmsNormRope& arguments);
+std::tuple<Tensor, Tensor> composite(const RmsNormRopeBackward& arguments);
+
 }  // namespace normops
 #pragma GCC visibility pop

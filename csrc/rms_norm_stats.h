@@ -94,5 +94,10 @@ struct RmsNormBackwardFromStats {
   }
 };
 
+Tensor composite(const RmsNormStats& arguments);
+Tensor composite(const RmsNormFromStats& arguments);
+std::tuple<Tensor, Tensor> composite(const RmsNormBackwardStats& arguments);
+std::tuple<Tensor, Tensor> composite(const RmsNormBackwardFromStats& arguments);
+
 }  // namespace normops
 #pragma GCC visibility pop

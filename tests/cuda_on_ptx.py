@@ -165,10 +165,10 @@ FORMED, GIVEN, WANTED = range(3)
 """Sums of csrc/kernel_args.h."""
 
 ACTIVATIONS = ("silu", "sigmoid", "identity")
-"""In the order of csrc/gating.h."""
+"""In the order of csrc/kernel_args.h."""
 
 CASTINGS = {"gemma": (False, False), "llama": (True, True)}
-"""The members of Casting, as in csrc/casting.cpp."""
+"""The members of Casting, as in csrc/check.cpp."""
 
 GUARD = 64  # elements before and after an output; a multiple of any alignment
 UNTOUCHED = 0x5A

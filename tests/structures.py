@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 CSRC = Path(__file__).parent.parent / "csrc"
-HEADERS = ("rows.h", "gating.h", "casting.h", "kernel_args.h", "cuda/kernels.h", "cuda/launch_config.h")
+HEADERS = ("kernel_args.h", "cuda/kernels.h", "cuda/launch_config.h")
 
 # A struct's name, and what it declares: members, one to a line, and what else there is.
 STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)

@@ -5,7 +5,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/new_full.h>
 
-#include "../composite/add_rms_norm.h"
 #include "../rms_norm.h"
 #include "kernels.h"
 

@@ -1,7 +1,6 @@
 // The derivatives of gated_rms_norm and gated_rms_norm_backward. Nothing is saved but the arguments.
 #include "../gated_rms_norm.h"
 
-#include "../composite/gated_rms_norm.h"
 #include "kernels.h"
 
 namespace normops {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "../composite/rms_norm.h"
 #include "kernels.h"
 
 namespace normops {

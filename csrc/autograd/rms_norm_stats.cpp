@@ -7,8 +7,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "../composite/rms_norm.h"
-#include "../composite/rms_norm_stats.h"
+#include "../composite/definition.h"
 #include "kernels.h"
 
 namespace normops {

@@ -1,10 +1,10 @@
-#include "add_rms_norm.h"
+#include "../add_rms_norm.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
 
+#include "definition.h"
 #include "fallback.h"
-#include "rms_norm.h"
 
 namespace normops {
 

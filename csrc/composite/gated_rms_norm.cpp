@@ -1,22 +1,26 @@
-#include "gated_rms_norm.h"
+#include "../gated_rms_norm.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/sigmoid.h>
 
+#include "definition.h"
 #include "fallback.h"
-#include "rms_norm.h"
 
 namespace normops {
+namespace {
+
 Tensor activate(const Tensor& gate, Activation activation) {
   const Tensor s = at::sigmoid(gate);
   return activation == Activation::silu ? gate * s : s;
 }
 
-// With s the sigmoid and c = 1 - s, computed without cancellation: s' = s c and c' = -s c.
+// With s the sigmoid and c = 1 - s, computed without cancellation: s' = s c.
 Tensor activation_slope(const Tensor& gate, Activation activation) {
   const Tensor s = at::sigmoid(gate), c = at::sigmoid(-gate);
   return activation == Activation::silu ? s + gate * s * c : s * c;
 }
+
+}  // namespace
 
 Tensor composite(const GatedRmsNorm& arguments) {
   const auto& [input, gate, norm, activation, norm_before_gate] = arguments;

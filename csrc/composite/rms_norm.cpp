@@ -1,10 +1,11 @@
-#include "rms_norm.h"
+#include "../rms_norm.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/rsqrt.h>
 
 #include "../problem.h"
+#include "definition.h"
 #include "fallback.h"
 
 namespace normops {

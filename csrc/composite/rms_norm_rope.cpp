@@ -1,11 +1,11 @@
-#include "rms_norm_rope.h"
+#include "../rms_norm_rope.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 
+#include "definition.h"
 #include "fallback.h"
-#include "rms_norm.h"
 
 namespace normops {
 namespace {
@@ -37,8 +37,7 @@ Tensor rotate_columns(const Tensor& rows, const Tensor& cos, const Tensor& sin, 
                  -1);
 }
 
-}  // namespace
-
+// The rotation of rows, and its transpose, which turns gradients back. All tensors are of one dtype.
 Tensor rotate(const Tensor& rows, const Tensor& cos, const Tensor& sin, const Rope& rope) {
   return rotate_columns(rows, cos, sin, rope, [](const Pairs& x, const Pairs& c, const Pairs& s) {
     return Pairs{x.first * c.first - x.second * s.first, x.second * c.second + x.first * s.second};
@@ -50,6 +49,8 @@ Tensor rotate_back(const Tensor& rows, const Tensor& cos, const Tensor& sin, con
     return Pairs{x.first * c.first + x.second * s.second, x.second * c.second - x.first * s.first};
   });
 }
+
+}  // namespace
 
 Tensor composite(const RmsNormRope& arguments) {
   const auto& [input, cos, sin, norm, rope] = arguments;

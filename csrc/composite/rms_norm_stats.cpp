@@ -1,11 +1,11 @@
-#include "rms_norm_stats.h"
+#include "../rms_norm_stats.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/rsqrt.h>
 
 #include "../problem.h"
+#include "definition.h"
 #include "fallback.h"
-#include "rms_norm.h"
 
 namespace normops {
 

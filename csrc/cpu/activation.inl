@@ -1,5 +1,5 @@
-// The activations of gates and their slopes, see gating.h. Each takes a handful of roundings between load and store,
-// which reference/oracle.py counts. The bits are the same wherever multiply-adds are fused.
+// The activations of gates and their slopes, see kernel_args.h. Each takes a handful of roundings between load and
+// store, which reference/oracle.py counts. The bits are the same wherever multiply-adds are fused.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-#include "../gating.h"
+#include "../kernel_args.h"
 #include "operator_kernels.cuh"
 
 namespace normops::cuda {

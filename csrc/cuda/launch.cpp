@@ -14,33 +14,25 @@
 namespace normops::cuda {
 namespace {
 
-struct ForwardKernels {
-  void (*launch)(const KernelArgs& args, const Device& device, Stream stream);
-};
-struct BackwardKernels {
-  void (*launch)(const KernelArgs& args, const Device& device, Stream stream, const AllocatePartials& allocate);
-};
+using LaunchForward = void (*)(const KernelArgs& args, const Device& device, Stream stream);
+using LaunchBackward = void (*)(const KernelArgs& args, const Device& device, Stream stream,
+                                const AllocatePartials& allocate);
 
-constexpr ForwardKernels kRmsNorm = {launch_rms_norm};
-constexpr BackwardKernels kRmsNormBackward = {launch_rms_norm_backward};
+LaunchForward kernels_of(const RmsNorm&) { return launch_rms_norm; }
+LaunchForward kernels_of(const RmsNormStats&) { return launch_rms_norm; }
+LaunchForward kernels_of(const RmsNormFromStats&) { return launch_rms_norm; }
+LaunchForward kernels_of(const AddRmsNorm&) { return launch_add_rms_norm; }
+LaunchForward kernels_of(const GatedRmsNorm&) { return launch_gated_rms_norm; }
+LaunchForward kernels_of(const RmsNormRope&) { return launch_rms_norm_rope; }
+LaunchBackward kernels_of(const RmsNormBackward&) { return launch_rms_norm_backward; }
+LaunchBackward kernels_of(const RmsNormBackwardStats&) { return launch_rms_norm_backward; }
+LaunchBackward kernels_of(const RmsNormBackwardFromStats&) { return launch_rms_norm_backward; }
+LaunchBackward kernels_of(const GatedRmsNormBackward&) { return launch_gated_rms_norm_backward; }
+LaunchBackward kernels_of(const RmsNormRopeBackward&) { return launch_rms_norm_rope_backward; }
 
-ForwardKernels kernels_of(const RmsNorm&) { return kRmsNorm; }
-ForwardKernels kernels_of(const RmsNormStats&) { return kRmsNorm; }
-ForwardKernels kernels_of(const RmsNormFromStats&) { return kRmsNorm; }
-ForwardKernels kernels_of(const AddRmsNorm&) { return {launch_add_rms_norm}; }
-ForwardKernels kernels_of(const GatedRmsNorm&) { return {launch_gated_rms_norm}; }
-ForwardKernels kernels_of(const RmsNormRope&) { return {launch_rms_norm_rope}; }
-BackwardKernels kernels_of(const RmsNormBackward&) { return kRmsNormBackward; }
-BackwardKernels kernels_of(const RmsNormBackwardStats&) { return kRmsNormBackward; }
-BackwardKernels kernels_of(const RmsNormBackwardFromStats&) { return kRmsNormBackward; }
-BackwardKernels kernels_of(const GatedRmsNormBackward&) { return {launch_gated_rms_norm_backward}; }
-BackwardKernels kernels_of(const RmsNormRopeBackward&) { return {launch_rms_norm_rope_backward}; }
+void run(LaunchForward launch, const Call& call, Stream stream) { launch(call, current_device(), stream); }
 
-void run(const ForwardKernels& kernels, const Call& call, Stream stream) {
-  kernels.launch(call, current_device(), stream);
-}
-
-void run(const BackwardKernels& kernels, const Call& call, Stream stream) {
+void run(LaunchBackward launch, const Call& call, Stream stream) {
   const Device device = current_device();
   const int64_t cols = call.weight.groups * call.cols;
   Tensor partials;
@@ -49,7 +41,7 @@ void run(const BackwardKernels& kernels, const Call& call, Stream stream) {
     partials = at::empty({count, cols}, call.tensor(kGradWeight).options().dtype(compute));
     return partials.mutable_data_ptr();
   };
-  kernels.launch(call, device, stream, std::ref(allocate));
+  launch(call, device, stream, std::ref(allocate));
   if (!partials.defined()) return;
   const RowsArg& dw = call[kGradWeight];
   launch_grad_weight(call.dtype(), dw.dtype, partials.const_data_ptr(), partials.size(0), cols, dw.data, device,

@@ -8,7 +8,6 @@
 #include "../cpu/kernels.h"
 #include "../operators.h"
 #include "../recompute.h"
-#include "../triton/binding.h"
 #include "arguments.h"
 #include "check.h"
 #include "direct_call.h"

@@ -34,3 +34,10 @@ Registration register_kernels(const char* ns, c10::DispatchKey key, const Add& a
 Registration override_torch();
 
 }  // namespace normops::python
+
+namespace normops::triton {
+
+// The operators with kernels in Triton, for a dispatch key.
+python::Registration register_operators(const std::string& dispatch_key);
+
+}  // namespace normops::triton

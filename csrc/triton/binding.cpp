@@ -1,6 +1,6 @@
 // The operators with kernels in Triton: the same operator functions as those of the C++ backends, whose launchers are
 // functions of the Python module normops.triton.
-#include "binding.h"
+#include "../python/registration.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>

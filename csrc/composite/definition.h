@@ -1,15 +1,9 @@
-// rms_norm and rms_norm_backward written in ATen operators, which differentiate: forward-mode AD and devices without a
-// kernel run these, on arguments that passed the check.
+// Pieces of the definitions of all operators, in ATen operators. A definition, composite(arguments), is what forward
+// mode, higher derivatives and devices without a kernel run, on arguments that passed the check.
 #pragma once
-#include "../rms_norm.h"
+#include "../operator.h"
 
-#pragma GCC visibility push(default)  // for the Python module
 namespace normops {
-
-Tensor composite(const RmsNorm& arguments);
-std::tuple<Tensor, Tensor, Tensor> composite(const RmsNormBackward& arguments);
-
-// Pieces of the definition that higher derivatives share.
 
 // `tensor` in the type that input's dtype is computed in.
 Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input);
@@ -53,5 +47,10 @@ Tensor as_grad_input(const Tensor& gradient, const OptionalTensor& grad_residual
 std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h, const Norm& norm, at::ScalarType dtype,
                                               const std::array<bool, 2>& output_mask);
 
+// Numbers of rows with the dimensions of a row, of size 1.
+Tensor beside_rows(Tensor numbers, size_t normalized_dims);
+
+// 1 / sqrt(mean of squares + eps)
+Tensor rstd_of_sums(const Tensor& square_sum, const c10::SymInt& size, const Norm& norm);
+
 }  // namespace normops
-#pragma GCC visibility pop
