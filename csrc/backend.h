@@ -10,7 +10,7 @@ namespace normops {
 // Backend has, besides
 //   Guard, made of the input's device and kept while kernels are launched, and
 //   empty_contiguous(like),
-//   serves(arguments), whether it has kernels for them; else the definition serves, and
+//   supports(arguments), whether it has kernels for them; else the definition serves, and
 // for each operator, on arguments that passed the check and have elements, where some output is wanted,
 //   launch(arguments, outputs)
 template <class Backend>
@@ -19,11 +19,11 @@ struct BackendKernels {
   static Outputs<Operator> functional(c10::DispatchKeySet keys, const Operator& arguments) {
     check<Overload::functional>(arguments);
     if constexpr (kMayDecline<Operator>) {
-      if (!Backend::serves(arguments)) return Fallback::functional(keys, arguments);
+      if (!Backend::supports(arguments)) return Fallback::functional(keys, arguments);
     }
     const typename Backend::Guard guard(arguments.input.device());
     Outputs<Operator> outputs = new_outputs(arguments, Backend::empty_contiguous);
-    run(arguments, std::apply([](auto&... output) { return Written<Operator>{&output...}; }, outputs));
+    run(arguments, std::apply([](auto&... output) { return OutputPtrs<Operator>{&output...}; }, outputs));
     return outputs;
   }
 
@@ -31,12 +31,12 @@ struct BackendKernels {
   static void write(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets) {
     check_write<overload>(arguments, targets);
     if constexpr (kMayDecline<Operator>) {
-      if (!Backend::serves(arguments)) return Fallback::write<overload>(keys, arguments, targets);
+      if (!Backend::supports(arguments)) return Fallback::write<overload>(keys, arguments, targets);
     }
     const typename Backend::Guard guard(arguments.input.device());
     const Like<Operator> like = arguments.like();
-    Written<Operator> outputs;
-    for (size_t i = 0; i < outputs.size(); i++) outputs[i] = &if_wanted(like[i].is_wanted(), *targets[i]);
+    OutputPtrs<Operator> outputs;
+    for (size_t i = 0; i < outputs.size(); i++) outputs[i] = &defined_if(like[i].is_wanted(), *targets[i]);
     run(arguments, outputs);
   }
 
@@ -45,7 +45,7 @@ struct BackendKernels {
   static constexpr bool kMayDecline = requires(const Operator& arguments) { arguments.bias; };
 
   template <class Operator>
-  static void run(const Operator& arguments, const Written<Operator>& outputs) {
+  static void run(const Operator& arguments, const OutputPtrs<Operator>& outputs) {
     const auto is_wanted = [](const Tensor* output) { return output->defined(); };
     if (std::none_of(outputs.begin(), outputs.end(), is_wanted)) return;
     if (arguments.input.numel() > 0) {

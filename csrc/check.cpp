@@ -105,7 +105,7 @@ void check_broadcast(const char* op, const char* name, const Tensor& tensor, con
 }
 
 std::optional<Casting> find_casting(std::string_view casting_mode) {
-  if (casting_mode == kNoCasting) return Casting{.normalized = false, .multiplied = false};
+  if (casting_mode == kRoundOnce) return Casting{.normalized = false, .multiplied = false};
   if (casting_mode == "llama") return Casting{.normalized = true, .multiplied = true};
   return std::nullopt;
 }
@@ -158,7 +158,7 @@ void check_narrower_or_wider_input(const char* op, const char* name, const Tenso
 
 void check_numbers_of_rows(const char* op, const char* name, const Tensor& tensor, const Tensor& input,
                            size_t normalized_dims) {
-  const auto rows = OutputLike::numbers_of_rows(input, normalized_dims);
+  const auto rows = OutputSpec::numbers_of_rows(input, normalized_dims);
   check_tensor(op, name, tensor);
   TORCH_CHECK(tensor.scalar_type() == rows.scalar_type(), op, ": expected ", name, " to be ",
               dtype_name(rows.scalar_type()), ", in which ", dtype_name(input), " is computed, but got ",
@@ -172,7 +172,7 @@ void check_row_size(const char* op, const c10::SymInt& size, c10::SymIntArrayRef
                   " elements of normalized_shape, but got ", size);
 }
 
-void check_out(const char* op, const Named& out, const OutputLike& result) {
+void check_out(const char* op, const Named& out, const OutputSpec& result) {
   const Tensor& tensor = *out.tensor;
   check_given(op, out.name, tensor);
   check_device(op, out.name, tensor, result.argument());

@@ -27,7 +27,7 @@ void check_given(const char* op, const char* name, const Tensor& tensor);
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
 struct Norm;  // operator.h
-class OutputLike;
+class OutputSpec;
 
 // input, and which of its dimensions are normalized.
 void check_input(const char* op, const Tensor& input, c10::SymIntArrayRef normalized_shape);
@@ -73,7 +73,7 @@ struct Named {
 void check_like(const char* op, const char* name, const Tensor& tensor, const Named& other);
 
 // What is written to: it must look like `result`, with memory for each of its elements.
-void check_out(const char* op, const Named& out, const OutputLike& result);
+void check_out(const char* op, const Named& out, const OutputSpec& result);
 
 // It may share memory with an input only by being that input.
 void check_overlaps(const char* op, const Named& out, c10::ArrayRef<Named> inputs);

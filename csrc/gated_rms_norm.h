@@ -51,8 +51,8 @@ struct GatedRmsNormBackward {
     check_like_input(op, "grad_output", grad_output, input);
   }
   Like<GatedRmsNormBackward> like() const {
-    return {&if_wanted(output_mask[0], input), &if_wanted(output_mask[1], gate),
-            &if_wanted(output_mask[2], value_or_undefined(norm.weight))};
+    return {&defined_if(output_mask[0], input), &defined_if(output_mask[1], gate),
+            &defined_if(output_mask[2], value_or_undefined(norm.weight))};
   }
 };
 

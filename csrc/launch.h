@@ -19,7 +19,7 @@ inline bool has_all_rows(const Norm& norm, const Tensor& input) {
 class Call : public KernelArgs {
  public:
   template <class Operator>
-  Call(const Operator& arguments, const Written<Operator>& outputs, int max_dims = RowLayout::kMaxDims,
+  Call(const Operator& arguments, const OutputPtrs<Operator>& outputs, int max_dims = RowLayout::kMaxDims,
        bool by_groups = true)
       : Call(arguments.input, norm_of(arguments), max_dims, by_groups) {
     if constexpr (requires { arguments.bias; }) modulate(arguments.norm, *outputs.back());
@@ -41,7 +41,7 @@ class Call : public KernelArgs {
   Call(const Call&) = delete;
 
   // The tensor that is read or written; undefined without.
-  const Tensor& tensor(TensorIndex index) const { return has(index) ? *rows_[index]->tensor : if_wanted(false, {}); }
+  const Tensor& tensor(TensorIndex index) const { return has(index) ? *rows_[index]->tensor : defined_if(false, {}); }
 
   // Moves over what was written to memory other than an output's own.
   void finish() const;
@@ -55,7 +55,7 @@ class Call : public KernelArgs {
       return arguments.norm;
     } else {
       static const OptionalTensor none;
-      return {arguments.normalized_shape, none, std::nullopt, 0.0, kNoCasting};
+      return {arguments.normalized_shape, none, std::nullopt, 0.0, kRoundOnce};
     }
   }
 

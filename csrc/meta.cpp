@@ -11,7 +11,7 @@ struct Meta {
   static Outputs<Operator> functional(c10::DispatchKeySet, const Operator& arguments) {
     check<Overload::functional>(arguments);
     return new_outputs(arguments,
-                       [](const OutputLike& like) { return at::empty_symint(like.sym_sizes(), like.options()); });
+                       [](const OutputSpec& like) { return at::empty_symint(like.sym_sizes(), like.options()); });
   }
 
   template <Overload overload, class Operator>

@@ -7,7 +7,7 @@
 //   kTensors                   the tensors among its members, then those that it returns
 //   members()                  std::tie of the members
 //   check(op)                  throws what is wrong with the arguments, which are on one device, in the name of `op`
-//   like()                     what each output looks like, see OutputLike
+//   like()                     what each output looks like, see OutputSpec
 // and one of its members is the tensor `input`. An in-place overload writes output i over argument i.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -25,7 +25,7 @@
 namespace normops {
 
 // Liger's names of the casting modes, after the models that compute so. "gemma" rounds nowhere on the way.
-constexpr std::string_view kNoCasting = "gemma";
+constexpr std::string_view kRoundOnce = "gemma";
 std::optional<Casting> find_casting(std::string_view casting_mode);
 
 // The arguments that all norms have, which travel together.
@@ -45,23 +45,23 @@ enum class Overload { functional, out, inplace };
 
 // The shape and the dtype of an output: those of an argument, or those of numbers that are computed of its rows, one of
 // each. If the argument is undefined, that output is not wanted.
-class OutputLike {
+class OutputSpec {
  public:
-  OutputLike(const Tensor* argument) : argument_(argument) {}  // NOLINT: as an argument
-  static OutputLike numbers_of_rows(const Tensor& argument, size_t normalized_dims) {
-    OutputLike result(&argument);
+  OutputSpec(const Tensor* argument) : argument_(argument) {}  // NOLINT: as an argument
+  static OutputSpec numbers_of_rows(const Tensor& argument, size_t normalized_dims) {
+    OutputSpec result(&argument);
     result.normalized_dims_ = normalized_dims;
     return result;
   }
 
   bool is_wanted() const { return argument_->defined(); }
-  bool is_of_rows() const { return normalized_dims_ > 0; }
+  bool is_per_row() const { return normalized_dims_ > 0; }
   const Tensor& argument() const { return *argument_; }
   c10::SymIntArrayRef sym_sizes() const { return leading(argument_->sym_sizes()); }
   at::IntArrayRef sizes() const { return leading(argument_->sizes()); }
   at::ScalarType scalar_type() const {
     const at::ScalarType dtype = argument_->scalar_type();
-    return !is_of_rows() || dtype == at::kDouble ? dtype : at::kFloat;
+    return !is_per_row() || dtype == at::kDouble ? dtype : at::kFloat;
   }
   at::TensorOptions options() const { return argument_->options().dtype(scalar_type()); }
 
@@ -80,9 +80,9 @@ using Outputs = std::array<Tensor, Operator::kOutputs>;  // an undefined one was
 template <class Operator>
 using Targets = std::array<Tensor*, Operator::kOutputs>;  // what .out and in-place overloads write to
 template <class Operator>
-using Written = std::array<const Tensor*, Operator::kOutputs>;  // what kernels write; an undefined one is not wanted
+using OutputPtrs = std::array<const Tensor*, Operator::kOutputs>;  // what kernels write; an undefined one is not wanted
 template <class Operator>
-using Like = std::array<OutputLike, Operator::kOutputs>;
+using Like = std::array<OutputSpec, Operator::kOutputs>;
 
 namespace detail {
 
@@ -290,7 +290,7 @@ const char* target_name(size_t i) {
   return names[i];
 }
 
-inline const Tensor& if_wanted(bool wanted, const Tensor& tensor) {
+inline const Tensor& defined_if(bool wanted, const Tensor& tensor) {
   static const Tensor none;
   return wanted ? tensor : none;
 }

@@ -45,7 +45,7 @@ void check_write(const Operator& arguments, const Targets<Operator>& targets) {
     const Named target = {target_name<Operator, overload>(i), targets[i]};
     check_out(op, target, like[i]);
     if constexpr (requires { arguments.check_target(op, i, target); }) arguments.check_target(op, i, target);
-    if (like[i].is_of_rows()) {  // which are written while there are rows to be read
+    if (like[i].is_per_row()) {  // which are written while there are rows to be read
       for (const Named& argument : read) check_disjoint(op, target, argument);
     }
     check_overlaps(op, target, read);

@@ -45,8 +45,8 @@ struct RmsNormBackward {
   }
   bool uses_bias() const { return is_given(bias) && output_mask[2]; }
   Like<RmsNormBackward> like() const {
-    return {&if_wanted(output_mask[0], input), &if_wanted(output_mask[1], value_or_undefined(norm.weight)),
-            &if_wanted(output_mask[2], value_or_undefined(bias))};
+    return {&defined_if(output_mask[0], input), &defined_if(output_mask[1], value_or_undefined(norm.weight)),
+            &defined_if(output_mask[2], value_or_undefined(bias))};
   }
 };
 

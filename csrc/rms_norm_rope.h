@@ -61,7 +61,7 @@ struct RmsNormRopeBackward {
     check_like_input(op, "grad_output", grad_output, input);
   }
   Like<RmsNormRopeBackward> like() const {
-    return {&if_wanted(output_mask[0], input), &if_wanted(output_mask[1], value_or_undefined(norm.weight))};
+    return {&defined_if(output_mask[0], input), &defined_if(output_mask[1], value_or_undefined(norm.weight))};
   }
 };
 

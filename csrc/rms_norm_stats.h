@@ -18,7 +18,7 @@ struct RmsNormStats {
 
   auto members() const { return std::tie(input, normalized_shape); }
   void check(const char* op) const { check_input(op, input, normalized_shape); }
-  Like<RmsNormStats> like() const { return {OutputLike::numbers_of_rows(input, normalized_shape.size())}; }
+  Like<RmsNormStats> like() const { return {OutputSpec::numbers_of_rows(input, normalized_shape.size())}; }
 };
 
 // rms_norm of these columns of rows, whose sums of squares are given.
@@ -57,7 +57,7 @@ struct RmsNormBackwardStats {
     check_narrower_input(op, "grad_output", grad_output, input);
   }
   Like<RmsNormBackwardStats> like() const {
-    const auto sums = OutputLike::numbers_of_rows(input, norm.dims());
+    const auto sums = OutputSpec::numbers_of_rows(input, norm.dims());
     return {sums, sums};
   }
 };
@@ -90,7 +90,7 @@ struct RmsNormBackwardFromStats {
     if (is_given(grad_residual)) check_like_input(op, "grad_residual", *grad_residual, input);
   }
   Like<RmsNormBackwardFromStats> like() const {
-    return {&if_wanted(output_mask[0], input), &if_wanted(output_mask[1], value_or_undefined(norm.weight))};
+    return {&defined_if(output_mask[0], input), &defined_if(output_mask[1], value_or_undefined(norm.weight))};
   }
 };
 

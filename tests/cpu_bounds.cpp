@@ -194,7 +194,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
                                  group * held, grad_weight.data() + group * cols * size_of(weight_dtype), cols);
   }
   // cos and sin are of the residual's type, those of three rows the same.
-  each_rotation(cols, [&](const PairedColumns& paired, bool angle_of_pair) {
+  each_rotation(cols, [&](const RotaryColumns& paired, bool angle_of_pair) {
     const int64_t angles = angle_of_pair ? paired.pairs : 2 * paired.pairs, heads = rows % 3 == 0 ? 3 : 1;
     Rows cos(side, residual_dtype, rows / heads, angles, 0), sin(side, residual_dtype, rows / heads, angles, 0);
     cos.arg.layout = sin.arg.layout = {2, {rows / heads, heads}, {angles * size_of(residual_dtype), 0}};
@@ -202,7 +202,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
       args.rotation = {paired.are_neighbours, angle_of_pair, paired.offset, paired.pairs};
       return with(args, {{kCos, &cos}, {kSin, &sin}}, &scale);
     };
-    const HeldOrder order(dtype, cols, paired);
+    const ScaleLayout order(dtype, cols, paired);
     const Memory scale(side, compute_dtype(dtype), groups * order.held_cols());
     const SumMemory sums(side, dtype, sum_count_at_once, groups * order.held_cols());
     run_forward(rms_norm_rope_kernels(), rotated(forward, scale));

@@ -43,7 +43,7 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
     p.sum_grad_weight(dtype);
     results.insert(results.end(), {hash(p.output), hash(p.grad_input), hash(p.grad_gate), hash(p.grad_weight)});
   }
-  each_rotation(cols, [&](const PairedColumns& paired, bool angle_of_pair) {
+  each_rotation(cols, [&](const RotaryColumns& paired, bool angle_of_pair) {
     p.set_rotation(paired, angle_of_pair, 3);
     p.make_scale(dtype, 1.0, paired);
     rms_norm_rope_kernels().rows(p.rope, 0, kRows * groups);

@@ -134,7 +134,7 @@ struct KernelProblem {
   }
 
   // Rows with the angles of every `heads`-th one.
-  void set_rotation(const PairedColumns& paired, bool angle_of_pair, int64_t heads) {
+  void set_rotation(const RotaryColumns& paired, bool angle_of_pair, int64_t heads) {
     const int64_t angles = angle_of_pair ? paired.pairs : 2 * paired.pairs, rows = forward.rows;
     const RowLayout layout = {2, {rows / heads, heads}, {angles * size_of(residual_dtype), 0}};
     of_cos = {cos.data(), residual_dtype, layout};
@@ -143,8 +143,8 @@ struct KernelProblem {
   }
 
   // Of every group: the scale as kernels of `dtype` read it, and grad_weight of the sums that they wrote.
-  void make_scale(DType dtype, double weight_offset, const PairedColumns& paired = {}) {
-    const HeldOrder order(dtype, cols, paired);
+  void make_scale(DType dtype, double weight_offset, const RotaryColumns& paired = {}) {
+    const ScaleLayout order(dtype, cols, paired);
     for (int64_t group = 0; group < groups; group++) {
       order.each(0, order.held_cols(), [&](int64_t column, int64_t held, int64_t count) {
         rms_norm_kernels().scale(
@@ -153,12 +153,12 @@ struct KernelProblem {
       });
     }
   }
-  void sum_grad_weight(DType dtype, const PairedColumns& paired = {}) {
+  void sum_grad_weight(DType dtype, const RotaryColumns& paired = {}) {
     std::vector<RowSum> left;
     each_sum(0, leaves, [&](int64_t, int64_t) {
       left.push_back({sums.data() + left.size() * scale.size(), left.empty() ? 0 : 1});
     });
-    const HeldOrder order(dtype, cols, paired);
+    const ScaleLayout order(dtype, cols, paired);
     for (int64_t group = 0; group < groups; group++) {
       order.each(0, order.held_cols(), [&](int64_t column, int64_t held, int64_t count) {
         rms_norm_backward_kernels().grad_weight(
@@ -186,8 +186,8 @@ struct KernelProblem {
 template <class Visit>
 void each_rotation(int64_t cols, const Visit& visit) {
   for (const bool are_neighbours : {false, true}) {
-    visit(PairedColumns{0, cols / 2, are_neighbours}, false);
-    visit(PairedColumns{cols > 3 ? 3 : 0, cols > 3 ? (cols - 3) / 3 : 0, are_neighbours}, true);
+    visit(RotaryColumns{0, cols / 2, are_neighbours}, false);
+    visit(RotaryColumns{cols > 3 ? 3 : 0, cols > 3 ? (cols - 3) / 3 : 0, are_neighbours}, true);
   }
 }
 

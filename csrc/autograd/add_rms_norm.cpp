@@ -22,7 +22,7 @@ struct AddedNorm {
 template <>
 struct Derivative<AddRmsNorm> {
   static constexpr const char* kName = "AddRmsNormBackward";
-  static constexpr Uses<3, 2> kUses = {{
+  static constexpr Uses<3, 2> kNeededForGrad = {{
       // by residual_out, weight
       {true, true},   // input
       {true, true},   // residual

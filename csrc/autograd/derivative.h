@@ -13,7 +13,8 @@ using torch::autograd::variable_list;
 
 // The derivative of an operator, on the page of each:
 //   static constexpr const char* kName;            its name in autograd's graph
-//   static constexpr Uses kUses;                   for the gradient of each tensor among the arguments: which of the
+//   static constexpr Uses kNeededForGrad;                   for the gradient of each tensor among the arguments: which
+//   of the
 //                                                  saved tensors it depends on
 //   static variable_list backward(const variable_list& grad_outputs, const Saved& saved, Needed needed);
 // one gradient for each tensor among the arguments. It works on its arguments alone, so that compiled autograd can
@@ -31,7 +32,7 @@ using torch::autograd::variable_list;
 // Without a backward(), its gradients are those of composite(), by autograd: for operators that are derivatives
 // themselves, of which models seldom ask for gradients.
 // If it does not give the gradients of all arguments, it has
-//   static bool covers(const Operator& arguments);  whether none of the others is asked for
+//   static bool handles_all_grads(const Operator& arguments);  whether none of the others is asked for
 template <class Operator>
 struct Derivative;
 

@@ -8,7 +8,7 @@ namespace normops {
 template <>
 struct Derivative<GatedRmsNorm> {
   static constexpr const char* kName = "GatedRmsNormBackward";
-  static constexpr Uses<3, 3> kUses = {{
+  static constexpr Uses<3, 3> kNeededForGrad = {{
       // by input, gate, weight
       {true, true, true},   // input
       {true, true, true},   // gate
@@ -25,7 +25,7 @@ struct Derivative<GatedRmsNorm> {
 template <>
 struct Derivative<GatedRmsNormBackward> {
   static constexpr const char* kName = "GatedRmsNormBackwardBackward";
-  static constexpr Uses<4, 4> kUses = {{
+  static constexpr Uses<4, 4> kNeededForGrad = {{
       // by grad_output, input, gate, weight
       {false, true, true, true},  // grad_output
       {true, true, true, true},   // input

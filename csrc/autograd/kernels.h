@@ -16,7 +16,8 @@ bool has_tangent(const Tensors&... tensors) {
 // Whether the operator's derivative gives all gradients that are asked for.
 template <class Operator>
 bool is_covered([[maybe_unused]] const Operator& arguments) {
-  if constexpr (requires { Derivative<Operator>::covers(arguments); }) return Derivative<Operator>::covers(arguments);
+  if constexpr (requires { Derivative<Operator>::handles_all_grads(arguments); })
+    return Derivative<Operator>::handles_all_grads(arguments);
   return true;
 }
 
@@ -43,7 +44,7 @@ struct Autograd {
       if (requires_grad) {
         const Like<Operator> like = arguments.like();
         for (size_t i = 0; i < outputs.size(); i++) {
-          torch::autograd::set_history(if_wanted(like[i].is_wanted(), outputs[i]), node);
+          torch::autograd::set_history(defined_if(like[i].is_wanted(), outputs[i]), node);
         }
         if constexpr (kSavesOutputs) save(*node, arguments, outputs);
       }

@@ -102,11 +102,11 @@ class OperatorNode final : public RecomputableNode {
 
   // Whether a gradient that may be wanted depends on the tensor.
   bool is_used(size_t index) const {
-    static_assert(std::is_same_v<decltype(Derivative<Operator>::kUses),
+    static_assert(std::is_same_v<decltype(Derivative<Operator>::kNeededForGrad),
                                  const Uses<count_tensors<Operator>, count_tensors<Saved>>>);
     bool is_used = is_output(index);
-    for (size_t i = 0; i < Derivative<Operator>::kUses.size(); i++) {
-      is_used |= Derivative<Operator>::kUses[i][index] && should_compute_output(i);
+    for (size_t i = 0; i < Derivative<Operator>::kNeededForGrad.size(); i++) {
+      is_used |= Derivative<Operator>::kNeededForGrad[i][index] && should_compute_output(i);
     }
     return is_used;
   }
@@ -182,7 +182,7 @@ class OperatorNode final : public RecomputableNode {
     }
     const auto outputs = detail::with_restored<Operator>(arguments, attributes, [&](Operator& saved) {
       // Gradients do not round on the way, as values do.
-      if constexpr (requires { saved.norm; }) saved.norm.casting_mode = kNoCasting;
+      if constexpr (requires { saved.norm; }) saved.norm.casting_mode = kRoundOnce;
       if constexpr (requires { saved.output_mask; }) {
         for (size_t i = 0; i < saved.output_mask.size(); i++) saved.output_mask[i] = grad_outputs[i].defined();
       }

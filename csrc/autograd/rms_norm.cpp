@@ -12,7 +12,7 @@ namespace {
 
 // What the derivative needs, as arguments of an operator. Of the bias that is its shape and its dtype: writes to it are
 // not noticed. None of one with the shape of input: its gradient is that of the output.
-struct KeptNorm {
+struct SavedForRmsNorm {
   const Tensor& input;
   Norm norm;
   OptionalTensor bias;
@@ -20,7 +20,7 @@ struct KeptNorm {
   auto members() const { return std::tie(input, norm, bias); }
 };
 
-bool is_of_rows(const Tensor& bias, const Tensor& input) {
+bool has_input_shape(const Tensor& bias, const Tensor& input) {
   const auto sizes = bias.sym_sizes(), of_input = input.sym_sizes();
   return std::equal(sizes.begin(), sizes.end(), of_input.begin(), of_input.end(), [](const auto& a, const auto& b) {
     const c10::SymBool is_equal = a.sym_eq(b);
@@ -35,27 +35,28 @@ bool is_of_rows(const Tensor& bias, const Tensor& input) {
 template <>
 struct Derivative<RmsNorm> {
   static constexpr const char* kName = "RmsNormBackward";
-  static constexpr Uses<3, 3> kUses = {{
+  static constexpr Uses<3, 3> kNeededForGrad = {{
       // by input, weight, bias
       {true, true, false},   // input
       {true, false, false},  // weight
       {false, false, true},  // bias
   }};
-  using Saved = KeptNorm;
-  static KeptNorm saved(const RmsNorm& arguments, const Outputs<RmsNorm>&) {
+  using Saved = SavedForRmsNorm;
+  static SavedForRmsNorm saved(const RmsNorm& arguments, const Outputs<RmsNorm>&) {
     const auto& [input, norm, bias] = arguments;
-    const bool is_needed = is_given(bias) && bias->requires_grad() && !is_of_rows(*bias, input);
+    const bool is_needed = is_given(bias) && bias->requires_grad() && !has_input_shape(*bias, input);
     if (!is_needed) return {input, norm, std::nullopt};
     const at::AutoDispatchBelowADInplaceOrView guard;
     return {input, norm, bias->detach()};
   }
-  static KeptNorm sources(const RmsNorm& arguments, const Outputs<RmsNorm>&) {
+  static SavedForRmsNorm sources(const RmsNorm& arguments, const Outputs<RmsNorm>&) {
     return {arguments.input, arguments.norm, arguments.bias};
   }
-  static Tensor output(const KeptNorm& saved, const at::TensorOptions&) {
+  static Tensor output(const SavedForRmsNorm& saved, const at::TensorOptions&) {
     return call(RmsNorm{saved.input, saved.norm, saved.bias})[0];
   }
-  static variable_list backward(const variable_list& grad_outputs, const KeptNorm& saved, const Needed<3>& needed) {
+  static variable_list backward(const variable_list& grad_outputs, const SavedForRmsNorm& saved,
+                                const Needed<3>& needed) {
     const auto& [input, norm, bias] = saved;
     const bool has_bias = is_given(bias), is_output = needed[2] && !has_bias;
     const Needed<3> wanted = {needed[0], needed[1], needed[2] && has_bias};
@@ -72,7 +73,7 @@ struct Derivative<RmsNorm> {
 template <>
 struct Derivative<RmsNormBackward> {
   static constexpr const char* kName = "RmsNormBackwardBackward";
-  static constexpr Uses<5, 5> kUses = {{
+  static constexpr Uses<5, 5> kNeededForGrad = {{
       // by grad_output, input, weight, grad_residual, bias
       {false, true, true, false, false},    // grad_output
       {true, true, true, false, false},     // input

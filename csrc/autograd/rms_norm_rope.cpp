@@ -8,7 +8,7 @@ namespace normops {
 template <>
 struct Derivative<RmsNormRope> {
   static constexpr const char* kName = "RmsNormRopeBackward";
-  static constexpr Uses<4, 4> kUses = {{
+  static constexpr Uses<4, 4> kNeededForGrad = {{
       // by input, cos, sin, weight
       {true, true, true, true},      // input
       {false, false, false, false},  // cos
@@ -16,7 +16,7 @@ struct Derivative<RmsNormRope> {
       {true, true, true, false},     // weight
   }};
   // Angles are mostly computed of positions, which have no gradient. Where one is asked for, the definition gives it.
-  static bool covers(const RmsNormRope& arguments) {
+  static bool handles_all_grads(const RmsNormRope& arguments) {
     return !torch::autograd::compute_requires_grad(arguments.cos, arguments.sin);
   }
   static Tensor output(const RmsNormRope& saved, const at::TensorOptions&) { return call(saved)[0]; }
@@ -30,7 +30,7 @@ struct Derivative<RmsNormRope> {
 template <>
 struct Derivative<RmsNormRopeBackward> {
   static constexpr const char* kName = "RmsNormRopeBackwardBackward";
-  static constexpr Uses<5, 5> kUses = {{
+  static constexpr Uses<5, 5> kNeededForGrad = {{
       // by grad_output, input, cos, sin, weight
       {false, true, true, true, true},  // grad_output
       {true, true, true, true, true},   // input

@@ -23,13 +23,14 @@ Tensor through_rstd(const Tensor& for_r, const Tensor& square_sum, const c10::Sy
 template <>
 struct Derivative<RmsNormStats> {
   static constexpr const char* kName = "RmsNormStatsBackward";
-  static constexpr Uses<1, 1> kUses = {{
+  static constexpr Uses<1, 1> kNeededForGrad = {{
       // by input
       {true},  // input
   }};
   static variable_list backward(const variable_list& grad_outputs, const RmsNormStats& saved, const Needed<1>&) {
     const auto& [input, normalized_shape] = saved;
-    const Tensor for_h = 2 * beside_rows(grad_outputs[0], normalized_shape.size()) * to_compute_dtype(input, input);
+    const Tensor for_h =
+        2 * unsqueeze_to_rows(grad_outputs[0], normalized_shape.size()) * to_compute_dtype(input, input);
     return {for_h.to(input.scalar_type())};
   }
 };
@@ -38,7 +39,7 @@ struct Derivative<RmsNormStats> {
 template <>
 struct Derivative<RmsNormFromStats> {
   static constexpr const char* kName = "RmsNormFromStatsBackward";
-  static constexpr Uses<3, 3> kUses = {{
+  static constexpr Uses<3, 3> kNeededForGrad = {{
       // by input, square_sum, weight
       {false, true, true},  // input
       {true, true, true},   // square_sum
@@ -67,7 +68,7 @@ struct Derivative<RmsNormFromStats> {
 template <>
 struct Derivative<RmsNormBackwardStats> {
   static constexpr const char* kName = "RmsNormBackwardStatsBackward";
-  static constexpr Uses<3, 3> kUses = {{
+  static constexpr Uses<3, 3> kNeededForGrad = {{
       // by grad_output, input, weight
       {false, true, true},  // grad_output
       {true, true, true},   // input
@@ -78,7 +79,7 @@ struct Derivative<RmsNormBackwardStats> {
 template <>
 struct Derivative<RmsNormBackwardFromStats> {
   static constexpr const char* kName = "RmsNormBackwardFromStatsBackward";
-  static constexpr Uses<6, 6> kUses = {{
+  static constexpr Uses<6, 6> kNeededForGrad = {{
       // by grad_output, input, square_sum, dot, weight, grad_residual
       {false, true, true, false, true, false},     // grad_output
       {true, false, true, true, false, false},     // input

@@ -9,20 +9,20 @@ namespace normops {
 Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input);
 
 // Sum over the last `normalized_dims` dimensions.
-Tensor sum_of_rows(const Tensor& tensor, int64_t normalized_dims);
+Tensor sum_each_row(const Tensor& tensor, int64_t normalized_dims);
 
 // Mean over the last `normalized_dims` dimensions, which are kept with size 1. Not at::mean: of the means over shards
 // of different sizes DTensor makes no mean.
 Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims);
 
 // Sum over what the weight, or another tensor, broadcasts over.
-Tensor sum_over_rows(const Tensor& tensor, const Tensor& weight);
+Tensor reduce_to_weight(const Tensor& tensor, const Tensor& weight);
 
 // 1 / sqrt(mean(h^2) + eps)
 Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps);
 
 // `tensor`, rounded to `dtype` if that is asked for.
-Tensor cast_through(const Tensor& tensor, at::ScalarType dtype, bool is_wanted);
+Tensor round_to(const Tensor& tensor, at::ScalarType dtype, bool is_wanted);
 
 // rms_norm of rows in the compute dtype, for an output of `dtype`, which is left to round: that is all but the end of
 // the norm of an input that is a result itself.
@@ -35,7 +35,7 @@ Tensor normalize(const Tensor& h, const Tensor& rstd, const Norm& norm, at::Scal
 Tensor times_weight(const Tensor& tensor, const Norm& norm);
 
 // dy times the weight, rounded as the norm rounds.
-Tensor through_weight(const Tensor& dy, const Norm& norm, at::ScalarType dtype);
+Tensor grad_normalized(const Tensor& dy, const Norm& norm, at::ScalarType dtype);
 
 // The gradient of the weight, which there is.
 Tensor gradient_of_weight(const Tensor& dy, const Tensor& h_hat, const Norm& norm, at::ScalarType dtype);
@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h,
                                               const std::array<bool, 2>& output_mask);
 
 // Numbers of rows with the dimensions of a row, of size 1.
-Tensor beside_rows(Tensor numbers, size_t normalized_dims);
+Tensor unsqueeze_to_rows(Tensor numbers, size_t normalized_dims);
 
 // 1 / sqrt(mean of squares + eps)
 Tensor rstd_of_sums(const Tensor& square_sum, const c10::SymInt& size, const Norm& norm);

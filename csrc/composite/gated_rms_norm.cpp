@@ -28,7 +28,7 @@ Tensor composite(const GatedRmsNorm& arguments) {
   const Tensor x = to_compute_dtype(input, input);
   const Tensor a = activate(to_compute_dtype(gate, input), arguments.gating().activation);
   if (!norm_before_gate) return normalize(x * a, norm, dtype).to(dtype);
-  return (cast_through(normalize(x, norm, dtype), dtype, norm.casting().multiplied) * a).to(dtype);
+  return (round_to(normalize(x, norm, dtype), dtype, norm.casting().multiplied) * a).to(dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor> composite(const GatedRmsNormBackward& arguments) {
@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor, Tensor> composite(const GatedRmsNormBackward& argumen
   const Activation kind = arguments.gating().activation;
   const at::ScalarType dtype = input.scalar_type();
   const auto cast = [&, casting = norm.casting()](const Tensor& tensor) {
-    return cast_through(tensor, dtype, casting.multiplied);
+    return round_to(tensor, dtype, casting.multiplied);
   };
   const Tensor dy = to_compute_dtype(grad_output, input), x = to_compute_dtype(input, input);
   const Tensor g = to_compute_dtype(gate, input);

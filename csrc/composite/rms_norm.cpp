@@ -23,7 +23,9 @@ Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input) {
   return tensor.to(input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
-Tensor sum_of_rows(const Tensor& tensor, int64_t normalized_dims) { return tensor.sum(dims_from(-normalized_dims, 0)); }
+Tensor sum_each_row(const Tensor& tensor, int64_t normalized_dims) {
+  return tensor.sum(dims_from(-normalized_dims, 0));
+}
 
 Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims) {
   const auto sizes = tensor.sym_sizes();
@@ -31,13 +33,13 @@ Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims) {
   return tensor.sum(dims_from(-normalized_dims, 0), /*keepdim=*/true) / c10::Scalar(size);
 }
 
-Tensor sum_over_rows(const Tensor& tensor, const Tensor& weight) { return at::sum_to(tensor, weight.sym_sizes()); }
+Tensor reduce_to_weight(const Tensor& tensor, const Tensor& weight) { return at::sum_to(tensor, weight.sym_sizes()); }
 
 Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps) {
   return at::rsqrt(mean_of_rows(h * h, normalized_dims) + eps);
 }
 
-Tensor cast_through(const Tensor& tensor, at::ScalarType dtype, bool is_wanted) {
+Tensor round_to(const Tensor& tensor, at::ScalarType dtype, bool is_wanted) {
   return is_wanted ? tensor.to(dtype).to(tensor.scalar_type()) : tensor;
 }
 
@@ -46,7 +48,7 @@ Tensor normalize(const Tensor& h, const Norm& norm, at::ScalarType dtype) {
 }
 
 Tensor normalize(const Tensor& h, const Tensor& rstd, const Norm& norm, at::ScalarType dtype) {
-  return times_weight(cast_through(h * rstd, dtype, norm.casting().normalized), norm);
+  return times_weight(round_to(h * rstd, dtype, norm.casting().normalized), norm);
 }
 
 Tensor times_weight(const Tensor& tensor, const Norm& norm) {
@@ -55,13 +57,13 @@ Tensor times_weight(const Tensor& tensor, const Norm& norm) {
   return tensor * (norm.weight_offset == 0 ? weight : weight + norm.weight_offset);  // -0 + 0 is 0
 }
 
-Tensor through_weight(const Tensor& dy, const Norm& norm, at::ScalarType dtype) {
-  return cast_through(times_weight(dy, norm), dtype, is_given(norm.weight) && norm.casting().normalized);
+Tensor grad_normalized(const Tensor& dy, const Norm& norm, at::ScalarType dtype) {
+  return round_to(times_weight(dy, norm), dtype, is_given(norm.weight) && norm.casting().normalized);
 }
 
 Tensor gradient_of_weight(const Tensor& dy, const Tensor& h_hat, const Norm& norm, at::ScalarType dtype) {
-  const auto cast = [&](const Tensor& tensor) { return cast_through(tensor, dtype, norm.casting().normalized); };
-  return sum_over_rows(cast(dy * cast(h_hat)), *norm.weight).to(norm.weight->scalar_type());
+  const auto cast = [&](const Tensor& tensor) { return round_to(tensor, dtype, norm.casting().normalized); };
+  return reduce_to_weight(cast(dy * cast(h_hat)), *norm.weight).to(norm.weight->scalar_type());
 }
 
 std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h, const Norm& norm, at::ScalarType dtype,
@@ -70,7 +72,7 @@ std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h,
   const Tensor h_hat = h * rstd;
   Tensor grad_input, grad_weight;
   if (output_mask[0]) {
-    const Tensor g = through_weight(dy, norm, dtype);
+    const Tensor g = grad_normalized(dy, norm, dtype);
     grad_input = rstd * (g - h_hat * mean_of_rows(g * h_hat, norm.dims()));
   }
   if (output_mask[1] && is_given(norm.weight)) grad_weight = gradient_of_weight(dy, h_hat, norm, dtype);
@@ -88,7 +90,7 @@ Tensor composite(const RmsNorm& arguments) {
   const at::ScalarType dtype = input.scalar_type();
   const Tensor normed = normalize(to_compute_dtype(input, input), norm, dtype);
   if (!is_given(bias)) return normed.to(dtype);
-  return (cast_through(normed, dtype, norm.casting().multiplied) + to_compute_dtype(*bias, input)).to(dtype);
+  return (round_to(normed, dtype, norm.casting().multiplied) + to_compute_dtype(*bias, input)).to(dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor> composite(const RmsNormBackward& arguments) {
@@ -98,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor> composite(const RmsNormBackward& arguments) {
     const RmsNormBackward without = {grad_output,   input,        norm,
                                      grad_residual, std::nullopt, {wants_input, wants_weight, false}};
     auto gradients = wants_input || wants_weight ? call(without) : Outputs<RmsNormBackward>();
-    const Tensor sum = sum_over_rows(to_compute_dtype(grad_output, input), *bias);
+    const Tensor sum = reduce_to_weight(to_compute_dtype(grad_output, input), *bias);
     return {gradients[0], gradients[1], sum.to(bias->scalar_type(), /*non_blocking=*/false, /*copy=*/true)};
   }
   const auto [grad_input, grad_weight] =

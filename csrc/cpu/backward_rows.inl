@@ -21,9 +21,9 @@ class BackwardRows {
   static constexpr Pairing kPairing = pairing_of<Operator>();
   // At run time, this choice takes up to 1.07 times the instructions where a row is short.
   static constexpr bool kForEitherCast =
-      !is_compact<Operator, typename Operator::Gradient>() && sizeof(typename Operator::Gradient) == 2;
+      !branches_at_run_time<Operator, typename Operator::Gradient>() && sizeof(typename Operator::Gradient) == 2;
   // Rows of rare types are written one by one, which is less code.
-  static constexpr bool kInPairs = kCommon<R> && kCommon<typename Operator::Gradient>;
+  static constexpr bool kInPairs = kHasFastPath<R> && kHasFastPath<typename Operator::Gradient>;
   static constexpr bool kMayPrefetch = Operator::kGradRows && kConfig.may_prefetch;
 
   // `first_leaf`: the first one that is summed.
@@ -34,7 +34,7 @@ class BackwardRows {
         prefetches_(kMayPrefetch && !wants_sums<Operator>(args) &&
                     args.part_rows * args.cols * Operator::kAllBytes > kPrefetchBytes &&
                     (args.cols * static_cast<int64_t>(sizeof(R)) > kReadAheadRowBytes || args.weight.groups > 1 ||
-                     Operator::kCostly)),
+                     Operator::kComputeBound)),
         streams_(prefetches_ && args.stream && kLanes<R> * sizeof(R) == 64 && begins_with_lines(args) &&
                  held_order<Operator>(args).has_lines(sizeof(R))),
         paired_(paired_columns(args.rotation)),
@@ -106,7 +106,7 @@ class BackwardRows {
     Compute* of_group = tile.bias_sum;
     for (int first = 0; first < tile.count; first += tile.rows_per_group, of_group += tile.stride) {
       for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
-        Block<R> sum = load_held<R>(of_group + column);
+        Block<R> sum = load_packed<R>(of_group + column);
         for (int r = first; r < first + tile.rows_per_group; r++) {
           sum = sum + load<R>(tile.rows[r].grad_output + column, extent);
         }
@@ -119,7 +119,7 @@ class BackwardRows {
   void write_groups(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end, Casts casts) const {
     // At run time, this choice takes 1.05 to 1.1 of the time on AVX2. Rounding takes more than choosing.
     constexpr bool kForEither =
-        !is_compact<Operator, typename Operator::Gradient>() && !std::is_same_v<Casts, std::true_type>;
+        !branches_at_run_time<Operator, typename Operator::Gradient>() && !std::is_same_v<Casts, std::true_type>;
     const Compute* scale = tile.scale;
     Compute* weight_sum = tile.weight_sum;
     for (int r = 0; r < tile.count; r += tile.rows_per_group) {
@@ -207,8 +207,8 @@ class BackwardRows {
           for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
             Block<R> w[kCount], dw[kCount];
             for (int p = 0; p < kCount; p++) {
-              w[p] = load_held<R>(scale + parts.held(column, p));
-              dw[p] = wants_grad_weight ? load_held<R>(weight_sum + parts.held(column, p)) : Block<R>{};
+              w[p] = load_packed<R>(scale + parts.held(column, p));
+              dw[p] = wants_grad_weight ? load_packed<R>(weight_sum + parts.held(column, p)) : Block<R>{};
             }
             typename Operator::Outputs outputs[kRows][kCount];
             if (prefetches) {
@@ -258,7 +258,7 @@ class BackwardRows {
   const Region region_;
   const int64_t first_leaf_;
   const bool prefetches_, streams_;
-  const PairedColumns paired_;
+  const RotaryColumns paired_;
   const int64_t held_cols_;
   int tile_rows_;  // the most that a tile has
   // The rows that tiles are being made of: `count_` of each group, from `row_` on, all of one leaf. The tile that comes
@@ -293,10 +293,10 @@ template <class Operator>
     if (last == nullptr) continue;
     for (int64_t column = begin; column < end; column += kLanes<R>) {
       compute_t<R>* held = last + column;
-      Block<R> sum = load_held<R>(held);
+      Block<R> sum = load_packed<R>(held);
       for (int added = 0; added < tile.additions; added++) {
         held -= args.sum_stride;
-        sum = load_held<R>(held) + sum;
+        sum = load_packed<R>(held) + sum;
       }
       store_held<R>(held, sum);
     }

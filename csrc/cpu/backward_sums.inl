@@ -11,7 +11,7 @@ namespace {
 // scale. R is the type of the input, in whose order blocks are held, T that of grad_output, to which results are
 // rounded on the way if the Casting of the arguments says so. It has
 //   kTensors
-//   kCostly: as in forward_rows.inl
+//   kComputeBound: as in forward_rows.inl
 //   kGradRows: whether rows are written; if not, grad_weight alone is wanted
 //   kFormsGradient: whether dy is formed of grad_output, and not that itself
 //   kSharedTerms: whether the terms of a row's two sums share what costs much, so that both sums are formed at once
@@ -35,7 +35,8 @@ struct BackwardOperator {
   using Element = R;
   using Gradient = T;
   using Outputs = Block<R>;
-  static constexpr bool kCostly = false, kGradRows = true, kFormsGradient = false, kSharedTerms = false, kPlain = false;
+  static constexpr bool kComputeBound = false, kGradRows = true, kFormsGradient = false, kSharedTerms = false,
+                        kPlain = false;
   static constexpr Pairing kPairing = Pairing::none;
   static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
   static constexpr int64_t kAllBytes = kRowBytes + sizeof(R);
@@ -80,8 +81,8 @@ struct BackwardOperator {
     prefetch(grad_output + column);
   }
   NORMOPS_INLINE void prefetch_written(int64_t column) const { prefetch(grad_input + column); }
-  template <class Extent, class Way>
-  NORMOPS_INLINE void store(int64_t column, const Outputs& gradient, Extent extent, Way way) const {
+  template <class Extent, class StorePolicy>
+  NORMOPS_INLINE void store(int64_t column, const Outputs& gradient, Extent extent, StorePolicy way) const {
     if (grad_input != nullptr) NORMOPS_ISA::store(grad_input + column, gradient, extent, way);
   }
 };
@@ -186,7 +187,7 @@ template <class Operator, class Row, class Compute>
 NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale, Casting casting) {
   return [row, scale, casting]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
     const auto terms = row.summed(column, extent);
-    return fma(weighted<Operator>(terms, load_held<R>(scale + column), casting), terms.x, sum);
+    return fma(weighted<Operator>(terms, load_packed<R>(scale + column), casting), terms.x, sum);
   };
 }
 
@@ -197,7 +198,7 @@ struct TermsOfOne {
 };
 
 template <class Row, class Extent>
-NORMOPS_INLINE auto terms_of(const Row& row, const OnePart&, int64_t column, Extent extent) {
+NORMOPS_INLINE auto terms_of(const Row& row, const SingleBlock&, int64_t column, Extent extent) {
   // Not by way of a variable: GCC 12 copies it through the stack, in steps that are shorter than a register.
   return TermsOfOne<decltype(row.terms(column, extent))>{{row.terms(column, extent)}};
 }
@@ -209,8 +210,8 @@ NORMOPS_INLINE auto terms_of(const Row& row, const Parts& parts, int64_t column,
 
 // The sum of dy * w * x over a span of a row, of whose columns some are in pairs: each segment has its own spans, those
 // of two parts half as long, so that no chain is longer than in a row without pairs.
-template <class Operator, Rest kRest, class Row>
-NORMOPS_INLINE auto fold_paired_dots(const Row& row, const PairedColumns& paired,
+template <class Operator, Tail kTail, class Row>
+NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired,
                                      const compute_t<typename Operator::Element>* scale, int64_t span, int64_t cols,
                                      Casting casting) {
   using R = typename Operator::Element;
@@ -220,12 +221,12 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const PairedColumns& paired
       paired, 0, cols, [&]<class Parts>(const Parts& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
         const int64_t first = begin + span / Parts::kCount, last = first + kSpan / Parts::kCount;
         if (first >= end) return;
-        constexpr Rest kRestOfSegment = std::is_same_v<Parts, OnePart> ? Rest::looped : kRest;
-        folded[parts.segment] = fold_span<R, kRestOfSegment>(
+        constexpr Tail kTailOfSegment = std::is_same_v<Parts, SingleBlock> ? Tail::looped : kTail;
+        folded[parts.segment] = fold_span<R, kTailOfSegment>(
             first, last < end ? last : end, [&](int64_t column, auto extent, Block<R> sum) NORMOPS_INLINE_LAMBDA {
               const auto terms = terms_of(row, parts, column, extent);
               for (int p = 0; p < Parts::kCount; p++) {
-                const Block<R> w = load_held<R>(scale + parts.held(column, p));
+                const Block<R> w = load_packed<R>(scale + parts.held(column, p));
                 sum = fma(weighted<Operator>(terms.part[p], w, casting), terms.part[p].x, sum);
               }
               return sum;
@@ -236,18 +237,18 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const PairedColumns& paired
 
 template <class Operator>
 NORMOPS_INLINE void fold_row(const Operator& of_tile, const compute_t<typename Operator::Element>* scale, int64_t begin,
-                             int64_t end, [[maybe_unused]] const PairedColumns& paired, [[maybe_unused]] int64_t cols,
+                             int64_t end, [[maybe_unused]] const RotaryColumns& paired, [[maybe_unused]] int64_t cols,
                              [[maybe_unused]] Casting casting, bool prefetches,
                              Folded<typename Operator::Element>& squares, Folded<typename Operator::Element>& dots) {
   using R = typename Operator::Element;
   // A loop takes 1.2 to 1.4 of the time at 333 x 100.
-  constexpr Rest kRest = is_compact<Operator, typename Operator::Gradient>() ? Rest::looped : Rest::unrolled;
+  constexpr Tail kTail = branches_at_run_time<Operator, typename Operator::Gradient>() ? Tail::looped : Tail::unrolled;
   const Operator row = of_tile;
   constexpr Pairing pairing = pairing_of<Operator>();
   if constexpr (Operator::kGradRows && pairing == Pairing::none && (kConfig.both_sums || Operator::kSharedTerms)) {
     Folded<R> folded[2];
-    fold_span<R, kRest>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sums)[2]) NORMOPS_INLINE_LAMBDA {
-      const Block<R> w = load_held<R>(scale + column);
+    fold_span<R, kTail>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sums)[2]) NORMOPS_INLINE_LAMBDA {
+      const Block<R> w = load_packed<R>(scale + column);
       if (prefetches) row.prefetch_written(column);
       const auto terms = row.summed(column, extent);
       sums[0] = fma(terms.x, terms.x, sums[0]);
@@ -256,13 +257,13 @@ NORMOPS_INLINE void fold_row(const Operator& of_tile, const compute_t<typename O
     squares = folded[0];
     dots = folded[1];
   } else {
-    squares = fold_span<R, pairing == Pairing::none ? kRest : Rest::looped>(begin, end, squares_of_row(row));
+    squares = fold_span<R, pairing == Pairing::none ? kTail : Tail::looped>(begin, end, squares_of_row(row));
     if constexpr (pairing != Pairing::none) {
-      dots = fold_paired_dots<Operator, kRest>(row, paired, scale, begin, cols, casting);
+      dots = fold_paired_dots<Operator, kTail>(row, paired, scale, begin, cols, casting);
     } else if constexpr (Operator::kGradRows) {
       const auto dot = dots_of_row<Operator>(row, scale, casting);
       dots =
-          fold_span<R, kRest>(begin, end, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+          fold_span<R, kTail>(begin, end, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
             if (prefetches) row.prefetch_written(column);
             return dot(column, extent, sum);
           });
@@ -283,7 +284,7 @@ NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kBackwardTile], int count
 template <class Operator, class Casts>
 [[gnu::noinline]] void sum_tile(const CpuArgs& args, BackwardTile<Operator>& tile, bool prefetches, Casts casts) {
   using R = typename Operator::Element;
-  const PairedColumns paired = paired_columns(args.rotation);
+  const RotaryColumns paired = paired_columns(args.rotation);
   const Casting casting = casting_of(casts, args.casting);
   double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
   Folded<R> square_folds[kBackwardTile] = {}, dot_folds[kBackwardTile] = {};

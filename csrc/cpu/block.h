@@ -29,7 +29,7 @@ constexpr int kLanes = Block<R>::kVectors * Block<R>::kVectorLanes;
 
 // What most calls are made of. For other types there is less code, of which each piece serves more cases.
 template <class T>
-constexpr bool kCommon = std::is_same_v<T, float> || std::is_same_v<T, bfloat16>;
+constexpr bool kHasFastPath = std::is_same_v<T, float> || std::is_same_v<T, bfloat16>;
 
 // How much of a block is inside the row. Lanes outside the row are read as zero, and are not written.
 struct Whole {};
@@ -55,8 +55,8 @@ NORMOPS_INLINE void choose(bool choice, Visit visit) {
 using Cached = std::false_type;
 using Stream = std::true_type;
 
-template <class Bits, class Way>
-NORMOPS_INLINE void write(void* target, const Bits& bits, [[maybe_unused]] Way streams) {
+template <class Bits, class StorePolicy>
+NORMOPS_INLINE void write(void* target, const Bits& bits, [[maybe_unused]] StorePolicy streams) {
 #if defined(__x86_64__)
   if (streams) {
     if constexpr (sizeof bits == 16) return _mm_stream_si128(static_cast<__m128i*>(target), bit_cast<__m128i>(bits));
@@ -101,8 +101,8 @@ NORMOPS_INLINE auto load_register(const T* source) {
   }
 }
 
-template <class T, class Way>
-NORMOPS_INLINE void store_register(T* target, const typename Block<T>::vector& v, Way way) {
+template <class T, class StorePolicy>
+NORMOPS_INLINE void store_register(T* target, const typename Block<T>::vector& v, StorePolicy way) {
   if constexpr (std::is_same_v<T, float16>) {
     write(target, float_to_float16(v), way);
   } else if constexpr (std::is_same_v<T, bfloat16>) {
@@ -153,7 +153,7 @@ NORMOPS_INLINE Block<R> canonical_nans(const Block<R>& block) {
 // Numbers that come from elements of T, for use among those of R. All that is not stored as R enters through this or
 // the next function: a NaN from elsewhere would become a number when it is rounded to bfloat16, see round_to_bfloat16.
 template <class T, class R>
-NORMOPS_INLINE Block<R> admitted(const Block<R>& block) {
+NORMOPS_INLINE Block<R> canonicalize_nan(const Block<R>& block) {
   if constexpr (std::is_same_v<R, bfloat16> && !std::is_same_v<T, bfloat16>) return canonical_nans(block);
   return block;
 }
@@ -166,7 +166,7 @@ NORMOPS_INLINE compute_t<R> admitted_number(Number number) {
 
 // Loads numbers of the compute type that lie in memory in the order in which R is held.
 template <class R>
-NORMOPS_INLINE Block<R> load_held(const compute_t<R>* source) {
+NORMOPS_INLINE Block<R> load_packed(const compute_t<R>* source) {
   using B = Block<R>;
   B block;
   for (int i = 0; i < B::kVectors; i++) block.v[i] = load_vector<typename B::vector>(source + i * B::kVectorLanes);
@@ -181,7 +181,7 @@ NORMOPS_INLINE void store_held(compute_t<R>* target, const Block<R>& block) {
 
 // A block of R from elements of T, which may be another type. Types with different compute types (a float64 weight with
 // a float32 input, or the other way round) are a rare pair, and converted number by number. What is made of the block
-// has still to be admitted.
+// has still to pass canonicalize_nan.
 template <class R, class T>
 NORMOPS_INLINE Block<R> convert(const T* source, Whole = {}) {
   constexpr int kRegister = Block<R>::kVectorLanes;
@@ -218,10 +218,10 @@ NORMOPS_INLINE Block<R> convert(const T* source, Part part) {
   return convert<R>(lanes);
 }
 
-// The same, admitted.
+// The same, with NaNs made canonical.
 template <class R, class T, class Extent = Whole>
 NORMOPS_INLINE Block<R> load(const T* source, Extent extent = {}) {
-  return admitted<T>(convert<R>(source, extent));
+  return canonicalize_nan<T>(convert<R>(source, extent));
 }
 
 // A number as T is computed in: for 16 bits, one that is then rounded as the number itself would be. (An odd last bit
@@ -240,8 +240,8 @@ NORMOPS_INLINE compute_t<T> narrowed(Number number) {
 }
 
 // The way back. Where T is another type than R, NaNs may have any payload, so they are replaced first.
-template <class R, class T, class Way = Cached>
-NORMOPS_INLINE void store(T* target, const Block<R>& block, Whole = {}, Way way = {}) {
+template <class R, class T, class StorePolicy = Cached>
+NORMOPS_INLINE void store(T* target, const Block<R>& block, Whole = {}, StorePolicy way = {}) {
   constexpr int kRegister = Block<R>::kVectorLanes;
   if constexpr (!std::is_same_v<compute_t<R>, compute_t<T>>) {
     compute_t<R> numbers[kLanes<R>];
@@ -264,8 +264,8 @@ NORMOPS_INLINE void store(T* target, const Block<R>& block, Whole = {}, Way way 
   }
 }
 
-template <class R, class T, class Way = Cached>
-NORMOPS_INLINE void store(T* target, const Block<R>& block, Part part, Way = {}) {
+template <class R, class T, class StorePolicy = Cached>
+NORMOPS_INLINE void store(T* target, const Block<R>& block, Part part, StorePolicy = {}) {
   T lanes[kLanes<R>];
   store(lanes, block);
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64

@@ -76,7 +76,7 @@ class Division {
     return part_count(std::min(rows_, kSharedRows) * cols_, kGrainElements, threads);
   }
   // Whether threads share rows: there are fewer units than threads, and more of these parts.
-  bool shares_rows(int64_t threads) const { return units() < threads && parts_of_row(threads) > units(); }
+  bool splits_each_row(int64_t threads) const { return units() < threads && parts_of_row(threads) > units(); }
 
   bool is_whole_strip(const Region& region) const { return region.rows == rows_; }
   bool ends_strip(const Region& region) const { return region.row + region.rows == rows_; }

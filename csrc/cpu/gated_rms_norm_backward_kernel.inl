@@ -15,7 +15,7 @@ template <class T, bool kNormFirst>
 struct GatedRmsNormBackward : BackwardOperator<T, T> {
   static constexpr TensorIndex kTensors[] = {kGradOutput, kInput, kGate, kGradInput, kGradGate};
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
-  static constexpr bool kCostly = true, kFormsGradient = kNormFirst, kSharedTerms = !kNormFirst;
+  static constexpr bool kComputeBound = true, kFormsGradient = kNormFirst, kSharedTerms = !kNormFirst;
   static constexpr int64_t kRowBytes = 3 * sizeof(T) + sizeof(compute_t<T>), kAllBytes = 5 * sizeof(T);
 
   struct Shared {
@@ -81,7 +81,7 @@ struct GatedRmsNormBackward : BackwardOperator<T, T> {
   }
   template <class Extent>
   NORMOPS_INLINE Terms terms(int64_t column, Extent extent) const {
-    return gated(column, extent, activated(gate.load(column, extent), load_held<T>(held + column), activation));
+    return gated(column, extent, activated(gate.load(column, extent), load_packed<T>(held + column), activation));
   }
   NORMOPS_INLINE void prefetch_read(int64_t column) const {
     prefetch(this->input + column);
@@ -92,8 +92,8 @@ struct GatedRmsNormBackward : BackwardOperator<T, T> {
     prefetch(this->grad_input + column);
     grad_gate.prefetch(column);
   }
-  template <class Extent, class Way>
-  NORMOPS_INLINE void store(int64_t column, const Outputs& outputs, Extent extent, Way way) const {
+  template <class Extent, class StorePolicy>
+  NORMOPS_INLINE void store(int64_t column, const Outputs& outputs, Extent extent, StorePolicy way) const {
     if (this->grad_input != nullptr) NORMOPS_ISA::store(this->grad_input + column, outputs.grad_input, extent, way);
     if (grad_gate.data != nullptr) grad_gate.store(column, outputs.grad_gate, extent, way);
   }

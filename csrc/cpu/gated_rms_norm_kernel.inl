@@ -18,7 +18,7 @@ struct GatedRmsNorm : Operator<T> {
     else
       return std::array{kInput, kGate, kHeld};
   }();
-  static constexpr bool kCostly = true, kInOutput = std::is_same_v<T, compute_t<T>>;
+  static constexpr bool kComputeBound = true, kInOutput = std::is_same_v<T, compute_t<T>>;
   static constexpr bool kFetchesOutput = !kNormFirst && !kInOutput;
   static constexpr Ahead kAhead = kNormFirst ? Ahead::when_written : Ahead::when_summed;
 
@@ -56,7 +56,7 @@ struct GatedRmsNorm : Operator<T> {
       return load<T>(x + column, extent);
     } else if constexpr (!kSums) {
       if constexpr (kInOutput) return load<T>(held + column, extent);
-      return load_held<T>(held + column);
+      return load_packed<T>(held + column);
     } else {
       const Block<T> h = load<T>(x + column, extent) * a(column, extent);
       if constexpr (kInOutput) {

@@ -10,7 +10,7 @@
 namespace normops::cpu {
 
 // Scale and the sums of rows, which only kernels read and write, are of compute_dtype(dtype): one vector over the
-// columns for each group of the weight, which HeldOrder describes, with the columns of a block in an order of the
+// columns for each group of the weight, which ScaleLayout describes, with the columns of a block in an order of the
 // kernels' own. Row r is of group r % groups.
 constexpr int64_t kLongestBlock = 32;  // columns
 inline int64_t padded_cols(DType dtype, int64_t cols) {
@@ -19,7 +19,7 @@ inline int64_t padded_cols(DType dtype, int64_t cols) {
 }
 
 // The columns of a row that kernels form in pairs: i with i + pairs, or neighbours.
-struct PairedColumns {
+struct RotaryColumns {
   int64_t offset = 0;
   int64_t pairs = 0;
   bool are_neighbours = false;
@@ -27,9 +27,9 @@ struct PairedColumns {
 
 // Maps columns to their places in the scale and in sums of rows. Segments of columns follow one another, each
 // padded to whole blocks, so that a block of the first columns of pairs has one of the second ones.
-class HeldOrder {
+class ScaleLayout {
  public:
-  HeldOrder(DType dtype, int64_t cols, const PairedColumns& paired = {}) {
+  ScaleLayout(DType dtype, int64_t cols, const RotaryColumns& paired = {}) {
     const auto [offset, pairs, are_neighbours] = paired;
     const int64_t end = offset + 2 * pairs;
     if (offset > 0) add(dtype, offset);
@@ -93,7 +93,7 @@ struct CpuArgs : KernelArgs {
 };
 
 // The columns that are formed in pairs.
-inline PairedColumns paired_columns(const Rotation& rotation) {
+inline RotaryColumns paired_columns(const Rotation& rotation) {
   return {rotation.offset, rotation.pairs, rotation.interleaved};
 }
 

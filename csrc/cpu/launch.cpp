@@ -14,18 +14,18 @@ namespace normops::cpu {
 namespace {
 
 // Whether so many tensors of the input's size fill the caches, so that nobody would find an output there.
-bool fill_caches(const KernelArgs& args, int64_t tensors) {
+bool exceeds_cache(const KernelArgs& args, int64_t tensors) {
   // Not sysconf(_SC_LEVEL3_CACHE_SIZE): in virtual machines it may name ten times what there is.
   constexpr int64_t kCacheBytes = int64_t{32} << 20;
   return args.rows * args.cols * size_of(args[kInput].dtype) * tensors > kCacheBytes;
 }
 
 void run(const ForwardKernels& kernels, const KernelArgs& args) {
-  run_forward(kernels, {args, fill_caches(args, 2)}, Scale(args, args.weight.groups));
+  run_forward(kernels, {args, exceeds_cache(args, 2)}, Scale(args, args.weight.groups));
 }
 
 void run(const BackwardKernels& kernels, const KernelArgs& args) {
-  run_backward(kernels, {args, fill_caches(args, args.has(kGate) ? 5 : 3)});
+  run_backward(kernels, {args, exceeds_cache(args, args.has(kGate) ? 5 : 3)});
 }
 
 const ForwardKernels& kernels_of(const RmsNorm&) { return rms_norm_kernels().forward; }
@@ -42,9 +42,9 @@ const BackwardKernels& kernels_of(const RmsNormRopeBackward&) { return rms_norm_
 
 // What the operator templates need of a backend.
 struct CpuBackend {
-  static bool serves(const RmsNorm&) { return true; }
+  static bool supports(const RmsNorm&) { return true; }
   // Sums over rows go by the groups of the weight.
-  static bool serves(const RmsNormBackward& arguments) {
+  static bool supports(const RmsNormBackward& arguments) {
     const auto& [grad_output, input, norm, grad_residual, bias, wanted] = arguments;
     if (!arguments.uses_bias()) return true;
     if (bias->numel() == input.numel() && bias->dim() > static_cast<int64_t>(norm.dims())) return false;
@@ -54,14 +54,14 @@ struct CpuBackend {
     explicit Guard(c10::Device) {}
   };
 
-  static Tensor empty_contiguous(const OutputLike& like) {
+  static Tensor empty_contiguous(const OutputSpec& like) {
     Tensor tensor = at::native::empty_cpu(like.sizes(), like.scalar_type());
     advise_huge_pages(tensor.mutable_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
     return tensor;
   }
 
   template <class Operator>
-  static void launch(const Operator& arguments, const Written<Operator>& outputs) {
+  static void launch(const Operator& arguments, const OutputPtrs<Operator>& outputs) {
     constexpr bool kIsBackward = Operator::kTensors[0] == kGradOutput;
     Call call(arguments, outputs, RowLayout::kMaxDims, /*by_groups=*/kIsBackward);
     run(kernels_of(arguments), call);

@@ -7,22 +7,22 @@
 
 namespace normops::cpu {
 
-inline HeldOrder order_of(const KernelArgs& args) { return {args.dtype(), args.cols, paired_columns(args.rotation)}; }
+inline ScaleLayout order_of(const KernelArgs& args) { return {args.dtype(), args.cols, paired_columns(args.rotation)}; }
 
 // What is held of a group in the scale, or in a sum of rows.
-inline char* of_group(const KernelArgs& args, const HeldOrder& order, void* held, int64_t group) {
+inline char* of_group(const KernelArgs& args, const ScaleLayout& order, void* held, int64_t group) {
   return static_cast<char*>(held) + group * order.held_cols() * size_of(compute_dtype(args.dtype()));
 }
 
 // Whether kernels can read the weight itself.
-inline bool is_scale(const KernelArgs& args, const HeldOrder& order) {
+inline bool is_scale(const KernelArgs& args, const ScaleLayout& order) {
   const Weight& weight = args.weight;
   return weight.data != nullptr && weight.offset == 0 && weight.dtype == args.dtype() &&
          compute_dtype(weight.dtype) == weight.dtype && order.is_natural();
 }
 
 // Computes the scale of a group, from `begin` to `end`.
-inline void convert_scale(const KernelArgs& args, const HeldOrder& order, int64_t group, int64_t begin, int64_t end,
+inline void convert_scale(const KernelArgs& args, const ScaleLayout& order, int64_t group, int64_t begin, int64_t end,
                           char* scale) noexcept {
   const DType dtype = args.dtype();
   const Weight& weight = args.weight;
@@ -81,7 +81,7 @@ class Scale {
   }
 
   const KernelArgs& args_;
-  HeldOrder order_;
+  ScaleLayout order_;
   int64_t most_groups_;
   Conversion conversion_;
   OwnScratch shared_;
@@ -192,7 +192,7 @@ class Gradient {
   TensorIndex index_;
   const Division& division_;
   int64_t parts_;
-  HeldOrder order_;
+  ScaleLayout order_;
   int64_t most_sums_;
   OwnScratch sums_;
 };
@@ -232,7 +232,7 @@ class Parameters {
 inline void run_backward(const BackwardKernels& kernels, CpuArgs args) {
   const Division division(args.rows, args.cols, args.weight.groups, args.has(kGradWeight) || args.has(kGradBias));
   args.rows_per_leaf = division.rows_per_leaf();
-  const int64_t parts = shares_rows(kernels, division) ? 1 : part_count(division.units(), division.grain());
+  const int64_t parts = splits_each_row(kernels, division) ? 1 : part_count(division.units(), division.grain());
   Parameters parameters(args, division, parts);
   run_backward(kernels, args, division, parameters);
   parameters.finish();

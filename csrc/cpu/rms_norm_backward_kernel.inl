@@ -23,8 +23,8 @@ struct RmsNormBackward : BackwardOperator<R, T> {
   NORMOPS_INLINE RmsNormBackward(const Rows& rows, const Shared&, int)
       : BackwardOperator<R, T>(rows), residual(rows.template row<kGradResidual, const R>()) {}
 
-  template <class Extent, class Way>
-  NORMOPS_INLINE void store(int64_t column, const Block<R>& gradient, Extent extent, Way way) const {
+  template <class Extent, class StorePolicy>
+  NORMOPS_INLINE void store(int64_t column, const Block<R>& gradient, Extent extent, StorePolicy way) const {
     if constexpr (kWritten) NORMOPS_ISA::store(this->grad_input + column, gradient, extent, way);
   }
 };
@@ -47,7 +47,7 @@ void grad_weight_columns(const RowSum* sums, int64_t count, int64_t held, W* gra
     Block<T> left[64];
     int last = -1;
     for (int64_t i = 0; i < count; i++) {
-      Block<T> sum = load_held<T>(static_cast<const compute_t<T>*>(sums[i].numbers) + held + column);
+      Block<T> sum = load_packed<T>(static_cast<const compute_t<T>*>(sums[i].numbers) + held + column);
       for (int added = 0; added < sums[i].additions; added++) sum = left[last--] + sum;
       left[++last] = sum;
     }

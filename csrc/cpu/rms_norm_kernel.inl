@@ -39,7 +39,7 @@ struct RmsNorm : InputRow<T> {
 template <class T>
 struct ModulatedRmsNorm : InputRow<T> {
   static constexpr TensorIndex kTensors[] = {kInput, kGate, kBias};
-  static constexpr bool kCostly = true, kOneLoop = true;
+  static constexpr bool kComputeBound = true, kOneLoop = true;
 
   struct Shared {
     explicit Shared(const CpuArgs& args)

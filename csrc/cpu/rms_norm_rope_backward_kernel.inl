@@ -42,8 +42,8 @@ struct Variants {
   template <class Visit>
   static void choose(const CpuArgs& args, Visit visit) {
     dispatch_pair(args.dtype(), args[kCos].dtype, [&]<class T, class W>() {
-      args.rotation.interleaved ? visit.template operator()<RmsNormRopeBackward<T, W, Pairing::neighbours>>()
-                                : visit.template operator()<RmsNormRopeBackward<T, W, Pairing::halves>>();
+      args.rotation.interleaved ? visit.template operator()<RmsNormRopeBackward<T, W, Pairing::interleaved>>()
+                                : visit.template operator()<RmsNormRopeBackward<T, W, Pairing::rotate_half>>();
     });
   }
 };

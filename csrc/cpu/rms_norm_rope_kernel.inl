@@ -20,11 +20,11 @@ struct RmsNormRope : InputRow<T> {
   NORMOPS_INLINE RmsNormRope(const Rows& rows, const Shared& rotation, int)
       : InputRow<T>(rows), angles(rotation.template angles<T>(rows.template row<kCos, const W>())) {}
 
-  NORMOPS_INLINE PairedColumns paired() const { return {angles.offset, angles.pairs}; }
+  NORMOPS_INLINE RotaryColumns paired() const { return {angles.offset, angles.pairs}; }
 
   template <class Parts, class Extent>
   NORMOPS_INLINE void finish(const Parts& parts, Block<T> (&y)[Parts::kCount], int64_t column, Extent extent) const {
-    if constexpr (!std::is_same_v<Parts, OnePart>) angles.template turn<false>(parts, y, column, extent);
+    if constexpr (!std::is_same_v<Parts, SingleBlock>) angles.template turn<false>(parts, y, column, extent);
   }
 };
 
@@ -32,8 +32,8 @@ struct Variants {
   template <class Visit>
   static void choose(const CpuArgs& args, Visit visit) {
     dispatch_pair(args.dtype(), args[kCos].dtype, [&]<class T, class W>() {
-      args.rotation.interleaved ? visit.template operator()<RmsNormRope<T, W, Pairing::neighbours>>()
-                                : visit.template operator()<RmsNormRope<T, W, Pairing::halves>>();
+      args.rotation.interleaved ? visit.template operator()<RmsNormRope<T, W, Pairing::interleaved>>()
+                                : visit.template operator()<RmsNormRope<T, W, Pairing::rotate_half>>();
     });
   }
 };

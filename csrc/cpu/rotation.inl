@@ -44,7 +44,7 @@ struct Angles {
 
   // The rotation of the columns of blocks, and its transpose if kBack. Of halves: the first block begins at `column`.
   template <bool kBack, class Extent>
-  NORMOPS_INLINE void turn(const TwoParts&, Block<R> (&y)[2], int64_t column, Extent extent) const {
+  NORMOPS_INLINE void turn(const HalfPair&, Block<R> (&y)[2], int64_t column, Extent extent) const {
     const W *const cosines = cos + (column - offset), *const sines = sin + (column - offset);
     const Block<R> c = convert<R>(cosines, extent), s = convert<R>(sines, extent);
     if (of_pair) {
@@ -52,7 +52,7 @@ struct Angles {
     } else {
       turn_pairs<kBack>(y[0], y[1], c, convert<R>(cosines + pairs, extent), s, convert<R>(sines + pairs, extent));
     }
-    y[0] = admitted<W>(y[0]), y[1] = admitted<W>(y[1]);
+    y[0] = canonicalize_nan<W>(y[0]), y[1] = canonicalize_nan<W>(y[1]);
   }
 
   template <bool kBack, class Extent>
@@ -73,7 +73,7 @@ struct Angles {
           kBack ? with_neighbours_swapped(y[0] * s, kVectorLanes) : with_neighbours_swapped(y[0], kVectorLanes) * s;
       y[0] = fma(y[0], c, with_one_negated<R, !kBack>(other, kVectorLanes));
     }
-    y[0] = admitted<W>(y[0]);
+    y[0] = canonicalize_nan<W>(y[0]);
   }
 
  private:

@@ -24,7 +24,7 @@ constexpr int kBefore = 0, kPaired = 1, kBehind = 2, kSegments = 3;
 
 // The blocks of a row that are formed together: where they begin in the row, and in what is held. Here, each block by
 // itself.
-struct OnePart {
+struct SingleBlock {
   static constexpr int kCount = 1;
   int64_t held_offset = 0;
   int segment = kBefore;
@@ -34,7 +34,7 @@ struct OnePart {
 };
 
 // Two blocks: the second columns of pairs lie behind the first ones.
-struct TwoParts {
+struct HalfPair {
   static constexpr int kCount = 2;
   int64_t pairs, held_offset, held_pairs;
   int segment = kPaired;
@@ -44,10 +44,10 @@ struct TwoParts {
 };
 
 // A block of pairs of neighbours.
-struct NeighbourParts : OnePart {};
+struct NeighbourParts : SingleBlock {};
 
 // How columns are formed: each by itself, or those that paired_columns() tells in pairs.
-enum class Pairing { none, halves, neighbours };
+enum class Pairing { none, rotate_half, interleaved };
 
 template <class Operator>
 constexpr Pairing pairing_of() {
@@ -58,12 +58,12 @@ constexpr Pairing pairing_of() {
 // Whether cases are chosen between at run time, so that there is less code: where blocks are costly, or types are rare.
 // T is the type of what is given or written beside the rows of the operator.
 template <class Operator, class T>
-constexpr bool is_compact() {
-  return Operator::kCostly || !kCommon<typename Operator::Element> || !kCommon<T>;
+constexpr bool branches_at_run_time() {
+  return Operator::kComputeBound || !kHasFastPath<typename Operator::Element> || !kHasFastPath<T>;
 }
 
 template <class Operator>
-HeldOrder held_order(const CpuArgs& args) {
+ScaleLayout held_order(const CpuArgs& args) {
   return {kDType<typename Operator::Element>, args.cols, paired_columns(args.rotation)};
 }
 
@@ -82,18 +82,18 @@ NORMOPS_INLINE auto* scale_of(const CpuArgs& args, int64_t group) {
 // Calls visit(parts, begin, end) for the segments of columns [begin, end) that are formed in the same way. With pairs,
 // these are all columns of the row, the segment of two parts counts the first columns of pairs, and pairs come first.
 template <class R, Pairing pairing, class Visit>
-NORMOPS_INLINE void each_segment([[maybe_unused]] const PairedColumns& paired, int64_t begin, int64_t end,
+NORMOPS_INLINE void each_segment([[maybe_unused]] const RotaryColumns& paired, int64_t begin, int64_t end,
                                  Visit visit) {
   if constexpr (pairing == Pairing::none) {
-    visit(OnePart(), begin, end);
+    visit(SingleBlock(), begin, end);
   } else {
     constexpr DType dtype = kDType<R>;
     const int64_t first = paired.offset, pairs = paired.pairs, behind = first + 2 * pairs;
     const int64_t held = padded_cols(dtype, first) - first;  // how far from its own place what is held is
     int64_t held_behind;
-    if constexpr (pairing == Pairing::halves) {
+    if constexpr (pairing == Pairing::rotate_half) {
       const int64_t held_pairs = padded_cols(dtype, pairs);
-      visit(TwoParts{pairs, held, held_pairs}, first, first + pairs);
+      visit(HalfPair{pairs, held, held_pairs}, first, first + pairs);
       held_behind = held + 2 * (held_pairs - pairs);
     } else {
       visit(NeighbourParts{{held, kPaired}}, first, behind);
@@ -103,7 +103,7 @@ NORMOPS_INLINE void each_segment([[maybe_unused]] const PairedColumns& paired, i
       return;
     const auto visit_one = [&](int segment) NORMOPS_INLINE_LAMBDA {
       const bool is_behind = segment == kBehind;
-      visit(OnePart{is_behind ? held_behind : 0, segment}, is_behind ? behind : begin, is_behind ? end : first);
+      visit(SingleBlock{is_behind ? held_behind : 0, segment}, is_behind ? behind : begin, is_behind ? end : first);
     };
     if constexpr (kEvenOdd<R>) {
       if (first > 0) visit_one(kBefore);
@@ -132,8 +132,8 @@ struct AnyRow {
     return block;
   }
 
-  template <class Extent, class Way>
-  NORMOPS_INLINE void store(int64_t column, const Block<T>& block, Extent extent, Way way) const {
+  template <class Extent, class StorePolicy>
+  NORMOPS_INLINE void store(int64_t column, const Block<T>& block, Extent extent, StorePolicy way) const {
     visit([&](auto* row) NORMOPS_INLINE_LAMBDA { NORMOPS_ISA::store(row + column, block, extent, way); });
   }
 

@@ -8,8 +8,8 @@
 namespace normops::cpu {
 
 // Rows in stretches: those of a stretch lie at equal distances, and so do the stretches. How many rows a stretch has
-// is told by Stretches, which several tensors share.
-struct EvenRows {
+// is told by StrideRuns, which several tensors share.
+struct StridedRows {
   char* row;       // the current one
   int64_t stride;  // to the next one of the stretch, in bytes
   int64_t jump;    // what has to be added behind the last one of a stretch
@@ -36,7 +36,7 @@ class RowIterator {
     stride_ = layout.strides[last_] * step;
     size_ = layout.sizes[last_] / step;
     if (last_ > 0) {
-      go_on(row);
+      advance_with_carry(row);
     } else {
       data_ += row * stride_;
       left_ = size_ - row;
@@ -62,22 +62,22 @@ class RowIterator {
   }
 
   // The next `count` rows, at most even_left(); moves on behind them.
-  [[gnu::noinline]] EvenRows next_even(int64_t count) {
-    const EvenRows rows = {data_, stride_, last_ > 0 ? layout_->strides[last_ - 1] - size_ * stride_ : 0};
+  [[gnu::noinline]] StridedRows take_strided(int64_t count) {
+    const StridedRows rows = {data_, stride_, last_ > 0 ? layout_->strides[last_ - 1] - size_ * stride_ : 0};
     if (count < left_) {
       data_ += count * stride_;
       left_ -= count;
     } else if (last_ > 0) {
       count += size_ - left_;  // from the beginning of the stretch on
       data_ -= (size_ - left_) * stride_;
-      go_on(count);
+      advance_with_carry(count);
     }
     return rows;
   }
 
  private:
   // Goes on by `count` rows, from the first one of an innermost dimension on.
-  [[gnu::noinline]] void go_on(int64_t count) {
+  [[gnu::noinline]] void advance_with_carry(int64_t count) {
     data_ += count % size_ * stride_;
     left_ = size_ - count % size_;
     count /= size_;
@@ -112,7 +112,7 @@ class RowIterator {
 };
 
 // Rows of several tensors that are walked over together: `count` of them, in stretches of `size` rows.
-struct Stretches {
+struct StrideRuns {
   int64_t size;
   int64_t left;  // of the first one, the rows from the current one on
   int64_t count;

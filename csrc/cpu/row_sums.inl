@@ -15,12 +15,12 @@ constexpr int64_t kStep = kChainBlocks<R> * kLanes<R>;
 // How the rest of a span, its columns beyond a multiple of kStep, is compiled: as a loop, which keeps the chains in
 // memory; unrolled, which keeps them in registers, but is six times the code; or not at all, for spans without a rest,
 // which most are.
-enum class Rest { looped, unrolled, none };
+enum class Tail { looped, unrolled, none };
 
 // Forms kSums sums over the columns of a span at once. term(column, whole_or_part, accumulators) adds one block to each
 // of the accumulators; if there is a function term.step(column, chains), it adds the whole blocks of kStep columns. The
 // chains are folded after every span: that bounds their length, and with it the rounding error, whatever the width.
-template <class R, Rest kRest, int kSums, class Term>
+template <class R, Tail kTail, int kSums, class Term>
 NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kSums], Term term) {
   constexpr int kBlocks = kChainBlocks<R>;
   Block<R> chains[kBlocks][kSums] = {};
@@ -33,7 +33,7 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
       for (int i = 0; i < kBlocks; i++) term(column + i * kLanes<R>, Whole{}, chains[i]);
     }
   }
-  if (kRest == Rest::unrolled && column < end) {
+  if (kTail == Tail::unrolled && column < end) {
 #pragma GCC unroll 4
     for (int i = 0; i < kBlocks; i++) {
       if (column + kLanes<R> <= end) {
@@ -43,7 +43,7 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
       }
       column += kLanes<R>;
     }
-  } else if (kRest == Rest::looped && column < end) {
+  } else if (kTail == Tail::looped && column < end) {
     // The loop works on a copy, as the chains themselves would otherwise be in memory from the beginning. It is not
     // made by memcpy, which copies in steps that are shorter than a register.
     Block<R> in_memory[kBlocks][kSums];
@@ -68,10 +68,10 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
 }
 
 // Forms one sum, where term(column, whole_or_part, accumulator) returns the new accumulator.
-template <class R, Rest kRest, class Term>
+template <class R, Tail kTail, class Term>
 NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
   Folded<R> folded[1];
-  fold_span<R, kRest>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sum)[1]) NORMOPS_INLINE_LAMBDA {
+  fold_span<R, kTail>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sum)[1]) NORMOPS_INLINE_LAMBDA {
     sum[0] = term(column, extent, sum[0]);
   });
   return folded[0];
@@ -81,7 +81,7 @@ NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
 template <class R, class Term>
 NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* sums, Term term) {
   for (int64_t span = begin; span < end; span++) {
-    sums[span] = sum_of<R>(fold_span<R, Rest::looped>(span * kSpan, span_end(span * kSpan, cols), term));
+    sums[span] = sum_of<R>(fold_span<R, Tail::looped>(span * kSpan, span_end(span * kSpan, cols), term));
   }
 }
 

@@ -20,7 +20,7 @@ constexpr int row_of(TensorIndex tensor) {
 // reference: copied, they go through the stack, in steps that pointers are loaded from at once (up to 2.7 of the time).
 template <class Operator>
 struct CurrentRows {
-  EvenRows of[kRowsOf<Operator>];
+  StridedRows of[kRowsOf<Operator>];
 
   template <TensorIndex tensor, class T>
   NORMOPS_INLINE T* row() const {
@@ -42,7 +42,7 @@ struct NextRows {
   template <TensorIndex tensor, class T>
   NORMOPS_INLINE T* row() const {
     constexpr int kRow = row_of<Operator>(tensor);
-    EvenRows rows = current.of[kRow];
+    StridedRows rows = current.of[kRow];
     rows.next();
     return rows.template at<T>();
   }
@@ -59,9 +59,9 @@ class OperatorRows {
   void each(Visit visit) {
     for (const RowIterator& rows : rows_) visit(rows);
   }
-  CurrentRows<Operator> next_even(int64_t count) {
+  CurrentRows<Operator> take_strided(int64_t count) {
     CurrentRows<Operator> current;
-    for (int i = 0; i < kRowsOf<Operator>; i++) current.of[i] = rows_[i].next_even(count);
+    for (int i = 0; i < kRowsOf<Operator>; i++) current.of[i] = rows_[i].take_strided(count);
     return current;
   }
 
@@ -104,8 +104,8 @@ class OperatorRows {
 // The longest run of the next `rows` in which all tensors advance by fixed strides. `each` calls a function for the
 // iterator of each tensor.
 template <class Each>
-NORMOPS_INLINE Stretches common_stretches(int64_t rows, Each each) {
-  Stretches result = {INT64_MAX, INT64_MAX, rows};
+NORMOPS_INLINE StrideRuns common_stretches(int64_t rows, Each each) {
+  StrideRuns result = {INT64_MAX, INT64_MAX, rows};
   const auto lower = [](int64_t& number, int64_t bound)
                          NORMOPS_INLINE_LAMBDA { number = bound < number ? bound : number; };
   each([&](const auto& tensor) NORMOPS_INLINE_LAMBDA {
@@ -123,7 +123,7 @@ NORMOPS_INLINE Stretches common_stretches(int64_t rows, Each each) {
 // Calls visit(r) for `count` rows, and moves `rows` on behind each. Rows are not counted one by one, and not for each
 // tensor: that takes registers, and narrow rows took up to a third more time.
 template <class Rows, class Visit>
-NORMOPS_INLINE void walk(Stretches& stretches, int64_t count, Rows& rows, Visit visit) {
+NORMOPS_INLINE void for_each_row(StrideRuns& stretches, int64_t count, Rows& rows, Visit visit) {
   for (int r = 0; count > 0;) {
     int64_t together = stretches.left < count ? stretches.left : count;
     stretches.left -= together;
@@ -131,11 +131,11 @@ NORMOPS_INLINE void walk(Stretches& stretches, int64_t count, Rows& rows, Visit 
 #pragma GCC unroll 1
     for (; together > 0; together--, r++) {
       visit(r);
-      rows.each([](EvenRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next(); });
+      rows.each([](StridedRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next(); });
     }
     if (stretches.left > 0) continue;
     stretches.left = stretches.size;
-    rows.each([](EvenRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next_stretch(); });
+    rows.each([](StridedRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next_stretch(); });
   }
 }
 

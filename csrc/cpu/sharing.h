@@ -127,7 +127,7 @@ class PartsArgs {
 
 // Calls function(part, args, own, first, last) for the parts of [0, end).
 template <class Function>
-void share_out(const CpuArgs& args, int64_t own_count, int64_t end, int64_t grain, const Function& function) {
+void parallel_over_rows(const CpuArgs& args, int64_t own_count, int64_t end, int64_t grain, const Function& function) {
   static_assert(std::is_nothrow_invocable_v<const Function&, int64_t, CpuArgs&, Scratch&, int64_t, int64_t>);
   const PartsArgs parts(args, own_count, part_count(end, grain));
   parallel_for_parts(0, end, grain, [&](int64_t part, int64_t first, int64_t last) noexcept {
@@ -141,11 +141,11 @@ template <class Scale>
 void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale& scale) {
   const int64_t groups = args.weight.groups;
   if (kernels.sums == nullptr || args.rows >= at::get_num_threads() || args.cols < 2 * kGrainElements) {
-    share_out(args, scale.own_count(), args.rows, grain(args.cols),
-              [&](int64_t, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
-                args.scale = scale.in(own, 0, groups);
-                kernels.rows(args, begin, end);
-              });
+    parallel_over_rows(args, scale.own_count(), args.rows, grain(args.cols),
+                       [&](int64_t, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
+                         args.scale = scale.in(own, 0, groups);
+                         kernels.rows(args, begin, end);
+                       });
     return;
   }
   SpanSums squares(1, args.cols);
@@ -164,8 +164,8 @@ void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale
 }
 
 // Whether threads share the rows of a backward.
-inline bool shares_rows(const BackwardKernels& kernels, const Division& division) {
-  return kernels.sums != nullptr && division.shares_rows(at::get_num_threads());
+inline bool splits_each_row(const BackwardKernels& kernels, const Division& division) {
+  return kernels.sums != nullptr && division.splits_each_row(at::get_num_threads());
 }
 
 // The sums over rows that threads share, of as many rows as they share at a time.
@@ -212,16 +212,16 @@ static_assert(kSharedRows <= kBackwardTile);  // for which there is memory of wh
 template <class Parameters>
 void run_backward(const BackwardKernels& kernels, const CpuArgs& args, const Division& division,
                   Parameters& parameters) {
-  if (!shares_rows(kernels, division)) {
-    share_out(args, parameters.own_count(), division.units(), division.grain(),
-              [&](int64_t part, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
-                args.part_rows = (end - begin) * division.rows_per_unit() * division.groups_per_strip();
-                division.each_region(begin, end, [&](const Region& region) {
-                  parameters.begin(args, own, part, region);
-                  kernels.rows(args, region);
-                  parameters.end(part, region);
-                });
-              });
+  if (!splits_each_row(kernels, division)) {
+    parallel_over_rows(args, parameters.own_count(), division.units(), division.grain(),
+                       [&](int64_t part, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
+                         args.part_rows = (end - begin) * division.rows_per_unit() * division.groups_per_strip();
+                         division.each_region(begin, end, [&](const Region& region) {
+                           parameters.begin(args, own, part, region);
+                           kernels.rows(args, region);
+                           parameters.end(part, region);
+                         });
+                       });
     return;
   }
   SharedSums sums(kSharedRows, args.cols);

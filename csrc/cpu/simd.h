@@ -114,7 +114,7 @@ NORMOPS_INLINE u16_vector narrow(u32_vector v) {
 
 // Rounds to bfloat16, to nearest, ties to even. The results are the upper halves of the lanes; the lower halves are
 // undefined. A NaN with a large payload would become a number by the carry. Kernels have no such NaNs: the payloads of
-// bfloat16 inputs, and of the NaN that hardware makes, end in 16 zeros, and admitted() lets no others in.
+// bfloat16 inputs, and of the NaN that hardware makes, end in 16 zeros, and canonicalize_nan() lets no others in.
 NORMOPS_INLINE u32_vector round_to_bfloat16(f32_vector f) {
   const u32_vector bits = bit_cast<u32_vector>(f);
   return bits + 0x7fff + ((bits >> 16) & 1);

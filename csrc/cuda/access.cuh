@@ -255,7 +255,7 @@ struct PlainScaleOf {
   __device__ Numbers<T> numbers(const Held& held, Index, Index) const {
     Numbers<T> scale = to_compute<T>(held);
     if (offset != 0) {
-      keep_order();  // makes the compiler jump over the additions, instead of predicating each
+      compiler_barrier();  // makes the compiler jump over the additions, instead of predicating each
 #pragma unroll
       for (int i = 0; i < kPack<T>; i++) scale.element[i] += offset;
     }

@@ -24,7 +24,7 @@ struct Addition {
   template <int kPacks>
   __device__ void round_products(Elements<T, kPack<R>> (&x)[kPacks]) const {
     if (rounded_factor == 1) return;
-    keep_order();  // see cast()
+    compiler_barrier();  // see cast()
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
       Numbers<R> product = to_compute<R>(x[p]);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   const Columns<R, int> columns(args.cols);
   const BlockRows block(args.groups.count, kRows * blockDim.y);
   const TakenRows rows(block, args.rows, args.groups.count);
-  wait_for_previous_kernel(args.starts_early);
+  pdl_wait(args.starts_early);
   Pack<R> h[kRows][kPacks];
   Elements<T, kPack<R>> x[kRows][kPacks];
 #pragma unroll

@@ -90,7 +90,7 @@ struct Terms {
 
 // The gate of an operator without one: dy is grad_output, h is input, and grad_input is dh. Other gates have functions
 // of the same names, which form dy and h of grad_output and input, and grad_input of dh.
-struct NoGate {
+struct IdentityPrologue {
   static constexpr bool takes_residual() { return true; }
   struct Nothing {};
   struct Activated {
@@ -102,9 +102,9 @@ struct NoGate {
   template <int kPacks>
   struct Held {
     template <class... Place>
-    __device__ void load(const NoGate&, const Place&...) {}
+    __device__ void load(const IdentityPrologue&, const Place&...) {}
     template <class Columns, class Gradients>
-    __device__ Activated activate(const NoGate&, const Columns&, const Gradients&) const {
+    __device__ Activated activate(const IdentityPrologue&, const Columns&, const Gradients&) const {
       return {};
     }
   };
@@ -153,7 +153,7 @@ __device__ Numbers<R> gradients(const TermsOfPack& terms, const Numbers<R>& scal
   const Numbers<R> dy = to_compute<R>(terms.dy), x = to_compute<R>(terms.h);
   Numbers<R> dx;
   if (sizeof(T) == 2 && casts) {
-    keep_order();  // see cast()
+    compiler_barrier();  // see cast()
     Numbers<R> g, n;
 #pragma unroll
     for (int i = 0; i < kPack<R>; i++) {
@@ -283,7 +283,7 @@ template <int kPacks, class T, class R, class Access, class Columns, class Gate,
 __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns& columns, const Gate& gate,
                               const RowStats& stats = {}) {
   using Compute = compute_t<R>;
-  wait_for_previous_kernel(args.starts_early);
+  pdl_wait(args.starts_early);
   __shared__ RowSumShared<Compute, 2> shared;
   RowSums<Compute, 2, kPacks> sum_row(shared, !stats.are(Sums::given));
   Columns written = columns;
@@ -398,7 +398,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
                                            const Gate& gate, const RowStats& stats = {}) {
   using Compute = compute_t<R>;
   constexpr int kTogether = Columns::kTogether;
-  wait_for_previous_kernel(args.starts_early);
+  pdl_wait(args.starts_early);
   __shared__ RowSumShared<double, 2> shared;
   RowSums<double, 2, kAnyWidth.packs> sum_row(shared);
   Compute* const partial = args.partials != nullptr ? args.partials + blockIdx.x * args.cols : nullptr;

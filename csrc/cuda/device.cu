@@ -60,7 +60,7 @@ Device describe(int device) {
 }  // namespace
 
 Device current_device() {
-  static Once<int, Device> devices;  // every call of an operator needs it
+  static PerKeyCache<int, Device> devices;  // every call of an operator needs it
   const int device = current_device_index();
   return devices(device, [&] { return describe(device); });
 }

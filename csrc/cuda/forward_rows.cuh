@@ -178,7 +178,7 @@ __device__ void normalize_summed(const Forward<T, R, General>& args, const Colum
 template <class T, class R, class Columns, class LoadFirst, class LoadAgain, class Epilogue = NoEpilogue>
 __device__ void normalize_any_width(const Forward<T, R, General>& args, const Columns& columns, LoadFirst load_first,
                                     LoadAgain load_again, Epilogue epilogue = {}) {
-  wait_for_previous_kernel(args.starts_early);
+  pdl_wait(args.starts_early);
   normalize_summed(args, columns, square_sum_of_any_width<R>(columns, load_first), load_again, epilogue);
 }
 

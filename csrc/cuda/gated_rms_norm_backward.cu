@@ -7,7 +7,7 @@
 namespace normops::cuda {
 namespace {
 
-// The Terms of NoGate for a pack, and what the gradients of that pack are multiplied by.
+// The Terms of IdentityPrologue for a pack, and what the gradients of that pack are multiplied by.
 template <class T>
 struct GatedTerms {
   Numbers<T> dy, h;
@@ -86,7 +86,7 @@ struct Gate {
                          const RowFactors<compute_t<T>>& factors, Row row, Index column, Index count) const {
     Numbers<T> dg = terms.sloped_input;
     if (sizeof(T) == 2 && gating.norm_before_gate && casting.any()) {
-      keep_order();  // see cast()
+      compiler_barrier();  // see cast()
       dg = normalized(terms, scale, factors.rstd);
 #pragma unroll
       for (int i = 0; i < kPack<T>; i++) dg.element[i] *= terms.grad_output.element[i] * terms.slope.element[i];

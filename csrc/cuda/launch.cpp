@@ -50,14 +50,14 @@ void run(LaunchBackward launch, const Call& call, Stream stream) {
 
 // What the operator templates need of a backend.
 struct CudaBackend {
-  static bool serves(const RmsNorm&) { return true; }
-  static bool serves(const RmsNormBackward& arguments) { return !arguments.uses_bias(); }  // ATen sums grad_output
+  static bool supports(const RmsNorm&) { return true; }
+  static bool supports(const RmsNormBackward& arguments) { return !arguments.uses_bias(); }  // ATen sums grad_output
   using Guard = c10::DeviceGuard;
 
-  static Tensor empty_contiguous(const OutputLike& like) { return at::empty(like.sizes(), like.options()); }
+  static Tensor empty_contiguous(const OutputSpec& like) { return at::empty(like.sizes(), like.options()); }
 
   template <class Operator>
-  static void launch(const Operator& arguments, const Written<Operator>& outputs) {
+  static void launch(const Operator& arguments, const OutputPtrs<Operator>& outputs) {
     Call call(arguments, outputs);
     const c10::Device device = arguments.input.device();
     run(kernels_of(arguments), call, c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle());

@@ -31,7 +31,7 @@ __device__ T* dynamic_shared() {
 }
 
 // The compiler moves no memory access across this. Otherwise it would load ahead, and run out of registers.
-__device__ inline void keep_order() { asm volatile("" ::: "memory"); }
+__device__ inline void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 // The assembler, too, moves no memory access across this, which costs an instruction. All threads of a warp call it
 // alike.
@@ -40,7 +40,7 @@ __device__ inline void keep_order_of_warp() { __syncwarp(); }
 // Makes the compiler forget what it knows about an integer. Otherwise it would keep what it has made of it, or make the
 // integer anew wherever it is used.
 template <class Integer>
-__device__ void forget(Integer& number) {
+__device__ void make_opaque(Integer& number) {
   if constexpr (sizeof(Integer) == 4) {
     asm volatile("" : "+r"(number));
   } else {
@@ -50,7 +50,7 @@ __device__ void forget(Integer& number) {
 
 // The same for a pointer to global memory.
 template <class T>
-__device__ void forget(T*& pointer) {
+__device__ void make_opaque(T*& pointer) {
   asm volatile("" : "+l"(pointer));
   __builtin_assume(__isGlobal(pointer));
 }
@@ -69,13 +69,13 @@ struct LaunchShape {
   dim3 grid;  // clusters, blocks of a cluster
   dim3 block;
   int64_t shared_bytes = 0;
-  bool starts_early = false;  // while the kernel before it in the stream ends: see wait_for_previous_kernel
+  bool starts_early = false;  // while the kernel before it in the stream ends: see pdl_wait
 };
 
 // Each kernel calls this before it accesses memory, with the member of its LaunchShape. Only a kernel that starts early
 // lets the next kernel of the stream start early: the next kernel may be one that does not wait. The branch is a
 // predicate, as with a branch of C++ the kernels with rotations take one more register.
-__device__ inline void wait_for_previous_kernel(bool starts_early) {
+__device__ inline void pdl_wait(bool starts_early) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n\t.reg .pred early;\n\tsetp.ne.u32 early, %0, 0;\n\tgriddepcontrol.wait;\n\t"
@@ -96,12 +96,12 @@ inline int current_device_index() {
 
 // While it lives, its thread may load code and ask for a device's properties though a graph is being captured, by this
 // thread or another. Neither belongs to the graph, but without this they would end the capture.
-class MayLoadInCapture {
+class RelaxedCaptureScope {
  public:
-  MayLoadInCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  ~MayLoadInCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  MayLoadInCapture(const MayLoadInCapture&) = delete;
-  MayLoadInCapture& operator=(const MayLoadInCapture&) = delete;
+  RelaxedCaptureScope() { check(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCaptureScope() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCaptureScope(const RelaxedCaptureScope&) = delete;
+  RelaxedCaptureScope& operator=(const RelaxedCaptureScope&) = delete;
 
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // once exchanged, the one that the thread had
@@ -110,14 +110,14 @@ class MayLoadInCapture {
 // Finds a value once for each key, in the first thread that asks. If that fails, the next call tries again. A key that
 // is known is looked up without a lock, in a list of the few keys that there are.
 template <class Key, class Value>
-class Once {
+class PerKeyCache {
  public:
   template <class Find>
   Value& operator()(const Key& key, Find find) {
     if (Entry* const entry = look_up(key)) return entry->value;
     const std::lock_guard lock(mutex_);
     if (Entry* const entry = look_up(key)) return entry->value;
-    const MayLoadInCapture may_load;
+    const RelaxedCaptureScope may_load;
     Entry* const entry = new Entry{key, find(), newest_.load(std::memory_order_relaxed)};
     newest_.store(entry, std::memory_order_release);
     return entry->value;
@@ -152,7 +152,7 @@ class Limit {
     if (wanted <= granted_.load(std::memory_order_acquire)) return;
     const std::lock_guard lock(mutex_);
     if (wanted <= granted_.load(std::memory_order_relaxed)) return;
-    const MayLoadInCapture may_load;
+    const RelaxedCaptureScope may_load;
     raise();
     granted_.store(wanted, std::memory_order_release);
   }
@@ -171,7 +171,7 @@ void prepare(void (*kernel)(Params...), const LaunchShape& shape) {
     Limit<int64_t> shared_bytes = Limit<int64_t>(48 << 10);
     Limit<unsigned> blocks_of_cluster = Limit<unsigned>(8);
   };
-  static Once<std::pair<void (*)(Params...), int>, Granted> prepared;
+  static PerKeyCache<std::pair<void (*)(Params...), int>, Granted> prepared;
   Granted& granted = prepared({kernel, current_device_index()}, [&] {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kernel));  // loads the kernel
@@ -220,7 +220,7 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, c
 // for each kernel, device and shape.
 template <class... Params>
 int64_t clusters_at_once(void (*kernel)(Params...), const LaunchShape& shape, int multiprocessors) {
-  static Once<std::tuple<void (*)(Params...), int, unsigned, unsigned>, int64_t> at_once;
+  static PerKeyCache<std::tuple<void (*)(Params...), int, unsigned, unsigned>, int64_t> at_once;
   const unsigned threads = shape.block.x * shape.block.y;
   return at_once({kernel, current_device_index(), threads, shape.grid.y}, [&] {
     int64_t count = 0;

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   const Columns<T, int> columns(args.cols);
   const BlockRows block(args.groups.count, kRows * blockDim.y);
   const TakenRows rows(block, args.rows, args.groups.count);
-  wait_for_previous_kernel(args.starts_early);
+  pdl_wait(args.starts_early);
   Pack<T> x[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
   const Columns<T, int64_t> columns(args.cols);
   const T* const x = args.input.row(row);
   const auto load_pack = [&](int64_t column, int64_t count) { return load<kPack<T>>(args.input, x, column, count); };
-  wait_for_previous_kernel(args.starts_early);
+  pdl_wait(args.starts_early);
   compute_t<T> sum;
   if (stats.are(Sums::given)) {
     stats.read(&sum, row);

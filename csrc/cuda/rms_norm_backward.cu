@@ -9,20 +9,20 @@ template <class T, class R, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), backward_min_blocks(kPacks))
     rms_norm_backward_kernel(const Backward<T, R, Access> args,
                              const typename Access::template Sums<compute_t<R>, 2> stats) {
-  backward_rows<kPacks>(args, Columns<R, int>(args.cols), NoGate(), stats);
+  backward_rows<kPacks>(args, Columns<R, int>(args.cols), IdentityPrologue(), stats);
 }
 
 template <class T, class R>
 __global__ void __launch_bounds__(kAnyWidth.threads)
     rms_norm_backward_any_width_kernel(const Backward<T, R, General> args, const SumsOfRows<compute_t<R>, 2> stats) {
-  backward_rows_of_any_width(args, Columns<R, int64_t>(args.cols), NoGate(), stats);
+  backward_rows_of_any_width(args, Columns<R, int64_t>(args.cols), IdentityPrologue(), stats);
 }
 
 // grad_weight = sum over the partials, in chains that neighbouring threads of y share: a block sums 32 columns.
 template <class Compute, class W>
 __global__ void __launch_bounds__(1024)
     grad_weight_kernel(const Compute* partials, int64_t count, int64_t cols, W* grad_weight, bool starts_early) {
-  wait_for_previous_kernel(starts_early);
+  pdl_wait(starts_early);
   __shared__ Compute sums[kWarp][kWarp + 1];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   Compute sum = 0;

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(gated_threads(kPacks), gated_min_blocks(kPacks
   const HeldRotatedColumns<T, kPacks> columns(args.cols, rotation);
   const BlockRows block(args.groups.count, kRows * blockDim.y);
   const TakenRows rows(block, args.rows, args.groups.count);
-  wait_for_previous_kernel(args.starts_early);
+  pdl_wait(args.starts_early);
   Pack<T> x[kRows][kPacks];
   const char* angles[kRows];
 #pragma unroll

@@ -7,7 +7,7 @@ namespace {
 
 // In the place of a gate: dy is grad_output, rotated back.
 template <class T, class Access>
-struct RotatedBack : NoGate {
+struct RotatedBack : IdentityPrologue {
   static constexpr bool takes_residual() { return false; }
 
   const RotationOf<T>& rotation;

@@ -29,7 +29,7 @@ struct RotationOf {
   // cos of a row.
   __device__ const char* row(int64_t first, int64_t further = 0) const {
     const char* row = cos.row(first, further);
-    forget(row);
+    make_opaque(row);
     return row;
   }
 
@@ -185,8 +185,8 @@ class HeldRotatedColumns {
       columns_[p] = columns.column(p);
       counts_[p] = columns.count(p);
       is_rotated_[p] = columns.is_rotated(p);
-      forget(columns_[p]);
-      forget(counts_[p]);
+      make_opaque(columns_[p]);
+      make_opaque(counts_[p]);
     }
   }
 

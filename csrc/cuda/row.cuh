@@ -17,7 +17,7 @@ struct Columns {
   Index step = static_cast<Index>(cluster_blocks() * blockDim.x * kPack<T>);
 
   __device__ explicit Columns(int64_t cols) : cols(static_cast<Index>(cols)) {
-    forget(step);  // so that it is computed only once
+    make_opaque(step);  // so that it is computed only once
   }
   __device__ Index column(Index pack) const { return first + pack * step; }
   // How far a pack is from of_row().
@@ -36,7 +36,7 @@ struct Columns {
   template <class W>
   __device__ W* of_row(W* row) const {
     W* place = row + first;
-    forget(place);
+    make_opaque(place);
     return place;
   }
 };
@@ -74,7 +74,7 @@ struct TakenRows {
 // dealt with.
 template <int kPacks>
 __device__ void keep_few_registers() {
-  if (kPacks == 4) keep_order();
+  if (kPacks == 4) compiler_barrier();
   if (kPacks == 16) keep_order_of_warp();
 }
 
@@ -109,7 +109,7 @@ __device__ void keep_packed(Elements<T, kCount> (&packs)[kPacks]) {
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
 #pragma unroll
-      for (int i = 0; i < Elements<T, kCount>::kWords; i++) forget(packs[p].words[i]);
+      for (int i = 0; i < Elements<T, kCount>::kWords; i++) make_opaque(packs[p].words[i]);
     }
   }
 }

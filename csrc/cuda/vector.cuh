@@ -200,7 +200,7 @@ template <class T, class R>
 __device__ void cast(Numbers<R>& numbers, bool is_wanted) {
   if constexpr (sizeof(T) == 2) {
     if (is_wanted) {
-      keep_order();  // makes the compiler jump over the conversions, instead of choosing between the results
+      compiler_barrier();  // makes the compiler jump over the conversions, instead of choosing between the results
       numbers = to_compute<R>(from_compute<T>(numbers));
     }
   }
@@ -224,7 +224,7 @@ __device__ Numbers<T> load_scale(const void* weight, DType weight_dtype, double 
 #pragma unroll
       for (int i = 0; i < kPack<T>; i++) {
         scale.element[i] = i < count ? static_cast<compute_t<T>>(source[i]) : 0;
-        keep_order();
+        compiler_barrier();
       }
     } else {
       const auto elements = load_elements<W, kPack<T>>(source, count, aligned);

@@ -14,7 +14,7 @@
 
 namespace normops::python {
 
-inline bool somebody_looks_on() { return at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing(); }
+inline bool is_intercepted() { return at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing(); }
 
 // Tensors and parameters, not subclasses: those may define __torch_function__.
 inline bool parse(PyObject* object, Tensor& tensor) {

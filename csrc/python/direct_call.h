@@ -24,7 +24,7 @@ PyObject* direct_call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   typename ParsedArguments<detail::Flat<Operator>>::type parsed{};
   const auto parse_all = [&](auto&... argument) {
-    return count == sizeof...(argument) && !somebody_looks_on() && (parse(*arguments++, argument) && ...);
+    return count == sizeof...(argument) && !is_intercepted() && (parse(*arguments++, argument) && ...);
   };
   if (!std::apply(parse_all, parsed)) Py_RETURN_NOTIMPLEMENTED;
   Outputs<Operator> outputs;

@@ -43,7 +43,7 @@ std::vector<int64_t> elements_of_parts(int64_t rows, int64_t cols, int64_t group
   if (groups < 1 || rows % groups != 0) throw std::invalid_argument("groups: expected a divisor of rows");
   const Division division(rows, cols, groups, sums_rows);
   std::vector<int64_t> elements;
-  if (division.shares_rows(threads)) {
+  if (division.splits_each_row(threads)) {
     const int64_t spans = divide_up(cols, kSpan),
                   parts = part_count(spans, grain(std::min(rows / groups, kSharedRows) * kSpan), threads);
     for (int64_t part = 0; part < parts; part++) {

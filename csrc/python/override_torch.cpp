@@ -105,7 +105,7 @@ Tensor rms_norm_of_torch(const Tensor& input, c10::SymIntArrayRef normalized_sha
   OptionalTensor kept_weight = weight;
   copy_what_torch_copies(kept_input, kept_weight);
   Tensor output =
-      std::move(call(RmsNorm{kept_input, {normalized_shape, kept_weight, eps, 0.0, kNoCasting}, std::nullopt})[0]);
+      std::move(call(RmsNorm{kept_input, {normalized_shape, kept_weight, eps, 0.0, kRoundOnce}, std::nullopt})[0]);
   if (!is_permuted) return output;
   std::vector<int64_t> back(order.size());
   for (size_t i = 0; i < order.size(); i++) back[order[i]] = static_cast<int64_t>(i);

@@ -59,13 +59,13 @@ py::object to_python(const Call& call, const Rotation& rotation) {
 }
 
 struct TritonBackend {
-  static bool serves(const RmsNorm&) { return true; }
-  static bool serves(const RmsNormBackward& arguments) { return !arguments.uses_bias(); }  // ATen sums grad_output
+  static bool supports(const RmsNorm&) { return true; }
+  static bool supports(const RmsNormBackward& arguments) { return !arguments.uses_bias(); }  // ATen sums grad_output
   using Guard = c10::DeviceGuard;
-  static Tensor empty_contiguous(const OutputLike& like) { return at::empty(like.sizes(), like.options()); }
+  static Tensor empty_contiguous(const OutputSpec& like) { return at::empty(like.sizes(), like.options()); }
 
   template <class Operator>
-  static void launch(const Operator& arguments, const Written<Operator>& outputs) {
+  static void launch(const Operator& arguments, const OutputPtrs<Operator>& outputs) {
     constexpr bool is_rotated = requires { arguments.rope; }, is_backward = Operator::kTensors[0] == kGradOutput;
     Call call(arguments, outputs, is_rotated ? kMaxNestedDims : kMaxDims);
     {

@@ -40,18 +40,16 @@ def has_foreign_forward(module: nn.Module) -> bool:
     return forward is not None and not _is_own(forward, module)
 
 
-def as_unpatched(module: nn.Module) -> nn.Module:
-    """The module itself or, if it is patched, one of its own class that has the same attributes."""
-    if not isinstance(module, Patched):
-        return module
-    twin = object.__new__(own_class(module))
-    object.__setattr__(twin, "__dict__", vars(module))
-    return twin
+def view_of(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """Another module of this class with the same attributes, whatever class another thread gives the first one."""
+    view = object.__new__(cls)
+    object.__setattr__(view, "__dict__", vars(module))
+    return view
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has unless it is patched."""
-    return _without_ours(type(module)) if isinstance(module, Patched) else type(module)
+    return _without_ours(type(module))
 
 
 def _without_ours(cls: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from normops.adoption.following import INTERNAL
 from normops.adoption.guards import Absent, holding, is_same
-from normops.adoption.installation import as_unpatched, has_foreign_forward, install, is_covered, uninstall
+from normops.adoption.installation import has_foreign_forward, install, is_covered, own_class, uninstall, view_of
 from normops.adoption.norm import Norm
 from normops.adoption.patched_class import Patched
 from normops.adoption.reasons import Unfit
@@ -178,15 +178,14 @@ class _Found:
 
     def norm_of(self, module: nn.Module) -> Norm | Unfit:
         """The norm that a module is, or why it is none."""
-        is_foreign = has_foreign_forward(module)
-        module = as_unpatched(module)
         try:
-            check_class(module)
-            if is_foreign:
+            check_class(cls := own_class(module))
+            if has_foreign_forward(module):
                 return Unfit("was given another forward than its class's")
+            module = view_of(module, cls)
             parameters = module.named_parameters(recurse=False, remove_duplicate=False)
             key = (
-                type(module),
+                cls,
                 *((name, type(p), p.dtype, getattr(p, "ds_shape", p.shape)) for name, p in parameters),
                 *(name for name, _ in (*module.named_buffers(recurse=False), *module.named_children())),
             )
@@ -198,7 +197,7 @@ class _Found:
                 if self._norms == self._most_norms:
                     self._known.clear()
                     self._norms = 0
-                self._known.setdefault(key, []).append((holding(norm.guards, type(module)), norm))
+                self._known.setdefault(key, []).append((holding(norm.guards, cls), norm))
                 self._norms += 1
             except Unfit as reason:
                 norm = reason

@@ -71,7 +71,7 @@ def find_norm(module: nn.Module) -> Norm:
     Raises:
         Unfit: with the reason, if it is not an RMSNorm, or cannot be known to be one.
     """
-    check_class(module)
+    check_class(type(module))
     arguments = _arguments_of(module)
     trial = Trial(module, _parameters_of(module), arguments)
     with _one_at_a_time, torch.autocast("cpu", enabled=False), torch.inference_mode(False), warnings.catch_warnings():
@@ -84,14 +84,13 @@ def find_norm(module: nn.Module) -> Norm:
             raise
 
 
-def check_class(module: nn.Module) -> None:
-    """Checks that a module is what its forward computes, so that running that and replacing it is all there is to it.
+def check_class(cls: type[nn.Module]) -> None:
+    """Checks that a module of a class is no more than its forward, which can be run and replaced.
 
     Raises:
         Unfit: with the reason, if not.
     """
-    cls = type(module)
-    if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
+    if issubclass(cls, (torch.jit.ScriptModule, torch.fx.GraphModule)):
         raise Unfit(f"is a {cls.__name__}, whose forward is generated")
     if not is_plain_class(cls) or hasattr(cls, "__del__"):
         raise Unfit("its class has a metaclass, or a __del__, of its own")
