@@ -17,6 +17,7 @@ struct AddRmsNorm {
   double alpha;
 
   auto members() const { return std::tie(input, residual, norm, alpha); }
+  void fill(KernelArgs& args) const { args.alpha = alpha; }
   void check(const char* op) const {
     check_norm(op, input, norm);
     check_wider_input(op, "residual", residual, input);

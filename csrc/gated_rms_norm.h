@@ -21,6 +21,7 @@ struct GatedRmsNorm {
 
   auto members() const { return std::tie(input, gate, norm, activation, norm_before_gate); }
   Gating gating() const { return {parse_activation(kName, activation), norm_before_gate}; }
+  void fill(KernelArgs& args) const { args.gating = gating(); }
   void check(const char* op) const {
     check_norm(op, input, norm);
     check_narrower_or_wider_input(op, "gate", gate, input);
@@ -44,6 +45,7 @@ struct GatedRmsNormBackward {
 
   auto members() const { return std::tie(grad_output, input, gate, norm, activation, norm_before_gate, output_mask); }
   Gating gating() const { return {parse_activation(kName, activation), norm_before_gate}; }
+  void fill(KernelArgs& args) const { args.gating = gating(); }
   void check(const char* op) const {
     check_norm(op, input, norm);
     check_narrower_or_wider_input(op, "gate", gate, input);

@@ -46,29 +46,31 @@ void Call::group_by(const Tensor& tensor) {
 
 // Where the dimensions of rows are not in that order, a view in which they are.
 Tensor Call::by_group(const Tensor& rows) const {
-  if (!by_groups_ || order_.empty()) return rows;
+  if (!is_permuted()) return rows;
   c10::DimVector order = order_;
   while (order.size() < static_cast<size_t>(rows.dim())) order.push_back(static_cast<int64_t>(order.size()));
   return rows.permute(order);
 }
 
-void Call::add(TensorIndex index, const Tensor& given, Make make) {
-  if (!given.defined() || index == kCos || index == kSin || (index == kBias && has(kGradOutput))) return;
-  const Tensor* tensor = &given;
-  const auto change = [&](Tensor changed) { tensor = &changed_.emplace_back(std::move(changed)); };
-  if (index == kWeight && weight_has_all_rows_) index = kGate;
-  const bool is_whole = index == kWeight || index == kGradWeight || index == kGradBias,
-             is_modulation = index == kBias || (index == kGate && weight_has_all_rows_);
-  if (is_modulation) change(tensor->expand(input_.sizes()));
-  if (by_groups_ && !order_.empty() && !is_whole) change(by_group(*tensor));
-  const size_t dims = is_whole ? tensor->dim() : index == kSquareSum || index == kDot ? 0 : normalized_dims_;
-  if (make == make_target) targets_[index] = tensor;
-  if (is_modulation && !may_be_beside(dtype_of(input_), dtype_of(*tensor))) {
-    change(tensor->to(input_.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+// How many of the last dimensions are a row.
+size_t Call::dims_of(TensorIndex index) const { return index == kSquareSum || index == kDot ? 0 : normalized_dims_; }
+
+void Call::add_input(TensorIndex index, const Tensor& tensor) {
+  if (!tensor.defined() || index == kCos || index == kSin) return;  // rotate() adds these
+  if (index == kWeight) {
+    weight_has_all_rows_ ? add_modulation(kGate, tensor) : add_weight(tensor);
+  } else if (index == kBias) {
+    if (!has(kGradOutput)) add_modulation(kBias, tensor);  // a backward does not read it
+  } else if (is_permuted()) {
+    set(index, make_rows(by_group(tensor), dims_of(index), max_dims_));
+  } else {
+    set(index, make_rows(tensor, dims_of(index), max_dims_));
   }
-  set(index, make(*tensor, dims, max_dims_));
-  if (index != kWeight) return;
-  weight.data = (*this)[index].data, weight.dtype = (*this)[index].dtype;
+}
+
+void Call::add_weight(const Tensor& tensor) {
+  set(kWeight, make_rows(tensor, tensor.dim(), max_dims_));
+  weight.data = (*this)[kWeight].data, weight.dtype = (*this)[kWeight].dtype;
   if (by_groups_ || order_.empty()) return;
   Rows each = make_rows(rows_[kWeight]->tensor->expand(input_.sizes()), normalized_dims_, max_dims_);
   if (each.arg.data == weight.data) {
@@ -77,6 +79,23 @@ void Call::add(TensorIndex index, const Tensor& given, Make make) {
     weight.groups = rows, weight.data = each.arg.data;
     set(kWeight, std::move(each));
   }
+}
+
+// A tensor that broadcasts over the rows of the input, as rows.
+void Call::add_modulation(TensorIndex index, const Tensor& tensor) {
+  Tensor expanded = by_group(tensor.expand(input_.sizes()));
+  if (!may_be_beside(dtype_of(input_), dtype_of(expanded))) {
+    expanded = expanded.to(input_.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  }
+  set(index, make_rows(std::move(expanded), normalized_dims_, max_dims_));
+}
+
+void Call::add_output(TensorIndex index, const Tensor& target) {
+  if (!target.defined()) return;
+  const bool is_of_parameter = index == kGradWeight || index == kGradBias;
+  const bool is_view = is_permuted() && !is_of_parameter;
+  targets_[index] = is_view ? &permuted_.emplace_back(by_group(target)) : &target;
+  set(index, make_target(*targets_[index], is_of_parameter ? target.dim() : dims_of(index), max_dims_));
 }
 
 void Call::set(TensorIndex index, Rows rows) {

@@ -24,19 +24,10 @@ class Call : public KernelArgs {
       : Call(arguments.input, norm_of(arguments), max_dims, by_groups) {
     if constexpr (requires { arguments.bias; }) modulate(arguments.norm, *outputs.back());
     const auto inputs = tensors_of(arguments);
-    for (size_t i = 0; i < inputs.size(); i++) add(Operator::kTensors[i], *inputs[i], make_rows);
-    if constexpr (requires { arguments.alpha; }) alpha = arguments.alpha;
-    if constexpr (requires { arguments.gating(); }) gating = arguments.gating();
+    for (size_t i = 0; i < inputs.size(); i++) add_input(Operator::kTensors[i], *inputs[i]);
+    if constexpr (requires { arguments.fill(*this); }) arguments.fill(*this);
     if constexpr (requires { arguments.rope; }) rotate(arguments.input, arguments.cos, arguments.sin, arguments.rope);
-    if constexpr (requires { arguments.row_size; }) {
-      size = arguments.row_size.expect_int();
-      sums = Sums::given;
-    }
-    for (size_t i = 0; i < outputs.size(); i++) {
-      const TensorIndex index = Operator::kTensors[inputs.size() + i];
-      add(index, *outputs[i], make_target);
-      if (index == kSquareSum) sums = Sums::wanted;
-    }
+    for (size_t i = 0; i < outputs.size(); i++) add_output(Operator::kTensors[inputs.size() + i], *outputs[i]);
   }
   Call(const Call&) = delete;
 
@@ -62,8 +53,12 @@ class Call : public KernelArgs {
   void modulate(const Norm& norm, const Tensor& last_output);
   void group_by(const Tensor& rows);
 
-  using Make = Rows(const Tensor& tensor, size_t normalized_dims, int max_dims);
-  void add(TensorIndex index, const Tensor& tensor, Make make);
+  void add_input(TensorIndex index, const Tensor& tensor);
+  void add_weight(const Tensor& weight);
+  void add_modulation(TensorIndex index, const Tensor& tensor);
+  void add_output(TensorIndex index, const Tensor& target);
+  size_t dims_of(TensorIndex index) const;
+  bool is_permuted() const { return by_groups_ && !order_.empty(); }
   Tensor by_group(const Tensor& rows) const;
   void set(TensorIndex index, Rows rows);
   void rotate(const Tensor& input, const Tensor& cos, const Tensor& sin, const Rope& rope);
@@ -73,8 +68,8 @@ class Call : public KernelArgs {
   int max_dims_;
   bool by_groups_;  // whether row r has to be of group r % groups
   bool weight_has_all_rows_ = false;
-  c10::DimVector order_;       // of the dimensions of rows, by groups; empty if they are in that order
-  std::list<Tensor> changed_;  // what stands for arguments and outputs
+  c10::DimVector order_;        // of the dimensions of rows, by groups; empty if they are in that order
+  std::list<Tensor> permuted_;  // outputs, whose rows are in another order
   std::optional<Rows> rows_[kTensorCount];
   const Tensor* targets_[kTensorCount] = {};
 };

@@ -8,6 +8,7 @@
 //   members()                  std::tie of the members
 //   check(op)                  throws what is wrong with the arguments, which are on one device, in the name of `op`
 //   like()                     what each output looks like, see OutputSpec
+//   fill(kernel_args)          if kernels take more than tensors and the norm: sets that
 // and one of its members is the tensor `input`. An in-place overload writes output i over argument i.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
