@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from normops.adoption.norm import ACTIVATIONS, OUTPUT_DTYPES, Dtypes, Norm, Saved
 from normops.functional import CastingMode, gated_rms_norm, rms_norm
 from normops.inductor import Rounding
-from normops.inductor.calls import DTYPES, HALVES
+from normops.inductor.calls import HALVES
 
 Compute = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float | None], Tensor]
 """A function of input, gate, weight, bias and eps."""
@@ -111,11 +111,6 @@ def _is_copied(norm: Norm, dtypes: Dtypes, requires: tuple[bool, ...], i: int) -
         return False
     # It was watched only with a gate of the input's dtype.
     return gate not in (None, x) or Saved(x, x if weight is None else weight, requires, i) not in norm.saves
-
-
-def is_gate(gate: object, input: Tensor) -> TypeGuard[Tensor]:
-    """Whether the operator can take the gate, perhaps cast; it cannot if that is None, or has another shape."""
-    return isinstance(gate, Tensor) and gate.dtype in DTYPES and gate.shape == input.shape
 
 
 def gate_beside(gate: Tensor, dtype: torch.dtype) -> Tensor:

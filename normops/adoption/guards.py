@@ -77,8 +77,7 @@ def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
     absent = frozenset(name for owner, name, value in guards if owner is None and value is Absent)
     of_class: list[tuple[str, Any]] = []
     one_by_one: list[Guard] = []
-    values: dict[str, Any] = {}
-    space = SimpleNamespace(nothing=None)
+    at_once: list[Guard] = []
     for owner, name, value in guards:
         owner = _module_of(owner) if type(owner) is dict else owner
         if owner is cls and name not in ("forward", "__mro__"):
@@ -86,13 +85,13 @@ def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
         elif owner is not None and (is_plain(value) or value is Absent or not isinstance(owner, (type, ModuleType))):
             one_by_one.append(Guard(owner, name, value))
         elif owner is not None:
-            setattr(space, f"owner_{id(owner)}", owner)
-            values[f"owner_{id(owner)}.{name}"] = value
-    # A single call reads them all.
-    read, expected = operator.attrgetter("nothing", *values), (None, *values.values())
+            at_once.append(Guard(owner, name, value))
+    space = SimpleNamespace(nothing=None, **{f"owner_{id(guard.owner)}": guard.owner for guard in at_once})
+    paths = [f"owner_{id(guard.owner)}.{guard.name}" for guard in at_once]
+    read = operator.attrgetter("nothing", "nothing", *paths)  # two at least: of one name it makes no tuple
+    expected = (None, None, *(guard.value for guard in at_once))
     # Dynamo has guards for each; it makes another tuple of __mro__.
-    each = [Guard(vars(space)[path.partition(".")[0]], path.partition(".")[2], value) for path, value in values.items()]
-    in_graphs = [*one_by_one, *(guard for guard in each if guard.name != "__mro__")]
+    in_graphs = [*one_by_one, *(guard for guard in at_once if guard.name != "__mro__")]
 
     def holds(module: Any) -> bool:
         for name, value in own:

@@ -1,12 +1,13 @@
 """normops in the mapping of Hugging Face's package ``kernels``, from layer names to what computes them."""
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from normops.adoption.computing import gate_beside, is_gate
+from normops.adoption.computing import gate_beside
 from normops.functional import gated_rms_norm, rms_norm
+from normops.inductor.calls import DTYPES
 from normops.modules import Activation
 
 
@@ -47,11 +48,16 @@ class _RMSNormGated(_Layer):
     activation: Activation
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        if not is_gate(gate, hidden_states):
+        if not _is_gate(gate, hidden_states):
             return type(self).forward(self, hidden_states, gate)
         gate = gate_beside(gate, hidden_states.dtype)
         shape, eps, activation = self.weight.shape, self.variance_epsilon, self.activation
         return gated_rms_norm(hidden_states, gate, shape, self.weight, eps, activation=activation)
+
+
+def _is_gate(gate: object, input: Tensor) -> TypeGuard[Tensor]:
+    """Whether the operator can take the gate, perhaps cast; it cannot if that is None, or has another shape."""
+    return isinstance(gate, Tensor) and gate.dtype in DTYPES and gate.shape == input.shape
 
 
 class _Here:

@@ -93,17 +93,15 @@ class _ClassOfCopies:
 
 
 def _rounding(rounding: Rounding) -> Rounding:
-    check_rounding(rounding)
-    return rounding
+    return rounding  # _remake checks it
 
 
 def reduced(module: Any, protocol: Any, reduce: Callable[[Any, Any], Any]) -> Any:
     """The ``__reduce_ex__`` of a patched module, from that of its own class."""
-    ours, cls = type(module), own_class(module)
-    result = reduce(module, protocol)
-    if not issubclass(ours, Patched):  # another thread has taken the class back
-        return result
-    if isinstance(result, str):
+    ours = type(module)
+    cls, result = _without_ours(ours), reduce(module, protocol)
+    # Another thread may have taken the class back before.
+    if not issubclass(ours, Patched) or isinstance(result, str):
         return result
     function, arguments, *rest = result
     # What sets a state in a way of its own leaves us no moment after it.

@@ -70,12 +70,12 @@ def _forward_of(made: Made) -> Callable[..., Any]:
     has_weight = norm.weight is not None
     eps_name, fixed_eps = (norm.eps, None) if isinstance(norm.eps, str) else (None, norm.eps)
     parameter_dims, normalized_dims, shape = norm.parameter_dims, norm.normalized_dims, norm.shape
+    order_of_result = norm.order
     # A set: Dynamo makes symbols of the numbers in tuples.
     dims, taken, takes_empty, autocasts = frozenset(norm.dims), norm.dtypes, norm.takes_empty, norm.autocasts
     if norm.bias is not None and rounding == "original":
         # Where the product is rounded before the bias is added was looked at where dtypes are equal.
         taken = frozenset(dtypes for dtypes in taken if dtypes[0] == dtypes[1])
-    order_of_result = norm.order
     is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
     is_compiling, is_exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
     is_grad_enabled = torch.is_grad_enabled

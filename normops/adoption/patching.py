@@ -5,14 +5,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from normops.adoption.following import INTERNAL
-from normops.adoption.guards import Absent, holding, is_same
+from normops.adoption.guards import Guard, holding
 from normops.adoption.installation import has_foreign_forward, install, is_covered, own_class, uninstall, view_of
 from normops.adoption.norm import Norm
 from normops.adoption.patched_class import Patched
@@ -202,18 +201,14 @@ class _Found:
             except Unfit as reason:
                 norm = reason
                 if self._most_norms is None:
-                    attributes = [each for each in vars(module).items() if each[0] not in INTERNAL]
-                    self._known.setdefault(key, []).append((partial(_has_all, attributes), norm))
+                    attributes = [Guard(None, *each) for each in vars(module).items() if each[0] not in INTERNAL]
+                    self._known.setdefault(key, []).append((holding(attributes, cls), norm))
         except Unfit as reason:
             return reason
         return norm
 
 
 _loaded = _Found(most_norms=256)
-
-
-def _has_all(attributes: list[tuple[str, Any]], module: nn.Module) -> bool:
-    return all(is_same(getattr(module, name, Absent), value) for name, value in attributes)
 
 
 def _is_of_torch(module: nn.Module) -> bool:
