@@ -13,8 +13,7 @@ using torch::autograd::variable_list;
 
 // The derivative of an operator, on the page of each:
 //   static constexpr const char* kName;            its name in autograd's graph
-//   static constexpr Uses kNeededForGrad;                   for the gradient of each tensor among the arguments: which
-//   of the
+//   static constexpr Uses kNeededForGrad;          for the gradient of each tensor among the arguments: which of the
 //                                                  saved tensors it depends on
 //   static variable_list backward(const variable_list& grad_outputs, const Saved& saved, Needed needed);
 // one gradient for each tensor among the arguments. It works on its arguments alone, so that compiled autograd can

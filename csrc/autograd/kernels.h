@@ -16,8 +16,9 @@ bool has_tangent(const Tensors&... tensors) {
 // Whether the operator's derivative gives all gradients that are asked for.
 template <class Operator>
 bool is_covered([[maybe_unused]] const Operator& arguments) {
-  if constexpr (requires { Derivative<Operator>::handles_all_grads(arguments); })
+  if constexpr (requires { Derivative<Operator>::handles_all_grads(arguments); }) {
     return Derivative<Operator>::handles_all_grads(arguments);
+  }
   return true;
 }
 

@@ -11,16 +11,6 @@ Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input);
 // Sum over the last `normalized_dims` dimensions.
 Tensor sum_each_row(const Tensor& tensor, int64_t normalized_dims);
 
-// Mean over the last `normalized_dims` dimensions, which are kept with size 1. Not at::mean: of the means over shards
-// of different sizes DTensor makes no mean.
-Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims);
-
-// Sum over what the weight, or another tensor, broadcasts over.
-Tensor reduce_to_weight(const Tensor& tensor, const Tensor& weight);
-
-// 1 / sqrt(mean(h^2) + eps)
-Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps);
-
 // `tensor`, rounded to `dtype` if that is asked for.
 Tensor round_to(const Tensor& tensor, at::ScalarType dtype, bool is_wanted);
 
@@ -30,9 +20,6 @@ Tensor normalize(const Tensor& h, const Norm& norm, at::ScalarType dtype);
 
 // The same, where rstd is known.
 Tensor normalize(const Tensor& h, const Tensor& rstd, const Norm& norm, at::ScalarType dtype);
-
-// `tensor` times the weight with its offset.
-Tensor times_weight(const Tensor& tensor, const Norm& norm);
 
 // dy times the weight, rounded as the norm rounds.
 Tensor grad_normalized(const Tensor& dy, const Norm& norm, at::ScalarType dtype);

@@ -17,6 +17,29 @@ c10::DimVector dims_from(int64_t begin, int64_t end) {
   return dims;
 }
 
+// Mean over the last `normalized_dims` dimensions, which are kept with size 1. Not at::mean: of the means over shards
+// of different sizes DTensor makes no mean.
+Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims) {
+  const auto sizes = tensor.sym_sizes();
+  const c10::SymInt size = c10::multiply_integers(sizes.slice(sizes.size() - normalized_dims));
+  return tensor.sum(dims_from(-normalized_dims, 0), /*keepdim=*/true) / c10::Scalar(size);
+}
+
+// Sum over what the weight, or another tensor, broadcasts over.
+Tensor reduce_to_weight(const Tensor& tensor, const Tensor& weight) { return at::sum_to(tensor, weight.sym_sizes()); }
+
+// 1 / sqrt(mean(h^2) + eps)
+Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps) {
+  return at::rsqrt(mean_of_rows(h * h, normalized_dims) + eps);
+}
+
+// `tensor` times the weight with its offset.
+Tensor times_weight(const Tensor& tensor, const Norm& norm) {
+  if (!is_given(norm.weight)) return tensor;
+  const Tensor weight = to_compute_dtype(*norm.weight, tensor);
+  return tensor * (norm.weight_offset == 0 ? weight : weight + norm.weight_offset);  // -0 + 0 is 0
+}
+
 }  // namespace
 
 Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input) {
@@ -25,18 +48,6 @@ Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input) {
 
 Tensor sum_each_row(const Tensor& tensor, int64_t normalized_dims) {
   return tensor.sum(dims_from(-normalized_dims, 0));
-}
-
-Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims) {
-  const auto sizes = tensor.sym_sizes();
-  const c10::SymInt size = c10::multiply_integers(sizes.slice(sizes.size() - normalized_dims));
-  return tensor.sum(dims_from(-normalized_dims, 0), /*keepdim=*/true) / c10::Scalar(size);
-}
-
-Tensor reduce_to_weight(const Tensor& tensor, const Tensor& weight) { return at::sum_to(tensor, weight.sym_sizes()); }
-
-Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps) {
-  return at::rsqrt(mean_of_rows(h * h, normalized_dims) + eps);
 }
 
 Tensor round_to(const Tensor& tensor, at::ScalarType dtype, bool is_wanted) {
@@ -49,12 +60,6 @@ Tensor normalize(const Tensor& h, const Norm& norm, at::ScalarType dtype) {
 
 Tensor normalize(const Tensor& h, const Tensor& rstd, const Norm& norm, at::ScalarType dtype) {
   return times_weight(round_to(h * rstd, dtype, norm.casting().normalized), norm);
-}
-
-Tensor times_weight(const Tensor& tensor, const Norm& norm) {
-  if (!is_given(norm.weight)) return tensor;
-  const Tensor weight = to_compute_dtype(*norm.weight, tensor);
-  return tensor * (norm.weight_offset == 0 ? weight : weight + norm.weight_offset);  // -0 + 0 is 0
 }
 
 Tensor grad_normalized(const Tensor& dy, const Norm& norm, at::ScalarType dtype) {
