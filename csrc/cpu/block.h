@@ -89,6 +89,48 @@ NORMOPS_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 
 NORMOPS_INLINE __mmask64 mask_of_bytes(uint64_t count) { return (uint64_t{1} << count) - 1; }
 #endif
 
+// Copies `bytes` bytes, less than 2 * kBytes, in powers of two: a call of memcpy would spill all vector registers.
+template <int kBytes>
+NORMOPS_INLINE void copy_part(char* target, const char* source, int64_t bytes) {
+  if ((bytes & kBytes) != 0) std::memcpy(target, source, kBytes);
+  if constexpr (kBytes > 2) {
+    const int64_t done = bytes & kBytes;
+    copy_part<kBytes / 2>(target + done, source + done, bytes);
+  }
+}
+
+// Loads the first `count` elements of a block, and zeros behind them.
+template <class T, int kCount>
+NORMOPS_INLINE void load_part(T (&lanes)[kCount], const T* source, int64_t count) {
+#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
+  if constexpr (sizeof lanes == 64) {
+    const __m512i bits = _mm512_maskz_loadu_epi8(mask_of_bytes(count * sizeof(T)), source);
+    std::memcpy(lanes, &bits, sizeof bits);
+    return;
+  }
+#elif defined(NORMOPS_F16C)
+  // Whole registers: the load of one that was written in parts waits for the writes.
+  if constexpr (sizeof lanes % 32 == 0) {
+    const int words = static_cast<int>(count * sizeof(T) / 4);
+    for (int i = 0; i < static_cast<int>(sizeof lanes) / 32; i++) {
+      const __m256i lane = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(8 * i));
+      const __m256i end = _mm256_set1_epi32(words);
+      __m256i bits = _mm256_maskload_epi32(reinterpret_cast<const int*>(source) + 8 * i, _mm256_cmpgt_epi32(end, lane));
+      if (sizeof(T) == 2 && count % 2 != 0) {
+        uint16_t last;
+        std::memcpy(&last, source + count - 1, sizeof last);
+        bits = _mm256_or_si256(bits, _mm256_and_si256(_mm256_cmpeq_epi32(end, lane), _mm256_set1_epi32(last)));
+      }
+      std::memcpy(reinterpret_cast<char*>(lanes) + 32 * i, &bits, sizeof bits);
+    }
+    return;
+  }
+#endif
+  std::memset(lanes, 0, sizeof lanes);
+  copy_part<sizeof lanes / 2>(reinterpret_cast<char*>(lanes), reinterpret_cast<const char*>(source),
+                              count * static_cast<int64_t>(sizeof(T)));
+}
+
 // A register of elements of T, in their order.
 template <class T>
 NORMOPS_INLINE auto load_register(const T* source) {
@@ -206,15 +248,8 @@ NORMOPS_INLINE Block<R> convert(const T* source, Whole = {}) {
 
 template <class R, class T>
 NORMOPS_INLINE Block<R> convert(const T* source, Part part) {
-  T lanes[kLanes<R>] = {};
-#if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
-  if constexpr (sizeof lanes == 64) {
-    const __m512i bits = _mm512_maskz_loadu_epi8(mask_of_bytes(part.lanes * sizeof(T)), source);
-    std::memcpy(lanes, &bits, sizeof bits);
-    return convert<R>(lanes);
-  }
-#endif
-  std::memcpy(lanes, source, part.lanes * sizeof(T));
+  T lanes[kLanes<R>];
+  load_part(lanes, source, part.lanes);
   return convert<R>(lanes);
 }
 
@@ -275,7 +310,8 @@ NORMOPS_INLINE void store(T* target, const Block<R>& block, Part part, StorePoli
     return _mm512_mask_storeu_epi8(target, mask_of_bytes(part.lanes * sizeof(T)), bits);
   }
 #endif
-  std::memcpy(target, lanes, part.lanes * sizeof(T));
+  copy_part<sizeof lanes / 2>(reinterpret_cast<char*>(target), reinterpret_cast<const char*>(lanes),
+                              part.lanes * static_cast<int64_t>(sizeof(T)));
 }
 
 // The numbers rounded to T.

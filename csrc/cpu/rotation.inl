@@ -104,8 +104,8 @@ struct Angles {
       if constexpr (std::is_same_v<Extent, Whole>) {
         of_pairs = load_register(table);
       } else {
-        W numbers[kLanes<R> / 2] = {};
-        std::memcpy(numbers, table, pairs * sizeof(W));
+        W numbers[kLanes<R> / 2];
+        load_part(numbers, table, pairs);
         of_pairs = load_register(numbers);
       }
       return {of_pairs, of_pairs};
