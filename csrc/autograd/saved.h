@@ -3,8 +3,6 @@
 #pragma once
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
-#include <iterator>
 #include <string>
 #include <tuple>
 
@@ -35,9 +33,6 @@ auto attributes_of(const Saved& saved) {
   return std::apply([](const auto&... argument) { return std::tuple_cat(attribute_of(argument)...); }, flat(saved));
 }
 
-template <class Argument>
-constexpr bool is_attribute = std::tuple_size_v<decltype(attribute_of(std::declval<const Argument&>()))> > 0;
-
 inline c10::SymIntArrayRef last_sizes(const Tensor& tensor, int64_t dims) {
   return tensor.sym_sizes().slice(tensor.dim() - dims, dims);
 }
@@ -51,36 +46,45 @@ c10::SymIntArrayRef& shape_of(Saved& saved) {
   }
 }
 
-// The way back: f(saved).
+// Assigns the next of the saved tensors to an argument that is one.
+template <class Argument>
+void restore_tensor(Argument& argument, variable_list::const_iterator& next) {
+  if constexpr (std::is_same_v<Argument, Tensor>) {
+    argument = *next++;
+  } else if constexpr (std::is_same_v<Argument, OptionalTensor>) {
+    if (next->defined()) argument = *next;
+    next++;
+  }
+}
+
+// References to the variables that the attribute_of() an argument is assigned to.
+template <class Argument>
+auto attribute_target(Argument& argument, [[maybe_unused]] int64_t& dims) {
+  if constexpr (std::is_same_v<Argument, c10::SymIntArrayRef>) {
+    return std::tie(dims);
+  } else if constexpr (std::tuple_size_v<decltype(attribute_of(argument))> > 0) {
+    return std::tie(argument);
+  } else {
+    return std::tuple<>();
+  }
+}
+
+// Restores the arguments from the saved tensors and attributes. Returns f(saved).
 template <class Saved, class Attributes, class F>
 auto with_restored(const variable_list& tensors, const Attributes& attributes, const F& f) {
   return [&]<class... Argument>(const std::tuple<const Argument&...>*) {
-    static constexpr bool are_tensors[] = {is_tensor<Argument>...}, are_attributes[] = {is_attribute<Argument>...};
-    const auto restored = [&]<size_t i>(std::integral_constant<size_t, i>) -> decltype(auto) {
-      using Type = std::tuple_element_t<i, std::tuple<Argument...>>;
-      constexpr size_t tensor = std::count(are_tensors, are_tensors + i, true);
-      constexpr size_t attribute = std::count(are_attributes, are_attributes + i, true);
-      if constexpr (std::is_same_v<Type, Tensor>) {
-        return (tensors[tensor]);
-      } else if constexpr (std::is_same_v<Type, OptionalTensor>) {
-        return tensors[tensor].defined() ? OptionalTensor(tensors[tensor]) : std::nullopt;
-      } else if constexpr (std::is_same_v<Type, c10::SymIntArrayRef> || !is_attribute<Type>) {
-        return Type();
-      } else {
-        return Type(std::get<attribute>(attributes));
-      }
-    };
-    static constexpr bool are_shapes[] = {std::is_same_v<Argument, c10::SymIntArrayRef>...};
-    constexpr size_t shape = std::find(are_shapes, std::end(are_shapes), true) - are_shapes;
-    constexpr size_t dims = std::count(are_attributes, are_attributes + shape, true);
-    const auto with_arguments = [&](const auto&... argument) {
-      auto saved = make_arguments<Saved>(argument...);
-      shape_of(saved) = last_sizes(saved.input, std::get<dims>(attributes));
-      return f(saved);
-    };
-    return [&]<size_t... i>(std::index_sequence<i...>) {
-      return with_arguments(restored(std::integral_constant<size_t, i>())...);
-    }(std::index_sequence_for<Argument...>());
+    std::tuple<Argument...> arguments;
+    return std::apply(
+        [&](Argument&... argument) {
+          auto next = tensors.begin();
+          (restore_tensor(argument, next), ...);
+          int64_t dims = 0;
+          std::tuple_cat(attribute_target(argument, dims)...) = attributes;
+          auto saved = make_arguments<Saved>(argument...);
+          shape_of(saved) = last_sizes(saved.input, dims);
+          return f(saved);
+        },
+        arguments);
   }(static_cast<Flat<Saved>*>(nullptr));
 }
 
