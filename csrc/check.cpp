@@ -6,7 +6,7 @@
 
 #include "gated_rms_norm.h"
 #include "overlap.h"
-#include "problem.h"
+#include "tensor_rows.h"
 
 namespace normops {
 namespace {

@@ -69,7 +69,7 @@ struct RowsArg {
   RowLayout layout;
 };
 
-// Of what is not there: rows without end, all at null.
+// Placeholder for an absent tensor.
 inline constexpr RowsArg kNoRows = {nullptr, DType::float32, {1, {INT64_MAX}, {0}}};
 
 // One row of the weight for each group: row r of the input is of group r % groups.
@@ -80,8 +80,8 @@ struct Weight {
   int64_t groups;  // 1 without data
 };
 
-// Whether the sums over rows are formed and used, or given, or formed and written, and nothing else is.
-enum class Sums : uint8_t { formed, given, wanted };
+// Whether the sums over rows are computed and used, are an input, or are the only output.
+enum class Sums : uint8_t { compute, input, output };
 
 // How rows are rotated: the columns [offset, offset + 2 * pairs), of which i and i + pairs belong together, or, if they
 // are interleaved, 2 * i and 2 * i + 1.

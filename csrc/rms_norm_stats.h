@@ -18,7 +18,7 @@ struct RmsNormStats {
 
   auto members() const { return std::tie(input, normalized_shape); }
   void check(const char* op) const { check_input(op, input, normalized_shape); }
-  void fill(KernelArgs& args) const { args.sums = Sums::wanted; }
+  void fill(KernelArgs& args) const { args.sums = Sums::output; }
   Like<RmsNormStats> like() const { return {OutputSpec::numbers_of_rows(input, normalized_shape.size())}; }
 };
 
@@ -39,7 +39,7 @@ struct RmsNormFromStats {
     check_numbers_of_rows(op, "square_sum", square_sum, input, norm.dims());
     check_row_size(op, row_size, norm.normalized_shape);
   }
-  void fill(KernelArgs& args) const { args.size = row_size.expect_int(), args.sums = Sums::given; }
+  void fill(KernelArgs& args) const { args.size = row_size.expect_int(), args.sums = Sums::input; }
   Like<RmsNormFromStats> like() const { return {&input}; }
 };
 
@@ -58,7 +58,7 @@ struct RmsNormBackwardStats {
     check_norm(op, input, norm);
     check_narrower_input(op, "grad_output", grad_output, input);
   }
-  void fill(KernelArgs& args) const { args.sums = Sums::wanted; }
+  void fill(KernelArgs& args) const { args.sums = Sums::output; }
   Like<RmsNormBackwardStats> like() const {
     const auto sums = OutputSpec::numbers_of_rows(input, norm.dims());
     return {sums, sums};
@@ -92,7 +92,7 @@ struct RmsNormBackwardFromStats {
     check_row_size(op, row_size, norm.normalized_shape);
     if (is_given(grad_residual)) check_like_input(op, "grad_residual", *grad_residual, input);
   }
-  void fill(KernelArgs& args) const { args.size = row_size.expect_int(), args.sums = Sums::given; }
+  void fill(KernelArgs& args) const { args.size = row_size.expect_int(), args.sums = Sums::input; }
   Like<RmsNormBackwardFromStats> like() const {
     return {&defined_if(output_mask[0], input), &defined_if(output_mask[1], value_or_undefined(norm.weight))};
   }

@@ -90,7 +90,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   args.rows = rows, args.cols = args.size = cols;
   args.eps = 1e-5, args.alpha = 1;
   args.weight = {weight.data(), weight_dtype, 1, groups};
-  args.stream = true, args.part_rows = rows, args.rows_per_leaf = kRowsPerLeaf;
+  args.non_temporal = true, args.part_rows = rows, args.rows_per_leaf = kRowsPerLeaf;
   using Tensors = std::initializer_list<std::pair<TensorIndex, const Rows*>>;
   const auto with = [](CpuArgs args, Tensors tensors, const Memory* scale = nullptr) {
     for (const auto& [index, rows] : tensors) args.tensors[index] = rows == nullptr ? nullptr : &rows->arg;
@@ -102,8 +102,8 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   const int64_t spans = (cols + kSpan - 1) / kSpan;
   std::vector<double> squares(spans), dots(spans);
   const auto with_held = [&](CpuArgs args, const auto& run) {
-    const Memory held(side, compute_dtype(args.dtype()), held_rows(args) * padded_cols(args.dtype(), cols));
-    args.held = held.data();
+    const Memory scratch(side, compute_dtype(args.dtype()), scratch_rows(args) * padded_cols(args.dtype(), cols));
+    args.row_scratch = scratch.data();
     run(args);
   };
   const auto run_forward = [&](const auto& kernels, const auto& args) {
@@ -128,10 +128,10 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   const Rows square_sum(side, compute_dtype(dtype), rows, 1, padding),
       dot(side, compute_dtype(dtype), rows, 1, padding);
   CpuArgs stats = with(args, {{kInput, &input}, {kSquareSum, &square_sum}});
-  stats.sums = Sums::wanted;
+  stats.sums = Sums::output;
   kernels.forward.rows(stats, 0, rows);
   CpuArgs from_stats = with(forward, {{kSquareSum, &square_sum}});
-  from_stats.sums = Sums::given;
+  from_stats.sums = Sums::input;
   run_forward(kernels.forward, from_stats);
 
   const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
@@ -150,11 +150,11 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     result.sums = sums;
     return result;
   };
-  with_held(with_sums(backward_args(0), Sums::wanted),
+  with_held(with_sums(backward_args(0), Sums::output),
             [&](const CpuArgs& args) { backward_kernels.backward.rows(args, all_rows); });
   for (const int wants : {1, 2, 3, 5, 7}) {
     run_backward(backward_kernels.backward, backward_args(wants));
-    run_backward(backward_kernels.backward, with_sums(backward_args(wants), Sums::given));
+    run_backward(backward_kernels.backward, with_sums(backward_args(wants), Sums::input));
   }
   // That of operators whose input is of grad_output's type.
   const Rows grad_of_input = rows_of(dtype);
@@ -173,7 +173,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     CpuArgs gated = with(forward, {{kGate, &gate}});
     gated.gating = gating;
     for (const bool stream : {true, false}) {
-      gated.stream = stream;
+      gated.non_temporal = stream;
       run_forward(gated_rms_norm_kernels(), gated);
     }
     for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
@@ -189,9 +189,9 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     left.push_back({sums.data() + first, left.empty() ? 0 : 1});
   });
   for (int64_t group = 0; group < groups; group++) {
-    const int64_t held = padded_cols(residual_dtype, cols);
+    const int64_t scratch = padded_cols(residual_dtype, cols);
     backward_kernels.grad_weight(residual_dtype, weight_dtype, left.data(), static_cast<int64_t>(left.size()),
-                                 group * held, grad_weight.data() + group * cols * size_of(weight_dtype), cols);
+                                 group * scratch, grad_weight.data() + group * cols * size_of(weight_dtype), cols);
   }
   // cos and sin are of the residual's type, those of three rows the same.
   each_rotation(cols, [&](const RotaryColumns& paired, bool angle_of_pair) {
@@ -199,12 +199,12 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     Rows cos(side, residual_dtype, rows / heads, angles, 0), sin(side, residual_dtype, rows / heads, angles, 0);
     cos.arg.layout = sin.arg.layout = {2, {rows / heads, heads}, {angles * size_of(residual_dtype), 0}};
     const auto rotated = [&](CpuArgs args, const Memory& scale) {
-      args.rotation = {paired.are_neighbours, angle_of_pair, paired.offset, paired.pairs};
+      args.rotation = {paired.are_interleaved, angle_of_pair, paired.offset, paired.pairs};
       return with(args, {{kCos, &cos}, {kSin, &sin}}, &scale);
     };
     const ScaleLayout order(dtype, cols, paired);
-    const Memory scale(side, compute_dtype(dtype), groups * order.held_cols());
-    const SumMemory sums(side, dtype, sum_count_at_once, groups * order.held_cols());
+    const Memory scale(side, compute_dtype(dtype), groups * order.packed_cols());
+    const SumMemory sums(side, dtype, sum_count_at_once, groups * order.packed_cols());
     run_forward(rms_norm_rope_kernels(), rotated(forward, scale));
     for (const int wants : {1, 2, 3}) {  // grad_input, grad_weight
       const CpuArgs backward = backward_of_input(wants & 1, wants & 2 ? &sums : nullptr);

@@ -224,7 +224,7 @@ def targets_of(
 
 
 def row_layout(tensor: Tensor) -> Structure | None:
-    """What make_rows of csrc/problem.cpp makes of a tensor whose last dimension is normalized; None: a copy of it."""
+    """The layout that make_rows of csrc/tensor_rows.cpp gives a tensor with one normalized dimension; None: a copy."""
     layout = RowLayout()
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         return None
@@ -345,7 +345,7 @@ class Kernels:
             given["grad_residual"] = None
         written: dict[str, Output | None] = {name: targets.get(name) for name in wanted}
         bias = given.pop("bias", None)
-        if bias is not None and "grad_output" not in given:  # as Call::add of csrc/launch.cpp takes it
+        if bias is not None and "grad_output" not in given:  # as Call::add_input of csrc/kernel_call.cpp takes it
             dtypes = narrower_or_wider(given["input"].dtype)
             bias = bias if bias.dtype in dtypes else bias.to(compute_dtype(given["input"].dtype))
             given["bias"] = bias.expand_as(given["input"])
@@ -396,7 +396,7 @@ class Kernels:
         return args
 
     def _tables(self, given: Mapping[str, Any], args: Structure) -> dict[str, Tensor]:
-        """What Call::rotate of csrc/launch.cpp makes of cos and sin."""
+        """What Call::rotate of csrc/kernel_call.cpp makes of cos and sin."""
         cos, sin, rotary_dim = given["cos"], given["sin"], given.get("rotary_dim")
         columns = cos.shape[-1]
         pairs = (columns if rotary_dim is None else rotary_dim) // 2

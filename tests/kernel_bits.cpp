@@ -34,10 +34,11 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
   rms_norm_kernels().forward.rows(p.stats, 0, kRows * groups);
   rms_norm_kernels().forward.rows(p.from_stats, 0, kRows * groups);
   results.insert(results.end(), {hash(p.square_sum), hash(p.output)});
-  std::vector<char> held(std::max(held_rows(p.gated), held_rows(p.gated_backward)) * 2 * padded_cols(dtype, cols) * 8);
+  std::vector<char> scratch(std::max(scratch_rows(p.gated), scratch_rows(p.gated_backward)) * 2 *
+                            padded_cols(dtype, cols) * 8);
   for (const Gating gating : kGatings) {
     p.gated.gating = p.gated_backward.gating = gating;
-    p.gated.held = p.gated_backward.held = held.data();
+    p.gated.row_scratch = p.gated_backward.row_scratch = scratch.data();
     gated_rms_norm_kernels().rows(p.gated, 0, kRows * groups);
     gated_rms_norm_backward_kernels().rows(p.gated_backward, p.all_rows);
     p.sum_grad_weight(dtype);

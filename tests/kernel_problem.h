@@ -119,8 +119,8 @@ struct KernelProblem {
     backward_from_stats = with(backward, {{kSquareSum, &of_square_sum}, {kDot, &of_dot}});
     backward_stats = with(backward_from_stats, {{kGradResidual, nullptr}, {kGradInput, nullptr}});
     backward_stats.grad_weight_sums = nullptr;
-    from_stats.sums = backward_from_stats.sums = Sums::given;
-    stats.sums = backward_stats.sums = Sums::wanted;
+    from_stats.sums = backward_from_stats.sums = Sums::input;
+    stats.sums = backward_stats.sums = Sums::output;
   }
   KernelProblem(const KernelProblem&) = delete;
 
@@ -139,17 +139,17 @@ struct KernelProblem {
     const RowLayout layout = {2, {rows / heads, heads}, {angles * size_of(residual_dtype), 0}};
     of_cos = {cos.data(), residual_dtype, layout};
     of_sin = {sin.data(), residual_dtype, layout};
-    rope.rotation = rope_backward.rotation = {paired.are_neighbours, angle_of_pair, paired.offset, paired.pairs};
+    rope.rotation = rope_backward.rotation = {paired.are_interleaved, angle_of_pair, paired.offset, paired.pairs};
   }
 
   // Of every group: the scale as kernels of `dtype` read it, and grad_weight of the sums that they wrote.
   void make_scale(DType dtype, double weight_offset, const RotaryColumns& paired = {}) {
     const ScaleLayout order(dtype, cols, paired);
     for (int64_t group = 0; group < groups; group++) {
-      order.each(0, order.held_cols(), [&](int64_t column, int64_t held, int64_t count) {
+      order.each(0, order.packed_cols(), [&](int64_t column, int64_t packed, int64_t count) {
         rms_norm_kernels().scale(
             dtype, weight_dtype, weight.data() + (group * cols + column) * size_of(weight_dtype), weight_offset,
-            scale.data() + (group * order.held_cols() + held) * size_of(compute_dtype(dtype)), count);
+            scale.data() + (group * order.packed_cols() + packed) * size_of(compute_dtype(dtype)), count);
       });
     }
   }
@@ -160,9 +160,9 @@ struct KernelProblem {
     });
     const ScaleLayout order(dtype, cols, paired);
     for (int64_t group = 0; group < groups; group++) {
-      order.each(0, order.held_cols(), [&](int64_t column, int64_t held, int64_t count) {
+      order.each(0, order.packed_cols(), [&](int64_t column, int64_t packed, int64_t count) {
         rms_norm_backward_kernels().grad_weight(
-            dtype, weight_dtype, left.data(), static_cast<int64_t>(left.size()), group * order.held_cols() + held,
+            dtype, weight_dtype, left.data(), static_cast<int64_t>(left.size()), group * order.packed_cols() + packed,
             grad_weight.data() + (group * cols + column) * size_of(weight_dtype), count);
       });
     }
@@ -185,9 +185,9 @@ struct KernelProblem {
 // Calls visit(paired, angle_of_pair) for rotations of rows.
 template <class Visit>
 void each_rotation(int64_t cols, const Visit& visit) {
-  for (const bool are_neighbours : {false, true}) {
-    visit(RotaryColumns{0, cols / 2, are_neighbours}, false);
-    visit(RotaryColumns{cols > 3 ? 3 : 0, cols > 3 ? (cols - 3) / 3 : 0, are_neighbours}, true);
+  for (const bool are_interleaved : {false, true}) {
+    visit(RotaryColumns{0, cols / 2, are_interleaved}, false);
+    visit(RotaryColumns{cols > 3 ? 3 : 0, cols > 3 ? (cols - 3) / 3 : 0, are_interleaved}, true);
   }
 }
 

@@ -31,7 +31,7 @@ struct Autograd {
     const auto run = [&](auto*... tensor) -> Outputs<Operator> {
       if (has_tangent(*tensor...) || !is_covered(arguments)) {
         arguments.check(Operator::kName);
-        return Fallback::define(arguments);
+        return Fallback::run_composite(arguments);
       }
       const bool requires_grad = torch::autograd::compute_requires_grad(*tensor...);
       const auto node = requires_grad ? make_node<OperatorNode<Operator>>() : nullptr;

@@ -8,11 +8,11 @@ struct Fallback {
   template <class Operator>
   static Outputs<Operator> functional(c10::DispatchKeySet, const Operator& arguments) {
     check<Overload::functional>(arguments);
-    return define(arguments);
+    return run_composite(arguments);
   }
 
   template <class Operator>
-  static Outputs<Operator> define(const Operator& arguments) {
+  static Outputs<Operator> run_composite(const Operator& arguments) {
     auto outputs = to_array<Operator>(composite(arguments));
     for (Tensor& output : outputs) {
       if (output.defined()) output = output.contiguous();

@@ -3,7 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/rsqrt.h>
 
-#include "../problem.h"
+#include "../tensor_rows.h"
 #include "definition.h"
 #include "fallback.h"
 

@@ -8,12 +8,12 @@ namespace {
 // h = x + residual, or kScaled, alpha * x + residual, rounded to residual's type R: what is written is what is summed
 // and normalized. With an alpha of 1, a multiply-add has the bits of an addition.
 template <class T, class R, bool kScaled>
-struct AddRmsNorm : Operator<T, R> {
+struct AddRmsNorm : RowOp<T, R> {
   static constexpr TensorIndex kTensors[] = {kInput, kResidual, kResidualOut};
   static constexpr bool kComputeBound = kScaled, kFetchesOutput = true;
 
   struct Shared {
-    explicit Shared(const CpuArgs& args) : alpha(admitted_number<R>(args.alpha)), casts(args.casting.multiplied) {}
+    explicit Shared(const CpuArgs& args) : alpha(canonical_number<R>(args.alpha)), casts(args.casting.multiplied) {}
     compute_t<R> alpha;
     bool casts;
   };
@@ -51,7 +51,7 @@ struct AddRmsNorm : Operator<T, R> {
 
 struct Variants {
   template <class Visit>
-  static void choose(const CpuArgs& args, Visit visit) {
+  static void dispatch_row_op(const CpuArgs& args, Visit visit) {
     dispatch_pair(args[kInput].dtype, args.dtype(), [&]<class T, class R>() {
       if constexpr (kHasFastPath<T> && kHasFastPath<R>) {
         // Scaled, narrow rows take up to 1.15 of the time on AVX-512.

@@ -1,6 +1,9 @@
-// What the backward kernels have in common. Rows are those of an Operator and go through two passes, a tile of them at
-// a time: the first pass forms the sums over each row, the second one writes what is wanted of it and adds its share of
-// grad_weight to the sum of its leaf.
+// The loops of the backward kernels. For each row x with the gradient dy of its normalized values times the scale w:
+//   dx = dy * rstd * w - x * rstd^3 * mean(dy * w * x) + residual
+//   dw = the sum over rows of dy * rstd * x
+// Rows are processed in tiles, in two passes: the first pass forms the sums over each row, the second one writes the
+// gradients and adds to the sums of the current leaf. To be read from the end: backward_region() has the loop over
+// tiles, BackwardRows::write() the second pass, write_rows() the formulas.
 #include "backward_sums.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
@@ -12,39 +15,39 @@ inline bool begins_with_lines(const CpuArgs& args) {
          begins_with_lines(args[kGradGate]);
 }
 
-template <class Operator>
+template <class RowOp>
 class BackwardRows {
  public:
-  using R = typename Operator::Element;
+  using R = typename RowOp::Element;
   using Compute = compute_t<R>;
-  using Tile = BackwardTile<Operator>;
-  static constexpr Pairing kPairing = pairing_of<Operator>();
+  using Tile = BackwardTile<RowOp>;
+  static constexpr Pairing kPairing = pairing_of<RowOp>();
   // At run time, this choice takes up to 1.07 times the instructions where a row is short.
   static constexpr bool kForEitherCast =
-      !branches_at_run_time<Operator, typename Operator::Gradient>() && sizeof(typename Operator::Gradient) == 2;
+      !branches_at_run_time<RowOp, typename RowOp::Gradient>() && sizeof(typename RowOp::Gradient) == 2;
   // Rows of rare types are written one by one, which is less code.
-  static constexpr bool kInPairs = kHasFastPath<R> && kHasFastPath<typename Operator::Gradient>;
-  static constexpr bool kMayPrefetch = Operator::kGradRows && kConfig.may_prefetch;
+  static constexpr bool kInPairs = kHasFastPath<R> && kHasFastPath<typename RowOp::Gradient>;
+  static constexpr bool kMayPrefetch = RowOp::kGradRows && kConfig.may_prefetch;
 
   // `first_leaf`: the first one that is summed.
   [[gnu::noinline]] BackwardRows(const CpuArgs& args, const Region& region, int64_t first_leaf)
       : args_(args),
         region_(region),
         first_leaf_(first_leaf),
-        prefetches_(kMayPrefetch && !wants_sums<Operator>(args) &&
-                    args.part_rows * args.cols * Operator::kAllBytes > kPrefetchBytes &&
+        prefetches_(kMayPrefetch && !wants_sums<RowOp>(args) &&
+                    args.part_rows * args.cols * RowOp::kAllBytes > kPrefetchBytes &&
                     (args.cols * static_cast<int64_t>(sizeof(R)) > kReadAheadRowBytes || args.weight.groups > 1 ||
-                     Operator::kComputeBound)),
-        streams_(prefetches_ && args.stream && kLanes<R> * sizeof(R) == 64 && begins_with_lines(args) &&
-                 held_order<Operator>(args).has_lines(sizeof(R))),
+                     RowOp::kComputeBound)),
+        non_temporal_(prefetches_ && args.non_temporal && kLanes<R> * sizeof(R) == 64 && begins_with_lines(args) &&
+                      scale_layout<RowOp>(args).has_lines(sizeof(R))),
         paired_(paired_columns(args.rotation)),
-        held_cols_(held_cols<Operator>(args)),
+        packed_cols_(packed_cols<RowOp>(args)),
         row_(region.row),
         group_(region.group + region.groups),
         shared_(args),
         tensors_(args, region.row),
         sums_(args, region.row) {
-    const int64_t rows = kConfig.tile_bytes / (args.cols * Operator::kRowBytes);
+    const int64_t rows = kConfig.tile_bytes / (args.cols * RowOp::kRowBytes);
     tile_rows_ = rows < kWriteRows ? kWriteRows : rows < kBackwardTile ? static_cast<int>(rows) : kBackwardTile;
     tile_rows_ -= tile_rows_ % kWriteRows;
   }
@@ -56,8 +59,8 @@ class BackwardRows {
     tile.count = 0;
     if (count_ == 0) return;
     tile.rows_per_group = count_;
-    tile.stride = held_cols_;
-    tile.scale = static_cast<const Compute*>(args_.scale) + (group_ - args_.first_group) * held_cols_;
+    tile.stride = packed_cols_;
+    tile.scale = static_cast<const Compute*>(args_.scale) + (group_ - args_.first_group) * packed_cols_;
     tile.weight_sum = sum_of_leaf(args_.grad_weight_sums);
     tile.bias_sum = sum_of_leaf(args_.grad_bias_sums);
     tile.begins_leaf = row_ == leaf_ * args_.rows_per_leaf;
@@ -66,8 +69,8 @@ class BackwardRows {
       tensors_.next_group();
       if (has_sums()) sums_.next_group();
       for (int r = 0; r < count_; r++) {
-        tile.rows[tile.count] = Operator(tensors_.next(r), shared_, tile.count);
-        if constexpr (Operator::kPlain) {
+        tile.rows[tile.count] = RowOp(tensors_.next(r), shared_, tile.count);
+        if constexpr (RowOp::kPlain) {
           if (has_sums()) tile.sums[tile.count] = SumsOfRow<Compute>(sums_.next(r));
         }
         tile.count++;
@@ -76,11 +79,11 @@ class BackwardRows {
   }
 
   void sum(Tile& tile) const {
-    if constexpr (Operator::kPlain) {
-      if (args_.sums == Sums::given) return read_sums(args_, tile);
+    if constexpr (RowOp::kPlain) {
+      if (args_.sums == Sums::input) return read_sums(args_, tile);
     }
-    choose<kForEitherCast>(args_.casting.any(), [&](auto casts) {
-      sum_tile<Operator>(args_, tile, kMayPrefetch && prefetches_ && !streams_, casts);
+    dispatch_bool<kForEitherCast>(args_.casting.any(), [&](auto casts) {
+      sum_tile<RowOp>(args_, tile, kMayPrefetch && prefetches_ && !non_temporal_, casts);
     });
   }
 
@@ -89,16 +92,17 @@ class BackwardRows {
   void write(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end) const {
     // Before a gradient is written over it.
     if (kPairing == Pairing::none && tile.bias_sum != nullptr) sum_grad_output(tile, begin, end);
-    if (!Operator::kGradRows && tile.weight_sum == nullptr) return;  // that was all
-    choose<kForEitherCast>(args_.casting.any(), [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
-    if (kMayPrefetch && streams_) finish_stream();
+    if (!RowOp::kGradRows && tile.weight_sum == nullptr) return;  // that was all
+    dispatch_bool<kForEitherCast>(args_.casting.any(),
+                                  [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
+    if (kMayPrefetch && non_temporal_) finish_non_temporal();
   }
 
  private:
   // That of the current group, behind those that are left of the leaves before.
   Compute* sum_of_leaf(void* sums) const {
     if (sums == nullptr) return nullptr;
-    return static_cast<Compute*>(sums) + sums_before_ * args_.sum_stride + (group_ - args_.first_group) * held_cols_;
+    return static_cast<Compute*>(sums) + sums_before_ * args_.sum_stride + (group_ - args_.first_group) * packed_cols_;
   }
 
   // Adds the rows of grad_output to the sum of grad_bias, while they are still in the cache.
@@ -110,7 +114,7 @@ class BackwardRows {
         for (int r = first; r < first + tile.rows_per_group; r++) {
           sum = sum + load<R>(tile.rows[r].grad_output + column, extent);
         }
-        store_held<R>(of_group + column, sum);
+        store_packed<R>(of_group + column, sum);
       });
     }
   }
@@ -119,14 +123,14 @@ class BackwardRows {
   void write_groups(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end, Casts casts) const {
     // At run time, this choice takes 1.05 to 1.1 of the time on AVX2. Rounding takes more than choosing.
     constexpr bool kForEither =
-        !branches_at_run_time<Operator, typename Operator::Gradient>() && !std::is_same_v<Casts, std::true_type>;
+        !branches_at_run_time<RowOp, typename RowOp::Gradient>() && !std::is_same_v<Casts, std::true_type>;
     const Compute* scale = tile.scale;
     Compute* weight_sum = tile.weight_sum;
     for (int r = 0; r < tile.count; r += tile.rows_per_group) {
-      if constexpr (Operator::kGradRows) {
-        choose<kForEither>(weight_sum != nullptr, [&](auto wants_grad_weight) NORMOPS_INLINE_LAMBDA {
-          if constexpr (Operator::kPlain) {
-            choose<kForEither>(args_.has(kGradResidual), [&](auto has_residual) NORMOPS_INLINE_LAMBDA {
+      if constexpr (RowOp::kGradRows) {
+        dispatch_bool<kForEither>(weight_sum != nullptr, [&](auto wants_grad_weight) NORMOPS_INLINE_LAMBDA {
+          if constexpr (RowOp::kPlain) {
+            dispatch_bool<kForEither>(args_.has(kGradResidual), [&](auto has_residual) NORMOPS_INLINE_LAMBDA {
               write_group(tile, ahead, r, begin, end, scale, weight_sum, wants_grad_weight, has_residual, casts);
             });
           } else {
@@ -162,7 +166,7 @@ class BackwardRows {
     }
   }
 
-  bool has_sums() const { return Operator::kPlain && args_.sums != Sums::formed; }
+  bool has_sums() const { return RowOp::kPlain && args_.sums != Sums::compute; }
 
   // Goes on to the next rows of all groups in the region, as many as a tile may have of one group.
   void next_rows() {
@@ -191,9 +195,10 @@ class BackwardRows {
                                  const Compute* scale, Compute* weight_sum, WantsGradWeight wants_grad_weight,
                                  HasResidual has_residual, Casts casts) const {
     // Copies, as the compiler would have to assume of the originals that what is stored changes them.
-    const bool prefetches = kMayPrefetch && (kRows > 1 || !kInPairs) && prefetches_, streams = prefetches && streams_;
+    const bool prefetches = kMayPrefetch && (kRows > 1 || !kInPairs) && prefetches_,
+               non_temporal = prefetches && non_temporal_;
     const Casting casting = casting_of(casts, args_.casting);
-    Operator rows[kRows], ahead[kRows];
+    RowOp rows[kRows], ahead[kRows];
     Block<R> rstd[kRows], minus_c[kRows];
     for (int r = 0; r < kRows; r++) {
       rows[r] = tile.rows[first + r];
@@ -207,12 +212,12 @@ class BackwardRows {
           for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
             Block<R> w[kCount], dw[kCount];
             for (int p = 0; p < kCount; p++) {
-              w[p] = load_packed<R>(scale + parts.held(column, p));
-              dw[p] = wants_grad_weight ? load_packed<R>(weight_sum + parts.held(column, p)) : Block<R>{};
+              w[p] = load_packed<R>(scale + parts.packed(column, p));
+              dw[p] = wants_grad_weight ? load_packed<R>(weight_sum + parts.packed(column, p)) : Block<R>{};
             }
-            typename Operator::Outputs outputs[kRows][kCount];
+            typename RowOp::Outputs outputs[kRows][kCount];
             if (prefetches) {
-              for (const Operator& row : ahead) row.prefetch_read(column);
+              for (const RowOp& row : ahead) row.prefetch_read(column);
             }
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; r++) {
@@ -222,19 +227,19 @@ class BackwardRows {
                 const auto rest = [&]() NORMOPS_INLINE_LAMBDA {
                   // Not of the terms: beside a pointer, GCC 12 keeps them in memory, which takes up to four times as
                   // long.
-                  if constexpr (Operator::kPlain) {
+                  if constexpr (RowOp::kPlain) {
                     if (has_residual) return fma(minus_c[r], part.x, load<R>(rows[r].residual + column, extent));
                   }
                   return minus_c[r] * part.x;
                 };
                 // dw += dy * rstd * x
-                // dx = dy * rstd * w - x * c + residual
+                // dx = dy * rstd * w - x * c + residual, with c = rstd^3 * mean(dy * w * x)
                 Block<R> dx;
-                if (sizeof(typename Operator::Gradient) == 2 && casting.any()) {
-                  const Block<R> normalized = cast<Operator>(part.x * rstd[r], casting.normalized);
-                  const Block<R> dy = gradient_of<Operator>(part, casting);
-                  dw[p] = dw[p] + cast<Operator>(dy * normalized, casting.normalized);
-                  dx = fma(weighted<Operator>(part, w[p], casting), rstd[r], rest());
+                if (sizeof(typename RowOp::Gradient) == 2 && casting.any()) {
+                  const Block<R> normalized = cast<RowOp>(part.x * rstd[r], casting.normalized);
+                  const Block<R> dy = gradient_of<RowOp>(part, casting);
+                  dw[p] = dw[p] + cast<RowOp>(dy * normalized, casting.normalized);
+                  dx = fma(weighted<RowOp>(part, w[p], casting), rstd[r], rest());
                 } else {
                   const Block<R> scaled_dy = part.dy * rstd[r];
                   dw[p] = fma(scaled_dy, part.x, dw[p]);
@@ -247,8 +252,9 @@ class BackwardRows {
             // the same low address bits waits for it.
             for (int p = 0; p < kCount; p++) {
 #pragma GCC unroll 4
-              for (int r = 0; r < kRows; r++) rows[r].store(parts.column(column, p), outputs[r][p], extent, streams);
-              if (wants_grad_weight) store_held<R>(weight_sum + parts.held(column, p), dw[p]);
+              for (int r = 0; r < kRows; r++)
+                rows[r].store(parts.column(column, p), outputs[r][p], extent, non_temporal);
+              if (wants_grad_weight) store_packed<R>(weight_sum + parts.packed(column, p), dw[p]);
             }
           });
         });
@@ -257,9 +263,9 @@ class BackwardRows {
   const CpuArgs& args_;
   const Region region_;
   const int64_t first_leaf_;
-  const bool prefetches_, streams_;
+  const bool prefetches_, non_temporal_;
   const RotaryColumns paired_;
-  const int64_t held_cols_;
+  const int64_t packed_cols_;
   int tile_rows_;  // the most that a tile has
   // The rows that tiles are being made of: `count_` of each group, from `row_` on, all of one leaf. The tile that comes
   // next begins with those of group `group_`.
@@ -268,15 +274,15 @@ class BackwardRows {
   int64_t group_;
   int64_t leaf_, leaf_end_ = 0;  // where it ends
   int64_t sums_before_;          // that are left of the leaves before
-  const typename Operator::Shared shared_;
-  GroupedTensors<Operator> tensors_;
+  const typename RowOp::Shared shared_;
+  GroupedTensors<RowOp> tensors_;
   GroupedTensors<SumsOfRow<Compute>> sums_;
 };
 
 // Begins the sums of a tile's leaf, columns [begin, end).
-template <class Operator>
-void clear(const BackwardTile<Operator>& tile, int64_t begin, int64_t end) {
-  using R = typename Operator::Element;
+template <class RowOp>
+void clear(const BackwardTile<RowOp>& tile, int64_t begin, int64_t end) {
+  using R = typename RowOp::Element;
   if (!tile.begins_leaf) return;
   for (compute_t<R>* sum : {tile.weight_sum, tile.bias_sum}) {
     if (sum == nullptr) continue;
@@ -285,40 +291,39 @@ void clear(const BackwardTile<Operator>& tile, int64_t begin, int64_t end) {
 }
 
 // Adds the last sums behind a tile that ends its leaf, columns [begin, end).
-template <class Operator>
-[[gnu::noinline]] void add_last_sums(const CpuArgs& args, const BackwardTile<Operator>& tile, int64_t begin,
-                                     int64_t end) {
-  using R = typename Operator::Element;
+template <class RowOp>
+[[gnu::noinline]] void add_last_sums(const CpuArgs& args, const BackwardTile<RowOp>& tile, int64_t begin, int64_t end) {
+  using R = typename RowOp::Element;
   for (compute_t<R>* last : {tile.weight_sum, tile.bias_sum}) {
     if (last == nullptr) continue;
     for (int64_t column = begin; column < end; column += kLanes<R>) {
-      compute_t<R>* held = last + column;
-      Block<R> sum = load_packed<R>(held);
+      compute_t<R>* packed = last + column;
+      Block<R> sum = load_packed<R>(packed);
       for (int added = 0; added < tile.additions; added++) {
-        held -= args.sum_stride;
-        sum = load_packed<R>(held) + sum;
+        packed -= args.sum_stride;
+        sum = load_packed<R>(packed) + sum;
       }
-      store_held<R>(held, sum);
+      store_packed<R>(packed, sum);
     }
   }
 }
 
 // The first pass alone.
-template <class Operator>
+template <class RowOp>
 void sum_region(const CpuArgs& args, const Region& region) {
-  BackwardRows<Operator> rows(args, region, 0);
-  BackwardTile<Operator> tile;
+  BackwardRows<RowOp> rows(args, region, 0);
+  BackwardTile<RowOp> tile;
   for (rows.next_tile(tile); tile.count > 0; rows.next_tile(tile)) rows.sum(tile);
 }
 
-template <class Operator>
+template <class RowOp>
 void backward_region(const CpuArgs& args, const Region& region) {
-  BackwardRows<Operator> rows(args, region, region.row / args.rows_per_leaf);
+  BackwardRows<RowOp> rows(args, region, region.row / args.rows_per_leaf);
   // While one tile is written, the one that comes next is prefetched.
-  BackwardTile<Operator> tiles[2];
+  BackwardTile<RowOp> tiles[2];
   rows.next_tile(tiles[0]);
   for (int current = 0; tiles[current].count > 0; current ^= 1) {
-    BackwardTile<Operator>&tile = tiles[current], &ahead = tiles[current ^ 1];
+    BackwardTile<RowOp>&tile = tiles[current], &ahead = tiles[current ^ 1];
     const int64_t numbers = tile.count / tile.rows_per_group * tile.stride;
     clear(tile, 0, numbers);
     rows.next_tile(ahead);
@@ -328,27 +333,26 @@ void backward_region(const CpuArgs& args, const Region& region) {
   }
 }
 
-template <class Operator>
+template <class RowOp>
 void backward_sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
-  using R = typename Operator::Element;
+  using R = typename RowOp::Element;
   const int64_t group = row % args.weight.groups;
-  GroupedTensors<Operator> tensors(args, row / args.weight.groups);
+  GroupedTensors<RowOp> tensors(args, row / args.weight.groups);
   tensors.next_rows(1, group);
   tensors.next_group();
-  const Operator of_row(tensors.next(0), typename Operator::Shared(args), 0);
+  const RowOp of_row(tensors.next(0), typename RowOp::Shared(args), 0);
   sum_spans<R>(args.cols, begin, end, squares, squares_of_row(of_row));
-  if (Operator::kGradRows) {
-    sum_spans<R>(args.cols, begin, end, dots,
-                 dots_of_row<Operator>(of_row, scale_of<Operator>(args, group), args.casting));
+  if (RowOp::kGradRows) {
+    sum_spans<R>(args.cols, begin, end, dots, dots_of_row<RowOp>(of_row, scale_of<RowOp>(args, group), args.casting));
   } else {
     for (int64_t span = begin; span < end; span++) dots[span] = 0;
   }
 }
 
-template <class Operator>
+template <class RowOp>
 void backward_columns(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
-  BackwardRows<Operator> rows(args, {row / args.weight.groups, 1, row % args.weight.groups, 1}, 0);
-  BackwardTile<Operator> tile;
+  BackwardRows<RowOp> rows(args, {row / args.weight.groups, 1, row % args.weight.groups, 1}, 0);
+  BackwardTile<RowOp> tile;
   rows.next_tile(tile);
   tile.set_sums({square_sum}, {dot}, args.size, args.eps);
   // In spans, so that what was cleared is still in the cache when it is added to.
@@ -360,21 +364,21 @@ void backward_columns(const CpuArgs& args, int64_t row, double square_sum, doubl
   }
 }
 
-// The kernels of an operator's variants: choose(args, visit) calls visit.template operator()<Operator>() with one, if
-// anything is to be written.
+// The kernels of an operator's variants: dispatch_row_op(args, visit) calls visit.template operator()<RowOp>() with
+// one, if anything is to be written.
 template <class Variants>
 struct Backward {
   static void rows(const CpuArgs& args, const Region& region) {
-    Variants::choose(args, [&]<class Operator>() {
-      wants_sums<Operator>(args) ? sum_region<Operator>(args, region) : backward_region<Operator>(args, region);
+    Variants::dispatch_row_op(args, [&]<class RowOp>() {
+      wants_sums<RowOp>(args) ? sum_region<RowOp>(args, region) : backward_region<RowOp>(args, region);
     });
   }
   static void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
-    Variants::choose(args, [&]<class Operator>() { backward_sums<Operator>(args, row, begin, end, squares, dots); });
+    Variants::dispatch_row_op(args, [&]<class RowOp>() { backward_sums<RowOp>(args, row, begin, end, squares, dots); });
   }
   static void columns(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
-    Variants::choose(args,
-                     [&]<class Operator>() { backward_columns<Operator>(args, row, square_sum, dot, begin, end); });
+    Variants::dispatch_row_op(args,
+                              [&]<class RowOp>() { backward_columns<RowOp>(args, row, square_sum, dot, begin, end); });
   }
   static constexpr BackwardKernels kKernels = {rows, sums, columns};
 };

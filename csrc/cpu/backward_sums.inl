@@ -1,37 +1,37 @@
-// What an operator of a backward is, tiles of its rows, and the first pass over them, which forms the sums over each
-// row.
+// BackwardRowOp, tiles of rows, and the first pass of a backward, which forms the sums over each row:
+//   square_sum = sum(x^2), dot = sum(dy * w * x)
 #include "grouped_rows.inl"
 #include "row_sums.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// What an Operator has that says nothing else. It is a row: where each of its tensors has it, and what else its blocks
-// are made of. It stands for a norm's row: x, which is normalized, and dy, the gradient of the normalized x times the
-// scale. R is the type of the input, in whose order blocks are held, T that of grad_output, to which results are
-// rounded on the way if the Casting of the arguments says so. It has
+// The defaults of a RowOp of a backward: pointers into the tensors of a row, and how blocks of x, which is normalized,
+// and of dy, the gradient of the normalized x times the scale, are formed of them. R is the type of the input, in whose
+// order blocks are packed, T the type of grad_output, to which results are rounded on the way if the Casting of the
+// arguments asks for it. It has
 //   kTensors
 //   kComputeBound: as in forward_rows.inl
 //   kGradRows: whether rows are written; if not, grad_weight alone is wanted
-//   kFormsGradient: whether dy is formed of grad_output, and not that itself
-//   kSharedTerms: whether the terms of a row's two sums share what costs much, so that both sums are formed at once
+//   kFormsGradient: whether dy is computed from grad_output, and not grad_output itself
+//   kSharedTerms: whether the two sums of a row share costly terms, so that both are formed in one loop
 //   kPlain: whether there may be a grad_residual, and sums that are given or wanted
 //   kPairing: how columns of dy are formed
 //   kRowBytes, kAllBytes: the bytes of a column that are read, and that are read or written
-//   Shared: what all rows have in common, made of the arguments
-//   a constructor of (rows, const Shared&, position), which takes each of its tensors from GroupedTensors::Next;
-//     `position` is the row's place in the tile, where what the first pass computes for the second one is kept
+//   Shared: the members that all rows share, constructed from the arguments
+//   a constructor (rows, const Shared&, position), which takes each of its tensors from GroupedTensors::Next;
+//     `position` is the row's place in the tile, where the first pass keeps results for the second one
 //   x(column, extent): a block of x, for the first pass
 //   summed(column, extent): the Terms of a block, for the first pass
 //   terms(column, extent): the Terms of a block, for the second pass
-//   paired_terms(parts, column, extent), if there are pairs: the Terms of the blocks of these parts, for either pass.
-//     The other functions are called for columns without a pair.
+//   paired_terms(parts, column, extent), if columns are paired: the Terms of the blocks of these parts, for either
+//     pass. The other functions are called for columns without a pair.
 //   prefetch_read(column), prefetch_written(column)
-//   store(column, outputs, extent, way)
+//   store(column, outputs, extent, policy)
 // Terms have dy, x and
-//   outputs(gradient, rstd, w): what is stored, given that gradient
+//   outputs(gradient, rstd, w): the blocks to store, given that gradient
 template <class R, class T>
-struct BackwardOperator {
+struct BackwardRowOp {
   using Element = R;
   using Gradient = T;
   using Outputs = Block<R>;
@@ -57,9 +57,9 @@ struct BackwardOperator {
   const R* input;
   R* grad_input;  // null if not wanted
 
-  BackwardOperator() = default;
+  BackwardRowOp() = default;
   template <class Rows>
-  explicit NORMOPS_INLINE BackwardOperator(const Rows& rows)
+  explicit NORMOPS_INLINE BackwardRowOp(const Rows& rows)
       : grad_output(rows.template row<kGradOutput, const T>()),
         input(rows.template row<kInput, const R>()),
         grad_input(rows.template row<kGradInput, R>()) {}
@@ -88,9 +88,9 @@ struct BackwardOperator {
 };
 
 // Whether sums over rows are all that is wanted.
-template <class Operator>
+template <class RowOp>
 bool wants_sums(const CpuArgs& args) {
-  return Operator::kPlain && args.sums == Sums::wanted;
+  return RowOp::kPlain && args.sums == Sums::output;
 }
 
 constexpr BackwardConfig kConfig = backward_config(NORMOPS_VECTOR_BYTES);
@@ -109,9 +109,9 @@ struct SumsOfRow {
 
 // Rows that go through the two passes together. Where the weight has several groups, a tile may hold rows of some that
 // follow one another: `rows_per_group` rows of the first one, then as many of the next one, and so on.
-template <class Operator>
+template <class RowOp>
 struct BackwardTile {
-  using R = typename Operator::Element;
+  using R = typename RowOp::Element;
 
   int count = 0, rows_per_group = 1;
   const compute_t<R>* scale;  // of the first group
@@ -120,7 +120,7 @@ struct BackwardTile {
   int64_t stride;             // from a group's scale, or sum, to the next one's
   bool begins_leaf;           // whether nothing has been added to the sums yet
   int additions;              // how often the last two sums are to be added behind the tile
-  Operator rows[kBackwardTile];
+  RowOp rows[kBackwardTile];
   compute_t<R> rstd[kBackwardTile], minus_c[kBackwardTile];
   SumsOfRow<compute_t<R>> sums[kBackwardTile];
 
@@ -163,31 +163,31 @@ NORMOPS_INLINE Casting casting_of(Casts, Casting casting) {
 }
 
 // Rounded to the type of the gradient, if that is asked for.
-template <class Operator, class R>
+template <class RowOp, class R>
 NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
-  if constexpr (sizeof(typename Operator::Gradient) == 2) {
-    if (is_wanted) return rounded<typename Operator::Gradient>(block);
+  if constexpr (sizeof(typename RowOp::Gradient) == 2) {
+    if (is_wanted) return rounded<typename RowOp::Gradient>(block);
   }
   return block;
 }
 
 // The dy of Terms, which is a result itself where the operator forms it.
-template <class Operator, class Terms>
+template <class RowOp, class Terms>
 NORMOPS_INLINE auto gradient_of(const Terms& terms, Casting casting) {
-  return cast<Operator>(terms.dy, Operator::kFormsGradient && casting.multiplied);
+  return cast<RowOp>(terms.dy, RowOp::kFormsGradient && casting.multiplied);
 }
 
 // dy * w
-template <class Operator, class Terms, class R>
+template <class RowOp, class Terms, class R>
 NORMOPS_INLINE Block<R> weighted(const Terms& terms, const Block<R>& w, Casting casting) {
-  return cast<Operator>(gradient_of<Operator>(terms, casting) * w, casting.normalized);
+  return cast<RowOp>(gradient_of<RowOp>(terms, casting) * w, casting.normalized);
 }
 
-template <class Operator, class Row, class Compute>
+template <class RowOp, class Row, class Compute>
 NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale, Casting casting) {
   return [row, scale, casting]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
     const auto terms = row.summed(column, extent);
-    return fma(weighted<Operator>(terms, load_packed<R>(scale + column), casting), terms.x, sum);
+    return fma(weighted<RowOp>(terms, load_packed<R>(scale + column), casting), terms.x, sum);
   };
 }
 
@@ -210,12 +210,12 @@ NORMOPS_INLINE auto terms_of(const Row& row, const Parts& parts, int64_t column,
 
 // The sum of dy * w * x over a span of a row, of whose columns some are in pairs: each segment has its own spans, those
 // of two parts half as long, so that no chain is longer than in a row without pairs.
-template <class Operator, Tail kTail, class Row>
+template <class RowOp, Tail kTail, class Row>
 NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired,
-                                     const compute_t<typename Operator::Element>* scale, int64_t span, int64_t cols,
+                                     const compute_t<typename RowOp::Element>* scale, int64_t span, int64_t cols,
                                      Casting casting) {
-  using R = typename Operator::Element;
-  constexpr Pairing pairing = pairing_of<Operator>();
+  using R = typename RowOp::Element;
+  constexpr Pairing pairing = pairing_of<RowOp>();
   Folded<R> folded[kSegments] = {};
   each_segment<R, pairing>(
       paired, 0, cols, [&]<class Parts>(const Parts& parts, int64_t begin, int64_t end) NORMOPS_INLINE_LAMBDA {
@@ -226,8 +226,8 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired
             first, last < end ? last : end, [&](int64_t column, auto extent, Block<R> sum) NORMOPS_INLINE_LAMBDA {
               const auto terms = terms_of(row, parts, column, extent);
               for (int p = 0; p < Parts::kCount; p++) {
-                const Block<R> w = load_packed<R>(scale + parts.held(column, p));
-                sum = fma(weighted<Operator>(terms.part[p], w, casting), terms.part[p].x, sum);
+                const Block<R> w = load_packed<R>(scale + parts.packed(column, p));
+                sum = fma(weighted<RowOp>(terms.part[p], w, casting), terms.part[p].x, sum);
               }
               return sum;
             });
@@ -235,33 +235,33 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired
   return folded[kBefore] + folded[kPaired] + folded[kBehind];
 }
 
-template <class Operator>
-NORMOPS_INLINE void fold_row(const Operator& of_tile, const compute_t<typename Operator::Element>* scale, int64_t begin,
+template <class RowOp>
+NORMOPS_INLINE void fold_row(const RowOp& of_tile, const compute_t<typename RowOp::Element>* scale, int64_t begin,
                              int64_t end, [[maybe_unused]] const RotaryColumns& paired, [[maybe_unused]] int64_t cols,
                              [[maybe_unused]] Casting casting, bool prefetches,
-                             Folded<typename Operator::Element>& squares, Folded<typename Operator::Element>& dots) {
-  using R = typename Operator::Element;
+                             Folded<typename RowOp::Element>& squares, Folded<typename RowOp::Element>& dots) {
+  using R = typename RowOp::Element;
   // A loop takes 1.2 to 1.4 of the time at 333 x 100.
-  constexpr Tail kTail = branches_at_run_time<Operator, typename Operator::Gradient>() ? Tail::looped : Tail::unrolled;
-  const Operator row = of_tile;
-  constexpr Pairing pairing = pairing_of<Operator>();
-  if constexpr (Operator::kGradRows && pairing == Pairing::none && (kConfig.both_sums || Operator::kSharedTerms)) {
+  constexpr Tail kTail = branches_at_run_time<RowOp, typename RowOp::Gradient>() ? Tail::looped : Tail::unrolled;
+  const RowOp row = of_tile;
+  constexpr Pairing pairing = pairing_of<RowOp>();
+  if constexpr (RowOp::kGradRows && pairing == Pairing::none && (kConfig.both_sums || RowOp::kSharedTerms)) {
     Folded<R> folded[2];
     fold_span<R, kTail>(begin, end, folded, [&](int64_t column, auto extent, Block<R>(&sums)[2]) NORMOPS_INLINE_LAMBDA {
       const Block<R> w = load_packed<R>(scale + column);
       if (prefetches) row.prefetch_written(column);
       const auto terms = row.summed(column, extent);
       sums[0] = fma(terms.x, terms.x, sums[0]);
-      sums[1] = fma(weighted<Operator>(terms, w, casting), terms.x, sums[1]);
+      sums[1] = fma(weighted<RowOp>(terms, w, casting), terms.x, sums[1]);
     });
     squares = folded[0];
     dots = folded[1];
   } else {
     squares = fold_span<R, pairing == Pairing::none ? kTail : Tail::looped>(begin, end, squares_of_row(row));
     if constexpr (pairing != Pairing::none) {
-      dots = fold_paired_dots<Operator, kTail>(row, paired, scale, begin, cols, casting);
-    } else if constexpr (Operator::kGradRows) {
-      const auto dot = dots_of_row<Operator>(row, scale, casting);
+      dots = fold_paired_dots<RowOp, kTail>(row, paired, scale, begin, cols, casting);
+    } else if constexpr (RowOp::kGradRows) {
+      const auto dot = dots_of_row<RowOp>(row, scale, casting);
       dots =
           fold_span<R, kTail>(begin, end, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
             if (prefetches) row.prefetch_written(column);
@@ -281,9 +281,9 @@ NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kBackwardTile], int count
 }
 
 // The first pass: forms the sums over each row of a tile; that of dy * w * x only if rows are written.
-template <class Operator, class Casts>
-[[gnu::noinline]] void sum_tile(const CpuArgs& args, BackwardTile<Operator>& tile, bool prefetches, Casts casts) {
-  using R = typename Operator::Element;
+template <class RowOp, class Casts>
+[[gnu::noinline]] void sum_tile(const CpuArgs& args, BackwardTile<RowOp>& tile, bool prefetches, Casts casts) {
+  using R = typename RowOp::Element;
   const RotaryColumns paired = paired_columns(args.rotation);
   const Casting casting = casting_of(casts, args.casting);
   double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
@@ -291,15 +291,15 @@ template <class Operator, class Casts>
   for (int64_t begin = 0; begin < args.cols; begin += kSpan) {
     const compute_t<R>* scale = tile.scale;
     for (int r = 0, left = tile.rows_per_group; r < tile.count; r++) {
-      fold_row<Operator>(tile.rows[r], scale, begin, span_end(begin, args.cols), paired, args.cols, casting, prefetches,
-                         square_folds[r], dot_folds[r]);
+      fold_row<RowOp>(tile.rows[r], scale, begin, span_end(begin, args.cols), paired, args.cols, casting, prefetches,
+                      square_folds[r], dot_folds[r]);
       if (--left == 0) scale += tile.stride, left = tile.rows_per_group;
     }
     add_sums<R>(square_folds, tile.count, squares);
-    if (Operator::kGradRows) add_sums<R>(dot_folds, tile.count, dots);
+    if (RowOp::kGradRows) add_sums<R>(dot_folds, tile.count, dots);
   }
-  if constexpr (Operator::kPlain) {
-    if (wants_sums<Operator>(args)) {
+  if constexpr (RowOp::kPlain) {
+    if (wants_sums<RowOp>(args)) {
       for (int r = 0; r < tile.count; r++) {
         *tile.sums[r].square_sum = static_cast<compute_t<R>>(squares[r]);
         *tile.sums[r].dot = static_cast<compute_t<R>>(dots[r]);
@@ -311,13 +311,13 @@ template <class Operator, class Casts>
 }
 
 // The same of rows whose sums are given.
-template <class Operator>
-void read_sums(const CpuArgs& args, BackwardTile<Operator>& tile) {
-  using R = typename Operator::Element;
+template <class RowOp>
+void read_sums(const CpuArgs& args, BackwardTile<RowOp>& tile) {
+  using R = typename RowOp::Element;
   double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
   for (int r = 0; r < tile.count; r++) {
-    squares[r] = admitted_number<R>(*tile.sums[r].square_sum);
-    dots[r] = admitted_number<R>(*tile.sums[r].dot);
+    squares[r] = canonical_number<R>(*tile.sums[r].square_sum);
+    dots[r] = canonical_number<R>(*tile.sums[r].dot);
   }
   tile.set_sums(squares, dots, args.size, args.eps);
 }

@@ -1,7 +1,7 @@
 // Blocks of a row in the compute type: how they are read, written and summed. Included once per instruction set, like
 // simd.h.
 //
-// A block is 64 bytes of the compute type, 16 floats or 8 doubles, held in 4, 2 or 1 registers. As all kernels take
+// A block is 64 bytes of the compute type, 16 floats or 8 doubles, in 4, 2 or 1 registers. As all kernels take
 // rows in blocks of this size (the one block that is longer counts as two), sums are formed in the same order
 // everywhere: all instruction sets give the same bits.
 #include "simd.h"
@@ -15,7 +15,7 @@ namespace {
 template <class R>
 constexpr bool kEvenOdd = std::is_same_v<R, bfloat16> && NORMOPS_VECTOR_BYTES >= 32;
 
-// A block of a row of R, in the order in which R is held.
+// A block of a row of R, in the order in which R is packed.
 template <class R>
 struct Block {
   using vector = std::conditional_t<std::is_same_v<R, double>, f64_vector, f32_vector>;
@@ -39,9 +39,9 @@ struct Part {
 
 // Calls visit(choice) with std::true_type or std::false_type, so that code is made for either, or, where that would be
 // too much code, with the bool itself.
-template <bool kForEither, class Visit>
-NORMOPS_INLINE void choose(bool choice, Visit visit) {
-  if constexpr (!kForEither) {
+template <bool kStatic, class Visit>
+NORMOPS_INLINE void dispatch_bool(bool choice, Visit visit) {
+  if constexpr (!kStatic) {
     visit(choice);
   } else if (choice) {
     visit(std::true_type{});
@@ -50,15 +50,16 @@ NORMOPS_INLINE void choose(bool choice, Visit visit) {
   }
 }
 
-// How to write: as usual (Cached), around the caches (Stream), or as a bool tells (true: around them). Writing around
-// the caches wants targets that are aligned to what is written at once, and finish_stream() after the last write.
+// How to write: as usual (Cached), around the caches (NonTemporal), or as a bool tells (true: around them). Writing
+// around the caches wants targets that are aligned to what is written at once, and finish_non_temporal() after the last
+// write.
 using Cached = std::false_type;
-using Stream = std::true_type;
+using NonTemporal = std::true_type;
 
 template <class Bits, class StorePolicy>
-NORMOPS_INLINE void write(void* target, const Bits& bits, [[maybe_unused]] StorePolicy streams) {
+NORMOPS_INLINE void write(void* target, const Bits& bits, [[maybe_unused]] StorePolicy non_temporal) {
 #if defined(__x86_64__)
-  if (streams) {
+  if (non_temporal) {
     if constexpr (sizeof bits == 16) return _mm_stream_si128(static_cast<__m128i*>(target), bit_cast<__m128i>(bits));
 #if NORMOPS_VECTOR_BYTES >= 32
     if constexpr (sizeof bits == 32) {
@@ -75,7 +76,7 @@ NORMOPS_INLINE void write(void* target, const Bits& bits, [[maybe_unused]] Store
   std::memcpy(target, &bits, sizeof bits);
 }
 
-NORMOPS_INLINE void finish_stream() {
+NORMOPS_INLINE void finish_non_temporal() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
@@ -202,11 +203,11 @@ NORMOPS_INLINE Block<R> canonicalize_nan(const Block<R>& block) {
 
 // The same of one number, as R is computed in.
 template <class R, class Number>
-NORMOPS_INLINE compute_t<R> admitted_number(Number number) {
+NORMOPS_INLINE compute_t<R> canonical_number(Number number) {
   return number == number ? static_cast<compute_t<R>>(number) : std::numeric_limits<compute_t<R>>::quiet_NaN();
 }
 
-// Loads numbers of the compute type that lie in memory in the order in which R is held.
+// Loads numbers of the compute type that lie in memory in the order in which R is packed.
 template <class R>
 NORMOPS_INLINE Block<R> load_packed(const compute_t<R>* source) {
   using B = Block<R>;
@@ -216,7 +217,7 @@ NORMOPS_INLINE Block<R> load_packed(const compute_t<R>* source) {
 }
 
 template <class R>
-NORMOPS_INLINE void store_held(compute_t<R>* target, const Block<R>& block) {
+NORMOPS_INLINE void store_packed(compute_t<R>* target, const Block<R>& block) {
   using B = Block<R>;
   for (int i = 0; i < B::kVectors; i++) write(target + i * B::kVectorLanes, block.v[i], Cached{});
 }

@@ -12,7 +12,7 @@ namespace {
 
 // T is the type of input, grad_output and grad_input.
 template <class T, bool kNormFirst>
-struct GatedRmsNormBackward : BackwardOperator<T, T> {
+struct GatedRmsNormBackward : BackwardRowOp<T, T> {
   static constexpr TensorIndex kTensors[] = {kGradOutput, kInput, kGate, kGradInput, kGradGate};
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
   static constexpr bool kComputeBound = true, kFormsGradient = kNormFirst, kSharedTerms = !kNormFirst;
@@ -23,30 +23,30 @@ struct GatedRmsNormBackward : BackwardOperator<T, T> {
         : gate_dtype(args[kGate].dtype),
           activation(args.gating.activation),
           casting(args.casting),
-          held(static_cast<compute_t<T>*>(args.held)),
-          held_stride(padded_cols(kDType<T>, args.cols)) {}
+          scratch(static_cast<compute_t<T>*>(args.row_scratch)),
+          scratch_stride(padded_cols(kDType<T>, args.cols)) {}
     DType gate_dtype;
     Activation activation;
     Casting casting;
-    compute_t<T>* held;
-    int64_t held_stride;
+    compute_t<T>* scratch;
+    int64_t scratch_stride;
   };
 
   AnyRow<T, const char> gate;
   AnyRow<T, char> grad_gate;
   Activation activation;
   Casting casting;
-  compute_t<T>* held;  // the smaller parts of the gate's sigmoid
+  compute_t<T>* scratch;  // the smaller parts of the gate's sigmoid
 
   GatedRmsNormBackward() = default;
   template <class Rows>
   NORMOPS_INLINE GatedRmsNormBackward(const Rows& rows, const Shared& shared, int position)
-      : BackwardOperator<T, T>(rows),
+      : BackwardRowOp<T, T>(rows),
         gate{rows.template row<kGate, const char>(), shared.gate_dtype},
         grad_gate{rows.template row<kGradGate, char>(), shared.gate_dtype},
         activation(shared.activation),
         casting(shared.casting),
-        held(shared.held + position * shared.held_stride) {}
+        scratch(shared.scratch + position * shared.scratch_stride) {}
 
   struct Outputs {
     Block<T> grad_input, grad_gate;
@@ -76,12 +76,12 @@ struct GatedRmsNormBackward : BackwardOperator<T, T> {
   template <class Extent>
   NORMOPS_INLINE Terms summed(int64_t column, Extent extent) const {
     const Block<T> g = gate.load(column, extent), smaller = smaller_part(g);
-    store_held<T>(held + column, smaller);
+    store_packed<T>(scratch + column, smaller);
     return gated(column, extent, activated(g, smaller, activation));
   }
   template <class Extent>
   NORMOPS_INLINE Terms terms(int64_t column, Extent extent) const {
-    return gated(column, extent, activated(gate.load(column, extent), load_packed<T>(held + column), activation));
+    return gated(column, extent, activated(gate.load(column, extent), load_packed<T>(scratch + column), activation));
   }
   NORMOPS_INLINE void prefetch_read(int64_t column) const {
     prefetch(this->input + column);
@@ -109,7 +109,7 @@ struct GatedRmsNormBackward : BackwardOperator<T, T> {
 
 struct Variants {
   template <class Visit>
-  static void choose(const CpuArgs& args, Visit visit) {
+  static void dispatch_row_op(const CpuArgs& args, Visit visit) {
     dispatch(args.dtype(), [&]<class T>() {
       args.gating.norm_before_gate ? visit.template operator()<GatedRmsNormBackward<T, true>>()
                                    : visit.template operator()<GatedRmsNormBackward<T, false>>();

@@ -1,7 +1,7 @@
 // The kernels of gated_rms_norm, compiled once per instruction set by foreach_isa.h: those of rms_norm, on rows that
 // are gated before they are summed, or after they are normalized. With the activated gate a,
 //   norm first: y = x * rstd * w * a
-//   gate first: h = x * a, which is held, and y = h * rstd * w
+//   gate first: h = x * a, which is kept, and y = h * rstd * w
 #include "activation.inl"
 #include "forward_rows.inl"
 
@@ -11,12 +11,12 @@ namespace {
 // T is the type of input and output. Each row is prefetched while the activation of the one before it is formed, which
 // takes so long that the processor does not look far enough ahead by itself.
 template <class T, bool kNormFirst>
-struct GatedRmsNorm : Operator<T> {
+struct GatedRmsNorm : RowOp<T> {
   static constexpr auto kTensors = [] {
     if constexpr (kNormFirst)
       return std::array{kInput, kGate};
     else
-      return std::array{kInput, kGate, kHeld};
+      return std::array{kInput, kGate, kRowScratch};
   }();
   static constexpr bool kComputeBound = true, kInOutput = std::is_same_v<T, compute_t<T>>;
   static constexpr bool kFetchesOutput = !kNormFirst && !kInOutput;
@@ -26,23 +26,23 @@ struct GatedRmsNorm : Operator<T> {
     explicit Shared(const CpuArgs& args)
         : gate_dtype(args[kGate].dtype),
           activation(args.gating.activation),
-          held_stride(holds_in_output(args) ? 0 : padded_cols(kDType<T>, args.cols)) {}
+          scratch_stride(holds_in_output(args) ? 0 : padded_cols(kDType<T>, args.cols)) {}
     DType gate_dtype;
     Activation activation;
-    int64_t held_stride;  // between the rows of a tile
+    int64_t scratch_stride;  // between the rows of a tile
   };
 
   const T* x;
   AnyRow<T, const char> gate;
   Activation activation;
-  compute_t<T>* held = nullptr;
+  compute_t<T>* scratch = nullptr;
 
   template <class Rows>
   NORMOPS_INLINE GatedRmsNorm(const Rows& rows, const Shared& shared, int r)
       : x(rows.template row<kInput, const T>()),
         gate{rows.template row<kGate, const char>(), shared.gate_dtype},
         activation(shared.activation) {
-    if constexpr (!kNormFirst) held = rows.template row<kHeld, compute_t<T>>() + r * shared.held_stride;
+    if constexpr (!kNormFirst) scratch = rows.template row<kRowScratch, compute_t<T>>() + r * shared.scratch_stride;
   }
 
   template <class Extent>
@@ -55,14 +55,14 @@ struct GatedRmsNorm : Operator<T> {
     if constexpr (kNormFirst) {
       return load<T>(x + column, extent);
     } else if constexpr (!kSums) {
-      if constexpr (kInOutput) return load<T>(held + column, extent);
-      return load_packed<T>(held + column);
+      if constexpr (kInOutput) return load<T>(scratch + column, extent);
+      return load_packed<T>(scratch + column);
     } else {
       const Block<T> h = load<T>(x + column, extent) * a(column, extent);
       if constexpr (kInOutput) {
-        store(held + column, h, extent);
+        store(scratch + column, h, extent);
       } else {
-        store_held<T>(held + column, h);
+        store_packed<T>(scratch + column, h);
       }
       return h;
     }
@@ -83,7 +83,7 @@ struct GatedRmsNorm : Operator<T> {
 
 struct Variants {
   template <class Visit>
-  static void choose(const CpuArgs& args, Visit visit) {
+  static void dispatch_row_op(const CpuArgs& args, Visit visit) {
     dispatch(args.dtype(), [&]<class T>() {
       args.gating.norm_before_gate ? visit.template operator()<GatedRmsNorm<T, true>>()
                                    : visit.template operator()<GatedRmsNorm<T, false>>();

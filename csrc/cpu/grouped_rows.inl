@@ -39,11 +39,11 @@ class GroupedRows {
 };
 
 // The same functions for all tensors of an operator.
-template <class Operator>
+template <class RowOp>
 class GroupedTensors {
  public:
   GroupedTensors(const CpuArgs& args, int64_t row)
-      : GroupedTensors(args, row, std::make_integer_sequence<int, std::size(Operator::kTensors)>()) {}
+      : GroupedTensors(args, row, std::make_integer_sequence<int, std::size(RowOp::kTensors)>()) {}
 
   void next_rows(int count, int64_t group) {
     for (GroupedRows& rows : rows_) rows.next_rows(count, group);
@@ -59,7 +59,7 @@ class GroupedTensors {
 
     template <TensorIndex tensor, class T>
     NORMOPS_INLINE T* row() const {
-      constexpr int kPlace = place_of<Operator>(tensor);
+      constexpr int kPlace = place_of<RowOp>(tensor);
       if constexpr (kPlace < 0) {
         return nullptr;
       } else {
@@ -72,11 +72,11 @@ class GroupedTensors {
  private:
   template <int... i>
   GroupedTensors(const CpuArgs& args, int64_t row, std::integer_sequence<int, i...>)
-      : has_{args.has(Operator::kTensors[i])...},
-        rows_{GroupedRows(args[Operator::kTensors[i]], args.weight.groups, row)...} {}
+      : has_{args.has(RowOp::kTensors[i])...},
+        rows_{GroupedRows(args[RowOp::kTensors[i]], args.weight.groups, row)...} {}
 
-  bool has_[std::size(Operator::kTensors)];
-  GroupedRows rows_[std::size(Operator::kTensors)];
+  bool has_[std::size(RowOp::kTensors)];
+  GroupedRows rows_[std::size(RowOp::kTensors)];
 };
 
 }  // namespace

@@ -22,7 +22,7 @@ inline int64_t padded_cols(DType dtype, int64_t cols) {
 struct RotaryColumns {
   int64_t offset = 0;
   int64_t pairs = 0;
-  bool are_neighbours = false;
+  bool are_interleaved = false;
 };
 
 // Maps columns to their places in the scale and in sums of rows. Segments of columns follow one another, each
@@ -30,18 +30,18 @@ struct RotaryColumns {
 class ScaleLayout {
  public:
   ScaleLayout(DType dtype, int64_t cols, const RotaryColumns& paired = {}) {
-    const auto [offset, pairs, are_neighbours] = paired;
+    const auto [offset, pairs, are_interleaved] = paired;
     const int64_t end = offset + 2 * pairs;
     if (offset > 0) add(dtype, offset);
-    if (pairs > 0 && !are_neighbours) add(dtype, offset + pairs);
+    if (pairs > 0 && !are_interleaved) add(dtype, offset + pairs);
     if (pairs > 0) add(dtype, end);
     if (end < cols || count_ == 0) add(dtype, cols);
   }
 
-  int64_t held_cols() const { return held_[count_]; }
+  int64_t packed_cols() const { return packed_[count_]; }
 
   // Whether each column has its own place.
-  bool is_natural() const { return held_[count_] == columns_[count_]; }
+  bool is_natural() const { return packed_[count_] == columns_[count_]; }
 
   // Whether all segments of a row that begins with a cache line do so.
   bool has_lines(int64_t element_bytes) const {
@@ -50,25 +50,25 @@ class ScaleLayout {
     return result;
   }
 
-  // Calls visit(column, held, count) for the segments of what is held from `begin` to `end`: `count` columns, from
-  // `column` on, are at `held`.
+  // Calls visit(column, packed, count) for the segments of the packed numbers from `begin` to `end`: `count` columns,
+  // from `column` on, are at `packed`.
   template <class Visit>
   void each(int64_t begin, int64_t end, const Visit& visit) const {
     for (int i = 0; i < count_; i++) {
-      const int64_t first = begin > held_[i] ? begin - held_[i] : 0, length = columns_[i + 1] - columns_[i],
-                    last = end - held_[i] < length ? end - held_[i] : length;
-      if (first < last) visit(columns_[i] + first, held_[i] + first, last - first);
+      const int64_t first = begin > packed_[i] ? begin - packed_[i] : 0, length = columns_[i + 1] - columns_[i],
+                    last = end - packed_[i] < length ? end - packed_[i] : length;
+      if (first < last) visit(columns_[i] + first, packed_[i] + first, last - first);
     }
   }
 
  private:
   void add(DType dtype, int64_t end) {
-    held_[count_ + 1] = held_[count_] + padded_cols(dtype, end - columns_[count_]);
+    packed_[count_ + 1] = packed_[count_] + padded_cols(dtype, end - columns_[count_]);
     columns_[++count_] = end;
   }
 
   int count_ = 0;
-  int64_t columns_[5] = {}, held_[5] = {};  // where each begins, and behind the last one
+  int64_t columns_[5] = {}, packed_[5] = {};  // where each begins, and behind the last one
 };
 
 // The columns of a span. A sum over a row is formed within each span, and the sums of the spans are added from left to
@@ -77,16 +77,17 @@ constexpr int64_t kSpan = 1024;
 
 // What a thread gives a kernel besides: how it is to go about it, and memory.
 struct CpuArgs : KernelArgs {
-  bool stream = false;          // whether what is written is too large for the caches
+  bool non_temporal = false;    // whether outputs are too large for the caches, and stored around them
   int64_t first_group = 0;      // of scale and sums
-  const void* scale = nullptr;  // compute [groups, held_cols]: weight + its offset
-  void* held = nullptr;         // compute [held_rows, padded_cols], of the thread, or of the threads that share a row
+  const void* scale = nullptr;  // compute [groups, packed_cols]: weight + its offset
+  void* row_scratch =
+      nullptr;  // compute [scratch_rows, padded_cols], of the thread, or of the threads that share a row
 
   // Of a backward.
   int64_t part_rows = 0;              // of all regions that the thread has
   int64_t rows_per_leaf = INT64_MAX;  // of each group
-  // The sums of rows for grad_weight and grad_bias: compute [most_sums, groups, held_cols], or null if not wanted. One
-  // sum lies sum_stride numbers behind another.
+  // The sums of rows for grad_weight and grad_bias: compute [most_sums, groups, packed_cols], or null if not wanted.
+  // One sum lies sum_stride numbers behind another.
   int64_t sum_stride = 0;
   void* grad_weight_sums = nullptr;
   void* grad_bias_sums = nullptr;
@@ -97,17 +98,17 @@ inline RotaryColumns paired_columns(const Rotation& rotation) {
   return {rotation.offset, rotation.pairs, rotation.interleaved};
 }
 
-// What costs an exp is held from the first pass over a row to the second one. If rows are gated before they are summed,
-// that is in the output itself, unless that has no room for it, is the weight, or is written around the caches. A row
-// of 16 KiB that is held elsewhere, together with the scale, is more than a first-level cache has room for (a tenth,
+// The first pass over a row keeps the results of exp for the second one: if rows are gated before they are summed,
+// in the output itself, unless that has no room for it, is the weight, or is written around the caches. A row
+// of 16 KiB that is kept elsewhere, together with the scale, is more than a first-level cache has room for (a tenth,
 // and with narrow rows a quarter).
 inline bool holds_in_output(const CpuArgs& args) {
-  return !args.gating.norm_before_gate && !args.stream && compute_dtype(args.dtype()) == args.dtype() &&
+  return !args.gating.norm_before_gate && !args.non_temporal && compute_dtype(args.dtype()) == args.dtype() &&
          args[kOutput].data != args.weight.data;
 }
 
 // How many rows a kernel holds something of elsewhere: those of a tile.
-inline int64_t held_rows(const CpuArgs& args) {
+inline int64_t scratch_rows(const CpuArgs& args) {
   if (!args.has(kGate)) return 0;
   if (args.has(kGradOutput)) return kBackwardTile;
   if (args.gating.norm_before_gate || holds_in_output(args)) return 0;
@@ -151,8 +152,8 @@ struct RowSum {
 
 struct RmsNormBackwardKernels {
   BackwardKernels backward;
-  // Computes grad_weight[:columns] = the one sum that is left of these, columns [held:held + columns].
-  void (*grad_weight)(DType dtype, DType weight_dtype, const RowSum* sums, int64_t count, int64_t held,
+  // Computes grad_weight[:columns] = the one sum that is left of these, columns [first:first + columns].
+  void (*grad_weight)(DType dtype, DType weight_dtype, const RowSum* sums, int64_t count, int64_t first,
                       void* grad_weight, int64_t columns);
 };
 

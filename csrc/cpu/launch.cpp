@@ -1,5 +1,5 @@
 // The operators on CPU tensors: new memory, and which kernels the threads share.
-#include "../launch.h"
+#include "../kernel_call.h"
 
 #include <ATen/ops/empty_native.h>
 

@@ -7,30 +7,32 @@
 
 namespace normops::cpu {
 
-inline ScaleLayout order_of(const KernelArgs& args) { return {args.dtype(), args.cols, paired_columns(args.rotation)}; }
+inline ScaleLayout layout_of(const KernelArgs& args) {
+  return {args.dtype(), args.cols, paired_columns(args.rotation)};
+}
 
-// What is held of a group in the scale, or in a sum of rows.
-inline char* of_group(const KernelArgs& args, const ScaleLayout& order, void* held, int64_t group) {
-  return static_cast<char*>(held) + group * order.held_cols() * size_of(compute_dtype(args.dtype()));
+// The packed numbers of a group in the scale, or in a sum of rows.
+inline char* of_group(const KernelArgs& args, const ScaleLayout& layout, void* packed, int64_t group) {
+  return static_cast<char*>(packed) + group * layout.packed_cols() * size_of(compute_dtype(args.dtype()));
 }
 
 // Whether kernels can read the weight itself.
-inline bool is_scale(const KernelArgs& args, const ScaleLayout& order) {
+inline bool is_scale(const KernelArgs& args, const ScaleLayout& layout) {
   const Weight& weight = args.weight;
   return weight.data != nullptr && weight.offset == 0 && weight.dtype == args.dtype() &&
-         compute_dtype(weight.dtype) == weight.dtype && order.is_natural();
+         compute_dtype(weight.dtype) == weight.dtype && layout.is_natural();
 }
 
 // Computes the scale of a group, from `begin` to `end`.
-inline void convert_scale(const KernelArgs& args, const ScaleLayout& order, int64_t group, int64_t begin, int64_t end,
+inline void convert_scale(const KernelArgs& args, const ScaleLayout& layout, int64_t group, int64_t begin, int64_t end,
                           char* scale) noexcept {
   const DType dtype = args.dtype();
   const Weight& weight = args.weight;
   if (weight.data != nullptr) {
     const char* const data = static_cast<const char*>(weight.data) + group * args.cols * size_of(weight.dtype);
-    order.each(begin, end, [&](int64_t column, int64_t held, int64_t count) {
+    layout.each(begin, end, [&](int64_t column, int64_t packed, int64_t count) {
       rms_norm_kernels().scale(dtype, weight.dtype, data + column * size_of(weight.dtype), weight.offset,
-                               scale + held * size_of(compute_dtype(dtype)), count);
+                               scale + packed * size_of(compute_dtype(dtype)), count);
     });
   } else if (compute_dtype(dtype) == DType::float64) {
     std::fill_n(reinterpret_cast<double*>(scale) + begin, end - begin, 1.0);
@@ -47,25 +49,25 @@ class Scale {
   // `most_groups`: of how many groups a part needs it at a time.
   Scale(const KernelArgs& args, int64_t most_groups)
       : args_(args),
-        order_(order_of(args)),
+        layout_(layout_of(args)),
         most_groups_(most_groups),
         conversion_(conversion()),
-        shared_(args.dtype(), conversion_ == Conversion::together ? args.weight.groups * order_.held_cols() : 0) {
+        shared_(args.dtype(), conversion_ == Conversion::together ? args.weight.groups * layout_.packed_cols() : 0) {
     if (conversion_ != Conversion::together) return;
-    parallel_for_columns(args.weight.groups, order_.held_cols(), kGrainElements,
+    parallel_for_columns(args.weight.groups, layout_.packed_cols(), kGrainElements,
                          [&](int64_t group, int64_t begin, int64_t end) noexcept {
-                           convert_scale(args_, order_, group, begin, end,
-                                         of_group(args_, order_, shared_.data(), group));
+                           convert_scale(args_, layout_, group, begin, end,
+                                         of_group(args_, layout_, shared_.data(), group));
                          });
   }
 
   // The numbers that a part needs for itself, and the scale of some groups, which may be in its memory for them.
-  int64_t own_count() const { return conversion_ == Conversion::each ? most_groups_ * order_.held_cols() : 0; }
+  int64_t own_count() const { return conversion_ == Conversion::each ? most_groups_ * layout_.packed_cols() : 0; }
   const void* in(Scratch& own, int64_t group, int64_t groups) const noexcept {
-    if (conversion_ == Conversion::none) return of_group(args_, order_, const_cast<void*>(args_.weight.data), group);
-    if (conversion_ == Conversion::together) return of_group(args_, order_, const_cast<void*>(shared_.data()), group);
+    if (conversion_ == Conversion::none) return of_group(args_, layout_, const_cast<void*>(args_.weight.data), group);
+    if (conversion_ == Conversion::together) return of_group(args_, layout_, const_cast<void*>(shared_.data()), group);
     for (int64_t i = 0; i < groups; i++) {
-      convert_scale(args_, order_, group + i, 0, order_.held_cols(), of_group(args_, order_, own.data(), i));
+      convert_scale(args_, layout_, group + i, 0, layout_.packed_cols(), of_group(args_, layout_, own.data(), i));
     }
     return own.data();
   }
@@ -74,14 +76,14 @@ class Scale {
   enum class Conversion { none, together, each };
 
   Conversion conversion() const {
-    if (args_.sums == Sums::wanted && !args_.has(kGradOutput)) return Conversion::none;  // nobody reads it
-    if (is_scale(args_, order_)) return Conversion::none;
+    if (args_.sums == Sums::output && !args_.has(kGradOutput)) return Conversion::none;  // nobody reads it
+    if (is_scale(args_, layout_)) return Conversion::none;
     const int64_t groups = args_.weight.groups;
     return groups == most_groups_ && groups * args_.cols > kGrainElements ? Conversion::together : Conversion::each;
   }
 
   const KernelArgs& args_;
-  ScaleLayout order_;
+  ScaleLayout layout_;
   int64_t most_groups_;
   Conversion conversion_;
   OwnScratch shared_;
@@ -96,12 +98,12 @@ class Gradient {
         index_(index),
         division_(division),
         parts_(parts),
-        order_(order_of(args)),
+        layout_(layout_of(args)),
         most_sums_(most_sums(std::min(division.units_per_strip(), divide_up(division.units(), parts)))),
         sums_(args.dtype(), args.has(index) ? parts * strips_of_part() * most_sums_ * stride() : 0) {}
 
   // From one sum to the next, in numbers.
-  int64_t stride() const { return division_.groups_per_strip() * order_.held_cols(); }
+  int64_t stride() const { return division_.groups_per_strip() * layout_.packed_cols(); }
 
   // The sums of a region. A part has memory for two strips: for the one that another part begins, and for the last one
   // that it begins itself, as those before are finished by then.
@@ -118,7 +120,7 @@ class Gradient {
     const int64_t count = list(part, region, sums);
     close(sums, count);
     parallel_for_columns(
-        region.groups, order_.held_cols(), grain(count),
+        region.groups, layout_.packed_cols(), grain(count),
         [&](int64_t group, int64_t begin, int64_t end) noexcept { add_up(region, group, begin, end, sums, count); });
   }
 
@@ -145,7 +147,7 @@ class Gradient {
     }
     if (strips.empty()) return;
     const int64_t groups = division_.groups_per_strip(), strip_count = static_cast<int64_t>(strips.size());
-    parallel_for_columns(strip_count * groups, order_.held_cols(),
+    parallel_for_columns(strip_count * groups, layout_.packed_cols(),
                          grain(static_cast<int64_t>(sums.size()) / strip_count),
                          [&](int64_t i, int64_t begin, int64_t end) noexcept {
                            const auto& [region, first, count] = strips[i / groups];
@@ -182,8 +184,8 @@ class Gradient {
               int64_t count) const noexcept {
     const auto& [data, dtype, layout] = args_[index_];
     char* const gradient = static_cast<char*>(data) + (strip.group + group) * args_.cols * size_of(dtype);
-    order_.each(begin, end, [&](int64_t column, int64_t held, int64_t columns) {
-      rms_norm_backward_kernels().grad_weight(args_.dtype(), dtype, sums, count, group * order_.held_cols() + held,
+    layout_.each(begin, end, [&](int64_t column, int64_t packed, int64_t columns) {
+      rms_norm_backward_kernels().grad_weight(args_.dtype(), dtype, sums, count, group * layout_.packed_cols() + packed,
                                               gradient + column * size_of(dtype), columns);
     });
   }
@@ -192,7 +194,7 @@ class Gradient {
   TensorIndex index_;
   const Division& division_;
   int64_t parts_;
-  ScaleLayout order_;
+  ScaleLayout layout_;
   int64_t most_sums_;
   OwnScratch sums_;
 };

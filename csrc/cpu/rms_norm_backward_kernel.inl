@@ -6,7 +6,7 @@ namespace {
 
 // dy = grad_output, to which grad_residual may be added behind the norm. kWritten: whether rows are.
 template <class T, class R, bool kWritten>
-struct RmsNormBackward : BackwardOperator<R, T> {
+struct RmsNormBackward : BackwardRowOp<R, T> {
   static constexpr auto kTensors = [] {
     if constexpr (kWritten) {
       return std::array{kGradOutput, kInput, kGradResidual, kGradInput};
@@ -21,7 +21,7 @@ struct RmsNormBackward : BackwardOperator<R, T> {
   RmsNormBackward() = default;
   template <class Rows, class Shared>
   NORMOPS_INLINE RmsNormBackward(const Rows& rows, const Shared&, int)
-      : BackwardOperator<R, T>(rows), residual(rows.template row<kGradResidual, const R>()) {}
+      : BackwardRowOp<R, T>(rows), residual(rows.template row<kGradResidual, const R>()) {}
 
   template <class Extent, class StorePolicy>
   NORMOPS_INLINE void store(int64_t column, const Block<R>& gradient, Extent extent, StorePolicy way) const {
@@ -31,8 +31,8 @@ struct RmsNormBackward : BackwardOperator<R, T> {
 
 struct Variants {
   template <class Visit>
-  static void choose(const CpuArgs& args, Visit visit) {
-    const bool sums_both = args.has(kGradInput) || args.sums == Sums::wanted;
+  static void dispatch_row_op(const CpuArgs& args, Visit visit) {
+    const bool sums_both = args.has(kGradInput) || args.sums == Sums::output;
     if (!sums_both && args.grad_weight_sums == nullptr && args.grad_bias_sums == nullptr) return;
     dispatch_pair(args[kGradOutput].dtype, args.dtype(), [&]<class T, class R>() {
       sums_both ? visit.template operator()<RmsNormBackward<T, R, true>>()
@@ -42,12 +42,12 @@ struct Variants {
 };
 
 template <class T, class W>
-void grad_weight_columns(const RowSum* sums, int64_t count, int64_t held, W* grad_weight, int64_t columns) {
+void grad_weight_columns(const RowSum* sums, int64_t count, int64_t first, W* grad_weight, int64_t columns) {
   for_each_block<T>(0, columns, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
     Block<T> left[64];
     int last = -1;
     for (int64_t i = 0; i < count; i++) {
-      Block<T> sum = load_packed<T>(static_cast<const compute_t<T>*>(sums[i].numbers) + held + column);
+      Block<T> sum = load_packed<T>(static_cast<const compute_t<T>*>(sums[i].numbers) + first + column);
       for (int added = 0; added < sums[i].additions; added++) sum = left[last--] + sum;
       left[++last] = sum;
     }
@@ -55,11 +55,11 @@ void grad_weight_columns(const RowSum* sums, int64_t count, int64_t held, W* gra
   });
 }
 
-void grad_weight(DType dtype, DType weight_dtype, const RowSum* sums, int64_t count, int64_t held, void* grad_weight,
+void grad_weight(DType dtype, DType weight_dtype, const RowSum* sums, int64_t count, int64_t first, void* grad_weight,
                  int64_t columns) {
   dispatch(dtype, [&]<class T>() {
     dispatch(weight_dtype,
-             [&]<class W>() { grad_weight_columns<T>(sums, count, held, static_cast<W*>(grad_weight), columns); });
+             [&]<class W>() { grad_weight_columns<T>(sums, count, first, static_cast<W*>(grad_weight), columns); });
   });
 }
 

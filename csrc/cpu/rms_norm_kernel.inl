@@ -6,9 +6,9 @@ namespace {
 
 template <class T, class W>
 void scale_columns(const W* weight, double weight_offset, compute_t<T>* scale, int64_t count) {
-  const Block<T> offset = broadcast<T>(admitted_number<T>(weight_offset));
+  const Block<T> offset = broadcast<T>(canonical_number<T>(weight_offset));
   for_each_block<T>(0, count, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
-    store_held<T>(scale + column, load<T>(weight + column, extent) + offset);
+    store_packed<T>(scale + column, load<T>(weight + column, extent) + offset);
   });
 }
 
@@ -45,7 +45,7 @@ struct ModulatedRmsNorm : InputRow<T> {
     explicit Shared(const CpuArgs& args)
         : weight_dtype(args[kGate].dtype),
           bias_dtype(args[kBias].dtype),
-          weight_offset(admitted_number<T>(args.weight.offset)),
+          weight_offset(canonical_number<T>(args.weight.offset)),
           rounds(sizeof(T) == 2 && args.casting.multiplied) {}
     DType weight_dtype, bias_dtype;
     compute_t<T> weight_offset;
@@ -75,7 +75,7 @@ struct ModulatedRmsNorm : InputRow<T> {
 
 struct Variants {
   template <class Visit>
-  static void choose(const CpuArgs& args, Visit visit) {
+  static void dispatch_row_op(const CpuArgs& args, Visit visit) {
     dispatch(args.dtype(), [&]<class T>() {
       args.has(kBias) || args.has(kGate) ? visit.template operator()<ModulatedRmsNorm<T>>()
                                          : visit.template operator()<RmsNorm<T>>();

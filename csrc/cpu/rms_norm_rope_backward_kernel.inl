@@ -8,7 +8,7 @@ namespace {
 
 // T is the type of input, grad_output and grad_input, W that of cos and sin.
 template <class T, class W, Pairing pairing>
-struct RmsNormRopeBackward : BackwardOperator<T, T> {
+struct RmsNormRopeBackward : BackwardRowOp<T, T> {
   static constexpr TensorIndex kTensors[] = {kGradOutput, kInput, kCos, kGradInput};
   static constexpr Pairing kPairing = pairing;
   // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
@@ -17,7 +17,7 @@ struct RmsNormRopeBackward : BackwardOperator<T, T> {
   using Shared = SharedRotation;
   template <int kCount>
   struct PairedTerms {
-    typename BackwardOperator<T, T>::Terms part[kCount];
+    typename BackwardRowOp<T, T>::Terms part[kCount];
   };
 
   Angles<T, W> angles;
@@ -25,7 +25,7 @@ struct RmsNormRopeBackward : BackwardOperator<T, T> {
   RmsNormRopeBackward() = default;
   template <class Rows>
   NORMOPS_INLINE RmsNormRopeBackward(const Rows& rows, const Shared& rotation, int)
-      : BackwardOperator<T, T>(rows), angles(rotation.template angles<T>(rows.template row<kCos, const W>())) {}
+      : BackwardRowOp<T, T>(rows), angles(rotation.template angles<T>(rows.template row<kCos, const W>())) {}
 
   template <class Parts, class Extent>
   NORMOPS_INLINE auto paired_terms(const Parts& parts, int64_t column, Extent extent) const {
@@ -40,7 +40,7 @@ struct RmsNormRopeBackward : BackwardOperator<T, T> {
 
 struct Variants {
   template <class Visit>
-  static void choose(const CpuArgs& args, Visit visit) {
+  static void dispatch_row_op(const CpuArgs& args, Visit visit) {
     dispatch_pair(args.dtype(), args[kCos].dtype, [&]<class T, class W>() {
       args.rotation.interleaved ? visit.template operator()<RmsNormRopeBackward<T, W, Pairing::interleaved>>()
                                 : visit.template operator()<RmsNormRopeBackward<T, W, Pairing::rotate_half>>();

@@ -30,7 +30,7 @@ struct RmsNormRope : InputRow<T> {
 
 struct Variants {
   template <class Visit>
-  static void choose(const CpuArgs& args, Visit visit) {
+  static void dispatch_row_op(const CpuArgs& args, Visit visit) {
     dispatch_pair(args.dtype(), args[kCos].dtype, [&]<class T, class W>() {
       args.rotation.interleaved ? visit.template operator()<RmsNormRope<T, W, Pairing::interleaved>>()
                                 : visit.template operator()<RmsNormRope<T, W, Pairing::rotate_half>>();

@@ -20,7 +20,7 @@ NORMOPS_INLINE Block<R> doubled(const Block<R>& half, std::integer_sequence<int,
 }
 
 template <class R, int... kLane>
-NORMOPS_INLINE Block<R> with_neighbours_swapped(const Block<R>& block, std::integer_sequence<int, kLane...>) {
+NORMOPS_INLINE Block<R> with_pairs_swapped(const Block<R>& block, std::integer_sequence<int, kLane...>) {
   Block<R> result;
   for (int i = 0; i < result.kVectors; i++) result.v[i] = shuffle<(kLane ^ 1)...>(block.v[i], block.v[i]);
   return result;
@@ -56,8 +56,8 @@ struct Angles {
   }
 
   template <bool kBack, class Extent>
-  NORMOPS_INLINE void turn(const NeighbourParts&, Block<R> (&y)[1], int64_t column, Extent extent) const {
-    const Block<R> c = of_neighbours(cos, column - offset, extent), s = of_neighbours(sin, column - offset, extent);
+  NORMOPS_INLINE void turn(const InterleavedBlock&, Block<R> (&y)[1], int64_t column, Extent extent) const {
+    const Block<R> c = of_interleaved(cos, column - offset, extent), s = of_interleaved(sin, column - offset, extent);
     if constexpr (kEvenOdd<R>) {
       const auto even = y[0].v[0], odd = y[0].v[1];
       if constexpr (kBack) {
@@ -70,7 +70,7 @@ struct Angles {
     } else {
       constexpr VectorLanes<R> kVectorLanes;
       const Block<R> other =
-          kBack ? with_neighbours_swapped(y[0] * s, kVectorLanes) : with_neighbours_swapped(y[0], kVectorLanes) * s;
+          kBack ? with_pairs_swapped(y[0] * s, kVectorLanes) : with_pairs_swapped(y[0], kVectorLanes) * s;
       y[0] = fma(y[0], c, with_one_negated<R, !kBack>(other, kVectorLanes));
     }
     y[0] = canonicalize_nan<W>(y[0]);
@@ -93,7 +93,7 @@ struct Angles {
 
   // Those of the columns of a block: the numbers that a table has for them, or each twice.
   template <class Extent>
-  NORMOPS_INLINE Block<R> of_neighbours(const W* table, int64_t column, Extent extent) const {
+  NORMOPS_INLINE Block<R> of_interleaved(const W* table, int64_t column, Extent extent) const {
     if (!of_pair) return convert<R>(table + column, extent);
     table += column / 2;
     [[maybe_unused]] int64_t pairs = kLanes<R> / 2;

@@ -11,10 +11,10 @@ inline bool begins_with_lines(const RowsArg& rows) {
 }
 
 // Where an operator lists a tensor; -1 if it does not.
-template <class Operator>
+template <class RowOp>
 constexpr int place_of(TensorIndex tensor) {
-  for (int i = 0; i < static_cast<int>(std::size(Operator::kTensors)); i++) {
-    if (Operator::kTensors[i] == tensor) return i;
+  for (int i = 0; i < static_cast<int>(std::size(RowOp::kTensors)); i++) {
+    if (RowOp::kTensors[i] == tensor) return i;
   }
   return -1;
 }
@@ -22,61 +22,61 @@ constexpr int place_of(TensorIndex tensor) {
 // The segments of a row: the columns before those that are formed in pairs, these, and those behind.
 constexpr int kBefore = 0, kPaired = 1, kBehind = 2, kSegments = 3;
 
-// The blocks of a row that are formed together: where they begin in the row, and in what is held. Here, each block by
+// The blocks of a row that are formed together: where they begin in the row, and in packed numbers. Here, each block by
 // itself.
 struct SingleBlock {
   static constexpr int kCount = 1;
-  int64_t held_offset = 0;
+  int64_t packed_offset = 0;
   int segment = kBefore;
 
   NORMOPS_INLINE int64_t column(int64_t column, int) const { return column; }
-  NORMOPS_INLINE int64_t held(int64_t column, int) const { return column + held_offset; }
+  NORMOPS_INLINE int64_t packed(int64_t column, int) const { return column + packed_offset; }
 };
 
 // Two blocks: the second columns of pairs lie behind the first ones.
 struct HalfPair {
   static constexpr int kCount = 2;
-  int64_t pairs, held_offset, held_pairs;
+  int64_t pairs, packed_offset, packed_pairs;
   int segment = kPaired;
 
   NORMOPS_INLINE int64_t column(int64_t column, int p) const { return column + p * pairs; }
-  NORMOPS_INLINE int64_t held(int64_t column, int p) const { return column + held_offset + p * held_pairs; }
+  NORMOPS_INLINE int64_t packed(int64_t column, int p) const { return column + packed_offset + p * packed_pairs; }
 };
 
 // A block of pairs of neighbours.
-struct NeighbourParts : SingleBlock {};
+struct InterleavedBlock : SingleBlock {};
 
 // How columns are formed: each by itself, or those that paired_columns() tells in pairs.
 enum class Pairing { none, rotate_half, interleaved };
 
-template <class Operator>
+template <class RowOp>
 constexpr Pairing pairing_of() {
-  if constexpr (requires { Operator::kPairing; }) return Operator::kPairing;
+  if constexpr (requires { RowOp::kPairing; }) return RowOp::kPairing;
   return Pairing::none;
 }
 
 // Whether cases are chosen between at run time, so that there is less code: where blocks are costly, or types are rare.
 // T is the type of what is given or written beside the rows of the operator.
-template <class Operator, class T>
+template <class RowOp, class T>
 constexpr bool branches_at_run_time() {
-  return Operator::kComputeBound || !kHasFastPath<typename Operator::Element> || !kHasFastPath<T>;
+  return RowOp::kComputeBound || !kHasFastPath<typename RowOp::Element> || !kHasFastPath<T>;
 }
 
-template <class Operator>
-ScaleLayout held_order(const CpuArgs& args) {
-  return {kDType<typename Operator::Element>, args.cols, paired_columns(args.rotation)};
+template <class RowOp>
+ScaleLayout scale_layout(const CpuArgs& args) {
+  return {kDType<typename RowOp::Element>, args.cols, paired_columns(args.rotation)};
 }
 
 // The numbers of a group's scale, and of its sum of rows.
-template <class Operator>
-int64_t held_cols(const CpuArgs& args) {
-  return held_order<Operator>(args).held_cols();
+template <class RowOp>
+int64_t packed_cols(const CpuArgs& args) {
+  return scale_layout<RowOp>(args).packed_cols();
 }
 
-template <class Operator>
+template <class RowOp>
 NORMOPS_INLINE auto* scale_of(const CpuArgs& args, int64_t group) {
-  return static_cast<const compute_t<typename Operator::Element>*>(args.scale) +
-         (group - args.first_group) * held_cols<Operator>(args);
+  return static_cast<const compute_t<typename RowOp::Element>*>(args.scale) +
+         (group - args.first_group) * packed_cols<RowOp>(args);
 }
 
 // Calls visit(parts, begin, end) for the segments of columns [begin, end) that are formed in the same way. With pairs,
@@ -89,21 +89,21 @@ NORMOPS_INLINE void each_segment([[maybe_unused]] const RotaryColumns& paired, i
   } else {
     constexpr DType dtype = kDType<R>;
     const int64_t first = paired.offset, pairs = paired.pairs, behind = first + 2 * pairs;
-    const int64_t held = padded_cols(dtype, first) - first;  // how far from its own place what is held is
-    int64_t held_behind;
+    const int64_t packed = padded_cols(dtype, first) - first;  // how far a packed column is from its column
+    int64_t packed_behind;
     if constexpr (pairing == Pairing::rotate_half) {
-      const int64_t held_pairs = padded_cols(dtype, pairs);
-      visit(HalfPair{pairs, held, held_pairs}, first, first + pairs);
-      held_behind = held + 2 * (held_pairs - pairs);
+      const int64_t packed_pairs = padded_cols(dtype, pairs);
+      visit(HalfPair{pairs, packed, packed_pairs}, first, first + pairs);
+      packed_behind = packed + 2 * (packed_pairs - pairs);
     } else {
-      visit(NeighbourParts{{held, kPaired}}, first, behind);
-      held_behind = held + padded_cols(dtype, 2 * pairs) - 2 * pairs;
+      visit(InterleavedBlock{{packed, kPaired}}, first, behind);
+      packed_behind = packed + padded_cols(dtype, 2 * pairs) - 2 * pairs;
     }
     if (first == 0 && behind >= end) [[likely]]
       return;
     const auto visit_one = [&](int segment) NORMOPS_INLINE_LAMBDA {
       const bool is_behind = segment == kBehind;
-      visit(SingleBlock{is_behind ? held_behind : 0, segment}, is_behind ? behind : begin, is_behind ? end : first);
+      visit(SingleBlock{is_behind ? packed_behind : 0, segment}, is_behind ? behind : begin, is_behind ? end : first);
     };
     if constexpr (kEvenOdd<R>) {
       if (first > 0) visit_one(kBefore);

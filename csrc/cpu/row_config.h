@@ -12,7 +12,7 @@ constexpr int kForwardTile = 16;
 
 struct ForwardConfig {
   int vector_bytes;   // of the instruction set
-  int element_bytes;  // of the type in whose order blocks are held
+  int element_bytes;  // of the type in whose order blocks are packed
   // The most bytes of a row that goes in tiles, where a thread writes at most kCachedBytes, and where it writes more.
   int64_t tiled_bytes, tiled_bytes_beyond;
 };

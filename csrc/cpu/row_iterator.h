@@ -7,19 +7,19 @@
 
 namespace normops::cpu {
 
-// Rows in stretches: those of a stretch lie at equal distances, and so do the stretches. How many rows a stretch has
+// Rows in runs: those of a run lie at equal distances, and so do the runs. How many rows a run has
 // is told by StrideRuns, which several tensors share.
 struct StridedRows {
   char* row;       // the current one
-  int64_t stride;  // to the next one of the stretch, in bytes
-  int64_t jump;    // what has to be added behind the last one of a stretch
+  int64_t stride;  // to the next one of the run, in bytes
+  int64_t jump;    // what has to be added behind the last one of a run
 
   template <class T>
   T* at() const {
     return reinterpret_cast<T*>(row);
   }
   void next() { row += stride; }
-  void next_stretch() { row += jump; }
+  void next_run() { row += jump; }
 };
 
 // Walks over rows without a division per row: from `row` on, over all of them or over each `step`-th one. `step` is the
@@ -53,22 +53,22 @@ class RowIterator {
 
   // The rows of the innermost dimension, which lie at equal distances, or INT64_MAX if there is no other; and those
   // that are left of it.
-  int64_t stretch() const { return last_ > 0 ? size_ : INT64_MAX; }
-  int64_t stretch_left() const { return left_; }
+  int64_t run() const { return last_ > 0 ? size_ : INT64_MAX; }
+  int64_t run_left() const { return left_; }
 
-  // How many rows from the current one on lie in stretches at equal distances.
-  int64_t even_left() const {
+  // How many rows from the current one on lie in runs at equal distances.
+  int64_t strided_left() const {
     return last_ > 0 ? left_ + (layout_->sizes[last_ - 1] - index_[last_ - 1] - 1) * size_ : left_;
   }
 
-  // The next `count` rows, at most even_left(); moves on behind them.
+  // The next `count` rows, at most strided_left(); moves on behind them.
   [[gnu::noinline]] StridedRows take_strided(int64_t count) {
     const StridedRows rows = {data_, stride_, last_ > 0 ? layout_->strides[last_ - 1] - size_ * stride_ : 0};
     if (count < left_) {
       data_ += count * stride_;
       left_ -= count;
     } else if (last_ > 0) {
-      count += size_ - left_;  // from the beginning of the stretch on
+      count += size_ - left_;  // from the beginning of the run on
       data_ -= (size_ - left_) * stride_;
       advance_with_carry(count);
     }
@@ -111,7 +111,7 @@ class RowIterator {
   int64_t index_[RowLayout::kMaxDims] = {};
 };
 
-// Rows of several tensors that are walked over together: `count` of them, in stretches of `size` rows.
+// Rows of several tensors that are walked over together: `count` of them, in runs of `size` rows.
 struct StrideRuns {
   int64_t size;
   int64_t left;  // of the first one, the rows from the current one on

@@ -85,15 +85,6 @@ NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* 
   }
 }
 
-// The terms of mean(x^2). Forward and backward make rstd of the same sums, so that both see the same bits.
-template <class R>
-NORMOPS_INLINE auto squares_of(const R* x) {
-  return [x](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
-    const Block<R> h = load<R>(x + column, extent);
-    return fma(h, h, sum);
-  };
-}
-
 // rstd = 1 / sqrt(mean(x^2) + eps). What is done once per span or row is done in double: there it costs nothing, and it
 // keeps the error bound that of one span. The sum over the row is rounded, so that one which is given makes the same
 // rstd.

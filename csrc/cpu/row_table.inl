@@ -3,45 +3,45 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// In the place of a tensor: what is held of a row from its sum on, see holds_in_output().
-constexpr auto kHeld = static_cast<TensorIndex>(kTensorCount);
+// In the place of a tensor: scratch that keeps numbers of a row from its sum on, see holds_in_output().
+constexpr auto kRowScratch = static_cast<TensorIndex>(kTensorCount);
 
-template <class Operator>
-constexpr int kRowsOf = 2 + static_cast<int>(std::size(Operator::kTensors));
+template <class RowOp>
+constexpr int kRowsOf = 2 + static_cast<int>(std::size(RowOp::kTensors));
 
 // Where a table of rows has a tensor: behind the output and the scale.
-template <class Operator>
+template <class RowOp>
 constexpr int row_of(TensorIndex tensor) {
-  return tensor == kOutput ? 0 : tensor == kWeight ? 1 : 2 + place_of<Operator>(tensor);
+  return tensor == kOutput ? 0 : tensor == kWeight ? 1 : 2 + place_of<RowOp>(tensor);
 }
 
 // The current rows of an operator's tensors; in the place of the weight, the scale. They lie one after another, each
 // with its strides: beside each other, GCC 12 adds the strides to the rows in vector registers. They are passed on by
 // reference: copied, they go through the stack, in steps that pointers are loaded from at once (up to 2.7 of the time).
-template <class Operator>
+template <class RowOp>
 struct CurrentRows {
-  StridedRows of[kRowsOf<Operator>];
+  StridedRows of[kRowsOf<RowOp>];
 
   template <TensorIndex tensor, class T>
   NORMOPS_INLINE T* row() const {
-    constexpr int kRow = row_of<Operator>(tensor);
+    constexpr int kRow = row_of<RowOp>(tensor);
     return of[kRow].template at<T>();
   }
   template <class Visit>
   NORMOPS_INLINE void each(Visit visit) {
     [&]<int... i>(std::integer_sequence<int, i...>)
-        NORMOPS_INLINE_LAMBDA { (visit(of[i]), ...); }(std::make_integer_sequence<int, kRowsOf<Operator>>());
+        NORMOPS_INLINE_LAMBDA { (visit(of[i]), ...); }(std::make_integer_sequence<int, kRowsOf<RowOp>>());
   }
 };
 
 // Those behind them.
-template <class Operator>
+template <class RowOp>
 struct NextRows {
-  const CurrentRows<Operator>& current;
+  const CurrentRows<RowOp>& current;
 
   template <TensorIndex tensor, class T>
   NORMOPS_INLINE T* row() const {
-    constexpr int kRow = row_of<Operator>(tensor);
+    constexpr int kRow = row_of<RowOp>(tensor);
     StridedRows rows = current.of[kRow];
     rows.next();
     return rows.template at<T>();
@@ -49,32 +49,32 @@ struct NextRows {
 };
 
 // The rows of an operator's tensors, from one on.
-template <class Operator>
-class OperatorRows {
+template <class RowOp>
+class RowTable {
  public:
-  OperatorRows(const CpuArgs& args, int64_t row) : OperatorRows(args, row, Places()) {}
-  OperatorRows(const OperatorRows&) = delete;
+  RowTable(const CpuArgs& args, int64_t row) : RowTable(args, row, Places()) {}
+  RowTable(const RowTable&) = delete;
 
   template <class Visit>
   void each(Visit visit) {
     for (const RowIterator& rows : rows_) visit(rows);
   }
-  CurrentRows<Operator> take_strided(int64_t count) {
-    CurrentRows<Operator> current;
-    for (int i = 0; i < kRowsOf<Operator>; i++) current.of[i] = rows_[i].take_strided(count);
+  CurrentRows<RowOp> take_strided(int64_t count) {
+    CurrentRows<RowOp> current;
+    for (int i = 0; i < kRowsOf<RowOp>; i++) current.of[i] = rows_[i].take_strided(count);
     return current;
   }
 
  private:
-  using Places = std::make_integer_sequence<int, kRowsOf<Operator>>;
+  using Places = std::make_integer_sequence<int, kRowsOf<RowOp>>;
 
   template <int... i>
-  OperatorRows(const CpuArgs& args, int64_t row, std::integer_sequence<int, i...>)
+  RowTable(const CpuArgs& args, int64_t row, std::integer_sequence<int, i...>)
       : scale_(scale_rows(args)),
-        held_(held_rows(args)),
+        row_scratch_(scratch_rows(args)),
         rows_{RowIterator(i == 0   ? args[kOutput]
                           : i == 1 ? scale_
-                                   : rows_of(args, Operator::kTensors[i < 2 ? 0 : i - 2]),
+                                   : rows_of(args, RowOp::kTensors[i < 2 ? 0 : i - 2]),
                           row)...} {}
 
   // As rows of the weight lie, or those of the groups, one after another, over and over again.
@@ -82,40 +82,41 @@ class OperatorRows {
     RowsArg rows = kNoRows;
     rows.data = const_cast<void*>(args.scale);
     const int64_t groups = args.weight.groups, row_bytes = args.cols * size_of(args.weight.dtype);
-    const auto bytes = held_cols<Operator>(args) * static_cast<int64_t>(sizeof(compute_t<typename Operator::Element>));
+    const auto bytes = packed_cols<RowOp>(args) * static_cast<int64_t>(sizeof(compute_t<typename RowOp::Element>));
     if (groups == 1) return rows;
     rows.layout = args.rows_of_weight;
     if (rows.layout.dims == 0) rows.layout = {2, {INT64_MAX / groups, groups}, {0, row_bytes}};
     for (int64_t& stride : rows.layout.strides) stride = stride / row_bytes * bytes;
     return rows;
   }
-  static RowsArg held_rows(const CpuArgs& args) {
-    if (place_of<Operator>(kHeld) >= 0 && holds_in_output(args)) return args[kOutput];
+  static RowsArg scratch_rows(const CpuArgs& args) {
+    if (place_of<RowOp>(kRowScratch) >= 0 && holds_in_output(args)) return args[kOutput];
     RowsArg rows = kNoRows;
-    rows.data = args.held;
+    rows.data = args.row_scratch;
     return rows;
   }
-  const RowsArg& rows_of(const CpuArgs& args, TensorIndex tensor) { return tensor == kHeld ? held_ : args[tensor]; }
+  const RowsArg& rows_of(const CpuArgs& args, TensorIndex tensor) {
+    return tensor == kRowScratch ? row_scratch_ : args[tensor];
+  }
 
-  const RowsArg scale_, held_;
-  RowIterator rows_[kRowsOf<Operator>];
+  const RowsArg scale_, row_scratch_;
+  RowIterator rows_[kRowsOf<RowOp>];
 };
 
 // The longest run of the next `rows` in which all tensors advance by fixed strides. `each` calls a function for the
 // iterator of each tensor.
 template <class Each>
-NORMOPS_INLINE StrideRuns common_stretches(int64_t rows, Each each) {
+NORMOPS_INLINE StrideRuns common_runs(int64_t rows, Each each) {
   StrideRuns result = {INT64_MAX, INT64_MAX, rows};
   const auto lower = [](int64_t& number, int64_t bound)
                          NORMOPS_INLINE_LAMBDA { number = bound < number ? bound : number; };
   each([&](const auto& tensor) NORMOPS_INLINE_LAMBDA {
-    lower(result.size, tensor.stretch());
-    lower(result.left, tensor.stretch_left());
+    lower(result.size, tensor.run());
+    lower(result.left, tensor.run_left());
   });
   each([&](const auto& tensor) NORMOPS_INLINE_LAMBDA {
-    const bool fits =
-        tensor.stretch() == INT64_MAX || (tensor.stretch() == result.size && tensor.stretch_left() == result.left);
-    lower(result.count, fits ? tensor.even_left() : result.left);
+    const bool fits = tensor.run() == INT64_MAX || (tensor.run() == result.size && tensor.run_left() == result.left);
+    lower(result.count, fits ? tensor.strided_left() : result.left);
   });
   return result;
 }
@@ -123,19 +124,19 @@ NORMOPS_INLINE StrideRuns common_stretches(int64_t rows, Each each) {
 // Calls visit(r) for `count` rows, and moves `rows` on behind each. Rows are not counted one by one, and not for each
 // tensor: that takes registers, and narrow rows took up to a third more time.
 template <class Rows, class Visit>
-NORMOPS_INLINE void for_each_row(StrideRuns& stretches, int64_t count, Rows& rows, Visit visit) {
+NORMOPS_INLINE void for_each_row(StrideRuns& runs, int64_t count, Rows& rows, Visit visit) {
   for (int r = 0; count > 0;) {
-    int64_t together = stretches.left < count ? stretches.left : count;
-    stretches.left -= together;
+    int64_t together = runs.left < count ? runs.left : count;
+    runs.left -= together;
     count -= together;
 #pragma GCC unroll 1
     for (; together > 0; together--, r++) {
       visit(r);
       rows.each([](StridedRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next(); });
     }
-    if (stretches.left > 0) continue;
-    stretches.left = stretches.size;
-    rows.each([](StridedRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next_stretch(); });
+    if (runs.left > 0) continue;
+    runs.left = runs.size;
+    rows.each([](StridedRows& tensor) NORMOPS_INLINE_LAMBDA { tensor.next_run(); });
   }
 }
 

@@ -89,10 +89,10 @@ class SpanSums {
   double total(int64_t row) { return std::accumulate(of(row), of(row) + count_, 0.0); }
   // That of what is row `of_args` of the arguments, which may be given instead, or wanted.
   double total(int64_t row, const KernelArgs& args, TensorIndex index, int64_t of_args) {
-    if (args.sums == Sums::formed) return total(row);
+    if (args.sums == Sums::compute) return total(row);
     return dispatch(args.dtype(), [&]<class T>() -> double {
       auto* const number = reinterpret_cast<compute_t<T>*>(RowIterator(args[index], of_args).next());
-      if (args.sums == Sums::wanted) *number = static_cast<compute_t<T>>(total(row));
+      if (args.sums == Sums::output) *number = static_cast<compute_t<T>>(total(row));
       return *number == *number ? *number : std::numeric_limits<double>::quiet_NaN();
     });
   }
@@ -108,21 +108,21 @@ class PartsArgs {
   PartsArgs(const CpuArgs& args, int64_t own_count, int64_t parts)
       : args_(args),
         own_(args.dtype(), own_count, parts),
-        held_(args.dtype(), held_rows(args) * padded_cols(args.dtype(), args.cols), parts) {}
+        row_scratch_(args.dtype(), scratch_rows(args) * padded_cols(args.dtype(), args.cols), parts) {}
 
   // Calls function(args, own) with the arguments for a part.
   template <class Function>
   void call(int64_t part, const Function& function) const
       noexcept(std::is_nothrow_invocable_v<Function, CpuArgs&, Scratch&>) {
-    Scratch own(own_, part), held(held_, part);
+    Scratch own(own_, part), row_scratch(row_scratch_, part);
     CpuArgs args = args_;
-    args.held = held.data();
+    args.row_scratch = row_scratch.data();
     function(args, own);
   }
 
  private:
   const CpuArgs& args_;
-  PartsMemory own_, held_;
+  PartsMemory own_, row_scratch_;
 };
 
 // Calls function(part, args, own, first, last) for the parts of [0, end).
@@ -153,9 +153,9 @@ void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale
     args.scale = scale.in(own, 0, groups);
     for (int64_t row = 0; row < args.rows; row++) {
       const auto sum = [&](int64_t begin, int64_t end) noexcept { kernels.sums(args, row, begin, end, squares.of(0)); };
-      if (args.sums != Sums::given) parallel_for(0, squares.count(), kGrainElements / kSpan, sum);
+      if (args.sums != Sums::input) parallel_for(0, squares.count(), kGrainElements / kSpan, sum);
       const double square_sum = squares.total(0, args, kSquareSum, row);
-      if (args.sums == Sums::wanted) continue;
+      if (args.sums == Sums::output) continue;
       parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) noexcept {
         kernels.columns(args, row, square_sum, begin, end);
       });
@@ -181,30 +181,30 @@ inline void run_shared_rows(const BackwardKernels& kernels, const CpuArgs& args,
                             SharedSums& sums) {
   auto& [squares, dots] = sums;
   const auto row = [&](int64_t r) { return first + r * args.weight.groups; };
-  // What is held of each row lies in the place of one that has the tile to itself.
+  // Each row has the scratch of a row of a tile.
   CpuArgs of_row[kSharedRows];
   for (int64_t r = 0; r < count; r++) {
     of_row[r] = args;
-    if (held_rows(args) == 0) continue;
-    of_row[r].held =
-        static_cast<char*>(args.held) + r * padded_cols(args.dtype(), args.cols) * size_of(compute_dtype(args.dtype()));
+    if (scratch_rows(args) == 0) continue;
+    of_row[r].row_scratch = static_cast<char*>(args.row_scratch) +
+                            r * padded_cols(args.dtype(), args.cols) * size_of(compute_dtype(args.dtype()));
   }
   const auto sum = [&](int64_t begin, int64_t end) noexcept {
     for (int64_t r = 0; r < count; r++) kernels.sums(of_row[r], row(r), begin, end, squares.of(r), dots.of(r));
   };
-  if (args.sums != Sums::given) parallel_for(0, squares.count(), grain(count * kSpan), sum);
+  if (args.sums != Sums::input) parallel_for(0, squares.count(), grain(count * kSpan), sum);
   double square_sums[kSharedRows], row_dots[kSharedRows];
   for (int64_t r = 0; r < count; r++) {
     square_sums[r] = squares.total(r, args, kSquareSum, row(r));
     row_dots[r] = dots.total(r, args, kDot, row(r));
   }
-  if (args.sums == Sums::wanted) return;
+  if (args.sums == Sums::output) return;
   parallel_for_columns(1, args.cols, grain(count), [&](int64_t, int64_t begin, int64_t end) noexcept {
     for (int64_t r = 0; r < count; r++) kernels.columns(of_row[r], row(r), square_sums[r], row_dots[r], begin, end);
   });
 }
 
-static_assert(kSharedRows <= kBackwardTile);  // for which there is memory of what is held
+static_assert(kSharedRows <= kBackwardTile);  // which have scratch
 
 // `parameters` are the scale, and the gradients of the weight and the bias: parameters.own_count() is how many numbers
 // of its own a part needs, parameters.begin(args, own, part, region) sets the arguments for a region, and

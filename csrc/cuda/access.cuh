@@ -54,7 +54,7 @@ struct SumsOfRows {
     for (int i = 0; i < kCount; i++) rows[i] = rows_of<Number, Number>(args[kSums[i]], 1);
   }
 
-  bool is_plain() const { return what == Sums::formed; }
+  bool is_plain() const { return what == Sums::compute; }
   template <class Other>
   typename Other::template Sums<Number, kCount> as() const {
     return typename Other::template Sums<Number, kCount>(*this);
@@ -80,7 +80,7 @@ struct FormedSums {
   FormedSums() = default;
   explicit FormedSums(const SumsOfRows<Number, kCount>&) {}
 
-  __device__ bool are(Sums kind) const { return kind == Sums::formed; }
+  __device__ bool are(Sums kind) const { return kind == Sums::compute; }
   __device__ void read(Number*, int64_t, int64_t = 0) const {}
   template <class Columns>
   __device__ void write(const Columns&, const Number*, int64_t, int64_t = 0) const {}

@@ -285,7 +285,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
   using Compute = compute_t<R>;
   pdl_wait(args.starts_early);
   __shared__ RowSumShared<Compute, 2> shared;
-  RowSums<Compute, 2, kPacks> sum_row(shared, !stats.are(Sums::given));
+  RowSums<Compute, 2, kPacks> sum_row(shared, !stats.are(Sums::input));
   Columns written = columns;
   if (args.grad_input.data == nullptr) written.take_none();
 
@@ -322,7 +322,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
     load_packs<R>(loaded.x, args.input, args.input.row(row), row < args.rows, columns);
     load_packs<R>(loaded.dy, args.grad_output, args.grad_output.row(row), row < args.rows, columns);
     loaded.held.load(gate, row, row < args.rows, columns);
-    if (stats.are(Sums::given) && row < args.rows) stats.read(loaded.sums, row);
+    if (stats.are(Sums::input) && row < args.rows) stats.read(loaded.sums, row);
     return loaded;
   };
   // A narrow row is too little to keep memory busy by itself, so the next one is loaded while this one is dealt with.
@@ -344,7 +344,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
     auto& [x, dy, held, sums] = loaded;
 
     const auto activated = held.activate(gate, columns, dy);
-    if (!stats.are(Sums::given)) {
+    if (!stats.are(Sums::input)) {
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
@@ -355,7 +355,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
       sum_row(sums);
     }
     if (row >= args.rows) continue;
-    if (stats.are(Sums::wanted)) {
+    if (stats.are(Sums::output)) {
       stats.write(columns, sums, row);
       continue;
     }
@@ -425,7 +425,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
       for (int t = 0; t < kTogether; t++) use(gate.terms(dy[t], x[t], activated[t]), p + t);
     };
     Compute sums[2];
-    if (stats.are(Sums::given)) {
+    if (stats.are(Sums::input)) {
       stats.read(sums, row);
     } else {
       double spans[2] = {};
@@ -444,7 +444,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
       sums[0] = static_cast<Compute>(spans[0]), sums[1] = static_cast<Compute>(spans[1]);
     }
 
-    if (stats.are(Sums::wanted)) {
+    if (stats.are(Sums::output)) {
       stats.write(columns, sums, row);
       continue;
     }

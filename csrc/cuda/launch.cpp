@@ -1,6 +1,6 @@
 // The operators on CUDA tensors, on the current stream. They reach the device through torch's device-neutral interface,
 // so that they build against any build of torch.
-#include "../launch.h"
+#include "../kernel_call.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   const auto& stats = own.sums;
   constexpr int kRows = rows_in_flight(kPacks);
   __shared__ RowSumShared<compute_t<T>, kRows> shared;
-  RowSums<compute_t<T>, kRows, kPacks> sum_row(shared, !stats.are(Sums::given));
+  RowSums<compute_t<T>, kRows, kPacks> sum_row(shared, !stats.are(Sums::input));
   const Columns<T, int> columns(args.cols);
   const BlockRows block(args.groups.count, kRows * blockDim.y);
   const TakenRows rows(block, args.rows, args.groups.count);
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   for (int r = 0; r < kRows; r++) {
     load_packs<T>(x[r], args.input, args.input.row(rows.first, rows.further(r)), rows.has(r), columns);
   }
-  if (stats.are(Sums::wanted)) {
+  if (stats.are(Sums::output)) {
     compute_t<T> sums[kRows];
     sum_squares<T>(x, sums, sum_row);
 #pragma unroll
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
     return;
   }
   const auto sum_or_read = [&](compute_t<T>(&sums)[kRows]) {
-    if (stats.are(Sums::formed)) return sum_row(sums);
+    if (stats.are(Sums::compute)) return sum_row(sums);
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       if (rows.has(r)) stats.read(sums + r, rows.first, rows.further(r));
@@ -71,12 +71,12 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
   const auto load_pack = [&](int64_t column, int64_t count) { return load<kPack<T>>(args.input, x, column, count); };
   pdl_wait(args.starts_early);
   compute_t<T> sum;
-  if (stats.are(Sums::given)) {
+  if (stats.are(Sums::input)) {
     stats.read(&sum, row);
   } else {
     sum = square_sum_of_any_width<T>(columns, load_pack);
   }
-  if (stats.are(Sums::wanted)) {
+  if (stats.are(Sums::output)) {
     stats.write(columns, &sum, row);
   } else {
     normalize_summed(args, columns, sum, load_pack, [&](Numbers<T>(&y)[1], int64_t p) {

@@ -8,8 +8,8 @@
 #include <cmath>
 #include <vector>
 
-#include "../problem.h"
 #include "../rms_norm.h"
+#include "../tensor_rows.h"
 #include "registration.h"
 
 namespace normops::python {

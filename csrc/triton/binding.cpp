@@ -8,7 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../backend.h"
-#include "../launch.h"
+#include "../kernel_call.h"
 #include "../operators.h"
 
 namespace normops::triton {

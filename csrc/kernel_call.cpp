@@ -1,4 +1,4 @@
-#include "launch.h"
+#include "kernel_call.h"
 
 #include <algorithm>
 #include <numeric>

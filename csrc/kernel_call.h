@@ -3,8 +3,8 @@
 #include <list>
 
 #include "operator.h"
-#include "problem.h"
 #include "rms_norm_rope.h"
+#include "tensor_rows.h"
 
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {

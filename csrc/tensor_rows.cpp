@@ -1,4 +1,4 @@
-#include "problem.h"
+#include "tensor_rows.h"
 
 #include <ATen/ops/empty_like.h>
 
