@@ -1,5 +1,7 @@
 // The kernels of add_rms_norm, compiled once per instruction set by foreach_isa.h: those of rms_norm, on rows that are
 // formed while they are summed.
+//   h = residual_out = alpha * x + residual
+//   y = h * rstd * w, rstd = 1 / sqrt(mean(h^2) + eps)
 #include "forward_rows.inl"
 
 namespace normops::cpu::NORMOPS_ISA {

@@ -1,10 +1,13 @@
-// The kernels of rms_norm_backward, compiled once per instruction set by foreach_isa.h.
+// The kernels of rms_norm_backward, compiled once per instruction set by foreach_isa.h:
+//   grad_input = dy * w * rstd - x * rstd^3 * mean(dy * w * x) + grad_residual
+//   grad_weight = the sum over rows of dy * x * rstd
+//   grad_bias = the sum over rows of dy
 #include "backward_rows.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// dy = grad_output, to which grad_residual may be added behind the norm. kWritten: whether rows are.
+// kWritten: whether rows are written.
 template <class T, class R, bool kWritten>
 struct RmsNormBackward : BackwardRowOp<R, T> {
   static constexpr auto kTensors = [] {

@@ -1,4 +1,5 @@
-// The kernels of rms_norm, compiled once per instruction set by foreach_isa.h.
+// The kernels of rms_norm, compiled once per instruction set by foreach_isa.h:
+//   y = x * rstd * (weight + weight_offset) + bias, rstd = 1 / sqrt(mean(x^2) + eps)
 #include "forward_rows.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
@@ -35,7 +36,7 @@ struct RmsNorm : InputRow<T> {
   NORMOPS_INLINE RmsNorm(const Rows& rows, const Shared&, int) : InputRow<T>(rows) {}
 };
 
-// With a weight that has a row for each row, which is in the place of a gate, or a bias, or both.
+// With a full-size weight, which is passed as kGate, or a bias, or both.
 template <class T>
 struct ModulatedRmsNorm : InputRow<T> {
   static constexpr TensorIndex kTensors[] = {kInput, kGate, kBias};

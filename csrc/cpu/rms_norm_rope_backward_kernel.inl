@@ -1,5 +1,7 @@
 // The kernels of rms_norm_rope_backward, compiled once per instruction set by foreach_isa.h: those of
-// rms_norm_backward, for a grad_output that is rotated back.
+// rms_norm_backward, for a grad_output that is rotated back. For a pair of columns i, j of grad_output g:
+//   dy[i] = g[i] * cos[i] + g[j] * sin[j]
+//   dy[j] = g[j] * cos[j] - g[i] * sin[i]
 #include "backward_rows.inl"
 #include "rotation.inl"
 

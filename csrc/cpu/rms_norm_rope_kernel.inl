@@ -1,5 +1,7 @@
 // The kernels of rms_norm_rope, compiled once per instruction set by foreach_isa.h: those of rms_norm, whose rows are
-// rotated before they are written.
+// rotated before they are written. For a pair of columns i, j with z = x * rstd * w:
+//   y[i] = z[i] * cos[i] - z[j] * sin[i]
+//   y[j] = z[j] * cos[j] + z[i] * sin[j]
 #include "forward_rows.inl"
 #include "rotation.inl"
 
