@@ -1,7 +1,7 @@
 """The operators as typed, documented functions."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ def rms_norm(
     weight_offset: float = 0.0,
     casting_mode: CastingMode = "gemma",
     bias: Tensor | None = None,
+    dim: int | None = None,
 ) -> Tensor:
-    r"""Applies root mean square layer normalization over the last dimensions of the input.
+    r"""Applies root mean square layer normalization over the last dimensions of the input, or over one other dimension.
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot (w + \text{weight\_offset}) + b
 
@@ -45,9 +46,15 @@ def rms_norm(
             does. See docs/reproducibility.md.
         bias: added after the weight; shapes and dtypes as of ``weight``. One of the shape of ``input`` is a residual
             that is added to the norm: its gradient is that of the output.
+        dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``. ``normalized_shape``
+            is then its size, and ``weight`` and ``bias`` have one number for each of its elements: shape ``[C]``, or
+            the shape in which they broadcast with ``input``, as ``[C, 1, 1]``. None means the last dimensions. Inputs
+            in :data:`torch.channels_last` run at full speed; others are copied before and after, which on a CPU takes
+            longer than PyTorch's own operators.
 
     Returns:
-        A contiguous tensor with the shape, dtype and device of ``input``.
+        A contiguous tensor with the shape, dtype and device of ``input``. With ``dim``, the output of an ``input`` in
+        :data:`torch.channels_last` or :data:`torch.channels_last_3d` has that memory format.
 
     Raises:
         RuntimeError: the message names the argument, what was expected and what came: a wrong shape, dtype, device or
@@ -64,7 +71,13 @@ def rms_norm(
         >>> scale, shift = torch.randn(2, 6 * 64).view(2, 6, 1, 64)[:, :2].unbind(1)  # for each of two samples
         >>> normops.rms_norm(torch.randn(2, 7, 64), 64, scale, weight_offset=1.0, bias=shift).shape
         torch.Size([2, 7, 64])
+        >>> image = torch.randn(2, 64, 5, 5).to(memory_format=torch.channels_last)
+        >>> normops.rms_norm(image, 64, torch.ones(64, 1, 1), dim=1).is_contiguous(memory_format=torch.channels_last)
+        True
     """
+    if dim is not None:
+        others = {"eps": eps, "weight_offset": weight_offset, "casting_mode": casting_mode}
+        return _rms_norm_over(dim, input, normalized_shape, weight, bias, **others)
     if not torch.compiler.is_dynamo_compiling():
         output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode, bias)
         if output is not NotImplemented:
@@ -477,6 +490,41 @@ def rms_norm_rope_(
         rotary_dim=rotary_dim,
         rotary_offset=rotary_offset,
     )
+
+
+def _rms_norm_over(
+    dim: int,
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    **others: Any,
+) -> Tensor:
+    """:func:`rms_norm` over one dimension. The rows of channels-last tensors are contiguous; others are copied."""
+    if not -input.dim() <= dim < input.dim():
+        raise RuntimeError(f"rms_norm: expected dim to be one of {input.dim()} dimensions of input, but got {dim}")
+    size, shape = input.shape[dim], tuple(_as_shape(normalized_shape))
+    if shape != (size,):
+        raise RuntimeError(
+            f"rms_norm: expected normalized_shape to be {[size]}, the size of dimension {dim} of input, but got "
+            f"{[*shape]}"
+        )
+    behind = (-1 - dim) % input.dim()
+    weight, bias = _along("weight", weight, size, behind), _along("bias", bias, size, behind)
+    rows = input.movedim(dim, -1)
+    output = rms_norm(rows, shape, weight, bias=bias, **others).movedim(-1, dim)
+    return output if rows.is_contiguous() and not input.is_contiguous() else output.contiguous()
+
+
+def _along(name: str, tensor: Tensor | None, size: int, behind: int) -> Tensor | None:
+    """A weight or a bias of one dimension, made of one that broadcasts over the ``behind`` dimensions behind it."""
+    if tensor is None or tensor.shape == (size,):
+        return tensor
+    if tensor.dim() <= behind or tensor.shape[-1 - behind] != size or tensor.numel() != size:
+        raise RuntimeError(
+            f"rms_norm: expected {name} to have shape {[size]} or {[size, *[1] * behind]}, but got {[*tensor.shape]}"
+        )
+    return tensor.flatten()
 
 
 def _refuse_gradients(op: str, **numbers: object) -> None:

@@ -80,14 +80,18 @@ class RMSNorm(_Norm):
         group_size: how many columns of ``normalized_shape``, then one dimension, are normalized by themselves; None:
             all of them. The weight is as wide as ``normalized_shape``.
         bias: whether there is a ``bias``, of the weight's shape and dtype, which is added after it. It starts at 0.
+        dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``; ``normalized_shape``
+            is its size. None means the last dimensions.
 
     Shape:
         Input ``[*, *groups, *normalized_shape]``, output the same. With a second argument, the residual, of the same
-        shape, the output is a pair: the normalized sum and the sum, which is the residual of the next norm.
+        shape, the output is a pair: the normalized sum and the sum, which is the residual of the next norm. With
+        ``dim``, input and output are ``[*, C, *]``.
 
     Raises:
-        ValueError: if ``group_size`` does not divide ``normalized_shape``, or that has several dimensions.
-        RuntimeError: as :func:`normops.rms_norm`; if a module with a ``bias`` is called with a residual.
+        ValueError: if ``group_size`` does not divide ``normalized_shape``, or that has several dimensions; if there
+            are groups and a ``dim``.
+        RuntimeError: as :func:`normops.rms_norm`; if a module with a ``bias`` or a ``dim`` is called with a residual.
 
     Example:
         >>> import torch, normops
@@ -100,9 +104,13 @@ class RMSNorm(_Norm):
         >>> of_queries = normops.RMSNorm(64, groups=8)  # a weight for each of 8 heads
         >>> of_queries(torch.randn(2, 3, 8, 64)).shape
         torch.Size([2, 3, 8, 64])
+        >>> of_channels = normops.RMSNorm(64, dim=1)
+        >>> of_channels(torch.randn(2, 64, 5, 5)).shape
+        torch.Size([2, 64, 5, 5])
     """
 
     bias: nn.Parameter | None
+    dim: int | None = None  # of modules that were pickled before they had one
 
     def __init__(
         self,
@@ -117,9 +125,13 @@ class RMSNorm(_Norm):
         groups: int | Sequence[int] = (),
         group_size: int | None = None,
         bias: bool = False,
+        dim: int | None = None,
     ) -> None:
         others = weight_offset, casting_mode, groups, group_size
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *others)
+        if dim is not None and (self.groups or group_size is not None):
+            raise ValueError(f"dim: expected None in a module with groups, but got {dim}")
+        self.dim = dim
         # None is no parameter, which would take longer to find.
         self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias and elementwise_affine else None
 
@@ -147,10 +159,21 @@ class RMSNorm(_Norm):
         if size is not None:
             shape, x, residual, weight, bias = self._in_groups(size, x, residual, weight, bias)
         if residual is None:
-            output = rms_norm(x, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, bias=bias)
+            output = rms_norm(
+                x,
+                shape,
+                weight,
+                eps,
+                weight_offset=weight_offset,
+                casting_mode=casting_mode,
+                bias=bias,
+                dim=self.dim,
+            )
             return output if size is None else output.flatten(-2)
-        if bias is not None:
-            raise RuntimeError("RMSNorm: expected no residual in a module with a bias, but got one")
+        if bias is not None or self.dim is not None:
+            raise RuntimeError(
+                f"RMSNorm: expected no residual in a module with a {'dim' if bias is None else 'bias'}, but got one"
+            )
         output, total = add_rms_norm(
             x, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
         )
@@ -158,7 +181,8 @@ class RMSNorm(_Norm):
 
     def extra_repr(self) -> str:
         """As in the base class, with what else is not the default."""
-        return super().extra_repr() + ("" if self.bias is None else ", bias=True")
+        dim = "" if self.dim is None else f", dim={self.dim}"
+        return super().extra_repr() + ("" if self.bias is None else ", bias=True") + dim
 
 
 class GatedRMSNorm(_Norm):

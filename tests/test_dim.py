@@ -1,0 +1,156 @@
+"""rms_norm over a dimension that is not the last one."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import normops
+from reference.cases import DTYPES, EPS, values
+
+SHAPES = ((2, 6, 5, 3), (3, 8, 2, 3, 4), (4, 5, 7), (2, 1, 3, 3), (2, 6, 1, 1), (0, 4, 3, 3))
+
+
+def moved(x: Tensor, dim: int, *parameters: Tensor | None, **others: Any) -> Tensor:
+    """The norm over the last dimension of a copy."""
+    weight, bias = (each if each is None else each.flatten() for each in parameters)
+    rows = x.movedim(dim, -1).contiguous()
+    return normops.rms_norm(rows, x.shape[dim], weight, EPS, bias=bias, **others).movedim(-1, dim)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def every_other(x: Tensor) -> Tensor:
+    return x.repeat_interleave(2, -1)[..., ::2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", [Tensor.contiguous, channels_last, every_other], ids=lambda layout: layout.__name__)
+def test_values(dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
+    for shape in SHAPES:
+        x = layout(values(shape, dtype))
+        for dim in (0, 1, -2, -1):
+            size, behind = shape[dim], (-1 - dim) % len(shape)
+            weight, bias = values((size,), dtype, 1), values((size, *[1] * behind), torch.float32, 2)
+            for parameters in ((weight, None), (weight.view(1, *bias.shape), bias), (None, None)):
+                output = normops.rms_norm(x, size, parameters[0], EPS, bias=parameters[1], dim=dim)
+                assert torch.equal(output, moved(x, dim, *parameters))
+    options: dict[str, Any] = {"casting_mode": "llama", "weight_offset": 1.0}
+    output = normops.rms_norm(x := values((2, 6, 5), dtype), 6, weight := values((6, 1), dtype), EPS, dim=1, **options)
+    assert torch.equal(output, moved(x, 1, weight, None, **options))
+
+
+def test_memory_format() -> None:
+    for shape, memory_format in (((2, 6, 5, 3), torch.channels_last), ((2, 6, 2, 5, 3), torch.channels_last_3d)):
+        x = torch.randn(shape)
+        assert normops.rms_norm(x, 6, dim=1).is_contiguous()
+        assert normops.rms_norm(x[:, :, ::2], 6, dim=1).is_contiguous()
+        of_channels_last = x.to(memory_format=memory_format)
+        assert normops.rms_norm(of_channels_last, 6, dim=1).is_contiguous(memory_format=memory_format)
+    # Where both formats are one, the output is contiguous.
+    assert normops.rms_norm(torch.randn(2, 6, 1, 1).to(memory_format=torch.channels_last), 6, dim=1).is_contiguous()
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+def test_channels_last_is_not_copied() -> None:
+    x, weight = torch.randn(2, 6, 5, 3).to(memory_format=torch.channels_last), torch.randn(6)
+    called: list[str] = []
+    with Calls(called):
+        normops.rms_norm(x, 6, weight, dim=1)
+    assert [name for name in called if name not in ("aten::permute", "aten::movedim.int")] == ["normops::rms_norm"]
+
+
+def test_derivatives() -> None:
+    for layout in (Tensor.contiguous, channels_last):
+        x = layout(torch.randn(2, 4, 3, 2, dtype=torch.float64)).requires_grad_()
+        weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 1, 1), (4,)))
+
+        def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return normops.rms_norm(x, 4, weight, EPS, bias=bias, dim=1)
+
+        assert torch.autograd.gradcheck(norm, (x, weight, bias), check_forward_ad=True, check_batched_grad=True)
+        assert torch.autograd.gradgradcheck(norm, (x, weight, bias))
+        (gradient,) = torch.autograd.grad(norm(x, weight, bias).sum(), weight)
+        assert gradient.shape == weight.shape
+
+
+def test_features() -> None:
+    x, weight = torch.randn(3, 2, 6, 5, 4), torch.randn(6, 1, 1)
+
+    def norm(x: Tensor) -> Tensor:
+        return normops.rms_norm(x, 6, weight, EPS, dim=1)
+
+    expected = torch.stack([norm(each) for each in x])
+    assert torch.equal(torch.vmap(norm)(x), expected)
+    assert torch.equal(torch.compile(norm, fullgraph=True)(x[0]), expected[0])
+    program = torch.export.export(normops.RMSNorm(6, EPS, dim=1), (x[0],), strict=True)
+    assert torch.equal(program.module()(x[0]), norm_of_ones := normops.rms_norm(x[0], 6, eps=EPS, dim=1))
+    assert normops.rms_norm(x[0].to("meta"), 6, dim=1).shape == norm_of_ones.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm(x[0]).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dim": 4}, "rms_norm: expected dim to be one of 4 dimensions of input, but got 4"),
+        ({"dim": -5}, "rms_norm: expected dim to be one of 4 dimensions of input, but got -5"),
+        (
+            {"dim": 2},
+            "rms_norm: expected normalized_shape to be [5], the size of dimension 2 of input, but got [6]",
+        ),
+        (
+            {"normalized_shape": [6, 5]},
+            "rms_norm: expected normalized_shape to be [6], the size of dimension 1 of input, but got [6, 5]",
+        ),
+        (
+            {"weight": torch.ones(1, 6, 1)},
+            "rms_norm: expected weight to have shape [6] or [6, 1, 1], but got [1, 6, 1]",
+        ),
+        (
+            {"bias": torch.ones(6, 5, 1)},
+            "rms_norm: expected bias to have shape [6] or [6, 1, 1], but got [6, 5, 1]",
+        ),
+    ],
+)
+def test_errors(changes: dict[str, Any], expected: str) -> None:
+    arguments: dict[str, Any] = {"input": torch.randn(2, 6, 5, 3), "normalized_shape": 6, "dim": 1} | changes
+    with pytest.raises(RuntimeError) as error:
+        normops.rms_norm(**arguments)
+    assert str(error.value) == expected
+
+
+def test_module() -> None:
+    norm = normops.RMSNorm(6, EPS, bias=True, dim=1)
+    with torch.no_grad():
+        norm.weight.normal_()
+        assert norm.bias is not None
+        norm.bias.normal_()
+    x = torch.randn(2, 6, 5, 3)
+    assert torch.equal(norm(x), moved(x, 1, norm.weight, norm.bias))
+    assert repr(norm) == "RMSNorm((6,), eps=0.01, elementwise_affine=True, bias=True, dim=1)"
+    saved = io.BytesIO()
+    torch.save(norm, saved)
+    saved.seek(0)
+    for each in (copy.deepcopy(norm), torch.load(saved, weights_only=False)):
+        assert torch.equal(each(x), norm(x))
+    with pytest.raises(ValueError, match=r"^dim: expected None in a module with groups, but got 1$"):
+        normops.RMSNorm(6, groups=2, dim=1)
+    with pytest.raises(RuntimeError, match=r"^RMSNorm: expected no residual in a module with a dim, but got one$"):
+        normops.RMSNorm(6, dim=1)(x, x)
