@@ -154,11 +154,9 @@ RowLayout, RowsArg, RowConfig, Weight, Gating, Casting, Rotation, KernelArgs, De
 )
 
 
-def device(
-    multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1, early_start: bool = True
-) -> Structure:
-    """``early_start`` is for architectures that have it."""
-    return Device(multiprocessors, shared_bytes, cluster, early_start)
+def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1, pdl: bool = True) -> Structure:
+    """``pdl`` is for architectures that have it."""
+    return Device(multiprocessors, shared_bytes, cluster, pdl)
 
 
 FORMED, GIVEN, WANTED = range(3)
@@ -290,7 +288,7 @@ class Kernels:
         # The launchers ask a device once how much it runs: one with another number of multiprocessors is another.
         self._library.stub_set_device(on.multiprocessors)
         self._library.stub_gpu(on.multiprocessors).contents.multiprocessors = on.multiprocessors
-        on.early_start = on.early_start and self._arch >= 90
+        on.pdl = on.pdl and self._arch >= 90
 
     def _call(self, function: str, *arguments: Any, on: Structure | None = None, seed: int = 0) -> None:
         """With the memory of the rows that were taken since the call before; no other may be accessed."""

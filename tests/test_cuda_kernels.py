@@ -489,11 +489,11 @@ def test_no_cluster_is_larger_than_the_device_runs(kernels: Kernels, cluster: in
 
 @pytest.mark.parametrize("packs", [5, PACKS[-1]])
 @over_operators
-def test_without_early_start_no_kernel_triggers_the_next(kernels: Kernels, operator: Operator, packs: int) -> None:
+def test_without_pdl_no_kernel_triggers_the_next(kernels: Kernels, operator: Operator, packs: int) -> None:
     """The interpreter compares the trigger with the launch attribute, here and in all other tests."""
     case = Case((2, packs * pack_elements(torch.float32)), torch.float32, weight_dtype=torch.float32)
     for flags in operator.flags[:: len(operator.flags) - 1 or 1]:
-        check(kernels, OperatorCase(operator, case, flags, {}), device(early_start=False))
+        check(kernels, OperatorCase(operator, case, flags, {}), device(pdl=False))
 
 
 def test_partial_sums_are_bounded(kernels: Kernels) -> None:

@@ -1,24 +1,44 @@
-// How kernels access tensors. General serves all of them. Plain, and PlainOfGroups for a weight with groups, serve
-// those that models have, with fewer decisions for each row. All compute the same.
+// How kernels access the rows and parameters of a call. The arguments are the same structs for all kernels; a template
+// argument, Access, tells a kernel what it may rely on. Plain kernels make fewer decisions for each row. All accesses
+// compute the same bits.
 #pragma once
 #include "kernels.h"
 #include "vector.cuh"
 
 namespace normops::cuda {
 
+// Types instead of an enum, so that a profiler shows their names.
+struct General {};  // any arguments
+struct Plain {};    // aligned rows with one stride, an aligned weight of their dtype, one group, no bias, sums formed
+struct PlainOfGroups {};  // the same with any number of groups
+
+template <class Access>
+constexpr bool kIsPlain = !std::is_same_v<Access, General>;
+
+// Whether plain kernels support an argument: any, unless it says otherwise.
+template <class Argument>
+bool is_plain(const Argument& argument) {
+  if constexpr (requires { argument.is_plain(); }) {
+    return argument.is_plain();
+  } else {
+    return true;
+  }
+}
+
 // The rows of a tensor. Their strides count elements.
 template <class T>
 struct RowsOf {
+  using Element = T;
   T* data;
   RowLayout layout;
   bool aligned;  // see load_elements
 
   bool is_plain() const { return aligned && layout.dims <= 1; }
 
-  // Where row `first + further` begins.
-  __device__ T* row(int64_t first, int64_t further = 0) const {
+  // The address of row `first + offset`.
+  __device__ T* row(int64_t first, int64_t offset = 0) const {
     T* row = data;
-    int64_t index = first + further;
+    int64_t index = first + offset;
     if (layout.dims == 1) return row + index * layout.strides[0];
 #pragma unroll 1  // divisions are long
     for (int d = layout.dims - 1; d >= 0; d--) {
@@ -43,7 +63,7 @@ RowsOf<T> rows_of(const RowsArg& arg, int64_t cols) {
   return rows;
 }
 
-// Numbers of rows, if they are given or wanted. Each is accessed by itself, wherever it lies.
+// Sums over rows, one number of each row. Each number is accessed by itself, at any address.
 template <class Number, int kCount>
 struct SumsOfRows {
   Sums what;
@@ -55,46 +75,34 @@ struct SumsOfRows {
   }
 
   bool is_plain() const { return what == Sums::compute; }
-  template <class Other>
-  typename Other::template Sums<Number, kCount> as() const {
-    return typename Other::template Sums<Number, kCount>(*this);
-  }
 
-  __device__ bool are(Sums kind) const { return what == kind; }
-  __device__ void read(Number* sums, int64_t first, int64_t further = 0) const {
+  template <class Access>
+  __device__ Sums kind() const {
+    return kIsPlain<Access> ? Sums::compute : what;
+  }
+  __device__ void read(Number* sums, int64_t first, int64_t offset = 0) const {
 #pragma unroll
-    for (int i = 0; i < kCount; i++) sums[i] = *rows[i].row(first, further);
+    for (int i = 0; i < kCount; i++) sums[i] = *rows[i].row(first, offset);
   }
   // One of the threads that hold the row writes.
   template <class Columns>
-  __device__ void write(const Columns& columns, const Number* sums, int64_t first, int64_t further = 0) const {
+  __device__ void write(const Columns& columns, const Number* sums, int64_t first, int64_t offset = 0) const {
     if (!columns.has_first()) return;
 #pragma unroll
-    for (int i = 0; i < kCount; i++) *rows[i].row(first, further) = sums[i];
+    for (int i = 0; i < kCount; i++) *rows[i].row(first, offset) = sums[i];
   }
-};
-
-// What the compiler knows to be formed.
-template <class Number, int kCount>
-struct FormedSums {
-  FormedSums() = default;
-  explicit FormedSums(const SumsOfRows<Number, kCount>&) {}
-
-  __device__ bool are(Sums kind) const { return kind == Sums::compute; }
-  __device__ void read(Number*, int64_t, int64_t = 0) const {}
-  template <class Columns>
-  __device__ void write(const Columns&, const Number*, int64_t, int64_t = 0) const {}
 };
 
 // Rows of T, or of another dtype that a tensor beside one of T may have.
 template <class T>
 struct AnyRowsOf {
+  using Element = T;
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
   RowsOf<Byte> bytes;  // `aligned` is that of rows of the dtype
   DType dtype;
 
   bool is_plain() const { return dtype == kDType<std::remove_const_t<T>> && bytes.is_plain(); }
-  __device__ Byte* row(int64_t first, int64_t further = 0) const { return bytes.row(first, further); }
+  __device__ Byte* row(int64_t first, int64_t offset = 0) const { return bytes.row(first, offset); }
 };
 
 template <class T>
@@ -106,19 +114,19 @@ AnyRowsOf<T> any_rows_of(const RowsArg& arg, int64_t cols) {
   });
 }
 
-// Rows that are added to the normalized ones, or none: kernels with general access ask.
+// Rows that are added to the normalized ones, or none. Kernels with general access check at run time.
 template <class T>
 struct BiasOf {
   AnyRowsOf<const T> rows;
   bool rounds;  // whether what they are added to is a number of T
 
   bool is_plain() const { return rows.bytes.data == nullptr; }
-  // To `count` numbers of row `first + further`, from `column` on.
+  // To `count` numbers of row `first + offset`, from `column` on.
   template <class Index>
-  __device__ void add(Numbers<T>& y, int64_t first, int64_t further, Index column, Index count) const {
+  __device__ void add(Numbers<T>& y, int64_t first, int64_t offset, Index column, Index count) const {
     if (rows.bytes.data == nullptr) return;
     cast<T>(y, rounds);
-    const Numbers<T> bias = load_numbers(rows, rows.row(first, further), column, count);
+    const Numbers<T> bias = load_numbers(rows, rows.row(first, offset), column, count);
 #pragma unroll
     for (int i = 0; i < kPack<T>; i++) y.element[i] += bias.element[i];
   }
@@ -129,31 +137,35 @@ BiasOf<T> bias_of(const KernelArgs& args) {
   return {any_rows_of<const T>(args[kBias], args.cols), args.casting.multiplied};
 }
 
+// The members of rows that plain kernels need. Kernels copy them once, as the compiler loads members of large arguments
+// again after each compiler_barrier(). Without dimensions, strides[0] is 0.
 template <class T>
-struct NoBias {
-  explicit NoBias(const BiasOf<T>&) {}
-};
-
-// Aligned rows, at equal distances.
-template <class T>
-struct PlainRowsOf {
+struct PlainRows {
   static constexpr bool aligned = true;
   T* data;
   int64_t stride;
 
-  explicit PlainRowsOf(const RowsOf<T>& rows)
-      : data(rows.data), stride(rows.layout.dims == 0 ? 0 : rows.layout.strides[0]) {}
-  explicit PlainRowsOf(const AnyRowsOf<T>& rows)
+  __device__ explicit PlainRows(const RowsOf<T>& rows) : data(rows.data), stride(rows.layout.strides[0]) {}
+  __device__ explicit PlainRows(const AnyRowsOf<T>& rows)
       : data(reinterpret_cast<T*>(rows.bytes.data)),
-        stride(rows.bytes.layout.dims == 0 ? 0 : rows.bytes.layout.strides[0] / static_cast<int64_t>(sizeof(T))) {}
+        stride(rows.bytes.layout.strides[0] / static_cast<int64_t>(sizeof(T))) {}
 
-  __device__ T* row(int64_t first, int64_t further = 0) const { return data + first * stride + further * stride; }
+  __device__ T* row(int64_t first, int64_t offset = 0) const { return data + first * stride + offset * stride; }
 };
 
-// Of a row of these, which begins at `row`.
+template <class Access, class Rows>
+using View = std::conditional_t<kIsPlain<Access>, PlainRows<typename Rows::Element>, const Rows&>;
+
+// Rows as kernels with this access use them.
+template <class Access, class Rows>
+__device__ View<Access, Rows> view(const Rows& rows) {
+  return View<Access, Rows>(rows);
+}
+
+// Elements of the row of `rows` that begins at `row`.
 template <int kCount, class Rows, class T, class Index>
-__device__ Elements<std::remove_const_t<T>, kCount> load(const Rows& rows, const T* row, Index column, Index count) {
-  return load_elements<std::remove_const_t<T>, kCount>(row + column, count, rows.aligned);
+__device__ Elements<T, kCount> load(const Rows& rows, const T* row, Index column, Index count) {
+  return load_elements<T, kCount>(row + column, count, rows.aligned);
 }
 
 template <class Rows, class T, class Index, int kCount>
@@ -181,147 +193,68 @@ __device__ void store_numbers(const AnyRowsOf<T>& rows, char* row, Index column,
 }
 
 template <class T, class Index>
-__device__ void store_numbers(const PlainRowsOf<T>& rows, T* row, Index column, Index count,
-                              const Numbers<T>& numbers) {
+__device__ void store_numbers(const PlainRows<T>& rows, T* row, Index column, Index count, const Numbers<T>& numbers) {
   store(rows, row, column, count, from_compute<T>(numbers));
 }
 
-// The scale, for packs of T. of_group() is that of a group. Its hold() is called before a row is summed and loads what
-// it can, its numbers() is called afterwards and makes numbers of that.
+// The weight [groups, cols], or ones without data, for packs of T.
 template <class T>
 struct ScaleOf {
-  Weight weight;
+  const void* data;
+  DType dtype;
+  compute_t<T> offset;
   bool aligned;
 
-  bool is_plain() const { return weight.data != nullptr && weight.dtype == kDType<T> && aligned; }
-
-  class OfGroup {
-   public:
-    struct Held {};
-
-    __device__ OfGroup(const ScaleOf& scale, int64_t group, int64_t cols) : scale_(scale) {
-      const DType dtype = scale.weight.dtype;
-      const int64_t bytes = dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
-      // All threads write the same value. racecheck reports that.
-      weight() = static_cast<const char*>(scale.weight.data) + group * cols * bytes;
-    }
-
-    template <class Index>
-    __device__ Held hold(Index, Index) const {
-      return {};
-    }
-
-    template <class Index>
-    __device__ Numbers<T> numbers(Held, Index column, Index count) const {
-      return load_scale<T>(scale_.weight.data == nullptr ? nullptr : weight(), scale_.weight.dtype,
-                           scale_.weight.offset, column, count, scale_.aligned);
-    }
-
-   private:
-    // In shared memory, as code for all dtypes is short of registers. Each thread reads what it wrote itself.
-    static __device__ const char* volatile& weight() {
-      __shared__ const char* volatile weight;
-      return weight;
-    }
-
-    const ScaleOf& scale_;
-  };
-
-  __device__ OfGroup of_group(int64_t group, int64_t cols) const { return {*this, group, cols}; }
+  bool is_plain() const { return data != nullptr && dtype == kDType<T> && aligned; }
 };
 
-// An aligned weight of T.
 template <class T>
-struct PlainScaleOf {
-  using Held = Pack<T>;
-  const T* weight;
-  compute_t<T> offset;
+ScaleOf<T> scale_of(const Weight& weight, int64_t cols) {
+  return {weight.data, weight.dtype, static_cast<compute_t<T>>(weight.offset),
+          reinterpret_cast<intptr_t>(weight.data) % 16 == 0 && cols % kPack<T> == 0};
+}
 
-  explicit PlainScaleOf(const ScaleOf<T>& scale)
-      : weight(static_cast<const T*>(scale.weight.data)), offset(static_cast<compute_t<T>>(scale.weight.offset)) {}
+// weight + offset of a group. Kernels call hold() before they sum a row, which loads a plain weight, and numbers()
+// afterwards, which loads any other one: code for all dtypes is short of registers.
+template <class T, class Access>
+class GroupScale {
+ public:
+  struct Nothing {};
+  using Held = std::conditional_t<kIsPlain<Access>, Pack<T>, Nothing>;
 
-  __device__ PlainScaleOf of_group(int64_t group, int64_t cols) const {
-    PlainScaleOf scale = *this;
-    scale.weight += group * cols;
-    return scale;
+  __device__ GroupScale(const ScaleOf<T>& scale, int64_t group, int64_t cols) : scale_(scale), first_(group * cols) {
+    if constexpr (kIsPlain<Access>) scale_.data = static_cast<const T*>(scale.data) + first_;
   }
 
   template <class Index>
   __device__ Held hold(Index column, Index count) const {
-    return load_elements<T, kPack<T>>(weight + column, count, true);
+    if constexpr (kIsPlain<Access>) {
+      return load_elements<T, kPack<T>>(static_cast<const T*>(scale_.data) + column, count, true);
+    } else {
+      return {};
+    }
   }
 
   template <class Index>
-  __device__ Numbers<T> numbers(const Held& held, Index, Index) const {
-    Numbers<T> scale = to_compute<T>(held);
-    if (offset != 0) {
-      compiler_barrier();  // makes the compiler jump over the additions, instead of predicating each
+  __device__ Numbers<T> numbers(const Held& held, Index column, Index count) const {
+    if constexpr (kIsPlain<Access>) {
+      Numbers<T> numbers = to_compute<T>(held);
+      if (scale_.offset != 0) {
+        compiler_barrier();  // makes the compiler jump over the additions, instead of predicating each
 #pragma unroll
-      for (int i = 0; i < kPack<T>; i++) scale.element[i] += offset;
+        for (int i = 0; i < kPack<T>; i++) numbers.element[i] += scale_.offset;
+      }
+      return numbers;
+    } else {
+      int64_t first = first_;
+      make_opaque(first);  // otherwise addresses of all packs are held in registers
+      return load_scale<T>(scale_.data, scale_.dtype, scale_.offset, first + column, count, scale_.aligned);
     }
-    return scale;
   }
+
+ private:
+  std::conditional_t<kIsPlain<Access>, ScaleOf<T>, const ScaleOf<T>&> scale_;  // with plain access, of the group
+  int64_t first_;                                                              // element of the weight
 };
-
-// How many groups the weight has.
-struct Groups {
-  int64_t count;
-};
-
-struct OneGroup {
-  static constexpr int64_t count = 1;
-  explicit OneGroup(const Groups&) {}
-};
-
-struct General {
-  template <class T>
-  using Rows = RowsOf<T>;
-  template <class T>
-  using AnyRows = AnyRowsOf<T>;
-  template <class T>
-  using Scale = ScaleOf<T>;
-  template <class T>
-  using Bias = BiasOf<T>;
-  template <class Number, int kCount>
-  using Sums = SumsOfRows<Number, kCount>;
-  using Groups = cuda::Groups;
-};
-
-struct Plain {
-  template <class T>
-  using Rows = PlainRowsOf<T>;
-  template <class T>
-  using AnyRows = PlainRowsOf<T>;
-  template <class T>
-  using Scale = PlainScaleOf<T>;
-  template <class T>
-  using Bias = NoBias<T>;
-  template <class Number, int kCount>
-  using Sums = FormedSums<Number, kCount>;
-  using Groups = OneGroup;
-};
-
-struct PlainOfGroups : Plain {
-  using Groups = cuda::Groups;
-};
-
-// Whether there are kernels for plain access of groups. These, such as heads, are narrow.
-template <int kPacks>
-constexpr bool kHasPlainOfGroups = kPacks <= 4;
-
-// Calls launch.template operator()<Access>() with the access that serves tensors.
-template <int kPacks, class Launch>
-void dispatch_access(bool are_plain, int64_t groups, Launch launch) {
-  if (are_plain) {
-    if (groups == 1) return launch.template operator()<Plain>();
-    if constexpr (kHasPlainOfGroups<kPacks>) return launch.template operator()<PlainOfGroups>();
-  }
-  launch.template operator()<General>();
-}
-
-template <class T>
-ScaleOf<T> scale_of(const Weight& weight, int64_t cols) {
-  return {weight, reinterpret_cast<intptr_t>(weight.data) % 16 == 0 && cols % kPack<T> == 0};
-}
 
 }  // namespace normops::cuda

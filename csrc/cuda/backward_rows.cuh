@@ -8,65 +8,20 @@
 namespace normops::cuda {
 
 // T is the type of grad_output, R that of everything else with rows.
-template <class T, class R, class Access>
-struct Backward {
-  template <class W>
-  using Rows = typename Access::template Rows<W>;
-
-  int64_t rows;
-  int64_t cols;
-  double inverse_cols;
-  double eps;
-  typename Access::Groups groups;
-  typename Access::template Scale<R> scale;
-  Rows<const T> grad_output;
-  Rows<const R> input;
-  Rows<const R> grad_residual;  // data is null without one
-  Rows<R> grad_input;           // data is null if not wanted
-  compute_t<R>* partials;       // [partials, groups, cols], or null if not wanted
-  Casting casting;              // to T
-  bool starts_early;
+template <class T, class R>
+struct Backward : NormArgs<R> {
+  RowsOf<const T> grad_output;
+  RowsOf<const R> input;
+  RowsOf<const R> grad_residual;  // data is null without one
+  RowsOf<R> grad_input;           // data is null if not wanted
+  SumsOfRows<compute_t<R>, 2> sums;
+  compute_t<R>* partials;  // [partials, groups, cols], or null if not wanted
 
   bool is_plain() const {
-    return scale.is_plain() && grad_output.is_plain() && input.is_plain() && grad_residual.is_plain() &&
-           grad_input.is_plain();
-  }
-  template <class Other>
-  Backward<T, R, Other> as() const {
-    using To = Backward<T, R, Other>;
-    return {rows,
-            cols,
-            inverse_cols,
-            eps,
-            typename Other::Groups(groups),
-            typename Other::template Scale<R>(scale),
-            typename To::template Rows<const T>(grad_output),
-            typename To::template Rows<const R>(input),
-            typename To::template Rows<const R>(grad_residual),
-            typename To::template Rows<R>(grad_input),
-            partials,
-            casting,
-            starts_early};
+    return NormArgs<R>::is_plain() && grad_output.is_plain() && input.is_plain() && grad_residual.is_plain() &&
+           grad_input.is_plain() && sums.is_plain();
   }
 };
-
-// Packs begin at multiples of a pack where `begins` is one, too.
-template <class T, class R>
-Backward<T, R, General> backward_of(const KernelArgs& args, int64_t begins, bool starts_early) {
-  return {args.rows,
-          args.cols,
-          1.0 / static_cast<double>(args.size),
-          args.eps,
-          {args.weight.groups},
-          scale_of<R>(args.weight, begins),
-          rows_of<const T, R>(args[kGradOutput], begins),
-          rows_of<const R, R>(args[kInput], begins),
-          rows_of<const R, R>(args[kGradResidual], begins),
-          rows_of<R, R>(args[kGradInput], begins),
-          nullptr,
-          args.casting,
-          starts_early};
-}
 
 // The numbers of a row that its gradients are made of.
 template <class Compute>
@@ -91,7 +46,8 @@ struct Terms {
 // The gate of an operator without one: dy is grad_output, h is input, and grad_input is dh. Other gates have functions
 // of the same names, which form dy and h of grad_output and input, and grad_input of dh.
 struct IdentityPrologue {
-  static constexpr bool takes_residual() { return true; }
+  // Whether there may be a residual, and sums that are given or wanted.
+  static constexpr bool is_identity() { return true; }
   struct Nothing {};
   struct Activated {
     __device__ Nothing operator[](int) const { return {}; }
@@ -278,19 +234,23 @@ int64_t weight_sum_bytes(const LaunchShape& shape) {
 
 // Rows that fit into registers: each element is read once. A block takes rows until none is left, and then writes its
 // share of grad_weight. The sums over a row are those of h^2 and of dy * w * h.
-template <int kPacks, class T, class R, class Access, class Columns, class Gate,
-          class RowStats = FormedSums<compute_t<R>, 2>>
-__device__ void backward_rows(const Backward<T, R, Access>& args, const Columns& columns, const Gate& gate,
-                              const RowStats& stats = {}) {
+template <int kPacks, class Access, class T, class R, class Columns, class Gate>
+__device__ void backward_rows(const Backward<T, R>& args, const Columns& columns, const Gate& gate) {
   using Compute = compute_t<R>;
-  pdl_wait(args.starts_early);
+  const Sums kind = Gate::is_identity() ? args.sums.template kind<Access>() : Sums::compute;
+  const auto& grad_output = view<Access>(args.grad_output);
+  const auto& input = view<Access>(args.input);
+  const auto& grad_residual = view<Access>(args.grad_residual);
+  const auto& grad_input = view<Access>(args.grad_input);
+  const int64_t groups = group_count<Access>(args);
+  pdl_wait(args.pdl);
   __shared__ RowSumShared<Compute, 2> shared;
-  RowSums<Compute, 2, kPacks> sum_row(shared, !stats.are(Sums::input));
+  RowSums<Compute, 2, kPacks> sum_row(shared, kind != Sums::input);
   Columns written = columns;
-  if (args.grad_input.data == nullptr) written.take_none();
+  if (grad_input.data == nullptr) written.take_none();
 
-  const BlockRows block(args.groups.count, blockDim.y);
-  const auto scale_of_group = args.scale.of_group(block.group, args.cols);
+  const BlockRows block(groups, blockDim.y);
+  const GroupScale<R, Access> scale_of_group(args.scale, block.group, args.cols);
   const auto load_scale_of = [&](int p) {
     const int column = columns.column(p), count = columns.count(p);
     return scale_of_group.numbers(scale_of_group.hold(column, count), column, count);
@@ -319,15 +279,15 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
   };
   const auto load_row = [&](int64_t row) {
     Loaded loaded;
-    load_packs<R>(loaded.x, args.input, args.input.row(row), row < args.rows, columns);
-    load_packs<R>(loaded.dy, args.grad_output, args.grad_output.row(row), row < args.rows, columns);
+    load_packs<R>(loaded.x, input, input.row(row), row < args.rows, columns);
+    load_packs<R>(loaded.dy, grad_output, grad_output.row(row), row < args.rows, columns);
     loaded.held.load(gate, row, row < args.rows, columns);
-    if (stats.are(Sums::input) && row < args.rows) stats.read(loaded.sums, row);
+    if (kind == Sums::input && row < args.rows) args.sums.read(loaded.sums, row);
     return loaded;
   };
   // A narrow row is too little to keep memory busy by itself, so the next one is loaded while this one is dealt with.
   constexpr bool kLoadsAhead = kPacks <= 2;
-  const int64_t row_in_block = threadIdx.y * args.groups.count;
+  const int64_t row_in_block = threadIdx.y * groups;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   Loaded next;
   if constexpr (kLoadsAhead) next = load_row(block.first + row_in_block);
@@ -344,7 +304,7 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
     auto& [x, dy, held, sums] = loaded;
 
     const auto activated = held.activate(gate, columns, dy);
-    if (!stats.are(Sums::input)) {
+    if (kind != Sums::input) {
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
@@ -355,55 +315,57 @@ __device__ void backward_rows(const Backward<T, R, Access>& args, const Columns&
       sum_row(sums);
     }
     if (row >= args.rows) continue;
-    if (stats.are(Sums::output)) {
-      stats.write(columns, sums, row);
-      continue;
+    if constexpr (Gate::is_identity()) {
+      if (kind == Sums::output) {
+        args.sums.write(columns, sums, row);
+        continue;
+      }
     }
 
-    R* const target = columns.of_row(args.grad_input.row(row));
+    R* const target = columns.of_row(grad_input.row(row));
     const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
     keep_packed(x);
     keep_packed(dy);
     const auto gate_target = gate.row_of_gradient(row);
     const auto write = [&]<bool kHasResidual>() {
       const R* residual = nullptr;
-      if constexpr (kHasResidual) residual = columns.of_row(args.grad_residual.row(row));
+      if constexpr (kHasResidual) residual = columns.of_row(grad_residual.row(row));
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
         const int offset = columns.offset(p), count = columns.count(p);
         Numbers<R> dz = {};
-        if constexpr (kHasResidual) dz = load_residual(args.grad_residual, residual, offset, count);
+        if constexpr (kHasResidual) dz = load_residual(grad_residual, residual, offset, count);
         const auto terms = gate.terms(dy[p], x[p], activated[p]);
         const Numbers<R> w = scale_of(p);
         const auto add = [&](int i, Compute a, Compute b) { dw.at(p, i) = fma_rn(a, b, dw.at(p, i)); };
         Numbers<R> dx = gradients<T, R>(terms, w, dz, factors, args.casting.normalized, add);
         gate.finish(dx, terms, w, factors, gate_target, columns.column(p), count);
-        store(args.grad_input, target, offset, written.count(p), from_compute<R>(dx));
+        store(grad_input, target, offset, written.count(p), from_compute<R>(dx));
         keep_few_registers<kPacks>();
       }
     };
     // Asked once for each row, unless that would double too much code.
-    if (Gate::takes_residual() && (kPacks == 16 || args.grad_residual.data != nullptr)) {
+    if (Gate::is_identity() && (kPacks == 16 || grad_residual.data != nullptr)) {
       write.template operator()<true>();
     } else {
       write.template operator()<false>();
     }
   }
-  if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols, args.input.aligned);
+  if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols, input.aligned);
 }
 
 // Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
-template <class T, class R, class Columns, class Gate, class RowStats = FormedSums<compute_t<R>, 2>>
-__device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, const Columns& columns,
-                                           const Gate& gate, const RowStats& stats = {}) {
+template <class T, class R, class Columns, class Gate>
+__device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Columns& columns, const Gate& gate) {
   using Compute = compute_t<R>;
+  const Sums kind = Gate::is_identity() ? args.sums.what : Sums::compute;
   constexpr int kTogether = Columns::kTogether;
-  pdl_wait(args.starts_early);
+  pdl_wait(args.pdl);
   __shared__ RowSumShared<double, 2> shared;
   RowSums<double, 2, kAnyWidth.packs> sum_row(shared);
   Compute* const partial = args.partials != nullptr ? args.partials + blockIdx.x * args.cols : nullptr;
-  const BlockRows block(args.groups.count, 1);
-  const auto scale = args.scale.of_group(block.group, args.cols);
+  const BlockRows block(args.groups, 1);
+  const GroupScale<R, General> scale(args.scale, block.group, args.cols);
 
   for (int64_t row = block.first; row < args.rows; row += gridDim.x) {
     const R* const x_row = args.input.row(row);
@@ -425,8 +387,8 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
       for (int t = 0; t < kTogether; t++) use(gate.terms(dy[t], x[t], activated[t]), p + t);
     };
     Compute sums[2];
-    if (stats.are(Sums::input)) {
-      stats.read(sums, row);
+    if (kind == Sums::input) {
+      args.sums.read(sums, row);
     } else {
       double spans[2] = {};
       for (int64_t first = 0; columns.reaches(first); first += kPacksOfChain) {
@@ -444,9 +406,11 @@ __device__ void backward_rows_of_any_width(const Backward<T, R, General>& args, 
       sums[0] = static_cast<Compute>(spans[0]), sums[1] = static_cast<Compute>(spans[1]);
     }
 
-    if (stats.are(Sums::output)) {
-      stats.write(columns, sums, row);
-      continue;
+    if constexpr (Gate::is_identity()) {
+      if (kind == Sums::output) {
+        args.sums.write(columns, sums, row);
+        continue;
+      }
     }
 
     const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
@@ -481,33 +445,35 @@ inline unsigned clusters_of_rows(int64_t at_once, int64_t rows, int64_t groups, 
 // does not depend on the access, as that must not show in the sum.
 template <class Kernels, class T, class R, int kPacks>
 LaunchShape backward_shape(const RowConfig& config, const KernelArgs& args, const Device& device) {
-  LaunchShape shape = {dim3(1, config.cluster), block_of(config), 0};
-  int64_t at_once;
-  if constexpr (kPacks == 0) {
-    at_once = std::min(clusters_at_once(Kernels::template any_width<T, R>(), shape, device.multiprocessors),
-                       kPartialsBytes / (args.cols * static_cast<int64_t>(sizeof(compute_t<R>))));
-  } else {
-    shape.shared_bytes = weight_sum_bytes<R, kPacks>(shape);
-    const auto clusters_with = [&]<class Access>() {
-      const auto kernel = Kernels::template held<T, R, kPacks, typename Kernels::template Served<Access>>();
-      return clusters_at_once(kernel, shape, device.multiprocessors);
-    };
-    at_once = clusters_with.template operator()<General>();
-    at_once = std::min(at_once, clusters_with.template operator()<Plain>());
-    if constexpr (kHasPlainOfGroups<kPacks>) {
-      at_once = std::min(at_once, clusters_with.template operator()<PlainOfGroups>());
+  LaunchShape shape = {dim3(1, config.cluster), block_of(config)};
+  if constexpr (kPacks > 0) shape.shared_bytes = weight_sum_bytes<R, kPacks>(shape);
+  static PerKeyCache<std::tuple<int, int, int>, int64_t> found;  // by device, threads and blocks of a cluster
+  int64_t at_once = found({current_device_index(), config.threads, config.cluster}, [&] {
+    int64_t least = INT64_MAX;
+    for (const auto kernel : kernels_for<Kernels, T, R, kPacks>()) {
+      least = std::min(least, clusters_at_once(kernel, shape, device.multiprocessors));
     }
-  }
+    return least;
+  });
+  constexpr int64_t kBytes = sizeof(compute_t<R>);
+  if (kPacks == 0) at_once = std::min(at_once, kPartialsBytes / (args.cols * kBytes));
   shape.grid.x = clusters_of_rows(at_once, args.rows, args.weight.groups, shape);
+  shape.pdl = device.pdl;
   return shape;
 }
 
 template <class Kernels>
 void launch_backward(const KernelArgs& args, const Device& device, Stream stream, const AllocatePartials& allocate) {
   dispatch_kernels<Kernels>(args, device, [&]<class T, class R, int kPacks>(const RowConfig& config) {
-    LaunchShape shape = backward_shape<Kernels, T, R, kPacks>(config, args, device);
-    shape.starts_early = device.early_start;
-    auto backward = backward_of<T, R>(args, Kernels::begins(args), shape.starts_early);
+    const LaunchShape shape = backward_shape<Kernels, T, R, kPacks>(config, args, device);
+    const int64_t begins = Kernels::begins(args);
+    Backward<T, R> backward = {norm_args_of<R>(args, begins, device.pdl),
+                               rows_of<const T, R>(args[kGradOutput], begins),
+                               rows_of<const R, R>(args[kInput], begins),
+                               rows_of<const R, R>(args[kGradResidual], begins),
+                               rows_of<R, R>(args[kGradInput], begins),
+                               SumsOfRows<compute_t<R>, 2>(args),
+                               nullptr};
     if (args.has(kGradWeight)) {
       backward.partials = static_cast<compute_t<R>*>(allocate(shape.grid.x / args.weight.groups));
     }

@@ -27,7 +27,7 @@ __device__ inline void wait_for_cluster() {
 
 // An mbarrier, which lies in a block's shared memory and counts the bytes that other blocks send there. It is used
 // again and again: each time ends when all bytes that were expected have come.
-class Arrivals {
+class Mbarrier {
  public:
   // Called by one thread, before the block arrives at the cluster.
   __device__ void begin() {
@@ -63,7 +63,7 @@ class Arrivals {
   }
 
   // Writes `bits` to the shared memory of block `rank`, to the same offset as `place` has in this block's, and lets
-  // that block's Arrivals, at the same offset as these, count them.
+  // that block's Mbarrier, at the same offset as this one, count them.
   __device__ void send(unsigned rank, uint32_t* place, uint32_t bits) const {
 #if NORMOPS_CLUSTERS
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(in(rank, place)),

@@ -37,9 +37,9 @@ int largest_cluster(int multiprocessors, int64_t shared_bytes) {
   return 1;
 }
 
-// Early starts are captured into graphs only where others are known to do that: on sm_120 it was refused
-// (sglang#18596).
-bool starts_kernels_early(int major) {
+// Programmatic dependent launches are used only on architectures that are known to capture them into graphs: sm_120
+// refused (sglang#18596).
+bool uses_pdl(int major) {
   static const bool is_wanted = [] {
     const char* setting = std::getenv("NORMOPS_EARLY_START");
     return setting == nullptr || std::string_view(setting) != "0";
@@ -54,7 +54,7 @@ Device describe(int device) {
   const int major = attribute(cudaDevAttrComputeCapabilityMajor, device);
   const bool is_sm_90 = major >= 9 && runs_code_of_sm_90();
   return {multiprocessors, shared_bytes, is_sm_90 ? largest_cluster(multiprocessors, shared_bytes) : 1,
-          is_sm_90 && starts_kernels_early(major)};
+          is_sm_90 && uses_pdl(major)};
 }
 
 }  // namespace

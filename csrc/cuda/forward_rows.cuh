@@ -5,50 +5,6 @@
 
 namespace normops::cuda {
 
-template <class T, class R, class Access>
-struct Forward {
-  int64_t rows;
-  int64_t cols;
-  double inverse_cols;
-  double eps;
-  typename Access::Groups groups;
-  typename Access::template Scale<R> scale;
-  typename Access::template Rows<const T> input;
-  typename Access::template Rows<T> output;
-  Casting casting;  // to T
-  bool starts_early;
-
-  bool is_plain() const { return scale.is_plain() && input.is_plain() && output.is_plain(); }
-  template <class Other>
-  Forward<T, R, Other> as() const {
-    return {rows,
-            cols,
-            inverse_cols,
-            eps,
-            typename Other::Groups(groups),
-            typename Other::template Scale<R>(scale),
-            typename Other::template Rows<const T>(input),
-            typename Other::template Rows<T>(output),
-            casting,
-            starts_early};
-  }
-};
-
-// Packs begin at multiples of a pack where `begins` is one, too.
-template <class T, class R>
-Forward<T, R, General> forward_of(const KernelArgs& args, int64_t begins, bool starts_early) {
-  return {args.rows,
-          args.cols,
-          1.0 / static_cast<double>(args.size),
-          args.eps,
-          {args.weight.groups},
-          scale_of<R>(args.weight, begins),
-          rows_of<const T, R>(args[kInput], begins),
-          rows_of<T, R>(args[kOutput], begins),
-          args.casting,
-          starts_early};
-}
-
 // What an operator computes of the normalized numbers before they are written: nothing.
 struct NoEpilogue {
   template <class... Computed>
@@ -83,13 +39,16 @@ __device__ void sum_squares(const Values (&h)[kRows][kPacks], compute_t<R> (&sum
 
 // Normalizes rows that are held in registers: a thread has kPacks packs of each, or the numbers of as many.
 // epilogue(numbers, r, p) changes what is written for the packs from p on that belong together, of row r.
-template <class T, class R, class Access, class Scale, class Columns, class Values, int kRows, int kPacks, class SumRow,
+template <class Access, class T, class R, class Columns, class Values, int kRows, int kPacks, class SumRow,
           class Epilogue = NoEpilogue>
-__device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& scale, const TakenRows& rows,
+__device__ void normalize_rows(const NormArgs<R>& args, const RowsOf<T>& output, const TakenRows& rows,
                                const Columns& columns, Values (&h)[kRows][kPacks], SumRow& sum_row,
                                Epilogue epilogue = {}) {
   using Compute = compute_t<R>;
   constexpr int kTogether = Columns::kTogether;
+  using Scale = GroupScale<R, Access>;
+  const Scale scale(args.scale, rows.group, args.cols);
+  const auto& target_rows = view<Access>(output);
   typename Scale::Held held[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; p++) held[p] = scale.hold(columns.column(p), columns.count(p));
@@ -103,7 +62,7 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& s
   keep_packed(held);
   T* target[kRows];
 #pragma unroll
-  for (int r = 0; r < kRows; r++) target[r] = columns.of_row(args.output.row(rows.first, rows.further(r)));
+  for (int r = 0; r < kRows; r++) target[r] = columns.of_row(target_rows.row(rows.first, rows.row_offset(r)));
 
 #pragma unroll
   for (int p = 0; p < kPacks; p += kTogether) {
@@ -123,7 +82,7 @@ __device__ void normalize_rows(const Forward<T, R, Access>& args, const Scale& s
 #pragma unroll
       for (int t = 0; t < kTogether; t++) {
         const int count = rows.has(r) ? columns.count(p + t) : 0;
-        store(args.output, target[r], columns.offset(p + t), count, from_compute<T>(y[t]));
+        store(target_rows, target[r], columns.offset(p + t), count, from_compute<T>(y[t]));
       }
     }
     keep_few_registers<kPacks>();
@@ -152,13 +111,13 @@ __device__ compute_t<R> square_sum_of_any_width(const Columns& columns, const Lo
 // Normalizes a row of any width that has been summed. load is that of square_sum_of_any_width(). epilogue(numbers, p)
 // changes what is written for the thread's packs from p on that belong together.
 template <class T, class R, class Columns, class Load, class Epilogue = NoEpilogue>
-__device__ void normalize_summed(const Forward<T, R, General>& args, const Columns& columns, compute_t<R> square_sum,
-                                 const Load& load, const Epilogue& epilogue = {}) {
+__device__ void normalize_summed(const NormArgs<R>& args, const RowsOf<T>& output, const Columns& columns,
+                                 compute_t<R> square_sum, const Load& load, const Epilogue& epilogue = {}) {
   constexpr int kTogether = Columns::kTogether;
   const compute_t<R> rstd = rstd_of(square_sum, args.inverse_cols, args.eps);
-  const BlockRows block(args.groups.count, 1);
-  const auto scale = args.scale.of_group(block.group, args.cols);
-  T* const target = args.output.row(block.first);
+  const BlockRows block(args.groups, 1);
+  const GroupScale<R, General> scale(args.scale, block.group, args.cols);
+  T* const target = output.row(block.first);
   for (int64_t p = 0; columns.reaches(p); p += kTogether) {
     Numbers<R> y[kTogether];
 #pragma unroll
@@ -169,17 +128,17 @@ __device__ void normalize_summed(const Forward<T, R, General>& args, const Colum
     epilogue(y, p);
 #pragma unroll
     for (int t = 0; t < kTogether; t++) {
-      store(args.output, target, columns.column(p + t), columns.count(p + t), from_compute<T>(y[t]));
+      store(output, target, columns.column(p + t), columns.count(p + t), from_compute<T>(y[t]));
     }
   }
 }
 
 // The same in two passes over the row, with a load for each.
 template <class T, class R, class Columns, class LoadFirst, class LoadAgain, class Epilogue = NoEpilogue>
-__device__ void normalize_any_width(const Forward<T, R, General>& args, const Columns& columns, LoadFirst load_first,
-                                    LoadAgain load_again, Epilogue epilogue = {}) {
-  pdl_wait(args.starts_early);
-  normalize_summed(args, columns, square_sum_of_any_width<R>(columns, load_first), load_again, epilogue);
+__device__ void normalize_any_width(const NormArgs<R>& args, const RowsOf<T>& output, const Columns& columns,
+                                    LoadFirst load_first, LoadAgain load_again, Epilogue epilogue = {}) {
+  pdl_wait(args.pdl);
+  normalize_summed(args, output, columns, square_sum_of_any_width<R>(columns, load_first), load_again, epilogue);
 }
 
 template <class Kernels>
@@ -188,9 +147,11 @@ void launch_forward(const KernelArgs& args, const Device& device, Stream stream)
     const dim3 block = block_of(config);
     const int64_t rows_at_once = kPacks == 0 ? 1 : static_cast<int64_t>(block.y) * rows_in_flight(kPacks);
     const auto blocks = static_cast<unsigned>(blocks_of_rows(args.rows, rows_at_once, args.weight.groups));
-    launch_kernel<Kernels, T, R, kPacks>(LaunchShape{dim3(blocks, config.cluster), block, 0, device.early_start},
-                                         stream, forward_of<T, R>(args, Kernels::begins(args), device.early_start),
-                                         Kernels::template own<T, R>(args));
+    const LaunchShape shape = {dim3(blocks, config.cluster), block, 0, device.pdl};
+    const int64_t begins = Kernels::begins(args);
+    const std::tuple rows(rows_of<const T, R>(args[kInput], begins), rows_of<T, R>(args[kOutput], begins));
+    launch_kernel<Kernels, T, R, kPacks>(shape, stream, norm_args_of<R>(args, begins, device.pdl),
+                                         std::tuple_cat(rows, Kernels::template own<T, R>(args)));
   });
 }
 

@@ -97,7 +97,7 @@ __device__ void multiply(Numbers<T>& numbers, const Numbers<T>& factors) {
 // A thread's packs of a row of gates, which are held from the time when they are loaded.
 template <class T, int kPacks, class Access>
 struct HeldGate {
-  using Rows = typename Access::template AnyRows<const T>;
+  using Rows = PlainRows<const T>;
   Pack<T> packs[kPacks];
 
   __device__ void load(const Rows& rows, const T* row, bool is_row, const Columns<T, int>& columns) {

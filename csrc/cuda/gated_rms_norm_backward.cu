@@ -1,6 +1,4 @@
-// gated_rms_norm_backward, where a is the activated gate and a' its slope:
-//   if y = x * rstd * w * a, then h = x, dx = dh and dg = dy * h * rstd * w * a'
-//   if h = x * a and y = h * rstd * w, then dx = dh * a and dg = dh * x * a'
+// gated_rms_norm_backward
 #include "backward_rows.cuh"
 #include "gate.cuh"
 
@@ -19,19 +17,12 @@ struct GatedTerms {
 
 template <class T, class Access>
 struct Gate {
-  static constexpr bool takes_residual() { return false; }
+  static constexpr bool is_identity() { return false; }
 
-  typename Access::template AnyRows<const T> rows;
-  typename Access::template AnyRows<T> gradients;  // data is null if not wanted
+  View<Access, AnyRowsOf<const T>> rows;
+  View<Access, AnyRowsOf<T>> gradients;  // data is null if not wanted
   Gating gating;
   Casting casting;
-
-  bool is_plain() const { return rows.is_plain() && gradients.is_plain(); }
-  template <class Other>
-  Gate<T, Other> as() const {
-    return {typename Other::template AnyRows<const T>(rows), typename Other::template AnyRows<T>(gradients), gating,
-            casting};
-  }
 
   template <int kPacks>
   struct Activations {
@@ -115,24 +106,32 @@ struct Gate {
   }
 };
 
-// Rows that fit into registers: each element is read once.
+// With a = activation(gate), a' its slope, and dh, dw those of backward_rows.cuh:
+//   norm_before_gate: h = input, dy = grad_output * a, grad_input = dh, grad_gate = grad_output * h * rstd * w * a'
+//   otherwise: h = input * a, dy = grad_output, grad_input = dh * a, grad_gate = dh * input * a'
+// For rows that fit into registers: each element is read once.
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_blocks(kPacks))
-    gated_rms_norm_backward_kernel(const Backward<T, T, Access> args, const Gate<T, Access> gate) {
-  backward_rows<kPacks>(args, Columns<T, int>(args.cols), gate);
+    gated_rms_norm_backward_kernel(const Backward<T, T> args, const AnyRowsOf<const T> gate,
+                                   const AnyRowsOf<T> grad_gate, const Gating gating) {
+  backward_rows<kPacks, Access>(args, Columns<T, int>(args.cols),
+                                Gate<T, Access>{view<Access>(gate), view<Access>(grad_gate), gating, args.casting});
 }
 
+// The same for rows of any width.
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads, 1)
-    gated_rms_norm_backward_any_width_kernel(const Backward<T, T, General> args, const Gate<T, General> gate) {
-  backward_rows_of_any_width(args, Columns<T, int64_t>(args.cols), gate);
+    gated_rms_norm_backward_any_width_kernel(const Backward<T, T> args, const AnyRowsOf<const T> gate,
+                                             const AnyRowsOf<T> grad_gate, const Gating gating) {
+  backward_rows_of_any_width(args, Columns<T, int64_t>(args.cols),
+                             Gate<T, General>{gate, grad_gate, gating, args.casting});
 }
 
 struct GatedRmsNormBackwardKernels : GatedKernels {
   template <class T, class>
-  static Gate<T, General> own(const KernelArgs& args) {
-    return {any_rows_of<const T>(args[kGate], args.cols), any_rows_of<T>(args[kGradGate], args.cols), args.gating,
-            args.casting};
+  static auto own(const KernelArgs& args) {
+    return std::tuple(any_rows_of<const T>(args[kGate], args.cols), any_rows_of<T>(args[kGradGate], args.cols),
+                      args.gating);
   }
   template <class T, class, int kPacks, class Access>
   static auto held() {

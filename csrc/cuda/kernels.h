@@ -14,7 +14,7 @@ struct Device {
   int multiprocessors;
   int64_t shared_bytes;  // the most that a block can have
   int cluster;           // how many blocks the largest cluster has that it runs; 1 without clusters
-  bool early_start;      // whether a kernel can start while the one before it ends
+  bool pdl;              // programmatic dependent launch: whether a kernel can start while the one before it ends
 };
 
 // The current device. Throws std::runtime_error if CUDA cannot tell.

@@ -1,14 +1,49 @@
 // How an operator says what its kernels are, and how these are launched.
 #pragma once
+#include <array>
+
 #include "row.cuh"
 
 namespace normops::cuda {
+
+// Arguments of the kernels of all operators. R is the type of the normalized rows.
+template <class R>
+struct NormArgs {
+  int64_t rows;
+  int64_t cols;
+  double inverse_cols;
+  double eps;
+  int64_t groups;
+  ScaleOf<R> scale;
+  Casting casting;  // to the type of the output, or of grad_output
+  bool pdl;
+
+  bool is_plain() const { return scale.is_plain(); }
+};
+
+template <class Access, class R>
+__device__ int64_t group_count(const NormArgs<R>& args) {
+  return std::is_same_v<Access, Plain> ? 1 : args.groups;
+}
+
+// Packs begin at multiples of a pack where `begins` is one, too.
+template <class R>
+NormArgs<R> norm_args_of(const KernelArgs& args, int64_t begins, bool pdl) {
+  return {args.rows,
+          args.cols,
+          1.0 / static_cast<double>(args.size),
+          args.eps,
+          args.weight.groups,
+          scale_of<R>(args.weight, begins),
+          args.casting,
+          pdl};
+}
 
 // What operators have that say nothing else. They all have, for a type T of the output or of grad_output, and a type R
 // of what is normalized,
 //   held<T, R, kPacks, Access>()  the kernel for rows that are held in kPacks packs of each thread
 //   any_width<T, R>()             that for all others
-//   own<T, R>(args)               what both take beside what all kernels of the forward, or of the backward, take
+//   own<T, R>(args)               a tuple of what both take besides NormArgs, input and output, or Backward
 struct OperatorKernels {
   // Calls visit.template operator()<T, R>().
   template <class Visit>
@@ -22,9 +57,8 @@ struct OperatorKernels {
     return row_config(packs_of<R>(args.cols), device);
   }
   static constexpr bool holds(int /*packs*/) { return true; }
-  // Which access serves where this one would do.
-  template <class Access>
-  using Served = Access;
+  // The access of the plain kernel for one group.
+  using OneGroup = Plain;
 };
 
 // Calls visit.template operator()<T, R, kPacks>(config); 0 packs are any width.
@@ -38,19 +72,34 @@ void dispatch_kernels(const KernelArgs& args, const Device& device, Visit visit)
   });
 }
 
-// Launches the one that serves these arguments: what all kernels take, and the operator's own.
-template <class Kernels, class T, class R, int kPacks, class Args, class Own>
-void launch_kernel(const LaunchShape& shape, Stream stream, const Args& args, const Own& own) {
+// The kernels for a number of packs: that for any width, or those with General and Plain access and, for narrow rows,
+// such as heads, PlainOfGroups.
+template <class Kernels, class T, class R, int kPacks>
+auto kernels_for() {
   if constexpr (kPacks == 0) {
-    launch(Kernels::template any_width<T, R>(), shape, stream, args, own);
+    return std::array{Kernels::template any_width<T, R>()};
   } else {
-    const auto launch_with = [&]<class Chosen>() {
-      using Access = typename Kernels::template Served<Chosen>;
-      launch(Kernels::template held<T, R, kPacks, Access>(), shape, stream, args.template as<Access>(),
-             own.template as<Access>());
-    };
-    dispatch_access<kPacks>(args.is_plain() && own.is_plain(), args.groups.count, launch_with);
+    const auto general = Kernels::template held<T, R, kPacks, General>();
+    const auto plain = Kernels::template held<T, R, kPacks, typename Kernels::OneGroup>();
+    if constexpr (kPacks <= 4) {
+      return std::array{general, plain, Kernels::template held<T, R, kPacks, PlainOfGroups>()};
+    } else {
+      return std::array{general, plain};
+    }
   }
+}
+
+// Launches the kernel for these arguments: `args`, and `others`, as a tuple.
+template <class Kernels, class T, class R, int kPacks, class Args, class... Others>
+void launch_kernel(const LaunchShape& shape, Stream stream, const Args& args, const std::tuple<Others...>& others) {
+  const auto kernels = kernels_for<Kernels, T, R, kPacks>();
+  const size_t plain = args.groups == 1 ? 1 : 2;
+  std::apply(
+      [&](const Others&... other) {
+        const bool is_plain = plain < kernels.size() && args.is_plain() && (cuda::is_plain(other) && ...);
+        launch(kernels[is_plain ? plain : 0], shape, stream, args, other...);
+      },
+      others);
 }
 
 }  // namespace normops::cuda

@@ -69,17 +69,17 @@ struct LaunchShape {
   dim3 grid;  // clusters, blocks of a cluster
   dim3 block;
   int64_t shared_bytes = 0;
-  bool starts_early = false;  // while the kernel before it in the stream ends: see pdl_wait
+  bool pdl = false;  // programmatic dependent launch: starts while the previous kernel of the stream ends, see pdl_wait
 };
 
-// Each kernel calls this before it accesses memory, with the member of its LaunchShape. Only a kernel that starts early
-// lets the next kernel of the stream start early: the next kernel may be one that does not wait. The branch is a
+// Each kernel calls this before it accesses memory, with the member of its LaunchShape. Only a kernel with pdl lets the
+// next kernel of the stream start early: without pdl, the next kernel may be one that does not wait. The branch is a
 // predicate, as with a branch of C++ the kernels with rotations take one more register.
-__device__ inline void pdl_wait(bool starts_early) {
+__device__ inline void pdl_wait(bool pdl) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n\t.reg .pred early;\n\tsetp.ne.u32 early, %0, 0;\n\tgriddepcontrol.wait;\n\t"
-      "@early griddepcontrol.launch_dependents;\n\t}" ::"r"(static_cast<unsigned>(starts_early))
+      "@early griddepcontrol.launch_dependents;\n\t}" ::"r"(static_cast<unsigned>(pdl))
       : "memory");
 #endif
 }
@@ -200,7 +200,7 @@ void with_launch_config(void (*kernel)(Params...), const LaunchShape& shape, Use
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {1, shape.grid.y, 1};
   }
-  if (shape.starts_early) {
+  if (shape.pdl) {
     cudaLaunchAttribute& early = attributes[config.numAttrs++];
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -216,27 +216,22 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, c
   });
 }
 
-// How many clusters of this shape the current device runs at once (blocks, if a cluster has one). CUDA is asked once
-// for each kernel, device and shape.
+// How many clusters of this shape the current device runs at once (blocks, if a cluster has one).
 template <class... Params>
 int64_t clusters_at_once(void (*kernel)(Params...), const LaunchShape& shape, int multiprocessors) {
-  static PerKeyCache<std::tuple<void (*)(Params...), int, unsigned, unsigned>, int64_t> at_once;
-  const unsigned threads = shape.block.x * shape.block.y;
-  return at_once({kernel, current_device_index(), threads, shape.grid.y}, [&] {
-    int64_t count = 0;
-    with_launch_config(kernel, shape, [&](cudaLaunchConfig_t& config) {
-      int found = 0;
-      if (shape.grid.y > 1) {
-        check(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
-        count = found;
-      } else {
-        const int block = static_cast<int>(threads);
-        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, block, shape.shared_bytes));
-        count = static_cast<int64_t>(found) * multiprocessors;
-      }
-    });
-    return count;
+  int64_t count = 0;
+  with_launch_config(kernel, shape, [&](cudaLaunchConfig_t& config) {
+    int found = 0;
+    if (shape.grid.y > 1) {
+      check(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
+      count = found;
+    } else {
+      const int threads = static_cast<int>(shape.block.x * shape.block.y);
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, threads, shape.shared_bytes));
+      count = static_cast<int64_t>(found) * multiprocessors;
+    }
   });
+  return count;
 }
 
 }  // namespace normops::cuda

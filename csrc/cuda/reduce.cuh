@@ -36,7 +36,7 @@ template <class Number, int kCount>
 struct RowSumShared {
   Number warps[2][kWarp][kCount];
   Number blocks[2][kMostBlocksOfCluster][kCount];
-  Arrivals arrivals[2];  // of the numbers in blocks
+  Mbarrier mbarriers[2];  // of the numbers in blocks
 };
 
 // Sums over the threads of a row: blockDim.x threads, a power of two, in each block of the cluster. If these are more
@@ -49,7 +49,7 @@ class RowSums {
   __device__ explicit RowSums(RowSumShared<Number, kCount>& shared, bool used = true) : shared_(shared) {
     if (within_block(kPacks) || cluster_blocks() == 1 || !used) return;
     if (threadIdx.x == 0) {
-      for (Arrivals& arrivals : shared_.arrivals) arrivals.begin();
+      for (Mbarrier& mbarrier : shared_.mbarriers) mbarrier.begin();
     }
     arrive_at_cluster();
   }
@@ -81,24 +81,24 @@ class RowSums {
   __device__ void sum_cluster(Number (&sums)[kCount]) {
     const unsigned blocks = cluster_blocks();
     auto& of_blocks = shared_.blocks[calls_ % 2];
-    Arrivals& arrivals = shared_.arrivals[calls_ % 2];
+    Mbarrier& mbarrier = shared_.mbarriers[calls_ % 2];
     if (calls_ == 0) wait_for_cluster();
-    if (threadIdx.x == 0) arrivals.expect(blocks * sizeof(sums));
+    if (threadIdx.x == 0) mbarrier.expect(blocks * sizeof(sums));
     if (threadIdx.x < blocks) {
 #pragma unroll
-      for (int i = 0; i < kCount; i++) send(arrivals, threadIdx.x, of_blocks[cluster_rank()][i], sums[i]);
+      for (int i = 0; i < kCount; i++) send(mbarrier, threadIdx.x, of_blocks[cluster_rank()][i], sums[i]);
     }
-    arrivals.wait(calls_ / 2);
+    mbarrier.wait(calls_ / 2);
 #pragma unroll
     for (int i = 0; i < kCount; i++) sums[i] = of_blocks[threadIdx.x & (blocks - 1)][i];
     sum_lanes(sums, blocks);
   }
 
-  static __device__ void send(const Arrivals& arrivals, unsigned rank, Number& place, Number number) {
+  static __device__ void send(const Mbarrier& mbarrier, unsigned rank, Number& place, Number number) {
     using Bits = std::conditional_t<sizeof(Number) == 4, uint32_t, uint64_t>;
     Bits bits;
     std::memcpy(&bits, &number, sizeof number);
-    arrivals.send(rank, reinterpret_cast<Bits*>(&place), bits);
+    mbarrier.send(rank, reinterpret_cast<Bits*>(&place), bits);
   }
 
   RowSumShared<Number, kCount>& shared_;

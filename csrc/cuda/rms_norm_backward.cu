@@ -1,28 +1,30 @@
-// rms_norm_backward: dx = dh + residual, of h = x. The sums over each row may be given, or be all that is wanted:
-// kernels with general access ask.
+// rms_norm_backward. The sums over each row may be given, or be the only output: kernels with general access check.
 #include "backward_rows.cuh"
 
 namespace normops::cuda {
 namespace {
 
+// g = grad_output * (weight + weight_offset), rstd = rsqrt(mean(input^2) + eps)
+// grad_input = g * rstd - input * rstd^3 * mean(g * input) + grad_residual
+// grad_weight = sum over rows of grad_output * input * rstd
 template <class T, class R, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), backward_min_blocks(kPacks))
-    rms_norm_backward_kernel(const Backward<T, R, Access> args,
-                             const typename Access::template Sums<compute_t<R>, 2> stats) {
-  backward_rows<kPacks>(args, Columns<R, int>(args.cols), IdentityPrologue(), stats);
+    rms_norm_backward_kernel(const Backward<T, R> args) {
+  backward_rows<kPacks, Access>(args, Columns<R, int>(args.cols), IdentityPrologue());
 }
 
+// The same for rows of any width.
 template <class T, class R>
-__global__ void __launch_bounds__(kAnyWidth.threads)
-    rms_norm_backward_any_width_kernel(const Backward<T, R, General> args, const SumsOfRows<compute_t<R>, 2> stats) {
-  backward_rows_of_any_width(args, Columns<R, int64_t>(args.cols), IdentityPrologue(), stats);
+__global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width_kernel(const Backward<T, R> args) {
+  backward_rows_of_any_width(args, Columns<R, int64_t>(args.cols), IdentityPrologue());
 }
 
-// grad_weight = sum over the partials, in chains that neighbouring threads of y share: a block sums 32 columns.
+// grad_weight[column] = sum over i of partials[i, column], in chains that neighbouring threads of y share: a block sums
+// 32 columns.
 template <class Compute, class W>
 __global__ void __launch_bounds__(1024)
-    grad_weight_kernel(const Compute* partials, int64_t count, int64_t cols, W* grad_weight, bool starts_early) {
-  pdl_wait(starts_early);
+    grad_weight_kernel(const Compute* partials, int64_t count, int64_t cols, W* grad_weight, bool pdl) {
+  pdl_wait(pdl);
   __shared__ Compute sums[kWarp][kWarp + 1];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   Compute sum = 0;
@@ -49,9 +51,9 @@ struct RmsNormBackwardKernels : OperatorKernels {
   static RowConfig config(const KernelArgs& args, const Device& device) {
     return backward_config(packs_of<R>(args.cols), kPack<R>, sizeof(compute_t<R>), device);
   }
-  template <class, class R>
-  static auto own(const KernelArgs& args) {
-    return SumsOfRows<compute_t<R>, 2>(args);
+  template <class, class>
+  static std::tuple<> own(const KernelArgs&) {
+    return {};
   }
   template <class T, class R, int kPacks, class Access>
   static auto held() {
@@ -73,15 +75,15 @@ void launch_rms_norm_backward(const KernelArgs& args, const Device& device, Stre
 void launch_grad_weight(DType dtype, DType weight_dtype, const void* partials, int64_t count, int64_t cols,
                         void* grad_weight, const Device& device, Stream stream) {
   const auto blocks = static_cast<unsigned>((cols + kWarp - 1) / kWarp);
-  const LaunchShape shape = {dim3(blocks), dim3(kWarp, kWarp), 0, device.early_start};
+  const LaunchShape shape = {dim3(blocks), dim3(kWarp, kWarp), 0, device.pdl};
   dispatch(weight_dtype, [&]<class W>() {
     W* const target = static_cast<W*>(grad_weight);
     if (compute_dtype(dtype) == DType::float64) {
       launch(grad_weight_kernel<double, W>, shape, stream, static_cast<const double*>(partials), count, cols, target,
-             shape.starts_early);
+             shape.pdl);
     } else {
       launch(grad_weight_kernel<float, W>, shape, stream, static_cast<const float*>(partials), count, cols, target,
-             shape.starts_early);
+             shape.pdl);
     }
   });
 }

@@ -1,4 +1,4 @@
-// rms_norm_rope_backward: grad_output is rotated back, then it is rms_norm_backward of h = x
+// rms_norm_rope_backward: rms_norm_backward of grad_output, rotated back.
 #include "backward_rows.cuh"
 #include "rope.cuh"
 
@@ -8,7 +8,7 @@ namespace {
 // In the place of a gate: dy is grad_output, rotated back.
 template <class T, class Access>
 struct RotatedBack : IdentityPrologue {
-  static constexpr bool takes_residual() { return false; }
+  static constexpr bool is_identity() { return false; }
 
   const RotationOf<T>& rotation;
   bool casts;
@@ -67,17 +67,20 @@ struct RotatedBack : IdentityPrologue {
   }
 };
 
-// Rows that fit into registers: each element is read once.
+// dy[i] = grad_output[i] * cos[i] + grad_output[j] * sin[j], dy[j] = grad_output[j] * cos[j] - grad_output[i] * sin[i]
+// for pairs of columns i and j; grad_input and grad_weight are dh and dw of backward_rows.cuh, with h = input
+// For rows that fit into registers: each element is read once.
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_blocks(kPacks))
-    rms_norm_rope_backward_kernel(const Backward<T, T, Access> args, const RotationOf<T> rotation) {
-  backward_rows<kPacks>(args, HeldRotatedColumns<T, kPacks>(args.cols, rotation),
-                        RotatedBack<T, Access>{{}, rotation, args.casting.multiplied});
+    rms_norm_rope_backward_kernel(const Backward<T, T> args, const RotationOf<T> rotation) {
+  backward_rows<kPacks, Access>(args, HeldRotatedColumns<T, kPacks>(args.cols, rotation),
+                                RotatedBack<T, Access>{{}, rotation, args.casting.multiplied});
 }
 
+// The same for rows of any width.
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads, 1)
-    rms_norm_rope_backward_any_width_kernel(const Backward<T, T, General> args, const RotationOf<T> rotation) {
+    rms_norm_rope_backward_any_width_kernel(const Backward<T, T> args, const RotationOf<T> rotation) {
   backward_rows_of_any_width(args, RotatedColumns<T, int64_t>(args.cols, rotation),
                              RotatedBack<T, General>{{}, rotation, args.casting.multiplied});
 }

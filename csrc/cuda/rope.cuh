@@ -21,14 +21,10 @@ struct RotationOf {
   bool angle_of_pair;
 
   bool is_plain() const { return cos.bytes.aligned; }
-  template <class>
-  const RotationOf& as() const {
-    return *this;
-  }
 
   // cos of a row.
-  __device__ const char* row(int64_t first, int64_t further = 0) const {
-    const char* row = cos.row(first, further);
+  __device__ const char* row(int64_t first, int64_t offset = 0) const {
+    const char* row = cos.row(first, offset);
     make_opaque(row);
     return row;
   }
@@ -95,7 +91,7 @@ struct RotationOf {
 
   template <class W, class Access, class Index>
   __device__ Numbers<T> angles_of(const char* row, Index column, Index count) const {
-    const bool aligned = !std::is_same_v<Access, General> || cos.bytes.aligned;
+    const bool aligned = kIsPlain<Access> || cos.bytes.aligned;
     const W* const table = reinterpret_cast<const W*>(row);
     if (!angle_of_pair || !interleaved) {
       return to_compute<T>(load_elements<W, kPack<T>>(table + column, count, aligned));
@@ -231,8 +227,8 @@ RotationOf<T> rotation_of(const KernelArgs& args) {
 
 struct RopeKernels : OperatorKernels {
   template <class T, class>
-  static RotationOf<T> own(const KernelArgs& args) {
-    return rotation_of<T>(args);
+  static auto own(const KernelArgs& args) {
+    return std::tuple(rotation_of<T>(args));
   }
   static int64_t begins(const KernelArgs& args) { return begins_of(args.rotation, args.cols); }
   template <class T>
@@ -243,9 +239,7 @@ struct RopeKernels : OperatorKernels {
     return rope_config(slots_of<T>(offset) + slots_of<T>(rotated) + slots_of<T>(behind), device);
   }
   static constexpr bool holds(int packs) { return is_rope_packs(packs); }
-  // One kernel for plain access, with groups or without, is enough: heads have both.
-  template <class Access>
-  using Served = std::conditional_t<std::is_same_v<Access, General>, General, PlainOfGroups>;
+  using OneGroup = PlainOfGroups;  // heads have groups or none: one kernel is enough
 };
 
 }  // namespace normops::cuda

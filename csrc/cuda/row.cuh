@@ -58,16 +58,22 @@ struct BlockRows {
   }
 };
 
-// Among the rows that a block takes, those that a thread has a part of.
+// Among the rows that a block takes, those that a thread has a part of: `count` of them.
 struct TakenRows {
+  int64_t group;
   int64_t first;
   int64_t left;  // rows in the tensor, from the first one on
   int64_t step;
 
-  __device__ TakenRows(const BlockRows& block, int64_t rows, int64_t groups)
-      : first(block.first + threadIdx.y * groups), left(rows - first), step(blockDim.y * groups) {}
-  __device__ int64_t further(int r) const { return r * step; }
-  __device__ bool has(int r) const { return further(r) < left; }
+  __device__ TakenRows(int64_t rows, int64_t groups, int count) {
+    const BlockRows block(groups, count * blockDim.y);
+    group = block.group;
+    first = block.first + threadIdx.y * groups;
+    left = rows - first;
+    step = blockDim.y * groups;
+  }
+  __device__ int64_t row_offset(int r) const { return r * step; }
+  __device__ bool has(int r) const { return row_offset(r) < left; }
 };
 
 // Called between the packs of a thread, so that what is loaded for one pack does not wait in registers while others are
