@@ -58,7 +58,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], message:
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
 def test_a_row_does_not_know_its_batch(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     """Alone, or anywhere in a batch of any size: the same bits."""
@@ -98,7 +98,7 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
 def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     dy, x, w = problem(11, cols, dtype, device)
@@ -121,7 +121,7 @@ def test_the_order_of_dimensions_does_not_show(device: str, variant: Variant) ->
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(1000, 64), (123, 769), (37, 4096), (2, 70000), (4000, 16)])
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     assert_threads_do_not_show(variant, *problem(rows, cols, dtype, device))
 
@@ -138,7 +138,7 @@ def assert_threads_do_not_show(variant: Variant, dy: Tensor, x: Tensor, w: Tenso
 @pytest.mark.parametrize("cols", [32768, 40003])
 @over_variants
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype: torch.dtype, device: str) -> None:
     """Fewer rows than threads: each row is split among them."""
     operator = variant.operator
@@ -170,7 +170,7 @@ def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype
     [(37, 3, 64), (3, 40, 1024), (130, 5, 100), (64, 17, 128), (1, 7, 769), (5, 2, 4096), (9, 2, 33000)],
 )
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_a_group_does_not_know_the_others(
     rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, variant: Variant, serves_cpu: bool
 ) -> None:
@@ -195,7 +195,7 @@ def test_a_group_does_not_know_the_others(
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("samples", "rows", "cols"), [(3, 130, 64), (40, 3, 1024), (2, 70, 769), (3, 2, 33000)])
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_weights_of_samples_do_not_show_threads(
     samples: int, rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant
 ) -> None:

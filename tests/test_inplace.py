@@ -34,7 +34,7 @@ LAYOUTS = (
     ],
     ids=str,
 )
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
 def test_the_results_replace_the_inputs(
     variant: Variant, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str

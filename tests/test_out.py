@@ -55,7 +55,7 @@ OUT_CASES = [
 
 
 @pytest.mark.parametrize("case", OUT_CASES, ids=str)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
 def test_out_is_the_functional_result(case: OperatorCase, device: str) -> None:
     """The targets take every layout that an output can have."""
@@ -125,7 +125,7 @@ SINGLE_ROWS = [
 
 @pytest.mark.parametrize("cols", [64, 70, 40000])
 @pytest.mark.parametrize(("variant", "over"), SINGLE_ROWS, ids=str)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0)
 def test_exact_aliasing_of_a_single_row_with_a_vector(variant: Variant, over: str, cols: int, device: str) -> None:
     """Where there is one row, the weight has the shape of the output, and grad_weight that of every input."""

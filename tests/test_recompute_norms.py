@@ -448,7 +448,7 @@ def saved_by(operator: Operator, arguments: dict[str, Any], context: Context) ->
 
 
 @pytest.mark.parametrize("case", [case for case in OPERATOR_CASES if case.operator in NORMS], ids=str)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 def test_saved_tensors_depend_on_the_arguments_alone(case: OperatorCase, device: str) -> None:
     """With each argument frozen in turn: in a block and outside of it, hooks around the call get as many tensors."""
     made = case.arguments(device)

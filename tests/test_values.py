@@ -26,7 +26,7 @@ ops = torch.ops.normops
 
 
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
-@pytest.mark.covering(core=2)
+@pytest.mark.covering(core=2, full=3)
 @pytest.mark.triton(core=1, full=1)
 def test_within_bounds(case: OperatorCase, device: str) -> None:
     operator, arguments = case.operator, case.arguments(device)
@@ -109,7 +109,7 @@ SPECIALS = [(variant, where) for variant in variants() for where in ("input", *v
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("variant", "where"), SPECIALS, ids=str)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
 def test_specials_poison_their_row_and_grad_weight_alone(
     variant: Variant, where: str, dtype: torch.dtype, special: float, device: str
@@ -133,7 +133,7 @@ def test_specials_poison_their_row_and_grad_weight_alone(
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("variant", variants(), ids=str)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=1)
 def test_zero_rows_give_zeros_and_finite_gradients(variant: Variant, dtype: torch.dtype, device: str) -> None:
     case = variant.at(Case((3, 50), dtype, weight_dtype=dtype, eps=1e-6))
@@ -190,7 +190,7 @@ def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("variant", variants(), ids=str)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
 def test_a_nan_of_any_payload_stays_one(variant: Variant, dtype: torch.dtype, device: str, serves_cpu: bool) -> None:
     """Rounding must not carry a payload into the exponent, wherever the NaN comes from and whatever it is stored in."""
