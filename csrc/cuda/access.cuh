@@ -222,8 +222,15 @@ class GroupScale {
   struct Nothing {};
   using Held = std::conditional_t<kIsPlain<Access>, Pack<T>, Nothing>;
 
-  __device__ GroupScale(const ScaleOf<T>& scale, int64_t group, int64_t cols) : scale_(scale), first_(group * cols) {
-    if constexpr (kIsPlain<Access>) scale_.data = static_cast<const T*>(scale.data) + first_;
+  // All threads of a block call it.
+  __device__ GroupScale(const ScaleOf<T>& scale, int64_t group, int64_t cols) : scale_(scale) {
+    if constexpr (kIsPlain<Access>) {
+      scale_.data = static_cast<const T*>(scale.data) + group * cols;
+    } else {
+      const int64_t bytes = scale.dtype == DType::float64 ? 8 : scale.dtype == DType::float32 ? 4 : 2;
+      if (threadIdx.x == 0 && threadIdx.y == 0) weight() = static_cast<const char*>(scale.data) + group * cols * bytes;
+      __syncthreads();
+    }
   }
 
   template <class Index>
@@ -246,15 +253,19 @@ class GroupScale {
       }
       return numbers;
     } else {
-      int64_t first = first_;
-      make_opaque(first);  // otherwise addresses of all packs are held in registers
-      return load_scale<T>(scale_.data, scale_.dtype, scale_.offset, first + column, count, scale_.aligned);
+      return load_scale<T>(scale_.data == nullptr ? nullptr : weight(), scale_.dtype, scale_.offset, column, count,
+                           scale_.aligned);
     }
   }
 
  private:
   std::conditional_t<kIsPlain<Access>, ScaleOf<T>, const ScaleOf<T>&> scale_;  // with plain access, of the group
-  int64_t first_;                                                              // element of the weight
+
+  // The group's row. In shared memory, as code for all dtypes is short of registers.
+  static __device__ const char* volatile& weight() {
+    __shared__ const char* volatile weight;
+    return weight;
+  }
 };
 
 }  // namespace normops::cuda

@@ -209,8 +209,8 @@ __device__ void cast(Numbers<R>& numbers, bool is_wanted) {
 // weight + offset for a pack of T, or ones without a weight. The weight's dtype is the same for all threads, so that
 // the choice costs a jump, not a kernel for each pair of dtypes.
 template <class T, class Index>
-__device__ Numbers<T> load_scale(const void* weight, DType weight_dtype, compute_t<T> offset, int64_t column,
-                                 Index count, bool aligned) {
+__device__ Numbers<T> load_scale(const void* weight, DType weight_dtype, compute_t<T> offset, Index column, Index count,
+                                 bool aligned) {
   Numbers<T> scale;
   if (weight == nullptr) {
 #pragma unroll
