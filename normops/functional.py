@@ -76,8 +76,9 @@ def rms_norm(
         True
     """
     if dim is not None:
-        others = {"eps": eps, "weight_offset": weight_offset, "casting_mode": casting_mode}
-        return _rms_norm_over(dim, input, normalized_shape, weight, bias, **others)
+        return _rms_norm_over(
+            dim, input, normalized_shape, weight, bias, eps=eps, weight_offset=weight_offset, casting_mode=casting_mode
+        )
     if not torch.compiler.is_dynamo_compiling():
         output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode, bias)
         if output is not NotImplemented:
