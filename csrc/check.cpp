@@ -2,8 +2,10 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <cmath>
 
+#include "channel_rms_norm.h"
 #include "gated_rms_norm.h"
 #include "overlap.h"
 #include "tensor_rows.h"
@@ -88,10 +90,10 @@ bool is_broadcast(const c10::SymInt& size, const c10::SymInt& expected) {
   return size.sym_eq(1).sym_or(size.sym_eq(expected)).expect_true(__FILE__, __LINE__);
 }
 
-void check_broadcast(const char* op, const char* name, const Tensor& tensor, const Tensor& input,
+void check_broadcast(const char* op, const char* name, const Tensor& tensor, c10::SymIntArrayRef of_input,
                      c10::SymIntArrayRef normalized_shape) {
   check_tensor(op, name, tensor);
-  const auto sizes = tensor.sym_sizes(), of_input = input.sym_sizes();
+  const auto sizes = tensor.sym_sizes();
   const size_t leading = of_input.size() - normalized_shape.size();
   const auto message = [&] {
     const auto more = c10::str(", or before it dimensions that broadcast to those of input, whose shape is ", of_input);
@@ -110,20 +112,54 @@ std::optional<Casting> find_casting(std::string_view casting_mode) {
   return std::nullopt;
 }
 
-Activation parse_activation(const char* op, std::string_view name) {
+std::optional<Activation> find_activation(std::string_view name) {
   if (name == "silu" || name == "swish") return Activation::silu;
-  TORCH_CHECK(name == "sigmoid", op, ": expected activation to be \"silu\", \"swish\" or \"sigmoid\", but got \"", name,
-              "\"");
-  return Activation::sigmoid;
+  if (name == "sigmoid") return Activation::sigmoid;
+  return std::nullopt;
 }
 
-void check_norm(const char* op, const Tensor& input, const Norm& norm) {
+Activation parse_activation(const char* op, std::string_view name) {
+  const auto activation = find_activation(name);
+  TORCH_CHECK(activation.has_value(), op, ": expected activation to be \"silu\", \"swish\" or \"sigmoid\", but got \"",
+              name, "\"");
+  return *activation;
+}
+
+namespace {
+
+// The arguments of a norm of rows whose dimensions, and those before them, have these sizes.
+void check_parameters(const char* op, c10::SymIntArrayRef sizes, const Norm& norm) {
   const auto& [normalized_shape, weight, eps, weight_offset, casting_mode] = norm;
-  check_input(op, input, normalized_shape);
-  if (is_given(weight)) check_broadcast(op, "weight", *weight, input, normalized_shape);
+  if (is_given(weight)) check_broadcast(op, "weight", *weight, sizes, normalized_shape);
   TORCH_CHECK(!eps.has_value() || !std::isnan(*eps), op, ": expected eps to be a number, but got nan");
   TORCH_CHECK(find_casting(casting_mode).has_value(), op,
               ": expected casting_mode to be \"gemma\" or \"llama\", but got \"", casting_mode, "\"");
+}
+
+}  // namespace
+
+void check_norm(const char* op, const Tensor& input, const Norm& norm) {
+  check_input(op, input, norm.normalized_shape);
+  check_parameters(op, input.sym_sizes(), norm);
+}
+
+void check_channels(const char* op, const Tensor& input, const Norm& norm, const OptionalTensor& bias, int64_t dim,
+                    std::string_view activation) {
+  check_tensor(op, "input", input);
+  TORCH_CHECK(-input.dim() <= dim && dim < 0, op, ": expected dim to be one of the ", input.dim(),
+              " dimensions of input, counted from the end as -1, but got ", dim);
+  c10::SymDimVector sizes(input.sym_sizes());
+  const auto channels = sizes.end() + dim;
+  std::rotate(channels, channels + 1, sizes.end());
+  check_equal(norm.normalized_shape, c10::SymIntArrayRef(sizes).slice(sizes.size() - 1), [&] {
+    return c10::str(op, ": expected normalized_shape to be [", sizes.back(), "], the size of dimension ", dim,
+                    " of input, but got ", norm.normalized_shape);
+  });
+  check_parameters(op, sizes, norm);
+  if (is_given(bias)) check_broadcast(op, "bias", *bias, sizes, norm.normalized_shape);
+  TORCH_CHECK(activation == kNoActivation || find_activation(activation).has_value(), op,
+              ": expected activation to be \"identity\", \"silu\", \"swish\" or \"sigmoid\", but got \"", activation,
+              "\"");
 }
 
 void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {

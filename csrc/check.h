@@ -35,8 +35,9 @@ void check_input(const char* op, const Tensor& input, c10::SymIntArrayRef normal
 // input and what all norms have.
 void check_norm(const char* op, const Tensor& input, const Norm& norm);
 
-// A tensor of any dtype whose last dimensions are the normalized ones; those before them broadcast to input's.
-void check_broadcast(const char* op, const char* name, const Tensor& tensor, const Tensor& input,
+// A tensor of any dtype whose last dimensions are the normalized ones; those before them broadcast to input's, which
+// has these sizes.
+void check_broadcast(const char* op, const char* name, const Tensor& tensor, c10::SymIntArrayRef of_input,
                      c10::SymIntArrayRef normalized_shape);
 
 // Whether a size is 1 or `expected`, which a symbol may have to say.

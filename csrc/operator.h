@@ -29,6 +29,8 @@ namespace normops {
 constexpr std::string_view kRoundOnce = "gemma";
 std::optional<Casting> find_casting(std::string_view casting_mode);
 
+std::optional<Activation> find_activation(std::string_view name);
+
 // The arguments that all norms have, which travel together.
 struct Norm {
   c10::SymIntArrayRef normalized_shape;

@@ -1,6 +1,7 @@
 // All operators.
 #pragma once
 #include "add_rms_norm.h"
+#include "channel_rms_norm.h"
 #include "gated_rms_norm.h"
 #include "overloads.h"
 #include "rms_norm.h"
@@ -9,8 +10,11 @@
 
 namespace normops {
 
-using Operators =
+// Those of rows, for which every device has kernels.
+using RowOperators =
     List<RmsNorm, RmsNormBackward, AddRmsNorm, GatedRmsNorm, GatedRmsNormBackward, RmsNormRope, RmsNormRopeBackward,
          RmsNormStats, RmsNormFromStats, RmsNormBackwardStats, RmsNormBackwardFromStats>;
+using ChannelOperators = List<ChannelRmsNorm, ChannelRmsNormBackward>;
+using Operators = Joined<RowOperators, ChannelOperators>;
 
 }  // namespace normops

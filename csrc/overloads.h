@@ -93,6 +93,11 @@ struct Kernel<Kernels, Operator, overload, Result(Raw...)> {
 template <class... Operators>
 struct List {};
 
+template <class... First, class... Second>
+List<First..., Second...> join(List<First...>, List<Second...>);
+template <class First, class Second>
+using Joined = decltype(join(First(), Second()));
+
 template <class Kernels, class... Operators>
 void register_functional(torch::Library& m, List<Operators...>) {
   (m.impl(Operators::kName, &Kernel<Kernels, Operators, Overload::functional>::call), ...);

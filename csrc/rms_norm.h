@@ -17,7 +17,7 @@ struct RmsNorm {
   auto members() const { return std::tie(input, norm, bias); }
   void check(const char* op) const {
     check_norm(op, input, norm);
-    if (is_given(bias)) check_broadcast(op, "bias", *bias, input, norm.normalized_shape);
+    if (is_given(bias)) check_broadcast(op, "bias", *bias, input.sym_sizes(), norm.normalized_shape);
   }
   bool uses_bias() const { return is_given(bias); }
   Like<RmsNorm> like() const { return {&input}; }
@@ -41,7 +41,7 @@ struct RmsNormBackward {
     check_norm(op, input, norm);
     check_narrower_input(op, "grad_output", grad_output, input);
     if (is_given(grad_residual)) check_like_input(op, "grad_residual", *grad_residual, input);
-    if (is_given(bias)) check_broadcast(op, "bias", *bias, input, norm.normalized_shape);
+    if (is_given(bias)) check_broadcast(op, "bias", *bias, input.sym_sizes(), norm.normalized_shape);
   }
   bool uses_bias() const { return is_given(bias) && output_mask[2]; }
   Like<RmsNormBackward> like() const {

@@ -111,6 +111,37 @@ TORCH_LIBRARY(normops, m) {
       "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
       tags);
 
+  // dim counts from the end. weight and bias are [channels], or have dimensions before that which broadcast to those of
+  // input with dim moved behind the others. activation may be "identity", too.
+  m.def(
+      "channel_rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
+      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, *, int dim, "
+      "str activation=\"identity\") -> Tensor",
+      tags);
+  m.def(
+      "channel_rms_norm.out(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
+      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, *, int dim, "
+      "str activation=\"identity\", Tensor(a!) out) -> Tensor(a!)",
+      tags);
+  m.def(
+      "channel_rms_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
+      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, *, int dim, "
+      "str activation=\"identity\") -> Tensor(a!)",
+      tags);
+
+  m.def(
+      "channel_rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, "
+      "bool[3] output_mask=[True, True, True], *, int dim, str activation=\"identity\") "
+      "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+      tags);
+  m.def(
+      "channel_rms_norm_backward.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, "
+      "bool[3] output_mask=[True, True, True], *, int dim, str activation=\"identity\", Tensor(a!) grad_input, "
+      "Tensor(b!) grad_weight, Tensor(c!) grad_bias) -> (Tensor(a!), Tensor(b!), Tensor(c!))",
+      tags);
+
   // square_sum and dot have a number for each row, in the dtype that input is computed in; row_size is the number of
   // elements of a whole row, of which normalized_shape may be a part.
   m.def("rms_norm_stats(Tensor input, SymInt[] normalized_shape) -> (Tensor square_sum)", tags);

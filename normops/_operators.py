@@ -83,6 +83,14 @@ def written_by(op: Operator) -> tuple[str, ...]:
     return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+def normalized_dims(arguments: Mapping[str, Any], ndim: int) -> range:
+    """The dimensions of an input of so many that are normalized."""
+    if "dim" in arguments:
+        dim = arguments["dim"] % ndim
+        return range(dim, dim + 1)
+    return range(ndim - len(arguments["normalized_shape"]), ndim)
+
+
 def by_name(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call, without those that are left out."""
     return {**dict(zip(arguments_of(op), args, strict=False)), **kwargs}

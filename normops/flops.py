@@ -18,6 +18,11 @@ what is done once a row (the division, eps, the reciprocal root) or once a colum
                          the gate comes first, of input and of the gradient of that product 1 each
       for grad_gate      the slope 2, for silu 3; times what was gated and its gradient 2; and where the norm comes
                          first, that norm 1, 2 with a weight
+    channel_rms_norm     the same as rms_norm; with an activation, that of the output: 3, for silu 4
+    channel_rms_norm_backward
+                         the same as rms_norm_backward; with an activation, the norm that it is applied to, without
+                         rstd, the exponential, the addition and the division 3, the slope 2, for silu 3, and the
+                         product with grad_output 1
     rms_norm_stats       h * h and its sum 2
     rms_norm_from_stats  the rest of rms_norm
     rms_norm_backward_stats
@@ -52,7 +57,7 @@ def _forward(arguments: Mapping[str, Any]) -> int:
     """Per element."""
     given = sum(arguments.get(name) is not None for name in ("weight", "bias", "residual"))
     of_norm = _sum(arguments) + 1 + given
-    return of_norm + (3 + _is_silu(arguments) + 1 if "gate" in arguments else 0)
+    return of_norm + (3 + _is_silu(arguments) + ("gate" in arguments) if _is_activated(arguments) else 0)
 
 
 def _backward(arguments: Mapping[str, Any], wants: Mapping[str, bool]) -> int:
@@ -60,7 +65,7 @@ def _backward(arguments: Mapping[str, Any], wants: Mapping[str, bool]) -> int:
     has_weight, has_gate = arguments.get("weight") is not None, "gate" in arguments
     for_input, for_gate = wants["grad_input"], wants.get("grad_gate", False)
     for_weight, for_bias = wants["grad_weight"], wants.get("grad_bias", False)
-    if not (for_input or for_gate or for_weight):
+    if not (for_input or for_gate or for_weight) and not (for_bias and _is_activated(arguments)):
         return int(for_bias)
     is_gated_first = has_gate and not arguments.get("norm_before_gate", True)
     through_norm = for_input or (for_gate and is_gated_first)
@@ -68,7 +73,8 @@ def _backward(arguments: Mapping[str, Any], wants: Mapping[str, bool]) -> int:
     of_sums = for_weight * 3 + for_bias
     of_norm = _sum(arguments) + through_norm * (_sum(arguments) + 3 + has_weight + has_residual) + of_sums
     if not has_gate:
-        return of_norm
+        through_activation = 1 + has_weight + (arguments.get("bias") is not None) + 3 + 2 + _is_silu(arguments) + 1
+        return of_norm + (through_activation if _is_activated(arguments) else 0)
     activation = 3 + _is_silu(arguments)
     products = 1 + for_input if is_gated_first else for_input or for_weight
     normed = 0 if is_gated_first else 1 + has_weight
@@ -86,6 +92,10 @@ def _rotation(arguments: Mapping[str, Any]) -> int:
         return 0
     rotary_dim = arguments.get("rotary_dim")
     return 3 * prod(arguments["input"][:-1]) * (arguments["cos"][-1] if rotary_dim is None else rotary_dim)
+
+
+def _is_activated(arguments: Mapping[str, Any]) -> bool:
+    return "gate" in arguments or arguments.get("activation", "identity") != "identity"
 
 
 def _is_silu(arguments: Mapping[str, Any]) -> bool:

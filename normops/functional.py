@@ -1,7 +1,7 @@
 """The operators as typed, documented functions."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from normops import _C
 
 CastingMode = Literal["gemma", "llama"]
+Activation = Literal["silu", "swish", "sigmoid"]
 
 
 def rms_norm(
@@ -21,6 +22,7 @@ def rms_norm(
     casting_mode: CastingMode = "gemma",
     bias: Tensor | None = None,
     dim: int | None = None,
+    activation: Activation | None = None,
 ) -> Tensor:
     r"""Applies root mean square layer normalization over the last dimensions of the input, or over one other dimension.
 
@@ -29,7 +31,8 @@ def rms_norm(
     (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). The first four arguments are those of
     :func:`torch.nn.functional.rms_norm`. Everything is computed in float32 (float64 for float64 inputs) and rounded
     once, or as ``casting_mode`` says. Differentiable in all three tensors; under ``torch.compile`` it stays one
-    operator forward (``normops.rms_norm``) and one backward (``normops.rms_norm_backward``).
+    operator forward (``normops.rms_norm``) and one backward (``normops.rms_norm_backward``), or with ``dim`` or
+    ``activation`` ``normops.channel_rms_norm`` and ``normops.channel_rms_norm_backward``.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
@@ -48,9 +51,10 @@ def rms_norm(
             that is added to the norm: its gradient is that of the output.
         dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``. ``normalized_shape``
             is then its size, and ``weight`` and ``bias`` have one number for each of its elements: shape ``[C]``, or
-            the shape in which they broadcast with ``input``, as ``[C, 1, 1]``. None means the last dimensions. Inputs
-            in :data:`torch.channels_last` run at full speed; others are copied before and after, which on a CPU takes
-            longer than PyTorch's own operators.
+            the shape in which they broadcast with ``input``, as ``[C, 1, 1]``. None means the last dimensions. On a
+            CPU, float32 and bfloat16 have kernels for it; inputs in :data:`torch.channels_last` take those of rows.
+        activation: applied to the result, before it is rounded to the dtype of ``input``: ``"silu"``, also called
+            ``"swish"``, or ``"sigmoid"``. None means no activation.
 
     Returns:
         A contiguous tensor with the shape, dtype and device of ``input``. With ``dim``, the output of an ``input`` in
@@ -58,7 +62,7 @@ def rms_norm(
 
     Raises:
         RuntimeError: the message names the argument, what was expected and what came: a wrong shape, dtype, device or
-            layout, an ``eps`` that is NaN, or another ``casting_mode``.
+            layout, an ``eps`` that is NaN, or another ``casting_mode`` or ``activation``.
         TypeError: a tensor that requires a gradient stands in the place of a number.
 
     Example:
@@ -72,13 +76,12 @@ def rms_norm(
         >>> normops.rms_norm(torch.randn(2, 7, 64), 64, scale, weight_offset=1.0, bias=shift).shape
         torch.Size([2, 7, 64])
         >>> image = torch.randn(2, 64, 5, 5).to(memory_format=torch.channels_last)
-        >>> normops.rms_norm(image, 64, torch.ones(64, 1, 1), dim=1).is_contiguous(memory_format=torch.channels_last)
+        >>> output = normops.rms_norm(image, 64, torch.ones(64, 1, 1), dim=1, activation="silu")
+        >>> output.is_contiguous(memory_format=torch.channels_last)
         True
     """
-    if dim is not None:
-        return _rms_norm_over(
-            dim, input, normalized_shape, weight, bias, eps=eps, weight_offset=weight_offset, casting_mode=casting_mode
-        )
+    if dim is not None or activation is not None:
+        return _rms_norm_over(dim, activation, input, normalized_shape, weight, eps, weight_offset, casting_mode, bias)
     if not torch.compiler.is_dynamo_compiling():
         output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode, bias)
         if output is not NotImplemented:
@@ -232,7 +235,7 @@ def gated_rms_norm(
     *,
     weight_offset: float = 0.0,
     casting_mode: CastingMode = "gemma",
-    activation: Literal["silu", "swish", "sigmoid"] = "silu",
+    activation: Activation = "silu",
     norm_before_gate: bool = True,
 ) -> Tensor:
     r"""Normalizes the input and gates it: what stands between a linear attention or state space layer and its output
@@ -494,27 +497,41 @@ def rms_norm_rope_(
 
 
 def _rms_norm_over(
-    dim: int,
+    dim: int | None,
+    activation: Activation | None,
     input: Tensor,
     normalized_shape: int | Sequence[int],
     weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    casting_mode: CastingMode,
     bias: Tensor | None,
-    **others: Any,
 ) -> Tensor:
-    """:func:`rms_norm` over one dimension. The rows of channels-last tensors are contiguous; others are copied."""
+    """:func:`rms_norm` over one dimension, or with an activation."""
+    _refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
+    shape, name = tuple(_as_shape(normalized_shape)), "identity" if activation is None else activation
+    others = eps, weight_offset, casting_mode
+    over = torch.ops.normops.channel_rms_norm.default
+    if dim is None:
+        return over(input, shape, weight, *others, bias, dim=-1, activation=name)
     if not -input.dim() <= dim < input.dim():
         raise RuntimeError(f"rms_norm: expected dim to be one of {input.dim()} dimensions of input, but got {dim}")
-    size, shape = input.shape[dim], tuple(_as_shape(normalized_shape))
+    size, behind = input.shape[dim], (-1 - dim) % input.dim()
     if shape != (size,):
         raise RuntimeError(
             f"rms_norm: expected normalized_shape to be {[size]}, the size of dimension {dim} of input, but got "
             f"{[*shape]}"
         )
-    behind = (-1 - dim) % input.dim()
     weight, bias = _along("weight", weight, size, behind), _along("bias", bias, size, behind)
-    rows = input.movedim(dim, -1)
-    output = rms_norm(rows, shape, weight, bias=bias, **others).movedim(-1, dim)
-    return output if rows.is_contiguous() and not input.is_contiguous() else output.contiguous()
+    rows = input if behind == 0 or input.is_nested or input.is_contiguous() else input.movedim(dim, -1)
+    if behind > 0 and not (rows is not input and rows.is_contiguous()):
+        return over(input, shape, weight, *others, bias, dim=-1 - behind, activation=name)
+    # The last dimension in memory, as in channels-last tensors, whose format the output has.
+    if activation is None:
+        output = torch.ops.normops.rms_norm.default(rows, shape, weight, *others, bias)
+    else:
+        output = over(rows, shape, weight, *others, bias, dim=-1, activation=name)
+    return output.movedim(-1, dim)
 
 
 def _along(name: str, tensor: Tensor | None, size: int, behind: int) -> Tensor | None:

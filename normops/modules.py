@@ -1,14 +1,12 @@
 """The operators as modules."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from normops.functional import CastingMode, add_rms_norm, gated_rms_norm, rms_norm
-
-Activation = Literal["silu", "swish", "sigmoid"]
+from normops.functional import Activation, CastingMode, add_rms_norm, gated_rms_norm, rms_norm
 
 
 class _Norm(nn.RMSNorm):
@@ -82,6 +80,7 @@ class RMSNorm(_Norm):
         bias: whether there is a ``bias``, of the weight's shape and dtype, which is added after it. It starts at 0.
         dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``; ``normalized_shape``
             is its size. None means the last dimensions.
+        activation: applied to the result, see :func:`normops.rms_norm`.
 
     Shape:
         Input ``[*, *groups, *normalized_shape]``, output the same. With a second argument, the residual, of the same
@@ -90,8 +89,9 @@ class RMSNorm(_Norm):
 
     Raises:
         ValueError: if ``group_size`` does not divide ``normalized_shape``, or that has several dimensions; if there
-            are groups and a ``dim``.
-        RuntimeError: as :func:`normops.rms_norm`; if a module with a ``bias`` or a ``dim`` is called with a residual.
+            are groups and a ``dim`` or an ``activation``.
+        RuntimeError: as :func:`normops.rms_norm`; if a module with a ``bias``, a ``dim`` or an ``activation`` is called
+            with a residual.
 
     Example:
         >>> import torch, normops
@@ -104,13 +104,14 @@ class RMSNorm(_Norm):
         >>> of_queries = normops.RMSNorm(64, groups=8)  # a weight for each of 8 heads
         >>> of_queries(torch.randn(2, 3, 8, 64)).shape
         torch.Size([2, 3, 8, 64])
-        >>> of_channels = normops.RMSNorm(64, dim=1)
+        >>> of_channels = normops.RMSNorm(64, dim=1, activation="silu")
         >>> of_channels(torch.randn(2, 64, 5, 5)).shape
         torch.Size([2, 64, 5, 5])
     """
 
     bias: nn.Parameter | None
     dim: int | None = None  # of modules that were pickled before they had one
+    activation: Activation | None = None
 
     def __init__(
         self,
@@ -126,12 +127,14 @@ class RMSNorm(_Norm):
         group_size: int | None = None,
         bias: bool = False,
         dim: int | None = None,
+        activation: Activation | None = None,
     ) -> None:
         others = weight_offset, casting_mode, groups, group_size
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *others)
-        if dim is not None and (self.groups or group_size is not None):
-            raise ValueError(f"dim: expected None in a module with groups, but got {dim}")
-        self.dim = dim
+        for name, value in {"dim": dim, "activation": activation}.items():
+            if value is not None and (self.groups or group_size is not None):
+                raise ValueError(f"{name}: expected None in a module with groups, but got {value!r}")
+        self.dim, self.activation = dim, activation
         # None is no parameter, which would take longer to find.
         self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias and elementwise_affine else None
 
@@ -168,12 +171,11 @@ class RMSNorm(_Norm):
                 casting_mode=casting_mode,
                 bias=bias,
                 dim=self.dim,
+                activation=self.activation,
             )
             return output if size is None else output.flatten(-2)
-        if bias is not None or self.dim is not None:
-            raise RuntimeError(
-                f"RMSNorm: expected no residual in a module with a {'dim' if bias is None else 'bias'}, but got one"
-            )
+        if any(value is not None for value in (bias, self.dim, self.activation)):
+            raise RuntimeError("RMSNorm: expected no residual beside a bias, a dim or an activation, but got one")
         output, total = add_rms_norm(
             x, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
         )
@@ -181,8 +183,9 @@ class RMSNorm(_Norm):
 
     def extra_repr(self) -> str:
         """As in the base class, with what else is not the default."""
-        dim = "" if self.dim is None else f", dim={self.dim}"
-        return super().extra_repr() + ("" if self.bias is None else ", bias=True") + dim
+        given = {"bias": self.bias is not None, "dim": self.dim, "activation": self.activation}
+        others = (f", {name}={value!r}" for name, value in given.items() if value not in (None, False))
+        return super().extra_repr() + "".join(others)
 
 
 class GatedRMSNorm(_Norm):

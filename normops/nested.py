@@ -39,9 +39,14 @@ def _check(
     rows: Mapping[str, NestedTensor],
     broadcast: Mapping[str, Tensor],
     normalized_shape: Sequence[int],
+    dim: int,
 ) -> None:
     input = rows["input"]
     dims = input.dim() - input._ragged_idx  # from the ragged one on
+    if dim != -1:
+        raise RuntimeError(
+            f"{name}: expected dim to be -1, the last dimension of input, which is nested, but got {dim}"
+        )
     if len(normalized_shape) >= dims:
         raise RuntimeError(
             f"{name}: expected normalized_shape to be dimensions behind the ragged one of input, whose shape is "
@@ -81,7 +86,7 @@ def _register(op: Operator) -> None:
         arguments = by_name(op, args, kwargs)
         rows = {name: arguments[name] for name in (*ROWS, *SUMS) if arguments.get(name) is not None}
         broadcast = {name: arguments[name] for name in BROADCAST if arguments.get(name) is not None}
-        _check(name_of(op), rows, broadcast, arguments["normalized_shape"])
+        _check(name_of(op), rows, broadcast, arguments["normalized_shape"], arguments.get("dim", -1))
         nested = {name: tensor for name, tensor in {**rows, **broadcast}.items() if tensor.is_nested}
         shared = broadcast.keys() - nested
         if rows["input"].lengths() is not None:

@@ -14,7 +14,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """The ``custom_translation_table`` with which ``torch.onnx.export`` writes the operators of normops.
 
     It makes one of each ``rms_norm``, an ``Add`` and one of each ``add_rms_norm``, one of each ``gated_rms_norm`` and
-    a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, one of each ``rms_norm_rope`` and the rotation in
+    a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, one of each ``channel_rms_norm``, a ``Transpose``
+    before and after it and its activation, one of each ``rms_norm_rope`` and the rotation in
     products and sums after it, with dynamic sizes where the exported program has them. A weight that broadcasts, or one
     per group, becomes a ``Mul`` after it, and so does one that multiplies what ``casting_mode="llama"`` has rounded; a
     ``bias`` an ``Add``; ``alpha`` a ``Mul`` before the ``Add``. ``rms_norm_stats`` becomes a ``ReduceSumSquare``,
@@ -30,8 +31,9 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     Returns:
         The functions that write ``torch.ops.normops.rms_norm.default`` and those of ``add_rms_norm``,
-        ``gated_rms_norm``, ``rms_norm_rope``, ``rms_norm_stats`` and ``rms_norm_from_stats``. Other operators of
-        normops do not remain in an exported program, but for the backwards, which have no translation.
+        ``gated_rms_norm``, ``channel_rms_norm``, ``rms_norm_rope``, ``rms_norm_stats`` and
+        ``rms_norm_from_stats``. Other operators of normops do not remain in an exported program, but for the
+        backwards, which have no translation.
 
     Raises:
         ImportError: if onnxscript is not installed.
@@ -54,6 +56,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         ops.rms_norm.default: _rms_norm,
         ops.add_rms_norm.default: _add_rms_norm,
         ops.gated_rms_norm.default: _gated_rms_norm,
+        ops.channel_rms_norm.default: _channel_rms_norm,
         ops.rms_norm_rope.default: _rms_norm_rope,
         ops.rms_norm_stats.default: _rms_norm_stats,
         ops.rms_norm_from_stats.default: _rms_norm_from_stats,
@@ -69,15 +72,19 @@ def _rms_norm(
     casting_mode: str = "gemma",
     bias: Value | None = None,
 ) -> Value:
-    from onnxscript import opset18
-
     compute = _compute_type(input.dtype)
     h = _cast(input, input.dtype, compute)
     casting = _Casting(input.dtype, compute, casting_mode)
     output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset)
-    if bias is not None:
-        output = opset18.Add(casting.rounded(output), _cast(bias, bias.dtype, compute))
-    return _cast(output, compute, input.dtype)
+    return _cast(_shift(output, casting, bias), compute, input.dtype)
+
+
+def _shift(output: Value, casting: "_Casting", bias: Value | None) -> Value:
+    from onnxscript import opset18
+
+    if bias is None:
+        return output
+    return opset18.Add(casting.rounded(output), _cast(bias, bias.dtype, casting.compute))
 
 
 def _add_rms_norm(
@@ -119,9 +126,7 @@ def _gated_rms_norm(
 
     compute = _compute_type(input.dtype)
     h, g = _cast(input, input.dtype, compute), _cast(gate, gate.dtype, compute)
-    activated = opset18.Sigmoid(g)
-    if activation != "sigmoid":
-        activated = opset18.Mul(g, activated)
+    activated = _activated(g, activation)
     if not norm_before_gate:
         h = opset18.Mul(h, activated)
     casting = _Casting(input.dtype, compute, casting_mode)
@@ -129,6 +134,41 @@ def _gated_rms_norm(
     if norm_before_gate:
         output = opset18.Mul(casting.rounded(output), activated)
     return _cast(output, compute, input.dtype)
+
+
+def _channel_rms_norm(
+    input: Value,
+    normalized_shape: Sequence[Any],
+    weight: Value | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
+    bias: Value | None = None,
+    *,
+    dim: int,
+    activation: str = "identity",
+) -> Value:
+    from onnxscript import opset18
+
+    others = [axis for axis in range(len(input.shape)) if axis != len(input.shape) + dim]
+    to_rows = (*others, len(input.shape) + dim)
+    to_channels = tuple(to_rows.index(axis) for axis in range(len(to_rows)))
+    compute = _compute_type(input.dtype)
+    casting = _Casting(input.dtype, compute, casting_mode)
+    rows = input if dim == -1 else opset18.Transpose(input, perm=to_rows)
+    output = _normalize(_cast(rows, input.dtype, compute), casting, 1, weight, eps, weight_offset)
+    output = _shift(output, casting, bias)
+    if activation != "identity":
+        output = _activated(casting.rounded(output), activation)
+    output = _cast(output, compute, input.dtype)
+    return output if dim == -1 else opset18.Transpose(output, perm=to_channels)
+
+
+def _activated(value: Value, activation: str) -> Value:
+    from onnxscript import opset18
+
+    sigmoid = opset18.Sigmoid(value)
+    return sigmoid if activation == "sigmoid" else opset18.Mul(value, sigmoid)
 
 
 def _rms_norm_rope(

@@ -18,8 +18,8 @@ def recompute_norms() -> Generator[None]:
 
     Linear layers save their input, which mostly is the output of a norm. Here the backward computes it again, from what
     the norm keeps for its own backward: once for all who need it. Gradients have the same bits. That goes for
-    ``rms_norm``, ``gated_rms_norm``, ``rms_norm_rope``, ``rms_norm_from_stats`` and the first output of
-    ``add_rms_norm``, whether called as functions, operators, modules, in patched models or under
+    ``rms_norm``, ``gated_rms_norm``, ``channel_rms_norm``, ``rms_norm_rope``, ``rms_norm_from_stats`` and the first
+    output of ``add_rms_norm``, whether called as functions, operators, modules, in patched models or under
     :func:`override_torch`, and for views of their outputs.
 
     Put the forward into the block: both the norm and the operators that save its output. The backward may be in it or

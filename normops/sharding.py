@@ -30,7 +30,7 @@ Example:
     >>> destroy_process_group()
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,7 @@ from normops._operators import (
     arguments_of,
     by_name,
     name_of,
+    normalized_dims,
     results_of,
     wanted,
     written_by,
@@ -72,23 +73,25 @@ from normops._operators import (
 Placements = tuple[Placement, ...]
 
 
-def _row_placements(specs: Mapping[str, DTensorSpec], normalized_shape: Sequence[int]) -> Placements:
+def _row_placements(specs: Mapping[str, DTensorSpec], normalized: range) -> Placements:
     given = [specs[name] for name in ROWS if name in specs]  # the first ones decide first
-    row_dims = given[0].ndim - len(normalized_shape)
 
     def decide(placements: Placements) -> Placement:
-        shards = (p for p in placements if isinstance(p, (Shard, _StridedShard)) and p.dim < row_dims)
+        shards = (p for p in placements if isinstance(p, (Shard, _StridedShard)) and p.dim not in normalized)
         return next(shards, Replicate())
 
     return tuple(map(decide, zip(*(spec.placements for spec in given), strict=True)))
 
 
-def _of_broadcast(rows: Placement, spec: DTensorSpec, input: DTensorSpec, otherwise: Placement) -> Placement:
+def _of_broadcast(
+    rows: Placement, spec: DTensorSpec, input: DTensorSpec, normalized: range, otherwise: Placement
+) -> Placement:
     """The placement of what broadcasts over rows, or of its gradient: theirs, on a dimension that both have."""
     if rows.is_replicate():
         return Replicate()
     assert isinstance(rows, (Shard, _StridedShard))
-    dim = rows.dim - (input.ndim - spec.ndim)
+    of_row = rows.dim if rows.dim < normalized.start else rows.dim - len(normalized)
+    dim = of_row - (input.ndim - spec.ndim)
     if dim < 0 or spec.shape[dim] != input.shape[rows.dim]:
         return otherwise
     return _StridedShard(dim, split_factor=rows.split_factor) if isinstance(rows, _StridedShard) else Shard(dim)
@@ -101,11 +104,12 @@ def _strategy(schema: OpSchema) -> OpStrategy:
         name: value.strategies[0].output_spec for name, value in arguments.items() if isinstance(value, OpStrategy)
     }
     mesh = schema.get_mesh_from_args()
-    rows = _row_placements(specs, arguments["normalized_shape"])
+    normalized = normalized_dims(arguments, specs["input"].ndim)
+    rows = _row_placements(specs, normalized)
     others: dict[str, Placements] = {}
     for name in BROADCAST:
         for of_it, otherwise in ((name, Replicate()), (f"grad_{name}", Partial())) if name in specs else ():
-            others[of_it] = tuple(_of_broadcast(p, specs[name], specs["input"], otherwise) for p in rows)
+            others[of_it] = tuple(_of_broadcast(p, specs[name], specs["input"], normalized, otherwise) for p in rows)
 
     def placed(name: str) -> DTensorSpec:
         return DTensorSpec(mesh, others.get(name, rows))

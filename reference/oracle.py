@@ -302,12 +302,7 @@ def rms_norm(
     t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     with np.errstate(all="ignore"):
         cast = _cast_dtype(casting_mode, dtype or input.dtype, t.compute)
-        normed = _normed(t, cast)
-        if bias is not None:
-            n, b = _cast(normed, cast, t.compute), _to_rows(bias, input, t.h, t.compute)
-            # The conversion of the bias, and the sum.
-            normed = _Value(n.value + b, n.roundoffs + np.abs(b) + np.abs(n.value + b), n.underflow)
-        return normed.bounded(input, t.compute, dtype)
+        return _shifted(t, cast, bias, input).bounded(input, t.compute, dtype)
 
 
 def exact_sum(input: Tensor, residual: Tensor, alpha: float = 1.0, casting_mode: str = "gemma") -> Tensor:
@@ -448,7 +443,10 @@ ACTIVATION_ROUNDINGS = {"sigmoid": 5, "silu": 6}
 
 
 def _gate(gate: Tensor, compute: torch.dtype, activation: str, rows: Array) -> _Gate:
-    g = _wide(gate, compute).reshape(rows.shape)
+    return _activated(_wide(gate, compute).reshape(rows.shape), compute, activation)
+
+
+def _activated(g: Array, compute: torch.dtype, activation: str) -> _Gate:
     small = np.exp(-np.abs(g))
     larger, smaller = 1 / (1 + small), small / (1 + small)
     s, c = np.where(g < 0, smaller, larger), np.where(g < 0, larger, smaller)
@@ -527,6 +525,84 @@ def gated_rms_norm_backward(
             for_gate.bounded(gate, compute),
             None if weight is None else _grad_weight(t, dtype, g, n, weight, input),
         )
+
+
+def _off(value: _Value, compute: torch.dtype) -> Array:
+    """How far a computed value may be from it."""
+    off: Array = value.roundoffs * torch.finfo(compute).eps / 2 + value.underflow
+    return off
+
+
+def _shifted(t: _Terms, dtype: torch.dtype | None, bias: Tensor | None, input: Tensor) -> _Value:
+    """What an activation behind the norm takes."""
+    normed = _normed(t, dtype)
+    if bias is not None:
+        n, b = _cast(normed, dtype, t.compute), _to_rows(bias, input, t.h, t.compute)
+        # The conversion of the bias, and the sum.
+        normed = _Value(n.value + b, n.roundoffs + np.abs(b) + np.abs(n.value + b), n.underflow)
+    return normed
+
+
+# Of either activation: the second derivative of silu is 1/2 at 0, that of the sigmoid is smaller.
+MOST_CURVED = 0.5
+
+
+def channel_rms_norm(
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
+    bias: Tensor | None = None,
+    *,
+    dim: int,
+    activation: str = "identity",
+) -> Bounded:
+    rows = input.movedim(dim, -1)
+    t = _terms(rows, normalized_shape, weight, eps, weight_offset)
+    with np.errstate(all="ignore"):
+        dtype = _cast_dtype(casting_mode, input.dtype, t.compute)
+        z = _shifted(t, dtype, bias, rows)
+        if activation != "identity":
+            z = _cast(z, dtype, t.compute)
+            a, slope = _activated(z.value, t.compute, activation)
+            steepest = np.abs(slope.value) + MOST_CURVED * _off(z, t.compute)
+            z = _Value(a.value, a.roundoffs + steepest * z.roundoffs, a.underflow + steepest * z.underflow)
+        return _moved(z.bounded(rows, t.compute), dim)
+
+
+def channel_rms_norm_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    casting_mode: str = "gemma",
+    bias: Tensor | None = None,
+    *,
+    dim: int,
+    activation: str = "identity",
+) -> BiasedBackward:
+    rows = input.movedim(dim, -1)
+    t = _terms(rows, normalized_shape, weight, eps, weight_offset)
+    dtype = _cast_dtype(casting_mode, input.dtype, t.compute)
+    dy = _exact(_wide(grad_output.movedim(dim, -1), t.compute).reshape(t.h.shape))
+    with np.errstate(all="ignore"):
+        if activation != "identity":
+            z = _cast(_shifted(t, dtype, bias, rows), dtype, t.compute)
+            slope = _activated(z.value, t.compute, activation).slope
+            of_z = slope.underflow + MOST_CURVED * _off(z, t.compute)
+            dy = _cast(_product(dy, slope._replace(underflow=of_z), t.compute), dtype, t.compute)
+        grad_input = _grad_input(t, dtype, dy.value, dy_underflow=_off(dy, t.compute)).bounded(rows, t.compute)
+        of_weight = None if weight is None else _grad_weight(t, dtype, dy, _normalized(t), weight, rows)
+        of_bias = None if bias is None else _summed_over_rows(t, dy, bias, rows)
+    return BiasedBackward(_moved(grad_input, dim), of_weight, of_bias)
+
+
+def _moved(rows: Bounded, dim: int) -> Bounded:
+    return Bounded(*(np.moveaxis(array, -1, dim) for array in rows))
 
 
 class _Angles(NamedTuple):

@@ -213,6 +213,20 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   });
 }
 
+void run_channels(Side side, DType dtype, int64_t channels, int64_t positions, bool is_activated) {
+  constexpr int64_t kSamples = 2;
+  const int64_t rows = kSamples * positions;
+  const auto like_input = [&] { return Memory(side, dtype, rows * channels); };
+  const Memory scale(side, DType::float32, channels), bias(side, DType::float32, channels),
+      x = like_input(), dy = like_input(), output = like_input(), grad_input = like_input();
+  ChannelProblem p(dtype, kSamples, channels, positions, is_activated, scale.data(), bias.data());
+  p.set(kInput, x.data()), p.set(kOutput, output.data());
+  p.set(kGradOutput, dy.data()), p.set(kGradInput, grad_input.data());
+  p.args.non_temporal = true;
+  channel_rms_norm_kernels().forward.rows(p.args, 0, rows);
+  channel_rms_norm_kernels().backward.rows(p.args, {0, rows, 0, 1});
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -232,6 +246,13 @@ int main(int count, char** arguments) {
   shapes.push_back({2100, 1, 128, 0});
   shapes.push_back({1400, 1, 200, 3});
   for (const Side side : {Side::begin, Side::end}) {
+    for (const DType dtype : {DType::bfloat16, DType::float32}) {
+      for (const int64_t channels : {1, 5, 16, 100, 1025}) {
+        for (const int64_t positions : {8, 49, 64, 300, 512}) {
+          for (const bool is_activated : {false, true}) run_channels(side, dtype, channels, positions, is_activated);
+        }
+      }
+    }
     for (const DType dtype : kDTypes) {
       for (const Shape& shape : shapes) {
         for (const DType weight_dtype : kDTypes) {

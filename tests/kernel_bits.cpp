@@ -59,6 +59,26 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
   std::printf("\n");
 }
 
+void run_channels(DType dtype, int64_t samples, int64_t channels, int64_t positions, bool is_activated) {
+  const int64_t rows = samples * positions;
+  const std::vector<char> x = random_numbers(dtype, rows * channels), dy = random_numbers(dtype, rows * channels),
+                          scale = random_numbers(DType::float32, channels),
+                          bias = random_numbers(DType::float32, channels);
+  std::vector<char> output(x.size()), grad_input(x.size());
+  ChannelProblem p(dtype, samples, channels, positions, is_activated, scale.data(), bias.data());
+  p.set(kInput, x.data()), p.set(kOutput, output.data());
+  p.set(kGradOutput, dy.data()), p.set(kGradInput, grad_input.data());
+  channel_rms_norm_kernels().forward.rows(p.args, 0, rows);
+  channel_rms_norm_kernels().backward.rows(p.args, {0, rows, 0, 1});
+  std::printf("channels: dtype %d activated %d [%" PRId64 ", %" PRId64 ", %" PRId64 "]:", static_cast<int>(dtype),
+              is_activated, samples, channels, positions);
+  for (const uint64_t result :
+       {hash(output), hash(grad_input), hash(p.sums(p.weight_sums)), hash(p.sums(p.bias_sums))}) {
+    std::printf(" %016" PRIx64, result);
+  }
+  std::printf("\n");
+}
+
 }  // namespace
 
 int main() {
@@ -78,6 +98,14 @@ int main() {
       run(dtype, dtype, dtype, cols, 1, {true, true}, 0.22);
       if (size_of(dtype) == 2) run(dtype, DType::float32, dtype, cols, 1, {true, true}, 0.22);
       run(dtype, dtype, dtype, cols, 1, {}, 0.22);
+    }
+  }
+  for (const DType dtype : {DType::bfloat16, DType::float32}) {
+    for (const bool is_activated : {false, true}) {
+      for (const int64_t channels : {1, 5, 64, 100, 1025}) {
+        run_channels(dtype, 2, channels, 49, is_activated);
+        run_channels(dtype, 1, channels, 300, is_activated);
+      }
     }
   }
 }

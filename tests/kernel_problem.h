@@ -195,4 +195,48 @@ void each_rotation(int64_t cols, const Visit& visit) {
 constexpr Gating kGatings[] = {
     {Activation::silu, true}, {Activation::silu, false}, {Activation::sigmoid, true}, {Activation::sigmoid, false}};
 
+// The arguments of the kernels over channels, of contiguous tensors that are given: [samples, channels, positions].
+struct ChannelProblem {
+  static constexpr int64_t kRowsPerLeaf = 16;
+
+  ChannelProblem(DType dtype, int64_t samples, int64_t channels, int64_t positions, bool is_activated,
+                 const void* scale, const void* bias)
+      : channels(channels),
+        leaves((samples * positions + kRowsPerLeaf - 1) / kRowsPerLeaf),
+        stride(padded_cols(DType::float32, channels)),
+        weight_sums(most_sums(leaves) * stride * sizeof(float)),
+        bias_sums(weight_sums.size()),
+        scratch(kFormedPositions * stride * sizeof(float)),
+        layout{dtype, positions, {}, {}, static_cast<const float*>(bias), is_activated} {
+    args.rows = samples * positions, args.cols = args.size = channels, args.eps = 0.01, args.weight.groups = 1;
+    args.scale = scale, args.channels = &layout, args.row_scratch = scratch.data();
+    args.sum_stride = stride, args.rows_per_leaf = kRowsPerLeaf;
+    args.grad_weight_sums = weight_sums.data(), args.grad_bias_sums = bias_sums.data();
+  }
+  ChannelProblem(const ChannelProblem&) = delete;
+
+  void set(TensorIndex index, const void* data) {
+    rows[index] = {const_cast<void*>(data), DType::float32, {}};
+    args.tensors[index] = &rows[index];
+    layout.channel_strides[index] = layout.positions * size_of(layout.dtype);
+    layout.sample_strides[index] = channels * layout.channel_strides[index];
+  }
+
+  // What is left of the sums of the leaves: the columns behind the channels have no numbers of their own.
+  std::vector<char> sums(const std::vector<char>& all) const {
+    std::vector<char> result;
+    for (int i = 0; i < sum_count(0, leaves); i++) {
+      const auto sum = all.begin() + i * stride * sizeof(float);
+      result.insert(result.end(), sum, sum + channels * sizeof(float));
+    }
+    return result;
+  }
+
+  int64_t channels, leaves, stride;
+  std::vector<char> weight_sums, bias_sums, scratch;
+  Channels layout;
+  RowsArg rows[kTensorCount] = {};
+  CpuArgs args = {};
+};
+
 }  // namespace normops::cpu

@@ -142,6 +142,35 @@ def any_placements_give_the_same_gradients() -> None:
 
 
 @case(2, 4)
+def channels_are_whole_and_the_rest_stays_where_it_is() -> None:
+    mesh = mesh_of()
+    norm, backward = ops.channel_rms_norm.default, ops.channel_rms_norm_backward.default
+    x, dy = (cases.values((4, 6, 5, 8), torch.float32, i) for i in range(2))
+    weight, bias = (cases.values((6,), torch.float32, i) for i in (2, 3))
+    others = {"normalized_shape": [6], "dim": -3, "activation": "silu"}
+    whole = {"weight": weight, "bias": bias}
+    for placement, gathered in ((Shard(0), 0), (Shard(2), 0), (Shard(3), 0), (Shard(1), 1)):
+        rows = Replicate() if gathered else placement
+        parameters = {name: placed(tensor, mesh, (Replicate(),)) for name, tensor in whole.items()}
+        given, upstream = (placed(tensor, mesh, (placement,)) for tensor in (x, dy))
+        output, sent = communicated(lambda: norm(given, **parameters, **others))  # noqa: B023
+        assert sent == ({"all_gather_into_tensor": 1} if gathered else {})
+        assert output.placements == (rows,)
+        torch.testing.assert_close(output.full_tensor(), norm(x, **whole, **others))
+        gradients, sent = communicated(lambda: backward(upstream, given, **parameters, **others))  # noqa: B023
+        assert sent == ({"all_gather_into_tensor": 2} if gathered else {})
+        assert gradients[1].placements == gradients[2].placements == (Replicate() if gathered else Partial(),)
+        for actual, expected in zip(gradients, backward(dy, x, **whole, **others), strict=True):
+            torch.testing.assert_close(actual.full_tensor(), expected)
+    # A weight for each sample, as vmap has it.
+    of_samples = cases.values((4, 1, 1, 6), torch.float32, 4)
+    given, scale = placed(x, mesh, (Shard(0),)), placed(of_samples, mesh, (Shard(0),))
+    output, sent = communicated(lambda: norm(given, weight=scale, **others))
+    assert sent == {}
+    torch.testing.assert_close(output.full_tensor(), norm(x, weight=of_samples, **others))
+
+
+@case(2, 4)
 def a_sharded_row_that_is_to_be_rotated_is_gathered() -> None:
     """What is rotated together may be on two ranks."""
     mesh = mesh_of()

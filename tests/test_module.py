@@ -86,7 +86,7 @@ def test_bias(groups: int | tuple[int, ...]) -> None:
     nn.init.normal_(norm.bias)
     x = cases.values((5, 3, 8), torch.float32)
     assert torch.equal(norm(x), normops.rms_norm(x, 8, norm.weight, 1e-3, bias=norm.bias))
-    with pytest.raises(RuntimeError, match="RMSNorm: expected no residual in a module with a bias, but got one"):
+    with pytest.raises(RuntimeError, match="RMSNorm: expected no residual beside a bias, a dim or an activation"):
         norm(x, x)
     assert normops.RMSNorm(8, elementwise_affine=False, bias=True).bias is None
 

@@ -33,8 +33,12 @@ auto attributes_of(const Saved& saved) {
   return std::apply([](const auto&... argument) { return std::tuple_cat(attribute_of(argument)...); }, flat(saved));
 }
 
-inline c10::SymIntArrayRef last_sizes(const Tensor& tensor, int64_t dims) {
-  return tensor.sym_sizes().slice(tensor.dim() - dims, dims);
+// The normalized_shape, of so many dimensions.
+template <class Saved>
+c10::SymIntArrayRef normalized_sizes(const Saved& saved, int64_t dims) {
+  const auto sizes = saved.input.sym_sizes();
+  if constexpr (requires { saved.dim; }) return sizes.slice(sizes.size() + saved.dim, 1);
+  return sizes.slice(sizes.size() - dims, dims);
 }
 
 template <class Saved>
@@ -81,7 +85,7 @@ auto with_restored(const variable_list& tensors, const Attributes& attributes, c
           int64_t dims = 0;
           std::tuple_cat(attribute_target(argument, dims)...) = attributes;
           auto saved = make_arguments<Saved>(argument...);
-          shape_of(saved) = last_sizes(saved.input, dims);
+          shape_of(saved) = normalized_sizes(saved, dims);
           return f(saved);
         },
         arguments);

@@ -34,6 +34,10 @@ Tensor as_grad_input(const Tensor& gradient, const OptionalTensor& grad_residual
 std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h, const Norm& norm, at::ScalarType dtype,
                                               const std::array<bool, 2>& output_mask);
 
+// The activation of a tensor in the compute dtype, and its slope: with s the sigmoid, that of s is s (1 - s).
+Tensor activate(const Tensor& gate, Activation activation);
+Tensor activation_slope(const Tensor& gate, Activation activation);
+
 // Numbers of rows with the dimensions of a row, of size 1.
 Tensor unsqueeze_to_rows(Tensor numbers, size_t normalized_dims);
 

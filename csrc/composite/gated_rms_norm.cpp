@@ -2,25 +2,21 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/sigmoid.h>
+#include <ATen/ops/silu.h>
 
 #include "definition.h"
 #include "fallback.h"
 
 namespace normops {
-namespace {
 
 Tensor activate(const Tensor& gate, Activation activation) {
-  const Tensor s = at::sigmoid(gate);
-  return activation == Activation::silu ? gate * s : s;
+  return activation == Activation::silu ? at::silu(gate) : at::sigmoid(gate);
 }
 
-// With s the sigmoid and c = 1 - s, computed without cancellation: s' = s c.
 Tensor activation_slope(const Tensor& gate, Activation activation) {
-  const Tensor s = at::sigmoid(gate), c = at::sigmoid(-gate);
+  const Tensor s = at::sigmoid(gate), c = at::sigmoid(-gate);  // 1 - s, without cancellation
   return activation == Activation::silu ? s + gate * s * c : s * c;
 }
-
-}  // namespace
 
 Tensor composite(const GatedRmsNorm& arguments) {
   const auto& [input, gate, norm, activation, norm_before_gate] = arguments;

@@ -137,12 +137,7 @@ struct BackwardTile {
       asm("" : "+m"(square_sum), "+m"(dot));
       for (int r = first; r < first + 4; r++) rstd[r] = rstd_of<R>(square_sum[r], cols, eps);
       asm("" : "+m"(rstd));
-      for (int r = first; r < first + 4; r++) {
-        // c = rstd^3 * mean(dy * w * x)
-        const double rstd_cubed = static_cast<double>(rstd[r]) * rstd[r] * rstd[r];
-        const double mean = static_cast<double>(dot[r]) / static_cast<double>(cols);
-        minus_c[r] = static_cast<compute_t<R>>(-rstd_cubed * mean);
-      }
+      for (int r = first; r < first + 4; r++) minus_c[r] = minus_c_of<R>(dot[r], rstd[r], cols);
     }
   }
 };

@@ -75,11 +75,27 @@ class ScaleLayout {
 // right in float64.
 constexpr int64_t kSpan = 1024;
 
+// How tensors [samples, channels, positions] lie whose channels are normalized: the positions of a channel follow one
+// another. A row is a position, and the rows of a sample follow one another. Weights, bias and sums are float32, in the
+// order of channels, and so are rows for whoever lays these out.
+struct Channels {
+  DType dtype;  // float32 or bfloat16
+  int64_t positions;
+  int64_t sample_strides[kTensorCount], channel_strides[kTensorCount];  // in bytes
+  const float* bias;                                                    // [cols], or null
+  bool is_activated;                                                    // behind the bias, as gating says
+};
+
+// For how many positions there is scratch in each channel, where a gradient comes through an activation: those of a
+// tile, and a line more, so that channels do not lie a multiple of 1024 bytes apart.
+constexpr int64_t kFormedPositions = 256 + 16;
+
 // What a thread gives a kernel besides: how it is to go about it, and memory.
 struct CpuArgs : KernelArgs {
-  bool non_temporal = false;    // whether outputs are too large for the caches, and stored around them
-  int64_t first_group = 0;      // of scale and sums
-  const void* scale = nullptr;  // compute [groups, packed_cols]: weight + its offset
+  bool non_temporal = false;           // whether outputs are too large for the caches, and stored around them
+  const Channels* channels = nullptr;  // of the operators over channels
+  int64_t first_group = 0;             // of scale and sums
+  const void* scale = nullptr;         // compute [groups, packed_cols]: weight + its offset
   void* row_scratch =
       nullptr;  // compute [scratch_rows, padded_cols], of the thread, or of the threads that share a row
 
@@ -109,6 +125,7 @@ inline bool holds_in_output(const CpuArgs& args) {
 
 // How many rows a kernel holds something of elsewhere: those of a tile.
 inline int64_t scratch_rows(const CpuArgs& args) {
+  if (args.channels != nullptr) return args.channels->is_activated && args.has(kGradOutput) ? kFormedPositions : 0;
   if (!args.has(kGate)) return 0;
   if (args.has(kGradOutput)) return kBackwardTile;
   if (args.gating.norm_before_gate || holds_in_output(args)) return 0;
@@ -157,11 +174,18 @@ struct RmsNormBackwardKernels {
                       void* grad_weight, int64_t columns);
 };
 
+// The kernels of a norm over channels. Threads share no row of them.
+struct ChannelRmsNormKernels {
+  ForwardKernels forward;
+  BackwardKernels backward;
+};
+
 #pragma GCC visibility push(default)  // for the operators, which are another library
 // The kernels for current_isa(). Those of rms_norm and rms_norm_backward are also those of the operators with sums.
 const RmsNormKernels& rms_norm_kernels();
 const RmsNormBackwardKernels& rms_norm_backward_kernels();
 const ForwardKernels& add_rms_norm_kernels();
+const ChannelRmsNormKernels& channel_rms_norm_kernels();
 const ForwardKernels& gated_rms_norm_kernels();
 const BackwardKernels& gated_rms_norm_backward_kernels();
 const ForwardKernels& rms_norm_rope_kernels();

@@ -5,6 +5,7 @@
 
 #include "../backend.h"
 #include "../operators.h"
+#include "channels.h"
 #include "huge_pages.h"
 #include "isa.h"
 #include "parameters.h"
@@ -13,11 +14,15 @@
 namespace normops::cpu {
 namespace {
 
-// Whether so many tensors of the input's size fill the caches, so that nobody would find an output there.
-bool exceeds_cache(const KernelArgs& args, int64_t tensors) {
+// Whether so many elements of a tensor's dtype fill the caches, so that nobody would find an output there.
+bool exceeds_cache(int64_t elements, DType dtype) {
   // Not sysconf(_SC_LEVEL3_CACHE_SIZE): in virtual machines it may name ten times what there is.
   constexpr int64_t kCacheBytes = int64_t{32} << 20;
-  return args.rows * args.cols * size_of(args[kInput].dtype) * tensors > kCacheBytes;
+  return elements * size_of(dtype) > kCacheBytes;
+}
+
+bool exceeds_cache(const KernelArgs& args, int64_t tensors) {
+  return exceeds_cache(args.rows * args.cols * tensors, args[kInput].dtype);
 }
 
 void run(const ForwardKernels& kernels, const KernelArgs& args) {
@@ -50,6 +55,8 @@ struct CpuBackend {
     if (bias->numel() == input.numel() && bias->dim() > static_cast<int64_t>(norm.dims())) return false;
     return !is_given(norm.weight) || norm.weight->sizes() == bias->sizes();
   }
+  static bool supports(const ChannelRmsNorm& arguments) { return has_channel_kernels(arguments); }
+  static bool supports(const ChannelRmsNormBackward& arguments) { return has_channel_kernels(arguments); }
   struct Guard {
     explicit Guard(c10::Device) {}
   };
@@ -65,6 +72,18 @@ struct CpuBackend {
     constexpr bool kIsBackward = Operator::kTensors[0] == kGradOutput;
     Call call(arguments, outputs, RowLayout::kMaxDims, /*by_groups=*/kIsBackward);
     run(kernels_of(arguments), call);
+    call.finish();
+  }
+  static void launch(const ChannelRmsNorm& arguments, const OutputPtrs<ChannelRmsNorm>& outputs) {
+    ChannelCall call(arguments, outputs);
+    const bool non_temporal = exceeds_cache(2 * call.elements(), call.channels.dtype);
+    run_forward(channel_rms_norm_kernels().forward, {call, non_temporal, &call.channels}, Scale(call, 1));
+    call.finish();
+  }
+  static void launch(const ChannelRmsNormBackward& arguments, const OutputPtrs<ChannelRmsNormBackward>& outputs) {
+    ChannelCall call(arguments, outputs);
+    const bool non_temporal = exceeds_cache(3 * call.elements(), call.channels.dtype);
+    run_backward(channel_rms_norm_kernels().backward, {call, non_temporal, &call.channels});
     call.finish();
   }
 };

@@ -94,5 +94,13 @@ NORMOPS_INLINE compute_t<R> rstd_of(compute_t<R> square_sum, int64_t cols, doubl
   return static_cast<compute_t<R>>(1 / std::sqrt(mean + eps));
 }
 
+// -c, with c = rstd^3 * mean(dy * w * x), of the sum of these products.
+template <class R>
+NORMOPS_INLINE compute_t<R> minus_c_of(compute_t<R> dot, compute_t<R> rstd, int64_t cols) {
+  const double rstd_cubed = static_cast<double>(rstd) * rstd * rstd;
+  const double mean = static_cast<double>(dot) / static_cast<double>(cols);
+  return static_cast<compute_t<R>>(-rstd_cubed * mean);
+}
+
 }  // namespace
 }  // namespace normops::cpu::NORMOPS_ISA

@@ -67,6 +67,6 @@ struct CudaBackend {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normops, CUDA, m) { register_all<BackendKernels<CudaBackend>>(m, Operators()); }
+TORCH_LIBRARY_IMPL(normops, CUDA, m) { register_all<BackendKernels<CudaBackend>>(m, RowOperators()); }
 
 }  // namespace normops::cuda

@@ -104,7 +104,7 @@ struct TritonBackend {
 
 python::Registration register_operators(const std::string& dispatch_key) {
   return python::register_kernels("normops", c10::parseDispatchKey(dispatch_key), [](torch::Library& library) {
-    register_all<BackendKernels<TritonBackend>>(library, Operators());
+    register_all<BackendKernels<TritonBackend>>(library, RowOperators());
   });
 }
 

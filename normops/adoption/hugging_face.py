@@ -6,9 +6,8 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 
 from normops.adoption.computing import gate_beside
-from normops.functional import gated_rms_norm, rms_norm
+from normops.functional import Activation, gated_rms_norm, rms_norm
 from normops.inductor.calls import DTYPES
-from normops.modules import Activation
 
 
 class _Layer(nn.Module):

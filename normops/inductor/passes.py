@@ -42,7 +42,12 @@ from normops.inductor.residuals import fuse_additions
 from normops.inductor.rotations import join_rotations
 
 _normops = torch.ops.normops
-_OPERATORS = (_normops.rms_norm.default, _normops.gated_rms_norm.default, _normops.rms_norm_rope.default)
+_OPERATORS = (
+    _normops.rms_norm.default,
+    _normops.gated_rms_norm.default,
+    _normops.channel_rms_norm.default,
+    _normops.rms_norm_rope.default,
+)
 
 # All of the package: the passes use what the names in schemas mean, and which tensors take the operators.
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parents[1].rglob("*.py")))

@@ -13,7 +13,12 @@ from normops._operators import FUNCTIONAL, by_name, name_of
 from normops.inductor.calls import is_equal
 
 _normops = torch.ops.normops
-_NORMS = (_normops.rms_norm.default, _normops.gated_rms_norm.default, _normops.rms_norm_rope.default)
+_NORMS = (
+    _normops.rms_norm.default,
+    _normops.gated_rms_norm.default,
+    _normops.channel_rms_norm.default,
+    _normops.rms_norm_rope.default,
+)
 _BACKWARDS = tuple(op for op in FUNCTIONAL if name_of(op).endswith("_backward"))
 
 

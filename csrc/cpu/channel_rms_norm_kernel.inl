@@ -1,0 +1,318 @@
+// The kernels of channel_rms_norm and its backward, compiled once per instruction set by foreach_isa.h. For the
+// channels x of each position, with dy the gradient of what the activation takes:
+//   y = activation(x * rstd * w + bias), rstd = 1 / sqrt(mean(x^2) + eps)
+//   dx = dy * rstd * w - x * rstd^3 * mean(dy * w * x)
+//   dw = the sum over positions of dy * rstd * x, and that of dy for the bias
+// To be read from the end: forward() and backward() divide the rows of a call, which are positions, into tiles.
+#include "activation.inl"
+#include "channel_tiles.inl"
+
+namespace normops::cpu::NORMOPS_ISA {
+namespace {
+
+// Writes the output of a tile, while `ahead`, the next one, is prefetched.
+template <class T, class StorePolicy, class HasBias, class IsActivated>
+[[gnu::noinline]] void write_tile(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const T>& ahead,
+                                  const ChannelsOf<T>& y, int64_t width, const float* rstd, StorePolicy non_temporal,
+                                  HasBias, IsActivated) {
+  const Activation activation = args.gating.activation;
+  const auto* const scale = static_cast<const float*>(args.scale);
+  for (int64_t channel = 0; channel < args.cols; channel++) {
+    const T *const row = x[channel], *const next = ahead[channel];
+    T* const target = y[channel];
+    const Block<T> w = broadcast<T>(scale[channel]),
+                   bias = broadcast<T>(HasBias::value ? args.channels->bias[channel] : 0);
+    for_each_block<T>(0, width, [&](int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
+      prefetch(next + position);
+      Block<T> block = normalized<HasBias::value>(load<T>(row + position, extent), rstd + position, w, bias);
+      if constexpr (IsActivated::value) block = activated(block, activation);
+      store(target + position, block, extent, non_temporal);
+    });
+  }
+}
+
+// The first row at or behind this one where a tile may begin: a line of 16 bits an element, counted in the sample.
+inline int64_t tile_boundary(const CpuArgs& args, int64_t row) {
+  constexpr int64_t kStep = 64;
+  const int64_t positions = args.channels->positions, position = row % positions,
+                next = (position + kStep - 1) / kStep * kStep;
+  return row - position + (next < positions ? next : positions);
+}
+
+template <class T>
+void forward(const CpuArgs& args, int64_t begin, int64_t end) {
+  const bool non_temporal = args.non_temporal && begins_with_lines(args, kOutput, 0);
+  alignas(64) OfPositions rstd;
+  begin = tile_boundary(args, begin), end = tile_boundary(args, end);
+  for (Tile tile, ahead = tile_at<T>(args, begin, end); begin < end;) {
+    tile = ahead;
+    begin += tile.width;
+    if (begin < end) ahead = tile_at<T>(args, begin, end);
+    const auto x = channels_of<const T>(args, kInput, tile), next = channels_of<const T>(args, kInput, ahead);
+    const auto y = channels_of<T>(args, kOutput, tile);
+    sum_squares<T>(args, x, non_temporal ? ChannelsOf<T>() : y, tile.width, rstd);
+    dispatch_bool<true>(non_temporal, [&](auto policy) {
+      dispatch_bool<true>(args.channels->bias != nullptr, [&](auto has_bias) {
+        dispatch_bool<true>(args.channels->is_activated, [&](auto is_activated) {
+          write_tile<T>(args, x, next, y, tile.width, rstd, policy, has_bias, is_activated);
+        });
+      });
+    });
+  }
+  if (non_temporal) finish_non_temporal();
+}
+
+// grad_output times the slope of the activation: what its argument has for a gradient.
+template <class T, class HasBias>
+[[gnu::noinline]] void form_gradients(const CpuArgs& args, const ChannelsOf<const T>& x,
+                                      const ChannelsOf<const T>& grad_output, int64_t width, const float* rstd,
+                                      const ChannelsOf<float>& formed, HasBias) {
+  const auto* const scale = static_cast<const float*>(args.scale);
+  for (int64_t channel = 0; channel < args.cols; channel++) {
+    const T *const row = x[channel], *const gradient = grad_output[channel];
+    float* const target = formed[channel];
+    const Block<T> w = broadcast<T>(scale[channel]),
+                   bias = broadcast<T>(HasBias::value ? args.channels->bias[channel] : 0);
+    for_each_block<T>(0, width, [&](int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
+      const Block<T> z = normalized<HasBias::value>(load<T>(row + position, extent), rstd + position, w, bias);
+      const Block<T> slope = activated(z, smaller_part(z), args.gating.activation).slope;
+      store(target + position, load<T>(gradient + position, extent) * slope, extent);
+    });
+  }
+}
+
+// Computes minus_c of the positions of a tile, and rstd, if that is not known.
+template <class T, class G, bool kWithRstd>
+[[gnu::noinline]] void sum_products(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy,
+                                    const ChannelsOf<T>& written, int64_t width, float* rstd, float* minus_c) {
+  constexpr int kSums = kWithRstd ? 2 : 1, kAtOnce = kSummedBlocks<T, kSums>;
+  const auto* const scale = static_cast<const float*>(args.scale);
+  each_blocks<T, kAtOnce>(width, [&](auto count, int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
+    constexpr int kBlocks = decltype(count)::value;
+    Block<T> sums[kBlocks][kSums];
+    sum_channels<T>(args.cols, sums, [&](int64_t channel, Block<T>(&sums)[kBlocks][kSums]) NORMOPS_INLINE_LAMBDA {
+      const Block<T> w = broadcast<T>(scale[channel]);
+#pragma GCC unroll 4
+      for (int b = 0; b < kBlocks; b++) {
+        const int64_t column = position + b * kLanes<T>;
+        if (kWithRstd && written.first != nullptr) prefetch(written[channel] + column);
+        const Block<T> h = load<T>(x[channel] + column, extent), g = load<T>(dy[channel] + column, extent);
+        sums[b][0] = fma(g * w, h, sums[b][0]);
+        if constexpr (kWithRstd) sums[b][1] = fma(h, h, sums[b][1]);
+      }
+    });
+    for (int b = 0; b < kBlocks; b++) {
+      const int64_t column = position + b * kLanes<T>;
+      if constexpr (kWithRstd) store_rstd<T>(sums[b][1], args, rstd + column);
+      float dots[kLanes<T>];
+      store_packed<T>(dots, sums[b][0]);
+      for (int i = 0; i < kLanes<T>; i++) minus_c[column + i] = minus_c_of<T>(dots[i], rstd[column + i], args.cols);
+    }
+  });
+}
+
+template <class T, class G, class StorePolicy>
+[[gnu::noinline]] void write_gradients(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy,
+                                       const ChannelsOf<const T>& ahead, const ChannelsOf<const T>& dy_ahead,
+                                       const ChannelsOf<T>& dx, int64_t width, const float* rstd, const float* minus_c,
+                                       StorePolicy non_temporal) {
+  const auto* const scale = static_cast<const float*>(args.scale);
+  for (int64_t channel = 0; channel < args.cols; channel++) {
+    const T *const row = x[channel], *const next = ahead[channel], *const next_dy = dy_ahead[channel];
+    const G* const gradient = dy[channel];
+    T* const target = dx[channel];
+    const Block<T> w = broadcast<T>(scale[channel]);
+    for_each_block<T>(0, width, [&](int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
+      prefetch(next + position);
+      prefetch(next_dy + position);
+      const Block<T> h = load<T>(row + position, extent), g = load<T>(gradient + position, extent);
+      const Block<T> rest = load_packed<T>(minus_c + position) * h;
+      store(target + position, fma(g * load_packed<T>(rstd + position), w, rest), extent, non_temporal);
+    });
+  }
+}
+
+constexpr int kRegisterLanes = NORMOPS_VECTOR_BYTES / 4;
+
+// Transposes registers: element l of register i becomes element i of register l.
+template <int kDistance, int... kLane>
+NORMOPS_INLINE void exchange(f32_vector& a, f32_vector& b, std::integer_sequence<int, kLane...>) {
+  constexpr int kCount = sizeof...(kLane);
+  const f32_vector first = shuffle<(kLane & kDistance ? kCount + kLane - kDistance : kLane)...>(a, b);
+  b = shuffle<(kLane & kDistance ? kCount + kLane : kLane + kDistance)...>(a, b);
+  a = first;
+}
+template <int kDistance = kRegisterLanes / 2>
+NORMOPS_INLINE void transpose(f32_vector (&v)[kRegisterLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kRegisterLanes; i++) {
+    if (!(i & kDistance)) exchange<kDistance>(v[i], v[i + kDistance], RegisterLanes());
+  }
+  if constexpr (kDistance > 1) transpose<kDistance / 2>(v);
+}
+
+// The positions that are transposed at a time, two registers of float32, or one of bfloat16, of which two neighbours
+// move as one number.
+constexpr int kRows = 2 * kRegisterLanes;
+
+// Loads a register of channels, from `channel` on, of each of kRows positions.
+template <class T, class Extent>
+NORMOPS_INLINE void load_rows(const ChannelsOf<const T>& tensor, int64_t channel, int64_t channels, int64_t position,
+                              Extent extent, f32_vector (&rows)[kRows]) {
+  constexpr int kCount = sizeof(f32_vector) / sizeof(T);
+  for (int64_t first = 0; first < kRows; first += kCount) {
+    int64_t left = kCount;
+    if constexpr (!std::is_same_v<Extent, Whole>) left = extent.lanes - first;
+    if (left <= 0) return;
+    f32_vector v[kRegisterLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRegisterLanes; i++) {
+      const T* const source = tensor[channel + i < channels ? channel + i : channels - 1] + position + first;
+      if (left >= kCount) {
+        v[i] = load_vector<f32_vector>(source);
+      } else {
+        T lanes[kCount];
+        load_part(lanes, source, left);
+        v[i] = load_vector<f32_vector>(lanes);
+      }
+    }
+    transpose(v);
+    for (int i = 0; i < kRegisterLanes; i++) {
+      if constexpr (sizeof(T) == 2) {
+        const auto pairs = bit_cast<u32_vector>(v[i]);
+        rows[2 * i] = bit_cast<f32_vector>(pairs << 16);
+        rows[2 * i + 1] = bit_cast<f32_vector>(pairs & 0xffff0000);
+      } else {
+        rows[first + i] = v[i];
+      }
+    }
+  }
+}
+
+// Adds the rows of positions [begin, end) of a tile to the sums of a leaf, one after another. `rstd` is in the order of
+// positions.
+template <class T, class G>
+[[gnu::noinline]] void add_rows(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy,
+                                int64_t begin, int64_t end, const float* rstd, float* weight_sum, float* bias_sum) {
+  alignas(64) f32_vector h[kRows], g[kRows];
+  for (int64_t channel = 0; channel < args.cols; channel += kRegisterLanes) {
+    f32_vector of_weight = {}, of_bias = {};
+    if (weight_sum != nullptr) of_weight = load_vector<f32_vector>(weight_sum + channel);
+    if (bias_sum != nullptr) of_bias = load_vector<f32_vector>(bias_sum + channel);
+    const auto add = [&](int64_t position, int64_t count, auto extent) NORMOPS_INLINE_LAMBDA {
+      load_rows(dy, channel, args.cols, position, extent, g);
+      if (bias_sum != nullptr) {
+        for (int64_t i = 0; i < count; i++) of_bias += g[i];
+      }
+      if (weight_sum == nullptr) return;
+      load_rows(x, channel, args.cols, position, extent, h);
+      for (int64_t i = 0; i < count; i++) of_weight = fma_vector(g[i] * rstd[position + i], h[i], of_weight);
+    };
+    int64_t position = begin;
+    for (; position + kRows <= end; position += kRows) add(position, kRows, Whole{});
+    if (position < end) add(position, end - position, Part{end - position});
+    if (weight_sum != nullptr) write(weight_sum + channel, of_weight, Cached{});
+    if (bias_sum != nullptr) write(bias_sum + channel, of_bias, Cached{});
+  }
+}
+
+// The sums of a region's leaves, which follow one another, as the kernels of rows form them.
+class LeafSums {
+ public:
+  LeafSums(const CpuArgs& args, const Region& region) : args_(args), first_leaf_(region.row / args.rows_per_leaf) {}
+
+  // Adds the rows of a tile, of which `row` is the first.
+  template <class T, class G>
+  void add(const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy, int64_t row, int64_t width,
+           const float* rstd) const {
+    for (int64_t begin = 0, end; begin < width; begin = end) {
+      const int64_t leaf = (row + begin) / args_.rows_per_leaf, first = leaf * args_.rows_per_leaf,
+                    last = args_.rows - first < args_.rows_per_leaf ? args_.rows : first + args_.rows_per_leaf;
+      end = last - row < width ? last - row : width;
+      float* const sums[] = {sum_of(args_.grad_weight_sums, leaf), sum_of(args_.grad_bias_sums, leaf)};
+      for (float* const sum : sums) {
+        if (sum != nullptr && row + begin == first) std::memset(sum, 0, args_.sum_stride * sizeof(float));
+      }
+      add_rows<T, G>(args_, x, dy, begin, end, rstd, sums[0], sums[1]);
+      if (row + end < last) continue;
+      for (float* const sum : sums) {
+        if (sum != nullptr) add_last(sum, additions_behind(first_leaf_, leaf + 1));
+      }
+    }
+  }
+
+ private:
+  float* sum_of(void* sums, int64_t leaf) const {
+    return sums == nullptr ? nullptr : static_cast<float*>(sums) + sum_count(first_leaf_, leaf) * args_.sum_stride;
+  }
+
+  // Adds the last sums to the one before them, `additions` times.
+  void add_last(float* last, int additions) const {
+    for (; additions > 0; additions--, last -= args_.sum_stride) {
+      float* const before = last - args_.sum_stride;
+      for (int64_t i = 0; i < args_.sum_stride; i++) before[i] += last[i];
+    }
+  }
+
+  const CpuArgs& args_;
+  const int64_t first_leaf_;
+};
+
+template <class T>
+void backward(const CpuArgs& args, const Region& region) {
+  const LeafSums sums(args, region);
+  const bool has_sums = args.grad_weight_sums != nullptr || args.grad_bias_sums != nullptr;
+  int64_t row = region.row, end = region.row + region.rows;
+  if (!has_sums) row = tile_boundary(args, row), end = tile_boundary(args, end);  // otherwise a leaf's
+  const bool non_temporal = args.non_temporal && begins_with_lines(args, kGradInput, row % args.channels->positions);
+  alignas(64) OfPositions rstd, minus_c, natural_rstd;
+  const ChannelsOf<float> formed = {static_cast<float*>(args.row_scratch), kFormedPositions * sizeof(float)};
+  for (Tile tile, ahead = tile_at<T>(args, row, end); row < end; row += tile.width) {
+    tile = ahead;
+    if (row + tile.width < end) ahead = tile_at<T>(args, row + tile.width, end);
+    const auto x = channels_of<const T>(args, kInput, tile), next = channels_of<const T>(args, kInput, ahead),
+               grad_output = channels_of<const T>(args, kGradOutput, tile),
+               next_dy = channels_of<const T>(args, kGradOutput, ahead);
+    const bool writes = args.has(kGradInput);
+    const auto dx = writes ? channels_of<T>(args, kGradInput, tile) : ChannelsOf<T>(),
+               written = non_temporal ? ChannelsOf<T>() : dx;
+    const auto finish = [&]<class G>(const ChannelsOf<const G>& dy) {
+      for_each_block<T>(0, tile.width, [&](int64_t position, auto) {
+        store(natural_rstd + position, load_packed<T>(rstd + position));
+      });
+      if (has_sums) sums.add<T, G>(x, dy, row, tile.width, natural_rstd);
+      if (!writes) return;
+      dispatch_bool<true>(non_temporal, [&](auto policy) {
+        write_gradients<T, G>(args, x, dy, next, next_dy, dx, tile.width, rstd, minus_c, policy);
+      });
+    };
+    if (!args.channels->is_activated) {
+      sum_products<T, T, true>(args, x, grad_output, written, tile.width, rstd, minus_c);
+      finish(grad_output);
+    } else {
+      sum_squares<T>(args, x, written, tile.width, rstd);
+      dispatch_bool<true>(args.channels->bias != nullptr, [&](auto has_bias) {
+        form_gradients<T>(args, x, grad_output, tile.width, rstd, formed, has_bias);
+      });
+      const ChannelsOf<const float> dy = {formed.first, formed.stride};
+      sum_products<T, float, false>(args, x, dy, written, tile.width, rstd, minus_c);
+      finish(dy);
+    }
+  }
+  if (non_temporal) finish_non_temporal();
+}
+
+void forward_of(const CpuArgs& args, int64_t begin, int64_t end) {
+  args.channels->dtype == DType::bfloat16 ? forward<bfloat16>(args, begin, end) : forward<float>(args, begin, end);
+}
+
+void backward_of(const CpuArgs& args, const Region& region) {
+  args.channels->dtype == DType::bfloat16 ? backward<bfloat16>(args, region) : backward<float>(args, region);
+}
+
+}  // namespace
+
+extern const ChannelRmsNormKernels kChannelRmsNormKernels;
+const ChannelRmsNormKernels kChannelRmsNormKernels = {{forward_of, nullptr, nullptr}, {backward_of, nullptr, nullptr}};
+
+}  // namespace normops::cpu::NORMOPS_ISA

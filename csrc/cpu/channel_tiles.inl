@@ -1,0 +1,170 @@
+// Tensors [samples, channels, positions] whose channels are normalized: tiles of them, and the sums over channels. The
+// lanes of a register are positions, which lie side by side, and loops go over the channels. Each position is summed
+// in the order in which row_sums.inl sums a row: a norm over channels has the bits of one over rows.
+#include "row_sums.inl"
+
+namespace normops::cpu::NORMOPS_ISA {
+namespace {
+
+// Some positions of a sample, in all channels.
+struct Tile {
+  int64_t sample, position, width;
+};
+
+// The most positions of a tile. 512 bytes of a channel took least time, of 256, 512, 1024 and 2048; where a sample is
+// hardly longer, all of it (14 x 14 in tiles of 128: 1.2).
+constexpr int64_t kMostPositions = 256;
+template <class T>
+NORMOPS_INLINE int64_t tile_width(const CpuArgs& args) {
+  if (args.channels->positions <= kMostPositions) return args.channels->positions;
+  return sizeof(T) == 2 && args.cols <= 128 ? kMostPositions : kMostPositions / 2;
+}
+
+// The tile that begins with a row, which is a position of a sample.
+template <class T>
+NORMOPS_INLINE Tile tile_at(const CpuArgs& args, int64_t row, int64_t end) {
+  const int64_t positions = args.channels->positions, position = row % positions;
+  int64_t width = tile_width<T>(args);
+  if (width > positions - position) width = positions - position;
+  return {row / positions, position, width < end - row ? width : end - row};
+}
+
+// The channels of a tile: each has its positions side by side.
+template <class T>
+struct ChannelsOf {
+  T* first;
+  int64_t stride;  // in bytes
+
+  NORMOPS_INLINE T* operator[](int64_t channel) const {
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(first) + channel * stride);
+  }
+};
+
+template <class T>
+NORMOPS_INLINE ChannelsOf<T> channels_of(const CpuArgs& args, TensorIndex tensor, const Tile& tile) {
+  const Channels& channels = *args.channels;
+  char* const sample = static_cast<char*>(args[tensor].data) + tile.sample * channels.sample_strides[tensor];
+  return {reinterpret_cast<T*>(sample) + tile.position, channels.channel_strides[tensor]};
+}
+
+// Whether all channels of a tensor, from `position` on, begin with a cache line, so that they may be written around the
+// caches.
+inline bool begins_with_lines(const CpuArgs& args, TensorIndex tensor, int64_t position) {
+  const Channels& channels = *args.channels;
+  const auto first = reinterpret_cast<int64_t>(args[tensor].data) + position * size_of(channels.dtype);
+  return (first | channels.sample_strides[tensor] | channels.channel_strides[tensor]) % 64 == 0;
+}
+
+// Calls visit(std::integral_constant<int, blocks>, position, extent) for the positions of a tile: for kBlocks blocks at
+// a time, then for one.
+template <class R, int kBlocks, class Visit>
+NORMOPS_INLINE void each_blocks(int64_t width, Visit visit) {
+  int64_t position = 0;
+  for (; position + kBlocks * kLanes<R> <= width; position += kBlocks * kLanes<R>) {
+    visit(std::integral_constant<int, kBlocks>(), position, Whole{});
+  }
+  for_each_block<R>(position, width, [&](int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
+    visit(std::integral_constant<int, 1>(), position, extent);
+  });
+}
+
+// Forms kSums sums over channels [begin, end) of a span for each position of kBlocks blocks; term(channel,
+// accumulators) adds a channel to them. fold_span() has 64 chains, of which each takes every 64th column, and adds them
+// along a tree. Here they are formed one after another, four at a time, in the order in which that tree needs them.
+template <class R, int kBlocks, int kSums, class Term>
+NORMOPS_INLINE void fold_channels(int64_t begin, int64_t end, Block<R> (&sums)[kBlocks][kSums], Term term) {
+  static_assert(sizeof(compute_t<R>) == 4, "of doubles a row has 32 chains");
+  constexpr int kReversed[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+  Block<R> parts[16][kBlocks][kSums];
+#pragma GCC unroll 1
+  for (int i = 0; i < 16; i++) {
+    Block<R> chains[4][kBlocks][kSums] = {};
+    int64_t channel = begin + kReversed[i];
+    for (; channel + 48 < end; channel += 64) {
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) term(channel + 16 * k, chains[k]);
+    }
+#pragma GCC unroll 3
+    for (int k = 0; k < 3; k++) {
+      if (channel + 16 * k < end) term(channel + 16 * k, chains[k]);
+    }
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; b++) {
+#pragma GCC unroll 2
+      for (int s = 0; s < kSums; s++) {
+        parts[i][b][s] = (chains[0][b][s] + chains[1][b][s]) + (chains[2][b][s] + chains[3][b][s]);
+      }
+    }
+  }
+  for (int b = 0; b < kBlocks; b++) {
+    for (int s = 0; s < kSums; s++) {
+      for (int count = 8; count > 0; count /= 2) {
+        for (int i = 0; i < count; i++) parts[i][b][s] = parts[2 * i][b][s] + parts[2 * i + 1][b][s];
+      }
+      sums[b][s] = parts[0][b][s];
+    }
+  }
+}
+
+// The same over all channels: the sums of spans are added in double, and rounded.
+template <class R, int kBlocks, int kSums, class Term>
+NORMOPS_INLINE void sum_channels(int64_t channels, Block<R> (&sums)[kBlocks][kSums], Term term) {
+  fold_channels<R>(0, span_end(0, channels), sums, term);
+  if (channels <= kSpan) return;
+  float numbers[kBlocks * kSums * kLanes<R>];
+  double totals[std::size(numbers)] = {};
+  for (int64_t begin = 0;;) {
+    std::memcpy(numbers, sums, sizeof numbers);
+    for (size_t i = 0; i < std::size(numbers); i++) totals[i] += numbers[i];
+    if ((begin += kSpan) >= channels) break;
+    fold_channels<R>(begin, span_end(begin, channels), sums, term);
+  }
+  for (size_t i = 0; i < std::size(numbers); i++) numbers[i] = static_cast<float>(totals[i]);
+  std::memcpy(sums, numbers, sizeof numbers);
+}
+
+// How many blocks of positions are summed at once, of so many sums each: four chains of them fit in the registers.
+template <class R, int kSums>
+constexpr int kSummedBlocks = std::max((NORMOPS_VECTOR_BYTES == 64 ? 4 : 2) / (kSums * Block<R>::kVectors), 1);
+
+// rstd of each position, in the order in which R is packed.
+template <class R>
+NORMOPS_INLINE void store_rstd(const Block<R>& squares, const CpuArgs& args, float* rstd) {
+  float sums[kLanes<R>];
+  store_packed<R>(sums, squares);
+  for (int i = 0; i < kLanes<R>; i++) rstd[i] = rstd_of<R>(sums[i], args.cols, args.eps);
+}
+
+// Computes rstd of the positions of a tile. `written` is prefetched, unless it is null.
+template <class R>
+[[gnu::noinline]] void sum_squares(const CpuArgs& args, const ChannelsOf<const R>& x, const ChannelsOf<R>& written,
+                                   int64_t width, float* rstd) {
+  constexpr int kAtOnce = kSummedBlocks<R, 1>;
+  each_blocks<R, kAtOnce>(width, [&](auto count, int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
+    constexpr int kBlocks = decltype(count)::value;
+    Block<R> squares[kBlocks][1];
+    sum_channels<R>(args.cols, squares, [&](int64_t channel, Block<R>(&sums)[kBlocks][1]) NORMOPS_INLINE_LAMBDA {
+#pragma GCC unroll 4
+      for (int b = 0; b < kBlocks; b++) {
+        const int64_t column = position + b * kLanes<R>;
+        if (written.first != nullptr) prefetch(written[channel] + column);
+        const Block<R> h = load<R>(x[channel] + column, extent);
+        sums[b][0] = fma(h, h, sums[b][0]);
+      }
+    });
+    for (int b = 0; b < kBlocks; b++) store_rstd<R>(squares[b][0], args, rstd + position + b * kLanes<R>);
+  });
+}
+
+// x * rstd * scale + bias of a channel's block. kBias: whether there is a bias.
+template <bool kBias, class R>
+NORMOPS_INLINE Block<R> normalized(const Block<R>& x, const float* rstd, const Block<R>& scale, const Block<R>& bias) {
+  const Block<R> product = x * load_packed<R>(rstd) * scale;
+  return kBias ? product + bias : product;
+}
+
+// Numbers of the positions of a tile, with room for the rest of the last block.
+using OfPositions = float[kMostPositions + kLongestBlock];
+
+}  // namespace
+}  // namespace normops::cpu::NORMOPS_ISA

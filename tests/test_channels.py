@@ -1,0 +1,376 @@
+"""channel_rms_norm: rms_norm over one dimension, and an activation behind it."""
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from assertions import assert_same_bits, message_of
+from other_process import printed
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from traced_graphs import operators, trace
+
+import normops
+from normops import _C
+from reference import oracle
+from reference.cases import DTYPES, EPS, values
+
+ops = torch.ops.normops
+
+# Channels: 1, few, a multiple of what is summed at once or not, more than a span. Positions: fewer than the kernels
+# take, a few, those of one tile and of several, in samples that begin with a cache line or not.
+SHAPES = (
+    (2, 96, 9, 13),
+    (3, 7, 20, 20),
+    (1, 64, 512),
+    (5, 16, 7, 7),
+    (2, 1025, 8),
+    (1, 2050, 300),
+    (4, 1, 33),
+    (3, 17, 2, 2),
+    (2, 33, 700),
+    (40, 3, 128),
+    (64, 257),
+)
+
+
+def arguments(shape: tuple[int, ...], dtype: torch.dtype, dim: int = 1, has_bias: bool = True) -> dict[str, Any]:
+    size = shape[dim]
+    return {
+        "input": values(shape, dtype, 1, scale=1.0),
+        "normalized_shape": [size],
+        "weight": values((size,), dtype, 2, scale=1.0),
+        "eps": EPS,
+        "weight_offset": 0.5,
+        "bias": values((size,), torch.float32, 3, scale=1.0) if has_bias else None,
+        "dim": dim - len(shape),
+    }
+
+
+def of_rows(name: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The same of rms_norm, or its backward, of a copy whose last dimension is normalized, moved back."""
+    dim, copy = given["dim"], {name: value for name, value in given.items() if name != "dim"}
+    copy |= {
+        tensor: given[tensor].movedim(dim, -1).contiguous() for tensor in ("input", "grad_output") if tensor in given
+    }
+    results = getattr(ops, name)(**copy)
+    first, *others = results if isinstance(results, tuple) else (results,)
+    return first.movedim(-1, dim).contiguous() if first.dim() > 1 else first, *others
+
+
+def every_other(x: Tensor) -> Tensor:
+    """With other numbers between the samples, the channels and, in the last dimension, the positions."""
+    for dim in range(x.dim()):
+        x = x.repeat_interleave(2, dim)
+    return x[tuple([slice(None, None, 2)] * x.dim())]
+
+
+def cut_out(x: Tensor) -> Tensor:
+    """A part of a larger tensor, whose positions follow one another, misaligned."""
+    return F.pad(x, (3, 5), value=torch.nan)[..., 3:-5]
+
+
+def of_few_channels(x: Tensor) -> Tensor:
+    """Every other channel."""
+    return x.repeat_interleave(2, 1)[:, ::2]
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    Tensor.contiguous,
+    every_other,
+    cut_out,
+    of_few_channels,
+    channels_last,
+)
+
+
+def cases_of_bits() -> Iterator[tuple[tuple[int, ...], torch.dtype, Callable[[Tensor], Tensor]]]:
+    for index, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES)):
+        yield shape, dtype, Tensor.contiguous
+        yield shape, dtype, LAYOUTS[1 + index % (len(LAYOUTS) - 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_are_those_of_rows(dtype: torch.dtype) -> None:
+    """Of outputs and gradients, whatever the layout, and in every dtype of parameters."""
+    for index, (shape, of_case, layout) in enumerate(cases_of_bits()):
+        if of_case != dtype:
+            continue
+        given = arguments(shape, dtype, has_bias=index % 3 > 0)
+        given["input"] = layout(given["input"])
+        given["weight"] = None if index % 5 == 0 else given["weight"].to(DTYPES[index % len(DTYPES)])
+        output = ops.channel_rms_norm(**given)
+        assert output.is_contiguous()
+        assert_same_bits([output], of_rows("rms_norm", given), (shape, layout))
+        given["grad_output"] = layout(values(shape, dtype, 4))
+        for mask in ([True] * 3, [False, True, True], [True, False, False], [True, index % 2 > 0, True]):
+            given["output_mask"] = mask
+            gradients = ops.channel_rms_norm_backward(**given)
+            assert_same_bits(gradients, of_rows("rms_norm_backward", given), (shape, layout, mask))
+
+
+def test_every_dimension() -> None:
+    shape = (9, 4, 10, 12)
+    for dim, casting_mode in itertools.product(range(4), ("gemma", "llama")):
+        given = arguments(shape, torch.bfloat16, dim) | {"casting_mode": casting_mode}
+        assert_same_bits([ops.channel_rms_norm(**given)], of_rows("rms_norm", given), dim)
+
+
+ACTIVATIONS = ("silu", "swish", "sigmoid", "identity")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_values(dtype: torch.dtype, activation: str) -> None:
+    named = "silu" if activation == "swish" else activation
+    for index, shape in enumerate(SHAPES):
+        given = arguments(shape, dtype, has_bias=index % 3 > 0)
+        given["casting_mode"] = ("gemma", "gemma", "llama")[index % 3]
+        output = ops.channel_rms_norm(**given, activation=activation)
+        oracle.assert_within(output, oracle.channel_rms_norm(**given, activation=named))
+        given["grad_output"] = values(shape, dtype, 4)
+        gradients = ops.channel_rms_norm_backward(**given, activation=activation)
+        expected = oracle.channel_rms_norm_backward(**given, activation=named)
+        for name, gradient, bounded in zip(expected._fields, gradients, expected, strict=True):
+            if bounded is not None:
+                oracle.assert_within(gradient, bounded, name)
+
+
+def results(given: dict[str, Any], activation: str) -> tuple[Tensor, ...]:
+    forward = {name: value for name, value in given.items() if name != "grad_output"}
+    gradients = ops.channel_rms_norm_backward(**given, activation=activation)
+    return ops.channel_rms_norm(**forward, activation=activation), *gradients
+
+
+@pytest.mark.parametrize("activation", ["identity", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bits_of_any_threads(dtype: torch.dtype, activation: str) -> None:
+    """Tensors that are large enough to be shared, and to be written around the caches, in tiles that then may begin
+    anywhere in a sample."""
+    before = torch.get_num_threads()
+    for shape in ((1, 24, 240, 1000), (3, 130, 1999), (2, 512, 30, 30)):
+        given = arguments(shape, dtype) | {"grad_output": values(shape, dtype, 4)}
+        try:
+            torch.set_num_threads(1)
+            expected = results(given, activation)
+            for threads in (2, 3, 7):
+                torch.set_num_threads(threads)
+                assert_same_bits(results(given, activation), expected, (shape, threads))
+        finally:
+            torch.set_num_threads(before)
+        # Nor on other samples, or other positions, of as many as a kernel serves.
+        part = {**given, "input": given["input"][:1, ..., -9:], "grad_output": given["grad_output"][:1, ..., -9:]}
+        assert_same_bits(
+            results(part, activation)[:2], [result[:1, ..., -9:] for result in expected[:2]], (shape, "part")
+        )
+
+
+def test_every_instruction_set() -> None:
+    """Those that this machine has, in processes of their own."""
+    code = """
+import hashlib
+import torch
+from test_channels import arguments, results, values
+digest = hashlib.sha256()
+for dtype in (torch.float32, torch.bfloat16):
+    for shape in ((2, 33, 700), (5, 16, 7, 7), (2, 1025, 9), (1, 24, 240, 1000)):
+        given = arguments(shape, dtype) | {"grad_output": values(shape, dtype, 4)}
+        for activation in ("identity", "silu"):
+            for tensor in results(given, activation):
+                digest.update(tensor.view(torch.uint8).numpy().tobytes())
+print(digest.hexdigest())
+"""
+    if (best := _C.build_info()["cpu_isa"]) == "avx2":
+        pytest.skip("a machine without AVX-512")
+    path = os.pathsep.join(sys.path)
+    assert len({printed(code, NORMOPS_CPU_ISA=isa, PYTHONPATH=path) for isa in ("avx2", best)}) == 1
+
+
+def test_nans() -> None:
+    """A NaN, or an infinity, changes its position alone."""
+    for dtype in (torch.float32, torch.bfloat16):
+        given = arguments((2, 40, 60), dtype)
+        expected = ops.channel_rms_norm(**given, activation="silu")
+        given["input"][1, 3, 5], given["input"][0, 39, 59] = torch.nan, torch.inf
+        output = ops.channel_rms_norm(**given, activation="silu")
+        is_changed = output.isnan().any(1)
+        assert is_changed.nonzero().tolist() == [[0, 59], [1, 5]]
+        assert_same_bits([output.movedim(1, -1)[~is_changed]], [expected.movedim(1, -1)[~is_changed]], dtype)
+
+
+def test_out_and_in_place() -> None:
+    for dtype, layout in itertools.product((torch.float32, torch.bfloat16, torch.float16), LAYOUTS):
+        given = arguments((2, 40, 6, 11), dtype)
+        expected = ops.channel_rms_norm(**given)
+        target = layout(torch.full_like(given["input"], torch.nan))
+        assert ops.channel_rms_norm(**given, out=target) is target
+        assert_same_bits([target], [expected], layout)
+        replaced = layout(given["input"].clone())
+        assert ops.channel_rms_norm_(**given | {"input": replaced}) is replaced
+        assert_same_bits([replaced], [expected], layout)
+        given["grad_output"] = values((2, 40, 6, 11), dtype, 4)
+        gradients = ops.channel_rms_norm_backward(**given)
+        for name in ("input", "grad_output"):
+            over = given | {name: layout(given[name].clone())}
+            others = {
+                "grad_weight": torch.empty(80, dtype=dtype)[::2],
+                "grad_bias": torch.empty(40),
+            }
+            written = ops.channel_rms_norm_backward(**over, grad_input=over[name], **others)
+            assert_same_bits(written, gradients, (layout, name))
+
+
+def definition(input: Tensor, weight: Tensor, bias: Tensor, *, activation: str) -> Tensor:
+    rows = input.movedim(1, -1)
+    output = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPS) * (weight + 0.5) + bias
+    return {"identity": output, "silu": F.silu(output), "sigmoid": output.sigmoid()}[activation].movedim(-1, 1)
+
+
+@pytest.mark.parametrize("activation", ["identity", "silu", "sigmoid"])
+def test_derivatives(activation: str) -> None:
+    given = arguments((2, 3, 4, 2), torch.float64)
+    tensors = [given[name].to(torch.float64).requires_grad_() for name in ("input", "weight", "bias")]
+
+    def norm(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return ops.channel_rms_norm(**given | {"input": input, "weight": weight, "bias": bias}, activation=activation)
+
+    expected = definition(*tensors, activation=activation)
+    torch.testing.assert_close(norm(*tensors), expected)
+    for actual, other in zip(*(torch.autograd.grad(f.sum(), tensors) for f in (norm(*tensors), expected)), strict=True):
+        torch.testing.assert_close(actual, other)
+    assert torch.autograd.gradcheck(norm, tensors, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(norm, tensors)
+
+
+@pytest.mark.parametrize("activation", ["identity", "silu"])
+def test_opcheck(activation: str) -> None:
+    given = arguments((2, 6, 5, 3), torch.float32) | {"activation": activation}
+    leaves = {name: given[name].clone().requires_grad_() for name in ("input", "weight", "bias")}
+    torch.library.opcheck(ops.channel_rms_norm.default, (), given | leaves)
+    torch.library.opcheck(ops.channel_rms_norm.out, (), given | {"out": torch.empty(2, 6, 5, 3)})
+    torch.library.opcheck(ops.channel_rms_norm_.default, (), given | {"input": given["input"].clone()})
+    leaves["grad_output"] = values((2, 6, 5, 3), torch.float32, 4).requires_grad_()
+    torch.library.opcheck(ops.channel_rms_norm_backward.default, (), given | leaves)
+
+
+def test_one_operator_each_way() -> None:
+    x = torch.randn(2, 6, 5, 3, requires_grad=True)
+    norm = normops.RMSNorm(6, EPS, bias=True, dim=1, activation="silu")
+    forward, backward = trace(norm, x)
+    assert backward is not None
+    assert [name for name in operators(forward) if "normops" in name] == ["normops.channel_rms_norm.default"]
+    assert [name for name in operators(backward) if "normops" in name] == ["normops.channel_rms_norm_backward.default"]
+
+
+def test_vmap() -> None:
+    x, w, b = torch.randn(4, 2, 6, 9), torch.randn(4, 6), torch.randn(6)
+
+    def norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return normops.rms_norm(x, 6, w, EPS, bias=b, dim=1, activation="silu")
+
+    for in_dims in ((0, None, None), (0, 0, None), (None, 0, None)):
+        samples = [
+            [each if in_dim is None else each[i] for each, in_dim in zip(given, in_dims, strict=True)]
+            for given in [(x if in_dims[0] == 0 else x[0], w if in_dims[1] == 0 else w[0], b)]
+            for i in range(4)
+        ]
+        whole = (x if in_dims[0] == 0 else x[0], w if in_dims[1] == 0 else w[0], b)
+        expected = torch.stack([norm(*sample) for sample in samples])
+        torch.testing.assert_close(torch.vmap(norm, in_dims)(*whole), expected)
+        gradients = torch.func.grad(lambda *given: norm(*given).square().sum(), argnums=(0, 1, 2))
+        for actual, *each in zip(
+            torch.vmap(gradients, in_dims)(*whole), *(gradients(*sample) for sample in samples), strict=True
+        ):
+            torch.testing.assert_close(actual, torch.stack(each))
+
+
+def test_rules() -> None:
+    """What tensors of other kinds and programs around it see."""
+    x, norm = torch.randn(2, 6, 5, 3), normops.RMSNorm(6, EPS, bias=True, dim=1, activation="silu")
+    expected = norm(x)
+    program = torch.export.export(norm, (x,), strict=True)
+    assert torch.equal(program.module()(x), expected)
+    assert norm(x.to("meta")).shape == x.shape if norm.to("meta") else False
+    norm = normops.RMSNorm(6, EPS, bias=True, dim=1, activation="silu")
+    with FlopCounterMode(display=False) as counter:
+        output = norm(x.requires_grad_())
+        output.backward(torch.ones_like(output))
+    forward = 2 + 1 + 1 + 1 + 4
+    backward = 2 + (2 + 3 + 1) + 3 + 1 + (1 + 1 + 1 + 3 + 3 + 1)
+    assert counter.get_total_flops() == x.numel() * (forward + backward)
+    with normops.recompute_norms():
+        again = norm(x)
+        loss = (again * again.detach()).sum()
+    loss.backward()
+    nested = torch.nested.nested_tensor([torch.randn(6, 4), torch.randn(6, 3)], layout=torch.jagged)
+    assert message_of(lambda: ops.channel_rms_norm(nested, [6], dim=-2)) == (
+        "channel_rms_norm: expected dim to be -1, the last dimension of input, which is nested, but got -2"
+    )
+    rows = torch.nested.nested_tensor([torch.randn(4, 6), torch.randn(3, 6)], layout=torch.jagged)
+    for sample, each in zip(normops.rms_norm(rows, 6, activation="silu").unbind(), rows.unbind(), strict=True):
+        torch.testing.assert_close(sample, normops.rms_norm(each, 6, activation="silu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"dim": 1},
+            "expected dim to be one of the 4 dimensions of input, counted from the end as -1, but got 1",
+        ),
+        (
+            {"dim": -5},
+            "expected dim to be one of the 4 dimensions of input, counted from the end as -1, but got -5",
+        ),
+        (
+            {"dim": -2},
+            "expected normalized_shape to be [5], the size of dimension -2 of input, but got [6]",
+        ),
+        (
+            {"normalized_shape": [6, 5]},
+            "expected normalized_shape to be [6], the size of dimension -3 of input, but got [6, 5]",
+        ),
+        (
+            {"weight": torch.ones(5)},
+            "expected weight to have shape [6], the normalized_shape, or before it dimensions that broadcast to those "
+            "of input, whose shape is [2, 5, 3, 6], but got [5]",
+        ),
+        (
+            {"bias": torch.ones(3, 1, 1, 6)},
+            "expected bias to have shape [6], the normalized_shape, or before it dimensions that broadcast to those of "
+            "input, whose shape is [2, 5, 3, 6], but got [3, 1, 1, 6]",
+        ),
+        (
+            {"activation": "relu"},
+            'expected activation to be "identity", "silu", "swish" or "sigmoid", but got "relu"',
+        ),
+        ({"eps": float("nan")}, "expected eps to be a number, but got nan"),
+        (
+            {"input": torch.ones(2, 6, 5, 3, dtype=torch.int32)},
+            "expected input to be float16, bfloat16, float32 or float64, but got int32",
+        ),
+    ],
+)
+def test_errors(changes: dict[str, Any], expected: str) -> None:
+    given = arguments((2, 6, 5, 3), torch.float32) | changes
+    assert message_of(lambda: ops.channel_rms_norm(**given)) == f"channel_rms_norm: {expected}"
+    grad_output = torch.ones(given["input"].shape)
+    message = message_of(lambda: ops.channel_rms_norm_backward(grad_output=grad_output, **given))
+    assert message == f"channel_rms_norm_backward: {expected}"
+
+
+def test_errors_of_gradients() -> None:
+    given = arguments((2, 6, 5, 3), torch.float32)
+    assert message_of(lambda: ops.channel_rms_norm_backward(torch.ones(2, 6, 5), **given)) == (
+        "channel_rms_norm_backward: expected grad_output to have shape [2, 6, 5, 3], the shape of input, but got "
+        "[2, 6, 5]"
+    )
