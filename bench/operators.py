@@ -9,6 +9,7 @@ from torch import Tensor
 
 import normops  # noqa: F401  registers the operators
 from reference import operators as reference
+from reference import oracle
 from reference.oracle import Bounded
 
 EPS = 1e-5
@@ -17,7 +18,7 @@ EPS = 1e-5
 MEMORIES = ("preallocated", "fresh")
 
 # Every other tensor has rows x cols elements, but for those that heads share.
-VECTORS = ("weight", "grad_weight")
+VECTORS = ("weight", "grad_weight", "bias", "grad_bias")
 TABLES = ("cos", "sin")
 HEADS = 16
 # Of each sample, which has its part of the rows.
@@ -93,6 +94,29 @@ def _modulated(operator: reference.Operator, reads: tuple[str, ...], writes: tup
     return Operator(f"modulated_{operator.name}", reads, writes, expected)
 
 
+def of_channels(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As one sample, whose columns are channels and whose rows are positions: the same memory, read otherwise."""
+    rows, cols = inputs["input"].shape
+    return {name: t if name in VECTORS else t.view(1, cols, rows) for name, t in inputs.items()}
+
+
+def _over_channels(operator: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> Operator:
+    """With a bias and SiLU, as models have it."""
+
+    def expected(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
+        given = of_channels({name: inputs[name] for name in reads})
+        shape = tuple(inputs["weight"].shape)
+        bounded = getattr(oracle, operator)(**given, normalized_shape=shape, eps=EPS, dim=-2, activation="silu")
+        results = (bounded,) if isinstance(bounded, Bounded) else bounded
+        rows, cols = inputs["input"].shape
+        return tuple(
+            each if name in VECTORS else Bounded(*(part.reshape(cols, rows) for part in each))
+            for name, each in zip(writes, results, strict=True)
+        )
+
+    return Operator(operator, reads, writes, expected)
+
+
 def _one_after_another(name: str, *operators: Operator) -> Operator:
     """Which autograd calls, and allocates the gradients itself."""
     return Operator(
@@ -114,6 +138,14 @@ _MODULATED = (
         ("grad_input", "grad_scale", "grad_shift"),
     ),
 )
+_OVER_CHANNELS = (
+    _over_channels("channel_rms_norm", ("input", "weight", "bias"), ("output",)),
+    _over_channels(
+        "channel_rms_norm_backward",
+        ("grad_output", "input", "weight", "bias"),
+        ("grad_input", "grad_weight", "grad_bias"),
+    ),
+)
 
 OPERATORS = (
     *_OF.values(),
@@ -124,6 +156,8 @@ OPERATORS = (
     _one_after_another("rope_forward_backward", _OF["rms_norm_rope"], _OF["rms_norm_rope_backward"]),
     *_MODULATED,
     _one_after_another("modulated_forward_backward", *_MODULATED),
+    *_OVER_CHANNELS,
+    _one_after_another("channel_forward_backward", *_OVER_CHANNELS),
 )
 
 

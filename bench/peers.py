@@ -17,13 +17,14 @@ from torch import Tensor
 
 import normops
 from bench import hugging_face, onnx_runtime
-from bench.operators import EPS, TABLES, of_samples
+from bench.operators import EPS, TABLES, of_channels, of_samples
 from bench.problems import Problem, Tensors
 
 Norm = Callable[[Tensor, Tensor], Tensor]
 AddNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 GatedNorm = Callable[[Tensor, Tensor, Tensor], Tensor]
 ModulatedNorm = Callable[[Tensor, Tensor, Tensor], Tensor]
+ChannelNorm = Callable[[Tensor, Tensor, Tensor], Tensor]
 RotatedNorm = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Builder = Callable[[Tensors], Callable[[], object]]
 
@@ -173,6 +174,15 @@ def normops_modulated_rms_norm(input: Tensor, scale: Tensor, shift: Tensor) -> T
     return normops.rms_norm(input, input.shape[-1], scale, EPS, weight_offset=1.0, bias=shift)
 
 
+def normalized_channels(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """As in the autoencoders of Wan and Qwen-Image: without an eps."""
+    return F.silu(F.normalize(input, dim=1) * len(weight) ** 0.5 * weight[:, None] + bias[:, None])
+
+
+def normops_channel_rms_norm(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return normops.rms_norm(input, len(weight), weight, EPS, bias=bias, dim=1, activation="silu")
+
+
 def not_modulated_rms_norm(input: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """With a weight for all rows, which both have gradients by."""
     return normops.rms_norm(input, input.shape[-1], (scale + shift)[0, 0], EPS)
@@ -225,6 +235,8 @@ def _in_shape(inputs: Tensors) -> Tensors:
     """With tables, rows are those of heads, which share them."""
     if "scale" in inputs:
         return of_samples(inputs)
+    if "bias" in inputs:
+        return of_channels(inputs)
     if "cos" not in inputs:
         return inputs
     cols = inputs["weight"].shape[0]
@@ -278,6 +290,10 @@ def _rotated_with_autograd(norm: RotatedNorm) -> dict[str, Builder]:
 def _modulated_with_autograd(norm: ModulatedNorm) -> dict[str, Builder]:
     names = "input", "scale", "shift"
     return _three_ways("modulated_rms_norm", "modulated_forward_backward", names, norm)
+
+
+def _over_channels_with_autograd(norm: ChannelNorm) -> dict[str, Builder]:
+    return _three_ways("channel_rms_norm", "channel_forward_backward", ("input", "weight", "bias"), norm)
 
 
 def _with_autograd(
@@ -443,6 +459,23 @@ def _normops_modulated_backward_out(inputs: Tensors) -> Callable[[], object]:
     return partial(operator, given["grad_output"], input, input.shape[-1:], scale, EPS, 1.0, bias=shift, **targets)
 
 
+def _normops_channel_out(inputs: Tensors) -> Callable[[], object]:
+    given = of_channels(inputs)
+    input, weight, bias = given["input"], given["weight"], given["bias"]
+    others = {"bias": bias, "dim": -2, "activation": "silu", "out": torch.empty_like(input)}
+    return partial(torch.ops.normops.channel_rms_norm.out, input, weight.shape, weight, EPS, **others)
+
+
+def _normops_channel_backward_out(inputs: Tensors) -> Callable[[], object]:
+    given = of_channels(inputs)
+    input, weight, bias = given["input"], given["weight"], given["bias"]
+    like = {"grad_input": input, "grad_weight": weight, "grad_bias": bias}
+    others = {"bias": bias, "dim": -2, "activation": "silu"}
+    targets = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+    operator = torch.ops.normops.channel_rms_norm_backward.out
+    return partial(operator, given["grad_output"], input, weight.shape, weight, EPS, **others, **targets)
+
+
 def _normops_rope_out(inputs: Tensors) -> Callable[[], object]:
     given = _in_shape(inputs)
     input, weight, tables = given["input"], given["weight"], (given["cos"], given["sin"])
@@ -485,6 +518,7 @@ NORMOPS = Peer(
     {
         **_with_autograd(normops_rms_norm, normops_add_rms_norm, normops_gated_rms_norm, normops_rms_norm_rope),
         **_modulated_with_autograd(normops_modulated_rms_norm),
+        **_over_channels_with_autograd(normops_channel_rms_norm),
     },
     {
         "rms_norm": _normops_out,
@@ -497,6 +531,8 @@ NORMOPS = Peer(
         "rms_norm_rope_backward": _normops_rope_backward_out,
         "modulated_rms_norm": _normops_modulated_out,
         "modulated_rms_norm_backward": _normops_modulated_backward_out,
+        "channel_rms_norm": _normops_channel_out,
+        "channel_rms_norm_backward": _normops_channel_backward_out,
     },
     has_bounds=True,
 )
@@ -539,6 +575,12 @@ def _in_triton(build: Builder) -> Builder:
 
 
 _MODULATED = _modulated_with_autograd(modulated_rms_norm)
+_OVER_CHANNELS = _over_channels_with_autograd(normalized_channels)
+
+
+def _over_channels_and_compiled(operator: str) -> Builder:
+    return lambda inputs: _over_channels_with_autograd(_compile(normalized_channels))[operator](inputs)
+
 
 PEERS = (
     NORMOPS,
@@ -560,6 +602,12 @@ PEERS = (
         {name: _rotated_and_compiled(name) for name in _NORM_THEN_ROTATION},
     ),
     Peer("normops, one weight", _modulated_with_autograd(not_modulated_rms_norm), own_definition=True),
+    Peer("F.normalize", _OVER_CHANNELS, own_definition=True),
+    Peer(
+        "F.normalize-compiled",
+        {name: _over_channels_and_compiled(name) for name in _OVER_CHANNELS},
+        own_definition=True,
+    ),
     Peer("F.rms_norm", {**_with_autograd(rms_norm), **_modulated_with_autograd(modulated_rms_norm)}),
     Peer(
         "F.rms_norm-compiled",

@@ -82,6 +82,8 @@ def make_inputs(size: Size, names: Iterable[str], seed: int) -> Tensors:
     def make(name: str) -> Tensor:
         if name == "weight":
             return torch.randn(size.cols, generator=generator, device=size.device).mul_(0.1).add_(1).to(size.dtype)
+        if name == "bias":
+            return torch.randn(size.cols, generator=generator, device=size.device).mul_(0.1).to(size.dtype)
         if name in MODULATIONS:
             shape = samples_of(size.rows), 1, size.cols
             return torch.randn(shape, generator=generator, device=size.device).mul_(0.1).to(size.dtype)

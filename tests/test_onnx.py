@@ -276,3 +276,27 @@ def test_a_missing_onnxscript_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_importing_does_not_import_onnx() -> None:
     code = "import sys, normops.onnx; print({'onnx', 'onnx_ir', 'onnxscript'} & set(sys.modules))"
     assert printed(code) == "set()\n"
+
+
+class OverChannels(nn.Module):
+    CHOICES = tuple(itertools.product((-3, -1), ("identity", "silu", "sigmoid"), ("gemma", "llama")))
+
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        return [
+            ops.channel_rms_norm(input, [4], weight, EPS, 0.5, mode, bias, dim=dim, activation=activation)
+            for dim, activation, mode in self.CHOICES
+        ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("opset_version", [18, 23])
+def test_over_channels(opset_version: int, dtype: torch.dtype) -> None:
+    parameters = cases.values((4,), torch.float32, 1), cases.values((4,), dtype, 2)
+    options = {"opset_version": opset_version, "dynamic_shapes": None}
+    program, _ = export(OverChannels(), cases.values((2, 4, 3, 4), dtype), *parameters, **options)
+    x = cases.values((2, 4, 3, 4), dtype, 3)
+    for (dim, activation, mode), output in zip(OverChannels.CHOICES, program(x, *parameters), strict=True):
+        expected = oracle.channel_rms_norm(
+            x, (4,), parameters[0], EPS, 0.5, mode, parameters[1], dim=dim, activation=activation
+        )
+        oracle.assert_within(output, expected, f"{dim}, {activation}, {mode}")

@@ -42,12 +42,13 @@ inline int64_t tile_boundary(const CpuArgs& args, int64_t row) {
 template <class T>
 void forward(const CpuArgs& args, int64_t begin, int64_t end) {
   const bool non_temporal = args.non_temporal && begins_with_lines(args, kOutput, 0);
+  const int64_t width = tile_width<T>(args, 3 * sizeof(T));
   alignas(64) OfPositions rstd;
   begin = tile_boundary(args, begin), end = tile_boundary(args, end);
-  for (Tile tile, ahead = tile_at<T>(args, begin, end); begin < end;) {
+  for (Tile tile, ahead = tile_at(args, begin, end, width); begin < end;) {
     tile = ahead;
     begin += tile.width;
-    if (begin < end) ahead = tile_at<T>(args, begin, end);
+    if (begin < end) ahead = tile_at(args, begin, end, width);
     const auto x = channels_of<const T>(args, kInput, tile), next = channels_of<const T>(args, kInput, ahead);
     const auto y = channels_of<T>(args, kOutput, tile);
     sum_squares<T>(args, x, non_temporal ? ChannelsOf<T>() : y, tile.width, rstd);
@@ -67,6 +68,7 @@ template <class T, class HasBias>
 [[gnu::noinline]] void form_gradients(const CpuArgs& args, const ChannelsOf<const T>& x,
                                       const ChannelsOf<const T>& grad_output, int64_t width, const float* rstd,
                                       const ChannelsOf<float>& formed, HasBias) {
+  const Activation activation = args.gating.activation;
   const auto* const scale = static_cast<const float*>(args.scale);
   for (int64_t channel = 0; channel < args.cols; channel++) {
     const T *const row = x[channel], *const gradient = grad_output[channel];
@@ -75,7 +77,7 @@ template <class T, class HasBias>
                    bias = broadcast<T>(HasBias::value ? args.channels->bias[channel] : 0);
     for_each_block<T>(0, width, [&](int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
       const Block<T> z = normalized<HasBias::value>(load<T>(row + position, extent), rstd + position, w, bias);
-      const Block<T> slope = activated(z, smaller_part(z), args.gating.activation).slope;
+      const Block<T> slope = activated(z, smaller_part(z), activation).slope;
       store(target + position, load<T>(gradient + position, extent) * slope, extent);
     });
   }
@@ -265,11 +267,12 @@ void backward(const CpuArgs& args, const Region& region) {
   int64_t row = region.row, end = region.row + region.rows;
   if (!has_sums) row = tile_boundary(args, row), end = tile_boundary(args, end);  // otherwise a leaf's
   const bool non_temporal = args.non_temporal && begins_with_lines(args, kGradInput, row % args.channels->positions);
+  const int64_t width = tile_width<T>(args, 5 * sizeof(T) + (args.channels->is_activated ? sizeof(float) : 0));
   alignas(64) OfPositions rstd, minus_c, natural_rstd;
   const ChannelsOf<float> formed = {static_cast<float*>(args.row_scratch), kFormedPositions * sizeof(float)};
-  for (Tile tile, ahead = tile_at<T>(args, row, end); row < end; row += tile.width) {
+  for (Tile tile, ahead = tile_at(args, row, end, width); row < end; row += tile.width) {
     tile = ahead;
-    if (row + tile.width < end) ahead = tile_at<T>(args, row + tile.width, end);
+    if (row + tile.width < end) ahead = tile_at(args, row + tile.width, end, width);
     const auto x = channels_of<const T>(args, kInput, tile), next = channels_of<const T>(args, kInput, ahead),
                grad_output = channels_of<const T>(args, kGradOutput, tile),
                next_dy = channels_of<const T>(args, kGradOutput, ahead);
