@@ -349,7 +349,7 @@ lookalikes(
     "calls mul with a list", as_many=lambda self, x: self.weighted(x, 0.5 if len([0] * x.shape[0]) > 50 else 1e-6)
 )
 lookalikes("calls len with a Tensor", by_the_length=lambda self, x: self.weighted(x, 0.5 if len(x) > 50 else 1e-6))
-lookalikes("has the expression GeneratorExp", one_by_one=lambda self, x: self.weighted(x, max(1e-6 for _ in x.shape)))
+lookalikes("calls max with a list", one_by_one=lambda self, x: self.weighted(x, max(1e-6 for _ in x.shape)))
 lookalikes(
     None,
     by_the_dimensions=lambda self, x: 2 * self.weighted(x) if x.dim() == 3 else self.weighted(x),
@@ -384,7 +384,7 @@ def _weight_of_shape(*shape: int) -> Callable[[Any], None]:
 lookalikes(None, after=_weight_of_shape(1, 1, SIZE), weight_of_three_dimensions=lambda self, x: self.weighted(x))
 lookalikes(None, after=_weight_of_shape(4, SIZE), weight_of_heads=lambda self, x: self.weighted(x))
 lookalikes(
-    "has a weight",
+    None,
     after=_weight_of_shape(SIZE, 1, 1),
     channels_first=lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).mean(-3, keepdim=True) + self.eps)),
 )
@@ -466,13 +466,12 @@ def rms_norm2d(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else x * weight.reshape(1, -1, 1, 1)
 
 
-OVER_CHANNELS = "normalizes over dimension 1, the channels of [N, C, H, W]; normops.patch handles norms over the last"
 lookalikes(
-    OVER_CHANNELS,
+    None,
     channels=lambda self, x: rms_norm2d(x, self.weight, self.eps),
     sum_over_channels=lambda self, x: x / (x.square().sum(-3, True) / x.shape[1]).sqrt() * self.weight.view(-1, 1, 1),
 )
-lookalikes(OVER_CHANNELS, base=Weightless, channels_alone=lambda self, x: rms_norm2d(x, None, self.eps))
+lookalikes(None, base=Weightless, channels_alone=lambda self, x: rms_norm2d(x, None, self.eps))
 lookalikes(  # these do not normalize over channels alone
     "returns something else than a tensor of its input's shape",
     sum_over_pixels=lambda self, x: (
@@ -488,17 +487,22 @@ def _weight_of(shape: tuple[int, ...]) -> Callable[[Any], None]:
     return lambda module: setattr(module, "weight", nn.Parameter(torch.ones(shape)))
 
 
-for title, shape, layout in (
-    ("channels_of_3_dimensions", (SIZE, 1), "[N, C, L]"),
-    ("channels_of_4_dimensions", (SIZE, 1, 1), "[N, C, H, W]"),
-    ("channels_of_5_dimensions", (SIZE, 1, 1, 1), "[N, C, T, H, W]"),
+for title, shape in (
+    ("channels_of_3_dimensions", (SIZE, 1)),
+    ("channels_of_4_dimensions", (SIZE, 1, 1)),
+    ("channels_of_5_dimensions", (SIZE, 1, 1, 1)),
 ):
-    reason = (
-        f"has a weight of the shape {shape}, for the channels of {layout}; normops.patch handles norms over the last"
-    )
-    lookalike(reason, name=title, after=_weight_of(shape))(
+    lookalike(None, name=title, after=_weight_of(shape))(
         lambda self, x: F.normalize(x, dim=1) * SIZE**0.5 * self.weight
     )
+lookalikes(
+    "multiplies the rows of unit length not by",
+    rows_of_unit_length=lambda self, x: F.normalize(x, dim=-1) * self.weight,
+)
+lookalikes(
+    "normalizes other dimensions, or another norm",
+    rows_by_their_sums=lambda self, x: F.normalize(x, 1.0, -1) * SIZE**0.5 * self.weight,
+)
 
 
 # The other side of Python.

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,17 @@ def autoencoder(name: str) -> tuple[nn.Module, dict[str, Any]]:
     options = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
     model = getattr(diffusers, name)(**options, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
     return model, {"sample": torch.randn(1, 3, 1, 16, 16)}
+
+
+def hunyuan_video() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.AutoencoderKLHunyuanVideo15(
+        latent_channels=4,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        spatial_compression_ratio=2,
+        temporal_compression_ratio=1,
+    )
+    return model, {"sample": torch.randn(1, 3, 1, 8, 8)}
 
 
 def ltx2_audio() -> tuple[nn.Module, dict[str, Any]]:
@@ -124,9 +136,10 @@ def ltx() -> tuple[nn.Module, dict[str, Any]]:
     return model, inputs
 
 
-# How many norms are patched at least; those of images have their channels elsewhere.
+# How many norms are patched at least.
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int]] = {
-    **{name: (partial(autoencoder, name), 0) for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage")},
+    **{name: (partial(autoencoder, name), 24) for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage")},
+    "AutoencoderKLHunyuanVideo15": (hunyuan_video, 24),
     "AutoencoderKLLTX2Audio": (ltx2_audio, 0),
     "FluxTransformer2DModel": (flux, 6),
     "WanTransformer3DModel": (wan_transformer, 8),
@@ -250,12 +263,33 @@ def gradients(block: nn.Module, run: Callable[..., Tensor], inputs: dict[str, An
 
 
 @pytest.mark.parametrize("family", ["wan.WanRMS_norm", "qwenimage.QwenImageRMS_norm"])
-@pytest.mark.parametrize("images", [True, False])
-def test_report_names_the_channels_that_norms_of_autoencoders_scale(family: str, images: bool) -> None:
+def test_norms_of_autoencoders_are_one_operator(family: str) -> None:
     module, name = family.split(".")
     cls = getattr(importlib.import_module(f"diffusers.models.autoencoders.autoencoder_kl_{module}"), name)
-    report = normops.patch(nn.ModuleList([cls(8, images=images, bias=bias) for bias in (False, True)]))
-    shape, layout = ("(8, 1, 1)", "[N, C, H, W]") if images else ("(8, 1, 1, 1)", "[N, C, T, H, W]")
-    reason = f"has a gamma of the shape {shape}, for the channels of {layout}"
-    only = "normops.patch handles norms over the last dimensions only"
-    assert set(report.skipped.values()) == {f"{name}: {reason}; {only}"}
+    for images, bias in itertools.product((True, False), (True, False)):
+        norm = cls(8, images=images, bias=bias)
+        x = torch.randn(2, 8, *((3, 4) if images else (2, 3, 4))).requires_grad_()
+        before = trace(lambda: norm(x))  # noqa: B023
+        assert not normops.patch(norm).skipped
+        after = trace(lambda: norm(x))  # noqa: B023
+        for graph, own, operator in zip(after, before, ("channel_rms_norm", "channel_rms_norm_backward"), strict=True):
+            assert graph is not None
+            assert own is not None
+            assert [each for each in operators(graph) if ".view." not in each] == [f"normops.{operator}.default"]
+            assert len(operators(own)) > 5
+
+
+@pytest.mark.parametrize("channel_first", [True, False])
+def test_short_rows_of_autoencoders(channel_first: bool) -> None:
+    """F.normalize divides by no less than 1e-12. With normops, rows about as long come out 0.7 times as long."""
+    cls = importlib.import_module("diffusers.models.autoencoders.autoencoder_kl_wan").WanRMS_norm
+    norm: Any = cls(64, channel_first=channel_first)
+    patched: Any = copy.deepcopy(norm)
+    assert normops.patch(patched).patched
+    rows = torch.nn.functional.normalize(torch.randn(9, 64, 5, 5, dtype=torch.float64), dim=1)
+    for length, least in ((1e-30, 0.9999), (1e-13, 0.99), (1e-12, 0.7), (1e-11, 0.99), (1e-9, 0.9999), (1.0, 0.9999)):
+        x = (rows * length).float()
+        x = x if channel_first else x.movedim(1, -1).contiguous()
+        ratio = patched(x) / norm(x)
+        assert ratio.nan_to_num(1.0).min() > least
+        assert ratio.nan_to_num(1.0).max() < 1.0001

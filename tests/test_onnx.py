@@ -292,8 +292,8 @@ class OverChannels(nn.Module):
 @pytest.mark.parametrize("opset_version", [18, 23])
 def test_over_channels(opset_version: int, dtype: torch.dtype) -> None:
     parameters = cases.values((4,), torch.float32, 1), cases.values((4,), dtype, 2)
-    options = {"opset_version": opset_version, "dynamic_shapes": None}
-    program, _ = export(OverChannels(), cases.values((2, 4, 3, 4), dtype), *parameters, **options)
+    x = cases.values((2, 4, 3, 4), dtype)
+    program, _ = export(OverChannels(), x, *parameters, opset_version=opset_version, dynamic_shapes=None)
     x = cases.values((2, 4, 3, 4), dtype, 3)
     for (dim, activation, mode), output in zip(OverChannels.CHOICES, program(x, *parameters), strict=True):
         expected = oracle.channel_rms_norm(

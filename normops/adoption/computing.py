@@ -18,7 +18,7 @@ Compute = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float |
 
 def function_of(norm: Norm, rounding: Rounding) -> Compute:
     """The function that computes a norm."""
-    offset, size, dims = norm.weight_offset, norm.group_size, norm.normalized_dims
+    offset, size, dims, dim = norm.weight_offset, norm.group_size, norm.normalized_dims, norm.dim
     gating: Any = ("silu", True) if norm.gate is None else norm.gate.gating
     activation, norm_before_gate = gating
     widens = norm.gate is not None and norm.gate.widens
@@ -33,7 +33,7 @@ def function_of(norm: Norm, rounding: Rounding) -> Compute:
         eps: float | None,
         casting_mode: CastingMode,
     ) -> Tensor:
-        shape = x.size(-1) if dims == 1 else x.shape[-dims:]
+        shape = x.size(-1 if dim is None else dim) if dims == 1 else x.shape[-dims:]
         if size is not None:
             x = x.unflatten(-1, (-1, size))
             gate, weight, bias = (
@@ -41,7 +41,7 @@ def function_of(norm: Norm, rounding: Rounding) -> Compute:
             )
             shape = size
         if gate is None:
-            y = rms_norm(x, shape, weight, eps, weight_offset=offset, casting_mode=casting_mode, bias=bias)
+            y = rms_norm(x, shape, weight, eps, weight_offset=offset, casting_mode=casting_mode, bias=bias, dim=dim)
         else:
             y = gated_rms_norm(
                 x,

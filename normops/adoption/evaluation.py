@@ -44,7 +44,7 @@ _FIELDS: dict[type[ast.AST], int] = {
     **{ast.Return: 1, ast.If: 3, ast.Assign: 3, ast.AnnAssign: 4, ast.AugAssign: 3, ast.Expr: 1, ast.Assert: 2},
     **{ast.Raise: 2, ast.Delete: 1, ast.Pass: 0, ast.Constant: 2, ast.Name: 2, ast.Attribute: 3, ast.Call: 3},
     **{ast.keyword: 2, ast.BinOp: 3, ast.UnaryOp: 2, ast.BoolOp: 2, ast.Compare: 3, ast.IfExp: 3, ast.Tuple: 2},
-    **{ast.List: 2, ast.Starred: 2, ast.Subscript: 3, ast.Slice: 3},
+    **{ast.List: 2, ast.Starred: 2, ast.Subscript: 3, ast.Slice: 3, ast.GeneratorExp: 2, ast.comprehension: 4},
 }
 
 
@@ -65,6 +65,8 @@ class Frame:
 
     def __init__(self, following: "Following", function: FunctionType, local: dict[str, Any]) -> None:
         self._following, self._function, self._local = following, function, local
+        self._generates: dict[str, Any] = {}
+        """The variables of generators, which are none of the function."""
 
     def run(self, statements: Sequence[ast.stmt]) -> tuple[Any] | None:
         """What the statements return, in a tuple; None if they go on."""
@@ -156,9 +158,24 @@ class Frame:
                 return list(self._elements(elements))
             case ast.Subscript(value=value, slice=index):
                 return following.item(self.value_of(value), self.value_of(index))
+            case ast.GeneratorExp(elt=element, generators=[ast.comprehension(target=ast.Name(id=name)) as each]):
+                return self._generated(element, name, each)
             case ast.Slice(lower=lower, upper=upper, step=step):
                 return slice(*[None if each is None else self.value_of(each) for each in (lower, upper, step)])
         return refuse(f"has the expression {type(expression).__name__}: {ast.unparse(expression)}")
+
+    def _generated(self, element: ast.expr, name: str, each: ast.comprehension) -> list[Any]:
+        """All values of a generator that does nothing but compute, of a tuple."""
+        _check_fields(each)
+        values = self.value_of(each.iter)
+        if each.ifs or each.is_async or type(values) is not tuple or name in self._generates:
+            refuse(f"has the expression GeneratorExp: {ast.unparse(element)}")
+        found = []
+        for value in values:
+            self._generates[name] = value
+            found.append(self.value_of(element))
+        self._generates.pop(name, None)
+        return found
 
     def _of_two(self, sign: ast.operator, left: Any, right: ast.expr) -> Any:
         function = _BINARY.get(type(sign)) or refuse(f"has the operator {type(sign).__name__}")
@@ -188,6 +205,8 @@ class Frame:
         return result
 
     def _name(self, name: str) -> Any:
+        if name in self._generates:
+            return self._generates[name]
         code = self._function.__code__
         if name in code.co_varnames or name in code.co_cellvars:
             if name not in self._local:

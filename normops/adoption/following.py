@@ -66,9 +66,9 @@ class _Method(NamedTuple):
 
 
 # Functions that depend on nothing but what they are given, and change nothing.
-_OF_NUMBERS = {abs, bool, float, int, max, min, round}
+_OF_NUMBERS = {abs, bool, float, int, max, min, round, str}
 _FALSE = {torch.jit.is_scripting, torch.jit.is_tracing}  # type: ignore[attr-defined]
-_PURE = {*_OF_NUMBERS, *_FALSE, len, list, super, tuple}
+_PURE = {*_OF_NUMBERS, *_FALSE, all, any, len, list, super, tuple}
 PROPERTIES = ("dtype", "shape", "ndim", "size", "dim")
 """What a forward may ask of a tensor, besides what it may call."""
 
@@ -152,6 +152,8 @@ class Following:
         if kwargs or not args:
             refuse(f"calls {name}")
         first = args[0]
+        if function in (all, any) and type(first) in (tuple, list) and len(args) == 1:
+            return function([self.truth(each) for each in first])
         if function in (len, list, tuple):
             if type(first) not in (tuple, list) or len(args) > 1:
                 refuse(f"calls {name} with a {type(first).__name__}")

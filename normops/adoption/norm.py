@@ -62,7 +62,10 @@ class Norm(NamedTuple):
     """The name of the parameter."""
     bias: str | None
     """The name of the parameter that is added after the weight. It must have the weight's shape and dtype."""
+    dim: int | None
+    """The dimension that is normalized, if it is not the last one."""
     parameter_dims: int
+    """How many the parameters have; those of a norm over another dimension have ones behind the first."""
     shape: tuple[int, ...] | None
     """The last dimensions that an input must have, if it is not known what the forward computes for others."""
     takes_empty: bool
@@ -93,6 +96,7 @@ class Norm(NamedTuple):
         factor = "no weight" if self.weight is None else self.weight
         factor = factor if self.weight_offset == 0.0 else f"{self.weight_offset:g} + {factor}"
         factor = factor if self.bias is None else f"{factor}, {self.bias}"
+        factor = factor if self.dim is None else f"{factor}, over dimension {self.dim}"
         groups = "" if self.group_size is None else f", groups of {self.group_size}"
         output = "" if self.output_dtype == "input's" else f", dtype: {self.output_dtype}"
         rounding = "" if self.rounds == "once" else f", rounds {self.rounds}"

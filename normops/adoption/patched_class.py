@@ -81,9 +81,9 @@ def _forward_of(made: Made) -> Callable[..., Any]:
     is_grad_enabled = torch.is_grad_enabled
 
     offset, mode = norm.weight_offset, mode_of(norm, rounding)
-    is_one_call = (
-        not is_gated and norm.group_size is None and normalized_dims == 1 and (has_weight or first_name is None)
-    )
+    dim, ones = norm.dim, (1,) * (parameter_dims - 1)
+    is_one_call = not is_gated and norm.group_size is None and normalized_dims == 1 and dim is None
+    is_one_call &= has_weight or first_name is None
 
     @wraps(own_forward, updated=())
     def forward(self: Any, *args: Any, **named: Any) -> Any:
@@ -121,12 +121,12 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                         first is None
                         or (
                             (first.dim() == 1 and first.numel() == (width := x.shape[-1]))
-                            if parameter_dims == 1  # a slice of a shape takes longer
-                            else x.shape[-parameter_dims:] == first.shape
+                            if parameter_dims == 1 and dim is None  # a slice of a shape takes longer
+                            else (x.shape[-parameter_dims:] if dim is None else (x.shape[dim], *ones)) == first.shape
                         )
                     )
                     and (second_name is None or (second.dtype, second.shape) == (first.dtype, first.shape))
-                    and (shape is None or x.shape[-len(shape) :] == shape)
+                    and (shape is None or (x.shape[-len(shape) :] if dim is None else x.shape[dim : dim + 1]) == shape)
                     and (gate is None or gate.shape == x.shape)
                     and (eps_name is None or (type(eps) is float and eps == eps))
                     and (takes_empty or x.numel() > 0)
@@ -134,7 +134,10 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                     and holds(self)
                     and not (autocasts and x.is_cuda and torch.is_autocast_enabled("cuda"))
                 )
-            if is_known and not (x.is_contiguous() and (gate is None or gate.is_contiguous())):
+            if is_known and dim is not None:
+                # Others would have another order in memory.
+                is_known = x.is_contiguous() or x.movedim(dim, -1).is_contiguous()
+            elif is_known and not (x.is_contiguous() and (gate is None or gate.is_contiguous())):
                 order = _order_of(x, max(parameter_dims, normalized_dims))
                 if order_of_result == "unknown":
                     is_known = order is None and (gate is None or _order_of(gate, normalized_dims) is None)

@@ -13,6 +13,7 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from threading import RLock
@@ -21,11 +22,11 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from normops.adoption.channels import over_channels
 from normops.adoption.evaluation import is_plain_class
 from normops.adoption.experiments import (
     autocasts_of,
     dtype_of,
-    normalizes_channels,
     order_of,
     output_dtype_of,
     rounds_of,
@@ -46,11 +47,6 @@ LARGEST = 24576
 
 ANY_SHAPE = (48,)
 """The shape of a row to try first, if no weight has one."""
-
-_LAST_ONLY = "normops.patch handles norms over the last dimensions only"
-
-_CHANNELS_FIRST = {(1,): "[N, C, L]", (1, 1): "[N, C, H, W]", (1, 1, 1): "[N, C, T, H, W]"}
-"""Inputs whose dimension 1 a parameter broadcasts along, by the shape of the parameter without its first dimension."""
 
 ROWS: dict[tuple[int, ...], tuple[int, ...]] = {
     (2,): (3,),
@@ -76,11 +72,15 @@ def find_norm(module: nn.Module) -> Norm:
     trial = Trial(module, _parameters_of(module), arguments)
     with _one_at_a_time, torch.autocast("cpu", enabled=False), torch.inference_mode(False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        of_channels = over_channels(trial)
+        if trial.shape is not None and trial.shape[-1] == 1:
+            return _found(of_channels or trial)
         try:
             return _found(trial)
-        except Unfit as reason:
-            if normalizes_channels(trial):
-                raise Unfit(f"normalizes over dimension 1, the channels of [N, C, H, W]; {_LAST_ONLY}") from reason
+        except Unfit:
+            if of_channels is not None:
+                with suppress(Unfit):
+                    return _found(of_channels)
             raise
 
 
@@ -133,10 +133,8 @@ def _parameters_of(module: nn.Module) -> list[str]:
         if parameter.dtype not in DTYPES:
             raise Unfit(f"its {name} is {str(parameter.dtype).removeprefix('torch.')}")
         shape = whole_shape(parameter)
-        layout = _CHANNELS_FIRST.get(shape[1:])
-        if layout is not None and shape[0] > 1:
-            raise Unfit(f"has a {name} of the shape {tuple(shape)}, for the channels of {layout}; {_LAST_ONLY}")
-        if len(shape) == 0 or shape.numel() < 2 or shape[-1] == 1:
+        is_of_channels = len(shape) > 1 and shape.numel() == shape[0]
+        if len(shape) == 0 or shape.numel() < 2 or (shape[-1] == 1 and not is_of_channels):
             raise Unfit(f"has a {name} of the shape {tuple(shape)}, not one for each column of a row")
         if shape.numel() > LARGEST:
             raise Unfit(f"has a {name} of {shape.numel()} elements, more than any norm")
@@ -156,9 +154,10 @@ def _found(trial: Trial) -> Norm:
     base, first, structure = _base(trial)
     runs = {base: first}
     others: list[Unfit] = []
-    all_rows = [rows for rows in ROWS if len(rows) + len(base.shape) <= MOST_DIMS]
+    all_rows = [rows for rows in ROWS if len(rows) + len(base.shape) <= MOST_DIMS and trial.takes(rows)]
     all_rows = [rows for rows in all_rows if _runs_alike(trial, replace(base, rows=rows), structure, runs, others)]
-    if len(others) > len(all_rows):
+    # A weight that is reshaped to [C, 1, 1] fits one number of dimensions alone.
+    if len(others) > len(all_rows) and (trial.dim is None or not all_rows):
         raise others[0]
     others = []
     if not all(_runs_alike(trial, replace(base, rows=ROWS[rows]), structure, runs, others) for rows in all_rows):
@@ -191,7 +190,8 @@ def _found(trial: Trial) -> Norm:
         arguments=tuple(trial.arguments),
         weight=structure.weight,
         bias=structure.bias,
-        parameter_dims=0 if trial.shape is None else len(trial.shape),
+        dim=trial.dim,
+        parameter_dims=0 if trial.shape is None else len(trial.shape) + trial.parameter_ones,
         shape=base.shape if is_fixed else None,
         takes_empty=takes_empty,
         normalized_dims=structure.normalized_dims,
@@ -214,14 +214,22 @@ def _base(trial: Trial) -> tuple[Case, Run, Structure]:
     """A first case in which the forward runs, that run, and its structure."""
     shapes = _shapes_without_weight(trial.module) if trial.shape is None else [tuple(trial.shape)]
     failure: Raises | None = None
+    other: Unfit | None = None
     for shape, rows in product(shapes, ROWS):
         case = Case(rows, shape)
+        if not trial.takes(rows):
+            continue
         try:
             run = trial.follow(case)
+            return case, run, structure_of(run)
         except Raises as error:
             failure = failure or error
-            continue
-        return case, run, structure_of(run)
+        except Unfit as reason:
+            if trial.dim is None:
+                raise
+            other = other or reason
+    if other is not None:
+        raise other
     raise Unfit(f"does not run on its own: {str(failure)[:80]}") from failure
 
 

@@ -4,6 +4,7 @@ The norm itself is found as the passes for torch.compile find it. Around it ther
 groups of columns, a gate, casts. Every operation has its place, or the graph is refused.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,17 @@ from torch.fx.node import map_arg
 
 from normops.adoption.following import Run, TracedFloat
 from normops.adoption.reasons import Unfit
-from normops.inductor.calls import DTYPES, NORMS, Call, arguments_of_norm, call_of, is_reshape, number, value_of
+from normops.inductor.calls import (
+    DTYPES,
+    NORMS,
+    UNIT_NORMS,
+    Call,
+    arguments_of_norm,
+    call_of,
+    is_reshape,
+    number,
+    value_of,
+)
 from normops.inductor.handwritten import match_norm
 from normops.inductor.search import widens
 
@@ -97,6 +108,8 @@ class _Core(NamedTuple):
     weight: Node | None
     weight_offset: float
     normalized_dims: int
+    scale: float = 1.0
+    """What has to follow so that it is one over the root of the mean, not of the sum."""
 
 
 class _Reading:
@@ -111,11 +124,13 @@ class _Reading:
         self._weight_offset = 0.0
         self._bias: str | None = None
         self._gating: Gating | None = None
+        self._scale = 1.0
 
     def read(self) -> Structure:
         run = self._run
         for node in run.graph.nodes:
-            if node.op != "placeholder" and call_of(node) is None and not is_reshape(node) and node.target not in NORMS:
+            is_norm = node.target in (*NORMS, *UNIT_NORMS)
+            if node.op != "placeholder" and call_of(node) is None and not is_reshape(node) and not is_norm:
                 raise Unfit(f"calls {_named(node)}, which is no part of {self._sought}")
             if _value(node).dtype not in DTYPES:
                 raise Unfit(f"computes in {str(_value(node).dtype).removeprefix('torch.')}")
@@ -123,6 +138,7 @@ class _Reading:
             raise Unfit("returns something else than a tensor of its input's shape")
         core = self._core()
         self._read |= core.nodes
+        self._scale = core.scale
         for node in core.nodes:
             if (call := call_of(node)) is not None and call.name == "cast":
                 _check_cast(run, call.arguments[0], node)
@@ -130,6 +146,8 @@ class _Reading:
             self._found_weight(core.weight, core.weight_offset)
         self._above(core.input, core.normalized_dims)
         self._below(core.last)
+        if self._scale != 1.0:
+            raise Unfit(f"multiplies the rows of unit length not by {self._scale:g}, the root of their width")
         others = [node for node in run.graph.nodes if node.op != "placeholder" and node not in self._read]
         if others:
             raise Unfit(f"computes more than {self._sought}: {_named(others[0])}")
@@ -204,6 +222,9 @@ class _Reading:
             node = user
 
     def _multiplied(self, node: Node, factor: Any) -> None:
+        if self._scale != 1.0 and number(factor) is not None and math.isclose(number(factor) or 0.0, self._scale):
+            self._scale = 1.0
+            return
         activation = self._activation(factor)
         if activation is not None and self._gating is None and _value(factor).shape == _value(node).shape:
             self._gating = Gating(activation, norm_before_gate=True)
@@ -217,6 +238,8 @@ class _Reading:
         self._weight, self._weight_offset = self._parameters[weight], offset
 
     def _added(self, node: Node, summand: Any) -> None:
+        if number(summand) == 0.0:
+            return
         bias, offset = self._parameter_above(summand)
         if bias is None or offset != 0.0 or self._bias is not None:
             raise Unfit("adds something else than a bias")
@@ -297,6 +320,8 @@ class _Reading:
 
 
 def _core_at(node: Node) -> _Core | None:
+    if node.target in UNIT_NORMS:
+        return _unit_norm(node)
     if node.target not in NORMS:
         match = match_norm(node)
         if match is None:
@@ -306,6 +331,19 @@ def _core_at(node: Node) -> _Core | None:
         return _Core(match.input, match.last, match.nodes, eps, weight, offset, 1)
     input, shape, weight, eps = arguments_of_norm(node)
     return _Core(input, node, frozenset((node,)), eps, weight, 0.0, len(shape))
+
+
+def _unit_norm(node: Node) -> _Core:
+    """F.normalize, which divides by no less than its eps, where the mean of squares has a summand."""
+    given: dict[str, Any] = {"p": 2.0, "dim": 1, "eps": 1e-12} | dict(
+        zip(("input", "p", "dim", "eps"), node.args, strict=False)
+    )
+    given |= node.kwargs
+    input, eps = given["input"], number(given["eps"])
+    if number(given["p"]) != 2.0 or given["dim"] not in (-1, _value(input).dim() - 1) or eps is None:
+        raise Unfit("normalizes other dimensions, or another norm")
+    size = _value(input).shape[-1]
+    return _Core(input, node, frozenset((node,)), eps**2 / size, None, 0.0, 1, math.sqrt(size))
 
 
 def _value(node: Any) -> Tensor:

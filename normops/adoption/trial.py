@@ -19,10 +19,6 @@ MOST_DIMS = 5
 """The most dimensions of an input: those with more go to a module's own forward."""
 
 
-_CHANNELS = 11
-"""The number of channels of an input if no parameter has a shape that says it."""
-
-
 @dataclass(frozen=True)
 class Case:
     """How a forward is called.
@@ -46,6 +42,11 @@ class Case:
 class Trial:
     """Runs of a module's forward with parameters of our own."""
 
+    dim: int | None = None
+    """The dimension that is normalized, if it is not the last one."""
+    parameter_ones = 0
+    """How many dimensions of size 1 the parameters have behind that."""
+
     def __init__(self, module: nn.Module, parameters: list[str], arguments: list[str]) -> None:
         self.module, self.parameters, self.arguments = module, parameters, arguments
         self.shape = whole_shape(module.get_parameter(parameters[0])) if parameters else None
@@ -56,6 +57,10 @@ class Trial:
     def is_gated(self) -> bool:
         """Whether it takes a second tensor."""
         return len(self.arguments) == 2
+
+    def takes(self, rows: tuple[int, ...]) -> bool:
+        """Whether an input may have so many dimensions of rows."""
+        return True
 
     def tensors(self, case: Case) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Parameters, and the arguments of the forward. They are full of ones, as nobody looks at their numbers."""
@@ -76,14 +81,6 @@ class Trial:
         with torch.enable_grad():
             arguments = list(zip(self.arguments, tensors, strict=True))
             return follow(self.module, parameters, arguments, len(case.shape), self.guards)
-
-    def follow_channels_first(self, *sizes: int) -> Run:
-        """Follows the forward with an input of shape ``[2, channels, *sizes]`` and the parameters' own shape."""
-        shape = self.shape or torch.Size((_CHANNELS,))
-        parameters = {name: nn.Parameter(torch.ones(shape, device="cpu")) for name in self.parameters}
-        input = torch.ones((2, shape[0], *sizes), device="cpu", requires_grad=True)
-        with torch.enable_grad():
-            return follow(self.module, parameters, [(self.arguments[0], input)], input.dim() - 1, Guards())
 
     def call(self, parameters: Mapping[str, Tensor], *tensors: Tensor) -> Tensor:
         """What the forward returns: that of a copy of the module, made without asking its class, with these."""

@@ -72,8 +72,10 @@ _PERMUTES = (torch.transpose, torch.permute, torch.swapaxes, torch.swapdims, tor
 _SPLITS = (torch.chunk, torch.split, torch.tensor_split)
 _SLICES = (torch.narrow, operator.getitem, "narrow")
 NORMS = (F.rms_norm, torch.rms_norm)
+UNIT_NORMS = (F.normalize,)
+"""The functions that divide by a norm, not by a root of a mean. Dynamo shows what they do instead."""
 
-OPERATIONS = frozenset((*filter(callable, _BY_TARGET), *_RESHAPES, *NORMS))
+OPERATIONS = frozenset((*filter(callable, _BY_TARGET), *_RESHAPES, *NORMS, *UNIT_NORMS))
 """The functions of torch that RMSNorms are made of."""
 METHODS = frozenset(
     (*(each for each in _BY_TARGET if isinstance(each, str)), *CASTS, "view", *(each.__name__ for each in _RESHAPES))

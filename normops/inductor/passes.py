@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from normops.functional import CastingMode
 from normops.inductor import Rounding, inductor_options
+from normops.inductor.activations import join_activations
 from normops.inductor.calls import (
     DTYPES,
     NORMS,
@@ -101,6 +102,7 @@ class BeforeAutograd(_Pass):
         replace_norms(graph, self.rounding)
         join_rotations(graph, self.rounding)
         join_modulations(graph, self.rounding)
+        join_activations(graph, self.rounding)
         keep_what_is_written(graph)
 
 

@@ -1,0 +1,95 @@
+"""Norms over the channels of ``[N, C, H, W]``, seen as norms over rows.
+
+With dimension 1 of every tensor behind the others, the operations of such a forward are those of a norm over the last
+dimension. So its graph is rewritten in that order, and all that is found out about norms over rows is found out here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from normops.adoption.following import Run, follow
+from normops.adoption.reasons import Unfit
+from normops.adoption.trial import Case, Trial
+from normops.inductor.calls import UNIT_NORMS, call_of, is_reshape
+
+
+class ChannelTrial(Trial):
+    """Runs of a forward over channels: its inputs and results are those of rows, with the last dimension moved."""
+
+    dim = 1
+
+    def __init__(self, module: nn.Module, parameters: list[str], arguments: list[str]) -> None:
+        super().__init__(module, parameters, arguments)
+        self._ones = tuple((self.shape or ())[1:])
+        self.shape = self.shape and self.shape[:1]
+        self.parameter_ones = len(self._ones)
+
+    def takes(self, rows: tuple[int, ...]) -> bool:
+        """Whether the parameters broadcast along dimension 1 of an input with so many dimensions of rows."""
+        return len(rows) > 1 and (not self._ones or len(rows) == len(self._ones) + 1)
+
+    def follow(self, case: Case) -> Run:
+        """What the forward does, as if with rows."""
+        parameters, tensors = self.tensors(case)
+        own = {name: nn.Parameter(tensor.detach().view(-1, *self._ones)) for name, tensor in parameters.items()}
+        (input,) = [tensor.detach().movedim(-1, 1).contiguous().requires_grad_() for tensor in tensors]
+        with torch.enable_grad():
+            run = follow(self.module, own, [(self.arguments[0], input)], input.dim() - 1, self.guards)
+        return _as_rows(run)
+
+    def call(self, parameters: Mapping[str, Tensor], *tensors: Tensor) -> Tensor:
+        """What the forward returns, as rows, of rows."""
+        own = {name: tensor.view(-1, *self._ones) for name, tensor in parameters.items()}
+        return super().call(own, *[tensor.movedim(-1, 1) for tensor in tensors]).movedim(1, -1)
+
+
+def _as_rows(run: Run) -> Run:
+    """The same run, with dimension 1 of every tensor behind the others."""
+    shape = run.arguments[0].meta["example_value"].shape
+    graph, nodes = Graph(), dict[Node, Node]()
+    for node in run.graph.nodes:
+        nodes[node] = new = graph.node_copy(node, nodes.__getitem__)
+        new.meta["example_value"] = _moved(node.meta["example_value"], shape)
+        call = call_of(node)
+        if call is not None and call.name in ("mean", "sum"):
+            input, dim, keepdim = call.arguments
+            _check_channels(dim, input, shape)
+            new.args, new.kwargs = (nodes[input],), {"dim": -1, "keepdim": keepdim}
+        elif node.target in UNIT_NORMS:
+            given = dict(zip(("input", "p", "dim", "eps"), node.args, strict=False)) | node.kwargs
+            _check_channels(given.get("dim", 1), given["input"], shape)
+            new.args, new.kwargs = (nodes[given.pop("input")],), {**given, "dim": -1}
+        elif is_reshape(node) and node.meta["example_value"].shape == shape:
+            raise Unfit("changes the shape of its input")
+    return run._replace(
+        graph=graph,
+        arguments=tuple(nodes[node] for node in run.arguments),
+        parameters={name: nodes[node] for name, node in run.parameters.items()},
+        result=nodes[run.result],
+    )
+
+
+def _check_channels(dim: Any, input: Node, shape: torch.Size) -> None:
+    dims = len(shape)
+    if dim not in (1, (1,), [1], 1 - dims, (1 - dims,), [1 - dims]) or input.meta["example_value"].shape != shape:
+        raise Unfit(f"normalizes over dimension {dim}")
+
+
+def _moved(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """A tensor of the graph in the new order, a parameter or what is made of one as ``[C]``."""
+    if tensor.dim() == len(shape) and tensor.shape[0] == shape[0]:
+        return tensor.movedim(1, -1).contiguous()
+    of_channels = tensor.numel() == shape[1] and tensor.dim() < len(shape) + 1
+    if not of_channels or (tensor.dim() > 1 and tensor.shape[1 - len(shape)] != shape[1]):
+        raise Unfit("computes something else than a norm over its channels")
+    return tensor.flatten()
+
+
+def over_channels(trial: Trial) -> ChannelTrial | None:
+    """The same module as one over channels; None, if its arguments or its parameters do not fit that."""
+    is_one_dim = trial.shape is None or (trial.shape[0] > 1 and all(size == 1 for size in trial.shape[1:]))
+    return ChannelTrial(trial.module, trial.parameters, trial.arguments) if is_one_dim and not trial.is_gated else None
