@@ -52,6 +52,11 @@ def _rotated(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return h * cos + torch.cat((-second, first), -1) * sin
 
 
+def _of_channels(x: Tensor) -> Tensor:
+    """Of as many positions as there were rows: the same memory, read otherwise."""
+    return x.view(1, COLS, -1)
+
+
 CHECKS = (
     Check("rms_norm", 1, lambda x, w: [normops.rms_norm(x, COLS, w, EPS)], lambda x, w: [_norm(x, w)]),
     Check(
@@ -71,6 +76,12 @@ CHECKS = (
         1,
         lambda x, w: [normops.rms_norm_rope(x, *_tables(x), COLS, w, EPS)],
         lambda x, w: [_rotated(_norm(x, w), *_tables(x))],
+    ),
+    Check(
+        "channel_rms_norm",
+        1,
+        lambda x, w: [normops.rms_norm(_of_channels(x), COLS, w, EPS, dim=1, activation="silu").view_as(x)],
+        lambda x, w: [torch.nn.functional.silu(_norm(_of_channels(x).mT, w)).mT.reshape(x.shape)],
     ),
 )
 

@@ -62,7 +62,7 @@ def test_the_use_that_the_readme_shows() -> None:
     assert shown is not None
     names: dict[str, object] = {}
     exec(shown[1], names)
-    assert {"norm", "residual", "gated"} <= names.keys()
+    assert {"norm", "residual", "image"} <= names.keys()
 
 
 def test_the_schemas_that_are_shown() -> None:
