@@ -10,21 +10,68 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
+// Computes rstd of the positions of a tile (kSquares), and minus_c (kDots), in the order in which T is packed. What is
+// to be written is prefetched, unless it is null.
+template <class T, class G, bool kSquares, bool kDots>
+[[gnu::noinline]] void sum_tile(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy,
+                                const ChannelsOf<T>& written, int64_t width, float* rstd, float* minus_c) {
+  constexpr int kSums = kSquares + kDots, kAtOnce = kSummedBlocks<T, kSums>;
+  const auto* const scale = static_cast<const float*>(args.scale);
+  each_blocks<T, kAtOnce>(width, [&](auto count, int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
+    constexpr int kBlocks = decltype(count)::value;
+    Block<T> sums[kBlocks][kSums];
+    sum_channels<T>(args.cols, sums, [&](int64_t channel, Block<T>(&sums)[kBlocks][kSums]) NORMOPS_INLINE_LAMBDA {
+#pragma GCC unroll 4
+      for (int b = 0; b < kBlocks; b++) {
+        const int64_t column = position + b * kLanes<T>;
+        if (kSquares && written.first != nullptr) prefetch(written[channel] + column);
+        const Block<T> h = load<T>(x[channel] + column, extent);
+        if constexpr (kSquares) sums[b][0] = fma(h, h, sums[b][0]);
+        if constexpr (kDots) {
+          const Block<T> g = load<T>(dy[channel] + column, extent) * broadcast<T>(scale[channel]);
+          sums[b][kSums - 1] = fma(g, h, sums[b][kSums - 1]);
+        }
+      }
+    });
+    for (int b = 0; b < kBlocks; b++) {
+      float numbers[kSums][kLanes<T>];
+      for (int s = 0; s < kSums; s++) store_packed<T>(numbers[s], sums[b][s]);
+      for (int i = 0; i < kLanes<T>; i++) {
+        const int64_t column = position + b * kLanes<T> + i;
+        if (kSquares) rstd[column] = rstd_of<T>(numbers[0][i], args.cols, args.eps);
+        if (kDots) minus_c[column] = minus_c_of<T>(numbers[kSums - 1][i], rstd[column], args.cols);
+      }
+    }
+  });
+}
+
+// A channel's scale and bias, with which positions become x * rstd * scale + bias.
+template <class T>
+struct Affine {
+  Block<T> scale, bias;
+
+  NORMOPS_INLINE Affine(const CpuArgs& args, int64_t channel)
+      : scale(broadcast<T>(static_cast<const float*>(args.scale)[channel])),
+        // -0 where there is none, which leaves a -0 as it is.
+        bias(broadcast<T>(args.channels->bias != nullptr ? args.channels->bias[channel] : -0.0f)) {}
+  NORMOPS_INLINE Block<T> operator()(const Block<T>& x, const float* rstd) const {
+    return x * load_packed<T>(rstd) * scale + bias;
+  }
+};
+
 // Writes the output of a tile, while `ahead`, the next one, is prefetched.
-template <class T, class StorePolicy, class HasBias, class IsActivated>
+template <class T, class StorePolicy, class IsActivated>
 [[gnu::noinline]] void write_tile(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const T>& ahead,
                                   const ChannelsOf<T>& y, int64_t width, const float* rstd, StorePolicy non_temporal,
-                                  HasBias, IsActivated) {
+                                  IsActivated) {
   const Activation activation = args.gating.activation;
-  const auto* const scale = static_cast<const float*>(args.scale);
   for (int64_t channel = 0; channel < args.cols; channel++) {
     const T *const row = x[channel], *const next = ahead[channel];
     T* const target = y[channel];
-    const Block<T> w = broadcast<T>(scale[channel]),
-                   bias = broadcast<T>(HasBias::value ? args.channels->bias[channel] : 0);
-    for_each_block<T>(0, width, [&](int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
+    const Affine<T> affine(args, channel);
+    for_each_block<T>(0, width, [&, affine](int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
       prefetch(next + position);
-      Block<T> block = normalized<HasBias::value>(load<T>(row + position, extent), rstd + position, w, bias);
+      Block<T> block = affine(load<T>(row + position, extent), rstd + position);
       if constexpr (IsActivated::value) block = activated(block, activation);
       store(target + position, block, extent, non_temporal);
     });
@@ -51,12 +98,10 @@ void forward(const CpuArgs& args, int64_t begin, int64_t end) {
     if (begin < end) ahead = tile_at(args, begin, end, width);
     const auto x = channels_of<const T>(args, kInput, tile), next = channels_of<const T>(args, kInput, ahead);
     const auto y = channels_of<T>(args, kOutput, tile);
-    sum_squares<T>(args, x, non_temporal ? ChannelsOf<T>() : y, tile.width, rstd);
+    sum_tile<T, T, true, false>(args, x, {}, non_temporal ? ChannelsOf<T>() : y, tile.width, rstd, nullptr);
     dispatch_bool<true>(non_temporal, [&](auto policy) {
-      dispatch_bool<true>(args.channels->bias != nullptr, [&](auto has_bias) {
-        dispatch_bool<true>(args.channels->is_activated, [&](auto is_activated) {
-          write_tile<T>(args, x, next, y, tile.width, rstd, policy, has_bias, is_activated);
-        });
+      dispatch_bool<true>(args.channels->is_activated, [&](auto is_activated) {
+        write_tile<T>(args, x, next, y, tile.width, rstd, policy, is_activated);
       });
     });
   }
@@ -64,53 +109,21 @@ void forward(const CpuArgs& args, int64_t begin, int64_t end) {
 }
 
 // grad_output times the slope of the activation: what its argument has for a gradient.
-template <class T, class HasBias>
+template <class T>
 [[gnu::noinline]] void form_gradients(const CpuArgs& args, const ChannelsOf<const T>& x,
                                       const ChannelsOf<const T>& grad_output, int64_t width, const float* rstd,
-                                      const ChannelsOf<float>& formed, HasBias) {
+                                      const ChannelsOf<float>& formed) {
   const Activation activation = args.gating.activation;
-  const auto* const scale = static_cast<const float*>(args.scale);
   for (int64_t channel = 0; channel < args.cols; channel++) {
     const T *const row = x[channel], *const gradient = grad_output[channel];
     float* const target = formed[channel];
-    const Block<T> w = broadcast<T>(scale[channel]),
-                   bias = broadcast<T>(HasBias::value ? args.channels->bias[channel] : 0);
-    for_each_block<T>(0, width, [&](int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
-      const Block<T> z = normalized<HasBias::value>(load<T>(row + position, extent), rstd + position, w, bias);
+    const Affine<T> affine(args, channel);
+    for_each_block<T>(0, width, [&, affine](int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
+      const Block<T> z = affine(load<T>(row + position, extent), rstd + position);
       const Block<T> slope = activated(z, smaller_part(z), activation).slope;
       store(target + position, load<T>(gradient + position, extent) * slope, extent);
     });
   }
-}
-
-// Computes minus_c of the positions of a tile, and rstd, if that is not known.
-template <class T, class G, bool kWithRstd>
-[[gnu::noinline]] void sum_products(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy,
-                                    const ChannelsOf<T>& written, int64_t width, float* rstd, float* minus_c) {
-  constexpr int kSums = kWithRstd ? 2 : 1, kAtOnce = kSummedBlocks<T, kSums>;
-  const auto* const scale = static_cast<const float*>(args.scale);
-  each_blocks<T, kAtOnce>(width, [&](auto count, int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
-    constexpr int kBlocks = decltype(count)::value;
-    Block<T> sums[kBlocks][kSums];
-    sum_channels<T>(args.cols, sums, [&](int64_t channel, Block<T>(&sums)[kBlocks][kSums]) NORMOPS_INLINE_LAMBDA {
-      const Block<T> w = broadcast<T>(scale[channel]);
-#pragma GCC unroll 4
-      for (int b = 0; b < kBlocks; b++) {
-        const int64_t column = position + b * kLanes<T>;
-        if (kWithRstd && written.first != nullptr) prefetch(written[channel] + column);
-        const Block<T> h = load<T>(x[channel] + column, extent), g = load<T>(dy[channel] + column, extent);
-        sums[b][0] = fma(g * w, h, sums[b][0]);
-        if constexpr (kWithRstd) sums[b][1] = fma(h, h, sums[b][1]);
-      }
-    });
-    for (int b = 0; b < kBlocks; b++) {
-      const int64_t column = position + b * kLanes<T>;
-      if constexpr (kWithRstd) store_rstd<T>(sums[b][1], args, rstd + column);
-      float dots[kLanes<T>];
-      store_packed<T>(dots, sums[b][0]);
-      for (int i = 0; i < kLanes<T>; i++) minus_c[column + i] = minus_c_of<T>(dots[i], rstd[column + i], args.cols);
-    }
-  });
 }
 
 template <class T, class G, class StorePolicy>
@@ -290,15 +303,13 @@ void backward(const CpuArgs& args, const Region& region) {
       });
     };
     if (!args.channels->is_activated) {
-      sum_products<T, T, true>(args, x, grad_output, written, tile.width, rstd, minus_c);
+      sum_tile<T, T, true, true>(args, x, grad_output, written, tile.width, rstd, minus_c);
       finish(grad_output);
     } else {
-      sum_squares<T>(args, x, written, tile.width, rstd);
-      dispatch_bool<true>(args.channels->bias != nullptr, [&](auto has_bias) {
-        form_gradients<T>(args, x, grad_output, tile.width, rstd, formed, has_bias);
-      });
+      sum_tile<T, T, true, false>(args, x, {}, written, tile.width, rstd, nullptr);
+      form_gradients<T>(args, x, grad_output, tile.width, rstd, formed);
       const ChannelsOf<const float> dy = {formed.first, formed.stride};
-      sum_products<T, float, false>(args, x, dy, written, tile.width, rstd, minus_c);
+      sum_tile<T, float, false, true>(args, x, dy, written, tile.width, rstd, minus_c);
       finish(dy);
     }
   }

@@ -133,42 +133,6 @@ template <class R, int kSums>
 constexpr int kSummedBlocks =
     NORMOPS_VECTOR_BYTES == 64 ? (kEvenOdd<R> ? 2 / kSums : 4) : std::max(2 / (kSums * Block<R>::kVectors), 1);
 
-// rstd of each position, in the order in which R is packed.
-template <class R>
-NORMOPS_INLINE void store_rstd(const Block<R>& squares, const CpuArgs& args, float* rstd) {
-  float sums[kLanes<R>];
-  store_packed<R>(sums, squares);
-  for (int i = 0; i < kLanes<R>; i++) rstd[i] = rstd_of<R>(sums[i], args.cols, args.eps);
-}
-
-// Computes rstd of the positions of a tile. `written` is prefetched, unless it is null.
-template <class R>
-[[gnu::noinline]] void sum_squares(const CpuArgs& args, const ChannelsOf<const R>& x, const ChannelsOf<R>& written,
-                                   int64_t width, float* rstd) {
-  constexpr int kAtOnce = kSummedBlocks<R, 1>;
-  each_blocks<R, kAtOnce>(width, [&](auto count, int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
-    constexpr int kBlocks = decltype(count)::value;
-    Block<R> squares[kBlocks][1];
-    sum_channels<R>(args.cols, squares, [&](int64_t channel, Block<R>(&sums)[kBlocks][1]) NORMOPS_INLINE_LAMBDA {
-#pragma GCC unroll 4
-      for (int b = 0; b < kBlocks; b++) {
-        const int64_t column = position + b * kLanes<R>;
-        if (written.first != nullptr) prefetch(written[channel] + column);
-        const Block<R> h = load<R>(x[channel] + column, extent);
-        sums[b][0] = fma(h, h, sums[b][0]);
-      }
-    });
-    for (int b = 0; b < kBlocks; b++) store_rstd<R>(squares[b][0], args, rstd + position + b * kLanes<R>);
-  });
-}
-
-// x * rstd * scale + bias of a channel's block. kBias: whether there is a bias.
-template <bool kBias, class R>
-NORMOPS_INLINE Block<R> normalized(const Block<R>& x, const float* rstd, const Block<R>& scale, const Block<R>& bias) {
-  const Block<R> product = x * load_packed<R>(rstd) * scale;
-  return kBias ? product + bias : product;
-}
-
 // Numbers of the positions of a tile, with room for the rest of the last block.
 using OfPositions = float[kMostPositions + kLongestBlock];
 
