@@ -20,7 +20,7 @@ from traced_graphs import operators, trace
 import normops
 from normops import _C
 from reference import oracle
-from reference.cases import DTYPES, EPS, values
+from reference.cases import DTYPES, EPS, moved, values
 
 ops = torch.ops.normops
 
@@ -132,14 +132,14 @@ ACTIVATIONS = ("silu", "swish", "sigmoid", "identity")
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_values(dtype: torch.dtype, activation: str) -> None:
+def test_values(dtype: torch.dtype, activation: str, device: str) -> None:
     named = "silu" if activation == "swish" else activation
     for index, shape in enumerate(SHAPES):
-        given = arguments(shape, dtype, has_bias=index % 3 > 0)
+        given = moved(device, arguments(shape, dtype, has_bias=index % 3 > 0))
         given["casting_mode"] = ("gemma", "gemma", "llama")[index % 3]
         output = ops.channel_rms_norm(**given, activation=activation)
         oracle.assert_within(output, oracle.channel_rms_norm(**given, activation=named))
-        given["grad_output"] = values(shape, dtype, 4)
+        given["grad_output"] = values(shape, dtype, 4).to(device)
         gradients = ops.channel_rms_norm_backward(**given, activation=activation)
         expected = oracle.channel_rms_norm_backward(**given, activation=named)
         for name, gradient, bounded in zip(expected._fields, gradients, expected, strict=True):
@@ -159,7 +159,7 @@ def test_the_bits_of_any_threads(dtype: torch.dtype, activation: str) -> None:
     """Tensors that are large enough to be shared, and to be written around the caches, in tiles that then may begin
     anywhere in a sample."""
     before = torch.get_num_threads()
-    for shape in ((1, 24, 240, 1000), (3, 130, 1999), (2, 512, 30, 30)):
+    for shape in ((1, 24, 240, 1000), (3, 130, 1999), (2, 512, 30, 30), (3, 512, 10, 10)):
         given = arguments(shape, dtype) | {"grad_output": values(shape, dtype, 4)}
         try:
             torch.set_num_threads(1)
