@@ -2,17 +2,15 @@
 
 import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from adopted_graphs import compiled_with_passes
 from assertions import assert_same_bits, message_of
 from other_process import printed
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from traced_graphs import operators, trace
@@ -184,7 +182,7 @@ import torch
 from test_channels import arguments, results, values
 digest = hashlib.sha256()
 for dtype in (torch.float32, torch.bfloat16):
-    for shape in ((2, 33, 700), (5, 16, 7, 7), (2, 1025, 9), (1, 24, 240, 1000)):
+    for shape in ((2, 33, 700), (5, 16, 7, 7), (2, 1025, 9), (1, 24, 64, 64)):
         given = arguments(shape, dtype) | {"grad_output": values(shape, dtype, 4)}
         for activation in ("identity", "silu"):
             for tensor in results(given, activation):
@@ -271,25 +269,6 @@ def test_one_operator_each_way() -> None:
     assert backward is not None
     assert [name for name in operators(forward) if "normops" in name] == ["normops.channel_rms_norm.default"]
     assert [name for name in operators(backward) if "normops" in name] == ["normops.channel_rms_norm_backward.default"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rounding", ["once", "original"])
-def test_passes_join_an_activation(rounding: Any, dtype: torch.dtype) -> None:
-    block = nn.Sequential(
-        *(normops.RMSNorm(8, EPS, dim=1, bias=True), nn.SiLU(), normops.RMSNorm(8, EPS, dim=1), nn.Sigmoid()),
-        *(normops.RMSNorm(8, EPS, dim=1, activation="silu"), nn.SiLU(), normops.RMSNorm(8, EPS, dim=1), nn.ReLU()),
-    ).to(dtype)
-    x = values((2, 8, 9, 4), dtype).requires_grad_()
-    (expected,) = torch.autograd.grad((y := block(x)).square().sum(), x)
-    compiled, graphs = compiled_with_passes(block, rounding=rounding)
-    (gradient,) = torch.autograd.grad((output := compiled(x)).square().sum(), x)
-    if dtype == torch.float32 or rounding == "original":
-        torch.testing.assert_close((output, gradient), (y, expected))
-    assert graphs.forward.count("normops.channel_rms_norm.default") == 4
-    joins = rounding == "once" or dtype == torch.float32
-    activations = re.findall(r"channel_rms_norm.*activation: (\w+)", graphs.of_dynamo[1])
-    assert activations == ["silu" if joins else "identity", "sigmoid" if joins else "identity", "silu", "identity"]
 
 
 def test_vmap() -> None:

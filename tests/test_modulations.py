@@ -1,5 +1,6 @@
-"""Scales, shifts, gates and residuals after a norm, which the passes for torch.compile give to its operator."""
+"""Scales, shifts, gates, residuals and activations after a norm, which the passes for torch.compile give to its operator."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch.nn.functional as F
 from adopted_graphs import compiled_with_passes, norms
 from assertions import assert_same_bits
 from test_inductor import assert_close, results
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import normops
+from reference.cases import EPS, values
 
 SAMPLES, TOKENS, SIZE = 2, 5, 32
 
@@ -163,3 +165,22 @@ def test_what_is_left(case: str) -> None:
     assert_close(results(compiled, problem(torch.float32)), results(fn, problem(torch.float32)), torch.float32)
     assert norms(graphs.forward) == ["rms_norm"]
     assert arithmetic(graphs.forward[graphs.forward.index("normops.rms_norm.default") :]) == left
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rounding", ["once", "original"])
+def test_passes_join_an_activation(rounding: Any, dtype: torch.dtype) -> None:
+    block = nn.Sequential(
+        *(normops.RMSNorm(8, EPS, dim=1, bias=True), nn.SiLU(), normops.RMSNorm(8, EPS, dim=1), nn.Sigmoid()),
+        *(normops.RMSNorm(8, EPS, dim=1, activation="silu"), nn.SiLU(), normops.RMSNorm(8, EPS, dim=1), nn.ReLU()),
+    ).to(dtype)
+    x = values((2, 8, 9, 4), dtype).requires_grad_()
+    (expected,) = torch.autograd.grad((y := block(x)).square().sum(), x)
+    compiled, graphs = compiled_with_passes(block, rounding=rounding)
+    (gradient,) = torch.autograd.grad((output := compiled(x)).square().sum(), x)
+    if dtype == torch.float32 or rounding == "original":
+        torch.testing.assert_close((output, gradient), (y, expected))
+    assert graphs.forward.count("normops.channel_rms_norm.default") == 4
+    joins = rounding == "once" or dtype == torch.float32
+    activations = re.findall(r"channel_rms_norm.*activation: (\w+)", graphs.of_dynamo[1])
+    assert activations == ["silu" if joins else "identity", "sigmoid" if joins else "identity", "silu", "identity"]
