@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from assertions import assert_same_bits, message_of
+from channels import arguments, results
 from other_process import printed
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,19 +38,6 @@ SHAPES = (
     (40, 3, 128),
     (64, 257),
 )
-
-
-def arguments(shape: tuple[int, ...], dtype: torch.dtype, dim: int = 1, has_bias: bool = True) -> dict[str, Any]:
-    size = shape[dim]
-    return {
-        "input": values(shape, dtype, 1, scale=1.0),
-        "normalized_shape": [size],
-        "weight": values((size,), dtype, 2, scale=1.0),
-        "eps": EPS,
-        "weight_offset": 0.5,
-        "bias": values((size,), torch.float32, 3, scale=1.0) if has_bias else None,
-        "dim": dim - len(shape),
-    }
 
 
 def of_rows(name: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -145,12 +133,6 @@ def test_values(dtype: torch.dtype, activation: str, device: str) -> None:
                 oracle.assert_within(gradient, bounded, name)
 
 
-def results(given: dict[str, Any], activation: str) -> tuple[Tensor, ...]:
-    forward = {name: value for name, value in given.items() if name != "grad_output"}
-    gradients = ops.channel_rms_norm_backward(**given, activation=activation)
-    return ops.channel_rms_norm(**forward, activation=activation), *gradients
-
-
 @pytest.mark.parametrize("activation", ["identity", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bits_of_any_threads(dtype: torch.dtype, activation: str) -> None:
@@ -179,7 +161,7 @@ def test_every_instruction_set() -> None:
     code = """
 import hashlib
 import torch
-from test_channels import arguments, results, values
+from channels import arguments, results, values
 digest = hashlib.sha256()
 for dtype in (torch.float32, torch.bfloat16):
     for shape in ((2, 33, 700), (5, 16, 7, 7), (2, 1025, 9), (1, 24, 64, 64)):

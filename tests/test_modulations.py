@@ -1,4 +1,4 @@
-"""Scales, shifts, gates, residuals and activations after a norm, which the passes for torch.compile give to its operator."""
+"""Scales, shifts, gates, residuals and activations after a norm, which the passes for torch.compile join to it."""
 
 import re
 from collections.abc import Callable
