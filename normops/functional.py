@@ -1,15 +1,19 @@
 """The operators as typed, documented functions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from normops import _C
 
 CastingMode = Literal["gemma", "llama"]
 Activation = Literal["silu", "swish", "sigmoid"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+"""PyTorch's, by their names here."""
 
 
 def rms_norm(
@@ -31,8 +35,8 @@ def rms_norm(
     (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). The first four arguments are those of
     :func:`torch.nn.functional.rms_norm`. Everything is computed in float32 (float64 for float64 inputs) and rounded
     once, or as ``casting_mode`` says. Differentiable in all three tensors; under ``torch.compile`` it stays one
-    operator forward (``normops.rms_norm``) and one backward (``normops.rms_norm_backward``), or with ``dim`` or
-    ``activation`` ``normops.channel_rms_norm`` and ``normops.channel_rms_norm_backward``.
+    operator forward (``normops.rms_norm``) and one backward (``normops.rms_norm_backward``), or over a ``dim`` that
+    lies apart in memory ``normops.channel_rms_norm`` and ``normops.channel_rms_norm_backward``.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
@@ -53,8 +57,9 @@ def rms_norm(
             is then its size, and ``weight`` and ``bias`` have one number for each of its elements: shape ``[C]``, or
             the shape in which they broadcast with ``input``, as ``[C, 1, 1]``. None means the last dimensions. On a
             CPU, float32 and bfloat16 have kernels for it; inputs in :data:`torch.channels_last` take those of rows.
-        activation: applied to the result, before it is rounded to the dtype of ``input``: ``"silu"``, also called
-            ``"swish"``, or ``"sigmoid"``. None means no activation.
+        activation: applied to the result: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``; None: none. Over a
+            ``dim`` that lies apart in memory it is part of the operator, and applied before the result is rounded;
+            after a norm of rows it is PyTorch's.
 
     Returns:
         A contiguous tensor with the shape, dtype and device of ``input``. With ``dim``, the output of an ``input`` in
@@ -508,12 +513,15 @@ def _rms_norm_over(
     bias: Tensor | None,
 ) -> Tensor:
     """:func:`rms_norm` over one dimension, or with an activation."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise RuntimeError(
+            f'rms_norm: expected activation to be "silu", "swish", "sigmoid" or None, but got {activation!r}'
+        )
     _refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
-    shape, name = tuple(_as_shape(normalized_shape)), "identity" if activation is None else activation
-    others = eps, weight_offset, casting_mode
-    over = torch.ops.normops.channel_rms_norm.default
+    shape, others = tuple(_as_shape(normalized_shape)), (eps, weight_offset, casting_mode)
+    of_rows = torch.ops.normops.rms_norm.default
     if dim is None:
-        return over(input, shape, weight, *others, bias, dim=-1, activation=name)
+        return _activated(of_rows(input, shape, weight, *others, bias), activation)
     if not -input.dim() <= dim < input.dim():
         raise RuntimeError(f"rms_norm: expected dim to be one of {input.dim()} dimensions of input, but got {dim}")
     size, behind = input.shape[dim], (-1 - dim) % input.dim()
@@ -524,14 +532,16 @@ def _rms_norm_over(
         )
     weight, bias = _along("weight", weight, size, behind), _along("bias", bias, size, behind)
     rows = input if behind == 0 or input.is_nested or input.is_contiguous() else input.movedim(dim, -1)
-    if behind > 0 and not (rows is not input and rows.is_contiguous()):
-        return over(input, shape, weight, *others, bias, dim=-1 - behind, activation=name)
-    # The last dimension in memory, as in channels-last tensors, whose format the output has.
-    if activation is None:
-        output = torch.ops.normops.rms_norm.default(rows, shape, weight, *others, bias)
-    else:
-        output = over(rows, shape, weight, *others, bias, dim=-1, activation=name)
-    return output.movedim(-1, dim)
+    if behind == 0 or (rows is not input and rows.is_contiguous()):
+        # The last dimension in memory, as in channels-last tensors, whose format the output has.
+        return _activated(of_rows(rows, shape, weight, *others, bias), activation).movedim(-1, dim)
+    name = "identity" if activation is None else activation
+    over_channels = torch.ops.normops.channel_rms_norm.default
+    return over_channels(input, shape, weight, *others, bias, dim=-1 - behind, activation=name)
+
+
+def _activated(output: Tensor, activation: Activation | None) -> Tensor:
+    return output if activation is None else ACTIVATIONS[activation](output)
 
 
 def _along(name: str, tensor: Tensor | None, size: int, behind: int) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normops
+from normops.functional import ACTIVATIONS
 from reference.cases import DTYPES, EPS, values
 
 SHAPES = ((2, 6, 5, 3), (3, 8, 2, 3, 4), (4, 5, 7), (2, 1, 3, 3), (2, 6, 1, 1), (0, 4, 3, 3))
@@ -124,6 +125,10 @@ def test_features() -> None:
             "rms_norm: expected weight to have shape [6] or [6, 1, 1], but got [1, 6, 1]",
         ),
         (
+            {"activation": "relu"},
+            'rms_norm: expected activation to be "silu", "swish", "sigmoid" or None, but got \'relu\'',
+        ),
+        (
             {"bias": torch.ones(6, 5, 1)},
             "rms_norm: expected bias to have shape [6] or [6, 1, 1], but got [6, 5, 1]",
         ),
@@ -134,6 +139,25 @@ def test_errors(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(RuntimeError) as error:
         normops.rms_norm(**arguments)
     assert str(error.value) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations(dtype: torch.dtype) -> None:
+    """Behind a norm of rows they are PyTorch's; otherwise they come before the result is rounded."""
+    x = values((2, 6, 5, 3), dtype)
+    for name, function in ACTIVATIONS.items():
+        activation: Any = name
+        of_rows = normops.rms_norm(x, (5, 3), eps=EPS, activation=activation)
+        assert torch.equal(of_rows, function(normops.rms_norm(x, (5, 3), eps=EPS)))
+        assert torch.equal(
+            normops.rms_norm(x, 3, eps=EPS, dim=-1, activation=activation), function(moved(x, -1, None, None))
+        )
+        output = normops.rms_norm(channels_last(x), 6, eps=EPS, dim=1, activation=activation)
+        assert torch.equal(output, function(moved(x, 1, None, None)))
+        assert output.is_contiguous(memory_format=torch.channels_last)
+        wide = torch.promote_types(dtype, torch.float32)
+        unrounded = function(normops.rms_norm(x.to(wide), 6, eps=EPS, dim=1)).to(dtype)
+        torch.testing.assert_close(normops.rms_norm(x, 6, eps=EPS, dim=1, activation=activation), unrounded)
 
 
 def test_module() -> None:

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from normops.adoption.norm import ACTIVATIONS, OUTPUT_DTYPES, Dtypes, Norm, Saved
-from normops.functional import CastingMode, gated_rms_norm, rms_norm
+from normops.adoption.norm import OUTPUT_DTYPES, Dtypes, Norm, Saved
+from normops.functional import ACTIVATIONS, CastingMode, gated_rms_norm, rms_norm
 from normops.inductor import Rounding
 from normops.inductor.calls import HALVES
 

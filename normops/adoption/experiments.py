@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from normops.adoption.following import Run
-from normops.adoption.norm import ACTIVATIONS, OUTPUT_DTYPES, Order, OutputDtype, Roundings, Saved
+from normops.adoption.norm import OUTPUT_DTYPES, Order, OutputDtype, Roundings, Saved
 from normops.adoption.reasons import Unfit
 from normops.adoption.structure import Structure
 from normops.adoption.trial import MOST_DIMS, Case, Trial
+from normops.functional import ACTIVATIONS
 from normops.inductor.calls import HALVES, NORMS, call_of
 
 MOST_NUMBERS = 2**14

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from normops.adoption.guards import Guard
 from normops.adoption.structure import Gating
@@ -23,9 +22,6 @@ Order = Literal["kept", "contiguous", "unknown", "raises"]
 
 "raises": the forward takes no inputs between whose rows something else lies, as it views them in another shape.
 """
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": nn.functional.silu, "sigmoid": torch.sigmoid}
-
 
 Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 """Those of input, weight (or without one the bias) and gate, as far as a norm has these."""
