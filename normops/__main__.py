@@ -53,7 +53,7 @@ def _rotated(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _of_channels(x: Tensor) -> Tensor:
-    """Of as many positions as there were rows: the same memory, read otherwise."""
+    """Reads the same memory as one sample, with a position for each row."""
     return x.view(1, COLS, -1)
 
 

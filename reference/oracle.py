@@ -534,7 +534,7 @@ def _off(value: _Value, compute: torch.dtype) -> Array:
 
 
 def _shifted(t: _Terms, dtype: torch.dtype | None, bias: Tensor | None, input: Tensor) -> _Value:
-    """What an activation behind the norm takes."""
+    """The norm, and the bias if there is one: the argument of an activation."""
     normed = _normed(t, dtype)
     if bias is not None:
         n, b = _cast(normed, dtype, t.compute), _to_rows(bias, input, t.h, t.compute)
@@ -543,7 +543,7 @@ def _shifted(t: _Terms, dtype: torch.dtype | None, bias: Tensor | None, input: T
     return normed
 
 
-# Of either activation: the second derivative of silu is 1/2 at 0, that of the sigmoid is smaller.
+# The largest second derivative of either activation: silu's is 1/2 at 0, the sigmoid's is smaller.
 MOST_CURVED = 0.5
 
 

@@ -222,7 +222,7 @@ struct ChannelProblem {
     layout.sample_strides[index] = channels * layout.channel_strides[index];
   }
 
-  // What is left of the sums of the leaves: the columns behind the channels have no numbers of their own.
+  // The sums that are left of the leaves, without the columns behind the channels, which have no numbers of their own.
   std::vector<char> sums(const std::vector<char>& all) const {
     std::vector<char> result;
     for (int i = 0; i < sum_count(0, leaves); i++) {

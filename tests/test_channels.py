@@ -89,7 +89,7 @@ def cases_of_bits() -> Iterator[tuple[tuple[int, ...], torch.dtype, Callable[[Te
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_bits_are_those_of_rows(dtype: torch.dtype) -> None:
-    """Of outputs and gradients, whatever the layout, and in every dtype of parameters."""
+    """Outputs and gradients have the bits of rms_norm, whatever the layout, in every dtype of parameters."""
     for index, (shape, of_case, layout) in enumerate(cases_of_bits()):
         if of_case != dtype:
             continue
@@ -276,7 +276,7 @@ def test_vmap() -> None:
 
 
 def test_rules() -> None:
-    """What tensors of other kinds and programs around it see."""
+    """Export, meta, FLOPs, recomputation and nested tensors."""
     x, norm = torch.randn(2, 6, 5, 3), normops.RMSNorm(6, EPS, bias=True, dim=1, activation="silu")
     expected = norm(x)
     program = torch.export.export(norm, (x,), strict=True)

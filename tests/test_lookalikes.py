@@ -57,7 +57,7 @@ def layouts(width: int) -> Iterator[Tensor]:
     yield randn(2, width, 3).transpose(1, 2)
     yield randn(5, 1, width).expand(5, 3, width)
     yield randn(1, 4, width).expand(5, 4, width)
-    # Of channels.
+    # Channels in dimension 1.
     yield from (randn(2, width, *shape) for shape in ((3, 4), (5,), (2, 3, 2), (1, 1), (4, 3, 3)))
     yield from (randn(2, *shape, width).movedim(-1, 1) for shape in ((3, 4), (2, 3, 2), (3,)))
     yield 1e-4 * randn(2, width, 3, 2)

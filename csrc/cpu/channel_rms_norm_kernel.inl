@@ -10,11 +10,11 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// Computes rstd of the positions of a tile (kSquares), and minus_c (kDots), in the order in which T is packed. What is
-// to be written is prefetched, unless it is null.
+// Computes rstd of the positions of a tile (kSquares), and minus_c (kDots), in the order in which T is packed. Channels
+// to be written are prefetched, unless they are null.
 template <class T, class G, bool kSquares, bool kDots>
-[[gnu::noinline]] void sum_tile(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy,
-                                const ChannelsOf<T>& written, int64_t width, float* rstd, float* minus_c) {
+[[gnu::noinline]] void sum_positions(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy,
+                                     const ChannelsOf<T>& written, int64_t width, float* rstd, float* minus_c) {
   constexpr int kSums = kSquares + kDots, kAtOnce = kSummedBlocks<T, kSums>;
   const auto* const scale = static_cast<const float*>(args.scale);
   each_blocks<T, kAtOnce>(width, [&](auto count, int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
@@ -98,7 +98,7 @@ void forward(const CpuArgs& args, int64_t begin, int64_t end) {
     if (begin < end) ahead = tile_at(args, begin, end, width);
     const auto x = channels_of<const T>(args, kInput, tile), next = channels_of<const T>(args, kInput, ahead);
     const auto y = channels_of<T>(args, kOutput, tile);
-    sum_tile<T, T, true, false>(args, x, {}, non_temporal ? ChannelsOf<T>() : y, tile.width, rstd, nullptr);
+    sum_positions<T, T, true, false>(args, x, {}, non_temporal ? ChannelsOf<T>() : y, tile.width, rstd, nullptr);
     dispatch_bool<true>(non_temporal, [&](auto policy) {
       dispatch_bool<true>(args.channels->is_activated, [&](auto is_activated) {
         write_tile<T>(args, x, next, y, tile.width, rstd, policy, is_activated);
@@ -303,13 +303,13 @@ void backward(const CpuArgs& args, const Region& region) {
       });
     };
     if (!args.channels->is_activated) {
-      sum_tile<T, T, true, true>(args, x, grad_output, written, tile.width, rstd, minus_c);
+      sum_positions<T, T, true, true>(args, x, grad_output, written, tile.width, rstd, minus_c);
       finish(grad_output);
     } else {
-      sum_tile<T, T, true, false>(args, x, {}, written, tile.width, rstd, nullptr);
+      sum_positions<T, T, true, false>(args, x, {}, written, tile.width, rstd, nullptr);
       form_gradients<T>(args, x, grad_output, tile.width, rstd, formed);
       const ChannelsOf<const float> dy = {formed.first, formed.stride};
-      sum_tile<T, float, false, true>(args, x, dy, written, tile.width, rstd, minus_c);
+      sum_positions<T, float, false, true>(args, x, dy, written, tile.width, rstd, minus_c);
       finish(dy);
     }
   }

@@ -33,7 +33,7 @@ class ChannelTrial(Trial):
         return len(rows) > 1 and (not self._ones or len(rows) == len(self._ones) + 1)
 
     def follow(self, case: Case) -> Run:
-        """What the forward does, as if with rows."""
+        """Follows the forward, and returns the run that it would be with rows."""
         parameters, tensors = self.tensors(case)
         own = {name: nn.Parameter(tensor.detach().view(-1, *self._ones)) for name, tensor in parameters.items()}
         (input,) = [tensor.detach().movedim(-1, 1).contiguous().requires_grad_() for tensor in tensors]
@@ -42,7 +42,7 @@ class ChannelTrial(Trial):
         return _as_rows(run)
 
     def call(self, parameters: Mapping[str, Tensor], *tensors: Tensor) -> Tensor:
-        """What the forward returns, as rows, of rows."""
+        """Calls the forward with rows, and returns its result as rows."""
         own = {name: tensor.view(-1, *self._ones) for name, tensor in parameters.items()}
         return super().call(own, *[tensor.movedim(-1, 1) for tensor in tensors]).movedim(1, -1)
 
@@ -65,11 +65,14 @@ def _as_rows(run: Run) -> Run:
             new.args, new.kwargs = (nodes[given.pop("input")],), {**given, "dim": -1}
         elif is_reshape(node) and node.meta["example_value"].shape == shape:
             raise Unfit("changes the shape of its input")
-    return run._replace(
-        graph=graph,
-        arguments=tuple(nodes[node] for node in run.arguments),
-        parameters={name: nodes[node] for name, node in run.parameters.items()},
-        result=nodes[run.result],
+    return Run(
+        graph,
+        tuple(nodes[node] for node in run.arguments),
+        {name: nodes[node] for name, node in run.parameters.items()},
+        nodes[run.result],
+        run.numbers,
+        run.decides_by_width,
+        run.asks_for,
     )
 
 

@@ -109,7 +109,7 @@ class _Core(NamedTuple):
     weight_offset: float
     normalized_dims: int
     scale: float = 1.0
-    """What has to follow so that it is one over the root of the mean, not of the sum."""
+    """The factor that has to follow, so that it divides by the root of the mean, not of the sum."""
 
 
 class _Reading:
