@@ -58,7 +58,7 @@ def layouts(width: int) -> Iterator[Tensor]:
     yield randn(5, 1, width).expand(5, 3, width)
     yield randn(1, 4, width).expand(5, 4, width)
     # Channels in dimension 1.
-    yield from (randn(2, width, *shape) for shape in ((3, 4), (5,), (2, 3, 2), (1, 1), (4, 3, 3)))
+    yield from (randn(2, width, *shape) for shape in ((3, 4), (5,), (2, 3, 2), (1, 3), (4, 3, 3)))
     yield from (randn(2, *shape, width).movedim(-1, 1) for shape in ((3, 4), (2, 3, 2), (3,)))
     yield 1e-4 * randn(2, width, 3, 2)
     yield torch.zeros(2, width, 2, 2)
