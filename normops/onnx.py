@@ -73,15 +73,24 @@ def _rms_norm(
     bias: Value | None = None,
 ) -> Value:
     compute = _compute_type(input.dtype)
-    h = _cast(input, input.dtype, compute)
     casting = _Casting(input.dtype, compute, casting_mode)
-    output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset)
-    return _cast(_shift(output, casting, bias), compute, input.dtype)
+    output = _norm_of_rows(input, casting, len(normalized_shape), weight, eps, weight_offset, bias)
+    return _cast(output, compute, input.dtype)
 
 
-def _shift(output: Value, casting: "_Casting", bias: Value | None) -> Value:
+def _norm_of_rows(
+    rows: Value,
+    casting: "_Casting",
+    dims: int,
+    weight: Value | None,
+    eps: float | None,
+    weight_offset: float,
+    bias: Value | None,
+) -> Value:
+    """With the bias, in the type that is computed in."""
     from onnxscript import opset18
 
+    output = _normalize(_cast(rows, casting.dtype, casting.compute), casting, dims, weight, eps, weight_offset)
     if bias is None:
         return output
     return opset18.Add(casting.rounded(output), _cast(bias, bias.dtype, casting.compute))
@@ -156,8 +165,7 @@ def _channel_rms_norm(
     compute = _compute_type(input.dtype)
     casting = _Casting(input.dtype, compute, casting_mode)
     rows = input if dim == -1 else opset18.Transpose(input, perm=to_rows)
-    output = _normalize(_cast(rows, input.dtype, compute), casting, 1, weight, eps, weight_offset)
-    output = _shift(output, casting, bias)
+    output = _norm_of_rows(rows, casting, 1, weight, eps, weight_offset, bias)
     if activation != "identity":
         output = _activated(casting.rounded(output), activation)
     output = _cast(output, compute, input.dtype)

@@ -28,3 +28,7 @@ def results(given: dict[str, Any], activation: str) -> tuple[Tensor, ...]:
     forward = {name: value for name, value in given.items() if name != "grad_output"}
     gradients = ops.channel_rms_norm_backward(**given, activation=activation)
     return ops.channel_rms_norm(**forward, activation=activation), *gradients
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from assertions import assert_same_bits, message_of
-from channels import arguments, results
+from channels import arguments, channels_last, results
 from other_process import printed
 from torch import Tensor
 from torch.nn import functional as F
@@ -66,10 +66,6 @@ def cut_out(x: Tensor) -> Tensor:
 def of_few_channels(x: Tensor) -> Tensor:
     """Every other channel."""
     return x.repeat_interleave(2, 1)[:, ::2]
-
-
-def channels_last(x: Tensor) -> Tensor:
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (

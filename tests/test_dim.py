@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from channels import channels_last
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,10 +23,6 @@ def moved(x: Tensor, dim: int, *parameters: Tensor | None, **others: Any) -> Ten
     weight, bias = (each if each is None else each.flatten() for each in parameters)
     rows = x.movedim(dim, -1).contiguous()
     return normops.rms_norm(rows, x.shape[dim], weight, EPS, bias=bias, **others).movedim(-1, dim)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def every_other(x: Tensor) -> Tensor:

@@ -11,9 +11,6 @@ struct Tile {
   int64_t sample, position, width;
 };
 
-// The most positions of a tile.
-constexpr int64_t kMostPositions = 256;
-
 // The positions of a tile: 512 bytes of a channel, or less, so that the second-level cache has room for all that a
 // position of `bytes` a channel takes: of this tile what is read and written, of the next one what is read. A small
 // sample is one tile: 14 x 14 in several took 1.1 to 1.3 of the time.

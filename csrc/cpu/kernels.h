@@ -86,9 +86,12 @@ struct Channels {
   bool is_activated;                                                    // behind the bias, as gating says
 };
 
+// The most positions of a tile.
+constexpr int64_t kMostPositions = 256;
+
 // For how many positions there is scratch in each channel, where a gradient comes through an activation: those of a
 // tile, and a line more, so that channels do not lie a multiple of 1024 bytes apart.
-constexpr int64_t kFormedPositions = 256 + 16;
+constexpr int64_t kFormedPositions = kMostPositions + 16;
 
 // What a thread gives a kernel besides: how it is to go about it, and memory.
 struct CpuArgs : KernelArgs {

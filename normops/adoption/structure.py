@@ -222,7 +222,8 @@ class _Reading:
             node = user
 
     def _multiplied(self, node: Node, factor: Any) -> None:
-        if self._scale != 1.0 and number(factor) is not None and math.isclose(number(factor) or 0.0, self._scale):
+        scale = number(factor)
+        if self._scale != 1.0 and scale is not None and math.isclose(scale, self._scale):
             self._scale = 1.0
             return
         activation = self._activation(factor)

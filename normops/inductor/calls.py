@@ -72,6 +72,13 @@ _PERMUTES = (torch.transpose, torch.permute, torch.swapaxes, torch.swapdims, tor
 _SPLITS = (torch.chunk, torch.split, torch.tensor_split)
 _SLICES = (torch.narrow, operator.getitem, "narrow")
 NORMS = (F.rms_norm, torch.rms_norm)
+NORMOPS_NORMS = (
+    torch.ops.normops.rms_norm.default,
+    torch.ops.normops.gated_rms_norm.default,
+    torch.ops.normops.channel_rms_norm.default,
+    torch.ops.normops.rms_norm_rope.default,
+)
+"""The norms of normops that return nothing else."""
 UNIT_NORMS = (F.normalize,)
 """The functions that divide by a norm, not by a root of a mean. Dynamo shows what they do instead."""
 

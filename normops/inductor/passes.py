@@ -17,6 +17,7 @@ from normops.inductor import Rounding, inductor_options
 from normops.inductor.activations import join_activations
 from normops.inductor.calls import (
     DTYPES,
+    NORMOPS_NORMS,
     NORMS,
     arguments_of_norm,
     called,
@@ -43,12 +44,6 @@ from normops.inductor.residuals import fuse_additions
 from normops.inductor.rotations import join_rotations
 
 _normops = torch.ops.normops
-_OPERATORS = (
-    _normops.rms_norm.default,
-    _normops.gated_rms_norm.default,
-    _normops.channel_rms_norm.default,
-    _normops.rms_norm_rope.default,
-)
 
 # All of the package: the passes use what the names in schemas mean, and which tensors take the operators.
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parents[1].rglob("*.py")))
@@ -210,7 +205,7 @@ def _keep(graph: Graph, written: set[Any], inputs: set[Any]) -> None:
 def _is_recorded(node: Node) -> bool:
     """Whether a node is an operator of normops, put there by a pass or by the program, that saves its arguments."""
     value = value_of(node)
-    is_of_program = node.target in _OPERATORS and value is not None and value.requires_grad
+    is_of_program = node.target in NORMOPS_NORMS and value is not None and value.requires_grad
     return is_of_program or node.meta.get(IS_RECORDED, False)
 
 

@@ -10,15 +10,9 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from normops._operators import FUNCTIONAL, by_name, name_of
-from normops.inductor.calls import is_equal
+from normops.inductor.calls import NORMOPS_NORMS, is_equal
 
 _normops = torch.ops.normops
-_NORMS = (
-    _normops.rms_norm.default,
-    _normops.gated_rms_norm.default,
-    _normops.channel_rms_norm.default,
-    _normops.rms_norm_rope.default,
-)
 _BACKWARDS = tuple(op for op in FUNCTIONAL if name_of(op).endswith("_backward"))
 
 
@@ -28,7 +22,7 @@ def recompute_norms(graph: Graph) -> None:
     for node in list(graph.nodes):
         if "recompute" in node.meta:  # by a checkpoint
             continue
-        if node.target in _NORMS and _takes_what_is_kept(by_name(node.target, node.args, node.kwargs)):
+        if node.target in NORMOPS_NORMS and _takes_what_is_kept(by_name(node.target, node.args, node.kwargs)):
             _mark(node)
         elif node.target is _normops.add_rms_norm.default:
             _normalize_sum_again(node, backward)
