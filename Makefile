@@ -92,8 +92,8 @@ bench: install-dev
 
 # Needs nvcc on PATH, and no GPU: compiles every CUDA kernel, and reads what became of it.
 check-cuda-compile:
-	NORMOPS_CUDA=1 NORMOPS_CUDA_ARCHS=all $(MAKE) install-dev
-	NORMOPS_CUDA=1 $(BIN)/python -m pytest tests/test_cuda_compile.py
+	FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST=all $(MAKE) install-dev
+	FORCE_CUDA=1 $(BIN)/python -m pytest tests/test_cuda_compile.py
 
 # Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, ninja, pytest and rich, and downloads nothing.
 # Nine minutes at most for each step of STEP. WHEELS is a folder of implementations to measure beside; with DEVICE=cpu it
@@ -130,7 +130,7 @@ wheels: $(VENV)/required-dev
 	for torch in $(TORCHES); do test -f build/torches/$$torch/torch/version.py || \
 		$(BIN)/pip install --quiet --no-deps --target build/torches/$$torch torch==$$torch || exit 1; done
 	rm -rf build/wheel build/lib.* && mkdir -p wheels
-	NORMOPS_CUDA_ARCHS=all NORMOPS_TORCH_FOLDERS=$(subst $(space),:,$(foreach torch,$(TORCHES),build/torches/$(torch)/torch)) \
+	TORCH_CUDA_ARCH_LIST=all NORMOPS_TORCH_FOLDERS=$(subst $(space),:,$(foreach torch,$(TORCHES),build/torches/$(torch)/torch)) \
 		$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
 	PATH=$(CURDIR)/$(BIN):$$PATH auditwheel repair --strip --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir wheels build/wheel/*.whl
 	for torch in $(TRIED); do rm -rf build/tried && $(PYTHON) -m venv build/tried && \

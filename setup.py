@@ -1,9 +1,9 @@
 """Builds normops/libnormops_kernels.so, and for the installed torch libnormops.so, the operators, and normops._C.
 
 Environment variables:
-    NORMOPS_CUDA           auto (default: if nvcc works and torch runs on GPUs), 0 (never) or 1 (or else fail)
-    NORMOPS_CUDA_ARCHS     compute capabilities to compile for, like 80;90, or all; default: those of the GPUs here
-    FORCE_CUDA, TORCH_CUDA_ARCH_LIST  as other extensions of torch read them, where those two are not set
+    FORCE_CUDA=1           builds the CUDA kernels or fails; default: builds them if nvcc works and torch runs on GPUs
+    USE_CUDA=0             builds no CUDA kernels
+    TORCH_CUDA_ARCH_LIST   compute capabilities to compile for, like 8.0;9.0, or all; default: those of the GPUs here
     NORMOPS_TORCH_FOLDERS  folders of several torches to build for, separated by colons; default: the installed one
     CUDA_HOME              the CUDA toolkit, default: the one that the nvcc on PATH belongs to
     CXX, MAX_JOBS          the C++ compiler, and how many compilers run at a time
@@ -20,6 +20,11 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
+if sys.platform != "linux":
+    raise SystemExit(
+        f"expected Linux to build normops, which supports no other system so far, but got {sys.platform}: "
+        "use Linux, for example in WSL 2 or a container"
+    )
 if int(setuptools.__version__.split(".")[0]) < 77:
     raise SystemExit(
         f"expected setuptools 77 or later to build normops, but got {setuptools.__version__}: "

@@ -79,7 +79,7 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
         return Part(name, (*tool, *pytest, "tests/test_cuda.py", "-k", selected), seconds, environment)
 
     building = (*python, "-m", "normops") if rehearsal else (*python, "setup.py", "build_ext", "--inplace")
-    without_cuda = Part("build without CUDA", building, 150, {"NORMOPS_CUDA": "0"}, after_failure=True)
+    without_cuda = Part("build without CUDA", building, 150, {"USE_CUDA": "0", "FORCE_CUDA": "0"}, after_failure=True)
     build = (Part("build", building, 240), without_cuda)
     # Not by pip, which replaces a folder that several wheels share.
     unzip = (*python, "-m", "zipfile", "--extract")
@@ -126,7 +126,7 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
 def run(part: Part, seconds: float, log: Path) -> int:
     """The exit status."""
     path = os.pathsep.join(filter(None, (str(INSTALLED), os.environ.get("PYTHONPATH"))))
-    env = os.environ | {"NORMOPS_CUDA": "1", "NORMOPS_REQUIRE": "GPU", "PYTHONPATH": path, **part.environment}
+    env = os.environ | {"FORCE_CUDA": "1", "NORMOPS_REQUIRE": "GPU", "PYTHONPATH": path, **part.environment}
     write(log, f"\n$ {' '.join(part.command)}\n")
     try:
         process = Popen(
@@ -179,7 +179,7 @@ def name_architecture() -> None:
     """Of the GPU that torch runs on, unless something else was asked for: nvidia-smi may be missing."""
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        os.environ.setdefault("NORMOPS_CUDA_ARCHS", f"{major}{minor}")
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -58,31 +58,35 @@ class UnfitError(Exception):
 
 def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
     """What to compile CUDA code with, if at all, and what to say of it."""
-    wanted, because = _wanted()
+    is_forced = os.environ.get("FORCE_CUDA") == "1"
+    unused = os.environ.get("USE_CUDA", "")
+    if unused in ("0", "OFF"):
+        if is_forced:
+            stop(f"expected FORCE_CUDA=1 or USE_CUDA={unused}, but got both")
+        return None, f"no (USE_CUDA={unused})"
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
-    if wanted == "0":
-        return None, f"no ({because})"
-    if torches[0].rocm is not None:
-        about = f"torch {torches[0].version} is built for ROCm {torches[0].rocm}"
-        if os.environ.get("NORMOPS_CUDA") == "1":
-            stop(f"expected a torch built for CUDA because NORMOPS_CUDA=1, but {about}: leave NORMOPS_CUDA unset")
-        return None, f"no: {about}, where the kernels in Triton serve GPUs"  # FORCE_CUDA=1 means those of ROCm, too
-    if nvcc is None:
-        if wanted == "1":
-            stop(f"expected nvcc on PATH or in CUDA_HOME/bin because {because}, but found none")
-        return None, "no: there is no nvcc on PATH or in CUDA_HOME/bin"
-    if wanted == "auto" and not any(torch.cuda for torch in torches):
+    first = torches[0]
+    if first.rocm is not None:  # FORCE_CUDA=1 means its GPUs, too
         return (
             None,
-            f"no: torch {torches[0].version} does not run on GPUs (NORMOPS_CUDA=1 compiles for them all the same)",
+            f"no: torch {first.version} is built for ROCm {first.rocm}, whose GPUs run Triton's kernels",
+        )
+    if nvcc is None:
+        if is_forced:
+            stop("expected nvcc on PATH or in CUDA_HOME/bin because FORCE_CUDA=1, but found none")
+        return None, "no: there is no nvcc on PATH or in CUDA_HOME/bin"
+    if not is_forced and not any(torch.cuda for torch in torches):
+        return (
+            None,
+            f"no: torch {first.version} does not run on GPUs (FORCE_CUDA=1 compiles CUDA kernels all the same)",
         )
     try:
         cuda, why = _examine(nvcc)
     except UnfitError as unfit:
-        if wanted == "1" or "NORMOPS_CUDA_ARCHS" in os.environ:
-            stop(f"{unfit}; NORMOPS_CUDA=0 builds without CUDA kernels")
-        return None, f"no: {unfit}; this build has CPU kernels alone, NORMOPS_CUDA=1 makes this an error"
+        if is_forced:
+            stop(f"{unfit}; USE_CUDA=0 builds without CUDA kernels")
+        return None, f"no: {unfit}; this build has CPU kernels alone, FORCE_CUDA=1 makes this an error"
     archs = " ".join(f"sm_{arch}" for arch in cuda.archs)
     return cuda, f"{archs} ({why}), with {cuda.nvcc} {cuda.version}{_about_drivers(cuda, torches)}"
 
@@ -99,17 +103,6 @@ def _about_drivers(cuda: Cuda, torches: Sequence[Torch]) -> str:
     )
 
 
-def _wanted() -> tuple[str, str]:
-    """auto, 0 or 1, and which variable says so: NORMOPS_CUDA, or else FORCE_CUDA=1, as other packages have it."""
-    is_forced = os.environ.get("FORCE_CUDA") == "1"
-    ours = os.environ.get("NORMOPS_CUDA")
-    if ours is None:
-        return ("1", "FORCE_CUDA=1") if is_forced else ("auto", "")
-    if ours not in ("auto", "0", "1"):
-        stop(f"expected NORMOPS_CUDA to be auto, 0 or 1, but got {ours}")
-    return ours, f"NORMOPS_CUDA={ours}" + (", not FORCE_CUDA=1" if is_forced and ours != "1" else "")
-
-
 def _examine(nvcc: str) -> tuple[Cuda, str]:
     # nvcc itself tells its version and where the toolkit's libraries are, which holds for wrappers and wheels as well.
     version = re.search(r"release ([\d.]+)", _output(nvcc, "--version"))
@@ -118,12 +111,6 @@ def _examine(nvcc: str) -> tuple[Cuda, str]:
         raise UnfitError(f"expected {nvcc} to print its version and library folders, but it did not")
     known = re.findall(r"compute_(\d+)", _output(nvcc, "--list-gpu-arch"))
     archs, why = _archs(known)
-    if unknown := [arch for arch in archs if arch not in known]:
-        known_too = ";".join(arch for arch in ALL_ARCHS if arch in known)
-        raise UnfitError(
-            f"expected an nvcc that compiles for sm_{unknown[0]} ({why}), but {nvcc} is {version[1]}, which does not: "
-            + (f"NORMOPS_CUDA_ARCHS={known_too} names what it compiles for" if known_too else "install a newer one")
-        )
     cuda = Cuda(nvcc, version[1], archs, re.findall(r'"-L([^"]+)"', libraries[1]))
     _try(cuda)
     return cuda, why
@@ -131,22 +118,15 @@ def _examine(nvcc: str) -> tuple[Cuda, str]:
 
 def _archs(known: Sequence[str]) -> tuple[list[str], str]:
     """The architectures to compile for, in rising order, and where they come from."""
-    named, for_torch = os.environ.get("NORMOPS_CUDA_ARCHS"), os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
-    if named:
-        archs = list(ALL_ARCHS) if named == "all" else re.split("[;,]", named)
-        if not all(arch.isdigit() and int(arch) >= OLDEST_ARCH for arch in archs):
-            stop(f"expected NORMOPS_CUDA_ARCHS to be all, or numbers from {OLDEST_ARCH} like 80;90, but got {named}")
-        archs = sorted(set(archs), key=int)
-        agree = _archs_for_torch(for_torch) in ([], archs)
-        return archs, f"NORMOPS_CUDA_ARCHS={named}" + ("" if agree else f", not TORCH_CUDA_ARCH_LIST={for_torch}")
-    listed = _archs_for_torch(for_torch)
+    named = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+    listed = _archs_of(named)
     if listed is None:
         stop(
-            "expected TORCH_CUDA_ARCH_LIST to be native, or architectures like 8.0;9.0+PTX or Ampere, "
-            f"but got {for_torch}"
+            "expected TORCH_CUDA_ARCH_LIST to be native, all, or architectures like 8.0;9.0+PTX or Ampere, "
+            f"but got {named}"
         )
     if listed:
-        why = f"TORCH_CUDA_ARCH_LIST={for_torch}"
+        why = f"TORCH_CUDA_ARCH_LIST={named}"
         # Such a list is often one for many packages, as those of container images are.
         old = [arch for arch in listed if int(arch) < OLDEST_ARCH]
         unknown = [arch for arch in listed if arch not in old and arch not in known]
@@ -161,7 +141,7 @@ def _archs(known: Sequence[str]) -> tuple[list[str], str]:
     if not here:
         return [str(OLDEST_ARCH)], (
             f"{why_none}; later ones compile it when they first run it, without clusters and early starts: "
-            "NORMOPS_CUDA_ARCHS names them, or all"
+            "TORCH_CUDA_ARCH_LIST names them, or all"
         )
     newest = max(int(arch) for arch in known)
     of_gpus = sorted({min(arch, newest) for arch in here if arch >= OLDEST_ARCH})
@@ -170,11 +150,13 @@ def _archs(known: Sequence[str]) -> tuple[list[str], str]:
     return [str(arch) for arch in of_gpus], "of the GPUs here"
 
 
-def _archs_for_torch(named: str) -> list[str] | None:
-    """Those of TORCH_CUDA_ARCH_LIST, in rising order; [] for ``native``, the GPUs here; None for what is no such list.
+def _archs_of(named: str) -> list[str] | None:
+    """Returns the architectures of TORCH_CUDA_ARCH_LIST in rising order; [] for ``native``; None for an invalid list.
 
-    Code for later GPUs, +PTX, is there in any case, and nothing is used that only 9.0a and the like have.
+    ``+PTX`` has no effect: every build contains code for later GPUs, and no kernel uses features of 9.0a or 10.0f.
     """
+    if named == "all":
+        return list(ALL_ARCHS)
     archs: set[int] = set()
     for item in re.split("[; ]+", named if named != "native" else ""):
         name = item if item in ARCHS_OF_NAMES else item.removesuffix("+PTX")

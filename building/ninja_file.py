@@ -123,7 +123,7 @@ def _kernel_libraries(cuda: Cuda | None) -> list[str]:
 
 
 def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path, everywhere: str) -> None:
-    objects, package = plan.folder / f"torch-{torch.minor}", plan.package / f"torch-{torch.minor}"
+    objects, package = plan.folder / torch.package_folder, plan.package / torch.package_folder
     # The headers of torch's single functions instead of all: half the time.
     flags = ["-O2", "-DAT_PER_OPERATOR_HEADERS"]
     flags += ["-Wno-maybe-uninitialized"] if plan.compiler.name == "GCC" else []  # in torch's headers

@@ -40,12 +40,12 @@ def build(version: str, package: Path, folder: Path = ROOT / "build" / "ext") ->
     if result.returncode != 0:
         stop(
             f"expected normops to compile for torch {', '.join(torch.version for torch in torches)} with "
-            f"{compiler.name} {compiler.version}, but got the error above; NORMOPS_CUDA=0 leaves CUDA out, CXX names "
+            f"{compiler.name} {compiler.version}, but got the error above; USE_CUDA=0 leaves CUDA out, CXX names "
             "another compiler"
         )
     # What an earlier build left there belongs to other kernels.
     for old in package.glob("torch-*"):
-        if old.name not in {f"torch-{torch.minor}" for torch in torches}:
+        if old.name not in {torch.package_folder for torch in torches}:
             shutil.rmtree(old)
 
 

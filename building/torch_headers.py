@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,9 @@ from typing import NamedTuple
 from building.errors import stop
 
 OLDEST = (2, 11)
+
+# Run and not imported: importing the package loads what this build is about to make.
+_TORCH_FOLDER = runpy.run_path(str(Path(__file__).parents[1] / "normops" / "_torch_folder.py"))
 
 
 class Torch(NamedTuple):
@@ -20,8 +24,10 @@ class Torch(NamedTuple):
     """Likewise; AMD's."""
 
     @property
-    def minor(self) -> str:
-        return ".".join(self.version.split(".")[:2])
+    def package_folder(self) -> str:
+        """The folder of the package for what is built against it."""
+        name: str = _TORCH_FOLDER["folder_of"](self.version)
+        return name
 
     @property
     def include_dirs(self) -> list[Path]:

@@ -21,12 +21,12 @@ OBJECT = "object.o"
 
 
 def need_cuda() -> None:
-    """Skips the test, or fails it with NORMOPS_CUDA=1, if there are no CUDA kernels built in place."""
+    """Skips the test, or fails it with FORCE_CUDA=1, if there are no CUDA kernels built in place."""
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA devices of its own")
     if not normops.build_info()["cuda_archs"] or not (BUILT / "cuda" / "device.o").exists():
-        if os.environ.get("NORMOPS_CUDA") == "1":
-            pytest.fail("NORMOPS_CUDA=1, but no CUDA kernels were built in place")
+        if os.environ.get("FORCE_CUDA") == "1":
+            pytest.fail("FORCE_CUDA=1, but no CUDA kernels were built in place")
         pytest.skip("no CUDA kernels were built in place")
 
 

@@ -109,16 +109,16 @@ def test_the_widths_that_are_sanitized(selected: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_available", "named", "expected"), [(True, None, "90"), (True, "80", "80"), (False, None, None)]
+    ("is_available", "named", "expected"), [(True, None, "9.0"), (True, "8.0", "8.0"), (False, None, None)]
 )
 def test_the_architecture_is_that_of_torchs_gpu(
     is_available: bool, named: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(os, "environ", {} if named is None else {"NORMOPS_CUDA_ARCHS": named})
+    monkeypatch.setattr(os, "environ", {} if named is None else {"TORCH_CUDA_ARCH_LIST": named})
     check_gpu.name_architecture()
-    assert os.environ.get("NORMOPS_CUDA_ARCHS") == expected
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == expected
 
 
 @pytest.mark.full

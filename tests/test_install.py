@@ -39,8 +39,8 @@ def script(file: Path, text: str) -> Path:
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is all of PATH, where none of the build's variables is set."""
-    ours = ("NORMOPS_CUDA", "NORMOPS_CUDA_ARCHS", "NORMOPS_TORCH_FOLDERS")
-    for name in (*ours, "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS", "CUDA_HOME", "CXX"):
+    named = ("FORCE_CUDA", "USE_CUDA", "TORCH_CUDA_ARCH_LIST", "NORMOPS_TORCH_FOLDERS", "MAX_JOBS", "CUDA_HOME", "CXX")
+    for name in named:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
@@ -76,12 +76,12 @@ COMPILE_AS_12_0 = f"""
 STOPS = "stops"
 OF_GPUS = "of the GPUs here"
 LATER = (
-    "later ones compile it when they first run it, without clusters and early starts: NORMOPS_CUDA_ARCHS names them, "
+    "later ones compile it when they first run it, without clusters and early starts: TORCH_CUDA_ARCH_LIST names them, "
     "or all"
 )
 NVML = "Failed to initialize NVML: Driver/library version mismatch"
-NOT_ON_GPUS = "no: torch 2.13.0+cpu does not run on GPUs (NORMOPS_CUDA=1 compiles for them all the same)"
-OF_ROCM = "torch 2.13.0+rocm7.2 is built for ROCm 7.2.26015"
+NOT_ON_GPUS = "no: torch 2.13.0+cpu does not run on GPUs (FORCE_CUDA=1 compiles CUDA kernels all the same)"
+OF_ROCM = "torch 2.13.0+rocm7.2 is built for ROCm 7.2.26015, whose GPUs run Triton's kernels"
 WARNING = (
     "\n  warning: torch 2.11.0 runs on drivers for CUDA 12.6, where kernels of nvcc 13.0 fail at the first call: "
     "CUDA_HOME names another toolkit"
@@ -94,8 +94,8 @@ VOLTA = (
     "expected an architecture from sm_80 on, but got TORCH_CUDA_ARCH_LIST=Volta 7.5, without sm_70 sm_75, older than "
     "sm_80"
 )
-CPU_ALONE = "; this build has CPU kernels alone, NORMOPS_CUDA=1 makes this an error"
-WITHOUT_CUDA = "; NORMOPS_CUDA=0 builds without CUDA kernels"
+CPU_ALONE = "; this build has CPU kernels alone, FORCE_CUDA=1 makes this an error"
+WITHOUT_CUDA = "; USE_CUDA=0 builds without CUDA kernels"
 
 
 def drivers(nvcc: str, cuda: str) -> Machine:
@@ -109,26 +109,18 @@ def for_torch(named: str, archs: str, left_out: str = "") -> tuple[dict[str, str
 # Variables that are set; the architectures that are compiled for, if any, and what is said of them, or of their lack.
 FOUND: list[tuple[dict[str, str], Machine, str | None, str]] = [
     ({}, NO_NVCC, None, "no: there is no nvcc on PATH or in CUDA_HOME/bin"),
-    *(
-        ({name: "1"}, NO_NVCC, STOPS, f"expected nvcc on PATH or in CUDA_HOME/bin because {name}=1, but found none")
-        for name in ("NORMOPS_CUDA", "FORCE_CUDA")
-    ),
-    ({"NORMOPS_CUDA": "0"}, HERE, None, "no (NORMOPS_CUDA=0)"),
-    ({"NORMOPS_CUDA": "0", "FORCE_CUDA": "1"}, HERE, None, "no (NORMOPS_CUDA=0, not FORCE_CUDA=1)"),
-    ({"NORMOPS_CUDA": "yes"}, HERE, STOPS, "expected NORMOPS_CUDA to be auto, 0 or 1, but got yes"),
-    ({"FORCE_CUDA": "0"}, HERE, "86", OF_GPUS),
-    *((variables, WITHOUT, None, NOT_ON_GPUS) for variables in ({}, {"NORMOPS_CUDA": "auto", "FORCE_CUDA": "1"})),
-    *(({name: "1"}, WITHOUT, "86", OF_GPUS) for name in ("NORMOPS_CUDA", "FORCE_CUDA")),
-    *(
-        (variables, ROCM, None, f"no: {OF_ROCM}, where the kernels in Triton serve GPUs")
-        for variables in ({}, {"FORCE_CUDA": "1"})
-    ),
     (
-        {"NORMOPS_CUDA": "1"},
-        ROCM,
+        {"FORCE_CUDA": "1"},
+        NO_NVCC,
         STOPS,
-        f"expected a torch built for CUDA because NORMOPS_CUDA=1, but {OF_ROCM}: leave NORMOPS_CUDA unset",
+        "expected nvcc on PATH or in CUDA_HOME/bin because FORCE_CUDA=1, but found none",
     ),
+    *(({"USE_CUDA": value}, HERE, None, f"no (USE_CUDA={value})") for value in ("0", "OFF")),
+    ({"USE_CUDA": "0", "FORCE_CUDA": "1"}, HERE, STOPS, "expected FORCE_CUDA=1 or USE_CUDA=0, but got both"),
+    *((variables, HERE, "86", OF_GPUS) for variables in ({"FORCE_CUDA": "0"}, {"USE_CUDA": "1"}, {"USE_CUDA": ""})),
+    *((variables, WITHOUT, None, NOT_ON_GPUS) for variables in ({}, {"FORCE_CUDA": "0"}, {"USE_CUDA": "1"})),
+    ({"FORCE_CUDA": "1"}, WITHOUT, "86", OF_GPUS),
+    *((variables, ROCM, None, f"no: {OF_ROCM}") for variables in ({}, {"FORCE_CUDA": "1"})),
     ({}, Machine(smi="true"), "80", f"no GPU here; {LATER}"),
     ({}, Machine(smi="printf '9.0\\n8.0\\n9.0\\n7.5\\n'"), "80 90", OF_GPUS),
     ({}, Machine(smi="echo 12.0"), "90", OF_GPUS),  # newer than this nvcc knows: it compiles for itself
@@ -148,20 +140,7 @@ FOUND: list[tuple[dict[str, str], Machine, str | None, str]] = [
     ({}, drivers("13.0", "12.6"), "86", OF_GPUS + WARNING),
     ({}, drivers("13.0", "13.2"), "86", OF_GPUS),
     ({}, drivers("12.4", "13.0"), "86", OF_GPUS),
-    ({"NORMOPS_CUDA_ARCHS": "90,80"}, HERE, "80 90", "NORMOPS_CUDA_ARCHS=90,80"),
-    (
-        {"NORMOPS_CUDA_ARCHS": "all"},
-        HERE,
-        STOPS,
-        "expected an nvcc that compiles for sm_100 (NORMOPS_CUDA_ARCHS=all), but {nvcc} is 12.4, which does not: "
-        f"NORMOPS_CUDA_ARCHS=80;90 names what it compiles for{WITHOUT_CUDA}",
-    ),
-    (
-        {"NORMOPS_CUDA_ARCHS": "sm_90"},
-        HERE,
-        STOPS,
-        "expected NORMOPS_CUDA_ARCHS to be all, or numbers from 80 like 80;90, but got sm_90",
-    ),
+    for_torch("all", "80 90", ", without sm_100 sm_120, unknown to this nvcc"),
     for_torch("8.0;9.0+PTX", "80 90"),
     for_torch("9.0a+PTX 8.0", "80 90"),
     for_torch("8.6; 8.0", "80 86"),
@@ -183,25 +162,11 @@ FOUND: list[tuple[dict[str, str], Machine, str | None, str]] = [
         {"TORCH_CUDA_ARCH_LIST": "8.0;all"},
         HERE,
         STOPS,
-        "expected TORCH_CUDA_ARCH_LIST to be native, or architectures like 8.0;9.0+PTX or Ampere, but got 8.0;all",
-    ),
-    # Ours win, where they do not agree.
-    *(
-        (
-            {"NORMOPS_CUDA_ARCHS": "90,80", "TORCH_CUDA_ARCH_LIST": named},
-            HERE,
-            "80 90",
-            f"NORMOPS_CUDA_ARCHS=90,80{but}",
-        )
-        for named, but in (
-            ("8.0 9.0+PTX", ""),
-            ("8.6", ", not TORCH_CUDA_ARCH_LIST=8.6"),
-            ("all", ", not TORCH_CUDA_ARCH_LIST=all"),
-        )
+        "expected TORCH_CUDA_ARCH_LIST to be native, all, or architectures like 8.0;9.0+PTX or Ampere, but got 8.0;all",
     ),
     ({}, compiling(f"echo '{HOST_ERROR}'; exit 1"), None, f"no: {UNFIT.format('12.4', HOST_ERROR)}{CPU_ALONE}"),
     (
-        {"NORMOPS_CUDA": "1"},
+        {"FORCE_CUDA": "1"},
         compiling(f"echo '{HOST_ERROR}'; exit 1"),
         STOPS,
         f"{UNFIT.format('12.4', HOST_ERROR)}{WITHOUT_CUDA}",
@@ -339,10 +304,10 @@ def test_torches_by_their_folders(tools: Path, tmp_path: Path, monkeypatch: pyte
         torch_folder(tmp_path / "d", "2.13.0+rocm7.2", hip="'7.2.26015'"),
     ]
     monkeypatch.setenv("NORMOPS_TORCH_FOLDERS", ":".join(map(str, folders)))
-    assert [(t.version, t.minor, t.cuda, t.rocm) for t in find_torches()] == [
-        ("2.11.0+cpu", "2.11", None, None),
-        ("2.15.0+cu132", "2.15", "13.2", None),
-        ("2.13.0+rocm7.2", "2.13", None, "7.2.26015"),
+    assert [(t.version, t.package_folder, t.cuda, t.rocm) for t in find_torches()] == [
+        ("2.11.0+cpu", "torch-2.11", None, None),
+        ("2.15.0+cu132", "torch-2.15", "13.2", None),
+        ("2.13.0+rocm7.2", "torch-2.13", None, "7.2.26015"),
     ]
     monkeypatch.setenv("NORMOPS_TORCH_FOLDERS", str(torch_folder(tmp_path / "c", "2.10.1")))
     assert stopped(find_torches) == "expected torch 2.11 or later, but got torch 2.10.1: pip install --upgrade torch"
