@@ -32,8 +32,8 @@ def _variants(operator: reference.Operator) -> Iterator[tuple[str, reference.Fla
     optional = [name for name in operator.inputs if operator.is_optional(name) and name != "weight"]
     given = [name for name in operator.inputs if name not in optional]
     for flags in operator.flags:
-        if flags["casting_mode"] == "gemma":
-            words = [f"{name}={value}" for name, value in flags.items() if value and name != "casting_mode"]
+        if flags["rounding"] == "once":
+            words = [f"{name}={value}" for name, value in flags.items() if value and name != "rounding"]
             for names in (given, *([*given, name] for name in optional)):
                 yield " ".join((operator.name, *words, *names[len(given) :])), flags, names
 

@@ -194,15 +194,15 @@ def normops_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
 
 def normops_rms_norm_in_order(input: Tensor, weight: Tensor) -> Tensor:
     """Rounded where LlamaRMSNorm rounds."""
-    return normops.rms_norm(input, weight.shape, weight, EPS, casting_mode="llama")
+    return normops.rms_norm(input, weight.shape, weight, EPS, rounding="llama")
 
 
 def normops_add_rms_norm_in_order(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return normops.add_rms_norm(input, residual, weight.shape, weight, EPS, casting_mode="llama")
+    return normops.add_rms_norm(input, residual, weight.shape, weight, EPS, rounding="llama")
 
 
 def normops_gated_rms_norm_in_order(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    return normops.gated_rms_norm(input, gate, weight.shape, weight, EPS, casting_mode="llama")
+    return normops.gated_rms_norm(input, gate, weight.shape, weight, EPS, rounding="llama")
 
 
 def normops_rms_norm_then_weight(input: Tensor, weight: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ struct CountedWrite {
       const at::AutoDispatchBelowADInplaceOrView below;
       redispatch<overload>(keys & c10::after_ADInplaceOrView_keyset, arguments, targets);
     }
-    for (Tensor* target : targets) torch::autograd::impl::bump_version(*target);
+    for (Tensor* target : targets) {
+      if (target->defined()) torch::autograd::impl::bump_version(*target);
+    }
   }
 };
 

@@ -106,9 +106,9 @@ void check_broadcast(const char* op, const char* name, const Tensor& tensor, c10
   check_equal(sizes.slice(before), normalized_shape, message);
 }
 
-std::optional<Casting> find_casting(std::string_view casting_mode) {
-  if (casting_mode == kRoundOnce) return Casting{.normalized = false, .multiplied = false};
-  if (casting_mode == "llama") return Casting{.normalized = true, .multiplied = true};
+std::optional<Rounding> parse_rounding(std::string_view rounding) {
+  if (rounding == kRoundOnce) return Rounding{.normalized = false, .multiplied = false};
+  if (rounding == "llama") return Rounding{.normalized = true, .multiplied = true};
   return std::nullopt;
 }
 
@@ -129,11 +129,11 @@ namespace {
 
 // The arguments of a norm of rows whose dimensions, and those before them, have these sizes.
 void check_parameters(const char* op, c10::SymIntArrayRef sizes, const Norm& norm) {
-  const auto& [normalized_shape, weight, eps, weight_offset, casting_mode] = norm;
+  const auto& [normalized_shape, weight, eps, weight_offset, rounding] = norm;
   if (is_given(weight)) check_broadcast(op, "weight", *weight, sizes, normalized_shape);
   TORCH_CHECK(!eps.has_value() || !std::isnan(*eps), op, ": expected eps to be a number, but got nan");
-  TORCH_CHECK(find_casting(casting_mode).has_value(), op,
-              ": expected casting_mode to be \"gemma\" or \"llama\", but got \"", casting_mode, "\"");
+  TORCH_CHECK(parse_rounding(rounding).has_value(), op, ": expected rounding to be \"once\" or \"llama\", but got \"",
+              rounding, "\"");
 }
 
 }  // namespace

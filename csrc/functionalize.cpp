@@ -37,7 +37,7 @@ struct Functionalize {
     Outputs<Operator> plain_targets;
     for (size_t i = 0; i < targets.size(); i++) {
       TORCH_CHECK(
-          isFunctionalTensor(*targets[i]), name_of<Operator, overload>, ": expected ",
+          !targets[i]->defined() || isFunctionalTensor(*targets[i]), name_of<Operator, overload>, ": expected ",
           target_name<Operator, overload>(i),
           " to be a tensor that is traced like the other arguments, but got one from outside the traced function");
       plain_targets[i] = unwrap(*targets[i]);

@@ -9,7 +9,7 @@ namespace normops {
 
 // Which results are rounded to the dtype of the output besides the last one. A backward rounds where autograd would,
 // with tensors of that dtype: those results, where it forms them again, and their gradients.
-struct Casting {
+struct Rounding {
   bool normalized;  // the normalized input, before it is multiplied by the weight
   bool multiplied;  // the product with the weight, before it is gated or rotated; alpha * input, before it is added
 
@@ -105,7 +105,7 @@ struct KernelArgs {
   double alpha;  // residual_out is alpha * input + residual
   Weight weight;
   RowLayout rows_of_weight;  // if it has dimensions: that of each row, in bytes, in the place of row r % groups
-  Casting casting;           // to the dtype of the output, or of grad_output
+  Rounding rounding;         // to the dtype of the output, or of grad_output
   Sums sums;
   Gating gating;
   Rotation rotation;

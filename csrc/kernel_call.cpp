@@ -23,7 +23,7 @@ Call::Call(const Tensor& input, const Norm& norm, int max_dims, bool by_groups)
   cols = size = c10::multiply_integers(input.sizes().slice(input.dim() - norm.dims()));
   rows = input.numel() / cols;
   eps = resolve_eps(norm.eps, input.scalar_type());
-  casting = norm.casting();
+  rounding = norm.parsed_rounding();
   weight.groups = 1;
   if (!is_given(norm.weight)) return;
   weight.offset = norm.weight_offset == 0 ? -0.0 : norm.weight_offset;

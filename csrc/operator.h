@@ -25,9 +25,9 @@
 
 namespace normops {
 
-// Liger's names of the casting modes, after the models that compute so. "gemma" rounds nowhere on the way.
-constexpr std::string_view kRoundOnce = "gemma";
-std::optional<Casting> find_casting(std::string_view casting_mode);
+// "once": nothing is rounded but the result. "llama": each step, as in models of transformers (see Rounding).
+constexpr std::string_view kRoundOnce = "once";
+std::optional<Rounding> parse_rounding(std::string_view rounding);
 
 std::optional<Activation> find_activation(std::string_view name);
 
@@ -37,11 +37,11 @@ struct Norm {
   const OptionalTensor& weight;
   std::optional<double> eps;
   double weight_offset;
-  std::string_view casting_mode;
+  std::string_view rounding;
 
-  Casting casting() const { return *find_casting(casting_mode); }  // of one that passed the check
+  Rounding parsed_rounding() const { return *parse_rounding(rounding); }  // of one that passed the check
   size_t dims() const { return normalized_shape.size(); }
-  auto members() const { return std::tie(normalized_shape, weight, eps, weight_offset, casting_mode); }
+  auto members() const { return std::tie(normalized_shape, weight, eps, weight_offset, rounding); }
 };
 
 enum class Overload { functional, out, inplace };
@@ -82,6 +82,11 @@ template <class Operator>
 using Outputs = std::array<Tensor, Operator::kOutputs>;  // an undefined one was not wanted
 template <class Operator>
 using Targets = std::array<Tensor*, Operator::kOutputs>;  // what .out and in-place overloads write to
+
+// The .out overload of a backward is called without the gradients that its output_mask leaves out.
+template <class Operator>
+constexpr bool has_output_mask = requires(const Operator& arguments) { arguments.output_mask; };
+
 template <class Operator>
 using OutputPtrs = std::array<const Tensor*, Operator::kOutputs>;  // what kernels write; an undefined one is not wanted
 template <class Operator>
@@ -112,6 +117,10 @@ template <size_t>
 using TensorReference = Tensor&;
 template <size_t>
 using NewTensor = Tensor;
+template <size_t>
+using OptionalTarget = const OptionalTensor&;
+template <size_t>
+using OptionalResult = OptionalTensor;
 
 template <size_t count, template <size_t> class Each, size_t... i>
 auto tuple_of(std::index_sequence<i...>) -> std::tuple<Each<i>...>;
@@ -125,7 +134,9 @@ template <class Operator, class... Arguments, size_t... i>
 struct Signatures<Operator, std::tuple<const Arguments&...>, std::index_sequence<i...>> {
   static constexpr size_t kOutputs = Operator::kOutputs, kArguments = sizeof...(Arguments);
   using Functional = Result<kOutputs, NewTensor>(Passed<Arguments>...);
-  using Out = Result<kOutputs, TensorReference>(Passed<Arguments>..., TensorReference<i>...);
+  using Out = std::conditional_t<has_output_mask<Operator>,
+                                 Result<kOutputs, OptionalResult>(Passed<Arguments>..., OptionalTarget<i>...),
+                                 Result<kOutputs, TensorReference>(Passed<Arguments>..., TensorReference<i>...)>;
 
   template <size_t... k>
   static auto inplace(std::index_sequence<k...>)  // the dispatcher cannot box a call that returns several arguments
@@ -154,6 +165,10 @@ const auto& op() {
   return handle;
 }
 
+inline OptionalTensor if_defined(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
 // f(argument...), those of the overload: the operator's own, and what it writes to.
 template <Overload overload, class Operator, class F>
 decltype(auto) with_arguments(const Operator& arguments, const Targets<Operator>& targets, const F& f) {
@@ -164,7 +179,11 @@ decltype(auto) with_arguments(const Operator& arguments, const Targets<Operator>
     if constexpr (overload == Overload::functional) {
       return f(std::get<i>(flat)...);
     } else if constexpr (overload == Overload::out) {
-      return f(std::get<i>(flat)..., *targets[k]...);
+      if constexpr (has_output_mask<Operator>) {
+        return f(std::get<i>(flat)..., if_defined(*targets[k])...);
+      } else {
+        return f(std::get<i>(flat)..., *targets[k]...);
+      }
     } else {
       return f(*targets[k]..., std::get<kOutputs + i>(flat)...);
     }
@@ -219,7 +238,7 @@ Outputs<Operator> call(const Operator& arguments) {
 // Runs an overload below the dispatch keys that are not among `keys`.
 template <Overload overload, class Operator>
 decltype(auto) redispatch(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets) {
-  return with_arguments<overload>(arguments, targets, [&](auto&... argument) -> decltype(auto) {
+  return with_arguments<overload>(arguments, targets, [&](auto&&... argument) -> decltype(auto) {
     return op<Operator, overload>().redispatch(keys, argument...);
   });
 }

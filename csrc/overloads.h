@@ -83,7 +83,12 @@ struct Kernel<Kernels, Operator, overload, Result(Raw...)> {
         return to_result<Result>(arguments, Kernels::functional(keys, arguments));
       } else {
         constexpr size_t kFirst = overload == Overload::out ? kArguments : 0;
-        Kernels::template write<overload>(keys, arguments, Targets<Operator>{&std::get<kFirst + k>(all)...});
+        if constexpr (overload == Overload::out && has_output_mask<Operator>) {
+          Outputs<Operator> targets = {value_or_undefined(std::get<kFirst + k>(all))...};
+          Kernels::template write<overload>(keys, arguments, Targets<Operator>{&targets[k]...});
+        } else {
+          Kernels::template write<overload>(keys, arguments, Targets<Operator>{&std::get<kFirst + k>(all)...});
+        }
         if constexpr (!std::is_void_v<Result>) return Result(std::get<kFirst + k>(all)...);
       }
     }(std::make_index_sequence<kArguments>(), std::make_index_sequence<kOutputs>());

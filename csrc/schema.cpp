@@ -9,137 +9,138 @@ TORCH_LIBRARY(normops, m) {
   // torch takes no tensors for vmap and DTensor that can be given by keyword alone.
   m.def(
       "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None) -> Tensor",
+      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None) -> Tensor",
       tags);
   m.def(
       "rms_norm.out(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, *, Tensor(a!) out) -> Tensor(a!)",
+      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, *, Tensor(a!) out) -> Tensor(a!)",
       tags);
   m.def(
       "rms_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None) -> Tensor(a!)",
+      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None) -> Tensor(a!)",
       tags);
 
   m.def(
       "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? grad_residual=None, "
+      "float? eps=None, float weight_offset=0.0, str rounding=\"once\", Tensor? grad_residual=None, "
       "Tensor? bias=None, bool[3] output_mask=[True, True, True]) "
       "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
       tags);
   m.def(
       "rms_norm_backward.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? grad_residual=None, "
+      "float? eps=None, float weight_offset=0.0, str rounding=\"once\", Tensor? grad_residual=None, "
       "Tensor? bias=None, bool[3] output_mask=[True, True, True], "
-      "*, Tensor(a!) grad_input, Tensor(b!) grad_weight, Tensor(c!) grad_bias) -> (Tensor(a!), Tensor(b!), Tensor(c!))",
+      "*, Tensor(a!)? grad_input=None, Tensor(b!)? grad_weight=None, Tensor(c!)? grad_bias=None) "
+      "-> (Tensor(a!)?, Tensor(b!)?, Tensor(c!)?)",
       tags);
 
   m.def(
       "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\", float alpha=1.0) -> (Tensor output, Tensor residual_out)",
+      "float weight_offset=0.0, str rounding=\"once\", float alpha=1.0) -> (Tensor output, Tensor residual_out)",
       tags);
   m.def(
       "add_rms_norm.out(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", float alpha=1.0, Tensor(a!) out, "
+      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", float alpha=1.0, Tensor(a!) out, "
       "Tensor(b!) residual_out) "
       "-> (Tensor(a!), Tensor(b!))",
       tags);
   // Returns nothing: the dispatcher cannot box a call that returns several of its first arguments.
   m.def(
       "add_rms_norm_(Tensor(a!) input, Tensor(b!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", float alpha=1.0) -> ()",
+      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", float alpha=1.0) -> ()",
       tags);
 
   // activation is "silu", also called "swish", or "sigmoid".
   m.def(
       "gated_rms_norm(Tensor input, Tensor gate, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\", str activation=\"silu\", bool norm_before_gate=True) -> "
+      "float weight_offset=0.0, str rounding=\"once\", str activation=\"silu\", bool norm_before_gate=True) -> "
       "Tensor",
       tags);
   m.def(
       "gated_rms_norm.out(Tensor input, Tensor gate, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "*, float weight_offset=0.0, str casting_mode=\"gemma\", str activation=\"silu\", bool norm_before_gate=True, "
+      "*, float weight_offset=0.0, str rounding=\"once\", str activation=\"silu\", bool norm_before_gate=True, "
       "Tensor(a!) out) -> Tensor(a!)",
       tags);
 
   m.def(
       "gated_rms_norm_backward(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", str "
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\", str "
       "activation=\"silu\", "
       "bool norm_before_gate=True, bool[3] output_mask=[True, True, True]) "
       "-> (Tensor grad_input, Tensor grad_gate, Tensor grad_weight)",
       tags);
   m.def(
       "gated_rms_norm_backward.out(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", str "
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\", str "
       "activation=\"silu\", "
-      "bool norm_before_gate=True, bool[3] output_mask=[True, True, True], *, Tensor(a!) grad_input, "
-      "Tensor(b!) grad_gate, Tensor(c!) grad_weight) -> (Tensor(a!), Tensor(b!), Tensor(c!))",
+      "bool norm_before_gate=True, bool[3] output_mask=[True, True, True], *, Tensor(a!)? grad_input=None, "
+      "Tensor(b!)? grad_gate=None, Tensor(c!)? grad_weight=None) -> (Tensor(a!)?, Tensor(b!)?, Tensor(c!)?)",
       tags);
 
   // cos and sin broadcast over the leading dimensions of input. Their last dimension is the rotary_dim, and by default
   // says what that is, or half of it. The columns from rotary_offset on are rotated, so many of them.
   m.def(
       "rms_norm_rope(Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", bool interleaved=False, int? "
+      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", bool interleaved=False, int? "
       "rotary_dim=None, "
       "int rotary_offset=0) -> Tensor",
       tags);
   m.def(
       "rms_norm_rope.out(Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", bool interleaved=False, int? "
+      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", bool interleaved=False, int? "
       "rotary_dim=None, "
       "int rotary_offset=0, Tensor(a!) out) -> Tensor(a!)",
       tags);
   m.def(
       "rms_norm_rope_(Tensor(a!) input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", bool interleaved=False, int? "
+      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", bool interleaved=False, int? "
       "rotary_dim=None, "
       "int rotary_offset=0) -> Tensor(a!)",
       tags);
 
   m.def(
       "rms_norm_rope_backward(Tensor grad_output, Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", bool "
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\", bool "
       "interleaved=False, int? rotary_dim=None, "
       "int rotary_offset=0, bool[2] output_mask=[True, True]) -> (Tensor grad_input, Tensor grad_weight)",
       tags);
   m.def(
       "rms_norm_rope_backward.out(Tensor grad_output, Tensor input, Tensor cos, Tensor sin, "
       "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, str "
-      "casting_mode=\"gemma\", "
+      "rounding=\"once\", "
       "bool interleaved=False, int? rotary_dim=None, int rotary_offset=0, bool[2] output_mask=[True, True], *, "
-      "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
+      "Tensor(a!)? grad_input=None, Tensor(b!)? grad_weight=None) -> (Tensor(a!)?, Tensor(b!)?)",
       tags);
 
   // dim counts from the end. weight and bias are [channels], or have dimensions before that which broadcast to those of
   // input with dim moved behind the others. activation may be "identity", too.
   m.def(
       "channel_rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, *, int dim, "
+      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, *, int dim, "
       "str activation=\"identity\") -> Tensor",
       tags);
   m.def(
       "channel_rms_norm.out(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, *, int dim, "
+      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, *, int dim, "
       "str activation=\"identity\", Tensor(a!) out) -> Tensor(a!)",
       tags);
   m.def(
       "channel_rms_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, *, int dim, "
+      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, *, int dim, "
       "str activation=\"identity\") -> Tensor(a!)",
       tags);
 
   m.def(
       "channel_rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, "
+      "float? eps=None, float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, "
       "bool[3] output_mask=[True, True, True], *, int dim, str activation=\"identity\") "
       "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
       tags);
   m.def(
       "channel_rms_norm_backward.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", Tensor? bias=None, "
-      "bool[3] output_mask=[True, True, True], *, int dim, str activation=\"identity\", Tensor(a!) grad_input, "
-      "Tensor(b!) grad_weight, Tensor(c!) grad_bias) -> (Tensor(a!), Tensor(b!), Tensor(c!))",
+      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, "
+      "bool[3] output_mask=[True, True, True], *, int dim, str activation=\"identity\", Tensor(a!)? grad_input=None, "
+      "Tensor(b!)? grad_weight=None, Tensor(c!)? grad_bias=None) -> (Tensor(a!)?, Tensor(b!)?, Tensor(c!)?)",
       tags);
 
   // square_sum and dot have a number for each row, in the dtype that input is computed in; row_size is the number of
@@ -149,34 +150,34 @@ TORCH_LIBRARY(normops, m) {
 
   m.def(
       "rms_norm_from_stats(Tensor input, Tensor square_sum, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", SymInt row_size) -> Tensor",
+      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", SymInt row_size) -> Tensor",
       tags);
   m.def(
       "rms_norm_from_stats.out(Tensor input, Tensor square_sum, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str casting_mode=\"gemma\", SymInt row_size, Tensor(a!) out) "
+      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", SymInt row_size, Tensor(a!) out) "
       "-> Tensor(a!)",
       tags);
 
   m.def(
       "rms_norm_backward_stats(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\") -> (Tensor square_sum, Tensor dot)",
+      "float? eps=None, float weight_offset=0.0, str rounding=\"once\") -> (Tensor square_sum, Tensor dot)",
       tags);
   m.def(
       "rms_norm_backward_stats.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str casting_mode=\"gemma\", *, Tensor(a!) square_sum, "
+      "float? eps=None, float weight_offset=0.0, str rounding=\"once\", *, Tensor(a!) square_sum, "
       "Tensor(b!) dot) -> (Tensor(a!), Tensor(b!))",
       tags);
 
   m.def(
       "rms_norm_backward_from_stats(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, "
       "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
-      "str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, SymInt row_size) "
+      "str rounding=\"once\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, SymInt row_size) "
       "-> (Tensor grad_input, Tensor grad_weight)",
       tags);
   m.def(
       "rms_norm_backward_from_stats.out(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, "
       "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
-      "str casting_mode=\"gemma\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, SymInt row_size, "
-      "Tensor(a!) grad_input, Tensor(b!) grad_weight) -> (Tensor(a!), Tensor(b!))",
+      "str rounding=\"once\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, SymInt row_size, "
+      "Tensor(a!)? grad_input=None, Tensor(b!)? grad_weight=None) -> (Tensor(a!)?, Tensor(b!)?)",
       tags);
 }

@@ -11,14 +11,18 @@
 The norms are operators of ``torch.ops.normops``, which has their backwards and ``.out`` overloads, too.
 """
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 import torch as _torch
 
 from normops import _binding as _binding  # first: finds normops._C
 from normops._after_import import after_import as _after_import
 from normops._after_import import import_or_warn as _import_or_warn
 from normops._info import BuildInfo, build_info
+from normops._private_torch import explain as _explain
 from normops._private_torch import warn_if_newer as _warn_if_newer
-from normops.adoption import PatchReport, override_torch, patch, register_kernels, set_override_torch, unpatch
 from normops.backends import set_backend, use_backend
 from normops.functional import (
     add_rms_norm,
@@ -31,18 +35,32 @@ from normops.functional import (
     rms_norm_rope_,
     rms_norm_stats,
 )
-from normops.inductor import inductor_options
 from normops.modules import GatedRMSNorm, RMSNorm
-from normops.recompute import recompute_norms
+from normops.override import override_torch, set_override_torch
+
+if _TYPE_CHECKING:
+    from normops.adoption import PatchReport, patch, register_kernels, unpatch
+    from normops.inductor import inductor_options
+    from normops.recompute import recompute_norms
 
 _warn_if_newer(_torch.__version__)
-_import_or_warn("normops.compile_cache", "torch")
-_import_or_warn("normops.vmap", "torch")
-_after_import("torch.utils.flop_counter", "normops.flops")
-_after_import("torch.distributed.tensor", "normops.sharding")
-_after_import("torch.nested._internal.ops", "normops.nested")
+_import_or_warn("normops.compile_cache", "its part of torch.compile's cache keys")
+_import_or_warn("normops.vmap", "torch.vmap")
+_after_import("torch.utils.flop_counter", "normops.flops", "FLOP counts")
+_after_import("torch.distributed.tensor", "normops.sharding", "DTensor")
+_after_import("torch.nested._internal.ops", "normops.nested", "nested tensors")
 
 __version__ = build_info()["version"]
+
+# Imported on first use: they depend on private parts of torch, and take most of the time of an import.
+_LAZY = {
+    "PatchReport": "normops.adoption",
+    "inductor_options": "normops.inductor",
+    "patch": "normops.adoption",
+    "recompute_norms": "normops.recompute",
+    "register_kernels": "normops.adoption",
+    "unpatch": "normops.adoption",
+}
 
 __all__ = [
     "BuildInfo",
@@ -69,3 +87,16 @@ __all__ = [
     "unpatch",
     "use_backend",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with _explain(f"normops.{name}"):
+        value = getattr(_import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

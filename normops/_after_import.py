@@ -5,18 +5,19 @@ imported, since torch has changed, that is a warning, and the rest of normops wo
 """
 
 import sys
-import warnings
 from importlib import import_module
 from typing import Any
 
+from normops._private_torch import warn_of
 
-def after_import(name: str, ours: str) -> None:
+
+def after_import(name: str, ours: str, feature: str) -> None:
     """Imports the module ``ours`` once the module ``name`` has been imported: now, if it already is.
 
     Whoever finds and loads a module, its import ends by setting it as an attribute of its parent: that is waited for.
     """
     if name in sys.modules:
-        import_or_warn(ours, name)
+        import_or_warn(ours, feature)
         return
     parent_name, _, child = name.rpartition(".")
     parent = import_module(parent_name)
@@ -26,7 +27,7 @@ def after_import(name: str, ours: str) -> None:
         def __setattr__(self, attribute: str, value: Any) -> None:
             super().__setattr__(attribute, value)
             if attribute == child and value is sys.modules.get(name):
-                import_or_warn(ours, name)
+                import_or_warn(ours, feature)
 
         def __reduce__(self) -> tuple[Any, ...]:  # cloudpickle knows no modules of other classes
             return import_module, (parent_name,)
@@ -34,9 +35,9 @@ def after_import(name: str, ours: str) -> None:
     parent.__class__ = Parent
 
 
-def import_or_warn(ours: str, name: str) -> None:
-    """Imports the module ``ours``, which registers with ``name``: if that fails, with a warning."""
+def import_or_warn(ours: str, feature: str) -> None:
+    """Imports the module ``ours``, and warns that ``feature`` is missing if the import fails."""
     try:
         import_module(ours)
-    except Exception as error:  # whoever imports that part of torch may not need ours
-        warnings.warn(f"expected to import {ours} after {name}, but got {error!r}", RuntimeWarning, stacklevel=2)
+    except Exception as error:  # a program that imports this part of torch may not need ours
+        warn_of(feature, error)

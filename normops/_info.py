@@ -2,8 +2,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from normops import _C
-from normops.adoption import overrides_torch
 from normops.backends import Backend, current_backend
+from normops.override import overrides_torch
 
 
 class CompiledInfo(TypedDict):

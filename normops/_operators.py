@@ -5,17 +5,18 @@ A rule is written once, for all operators: it tells arguments apart by these nam
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from normops import _C
+from normops._private_torch import warn_of
 
-Operator: TypeAlias = OpOverload
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+Operator: TypeAlias = "OpOverload"
 
 _ops = torch.ops.normops
 _names = _C.operators()
@@ -39,13 +40,29 @@ SUMS = ("square_sum", "dot")
 TABLES = ("cos", "sin")
 BROADCAST = ("weight", "bias", *TABLES)
 
-# Classes of tensors with a __torch_dispatch__ of their own that take the operators. Rules add those that they are for.
-TENSORS: set[type[Tensor]] = {FakeTensor, FunctionalTensor}
+# Subclasses of Tensor that define __torch_dispatch__ and support the operators. The rules for a subclass add it here.
+TENSORS: set[type[Tensor]] = set()
 
 
 def takes_operators(cls: type[Tensor]) -> bool:
-    """Whether tensors of a class take the operators. A ``__torch_dispatch__`` of their own may know torch's alone."""
-    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__ or not TENSORS.isdisjoint(cls.__mro__)
+    """Returns whether tensors of a class support the operators: a ``__torch_dispatch__`` may support torch's alone."""
+    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__ or has_rules(cls)
+
+
+def has_rules(cls: type[Tensor]) -> bool:
+    """Returns whether a subclass is torch's for tracing, or one of :data:`TENSORS`."""
+    return not TENSORS.isdisjoint(cls.__mro__) or not _tracing_tensors().isdisjoint(cls.__mro__)
+
+
+@cache
+def _tracing_tensors() -> frozenset[type[Tensor]]:
+    try:
+        from torch._subclasses.fake_tensor import FakeTensor
+        from torch._subclasses.functional_tensor import FunctionalTensor
+    except ImportError as error:
+        warn_of("FakeTensor and FunctionalTensor under torch's own norms", error)
+        return frozenset()
+    return frozenset((FakeTensor, FunctionalTensor))
 
 
 @cache

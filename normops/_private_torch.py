@@ -1,16 +1,21 @@
-"""The private parts of torch that normops uses: what a new version of torch may change without saying so.
+"""Lists the private parts of torch that normops uses, which a new version of torch may change without notice.
 
-Elsewhere in this package nothing private is used; tests/test_torch_versions.py compares this list with the sources.
+tests/test_torch_versions.py compares the list with the sources, and removes each part once. No operator, function or
+module needs any of them: a feature imports its parts on first use.
 """
 
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
 
 SEEN_IN = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch that all of these were seen in, and all tests with them."""
 
-USES: dict[str, tuple[str, tuple[str, ...]]] = {
+USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "normops._operators": (
-        "the rules of vmap",
+        ("normops.override_torch in traced graphs",),
         (
             "torch._ops.OpOverload",
             "torch._subclasses.fake_tensor.FakeTensor",
@@ -19,7 +24,7 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "normops.sharding": (
-        "DTensor",
+        ("DTensor",),
         (
             "torch.distributed._functional_collectives.AsyncCollectiveTensor",
             "torch.distributed.tensor._dtensor_spec.DTensorSpec",
@@ -34,9 +39,9 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "_replicate_module_fn",
         ),
     ),
-    "normops.sharded_rows": ("DTensor", ("torch.distributed.tensor.placement_types._StridedShard",)),
+    "normops.sharded_rows": (("DTensor",), ("torch.distributed.tensor.placement_types._StridedShard",)),
     "normops.nested": (
-        "nested tensors",
+        ("nested tensors",),
         (
             "torch.nested._internal.nested_tensor.NestedTensor",
             "torch.nested._internal.ops.extract_kwargs",
@@ -46,9 +51,9 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "_values",
         ),
     ),
-    "normops.inductor.calls": ("normops.inductor_options", ("_cdata",)),
+    "normops.inductor.calls": (("normops.inductor_options",), ("_cdata",)),
     "normops.inductor.effects": (
-        "normops.inductor_options",
+        ("normops.inductor_options", "normops.patch"),
         (
             "torch._ops.OpOverload",
             "torch._ops.OpOverloadPacket",
@@ -57,7 +62,7 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "normops.inductor.passes": (
-        "normops.inductor_options",
+        ("normops.inductor_options",),
         (
             "torch._inductor.compile_fx.compile_fx",
             "torch._inductor.config",
@@ -67,11 +72,11 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
             "torch._inductor.list_mode_options",
         ),
     ),
-    "normops.adoption.following": ("normops.patch", ("_buffers", "_modules", "_parameters")),
-    "normops.adoption.patched_class": ("normops.patch", ("_dynamo_marked_constant",)),
-    "normops.adoption.trial": ("normops.patch", ("_buffers", "_parameters")),
+    "normops.adoption.following": (("normops.patch",), ("_buffers", "_modules", "_parameters")),
+    "normops.adoption.patched_class": (("normops.patch",), ("_dynamo_marked_constant",)),
+    "normops.adoption.trial": (("normops.patch",), ("_buffers", "_parameters")),
     "normops.recompute": (
-        "normops.recompute_norms",
+        ("normops.recompute_norms",),
         (
             "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
             "torch._C._autograd._top_saved_tensors_default_hooks",
@@ -79,7 +84,7 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""What each module of normops uses: the feature that depends on it, and the private names.
+"""The features that depend on each module of normops, and the private names that it uses.
 
 Names with a dot are imported, those without are attributes that the module reads.
 """
@@ -90,10 +95,32 @@ def warn_if_newer(torch_version: str) -> None:
     major, minor = (int(number) for number in torch_version.split(".")[:2])
     last_major, last_minor = (int(number) for number in SEEN_IN[-1].split("."))
     if (major, minor) > (last_major, last_minor):
-        features = ", ".join(dict.fromkeys(feature for feature, _ in USES.values()))
+        features = ", ".join(dict.fromkeys(feature for features, _ in USES.values() for feature in features))
         warnings.warn(
             f"expected torch {SEEN_IN[0]} to {SEEN_IN[-1]}, with which normops was tested, but got torch "
             f"{torch_version}: {features} rest on private parts of torch and may not work; the rest should",
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def warn_of(feature: str, error: Exception) -> None:
+    """Warns that a feature is missing, as its module cannot be imported."""
+    warnings.warn(
+        f"normops works without {feature}, which torch {torch.__version__} does not support: {error!r}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+@contextmanager
+def explain(feature: str) -> Generator[None]:
+    """Raises an ImportError of the block again, with the feature that cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"expected torch {SEEN_IN[0]} to {SEEN_IN[-1]}, whose private parts {feature} uses, but got torch "
+            f"{torch.__version__}: {error}; the operators, functions and modules of normops work without them",
+            name=error.name,
+        ) from error

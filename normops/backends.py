@@ -2,12 +2,13 @@
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager
 from typing import Literal, get_args
 
 import torch
 
 from normops import _C
-from normops._switch import Switch
+from normops._switch import chosen, lock
 
 Backend = Literal["cuda", "triton"]
 
@@ -22,38 +23,35 @@ def current_backend() -> Backend | None:
 
 
 def set_backend(name: str) -> None:
-    """Chooses the kernels that serve CUDA tensors from this call on: see :class:`use_backend`.
+    """Selects the kernels for CUDA tensors: see :func:`use_backend`.
 
     Example:
         >>> import normops
         >>> normops.set_backend("auto")
     """
-    use_backend(name)
+    _select(_resolve(name))
 
 
-class use_backend(Switch):  # noqa: N801  as torch's
-    """Chooses the kernels that serve CUDA tensors for the time of a ``with`` block.
+def use_backend(name: str) -> AbstractContextManager[None]:
+    """Selects the kernels for CUDA tensors inside a ``with`` block.
 
-    As ``torch.set_grad_enabled`` it acts when it is called, without a block from then on, as :func:`set_backend` does.
-    It holds for all threads, in eager mode and in compiled code: graphs hold operators, not kernels. The environment
-    variable ``NORMOPS_BACKEND`` chooses at import. CPU tensors are not concerned.
+    The choice holds for all threads, in eager mode and in compiled code: graphs contain operators, not kernels. The
+    environment variable ``NORMOPS_BACKEND`` selects at import. CPU tensors are not concerned.
 
     Args:
-        name: ``"cuda"``, the compiled CUDA kernels; ``"triton"``; or ``"auto"``, the compiled ones if this build has
-            them, else those in Triton if it is installed, else a composition of PyTorch operators.
+        name: ``"cuda"``: the compiled CUDA kernels; ``"triton"``: the Triton kernels; ``"auto"``: the compiled kernels
+            if this build has them, otherwise Triton's if it is installed, otherwise a composition of PyTorch operators.
 
     Raises:
         ValueError: for any other name.
-        RuntimeError: if the backend is not there; the message says how to get it.
+        RuntimeError: if the backend is missing; the message says how to get it.
 
     Example:
-        >>> import normops
+        >>> import torch, normops
         >>> with normops.use_backend("auto"):
         ...     y = normops.rms_norm(torch.ones(2, 4), 4)
     """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(_select, _resolve(name))
+    return chosen(_select, _resolve(name))
 
 
 def _resolve(name: str) -> Backend | None:
@@ -68,7 +66,7 @@ def _resolve(name: str) -> Backend | None:
         if not _has_cuda():
             raise RuntimeError(
                 "expected compiled CUDA kernels for backend 'cuda', but this build of normops has none: "
-                "reinstall it with nvcc on PATH and NORMOPS_CUDA=1"
+                "reinstall it with nvcc on PATH and FORCE_CUDA=1"
             )
         return "cuda"
     if name == "triton":
@@ -82,15 +80,16 @@ def _resolve(name: str) -> Backend | None:
 
 
 def _select(backend: Backend | None) -> Backend | None:
-    """A registration that serves already stays: between two, calls of other threads would meet what is below."""
+    """Returns the previous backend. Registered kernels stay: calls of other threads would miss them for a moment."""
     global _registration
-    before = current_backend()
-    if backend == "triton" and _registration is None:
-        _registration = _C.register_triton("CUDA")
-    elif backend != "triton" and _registration is not None:
-        _registration.close()
-        _registration = None
-    return before
+    with lock:
+        before = current_backend()
+        if backend == "triton" and _registration is None:
+            _registration = _C.register_triton("CUDA")
+        elif backend != "triton" and _registration is not None:
+            _registration.close()
+            _registration = None
+        return before
 
 
 def _has_cuda() -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from normops._info import build_info
 from normops._operators import FUNCTIONAL, INPLACE, schema_of
-from normops.adoption import overrides_torch
+from normops.override import overrides_torch
 
 
 def tag_of(schemas: Iterable[str]) -> str:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from normops import _C
 
-CastingMode = Literal["gemma", "llama"]
+is_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", lambda: False)
+
+Rounding = Literal["once", "llama"]
 Activation = Literal["silu", "swish", "sigmoid"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
@@ -23,7 +25,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
-    casting_mode: CastingMode = "gemma",
+    rounding: Rounding = "once",
     bias: Tensor | None = None,
     dim: int | None = None,
     activation: Activation | None = None,
@@ -34,7 +36,7 @@ def rms_norm(
 
     (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). The first four arguments are those of
     :func:`torch.nn.functional.rms_norm`. Everything is computed in float32 (float64 for float64 inputs) and rounded
-    once, or as ``casting_mode`` says. Differentiable in all three tensors; under ``torch.compile`` it stays one
+    once, or as ``rounding`` says. Differentiable in all three tensors; under ``torch.compile`` it stays one
     operator forward (``normops.rms_norm``) and one backward (``normops.rms_norm_backward``), or over a ``dim`` that
     lies apart in memory ``normops.channel_rms_norm`` and ``normops.channel_rms_norm_backward``.
 
@@ -47,10 +49,10 @@ def rms_norm(
         eps: added to the mean of squares. None means the machine epsilon of the type computed in:
             that of float64 for float64 inputs, that of float32 otherwise.
         weight_offset: added to the weight. 1.0 is Gemma's ``1 + w``.
-        casting_mode: where intermediate results are rounded to 16 bits. The names are Liger's. ``"gemma"``: nowhere.
-            ``"llama"``: the normalized input is rounded to the dtype of ``input``, and so is its product with the
-            weight, as in the models of transformers and the kernels of vLLM. The backward rounds as their autograd
-            does. See docs/reproducibility.md.
+        rounding: which results are rounded to the dtype of a 16-bit ``input``. ``"once"``: the output alone.
+            ``"llama"``: the normalized input, and then its product with the weight, as in transformers' LlamaRMSNorm
+            and the kernels of vLLM; the backward rounds as their autograd does. Liger calls the two casting modes
+            ``"gemma"`` and ``"llama"``. See docs/reproducibility.md.
         bias: added after the weight; shapes and dtypes as of ``weight``. One of the shape of ``input`` is a residual
             that is added to the norm: its gradient is that of the output.
         dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``. ``normalized_shape``
@@ -67,7 +69,7 @@ def rms_norm(
 
     Raises:
         RuntimeError: the message names the argument, what was expected and what came: a wrong shape, dtype, device or
-            layout, an ``eps`` that is NaN, or another ``casting_mode`` or ``activation``.
+            layout, an ``eps`` that is NaN, or another ``rounding`` or ``activation``.
         TypeError: a tensor that requires a gradient stands in the place of a number.
 
     Example:
@@ -86,15 +88,15 @@ def rms_norm(
         True
     """
     if dim is not None or activation is not None:
-        return _rms_norm_over(dim, activation, input, normalized_shape, weight, eps, weight_offset, casting_mode, bias)
+        return _rms_norm_over(dim, activation, input, normalized_shape, weight, eps, weight_offset, rounding, bias)
     if not torch.compiler.is_dynamo_compiling():
-        output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode, bias)
+        output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, rounding, bias)
         if output is not NotImplemented:
             return output
     _refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
     shape = _as_shape(normalized_shape)
     return torch.ops.normops.rms_norm.default(
-        input, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, bias=bias
+        input, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, bias=bias
     )
 
 
@@ -131,7 +133,7 @@ def rms_norm_from_stats(
     *,
     row_size: int,
     weight_offset: float = 0.0,
-    casting_mode: CastingMode = "gemma",
+    rounding: Rounding = "once",
 ) -> Tensor:
     r"""Normalizes rows, or parts of them, whose sums of squares are known.
 
@@ -145,11 +147,11 @@ def rms_norm_from_stats(
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
         square_sum: the leading dimensions of ``input``: float32, or float64 for float64 inputs.
         normalized_shape: the last dimensions of ``input``. An ``int`` means one.
-        weight: see :func:`rms_norm`, as for ``eps``, ``weight_offset`` and ``casting_mode``.
+        weight: see :func:`rms_norm`, as for ``eps``, ``weight_offset`` and ``rounding``.
         eps: see :func:`rms_norm`.
         row_size: how many elements a whole row has; at least those of ``normalized_shape``.
         weight_offset: see :func:`rms_norm`.
-        casting_mode: see :func:`rms_norm`.
+        rounding: see :func:`rms_norm`.
 
     Returns:
         A contiguous tensor with the shape, dtype and device of ``input``.
@@ -172,7 +174,7 @@ def rms_norm_from_stats(
         weight,
         eps,
         weight_offset=weight_offset,
-        casting_mode=casting_mode,
+        rounding=rounding,
         row_size=row_size,
     )
 
@@ -185,7 +187,7 @@ def add_rms_norm(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
-    casting_mode: CastingMode = "gemma",
+    rounding: Rounding = "once",
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     r"""Adds the input to a residual stream and normalizes the sum: what stands between two sublayers of a transformer.
@@ -195,17 +197,17 @@ def add_rms_norm(
 
     One pass over memory forward, and one backward (``normops.rms_norm_backward`` with the gradient of ``h``). The sum
     is rounded once to the dtype of ``residual``, and normalized as rounded: ``y`` is what :func:`rms_norm` makes of
-    ``h``. With ``casting_mode="llama"``, the product with ``alpha`` is rounded to the dtype of ``input`` before it is
+    ``h``. With ``rounding="llama"``, the product with ``alpha`` is rounded to the dtype of ``input`` before it is
     added.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
         residual: the shape of ``input``, and its dtype, or float32 if ``input`` has 16 bits; any strides.
-        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps``, ``weight_offset`` and ``casting_mode``.
+        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps``, ``weight_offset`` and ``rounding``.
         weight: see :func:`rms_norm`.
         eps: see :func:`rms_norm`.
         weight_offset: see :func:`rms_norm`.
-        casting_mode: see :func:`rms_norm`.
+        rounding: see :func:`rms_norm`.
         alpha: what ``input`` is multiplied by, as Granite's ``residual_multiplier``.
 
     Returns:
@@ -221,13 +223,13 @@ def add_rms_norm(
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     if not torch.compiler.is_dynamo_compiling():
-        outputs = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, weight_offset, casting_mode, alpha)
+        outputs = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, weight_offset, rounding, alpha)
         if outputs is not NotImplemented:
             return outputs
     _refuse_gradients("add_rms_norm", eps=eps, weight_offset=weight_offset, alpha=alpha)
     shape = _as_shape(normalized_shape)
     return torch.ops.normops.add_rms_norm.default(
-        input, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
+        input, residual, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, alpha=alpha
     )
 
 
@@ -239,7 +241,7 @@ def gated_rms_norm(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
-    casting_mode: CastingMode = "gemma",
+    rounding: Rounding = "once",
     activation: Activation = "silu",
     norm_before_gate: bool = True,
 ) -> Tensor:
@@ -260,12 +262,12 @@ def gated_rms_norm(
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
         gate: the shape of ``input``, and its dtype; but beside an ``input`` of 16 bits it may be float32, and beside
             one of float32 it may have 16 bits. Any strides: both are usually slices of one projection.
-        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps``, ``weight_offset`` and ``casting_mode``.
+        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps``, ``weight_offset`` and ``rounding``.
         weight: see :func:`rms_norm`. One of shape ``[groups, columns]`` is that of Mamba-2's groups, with ``input``
             and ``gate`` viewed as ``[*, groups, columns]``.
         eps: see :func:`rms_norm`.
         weight_offset: see :func:`rms_norm`.
-        casting_mode: see :func:`rms_norm`.
+        rounding: see :func:`rms_norm`.
         activation: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``.
         norm_before_gate: False gates before the mean of squares is taken.
 
@@ -285,7 +287,7 @@ def gated_rms_norm(
     """
     if not torch.compiler.is_dynamo_compiling():
         output = _C.gated_rms_norm(
-            input, gate, normalized_shape, weight, eps, weight_offset, casting_mode, activation, norm_before_gate
+            input, gate, normalized_shape, weight, eps, weight_offset, rounding, activation, norm_before_gate
         )
         if output is not NotImplemented:
             return output
@@ -297,7 +299,7 @@ def gated_rms_norm(
         weight,
         eps,
         weight_offset=weight_offset,
-        casting_mode=casting_mode,
+        rounding=rounding,
         activation=activation,
         norm_before_gate=norm_before_gate,
     )
@@ -312,7 +314,7 @@ def rms_norm_rope(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
-    casting_mode: CastingMode = "gemma",
+    rounding: Rounding = "once",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -341,7 +343,7 @@ def rms_norm_rope(
         weight: see :func:`rms_norm`, as for ``eps`` and ``weight_offset``.
         eps: see :func:`rms_norm`.
         weight_offset: see :func:`rms_norm`.
-        casting_mode: see :func:`rms_norm`.
+        rounding: see :func:`rms_norm`.
         interleaved: whether neighbours belong together, as in GPT-J, GLM and Cohere, instead of the two halves.
         rotary_dim: how many columns are rotated, an even number; None: as many as ``cos`` has. The others are only
             normalized.
@@ -372,7 +374,7 @@ def rms_norm_rope(
             weight,
             eps,
             weight_offset,
-            casting_mode,
+            rounding,
             interleaved,
             rotary_dim,
             rotary_offset,
@@ -388,7 +390,7 @@ def rms_norm_rope(
         weight,
         eps,
         weight_offset=weight_offset,
-        casting_mode=casting_mode,
+        rounding=rounding,
         interleaved=interleaved,
         rotary_dim=rotary_dim,
         rotary_offset=rotary_offset,
@@ -402,7 +404,7 @@ def rms_norm_(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
-    casting_mode: CastingMode = "gemma",
+    rounding: Rounding = "once",
     bias: Tensor | None = None,
 ) -> Tensor:
     """In-place :func:`rms_norm` for inference: the result replaces ``input``, which is returned.
@@ -422,7 +424,7 @@ def rms_norm_(
     _refuse_gradients("rms_norm_", eps=eps, weight_offset=weight_offset)
     shape = _as_shape(normalized_shape)
     return torch.ops.normops.rms_norm_.default(
-        input, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, bias=bias
+        input, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, bias=bias
     )
 
 
@@ -434,10 +436,14 @@ def add_rms_norm_(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
-    casting_mode: CastingMode = "gemma",
+    rounding: Rounding = "once",
     alpha: float = 1.0,
-) -> None:
+) -> tuple[Tensor, Tensor]:
     """In-place :func:`add_rms_norm` for inference: the result replaces ``input``, the sum replaces ``residual``.
+
+    Returns:
+        ``(input, residual)``, the tensors that were written. The operator ``torch.ops.normops.add_rms_norm_`` returns
+        nothing, as the dispatcher cannot box an operator that returns several of its arguments.
 
     Raises:
         RuntimeError: as :func:`add_rms_norm`; if an argument requires a gradient and gradients are enabled; if one of
@@ -446,15 +452,18 @@ def add_rms_norm_(
     Example:
         >>> import torch, normops
         >>> x, residual = torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]])
-        >>> normops.add_rms_norm_(x, residual, 2, eps=0.0)
+        >>> output, total = normops.add_rms_norm_(x, residual, 2, eps=0.0)
+        >>> output is x and total is residual
+        True
         >>> x, residual
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     _refuse_gradients("add_rms_norm_", eps=eps, weight_offset=weight_offset, alpha=alpha)
     shape = _as_shape(normalized_shape)
     torch.ops.normops.add_rms_norm_.default(
-        input, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
+        input, residual, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, alpha=alpha
     )
+    return input, residual
 
 
 def rms_norm_rope_(
@@ -466,7 +475,7 @@ def rms_norm_rope_(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
-    casting_mode: CastingMode = "gemma",
+    rounding: Rounding = "once",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -494,7 +503,7 @@ def rms_norm_rope_(
         weight,
         eps,
         weight_offset=weight_offset,
-        casting_mode=casting_mode,
+        rounding=rounding,
         interleaved=interleaved,
         rotary_dim=rotary_dim,
         rotary_offset=rotary_offset,
@@ -509,7 +518,7 @@ def _rms_norm_over(
     weight: Tensor | None,
     eps: float | None,
     weight_offset: float,
-    casting_mode: CastingMode,
+    rounding: Rounding,
     bias: Tensor | None,
 ) -> Tensor:
     """:func:`rms_norm` over one dimension, or with an activation."""
@@ -518,7 +527,7 @@ def _rms_norm_over(
             f'rms_norm: expected activation to be "silu", "swish", "sigmoid" or None, but got {activation!r}'
         )
     _refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
-    shape, others = tuple(_as_shape(normalized_shape)), (eps, weight_offset, casting_mode)
+    shape, others = tuple(_as_shape(normalized_shape)), (eps, weight_offset, rounding)
     of_rows = torch.ops.normops.rms_norm.default
     if dim is None:
         return _activated(of_rows(input, shape, weight, *others, bias), activation)
@@ -563,6 +572,6 @@ def _refuse_gradients(op: str, **numbers: object) -> None:
 
 
 def _as_shape(normalized_shape: int | Sequence[int]) -> Sequence[int]:
-    is_traced = not torch.compiler.is_dynamo_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    is_traced = not torch.compiler.is_dynamo_compiling() and is_tracing()
     shape = (normalized_shape,) if isinstance(normalized_shape, (int, torch.SymInt, Tensor)) else normalized_shape
     return _C.traced_shape(shape) if is_traced else shape

@@ -6,14 +6,14 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from normops.functional import Activation, CastingMode, add_rms_norm, gated_rms_norm, rms_norm
+from normops.functional import Activation, Rounding, add_rms_norm, gated_rms_norm, rms_norm
 
 
 class _Norm(nn.RMSNorm):
     """torch's, with a weight to which something is added, and groups, of which each is normalized by itself."""
 
     weight_offset: float
-    casting_mode: CastingMode
+    rounding: Rounding
     groups: tuple[int, ...] = ()  # of modules that were pickled before they had any
     group_size: int | None = None
 
@@ -25,12 +25,12 @@ class _Norm(nn.RMSNorm):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         weight_offset: float,
-        casting_mode: CastingMode,
+        rounding: Rounding,
         groups: int | Sequence[int],
         group_size: int | None,
     ) -> None:
         self.weight_offset = weight_offset  # before reset_parameters, which the base class calls
-        self.casting_mode = casting_mode
+        self.rounding = rounding
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         shape = self.normalized_shape
         if group_size is not None and (len(shape) != 1 or group_size < 1 or shape[0] % group_size):
@@ -50,7 +50,7 @@ class _Norm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         """As in the base class, with what else is not the default."""
-        others = {"weight_offset": 0.0, "casting_mode": "gemma", "groups": (), "group_size": None}
+        others = {"weight_offset": 0.0, "rounding": "once", "groups": (), "group_size": None}
         given = {name: getattr(self, name) for name, default in others.items() if getattr(self, name) != default}
         return super().extra_repr() + "".join(f", {name}={value}" for name, value in given.items())
 
@@ -72,7 +72,7 @@ class RMSNorm(_Norm):
         device: of the weight.
         dtype: of the weight; it may differ from that of the input.
         weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``. The weight starts at ``1 - weight_offset``.
-        casting_mode: see :func:`normops.rms_norm`.
+        rounding: see :func:`normops.rms_norm`.
         groups: the dimensions before those of ``normalized_shape`` that have a weight each: heads, or groups of columns
             that are normalized by themselves. An ``int`` means one. The weight is ``[*groups, *normalized_shape]``.
         group_size: how many columns of ``normalized_shape``, then one dimension, are normalized by themselves; None:
@@ -122,14 +122,14 @@ class RMSNorm(_Norm):
         dtype: torch.dtype | None = None,
         *,
         weight_offset: float = 0.0,
-        casting_mode: CastingMode = "gemma",
+        rounding: Rounding = "once",
         groups: int | Sequence[int] = (),
         group_size: int | None = None,
         bias: bool = False,
         dim: int | None = None,
         activation: Activation | None = None,
     ) -> None:
-        others = weight_offset, casting_mode, groups, group_size
+        others = weight_offset, rounding, groups, group_size
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *others)
         for name, value in {"dim": dim, "activation": activation}.items():
             if value is not None and (self.groups or group_size is not None):
@@ -158,7 +158,7 @@ class RMSNorm(_Norm):
         """
         shape, eps, size = self.normalized_shape, self.eps, self.group_size
         weight, bias = self.weight, self.bias
-        weight_offset, casting_mode = self.weight_offset, self.casting_mode
+        weight_offset, rounding = self.weight_offset, self.rounding
         if size is not None:
             shape, x, residual, weight, bias = self._in_groups(size, x, residual, weight, bias)
         if residual is None:
@@ -168,7 +168,7 @@ class RMSNorm(_Norm):
                 weight,
                 eps,
                 weight_offset=weight_offset,
-                casting_mode=casting_mode,
+                rounding=rounding,
                 bias=bias,
                 dim=self.dim,
                 activation=self.activation,
@@ -177,7 +177,7 @@ class RMSNorm(_Norm):
         if any(value is not None for value in (bias, self.dim, self.activation)):
             raise RuntimeError("RMSNorm: expected no residual beside a bias, a dim or an activation, but got one")
         output, total = add_rms_norm(
-            x, residual, shape, weight, eps, weight_offset=weight_offset, casting_mode=casting_mode, alpha=alpha
+            x, residual, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, alpha=alpha
         )
         return (output, total) if size is None else (output.flatten(-2), total.flatten(-2))
 
@@ -196,7 +196,8 @@ class GatedRMSNorm(_Norm):
 
     Args:
         normalized_shape: the last dimensions of the input, over which the mean is taken. An ``int`` means one.
-        eps: see :func:`normops.rms_norm`.
+        eps: added to the mean of squares. The default is that of mamba; ``None`` is the machine epsilon of the type
+            computed in, as in :func:`normops.rms_norm`.
         elementwise_affine: whether there is a ``weight``.
         device: of the weight.
         dtype: of the weight; it may differ from that of the input.
@@ -204,10 +205,10 @@ class GatedRMSNorm(_Norm):
         norm_before_gate: whether the normalized input is multiplied by the activated gate (Qwen3-Next, gated linear
             attention) or the input, before it is normalized (Mamba 2 in transformers).
         weight_offset: added to the weight, which starts at ``1 - weight_offset``.
-        casting_mode: see :func:`normops.rms_norm`.
+        rounding: see :func:`normops.rms_norm`.
+        groups: see :class:`RMSNorm`.
         group_size: how many columns are normalized by themselves, as in mamba; None: all of them. The weight is as
             wide as ``normalized_shape``.
-        groups: see :class:`RMSNorm`.
 
     Shape:
         Input and gate ``[*, *groups, *normalized_shape]``, output the same, of the input's dtype. The gate has the
@@ -232,7 +233,7 @@ class GatedRMSNorm(_Norm):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        eps: float | None = None,
+        eps: float | None = 1e-5,
         elementwise_affine: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -240,11 +241,11 @@ class GatedRMSNorm(_Norm):
         activation: Activation = "silu",
         norm_before_gate: bool = True,
         weight_offset: float = 0.0,
-        casting_mode: CastingMode = "gemma",
-        group_size: int | None = None,
+        rounding: Rounding = "once",
         groups: int | Sequence[int] = (),
+        group_size: int | None = None,
     ) -> None:
-        others = weight_offset, casting_mode, groups, group_size
+        others = weight_offset, rounding, groups, group_size
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *others)
         self.activation, self.norm_before_gate = activation, norm_before_gate
 
@@ -260,7 +261,7 @@ class GatedRMSNorm(_Norm):
             weight,
             self.eps,
             weight_offset=self.weight_offset,
-            casting_mode=self.casting_mode,
+            rounding=self.rounding,
             activation=self.activation,
             norm_before_gate=self.norm_before_gate,
         )

@@ -17,14 +17,14 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, one of each ``channel_rms_norm``, a ``Transpose``
     before and after it and its activation, one of each ``rms_norm_rope`` and the rotation in
     products and sums after it, with dynamic sizes where the exported program has them. A weight that broadcasts, or one
-    per group, becomes a ``Mul`` after it, and so does one that multiplies what ``casting_mode="llama"`` has rounded; a
+    per group, becomes a ``Mul`` after it, and so does one that multiplies what ``rounding="llama"`` has rounded; a
     ``bias`` an ``Add``; ``alpha`` a ``Mul`` before the ``Add``. ``rms_norm_stats`` becomes a ``ReduceSumSquare``,
     ``rms_norm_from_stats`` what its formula says. ``RMSNormalization`` came with version 23 of ONNX's operators: where
     ``opset_version`` asks for an older one, as torch's default does, the formula stands in its place.
 
     ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
     the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once,
-    or where ``casting_mode`` says), other dtypes are converted before and after it. A weight that is a parameter is
+    or where ``rounding`` says), other dtypes are converted before and after it. A weight that is a parameter is
     converted once, in the export. ONNX stores ``eps`` as a float32, beside float64 inputs too, and has no product and
     sum in one rounding: with an ``alpha`` that is not 1, the sum may differ by one more rounding of the type computed
     in.
@@ -69,18 +69,18 @@ def _rms_norm(
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     bias: Value | None = None,
 ) -> Value:
     compute = _compute_type(input.dtype)
-    casting = _Casting(input.dtype, compute, casting_mode)
-    output = _norm_of_rows(input, casting, len(normalized_shape), weight, eps, weight_offset, bias)
+    steps = _RoundedSteps(input.dtype, compute, rounding)
+    output = _norm_of_rows(input, steps, len(normalized_shape), weight, eps, weight_offset, bias)
     return _cast(output, compute, input.dtype)
 
 
 def _norm_of_rows(
     rows: Value,
-    casting: "_Casting",
+    steps: "_RoundedSteps",
     dims: int,
     weight: Value | None,
     eps: float | None,
@@ -90,10 +90,10 @@ def _norm_of_rows(
     """With the bias, in the type that is computed in."""
     from onnxscript import opset18
 
-    output = _normalize(_cast(rows, casting.dtype, casting.compute), casting, dims, weight, eps, weight_offset)
+    output = _normalize(_cast(rows, steps.dtype, steps.compute), steps, dims, weight, eps, weight_offset)
     if bias is None:
         return output
-    return opset18.Add(casting.rounded(output), _cast(bias, bias.dtype, casting.compute))
+    return opset18.Add(steps.rounded(output), _cast(bias, bias.dtype, steps.compute))
 
 
 def _add_rms_norm(
@@ -103,20 +103,20 @@ def _add_rms_norm(
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     alpha: float = 1.0,
 ) -> tuple[Value, Value]:
     from onnxscript import opset18
 
     compute = _compute_type(input.dtype)
-    casting = _Casting(input.dtype, compute, casting_mode)
+    steps = _RoundedSteps(input.dtype, compute, rounding)
     branch = _cast(input, input.dtype, compute)
     if alpha != 1.0:
-        branch = casting.rounded(opset18.Mul(branch, _constant(alpha, compute)))
+        branch = steps.rounded(opset18.Mul(branch, _constant(alpha, compute)))
     total = opset18.Add(branch, _cast(residual, residual.dtype, compute))
     residual_out = _cast(total, compute, residual.dtype)
     h = _cast(residual_out, residual.dtype, compute)
-    output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset)
+    output = _normalize(h, steps, len(normalized_shape), weight, eps, weight_offset)
     return _cast(output, compute, input.dtype), residual_out
 
 
@@ -127,7 +127,7 @@ def _gated_rms_norm(
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     activation: str = "silu",
     norm_before_gate: bool = True,
 ) -> Value:
@@ -138,10 +138,10 @@ def _gated_rms_norm(
     activated = _activated(g, activation)
     if not norm_before_gate:
         h = opset18.Mul(h, activated)
-    casting = _Casting(input.dtype, compute, casting_mode)
-    output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset)
+    steps = _RoundedSteps(input.dtype, compute, rounding)
+    output = _normalize(h, steps, len(normalized_shape), weight, eps, weight_offset)
     if norm_before_gate:
-        output = opset18.Mul(casting.rounded(output), activated)
+        output = opset18.Mul(steps.rounded(output), activated)
     return _cast(output, compute, input.dtype)
 
 
@@ -151,7 +151,7 @@ def _channel_rms_norm(
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     bias: Value | None = None,
     *,
     dim: int,
@@ -163,11 +163,11 @@ def _channel_rms_norm(
     to_rows = (*others, len(input.shape) + dim)
     to_channels = tuple(to_rows.index(axis) for axis in range(len(to_rows)))
     compute = _compute_type(input.dtype)
-    casting = _Casting(input.dtype, compute, casting_mode)
+    steps = _RoundedSteps(input.dtype, compute, rounding)
     rows = input if dim == -1 else opset18.Transpose(input, perm=to_rows)
-    output = _norm_of_rows(rows, casting, 1, weight, eps, weight_offset, bias)
+    output = _norm_of_rows(rows, steps, 1, weight, eps, weight_offset, bias)
     if activation != "identity":
-        output = _activated(casting.rounded(output), activation)
+        output = _activated(steps.rounded(output), activation)
     output = _cast(output, compute, input.dtype)
     return output if dim == -1 else opset18.Transpose(output, perm=to_channels)
 
@@ -187,7 +187,7 @@ def _rms_norm_rope(
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -198,8 +198,8 @@ def _rms_norm_rope(
         return opset18.Constant(value_ints=numbers)
 
     compute = _compute_type(input.dtype)
-    casting = _Casting(input.dtype, compute, casting_mode)
-    h = casting.rounded(_normalize(_cast(input, input.dtype, compute), casting, 1, weight, eps, weight_offset))
+    steps = _RoundedSteps(input.dtype, compute, rounding)
+    h = steps.rounded(_normalize(_cast(input, input.dtype, compute), steps, 1, weight, eps, weight_offset))
     columns = cos.shape[-1]
     rotary_dim = columns if rotary_dim is None else rotary_dim
     half, end = rotary_dim // 2, rotary_offset + rotary_dim
@@ -242,22 +242,22 @@ def _rms_norm_from_stats(
     weight: Value | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     *,
     row_size: int | Value,
 ) -> Value:
     from onnxscript import ir, opset18
 
     compute = _compute_type(input.dtype)
-    casting = _Casting(input.dtype, compute, casting_mode)
+    steps = _RoundedSteps(input.dtype, compute, rounding)
     columns = _constant(row_size, compute) if isinstance(row_size, int) else _cast(row_size, ir.DataType.INT64, compute)
     mean = opset18.Unsqueeze(opset18.Div(square_sum, columns), _last(len(normalized_shape)))
     h = _cast(input, input.dtype, compute)
-    output = _normalize(h, casting, len(normalized_shape), weight, eps, weight_offset, mean)
+    output = _normalize(h, steps, len(normalized_shape), weight, eps, weight_offset, mean)
     return _cast(output, compute, input.dtype)
 
 
-class _Casting(NamedTuple):
+class _RoundedSteps(NamedTuple):
     """How results are rounded on the way to an output of a dtype."""
 
     dtype: int
@@ -274,7 +274,7 @@ class _Casting(NamedTuple):
 
 def _normalize(
     h: Value,
-    casting: _Casting,
+    steps: "_RoundedSteps",
     dims: int,
     weight: Value | None,
     eps: float | None,
@@ -284,13 +284,13 @@ def _normalize(
     """By one operator, unless the mean of the squares is given or the model's version has none."""
     from onnxscript import evaluator, opset18, opset23
 
-    compute = casting.compute
+    compute = steps.compute
     scale: Value = None if weight is None else _scale(weight, weight_offset, compute)
     recorder: Any = evaluator.default()  # torch.onnx's, which knows the version that the export was asked for
     # Beyond 25 torch.onnx can write none, and leaves the model at 18.
     is_one_operator = mean is None and recorder.opset.version in (23, 24, 25)
     # ONNX's scale cannot have groups, and is multiplied before anything is rounded.
-    is_after = weight is not None and (not is_one_operator or len(weight.shape) > dims or casting.rounds)
+    is_after = weight is not None and (not is_one_operator or len(weight.shape) > dims or steps.rounds)
     if is_one_operator:
         of_columns = scale
         if scale is None or is_after:
@@ -302,7 +302,7 @@ def _normalize(
         # Not Add, which torch.onnx leaves out where eps is next to nothing, as it is for float64.
         variance = opset18.Sum(mean, _constant(_eps(eps, compute), compute))
         output = opset18.Mul(h, opset18.Reciprocal(opset18.Sqrt(variance)))
-    return opset18.Mul(casting.rounded(output), scale) if is_after else output
+    return opset18.Mul(steps.rounded(output), scale) if is_after else output
 
 
 def _scale(weight: Value, weight_offset: float, compute: int) -> Value:

@@ -110,7 +110,7 @@ class _Parts:
         return _StridedShard(dim, split_factor=rows.split_factor) if isinstance(rows, _StridedShard) else Shard(dim)
 
 
-_NORM = ("normalized_shape", "weight", "eps", "weight_offset", "casting_mode")
+_NORM = ("normalized_shape", "weight", "eps", "weight_offset", "rounding")
 _Results = tuple[Tensor | None, ...]
 
 
@@ -124,7 +124,7 @@ def _of_sums(op: Operator, parts: _Parts) -> _Results:
 
 
 def _casts(parts: _Parts) -> bool:
-    return bool(parts.local.get("casting_mode") == "llama")
+    return bool(parts.local.get("rounding") == "llama")
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     bias: Tensor | None = None,
 ) -> Tensor:
     dims = tuple(range(-len(normalized_shape), 0))
@@ -27,7 +27,7 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     residual_out = alpha * input + residual
@@ -41,7 +41,7 @@ def gated_rms_norm(
     weight: Tensor | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     activation: str = "silu",
     norm_before_gate: bool = True,
 ) -> Tensor:
@@ -74,7 +74,7 @@ def rms_norm_rope(
     weight: Tensor | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,

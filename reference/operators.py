@@ -258,18 +258,18 @@ def positional(overload: Any, arguments: Mapping[str, object]) -> tuple[tuple[An
     return tuple(args), kwargs
 
 
-CASTINGS = ({"casting_mode": "gemma"}, {"casting_mode": "llama"})
+ROUNDINGS = ({"rounding": "once"}, {"rounding": "llama"})
 RMS_NORM_BACKWARD = Operator(
     "rms_norm_backward",
     oracle.rms_norm_backward,
     {"grad_output": Argument(narrower), "grad_residual": Argument(), "bias": Argument(floating, like_weight)},
-    CASTINGS,
+    ROUNDINGS,
 )
 RMS_NORM = Operator(
     "rms_norm",
     oracle.rms_norm,
     {"bias": Argument(floating, like_weight)},
-    CASTINGS,
+    ROUNDINGS,
     gradient="rms_norm_backward",
     definition=definitions.rms_norm,
 )
@@ -278,15 +278,15 @@ ADD_RMS_NORM = Operator(
     oracle.add_rms_norm,
     {"residual": Argument(wider)},
     # A power of two, so that the product is exact, with and without fused multiply-adds.
-    ({"casting_mode": "gemma", "alpha": 1.0}, {"casting_mode": "llama", "alpha": 0.25}),
+    ({"rounding": "once", "alpha": 1.0}, {"rounding": "llama", "alpha": 0.25}),
     gradient="rms_norm_backward",
     definition=definitions.add_rms_norm,
     # It is written before the weight is read.
     not_over=frozenset({("residual_out", "weight")}),
 )
 GATING = tuple(
-    {"activation": activation, "norm_before_gate": norm_before_gate, "casting_mode": casting_mode}
-    for activation, casting_mode in (("silu", "gemma"), ("sigmoid", "gemma"), ("silu", "llama"))
+    {"activation": activation, "norm_before_gate": norm_before_gate, "rounding": rounding}
+    for activation, rounding in (("silu", "once"), ("sigmoid", "once"), ("silu", "llama"))
     for norm_before_gate in (True, False)
 )
 GATED_RMS_NORM = Operator(
@@ -307,12 +307,12 @@ GATED_RMS_NORM_BACKWARD = Operator(
 
 # The angle of each column, or of each pair; all columns, from the first one on, or some.
 ROPES = (
-    {"casting_mode": "gemma", "interleaved": False, "rotary_dim": None, "rotary_offset": 0},
-    {"casting_mode": "gemma", "interleaved": True, "rotary_dim": None, "rotary_offset": 0},
-    {"casting_mode": "gemma", "interleaved": False, "rotary_dim": 4, "rotary_offset": 1},
-    {"casting_mode": "gemma", "interleaved": True, "rotary_dim": 4, "rotary_offset": 1},
-    {"casting_mode": "llama", "interleaved": False, "rotary_dim": 4, "rotary_offset": 1},
-    {"casting_mode": "llama", "interleaved": True, "rotary_dim": None, "rotary_offset": 0},
+    {"rounding": "once", "interleaved": False, "rotary_dim": None, "rotary_offset": 0},
+    {"rounding": "once", "interleaved": True, "rotary_dim": None, "rotary_offset": 0},
+    {"rounding": "once", "interleaved": False, "rotary_dim": 4, "rotary_offset": 1},
+    {"rounding": "once", "interleaved": True, "rotary_dim": 4, "rotary_offset": 1},
+    {"rounding": "llama", "interleaved": False, "rotary_dim": 4, "rotary_offset": 1},
+    {"rounding": "llama", "interleaved": True, "rotary_dim": None, "rotary_offset": 0},
 )
 
 
@@ -344,14 +344,14 @@ RMS_NORM_FROM_STATS = Operator(
     "rms_norm_from_stats",
     oracle.rms_norm_from_stats,
     {"square_sum": Argument(computed, square_sums)},
-    CASTINGS,
+    ROUNDINGS,
     sums=SUMS[:1],
 )
 RMS_NORM_BACKWARD_STATS = Operator(
     "rms_norm_backward_stats",
     oracle.rms_norm_backward_stats,
     {"grad_output": Argument(narrower)},
-    CASTINGS,
+    ROUNDINGS,
     sums=SUMS,
 )
 RMS_NORM_BACKWARD_FROM_STATS = Operator(
@@ -363,7 +363,7 @@ RMS_NORM_BACKWARD_FROM_STATS = Operator(
         "dot": Argument(computed, dots),
         "grad_residual": Argument(),
     },
-    CASTINGS,
+    ROUNDINGS,
     sums=SUMS,
 )
 

@@ -184,10 +184,10 @@ def _cast(value: _Value, dtype: torch.dtype | None, compute: torch.dtype) -> _Va
     return _Value(rounded, np.zeros_like(rounded), error)
 
 
-def _cast_dtype(casting_mode: str, dtype: torch.dtype, compute: torch.dtype) -> torch.dtype | None:
+def _cast_dtype(rounding: str, dtype: torch.dtype, compute: torch.dtype) -> torch.dtype | None:
     """To which the mode casts on the way to an output of this dtype, None if that changes no computed value."""
     narrower = torch.finfo(dtype).eps > torch.finfo(compute).eps
-    return {"gemma": None, "llama": dtype if narrower else None}[casting_mode]
+    return {"once": None, "llama": dtype if narrower else None}[rounding]
 
 
 def _normalized(t: _Terms, h_roundings: float = 0.0, h_underflow: Array | float = 0.0) -> _Value:
@@ -293,7 +293,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     of_whole: tuple[Tensor, int] | None = None,
@@ -301,18 +301,18 @@ def rms_norm(
     """``dtype``: of the output, by default that of the input; ``of_whole``: see ``_terms``."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     with np.errstate(all="ignore"):
-        cast = _cast_dtype(casting_mode, dtype or input.dtype, t.compute)
+        cast = _cast_dtype(rounding, dtype or input.dtype, t.compute)
         return _shifted(t, cast, bias, input).bounded(input, t.compute, dtype)
 
 
-def exact_sum(input: Tensor, residual: Tensor, alpha: float = 1.0, casting_mode: str = "gemma") -> Tensor:
+def exact_sum(input: Tensor, residual: Tensor, alpha: float = 1.0, rounding: str = "once") -> Tensor:
     """Rounded once, or with the product rounded before. In float64, alpha must be a power of two."""
     compute = compute_dtype(input.dtype)
     wide: Any = np.longdouble if compute == torch.float32 else np.float64
     narrow = np.float32 if compute == torch.float32 else np.float64
     x, r = (tensor.detach().cpu().to(compute).numpy().astype(wide) for tensor in (input, residual))
     product = x * wide(narrow(alpha))
-    if casting_mode == "llama":
+    if rounding == "llama":
         product = torch.from_numpy(product.astype(narrow)).to(input.dtype).to(compute).numpy().astype(wide)
     return torch.from_numpy((product + r).astype(narrow)).to(residual.dtype)
 
@@ -324,12 +324,12 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     alpha: float = 1.0,
 ) -> tuple[Bounded, Bounded]:
     """The sum is exact, and normalized as rounded."""
-    h = exact_sum(input, residual, alpha, casting_mode)
-    output = rms_norm(h, normalized_shape, weight, eps, weight_offset, casting_mode, dtype=input.dtype)
+    h = exact_sum(input, residual, alpha, rounding)
+    output = rms_norm(h, normalized_shape, weight, eps, weight_offset, rounding, dtype=input.dtype)
     return output, Bounded(_wide(h, compute_dtype(h.dtype)), np.zeros(h.shape))
 
 
@@ -340,7 +340,7 @@ def rms_norm_backward(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     grad_residual: Tensor | None = None,
     bias: Tensor | None = None,
     of_whole: tuple[Tensor, int] | None = None,
@@ -349,7 +349,7 @@ def rms_norm_backward(
     """``of_whole``: see ``_terms``; ``mean_of_whole``: see ``_grad_input``."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     dy = _wide(grad_output, t.compute).reshape(t.h.shape)
-    dtype = _cast_dtype(casting_mode, grad_output.dtype, t.compute)
+    dtype = _cast_dtype(rounding, grad_output.dtype, t.compute)
     with np.errstate(all="ignore"):
         value, roundoffs, underflow = _grad_input(t, dtype, dy, mean_of_whole=mean_of_whole)
         if grad_residual is not None:
@@ -376,12 +376,12 @@ def rms_norm_from_stats(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     *,
     row_size: int,
 ) -> Bounded:
     of_whole = (square_sum, row_size)
-    return rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode, of_whole=of_whole)
+    return rms_norm(input, normalized_shape, weight, eps, weight_offset, rounding, of_whole=of_whole)
 
 
 def rms_norm_backward_stats(
@@ -391,10 +391,10 @@ def rms_norm_backward_stats(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
 ) -> tuple[Bounded, Bounded]:
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
-    dtype = _cast_dtype(casting_mode, grad_output.dtype, t.compute)
+    dtype = _cast_dtype(rounding, grad_output.dtype, t.compute)
     dy = _wide(grad_output, t.compute).reshape(t.h.shape)
     with np.errstate(all="ignore"):
         # The conversion of the weight and its sum with the offset, which may cancel, and the product.
@@ -412,7 +412,7 @@ def rms_norm_backward_from_stats(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     grad_residual: Tensor | None = None,
     *,
     row_size: int,
@@ -424,7 +424,7 @@ def rms_norm_backward_from_stats(
         weight,
         eps,
         weight_offset,
-        casting_mode,
+        rounding,
         grad_residual,
         of_whole=(square_sum, row_size),
         mean_of_whole=_of_rows(dot, compute_dtype(input.dtype)) / max(row_size, 1),
@@ -471,14 +471,14 @@ def gated_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     activation: str = "silu",
     norm_before_gate: bool = True,
 ) -> Bounded:
     plain = _terms(input, normalized_shape, weight, eps, weight_offset)
     with np.errstate(all="ignore"):
         a = _gate(gate, plain.compute, activation, plain.h).activation
-        dtype = _cast_dtype(casting_mode, input.dtype, plain.compute)
+        dtype = _cast_dtype(rounding, input.dtype, plain.compute)
         if norm_before_gate:
             normed = _cast(_normed(plain, dtype), dtype, plain.compute)
             return _product(normed, a, plain.compute).bounded(input, plain.compute)
@@ -495,14 +495,14 @@ def gated_rms_norm_backward(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     activation: str = "silu",
     norm_before_gate: bool = True,
 ) -> GatedBackward:
     plain = _terms(input, normalized_shape, weight, eps, weight_offset)
     compute = plain.compute
     roundings = ACTIVATION_ROUNDINGS[activation] + 1  # of what is multiplied by an activation
-    dtype = _cast_dtype(casting_mode, input.dtype, plain.compute)
+    dtype = _cast_dtype(rounding, input.dtype, plain.compute)
     with np.errstate(all="ignore"):
         a, slope = _gate(gate, compute, activation, plain.h)
         dy = _exact(_wide(grad_output, compute).reshape(plain.h.shape))
@@ -553,7 +553,7 @@ def channel_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     bias: Tensor | None = None,
     *,
     dim: int,
@@ -562,7 +562,7 @@ def channel_rms_norm(
     rows = input.movedim(dim, -1)
     t = _terms(rows, normalized_shape, weight, eps, weight_offset)
     with np.errstate(all="ignore"):
-        dtype = _cast_dtype(casting_mode, input.dtype, t.compute)
+        dtype = _cast_dtype(rounding, input.dtype, t.compute)
         z = _shifted(t, dtype, bias, rows)
         if activation != "identity":
             z = _cast(z, dtype, t.compute)
@@ -579,7 +579,7 @@ def channel_rms_norm_backward(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     bias: Tensor | None = None,
     *,
     dim: int,
@@ -587,7 +587,7 @@ def channel_rms_norm_backward(
 ) -> BiasedBackward:
     rows = input.movedim(dim, -1)
     t = _terms(rows, normalized_shape, weight, eps, weight_offset)
-    dtype = _cast_dtype(casting_mode, input.dtype, t.compute)
+    dtype = _cast_dtype(rounding, input.dtype, t.compute)
     dy = _exact(_wide(grad_output.movedim(dim, -1), t.compute).reshape(t.h.shape))
     with np.errstate(all="ignore"):
         if activation != "identity":
@@ -665,7 +665,7 @@ def rms_norm_rope(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -673,7 +673,7 @@ def rms_norm_rope(
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     angles = _angles(cos, sin, t, input, interleaved, rotary_dim, rotary_offset)
     with np.errstate(all="ignore"):
-        dtype = _cast_dtype(casting_mode, input.dtype, t.compute)
+        dtype = _cast_dtype(rounding, input.dtype, t.compute)
         normed = _cast(_normed(t, dtype), dtype, t.compute)
         return _turned(normed, angles, t.compute).bounded(input, t.compute)
 
@@ -687,7 +687,7 @@ def rms_norm_rope_backward(
     weight: Tensor | None = None,
     eps: float | None = None,
     weight_offset: float = 0.0,
-    casting_mode: str = "gemma",
+    rounding: str = "once",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -695,7 +695,7 @@ def rms_norm_rope_backward(
     t = _terms(input, normalized_shape, weight, eps, weight_offset)
     angles = _angles(cos, sin, t, input, interleaved, rotary_dim, rotary_offset)
     with np.errstate(all="ignore"):
-        dtype = _cast_dtype(casting_mode, input.dtype, t.compute)
+        dtype = _cast_dtype(rounding, input.dtype, t.compute)
         turned = _turned(_exact(_wide(grad_output, t.compute).reshape(t.h.shape)), angles, t.compute, back=True)
         dy = _cast(turned, dtype, t.compute)
         # The two products may cancel, so that their roundings count by themselves, and not relative to their sum.

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from traced_graphs import operators
 
-from normops.inductor import Rounding
+from normops.inductor import ModelRounding
 from normops.inductor.passes import AfterAutograd, BeforeAutograd, BeforePartition
 
 
@@ -22,7 +22,7 @@ class Graphs(NamedTuple):
 
 
 def compiled_with_passes(
-    fn: Callable[..., Any], *, dynamic: bool = False, rounding: Rounding = "once", recompute_norms: bool = False
+    fn: Callable[..., Any], *, dynamic: bool = False, rounding: ModelRounding = "once", recompute_norms: bool = False
 ) -> tuple[Callable[..., Any], Graphs]:
     """The function compiled as a whole, and what is known of its graphs once it has run."""
     graphs = Graphs([], [], [])

@@ -35,7 +35,7 @@ using namespace normops::cuda;
 
 // Of the structs that structures.py reads, in its order.
 extern const int64_t structure_bytes[];
-const int64_t structure_bytes[] = {sizeof(Casting),    sizeof(Gating), sizeof(RowLayout),
+const int64_t structure_bytes[] = {sizeof(Rounding),   sizeof(Gating), sizeof(RowLayout),
                                    sizeof(RowsArg),    sizeof(Weight), sizeof(Rotation),
                                    sizeof(KernelArgs), sizeof(Device), sizeof(RowConfig)};
 

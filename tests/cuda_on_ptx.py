@@ -145,11 +145,11 @@ class Gpu:
 
 
 _structs = read_structs()
-RowLayout, RowsArg, RowConfig, Weight, Gating, Casting, Rotation, KernelArgs, Device = (
+RowLayout, RowsArg, RowConfig, Weight, Gating, Rounding, Rotation, KernelArgs, Device = (
     _structs[name]
     for name in (
         *("RowLayout", "RowsArg", "RowConfig"),
-        *("Weight", "Gating", "Casting", "Rotation", "KernelArgs", "Device"),
+        *("Weight", "Gating", "Rounding", "Rotation", "KernelArgs", "Device"),
     )
 )
 
@@ -165,8 +165,8 @@ FORMED, GIVEN, WANTED = range(3)
 ACTIVATIONS = ("silu", "sigmoid", "identity")
 """In the order of csrc/kernel_args.h."""
 
-CASTINGS = {"gemma": (False, False), "llama": (True, True)}
-"""The members of Casting, as in csrc/check.cpp."""
+ROUNDINGS = {"once": (False, False), "llama": (True, True)}
+"""The members of Rounding, as in csrc/check.cpp."""
 
 GUARD = 64  # elements before and after an output; a multiple of any alignment
 UNTOUCHED = 0x5A
@@ -386,7 +386,7 @@ class Kernels:
             eps=torch.finfo(compute_dtype(input.dtype)).eps if eps is None else eps,
             alpha=given.get("alpha", 1.0),
             weight=self._weight(given.get("weight"), given.get("weight_offset", 0.0)),
-            casting=Casting(*CASTINGS[given.get("casting_mode", "gemma")]),
+            rounding=Rounding(*ROUNDINGS[given.get("rounding", "once")]),
             sums=GIVEN if "row_size" in given else WANTED if "square_sum" in operator.outputs else FORMED,
         )
         if "activation" in given:

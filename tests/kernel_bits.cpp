@@ -11,11 +11,11 @@ namespace {
 using namespace normops;
 using namespace normops::cpu;
 
-void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, int64_t groups = 1, Casting casting = {},
-         double alpha = 1) {
+void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, int64_t groups = 1,
+         Rounding rounding = {}, double alpha = 1) {
   constexpr int64_t kRows = 21, kRowsPerLeaf = 5;
   KernelProblem p(dtype, residual_dtype, weight_dtype, kRows * groups, cols, kRowsPerLeaf, groups);
-  p.set_casting(casting, alpha);
+  p.set_rounding(rounding, alpha);
   p.make_scale(dtype, 1.0);
   rms_norm_kernels().forward.rows(p.forward, 0, kRows * groups);
   const uint64_t forward = hash(p.output);
@@ -54,7 +54,7 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
   });
   std::printf("dtype %d residual %d weight %d groups %" PRId64 " cols %" PRId64 ":", static_cast<int>(dtype),
               static_cast<int>(residual_dtype), static_cast<int>(weight_dtype), groups, cols);
-  if (casting.normalized || alpha != 1) std::printf(" casts %d alpha %g:", casting.normalized, alpha);
+  if (rounding.normalized || alpha != 1) std::printf(" casts %d alpha %g:", rounding.normalized, alpha);
   for (const uint64_t result : results) std::printf(" %016" PRIx64, result);
   std::printf("\n");
 }

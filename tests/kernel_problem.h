@@ -125,10 +125,10 @@ struct KernelProblem {
   KernelProblem(const KernelProblem&) = delete;
 
   // Results that are rounded on the way, and a scaled branch of a sum.
-  void set_casting(Casting casting, double alpha) {
+  void set_rounding(Rounding rounding, double alpha) {
     for (CpuArgs* args : {&forward, &add, &gated, &rope, &from_stats, &backward, &gated_backward, &rope_backward,
                           &backward_stats, &backward_from_stats}) {
-      args->casting = casting;
+      args->rounding = rounding;
     }
     add.alpha = alpha;
   }

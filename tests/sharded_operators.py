@@ -295,7 +295,7 @@ def the_module_takes_dtensors() -> None:
     x = cases.values((3, 8), torch.float32)
     expected = norm(x)
     given = placed(x, mesh, (Shard(0),))
-    assert _C.rms_norm(given, 8, None, None, 0.0, "gemma", None) is NotImplemented
+    assert _C.rms_norm(given, 8, None, None, 0.0, "once", None) is NotImplemented
     assert "got mixed torch.Tensor and DTensor" in message_of(lambda: norm(given))
     norm.weight = nn.Parameter(placed(norm.weight.detach(), mesh, (Replicate(),)))
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):

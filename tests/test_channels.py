@@ -104,8 +104,8 @@ def test_the_bits_are_those_of_rows(dtype: torch.dtype) -> None:
 
 def test_every_dimension() -> None:
     shape = (9, 4, 10, 12)
-    for dim, casting_mode in itertools.product(range(4), ("gemma", "llama")):
-        given = arguments(shape, torch.bfloat16, dim) | {"casting_mode": casting_mode}
+    for dim, rounding in itertools.product(range(4), ("once", "llama")):
+        given = arguments(shape, torch.bfloat16, dim) | {"rounding": rounding}
         assert_same_bits([ops.channel_rms_norm(**given)], of_rows("rms_norm", given), dim)
 
 
@@ -118,7 +118,7 @@ def test_values(dtype: torch.dtype, activation: str, device: str) -> None:
     named = "silu" if activation == "swish" else activation
     for index, shape in enumerate(SHAPES):
         given = moved(device, arguments(shape, dtype, has_bias=index % 3 > 0))
-        given["casting_mode"] = ("gemma", "gemma", "llama")[index % 3]
+        given["rounding"] = ("once", "once", "llama")[index % 3]
         output = ops.channel_rms_norm(**given, activation=activation)
         oracle.assert_within(output, oracle.channel_rms_norm(**given, activation=named))
         given["grad_output"] = values(shape, dtype, 4).to(device)

@@ -78,7 +78,7 @@ import sys
 import torch, normops
 
 backend, mode, is_warm, cols = sys.argv[1], sys.argv[2], sys.argv[3] == "warm", int(sys.argv[4])
-normops.use_backend(backend)
+normops.set_backend(backend)
 x, w = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((9, cols), (cols,)))
 
 def call():

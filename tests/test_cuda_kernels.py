@@ -255,7 +255,7 @@ def test_clusters(kernels: Kernels, operator: Operator, cluster: int, is_plain: 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("packs", [40, *PACKS])
-@pytest.mark.parametrize("variant", [v for v in variants() if v.flags.get("casting_mode") == "llama"], ids=str)
+@pytest.mark.parametrize("variant", [v for v in variants() if v.flags.get("rounding") == "llama"], ids=str)
 def test_rounding_on_the_way(
     kernels: Kernels, without_clusters: Kernels, variant: Variant, packs: int, is_plain: bool, dtype: torch.dtype
 ) -> None:
@@ -279,7 +279,7 @@ def first(kernels: Kernels, operator: Operator, **arguments: Any) -> Tensor:
 def test_products_are_rounded_in_the_mean_of_a_row(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
     """All of them alike, and grad_input is next to 0: in other rows that are wide, what is rounded averages out."""
     shape = (2, packs * pack_elements(dtype))
-    of_norm: dict[str, Any] = {"normalized_shape": shape[1:], "eps": EPS, "casting_mode": "llama"}
+    of_norm: dict[str, Any] = {"normalized_shape": shape[1:], "eps": EPS, "rounding": "llama"}
     of_norm |= {"input": torch.ones(shape, dtype=dtype), "grad_output": torch.full(shape, 1.11, dtype=dtype)}
     of_norm |= {"weight": torch.full(shape[1:], 1.11, dtype=dtype)}
     actual = first(kernels, RMS_NORM_BACKWARD, **of_norm, output_mask=(True, False, False))
@@ -288,9 +288,9 @@ def test_products_are_rounded_in_the_mean_of_a_row(kernels: Kernels, packs: int,
 
 @pytest.mark.covering(core=1)
 @pytest.mark.parametrize("packs", [1, PACKS[-1]])
-@pytest.mark.parametrize("casting_mode", ["gemma", "llama"])
+@pytest.mark.parametrize("rounding", ["once", "llama"])
 @over_dtypes
-def test_scaled_sums(kernels: Kernels, dtype: torch.dtype, casting_mode: str, packs: int) -> None:
+def test_scaled_sums(kernels: Kernels, dtype: torch.dtype, rounding: str, packs: int) -> None:
     """Fused, unless they are rounded on the way."""
     shape, alpha = (2, packs * pack_elements(dtype)), 0.22
     for residual_dtype in ADD_RMS_NORM.tensors["residual"].dtypes(dtype):
@@ -300,15 +300,15 @@ def test_scaled_sums(kernels: Kernels, dtype: torch.dtype, casting_mode: str, pa
             "residual": residual,
             "normalized_shape": shape[1:],
             "eps": EPS,
-            "casting_mode": casting_mode,
+            "rounding": rounding,
         }
         _, total = kernels.call(ADD_RMS_NORM, given | {"alpha": alpha})
         assert total is not None
         if dtype == torch.float64:  # the oracle has no wider arithmetic
-            is_rounded = casting_mode == "llama"
+            is_rounded = rounding == "llama"
             assert torch.equal(total, x * torch.tensor(alpha, dtype=dtype) + residual) == is_rounded
         else:
-            assert_same_bits([total], [oracle.exact_sum(x, residual, alpha, casting_mode)])
+            assert_same_bits([total], [oracle.exact_sum(x, residual, alpha, rounding)])
 
 
 @for_releases

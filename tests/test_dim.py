@@ -40,7 +40,7 @@ def test_values(dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
             for parameters in ((weight, None), (weight.view(1, *bias.shape), bias), (None, None)):
                 output = normops.rms_norm(x, size, parameters[0], EPS, bias=parameters[1], dim=dim)
                 assert torch.equal(output, moved(x, dim, *parameters))
-    options: dict[str, Any] = {"casting_mode": "llama", "weight_offset": 1.0}
+    options: dict[str, Any] = {"rounding": "llama", "weight_offset": 1.0}
     output = normops.rms_norm(x := values((2, 6, 5), dtype), 6, weight := values((6, 1), dtype), EPS, dim=1, **options)
     assert torch.equal(output, moved(x, 1, weight, None, **options))
 

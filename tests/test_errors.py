@@ -55,7 +55,7 @@ COMMON: Errors = [
         "expected normalized_shape to have at least one dimension, but got []",
     ),
     ({"eps": float("nan")}, "expected eps to be a number, but got nan"),
-    ({"casting_mode": "none"}, 'expected casting_mode to be "gemma" or "llama", but got "none"'),
+    ({"rounding": "none"}, 'expected rounding to be "once" or "llama", but got "none"'),
     *(
         ({"activation": name}, f'expected activation to be "silu", "swish" or "sigmoid", but got "{name}"')
         for name in ("relu", "")

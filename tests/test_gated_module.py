@@ -70,7 +70,7 @@ def test_several_dimensions() -> None:
 
 def test_described() -> None:
     assert repr(normops.GatedRMSNorm(8)) == (
-        "GatedRMSNorm((8,), eps=None, elementwise_affine=True, activation=silu, norm_before_gate=True)"
+        "GatedRMSNorm((8,), eps=1e-05, elementwise_affine=True, activation=silu, norm_before_gate=True)"
     )
     assert repr(module(activation="sigmoid", norm_before_gate=False, group_size=4)) == (
         "GatedRMSNorm((8,), eps=0.001, elementwise_affine=True, weight_offset=1.0, group_size=4, "

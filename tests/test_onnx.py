@@ -62,14 +62,14 @@ def ulp(tensor: Tensor) -> Tensor:
 
 
 class Sums(nn.Module):
-    """In both casting modes, scaled by numbers that no dtype has."""
+    """In both rounding modes, scaled by numbers that no dtype has."""
 
-    SCALED = tuple(itertools.product(("gemma", "llama"), (0.22, -3.1)))
+    SCALED = tuple(itertools.product(("once", "llama"), (0.22, -3.1)))
 
     def forward(self, input: Tensor, residual: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [
-            ops.add_rms_norm(input, residual, COLS[-1:], None, EPS, casting_mode=casting_mode, alpha=alpha)
-            for casting_mode, alpha in self.SCALED
+            ops.add_rms_norm(input, residual, COLS[-1:], None, EPS, rounding=rounding, alpha=alpha)
+            for rounding, alpha in self.SCALED
         ]
 
 
@@ -87,17 +87,17 @@ def test_scaled_sums(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
     program, _ = export(Sums(), *(cases.values((*EXPORTED, *COLS), d) for d in dtypes))
     x, residual = (cases.values((*OTHER, *COLS), d, seed) for seed, d in enumerate(dtypes))
     outputs = program(x, residual)
-    for (casting_mode, alpha), output, total in zip(Sums.SCALED, outputs[::2], outputs[1::2], strict=True):
-        h = exact_sum(x, residual, alpha, casting_mode)
-        if casting_mode == "llama":
+    for (rounding, alpha), output, total in zip(Sums.SCALED, outputs[::2], outputs[1::2], strict=True):
+        h = exact_sum(x, residual, alpha, rounding)
+        if rounding == "llama":
             assert_same_bits([total], [h])
         else:
             # A rounding of the product, which is larger than the sum where they cancel, and another neighbour.
             compute = torch.promote_types(dtype, torch.float32)
             bound = torch.finfo(compute).eps * (alpha * x.to(compute)).abs() + ulp(h).to(compute)
             assert ((total.to(compute) - h.to(compute)).abs() <= bound).all()
-        expected = oracle.rms_norm(total, COLS[-1:], None, EPS, 0.0, casting_mode, dtype=dtype)
-        oracle.assert_within(output, expected, f"{casting_mode}, {alpha}")
+        expected = oracle.rms_norm(total, COLS[-1:], None, EPS, 0.0, rounding, dtype=dtype)
+        oracle.assert_within(output, expected, f"{rounding}, {alpha}")
 
 
 class Rounded(nn.Module):
@@ -279,7 +279,7 @@ def test_importing_does_not_import_onnx() -> None:
 
 
 class OverChannels(nn.Module):
-    CHOICES = tuple(itertools.product((-3, -1), ("identity", "silu", "sigmoid"), ("gemma", "llama")))
+    CHOICES = tuple(itertools.product((-3, -1), ("identity", "silu", "sigmoid"), ("once", "llama")))
 
     def forward(self, input: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
         return [

@@ -201,12 +201,12 @@ def test_gated_mutants(name: str | None, norm_first: bool, dtype: torch.dtype) -
     assert any(problem is not None for problem in problems) == (name is not None)
 
 
-@pytest.mark.parametrize("operator", [each for each in OPERATORS if "casting_mode" in each.names], ids=str)
+@pytest.mark.parametrize("operator", [each for each in OPERATORS if "rounding" in each.names], ids=str)
 def test_modes_that_compute_the_same_have_the_same_bounds(operator: Operator) -> None:
     case = Case((4, 96), torch.float32, weight_dtype=torch.float32, weight_offset=OFFSET)
     for flags in operator.flags:
         arguments = OperatorCase(operator, case, flags, {}).arguments()
-        gemma, llama = (operator.expected(arguments | {"casting_mode": mode}) for mode in ("gemma", "llama"))
+        gemma, llama = (operator.expected(arguments | {"rounding": mode}) for mode in ("gemma", "llama"))
         for name, one, other in zip(operator.outputs, gemma, llama, strict=True):
             assert (one is None) == (other is None)
             if one is not None and other is not None:

@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 import normops
-from normops.inductor import Rounding
+from normops.inductor import ModelRounding
 from reference.cases import HALVES
 
 SIZE = 64
@@ -216,22 +216,22 @@ ORDERS: dict[str, tuple[Fn, str | None]] = {
     "product in float32": (lambda x, w: (normalized(x).to(x.dtype) * w.float()).to(x.dtype), "llama"),
     "offset": (lambda x, w: (normalized(x).to(x.dtype) * (1 + w.float())).to(x.dtype), "llama"),
     "weight rounded first": (lambda x, w: normalized(x).to(x.dtype) * (1 + w.float()).to(x.dtype), "llama"),
-    "gemma": (gemma, "gemma"),
-    "gemma's offset": (lambda x, w: (normalized(x) * (1 + w.float())).to(x.dtype), "gemma"),
+    "gemma": (gemma, "once"),
+    "gemma's offset": (lambda x, w: (normalized(x) * (1 + w.float())).to(x.dtype), "once"),
     "weight first": (
         lambda x, w: (w.float() * x.float() * torch.rsqrt(mean_square(x.float()) + EPS)).to(x.dtype),
-        "gemma",
+        "once",
     ),
-    "without weight": (lambda x, w: normalized(x).to(x.dtype), "gemma"),
-    "unweighted used elsewhere": (lambda x, w: (n := normalized(x).to(x.dtype)) * w + n, "gemma"),
-    "float32 result": (lambda x, w: normalized(x) * w, "gemma"),
-    "float64": (lambda x, w: (x.double() * torch.rsqrt(mean_square(x.double()) + EPS) * w).to(x.dtype), "gemma"),
+    "without weight": (lambda x, w: normalized(x).to(x.dtype), "once"),
+    "unweighted used elsewhere": (lambda x, w: (n := normalized(x).to(x.dtype)) * w + n, "once"),
+    "float32 result": (lambda x, w: normalized(x) * w, "once"),
+    "float64": (lambda x, w: (x.double() * torch.rsqrt(mean_square(x.double()) + EPS) * w).to(x.dtype), "once"),
     "another 16 bits": (
         lambda x, w: (normalized(x) * w.float()).to(torch.float16 if x.dtype == torch.bfloat16 else torch.bfloat16),
-        "gemma",
+        "once",
     ),
-    "torch": (lambda x, w: F.rms_norm(x, (SIZE,), w, EPS), "gemma"),
-    "torch, float32 weight": (lambda x, w: F.rms_norm(x, (SIZE,), w.float() * 1.001, EPS), "gemma"),
+    "torch": (lambda x, w: F.rms_norm(x, (SIZE,), w, EPS), "once"),
+    "torch, float32 weight": (lambda x, w: F.rms_norm(x, (SIZE,), w.float() * 1.001, EPS), "once"),
     "rounded offset": (lambda x, w: normalized(x).to(x.dtype) * (1 + w), None),
     "rounded offset, one cast": (lambda x, w: (normalized(x) * (1 + w).float()).to(x.dtype), None),
     "factor": (lambda x, w: x * torch.rsqrt(mean_square(x.float()) + EPS).to(x.dtype) * w, None),
@@ -252,15 +252,15 @@ ORDERS: dict[str, tuple[Fn, str | None]] = {
 @pytest.mark.covering(core=1)
 def test_orders_of_programs(order: str, dtype: torch.dtype) -> None:
     """What is None is left alone; the others have the program's bits."""
-    fn, casting_mode = ORDERS[order]
+    fn, rounding = ORDERS[order]
     x, _, w = tensors(dtype)
     compiled, graphs = compiled_with_passes(fn, rounding="original")
     y = compiled(x, w)
     before, after = graphs.of_dynamo
-    if casting_mode is None:
+    if rounding is None:
         assert before == after
     else:
-        assert f"casting_mode: {casting_mode}" in after
+        assert f"rounding: {rounding}" in after
         expected = fn(x, w)
         if y.dtype == torch.float32:
             torch.testing.assert_close(y, expected)
@@ -268,7 +268,7 @@ def test_orders_of_programs(order: str, dtype: torch.dtype) -> None:
             assert share_that_differs(y, expected) < 5e-4
     once, graphs = compiled_with_passes(fn)
     assert once(x, w).dtype == y.dtype
-    assert "casting_mode: gemma" in graphs.of_dynamo[1]
+    assert "rounding: once" in graphs.of_dynamo[1]
 
 
 def test_nothing_is_rounded_on_the_way_to_float32() -> None:
@@ -315,7 +315,7 @@ def test_what_torch_adds_scaled_is_not_rounded_before() -> None:
 
     def fn(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.add(r, x, alpha=0.22)
-        return normops.rms_norm(h, SIZE, w, EPS, casting_mode="llama"), h
+        return normops.rms_norm(h, SIZE, w, EPS, rounding="llama"), h
 
     compiled, graphs = compiled_with_passes(fn)
     compiled(*tensors(torch.bfloat16))
@@ -349,7 +349,7 @@ def rotated(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rounding", ["once", "original"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rotations_of_16_bits_are_left_alone(dtype: torch.dtype, rounding: Rounding) -> None:
+def test_rotations_of_16_bits_are_left_alone(dtype: torch.dtype, rounding: ModelRounding) -> None:
     x, r, w = tensors(dtype)
     compiled, graphs = compiled_with_passes(rotated, rounding=rounding)
     y = compiled(x, w, r.cos(), r.sin())
@@ -363,12 +363,12 @@ def test_a_norm_that_casts_does_so_before_it_is_rotated() -> None:
     x, r, w = tensors(torch.bfloat16)
 
     def fn(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return turned(normops.rms_norm(x, SIZE, w, EPS, casting_mode="llama"), cos, sin)
+        return turned(normops.rms_norm(x, SIZE, w, EPS, rounding="llama"), cos, sin)
 
     compiled, graphs = compiled_with_passes(fn)
     y = compiled(x, w, r.cos(), r.sin())
     assert norms(graphs.forward) == ["rms_norm_rope"]
-    assert torch.equal(y, normops.rms_norm_rope(x, r.cos(), r.sin(), SIZE, w, EPS, casting_mode="llama"))
+    assert torch.equal(y, normops.rms_norm_rope(x, r.cos(), r.sin(), SIZE, w, EPS, rounding="llama"))
 
 
 def granite(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
@@ -393,7 +393,7 @@ def granite(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
 @pytest.mark.release  # compiles a whole model
 @pytest.mark.parametrize("rounding", ["once", "original"])
 @pytest.mark.parametrize("emulate", [False, True])
-def test_granite_by_inductor(rounding: Rounding, emulate: bool) -> None:
+def test_granite_by_inductor(rounding: ModelRounding, emulate: bool) -> None:
     """Without its option, Inductor leaves out roundings between operations that it fuses."""
     model, ids = granite(torch.bfloat16)
     torch._dynamo.reset()
@@ -409,7 +409,7 @@ def test_granite_by_inductor(rounding: Rounding, emulate: bool) -> None:
 @pytest.mark.parametrize("rounding", ["once", "original"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.covering(core=1)
-def test_granite(dtype: torch.dtype, rounding: Rounding) -> None:
+def test_granite(dtype: torch.dtype, rounding: ModelRounding) -> None:
     """All four additions of two layers join, each with its product, and with rounding="original" logits keep bits."""
     model, ids = granite(dtype)
     compiled, graphs = compiled_with_passes(model, rounding=rounding)
@@ -457,4 +457,4 @@ def test_by_inductor(arguments: dict[str, Any]) -> None:
     torch._dynamo.reset()
     x, _, w = tensors(torch.bfloat16)
     y = torch.compile(llama, fullgraph=True, **arguments)(x, w)
-    assert torch.equal(y, normops.rms_norm(x, SIZE, w, EPS, casting_mode="llama"))
+    assert torch.equal(y, normops.rms_norm(x, SIZE, w, EPS, rounding="llama"))

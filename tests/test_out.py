@@ -37,13 +37,43 @@ def test_ggml_report(over: str, device: str) -> None:
     x = GGML_INPUT.to(device).clone()
     dy = x if over == "both" else GGML_INPUT.to(device).clone()
     grad_input = {"grad_output": dy, "input": x, "both": x, "neither": torch.empty_like(x)}[over]
-    unused = torch.empty(4, device=device)
-    targets = {"grad_input": grad_input, "grad_weight": unused, "grad_bias": unused}
-    result = ops.rms_norm_backward.out(dy, x, [4], None, GGML_EPS, **targets)
+    result = ops.rms_norm_backward.out(dy, x, [4], None, GGML_EPS, grad_input=grad_input)
     assert result[0] is grad_input
     expected = oracle.rms_norm_backward(GGML_INPUT, GGML_INPUT, (4,), None, GGML_EPS).grad_input
     oracle.assert_within(grad_input, expected, "grad_input")
     torch.testing.assert_close(grad_input.cpu(), torch.tensor([[0.000799, 0.0, 0.0, 0.0]]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
+def test_a_gradient_that_is_not_wanted_needs_no_target(operator: Operator, device: str) -> None:
+    case = rows_of_three(operator)
+    arguments, targets = case.arguments(device), case.targets(device)
+    for mask in operator.masks():
+        expected = case.results(device, output_mask=mask)
+        pairs = zip(targets.items(), expected, strict=True)
+        given = {name: copy_of(target) for (name, target), value in pairs if value is not None}
+        results = operator.out(**arguments, output_mask=mask, **given)
+        assert_same_bits(results, expected, mask)
+        assert all(result is given.get(name) for result, name in zip(results, targets, strict=True))
+        for name in given:
+            message = f"{operator}: expected {name} to be a tensor, but got None"
+            call = partial(operator.out, **arguments, output_mask=mask, **given | {name: None})
+            assert message_of(call) == message
+
+
+def test_a_missing_target_compiles() -> None:
+    x, grad_output, weight = torch.randn(3, 4), torch.randn(3, 4), torch.ones(4)
+
+    def write(grad_output: Tensor, x: Tensor, weight: Tensor, grad_weight: Tensor) -> Tensor:
+        mask = [False, True, False]
+        ops.rms_norm_backward.out(grad_output, x, [4], weight, EPS, output_mask=mask, grad_weight=grad_weight)
+        return grad_weight + 1
+
+    expected, actual = torch.empty(4), torch.empty(4)
+    result = write(grad_output, x, weight, expected)
+    assert_same_bits([torch.compile(write, fullgraph=True)(grad_output, x, weight, actual), actual], [result, expected])
+    graph = trace(write, grad_output, x, weight, actual).forward
+    assert operators(graph)[:1] == ["normops.rms_norm_backward.default"]
 
 
 OUT_CASES = [

@@ -10,7 +10,7 @@ from assertions import assert_same_bits
 import normops
 from reference import cases
 from reference.cases import CASES, Case
-from reference.operators import CASTINGS
+from reference.operators import ROUNDINGS
 
 ops = torch.ops.normops
 
@@ -31,7 +31,7 @@ def of_norm(case: Case, **flags: object) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("flags", CASTINGS, ids=lambda flags: flags["casting_mode"])
+@pytest.mark.parametrize("flags", ROUNDINGS, ids=lambda flags: flags["rounding"])
 @pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.covering(core=1)
 @pytest.mark.triton(core=0, full=1)

@@ -11,6 +11,7 @@ import torch
 from other_process import printed, python
 
 import normops
+from building.torch_headers import Torch
 from normops import _private_torch
 from normops._binding import find_binding
 
@@ -50,25 +51,93 @@ def test_a_newer_torch_is_warned_of_once() -> None:
     with pytest.warns(RuntimeWarning) as caught:
         _private_torch.warn_if_newer("2.99.0.dev1")
     assert [str(warning.message) for warning in caught] == [
-        f"expected torch 2.11 to {last}, with which normops was tested, but got torch 2.99.0.dev1: the rules of vmap, "
-        "DTensor, nested tensors, normops.inductor_options, normops.patch, normops.recompute_norms rest on private "
-        "parts of torch and may not work; the rest should"
+        f"expected torch 2.11 to {last}, with which normops was tested, but got torch 2.99.0.dev1: "
+        "normops.override_torch in traced graphs, DTensor, nested tensors, normops.inductor_options, normops.patch, "
+        "normops.recompute_norms rest on private parts of torch and may not work; the rest should"
     ]
 
 
-def test_without_a_private_part_the_rest_works() -> None:
-    code = """
-import torch, warnings
-import torch.nested._internal.ops as module
-del module.register_jagged_func
-with warnings.catch_warnings(record=True) as caught:
-    import normops
-print([str(warning.message).split(" (")[0] for warning in caught])
-print(normops.rms_norm(torch.ones(2, 4), 4).sum().item())
+WITHOUT_A_NAME = """
+import builtins, os, sys, warnings
+import torch, torch.distributed.tensor, torch.nested._internal.ops, torch._inductor.compile_fx
+import torch._inductor.custom_graph_pass, torch.distributed.tensor.experimental
+
+def remove(name):
+    # From normops alone: a torch that moves a name has changed its own imports.
+    parent, _, last = name.rpartition(".")
+    imported = builtins.__import__
+    def without_name(module, globals=None, locals=None, fromlist=(), level=0):
+        if module == parent and last in (fromlist or ()) and globals["__name__"].startswith("normops"):
+            raise ImportError(f"cannot import name {last!r} from {parent!r}")
+        return imported(module, globals, locals, fromlist, level)
+    builtins.__import__ = without_name
+    if parent == "torch.jit":
+        delattr(torch.jit, last)
+
+def use():
+    x, gate = torch.ones(2, 4, requires_grad=True), torch.ones(2, 4)
+    y = normops.rms_norm(x, 4) + normops.RMSNorm(4)(x) + normops.GatedRMSNorm(4)(x, gate)
+    y.sum().backward()
+    assert torch.func.vmap(lambda row: normops.rms_norm(row, 4))(gate).shape == (2, 4)
+
+def first_line(feature):
+    try:
+        feature()
+    except ImportError as error:
+        return str(error).partition(", but got")[0]
+    return "works"
+
+FEATURES = {
+    "patch": lambda: normops.patch(torch.nn.Sequential(torch.nn.RMSNorm(4))),
+    "recompute_norms": lambda: normops.recompute_norms().__enter__(),
+    "inductor_options": lambda: normops.inductor_options(),
+}
+for name in sys.argv[1:]:
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        remove(name)
+        with warnings.catch_warnings(record=True) as caught:
+            import normops
+        use()
+        warned = [str(warning.message).partition(", which torch")[0] for warning in caught]
+        print(name, warned, {name: first_line(feature) for name, feature in FEATURES.items()}, sep="; ", flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
 """
-    warned, value = printed(code).splitlines()
-    assert "expected to import normops.nested after torch.nested._internal.ops, but got ImportError" in warned
-    assert float(value) == pytest.approx(8, abs=1e-5)
+EAGER_FEATURES = ("DTensor", "nested tensors")
+LAZY_FEATURES = ("normops.patch", "normops.recompute_norms", "normops.inductor_options")
+
+
+def test_without_a_private_name_the_rest_works() -> None:
+    """In a process of its own for each name: the warning, or the error on first use, names the feature."""
+    imported: dict[str, set[str]] = {}
+    for features, names in _private_torch.USES.values():
+        for name in names:
+            if "." in name:
+                imported.setdefault(name, set()).update(features)
+    imported["torch.jit.is_tracing"] = set()
+    found = printed(WITHOUT_A_NAME, *imported).splitlines()
+    for (name, using), line in zip(imported.items(), found, strict=True):
+        of_name, warned, used = line.split("; ", 2)
+        assert of_name == name
+        assert ast.literal_eval(warned) == [
+            f"normops works without {feature}" for feature in EAGER_FEATURES if feature in using
+        ], line
+        for short, outcome in ast.literal_eval(used).items():
+            feature = f"normops.{short}"
+            last = _private_torch.SEEN_IN[-1]
+            expected = f"expected torch 2.11 to {last}, whose private parts {feature} uses"
+            assert outcome == (expected if feature in using else "works"), line
+
+
+def test_features_that_use_private_parts_are_imported_on_first_use() -> None:
+    code = "import sys, normops; print([name for name in sys.modules if name.startswith('normops.')])"
+    imported = ast.literal_eval(printed(code))
+    for name in ("normops.adoption", "normops.inductor", "normops.recompute"):
+        assert name not in imported
+    assert set(normops._LAZY) <= {*dir(normops)} & {*normops.__all__}
+    with pytest.raises(AttributeError, match="module 'normops' has no attribute 'pach'"):
+        normops.pach  # noqa: B018
 
 
 def copied_package(folder: Path) -> Path:
@@ -106,6 +175,23 @@ def test_the_binding_for_the_installed_torch_is_chosen(tmp_path: Path) -> None:
     package = binding(tmp_path / "normops", f"torch-2.9/{MODULE}", f"torch-2.13/{MODULE}")
     assert find_binding(package, "2.13.1+cu130") == package / "torch-2.13"
     assert find_binding(package, "2.9.0") == package / "torch-2.9"
+    for version in ("2.13.0", "2.13.0+cpu", "2.13.0+rocm7.2", "2.13.0+xpu"):
+        assert find_binding(package, version) == package / "torch-2.13"
+
+
+@pytest.mark.parametrize(
+    "version", ["2.13.0a0+nv25.9", "2.13.0.dev20260101+cpu", "2.13.0rc1", "2.13.0+git1234567", "2.13.0+rocm7.0.2.git24"]
+)
+def test_pre_releases_and_builds_of_vendors_have_a_binding_of_their_own(tmp_path: Path, version: str) -> None:
+    package = binding(tmp_path / "normops", f"torch-2.13/{MODULE}")
+    with pytest.raises(ImportError) as caught:
+        find_binding(package, version)
+    assert str(caught.value) == (
+        f"expected torch 2.13, which this normops was built for, but got torch {version}: build it for this one, in a "
+        "folder with the sources of normops: pip install --no-build-isolation --no-deps --force-reinstall ."
+    )
+    folder = Torch(version, Path("/torch"), cuda=None).package_folder
+    assert find_binding(binding(package, f"{folder}/{MODULE}"), version) == package / f"torch-{version}"
 
 
 def test_another_torch_is_one_clear_sentence(tmp_path: Path) -> None:
@@ -120,6 +206,10 @@ def test_another_torch_is_one_clear_sentence(tmp_path: Path) -> None:
     (tmp_path / "setup.py").touch()
     with pytest.raises(ImportError, match=f"2.99.1: build it: pip install .* --editable {tmp_path}$"):
         find_binding(package, "2.99.1")
+    checkout = tmp_path / "a folder"
+    (binding(checkout / "normops", f"torch-2.13/{MODULE}").parent / "setup.py").touch()
+    with pytest.raises(ImportError, match=f"--editable '{checkout}'$"):
+        find_binding(checkout / "normops", "2.99.1")
 
 
 def test_another_python_is_one_clear_sentence(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def launch(
     is_backward = "backward" in name or "grad" in name
     weight = None if dtypes[1] is None or operator == "grad_input alone" else tensor(dtypes[1], is_aligned)
     given: dict[str, Any] = {"weight": weight, "weight_offset": 1.0, "eps": 1e-5, "groups": groups}
-    given |= {"casting": launchers.Casting(casts, casts), "rows": groups * rows, "cols": cols}
+    given |= {"rounding": launchers.Rounding(casts, casts), "rows": groups * rows, "cols": cols}
     if is_backward:
         is_wanted = weight is not None or name == "grad_weight alone"
         given["wants_weight"] = is_wanted and name != "rms_norm_backward_stats"

@@ -41,10 +41,6 @@ using Needed = std::array<bool, n>;
 template <size_t gradients, size_t saved>
 using Uses = std::array<std::array<bool, saved>, gradients>;
 
-inline OptionalTensor if_defined(const Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
-
 template <size_t n>
 variable_list to_list(std::array<Tensor, n>&& tensors) {
   return variable_list(std::make_move_iterator(tensors.begin()), std::make_move_iterator(tensors.end()));

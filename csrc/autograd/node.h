@@ -182,7 +182,7 @@ class OperatorNode final : public RecomputableNode {
     }
     const auto outputs = detail::with_restored<Operator>(arguments, attributes, [&](Operator& saved) {
       // Gradients do not round on the way, as values do.
-      if constexpr (requires { saved.norm; }) saved.norm.casting_mode = kRoundOnce;
+      if constexpr (requires { saved.norm; }) saved.norm.rounding = kRoundOnce;
       if constexpr (requires { saved.output_mask; }) {
         for (size_t i = 0; i < saved.output_mask.size(); i++) saved.output_mask[i] = grad_outputs[i].defined();
       }

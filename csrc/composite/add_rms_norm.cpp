@@ -12,7 +12,7 @@ std::tuple<Tensor, Tensor> composite(const AddRmsNorm& arguments) {
   const auto& [input, residual, norm, alpha] = arguments;
   const Tensor x = to_compute_dtype(input, input), r = to_compute_dtype(residual, input);
   const Tensor sum =
-      norm.casting().multiplied ? round_to(x * alpha, input.scalar_type(), true) + r : at::add(r, x, alpha);
+      norm.parsed_rounding().multiplied ? round_to(x * alpha, input.scalar_type(), true) + r : at::add(r, x, alpha);
   const Tensor residual_out = sum.to(residual.scalar_type());
   const Tensor output = normalize(to_compute_dtype(residual_out, input), norm, input.scalar_type());
   return {output.to(input.scalar_type()), residual_out};

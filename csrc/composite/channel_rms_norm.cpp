@@ -14,7 +14,7 @@ namespace {
 // The norm of rows, in the type that its activation is computed in. Only where results are rounded on the way is the
 // norm rounded before that.
 Tensor norm_of_rows(const Tensor& rows, const Norm& norm, const OptionalTensor& bias) {
-  const Tensor input = norm.casting().multiplied ? rows : to_compute_dtype(rows, rows);
+  const Tensor input = norm.parsed_rounding().multiplied ? rows : to_compute_dtype(rows, rows);
   return to_compute_dtype(call(RmsNorm{input, norm, bias})[0], rows);
 }
 
@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor> composite(const ChannelRmsNormBackward& argum
   Tensor rows = input.movedim(dim, -1), dy = grad_output.movedim(dim, -1);
   if (const auto activation = find_activation(name); activation.has_value()) {
     dy = to_compute_dtype(dy, rows) * activation_slope(norm_of_rows(rows, norm, bias), *activation);
-    if (norm.casting().multiplied) {
+    if (norm.parsed_rounding().multiplied) {
       dy = dy.to(input.scalar_type());
     } else {
       rows = to_compute_dtype(rows, rows);

@@ -24,15 +24,15 @@ Tensor composite(const GatedRmsNorm& arguments) {
   const Tensor x = to_compute_dtype(input, input);
   const Tensor a = activate(to_compute_dtype(gate, input), arguments.gating().activation);
   if (!norm_before_gate) return normalize(x * a, norm, dtype).to(dtype);
-  return (round_to(normalize(x, norm, dtype), dtype, norm.casting().multiplied) * a).to(dtype);
+  return (round_to(normalize(x, norm, dtype), dtype, norm.parsed_rounding().multiplied) * a).to(dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor> composite(const GatedRmsNormBackward& arguments) {
   const auto& [grad_output, input, gate, norm, activation, norm_before_gate, output_mask] = arguments;
   const Activation kind = arguments.gating().activation;
   const at::ScalarType dtype = input.scalar_type();
-  const auto cast = [&, casting = norm.casting()](const Tensor& tensor) {
-    return round_to(tensor, dtype, casting.multiplied);
+  const auto cast = [&, rounding = norm.parsed_rounding()](const Tensor& tensor) {
+    return round_to(tensor, dtype, rounding.multiplied);
   };
   const Tensor dy = to_compute_dtype(grad_output, input), x = to_compute_dtype(input, input);
   const Tensor g = to_compute_dtype(gate, input);

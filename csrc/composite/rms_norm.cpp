@@ -59,15 +59,15 @@ Tensor normalize(const Tensor& h, const Norm& norm, at::ScalarType dtype) {
 }
 
 Tensor normalize(const Tensor& h, const Tensor& rstd, const Norm& norm, at::ScalarType dtype) {
-  return times_weight(round_to(h * rstd, dtype, norm.casting().normalized), norm);
+  return times_weight(round_to(h * rstd, dtype, norm.parsed_rounding().normalized), norm);
 }
 
 Tensor grad_normalized(const Tensor& dy, const Norm& norm, at::ScalarType dtype) {
-  return round_to(times_weight(dy, norm), dtype, is_given(norm.weight) && norm.casting().normalized);
+  return round_to(times_weight(dy, norm), dtype, is_given(norm.weight) && norm.parsed_rounding().normalized);
 }
 
 Tensor gradient_of_weight(const Tensor& dy, const Tensor& h_hat, const Norm& norm, at::ScalarType dtype) {
-  const auto cast = [&](const Tensor& tensor) { return round_to(tensor, dtype, norm.casting().normalized); };
+  const auto cast = [&](const Tensor& tensor) { return round_to(tensor, dtype, norm.parsed_rounding().normalized); };
   return reduce_to_weight(cast(dy * cast(h_hat)), *norm.weight).to(norm.weight->scalar_type());
 }
 
@@ -95,7 +95,7 @@ Tensor composite(const RmsNorm& arguments) {
   const at::ScalarType dtype = input.scalar_type();
   const Tensor normed = normalize(to_compute_dtype(input, input), norm, dtype);
   if (!is_given(bias)) return normed.to(dtype);
-  return (round_to(normed, dtype, norm.casting().multiplied) + to_compute_dtype(*bias, input)).to(dtype);
+  return (round_to(normed, dtype, norm.parsed_rounding().multiplied) + to_compute_dtype(*bias, input)).to(dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor> composite(const RmsNormBackward& arguments) {

@@ -56,7 +56,7 @@ Tensor composite(const RmsNormRope& arguments) {
   const auto& [input, cos, sin, norm, rope] = arguments;
   const at::ScalarType dtype = input.scalar_type();
   const Tensor normalized =
-      round_to(normalize(to_compute_dtype(input, input), norm, dtype), dtype, norm.casting().multiplied);
+      round_to(normalize(to_compute_dtype(input, input), norm, dtype), dtype, norm.parsed_rounding().multiplied);
   return rotate(normalized, to_compute_dtype(cos, input), to_compute_dtype(sin, input), rope).to(dtype);
 }
 
@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor> composite(const RmsNormRopeBackward& arguments) {
   const at::ScalarType dtype = input.scalar_type();
   const Tensor dy = rotate_back(to_compute_dtype(grad_output, input), to_compute_dtype(cos, input),
                                 to_compute_dtype(sin, input), rope);
-  auto [grad_input, grad_weight] = normalize_backward(round_to(dy, dtype, norm.casting().multiplied),
+  auto [grad_input, grad_weight] = normalize_backward(round_to(dy, dtype, norm.parsed_rounding().multiplied),
                                                       to_compute_dtype(input, input), norm, dtype, output_mask);
   if (grad_input.defined()) grad_input = grad_input.to(dtype);
   return {grad_input, grad_weight};

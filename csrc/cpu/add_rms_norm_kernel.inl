@@ -15,7 +15,7 @@ struct AddRmsNorm : RowOp<T, R> {
   static constexpr bool kComputeBound = kScaled, kFetchesOutput = true;
 
   struct Shared {
-    explicit Shared(const CpuArgs& args) : alpha(canonical_number<R>(args.alpha)), casts(args.casting.multiplied) {}
+    explicit Shared(const CpuArgs& args) : alpha(canonical_number<R>(args.alpha)), casts(args.rounding.multiplied) {}
     compute_t<R> alpha;
     bool casts;
   };

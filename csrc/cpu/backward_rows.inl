@@ -23,7 +23,7 @@ class BackwardRows {
   using Tile = BackwardTile<RowOp>;
   static constexpr Pairing kPairing = pairing_of<RowOp>();
   // At run time, this choice takes up to 1.07 times the instructions where a row is short.
-  static constexpr bool kForEitherCast =
+  static constexpr bool kForEitherRounding =
       !branches_at_run_time<RowOp, typename RowOp::Gradient>() && sizeof(typename RowOp::Gradient) == 2;
   // Rows of rare types are written one by one, which is less code.
   static constexpr bool kInPairs = kHasFastPath<R> && kHasFastPath<typename RowOp::Gradient>;
@@ -82,7 +82,7 @@ class BackwardRows {
     if constexpr (RowOp::kPlain) {
       if (args_.sums == Sums::input) return read_sums(args_, tile);
     }
-    dispatch_bool<kForEitherCast>(args_.casting.any(), [&](auto casts) {
+    dispatch_bool<kForEitherRounding>(args_.rounding.any(), [&](auto casts) {
       sum_tile<RowOp>(args_, tile, kMayPrefetch && prefetches_ && !non_temporal_, casts);
     });
   }
@@ -93,8 +93,8 @@ class BackwardRows {
     // Before a gradient is written over it.
     if (kPairing == Pairing::none && tile.bias_sum != nullptr) sum_grad_output(tile, begin, end);
     if (!RowOp::kGradRows && tile.weight_sum == nullptr) return;  // that was all
-    dispatch_bool<kForEitherCast>(args_.casting.any(),
-                                  [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
+    dispatch_bool<kForEitherRounding>(args_.rounding.any(),
+                                      [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
     if (kMayPrefetch && non_temporal_) finish_non_temporal();
   }
 
@@ -197,7 +197,7 @@ class BackwardRows {
     // Copies, as the compiler would have to assume of the originals that what is stored changes them.
     const bool prefetches = kMayPrefetch && (kRows > 1 || !kInPairs) && prefetches_,
                non_temporal = prefetches && non_temporal_;
-    const Casting casting = casting_of(casts, args_.casting);
+    const Rounding rounding = rounding_of(casts, args_.rounding);
     RowOp rows[kRows], ahead[kRows];
     Block<R> rstd[kRows], minus_c[kRows];
     for (int r = 0; r < kRows; r++) {
@@ -235,11 +235,11 @@ class BackwardRows {
                 // dw += dy * rstd * x
                 // dx = dy * rstd * w - x * c + residual, with c = rstd^3 * mean(dy * w * x)
                 Block<R> dx;
-                if (sizeof(typename RowOp::Gradient) == 2 && casting.any()) {
-                  const Block<R> normalized = cast<RowOp>(part.x * rstd[r], casting.normalized);
-                  const Block<R> dy = gradient_of<RowOp>(part, casting);
-                  dw[p] = dw[p] + cast<RowOp>(dy * normalized, casting.normalized);
-                  dx = fma(weighted<RowOp>(part, w[p], casting), rstd[r], rest());
+                if (sizeof(typename RowOp::Gradient) == 2 && rounding.any()) {
+                  const Block<R> normalized = cast<RowOp>(part.x * rstd[r], rounding.normalized);
+                  const Block<R> dy = gradient_of<RowOp>(part, rounding);
+                  dw[p] = dw[p] + cast<RowOp>(dy * normalized, rounding.normalized);
+                  dx = fma(weighted<RowOp>(part, w[p], rounding), rstd[r], rest());
                 } else {
                   const Block<R> scaled_dy = part.dy * rstd[r];
                   dw[p] = fma(scaled_dy, part.x, dw[p]);
@@ -343,7 +343,7 @@ void backward_sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end,
   const RowOp of_row(tensors.next(0), typename RowOp::Shared(args), 0);
   sum_spans<R>(args.cols, begin, end, squares, squares_of_row(of_row));
   if (RowOp::kGradRows) {
-    sum_spans<R>(args.cols, begin, end, dots, dots_of_row<RowOp>(of_row, scale_of<RowOp>(args, group), args.casting));
+    sum_spans<R>(args.cols, begin, end, dots, dots_of_row<RowOp>(of_row, scale_of<RowOp>(args, group), args.rounding));
   } else {
     for (int64_t span = begin; span < end; span++) dots[span] = 0;
   }

@@ -8,7 +8,7 @@ namespace {
 
 // The defaults of a RowOp of a backward: pointers into the tensors of a row, and how blocks of x, which is normalized,
 // and of dy, the gradient of the normalized x times the scale, are formed of them. R is the type of the input, in whose
-// order blocks are packed, T the type of grad_output, to which results are rounded on the way if the Casting of the
+// order blocks are packed, T the type of grad_output, to which results are rounded on the way if the Rounding of the
 // arguments asks for it. It has
 //   kTensors
 //   kComputeBound: as in forward_rows.inl
@@ -153,8 +153,8 @@ NORMOPS_INLINE auto squares_of_row(const Row& row) {
 
 // Where results are rounded, as far as a choice made for it leaves that open.
 template <class Casts>
-NORMOPS_INLINE Casting casting_of(Casts, Casting casting) {
-  return std::is_same_v<Casts, std::false_type> ? Casting{} : casting;
+NORMOPS_INLINE Rounding rounding_of(Casts, Rounding rounding) {
+  return std::is_same_v<Casts, std::false_type> ? Rounding{} : rounding;
 }
 
 // Rounded to the type of the gradient, if that is asked for.
@@ -168,21 +168,21 @@ NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
 
 // The dy of Terms, which is a result itself where the operator forms it.
 template <class RowOp, class Terms>
-NORMOPS_INLINE auto gradient_of(const Terms& terms, Casting casting) {
-  return cast<RowOp>(terms.dy, RowOp::kFormsGradient && casting.multiplied);
+NORMOPS_INLINE auto gradient_of(const Terms& terms, Rounding rounding) {
+  return cast<RowOp>(terms.dy, RowOp::kFormsGradient && rounding.multiplied);
 }
 
 // dy * w
 template <class RowOp, class Terms, class R>
-NORMOPS_INLINE Block<R> weighted(const Terms& terms, const Block<R>& w, Casting casting) {
-  return cast<RowOp>(gradient_of<RowOp>(terms, casting) * w, casting.normalized);
+NORMOPS_INLINE Block<R> weighted(const Terms& terms, const Block<R>& w, Rounding rounding) {
+  return cast<RowOp>(gradient_of<RowOp>(terms, rounding) * w, rounding.normalized);
 }
 
 template <class RowOp, class Row, class Compute>
-NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale, Casting casting) {
-  return [row, scale, casting]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
+NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale, Rounding rounding) {
+  return [row, scale, rounding]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
     const auto terms = row.summed(column, extent);
-    return fma(weighted<RowOp>(terms, load_packed<R>(scale + column), casting), terms.x, sum);
+    return fma(weighted<RowOp>(terms, load_packed<R>(scale + column), rounding), terms.x, sum);
   };
 }
 
@@ -208,7 +208,7 @@ NORMOPS_INLINE auto terms_of(const Row& row, const Parts& parts, int64_t column,
 template <class RowOp, Tail kTail, class Row>
 NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired,
                                      const compute_t<typename RowOp::Element>* scale, int64_t span, int64_t cols,
-                                     Casting casting) {
+                                     Rounding rounding) {
   using R = typename RowOp::Element;
   constexpr Pairing pairing = pairing_of<RowOp>();
   Folded<R> folded[kSegments] = {};
@@ -222,7 +222,7 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired
               const auto terms = terms_of(row, parts, column, extent);
               for (int p = 0; p < Parts::kCount; p++) {
                 const Block<R> w = load_packed<R>(scale + parts.packed(column, p));
-                sum = fma(weighted<RowOp>(terms.part[p], w, casting), terms.part[p].x, sum);
+                sum = fma(weighted<RowOp>(terms.part[p], w, rounding), terms.part[p].x, sum);
               }
               return sum;
             });
@@ -233,7 +233,7 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired
 template <class RowOp>
 NORMOPS_INLINE void fold_row(const RowOp& of_tile, const compute_t<typename RowOp::Element>* scale, int64_t begin,
                              int64_t end, [[maybe_unused]] const RotaryColumns& paired, [[maybe_unused]] int64_t cols,
-                             [[maybe_unused]] Casting casting, bool prefetches,
+                             [[maybe_unused]] Rounding rounding, bool prefetches,
                              Folded<typename RowOp::Element>& squares, Folded<typename RowOp::Element>& dots) {
   using R = typename RowOp::Element;
   // A loop takes 1.2 to 1.4 of the time at 333 x 100.
@@ -247,16 +247,16 @@ NORMOPS_INLINE void fold_row(const RowOp& of_tile, const compute_t<typename RowO
       if (prefetches) row.prefetch_written(column);
       const auto terms = row.summed(column, extent);
       sums[0] = fma(terms.x, terms.x, sums[0]);
-      sums[1] = fma(weighted<RowOp>(terms, w, casting), terms.x, sums[1]);
+      sums[1] = fma(weighted<RowOp>(terms, w, rounding), terms.x, sums[1]);
     });
     squares = folded[0];
     dots = folded[1];
   } else {
     squares = fold_span<R, pairing == Pairing::none ? kTail : Tail::looped>(begin, end, squares_of_row(row));
     if constexpr (pairing != Pairing::none) {
-      dots = fold_paired_dots<RowOp, kTail>(row, paired, scale, begin, cols, casting);
+      dots = fold_paired_dots<RowOp, kTail>(row, paired, scale, begin, cols, rounding);
     } else if constexpr (RowOp::kGradRows) {
-      const auto dot = dots_of_row<RowOp>(row, scale, casting);
+      const auto dot = dots_of_row<RowOp>(row, scale, rounding);
       dots =
           fold_span<R, kTail>(begin, end, [&](int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
             if (prefetches) row.prefetch_written(column);
@@ -280,13 +280,13 @@ template <class RowOp, class Casts>
 [[gnu::noinline]] void sum_tile(const CpuArgs& args, BackwardTile<RowOp>& tile, bool prefetches, Casts casts) {
   using R = typename RowOp::Element;
   const RotaryColumns paired = paired_columns(args.rotation);
-  const Casting casting = casting_of(casts, args.casting);
+  const Rounding rounding = rounding_of(casts, args.rounding);
   double squares[kBackwardTile] = {}, dots[kBackwardTile] = {};
   Folded<R> square_folds[kBackwardTile] = {}, dot_folds[kBackwardTile] = {};
   for (int64_t begin = 0; begin < args.cols; begin += kSpan) {
     const compute_t<R>* scale = tile.scale;
     for (int r = 0, left = tile.rows_per_group; r < tile.count; r++) {
-      fold_row<RowOp>(tile.rows[r], scale, begin, span_end(begin, args.cols), paired, args.cols, casting, prefetches,
+      fold_row<RowOp>(tile.rows[r], scale, begin, span_end(begin, args.cols), paired, args.cols, rounding, prefetches,
                       square_folds[r], dot_folds[r]);
       if (--left == 0) scale += tile.stride, left = tile.rows_per_group;
     }

@@ -18,12 +18,12 @@ inline int64_t positions_of(const Tensor& tensor, int64_t dim) {
 template <class Operator>
 bool has_channel_kernels(const Operator& arguments) {
   constexpr int64_t kLeastPositions = 8;
-  const auto& [normalized_shape, weight, eps, weight_offset, casting_mode] = arguments.norm;
+  const auto& [normalized_shape, weight, eps, weight_offset, rounding] = arguments.norm;
   const Tensor& input = arguments.input;
   const auto is_of_channels = [](const OptionalTensor& parameter) {
     return !is_given(parameter) || (parameter->dim() == 1 && parameter->scalar_type() != at::kDouble);
   };
-  return (input.scalar_type() == at::kFloat || (input.scalar_type() == at::kBFloat16 && casting_mode == kRoundOnce)) &&
+  return (input.scalar_type() == at::kFloat || (input.scalar_type() == at::kBFloat16 && rounding == kRoundOnce)) &&
          is_of_channels(weight) && is_of_channels(arguments.bias) &&
          positions_of(input, arguments.dim) >= kLeastPositions && input.stride(arguments.dim) != 1;
 }

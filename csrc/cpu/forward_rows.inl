@@ -65,8 +65,8 @@ struct InputRow : RowOp<T> {
 
 // Whether rows of T are rounded on the way to being written.
 template <class T>
-NORMOPS_INLINE bool casts(Casting casting) {
-  return sizeof(T) == 2 && casting.any();
+NORMOPS_INLINE bool casts(Rounding rounding) {
+  return sizeof(T) == 2 && rounding.any();
 }
 
 // A row whose sum is known, to be written: h * rstd * w, or what the operator makes of it. kCasts: see casts().
@@ -79,7 +79,7 @@ struct WrittenRow {
   const compute_t<R>* scale;
   T* y;
   Block<R> rstd;
-  Casting casting;
+  Rounding rounding;
   StorePolicy non_temporal;
 
   template <class Parts, class Extent>
@@ -87,8 +87,8 @@ struct WrittenRow {
 #pragma GCC unroll 2
     for (int p = 0; p < Parts::kCount; p++) {
       const Block<R> h = row.template h<false>(parts.column(column, p), extent);
-      blocks[p] = cast(h * rstd, casting.normalized) * load_packed<R>(scale + parts.packed(column, p));
-      if constexpr (kFinishes) blocks[p] = cast(blocks[p], casting.multiplied);
+      blocks[p] = cast(h * rstd, rounding.normalized) * load_packed<R>(scale + parts.packed(column, p));
+      if constexpr (kFinishes) blocks[p] = cast(blocks[p], rounding.multiplied);
     }
     if constexpr (kFinishes) row.finish(parts, blocks, column, extent);
   }
@@ -153,23 +153,23 @@ struct WrittenRow {
 
 template <bool kCasts, class RowOp, class StorePolicy>
 NORMOPS_INLINE auto written_row(const CurrentRows<RowOp>& rows, const typename RowOp::Shared& shared, int r,
-                                compute_t<typename RowOp::Element> rstd, Casting casting, StorePolicy non_temporal) {
+                                compute_t<typename RowOp::Element> rstd, Rounding rounding, StorePolicy non_temporal) {
   using R = typename RowOp::Element;
   return WrittenRow<RowOp, StorePolicy, kCasts>{RowOp(rows, shared, r),
                                                 rows.template row<kWeight, const compute_t<R>>(),
                                                 rows.template row<kOutput, typename RowOp::Output>(),
                                                 broadcast<R>(rstd),
-                                                casting,
+                                                rounding,
                                                 non_temporal};
 }
 
 // Writes the first of `rows`.
 template <bool kCasts, Tail kTail, class RowOp, class StorePolicy>
 NORMOPS_INLINE void write_row(const CurrentRows<RowOp>& rows, const typename RowOp::Shared& shared, int r,
-                              compute_t<typename RowOp::Element> rstd, Casting casting, int64_t cols,
+                              compute_t<typename RowOp::Element> rstd, Rounding rounding, int64_t cols,
                               StorePolicy non_temporal) {
   // Not const: GCC 12 makes two hundredths more of all kernels then.
-  auto row = written_row<kCasts>(rows, shared, r, rstd, casting, non_temporal);
+  auto row = written_row<kCasts>(rows, shared, r, rstd, rounding, non_temporal);
   const RowOp next(NextRows<RowOp>{rows}, shared, r);
   row.template write<kTail>(0, cols, [next, non_temporal](int64_t column) NORMOPS_INLINE_LAMBDA {
     const bool is_wanted =
@@ -189,7 +189,7 @@ constexpr bool kMayTile = !kHasSums<RowOp> && !RowOp::kOneLoop;
 // addresses, and a pointer that has to be loaded holds up all that is read through it. So no closure is called by
 // another one here: GCC 12 would keep the rows on the stack (1.1 of the time of narrow ones).
 template <int kRows, bool kCasts, Tail kTail, class RowOp, class StorePolicy>
-[[gnu::noinline]] void process_tiles(CurrentRows<RowOp> rows, typename RowOp::Shared shared, Casting casting,
+[[gnu::noinline]] void process_tiles(CurrentRows<RowOp> rows, typename RowOp::Shared shared, Rounding rounding,
                                      StrideRuns& runs, int64_t tiles, int64_t cols, int64_t size, double eps,
                                      StorePolicy non_temporal) {
   using R = typename RowOp::Element;
@@ -209,14 +209,14 @@ template <int kRows, bool kCasts, Tail kTail, class RowOp, class StorePolicy>
     for_each_row(runs, tiles, rows, [&](int) NORMOPS_INLINE_LAMBDA {
       const auto* const sum = rows.template row<kSquareSum, const compute_t<R>>();
       const compute_t<R> rstd = rstd_of<R>(canonical_number<R>(*sum), size, eps);
-      write_row<kCasts, kTail>(rows, shared, 0, rstd, casting, cols, non_temporal);
+      write_row<kCasts, kTail>(rows, shared, 0, rstd, rounding, cols, non_temporal);
     });
   } else if constexpr (kRows == 1) {
     for_each_row(runs, tiles, rows, [&](int) NORMOPS_INLINE_LAMBDA {
       // The first span by itself: beside a loop over all, GCC 12 spills two of AVX2's accumulators (a fifth).
       double square_sum = sum_of<R>(fold(rows, 0, 0));
       for (int64_t begin = kSpan; begin < cols; begin += kSpan) square_sum += sum_of<R>(fold(rows, 0, begin));
-      write_row<kCasts, kTail>(rows, shared, 0, rstd_of<R>(square_sum, size, eps), casting, cols, non_temporal);
+      write_row<kCasts, kTail>(rows, shared, 0, rstd_of<R>(square_sum, size, eps), rounding, cols, non_temporal);
     });
   } else {
     auto summed = rows;
@@ -228,7 +228,7 @@ template <int kRows, bool kCasts, Tail kTail, class RowOp, class StorePolicy>
       for (int r = 0; r < kRows; r += 4) sums_of<R>(folded + r, rstd + r);
       for (int r = 0; r < kRows; r++) rstd[r] = rstd_of<R>(rstd[r], size, eps);
       for_each_row(runs, kRows, rows, [&](int r) NORMOPS_INLINE_LAMBDA {
-        write_row<kCasts, kTail>(rows, shared, r, rstd[r], casting, cols, non_temporal);
+        write_row<kCasts, kTail>(rows, shared, r, rstd[r], rounding, cols, non_temporal);
       });
     }
   }
@@ -305,9 +305,9 @@ void forward_rows(const CpuArgs& args, int64_t begin, int64_t end) {
         continue;
       }
     }
-    dispatch_loop<RowOp>(casts<T>(args.casting), non_temporal, in_tiles, cols % kStep<R> == 0,
+    dispatch_loop<RowOp>(casts<T>(args.rounding), non_temporal, in_tiles, cols % kStep<R> == 0,
                          [&]<int kRows, bool kCasts, Tail kTail>(auto policy) {
-                           process_tiles<kRows, kCasts, kTail>(rows, shared, args.casting, runs, runs.count / kRows,
+                           process_tiles<kRows, kCasts, kTail>(rows, shared, args.rounding, runs, runs.count / kRows,
                                                                cols, args.size, args.eps, policy);
                          });
   }
@@ -328,7 +328,7 @@ void forward_columns(const CpuArgs& args, int64_t row, double square_sum, int64_
   const typename RowOp::Shared shared(args);
   // Whether results are rounded on the way is found out for each block: rows that threads share are few.
   const compute_t<R> rstd = rstd_of<R>(square_sum, args.size, args.eps);
-  written_row<sizeof(typename RowOp::Output) == 2>(rows, shared, 0, rstd, args.casting, Cached{})
+  written_row<sizeof(typename RowOp::Output) == 2>(rows, shared, 0, rstd, args.rounding, Cached{})
       .template write<Tail::looped>(begin, end, [](int64_t) NORMOPS_INLINE_LAMBDA {});
 }
 

@@ -22,12 +22,12 @@ struct GatedRmsNormBackward : BackwardRowOp<T, T> {
     explicit Shared(const CpuArgs& args)
         : gate_dtype(args[kGate].dtype),
           activation(args.gating.activation),
-          casting(args.casting),
+          rounding(args.rounding),
           scratch(static_cast<compute_t<T>*>(args.row_scratch)),
           scratch_stride(padded_cols(kDType<T>, args.cols)) {}
     DType gate_dtype;
     Activation activation;
-    Casting casting;
+    Rounding rounding;
     compute_t<T>* scratch;
     int64_t scratch_stride;
   };
@@ -35,7 +35,7 @@ struct GatedRmsNormBackward : BackwardRowOp<T, T> {
   AnyRow<T, const char> gate;
   AnyRow<T, char> grad_gate;
   Activation activation;
-  Casting casting;
+  Rounding rounding;
   compute_t<T>* scratch;  // the smaller parts of the gate's sigmoid
 
   GatedRmsNormBackward() = default;
@@ -45,7 +45,7 @@ struct GatedRmsNormBackward : BackwardRowOp<T, T> {
         gate{rows.template row<kGate, const char>(), shared.gate_dtype},
         grad_gate{rows.template row<kGradGate, char>(), shared.gate_dtype},
         activation(shared.activation),
-        casting(shared.casting),
+        rounding(shared.rounding),
         scratch(shared.scratch + position * shared.scratch_stride) {}
 
   struct Outputs {
@@ -57,12 +57,12 @@ struct GatedRmsNormBackward : BackwardRowOp<T, T> {
     // The activation's value, and its slope times grad_output or input, whichever is gated. If slope and factor were
     // kept apart, GCC 12 would also store them on the stack.
     Block<T> value, slope;
-    Casting casting;
+    Rounding rounding;
 
     NORMOPS_INLINE Outputs outputs(const Block<T>& gradient, const Block<T>& rstd, const Block<T>& w) const {
       if constexpr (kNormFirst) {
-        const Block<T> normalized = cast<GatedRmsNormBackward>(x * rstd, casting.normalized);
-        return {gradient, cast<GatedRmsNormBackward>(normalized * w, casting.multiplied) * slope};
+        const Block<T> normalized = cast<GatedRmsNormBackward>(x * rstd, rounding.normalized);
+        return {gradient, cast<GatedRmsNormBackward>(normalized * w, rounding.multiplied) * slope};
       }
       return {gradient * value, gradient * slope};
     }
@@ -102,8 +102,8 @@ struct GatedRmsNormBackward : BackwardRowOp<T, T> {
   template <class Extent>
   NORMOPS_INLINE Terms gated(int64_t column, Extent extent, const Activated<T>& a) const {
     const Block<T> dy = load<T>(this->grad_output + column, extent), x = load<T>(this->input + column, extent);
-    if constexpr (kNormFirst) return {dy * a.value, x, a.value, dy * a.slope, casting};
-    return {dy, x * a.value, a.value, x * a.slope, casting};
+    if constexpr (kNormFirst) return {dy * a.value, x, a.value, dy * a.slope, rounding};
+    return {dy, x * a.value, a.value, x * a.slope, rounding};
   }
 };
 

@@ -47,7 +47,7 @@ struct ModulatedRmsNorm : InputRow<T> {
         : weight_dtype(args[kGate].dtype),
           bias_dtype(args[kBias].dtype),
           weight_offset(canonical_number<T>(args.weight.offset)),
-          rounds(sizeof(T) == 2 && args.casting.multiplied) {}
+          rounds(sizeof(T) == 2 && args.rounding.multiplied) {}
     DType weight_dtype, bias_dtype;
     compute_t<T> weight_offset;
     bool rounds;

@@ -134,7 +134,7 @@ struct BiasOf {
 
 template <class T>
 BiasOf<T> bias_of(const KernelArgs& args) {
-  return {any_rows_of<const T>(args[kBias], args.cols), args.casting.multiplied};
+  return {any_rows_of<const T>(args[kBias], args.cols), args.rounding.multiplied};
 }
 
 // The members of rows that plain kernels need. Kernels copy them once, as the compiler loads members of large arguments

@@ -102,7 +102,7 @@ struct AddRmsNormKernels : OperatorKernels {
   template <class T, class R>
   static auto own(const KernelArgs& args) {
     const auto alpha = static_cast<compute_t<R>>(args.alpha);
-    const bool rounds = args.casting.multiplied;
+    const bool rounds = args.rounding.multiplied;
     return std::tuple(rows_of<const R, R>(args[kResidual], args.cols), rows_of<R, R>(args[kResidualOut], args.cols),
                       Addition<T, R>{rounds ? alpha : 1, rounds ? 1 : alpha});
   }

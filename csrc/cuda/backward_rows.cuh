@@ -308,7 +308,7 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
-        add_terms<T, R>(gate.terms(dy[p], x[p], activated[p]), scale_of(p), args.casting.normalized, squares, dots);
+        add_terms<T, R>(gate.terms(dy[p], x[p], activated[p]), scale_of(p), args.rounding.normalized, squares, dots);
         keep_few_registers<kPacks>();
       }
       sums[0] = fold(squares), sums[1] = fold(dots);
@@ -338,7 +338,7 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
         const auto terms = gate.terms(dy[p], x[p], activated[p]);
         const Numbers<R> w = scale_of(p);
         const auto add = [&](int i, Compute a, Compute b) { dw.at(p, i) = fma_rn(a, b, dw.at(p, i)); };
-        Numbers<R> dx = gradients<T, R>(terms, w, dz, factors, args.casting.normalized, add);
+        Numbers<R> dx = gradients<T, R>(terms, w, dz, factors, args.rounding.normalized, add);
         gate.finish(dx, terms, w, factors, gate_target, columns.column(p), count);
         store(grad_input, target, offset, written.count(p), from_compute<R>(dx));
         keep_few_registers<kPacks>();
@@ -396,7 +396,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Col
         for (int i = 0; i < kPacksOfChain; i += kTogether) {
           with_terms(first + i, [&](const auto& terms, int64_t p) {
             const Numbers<R> w = scale.numbers({}, columns.column(p), columns.count(p));
-            add_terms<T, R>(terms, w, args.casting.normalized, squares, dots);
+            add_terms<T, R>(terms, w, args.rounding.normalized, squares, dots);
           });
         }
         spans[0] += fold(squares);
@@ -424,7 +424,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Col
         partial[column + i] = fma_rn(a, b, sum);
       };
       Numbers<R> dx = gradients<T, R>(terms, w, load_residual(args.grad_residual, residual_row, column, count), factors,
-                                      args.casting.normalized, add);
+                                      args.rounding.normalized, add);
       gate.finish(dx, terms, w, factors, gate_target, column, count);
       if (args.grad_input.data != nullptr) {
         store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));

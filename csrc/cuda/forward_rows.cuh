@@ -13,14 +13,14 @@ struct NoEpilogue {
 
 // h * rstd * w, for an Epilogue or to be written.
 template <class T, class R, class Epilogue, class Values>
-__device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbers<R>& scale, Casting casting) {
+__device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbers<R>& scale, Rounding rounding) {
   Numbers<R> numbers = to_compute<R>(h);
 #pragma unroll
   for (int i = 0; i < kPack<R>; i++) numbers.element[i] *= rstd;
-  cast<T>(numbers, casting.normalized);
+  cast<T>(numbers, rounding.normalized);
 #pragma unroll
   for (int i = 0; i < kPack<R>; i++) numbers.element[i] *= scale.element[i];
-  if constexpr (!std::is_same_v<Epilogue, NoEpilogue>) cast<T>(numbers, casting.multiplied);
+  if constexpr (!std::is_same_v<Epilogue, NoEpilogue>) cast<T>(numbers, rounding.multiplied);
   return numbers;
 }
 
@@ -76,7 +76,7 @@ __device__ void normalize_rows(const NormArgs<R>& args, const RowsOf<T>& output,
       Numbers<R> y[kTogether];
 #pragma unroll
       for (int t = 0; t < kTogether; t++) {
-        y[t] = normalized<T, R, Epilogue>(h[r][p + t], rstd[r], w[t], args.casting);
+        y[t] = normalized<T, R, Epilogue>(h[r][p + t], rstd[r], w[t], args.rounding);
       }
       epilogue(y, r, p);
 #pragma unroll
@@ -123,7 +123,7 @@ __device__ void normalize_summed(const NormArgs<R>& args, const RowsOf<T>& outpu
 #pragma unroll
     for (int t = 0; t < kTogether; t++) {
       const int64_t column = columns.column(p + t), count = columns.count(p + t);
-      y[t] = normalized<T, R, Epilogue>(load(column, count), rstd, scale.numbers({}, column, count), args.casting);
+      y[t] = normalized<T, R, Epilogue>(load(column, count), rstd, scale.numbers({}, column, count), args.rounding);
     }
     epilogue(y, p);
 #pragma unroll

@@ -22,7 +22,7 @@ struct Gate {
   View<Access, AnyRowsOf<const T>> rows;
   View<Access, AnyRowsOf<T>> gradients;  // data is null if not wanted
   Gating gating;
-  Casting casting;
+  Rounding rounding;
 
   template <int kPacks>
   struct Activations {
@@ -68,7 +68,7 @@ struct Gate {
       terms.h.element[i] *= gating.norm_before_gate ? 1 : a.value.element[i];
       terms.sloped_input.element[i] *= a.slope.element[i];
     }
-    cast<T>(terms.dy, casting.multiplied);  // gated first, dy is a number of T
+    cast<T>(terms.dy, rounding.multiplied);  // gated first, dy is a number of T
     return terms;
   }
 
@@ -76,7 +76,7 @@ struct Gate {
   __device__ void finish(Numbers<T>& dh, const GatedTerms<T>& terms, const Numbers<T>& scale,
                          const RowFactors<compute_t<T>>& factors, Row row, Index column, Index count) const {
     Numbers<T> dg = terms.sloped_input;
-    if (sizeof(T) == 2 && gating.norm_before_gate && casting.any()) {
+    if (sizeof(T) == 2 && gating.norm_before_gate && rounding.any()) {
       compiler_barrier();  // see cast()
       dg = normalized(terms, scale, factors.rstd);
 #pragma unroll
@@ -98,10 +98,10 @@ struct Gate {
     Numbers<T> n;
 #pragma unroll
     for (int i = 0; i < kPack<T>; i++) n.element[i] = terms.h.element[i] * rstd;
-    cast<T>(n, casting.normalized);
+    cast<T>(n, rounding.normalized);
 #pragma unroll
     for (int i = 0; i < kPack<T>; i++) n.element[i] *= scale.element[i];
-    cast<T>(n, casting.multiplied);
+    cast<T>(n, rounding.multiplied);
     return n;
   }
 };
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_bloc
     gated_rms_norm_backward_kernel(const Backward<T, T> args, const AnyRowsOf<const T> gate,
                                    const AnyRowsOf<T> grad_gate, const Gating gating) {
   backward_rows<kPacks, Access>(args, Columns<T, int>(args.cols),
-                                Gate<T, Access>{view<Access>(gate), view<Access>(grad_gate), gating, args.casting});
+                                Gate<T, Access>{view<Access>(gate), view<Access>(grad_gate), gating, args.rounding});
 }
 
 // The same for rows of any width.
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
     gated_rms_norm_backward_any_width_kernel(const Backward<T, T> args, const AnyRowsOf<const T> gate,
                                              const AnyRowsOf<T> grad_gate, const Gating gating) {
   backward_rows_of_any_width(args, Columns<T, int64_t>(args.cols),
-                             Gate<T, General>{gate, grad_gate, gating, args.casting});
+                             Gate<T, General>{gate, grad_gate, gating, args.rounding});
 }
 
 struct GatedRmsNormBackwardKernels : GatedKernels {

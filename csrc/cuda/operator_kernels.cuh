@@ -15,7 +15,7 @@ struct NormArgs {
   double eps;
   int64_t groups;
   ScaleOf<R> scale;
-  Casting casting;  // to the type of the output, or of grad_output
+  Rounding rounding;  // to the type of the output, or of grad_output
   bool pdl;
 
   bool is_plain() const { return scale.is_plain(); }
@@ -35,7 +35,7 @@ NormArgs<R> norm_args_of(const KernelArgs& args, int64_t begins, bool pdl) {
           args.eps,
           args.weight.groups,
           scale_of<R>(args.weight, begins),
-          args.casting,
+          args.rounding,
           pdl};
 }
 

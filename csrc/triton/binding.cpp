@@ -78,7 +78,7 @@ struct TritonBackend {
       if (call.has(kBias)) add(kBias);
       named["weight_offset"] = call.weight.offset;
       named["eps"] = call.eps;
-      named["casting"] = launchers().attr("Casting")(call.casting.normalized, call.casting.multiplied);
+      named["rounding"] = launchers().attr("Rounding")(call.rounding.normalized, call.rounding.multiplied);
       named["groups"] = call.weight.groups, named["rows"] = call.rows, named["cols"] = call.cols;
       if constexpr (requires { arguments.alpha; }) named["alpha"] = call.alpha;
       if constexpr (requires { arguments.row_size; }) named["size"] = call.size;

@@ -11,15 +11,11 @@ finds out what no graph shows, and ``norm`` is what is known in the end. ``reaso
 """
 
 from normops.adoption.hugging_face import register_kernels
-from normops.adoption.override import override_torch, overrides_torch, set_override_torch
 from normops.adoption.patching import PatchReport, patch, unpatch
 
 __all__ = [
     "PatchReport",
-    "override_torch",
-    "overrides_torch",
     "patch",
     "register_kernels",
-    "set_override_torch",
     "unpatch",
 ]

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from normops.adoption.norm import OUTPUT_DTYPES, Dtypes, Norm, Saved
-from normops.functional import ACTIVATIONS, CastingMode, gated_rms_norm, rms_norm
-from normops.inductor import Rounding
+from normops.functional import ACTIVATIONS, Rounding, gated_rms_norm, rms_norm
+from normops.inductor import ModelRounding
 from normops.inductor.calls import HALVES
 
 Compute = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float | None], Tensor]
 """A function of input, gate, weight, bias and eps."""
 
 
-def function_of(norm: Norm, rounding: Rounding) -> Compute:
+def function_of(norm: Norm, rounding: ModelRounding) -> Compute:
     """The function that computes a norm."""
     offset, size, dims, dim = norm.weight_offset, norm.group_size, norm.normalized_dims, norm.dim
     gating: Any = ("silu", True) if norm.gate is None else norm.gate.gating
@@ -31,7 +31,7 @@ def function_of(norm: Norm, rounding: Rounding) -> Compute:
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float | None,
-        casting_mode: CastingMode,
+        rounding: Rounding,
     ) -> Tensor:
         shape = x.size(-1 if dim is None else dim) if dims == 1 else x.shape[-dims:]
         if size is not None:
@@ -41,7 +41,7 @@ def function_of(norm: Norm, rounding: Rounding) -> Compute:
             )
             shape = size
         if gate is None:
-            y = rms_norm(x, shape, weight, eps, weight_offset=offset, casting_mode=casting_mode, bias=bias, dim=dim)
+            y = rms_norm(x, shape, weight, eps, weight_offset=offset, rounding=rounding, bias=bias, dim=dim)
         else:
             y = gated_rms_norm(
                 x,
@@ -50,7 +50,7 @@ def function_of(norm: Norm, rounding: Rounding) -> Compute:
                 weight,
                 eps,
                 weight_offset=offset,
-                casting_mode=casting_mode,
+                rounding=rounding,
                 activation=activation,
                 norm_before_gate=norm_before_gate,
             )
@@ -65,13 +65,13 @@ def function_of(norm: Norm, rounding: Rounding) -> Compute:
         if parameter is None or x.dtype == parameter.dtype:
             return call(x, gate, weight, bias, eps, mode)
         dtype = dtype_of(x.dtype, parameter.dtype)
-        if mode == "gemma":
+        if mode == "once":
             return call(x.to(torch.promote_types(x.dtype, dtype)), gate, weight, bias, eps, mode).to(dtype)
         # The product with a weight of another dtype is rounded to no dtype that the operator rounds to. What it
         # multiplies has a dtype of its own.
         first = dtype if norm.output_dtype.startswith("weight") else x.dtype
         is_gated_after = gate is not None and norm_before_gate
-        y = call(x.to(torch.promote_types(x.dtype, first)), None if is_gated_after else gate, None, None, eps, "gemma")
+        y = call(x.to(torch.promote_types(x.dtype, first)), None if is_gated_after else gate, None, None, eps, "once")
         y = y.to(first)
         if weight is not None:
             y = (weight if offset == 0.0 else _widened(weight) + offset) * y
@@ -82,9 +82,9 @@ def function_of(norm: Norm, rounding: Rounding) -> Compute:
     return compute
 
 
-def mode_of(norm: Norm, rounding: Rounding) -> CastingMode:
-    """The casting mode of the operators in which they round as asked for."""
-    return "gemma" if rounding == "once" or norm.rounds == "once" else "llama"
+def mode_of(norm: Norm, rounding: ModelRounding) -> Rounding:
+    """The ``rounding`` of the operators that rounds as :func:`patch` was asked to."""
+    return "once" if rounding == "once" or norm.rounds == "once" else "llama"
 
 
 def copies_of(norm: Norm) -> dict[tuple[Dtypes, tuple[bool, ...]], tuple[bool, ...]]:

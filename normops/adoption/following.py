@@ -67,7 +67,7 @@ class _Method(NamedTuple):
 
 # Functions that depend on nothing but what they are given, and change nothing.
 _OF_NUMBERS = {abs, bool, float, int, max, min, round, str}
-_FALSE = {torch.jit.is_scripting, torch.jit.is_tracing}  # type: ignore[attr-defined]
+_FALSE = {getattr(torch.jit, name) for name in ("is_scripting", "is_tracing") if hasattr(torch.jit, name)}
 _PURE = {*_OF_NUMBERS, *_FALSE, all, any, len, list, super, tuple}
 PROPERTIES = ("dtype", "shape", "ndim", "size", "dim")
 """What a forward may ask of a tensor, besides what it may call."""

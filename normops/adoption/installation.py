@@ -11,10 +11,10 @@ from torch import nn
 from normops.adoption.following import SLOTS
 from normops.adoption.norm import Norm
 from normops.adoption.patched_class import Made, Patched, class_of
-from normops.inductor import Rounding, check_rounding
+from normops.inductor import ModelRounding, check_rounding
 
 
-def install(found: Iterable[tuple[nn.Module, Norm, Rounding]]) -> None:
+def install(found: Iterable[tuple[nn.Module, Norm, ModelRounding]]) -> None:
     """Gives modules classes that run normops, all or, if anything fails, none."""
     classes = [(module, class_of(Made(own_class(module), norm, rounding))) for module, norm, rounding in found]
     for module, cls in classes:
@@ -92,7 +92,7 @@ class _ClassOfCopies:
         return _rounding, (self.cls.normops_made.rounding,)
 
 
-def _rounding(rounding: Rounding) -> Rounding:
+def _rounding(rounding: ModelRounding) -> ModelRounding:
     return rounding  # _remake checks it
 
 
@@ -117,7 +117,10 @@ def _replaced(value: Any, old: object, new: object) -> Any:
 
 
 def _remake(
-    function: Callable[..., nn.Module], arguments: tuple[Any, ...], made: _ClassOfCopies | Rounding, has_state: bool
+    function: Callable[..., nn.Module],
+    arguments: tuple[Any, ...],
+    made: _ClassOfCopies | ModelRounding,
+    has_state: bool,
 ) -> nn.Module:
     """Makes the module of a copy, or of a pickle; ``has_state``: whether it gets its state after that."""
     module = function(*arguments)
@@ -138,13 +141,13 @@ def _remake(
     return module
 
 
-def _set_state(module: nn.Module, rounding: Rounding, state: Any) -> None:
+def _set_state(module: nn.Module, rounding: ModelRounding, state: Any) -> None:
     del module.__dict__["__setstate__"]
     type(module).__setstate__(module, state)
     _install_again(module, rounding)
 
 
-def _install_again(module: nn.Module, rounding: Rounding) -> None:
+def _install_again(module: nn.Module, rounding: ModelRounding) -> None:
     """Patches a module that was loaded, if its norm is recognised here."""
     from normops.adoption.patching import recognised  # which installs
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from normops import _C
-from normops._operators import TENSORS
+from normops._operators import has_rules
 from normops.adoption.computing import copies_of, function_of, mode_of, writable
 from normops.adoption.following import PROPERTIES
 from normops.adoption.guards import holding
 from normops.adoption.norm import Norm
-from normops.inductor import Rounding
+from normops.functional import is_tracing
+from normops.inductor import ModelRounding
 from normops.inductor.calls import METHODS
 
 
@@ -24,7 +25,7 @@ class Made(NamedTuple):
 
     cls: type[nn.Module]
     norm: Norm
-    rounding: Rounding
+    rounding: ModelRounding
 
 
 class Patched:
@@ -76,7 +77,6 @@ def _forward_of(made: Made) -> Callable[..., Any]:
     if norm.bias is not None and rounding == "original":
         # Where the product is rounded before the bias is added was looked at where dtypes are equal.
         taken = frozenset(dtypes for dtypes in taken if dtypes[0] == dtypes[1])
-    is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
     is_compiling, is_exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
     is_grad_enabled = torch.is_grad_enabled
 
@@ -223,7 +223,7 @@ def _is_served(cls: type) -> bool:
 
     Others may know nothing but torch's operators, and nobody has looked at what their methods compute.
     """
-    if not issubclass(cls, Tensor) or not TENSORS.isdisjoint(cls.__mro__):
+    if not issubclass(cls, Tensor) or has_rules(cls):
         return issubclass(cls, Tensor)
     function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
     is_plain = function in (nn.Parameter.__torch_function__, vars(Tensor)["__torch_function__"].__func__)

@@ -17,7 +17,7 @@ from normops.adoption.norm import Norm
 from normops.adoption.patched_class import Patched
 from normops.adoption.reasons import Unfit
 from normops.adoption.recognition import check_class, find_norm
-from normops.inductor import Rounding, check_rounding
+from normops.inductor import ModelRounding, check_rounding
 from normops.modules import GatedRMSNorm, RMSNorm
 
 
@@ -53,7 +53,7 @@ class PatchReport:
         return "\n".join([f"norms: {', '.join(counts)}", *lines])
 
 
-def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False) -> PatchReport:
+def patch(model: nn.Module, *, rounding: ModelRounding = "once", strict: bool = False) -> PatchReport:
     """Lets every RMSNorm in a model run normops, in place, whoever wrote it.
 
     Whether a module is an RMSNorm is read off its own forward, whose source is evaluated step by step, so that every
@@ -136,7 +136,7 @@ def patch(model: nn.Module, *, rounding: Rounding = "once", strict: bool = False
 NO_ORDER = 'rounds in an order of its own, which rounding="original" does not have'
 
 
-def has_order(norm: Norm, rounding: Rounding) -> bool:
+def has_order(norm: Norm, rounding: ModelRounding) -> bool:
     """Whether normops can round in the order that is asked for."""
     return rounding == "once" or norm.rounds != "otherwise"
 
@@ -154,7 +154,7 @@ def unpatch(model: nn.Module) -> int:
     return sum(uninstall(module) for module in model.modules())
 
 
-def recognised(module: nn.Module, rounding: Rounding) -> Norm | Unfit:
+def recognised(module: nn.Module, rounding: ModelRounding) -> Norm | Unfit:
     """The norm of a module that is loaded from a pickle, or why it cannot be patched; once for a class and process."""
     try:
         norm = _loaded.norm_of(module)

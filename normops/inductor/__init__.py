@@ -3,17 +3,19 @@
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-Rounding = Literal["once", "original"]
+from normops._private_torch import explain
+
+ModelRounding = Literal["once", "original"]
 
 
 def check_rounding(rounding: object) -> None:
     """Raises a ValueError for what is no rounding."""
-    if rounding not in get_args(Rounding):
+    if rounding not in get_args(ModelRounding):
         raise ValueError(f'rounding: expected "once" or "original", but got {rounding!r}')
 
 
 def inductor_options(
-    others: Mapping[str, Any] | None = None, *, rounding: Rounding = "once", recompute_norms: bool = False
+    others: Mapping[str, Any] | None = None, *, rounding: ModelRounding = "once", recompute_norms: bool = False
 ) -> dict[str, Any]:
     """Options of ``torch.compile`` that put normops under the norms of a model that somebody else wrote.
 
@@ -54,8 +56,9 @@ def inductor_options(
         ...     return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
         >>> compiled = torch.compile(norm, options=normops.inductor_options())
     """
-    from normops.inductor.passes import passes_after  # takes the import of Inductor
-
     check_rounding(rounding)
+    with explain("normops.inductor_options"):
+        from normops.inductor.passes import passes_after  # imports Inductor
+
     options = dict(others or {})
     return {**options, **passes_after(options, rounding, recompute_norms)}

@@ -4,7 +4,7 @@ import torch
 from torch.fx import Graph
 
 from normops._operators import by_name
-from normops.inductor import Rounding
+from normops.inductor import ModelRounding
 from normops.inductor.calls import HALVES, call_of, value_of
 from normops.inductor.effects import IS_RECORDED, subgraphs
 from normops.inductor.search import may_be_computed_at
@@ -12,7 +12,7 @@ from normops.inductor.search import may_be_computed_at
 _NORM = torch.ops.normops.channel_rms_norm.default
 
 
-def join_activations(graph: Graph, rounding: Rounding) -> None:
+def join_activations(graph: Graph, rounding: ModelRounding) -> None:
     """Makes one operator of each norm over channels and the SiLU or sigmoid that alone uses its result, also in bodies.
 
     With ``rounding="original"`` where the result has no 16 bits, to which the operator would not round it before.
@@ -27,7 +27,7 @@ def join_activations(graph: Graph, rounding: Rounding) -> None:
         call, y, arguments = call_of(user), value_of(node), by_name(_NORM, node.args, node.kwargs)
         if call is None or call.name not in ("silu", "sigmoid") or y is None:
             continue
-        rounds = y.dtype in HALVES and (rounding == "original" or arguments.get("casting_mode") == "llama")
+        rounds = y.dtype in HALVES and (rounding == "original" or arguments.get("rounding") == "llama")
         is_alone = arguments.get("activation", "identity") == "identity"
         if rounds or not is_alone or not may_be_computed_at(user, frozenset((node, user))):
             continue

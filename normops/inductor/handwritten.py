@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from normops.functional import CastingMode
+from normops.functional import Rounding
 from normops.inductor.calls import (
     DTYPES,
     HALVES,
@@ -46,7 +46,7 @@ class Match(NamedTuple):
     """The number, or node of one, that the program has as eps."""
     dtype: torch.dtype
     """The dtype to compute in: the input's, or the result's if that is wider, or float64 if that occurs on the way."""
-    casting_mode: CastingMode | None
+    rounding: Rounding | None
     """Where the program rounds to 16 bits; None, if that is in an order which normops does not have."""
     last: Node
     """The node of the result."""
@@ -93,8 +93,8 @@ class _Search(Search):
         eps = specialized(open_eps)
         if eps is None or not math.isfinite(eps):
             raise NoMatch
-        casting_mode = self._casting_mode(input, normalized, last)
-        return Match(input, weight, eps, open_eps, self._dtype(input, last), casting_mode, last, nodes)
+        rounding = self._rounding(input, normalized, last)
+        return Match(input, weight, eps, open_eps, self._dtype(input, last), rounding, last, nodes)
 
     def _check(self, input: Node, last: Node, nodes: frozenset[Node]) -> None:
         require(order_in_memory(value(last), 1))
@@ -107,7 +107,7 @@ class _Search(Search):
             return torch.float64
         return torch.promote_types(value(input).dtype, value(last).dtype)
 
-    def _casting_mode(self, input: Node, normalized: Node, last: Node) -> CastingMode | None:
+    def _rounding(self, input: Node, normalized: Node, last: Node) -> Rounding | None:
         # Casts above are of the input or of the weight, to a dtype that holds them; a sum with the weight may round.
         calls = {node: call_of(node) for node in (*self.inner, *self._bypassed)}
         rounded = {
@@ -121,7 +121,7 @@ class _Search(Search):
             return call is not None and call.name == "cast"
 
         if not rounded or (rounded == {last} and is_cast(last)):
-            return "gemma"
+            return "once"
         weighted = {*self.inner[self.inner.index(normalized) + 1 :]}
         has_one_dtype = self._dtype(input, last) == value(input).dtype == value(normalized).dtype == value(last).dtype
         is_llama = has_one_dtype and weighted and is_cast(normalized) and rounded <= {normalized, *weighted}

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from normops._operators import by_name
-from normops.inductor import Rounding
+from normops.inductor import ModelRounding
 from normops.inductor.calls import DTYPES, HALVES, call_of, called, is_contiguous, is_equal, length, other_call_of
 from normops.inductor.effects import IS_RECORDED, subgraphs
 from normops.inductor.search import (
@@ -35,7 +35,7 @@ class _Modulation(NamedTuple):
     """It, the norm, and those between."""
 
 
-def join_modulations(graph: Graph, rounding: Rounding) -> None:
+def join_modulations(graph: Graph, rounding: ModelRounding) -> None:
     """Makes one operator of each norm and the product and the sum that alone use its result, also in bodies.
 
     The factor becomes a weight and the summand a bias: ``norm(x) * (1 + scale) + shift``, ``x + gate * norm(branch)``.
@@ -55,7 +55,7 @@ def join_modulations(graph: Graph, rounding: Rounding) -> None:
 class _Search(Search):
     """Reads the graph from a norm down."""
 
-    def __init__(self, norm: Node, rounding: Rounding) -> None:
+    def __init__(self, norm: Node, rounding: ModelRounding) -> None:
         super().__init__()
         self._norm, self._y = norm, value(norm)
         self._arguments = by_name(_NORM, norm.args, norm.kwargs)
@@ -83,7 +83,7 @@ class _Search(Search):
             if found.bias is not None:
                 arguments["bias"] = found.bias
             if self._rounds_as_before:
-                arguments["casting_mode"] = "llama"
+                arguments["rounding"] = "llama"
             result = graph.call_function(_NORM, (), arguments)
         result.meta |= {**last.meta, IS_RECORDED: value(last).requires_grad}
         last.replace_all_uses_with(result)
@@ -140,7 +140,7 @@ class _Search(Search):
 
     def _as_bias(self, node: Any) -> Node:
         self._broadcast(node)
-        rounds_product = self._weight is None or self._arguments.get("casting_mode") == "llama"
+        rounds_product = self._weight is None or self._arguments.get("rounding") == "llama"
         require(rounds_product or not self._rounds_as_before)
         return node
 

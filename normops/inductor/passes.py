@@ -12,8 +12,8 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 
-from normops.functional import CastingMode
-from normops.inductor import Rounding, inductor_options
+from normops.functional import Rounding
+from normops.inductor import ModelRounding, inductor_options
 from normops.inductor.activations import join_activations
 from normops.inductor.calls import (
     DTYPES,
@@ -56,7 +56,7 @@ _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass
 class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
     """A pass of ours, which first runs the pass that others have put in its place, if any."""
 
-    def __init__(self, *before: Any, rounding: Rounding = "once") -> None:
+    def __init__(self, *before: Any, rounding: ModelRounding = "once") -> None:
         self.before = before
         self.rounding = rounding
 
@@ -123,7 +123,7 @@ _PASSES = {"pre_grad_custom_pass": BeforeAutograd, "post_grad_custom_pre_pass": 
 _RECOMPUTE = "joint_custom_post_pass"
 
 
-def passes_after(options: Mapping[str, Any], rounding: Rounding, recomputes: bool) -> dict[str, Any]:
+def passes_after(options: Mapping[str, Any], rounding: ModelRounding, recomputes: bool) -> dict[str, Any]:
     """The options that name our passes, which run after those of other options, or else of Inductor's config."""
     passes: dict[str, type[_Pass]] = dict(_PASSES)
     if recomputes or is_recomputing(options):
@@ -144,7 +144,7 @@ def _without_ours(passes: Any) -> list[Any]:
     return [each for given in passes for each in (given.before if isinstance(given, _Pass) else (given,))]
 
 
-def replace_norms(graph: Graph, rounding: Rounding) -> None:
+def replace_norms(graph: Graph, rounding: ModelRounding) -> None:
     """Replaces torch's own norms and those written by hand, also in the bodies of higher-order operators."""
     for node in list(graph.nodes):
         for body in subgraphs(node):
@@ -155,16 +155,14 @@ def replace_norms(graph: Graph, rounding: Rounding) -> None:
         elif node.users and (match := match_norm(node)) is not None:
             x = value_of(match.input)
             assert x is not None
-            casting_mode = match.casting_mode if rounding == "original" else "gemma"
-            if x.device.type not in ("cpu", "cuda") or casting_mode is None or _is_written_as_view(match.last, 1):
+            of_norm = match.rounding if rounding == "original" else "once"
+            if x.device.type not in ("cpu", "cuda") or of_norm is None or _is_written_as_view(match.last, 1):
                 continue
             size = x.shape[-1]
             with graph.inserting_before(match.last):
                 shape = [size if isinstance(size, int) else graph.call_method("size", (match.input, -1))]
             weight, weight_offset = match.weight or (None, 0.0)
-            _compute_instead(
-                match.last, match.input, match.dtype, shape, weight, match.eps, weight_offset, casting_mode
-            )
+            _compute_instead(match.last, match.input, match.dtype, shape, weight, match.eps, weight_offset, of_norm)
             for inner in sorted(match.nodes, reverse=True):
                 if not inner.users:
                     graph.erase_node(inner)
@@ -224,7 +222,7 @@ def _replace_norm_of_torch(node: Node) -> None:
     number = specialized(eps)
     if eps is None or (number is not None and math.isfinite(number)):
         dtype = torch.promote_types(x.dtype, y.dtype)
-        _compute_instead(node, input, dtype, shape, weight, number, 0.0, "gemma")
+        _compute_instead(node, input, dtype, shape, weight, number, 0.0, "once")
         node.graph.erase_node(node)
 
 
@@ -243,7 +241,7 @@ def _compute_instead(
     weight: Node | None,
     eps: float | None,
     weight_offset: float,
-    casting_mode: CastingMode,
+    rounding: Rounding,
 ) -> None:
     """Puts normops in the place of a node. It computes in ``dtype``, and its result has the strides of the node's."""
     x, y, graph = value_of(input), value_of(node), node.graph
@@ -258,7 +256,7 @@ def _compute_instead(
         if is_permuted:
             input = called("permute", input, order)
         arguments = (input, normalized_shape, weight, eps)
-        options: dict[str, Any] = {"weight_offset": weight_offset, "casting_mode": casting_mode}
+        options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding}
         result = graph.call_function(_normops.rms_norm.default, arguments, options)
         x = input.meta["example_value"]
         result.meta |= {IS_RECORDED: y.requires_grad, "example_value": x.new_empty(x.shape)}

@@ -67,7 +67,7 @@ def _normalize_sum_again(norm: Node, backward: set[Node]) -> None:
         return
     options = by_name(_normops.add_rms_norm.default, norm.args, norm.kwargs)
     arguments = total, options["normalized_shape"], options.get("weight"), options.get("eps")
-    options = {name: value for name, value in options.items() if name in ("weight_offset", "casting_mode")}
+    options = {name: value for name, value in options.items() if name in ("weight_offset", "rounding")}
     with norm.graph.inserting_after(max(output, total)):
         again = norm.graph.call_function(_normops.rms_norm.default, arguments, options)
     again.meta |= output.meta

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from normops._operators import by_name
-from normops.inductor import Rounding
+from normops.inductor import ModelRounding
 from normops.inductor.calls import HALVES, have_one_shape, is_contiguous, number
 
 _aten, _normops = torch.ops.aten, torch.ops.normops
@@ -27,7 +27,7 @@ class _Sum(NamedTuple):
     """The node of ``alpha * input``, which is rounded by itself; None, if that is a part of the addition."""
 
 
-def fuse_additions(graph: Graph, rounding: Rounding) -> None:
+def fuse_additions(graph: Graph, rounding: ModelRounding) -> None:
     """Makes one operator of a sum with a residual and its norm, and one of a backward and what is added to its result.
 
     With ``rounding="original"`` none whose 16-bit results would be others. A model rounds the gradient that a norm
@@ -40,7 +40,7 @@ def fuse_additions(graph: Graph, rounding: Rounding) -> None:
             _fuse_backward(node, rounding)
 
 
-def _fuse_forward(norm: Node, rounding: Rounding) -> None:
+def _fuse_forward(norm: Node, rounding: ModelRounding) -> None:
     found = _sum_of(norm.args[0])
     arguments = by_name(_normops.rms_norm.default, norm.args, norm.kwargs)
     options = None if found is None else _options_of(found, arguments, rounding)
@@ -92,17 +92,17 @@ def _scaled(product: Any, user: Node) -> tuple[Node, float] | None:
     return None
 
 
-def _options_of(found: _Sum, norm: Mapping[str, Any], rounding: Rounding) -> dict[str, Any] | None:
+def _options_of(found: _Sum, norm: Mapping[str, Any], rounding: ModelRounding) -> dict[str, Any] | None:
     """What a scaled sum takes besides; None, if the operator would not round the product as it should."""
     options: dict[str, Any] = {}
     if found.alpha == 1.0:
         return options
-    casts = norm.get("casting_mode") == "llama"
+    casts = norm.get("rounding") == "llama"
     if rounding == "original":
         if found.product is None:  # whether torch.add rounds it by itself depends on the device
             return None
         if found.add.meta["val"].dtype not in HALVES:
-            options["casting_mode"] = "llama"  # the norm itself casts to 16 bits only
+            options["rounding"] = "llama"  # the norm itself casts to 16 bits only
         elif not casts:
             return None
     elif casts and found.product is None:
@@ -110,7 +110,7 @@ def _options_of(found: _Sum, norm: Mapping[str, Any], rounding: Rounding) -> dic
     return {**options, "alpha": found.alpha}
 
 
-def _fuse_backward(backward: Node, rounding: Rounding) -> None:
+def _fuse_backward(backward: Node, rounding: ModelRounding) -> None:
     grads: dict[Any, Node] = {grad.args[1]: grad for grad in backward.users}
     arguments = by_name(_normops.rms_norm_backward.default, backward.args, backward.kwargs)
     if arguments.get("grad_residual") is not None or 0 not in grads or len(grads[0].users) != 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from normops._operators import by_name
-from normops.inductor import Rounding
+from normops.inductor import ModelRounding
 from normops.inductor.calls import (
     HALVES,
     applied,
@@ -69,7 +69,7 @@ class _Rotation(NamedTuple):
     nodes: frozenset[Node]
 
 
-def join_rotations(graph: Graph, rounding: Rounding) -> None:
+def join_rotations(graph: Graph, rounding: ModelRounding) -> None:
     """Makes one operator of each norm and the rotation that alone uses its result, also in bodies.
 
     A model rounds what it rotates several times to 16 bits, in no order that the operator has.
@@ -285,7 +285,7 @@ def _join(rotation: _Rotation) -> None:
             arguments[name] = _permuted(_viewed(table, views), order)
         flags = {
             "weight_offset": arguments.get("weight_offset", 0.0),
-            "casting_mode": arguments.get("casting_mode", "gemma"),
+            "rounding": arguments.get("rounding", "once"),
             "interleaved": rotation.interleaved,
             "rotary_dim": rotation.rotary_dim,
             "rotary_offset": rotation.rotary_offset,

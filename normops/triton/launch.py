@@ -63,19 +63,19 @@ class Rotation(NamedTuple):
     pairs: int
 
 
-class Casting(NamedTuple):
-    """Which results are rounded to the dtype of the output, or of its gradient, on the way: csrc/casting.h."""
+class Rounding(NamedTuple):
+    """Which results are rounded to the dtype of the output, or of its gradient, on the way: csrc/rounding.h."""
 
     normalized: bool
     multiplied: bool
 
 
-def casting_constants(casting: Casting, output: Rows | NestedRows, compute: tl.dtype) -> dict[str, tl.dtype]:
+def rounding_constants(rounding: Rounding, output: Rows | NestedRows, compute: tl.dtype) -> dict[str, tl.dtype]:
     """The types that they are cast to, as kernels take them: the one computed in changes nothing."""
     dtype = _TYPES[output.tensor.dtype]
     return {
-        "normalized": dtype if casting.normalized else compute,
-        "multiplied": dtype if casting.multiplied else compute,
+        "normalized": dtype if rounding.normalized else compute,
+        "multiplied": dtype if rounding.multiplied else compute,
     }
 
 

@@ -8,15 +8,15 @@ from torch import Tensor
 from normops.triton.backward_rows import backward_kernel
 from normops.triton.forward_rows import forward_kernel
 from normops.triton.launch import (
-    Casting,
+    Rounding,
     Rows,
     arguments,
-    casting_constants,
     compute_type,
     is_overwritten,
     make_partials,
     named_arguments,
     options,
+    rounding_constants,
 )
 from normops.triton.launch_config import backward_config, backward_programs, forward_config, gated_config
 
@@ -33,7 +33,7 @@ def launch_forward(
     weight: Tensor | None = None,
     weight_offset: float,
     eps: float,
-    casting: Casting,
+    rounding: Rounding,
     groups: int,
     rows: int,
     cols: int,
@@ -51,13 +51,13 @@ def launch_forward(
     config = (forward_config if gate is None else gated_config)(cols, compute.primitive_bitwidth // 8)
     rest: dict[str, Any] = {}
     if residual is not None:
-        rest |= {"alpha": alpha, "fuses": not casting.multiplied}
+        rest |= {"alpha": alpha, "fuses": not rounding.multiplied}
     if gate is not None:
         rest |= {"activation": activation, "norm_before_gate": norm_before_gate}
     forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
         *arguments(input), *arguments(residual), *arguments(output), *arguments(residual_out),
         weight, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, output or input, compute),
+        weight_offset=weight_offset, eps=eps, compute=compute, **rounding_constants(rounding, output or input, compute),
         overwrites_weight=is_overwritten(weight, output, residual_out),
         **named_arguments(gate=gate, bias=bias, square_sum=square_sum), size=size, **rest,
         **options(config, input.tensor.device),
@@ -78,7 +78,7 @@ def launch_backward(
     weight: Tensor | None = None,
     weight_offset: float,
     eps: float,
-    casting: Casting,
+    rounding: Rounding,
     groups: int,
     rows: int,
     cols: int,
@@ -94,7 +94,7 @@ def launch_backward(
     backward_kernel[programs,](
         *arguments(grad_output), *arguments(input), *arguments(grad_residual), *arguments(grad_input),
         weight, partials, groups, rows, cols,
-        weight_offset=weight_offset, eps=eps, compute=compute, **casting_constants(casting, grad_output, compute),
+        weight_offset=weight_offset, eps=eps, compute=compute, **rounding_constants(rounding, grad_output, compute),
         overwrites_weight=is_overwritten(weight, grad_input, grad_gate),
         **named_arguments(gate=gate, dgate=grad_gate, square_sum=square_sum, dot=dot), size=size,
         activation=activation, norm_before_gate=norm_before_gate,

@@ -11,10 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from normops.triton.launch import (
-    Casting,
     NestedRows,
     Rotation,
-    casting_constants,
+    Rounding,
     compute_type,
     index_type,
     is_overwritten,
@@ -23,6 +22,7 @@ from normops.triton.launch import (
     options,
     rotation_arguments,
     rotation_constants,
+    rounding_constants,
 )
 from normops.triton.launch_config import backward_programs, rope_config
 from normops.triton.row import (
@@ -377,7 +377,7 @@ def launch_rope_forward(
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
-    casting: Casting,
+    rounding: Rounding,
     groups: int,
     rows: int,
     cols: int,
@@ -388,7 +388,7 @@ def launch_rope_forward(
     rope_forward_kernel[groups * triton.cdiv(rows // groups, config.block_rows),](
         *nested_arguments(input), *nested_arguments(output), *rotation_arguments(rotation), weight, groups, rows,
         **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
-        compute=compute, index=index_type(rows), **casting_constants(casting, output, compute),
+        compute=compute, index=index_type(rows), **rounding_constants(rounding, output, compute),
         rest_parts=rest_parts, **options(config, input.tensor.device),
     )  # fmt: skip
 
@@ -403,7 +403,7 @@ def launch_rope_backward(
     weight: Tensor | None,
     weight_offset: float,
     eps: float,
-    casting: Casting,
+    rounding: Rounding,
     groups: int,
     rows: int,
     cols: int,
@@ -417,7 +417,7 @@ def launch_rope_backward(
         *nested_arguments(grad_output), *nested_arguments(input), *nested_arguments(grad_input),
         *rotation_arguments(rotation), weight, partials, groups, rows,
         **rotation_constants(rotation), cols=cols, weight_offset=weight_offset, eps=eps,
-        compute=compute, index=index_type(rows), **casting_constants(casting, grad_output, compute),
+        compute=compute, index=index_type(rows), **rounding_constants(rounding, grad_output, compute),
         overwrites_weight=is_overwritten(weight, grad_input), rest_parts=rest_parts,
         **options(config, input.tensor.device),
     )  # fmt: skip

@@ -87,7 +87,7 @@ def factors_of(squares, dots, cols, eps: tl.constexpr, compute: tl.constexpr):
     return rstd, rstd * rstd * rstd * (dots / tl.cast(cols, compute))
 
 
-# A casting mode may round on the way to two types; else these are the type computed in, and nothing is rounded.
+# A rounding mode may round on the way to two types; else these are the type computed in, and nothing is rounded.
 # `normalized` is the dtype that h * rstd, and the gradient of it, are rounded to.
 @triton.jit
 def apply_scale(h, rstd, scale, normalized: tl.constexpr):
