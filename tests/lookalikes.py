@@ -469,9 +469,22 @@ def rms_norm2d(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 lookalikes(
     None,
     channels=lambda self, x: rms_norm2d(x, self.weight, self.eps),
+    channels_by_subscript=lambda self, x: (
+        x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps) * self.weight[:, None, None]
+    ),
+    channels_by_ellipsis=lambda self, x: rms_norm2d(x, None, self.eps) * self.weight[None, ..., None, None],
+    channels_by_unsqueeze=lambda self, x: rms_norm2d(x, None, self.eps) * self.weight.unsqueeze(-1).unsqueeze(-1),
     sum_over_channels=lambda self, x: x / (x.square().sum(-3, True) / x.shape[1]).sqrt() * self.weight.view(-1, 1, 1),
 )
 lookalikes(None, base=Weightless, channels_alone=lambda self, x: rms_norm2d(x, None, self.eps))
+lookalikes(
+    None,  # along the channels of [N, C, L] alone
+    channels_of_sequences=lambda self, x: rms_norm2d(x, None, self.eps) * self.weight[:, None],
+)
+lookalikes(
+    "calls getitem",
+    channels_in_steps=lambda self, x: rms_norm2d(x, None, self.eps) * self.weight[::1, None, None],
+)
 lookalikes(  # these do not normalize over channels alone
     "returns something else than a tensor of its input's shape",
     sum_over_pixels=lambda self, x: (

@@ -53,7 +53,8 @@ def _as_rows(run: Run) -> Run:
     graph, nodes = Graph(), dict[Node, Node]()
     for node in run.graph.nodes:
         nodes[node] = new = graph.node_copy(node, nodes.__getitem__)
-        new.meta["example_value"] = _moved(node.meta["example_value"], shape)
+        is_reshaped = bool(node.users) and all(map(is_reshape, node.users))
+        new.meta["example_value"] = _moved(node.meta["example_value"], shape, is_reshaped)
         call = call_of(node)
         if call is not None and call.name in ("mean", "sum"):
             input, dim, keepdim = call.arguments
@@ -82,12 +83,17 @@ def _check_channels(dim: Any, input: Node, shape: torch.Size) -> None:
         raise Unfit(f"normalizes over dimension {dim}")
 
 
-def _moved(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """A tensor of the graph in the new order, a parameter or what is made of one as ``[C]``."""
+def _moved(tensor: Tensor, shape: torch.Size, is_reshaped: bool) -> Tensor:
+    """Returns a tensor of the graph in the new order; a parameter, or a result of parameters alone, as ``[C]``.
+
+    The position of the channels counts where the tensor broadcasts, not if it is only reshaped.
+    """
     if tensor.dim() == len(shape) and tensor.shape[0] == shape[0]:
         return tensor.movedim(1, -1).contiguous()
     of_channels = tensor.numel() == shape[1] and tensor.dim() < len(shape) + 1
-    if not of_channels or (tensor.dim() > 1 and tensor.shape[1 - len(shape)] != shape[1]):
+    position = tensor.dim() + 1 - len(shape)
+    is_along = tensor.dim() == 1 or is_reshaped or (position >= 0 and tensor.shape[position] == shape[1])
+    if not of_channels or not is_along:
         raise Unfit("computes something else than a norm over its channels")
     return tensor.flatten()
 

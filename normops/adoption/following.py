@@ -291,10 +291,10 @@ class Following:
         return self.computed(function, (a, b))
 
     def item(self, value: Any, index: Any) -> Any:
-        """What a subscript of a value comes to."""
-        if isinstance(value, Tensor):
-            return refuse("calls getitem, which is no part of an RMSNorm")
+        """Returns the value of a subscript."""
         index = self.plain(index)
+        if isinstance(value, Tensor):
+            return self._with_dimensions(value, index)
         if value is _table():
             return self._activation(value, index)
         if type(value) not in (tuple, list, str):
@@ -303,6 +303,21 @@ class Following:
             return value[index]
         except Exception as error:
             raise Raises(str(error)) from error
+
+    def _with_dimensions(self, tensor: Tensor, index: Any) -> Any:
+        """Returns a tensor whose subscript adds dimensions, as in ``weight[:, None, None]``: by ``unsqueeze``."""
+        items = index if type(index) is tuple else (index,)
+        kept = tensor.dim() - sum(type(each) is slice for each in items)  # by an ellipsis
+        is_known = all(each is None or each is ... or (type(each) is slice and each == slice(None)) for each in items)
+        if not is_known or None not in items or items.count(...) > 1:
+            refuse("calls getitem, which is no part of an RMSNorm")
+        self.guards.note(Tensor, "__getitem__", Tensor.__getitem__)
+        dim = 0
+        for each in items:
+            if each is None:
+                tensor = self.operation("unsqueeze", "unsqueeze", (tensor, dim), {})
+            dim += kept if each is ... else 1
+        return tensor
 
     def _activation(self, table: Any, key: Any) -> MethodType:
         """The forward of a module of a table of transformers', which makes a new one each time; without attributes."""
