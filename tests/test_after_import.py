@@ -95,5 +95,5 @@ def test_an_import_that_fails_is_a_warning() -> None:
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    import torch.distributed.tensor\n"
         "(text,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]\n"
-        "assert text.startswith('expected to import normops.sharding after torch.distributed.tensor, but got')"
+        "assert text.startswith('normops works without DTensor, which torch 2.')"
     )
