@@ -49,7 +49,9 @@ def test_the_results_replace_the_inputs(
             arguments = case.arguments(device)
             replaced = [arguments[name] for name in operator.replaced]
             returned = call(**arguments)
-            assert returned is (replaced[0] if len(replaced) == 1 else None)
+            # The dispatcher cannot box an operator that returns several of its arguments.
+            results = replaced if returned is None and call is operator.inplace else operator.results(returned)
+            assert all(result is tensor for result, tensor in zip(results, replaced, strict=True))
             assert_same_bits(replaced, expected)
 
 
