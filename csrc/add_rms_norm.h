@@ -1,5 +1,5 @@
-// The operator add_rms_norm, of the sum of residual and alpha times input. Its backward is rms_norm_backward, with the
-// sum as input and the gradient of residual_out as grad_residual.
+// The operator add_rms_norm normalizes residual + alpha * input. Its backward is rms_norm_backward, with this sum as
+// input and the gradient of residual_out as grad_residual.
 #pragma once
 #include "operator.h"
 

@@ -1,5 +1,5 @@
-// The part of autograd that stays on in inference mode: counting writes into tensors, by which a backward notices that
-// what it saved has changed since.
+// Bumps the version counters of written tensors, also in inference mode. A backward compares them to detect that a
+// saved tensor was modified.
 #include "operators.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -1,4 +1,4 @@
-// The operators of a backend that has kernels of its own: what to check and to allocate around them.
+// The operators of a backend with kernels: checks the arguments and allocates the outputs before each launch.
 #pragma once
 #include <algorithm>
 
@@ -7,12 +7,12 @@
 
 namespace normops {
 
-// Backend has, besides
-//   Guard, made of the input's device and kept while kernels are launched, and
-//   empty_contiguous(like),
-//   supports(arguments), whether it has kernels for them; else the definition serves, and
-// for each operator, on arguments that passed the check and have elements, where some output is wanted,
-//   launch(arguments, outputs)
+// Backend provides
+//   Guard                       constructed from the input's device, kept while kernels are launched
+//   empty_contiguous(like)      allocates an output
+//   supports(arguments)         for operators with a bias: whether it has kernels; if not, the fallback runs
+//   launch(arguments, outputs)  launches an operator's kernels. The arguments passed the check, the input has elements,
+//                               and at least one output is wanted.
 template <class Backend>
 struct BackendKernels {
   template <class Operator>

@@ -1,16 +1,16 @@
 // The operators channel_rms_norm and channel_rms_norm_backward: rms_norm over one dimension, for example the channels
-// of [N, C, H, W], and an activation behind it.
+// of [N, C, H, W], followed by an activation.
 #pragma once
 #include "operator.h"
 
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
-// The name of no activation.
+// The activation that changes nothing.
 constexpr std::string_view kNoActivation = "identity";
 
-// `dim` counts from the end, so that a dimension in front, as vmap's, does not change it. weight and bias have the
-// shape [C], or dimensions before it that broadcast to those of input with `dim` moved behind the others.
+// `dim` is negative, so that a leading batch dimension, such as vmap's, does not change it. weight and bias have shape
+// [..., C]. Their leading dimensions broadcast to those of input with `dim` moved to the end.
 void check_channels(const char* op, const Tensor& input, const Norm& norm, const OptionalTensor& bias, int64_t dim,
                     std::string_view activation);
 

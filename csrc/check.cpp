@@ -13,7 +13,7 @@
 namespace normops {
 namespace {
 
-// torch 2.11 returns strings, later versions views of them.
+// getDtypeNames returns strings in torch 2.11, and string views in later versions.
 std::string dtype_name(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 std::string dtype_name(const Tensor& tensor) { return dtype_name(tensor.scalar_type()); }
 
@@ -29,7 +29,7 @@ void check_equal(c10::SymIntArrayRef sizes, c10::SymIntArrayRef expected, const 
   TORCH_CHECK(sizes.size() == expected.size(), message());
   for (size_t d = 0; d < sizes.size(); d++) {
     const auto size = sizes[d].maybe_as_int(), expected_size = expected[d].maybe_as_int();
-    if (size.has_value() && expected_size.has_value()) {  // not for a symbol to say: that would take longer
+    if (size.has_value() && expected_size.has_value()) {  // faster than a symbolic comparison
       TORCH_CHECK(*size == *expected_size, message());
     } else {
       TORCH_SYM_CHECK(sizes[d].sym_eq(expected[d]), message());
@@ -43,7 +43,7 @@ void check_shape(const char* op, const char* name, const Tensor& tensor, c10::Sy
   });
 }
 
-// `or_else` says for the message which other dtypes are welcome, `is_else` whether the tensor has one of them.
+// `or_else` names other accepted dtypes in the message. `is_else` is true if the tensor has one of them.
 void check_dtype(const char* op, const char* name, const Tensor& tensor, const Named& other, const char* or_else = "",
                  bool is_else = false) {
   check_tensor(op, name, tensor);
@@ -127,7 +127,7 @@ Activation parse_activation(const char* op, std::string_view name) {
 
 namespace {
 
-// The arguments of a norm of rows whose dimensions, and those before them, have these sizes.
+// Checks weight, eps and rounding of a norm. `sizes` are the input's, with the normalized dimensions last.
 void check_parameters(const char* op, c10::SymIntArrayRef sizes, const Norm& norm) {
   const auto& [normalized_shape, weight, eps, weight_offset, rounding] = norm;
   if (is_given(weight)) check_broadcast(op, "weight", *weight, sizes, normalized_shape);

@@ -1,6 +1,6 @@
-// What the operators' checks are made of. Every check throws c10::Error (a RuntimeError in Python) with a message that
-// names the argument, what was expected and what came; `op` is the operator's name, `name` the argument's. All but
-// those on overlap hold for symbolic sizes and fake tensors too.
+// Building blocks of the operators' checks. Each throws c10::Error (a RuntimeError in Python) with a message that names
+// the argument, the expected and the actual value. `op` is the operator's name, `name` the argument's. All except the
+// checks of overlap support symbolic sizes and fake tensors.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -14,14 +14,14 @@ using OptionalTensor = std::optional<Tensor>;  // a schema's `Tensor?`
 
 inline bool is_given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
-// Tensors are lent where they can be: counting a reference to one costs a call as much as checking it.
+// Returns a reference, as counting references to a tensor costs a call as much as checking it.
 inline const Tensor& value_or_undefined(const OptionalTensor& tensor) {
   static const Tensor undefined;
   return tensor.has_value() ? *tensor : undefined;
 }
 const Tensor& value_or_undefined(OptionalTensor&&) = delete;
 
-// Python's None is an undefined tensor, for which the dispatcher has no message.
+// Rejects an undefined tensor, which None becomes. The dispatcher has no message for it.
 void check_given(const char* op, const char* name, const Tensor& tensor);
 
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
@@ -29,40 +29,40 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
 struct Norm;  // operator.h
 class OutputSpec;
 
-// input, and which of its dimensions are normalized.
+// Checks input, and that normalized_shape is its last dimensions.
 void check_input(const char* op, const Tensor& input, c10::SymIntArrayRef normalized_shape);
 
-// input and what all norms have.
+// Checks input and the arguments that all norms share.
 void check_norm(const char* op, const Tensor& input, const Norm& norm);
 
-// A tensor of any dtype whose last dimensions are the normalized ones; those before them broadcast to input's, which
-// has these sizes.
+// Checks a tensor of any dtype and of shape [..., *normalized_shape]. Its leading dimensions broadcast to those of the
+// input, which has the sizes `of_input`.
 void check_broadcast(const char* op, const char* name, const Tensor& tensor, c10::SymIntArrayRef of_input,
                      c10::SymIntArrayRef normalized_shape);
 
-// Whether a size is 1 or `expected`, which a symbol may have to say.
+// Returns whether a size is 1 or `expected`. Symbolic sizes record a guard or a runtime assertion.
 bool is_broadcast(const c10::SymInt& size, const c10::SymInt& expected);
 
-// A tensor that has to look like `input`.
+// Checks that a tensor has the dtype and the shape of input.
 void check_like_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
-// The same, but with float32 as input's dtype it may have 16 bits.
+// The same, but the tensor may have 16 bits if input is float32.
 void check_narrower_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
-// A tensor that has to look like `input`, but may be float32 if input has 16 bits.
+// Like check_like_input, but the tensor may be float32 if input has 16 bits.
 void check_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
-// The same of a tensor that may have any shape.
+// The same for a tensor of any shape.
 void check_wider_dtype(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
-// A tensor that has to look like `input`, but one of the two may be float32 beside 16 bits of the other.
+// Like check_like_input, but either of the two tensors may be float32 if the other has 16 bits.
 void check_narrower_or_wider_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input);
 
-// One number for each row of input, in the dtype that it is computed in.
+// Checks a tensor with one number for each row, in the compute dtype of input.
 void check_numbers_of_rows(const char* op, const char* name, const Tensor& tensor, const Tensor& input,
                            size_t normalized_dims);
 
-// How many elements a whole row has, of which normalized_shape may be a part.
+// Checks the number of elements of a whole row, of which normalized_shape may be a part.
 void check_row_size(const char* op, const c10::SymInt& size, c10::SymIntArrayRef normalized_shape);
 
 struct Named {
@@ -70,16 +70,16 @@ struct Named {
   const Tensor* tensor;  // may be undefined
 };
 
-// A tensor that has to have the dtype and the shape of another argument.
+// Checks that a tensor has the dtype and the shape of another argument.
 void check_like(const char* op, const char* name, const Tensor& tensor, const Named& other);
 
-// What is written to: it must look like `result`, with memory for each of its elements.
+// Checks a tensor to write to: it has the device, dtype and shape of `result`, and is not expanded.
 void check_out(const char* op, const Named& out, const OutputSpec& result);
 
-// It may share memory with an input only by being that input.
+// Checks that `out` either aliases an input exactly or shares no memory with it.
 void check_overlaps(const char* op, const Named& out, c10::ArrayRef<Named> inputs);
 
-// Two outputs of one call.
+// Checks that `out` shares no memory with another argument.
 void check_disjoint(const char* op, const Named& out, const Named& other_out);
 
 }  // namespace normops

@@ -1,4 +1,4 @@
-// The element types of normops: this is the only list of them. No torch header, so that kernels can include it.
+// The element types of normops, listed only here. Includes no torch header, so that kernels can include it.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -41,8 +41,8 @@ constexpr decltype(auto) dispatch(DType dtype, Function&& function) {
 template <class T>
 using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Calls `function.template operator()<T, R>()` for a pair of dtypes that may meet in one operator: the same, or 16 bits
-// beside float32.
+// Calls `function.template operator()<T, R>()` for a pair of dtypes that operators can combine: equal ones, or 16 bits
+// with float32.
 template <class Function>
 constexpr decltype(auto) dispatch_pair(DType dtype, DType wider_dtype, Function&& function) {
   return dispatch(dtype, [&]<class T>() -> decltype(auto) {
@@ -53,8 +53,8 @@ constexpr decltype(auto) dispatch_pair(DType dtype, DType wider_dtype, Function&
   });
 }
 
-// Calls `function.template operator()<W>()` with the C++ type of `dtype`, one that may be beside T: T itself, or 16
-// bits and float32 beside each other.
+// Calls `function.template operator()<W>()` with the C++ type of `dtype`, which can be combined with T: T itself,
+// float32 if T has 16 bits, or 16 bits if T is float32.
 template <class T, class Function>
 constexpr decltype(auto) dispatch_beside(DType dtype, Function&& function) {
   if constexpr (sizeof(T) == 2) {

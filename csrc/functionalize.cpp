@@ -1,5 +1,5 @@
-// How operators trace that write into given tensors: as the functional operator followed by a copy into these, so that
-// a compiled graph holds the same operators whichever overload the program called.
+// Functionalizes the .out and in-place overloads: calls the functional operator and copies its outputs to the targets.
+// So a compiled graph contains the same operators for all overloads.
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 

@@ -5,7 +5,7 @@
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
-// The activation of this name; throws, as the checks do, if there is none.
+// Returns the activation of this name. Throws c10::Error if the name is unknown.
 Activation parse_activation(const char* op, std::string_view name);
 
 struct GatedRmsNorm {

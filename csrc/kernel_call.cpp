@@ -6,7 +6,7 @@
 namespace normops {
 namespace {
 
-// The dimensions of the rows, those first over which the weight broadcasts: so row r is of group r % groups.
+// Orders the dimensions of rows, those first that the weight broadcasts over: then row r belongs to group r % groups.
 c10::DimVector dims_by_group(const Tensor& input, const Tensor& weight, int64_t row_dims) {
   const int64_t missing = input.dim() - weight.dim();
   c10::DimVector order(row_dims);
@@ -30,7 +30,7 @@ Call::Call(const Tensor& input, const Norm& norm, int max_dims, bool by_groups)
   group_by(*norm.weight);
 }
 
-// Leaves a weight that is as large as the input where it is, and makes groups of a bias whose gradient is wanted.
+// Passes a full-size weight as a gate. Without a weight, groups rows by the bias if its gradient is wanted.
 void Call::modulate(const Norm& norm, const Tensor& last_output) {
   weight_has_all_rows_ = !by_groups_ && has_all_rows(norm, input_);
   if (weight_has_all_rows_) weight.groups = 1, order_.clear(), gating.norm_before_gate = true;
@@ -38,13 +38,13 @@ void Call::modulate(const Norm& norm, const Tensor& last_output) {
 }
 
 void Call::group_by(const Tensor& tensor) {
-  if (tensor.dim() == static_cast<int64_t>(normalized_dims_)) return;  // the most common, without allocations
+  if (tensor.dim() == static_cast<int64_t>(normalized_dims_)) return;  // the common case, without allocations
   weight.groups = tensor.numel() / cols;
   order_ = dims_by_group(input_, tensor, input_.dim() - static_cast<int64_t>(normalized_dims_));
   if (std::is_sorted(order_.begin(), order_.end())) order_.clear();
 }
 
-// Where the dimensions of rows are not in that order, a view in which they are.
+// Returns a view with the rows ordered by group.
 Tensor Call::by_group(const Tensor& rows) const {
   if (!is_permuted()) return rows;
   c10::DimVector order = order_;
@@ -52,7 +52,7 @@ Tensor Call::by_group(const Tensor& rows) const {
   return rows.permute(order);
 }
 
-// How many of the last dimensions are a row.
+// Returns the number of trailing dimensions that form a row.
 size_t Call::dims_of(TensorIndex index) const { return index == kSquareSum || index == kDot ? 0 : normalized_dims_; }
 
 void Call::add_input(TensorIndex index, const Tensor& tensor) {
@@ -81,7 +81,7 @@ void Call::add_weight(const Tensor& tensor) {
   }
 }
 
-// A tensor that broadcasts over the rows of the input, as rows.
+// Adds a tensor that broadcasts over the rows of the input, with one row for each of them.
 void Call::add_modulation(TensorIndex index, const Tensor& tensor) {
   Tensor expanded = by_group(tensor.expand(input_.sizes()));
   if (!may_be_beside(dtype_of(input_), dtype_of(expanded))) {
@@ -103,7 +103,7 @@ void Call::set(TensorIndex index, Rows rows) {
   tensors[index] = &rows_[index]->arg;
 }
 
-// The rows of cos and sin broadcast over those of the input, and lie alike.
+// Broadcasts the rows of cos and sin over those of the input, and makes their strides equal.
 void Call::rotate(const Tensor& input, const Tensor& cos, const Tensor& sin, const Rope& rope) {
   c10::DimVector sizes(input.sizes());
   sizes.back() = cos.size(-1);

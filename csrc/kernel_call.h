@@ -1,4 +1,4 @@
-// How the launchers of every device lay out a call of an operator for its kernels.
+// Converts the arguments of an operator to KernelArgs, for the launchers of all devices.
 #pragma once
 #include <list>
 
@@ -9,13 +9,13 @@
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
-// Whether the weight has a row for each of the input's. Kernels that do not go by groups read it as a gate.
+// Returns whether the weight has a row for each row of the input. Kernels without groups read it as a gate.
 inline bool has_all_rows(const Norm& norm, const Tensor& input) {
   return is_given(norm.weight) && norm.weight->numel() == input.numel() &&
          norm.weight->dim() > static_cast<int64_t>(norm.dims());
 }
 
-// A call as kernels take it. Keeps the memory of its tensors; the operator's arguments are lent.
+// The kernel arguments of a call. Owns the temporaries that it creates, and borrows the operator's arguments.
 class Call : public KernelArgs {
  public:
   template <class Operator>
@@ -31,10 +31,10 @@ class Call : public KernelArgs {
   }
   Call(const Call&) = delete;
 
-  // The tensor that is read or written; undefined without.
+  // Returns the tensor that kernels read or write; undefined if absent.
   const Tensor& tensor(TensorIndex index) const { return has(index) ? *rows_[index]->tensor : defined_if(false, {}); }
 
-  // Moves over what was written to memory other than an output's own.
+  // Copies temporaries back to their outputs.
   void finish() const;
 
  private:
@@ -66,10 +66,10 @@ class Call : public KernelArgs {
   const Tensor& input_;
   size_t normalized_dims_;
   int max_dims_;
-  bool by_groups_;  // whether row r has to be of group r % groups
+  bool by_groups_;  // whether kernels require row r to be of group r % groups
   bool weight_has_all_rows_ = false;
-  c10::DimVector order_;        // of the dimensions of rows, by groups; empty if they are in that order
-  std::list<Tensor> permuted_;  // outputs, whose rows are in another order
+  c10::DimVector order_;        // of the dimensions of rows, by group; empty if they already are
+  std::list<Tensor> permuted_;  // views of outputs, with rows in this order
   std::optional<Rows> rows_[kTensorCount];
   const Tensor* targets_[kTensorCount] = {};
 };

@@ -1,4 +1,4 @@
-// Shapes, dtypes and strides: fake tensors, torch.export and device="meta" run these.
+// Computes only shapes, dtypes and strides: fake tensors, torch.export and device="meta" run these kernels.
 #include "operators.h"
 
 #include <ATen/ops/empty.h>

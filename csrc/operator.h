@@ -1,15 +1,15 @@
-// An operator is a struct whose members are its arguments, in the schema's order. What the dispatcher wants to know is
-// derived from them: the signature of every overload, its handle, calls of it.
+// An operator is a struct whose members are its arguments, in the schema's order. The dispatcher's signature, handle
+// and calls of every overload are derived from them.
 //
-// Besides its members the struct says
+// In addition, the struct defines
 //   kName, kInplaceName        the operator's name, and that of its in-place overload or null
-//   kOutputs                   how many tensors it returns
+//   kOutputs                   the number of tensors that it returns
 //   kTensors                   the tensors among its members, then those that it returns
 //   members()                  std::tie of the members
-//   check(op)                  throws what is wrong with the arguments, which are on one device, in the name of `op`
-//   like()                     what each output looks like, see OutputSpec
-//   fill(kernel_args)          if kernels take more than tensors and the norm: sets that
-// and one of its members is the tensor `input`. An in-place overload writes output i over argument i.
+//   check(op)                  throws an error of `op` if arguments, which are on one device, are invalid
+//   like()                     the shape and the dtype of each output, see OutputSpec
+//   fill(kernel_args)          optional: sets kernel arguments other than tensors and the norm
+// One of its members is the tensor `input`. An in-place overload writes output i over argument i.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -25,13 +25,13 @@
 
 namespace normops {
 
-// "once": nothing is rounded but the result. "llama": each step, as in models of transformers (see Rounding).
+// "once" rounds only the result, "llama" each step, as models in transformers do (see Rounding).
 constexpr std::string_view kRoundOnce = "once";
 std::optional<Rounding> parse_rounding(std::string_view rounding);
 
 std::optional<Activation> find_activation(std::string_view name);
 
-// The arguments that all norms have, which travel together.
+// The arguments that all norms share.
 struct Norm {
   c10::SymIntArrayRef normalized_shape;
   const OptionalTensor& weight;
@@ -39,18 +39,18 @@ struct Norm {
   double weight_offset;
   std::string_view rounding;
 
-  Rounding parsed_rounding() const { return *parse_rounding(rounding); }  // of one that passed the check
+  Rounding parsed_rounding() const { return *parse_rounding(rounding); }  // requires a checked rounding
   size_t dims() const { return normalized_shape.size(); }
   auto members() const { return std::tie(normalized_shape, weight, eps, weight_offset, rounding); }
 };
 
 enum class Overload { functional, out, inplace };
 
-// The shape and the dtype of an output: those of an argument, or those of numbers that are computed of its rows, one of
-// each. If the argument is undefined, that output is not wanted.
+// The shape and the dtype of an output: those of an argument, or those of one number for each of its rows, in the
+// compute dtype. If the argument is undefined, the output is not wanted.
 class OutputSpec {
  public:
-  OutputSpec(const Tensor* argument) : argument_(argument) {}  // NOLINT: as an argument
+  OutputSpec(const Tensor* argument) : argument_(argument) {}  // NOLINT: implicit
   static OutputSpec numbers_of_rows(const Tensor& argument, size_t normalized_dims) {
     OutputSpec result(&argument);
     result.normalized_dims_ = normalized_dims;
@@ -75,26 +75,26 @@ class OutputSpec {
   }
 
   const Tensor* argument_;
-  size_t normalized_dims_ = 0;  // of which an output has none
+  size_t normalized_dims_ = 0;  // dropped from the output's shape
 };
 
 template <class Operator>
-using Outputs = std::array<Tensor, Operator::kOutputs>;  // an undefined one was not wanted
+using Outputs = std::array<Tensor, Operator::kOutputs>;  // undefined if not wanted
 template <class Operator>
-using Targets = std::array<Tensor*, Operator::kOutputs>;  // what .out and in-place overloads write to
+using Targets = std::array<Tensor*, Operator::kOutputs>;  // the targets of .out and in-place overloads
 
-// The .out overload of a backward is called without the gradients that its output_mask leaves out.
+// The .out overload of a backward takes optional targets, as output_mask may exclude some gradients.
 template <class Operator>
 constexpr bool has_output_mask = requires(const Operator& arguments) { arguments.output_mask; };
 
 template <class Operator>
-using OutputPtrs = std::array<const Tensor*, Operator::kOutputs>;  // what kernels write; an undefined one is not wanted
+using OutputPtrs = std::array<const Tensor*, Operator::kOutputs>;  // written by kernels; undefined if not wanted
 template <class Operator>
 using Like = std::array<OutputSpec, Operator::kOutputs>;
 
 namespace detail {
 
-// The arguments one by one: those of a Norm are arguments of the operator.
+// Returns the arguments as a flat tuple: the members of a Norm are arguments of the operator.
 template <class Member>
 auto flat(const Member& member) {
   if constexpr (requires { member.members(); }) {
@@ -107,7 +107,7 @@ auto flat(const Member& member) {
 template <class Operator>
 using Flat = decltype(flat(std::declval<const Operator&>()));
 
-// As the dispatcher passes an argument on: tensors by reference.
+// The type that the dispatcher passes an argument as: a reference for tensors.
 template <class Argument>
 constexpr bool is_tensor = std::is_same_v<Argument, Tensor> || std::is_same_v<Argument, OptionalTensor>;
 template <class Argument>
@@ -169,7 +169,7 @@ inline OptionalTensor if_defined(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// f(argument...), those of the overload: the operator's own, and what it writes to.
+// Calls f with the arguments of the overload: the operator's, and the tensors to write to.
 template <Overload overload, class Operator, class F>
 decltype(auto) with_arguments(const Operator& arguments, const Targets<Operator>& targets, const F& f) {
   const auto flat = detail::flat(arguments);
@@ -191,14 +191,14 @@ decltype(auto) with_arguments(const Operator& arguments, const Targets<Operator>
 }
 
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmissing-braces"  // those of a Norm
+#pragma GCC diagnostic ignored "-Wmissing-braces"  // around the members of a Norm
 template <class Operator, class... Arguments>
 Operator make_arguments(const Arguments&... arguments) {
   return Operator{arguments...};
 }
 #pragma GCC diagnostic pop
 
-// Results as the dispatcher returns them, and as an array.
+// Converts results of the dispatcher to an array.
 template <class Operator>
 Outputs<Operator> to_array(std::conditional_t<Operator::kOutputs == 1, Tensor,
                                               detail::Result<Operator::kOutputs, detail::NewTensor>>&& result) {
@@ -209,8 +209,8 @@ Outputs<Operator> to_array(std::conditional_t<Operator::kOutputs == 1, Tensor,
   }
 }
 
-// In the place of a result that is not wanted there is an empty tensor: AOTInductor and DTensor take no less, and where
-// schemas have `Tensor?` there is no torch.autograd.grad(is_grads_batched=True).
+// Returns an empty tensor for each result that is not wanted. AOTInductor and DTensor require a tensor, and results of
+// type `Tensor?` do not support torch.autograd.grad(is_grads_batched=True).
 template <class Result, class Operator>
 Result to_result(const Operator& arguments, Outputs<Operator>&& outputs) {
   if constexpr (Operator::kOutputs == 1) {
@@ -235,7 +235,7 @@ Outputs<Operator> call(const Operator& arguments) {
   return outputs;
 }
 
-// Runs an overload below the dispatch keys that are not among `keys`.
+// Redispatches an overload to the highest of the dispatch keys `keys`.
 template <Overload overload, class Operator>
 decltype(auto) redispatch(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets) {
   return with_arguments<overload>(arguments, targets, [&](auto&&... argument) -> decltype(auto) {
@@ -243,7 +243,7 @@ decltype(auto) redispatch(c10::DispatchKeySet keys, const Operator& arguments, c
   });
 }
 
-// The tensors among the arguments, undefined where one is not given.
+// Returns the tensors among the arguments; undefined if not given.
 template <class Operator>
 auto tensors_of(const Operator& arguments) {
   const auto tensor = [](const auto& argument) {
@@ -276,11 +276,11 @@ constexpr auto optional_tensors(const std::tuple<const Argument&...>*) {
 
 }  // namespace detail
 
-// Which of them may be left out.
+// Marks the optional tensors among the arguments.
 template <class Operator>
 constexpr auto are_optional = detail::optional_tensors<Operator>(static_cast<detail::Flat<Operator>*>(nullptr));
 
-// Their names, from the schema.
+// Returns the names of the tensors among the arguments, from the schema.
 template <class Operator>
 const auto& tensor_names() {
   static const auto names = [] {
@@ -299,7 +299,7 @@ const auto& tensor_names() {
   return names;
 }
 
-// The name of what output i is written to.
+// Returns the name of the argument that output i is written to.
 template <class Operator, Overload overload>
 const char* target_name(size_t i) {
   static const auto names = [] {

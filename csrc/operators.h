@@ -10,7 +10,7 @@
 
 namespace normops {
 
-// Those of rows, for which every device has kernels.
+// Operators on rows, with kernels on every device.
 using RowOperators =
     List<RmsNorm, RmsNormBackward, AddRmsNorm, GatedRmsNorm, GatedRmsNormBackward, RmsNormRope, RmsNormRopeBackward,
          RmsNormStats, RmsNormFromStats, RmsNormBackwardStats, RmsNormBackwardFromStats>;

@@ -8,7 +8,7 @@
 namespace normops {
 namespace {
 
-// The addresses [begin, end) of the elements of a tensor, which must have some.
+// Returns the address range [begin, end) of a tensor's elements; the tensor must not be empty.
 std::pair<const char*, const char*> address_range(const at::Tensor& tensor) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   int64_t last = 0;
@@ -40,14 +40,14 @@ Overlap overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!same) return Overlap::partial;
   if (a_begin == b_begin) return Overlap::exact;
 
-  // They meet where the distance between their first elements is a sum of d_i * stride_i with |d_i| < size_i. With
-  // nested strides each d_i can only be the quotient rounded down or up, as what the smaller strides reach is less than
-  // one stride.
+  // The tensors share an element if the distance between their first elements is a sum of d_i * stride_i with
+  // |d_i| < size_i. With nested strides, each d_i is the quotient rounded down or up, as the smaller strides together
+  // reach less than one stride.
   const int64_t bytes = std::abs(a_begin - b_begin);
   const auto element_size = static_cast<int64_t>(a.element_size());
   if (bytes % element_size != 0) return Overlap::partial;
   std::sort(dims.rbegin(), dims.rend());
-  int64_t reach = 0;  // how far the dimensions with smaller strides go
+  int64_t reach = 0;  // the largest distance over the dimensions with smaller strides
   for (size_t i = dims.size(); i-- > 0;) {
     if (dims[i].first <= reach) return Overlap::partial;
     reach += dims[i].first * (dims[i].second - 1);

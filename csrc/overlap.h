@@ -3,12 +3,12 @@
 
 namespace normops {
 
-// False for the tensors of tracing (meta, fake, functional), which only describe memory, perhaps of symbolic size.
+// Returns false for meta, fake and functional tensors, which only describe memory, possibly of symbolic size.
 bool has_memory(const at::Tensor& tensor);
 
-// Whether two tensors share memory (those without any do not): not at all, element for element, or otherwise. For equal
-// strides that nest (all but exotic as_strided views) the answer is exact, which tells interleaved slices of one buffer
-// from overlapping ones; else tensors whose address ranges meet count as partial.
+// The memory that two tensors share: none, the same elements in the same order, or some. For equal nested strides (all
+// but unusual as_strided views) the result is exact, so interleaved slices of one buffer share none. For other strides,
+// overlapping address ranges count as partial. Tensors without memory share none.
 enum class Overlap { none, exact, partial };
 
 Overlap overlap(const at::Tensor& a, const at::Tensor& b);

@@ -1,5 +1,5 @@
-// The overloads of every operator: what those that write into given tensors check, and how a room's kernels become
-// those of the dispatcher.
+// The overloads of every operator: the checks of those that write into given tensors, and the registration of kernels
+// with the dispatcher.
 #pragma once
 #include <torch/library.h>
 
@@ -7,7 +7,7 @@
 
 namespace normops {
 
-// The part of the checks that autograd's kernels make, as below them a fake tensor no longer shows its device.
+// Checks devices, and that tensors are given. Autograd's kernels call it: below them, a fake tensor hides its device.
 template <Overload overload, class Operator>
 void check_devices(const Operator& arguments) {
   constexpr const char* op = name_of<Operator, overload>;
@@ -21,14 +21,14 @@ void check_devices(const Operator& arguments) {
   }
 }
 
-// Devices come first everywhere, so that a call with several faults gets one message in every mode.
+// Checks devices first, so that a call with several errors gets the same message in every mode.
 template <Overload overload, class Operator>
 void check(const Operator& arguments) {
   check_devices<overload>(arguments);
   arguments.check(name_of<Operator, overload>);
 }
 
-// The arguments, and what is written to. A target that is not wanted is neither checked nor written.
+// Checks the arguments and the targets. A target that is not wanted is neither checked nor written.
 template <Overload overload, class Operator>
 void check_write(const Operator& arguments, const Targets<Operator>& targets) {
   constexpr const char* op = name_of<Operator, overload>;
@@ -45,7 +45,7 @@ void check_write(const Operator& arguments, const Targets<Operator>& targets) {
     const Named target = {target_name<Operator, overload>(i), targets[i]};
     check_out(op, target, like[i]);
     if constexpr (requires { arguments.check_target(op, i, target); }) arguments.check_target(op, i, target);
-    if (like[i].is_per_row()) {  // which are written while there are rows to be read
+    if (like[i].is_per_row()) {  // written before the last row is read
       for (const Named& argument : read) check_disjoint(op, target, argument);
     }
     check_overlaps(op, target, read);
@@ -55,7 +55,7 @@ void check_write(const Operator& arguments, const Targets<Operator>& targets) {
   }
 }
 
-// New memory for every output that is wanted.
+// Allocates every output that is wanted.
 template <class Operator, class Empty>
 Outputs<Operator> new_outputs(const Operator& arguments, const Empty& empty_contiguous) {
   const Like<Operator> like = arguments.like();
@@ -66,7 +66,7 @@ Outputs<Operator> new_outputs(const Operator& arguments, const Empty& empty_cont
   return outputs;
 }
 
-// `Kernels` is a room's way with all operators, in one or both of
+// `Kernels` implements all operators for a dispatch key, with one or both of
 //   static Outputs<Operator> functional(c10::DispatchKeySet keys, const Operator& arguments)
 //   static void write<overload>(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets)
 template <class Kernels, class Operator, Overload overload, class = Signature<Operator, overload>>

@@ -56,13 +56,13 @@ namespace {
 
 thread_local int64_t block_here = 0;
 
-// Unknown for symbolic sizes.
+// Returns nullopt for symbolic sizes.
 std::optional<int64_t> bytes_of(const Tensor& tensor) {
   const auto count = tensor.sym_numel().maybe_as_int();
   return count.has_value() ? std::optional(*count * static_cast<int64_t>(tensor.itemsize())) : std::nullopt;
 }
 
-// The output of a norm that a tensor is or views, or undefined.
+// Returns the tensor or, for a view, its base: possibly the output of a norm. Undefined if it cannot be one.
 Tensor output_of(const Tensor& tensor) {
   if (!tensor.requires_grad() || tensor._version() != 0) return Tensor();
   if (!tensor.is_view()) return tensor;
@@ -114,7 +114,7 @@ Tensor Recomputation::compute() {
       node.unpacked_ = unpacked;
       node.unpacked_in_ = graph_task;
     }
-    // The callback goes with the graph task, which ends by an error, too.
+    // The deleter runs when the graph task destroys the callback, also after an error.
     auto release = [held = node_, self = weak_from_this(), graph_task](void*) {
       auto& node = static_cast<RecomputableNode&>(*held);
       variable_list unpacked;
@@ -194,8 +194,8 @@ Tensor RecomputedOutput::tensor() {
   }
   if (!value.defined()) {
     value = shared.compute();
-    if (graph_task != -1) {  // outside of a backward nothing says when a value is no longer needed
-      Tensor before;         // freed without the lock
+    if (graph_task != -1) {  // outside of a backward, nothing would free the value
+      Tensor before;         // freed after the lock
       const std::lock_guard lock(shared.mutex_);
       before = std::exchange(shared.value_, value);
       shared.graph_task_ = graph_task;

@@ -1,5 +1,5 @@
-// Recomputes the output of a norm from the tensors that the norm saves for its own backward, so that operators that
-// save the output need not keep it.
+// Recomputes the output of a norm from the tensors that the norm saves for its backward. So operators that save the
+// output need not keep it.
 #pragma once
 #include <c10/core/Storage.h>
 #include <torch/csrc/autograd/function.h>
@@ -19,19 +19,19 @@ namespace normops {
 class Recomputation;
 class RecomputedOutput;
 
-// Whether a tensor is described by its storage, sizes and strides alone: no subclass, nested or lazily negated tensor.
+// Returns whether storage, sizes and strides describe a tensor: not a subclass, nested or lazily negated one.
 bool is_plain(const Tensor& tensor);
 
-// The values that a tensor has when this is made, without keeping its memory.
+// A weak reference to the values that a tensor has at construction: does not keep its memory alive.
 class WeakTensor {
  public:
   WeakTensor() = default;
   explicit WeakTensor(const Tensor& tensor);
 
   bool is_defined() const { return is_defined_; }
-  // A copy of the values; undefined if the memory was freed or may have been written to since.
+  // Returns a copy of the values; undefined if the memory was freed or may have been written to.
   Tensor copy() const;
-  // Shares the memory of the tensor; undefined if that was freed.
+  // Returns a tensor that shares the memory; undefined if it was freed.
   Tensor values() const;
 
  private:
@@ -43,19 +43,19 @@ class WeakTensor {
   };
   using Impl = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-  // A tensor that was saved through hooks may live on as another one with the same storage.
+  // Layout refers to the storage, as saved-tensor hooks may keep another tensor with the same storage.
   std::variant<std::monostate, Layout, Impl> reference_;
   c10::VariableVersion version_counter_;
   uint32_t version_ = 0;
   bool is_defined_ = false;
 };
 
-// A block is a `with recompute_norms()` that was entered; later ones have larger numbers, and 0 is none.
+// A block is an entered `with recompute_norms()`. Later blocks have larger numbers; 0 is no block.
 class RecomputableNode : public torch::autograd::Node {
  public:
-  // Whether consumers of the output recompute it, where they save it in `block`. A checkpoint that runs its body again
-  // must save the same tensors again, with other blocks around it: so this depends on the arguments of the norm, and on
-  // whether the norm was called inside of `block`, but not on what has happened to its arguments since.
+  // Returns whether consumers that save the output in `block` recompute it. A checkpoint that reruns its body must save
+  // the same tensors, with other blocks around it. So the result depends on the norm's arguments, and on whether it was
+  // called inside of `block`, but not on later changes of the arguments.
   bool is_recomputed_in(int64_t block, const Tensor& output) const;
 
  protected:
@@ -68,8 +68,8 @@ class RecomputableNode : public torch::autograd::Node {
   void release();
   torch::autograd::variable_list take_unpacked();
 
-  // Guards the members below, and the copies of a node. Never held while Python code runs: another thread may wait for
-  // it with the GIL.
+  // Guards the members below, and the copies of a node. Never held while Python code runs: another thread may hold the
+  // GIL while it waits.
   std::mutex recompute_mutex_;
 
  private:
@@ -83,12 +83,12 @@ class RecomputableNode : public torch::autograd::Node {
 
   std::weak_ptr<Recomputation> recomputation_;
   int references_ = 1;  // to the saved tensors
-  // Tensors that a recomputation has unpacked, for the node's own backward: some hooks unpack once in a backward.
+  // Tensors that a recomputation unpacked, for the node's own backward: some hooks unpack only once in a backward.
   torch::autograd::variable_list unpacked_;
   int unpacked_in_ = -1;  // graph task
 };
 
-// Shared by everything that saves the output of one norm, or views of it: a backward computes the output once.
+// Shared by all consumers that save the output of one norm, or views of it: a backward computes the output once.
 class Recomputation : public std::enable_shared_from_this<Recomputation> {
   using HeldNode = decltype(torch::autograd::Edge::function);
 
@@ -113,15 +113,15 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   int users_ = 0, served_ = 0;
   int64_t generation_ = 0;  // counts values
   Tensor value_;
-  int graph_task_ = -1;  // which computed it
+  int graph_task_ = -1;  // that computed value_
 };
 
-// Saved in the place of an output of a norm, or of a view of it.
+// Replaces a norm's output, or a view of it, among saved tensors.
 class RecomputedOutput {
  public:
-  // Whether a tensor that is saved in a block is recomputed: see RecomputableNode::is_recomputed_in.
+  // Returns whether a tensor that is saved in `block` is recomputed, see RecomputableNode::is_recomputed_in.
   static bool is_recomputed(const Tensor& tensor, int64_t block);
-  // For a tensor that is recomputed; null if weight or bias are gone.
+  // Requires is_recomputed(tensor, block). Returns null if weight or bias was freed or written to.
   static std::unique_ptr<RecomputedOutput> of(const Tensor& tensor);
 
   RecomputedOutput(std::shared_ptr<Recomputation> recomputation, const Tensor& tensor);
@@ -135,7 +135,7 @@ class RecomputedOutput {
   bool is_view_;
   std::vector<int64_t> sizes_, strides_;  // of a view
   int64_t offset_ = 0;
-  int64_t generation_ = -1;  // of the value that this one took
+  int64_t generation_ = -1;  // of the value that was last taken
 };
 
 }  // namespace normops

@@ -5,16 +5,16 @@
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
-// Which columns are rotated, and which of them together: i and i + half, or, interleaved, 2 * i and 2 * i + 1.
+// Selects the rotated columns and their pairs: i and i + half, or, if interleaved, 2 * i and 2 * i + 1.
 struct Rope {
   bool interleaved;
-  std::optional<int64_t> rotary_dim;  // by default as many as cos has
+  std::optional<int64_t> rotary_dim;  // by default, the columns of cos
   int64_t rotary_offset;
 
   auto members() const { return std::tie(interleaved, rotary_dim, rotary_offset); }
 };
 
-// How many columns are rotated. cos and sin have as many, or one for both of a pair.
+// Returns the number of rotated columns. cos and sin have as many columns, or one for each pair.
 inline c10::SymInt rotary_columns(const Tensor& cos, const Rope& rope) {
   return rope.rotary_dim.has_value() ? c10::SymInt(*rope.rotary_dim) : cos.sym_size(-1);
 }

@@ -1,13 +1,13 @@
-// The operators around the statistic of rms_norm, for those who reduce it themselves: over ranks, where each has a part
-// of every row, or into something else. The sums over parts of a row add up to those of the row; row_size is how many
-// elements that has.
+// Operators that compute or take the statistics of rms_norm, for callers that reduce these themselves, for example over
+// ranks with a shard of every row. The sums over the parts of a row add up to those over the row, which has row_size
+// elements.
 #pragma once
 #include "operator.h"
 
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
-// The sums of squares of rows, or of parts of them.
+// The sum of squares of each row, or of each part of a row.
 struct RmsNormStats {
   static constexpr const char *kName = "rms_norm_stats", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 1;
@@ -22,7 +22,7 @@ struct RmsNormStats {
   Like<RmsNormStats> like() const { return {OutputSpec::numbers_of_rows(input, normalized_shape.size())}; }
 };
 
-// rms_norm of these columns of rows, whose sums of squares are given.
+// rms_norm of a part of each row, with the sum of squares of the whole row as input.
 struct RmsNormFromStats {
   static constexpr const char *kName = "rms_norm_from_stats", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 1;
@@ -43,7 +43,7 @@ struct RmsNormFromStats {
   Like<RmsNormFromStats> like() const { return {&input}; }
 };
 
-// The sums of rows, or of parts of them, that rms_norm_backward needs: of squares, and of grad_output * weight * input.
+// The sums over each row, or its part, that rms_norm_backward needs: of squares, and of grad_output * weight * input.
 struct RmsNormBackwardStats {
   static constexpr const char *kName = "rms_norm_backward_stats", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 2;
@@ -65,7 +65,7 @@ struct RmsNormBackwardStats {
   }
 };
 
-// rms_norm_backward of these columns of rows, whose sums are given.
+// rms_norm_backward of a part of each row, with the sums over the whole row as inputs.
 struct RmsNormBackwardFromStats {
   static constexpr const char *kName = "rms_norm_backward_from_stats", *kInplaceName = nullptr;
   static constexpr size_t kOutputs = 2;

@@ -1,12 +1,12 @@
-// The schema is the contract: every operator of normops, and nothing else, is declared here.
+// The schema is the contract: this file declares all operators of normops, and nothing else.
 #include <torch/library.h>
 
-// weight is [*normalized_shape], or with dimensions before these that broadcast to those of input; so is bias. Their
-// gradients have their shapes.
+// weight and bias have shape [..., *normalized_shape]. Their leading dimensions broadcast to those of input. Their
+// gradients have the same shapes.
 TORCH_LIBRARY(normops, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
-  // torch takes no tensors for vmap and DTensor that can be given by keyword alone.
+  // No tensor is keyword-only, as vmap and DTensor do not support that.
   m.def(
       "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
       "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None) -> Tensor",
@@ -77,8 +77,8 @@ TORCH_LIBRARY(normops, m) {
       "Tensor(b!)? grad_gate=None, Tensor(c!)? grad_weight=None) -> (Tensor(a!)?, Tensor(b!)?, Tensor(c!)?)",
       tags);
 
-  // cos and sin broadcast over the leading dimensions of input. Their last dimension is the rotary_dim, and by default
-  // says what that is, or half of it. The columns from rotary_offset on are rotated, so many of them.
+  // cos and sin broadcast over the leading dimensions of input. They have rotary_dim columns (its default), or half as
+  // many. The columns [rotary_offset, rotary_offset + rotary_dim) are rotated.
   m.def(
       "rms_norm_rope(Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
       "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", bool interleaved=False, int? "
@@ -112,8 +112,8 @@ TORCH_LIBRARY(normops, m) {
       "Tensor(a!)? grad_input=None, Tensor(b!)? grad_weight=None) -> (Tensor(a!)?, Tensor(b!)?)",
       tags);
 
-  // dim counts from the end. weight and bias are [channels], or have dimensions before that which broadcast to those of
-  // input with dim moved behind the others. activation may be "identity", too.
+  // dim is negative. weight and bias have shape [..., channels]. Their leading dimensions broadcast to those of input
+  // with dim moved to the end. activation may also be "identity".
   m.def(
       "channel_rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
       "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, *, int dim, "
@@ -143,8 +143,8 @@ TORCH_LIBRARY(normops, m) {
       "Tensor(b!)? grad_weight=None, Tensor(c!)? grad_bias=None) -> (Tensor(a!)?, Tensor(b!)?, Tensor(c!)?)",
       tags);
 
-  // square_sum and dot have a number for each row, in the dtype that input is computed in; row_size is the number of
-  // elements of a whole row, of which normalized_shape may be a part.
+  // square_sum and dot have one number for each row, in the compute dtype of input. row_size is the number of elements
+  // of a whole row, of which normalized_shape may be a part.
   m.def("rms_norm_stats(Tensor input, SymInt[] normalized_shape) -> (Tensor square_sum)", tags);
   m.def("rms_norm_stats.out(Tensor input, SymInt[] normalized_shape, *, Tensor(a!) square_sum) -> Tensor(a!)", tags);
 

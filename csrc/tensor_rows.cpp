@@ -58,7 +58,7 @@ Rows make_rows(c10::MaybeOwned<at::Tensor> lent, size_t normalized_dims, int max
       layout.sizes[last] *= sizes[d];
       layout.strides[last] = strides[d] * bytes;
     } else if (layout.dims == max_dims) {
-      return normops::make_rows(tensor.contiguous(), normalized_dims, max_dims);  // all its rows are in one dimension
+      return normops::make_rows(tensor.contiguous(), normalized_dims, max_dims);  // merges its rows into one dimension
     } else {
       layout.sizes[layout.dims] = sizes[d];
       layout.strides[layout.dims] = strides[d] * bytes;

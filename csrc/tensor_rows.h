@@ -1,4 +1,4 @@
-// Tensors as kernels see them, of arguments that passed the operator's check.
+// Converts tensors that passed the operator's check to the form that kernels take.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/util/MaybeOwned.h>
@@ -10,25 +10,25 @@
 #pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
-// eps, or by default the machine epsilon of the compute type, as in torch.nn.functional.rms_norm.
+// Returns eps, or by default the machine epsilon of the compute type, as in torch.nn.functional.rms_norm.
 double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype);
 
-// The element type, if it is one of normops'.
+// Returns the element type; nullopt if normops does not support it.
 std::optional<DType> find_dtype(at::ScalarType dtype);
 DType dtype_of(const at::Tensor& tensor);
 
-// Rows as a kernel reads or writes them. `tensor` holds the memory: it is the given tensor itself, lent, unless its
-// normalized dimensions are not contiguous; then it is a copy, in which an expanded batch is still stored once.
+// Rows as a kernel reads or writes them. `tensor` is the given tensor, borrowed, or a copy if its normalized dimensions
+// are not contiguous. The copy stores an expanded batch only once.
 struct Rows {
   c10::MaybeOwned<at::Tensor> tensor;
   RowsArg arg;
 };
 
-// The layout has at most `max_dims` dimensions; a tensor that needs more is copied, too.
+// Returns rows whose layout has at most `max_dims` dimensions. A tensor that needs more is copied.
 Rows make_rows(const at::Tensor& tensor, size_t normalized_dims, int max_dims = RowLayout::kMaxDims);
 Rows make_rows(at::Tensor&& tensor, size_t normalized_dims, int max_dims = RowLayout::kMaxDims);
 
-// The same to write to. What is written to a copy has still to be copied to the target.
+// The same for an output. If `tensor` is not the target itself, the caller must copy it to the target.
 Rows make_target(const at::Tensor& target, size_t normalized_dims, int max_dims = RowLayout::kMaxDims);
 
 }  // namespace normops

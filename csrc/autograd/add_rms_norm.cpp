@@ -1,5 +1,5 @@
-// The derivative of add_rms_norm: rms_norm_backward of the sum, which is its output residual_out; residual
-// receives its gradient, input alpha times that.
+// The derivative of add_rms_norm is rms_norm_backward of the sum, its output residual_out. The gradient of residual is
+// that of the sum; the gradient of input is alpha times it.
 #include "../add_rms_norm.h"
 
 #include <ATen/TensorOperators.h>
@@ -10,7 +10,7 @@
 
 namespace normops {
 
-// What the derivative needs, as arguments of an operator.
+// The saved arguments.
 struct AddedNorm {
   const Tensor& input;  // residual_out
   Norm norm;
@@ -23,7 +23,7 @@ template <>
 struct Derivative<AddRmsNorm> {
   static constexpr const char* kName = "AddRmsNormBackward";
   static constexpr Uses<3, 2> kNeededForGrad = {{
-      // by residual_out, weight
+      // depends on: residual_out, weight
       {true, true},   // input
       {true, true},   // residual
       {true, false},  // weight
@@ -37,7 +37,7 @@ struct Derivative<AddRmsNorm> {
     return saved(arguments, outputs);
   }
 
-  // A sum with -0 is what it was: of another dtype, the norm of the sum rounds as it did.
+  // Adding -0 is the identity. With a sum of another dtype, add_rms_norm rounds the norm as the forward did.
   static Tensor output(const AddedNorm& saved, const at::TensorOptions& options) {
     const auto& [input, norm, alpha] = saved;
     if (input.scalar_type() == options.dtype().toScalarType()) return call(RmsNorm{input, norm, std::nullopt})[0];
@@ -56,7 +56,7 @@ struct Derivative<AddRmsNorm> {
                                        {needed[0] || needed[1], needed[2], false}});
     }
     const auto& [grad_sum, grad_weight, _] = gradients;
-    // Autograd converts it to the input's dtype, where that is another.
+    // Autograd converts it to the dtype of input if they differ.
     const auto grad_input = [&, &grad_sum = grad_sum] {
       return saved.alpha == 1.0 ? grad_sum : grad_sum * saved.alpha;
     };

@@ -9,7 +9,7 @@ template <>
 struct Derivative<ChannelRmsNorm> {
   static constexpr const char* kName = "ChannelRmsNormBackward";
   static constexpr Uses<3, 3> kNeededForGrad = {{
-      // by input, weight, bias: the slope of an activation depends on all of them
+      // depends on: input, weight, bias, as the slope of the activation depends on all of them
       {true, true, true},  // input
       {true, true, true},  // weight
       {true, true, true},  // bias
@@ -26,7 +26,7 @@ template <>
 struct Derivative<ChannelRmsNormBackward> {
   static constexpr const char* kName = "ChannelRmsNormBackwardBackward";
   static constexpr Uses<4, 4> kNeededForGrad = {{
-      // by grad_output, input, weight, bias
+      // depends on: grad_output, input, weight, bias
       {false, true, true, true},  // grad_output
       {true, true, true, true},   // input
       {true, true, true, true},   // weight

@@ -1,4 +1,4 @@
-// The derivative of an operator, which its page gives.
+// The derivative of an operator: a template that autograd/*.cpp specialize.
 #pragma once
 #include <torch/csrc/autograd/variable.h>
 
@@ -11,27 +11,27 @@ namespace normops {
 
 using torch::autograd::variable_list;
 
-// The derivative of an operator, on the page of each:
-//   static constexpr const char* kName;            its name in autograd's graph
-//   static constexpr Uses kNeededForGrad;          for the gradient of each tensor among the arguments: which of the
-//                                                  saved tensors it depends on
+// The derivative of an operator. Each specialization defines
+//   static constexpr const char* kName;            the name of the node in autograd's graph
+//   static constexpr Uses kNeededForGrad;          for the gradient of each tensor argument: the saved tensors that it
+//                                                  depends on
 //   static variable_list backward(const variable_list& grad_outputs, const Saved& saved, Needed needed);
-// one gradient for each tensor among the arguments. It works on its arguments alone, so that compiled autograd can
-// trace it. In the place of a tensor on which no gradient depends that can be wanted, it gets zeros: that one is not
-// kept. `Saved` is the operator itself, whose arguments are saved, but for an output_mask: gradients of what that
-// left out are undefined. Or else Derivative has
+// backward() returns a gradient for each tensor argument. It depends only on its parameters, so that compiled autograd
+// can trace it. A tensor that no gradient to be computed depends on is not saved: backward() gets zeros instead. By
+// default, `Saved` is the operator, whose arguments are saved except output_mask: gradients of outputs that the mask
+// excludes are undefined. Otherwise, the specialization defines
 //   using Saved = ...;                             another struct of arguments, whose first tensors are
-//   static constexpr size_t kSavedOutputs;         so many of this one's outputs
+//   static constexpr size_t kSavedOutputs;         this many of the operator's outputs
 //   static Saved saved(const Operator& arguments, const Outputs<Operator>& outputs);
 //   static Saved sources(const Operator& arguments, const Outputs<Operator>& outputs);  see output() below
-// Which tensors are saved is a function of the arguments alone: a checkpoint saves them again in another place.
-// If the first output can be computed again, with the same bits, of what is saved, it has
-//   static Tensor output(const Saved& saved, const at::TensorOptions& options);  those of the output
+// The arguments alone determine which tensors are saved: a checkpoint saves them again in another place.
+// If the first output can be recomputed from the saved tensors with the same bits, it defines
+//   static Tensor output(const Saved& saved, const at::TensorOptions& options);  the options of the output
 // where the optional tensors of `saved` are copies of those of sources(), which need not be saved.
-// Without a backward(), its gradients are those of composite(), by autograd: for operators that are derivatives
-// themselves, of which models seldom ask for gradients.
-// If it does not give the gradients of all arguments, it has
-//   static bool handles_all_grads(const Operator& arguments);  whether none of the others is asked for
+// Without backward(), autograd differentiates composite(). Operators that are derivatives themselves do this, as models
+// seldom request their gradients.
+// If it does not compute the gradients of all arguments, it defines
+//   static bool handles_all_grads(const Operator& arguments);  whether no other gradient is requested
 template <class Operator>
 struct Derivative;
 

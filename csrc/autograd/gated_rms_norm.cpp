@@ -9,7 +9,7 @@ template <>
 struct Derivative<GatedRmsNorm> {
   static constexpr const char* kName = "GatedRmsNormBackward";
   static constexpr Uses<3, 3> kNeededForGrad = {{
-      // by input, gate, weight
+      // depends on: input, gate, weight
       {true, true, true},   // input
       {true, true, true},   // gate
       {true, true, false},  // weight
@@ -26,7 +26,7 @@ template <>
 struct Derivative<GatedRmsNormBackward> {
   static constexpr const char* kName = "GatedRmsNormBackwardBackward";
   static constexpr Uses<4, 4> kNeededForGrad = {{
-      // by grad_output, input, gate, weight
+      // depends on: grad_output, input, gate, weight
       {false, true, true, true},  // grad_output
       {true, true, true, true},   // input
       {true, true, true, true},   // gate

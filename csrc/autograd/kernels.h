@@ -7,13 +7,13 @@
 
 namespace normops {
 
-// Whether any of them has a tangent of forward mode. Not isFwGradDefined, which takes copies.
+// Returns whether any tensor has a forward-mode tangent. Avoids isFwGradDefined, which copies its arguments.
 template <class... Tensors>
 bool has_tangent(const Tensors&... tensors) {
   return ((tensors.defined() && tensors._fw_grad(/*level=*/0).defined()) || ...);
 }
 
-// Whether the operator's derivative gives all gradients that are asked for.
+// Returns whether the operator's derivative computes all requested gradients.
 template <class Operator>
 bool is_covered([[maybe_unused]] const Operator& arguments) {
   if constexpr (requires { Derivative<Operator>::handles_all_grads(arguments); }) {
@@ -22,8 +22,8 @@ bool is_covered([[maybe_unused]] const Operator& arguments) {
   return true;
 }
 
-// Autograd's kernels. composite(arguments) is the operator's definition in ATen, which differentiates in forward mode
-// and by all arguments.
+// Autograd's kernels. They call composite(arguments), the operator's definition in ATen operators, for forward mode and
+// for gradients that the derivative does not compute.
 struct Autograd {
   template <class Operator>
   static Outputs<Operator> functional(c10::DispatchKeySet keys, const Operator& arguments) {
@@ -38,7 +38,7 @@ struct Autograd {
       constexpr bool kSavesOutputs = detail::saved_outputs_of<Operator>() > 0;
       if (requires_grad) {
         node->connect(*tensor...);
-        // Before the operator runs: a checkpoint stops recomputing once everything is saved.
+        // Saves before the operator runs, as a checkpoint stops recomputing once everything is saved.
         if constexpr (!kSavesOutputs) save(*node, arguments, {});
       }
       Outputs<Operator> outputs = to_array<Operator>(below(keys, arguments));
@@ -54,7 +54,7 @@ struct Autograd {
     return std::apply(run, tensors_of(arguments));
   }
 
-  // Operators that write into given tensors are not differentiable: says so if an argument asks for it.
+  // Raises an error if an argument requires a gradient: operators that write into given tensors are not differentiable.
   template <Overload overload, class Operator>
   static void write(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets) {
     check_devices<overload>(arguments);

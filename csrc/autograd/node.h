@@ -36,8 +36,8 @@ class OperatorNode final : public RecomputableNode {
     set_next_edges(torch::autograd::collect_next_edges(inputs...));
   }
 
-  // Called once the outputs among the tensors have their history, and this its edges. `sources` has the weight and the
-  // bias of the norm, which a recomputation of the output needs, also where no gradient does.
+  // Called after connect(), and after set_history() of saved outputs. `sources` has weight and bias of the norm, which
+  // a recomputation of the output needs even if no gradient does.
   void save(const Saved& saved, const Saved& sources) {
     const auto tensors = tensors_of(saved), to_copy = tensors_of(sources);
     bool has_all = kIsRecomputable;
@@ -88,7 +88,7 @@ class OperatorNode final : public RecomputableNode {
 
     const auto& compiler = getPyCompilerInterface();
     // Compiled autograd keeps one table of functions for the whole process. Binding runs Python, but no other thread
-    // waits here with the GIL: torch refuses a second compiled backward beside this one.
+    // waits here with the GIL: torch refuses concurrent compiled backwards.
     static const std::string function =
         compiler->bind_function(swap.get_py_compiler(), Derivative<Operator>::kName, apply_packed, packed_types());
     const auto input_metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
@@ -100,7 +100,7 @@ class OperatorNode final : public RecomputableNode {
  private:
   static constexpr bool is_output(size_t index) { return index < kSavedOutputs; }
 
-  // Whether a gradient that may be wanted depends on the tensor.
+  // Returns whether a gradient that may be requested depends on the tensor.
   bool is_used(size_t index) const {
     static_assert(std::is_same_v<decltype(Derivative<Operator>::kNeededForGrad),
                                  const Uses<count_tensors<Operator>, count_tensors<Saved>>>);
@@ -140,7 +140,7 @@ class OperatorNode final : public RecomputableNode {
     for (auto& variable : saved_) variable.reset_data();
   }
 
-  // Of one element: backward takes its shape and its dtype from it. Nothing expands to the shape of a nested tensor.
+  // Returns one expanded zero, of which backward uses shape and dtype. No tensor expands to the shape of a nested one.
   static Tensor zeros_in_place_of(const Tensor& tensor) {
     if (!tensor.defined() || tensor.is_nested()) return tensor;
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -168,7 +168,7 @@ class OperatorNode final : public RecomputableNode {
     }
   }
 
-  // The gradients of composite(), which autograd records here.
+  // Computes the gradients of composite() by autograd.
   static variable_list backward_of_definition(const variable_list& grad_outputs, const variable_list& tensors,
                                               const Attributes& attributes, const NeededInputs& needed) {
     const bool is_differentiable = at::GradMode::is_enabled();
@@ -176,12 +176,12 @@ class OperatorNode final : public RecomputableNode {
     variable_list arguments(tensors.size()), inputs, roots, grad_roots;
     for (size_t i = 0; i < tensors.size(); i++) {
       if (!tensors[i].defined()) continue;
-      // An alias: a tensor that is given twice has two gradients.
+      // Aliases the tensor: one that is passed twice has two gradients.
       arguments[i] = is_differentiable ? tensors[i].alias() : tensors[i].detach();
       if (needed[i]) inputs.push_back(arguments[i].requires_grad_());
     }
     const auto outputs = detail::with_restored<Operator>(arguments, attributes, [&](Operator& saved) {
-      // Gradients do not round on the way, as values do.
+      // Gradients are computed without intermediate rounding.
       if constexpr (requires { saved.norm; }) saved.norm.rounding = kRoundOnce;
       if constexpr (requires { saved.output_mask; }) {
         for (size_t i = 0; i < saved.output_mask.size(); i++) saved.output_mask[i] = grad_outputs[i].defined();
@@ -231,16 +231,16 @@ class OperatorNode final : public RecomputableNode {
   }
 
   std::array<torch::autograd::SavedVariable, count_tensors<Saved>> saved_;
-  // To recompute the output: weight and bias, and their copies once something has saved the output. FSDP may have freed
-  // them by the backward, and a program may write to those on which no gradient depends.
+  // Weight and bias for recomputing the output, and their copies once a consumer has saved the output. FSDP may free
+  // them before the backward, and a program may write to those that no gradient depends on.
   std::array<WeakTensor, count_tensors<Saved>> sources_;
   std::array<Tensor, count_tensors<Saved>> copies_;
   bool has_copies_ = false;
   Attributes attributes_;
 };
 
-// torch holds nodes by std::shared_ptr up to 2.12 and by c10::intrusive_ptr from 2.13, where deleteNode (found by its
-// argument) is gone.
+// torch holds nodes by std::shared_ptr up to 2.12 and by c10::intrusive_ptr from 2.13, which has no deleteNode (found
+// by argument-dependent lookup).
 template <class Node>
 auto make_node() {
   using Held = decltype(torch::autograd::Edge::function);

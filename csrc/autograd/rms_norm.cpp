@@ -10,8 +10,8 @@ namespace normops {
 
 namespace {
 
-// What the derivative needs, as arguments of an operator. Of the bias that is its shape and its dtype: writes to it are
-// not noticed. None of one with the shape of input: its gradient is that of the output.
+// The saved arguments. Only shape and dtype of the bias are used, so it is detached: writes to it are no error. A bias
+// with the shape of input is not saved, as its gradient is that of the output.
 struct SavedForRmsNorm {
   const Tensor& input;
   Norm norm;
@@ -24,7 +24,7 @@ bool has_input_shape(const Tensor& bias, const Tensor& input) {
   const auto sizes = bias.sym_sizes(), of_input = input.sym_sizes();
   return std::equal(sizes.begin(), sizes.end(), of_input.begin(), of_input.end(), [](const auto& a, const auto& b) {
     const c10::SymBool is_equal = a.sym_eq(b);
-    const auto known = is_equal.maybe_as_bool();  // of the sizes of nested tensors, which can say no more
+    const auto known = is_equal.maybe_as_bool();  // for sizes of nested tensors, which support no guards
     return known.has_value() ? *known : TORCH_GUARD_OR_FALSE(is_equal);
   });
 }
@@ -36,7 +36,7 @@ template <>
 struct Derivative<RmsNorm> {
   static constexpr const char* kName = "RmsNormBackward";
   static constexpr Uses<3, 3> kNeededForGrad = {{
-      // by input, weight, bias
+      // depends on: input, weight, bias
       {true, true, false},   // input
       {true, false, false},  // weight
       {false, false, true},  // bias
@@ -74,7 +74,7 @@ template <>
 struct Derivative<RmsNormBackward> {
   static constexpr const char* kName = "RmsNormBackwardBackward";
   static constexpr Uses<5, 5> kNeededForGrad = {{
-      // by grad_output, input, weight, grad_residual, bias
+      // depends on: grad_output, input, weight, grad_residual, bias
       {false, true, true, false, false},    // grad_output
       {true, true, true, false, false},     // input
       {true, true, false, false, false},    // weight

@@ -9,13 +9,13 @@ template <>
 struct Derivative<RmsNormRope> {
   static constexpr const char* kName = "RmsNormRopeBackward";
   static constexpr Uses<4, 4> kNeededForGrad = {{
-      // by input, cos, sin, weight
+      // depends on: input, cos, sin, weight
       {true, true, true, true},      // input
       {false, false, false, false},  // cos
       {false, false, false, false},  // sin
       {true, true, true, false},     // weight
   }};
-  // Angles are mostly computed of positions, which have no gradient. Where one is asked for, the definition gives it.
+  // Angles are mostly computed from positions, which have no gradient. If one is requested, composite() computes it.
   static bool handles_all_grads(const RmsNormRope& arguments) {
     return !torch::autograd::compute_requires_grad(arguments.cos, arguments.sin);
   }
@@ -31,7 +31,7 @@ template <>
 struct Derivative<RmsNormRopeBackward> {
   static constexpr const char* kName = "RmsNormRopeBackwardBackward";
   static constexpr Uses<5, 5> kNeededForGrad = {{
-      // by grad_output, input, cos, sin, weight
+      // depends on: grad_output, input, cos, sin, weight
       {false, true, true, true, true},  // grad_output
       {true, true, true, true, true},   // input
       {true, true, true, true, true},   // cos

@@ -1,5 +1,5 @@
-// The derivatives of rms_norm_stats, rms_norm_from_stats and their backwards. With s the sums of squares, d those of g
-// h, n the size of a row, h the input, w the weight with its offset:
+// The derivatives of rms_norm_stats, rms_norm_from_stats and their backwards. For a row, h is the input, w the weight
+// with its offset, n the size, s the sum of h^2, and d the sum of g h:
 //     r = 1 / sqrt(s / n + eps)           g = dy w
 //     output = h r w                      grad_input = r g - r^3 (d / n) h     grad_weight = sum over rows of dy h r
 #include "../rms_norm_stats.h"
@@ -13,7 +13,7 @@
 namespace normops {
 namespace {
 
-// What r receives, as the gradient of s: dr/ds = -r^3 / (2 n).
+// Converts the gradient of r to the gradient of s: dr/ds = -r^3 / (2 n).
 Tensor through_rstd(const Tensor& for_r, const Tensor& square_sum, const c10::SymInt& size, const Norm& norm) {
   return -0.5 * for_r * rstd_of_sums(square_sum, size, norm).pow(3) / c10::Scalar(size);
 }
@@ -24,7 +24,7 @@ template <>
 struct Derivative<RmsNormStats> {
   static constexpr const char* kName = "RmsNormStatsBackward";
   static constexpr Uses<1, 1> kNeededForGrad = {{
-      // by input
+      // depends on: input
       {true},  // input
   }};
   static variable_list backward(const variable_list& grad_outputs, const RmsNormStats& saved, const Needed<1>&) {
@@ -35,12 +35,12 @@ struct Derivative<RmsNormStats> {
   }
 };
 
-// By the operators, the gradient of s from the sum over the row, and that of h as if r were a number.
+// Calls the backward operators: for the gradient of s with d, and for that of h with d = 0, as if r were a constant.
 template <>
 struct Derivative<RmsNormFromStats> {
   static constexpr const char* kName = "RmsNormFromStatsBackward";
   static constexpr Uses<3, 3> kNeededForGrad = {{
-      // by input, square_sum, weight
+      // depends on: input, square_sum, weight
       {false, true, true},  // input
       {true, true, true},   // square_sum
       {true, true, false},  // weight
@@ -69,7 +69,7 @@ template <>
 struct Derivative<RmsNormBackwardStats> {
   static constexpr const char* kName = "RmsNormBackwardStatsBackward";
   static constexpr Uses<3, 3> kNeededForGrad = {{
-      // by grad_output, input, weight
+      // depends on: grad_output, input, weight
       {false, true, true},  // grad_output
       {true, true, true},   // input
       {true, true, false},  // weight
@@ -80,7 +80,7 @@ template <>
 struct Derivative<RmsNormBackwardFromStats> {
   static constexpr const char* kName = "RmsNormBackwardFromStatsBackward";
   static constexpr Uses<6, 6> kNeededForGrad = {{
-      // by grad_output, input, square_sum, dot, weight, grad_residual
+      // depends on: grad_output, input, square_sum, dot, weight, grad_residual
       {false, true, true, false, true, false},     // grad_output
       {true, false, true, true, false, false},     // input
       {true, true, true, true, true, false},       // square_sum

@@ -1,5 +1,5 @@
-// The arguments of an operator as a node of autograd keeps them: tensors, and the rest as types that compiled autograd
-// packs.
+// The arguments of an operator as an autograd node stores them: tensors, and other arguments as types that compiled
+// autograd can pack.
 #pragma once
 #include <torch/csrc/autograd/variable.h>
 
@@ -12,7 +12,7 @@ namespace normops::detail {
 
 using torch::autograd::variable_list;
 
-// What is saved of an argument that is no tensor, of a type that IValuePacker knows.
+// Returns what a node stores for an argument other than a tensor, in types that IValuePacker supports.
 inline auto attribute_of(const Tensor&) { return std::tuple<>(); }
 inline auto attribute_of(const OptionalTensor&) { return std::tuple<>(); }
 template <size_t n>
@@ -33,7 +33,7 @@ auto attributes_of(const Saved& saved) {
   return std::apply([](const auto&... argument) { return std::tuple_cat(attribute_of(argument)...); }, flat(saved));
 }
 
-// The normalized_shape, of so many dimensions.
+// Returns the normalized_shape, which has `dims` dimensions.
 template <class Saved>
 c10::SymIntArrayRef normalized_sizes(const Saved& saved, int64_t dims) {
   const auto sizes = saved.input.sym_sizes();
@@ -50,7 +50,7 @@ c10::SymIntArrayRef& shape_of(Saved& saved) {
   }
 }
 
-// Assigns the next of the saved tensors to an argument that is one.
+// Assigns the next saved tensor to the argument if it is a tensor.
 template <class Argument>
 void restore_tensor(Argument& argument, variable_list::const_iterator& next) {
   if constexpr (std::is_same_v<Argument, Tensor>) {
@@ -61,7 +61,7 @@ void restore_tensor(Argument& argument, variable_list::const_iterator& next) {
   }
 }
 
-// References to the variables that the attribute_of() an argument is assigned to.
+// Returns references to the variables that attribute_of(argument) is assigned to.
 template <class Argument>
 auto attribute_target(Argument& argument, [[maybe_unused]] int64_t& dims) {
   if constexpr (std::is_same_v<Argument, c10::SymIntArrayRef>) {

@@ -1,5 +1,5 @@
-// The definitions of channel_rms_norm and channel_rms_norm_backward: rms_norm of the rows that the channels of each
-// position are.
+// The definitions of channel_rms_norm and channel_rms_norm_backward: rms_norm of rows, each with the channels of one
+// position.
 #include "../channel_rms_norm.h"
 
 #include <ATen/TensorOperators.h>
@@ -11,8 +11,8 @@
 namespace normops {
 namespace {
 
-// The norm of rows, in the type that its activation is computed in. Only where results are rounded on the way is the
-// norm rounded before that.
+// Returns the norm of rows in the compute dtype, for the activation. It is rounded before that only if the rounding
+// option rounds intermediate results.
 Tensor norm_of_rows(const Tensor& rows, const Norm& norm, const OptionalTensor& bias) {
   const Tensor input = norm.parsed_rounding().multiplied ? rows : to_compute_dtype(rows, rows);
   return to_compute_dtype(call(RmsNorm{input, norm, bias})[0], rows);

@@ -1,47 +1,47 @@
-// Pieces of the definitions of all operators, in ATen operators. A definition, composite(arguments), is what forward
-// mode, higher derivatives and devices without a kernel run, on arguments that passed the check.
+// Building blocks for the definitions of all operators in ATen operators. Forward mode, higher derivatives and devices
+// without a kernel run the definition composite(arguments), on arguments that passed the check.
 #pragma once
 #include "../operator.h"
 
 namespace normops {
 
-// `tensor` in the type that input's dtype is computed in.
+// Converts `tensor` to the compute dtype of input.
 Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input);
 
-// Sum over the last `normalized_dims` dimensions.
+// Sums over the last `normalized_dims` dimensions.
 Tensor sum_each_row(const Tensor& tensor, int64_t normalized_dims);
 
-// `tensor`, rounded to `dtype` if that is asked for.
+// Rounds `tensor` to `dtype` if `is_wanted`. The result keeps the dtype of `tensor`.
 Tensor round_to(const Tensor& tensor, at::ScalarType dtype, bool is_wanted);
 
-// rms_norm of rows in the compute dtype, for an output of `dtype`, which is left to round: that is all but the end of
-// the norm of an input that is a result itself.
+// Returns rms_norm of h, an input or an intermediate result in the compute dtype, for an output of `dtype`. The caller
+// rounds the result.
 Tensor normalize(const Tensor& h, const Norm& norm, at::ScalarType dtype);
 
-// The same, where rstd is known.
+// The same with a known rstd.
 Tensor normalize(const Tensor& h, const Tensor& rstd, const Norm& norm, at::ScalarType dtype);
 
-// dy times the weight, rounded as the norm rounds.
+// Returns dy times the weight, the gradient of the normalized input, rounded as the norm rounds that.
 Tensor grad_normalized(const Tensor& dy, const Norm& norm, at::ScalarType dtype);
 
-// The gradient of the weight, which there is.
+// Returns the gradient of the weight, which must be given.
 Tensor gradient_of_weight(const Tensor& dy, const Tensor& h_hat, const Norm& norm, at::ScalarType dtype);
 
-// A gradient in the compute dtype, if it is wanted, and that of the residual stream, in the dtype of input.
+// Adds grad_residual to a gradient in the compute dtype, if this is defined. Returns the sum in the dtype of input.
 Tensor as_grad_input(const Tensor& gradient, const OptionalTensor& grad_residual, const Tensor& input);
 
-// Its backward, for a gradient in the compute dtype: that of h, which is left to round, and that of the weight.
+// The backward of normalize(), for dy in the compute dtype. Returns the unrounded gradient of h and that of the weight.
 std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h, const Norm& norm, at::ScalarType dtype,
                                               const std::array<bool, 2>& output_mask);
 
-// The activation of a tensor in the compute dtype, and its slope: with s the sigmoid, that of s is s (1 - s).
+// The activation of a tensor in the compute dtype, and its slope. The slope of the sigmoid s is s (1 - s).
 Tensor activate(const Tensor& gate, Activation activation);
 Tensor activation_slope(const Tensor& gate, Activation activation);
 
-// Numbers of rows with the dimensions of a row, of size 1.
+// Appends the dimensions of a row, with size 1, to a tensor with one number for each row.
 Tensor unsqueeze_to_rows(Tensor numbers, size_t normalized_dims);
 
-// 1 / sqrt(mean of squares + eps)
+// 1 / sqrt(square_sum / size + eps)
 Tensor rstd_of_sums(const Tensor& square_sum, const c10::SymInt& size, const Norm& norm);
 
 }  // namespace normops

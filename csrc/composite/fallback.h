@@ -1,4 +1,4 @@
-// The operators of devices without a kernel: their definition in ATen operators.
+// The fallback for devices without a kernel: runs the operators' definitions in ATen operators.
 #pragma once
 #include "../overloads.h"
 

@@ -17,15 +17,15 @@ c10::DimVector dims_from(int64_t begin, int64_t end) {
   return dims;
 }
 
-// Mean over the last `normalized_dims` dimensions, which are kept with size 1. Not at::mean: of the means over shards
-// of different sizes DTensor makes no mean.
+// Returns the mean over the last `normalized_dims` dimensions, which are kept with size 1. Avoids at::mean, as DTensor
+// cannot combine the means over shards of different sizes.
 Tensor mean_of_rows(const Tensor& tensor, int64_t normalized_dims) {
   const auto sizes = tensor.sym_sizes();
   const c10::SymInt size = c10::multiply_integers(sizes.slice(sizes.size() - normalized_dims));
   return tensor.sum(dims_from(-normalized_dims, 0), /*keepdim=*/true) / c10::Scalar(size);
 }
 
-// Sum over what the weight, or another tensor, broadcasts over.
+// Sums over the dimensions that `weight` broadcasts over.
 Tensor reduce_to_weight(const Tensor& tensor, const Tensor& weight) { return at::sum_to(tensor, weight.sym_sizes()); }
 
 // 1 / sqrt(mean(h^2) + eps)
@@ -33,7 +33,7 @@ Tensor rstd_of_rows(const Tensor& h, int64_t normalized_dims, double eps) {
   return at::rsqrt(mean_of_rows(h * h, normalized_dims) + eps);
 }
 
-// `tensor` times the weight with its offset.
+// Multiplies `tensor` by weight + weight_offset.
 Tensor times_weight(const Tensor& tensor, const Norm& norm) {
   if (!is_given(norm.weight)) return tensor;
   const Tensor weight = to_compute_dtype(*norm.weight, tensor);
@@ -101,7 +101,7 @@ Tensor composite(const RmsNorm& arguments) {
 std::tuple<Tensor, Tensor, Tensor> composite(const RmsNormBackward& arguments) {
   const auto& [grad_output, input, norm, grad_residual, bias, output_mask] = arguments;
   const auto& [wants_input, wants_weight, wants_bias] = output_mask;
-  if (arguments.uses_bias()) {  // the rest does not depend on it, and may have a kernel
+  if (arguments.uses_bias()) {  // the other gradients do not depend on bias, and may have a kernel
     const RmsNormBackward without = {grad_output,   input,        norm,
                                      grad_residual, std::nullopt, {wants_input, wants_weight, false}};
     auto gradients = wants_input || wants_weight ? call(without) : Outputs<RmsNormBackward>();

@@ -10,7 +10,7 @@
 namespace normops {
 namespace {
 
-// The columns that are rotated, or their angles, in pairs: first or second of each.
+// The rotated columns, or their angles: the first and the second of each pair.
 struct Pairs {
   Tensor first, second;
 };
@@ -21,7 +21,7 @@ Pairs in_pairs(const Tensor& columns, bool interleaved) {
   return {columns.slice_symint(-1, 0, count, 2), columns.slice_symint(-1, 1, count, 2)};
 }
 
-// turn(x, cos, sin) returns the new Pairs.
+// Applies turn(x, cos, sin), which returns the new Pairs, to the rotated columns.
 template <class Turn>
 Tensor rotate_columns(const Tensor& rows, const Tensor& cos, const Tensor& sin, const Rope& rope, const Turn& turn) {
   const c10::SymInt rotary_dim = rotary_columns(cos, rope), offset = rope.rotary_offset, end = offset + rotary_dim;
@@ -37,7 +37,7 @@ Tensor rotate_columns(const Tensor& rows, const Tensor& cos, const Tensor& sin, 
                  -1);
 }
 
-// The rotation of rows, and its transpose, which turns gradients back. All tensors are of one dtype.
+// The rotation of rows, and its transpose, which rotates gradients back. All tensors have the same dtype.
 Tensor rotate(const Tensor& rows, const Tensor& cos, const Tensor& sin, const Rope& rope) {
   return rotate_columns(rows, cos, sin, rope, [](const Pairs& x, const Pairs& c, const Pairs& s) {
     return Pairs{x.first * c.first - x.second * s.first, x.second * c.second + x.first * s.second};

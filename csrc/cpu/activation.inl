@@ -1,12 +1,11 @@
-// The activations of gates and their slopes, see kernel_args.h. Each takes a handful of roundings between load and
-// store, which reference/oracle.py counts. The bits are the same wherever multiply-adds are fused.
+// The activations of gates and their slopes, see kernel_args.h. Each has a few roundings between load and store, which
+// reference/oracle.py counts. All instruction sets with fused multiply-adds give the same bits.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// The constants of exp in a type. With x = n * ln2 + rest, where |rest| <= ln2 / 2, exp(x) = 2^n * exp(rest), and
-// exp(rest) is 1 + rest + rest^2 * (c[0] + c[1] * rest + ...). The coefficients are those with the least relative error
-// (found by Remez' algorithm), which is below a tenth of a roundoff.
+// The constants of exp(x) = 2^n * exp(rest), with x = n * ln2 + rest and |rest| <= ln2 / 2. exp(rest) is 1 + rest +
+// rest^2 * (c[0] + c[1] * rest + ...). c has the least relative error (Remez), below a tenth of a roundoff.
 template <class Compute>
 struct ExpConstants;
 
@@ -40,8 +39,8 @@ struct ExpConstants<double> {
   };
 };
 
-// v * 2^n, rounded once, where `shifted` is n + Constants::integer. 2^n itself may be below the least normal number, so
-// it is split into two factors, unless there is an instruction for this.
+// Returns v * 2^n, rounded once; `shifted` is n + Constants::integer. 2^n itself may be below the least normal number,
+// so it is split into two factors if no instruction does this.
 template <class Compute, class Vector>
 NORMOPS_INLINE Vector times_power_of_two(Vector v, Vector shifted) {
   using Constants = ExpConstants<Compute>;
@@ -59,7 +58,7 @@ NORMOPS_INLINE Vector times_power_of_two(Vector v, Vector shifted) {
 #endif
 }
 
-// exp(x) for x <= 0, down to the smallest subnormal results.
+// Returns exp(x) for x <= 0, down to the smallest subnormal results.
 template <class Compute, class Vector>
 NORMOPS_INLINE Vector exp_vector(Vector x) {
   using Constants = ExpConstants<Compute>;
@@ -77,8 +76,8 @@ NORMOPS_INLINE Vector exp_vector(Vector x) {
   return times_power_of_two<Compute>(series, shifted);
 }
 
-// The smaller one of sigmoid(g) and 1 - sigmoid(g). 1 minus it is the other one, and is rounded as well as the smaller
-// one itself: so all that is needed of a gate can be made of it, without cancellation, overflow or another exp.
+// Returns the smaller of sigmoid(g) and 1 - sigmoid(g), exp(-|g|) / (1 + exp(-|g|)). 1 minus the result is the other
+// one, as accurately rounded. Activations use both, without cancellation, overflow or a second exp.
 template <class R>
 NORMOPS_INLINE Block<R> smaller_part(const Block<R>& g) {
   using Vector = typename Block<R>::vector;
@@ -95,6 +94,7 @@ struct Activated {
   Block<R> value, slope;
 };
 
+// With s = sigmoid(g), sigmoid has the slope s * (1 - s), and silu = g * s has the slope silu * (1 - s) + s.
 template <class R>
 NORMOPS_INLINE Activated<R> activated(const Block<R>& g, const Block<R>& smaller, Activation activation) {
   Block<R> s, complement;

@@ -1,5 +1,5 @@
-// The kernels of add_rms_norm, compiled once per instruction set by foreach_isa.h: those of rms_norm, on rows that are
-// formed while they are summed.
+// The kernels of add_rms_norm, compiled once per instruction set by foreach_isa.h: those of rms_norm, on rows h that
+// are computed while they are summed.
 //   h = residual_out = alpha * x + residual
 //   y = h * rstd * w, rstd = 1 / sqrt(mean(h^2) + eps)
 #include "forward_rows.inl"
@@ -7,8 +7,8 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// h = x + residual, or kScaled, alpha * x + residual, rounded to residual's type R: what is written is what is summed
-// and normalized. With an alpha of 1, a multiply-add has the bits of an addition.
+// h = x + residual, or if kScaled, alpha * x + residual, rounded to residual's type R: the rounded values are summed
+// and normalized. If alpha is 1, a multiply-add has the bits of an addition.
 template <class T, class R, bool kScaled>
 struct AddRmsNorm : RowOp<T, R> {
   static constexpr TensorIndex kTensors[] = {kInput, kResidual, kResidualOut};
@@ -56,7 +56,7 @@ struct Variants {
   static void dispatch_row_op(const CpuArgs& args, Visit visit) {
     dispatch_pair(args[kInput].dtype, args.dtype(), [&]<class T, class R>() {
       if constexpr (kHasFastPath<T> && kHasFastPath<R>) {
-        // Scaled, narrow rows take up to 1.15 of the time on AVX-512.
+        // If scaled, narrow rows take up to 1.15 of the time on AVX-512.
         if (args.alpha == 1) return visit.template operator()<AddRmsNorm<T, R, false>>();
       }
       visit.template operator()<AddRmsNorm<T, R, true>>();

@@ -1,15 +1,15 @@
-// The loops of the backward kernels. For each row x with the gradient dy of its normalized values times the scale w:
+// The loops of the backward kernels. For each row x, the scale w, and the gradient dy of x * rstd * w:
 //   dx = dy * rstd * w - x * rstd^3 * mean(dy * w * x) + residual
 //   dw = the sum over rows of dy * rstd * x
-// Rows are processed in tiles, in two passes: the first pass forms the sums over each row, the second one writes the
-// gradients and adds to the sums of the current leaf. To be read from the end: backward_region() has the loop over
-// tiles, BackwardRows::write() the second pass, write_rows() the formulas.
+// Rows are processed in tiles, in two passes. The first pass sums over each row. The second pass writes the gradients
+// and adds to the sums of the current leaf. Read from the end: backward_region() loops over tiles,
+// BackwardRows::write() is the second pass, write_rows() has the formulas.
 #include "backward_sums.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// Whether rows may be written around the caches.
+// Returns whether rows permit non-temporal stores.
 inline bool begins_with_lines(const CpuArgs& args) {
   return (!args.has(kGate) || args[kGate].dtype == args.dtype()) && begins_with_lines(args[kGradInput]) &&
          begins_with_lines(args[kGradGate]);
@@ -22,14 +22,14 @@ class BackwardRows {
   using Compute = compute_t<R>;
   using Tile = BackwardTile<RowOp>;
   static constexpr Pairing kPairing = pairing_of<RowOp>();
-  // At run time, this choice takes up to 1.07 times the instructions where a row is short.
+  // A run-time branch takes up to 1.07 times the instructions if rows are short.
   static constexpr bool kForEitherRounding =
       !branches_at_run_time<RowOp, typename RowOp::Gradient>() && sizeof(typename RowOp::Gradient) == 2;
   // Rows of rare types are written one by one, which is less code.
   static constexpr bool kInPairs = kHasFastPath<R> && kHasFastPath<typename RowOp::Gradient>;
   static constexpr bool kMayPrefetch = RowOp::kGradRows && kConfig.may_prefetch;
 
-  // `first_leaf`: the first one that is summed.
+  // `first_leaf`: the first leaf of the sums.
   [[gnu::noinline]] BackwardRows(const CpuArgs& args, const Region& region, int64_t first_leaf)
       : args_(args),
         region_(region),
@@ -52,7 +52,7 @@ class BackwardRows {
     tile_rows_ -= tile_rows_ % kWriteRows;
   }
 
-  // Fills the tile with the next rows, with none if there are no more.
+  // Fills the tile with the next rows. The tile is empty if no rows remain.
   [[gnu::noinline]] void next_tile(Tile& tile) {
     const int64_t group_end = region_.group + region_.groups;
     if (group_ == group_end) next_rows();
@@ -87,25 +87,25 @@ class BackwardRows {
     });
   }
 
-  // The second pass, over columns [begin, end) of the tile's rows: writes what is wanted of them, and adds their share
-  // of grad_weight to the sums. `ahead` is the tile that comes next, to be prefetched.
+  // The second pass, over columns [begin, end) of the tile's rows: writes the requested gradients, and adds to the sums
+  // for grad_weight and grad_bias. Prefetches `ahead`, the next tile.
   void write(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end) const {
-    // Before a gradient is written over it.
+    // Sums grad_output before a gradient overwrites it.
     if (kPairing == Pairing::none && tile.bias_sum != nullptr) sum_grad_output(tile, begin, end);
-    if (!RowOp::kGradRows && tile.weight_sum == nullptr) return;  // that was all
+    if (!RowOp::kGradRows && tile.weight_sum == nullptr) return;  // only grad_bias is requested
     dispatch_bool<kForEitherRounding>(args_.rounding.any(),
                                       [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
     if (kMayPrefetch && non_temporal_) finish_non_temporal();
   }
 
  private:
-  // That of the current group, behind those that are left of the leaves before.
+  // Returns the sum of the current group, which follows the remaining sums of previous leaves.
   Compute* sum_of_leaf(void* sums) const {
     if (sums == nullptr) return nullptr;
     return static_cast<Compute*>(sums) + sums_before_ * args_.sum_stride + (group_ - args_.first_group) * packed_cols_;
   }
 
-  // Adds the rows of grad_output to the sum of grad_bias, while they are still in the cache.
+  // Adds the rows of grad_output to the sum for grad_bias, while they are still in the cache.
   [[gnu::noinline]] void sum_grad_output(const Tile& tile, int64_t begin, int64_t end) const {
     Compute* of_group = tile.bias_sum;
     for (int first = 0; first < tile.count; first += tile.rows_per_group, of_group += tile.stride) {
@@ -121,7 +121,7 @@ class BackwardRows {
 
   template <class Casts>
   void write_groups(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end, Casts casts) const {
-    // At run time, this choice takes 1.05 to 1.1 of the time on AVX2. Rounding takes more than choosing.
+    // A run-time branch takes 1.05 to 1.1 of the time on AVX2. Rounding takes longer than the branch.
     constexpr bool kForEither =
         !branches_at_run_time<RowOp, typename RowOp::Gradient>() && !std::is_same_v<Casts, std::true_type>;
     const Compute* scale = tile.scale;
@@ -145,7 +145,7 @@ class BackwardRows {
     }
   }
 
-  // The rows of one group: those from `first` on.
+  // Writes the rows of one group, from row `first` of the tile on.
   template <class WantsGradWeight, class HasResidual, class Casts>
   [[gnu::noinline]] void write_group(const Tile& tile, const Tile& ahead, int first, int64_t begin, int64_t end,
                                      const Compute* scale, Compute* weight_sum, WantsGradWeight wants_grad_weight,
@@ -168,12 +168,12 @@ class BackwardRows {
 
   bool has_sums() const { return RowOp::kPlain && args_.sums != Sums::compute; }
 
-  // Goes on to the next rows of all groups in the region, as many as a tile may have of one group.
+  // Advances to the next rows of all groups in the region, as many as a tile may have of one group.
   void next_rows() {
     row_ += count_;
     group_ = region_.group;
     if (row_ >= leaf_end_) next_leaf();
-    // A tile ends with its leaf, as the next one has sums of its own.
+    // A tile ends with its leaf, as the next leaf has other sums.
     const int64_t end = region_.row + region_.rows, left = (leaf_end_ < end ? leaf_end_ : end) - row_;
     const int most = region_.groups > 1 && tile_rows_ > kRowsPerGroup ? kRowsPerGroup : tile_rows_;
     count_ = static_cast<int>(left < most ? left : most);
@@ -181,7 +181,7 @@ class BackwardRows {
     if (has_sums()) sums_.next_rows(count_, group_);
   }
 
-  // The leaf of the current row.
+  // Sets the leaf of the current row.
   void next_leaf() {
     const int64_t rows = args_.rows / args_.weight.groups;
     leaf_ = row_ / args_.rows_per_leaf;
@@ -194,7 +194,7 @@ class BackwardRows {
   NORMOPS_INLINE void write_rows(const Tile& tile, const Tile& next_tile, int first, int64_t begin, int64_t end,
                                  const Compute* scale, Compute* weight_sum, WantsGradWeight wants_grad_weight,
                                  HasResidual has_residual, Casts casts) const {
-    // Copies, as the compiler would have to assume of the originals that what is stored changes them.
+    // Uses copies, as the compiler must assume that stores change the originals.
     const bool prefetches = kMayPrefetch && (kRows > 1 || !kInPairs) && prefetches_,
                non_temporal = prefetches && non_temporal_;
     const Rounding rounding = rounding_of(casts, args_.rounding);
@@ -225,8 +225,8 @@ class BackwardRows {
               for (int p = 0; p < kCount; p++) {
                 const auto& part = terms.part[p];
                 const auto rest = [&]() NORMOPS_INLINE_LAMBDA {
-                  // Not of the terms: beside a pointer, GCC 12 keeps them in memory, which takes up to four times as
-                  // long.
+                  // The residual is not part of the terms: with a pointer to it, GCC 12 keeps the terms in memory,
+                  // which takes up to four times as long.
                   if constexpr (RowOp::kPlain) {
                     if (has_residual) return fma(minus_c[r], part.x, load<R>(rows[r].residual + column, extent));
                   }
@@ -248,8 +248,8 @@ class BackwardRows {
                 outputs[r][p] = part.outputs(dx, rstd[r], w[p]);
               }
             }
-            // After the last load: rows often lie a multiple of 4096 bytes apart, and a load that follows a store with
-            // the same low address bits waits for it.
+            // Stores follow the last load: rows are often a multiple of 4096 bytes apart, and a load waits for an
+            // earlier store with the same low address bits.
             for (int p = 0; p < kCount; p++) {
 #pragma GCC unroll 4
               for (int r = 0; r < kRows; r++)
@@ -266,20 +266,20 @@ class BackwardRows {
   const bool prefetches_, non_temporal_;
   const RotaryColumns paired_;
   const int64_t packed_cols_;
-  int tile_rows_;  // the most that a tile has
-  // The rows that tiles are being made of: `count_` of each group, from `row_` on, all of one leaf. The tile that comes
-  // next begins with those of group `group_`.
+  int tile_rows_;  // the maximum rows of a tile
+  // The rows that the next tiles consist of: `count_` of each group, from `row_` on, all of one leaf. The next tile
+  // begins with group `group_`.
   int64_t row_;
   int count_ = 0;
   int64_t group_;
-  int64_t leaf_, leaf_end_ = 0;  // where it ends
-  int64_t sums_before_;          // that are left of the leaves before
+  int64_t leaf_, leaf_end_ = 0;  // the leaf of row_, and its end
+  int64_t sums_before_;          // that remain of the leaves before it
   const typename RowOp::Shared shared_;
   GroupedTensors<RowOp> tensors_;
   GroupedTensors<SumsOfRow<Compute>> sums_;
 };
 
-// Begins the sums of a tile's leaf, columns [begin, end).
+// Clears columns [begin, end) of the sums if the tile begins a leaf.
 template <class RowOp>
 void clear(const BackwardTile<RowOp>& tile, int64_t begin, int64_t end) {
   using R = typename RowOp::Element;
@@ -290,7 +290,7 @@ void clear(const BackwardTile<RowOp>& tile, int64_t begin, int64_t end) {
   }
 }
 
-// Adds the last sums behind a tile that ends its leaf, columns [begin, end).
+// Adds columns [begin, end) of the last sums after a tile that ends its leaf.
 template <class RowOp>
 [[gnu::noinline]] void add_last_sums(const CpuArgs& args, const BackwardTile<RowOp>& tile, int64_t begin, int64_t end) {
   using R = typename RowOp::Element;
@@ -308,7 +308,7 @@ template <class RowOp>
   }
 }
 
-// The first pass alone.
+// Runs only the first pass.
 template <class RowOp>
 void sum_region(const CpuArgs& args, const Region& region) {
   BackwardRows<RowOp> rows(args, region, 0);
@@ -319,7 +319,7 @@ void sum_region(const CpuArgs& args, const Region& region) {
 template <class RowOp>
 void backward_region(const CpuArgs& args, const Region& region) {
   BackwardRows<RowOp> rows(args, region, region.row / args.rows_per_leaf);
-  // While one tile is written, the one that comes next is prefetched.
+  // The next tile is prefetched while the current one is written.
   BackwardTile<RowOp> tiles[2];
   rows.next_tile(tiles[0]);
   for (int current = 0; tiles[current].count > 0; current ^= 1) {
@@ -355,7 +355,7 @@ void backward_columns(const CpuArgs& args, int64_t row, double square_sum, doubl
   BackwardTile<RowOp> tile;
   rows.next_tile(tile);
   tile.set_sums({square_sum}, {dot}, args.size, args.eps);
-  // In spans, so that what was cleared is still in the cache when it is added to.
+  // Processes one span at a time, so that cleared sums are still in the cache for the additions.
   for (; begin < end; begin += kSpan) {
     const int64_t last = span_end(begin, end);
     clear(tile, begin, last);
@@ -364,8 +364,8 @@ void backward_columns(const CpuArgs& args, int64_t row, double square_sum, doubl
   }
 }
 
-// The kernels of an operator's variants: dispatch_row_op(args, visit) calls visit.template operator()<RowOp>() with
-// one, if anything is to be written.
+// The kernels of an operator's variants: dispatch_row_op(args, visit) calls visit.template operator()<RowOp>() with the
+// selected RowOp, unless no output is requested.
 template <class Variants>
 struct Backward {
   static void rows(const CpuArgs& args, const Region& region) {

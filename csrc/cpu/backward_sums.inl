@@ -1,4 +1,4 @@
-// BackwardRowOp, tiles of rows, and the first pass of a backward, which forms the sums over each row:
+// BackwardRowOp, tiles of rows, and the first pass of a backward, which sums over each row:
 //   square_sum = sum(x^2), dot = sum(dy * w * x)
 #include "grouped_rows.inl"
 #include "row_sums.inl"
@@ -6,21 +6,21 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// The defaults of a RowOp of a backward: pointers into the tensors of a row, and how blocks of x, which is normalized,
-// and of dy, the gradient of the normalized x times the scale, are formed of them. R is the type of the input, in whose
-// order blocks are packed, T the type of grad_output, to which results are rounded on the way if the Rounding of the
-// arguments asks for it. It has
+// The defaults of a backward's RowOp: pointers into the tensors of a row, and functions that compute blocks of x and
+// dy. The norm normalizes x; dy is the gradient of x * rstd * scale. R is the type of the input and of the packed
+// order. T is the type of grad_output, to which intermediate results are rounded if the arguments' Rounding says so. A
+// RowOp has
 //   kTensors
 //   kComputeBound: as in forward_rows.inl
-//   kGradRows: whether rows are written; if not, grad_weight alone is wanted
-//   kFormsGradient: whether dy is computed from grad_output, and not grad_output itself
-//   kSharedTerms: whether the two sums of a row share costly terms, so that both are formed in one loop
-//   kPlain: whether there may be a grad_residual, and sums that are given or wanted
-//   kPairing: how columns of dy are formed
+//   kGradRows: whether rows are written; if not, only gradients of parameters are requested
+//   kFormsGradient: whether dy is computed from grad_output, instead of being grad_output itself
+//   kSharedTerms: whether the two sums of a row share costly terms, so that one loop computes both
+//   kPlain: whether it supports a grad_residual, and sums as inputs or outputs
+//   kPairing: how columns of dy are paired
 //   kRowBytes, kAllBytes: the bytes of a column that are read, and that are read or written
 //   Shared: the members that all rows share, constructed from the arguments
 //   a constructor (rows, const Shared&, position), which takes each of its tensors from GroupedTensors::Next;
-//     `position` is the row's place in the tile, where the first pass keeps results for the second one
+//     `position`, the row's index in the tile, selects the scratch for results of the first pass
 //   x(column, extent): a block of x, for the first pass
 //   summed(column, extent): the Terms of a block, for the first pass
 //   terms(column, extent): the Terms of a block, for the second pass
@@ -29,7 +29,7 @@ namespace {
 //   prefetch_read(column), prefetch_written(column)
 //   store(column, outputs, extent, policy)
 // Terms have dy, x and
-//   outputs(gradient, rstd, w): the blocks to store, given that gradient
+//   outputs(gradient, rstd, w): the blocks to store, from the gradient of x
 template <class R, class T>
 struct BackwardRowOp {
   using Element = R;
@@ -55,7 +55,7 @@ struct BackwardRowOp {
 
   const T* grad_output;
   const R* input;
-  R* grad_input;  // null if not wanted
+  R* grad_input;  // null if not requested
 
   BackwardRowOp() = default;
   template <class Rows>
@@ -87,7 +87,7 @@ struct BackwardRowOp {
   }
 };
 
-// Whether sums over rows are all that is wanted.
+// Returns whether only sums over rows are requested.
 template <class RowOp>
 bool wants_sums(const CpuArgs& args) {
   return RowOp::kPlain && args.sums == Sums::output;
@@ -95,7 +95,7 @@ bool wants_sums(const CpuArgs& args) {
 
 constexpr BackwardConfig kConfig = backward_config(NORMOPS_VECTOR_BYTES);
 
-// Where the sums over a row are, if they are given or wanted.
+// Pointers to the sums over a row, if they are inputs or outputs.
 template <class Number>
 struct SumsOfRow {
   static constexpr TensorIndex kTensors[] = {kSquareSum, kDot};
@@ -107,24 +107,24 @@ struct SumsOfRow {
       : square_sum(rows.template row<kSquareSum, Number>()), dot(rows.template row<kDot, Number>()) {}
 };
 
-// Rows that go through the two passes together. Where the weight has several groups, a tile may hold rows of some that
-// follow one another: `rows_per_group` rows of the first one, then as many of the next one, and so on.
+// Rows that pass through both passes together. With several groups, a tile may hold rows of consecutive groups:
+// `rows_per_group` rows of the first group, then as many of the next one, and so on.
 template <class RowOp>
 struct BackwardTile {
   using R = typename RowOp::Element;
 
   int count = 0, rows_per_group = 1;
   const compute_t<R>* scale;  // of the first group
-  compute_t<R>* weight_sum;   // of the leaf, for the first group, or null if grad_weight is not wanted
-  compute_t<R>* bias_sum;     // the same of grad_bias
+  compute_t<R>* weight_sum;   // of the leaf, for the first group, or null if grad_weight is not requested
+  compute_t<R>* bias_sum;     // the same for grad_bias
   int64_t stride;             // from a group's scale, or sum, to the next one's
   bool begins_leaf;           // whether nothing has been added to the sums yet
-  int additions;              // how often the last two sums are to be added behind the tile
+  int additions;              // how often the last two sums are added after the tile
   RowOp rows[kBackwardTile];
   compute_t<R> rstd[kBackwardTile], minus_c[kBackwardTile];
   SumsOfRow<compute_t<R>> sums[kBackwardTile];
 
-  // Of the sums of x^2 and of dy * w * x; the latter matter only if rows are written.
+  // Computes rstd and minus_c from the sums of x^2 and dy * w * x. The latter are used only if rows are written.
   NORMOPS_INLINE void set_sums(const double (&squares)[kBackwardTile], const double (&dots)[kBackwardTile],
                                int64_t cols, double eps) {
     compute_t<R> square_sum[kBackwardTile], dot[kBackwardTile];
@@ -133,7 +133,7 @@ struct BackwardTile {
         square_sum[r] = static_cast<compute_t<R>>(squares[r]);
         dot[r] = static_cast<compute_t<R>>(dots[r]);
       }
-      // Otherwise GCC 12, where it has a vector of them, goes on with the doubles that these were rounded from.
+      // Forces rounding: GCC 12 would otherwise continue with the unrounded doubles in a vector register.
       asm("" : "+m"(square_sum), "+m"(dot));
       for (int r = first; r < first + 4; r++) rstd[r] = rstd_of<R>(square_sum[r], cols, eps);
       asm("" : "+m"(rstd));
@@ -142,7 +142,7 @@ struct BackwardTile {
   }
 };
 
-// The terms of mean(x^2), and of mean(dy * w * x).
+// Returns a term for fold_span, which adds the squares of a block of x to an accumulator.
 template <class Row>
 NORMOPS_INLINE auto squares_of_row(const Row& row) {
   return [row](int64_t column, auto extent, const auto& sum) NORMOPS_INLINE_LAMBDA {
@@ -151,13 +151,13 @@ NORMOPS_INLINE auto squares_of_row(const Row& row) {
   };
 }
 
-// Where results are rounded, as far as a choice made for it leaves that open.
+// Returns the run-time Rounding, or a constant without rounding if Casts excludes it.
 template <class Casts>
 NORMOPS_INLINE Rounding rounding_of(Casts, Rounding rounding) {
   return std::is_same_v<Casts, std::false_type> ? Rounding{} : rounding;
 }
 
-// Rounded to the type of the gradient, if that is asked for.
+// Rounds to the type of the gradient, if requested.
 template <class RowOp, class R>
 NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
   if constexpr (sizeof(typename RowOp::Gradient) == 2) {
@@ -166,13 +166,13 @@ NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
   return block;
 }
 
-// The dy of Terms, which is a result itself where the operator forms it.
+// Returns the dy of Terms. It is an intermediate result, and may be rounded, if the operator computes it.
 template <class RowOp, class Terms>
 NORMOPS_INLINE auto gradient_of(const Terms& terms, Rounding rounding) {
   return cast<RowOp>(terms.dy, RowOp::kFormsGradient && rounding.multiplied);
 }
 
-// dy * w
+// Returns dy * w.
 template <class RowOp, class Terms, class R>
 NORMOPS_INLINE Block<R> weighted(const Terms& terms, const Block<R>& w, Rounding rounding) {
   return cast<RowOp>(gradient_of<RowOp>(terms, rounding) * w, rounding.normalized);
@@ -186,7 +186,7 @@ NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale, Rounding r
   };
 }
 
-// The Terms of blocks that are formed together, for the second pass.
+// The Terms of one block, with the same members as those of paired blocks.
 template <class Terms>
 struct TermsOfOne {
   Terms part[1];
@@ -194,7 +194,7 @@ struct TermsOfOne {
 
 template <class Row, class Extent>
 NORMOPS_INLINE auto terms_of(const Row& row, const SingleBlock&, int64_t column, Extent extent) {
-  // Not by way of a variable: GCC 12 copies it through the stack, in steps that are shorter than a register.
+  // Uses no variable: GCC 12 would copy it through the stack in steps that are shorter than a register.
   return TermsOfOne<decltype(row.terms(column, extent))>{{row.terms(column, extent)}};
 }
 
@@ -203,8 +203,8 @@ NORMOPS_INLINE auto terms_of(const Row& row, const Parts& parts, int64_t column,
   return row.paired_terms(parts, column, extent);
 }
 
-// The sum of dy * w * x over a span of a row, of whose columns some are in pairs: each segment has its own spans, those
-// of two parts half as long, so that no chain is longer than in a row without pairs.
+// Sums dy * w * x over a span of a row with paired columns. Each segment has separate spans. They are half as long for
+// two blocks at a time, so that no chain is longer than in a row without pairs.
 template <class RowOp, Tail kTail, class Row>
 NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired,
                                      const compute_t<typename RowOp::Element>* scale, int64_t span, int64_t cols,
@@ -236,7 +236,7 @@ NORMOPS_INLINE void fold_row(const RowOp& of_tile, const compute_t<typename RowO
                              [[maybe_unused]] Rounding rounding, bool prefetches,
                              Folded<typename RowOp::Element>& squares, Folded<typename RowOp::Element>& dots) {
   using R = typename RowOp::Element;
-  // A loop takes 1.2 to 1.4 of the time at 333 x 100.
+  // A looped tail takes 1.2 to 1.4 of the time at 333 x 100.
   constexpr Tail kTail = branches_at_run_time<RowOp, typename RowOp::Gradient>() ? Tail::looped : Tail::unrolled;
   const RowOp row = of_tile;
   constexpr Pairing pairing = pairing_of<RowOp>();
@@ -275,7 +275,7 @@ NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kBackwardTile], int count
   }
 }
 
-// The first pass: forms the sums over each row of a tile; that of dy * w * x only if rows are written.
+// The first pass: computes the sums over each row of a tile. Sums dy * w * x only if rows are written.
 template <class RowOp, class Casts>
 [[gnu::noinline]] void sum_tile(const CpuArgs& args, BackwardTile<RowOp>& tile, bool prefetches, Casts casts) {
   using R = typename RowOp::Element;
@@ -305,7 +305,7 @@ template <class RowOp, class Casts>
   tile.set_sums(squares, dots, args.cols, args.eps);
 }
 
-// The same of rows whose sums are given.
+// Reads the sums over each row of a tile, if they are inputs.
 template <class RowOp>
 void read_sums(const CpuArgs& args, BackwardTile<RowOp>& tile) {
   using R = typename RowOp::Element;

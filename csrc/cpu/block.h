@@ -1,9 +1,8 @@
-// Blocks of a row in the compute type: how they are read, written and summed. Included once per instruction set, like
-// simd.h.
+// Loads, stores and sums blocks of a row in the compute type. Included once per instruction set, like simd.h.
 //
-// A block is 64 bytes of the compute type, 16 floats or 8 doubles, in 4, 2 or 1 registers. As all kernels take
-// rows in blocks of this size (the one block that is longer counts as two), sums are formed in the same order
-// everywhere: all instruction sets give the same bits.
+// A block is 64 bytes of the compute type, 16 floats or 8 doubles, in 4, 2 or 1 registers. All kernels process rows in
+// blocks of this size; the longer bfloat16 block of AVX-512 counts as two. Sums have the same order everywhere: all
+// instruction sets give the same bits.
 #include "simd.h"
 
 namespace normops::cpu::NORMOPS_ISA {
@@ -27,18 +26,18 @@ struct Block {
 template <class R>
 constexpr int kLanes = Block<R>::kVectors * Block<R>::kVectorLanes;
 
-// What most calls are made of. For other types there is less code, of which each piece serves more cases.
+// The types of most calls. Other types get less code: one instance branches between several cases at run time.
 template <class T>
 constexpr bool kHasFastPath = std::is_same_v<T, float> || std::is_same_v<T, bfloat16>;
 
-// How much of a block is inside the row. Lanes outside the row are read as zero, and are not written.
+// The part of a block that is inside the row. Lanes outside the row are read as zero, and are not written.
 struct Whole {};
 struct Part {
   int64_t lanes;
 };
 
-// Calls visit(choice) with std::true_type or std::false_type, so that code is made for either, or, where that would be
-// too much code, with the bool itself.
+// Calls visit(choice) with std::true_type or std::false_type, so that code is compiled for either. Without kStatic it
+// passes the bool itself, for less code.
 template <bool kStatic, class Visit>
 NORMOPS_INLINE void dispatch_bool(bool choice, Visit visit) {
   if constexpr (!kStatic) {
@@ -50,9 +49,9 @@ NORMOPS_INLINE void dispatch_bool(bool choice, Visit visit) {
   }
 }
 
-// How to write: as usual (Cached), around the caches (NonTemporal), or as a bool tells (true: around them). Writing
-// around the caches wants targets that are aligned to what is written at once, and finish_non_temporal() after the last
-// write.
+// Store policies: regular (Cached), non-temporal (NonTemporal), or a bool that selects at run time (true:
+// non-temporal). Non-temporal stores require targets aligned to the size of the store, and finish_non_temporal() after
+// the last one.
 using Cached = std::false_type;
 using NonTemporal = std::true_type;
 
@@ -82,15 +81,15 @@ NORMOPS_INLINE void finish_non_temporal() {
 #endif
 }
 
-// Into the second-level cache.
+// Prefetches into the second-level cache.
 NORMOPS_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
-// A mask of the first `count` of 64 bytes, but not of all of them.
+// Returns a mask of the first `count` of 64 bytes, for count < 64.
 NORMOPS_INLINE __mmask64 mask_of_bytes(uint64_t count) { return (uint64_t{1} << count) - 1; }
 #endif
 
-// Copies `bytes` bytes, less than 2 * kBytes, in powers of two: a call of memcpy would spill all vector registers.
+// Copies `bytes` bytes, fewer than 2 * kBytes, in powers of two: a call of memcpy would spill all vector registers.
 template <int kBytes>
 NORMOPS_INLINE void copy_part(char* target, const char* source, int64_t bytes) {
   if ((bytes & kBytes) != 0) std::memcpy(target, source, kBytes);
@@ -100,7 +99,7 @@ NORMOPS_INLINE void copy_part(char* target, const char* source, int64_t bytes) {
   }
 }
 
-// Loads the first `count` elements of a block, and zeros behind them.
+// Loads the first `count` elements of a block, and sets the rest to zero.
 template <class T, int kCount>
 NORMOPS_INLINE void load_part(T (&lanes)[kCount], const T* source, int64_t count) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
@@ -110,7 +109,7 @@ NORMOPS_INLINE void load_part(T (&lanes)[kCount], const T* source, int64_t count
     return;
   }
 #elif defined(NORMOPS_F16C)
-  // Whole registers: the load of one that was written in parts waits for the writes.
+  // Stores whole registers to `lanes`: loading a register that was stored in parts stalls.
   if constexpr (sizeof lanes % 32 == 0) {
     const int words = static_cast<int>(count * sizeof(T) / 4);
     for (int i = 0; i < static_cast<int>(sizeof lanes) / 32; i++) {
@@ -132,7 +131,7 @@ NORMOPS_INLINE void load_part(T (&lanes)[kCount], const T* source, int64_t count
                               count * static_cast<int64_t>(sizeof(T)));
 }
 
-// A register of elements of T, in their order.
+// Loads a register of elements of T, in memory order.
 template <class T>
 NORMOPS_INLINE auto load_register(const T* source) {
   if constexpr (std::is_same_v<T, float16>) {
@@ -157,13 +156,13 @@ NORMOPS_INLINE void store_register(T* target, const typename Block<T>::vector& v
 
 using RegisterLanes = std::make_integer_sequence<int, NORMOPS_VECTOR_BYTES / 4>;
 
-// The even and the odd lanes of a pair of registers.
+// Splits a pair of registers into its even and its odd lanes.
 template <int... kLane>
 NORMOPS_INLINE Block<bfloat16> separate(f32_vector low, f32_vector high, std::integer_sequence<int, kLane...>) {
   return {shuffle<2 * kLane...>(low, high), shuffle<2 * kLane + 1 ...>(low, high)};
 }
 
-// The way back: a register of elements in their order, from element kFirst of the block on.
+// Inverts separate(): returns a register of elements in memory order, from element kFirst of the block.
 template <int kFirst, int... kLane>
 NORMOPS_INLINE f32_vector interleave(const Block<bfloat16>& block, std::integer_sequence<int, kLane...>) {
   return shuffle<(kFirst + kLane) / 2 + kLane % 2 * static_cast<int>(sizeof...(kLane))...>(block.v[0], block.v[1]);
@@ -176,13 +175,13 @@ NORMOPS_INLINE Block<R> broadcast(compute_t<R> value) {
   return block;
 }
 
-// The same numbers, every NaN being the one of std::numeric_limits.
+// Replaces every NaN by the one of std::numeric_limits.
 template <class R>
 NORMOPS_INLINE Block<R> canonical_nans(const Block<R>& block) {
   Block<R> result = broadcast<R>(std::numeric_limits<compute_t<R>>::quiet_NaN());
   for (int i = 0; i < block.kVectors; i++) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
-    // One instruction, for which GCC 12 finds two: what is no NaN of either kind takes its own place.
+    // One instruction instead of GCC 12's two: only quiet and signaling NaNs are replaced.
     if constexpr (std::is_same_v<compute_t<R>, float>) {
       result.v[i] = _mm512_fixupimm_ps(result.v[i], block.v[i], _mm512_set1_epi32(0x11111100), 0);
       continue;
@@ -193,21 +192,21 @@ NORMOPS_INLINE Block<R> canonical_nans(const Block<R>& block) {
   return result;
 }
 
-// Numbers that come from elements of T, for use among those of R. All that is not stored as R enters through this or
-// the next function: a NaN from elsewhere would become a number when it is rounded to bfloat16, see round_to_bfloat16.
+// Makes NaNs canonical in a block of R that was read from elements of T. All data not stored as R passes through this
+// function or the next one: rounding to bfloat16 would turn other NaNs into numbers, see round_to_bfloat16.
 template <class T, class R>
 NORMOPS_INLINE Block<R> canonicalize_nan(const Block<R>& block) {
   if constexpr (std::is_same_v<R, bfloat16> && !std::is_same_v<T, bfloat16>) return canonical_nans(block);
   return block;
 }
 
-// The same of one number, as R is computed in.
+// Converts a number to the compute type of R, with a canonical NaN.
 template <class R, class Number>
 NORMOPS_INLINE compute_t<R> canonical_number(Number number) {
   return number == number ? static_cast<compute_t<R>>(number) : std::numeric_limits<compute_t<R>>::quiet_NaN();
 }
 
-// Loads numbers of the compute type that lie in memory in the order in which R is packed.
+// Loads numbers of the compute type that are stored in R's packed order.
 template <class R>
 NORMOPS_INLINE Block<R> load_packed(const compute_t<R>* source) {
   using B = Block<R>;
@@ -222,9 +221,9 @@ NORMOPS_INLINE void store_packed(compute_t<R>* target, const Block<R>& block) {
   for (int i = 0; i < B::kVectors; i++) write(target + i * B::kVectorLanes, block.v[i], Cached{});
 }
 
-// A block of R from elements of T, which may be another type. Types with different compute types (a float64 weight with
-// a float32 input, or the other way round) are a rare pair, and converted number by number. What is made of the block
-// has still to pass canonicalize_nan.
+// Converts elements of T to a block of R. Types with different compute types (a float64 weight with a float32 input, or
+// the other way round) are rare, and converted number by number. Values computed from the block must still pass through
+// canonicalize_nan.
 template <class R, class T>
 NORMOPS_INLINE Block<R> convert(const T* source, Whole = {}) {
   constexpr int kRegister = Block<R>::kVectorLanes;
@@ -254,28 +253,28 @@ NORMOPS_INLINE Block<R> convert(const T* source, Part part) {
   return convert<R>(lanes);
 }
 
-// The same, with NaNs made canonical.
+// Converts elements of T to a block of R, and makes NaNs canonical.
 template <class R, class T, class Extent = Whole>
 NORMOPS_INLINE Block<R> load(const T* source, Extent extent = {}) {
   return canonicalize_nan<T>(convert<R>(source, extent));
 }
 
-// A number as T is computed in: for 16 bits, one that is then rounded as the number itself would be. (An odd last bit
-// tells on which side of a float it lies.)
+// Converts a number to the compute type of T. For 16 bits it rounds a double to odd: rounding the result to T then
+// gives the same bits as rounding the double itself.
 template <class T, class Number>
 NORMOPS_INLINE compute_t<T> narrowed(Number number) {
   auto result = static_cast<compute_t<T>>(number);
   if constexpr (sizeof(T) == 2 && sizeof(Number) == 8) {
     if (result != number) {
       uint32_t bits = bit_cast<uint32_t>(result);
-      if ((result > number) == (number > 0)) bits--;  // away from zero
+      if ((result > number) == (number > 0)) bits--;  // undoes rounding away from zero
       result = bit_cast<float>(bits | 1);
     }
   }
   return result;
 }
 
-// The way back. Where T is another type than R, NaNs may have any payload, so they are replaced first.
+// Stores a block of R as elements of T. If T is not R, NaNs may have any payload, so they are replaced first.
 template <class R, class T, class StorePolicy = Cached>
 NORMOPS_INLINE void store(T* target, const Block<R>& block, Whole = {}, StorePolicy way = {}) {
   constexpr int kRegister = Block<R>::kVectorLanes;
@@ -315,7 +314,7 @@ NORMOPS_INLINE void store(T* target, const Block<R>& block, Part part, StorePoli
                               part.lanes * static_cast<int64_t>(sizeof(T)));
 }
 
-// The numbers rounded to T.
+// Returns the block rounded to T.
 template <class T, class R>
 NORMOPS_INLINE Block<R> rounded(const Block<R>& block) {
   if constexpr (sizeof(T) >= sizeof(compute_t<R>)) {
@@ -371,7 +370,7 @@ struct VectorOf {
 template <class R>
 using quad_t = typename VectorOf<compute_t<R>, 4>::type;
 
-// The lanes of one or several vectors folded in halves, until four are left.
+// Adds the halves of one or several vectors until four lanes are left.
 template <class R, class Lanes>
 NORMOPS_INLINE quad_t<R> fold(const Lanes& lanes) {
   if constexpr (sizeof(Lanes) == sizeof(quad_t<R>)) {
@@ -383,15 +382,15 @@ NORMOPS_INLINE quad_t<R> fold(const Lanes& lanes) {
   }
 }
 
-// A sum is formed by this many independent chains of additions, of 64 bytes each: enough to hide the latency of an fma
-// on every instruction set.
+// The number of independent accumulator chains of a sum, 64 bytes each: enough to hide the latency of an fma on every
+// instruction set.
 constexpr int kChains = 4;
 
 // The blocks that hold the chains of a sum.
 template <class R>
 constexpr int kChainBlocks = kChains * 64 / static_cast<int>(sizeof(Block<R>));
 
-// The lanes of a sum's chains, folded to four, in the order of columns: what is added to them may be folded itself.
+// The lanes of a sum's chains, folded to four in column order, so that folded sums can be added to each other.
 template <class R>
 using Folded = quad_t<R>;
 
@@ -401,7 +400,7 @@ NORMOPS_INLINE Folded<R> fold_chains(const Block<R> (&chain)[kChainBlocks<R>]) {
   if constexpr (kEvenOdd<R>) {
     Folded<R> parts[2];
     for (int i = 0; i < 2; i++) {
-      if constexpr (kChainBlocks<R> == 2) {  // each half of a register is a chain's
+      if constexpr (kChainBlocks<R> == 2) {  // each half of a register belongs to one chain
         typename VectorOf<float, B::kVectorLanes / 2>::type first[2], second[2];
         std::memcpy(first, &chain[0].v[i], sizeof first);
         std::memcpy(second, &chain[1].v[i], sizeof second);
@@ -416,7 +415,7 @@ NORMOPS_INLINE Folded<R> fold_chains(const Block<R> (&chain)[kChainBlocks<R>]) {
   }
 }
 
-// The sums of four folded ones, each of its lanes ((0 + 2) + (1 + 3)), in two steps that transpose as they fold.
+// Sums the lanes of four folded sums, each as (0 + 2) + (1 + 3), in two steps that transpose while they add.
 template <class R>
 NORMOPS_INLINE void sums_of(const Folded<R>* folded, compute_t<R>* sums) {
   const Folded<R>&a = folded[0], &b = folded[1], &c = folded[2], &d = folded[3];

@@ -1,17 +1,17 @@
 // The kernels of channel_rms_norm and its backward, compiled once per instruction set by foreach_isa.h. For the
-// channels x of each position, with dy the gradient of what the activation takes:
+// channels x of each position, and the gradient dy of the activation's argument:
 //   y = activation(x * rstd * w + bias), rstd = 1 / sqrt(mean(x^2) + eps)
 //   dx = dy * rstd * w - x * rstd^3 * mean(dy * w * x)
-//   dw = the sum over positions of dy * rstd * x, and that of dy for the bias
-// To be read from the end: forward() and backward() divide the rows of a call, which are positions, into tiles.
+//   dw = the sum over positions of dy * rstd * x, dbias = the sum over positions of dy
+// Read from the end: forward() and backward() divide the rows of a call, which are positions, into tiles.
 #include "activation.inl"
 #include "channel_tiles.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// Computes rstd of the positions of a tile (kSquares), and minus_c (kDots), in the order in which T is packed. Channels
-// to be written are prefetched, unless they are null.
+// Computes rstd of a tile's positions (kSquares), and minus_c (kDots), in T's packed order. Prefetches the channels to
+// be written, unless they are null.
 template <class T, class G, bool kSquares, bool kDots>
 [[gnu::noinline]] void sum_positions(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy,
                                      const ChannelsOf<T>& written, int64_t width, float* rstd, float* minus_c) {
@@ -45,21 +45,21 @@ template <class T, class G, bool kSquares, bool kDots>
   });
 }
 
-// A channel's scale and bias, with which positions become x * rstd * scale + bias.
+// Computes x * rstd * scale + bias with a channel's scale and bias.
 template <class T>
 struct Affine {
   Block<T> scale, bias;
 
   NORMOPS_INLINE Affine(const CpuArgs& args, int64_t channel)
       : scale(broadcast<T>(static_cast<const float*>(args.scale)[channel])),
-        // -0 where there is none, which leaves a -0 as it is.
+        // -0 without a bias: adding -0 is the identity.
         bias(broadcast<T>(args.channels->bias != nullptr ? args.channels->bias[channel] : -0.0f)) {}
   NORMOPS_INLINE Block<T> operator()(const Block<T>& x, const float* rstd) const {
     return x * load_packed<T>(rstd) * scale + bias;
   }
 };
 
-// Writes the output of a tile, while `ahead`, the next one, is prefetched.
+// Writes the output of a tile, and prefetches `ahead`, the next one.
 template <class T, class StorePolicy, class IsActivated>
 [[gnu::noinline]] void write_tile(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const T>& ahead,
                                   const ChannelsOf<T>& y, int64_t width, const float* rstd, StorePolicy non_temporal,
@@ -78,7 +78,7 @@ template <class T, class StorePolicy, class IsActivated>
   }
 }
 
-// The first row at or behind this one where a tile may begin: a line of 16 bits an element, counted in the sample.
+// Returns the first row, from this one on, where a tile may begin: a multiple of 64 positions in its sample.
 inline int64_t tile_boundary(const CpuArgs& args, int64_t row) {
   constexpr int64_t kStep = 64;
   const int64_t positions = args.channels->positions, position = row % positions,
@@ -108,7 +108,7 @@ void forward(const CpuArgs& args, int64_t begin, int64_t end) {
   if (non_temporal) finish_non_temporal();
 }
 
-// grad_output times the slope of the activation: what its argument has for a gradient.
+// Computes the gradient of the activation's argument: grad_output times the activation's slope.
 template <class T>
 [[gnu::noinline]] void form_gradients(const CpuArgs& args, const ChannelsOf<const T>& x,
                                       const ChannelsOf<const T>& grad_output, int64_t width, const float* rstd,
@@ -166,11 +166,11 @@ NORMOPS_INLINE void transpose(f32_vector (&v)[kRegisterLanes]) {
   if constexpr (kDistance > 1) transpose<kDistance / 2>(v);
 }
 
-// The positions that are transposed at a time, two registers of float32, or one of bfloat16, of which two neighbours
-// move as one number.
+// The positions that are transposed at a time: two registers of float32, or one of bfloat16, whose adjacent elements
+// move as one number of 32 bits.
 constexpr int kRows = 2 * kRegisterLanes;
 
-// Loads a register of channels, from `channel` on, of each of kRows positions.
+// Loads a register of channels, from `channel` on, for each of kRows positions.
 template <class T, class Extent>
 NORMOPS_INLINE void load_rows(const ChannelsOf<const T>& tensor, int64_t channel, int64_t channels, int64_t position,
                               Extent extent, f32_vector (&rows)[kRows]) {
@@ -231,12 +231,12 @@ template <class T, class G>
   }
 }
 
-// The sums of a region's leaves, which follow one another, as the kernels of rows form them.
+// Computes the sums of a region's leaves in the same order as the kernels of rows.
 class LeafSums {
  public:
   LeafSums(const CpuArgs& args, const Region& region) : args_(args), first_leaf_(region.row / args.rows_per_leaf) {}
 
-  // Adds the rows of a tile, of which `row` is the first.
+  // Adds the rows of a tile that begins with `row`.
   template <class T, class G>
   void add(const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy, int64_t row, int64_t width,
            const float* rstd) const {
@@ -261,7 +261,7 @@ class LeafSums {
     return sums == nullptr ? nullptr : static_cast<float*>(sums) + sum_count(first_leaf_, leaf) * args_.sum_stride;
   }
 
-  // Adds the last sums to the one before them, `additions` times.
+  // Adds the last sum to the one before it, `additions` times.
   void add_last(float* last, int additions) const {
     for (; additions > 0; additions--, last -= args_.sum_stride) {
       float* const before = last - args_.sum_stride;
@@ -278,7 +278,7 @@ void backward(const CpuArgs& args, const Region& region) {
   const LeafSums sums(args, region);
   const bool has_sums = args.grad_weight_sums != nullptr || args.grad_bias_sums != nullptr;
   int64_t row = region.row, end = region.row + region.rows;
-  if (!has_sums) row = tile_boundary(args, row), end = tile_boundary(args, end);  // otherwise a leaf's
+  if (!has_sums) row = tile_boundary(args, row), end = tile_boundary(args, end);  // otherwise a leaf's bounds
   const bool non_temporal = args.non_temporal && begins_with_lines(args, kGradInput, row % args.channels->positions);
   const int64_t width = tile_width<T>(args, 5 * sizeof(T) + (args.channels->is_activated ? sizeof(float) : 0));
   alignas(64) OfPositions rstd, minus_c, natural_rstd;

@@ -1,6 +1,6 @@
-// Tensors [samples, channels, positions] whose channels are normalized: tiles of them, and the sums over channels. The
-// lanes of a register are positions, which lie side by side, and loops go over the channels. Each position is summed
-// in the order in which row_sums.inl sums a row: a norm over channels has the bits of one over rows.
+// Tiles of tensors [samples, channels, positions] whose channels are normalized, and sums over channels. The lanes of a
+// register are contiguous positions, and loops iterate over the channels. Each position is summed in row_sums.inl's
+// order: a norm over channels has the bits of one over rows.
 #include "row_sums.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
@@ -11,9 +11,9 @@ struct Tile {
   int64_t sample, position, width;
 };
 
-// The positions of a tile: 512 bytes of a channel, or less, so that the second-level cache has room for all that a
-// position of `bytes` a channel takes: of this tile what is read and written, of the next one what is read. A small
-// sample is one tile: 14 x 14 in several took 1.1 to 1.3 of the time.
+// Returns the positions of a tile: 512 bytes of a channel, or fewer, to fit the second-level cache. `bytes` per channel
+// and position are read or written in this tile, or read in the next one. A small sample is one tile: 14 x 14 in
+// several took 1.1 to 1.3 of the time.
 template <class T>
 NORMOPS_INLINE int64_t tile_width(const CpuArgs& args, int64_t bytes) {
   constexpr int64_t kTileBytes = 512 << 10, kLeast = 128 / sizeof(T);
@@ -23,14 +23,14 @@ NORMOPS_INLINE int64_t tile_width(const CpuArgs& args, int64_t bytes) {
   return width;
 }
 
-// The tile that begins with a row, which is a position of a sample.
+// Returns the tile that begins with a row, which is a position of a sample.
 NORMOPS_INLINE Tile tile_at(const CpuArgs& args, int64_t row, int64_t end, int64_t width) {
   const int64_t positions = args.channels->positions, position = row % positions;
   if (width > positions - position) width = positions - position;
   return {row / positions, position, width < end - row ? width : end - row};
 }
 
-// The channels of a tile: each has its positions side by side.
+// The channels of a tile, each with contiguous positions.
 template <class T>
 struct ChannelsOf {
   T* first;
@@ -48,16 +48,16 @@ NORMOPS_INLINE ChannelsOf<T> channels_of(const CpuArgs& args, TensorIndex tensor
   return {reinterpret_cast<T*>(sample) + tile.position, channels.channel_strides[tensor]};
 }
 
-// Whether all channels of a tensor, from `position` on, begin with a cache line, so that they may be written around the
-// caches.
+// Returns whether all channels of a tensor, from `position` on, begin with a cache line, as non-temporal stores
+// require.
 inline bool begins_with_lines(const CpuArgs& args, TensorIndex tensor, int64_t position) {
   const Channels& channels = *args.channels;
   const auto first = reinterpret_cast<int64_t>(args[tensor].data) + position * size_of(channels.dtype);
   return (first | channels.sample_strides[tensor] | channels.channel_strides[tensor]) % 64 == 0;
 }
 
-// Calls visit(std::integral_constant<int, blocks>, position, extent) for the positions of a tile: for kBlocks blocks at
-// a time, then for one.
+// Calls visit(std::integral_constant<int, blocks>, position, extent) for the positions of a tile: kBlocks blocks at a
+// time, then one.
 template <class R, int kBlocks, class Visit>
 NORMOPS_INLINE void each_blocks(int64_t width, Visit visit) {
   int64_t position = 0;
@@ -69,12 +69,12 @@ NORMOPS_INLINE void each_blocks(int64_t width, Visit visit) {
   });
 }
 
-// Forms kSums sums over channels [begin, end) of a span for each position of kBlocks blocks; term(channel,
-// accumulators) adds a channel to them. fold_span() has 64 chains, of which each takes every 64th column, and adds them
-// along a tree. Here they are formed one after another, four at a time, in the order in which that tree needs them.
+// Computes kSums sums over channels [begin, end) of a span for each position of kBlocks blocks. term(channel,
+// accumulators) adds a channel. fold_span() adds 64 chains, each over every 64th column, along a tree. This loop
+// computes four chains at a time, in the order in which the tree adds them.
 template <class R, int kBlocks, int kSums, class Term>
 NORMOPS_INLINE void fold_channels(int64_t begin, int64_t end, Block<R> (&sums)[kBlocks][kSums], Term term) {
-  static_assert(sizeof(compute_t<R>) == 4, "of doubles a row has 32 chains");
+  static_assert(sizeof(compute_t<R>) == 4, "rows of float64 have 32 chains");
   constexpr int kReversed[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
   Block<R> parts[16][kBlocks][kSums];
 #pragma GCC unroll 1
@@ -107,7 +107,7 @@ NORMOPS_INLINE void fold_channels(int64_t begin, int64_t end, Block<R> (&sums)[k
   }
 }
 
-// The same over all channels: the sums of spans are added in double, and rounded.
+// Computes the sums over all channels: the sums of spans are added in double, and rounded.
 template <class R, int kBlocks, int kSums, class Term>
 NORMOPS_INLINE void sum_channels(int64_t channels, Block<R> (&sums)[kBlocks][kSums], Term term) {
   fold_channels<R>(0, span_end(0, channels), sums, term);
@@ -124,13 +124,13 @@ NORMOPS_INLINE void sum_channels(int64_t channels, Block<R> (&sums)[kBlocks][kSu
   std::memcpy(sums, numbers, sizeof numbers);
 }
 
-// How many blocks of positions are summed at once, so that few accumulators are spilled: four chains of each sum. Of
-// float32 on AVX-512 always four, as a channel's page is then looked up less often: 0.8 of the time of a backward.
+// Blocks of positions that are summed at once, so that few accumulators are spilled: four chains of each sum. float32
+// on AVX-512 always uses four blocks, for fewer page lookups per channel (0.8 of the time of a backward).
 template <class R, int kSums>
 constexpr int kSummedBlocks =
     NORMOPS_VECTOR_BYTES == 64 ? (kEvenOdd<R> ? 2 / kSums : 4) : std::max(2 / (kSums * Block<R>::kVectors), 1);
 
-// Numbers of the positions of a tile, with room for the rest of the last block.
+// Numbers of the positions of a tile, with room for a full last block.
 using OfPositions = float[kMostPositions + kLongestBlock];
 
 }  // namespace

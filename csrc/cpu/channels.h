@@ -1,4 +1,4 @@
-// How the operators over channels lay out a call for their kernels.
+// Converts calls of the channel operators to arguments of their kernels.
 #pragma once
 #include <ATen/ops/empty_like.h>
 
@@ -8,13 +8,13 @@
 
 namespace normops::cpu {
 
-// How many positions a sample has: the elements behind `dim`, which counts from the end.
+// Returns the number of positions of a sample: the elements after `dim`, which counts from the end.
 inline int64_t positions_of(const Tensor& tensor, int64_t dim) {
   return c10::multiply_integers(tensor.sizes().slice(tensor.dim() + dim + 1));
 }
 
-// Whether the kernels serve these arguments. Where channels lie side by side, or hardly any positions do, they are
-// rows.
+// Returns whether the kernels support these arguments. Contiguous channels, or channels with few positions, are
+// normalized as rows instead.
 template <class Operator>
 bool has_channel_kernels(const Operator& arguments) {
   constexpr int64_t kLeastPositions = 8;
@@ -28,7 +28,7 @@ bool has_channel_kernels(const Operator& arguments) {
          positions_of(input, arguments.dim) >= kLeastPositions && input.stride(arguments.dim) != 1;
 }
 
-// The arguments of a call, as rows that are positions. Keeps the memory of its tensors.
+// The arguments of a call, with positions as rows. Keeps its tensors alive.
 class ChannelCall : public KernelArgs {
  public:
   template <class Operator>
@@ -53,7 +53,7 @@ class ChannelCall : public KernelArgs {
 
   int64_t elements() const { return rows * cols; }
 
-  // Moves over what was written to memory other than an output's own.
+  // Copies temporaries back to their outputs.
   void finish() const {
     for (int i = 0; i < kTensorCount; i++) {
       if (targets_[i] != nullptr && !held_[i].is_alias_of(*targets_[i])) {
@@ -65,7 +65,7 @@ class ChannelCall : public KernelArgs {
   Channels channels = {};
 
  private:
-  // As [samples, channels, positions], a copy unless the positions follow one another.
+  // Returns the tensor as [samples, channels, positions], a copy unless positions are contiguous.
   Tensor by_channels(const Tensor& tensor) const {
     Tensor result = tensor.reshape({rows / channels.positions, cols, channels.positions});
     return result.stride(2) == 1 ? result : result.contiguous();
@@ -104,7 +104,7 @@ class ChannelCall : public KernelArgs {
       channels.sample_strides[index] = tensor.stride(0) * size_of(dtype);
       channels.channel_strides[index] = tensor.stride(1) * size_of(dtype);
     }
-    // Rows are computed in float32, so that weights and sums are laid out for that.
+    // Declares rows as float32, in which they are computed, so that weights and sums have that layout.
     args_[index] = {const_cast<void*>(tensor.const_data_ptr()), tensor.dim() == 3 ? DType::float32 : dtype,
                     kNoRows.layout};
     tensors[index] = &args_[index];

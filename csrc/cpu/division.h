@@ -1,4 +1,4 @@
-// How threads share work, and how the rows of a backward are divided for that. No torch header.
+// Division of work among threads, in particular of the rows of a backward. No torch header.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -7,10 +7,10 @@
 
 namespace normops::cpu {
 
-// Elements a thread should at least have: waking a second one costs about as much as a thread needs for these.
+// The minimum number of elements per thread: waking a second thread costs about as much as processing these.
 constexpr int64_t kGrainElements = 16384;
 
-// The most rows that threads share at a time.
+// The maximum number of rows that threads split at a time.
 constexpr int64_t kSharedRows = 8;
 
 inline int64_t grain(int64_t elements_each) {
@@ -19,19 +19,19 @@ inline int64_t grain(int64_t elements_each) {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How many parts so many threads share such a length out in.
+// Returns the number of parts into which `threads` threads divide the range.
 inline int64_t part_count(int64_t length, int64_t grain, int64_t threads) {
   return length <= grain ? 1 : std::min(threads, divide_up(length, grain));
 }
 
-// Where a part of [begin, end) begins: parts differ by one at most.
+// Returns where a part of [begin, end) begins. Sizes of parts differ by at most one.
 inline int64_t part_begin(int64_t begin, int64_t end, int64_t part, int64_t parts) {
   return begin + (end - begin) * part / parts;
 }
 
-// The rows of a backward, in strips: all rows of some neighbouring groups. The units of a strip are leaves of these
-// groups, or rows, if none are summed; they follow one another, and so do the strips. All of that follows from the
-// numbers of rows, columns and groups, so that no bit of a result depends on the threads.
+// Divides the rows of a backward into strips: all rows of some adjacent groups. The units of a strip are leaves of
+// these groups, or rows if none are summed. Units and strips are consecutive. The division depends only on the numbers
+// of rows, columns and groups, so that results do not depend on the number of threads.
 class Division {
  public:
   Division(int64_t rows, int64_t cols, int64_t groups, bool sums_rows)
@@ -49,7 +49,7 @@ class Division {
   int64_t units_per_strip() const { return units_per_strip_; }
   int64_t strips() const { return divide_up(groups_, groups_per_strip_); }
   int64_t units() const { return strips() * units_per_strip_; }
-  // How many units a thread should have at least.
+  // Returns the minimum number of units per thread.
   int64_t grain() const { return cpu::grain(std::min(rows_per_unit_, rows_) * groups_per_strip_ * cols_); }
 
   // Calls visit(region) for units [begin, end), strip by strip.
@@ -65,25 +65,25 @@ class Division {
     }
   }
 
-  // The same for a part of all units.
+  // Calls visit(region) for a part of all units.
   template <class Visit>
   void each_region_of_part(int64_t part, int64_t parts, const Visit& visit) const {
     each_region(part_begin(0, units(), part, parts), part_begin(0, units(), part + 1, parts), visit);
   }
 
-  // The parts that the columns of a tile of rows are shared out in, if threads share rows.
+  // Returns the number of parts into which the columns of some rows are divided, if threads split rows.
   int64_t parts_of_row(int64_t threads) const {
     return part_count(std::min(rows_, kSharedRows) * cols_, kGrainElements, threads);
   }
-  // Whether threads share rows: there are fewer units than threads, and more of these parts.
+  // Returns whether threads split rows: if there are fewer units than threads, and more parts of a row than units.
   bool splits_each_row(int64_t threads) const { return units() < threads && parts_of_row(threads) > units(); }
 
   bool is_whole_strip(const Region& region) const { return region.rows == rows_; }
   bool ends_strip(const Region& region) const { return region.row + region.rows == rows_; }
 
  private:
-  // Eight rows, or more where rows are narrow, as each leaf takes some time itself, and many, as more would make the
-  // bound on the rounding error larger where rows are few.
+  // Returns eight rows, or more if rows are narrow and many: each leaf has a fixed cost, but longer leaves of few rows
+  // raise the bound on the rounding error.
   static int64_t leaf_rows(int64_t rows, int64_t cols) {
     constexpr int64_t kLeast = 8, kMost = 64;
     int64_t result = kLeast;
@@ -91,7 +91,7 @@ class Division {
     return result;
   }
 
-  // The size of parts of at most `most` that differ by less than their number.
+  // Returns the size of even parts of at most `most`: the last one is smaller by less than the number of parts.
   static int64_t even_part(int64_t length, int64_t most) { return divide_up(length, divide_up(length, most)); }
 
   int64_t rows_, groups_;  // rows of each group

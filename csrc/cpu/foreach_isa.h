@@ -1,9 +1,9 @@
-// Compiles the kernel source named by NORMOPS_KERNEL_SOURCE once per instruction set, each time into a namespace of its
-// own, normops::cpu::NORMOPS_ISA, and defines NORMOPS_CHOOSE, to be used behind it. For x86-64 the build compiles every
-// such file twice, with NORMOPS_WITHOUT_AVX512 and with NORMOPS_WITHOUT_AVX2, as half the code takes half the memory.
+// Compiles the kernel source named by NORMOPS_KERNEL_SOURCE once per instruction set, each time into the namespace
+// normops::cpu::NORMOPS_ISA. Defines NORMOPS_CHOOSE, to be used after it. For x86-64 the build compiles each such file
+// twice, with NORMOPS_WITHOUT_AVX512 and with NORMOPS_WITHOUT_AVX2, as half the code takes half the memory.
 //
-// Standard headers come first: an inline function of theirs that was compiled for a
-// wide instruction set could be the copy that the linker keeps for everybody.
+// Standard headers come first: their inline functions must not be compiled for a wide instruction set, as the linker
+// could keep that copy for all callers.
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -22,12 +22,12 @@
 #include "isa.h"
 #include "row_iterator.h"
 
-// Registers wider than those that every CPU of the architecture has are only passed between functions that are inlined.
+// Only inlined functions pass registers that are wider than the architecture's baseline.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 #if defined(NORMOPS_EMULATION)
 
-// For tests: an instruction set that this machine may not have, which the header names and emulates.
+// For tests: the header names and emulates an instruction set that this machine may not have.
 #include NORMOPS_EMULATION
 #include "block.h"
 #include NORMOPS_KERNEL_SOURCE
@@ -36,7 +36,7 @@
 
 #elif defined(__x86_64__)
 
-// What stands between NORMOPS_BEGIN_TARGET(features) and NORMOPS_END_TARGET is compiled for these features, too.
+// Code between NORMOPS_BEGIN_TARGET(features) and NORMOPS_END_TARGET is compiled for these features, too.
 #define NORMOPS_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define NORMOPS_BEGIN_TARGET(features) \
@@ -100,8 +100,8 @@ NORMOPS_END_TARGET
 
 #endif
 
-// Defines function(), which returns the table `name`, of the `type`, for current_isa(): the kernel source defines one
-// for each instruction set. The variants are in the order of the enumeration Isa.
+// Defines function(), which returns the table `name` of type `type` for current_isa(). The kernel source defines one
+// table for each instruction set. The variants are in the order of the enumeration Isa.
 #if defined(NORMOPS_WITHOUT_AVX2)
 #define NORMOPS_CHOOSE(type, function, name)
 #else

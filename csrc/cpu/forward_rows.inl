@@ -1,7 +1,7 @@
-// The loops of the forward kernels. For each row h, which a RowOp forms of its tensors:
+// The loops of the forward kernels. For each row h, which a RowOp computes from its tensors:
 //   y = h * rstd * scale, rstd = 1 / sqrt(mean(h^2) + eps)
-// To be read from the end: forward_rows() divides the rows of a call into runs in which all tensors advance by fixed
-// strides, process_tiles() sums and writes the rows of a run, WrittenRow forms and writes the blocks of a row.
+// Read from the end: forward_rows() divides the rows of a call into runs in which all tensors have fixed strides.
+// process_tiles() sums and writes the rows of a run. WrittenRow computes and writes the blocks of a row.
 #include "row_access.inl"
 #include "row_config.h"
 #include "row_sums.inl"
@@ -10,23 +10,23 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// When the row after the current one is prefetched by software.
+// Selects when software prefetches the row after the current one.
 enum class Ahead { when_non_temporal, when_summed, when_written };
 
-// A RowOp is a row of an operator: pointers into its tensors, and how blocks are formed of them. T is the type of the
-// output, R the type in whose order blocks are packed. It has
-//   kTensors: the tensors besides output and scale
-//   kComputeBound: whether forming blocks takes most of the time; then one piece of code serves more cases
-//   kOneLoop: whether one loop serves all cases, for rows that are rarely narrow or rounded on the way
+// A RowOp is a row of an operator: pointers into its tensors, and functions that compute blocks from them. T is the
+// type of the output, R the type of the packed order. It has
+//   kTensors: the tensors other than output and scale
+//   kComputeBound: whether computing blocks takes most of the time; one instance then handles more cases
+//   kOneLoop: whether one loop handles all cases, for rows that are rarely narrow or have rounded intermediates
 //   kAhead
-//   kFetchesOutput: whether the row of the output is prefetched while a row outside of tiles is summed
-//   kPairing: how columns are finished
-//   WithSums, if sums may be given or wanted: the same RowOp, with square_sum among its tensors
+//   kFetchesOutput: whether the output's row is prefetched while an untiled row is summed
+//   kPairing: how finish() pairs columns
+//   WithSums, if sums may be inputs or outputs: the same RowOp, with square_sum among its tensors
 //   Shared: the members that all rows share, constructed from the arguments
 //   a constructor (rows, const Shared&, r) for row r of a tile; rows.row<kInput, const T>() is that row of the input
 //   h<kSums>(column, extent): a block of h, for the sum (kSums) or to be normalized
-//   finish(parts, y, column, extent), optional: turns normalized blocks times the scale into outputs; there are
-//     parts.kCount blocks, of which the first begins with `column`
+//   finish(parts, y, column, extent), optional: turns normalized blocks times the scale into outputs; the first of
+//     parts.kCount blocks begins with `column`
 //   prefetch(column)
 template <class T, class R = T>
 struct RowOp {
@@ -40,7 +40,7 @@ struct RowOp {
   };
 };
 
-// A term for fold_span, which adds the squares of a block to an accumulator.
+// Returns a term for fold_span, which adds the squares of a block of h to an accumulator.
 template <class RowOp>
 NORMOPS_INLINE auto squares_of(const RowOp& row) {
   return [row](int64_t column, auto extent, const Block<typename RowOp::Element>& sum) NORMOPS_INLINE_LAMBDA {
@@ -63,13 +63,13 @@ struct InputRow : RowOp<T> {
   NORMOPS_INLINE void prefetch(int64_t column) const { NORMOPS_ISA::prefetch(x + column); }
 };
 
-// Whether rows of T are rounded on the way to being written.
+// Returns whether rows of T have rounded intermediate results.
 template <class T>
 NORMOPS_INLINE bool casts(Rounding rounding) {
   return sizeof(T) == 2 && rounding.any();
 }
 
-// A row whose sum is known, to be written: h * rstd * w, or what the operator makes of it. kCasts: see casts().
+// Writes a row whose sum is known: h * rstd * w, or the result of finish() on that. kCasts: see casts().
 template <class RowOp, class StorePolicy, bool kCasts>
 struct WrittenRow {
   using T = typename RowOp::Output;
@@ -120,9 +120,8 @@ struct WrittenRow {
     return block;
   }
 
-  // The loads of several blocks come before their stores: a load that follows a store to an address with the same low
-  // 12 bits waits for it, and tensors of a power of two bytes that are allocated one after another often differ in
-  // those bits by 64 or 128.
+  // Loads several blocks before storing them: a load waits for an earlier store to an address with the same low 12
+  // bits. Tensors of a power of two bytes that are allocated one after another often differ in those bits by 64 or 128.
   template <Tail kTail, class Parts, class Prefetch>
   NORMOPS_INLINE void write_segment(const Parts& parts, int64_t column, int64_t end, Prefetch prefetch) const {
     constexpr int kCount = Parts::kCount, kBlocks = kChainBlocks<R> / kCount;
@@ -135,8 +134,8 @@ struct WrittenRow {
         Block<R> blocks[kBlocks][kCount];
 #pragma GCC unroll 4
         for (int i = 0; i < kBlocks; i++) form_next(column + i * kLanes<R>, Whole{}, blocks[i]);
-        // The nop keeps the stores from following the loads at once. Where the output is not in the caches, Zen 4 then
-        // takes a quarter less time; docs/notes/cpu.md tells what was measured. Why is not known.
+        // The nop separates the stores from the loads. Zen 4 then takes a quarter less time if the output is not in the
+        // caches, for an unknown reason; docs/notes/cpu.md has the measurements.
         if constexpr (NORMOPS_VECTOR_BYTES == 64) asm volatile("nop");
 #pragma GCC unroll 4
         for (int i = 0; i < kBlocks; i++) store(parts, column + i * kLanes<R>, Whole{}, blocks[i]);
@@ -168,7 +167,7 @@ template <bool kCasts, Tail kTail, class RowOp, class StorePolicy>
 NORMOPS_INLINE void write_row(const CurrentRows<RowOp>& rows, const typename RowOp::Shared& shared, int r,
                               compute_t<typename RowOp::Element> rstd, Rounding rounding, int64_t cols,
                               StorePolicy non_temporal) {
-  // Not const: GCC 12 makes two hundredths more of all kernels then.
+  // GCC 12 emits 2% more code for all kernels if this is const.
   auto row = written_row<kCasts>(rows, shared, r, rstd, rounding, non_temporal);
   const RowOp next(NextRows<RowOp>{rows}, shared, r);
   row.template write<kTail>(0, cols, [next, non_temporal](int64_t column) NORMOPS_INLINE_LAMBDA {
@@ -184,10 +183,10 @@ constexpr bool kHasSums = place_of<RowOp>(kSquareSum) >= 0;
 template <class RowOp>
 constexpr bool kMayTile = !kHasSums<RowOp> && !RowOp::kOneLoop;
 
-// Tiles of kRows rows: each is summed, then written. All addresses stay in registers, which matters: a load waits for
-// any store that is still on its way to memory and whose address has the same low 12 bits. Those stores cover most such
-// addresses, and a pointer that has to be loaded holds up all that is read through it. So no closure is called by
-// another one here: GCC 12 would keep the rows on the stack (1.1 of the time of narrow ones).
+// Processes tiles of kRows rows: each tile is summed, then written. All addresses stay in registers: a load waits for
+// any pending store to an address with the same low 12 bits. Pending stores cover most such addresses, and a spilled
+// pointer delays all loads through it. Closures here call no other closures: GCC 12 would keep the rows on the stack
+// (1.1 of the time of narrow rows).
 template <int kRows, bool kCasts, Tail kTail, class RowOp, class StorePolicy>
 [[gnu::noinline]] void process_tiles(CurrentRows<RowOp> rows, typename RowOp::Shared shared, Rounding rounding,
                                      StrideRuns& runs, int64_t tiles, int64_t cols, int64_t size, double eps,
@@ -213,7 +212,7 @@ template <int kRows, bool kCasts, Tail kTail, class RowOp, class StorePolicy>
     });
   } else if constexpr (kRows == 1) {
     for_each_row(runs, tiles, rows, [&](int) NORMOPS_INLINE_LAMBDA {
-      // The first span by itself: beside a loop over all, GCC 12 spills two of AVX2's accumulators (a fifth).
+      // Peels the first span: with one loop over all, GCC 12 spills two of AVX2's accumulators (a fifth slower).
       double square_sum = sum_of<R>(fold(rows, 0, 0));
       for (int64_t begin = kSpan; begin < cols; begin += kSpan) square_sum += sum_of<R>(fold(rows, 0, begin));
       write_row<kCasts, kTail>(rows, shared, 0, rstd_of<R>(square_sum, size, eps), rounding, cols, non_temporal);
@@ -234,7 +233,7 @@ template <int kRows, bool kCasts, Tail kTail, class RowOp, class StorePolicy>
   }
 }
 
-// Writes the sums of the squares of rows, as they are formed where these are normalized.
+// Writes the sums of squares of rows, with the same bits as when the rows are normalized.
 template <class RowOp>
 void sum_tiles(CurrentRows<RowOp> rows, const typename RowOp::Shared& shared, StrideRuns& runs, int64_t cols) {
   using R = typename RowOp::Element;
@@ -250,9 +249,9 @@ void sum_tiles(CurrentRows<RowOp> rows, const typename RowOp::Shared& shared, St
 
 // Calls visit.template operator()<rows of a tile, casts, tail>(store policy) with the loop for these rows:
 //   rows                                            casts  store policy  tail
-//   rounded on the way; all of kOneLoop             yes    at run time   looped
-//   others of costly operators and rare types       no     at run time   looped
-//   stored around the caches, where a tail is free  no     NonTemporal   looped
+//   rounded intermediates; all of kOneLoop          yes    at run time   looped
+//   other compute-bound operators and rare types    no     at run time   looped
+//   non-temporal stores, which hide a tail's cost   no     NonTemporal   looped
 //   the rest                                        no     Cached        looped or none
 template <class RowOp, class Visit>
 NORMOPS_INLINE void dispatch_loop(bool casts, bool non_temporal, bool in_tiles, bool is_whole, Visit visit) {
@@ -326,14 +325,14 @@ void forward_columns(const CpuArgs& args, int64_t row, double square_sum, int64_
   using R = typename RowOp::Element;
   const auto rows = RowTable<RowOp>(args, row).take_strided(1);
   const typename RowOp::Shared shared(args);
-  // Whether results are rounded on the way is found out for each block: rows that threads share are few.
+  // Branches on the rounding for each block, as threads split only few rows.
   const compute_t<R> rstd = rstd_of<R>(square_sum, args.size, args.eps);
   written_row<sizeof(typename RowOp::Output) == 2>(rows, shared, 0, rstd, args.rounding, Cached{})
       .template write<Tail::looped>(begin, end, [](int64_t) NORMOPS_INLINE_LAMBDA {});
 }
 
-// The kernels of an operator's variants: dispatch_row_op(args, visit) calls visit.template operator()<RowOp>() with
-// one.
+// The kernels of an operator's variants: dispatch_row_op(args, visit) calls visit.template operator()<RowOp>() with the
+// selected RowOp.
 template <class Variants>
 struct Forward {
   static void rows(const CpuArgs& args, int64_t begin, int64_t end) {

@@ -1,9 +1,9 @@
 // The kernels of gated_rms_norm_backward, compiled once per instruction set by foreach_isa.h: those of
-// rms_norm_backward for a gated grad_output, or a gated input. With the activated gate a and its slope a',
+// rms_norm_backward for a gated grad_output, or a gated input. With the activated gate a and its slope a':
 //   norm first: y = x * rstd * w * a
-//     dy * a takes the place of dy, and grad_gate = dy * x * rstd * w * a'
+//     dy * a replaces dy, and grad_gate = dy * x * rstd * w * a'
 //   gate first: h = x * a, y = h * rstd * w
-//     h takes the place of x, and with the gradient dh of h, grad_input = dh * a and grad_gate = dh * x * a'
+//     h replaces x, and with the gradient dh of h, grad_input = dh * a and grad_gate = dh * x * a'
 #include "activation.inl"
 #include "backward_rows.inl"
 
@@ -14,7 +14,7 @@ namespace {
 template <class T, bool kNormFirst>
 struct GatedRmsNormBackward : BackwardRowOp<T, T> {
   static constexpr TensorIndex kTensors[] = {kGradOutput, kInput, kGate, kGradInput, kGradGate};
-  // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
+  // A call that requests only grad_weight, which is rare, computes unused results.
   static constexpr bool kComputeBound = true, kFormsGradient = kNormFirst, kSharedTerms = !kNormFirst;
   static constexpr int64_t kRowBytes = 3 * sizeof(T) + sizeof(compute_t<T>), kAllBytes = 5 * sizeof(T);
 
@@ -36,7 +36,7 @@ struct GatedRmsNormBackward : BackwardRowOp<T, T> {
   AnyRow<T, char> grad_gate;
   Activation activation;
   Rounding rounding;
-  compute_t<T>* scratch;  // the smaller parts of the gate's sigmoid
+  compute_t<T>* scratch;  // smaller_part() of the gate
 
   GatedRmsNormBackward() = default;
   template <class Rows>
@@ -53,9 +53,9 @@ struct GatedRmsNormBackward : BackwardRowOp<T, T> {
   };
 
   struct Terms {
-    Block<T> dy, x;  // as the norm sees them
-    // The activation's value, and its slope times grad_output or input, whichever is gated. If slope and factor were
-    // kept apart, GCC 12 would also store them on the stack.
+    Block<T> dy, x;  // gradient and input of the norm
+    // The activation's value, and its slope times the gated tensor, grad_output or input. With separate slope and
+    // factor, GCC 12 would also store them on the stack.
     Block<T> value, slope;
     Rounding rounding;
 

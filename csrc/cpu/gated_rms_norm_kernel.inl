@@ -1,15 +1,15 @@
 // The kernels of gated_rms_norm, compiled once per instruction set by foreach_isa.h: those of rms_norm, on rows that
-// are gated before they are summed, or after they are normalized. With the activated gate a,
+// are gated before they are summed, or after they are normalized. With the activated gate a:
 //   norm first: y = x * rstd * w * a
-//   gate first: h = x * a, which is kept, and y = h * rstd * w
+//   gate first: h = x * a, which the first pass caches, and y = h * rstd * w
 #include "activation.inl"
 #include "forward_rows.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// T is the type of input and output. Each row is prefetched while the activation of the one before it is formed, which
-// takes so long that the processor does not look far enough ahead by itself.
+// T is the type of input and output. Each row is prefetched while the activation of the previous row is computed: this
+// takes so long that the processor does not read far enough ahead.
 template <class T, bool kNormFirst>
 struct GatedRmsNorm : RowOp<T> {
   static constexpr auto kTensors = [] {

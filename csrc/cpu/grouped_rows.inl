@@ -1,19 +1,19 @@
-// Rows of tensors, group by group of the weight.
+// Iterates over rows of tensors, by groups of the weight.
 #include "row_access.inl"
 #include "row_config.h"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// The rows of a tensor, up to kBackwardTile of one group at a time. As row r is of group r % groups, the rows of a
-// group lie `groups` rows apart.
+// The rows of a tensor, up to kBackwardTile of one group at a time. Row r belongs to group r % groups, so the rows of a
+// group are `groups` rows apart.
 class GroupedRows {
  public:
-  // Not inlined, as each operator has several of them.
+  // Avoids inlining, as each operator has several of them.
   [[gnu::noinline]] GroupedRows(const RowsArg& rows, int64_t groups, int64_t row)
       : tensor_(rows), groups_(groups), row_(rows, row * groups, groups), group_(rows, 0) {}
 
-  // Goes on to the next `count` rows of all groups. The first call of next_group() will be for `group`.
+  // Advances to the next `count` rows of all groups. The first call of next_group() selects `group`.
   void next_rows(int count, int64_t group) {
     if (groups_ > 1) next_rows_of_groups(count, group);
   }
@@ -22,7 +22,7 @@ class GroupedRows {
     if (groups_ > 1) offset_ = group_.next() - static_cast<char*>(tensor_.data);
   }
 
-  // Row r of the current group; to be called for one after another.
+  // Returns row r of the current group; to be called for consecutive r.
   char* next(int r) { return groups_ == 1 ? row_.next() : rows_[r] + offset_; }
 
  private:
@@ -35,10 +35,10 @@ class GroupedRows {
   int64_t groups_;
   RowIterator row_, group_;
   char* rows_[kBackwardTile];  // of group 0
-  int64_t offset_ = 0;         // from there to the current group
+  int64_t offset_ = 0;         // from group 0 to the current group
 };
 
-// The same functions for all tensors of an operator.
+// Rows of all tensors of an operator, with the functions of GroupedRows.
 template <class RowOp>
 class GroupedTensors {
  public:
@@ -52,7 +52,7 @@ class GroupedTensors {
     for (GroupedRows& rows : rows_) rows.next_group();
   }
 
-  // The rows r, of which row<kInput, const T>() is that of the input, to be called once; null where there is none.
+  // Row r of each tensor: row<kInput, const T>() is that of the input, to be called once; null if absent.
   struct Next {
     GroupedTensors& tensors;
     int r;

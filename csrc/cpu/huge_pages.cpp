@@ -20,8 +20,8 @@ bool is_wanted() {
   return setting == nullptr || std::string_view(setting) != "0";
 }
 
-// Whether memory is that of glibc's malloc, and of no other that is loaded before it. Others keep the memory of a block
-// that is freed, and so the advice, for blocks of any size.
+// Returns whether malloc is glibc's, not one that is loaded before it. Other allocators keep the memory of freed
+// blocks, and with it the advice, for blocks of any size.
 bool is_glibc() {
   Dl_info allocator, libc;
   return dladdr(reinterpret_cast<void*>(&posix_memalign), &allocator) != 0 &&
@@ -38,11 +38,11 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t byt
   if (bytes < kMappedBytes) return;
   static const bool wanted = is_wanted() && is_glibc();
   if (!wanted) return;
-  // Whole pages of this memory alone: its neighbours keep their own.
+  // Advises whole pages within this memory only; adjacent memory is unaffected.
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t begin = (address + page - 1) / page * page, end = (address + bytes) / page * page;
-  // Whether the system follows makes no difference but in time.
+  // Ignores errors: the advice changes only the time.
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }

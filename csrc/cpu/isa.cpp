@@ -19,15 +19,15 @@ constexpr Isa kCompiled[] = {Isa::composite, Isa::baseline};
 #endif
 
 #if defined(__x86_64__)
-// __builtin_cpu_supports, which clang 17 does not have for this feature.
+// Replaces __builtin_cpu_supports, which does not know this feature in clang 17.
 bool cpu_supports_f16c() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }
 #endif
 
-// Every feature that foreach_isa.h enables for the variant is probed here (the probes include the operating system's
-// consent to save the wide registers).
+// Probes every feature that foreach_isa.h enables for the variant, and whether the operating system saves the wide
+// registers.
 bool machine_runs(Isa isa) {
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_supports_f16c();
@@ -95,7 +95,7 @@ bool has_kernels() noexcept {
   try {
     return current_isa() != Isa::composite;
   } catch (const std::runtime_error&) {
-    return true;  // whoever asks for the instruction set hears what is wrong
+    return true;  // current_isa() reports the error
   }
 }
 

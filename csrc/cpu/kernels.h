@@ -1,5 +1,5 @@
-// The kernels of all operators on raw pointers: what they take, and where to get those for this machine. No torch
-// header.
+// The kernels of all operators on raw pointers: their arguments, and functions that return the kernels for this
+// machine. No torch header.
 #pragma once
 #include <cstdint>
 
@@ -9,24 +9,24 @@
 
 namespace normops::cpu {
 
-// Scale and the sums of rows, which only kernels read and write, are of compute_dtype(dtype): one vector over the
-// columns for each group of the weight, which ScaleLayout describes, with the columns of a block in an order of the
-// kernels' own. Row r is of group r % groups.
+// Only kernels read and write the scale and the sums over rows. Both have one vector of compute_dtype(dtype) over the
+// columns per group of the weight, see ScaleLayout. The kernels choose the order of columns within a block. Row r
+// belongs to group r % groups.
 constexpr int64_t kLongestBlock = 32;  // columns
 inline int64_t padded_cols(DType dtype, int64_t cols) {
   const int64_t block = dtype == DType::bfloat16 ? kLongestBlock : 16;
   return (cols + block - 1) / block * block;
 }
 
-// The columns of a row that kernels form in pairs: i with i + pairs, or neighbours.
+// The columns of a row that kernels process in pairs: i with i + pairs, or adjacent ones.
 struct RotaryColumns {
   int64_t offset = 0;
   int64_t pairs = 0;
   bool are_interleaved = false;
 };
 
-// Maps columns to their places in the scale and in sums of rows. Segments of columns follow one another, each
-// padded to whole blocks, so that a block of the first columns of pairs has one of the second ones.
+// Maps columns to packed positions in the scale and in sums over rows. Segments of columns are consecutive, each padded
+// to whole blocks, so that every block of first columns of pairs has a block of second ones.
 class ScaleLayout {
  public:
   ScaleLayout(DType dtype, int64_t cols, const RotaryColumns& paired = {}) {
@@ -40,18 +40,18 @@ class ScaleLayout {
 
   int64_t packed_cols() const { return packed_[count_]; }
 
-  // Whether each column has its own place.
+  // Returns whether packed positions equal columns.
   bool is_natural() const { return packed_[count_] == columns_[count_]; }
 
-  // Whether all segments of a row that begins with a cache line do so.
+  // Returns whether all segments begin with a cache line, given that the row does.
   bool has_lines(int64_t element_bytes) const {
     bool result = true;
     for (int i = 0; i < count_; i++) result &= columns_[i] * element_bytes % 64 == 0;
     return result;
   }
 
-  // Calls visit(column, packed, count) for the segments of the packed numbers from `begin` to `end`: `count` columns,
-  // from `column` on, are at `packed`.
+  // Calls visit(column, packed, count) for the segments of packed numbers [begin, end): columns [column, column +
+  // count) are at `packed`.
   template <class Visit>
   void each(int64_t begin, int64_t end, const Visit& visit) const {
     for (int i = 0; i < count_; i++) {
@@ -68,65 +68,63 @@ class ScaleLayout {
   }
 
   int count_ = 0;
-  int64_t columns_[5] = {}, packed_[5] = {};  // where each begins, and behind the last one
+  int64_t columns_[5] = {}, packed_[5] = {};  // where each begins, and the end of the last one
 };
 
-// The columns of a span. A sum over a row is formed within each span, and the sums of the spans are added from left to
+// The columns of a span. Each span of a row is summed separately, and the sums of the spans are added from left to
 // right in float64.
 constexpr int64_t kSpan = 1024;
 
-// How tensors [samples, channels, positions] lie whose channels are normalized: the positions of a channel follow one
-// another. A row is a position, and the rows of a sample follow one another. Weights, bias and sums are float32, in the
-// order of channels, and so are rows for whoever lays these out.
+// The layout of tensors [samples, channels, positions] whose channels are normalized; the positions of a channel are
+// contiguous. A row is a position, and the rows of a sample are consecutive. Weights, bias and sums are float32 in
+// channel order, and code that allocates them treats rows as float32.
 struct Channels {
   DType dtype;  // float32 or bfloat16
   int64_t positions;
   int64_t sample_strides[kTensorCount], channel_strides[kTensorCount];  // in bytes
   const float* bias;                                                    // [cols], or null
-  bool is_activated;                                                    // behind the bias, as gating says
+  bool is_activated;                                                    // whether gating.activation follows the bias
 };
 
-// The most positions of a tile.
+// The maximum number of positions of a tile.
 constexpr int64_t kMostPositions = 256;
 
-// For how many positions there is scratch in each channel, where a gradient comes through an activation: those of a
-// tile, and a line more, so that channels do not lie a multiple of 1024 bytes apart.
+// Scratch positions of each channel for a gradient through an activation: those of a tile, and a cache line more, so
+// that channels are not a multiple of 1024 bytes apart.
 constexpr int64_t kFormedPositions = kMostPositions + 16;
 
-// What a thread gives a kernel besides: how it is to go about it, and memory.
+// Per-thread kernel options and scratch.
 struct CpuArgs : KernelArgs {
-  bool non_temporal = false;           // whether outputs are too large for the caches, and stored around them
-  const Channels* channels = nullptr;  // of the operators over channels
-  int64_t first_group = 0;             // of scale and sums
+  bool non_temporal = false;           // for outputs that exceed the caches
+  const Channels* channels = nullptr;  // of the channel operators
+  int64_t first_group = 0;             // the first one in scale and sums
   const void* scale = nullptr;         // compute [groups, packed_cols]: weight + its offset
-  void* row_scratch =
-      nullptr;  // compute [scratch_rows, padded_cols], of the thread, or of the threads that share a row
+  void* row_scratch = nullptr;         // compute [scratch_rows, padded_cols], per thread or per split row
 
-  // Of a backward.
-  int64_t part_rows = 0;              // of all regions that the thread has
+  // For backward kernels.
+  int64_t part_rows = 0;              // of all regions of the thread
   int64_t rows_per_leaf = INT64_MAX;  // of each group
-  // The sums of rows for grad_weight and grad_bias: compute [most_sums, groups, packed_cols], or null if not wanted.
-  // One sum lies sum_stride numbers behind another.
+  // Sums over rows for grad_weight and grad_bias: compute [most_sums, groups, packed_cols], or null if not requested.
+  // Consecutive sums are sum_stride numbers apart.
   int64_t sum_stride = 0;
   void* grad_weight_sums = nullptr;
   void* grad_bias_sums = nullptr;
 };
 
-// The columns that are formed in pairs.
+// Returns the columns that are processed in pairs.
 inline RotaryColumns paired_columns(const Rotation& rotation) {
   return {rotation.offset, rotation.pairs, rotation.interleaved};
 }
 
-// The first pass over a row keeps the results of exp for the second one: if rows are gated before they are summed,
-// in the output itself, unless that has no room for it, is the weight, or is written around the caches. A row
-// of 16 KiB that is kept elsewhere, together with the scale, is more than a first-level cache has room for (a tenth,
-// and with narrow rows a quarter).
+// Returns whether the first pass over a row caches its gated values, which cost an exp each, in the output. The output
+// needs the compute dtype and regular stores, and must not be the weight. Scratch for a row of 16 KiB and the scale
+// together exceed a first-level cache (a tenth slower, and with narrow rows a quarter).
 inline bool holds_in_output(const CpuArgs& args) {
   return !args.gating.norm_before_gate && !args.non_temporal && compute_dtype(args.dtype()) == args.dtype() &&
          args[kOutput].data != args.weight.data;
 }
 
-// How many rows a kernel holds something of elsewhere: those of a tile.
+// Returns how many rows of scratch a kernel needs: those of a tile.
 inline int64_t scratch_rows(const CpuArgs& args) {
   if (args.channels != nullptr) return args.channels->is_activated && args.has(kGradOutput) ? kFormedPositions : 0;
   if (!args.has(kGate)) return 0;
@@ -137,11 +135,11 @@ inline int64_t scratch_rows(const CpuArgs& args) {
 
 // The kernels of a forward.
 struct ForwardKernels {
-  // Computes output[begin:end], or, if they are all that is wanted, square_sum[begin:end].
+  // Computes output[begin:end], or square_sum[begin:end] if only sums are requested.
   void (*rows)(const CpuArgs& args, int64_t begin, int64_t end);
-  // Two steps for one row that threads share. The first one computes squares[begin:end], the sums of x^2 over these
-  // spans; the second one, when their total is known, output[row, begin:end], where begin is a multiple of
-  // kLongestBlock. They are null if columns are formed in pairs: then no row is shared.
+  // Two steps for one row that threads split. sums() computes squares[begin:end], the sums of x^2 over these spans.
+  // columns() computes output[row, begin:end] from their total; begin is a multiple of kLongestBlock. Both are null if
+  // rows are not split, as with paired columns.
   void (*sums)(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares);
   void (*columns)(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end);
 };
@@ -154,17 +152,17 @@ struct RmsNormKernels {
 
 // The kernels of a backward.
 struct BackwardKernels {
-  // Computes the gradients of these rows, and their sums: as many as each_sum() visits for the leaves.
+  // Computes the gradients of the region's rows, and the sums over rows that each_sum() visits for its leaves.
   void (*rows)(const CpuArgs& args, const Region& region);
-  // Two steps for one row that threads share, to be called for the rows in their order. The first one computes
-  // squares[begin:end] and dots[begin:end], the sums over these spans of x^2 and of dy * scale * x (0 if no rows are
-  // written); the second one columns [begin:end] of the row's gradients, and of the sums, whose first leaf is the
-  // group's first one. They are null as those of a forward.
+  // Two steps for one row that threads split, to be called for consecutive rows. sums() computes squares[begin:end] and
+  // dots[begin:end], the sums over these spans of x^2 and of dy * scale * x (0 if no rows are written). columns()
+  // computes columns [begin, end) of the row's gradients, and of the sums; their first leaf is the group's first one.
+  // Both are null if rows are not split.
   void (*sums)(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
   void (*columns)(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end);
 };
 
-// A sum of rows of a group, behind which the last two sums are added so many times.
+// A sum over rows of a group, after which the last two sums are added `additions` times.
 struct RowSum {
   const void* numbers;
   int additions;
@@ -172,19 +170,19 @@ struct RowSum {
 
 struct RmsNormBackwardKernels {
   BackwardKernels backward;
-  // Computes grad_weight[:columns] = the one sum that is left of these, columns [first:first + columns].
+  // Computes grad_weight[:columns] = columns [first, first + columns) of the total of these sums.
   void (*grad_weight)(DType dtype, DType weight_dtype, const RowSum* sums, int64_t count, int64_t first,
                       void* grad_weight, int64_t columns);
 };
 
-// The kernels of a norm over channels. Threads share no row of them.
+// The kernels of a norm over channels. Threads never split its rows.
 struct ChannelRmsNormKernels {
   ForwardKernels forward;
   BackwardKernels backward;
 };
 
-#pragma GCC visibility push(default)  // for the operators, which are another library
-// The kernels for current_isa(). Those of rms_norm and rms_norm_backward are also those of the operators with sums.
+#pragma GCC visibility push(default)  // for the operators, which are in another library
+// Return the kernels for current_isa(). Operators with sums use those of rms_norm and rms_norm_backward.
 const RmsNormKernels& rms_norm_kernels();
 const RmsNormBackwardKernels& rms_norm_backward_kernels();
 const ForwardKernels& add_rms_norm_kernels();

@@ -1,4 +1,4 @@
-// The operators on CPU tensors: new memory, and which kernels the threads share.
+// The operators on CPU tensors: allocates outputs, and runs the kernels on PyTorch's threads.
 #include "../kernel_call.h"
 
 #include <ATen/ops/empty_native.h>
@@ -14,9 +14,9 @@
 namespace normops::cpu {
 namespace {
 
-// Whether so many elements of a tensor's dtype fill the caches, so that nobody would find an output there.
+// Returns whether `elements` of a dtype exceed the caches, so that an output would be evicted before it is read.
 bool exceeds_cache(int64_t elements, DType dtype) {
-  // Not sysconf(_SC_LEVEL3_CACHE_SIZE): in virtual machines it may name ten times what there is.
+  // A constant, as sysconf(_SC_LEVEL3_CACHE_SIZE) may report ten times the actual size in virtual machines.
   constexpr int64_t kCacheBytes = int64_t{32} << 20;
   return elements * size_of(dtype) > kCacheBytes;
 }
@@ -45,10 +45,10 @@ const BackwardKernels& kernels_of(const RmsNormBackwardFromStats&) { return rms_
 const BackwardKernels& kernels_of(const GatedRmsNormBackward&) { return gated_rms_norm_backward_kernels(); }
 const BackwardKernels& kernels_of(const RmsNormRopeBackward&) { return rms_norm_rope_backward_kernels(); }
 
-// What the operator templates need of a backend.
+// The backend of the operator templates, see backend.h.
 struct CpuBackend {
   static bool supports(const RmsNorm&) { return true; }
-  // Sums over rows go by the groups of the weight.
+  // Kernels sum over rows per group of the weight.
   static bool supports(const RmsNormBackward& arguments) {
     const auto& [grad_output, input, norm, grad_residual, bias, wanted] = arguments;
     if (!arguments.uses_bias()) return true;
@@ -90,7 +90,7 @@ struct CpuBackend {
 
 }  // namespace
 
-// If there are kernels to launch: without, CPU tensors get the composite as other devices do.
+// Registers nothing without kernels: CPU tensors then use the composite, as other devices do.
 TORCH_LIBRARY_IMPL(normops, CPU, m) {
   if (has_kernels()) register_all<BackendKernels<CpuBackend>>(m, Operators());
 }

@@ -1,8 +1,8 @@
-// In which order a backward sums the gradients of parameters over rows. No torch header.
+// The order in which a backward sums gradients of parameters over rows. No torch header.
 //
-// A leaf is a few rows of a group. Their terms are summed one after another, and the sums of the leaves along a binary
-// tree: those of leaves 0 and 1, of 2 and 3, then these two sums, and so on. Leaves that follow one another leave no
-// more than two sums for each level of the tree.
+// A leaf is a few consecutive rows of a group, whose terms are summed one after another. The sums of leaves are added
+// along a binary tree: leaves 0 and 1, leaves 2 and 3, then these two sums, and so on. Consecutive leaves leave at most
+// two sums per level of the tree.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -10,21 +10,21 @@
 
 namespace normops::cpu {
 
-// `rows` rows, from `row` on, of each of `groups` groups, from `group` on.
+// Rows [row, row + rows) of each of the groups [group, group + groups).
 struct Region {
   int64_t row, rows;
   int64_t group, groups;
 };
 
-// How often the last two sums are added when one is complete that ends with leaf `end`, and is of so many leaves
-// itself, where the first leaf was `begin`. All of these numbers of leaves are powers of two.
+// Returns how often the last two sums are added after a sum of `leaves` leaves (a power of two) that ends at leaf
+// `end`. The first leaf is `begin`.
 inline int additions_behind(int64_t begin, int64_t end, int64_t leaves = 1) {
   int count = 0;
   for (int64_t size = 2 * leaves; end % size == 0 && end - size >= begin; size *= 2) count++;
   return count;
 }
 
-// Calls visit(end, leaves) for the sums that then are left of the leaves [begin, end), from the first one on.
+// Calls visit(end, leaves) for the sums that remain of leaves [begin, end), in order.
 template <class Visit>
 void each_sum(int64_t begin, int64_t end, const Visit& visit) {
   while (begin < end) {
@@ -41,7 +41,7 @@ inline int sum_count(int64_t begin, int64_t end) {
   return count;
 }
 
-// The most sums that there are at a time, of so many leaves that follow one another, and of any number of them.
+// The maximum number of sums at a time: kMostSums of any number of consecutive leaves, most_sums() of the given one.
 constexpr int kMostSums = 2 * 63;
 inline int64_t most_sums(int64_t leaves) { return 2 * std::bit_width(static_cast<uint64_t>(leaves)) - 1; }
 

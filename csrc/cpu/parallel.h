@@ -1,6 +1,6 @@
-// Loops that PyTorch's threads share. at::parallel_for is an OpenMP pragma in a header, which clang turns into calls of
-// LLVM's runtime: a second one, with threads of its own, beside the one that PyTorch has loaded. This calls that one,
-// whichever compiler builds normops.
+// Loops on PyTorch's threads. at::parallel_for is an OpenMP pragma in a header, which clang compiles to calls of LLVM's
+// runtime: a second runtime with separate threads, in addition to PyTorch's. These loops call PyTorch's runtime,
+// independently of the compiler.
 #pragma once
 #include <ATen/Config.h>
 #include <ATen/Parallel.h>
@@ -11,7 +11,7 @@
 
 static_assert(AT_PARALLEL_OPENMP, "expected a PyTorch whose threads are OpenMP's");
 
-extern "C" {  // of GCC's runtime; LLVM's and Intel's have them, too
+extern "C" {  // exported by GCC's runtime, and by LLVM's and Intel's
 void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags);
 int omp_get_num_threads();
 int omp_get_thread_num();
@@ -19,13 +19,13 @@ int omp_get_thread_num();
 
 namespace normops::cpu {
 
-// How many parts parallel_for shares so much work out in.
+// Returns the number of parts into which parallel_for divides the range.
 inline int64_t part_count(int64_t length, int64_t grain) {
   return at::in_parallel_region() ? 1 : part_count(length, grain, at::get_num_threads());
 }
 
-// Calls function(part, first, last) for the parts of [begin, end), which differ by one at most. The function must not
-// throw, as OpenMP would terminate the program: it takes its memory before.
+// Calls function(part, first, last) for the parts of [begin, end), whose sizes differ by at most one. The function must
+// not throw, as OpenMP would terminate the program: callers allocate its memory before.
 template <class Function>
 void parallel_for_parts(int64_t begin, int64_t end, int64_t grain, const Function& function) {
   static_assert(std::is_nothrow_invocable_v<const Function&, int64_t, int64_t, int64_t>);
@@ -42,16 +42,16 @@ void parallel_for_parts(int64_t begin, int64_t end, int64_t grain, const Functio
   } loop = {begin, end, parts, function};
   const auto run_share = [](void* data) noexcept {
     const auto& [begin, end, parts, function] = *static_cast<const Loop*>(data);
-    // There may be fewer threads than were asked for.
+    // The runtime may provide fewer threads than requested.
     for (int64_t part = omp_get_thread_num(); part < parts; part += omp_get_num_threads()) {
       function(part, part_begin(begin, end, part, parts), part_begin(begin, end, part + 1, parts));
     }
   };
-  // Not of so many threads: the runtime would end the others, and start them again when they are needed.
+  // Requests all threads instead of `parts`: the runtime would end the others, and start them again later.
   GOMP_parallel(run_share, &loop, 0, 0);
 }
 
-// The same with function(first, last).
+// Calls function(first, last) for the parts of [begin, end).
 template <class Function>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Function& function) {
   static_assert(std::is_nothrow_invocable_v<const Function&, int64_t, int64_t>);

@@ -1,4 +1,4 @@
-// What a call needs of the parameters: the scale, and memory for the sums of rows that become their gradients.
+// The parameters of a call: the scale, and memory for the sums over rows that become their gradients.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -11,19 +11,19 @@ inline ScaleLayout layout_of(const KernelArgs& args) {
   return {args.dtype(), args.cols, paired_columns(args.rotation)};
 }
 
-// The packed numbers of a group in the scale, or in a sum of rows.
+// Returns a group's packed numbers in the scale or in a sum over rows.
 inline char* of_group(const KernelArgs& args, const ScaleLayout& layout, void* packed, int64_t group) {
   return static_cast<char*>(packed) + group * layout.packed_cols() * size_of(compute_dtype(args.dtype()));
 }
 
-// Whether kernels can read the weight itself.
+// Returns whether kernels can read the weight itself.
 inline bool is_scale(const KernelArgs& args, const ScaleLayout& layout) {
   const Weight& weight = args.weight;
   return weight.data != nullptr && weight.offset == 0 && weight.dtype == args.dtype() &&
          compute_dtype(weight.dtype) == weight.dtype && layout.is_natural();
 }
 
-// Computes the scale of a group, from `begin` to `end`.
+// Computes packed numbers [begin, end) of a group's scale.
 inline void convert_scale(const KernelArgs& args, const ScaleLayout& layout, int64_t group, int64_t begin, int64_t end,
                           char* scale) noexcept {
   const DType dtype = args.dtype();
@@ -41,12 +41,12 @@ inline void convert_scale(const KernelArgs& args, const ScaleLayout& layout, int
   }
 }
 
-// weight + weight_offset as the kernels read it, or ones without a weight: the weight itself, where it is just that, or
-// converted: by the threads together where it is long, and otherwise by each for itself, which is quicker than to fetch
-// lines that another core has just written (8 x 4096 bfloat16, 2 threads of a Xeon: 5.5 us instead of 9.5).
+// The scale, weight + weight_offset, or ones without a weight. Kernels read the weight itself if it needs no
+// conversion. Threads convert a long weight together. Each thread converts a short one for itself, which is faster than
+// fetching lines that another core has just written (8 x 4096 bfloat16: 5.5 us instead of 9.5) [Xeon, 2 threads].
 class Scale {
  public:
-  // `most_groups`: of how many groups a part needs it at a time.
+  // `most_groups`: the number of groups whose scale a part needs at a time.
   Scale(const KernelArgs& args, int64_t most_groups)
       : args_(args),
         layout_(layout_of(args)),
@@ -61,7 +61,7 @@ class Scale {
                          });
   }
 
-  // The numbers that a part needs for itself, and the scale of some groups, which may be in its memory for them.
+  // own_count() is the size of a part's scratch. in() returns the scale of some groups, which may be in that scratch.
   int64_t own_count() const { return conversion_ == Conversion::each ? most_groups_ * layout_.packed_cols() : 0; }
   const void* in(Scratch& own, int64_t group, int64_t groups) const noexcept {
     if (conversion_ == Conversion::none) return of_group(args_, layout_, const_cast<void*>(args_.weight.data), group);
@@ -76,7 +76,7 @@ class Scale {
   enum class Conversion { none, together, each };
 
   Conversion conversion() const {
-    if (args_.sums == Sums::output && !args_.has(kGradOutput)) return Conversion::none;  // nobody reads it
+    if (args_.sums == Sums::output && !args_.has(kGradOutput)) return Conversion::none;  // never read
     if (is_scale(args_, layout_)) return Conversion::none;
     const int64_t groups = args_.weight.groups;
     return groups == most_groups_ && groups * args_.cols > kGrainElements ? Conversion::together : Conversion::each;
@@ -89,8 +89,8 @@ class Scale {
   OwnScratch shared_;
 };
 
-// The sums of rows for grad_weight or grad_bias, if that is wanted. Their memory is allocated before any gradient is
-// written, which may be over an input: an allocation that fails leaves the inputs as they were.
+// Sums over rows for grad_weight or grad_bias, if requested. Allocates before any gradient overwrites an input, so that
+// a failed allocation leaves the inputs unchanged.
 class Gradient {
  public:
   Gradient(const KernelArgs& args, TensorIndex index, const Division& division, int64_t parts)
@@ -102,11 +102,11 @@ class Gradient {
         most_sums_(most_sums(std::min(division.units_per_strip(), divide_up(division.units(), parts)))),
         sums_(args.dtype(), args.has(index) ? parts * strips_of_part() * most_sums_ * stride() : 0) {}
 
-  // From one sum to the next, in numbers.
+  // Returns the distance between two sums, in numbers.
   int64_t stride() const { return division_.groups_per_strip() * layout_.packed_cols(); }
 
-  // The sums of a region. A part has memory for two strips: for the one that another part begins, and for the last one
-  // that it begins itself, as those before are finished by then.
+  // Returns the sums of a region. A part has memory for two strips: one that another part begins, and the last one that
+  // it begins itself. Its previous strips are complete by then.
   void* sums_of(int64_t part, const Region& region) noexcept {
     if (!args_.has(index_)) return nullptr;
     const int64_t strip = part * strips_of_part() + (region.row == 0 ? strips_of_part() - 1 : 0);
@@ -124,12 +124,12 @@ class Gradient {
         [&](int64_t group, int64_t begin, int64_t end) noexcept { add_up(region, group, begin, end, sums, count); });
   }
 
-  // Computes that of the strips that several parts share.
+  // Computes the gradient of the strips that several parts share.
   void finish() {
     if (!args_.has(index_) || parts_ == 1) return;
     struct Strip {
       Region region;
-      int64_t first, count;  // of the sums
+      int64_t first, count;  // of the strip in `sums`
     };
     std::vector<Strip> strips;
     std::vector<RowSum> sums;
@@ -172,14 +172,14 @@ class Gradient {
     return count;
   }
 
-  // Has what is left of the sums of a strip added behind the last one.
+  // Schedules the additions of a strip's remaining sums after the last one.
   static void close(RowSum* sums, int64_t count) noexcept {
     int left = 0;
     for (int64_t i = 0; i < count; i++) left += 1 - sums[i].additions;
     sums[count - 1].additions += left - 1;
   }
 
-  // Computes columns `begin` to `end` of the gradient, of a group of a strip.
+  // Computes packed columns [begin, end) of the gradient, for one group of a strip.
   void add_up(const Region& strip, int64_t group, int64_t begin, int64_t end, const RowSum* sums,
               int64_t count) const noexcept {
     const auto& [data, dtype, layout] = args_[index_];
@@ -199,8 +199,8 @@ class Gradient {
   OwnScratch sums_;
 };
 
-// What a backward needs of the parameters: the scale, of a strip at a time, as that of all groups may be as large as
-// the input, and their gradients.
+// The parameters of a backward: their gradients, and the scale of one strip at a time, as the scale of all groups may
+// be as large as the input.
 class Parameters {
  public:
   Parameters(const KernelArgs& args, const Division& division, int64_t parts)

@@ -36,7 +36,7 @@ struct RmsNorm : InputRow<T> {
   NORMOPS_INLINE RmsNorm(const Rows& rows, const Shared&, int) : InputRow<T>(rows) {}
 };
 
-// With a full-size weight, which is passed as kGate, or a bias, or both.
+// A row with a full-size weight, passed as kGate, or a bias, or both.
 template <class T>
 struct ModulatedRmsNorm : InputRow<T> {
   static constexpr TensorIndex kTensors[] = {kInput, kGate, kBias};

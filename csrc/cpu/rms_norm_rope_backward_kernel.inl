@@ -13,7 +13,7 @@ template <class T, class W, Pairing pairing>
 struct RmsNormRopeBackward : BackwardRowOp<T, T> {
   static constexpr TensorIndex kTensors[] = {kGradOutput, kInput, kCos, kGradInput};
   static constexpr Pairing kPairing = pairing;
-  // If grad_weight alone is wanted, which is rare, the rest is formed in vain.
+  // A call that requests only grad_weight, which is rare, computes unused results.
   static constexpr bool kFormsGradient = true;
 
   using Shared = SharedRotation;

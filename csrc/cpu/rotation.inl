@@ -1,4 +1,4 @@
-// Rows of cos and sin, and how columns are turned by them.
+// Rows of cos and sin, and the rotation of columns by them.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
@@ -6,7 +6,7 @@ namespace {
 template <class R>
 using VectorLanes = std::make_integer_sequence<int, Block<R>::kVectorLanes>;
 
-// Each number of half a block twice.
+// Returns each number of half a block twice.
 template <class R, int... kLane>
 NORMOPS_INLINE Block<R> doubled(const Block<R>& half, std::integer_sequence<int, kLane...>) {
   Block<R> result;
@@ -26,7 +26,7 @@ NORMOPS_INLINE Block<R> with_pairs_swapped(const Block<R>& block, std::integer_s
   return result;
 }
 
-// The first of neighbours negated if kFirst, or else the second one.
+// Negates the first of two adjacent columns if kFirst, otherwise the second one.
 template <class R, bool kFirst, int... kLane>
 NORMOPS_INLINE Block<R> with_one_negated(const Block<R>& block, std::integer_sequence<int, kLane...>) {
   const typename Block<R>::vector signs = {(kLane % 2 == (kFirst ? 0 : 1) ? compute_t<R>(-1) : compute_t<R>(1))...};
@@ -35,14 +35,15 @@ NORMOPS_INLINE Block<R> with_one_negated(const Block<R>& block, std::integer_seq
   return result;
 }
 
-// The angles of a row, of type W, for blocks of R: of columns [offset, offset + 2 * pairs).
+// The cos and sin of a row, of type W, for blocks of R in columns [offset, offset + 2 * pairs).
 template <class R, class W>
 struct Angles {
   const W *cos, *sin;
   int64_t offset, pairs;
-  bool of_pair;  // whether both columns of a pair have one angle
+  bool of_pair;  // whether both columns of a pair have the same angle
 
-  // The rotation of the columns of blocks, and its transpose if kBack. Of halves: the first block begins at `column`.
+  // Rotates blocks whose first one begins at `column`, or applies the transpose if kBack. For columns i, j of a pair:
+  //   y[i] = x[i] * cos[i] - x[j] * sin[i], y[j] = x[j] * cos[j] + x[i] * sin[j]
   template <bool kBack, class Extent>
   NORMOPS_INLINE void turn(const HalfPair&, Block<R> (&y)[2], int64_t column, Extent extent) const {
     const W *const cosines = cos + (column - offset), *const sines = sin + (column - offset);
@@ -91,14 +92,14 @@ struct Angles {
     }
   }
 
-  // Those of the columns of a block: the numbers that a table has for them, or each twice.
+  // Returns a table's numbers for the columns of a block, each twice if a pair has one angle.
   template <class Extent>
   NORMOPS_INLINE Block<R> of_interleaved(const W* table, int64_t column, Extent extent) const {
     if (!of_pair) return convert<R>(table + column, extent);
     table += column / 2;
     [[maybe_unused]] int64_t pairs = kLanes<R> / 2;
     if constexpr (std::is_same_v<Extent, Part>) pairs = extent.lanes / 2;
-    // Whole registers are loaded from the table itself: a copy is written in parts, and a load of it waits for them.
+    // Loads whole registers from the table itself: a copy is stored in parts, and loading it would stall.
     if constexpr (kEvenOdd<R>) {
       typename Block<R>::vector of_pairs;
       if constexpr (std::is_same_v<Extent, Whole>) {
@@ -119,8 +120,7 @@ struct Angles {
   }
 };
 
-// The rotation of all rows. Rows of cos and sin lie alike, so that those of sin need no pointers of their own, for
-// which AVX2 has no registers left.
+// The rotation of all rows. Rows of sin need no pointers, as cos and sin share a layout: AVX2 lacks registers for them.
 struct SharedRotation : Rotation {
   intptr_t sin_behind_cos;  // in bytes
 

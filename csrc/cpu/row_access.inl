@@ -1,16 +1,16 @@
-// Where the scale of a group lies, where rows begin, and which of their columns are formed together.
+// Access to a group's scale, the alignment of rows, and the columns that are processed together.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// Whether every row begins with a cache line.
+// Returns whether every row begins with a cache line.
 inline bool begins_with_lines(const RowsArg& rows) {
   bool result = reinterpret_cast<uintptr_t>(rows.data) % 64 == 0;
   for (int d = 0; d < rows.layout.dims; d++) result &= rows.layout.strides[d] % 64 == 0;
   return result;
 }
 
-// Where an operator lists a tensor; -1 if it does not.
+// Returns the index of a tensor in an operator's list; -1 if it is not listed.
 template <class RowOp>
 constexpr int place_of(TensorIndex tensor) {
   for (int i = 0; i < static_cast<int>(std::size(RowOp::kTensors)); i++) {
@@ -19,11 +19,10 @@ constexpr int place_of(TensorIndex tensor) {
   return -1;
 }
 
-// The segments of a row: the columns before those that are formed in pairs, these, and those behind.
+// The segments of a row: the columns before the paired ones, the paired ones, and the columns after them.
 constexpr int kBefore = 0, kPaired = 1, kBehind = 2, kSegments = 3;
 
-// The blocks of a row that are formed together: where they begin in the row, and in packed numbers. Here, each block by
-// itself.
+// Maps blocks that are processed together to their columns and packed positions. A SingleBlock is processed alone.
 struct SingleBlock {
   static constexpr int kCount = 1;
   int64_t packed_offset = 0;
@@ -33,7 +32,7 @@ struct SingleBlock {
   NORMOPS_INLINE int64_t packed(int64_t column, int) const { return column + packed_offset; }
 };
 
-// Two blocks: the second columns of pairs lie behind the first ones.
+// Two blocks: the second columns of pairs are `pairs` columns after the first ones.
 struct HalfPair {
   static constexpr int kCount = 2;
   int64_t pairs, packed_offset, packed_pairs;
@@ -43,10 +42,10 @@ struct HalfPair {
   NORMOPS_INLINE int64_t packed(int64_t column, int p) const { return column + packed_offset + p * packed_pairs; }
 };
 
-// A block of pairs of neighbours.
+// A block of pairs of adjacent columns.
 struct InterleavedBlock : SingleBlock {};
 
-// How columns are formed: each by itself, or those that paired_columns() tells in pairs.
+// Selects how columns are processed: separately, or those of paired_columns() in pairs.
 enum class Pairing { none, rotate_half, interleaved };
 
 template <class RowOp>
@@ -55,8 +54,8 @@ constexpr Pairing pairing_of() {
   return Pairing::none;
 }
 
-// Whether cases are chosen between at run time, so that there is less code: where blocks are costly, or types are rare.
-// T is the type of what is given or written beside the rows of the operator.
+// Returns whether cases branch at run time, for less code: if blocks are compute-bound, or types are rare. T is the
+// type of the output or grad_output.
 template <class RowOp, class T>
 constexpr bool branches_at_run_time() {
   return RowOp::kComputeBound || !kHasFastPath<typename RowOp::Element> || !kHasFastPath<T>;
@@ -67,7 +66,7 @@ ScaleLayout scale_layout(const CpuArgs& args) {
   return {kDType<typename RowOp::Element>, args.cols, paired_columns(args.rotation)};
 }
 
-// The numbers of a group's scale, and of its sum of rows.
+// Returns the number of packed columns in a group's scale, and in its sum over rows.
 template <class RowOp>
 int64_t packed_cols(const CpuArgs& args) {
   return scale_layout<RowOp>(args).packed_cols();
@@ -79,8 +78,8 @@ NORMOPS_INLINE auto* scale_of(const CpuArgs& args, int64_t group) {
          (group - args.first_group) * packed_cols<RowOp>(args);
 }
 
-// Calls visit(parts, begin, end) for the segments of columns [begin, end) that are formed in the same way. With pairs,
-// these are all columns of the row, the segment of two parts counts the first columns of pairs, and pairs come first.
+// Calls visit(parts, begin, end) for the segments of columns [begin, end). With pairs, these must be all columns of the
+// row, and the paired segment comes first. A HalfPair counts only the first columns of pairs.
 template <class R, Pairing pairing, class Visit>
 NORMOPS_INLINE void each_segment([[maybe_unused]] const RotaryColumns& paired, int64_t begin, int64_t end,
                                  Visit visit) {
@@ -89,7 +88,7 @@ NORMOPS_INLINE void each_segment([[maybe_unused]] const RotaryColumns& paired, i
   } else {
     constexpr DType dtype = kDType<R>;
     const int64_t first = paired.offset, pairs = paired.pairs, behind = first + 2 * pairs;
-    const int64_t packed = padded_cols(dtype, first) - first;  // how far a packed column is from its column
+    const int64_t packed = padded_cols(dtype, first) - first;  // distance of a packed column from its column
     int64_t packed_behind;
     if constexpr (pairing == Pairing::rotate_half) {
       const int64_t packed_pairs = padded_cols(dtype, pairs);
@@ -109,7 +108,7 @@ NORMOPS_INLINE void each_segment([[maybe_unused]] const RotaryColumns& paired, i
       if (first > 0) visit_one(kBefore);
       if (behind < end) visit_one(kBehind);
     } else {
-      // Columns without a pair are few: one piece of code. In bfloat16 that takes 1.1 of the time of the others.
+      // One instance for both unpaired segments, which are short. For bfloat16 it takes 1.1 of the time of two.
       for (int segment = first > 0 ? kBefore : kBehind; segment <= (behind < end ? kBehind : kBefore);
            segment += kBehind) {
         visit_one(segment);
@@ -118,11 +117,11 @@ NORMOPS_INLINE void each_segment([[maybe_unused]] const RotaryColumns& paired, i
   }
 }
 
-// A row beside rows of T: of a gate, its gradient, or a bias. It may be of another type than T, which is known only
-// when the kernel runs: kernels for each pair of types would be too many.
+// A row of a gate, its gradient, a full-size weight or a bias, for rows of T. Its type may differ from T and is
+// dispatched at run time, as kernels for each pair of types would be too many.
 template <class T, class Byte>
 struct AnyRow {
-  Byte* data;  // null if not wanted
+  Byte* data;  // null if not given or not requested
   DType dtype;
 
   template <class Extent>

@@ -1,5 +1,5 @@
-// How kernels walk over rows. No torch header. The code is shared by the kernels of all instruction sets, so it is
-// compiled for every CPU of the architecture.
+// Iterates over the rows of strided tensors. No torch header. The kernels of all instruction sets share this code, so
+// it is compiled for every CPU of the architecture.
 #pragma once
 #include <cstdint>
 
@@ -7,12 +7,12 @@
 
 namespace normops::cpu {
 
-// Rows in runs: those of a run lie at equal distances, and so do the runs. How many rows a run has
-// is told by StrideRuns, which several tensors share.
+// Strided rows in runs: a fixed stride within each run, and a fixed jump between runs. StrideRuns, which several
+// tensors share, has the number of rows in a run.
 struct StridedRows {
   char* row;       // the current one
   int64_t stride;  // to the next one of the run, in bytes
-  int64_t jump;    // what has to be added behind the last one of a run
+  int64_t jump;    // is added after the last row of a run
 
   template <class T>
   T* at() const {
@@ -22,9 +22,8 @@ struct StridedRows {
   void next_run() { row += jump; }
 };
 
-// Walks over rows without a division per row: from `row` on, over all of them or over each `step`-th one. `step` is the
-// size of some of the tensor's last dimensions together, as the number of a weight's groups is, and `row` is a multiple
-// of it.
+// Iterates over every `step`-th row from `row` on, without a division per row. `step` is the product of some of the
+// tensor's last sizes, like the number of a weight's groups, and `row` is a multiple of it.
 class RowIterator {
  public:
   [[gnu::noinline]] RowIterator(const RowsArg& rows, int64_t row, int64_t step = 1)
@@ -43,7 +42,7 @@ class RowIterator {
     }
   }
 
-  // The current row; moves on to the next one.
+  // Returns the current row, and advances to the next one.
   char* next() {
     char* const row = data_;
     data_ += stride_;
@@ -51,24 +50,24 @@ class RowIterator {
     return row;
   }
 
-  // The rows of the innermost dimension, which lie at equal distances, or INT64_MAX if there is no other; and those
-  // that are left of it.
+  // run() is the number of rows in the innermost dimension, which have a fixed stride, or INT64_MAX if it is the only
+  // one. run_left() is the number of rows that remain in it.
   int64_t run() const { return last_ > 0 ? size_ : INT64_MAX; }
   int64_t run_left() const { return left_; }
 
-  // How many rows from the current one on lie in runs at equal distances.
+  // Returns the number of rows, from the current one on, that are in runs of fixed stride.
   int64_t strided_left() const {
     return last_ > 0 ? left_ + (layout_->sizes[last_ - 1] - index_[last_ - 1] - 1) * size_ : left_;
   }
 
-  // The next `count` rows, at most strided_left(); moves on behind them.
+  // Returns the next `count` rows, at most strided_left(), and advances past them.
   [[gnu::noinline]] StridedRows take_strided(int64_t count) {
     const StridedRows rows = {data_, stride_, last_ > 0 ? layout_->strides[last_ - 1] - size_ * stride_ : 0};
     if (count < left_) {
       data_ += count * stride_;
       left_ -= count;
     } else if (last_ > 0) {
-      count += size_ - left_;  // from the beginning of the run on
+      count += size_ - left_;  // from the beginning of the run
       data_ -= (size_ - left_) * stride_;
       advance_with_carry(count);
     }
@@ -76,7 +75,7 @@ class RowIterator {
   }
 
  private:
-  // Goes on by `count` rows, from the first one of an innermost dimension on.
+  // Advances by `count` rows from the first row of an innermost dimension.
   [[gnu::noinline]] void advance_with_carry(int64_t count) {
     data_ += count % size_ * stride_;
     left_ = size_ - count % size_;
@@ -89,8 +88,8 @@ class RowIterator {
     }
   }
 
-  // Called behind the last row of the innermost dimension: goes back to its first row, and on by one in the dimensions
-  // around it.
+  // Called after the last row of the innermost dimension: returns to its first row, and increments the outer
+  // dimensions.
   [[gnu::noinline]] void carry() {
     left_ = size_;
     data_ -= left_ * stride_;
@@ -103,18 +102,18 @@ class RowIterator {
   }
 
   char* data_;
-  int64_t stride_ = 0;  // of a step along the innermost dimension that steps go along
+  int64_t stride_ = 0;  // of a step in dimension last_
   int64_t size_ = 0;    // the steps in that dimension
-  int64_t left_ = 2;    // those of them that are left; a layout without dimensions has one row, and never carries
+  int64_t left_ = 2;    // the steps that remain; a layout without dimensions has one row, and never carries
   const RowLayout* layout_;
-  int last_;  // that dimension
+  int last_;  // the innermost dimension that steps advance in
   int64_t index_[RowLayout::kMaxDims] = {};
 };
 
-// Rows of several tensors that are walked over together: `count` of them, in runs of `size` rows.
+// An iteration over rows of several tensors together: `count` rows, in runs of `size` rows.
 struct StrideRuns {
   int64_t size;
-  int64_t left;  // of the first one, the rows from the current one on
+  int64_t left;  // rows of the first run, from the current one on
   int64_t count;
 };
 

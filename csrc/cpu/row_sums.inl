@@ -1,7 +1,7 @@
-// The sums over a row, and rstd, which is made of one.
+// Sums over a row, and rstd, which is computed from one.
 //
-// The result of a row depends on nothing but that row, the scale, eps and cols: every multiply-add is written out as
-// fma (the build turns contraction off), so that no two instances of the same line round differently.
+// The result of a row depends only on that row, the scale, eps and cols. Every multiply-add is an explicit fma (the
+// build turns contraction off), so that no two instances of the same line round differently.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
@@ -12,14 +12,14 @@ NORMOPS_INLINE int64_t span_end(int64_t begin, int64_t cols) { return begin + kS
 template <class R>
 constexpr int64_t kStep = kChainBlocks<R> * kLanes<R>;
 
-// How the rest of a span, its columns beyond a multiple of kStep, is compiled: as a loop, which keeps the chains in
-// memory; unrolled, which keeps them in registers, but is six times the code; or not at all, for spans without a rest,
-// which most are.
+// Compilation of a span's tail, its columns beyond a multiple of kStep: as a loop, which keeps the chains in memory;
+// unrolled, which keeps them in registers, but is six times the code; or not at all, for spans without a tail, the most
+// common ones.
 enum class Tail { looped, unrolled, none };
 
-// Forms kSums sums over the columns of a span at once. term(column, whole_or_part, accumulators) adds one block to each
-// of the accumulators; if there is a function term.step(column, chains), it adds the whole blocks of kStep columns. The
-// chains are folded after every span: that bounds their length, and with it the rounding error, whatever the width.
+// Computes kSums sums over the columns of a span at once. term(column, whole_or_part, accumulators) adds one block to
+// each of the accumulators. An optional term.step(column, chains) adds the whole blocks of kStep columns. Folding the
+// chains after every span bounds their length, and with it the rounding error, for any width.
 template <class R, Tail kTail, int kSums, class Term>
 NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kSums], Term term) {
   constexpr int kBlocks = kChainBlocks<R>;
@@ -44,8 +44,8 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
       column += kLanes<R>;
     }
   } else if (kTail == Tail::looped && column < end) {
-    // The loop works on a copy, as the chains themselves would otherwise be in memory from the beginning. It is not
-    // made by memcpy, which copies in steps that are shorter than a register.
+    // The loop works on a copy, as the chains themselves would otherwise be in memory from the beginning. The copy
+    // avoids memcpy, whose steps are shorter than a register.
     Block<R> in_memory[kBlocks][kSums];
 #pragma GCC unroll 4
     for (int i = 0; i < kBlocks; i++) {
@@ -67,7 +67,7 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
   }
 }
 
-// Forms one sum, where term(column, whole_or_part, accumulator) returns the new accumulator.
+// Computes one sum; term(column, whole_or_part, accumulator) returns the new accumulator.
 template <class R, Tail kTail, class Term>
 NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
   Folded<R> folded[1];
@@ -77,7 +77,7 @@ NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
   return folded[0];
 }
 
-// Forms the sums over spans [begin, end) of a row, for threads that share the row.
+// Computes the sums over spans [begin, end) of a row that threads split.
 template <class R, class Term>
 NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* sums, Term term) {
   for (int64_t span = begin; span < end; span++) {
@@ -85,16 +85,15 @@ NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* 
   }
 }
 
-// rstd = 1 / sqrt(mean(x^2) + eps). What is done once per span or row is done in double: there it costs nothing, and it
-// keeps the error bound that of one span. The sum over the row is rounded, so that one which is given makes the same
-// rstd.
+// Returns rstd = 1 / sqrt(mean(x^2) + eps). Operations per span or row use double, which costs nothing and keeps the
+// error bound of one span. The sum over the row is rounded, so that a sum that is an input gives the same rstd.
 template <class R>
 NORMOPS_INLINE compute_t<R> rstd_of(compute_t<R> square_sum, int64_t cols, double eps) {
   const double mean = static_cast<double>(square_sum) / static_cast<double>(cols);
   return static_cast<compute_t<R>>(1 / std::sqrt(mean + eps));
 }
 
-// -c, with c = rstd^3 * mean(dy * w * x), of the sum of these products.
+// Returns -c, with c = rstd^3 * mean(dy * w * x), from the sum of these products.
 template <class R>
 NORMOPS_INLINE compute_t<R> minus_c_of(compute_t<R> dot, compute_t<R> rstd, int64_t cols) {
   const double rstd_cubed = static_cast<double>(rstd) * rstd * rstd;

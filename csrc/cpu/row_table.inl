@@ -1,23 +1,23 @@
-// The rows of all tensors that an operator has, and how a forward walks over them.
+// The rows of all tensors of an operator, and the iteration of a forward over them.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// In the place of a tensor: scratch that keeps numbers of a row from its sum on, see holds_in_output().
+// Index of scratch instead of a tensor: it keeps a row's values from the first pass, see holds_in_output().
 constexpr auto kRowScratch = static_cast<TensorIndex>(kTensorCount);
 
 template <class RowOp>
 constexpr int kRowsOf = 2 + static_cast<int>(std::size(RowOp::kTensors));
 
-// Where a table of rows has a tensor: behind the output and the scale.
+// Returns the index of a tensor in a table of rows, whose first entries are the output and the scale.
 template <class RowOp>
 constexpr int row_of(TensorIndex tensor) {
   return tensor == kOutput ? 0 : tensor == kWeight ? 1 : 2 + place_of<RowOp>(tensor);
 }
 
-// The current rows of an operator's tensors; in the place of the weight, the scale. They lie one after another, each
-// with its strides: beside each other, GCC 12 adds the strides to the rows in vector registers. They are passed on by
-// reference: copied, they go through the stack, in steps that pointers are loaded from at once (up to 2.7 of the time).
+// The current rows of an operator's tensors, with the scale as the weight. Each row is stored next to its stride: with
+// separate arrays, GCC 12 adds strides to rows in vector registers. Pass by reference: a copy goes through the stack,
+// and loading pointers right after it is slow (up to 2.7 of the time).
 template <class RowOp>
 struct CurrentRows {
   StridedRows of[kRowsOf<RowOp>];
@@ -34,7 +34,7 @@ struct CurrentRows {
   }
 };
 
-// Those behind them.
+// The rows after the current ones.
 template <class RowOp>
 struct NextRows {
   const CurrentRows<RowOp>& current;
@@ -48,7 +48,7 @@ struct NextRows {
   }
 };
 
-// The rows of an operator's tensors, from one on.
+// The rows of an operator's tensors, from a given one on.
 template <class RowOp>
 class RowTable {
  public:
@@ -77,7 +77,7 @@ class RowTable {
                                    : rows_of(args, RowOp::kTensors[i < 2 ? 0 : i - 2]),
                           row)...} {}
 
-  // As rows of the weight lie, or those of the groups, one after another, over and over again.
+  // The scale's rows have the weight's layout, or are those of the groups, repeated.
   static RowsArg scale_rows(const CpuArgs& args) {
     RowsArg rows = kNoRows;
     rows.data = const_cast<void*>(args.scale);
@@ -103,7 +103,7 @@ class RowTable {
   RowIterator rows_[kRowsOf<RowOp>];
 };
 
-// The longest run of the next `rows` in which all tensors advance by fixed strides. `each` calls a function for the
+// Returns the longest run of the next `rows` in which all tensors have fixed strides. `each` calls a function with the
 // iterator of each tensor.
 template <class Each>
 NORMOPS_INLINE StrideRuns common_runs(int64_t rows, Each each) {
@@ -121,8 +121,8 @@ NORMOPS_INLINE StrideRuns common_runs(int64_t rows, Each each) {
   return result;
 }
 
-// Calls visit(r) for `count` rows, and moves `rows` on behind each. Rows are not counted one by one, and not for each
-// tensor: that takes registers, and narrow rows took up to a third more time.
+// Calls visit(r) for `count` rows, and advances `rows` after each. Counts neither single rows nor rows of each tensor:
+// that takes registers (up to a third more time for narrow rows).
 template <class Rows, class Visit>
 NORMOPS_INLINE void for_each_row(StrideRuns& runs, int64_t count, Rows& rows, Visit visit) {
   for (int r = 0; count > 0;) {

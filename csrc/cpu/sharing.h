@@ -1,4 +1,4 @@
-// How threads share the rows of a call, or the columns of its rows if they are few and wide.
+// Splits the rows of a call among threads, or the columns of its rows if they are few and wide.
 #pragma once
 #include <c10/core/CPUAllocator.h>
 
@@ -13,26 +13,26 @@
 
 namespace normops::cpu {
 
-// How much memory a Scratch has on the stack, in doubles.
+// The size of a Scratch's stack memory, in doubles.
 constexpr int64_t kStackNumbers = 2048;
 
-// How many doubles, in whole cache lines, hold `count` numbers of the compute type.
+// Returns how many doubles, in whole cache lines, hold `count` numbers of the compute type.
 inline int64_t scratch_numbers(DType dtype, int64_t count) {
   constexpr int64_t kLine = 8;
   const int64_t numbers = compute_dtype(dtype) == DType::float64 ? count : (count + 1) / 2;
   return (numbers + kLine - 1) / kLine * kLine;
 }
 
-// The memory of each part's Scratch, unless that is small enough for the stack. It is allocated before the threads
-// begin, as a thread that shares work could not tell anybody that there is no memory.
+// The memory of each part's Scratch, unless the stack has room for it. It is allocated before the threads begin, as a
+// thread of a parallel loop cannot report a failed allocation.
 class PartsMemory {
  public:
   PartsMemory(DType dtype, int64_t count, int64_t parts) : numbers_(scratch_numbers(dtype, count)) {
-    // torch's allocator says how much it could not get.
+    // Uses torch's allocator, whose error reports the requested size.
     if (numbers_ > kStackNumbers) memory_ = c10::GetCPUAllocator()->allocate(parts * numbers_ * sizeof(double));
   }
 
-  // The memory of a part's Scratch, or null if that lies on the stack.
+  // Returns the memory of a part's Scratch, or null if it is on the stack.
   double* of(int64_t part) const noexcept {
     return memory_ ? static_cast<double*>(memory_.get()) + part * numbers_ : nullptr;
   }
@@ -42,7 +42,7 @@ class PartsMemory {
   c10::DataPtr memory_;
 };
 
-// Uninitialised memory for numbers of the compute type; small amounts lie on the stack.
+// Uninitialised memory for numbers of the compute type; small amounts are on the stack.
 class Scratch {
  public:
   Scratch(const PartsMemory& memory, int64_t part) noexcept : data_(memory.of(part)) {
@@ -57,14 +57,14 @@ class Scratch {
   alignas(64) double small_[kStackNumbers];
 };
 
-// A Scratch for `count` numbers, for where no threads share the work yet.
+// A Scratch for `count` numbers, for use outside of parallel loops.
 class OwnScratch : PartsMemory, public Scratch {
  public:
   OwnScratch(DType dtype, int64_t count) : PartsMemory(dtype, count, 1), Scratch(*this, 0) {}
 };
 
-// Shares vectors over the columns, one for each group, among the threads, in whole blocks: calls
-// function(group, begin, end) for columns [begin, end).
+// Splits the columns of all groups among the threads, in whole blocks: calls function(group, begin, end) for columns
+// [begin, end) of a group.
 template <class Function>
 void parallel_for_columns(int64_t groups, int64_t cols, int64_t grain_columns, const Function& function) {
   static_assert(std::is_nothrow_invocable_v<const Function&, int64_t, int64_t, int64_t>);
@@ -80,14 +80,14 @@ void parallel_for_columns(int64_t groups, int64_t cols, int64_t grain_columns, c
                });
 }
 
-// Sums over the spans of some rows, added one after another as a kernel that has a row to itself adds them.
+// Sums over the spans of some rows, added in the same order as by a kernel that has a row to itself.
 class SpanSums {
  public:
   SpanSums(int64_t rows, int64_t cols) : count_((cols + kSpan - 1) / kSpan), sums_(DType::float64, rows * count_) {}
   double* of(int64_t row) { return static_cast<double*>(sums_.data()) + row * count_; }
   int64_t count() const { return count_; }
   double total(int64_t row) { return std::accumulate(of(row), of(row) + count_, 0.0); }
-  // That of what is row `of_args` of the arguments, which may be given instead, or wanted.
+  // Returns the total of a row, row `of_args` of the arguments. Reads an input sum, and stores a requested one.
   double total(int64_t row, const KernelArgs& args, TensorIndex index, int64_t of_args) {
     if (args.sums == Sums::compute) return total(row);
     return dispatch(args.dtype(), [&]<class T>() -> double {
@@ -102,7 +102,7 @@ class SpanSums {
   OwnScratch sums_;
 };
 
-// Memory for the parts that a call is shared out in: for what kernels hold of a row, and `own_count` numbers besides.
+// Memory for the parts of a call: each has the kernels' row scratch, and `own_count` more numbers.
 class PartsArgs {
  public:
   PartsArgs(const CpuArgs& args, int64_t own_count, int64_t parts)
@@ -110,7 +110,7 @@ class PartsArgs {
         own_(args.dtype(), own_count, parts),
         row_scratch_(args.dtype(), scratch_rows(args) * padded_cols(args.dtype(), args.cols), parts) {}
 
-  // Calls function(args, own) with the arguments for a part.
+  // Calls function(args, own) with the arguments of a part and its own_count numbers.
   template <class Function>
   void call(int64_t part, const Function& function) const
       noexcept(std::is_nothrow_invocable_v<Function, CpuArgs&, Scratch&>) {
@@ -135,8 +135,8 @@ void parallel_over_rows(const CpuArgs& args, int64_t own_count, int64_t end, int
   });
 }
 
-// `scale` is weight + its offset: scale.own_count() is how many numbers of its own a part needs for it, and
-// scale.in(own, group, groups) that of some groups, in this memory or elsewhere.
+// Runs the kernels of a forward. `scale` is weight + its offset: scale.own_count() is the scratch that a part needs for
+// it, and scale.in(own, group, groups) returns the scale of some groups, in that scratch or elsewhere.
 template <class Scale>
 void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale& scale) {
   const int64_t groups = args.weight.groups;
@@ -163,25 +163,25 @@ void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale
   });
 }
 
-// Whether threads share the rows of a backward.
+// Returns whether threads split each row of a backward.
 inline bool splits_each_row(const BackwardKernels& kernels, const Division& division) {
   return kernels.sums != nullptr && division.splits_each_row(at::get_num_threads());
 }
 
-// The sums over rows that threads share, of as many rows as they share at a time.
+// The sums over rows that threads split, for as many rows as they split at a time.
 struct SharedSums {
   SpanSums squares, dots;
 
   SharedSums(int64_t rows, int64_t cols) : squares(rows, cols), dots(rows, cols) {}
 };
 
-// Some rows of a group, from the arguments' row `first` on, for a backward whose threads share them. A thread has the
-// same columns in both steps, so that it finds them in its caches.
+// Runs a backward on `count` rows of a group, from row `first` of the arguments on; threads split each row. A thread
+// gets the same columns in both steps, so that it finds them in its caches.
 inline void run_shared_rows(const BackwardKernels& kernels, const CpuArgs& args, int64_t first, int64_t count,
                             SharedSums& sums) {
   auto& [squares, dots] = sums;
   const auto row = [&](int64_t r) { return first + r * args.weight.groups; };
-  // Each row has the scratch of a row of a tile.
+  // Each row uses the scratch of one row of a tile.
   CpuArgs of_row[kSharedRows];
   for (int64_t r = 0; r < count; r++) {
     of_row[r] = args;
@@ -204,11 +204,11 @@ inline void run_shared_rows(const BackwardKernels& kernels, const CpuArgs& args,
   });
 }
 
-static_assert(kSharedRows <= kBackwardTile);  // which have scratch
+static_assert(kSharedRows <= kBackwardTile);  // the rows that have scratch
 
-// `parameters` are the scale, and the gradients of the weight and the bias: parameters.own_count() is how many numbers
-// of its own a part needs, parameters.begin(args, own, part, region) sets the arguments for a region, and
-// parameters.end(part, region) is called behind it.
+// Runs the kernels of a backward. `parameters` are the scale, and the gradients of weight and bias.
+// parameters.own_count() is the scratch that a part needs for them. parameters.begin(args, own, part, region) sets the
+// arguments for a region; parameters.end(part, region) is called after it.
 template <class Parameters>
 void run_backward(const BackwardKernels& kernels, const CpuArgs& args, const Division& division,
                   Parameters& parameters) {

@@ -1,6 +1,6 @@
-// Registers of the compute types and the conversions from and to the storage types. Included once per instruction set,
-// by foreach_isa.h, hence no include guard. Arithmetic uses the compiler's vector extension; only what it cannot
-// express, or not as well, is written with intrinsics.
+// Registers of the compute types and the conversions from and to the storage types. Included once per instruction set
+// by foreach_isa.h, hence no include guard. Arithmetic uses the compiler's vector extension; intrinsics replace it only
+// if it lacks an operation or compiles to slower code.
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
@@ -21,7 +21,7 @@ NORMOPS_INLINE To bit_cast(const From& from) {
   return to;
 }
 
-// The elements of a and b, numbered from a's first to b's last, in the order of `kFrom`.
+// Returns the elements of a and b in the order of `kFrom`, which numbers them from a's first to b's last.
 template <int... kFrom, class Vector>
 NORMOPS_INLINE Vector shuffle(const Vector& a, const Vector& b) {
 #if __has_builtin(__builtin_shufflevector)
@@ -66,11 +66,11 @@ NORMOPS_INLINE f64_vector fma_vector(f64_vector a, f64_vector b, f64_vector c) {
 #endif
 }
 
-// The larger one of a and b, or b if either is a NaN.
+// Returns the larger of a and b, or b if either is a NaN.
 template <class Vector>
 NORMOPS_INLINE Vector max_vector(Vector a, Vector b) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
-  // One instruction, for which GCC 12 finds two.
+  // One instruction; GCC 12 compiles the generic expression to two.
   if constexpr (std::is_same_v<Vector, f32_vector>) {
     return _mm512_max_ps(a, b);
   } else {
@@ -81,7 +81,7 @@ NORMOPS_INLINE Vector max_vector(Vector a, Vector b) {
 #endif
 }
 
-// -|v|
+// Returns -|v|.
 template <class Vector>
 NORMOPS_INLINE Vector minus_magnitude(Vector v) {
   typedef std::conditional_t<sizeof(v[0]) == 8, uint64_t, uint32_t> Bits __attribute__((vector_size(sizeof(Vector))));
@@ -89,7 +89,7 @@ NORMOPS_INLINE Vector minus_magnitude(Vector v) {
   return bit_cast<Vector>(bit_cast<Bits>(v) | bit_cast<Bits>(minus_zero));
 }
 
-// The next two are __builtin_convertvector, for which GCC 12 finds twice the instructions on AVX2.
+// widen() and narrow() are __builtin_convertvector, which GCC 12 compiles to twice the instructions on AVX2.
 NORMOPS_INLINE u32_vector widen(u16_vector v) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
   return bit_cast<u32_vector>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(v)));
@@ -100,7 +100,7 @@ NORMOPS_INLINE u32_vector widen(u16_vector v) {
 #endif
 }
 
-// For numbers below 2^16.
+// Requires numbers below 2^16.
 NORMOPS_INLINE u16_vector narrow(u32_vector v) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
   return bit_cast<u16_vector>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(v)));
@@ -113,14 +113,14 @@ NORMOPS_INLINE u16_vector narrow(u32_vector v) {
 }
 
 // Rounds to bfloat16, to nearest, ties to even. The results are the upper halves of the lanes; the lower halves are
-// undefined. A NaN with a large payload would become a number by the carry. Kernels have no such NaNs: the payloads of
-// bfloat16 inputs, and of the NaN that hardware makes, end in 16 zeros, and canonicalize_nan() lets no others in.
+// undefined. The carry would turn a NaN with a large payload into a number. Kernels have no such NaNs: payloads of
+// bfloat16 inputs and of hardware NaNs end in 16 zeros, and canonicalize_nan() replaces all others.
 NORMOPS_INLINE u32_vector round_to_bfloat16(f32_vector f) {
   const u32_vector bits = bit_cast<u32_vector>(f);
   return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
-// The elements of a in the lower halves of the lanes and those of b in the upper halves.
+// Combines the lower halves of a's lanes with the upper halves of b's lanes.
 template <int... kHalf>
 NORMOPS_INLINE u32_vector blend_halves(u32_vector a, u32_vector b, std::integer_sequence<int, kHalf...>) {
   typedef uint16_t halves __attribute__((vector_size(NORMOPS_VECTOR_BYTES)));
@@ -128,11 +128,11 @@ NORMOPS_INLINE u32_vector blend_halves(u32_vector a, u32_vector b, std::integer_
   return bit_cast<u32_vector>(shuffle<kHalf + kHalf % 2 * kCount...>(bit_cast<halves>(a), bit_cast<halves>(b)));
 }
 
-// Rounds two registers to bfloat16, and pairs the results: those of `first` are the lower halves of the lanes, those of
-// `second` the upper halves.
+// Rounds two registers to bfloat16: `first` into the lower halves of the lanes, `second` into the upper halves.
 NORMOPS_INLINE u32_vector round_to_pairs(f32_vector first, f32_vector second) {
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
-  // The upper and the lower halves are gathered first, so that all are rounded at once: half the instructions.
+  // Gathers upper and lower halves first, so that all are rounded at once with half the instructions. Per element:
+  //   upper + ((lower | (upper & 1)) > 0x8000)
   const __m512i a = bit_cast<__m512i>(first), b = bit_cast<__m512i>(second);
   const __m512i to_lower =
       _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10, 11, 14, 15, 14, 15));

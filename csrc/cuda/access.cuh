@@ -1,6 +1,6 @@
-// How kernels access the rows and parameters of a call. The arguments are the same structs for all kernels; a template
-// argument, Access, tells a kernel what it may rely on. Plain kernels make fewer decisions for each row. All accesses
-// compute the same bits.
+// Access to the rows and parameters of a call. All kernels take the same structs; the template argument Access states
+// what a kernel may assume about them. Plain kernels take fewer branches for each row. All kinds of access compute the
+// same bits.
 #pragma once
 #include "kernels.h"
 #include "vector.cuh"
@@ -9,13 +9,13 @@ namespace normops::cuda {
 
 // Types instead of an enum, so that a profiler shows their names.
 struct General {};  // any arguments
-struct Plain {};    // aligned rows with one stride, an aligned weight of their dtype, one group, no bias, sums formed
+struct Plain {};    // aligned rows with one stride, an aligned weight of their dtype, one group, no bias, sums computed
 struct PlainOfGroups {};  // the same with any number of groups
 
 template <class Access>
 constexpr bool kIsPlain = !std::is_same_v<Access, General>;
 
-// Whether plain kernels support an argument: any, unless it says otherwise.
+// Returns whether plain kernels support an argument; true for types without is_plain().
 template <class Argument>
 bool is_plain(const Argument& argument) {
   if constexpr (requires { argument.is_plain(); }) {
@@ -35,12 +35,12 @@ struct RowsOf {
 
   bool is_plain() const { return aligned && layout.dims <= 1; }
 
-  // The address of row `first + offset`.
+  // Returns the address of row `first + offset`.
   __device__ T* row(int64_t first, int64_t offset = 0) const {
     T* row = data;
     int64_t index = first + offset;
     if (layout.dims == 1) return row + index * layout.strides[0];
-#pragma unroll 1  // divisions are long
+#pragma unroll 1  // divisions take many instructions
     for (int d = layout.dims - 1; d >= 0; d--) {
       row += index % layout.sizes[d] * layout.strides[d];
       index /= layout.sizes[d];
@@ -49,7 +49,7 @@ struct RowsOf {
   }
 };
 
-// The rows of a tensor of T, which are accessed in packs of as many elements as a pack of R has.
+// Returns the rows of a tensor of T, which are accessed in packs of kPack<R> elements.
 template <class T, class R>
 RowsOf<T> rows_of(const RowsArg& arg, int64_t cols) {
   constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
@@ -63,7 +63,7 @@ RowsOf<T> rows_of(const RowsArg& arg, int64_t cols) {
   return rows;
 }
 
-// Sums over rows, one number of each row. Each number is accessed by itself, at any address.
+// Sums over each row, one number for each. Each number is accessed separately, at any address.
 template <class Number, int kCount>
 struct SumsOfRows {
   Sums what;
@@ -84,7 +84,7 @@ struct SumsOfRows {
 #pragma unroll
     for (int i = 0; i < kCount; i++) sums[i] = *rows[i].row(first, offset);
   }
-  // One of the threads that hold the row writes.
+  // Only the thread with the row's first column writes.
   template <class Columns>
   __device__ void write(const Columns& columns, const Number* sums, int64_t first, int64_t offset = 0) const {
     if (!columns.has_first()) return;
@@ -93,12 +93,12 @@ struct SumsOfRows {
   }
 };
 
-// Rows of T, or of another dtype that a tensor beside one of T may have.
+// Rows of T, or of another dtype that can be combined with T, see dispatch_beside.
 template <class T>
 struct AnyRowsOf {
   using Element = T;
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  RowsOf<Byte> bytes;  // `aligned` is that of rows of the dtype
+  RowsOf<Byte> bytes;  // `aligned` refers to elements of the dtype
   DType dtype;
 
   bool is_plain() const { return dtype == kDType<std::remove_const_t<T>> && bytes.is_plain(); }
@@ -114,14 +114,14 @@ AnyRowsOf<T> any_rows_of(const RowsArg& arg, int64_t cols) {
   });
 }
 
-// Rows that are added to the normalized ones, or none. Kernels with general access check at run time.
+// Rows of the bias, or none. Kernels with general access check at run time.
 template <class T>
 struct BiasOf {
   AnyRowsOf<const T> rows;
-  bool rounds;  // whether what they are added to is a number of T
+  bool rounds;  // whether numbers are rounded to T before the addition
 
   bool is_plain() const { return rows.bytes.data == nullptr; }
-  // To `count` numbers of row `first + offset`, from `column` on.
+  // Adds the bias to `count` numbers of row `first + offset`, from `column` on.
   template <class Index>
   __device__ void add(Numbers<T>& y, int64_t first, int64_t offset, Index column, Index count) const {
     if (rows.bytes.data == nullptr) return;
@@ -156,13 +156,13 @@ struct PlainRows {
 template <class Access, class Rows>
 using View = std::conditional_t<kIsPlain<Access>, PlainRows<typename Rows::Element>, const Rows&>;
 
-// Rows as kernels with this access use them.
+// Returns rows as kernels with this access use them.
 template <class Access, class Rows>
 __device__ View<Access, Rows> view(const Rows& rows) {
   return View<Access, Rows>(rows);
 }
 
-// Elements of the row of `rows` that begins at `row`.
+// Loads elements of the row of `rows` that begins at `row`.
 template <int kCount, class Rows, class T, class Index>
 __device__ Elements<T, kCount> load(const Rows& rows, const T* row, Index column, Index count) {
   return load_elements<T, kCount>(row + column, count, rows.aligned);
@@ -173,7 +173,7 @@ __device__ void store(const Rows& rows, T* row, Index column, Index count, const
   store_elements(row + column, elements, count, rows.aligned);
 }
 
-// As many of any dtype as a pack of T has.
+// Loads kPack<T> elements of any dtype.
 template <class T, class Index>
 __device__ Numbers<T> load_numbers(const AnyRowsOf<const T>& rows, const char* row, Index column, Index count) {
   Numbers<T> numbers;
@@ -214,8 +214,8 @@ ScaleOf<T> scale_of(const Weight& weight, int64_t cols) {
           reinterpret_cast<intptr_t>(weight.data) % 16 == 0 && cols % kPack<T> == 0};
 }
 
-// weight + offset of a group. Kernels call hold() before they sum a row, which loads a plain weight, and numbers()
-// afterwards, which loads any other one: code for all dtypes is short of registers.
+// weight + offset of a group. Kernels call hold() before they sum a row, and numbers() afterwards. hold() loads a plain
+// weight, numbers() any other one, as code for all dtypes is short of registers.
 template <class T, class Access>
 class GroupScale {
  public:
@@ -259,9 +259,9 @@ class GroupScale {
   }
 
  private:
-  std::conditional_t<kIsPlain<Access>, ScaleOf<T>, const ScaleOf<T>&> scale_;  // with plain access, of the group
+  std::conditional_t<kIsPlain<Access>, ScaleOf<T>, const ScaleOf<T>&> scale_;  // with plain access, that of the group
 
-  // The group's row. In shared memory, as code for all dtypes is short of registers.
+  // Holds the group's row in shared memory, as code for all dtypes is short of registers.
   static __device__ const char* volatile& weight() {
     __shared__ const char* volatile weight;
     return weight;

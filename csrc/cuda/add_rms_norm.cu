@@ -4,11 +4,11 @@
 namespace normops::cuda {
 namespace {
 
-// The sum, rounded to R, which is what is written and normalized.
+// Computes the sum, rounded to R, which is written and normalized.
 template <class T, class R>
 struct Addition {
-  // One of them is alpha, the other 1.
-  compute_t<R> rounded_factor;  // of a product that is rounded by itself
+  // One of the factors is alpha, the other 1.
+  compute_t<R> rounded_factor;  // the product is rounded before the sum
   compute_t<R> fused_factor;
 
   // Called before sum().
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
     load_packs<R>(x[r], input_rows, input_rows.row(rows.first, rows.row_offset(r)), rows.has(r), columns);
-    addition.round_products(x[r]);  // with the other packs in registers, there would be too few for it
+    addition.round_products(x[r]);  // before the other packs occupy the registers that it needs
     load_packs<R>(h[r], residual_rows, residual_rows.row(rows.first, rows.row_offset(r)), rows.has(r), columns);
   }
 #pragma unroll

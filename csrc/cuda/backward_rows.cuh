@@ -1,5 +1,5 @@
-// What the kernels of the backwards have in common: a loop over the rows of h, which is normalized, and of dy, the
-// gradient of h * rstd * w. It forms
+// Shared code of the backward kernels: a loop over the rows of h, which is normalized, and of dy, the gradient of
+// h * rstd * w. It computes
 //   dh = dy * rstd * w - h * c, with c = rstd^3 * mean(dy * w * h)
 //   dw = the sum over rows of dy * rstd * h
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace normops::cuda {
 
-// T is the type of grad_output, R that of everything else with rows.
+// T is the type of grad_output, R that of all other rows.
 template <class T, class R>
 struct Backward : NormArgs<R> {
   RowsOf<const T> grad_output;
@@ -23,7 +23,7 @@ struct Backward : NormArgs<R> {
   }
 };
 
-// The numbers of a row that its gradients are made of.
+// The numbers of a row that its gradients depend on.
 template <class Compute>
 struct RowFactors {
   Compute rstd;
@@ -43,18 +43,18 @@ struct Terms {
   Values h;
 };
 
-// The gate of an operator without one: dy is grad_output, h is input, and grad_input is dh. Other gates have functions
-// of the same names, which form dy and h of grad_output and input, and grad_input of dh.
+// The prologue, passed as Gate, of an operator without one: dy is grad_output, h is input, and grad_input is dh. Other
+// prologues have the same functions, which compute dy and h from grad_output and input, and grad_input from dh.
 struct IdentityPrologue {
-  // Whether there may be a residual, and sums that are given or wanted.
+  // Returns true if a residual is supported, and sums as inputs or outputs.
   static constexpr bool is_identity() { return true; }
   struct Nothing {};
   struct Activated {
     __device__ Nothing operator[](int) const { return {}; }
   };
 
-  // What is held of a row of gates, in kPacks packs, and what is made of it, and of the packs of grad_output, once for
-  // both passes.
+  // A thread's gates for kPacks packs of a row. activate() converts these, and the packs of grad_output, once for both
+  // passes.
   template <int kPacks>
   struct Held {
     template <class... Place>
@@ -68,7 +68,7 @@ struct IdentityPrologue {
   __device__ Nothing row(int64_t) const { return {}; }
   __device__ Nothing row_of_gradient(int64_t) const { return {}; }
 
-  // The same for packs that are dealt with together, of which p is the thread's first.
+  // The same for packs that are processed together; p is the first of them.
   template <class Columns, class Gradients>
   __device__ Activated activate(Nothing, const Columns&, int64_t, const Gradients&) const {
     return {};
@@ -79,7 +79,7 @@ struct IdentityPrologue {
     return {grad_output, input};
   }
 
-  // Makes grad_input of dh.
+  // Converts dh to grad_input.
   template <class... Computed>
   __device__ void finish(const Computed&...) const {}
 };
@@ -101,8 +101,8 @@ __device__ void add_terms(const TermsOfPack& terms, const Numbers<R>& scale, boo
   }
 }
 
-// Forms dh + residual for a pack, and adds dy * rstd * h to dw. If `casts`, dy * w and h * rstd are rounded to T, and
-// so is the product of dy and the latter.
+// Computes dh + residual for a pack, and adds dy * rstd * h to dw. If `casts`, dy * w and h * rstd are rounded to T,
+// and so is the product of dy and the latter.
 template <class T, class R, class TermsOfPack, class AddToWeight>
 __device__ Numbers<R> gradients(const TermsOfPack& terms, const Numbers<R>& scale, const Numbers<R>& residual,
                                 const RowFactors<compute_t<R>>& row, bool casts, AddToWeight add) {
@@ -161,7 +161,7 @@ class WeightSums {
 
   __device__ Compute& at(int pack, int i) {
     if constexpr (kInShared) {
-      // The stride is not blockDim.x, as one that is known at compile time costs no register.
+      // The stride is not blockDim.x, as a compile-time constant costs no register.
       return dynamic_shared<Compute>()[(pack * kPack<T> + i) * max_threads(kPacks) + threadIdx.x];
     } else {
       return registers_[pack][i];
@@ -173,7 +173,7 @@ class WeightSums {
   template <class Columns>
   __device__ void write(const Columns& columns, Compute* partial, bool aligned) {
     if (blockDim.y == 1) {
-      constexpr int kUnrolled = kInShared ? 1 : kPacks;  // registers have no number at run time
+      constexpr int kUnrolled = kInShared ? 1 : kPacks;  // registers cannot be indexed at run time
 #pragma unroll kUnrolled
       for (int p = 0; p < kPacks; p++) write_pack(columns, partial, p, aligned);
       return;
@@ -201,8 +201,8 @@ class WeightSums {
   __device__ void write_pack(const Columns& columns, Compute* partial, int p, bool aligned) {
     constexpr int kAtOnce = 16 / sizeof(Compute);
     if constexpr (kPack<T> == 2 * kAtOnce && Columns::kTogether == 1) {
-      // Each of two neighbouring threads writes a half of either's pack, so that what both write at once, 32 bytes,
-      // lies together: memory takes no less.
+      // Two neighbouring threads each write one half of both packs, so that the 32 bytes of one instruction are
+      // contiguous: memory is written in sectors of that size.
       const int odd = threadIdx.x % 2, first = columns.column(p) - odd * kAtOnce, second = first + kPack<T>;
       Elements<Compute, kAtOnce> halves[2];
 #pragma unroll
@@ -225,15 +225,15 @@ class WeightSums {
   Compute registers_[kInShared ? 1 : kPacks][kPack<T>];
 };
 
-// The shared memory that they take.
+// Returns the size of the shared memory of WeightSums.
 template <class R, int kPacks>
 int64_t weight_sum_bytes(const LaunchShape& shape) {
   if (!sums_in_shared(kPacks) && shape.block.y == 1) return 0;
   return static_cast<int64_t>(shape.block.x * shape.block.y * kPacks * sizeof(Numbers<R>));
 }
 
-// Rows that fit into registers: each element is read once. A block takes rows until none is left, and then writes its
-// share of grad_weight. The sums over a row are those of h^2 and of dy * w * h.
+// Processes rows that fit into registers: each element is read once. A block takes rows until none is left, then writes
+// its partial sum of grad_weight. The sums over a row are those of h^2 and of dy * w * h.
 template <int kPacks, class Access, class T, class R, class Columns, class Gate>
 __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns, const Gate& gate) {
   using Compute = compute_t<R>;
@@ -255,7 +255,7 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
     const int column = columns.column(p), count = columns.count(p);
     return scale_of_group.numbers(scale_of_group.hold(column, count), column, count);
   };
-  // All rows have the same scale. It is held if there are registers for it, or else loaded again, from the L1 cache.
+  // All rows have the same scale. It is kept in registers if they suffice, and otherwise reloaded from the L1 cache.
   constexpr bool kHoldsScale = kPacks * kPack<R> <= 16;
   Numbers<R> scale[kHoldsScale ? kPacks : 1];
   if constexpr (kHoldsScale) {
@@ -285,7 +285,7 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
     if (kind == Sums::input && row < args.rows) args.sums.read(loaded.sums, row);
     return loaded;
   };
-  // A narrow row is too little to keep memory busy by itself, so the next one is loaded while this one is dealt with.
+  // A narrow row alone does not saturate memory bandwidth, so the next row is loaded while this one is processed.
   constexpr bool kLoadsAhead = kPacks <= 2;
   const int64_t row_in_block = threadIdx.y * groups;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
@@ -344,7 +344,7 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
         keep_few_registers<kPacks>();
       }
     };
-    // Asked once for each row, unless that would double too much code.
+    // Branches once for each row, unless that would duplicate too much code.
     if (Gate::is_identity() && (kPacks == 16 || grad_residual.data != nullptr)) {
       write.template operator()<true>();
     } else {
@@ -354,7 +354,7 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
   if (args.partials != nullptr) dw.write(columns, args.partials + blockIdx.x * args.cols, input.aligned);
 }
 
-// Rows of any width: read twice. The block's share of grad_weight is summed where it is written.
+// Processes rows of any width, which are read twice. The block accumulates its sum of grad_weight in global memory.
 template <class T, class R, class Columns, class Gate>
 __device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Columns& columns, const Gate& gate) {
   using Compute = compute_t<R>;
@@ -372,7 +372,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Col
     const T* const dy_row = args.grad_output.row(row);
     const R* const residual_row = args.grad_residual.row(row);
     const auto gate_row = gate.row(row);
-    // Calls use(terms, t) for each of the packs that are dealt with together, when all of them have been loaded.
+    // Loads all packs that are processed together, then calls use(terms, pack) for each.
     const auto with_terms = [&](int64_t p, auto use) {
       Pack<R> x[kTogether];
       Elements<T, kPack<R>> dy[kTogether];
@@ -434,15 +434,15 @@ __device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Col
   }
 }
 
-// How many clusters share the rows, if so many run at once: each has rows of one group.
+// Returns the number of clusters that share the rows, if `at_once` run at once. Each has rows of one group.
 inline unsigned clusters_of_rows(int64_t at_once, int64_t rows, int64_t groups, const LaunchShape& shape) {
   const int64_t most = blocks_of_rows(rows, shape.block.y, groups) / groups;
   return static_cast<unsigned>(std::clamp<int64_t>(at_once / groups, 1, most) * groups);
 }
 
-// Each cluster (or block, if a row has one) makes a partial sum of one group. There are as many clusters as run at
-// once, so that there are few sums and no cluster waits for others to end, but at least one for each group. The number
-// does not depend on the access, as that must not show in the sum.
+// Each cluster (or block, if a row has one) computes a partial sum of one group. As many clusters are launched as run
+// at once, but at least one for each group: so the sums are few, and no cluster waits for others to end. The number
+// does not depend on the access, which must not change the sum.
 template <class Kernels, class T, class R, int kPacks>
 LaunchShape backward_shape(const RowConfig& config, const KernelArgs& args, const Device& device) {
   LaunchShape shape = {dim3(1, config.cluster), block_of(config)};

@@ -5,7 +5,7 @@
 namespace normops::cuda {
 
 std::vector<std::string> compiled_archs() {
-  // The build's own list: nvcc's is of the PTX that code is made from.
+  // Uses the build's list, as nvcc's list has the PTX versions that code is compiled from.
   std::vector<std::string> archs;
   for (const int arch : {NORMOPS_CUDA_ARCHS}) archs.push_back(std::to_string(arch));
   return archs;

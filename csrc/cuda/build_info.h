@@ -1,4 +1,4 @@
-// What the CUDA part of this build was made for. No torch header.
+// The architectures and the CUDA version that this build supports. Includes no torch header.
 #pragma once
 #include <string>
 #include <vector>

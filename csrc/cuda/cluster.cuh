@@ -1,6 +1,6 @@
-// A cluster: the blocks along y, which hold one row together. Without clusters every block is one of its own. Blocks
-// send each other numbers, and each waits for those that it expects. A barrier of the cluster would be slower, as it
-// waits for all accesses to the GPU's memory.
+// A cluster is the blocks along y, which hold one row together. Without clusters, every block is a cluster. Blocks send
+// each other numbers, and each block waits for those that it expects. A cluster barrier would be slower, as it waits
+// for all accesses to global memory.
 #pragma once
 #include "platform.cuh"
 
@@ -11,8 +11,8 @@ constexpr int kMostBlocksOfCluster = 16;
 __device__ inline unsigned cluster_blocks() { return gridDim.y; }
 __device__ inline unsigned cluster_rank() { return blockIdx.y; }
 
-// arrive_at_cluster() and wait_for_cluster() are a barrier in two halves, with time for something else in between.
-// Before it, other blocks of the cluster may not run yet.
+// arrive_at_cluster() and wait_for_cluster() are a split barrier, with other work between them. Before it, other blocks
+// of the cluster may not have started.
 __device__ inline void arrive_at_cluster() {
 #if NORMOPS_CLUSTERS
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -25,8 +25,8 @@ __device__ inline void wait_for_cluster() {
 #endif
 }
 
-// An mbarrier, which lies in a block's shared memory and counts the bytes that other blocks send there. It is used
-// again and again: each time ends when all bytes that were expected have come.
+// An mbarrier in a block's shared memory, which counts the bytes that other blocks send there. It is reused: a phase
+// ends when all expected bytes have arrived.
 class Mbarrier {
  public:
   // Called by one thread, before the block arrives at the cluster.
@@ -37,7 +37,7 @@ class Mbarrier {
 #endif
   }
 
-  // Called by one thread, once each time. Some of the bytes may have come before.
+  // Called by one thread, once in each phase. Some of the bytes may have arrived before.
   __device__ void expect(unsigned bytes) {
 #if NORMOPS_CLUSTERS
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_of(this)), "r"(bytes)
@@ -45,8 +45,8 @@ class Mbarrier {
 #endif
   }
 
-  // Waits for the end of time number `time`, counted from 0. What has come can then be read: acquire.cta, the default,
-  // is enough, as in CUTLASS, since the bytes came into this block's own memory and are counted there.
+  // Waits for the end of phase `time`, counted from 0. The bytes can then be read: acquire.cta, the default, is enough,
+  // as in CUTLASS, since the bytes arrive in this block's memory and are counted there.
   __device__ void wait(unsigned time) {
 #if NORMOPS_CLUSTERS
     unsigned is_over;
@@ -62,8 +62,8 @@ class Mbarrier {
 #endif
   }
 
-  // Writes `bits` to the shared memory of block `rank`, to the same offset as `place` has in this block's, and lets
-  // that block's Mbarrier, at the same offset as this one, count them.
+  // Writes `bits` to the shared memory of block `rank`, at the offset that `place` has in this block's. The Mbarrier of
+  // that block, at the same offset as this one, counts them.
   __device__ void send(unsigned rank, uint32_t* place, uint32_t bits) const {
 #if NORMOPS_CLUSTERS
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(in(rank, place)),
@@ -86,7 +86,7 @@ class Mbarrier {
   }
 
 #if NORMOPS_CLUSTERS
-  // The address, in the shared memory of block `rank`, with the offset that `shared` has in this block's.
+  // Returns the address in the shared memory of block `rank` with the offset that `shared` has in this block's.
   static __device__ unsigned in(unsigned rank, const void* shared) {
     unsigned address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address_of(shared)), "r"(rank));

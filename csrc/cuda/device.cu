@@ -9,8 +9,8 @@ namespace {
 
 __global__ void any_kernel() {}
 
-// Whether the current device runs code of sm_90 or later: on a GPU newer than all that was compiled for, the driver
-// compiles what was written for an older one. All kernels are compiled for the same architectures.
+// Returns whether the current device runs code of sm_90 or later: for a GPU newer than all architectures of the build,
+// the driver compiles the PTX of an older one. All kernels are compiled for the same architectures.
 bool runs_code_of_sm_90() {
   cudaFuncAttributes attributes = {};
   check(cudaFuncGetAttributes(&attributes, any_kernel));
@@ -23,15 +23,15 @@ int attribute(cudaDeviceAttr name, int device) {
   return value;
 }
 
-// How many blocks the largest cluster has that the device runs, as a part of a GPU may have no room for large ones.
-// CUDA is asked about blocks that have a multiprocessor to themselves.
+// Returns the number of blocks of the largest cluster that the device runs, as a part of a GPU may have no room for
+// large ones. Queries CUDA for blocks that each occupy a whole multiprocessor.
 int largest_cluster(int multiprocessors, int64_t shared_bytes) {
   for (int blocks = kMostBlocksOfCluster; blocks > 1; blocks /= 2) {
     const LaunchShape shape = {dim3(1, blocks), dim3(512), shared_bytes};
     try {
       if (clusters_at_once(any_kernel, shape, multiprocessors) > 0) return blocks;
     } catch (const std::runtime_error&) {  // no device of this kind runs such clusters
-      cudaGetLastError();                  // forgets the error, which would otherwise be the next call's
+      cudaGetLastError();                  // clears the error, which the next call would return otherwise
     }
   }
   return 1;
@@ -47,7 +47,7 @@ bool uses_pdl(int major) {
   return is_wanted && (major == 9 || major == 10);
 }
 
-// The current device. Asking about any other one would make a context there, in memory that another process may need.
+// Returns the properties of the current device. Querying another one would create a context in its memory.
 Device describe(int device) {
   const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
   const int64_t shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -60,7 +60,7 @@ Device describe(int device) {
 }  // namespace
 
 Device current_device() {
-  static PerKeyCache<int, Device> devices;  // every call of an operator needs it
+  static PerKeyCache<int, Device> devices;  // cached, as every call of an operator needs it
   const int device = current_device_index();
   return devices(device, [&] { return describe(device); });
 }

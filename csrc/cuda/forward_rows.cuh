@@ -1,17 +1,17 @@
-// What the kernels of the forwards have in common: making outputs of T from rows of R, which each kernel loads or
-// forms of those of the input, which are of T.
+// Shared code of the forward kernels: computes outputs of T from rows of R. Each kernel loads these rows, or computes
+// them from the rows of the input, which are of T.
 #pragma once
 #include "operator_kernels.cuh"
 
 namespace normops::cuda {
 
-// What an operator computes of the normalized numbers before they are written: nothing.
+// The epilogue of an operator that writes the normalized numbers unchanged.
 struct NoEpilogue {
   template <class... Computed>
   __device__ void operator()(const Computed&...) const {}
 };
 
-// h * rstd * w, for an Epilogue or to be written.
+// Returns h * rstd * w, to be passed to an Epilogue or written.
 template <class T, class R, class Epilogue, class Values>
 __device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbers<R>& scale, Rounding rounding) {
   Numbers<R> numbers = to_compute<R>(h);
@@ -24,7 +24,7 @@ __device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbe
   return numbers;
 }
 
-// The sums of the squares of rows that are held in registers. sum_row makes them of what each thread has.
+// Computes the sums of squares of rows in registers. sum_row reduces the sums of the threads.
 template <class R, class Values, int kRows, int kPacks, class SumRow>
 __device__ void sum_squares(const Values (&h)[kRows][kPacks], compute_t<R> (&sums)[kRows], SumRow& sum_row) {
 #pragma unroll
@@ -37,8 +37,8 @@ __device__ void sum_squares(const Values (&h)[kRows][kPacks], compute_t<R> (&sum
   sum_row(sums);
 }
 
-// Normalizes rows that are held in registers: a thread has kPacks packs of each, or the numbers of as many.
-// epilogue(numbers, r, p) changes what is written for the packs from p on that belong together, of row r.
+// Normalizes rows in registers: a thread has kPacks packs of each row, as elements or as numbers.
+// epilogue(numbers, r, p) modifies the numbers of row r that are written, for the packs processed together from p on.
 template <class Access, class T, class R, class Columns, class Values, int kRows, int kPacks, class SumRow,
           class Epilogue = NoEpilogue>
 __device__ void normalize_rows(const NormArgs<R>& args, const RowsOf<T>& output, const TakenRows& rows,
@@ -89,8 +89,8 @@ __device__ void normalize_rows(const NormArgs<R>& args, const RowsOf<T>& output,
   }
 }
 
-// The sum of the squares of a row of any width, in a block of kAnyWidth. load(column, count) returns a pack of the row,
-// or its numbers.
+// Returns the sum of squares of a row of any width, in a block of kAnyWidth. load(column, count) returns a pack of the
+// row, or its numbers.
 template <class R, class Columns, class Load>
 __device__ compute_t<R> square_sum_of_any_width(const Columns& columns, const Load& load) {
   __shared__ RowSumShared<double, 1> shared;
@@ -108,8 +108,8 @@ __device__ compute_t<R> square_sum_of_any_width(const Columns& columns, const Lo
   return static_cast<compute_t<R>>(square_sum[0]);
 }
 
-// Normalizes a row of any width that has been summed. load is that of square_sum_of_any_width(). epilogue(numbers, p)
-// changes what is written for the thread's packs from p on that belong together.
+// Normalizes a row of any width from its sum of squares. load is as in square_sum_of_any_width(). epilogue(numbers, p)
+// modifies the numbers that are written, for the thread's packs from p on that are processed together.
 template <class T, class R, class Columns, class Load, class Epilogue = NoEpilogue>
 __device__ void normalize_summed(const NormArgs<R>& args, const RowsOf<T>& output, const Columns& columns,
                                  compute_t<R> square_sum, const Load& load, const Epilogue& epilogue = {}) {
@@ -133,7 +133,7 @@ __device__ void normalize_summed(const NormArgs<R>& args, const RowsOf<T>& outpu
   }
 }
 
-// The same in two passes over the row, with a load for each.
+// Sums and normalizes a row of any width in two passes, with a load function for each.
 template <class T, class R, class Columns, class LoadFirst, class LoadAgain, class Epilogue = NoEpilogue>
 __device__ void normalize_any_width(const NormArgs<R>& args, const RowsOf<T>& output, const Columns& columns,
                                     LoadFirst load_first, LoadAgain load_again, Epilogue epilogue = {}) {

@@ -1,4 +1,4 @@
-// The gate of gated_rms_norm: the activation and its slope, and how a row of gates is held.
+// The gate of gated_rms_norm: the activation, its slope, and the storage of a row of gates.
 #pragma once
 #include <cmath>
 
@@ -14,7 +14,7 @@ template <>
 struct ExpConstants<float> {
   using Bits = uint32_t;
   static constexpr int kFractionBits = 23, kBias = 127;
-  static constexpr int kDegree = 7;         // of the series: its rest is less than 2^-27
+  static constexpr int kDegree = 7;         // of the series: its remainder is less than 2^-27
   static constexpr float kLowest = -104;    // below it, the result is 0
   static constexpr float kShift = 0x3p22f;  // added to a number, it leaves the nearest integer in the lowest bits
   static constexpr float kLog2E = 0x1.715476p+0f, kLn2 = 0x1.62e430p-1f, kRestOfLn2 = -0x1.05c610p-29f;
@@ -48,7 +48,7 @@ __device__ Compute exp_series(Compute r) {
   }
 }
 
-// exp(x) for x <= 0 or NaN, formed as 2^n * exp(r) with |r| <= ln(2) / 2. The error of the device's own fast function
+// Returns exp(x) for x <= 0 or NaN, computed as 2^n * exp(r) with |r| <= ln(2) / 2. The error of the device's fast exp
 // grows with x.
 template <class Compute>
 __device__ Compute exp_of_negative(Compute x) {
@@ -56,7 +56,7 @@ __device__ Compute exp_of_negative(Compute x) {
   if (x < C::kLowest) x = C::kLowest;
   const Compute shifted = fma_rn(x, C::kLog2E, C::kShift), n = shifted - C::kShift;
   const Compute r = fma_rn(n, -C::kRestOfLn2, fma_rn(n, -C::kLn2, x));
-  // 2^n in two steps: where the result is subnormal, it is rounded once.
+  // Multiplies by 2^n in two steps, so that a subnormal result is rounded once.
   typename C::Bits bits;
   std::memcpy(&bits, &shifted, sizeof bits);
   bits = (bits + (C::kBias + C::kLift)) << C::kFractionBits;
@@ -94,7 +94,7 @@ __device__ void multiply(Numbers<T>& numbers, const Numbers<T>& factors) {
   for (int i = 0; i < kPack<T>; i++) numbers.element[i] *= factors.element[i];
 }
 
-// A thread's packs of a row of gates, which are held from the time when they are loaded.
+// A thread's packs of a row of gates, which stay in registers once loaded.
 template <class T, int kPacks, class Access>
 struct HeldGate {
   using Rows = PlainRows<const T>;
@@ -107,7 +107,7 @@ struct HeldGate {
   __device__ Numbers<T> numbers(const Rows&, const Columns<T, int>&, int p) const { return to_compute<T>(packs[p]); }
 };
 
-// Packs of a row of gates of any dtype, which are loaded only where they are needed.
+// Packs of a row of gates of any dtype, which are loaded at each use.
 template <class T, int kPacks>
 struct HeldGate<T, kPacks, General> {
   using Rows = AnyRowsOf<const T>;

@@ -5,7 +5,7 @@
 namespace normops::cuda {
 namespace {
 
-// The Terms of IdentityPrologue for a pack, and what the gradients of that pack are multiplied by.
+// The dy and h of a pack, like Terms, and the factors of the pack's gradients.
 template <class T>
 struct GatedTerms {
   Numbers<T> dy, h;
@@ -36,7 +36,7 @@ struct Gate {
       HeldGate<T, kPacks, Access>::load(gate.rows, gate.rows.row(row), is_row, columns);
     }
 
-    // Formed once, for both passes over a row.
+    // Computes the activations once, for both passes over a row.
     template <class Gradients>
     __device__ Activations<kPacks> activate(const Gate& gate, const Columns<T, int>& columns, const Gradients&) const {
       Activations<kPacks> activations;
@@ -68,7 +68,7 @@ struct Gate {
       terms.h.element[i] *= gating.norm_before_gate ? 1 : a.value.element[i];
       terms.sloped_input.element[i] *= a.slope.element[i];
     }
-    cast<T>(terms.dy, rounding.multiplied);  // gated first, dy is a number of T
+    cast<T>(terms.dy, rounding.multiplied);  // no effect if not norm_before_gate: dy is a number of T
     return terms;
   }
 
@@ -93,7 +93,7 @@ struct Gate {
   }
 
  private:
-  // h * rstd * w, as the forward rounds it on the way.
+  // Returns h * rstd * w, rounded as in the forward.
   __device__ Numbers<T> normalized(const GatedTerms<T>& terms, const Numbers<T>& scale, compute_t<T> rstd) const {
     Numbers<T> n;
 #pragma unroll

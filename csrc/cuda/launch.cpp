@@ -1,5 +1,5 @@
-// The operators on CUDA tensors, on the current stream. They reach the device through torch's device-neutral interface,
-// so that they build against any build of torch.
+// The operators on CUDA tensors, on the current stream. They use the device through torch's device-neutral interface,
+// so that they compile against any build of torch.
 #include "../kernel_call.h"
 
 #include <ATen/ops/empty.h>
@@ -48,7 +48,7 @@ void run(LaunchBackward launch, const Call& call, Stream stream) {
                      stream);
 }
 
-// What the operator templates need of a backend.
+// The Backend of BackendKernels.
 struct CudaBackend {
   static bool supports(const RmsNorm&) { return true; }
   static bool supports(const RmsNormBackward& arguments) { return !arguments.uses_bias(); }  // ATen sums grad_output

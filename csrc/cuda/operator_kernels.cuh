@@ -1,4 +1,4 @@
-// How an operator says what its kernels are, and how these are launched.
+// The interface by which operators define their kernels, and the launch of these.
 #pragma once
 #include <array>
 
@@ -26,7 +26,7 @@ __device__ int64_t group_count(const NormArgs<R>& args) {
   return std::is_same_v<Access, Plain> ? 1 : args.groups;
 }
 
-// Packs begin at multiples of a pack where `begins` is one, too.
+// All packs begin at multiples of a pack if `begins` is one.
 template <class R>
 NormArgs<R> norm_args_of(const KernelArgs& args, int64_t begins, bool pdl) {
   return {args.rows,
@@ -39,18 +39,18 @@ NormArgs<R> norm_args_of(const KernelArgs& args, int64_t begins, bool pdl) {
           pdl};
 }
 
-// What operators have that say nothing else. They all have, for a type T of the output or of grad_output, and a type R
-// of what is normalized,
+// Defaults for the kernels of an operator. Each operator defines, for a type T of the output or of grad_output, and a
+// type R of the normalized rows,
 //   held<T, R, kPacks, Access>()  the kernel for rows that are held in kPacks packs of each thread
-//   any_width<T, R>()             that for all others
-//   own<T, R>(args)               a tuple of what both take besides NormArgs, input and output, or Backward
+//   any_width<T, R>()             the kernel for all other rows
+//   own<T, R>(args)               a tuple of what both take after NormArgs, input and output, or after Backward
 struct OperatorKernels {
   // Calls visit.template operator()<T, R>().
   template <class Visit>
   static void dispatch_types(const KernelArgs& args, Visit visit) {
     dispatch(args.dtype(), [&]<class T>() { visit.template operator()<T, T>(); });
   }
-  // Where packs begin, at multiples of a pack if this is one.
+  // Returns a multiple of a pack if all packs begin at multiples of a pack.
   static int64_t begins(const KernelArgs& args) { return args.cols; }
   template <class R>
   static RowConfig config(const KernelArgs& args, const Device& device) {
@@ -61,7 +61,7 @@ struct OperatorKernels {
   using OneGroup = Plain;
 };
 
-// Calls visit.template operator()<T, R, kPacks>(config); 0 packs are any width.
+// Calls visit.template operator()<T, R, kPacks>(config); kPacks is 0 for rows of any width.
 template <class Kernels, class Visit>
 void dispatch_kernels(const KernelArgs& args, const Device& device, Visit visit) {
   Kernels::dispatch_types(args, [&]<class T, class R>() {
@@ -72,8 +72,8 @@ void dispatch_kernels(const KernelArgs& args, const Device& device, Visit visit)
   });
 }
 
-// The kernels for a number of packs: that for any width, or those with General and Plain access and, for narrow rows,
-// such as heads, PlainOfGroups.
+// Returns the kernels for a number of packs: the one for any width, or those with General and Plain access and, for
+// narrow rows such as heads, PlainOfGroups.
 template <class Kernels, class T, class R, int kPacks>
 auto kernels_for() {
   if constexpr (kPacks == 0) {
@@ -89,7 +89,7 @@ auto kernels_for() {
   }
 }
 
-// Launches the kernel for these arguments: `args`, and `others`, as a tuple.
+// Launches the kernel that supports `args` and the elements of `others`, with these arguments.
 template <class Kernels, class T, class R, int kPacks, class Args, class... Others>
 void launch_kernel(const LaunchShape& shape, Stream stream, const Args& args, const std::tuple<Others...>& others) {
   const auto kernels = kernels_for<Kernels, T, R, kPacks>();

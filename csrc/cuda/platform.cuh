@@ -1,4 +1,4 @@
-// What the kernels take from CUDA.
+// CUDA functions of the kernels and their launchers.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -23,22 +23,22 @@ namespace normops::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The dynamic shared memory of a block.
+// Returns the dynamic shared memory of a block.
 template <class T>
 __device__ T* dynamic_shared() {
   extern __shared__ uint4 normops_dynamic_shared[];
   return reinterpret_cast<T*>(normops_dynamic_shared);
 }
 
-// The compiler moves no memory access across this. Otherwise it would load ahead, and run out of registers.
+// The compiler moves no memory access across this. Otherwise, it would load ahead and run out of registers.
 __device__ inline void compiler_barrier() { asm volatile("" ::: "memory"); }
 
-// The assembler, too, moves no memory access across this, which costs an instruction. All threads of a warp call it
-// alike.
+// The assembler does not move memory accesses across this either. It costs an instruction. All threads of a warp must
+// call it.
 __device__ inline void keep_order_of_warp() { __syncwarp(); }
 
-// Makes the compiler forget what it knows about an integer. Otherwise it would keep what it has made of it, or make the
-// integer anew wherever it is used.
+// Hides from the compiler how an integer was computed. Otherwise, it would keep values derived from it in registers, or
+// recompute the integer at each use.
 template <class Integer>
 __device__ void make_opaque(Integer& number) {
   if constexpr (sizeof(Integer) == 4) {
@@ -72,9 +72,9 @@ struct LaunchShape {
   bool pdl = false;  // programmatic dependent launch: starts while the previous kernel of the stream ends, see pdl_wait
 };
 
-// Each kernel calls this before it accesses memory, with the member of its LaunchShape. Only a kernel with pdl lets the
-// next kernel of the stream start early: without pdl, the next kernel may be one that does not wait. The branch is a
-// predicate, as with a branch of C++ the kernels with rotations take one more register.
+// Each kernel calls this before it accesses memory, with LaunchShape::pdl. Only a kernel with pdl lets the next kernel
+// of the stream start early: without pdl, the next kernel may be one that does not wait. The branch is a PTX predicate,
+// as a C++ branch costs the kernels with rotations one more register.
 __device__ inline void pdl_wait(bool pdl) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
@@ -94,8 +94,8 @@ inline int current_device_index() {
   return device;
 }
 
-// While it lives, its thread may load code and ask for a device's properties though a graph is being captured, by this
-// thread or another. Neither belongs to the graph, but without this they would end the capture.
+// Lets the thread, during its lifetime, load code and query device properties while this or another thread captures a
+// graph. Neither belongs to the graph, but would otherwise invalidate the capture.
 class RelaxedCaptureScope {
  public:
   RelaxedCaptureScope() { check(cudaThreadExchangeStreamCaptureMode(&mode_)); }
@@ -104,11 +104,11 @@ class RelaxedCaptureScope {
   RelaxedCaptureScope& operator=(const RelaxedCaptureScope&) = delete;
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // once exchanged, the one that the thread had
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // after the exchange, the thread's previous mode
 };
 
-// Finds a value once for each key, in the first thread that asks. If that fails, the next call tries again. A key that
-// is known is looked up without a lock, in a list of the few keys that there are.
+// Computes a value once for each key, in the first thread that needs it. If that fails, the next call tries again.
+// Known keys are looked up without a lock, in a list, as there are few.
 template <class Key, class Value>
 class PerKeyCache {
  public:
@@ -140,7 +140,7 @@ class PerKeyCache {
   std::atomic<Entry*> newest_ = nullptr;  // entries are never freed, as other threads may read them
 };
 
-// A limit of a kernel on a device, which the kernel may ask to raise.
+// A limit of a kernel on a device, which can be raised.
 template <class Number>
 class Limit {
  public:
@@ -162,9 +162,9 @@ class Limit {
   std::atomic<Number> granted_;
 };
 
-// Called before a kernel runs on the current device. The first time, it loads the kernel, as the first launch would
-// otherwise do that, perhaps in a capture. It asks for larger clusters and more shared memory than every kernel gets,
-// where the shape needs these and has not got them yet.
+// Called before a kernel runs on the current device. The first call loads the kernel, as the first launch would
+// otherwise do that, perhaps in a capture. Requests larger clusters and more shared memory than the default if the
+// shape needs them and they have not been granted yet.
 template <class... Params>
 void prepare(void (*kernel)(Params...), const LaunchShape& shape) {
   struct Granted {
@@ -216,7 +216,7 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, c
   });
 }
 
-// How many clusters of this shape the current device runs at once (blocks, if a cluster has one).
+// Returns the number of clusters of this shape (blocks, if a cluster has one) that the current device runs at once.
 template <class... Params>
 int64_t clusters_at_once(void (*kernel)(Params...), const LaunchShape& shape, int multiprocessors) {
   int64_t count = 0;

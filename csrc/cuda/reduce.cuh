@@ -8,7 +8,7 @@
 
 namespace normops::cuda {
 
-// Folds the elements of an array in halves.
+// Sums the elements of an array, by adding its halves repeatedly.
 template <class Number, int kCount>
 __device__ Number fold(const Number (&numbers)[kCount]) {
   if constexpr (kCount == 1) {
@@ -30,22 +30,22 @@ __device__ void sum_lanes(Number (&sums)[kCount], unsigned width) {
   }
 }
 
-// The shared memory of RowSums. There are two sets, used alternately, so that a sum need not wait until all threads
-// have read the one before it.
+// The shared memory of RowSums, double-buffered, so that a sum need not wait until all threads have read the previous
+// one.
 template <class Number, int kCount>
 struct RowSumShared {
   Number warps[2][kWarp][kCount];
   Number blocks[2][kMostBlocksOfCluster][kCount];
-  Mbarrier mbarriers[2];  // of the numbers in blocks
+  Mbarrier mbarriers[2];  // count the bytes of `blocks`
 };
 
 // Sums over the threads of a row: blockDim.x threads, a power of two, in each block of the cluster. If these are more
-// than a warp, the block has only this row. All threads of a block call it alike, and at least once. Each thread has
-// kPacks packs of the row, which tells at compile time how many threads there are at most.
+// than a warp, the block has only this row. All threads of a block make the same calls, at least one. Each thread has
+// kPacks packs of the row, which bounds the number of threads at compile time.
 template <class Number, int kCount, int kPacks>
 class RowSums {
  public:
-  // Unless they are `used`, nothing else is called.
+  // If not `used`, no other function is called.
   __device__ explicit RowSums(RowSumShared<Number, kCount>& shared, bool used = true) : shared_(shared) {
     if (within_block(kPacks) || cluster_blocks() == 1 || !used) return;
     if (threadIdx.x == 0) {
@@ -76,8 +76,8 @@ class RowSums {
     sum_lanes(sums, kWarp);
   }
 
-  // As a block sends its sum before it waits for those of the others, no block is more than one call ahead of another,
-  // and no block ends before all that is sent to it has come.
+  // A block sends its sum before it waits for those of the others. So no block is more than one call ahead of another,
+  // and no block ends before all sums sent to it have arrived.
   __device__ void sum_cluster(Number (&sums)[kCount]) {
     const unsigned blocks = cluster_blocks();
     auto& of_blocks = shared_.blocks[calls_ % 2];

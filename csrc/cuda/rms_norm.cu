@@ -1,4 +1,4 @@
-// rms_norm. The sum of the squares of each row may be given, or be the only output: kernels with general access check.
+// rms_norm. The sum of squares of each row may be an input or the only output: kernels with general access check.
 #include "forward_rows.cuh"
 
 namespace normops::cuda {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(max_threads(kPacks), min_blocks(kPacks))
   }
 }
 
-// The same for rows of any width, which are read twice, the second time from the L2 cache as far as it holds them.
+// The same for rows of any width, which are read twice: the second time from the L2 cache if it holds them.
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads)
     rms_norm_any_width_kernel(const NormArgs<T> args, const RowsOf<const T> input, const RowsOf<T> output,

@@ -1,4 +1,4 @@
-// rms_norm_backward. The sums over each row may be given, or be the only output: kernels with general access check.
+// rms_norm_backward. The sums over each row may be inputs or the only outputs: kernels with general access check.
 #include "backward_rows.cuh"
 
 namespace normops::cuda {
@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width
   backward_rows_of_any_width(args, Columns<R, int64_t>(args.cols), IdentityPrologue());
 }
 
-// grad_weight[column] = sum over i of partials[i, column], in chains that neighbouring threads of y share: a block sums
-// 32 columns.
+// grad_weight[column] = sum over i of partials[i, column]. A block sums 32 columns, each in 32 chains, one for each of
+// its threads along y.
 template <class Compute, class W>
 __global__ void __launch_bounds__(1024)
     grad_weight_kernel(const Compute* partials, int64_t count, int64_t cols, W* grad_weight, bool pdl) {

@@ -1,11 +1,11 @@
-// rms_norm_rope_backward: rms_norm_backward of grad_output, rotated back.
+// rms_norm_rope_backward: rotates grad_output back, then computes rms_norm_backward.
 #include "backward_rows.cuh"
 #include "rope.cuh"
 
 namespace normops::cuda {
 namespace {
 
-// In the place of a gate: dy is grad_output, rotated back.
+// The prologue, passed as Gate: dy is grad_output, rotated back.
 template <class T, class Access>
 struct RotatedBack : IdentityPrologue {
   static constexpr bool is_identity() { return false; }
@@ -58,7 +58,7 @@ struct RotatedBack : IdentityPrologue {
       rotation.template rotate<Access, true>(slot, row, is_row, columns, first + p);
 #pragma unroll
       for (int t = 0; t < 2; t++) {
-        cast<T>(slot[t], casts);  // where nothing is rotated, it is a number of T
+        cast<T>(slot[t], casts);  // no effect on columns that are not rotated
         gradients.of_pack[p + t] = slot[t];
       }
       keep_few_registers<kPacks>();

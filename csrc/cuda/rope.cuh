@@ -1,16 +1,16 @@
-// How rows are rotated: which columns a thread has, and cos and sin for these.
+// The rotation of rows: the columns of a thread, and cos and sin for these.
 #pragma once
 #include "operator_kernels.cuh"
 
 namespace normops::cuda {
 
-// How many slots, of two packs each, a segment of so many columns has.
+// Returns the number of slots, of two packs each, of a segment with `columns` columns.
 template <class T, class Index>
 __host__ __device__ constexpr Index slots_of(Index columns) {
   return static_cast<std::make_unsigned_t<Index>>(columns + 2 * kPack<T> - 1) / (2 * kPack<T>);
 }
 
-// cos and sin, of T or, beside 16 bits, of float32, and which columns they rotate: see Rotation.
+// cos and sin, of T or, if T has 16 bits, of float32, and the columns that they rotate, see Rotation.
 template <class T>
 struct RotationOf {
   AnyRowsOf<const T> cos;
@@ -22,14 +22,14 @@ struct RotationOf {
 
   bool is_plain() const { return cos.bytes.aligned; }
 
-  // cos of a row.
+  // Returns cos of a row.
   __device__ const char* row(int64_t first, int64_t offset = 0) const {
     const char* row = cos.row(first, offset);
     make_opaque(row);
     return row;
   }
 
-  // The row of sin for a row of cos.
+  // Returns the row of sin for a row of cos.
   __device__ const char* sin_of(const char* cos_row) const {
     const char* row = reinterpret_cast<const char*>(reinterpret_cast<intptr_t>(cos_row) + sin);
     __builtin_assume(__isGlobal(row));
@@ -44,7 +44,7 @@ struct RotationOf {
     Numbers<T> cos[2], sin[2];
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-      const bool is_shared = angle_of_pair && !interleaved;  // the first pack's angles are the second's, too
+      const bool is_shared = angle_of_pair && !interleaved;  // both packs use the first pack's angles
       const Index begin = is_shared ? columns.column(first_pack) : columns.column(first_pack + t);
       const Index column = begin - static_cast<Index>(offset);
       const Index count = is_row ? columns.count(first_pack + t) : 0;
@@ -80,7 +80,7 @@ struct RotationOf {
     second = fma_rn(x, kBack ? -sin_first : sin_second, y * cos_second);
   }
 
-  // Of the columns of a pack that begins at `column` of those that are rotated.
+  // Returns the angles of a pack that begins at `column`, counted among the rotated columns.
   template <class Access, class Index>
   __device__ Numbers<T> angles(const char* row, Index column, Index count) const {
     if constexpr (sizeof(T) == 2) {
@@ -104,9 +104,9 @@ struct RotationOf {
   }
 };
 
-// The columns of a thread's packs, as for rms_norm, but in slots of two packs that are rotated together: with i it has
-// i + pairs, or, interleaved, with 2 * i it has 2 * i + 1. The columns before those that are rotated have slots of
-// their own, as have those behind them; each such segment has its first half in the first packs of its slots.
+// The columns of a thread's packs, as for rms_norm, but in slots of two packs that are rotated together. A slot has
+// both columns of a pair, see Rotation. The rotated columns, those before and those after them are three segments with
+// separate slots. The first packs of a segment's slots have its first half.
 template <class T, class Index>
 class RotatedColumns {
  public:
@@ -122,7 +122,7 @@ class RotatedColumns {
     const Segment segment = segment_of(pack);
     return segment.begin + segment.slot * kPack<T> + (pack % 2 == 0 ? 0 : segment.half);
   }
-  // How many elements of the pack are its own: 0 or less if it is behind the end of a row, or of half a segment.
+  // Returns the number of elements of the pack: 0 or less if it is beyond the end of a row, or of half a segment.
   __device__ Index count(Index pack) const {
     const Segment segment = segment_of(pack);
     const Index half_end = segment.begin + segment.half;
@@ -137,7 +137,7 @@ class RotatedColumns {
  private:
   struct Segment {
     Index begin, half, end;
-    Index slot;  // of the segment
+    Index slot;  // within the segment
     bool is_rotated;
   };
 
@@ -204,7 +204,7 @@ class HeldRotatedColumns {
   bool takes_none_ = false;
 };
 
-// A number that is a multiple of a pack if all segmentes, and the first halves of all, begin at one: see
+// Returns a multiple of a pack if all segments, and both halves of each, begin at multiples of a pack: see
 // RotatedColumns.
 inline int64_t begins_of(const Rotation& rotation, int64_t cols) {
   return cols | rotation.offset | (rotation.interleaved ? 2 * rotation.pairs : rotation.pairs);

@@ -1,4 +1,4 @@
-// What the kernels of forward and backward have in common: which rows and packs a thread has, and rstd.
+// Shared code of the forward and backward kernels: the rows and packs of a thread, and rstd.
 #pragma once
 #include "access.cuh"
 #include "launch_config.h"
@@ -6,11 +6,11 @@
 
 namespace normops::cuda {
 
-// The columns of a thread's packs. Index is as wide as the row needs: 32 bits take fewer registers. Operators that deal
-// with several packs at once have others, with functions of the same names.
+// The columns of a thread's packs. Index is as wide as the row needs: 32 bits take fewer registers. Operators that
+// process several packs together have other classes with the same functions.
 template <class T, class Index>
 struct Columns {
-  static constexpr int kTogether = 1;  // packs
+  static constexpr int kTogether = 1;  // packs that are processed together
 
   Index cols;
   Index first = static_cast<Index>((cluster_rank() * blockDim.x + threadIdx.x) * kPack<T>);
@@ -20,19 +20,19 @@ struct Columns {
     make_opaque(step);  // so that it is computed only once
   }
   __device__ Index column(Index pack) const { return first + pack * step; }
-  // How far a pack is from of_row().
+  // Returns the offset of a pack from of_row().
   __device__ Index offset(Index pack) const { return pack * step; }
-  // How many elements of the pack are inside the row: 0 or less if it is behind the row's end.
+  // Returns the number of elements of the pack that are inside the row: 0 or less if it is beyond the row's end.
   __device__ Index count(Index pack) const { return cols - column(pack); }
-  // Whether this pack of the thread, or one after it, is inside the row.
+  // Returns whether this pack of the thread, or a later one, is inside the row.
   __device__ bool reaches(Index pack) const { return count(pack) > 0; }
-  // Whether no other pack has what would be the column of the pack's element i, inside the row or behind it.
+  // Returns whether the column of the pack's element i, inside the row or beyond it, is in no other pack.
   __device__ bool owns(Index, int) const { return true; }
-  // Whether the thread has the row's first column: one thread has it.
+  // Returns whether the thread has the row's first column: exactly one thread has it.
   __device__ bool has_first() const { return first == 0; }
   __device__ void take_none() { cols = 0; }
 
-  // The address of the first of the thread's elements in a row, computed only once.
+  // Returns the address of the thread's first element in a row, computed only once.
   template <class W>
   __device__ W* of_row(W* row) const {
     W* place = row + first;
@@ -41,8 +41,8 @@ struct Columns {
   }
 };
 
-// The first of the rows that a block takes. All rows of a block are of one group, so they lie `groups` rows apart. As
-// many blocks as there are groups take rows beside each other.
+// The first of the rows that a block takes. All rows of a block belong to one group, so they are `groups` rows apart.
+// `groups` consecutive blocks take adjacent rows.
 struct BlockRows {
   int64_t group;
   int64_t first;
@@ -58,7 +58,7 @@ struct BlockRows {
   }
 };
 
-// Among the rows that a block takes, those that a thread has a part of: `count` of them.
+// The `count` rows that a thread has a part of, among those that its block takes.
 struct TakenRows {
   int64_t group;
   int64_t first;
@@ -76,16 +76,16 @@ struct TakenRows {
   __device__ bool has(int r) const { return row_offset(r) < left; }
 };
 
-// Called between the packs of a thread, so that what is loaded for one pack does not wait in registers while others are
-// dealt with.
+// Called between the packs of a thread, so that values loaded for one pack do not occupy registers while others are
+// processed.
 template <int kPacks>
 __device__ void keep_few_registers() {
   if (kPacks == 4) compiler_barrier();
   if (kPacks == 16) keep_order_of_warp();
 }
 
-// Loads a thread's packs of a row, or zeros if there is no such row. That, and `aligned`, are asked before all loads,
-// so that the loads follow one another.
+// Loads a thread's packs of a row, or zeros if `is_row` is false. Branches before all loads, so that the loads follow
+// one another.
 template <class R, class Rows, class T, int kPacks, class Columns>
 __device__ void load_packs(Elements<T, kPack<R>> (&packs)[kPacks], const Rows& rows, const T* row, bool is_row,
                            const Columns& columns) {
@@ -108,7 +108,7 @@ __device__ void load_packs(Elements<T, kPack<R>> (&packs)[kPacks], const Rows& r
 }
 
 // Called between two passes over packs: makes the compiler convert 16-bit elements again in the second pass, as they
-// take half the registers that the numbers made of them would take.
+// take half the registers of the converted numbers.
 template <class T, int kCount, int kPacks>
 __device__ void keep_packed(Elements<T, kCount> (&packs)[kPacks]) {
   if constexpr (Elements<T, kCount>::kPairs) {
@@ -120,15 +120,15 @@ __device__ void keep_packed(Elements<T, kCount> (&packs)[kPacks]) {
   }
 }
 
-// For packs that are only loaded in the second pass: nothing to do.
+// Does nothing for packs that are only loaded in the second pass.
 template <class Nothing, int kPacks>
 __device__ void keep_packed(Nothing (&)[kPacks]) {}
 
-// Rows that are read twice are summed in float32 over this many packs of a thread, and these sums in float64.
+// Rows that are read twice are summed in float32 over this many packs of a thread. These sums are added in float64.
 constexpr int kPacksOfChain = 4;
 
-// rstd = 1 / sqrt(mean(x^2) + eps). Forward and backward make it of the same sums, so that both see the same bits,
-// where both hold the row. backward_config() says where the backward cannot.
+// rstd = 1 / sqrt(mean(x^2) + eps). Forward and backward compute it from the same sums, hence with the same bits, if
+// both hold the row. backward_config() determines when the backward cannot.
 __device__ inline float rstd_of(float square_sum, double inverse_cols, double eps) {
   return __frsqrt_rn(static_cast<float>(square_sum * inverse_cols + eps));
 }
@@ -137,11 +137,11 @@ __device__ inline double rstd_of(double square_sum, double inverse_cols, double 
   return 1 / sqrt(square_sum * inverse_cols + eps);
 }
 
-// How many chains of additions a thread has: element i of a pack goes to chain i % kChains.
+// The number of chains of additions of a thread: element i of a pack is added to chain i % kChains.
 template <class T>
 constexpr int kChains = kPack<T> < 4 ? kPack<T> : 4;
 
-// chains += x^2, for the x of a pack, which is of T or of numbers.
+// chains += x^2, for each x of a pack, of elements or of numbers.
 template <class T, class Values>
 __device__ void add_squares(const Values& values, compute_t<T> (&chains)[kChains<T>]) {
   const Numbers<T> x = to_compute<T>(values);
@@ -152,12 +152,12 @@ __device__ void add_squares(const Values& values, compute_t<T> (&chains)[kChains
   }
 }
 
-// How many blocks there are for `rows` rows, if each takes `rows_at_once` rows of one group.
+// Returns the number of blocks for `rows` rows, if each takes `rows_at_once` rows of one group.
 constexpr int64_t blocks_of_rows(int64_t rows, int64_t rows_at_once, int64_t groups) {
   return (rows / groups + rows_at_once - 1) / rows_at_once * groups;
 }
 
-// Rows of at most a warp share a block, along its y dimension; wider ones have it to themselves, see RowSums.
+// Rows of at most a warp share a block, along its y dimension. Wider rows have a block each, see RowSums.
 inline dim3 block_of(const RowConfig& config) {
   const unsigned threads = config.threads;
   return dim3(threads, threads <= kWarp ? kBlockThreads / threads : 1);

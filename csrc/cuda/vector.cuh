@@ -1,5 +1,5 @@
-// Conversions, and packs: 16 bytes of a row, the most that one instruction loads or stores. A row of a narrower type
-// beside it is accessed in packs of as many elements.
+// Conversions, and packs: 16 bytes of a row, the most that one instruction loads or stores. Other rows of a narrower
+// type are accessed in packs of as many elements.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -29,23 +29,23 @@ __device__ T from_compute(compute_t<T> value) {
   }
 }
 
-// The same of a number of another compute type, which is rounded once. (An odd last bit tells on which side of a float
-// it lies.)
+// The same for a number of another compute type. It is rounded to odd in float32 first, so that the two steps round
+// like one.
 template <class T, class Number>
 __device__ T from_number(Number number) {
   auto result = static_cast<compute_t<T>>(number);
   if constexpr (sizeof(T) == 2 && sizeof(Number) == 8) {
     if (result != number) {
       unsigned bits = __float_as_uint(result);
-      if ((result > number) == (number > 0)) bits--;  // away from zero
+      if ((result > number) == (number > 0)) bits--;  // it was rounded away from zero
       result = __uint_as_float(bits | 1);
     }
   }
   return from_compute<T>(result);
 }
 
-// Two 16-bit elements in one register, as a load leaves them. If they were taken apart too early, each would take a
-// register of its own.
+// Packs two 16-bit elements into one register, as loads do. If they were unpacked too early, each would take a whole
+// register.
 template <class T>
 __device__ unsigned pair_from_compute(float low, float high) {
   unsigned pair;
@@ -59,15 +59,15 @@ __device__ unsigned pair_from_compute(float low, float high) {
   return pair;
 }
 
-// How many elements a pack has.
+// The number of elements of a pack.
 template <class T>
 constexpr int kPack = 16 / sizeof(T);
 
-// float64 is for checks, and has kernels for rows of any width alone.
+// float64 is for checks, and only has kernels for rows of any width.
 template <class T>
 constexpr bool kIsHeld = !std::is_same_v<T, double>;
 
-// How many packs a row has, or more than any row that is held.
+// Returns the number of packs of a row, or more than any held row has.
 template <class T>
 int64_t packs_of(int64_t cols) {
   return kIsHeld<T> ? (cols + kPack<T> - 1) / kPack<T> : INT64_MAX;
@@ -89,7 +89,7 @@ struct Elements {
     }
   }
 
-  // One instruction for each, as bfloat16 is the upper half of float32.
+  // Takes one instruction for each element, as bfloat16 is the upper half of float32.
   __device__ compute_t<W> number(int i) const {
     if constexpr (std::is_same_v<W, bfloat16>) {
       return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
@@ -100,7 +100,7 @@ struct Elements {
     }
   }
 
-  // For elements that were zero.
+  // Requires that the element was zero.
   __device__ void set(int i, W value) {
     if constexpr (kPairs) {
       words[i / 2] |= static_cast<unsigned>(value.bits) << (i % 2 * 16);
@@ -119,12 +119,12 @@ struct Numbers {
   compute_t<T> element[kPack<T>];
 };
 
-// What one instruction accesses of kBytes that lie on a multiple of 16, or of kBytes if that is less.
+// The type of one access to kBytes bytes that are aligned to 16 bytes, or to kBytes if that is less.
 template <int kBytes>
 using Aligned = std::conditional_t<kBytes % 16 == 0, uint4, std::conditional_t<kBytes == 8, uint2, unsigned>>;
 
-// The elements at `source`, `count` of which are inside the row; the others are read as zero. `aligned` says that all
-// are, and that they lie on a multiple of 16 bytes, or of their own size if that is less.
+// Loads the elements at `source`, `count` of which are inside the row; the others are zero. `aligned` means that all or
+// none are inside, and that they are aligned to 16 bytes, or to their total size if that is less.
 template <class W, int kCount, class Index>
 __device__ Elements<W, kCount> load_elements(const W* source, Index count, bool aligned) {
   Elements<W, kCount> elements = {};
@@ -174,7 +174,7 @@ __device__ Numbers<R> to_compute(const Elements<T, kPack<R>>& elements) {
   return numbers;
 }
 
-// What has been computed is of no other type.
+// Numbers need no conversion.
 template <class R>
 __device__ Numbers<R> to_compute(const Numbers<R>& numbers) {
   return numbers;
@@ -195,7 +195,7 @@ __device__ Elements<T, kPack<R>> from_compute(const Numbers<R>& numbers) {
   return elements;
 }
 
-// Rounded to T, where that is asked for and T has 16 bits. A kernel is told so for all of its threads.
+// Rounds to T, if `is_wanted` and if T has 16 bits. `is_wanted` is the same for all threads.
 template <class T, class R>
 __device__ void cast(Numbers<R>& numbers, bool is_wanted) {
   if constexpr (sizeof(T) == 2) {
@@ -206,8 +206,8 @@ __device__ void cast(Numbers<R>& numbers, bool is_wanted) {
   }
 }
 
-// weight + offset for a pack of T, or ones without a weight. The weight's dtype is the same for all threads, so that
-// the choice costs a jump, not a kernel for each pair of dtypes.
+// Returns weight + offset for a pack of T, or ones without a weight. The weight's dtype is the same for all threads, so
+// the dispatch costs a jump, not a kernel for each pair of dtypes.
 template <class T, class Index>
 __device__ Numbers<T> load_scale(const void* weight, DType weight_dtype, compute_t<T> offset, Index column, Index count,
                                  bool aligned) {
@@ -220,7 +220,7 @@ __device__ Numbers<T> load_scale(const void* weight, DType weight_dtype, compute
   dispatch(weight_dtype, [&]<class W>() {
     const W* const source = static_cast<const W*>(weight) + column;
     if constexpr (sizeof(W) > sizeof(compute_t<T>)) {
-      // Rare, and not worth the registers of a whole pack at once.
+      // This case is rare, and not worth the registers of a whole pack at once.
 #pragma unroll
       for (int i = 0; i < kPack<T>; i++) {
         scale.element[i] = i < count ? static_cast<compute_t<T>>(source[i]) : 0;

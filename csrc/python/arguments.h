@@ -1,4 +1,4 @@
-// Conversion of Python arguments for direct calls. Each function returns false for what it does not recognise.
+// Conversion of Python arguments for direct calls. parse() returns false for an object that it does not recognise.
 #pragma once
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <pybind11/critical_section.h>
@@ -16,7 +16,7 @@ namespace normops::python {
 
 inline bool is_intercepted() { return at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing(); }
 
-// Tensors and parameters, not subclasses: those may define __torch_function__.
+// Accepts tensors and parameters, but no subclasses: those may define __torch_function__.
 inline bool parse(PyObject* object, Tensor& tensor) {
   if (!THPVariable_CheckExact(object)) return false;
   tensor = THPVariable_Unpack(object);
@@ -33,12 +33,12 @@ inline bool parse(PyObject* object, bool& value) {
   return PyBool_Check(object);
 }
 
-// Lent: it lives as long as the argument does.
+// The result borrows the memory of the argument.
 inline bool parse(PyObject* object, std::string_view& text) {
   if (!PyUnicode_CheckExact(object)) return false;
   Py_ssize_t size = 0;
   const char* data = PyUnicode_AsUTF8AndSize(object, &size);
-  if (data == nullptr) {  // a lone surrogate, of which torch.ops knows what to say
+  if (data == nullptr) {  // a lone surrogate, for which torch.ops raises the error
     PyErr_Clear();
     return false;
   }
@@ -85,8 +85,8 @@ inline bool parse(PyObject* object, Shape& shape) {
   return true;
 }
 
-// While torch.jit.trace records, sizes are tensors, which torch.ops would take as numbers. What is stashed by the name
-// of the argument is recorded in their place; torch's own argument parser does the same.
+// While torch.jit.trace records, sizes are tensors, which torch.ops would convert to numbers. The tensors that are
+// stashed under the argument's name are recorded instead, as in torch's own argument parser.
 inline std::vector<int64_t> traced_shape(const std::vector<std::variant<Tensor, int64_t>>& normalized_shape) {
   std::vector<int64_t> sizes;
   for (const auto& size : normalized_shape) {

@@ -1,4 +1,4 @@
-// The operators' checks for rules written in Python.
+// The operators' checks, for the vmap and sharding rules in Python.
 #pragma once
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -14,7 +14,7 @@ struct CheckOnly {
   }
 };
 
-// Takes the operator's arguments, matched to its schema.
+// Matches the arguments to the operator's schema and checks them.
 template <class Operator>
 void check(const pybind11::args& args, const pybind11::kwargs& kwargs) {
   static const auto kernel =

@@ -1,7 +1,7 @@
-// Calls from Python that go straight to the dispatcher. torch.ops matches arguments to the schema at run time, which
-// takes longer than a small norm; these functions know their schema. Where somebody looks at calls from Python (a
-// __torch_function__, torch.jit.trace), or an argument is not plainly of its type, they return NotImplemented, and the
-// caller goes through torch.ops.
+// Direct calls of the dispatcher from Python. torch.ops matches arguments to the schema at run time, which takes longer
+// than a small norm; these functions know their schema. They return NotImplemented if calls are intercepted (by
+// __torch_function__ or torch.jit.trace), or if an argument does not have exactly the expected type. The caller then
+// uses torch.ops.
 #pragma once
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>

@@ -1,4 +1,4 @@
-// The Python module normops._C: what this build is, the operators' checks for rules written in Python, direct calls.
+// The Python module normops._C: build information, checks for the vmap and sharding rules in Python, and direct calls.
 // Loading it registers the operators.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -37,7 +37,7 @@ py::dict build_info() {
   return info;
 }
 
-// The elements of each part that so many threads share a backward out in on the CPU, for measurements of scaling.
+// Returns the number of elements of each part of a CPU backward with `threads` threads, to measure scaling.
 std::vector<int64_t> elements_of_parts(int64_t rows, int64_t cols, int64_t groups, bool sums_rows, int64_t threads) {
   using namespace normops::cpu;
   if (groups < 1 || rows % groups != 0) throw std::invalid_argument("groups: expected a divisor of rows");
@@ -78,13 +78,13 @@ PyMethodDef* direct_calls(normops::List<Operators...>) {
   return methods;
 }
 
-// The check alone, with the schema's arguments: that of a kernel which does nothing else.
+// Defines functions that only check an operator's arguments, which are matched to its schema.
 template <class... Operators>
 void define_checks(py::module& m, normops::List<Operators...>) {
   (m.def((std::string("check_") + Operators::kName).c_str(), normops::python::check<Operators>), ...);
 }
 
-// The name of each operator, and that of its in-place overload or None.
+// Maps the name of each operator to that of its in-place overload or None.
 template <class... Operators>
 py::dict operators(normops::List<Operators...>) {
   py::dict names;
@@ -96,7 +96,7 @@ py::dict operators(normops::List<Operators...>) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
-  normops::cpu::current_isa();  // a wrong NORMOPS_CPU_ISA is an error of the import, not of the first call
+  normops::cpu::current_isa();  // a wrong NORMOPS_CPU_ISA makes the import fail, not the first call
 
   if (PyModule_AddFunctions(
           m.ptr(),

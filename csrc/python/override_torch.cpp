@@ -1,4 +1,4 @@
-// aten::rms_norm, which F.rms_norm and torch.nn.RMSNorm call, as a call of normops::rms_norm.
+// Overrides aten::rms_norm, which F.rms_norm and torch.nn.RMSNorm call, by normops::rms_norm.
 #include <ATen/OpMathType.h>
 #include <ATen/ops/rms_norm_compositeimplicitautograd_dispatch.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -27,16 +27,16 @@ bool has_kernels_for(const Tensor& tensor) {
          (tensor.is_cpu() || tensor.is_cuda()) && takes_operators(tensor);
 }
 
-// ONNX knows what torch's own is made of, and not ours. Only what Python traces asks.
+// ONNX export supports torch's composition, not normops::rms_norm. Only tensors with the Python key are exported.
 bool is_in_onnx_export(const Tensor& input) {
   if (!input.key_set().has(c10::DispatchKey::Python)) return false;
   const pybind11::gil_scoped_acquire gil;
   return pybind11::module_::import("torch.onnx").attr("is_in_onnx_export")().cast<bool>();
 }
 
-// On the CPU torch's own is a composition, which saves for the backward the input as cast to float32, and the weight
-// only where the input needs a gradient. A program may therefore write to them, which ours, saving the arguments, would
-// refuse.
+// On the CPU, torch's rms_norm is a composition. It saves the input as cast to float32, and the weight only if the
+// input requires a gradient. So programs may write to these arguments later. normops saves the arguments themselves and
+// needs copies to allow that.
 void copy_what_torch_copies(Tensor& input, OptionalTensor& weight) {
   if (!input.is_cpu() || !torch::autograd::compute_requires_grad(input, value_or_undefined(weight))) return;
   const bool is_saved = input.requires_grad();
@@ -45,8 +45,8 @@ void copy_what_torch_copies(Tensor& input, OptionalTensor& weight) {
   if (!is_saved && is_given(weight)) weight = weight->clone();
 }
 
-// The order in memory of torch's product with a number for each row, the outermost dimension first: that of the input's
-// strides, as TensorIterator has it. A stride of 0 gives no order.
+// Returns the memory order of torch's product of input and rstd, outermost dimension first: TensorIterator orders it by
+// the input's strides. A stride of 0 defines no order.
 std::vector<int64_t> memory_order_of(const Tensor& input) {
   const auto sizes = input.sym_sizes(), strides = input.sym_strides();
   const auto compare = [&](int64_t a, int64_t b) {  // 1: b is inside of a; -1: a is inside of b; 0: unknown
@@ -71,7 +71,7 @@ std::vector<int64_t> memory_order_of(const Tensor& input) {
   return order;
 }
 
-// On the CPU torch's own makes its result contiguous, but for inputs in torch.channels_last, whose order it keeps. A
+// On the CPU, torch's rms_norm makes its result contiguous, except that it keeps the order of torch.channels_last. A
 // product that is contiguous already keeps the strides of its dimensions of size 1.
 bool keeps_order(const Tensor& input, const std::vector<int64_t>& order) {
   if (std::is_sorted(order.begin(), order.end())) return false;
@@ -82,10 +82,10 @@ bool keeps_order(const Tensor& input, const std::vector<int64_t>& order) {
   return std::is_sorted(longer.begin(), longer.end());
 }
 
-// What torch's own may take and ours does not is torch's: it computes, or refuses in its own words.
+// Calls torch's rms_norm for arguments that normops does not support: it computes the result or raises its own error.
 Tensor rms_norm_of_torch(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                          std::optional<double> eps) {
-  // torch's has no weight per group.
+  // torch's rms_norm has no weight per group.
   const bool has_our_weight =
       !is_given(weight) || (has_kernels_for(*weight) && weight->dim() == static_cast<int64_t>(normalized_shape.size()));
   const bool is_ours =

@@ -1,4 +1,4 @@
-// Kernels that are registered while the program runs, and taken back.
+// Kernels that are registered and unregistered at run time.
 #pragma once
 #include <torch/library.h>
 
@@ -7,7 +7,7 @@
 
 namespace normops::python {
 
-// As long as it lives its kernels serve, in the place of what was registered before.
+// Overrides the registered kernels for its lifetime.
 class Registration {
  public:
   explicit Registration(std::unique_ptr<torch::Library> library) : library_(std::move(library)) {}
@@ -17,7 +17,7 @@ class Registration {
   std::unique_ptr<torch::Library> library_;
 };
 
-// Calls `add` with a library to register in. No warning comes of kernels that take the place of others: that is meant.
+// Calls `add` with a library to register in. Suppresses the warnings about kernels that replace others.
 template <class Add>
 Registration register_kernels(const char* ns, c10::DispatchKey key, const Add& add) {
   struct NoWarning final : c10::WarningHandler {
@@ -30,14 +30,14 @@ Registration register_kernels(const char* ns, c10::DispatchKey key, const Add& a
   return Registration(std::move(library));
 }
 
-// torch's own rms_norm computes with ours, where ours computes the same.
+// Makes torch's rms_norm call normops::rms_norm where both compute the same.
 Registration override_torch();
 
 }  // namespace normops::python
 
 namespace normops::triton {
 
-// The operators with kernels in Triton, for a dispatch key.
+// Registers the operators with Triton kernels for a dispatch key.
 python::Registration register_operators(const std::string& dispatch_key);
 
 }  // namespace normops::triton
