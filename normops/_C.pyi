@@ -5,17 +5,17 @@ from torch import Tensor
 from normops._info import CompiledInfo
 
 class Registration:
-    """As long as it is not closed, its kernels serve in the place of what was registered before."""
+    """Overrides the previously registered kernels until it is closed."""
 
     def close(self) -> None: ...
 
 def enter_recompute_block() -> tuple[int, int]:
-    """Returns the number of the block that is entered, and of the block around it (0: none)."""
+    """Returns the number of the entered block and that of the block around it, 0 if there is none."""
 
 def leave_recompute_block(outer: int) -> None: ...
 
 class RecomputedOutput:
-    """Saved in the place of an output of a norm, or of a view of it."""
+    """Saved instead of a norm's output, or of a view of it."""
 
     @staticmethod
     def is_recomputed(tensor: Tensor, block: int) -> bool: ...
@@ -77,7 +77,7 @@ def build_info() -> CompiledInfo: ...
 def elements_of_parts(rows: int, cols: int, groups: int, sums_rows: bool, threads: int) -> list[int]: ...
 def operators() -> dict[str, str | None]: ...
 
-# The checks of the operators, with the arguments of their schemas.
+# Check the arguments of an operator, given as in its schema.
 def check_rms_norm(*args: object, **kwargs: object) -> None: ...
 def check_rms_norm_backward(*args: object, **kwargs: object) -> None: ...
 def check_add_rms_norm(*args: object, **kwargs: object) -> None: ...

@@ -1,14 +1,14 @@
-"""Fused RMSNorm for PyTorch: one operator forward and one backward, in every execution mode.
+"""Fused RMSNorm for PyTorch: one operator for the forward pass, one for the backward pass, in every execution mode.
 
-* Norms: ``rms_norm``, ``add_rms_norm``, ``gated_rms_norm``, ``rms_norm_rope``; in place ``rms_norm_``,
-  ``add_rms_norm_``, ``rms_norm_rope_``; in two steps ``rms_norm_stats``, ``rms_norm_from_stats``. As modules:
+* Norms: ``rms_norm``, ``add_rms_norm``, ``gated_rms_norm``, ``rms_norm_rope``; in-place ``rms_norm_``,
+  ``add_rms_norm_``, ``rms_norm_rope_``; in two steps ``rms_norm_stats``, ``rms_norm_from_stats``. Modules:
   ``RMSNorm``, ``GatedRMSNorm``.
-* Under the norms of others: ``patch``, which returns a ``PatchReport``, and ``unpatch``; ``override_torch``,
+* Existing models: ``patch``, which returns a ``PatchReport``, and ``unpatch``; ``override_torch``,
   ``set_override_torch``; ``register_kernels``; for torch.compile ``inductor_options``.
-* Memory: ``recompute_norms``. Which kernels run: ``use_backend``, ``set_backend``; ``build_info``, which returns a
+* Memory: ``recompute_norms``. Backends: ``use_backend``, ``set_backend``; ``build_info``, which returns a
   ``BuildInfo``.
 
-The norms are operators of ``torch.ops.normops``, which has their backwards and ``.out`` overloads, too.
+The norms are operators of ``torch.ops.normops``, which also contains their backwards and ``.out`` overloads.
 """
 
 from importlib import import_module as _import_module
@@ -52,7 +52,7 @@ _after_import("torch.nested._internal.ops", "normops.nested", "nested tensors")
 
 __version__ = build_info()["version"]
 
-# Imported on first use: they depend on private parts of torch, and take most of the time of an import.
+# Imported on first use: these depend on private parts of torch, and would take most of the import time.
 _LAZY = {
     "PatchReport": "normops.adoption",
     "inductor_options": "normops.inductor",

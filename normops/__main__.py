@@ -1,7 +1,7 @@
-"""``python -m normops`` tells whether this installation works: what to run after installing, and to paste in a report.
+"""Checks this installation: run ``python -m normops`` after installing, and paste its output into a bug report.
 
-It prints what was built and what serves, runs each operator forward and backward on every device that is there, beside
-its definition in float64, and times it. The exit code is 0 if all results are right, else 1.
+Prints how normops was built and which kernels run. Runs each operator forward and backward on every available device,
+compares it with its definition in float64, and times it. The exit code is 0 if all results are right, else 1.
 """
 
 import platform
@@ -18,18 +18,18 @@ from torch import Tensor
 import normops
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-"""Those that normops was tried on."""
+"""The versions of Python that normops was tested with."""
 
 ROWS, COLS = 64, 4096
 EPS = 1e-5
-# The largest error that is right. The unit is half the epsilon of the dtype times the largest magnitude of the result,
-# and for a gradient that is a sum over rows also times the root of their number. Rounding once makes an error of one
-# unit. What computing in float32 adds shows only in float32.
+# The largest accepted error. The unit is half the dtype's epsilon times the largest magnitude of the result. A gradient
+# that is a sum over rows also multiplies it by the root of their number. One rounding has an error of up to one unit.
+# Arithmetic in float32 adds errors that only float32 results show.
 ALLOWED = {torch.float32: 8, torch.bfloat16: 2}
 
 
 class Check(NamedTuple):
-    """An operator, its definition, and how many tensors of rows it takes."""
+    """An operator, its definition, and the number of its input tensors that have rows."""
 
     name: str
     inputs: int
@@ -42,7 +42,7 @@ def _norm(h: Tensor, weight: Tensor) -> Tensor:
 
 
 def _tables(like: Tensor) -> tuple[Tensor, Tensor]:
-    """In the place of cosines and sines: numbers that every dtype has."""
+    """Returns tables that replace cosines and sines: their numbers are exact in every dtype."""
     columns = torch.arange(COLS, device=like.device)
     return ((columns % 5 - 2) / 2).to(like.dtype), ((columns % 3 - 1) / 2).to(like.dtype)
 
@@ -53,7 +53,7 @@ def _rotated(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _of_channels(x: Tensor) -> Tensor:
-    """Reads the same memory as one sample, with a position for each row."""
+    """Views the same memory as one sample whose positions are the rows."""
     return x.view(1, COLS, -1)
 
 
@@ -87,14 +87,14 @@ CHECKS = (
 
 
 def devices() -> list[str]:
-    """Every device that torch sees."""
+    """Returns the names of all devices that torch sees."""
     found = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     other = torch.accelerator.current_accelerator(check_available=True)
     return found + ([str(other)] if other is not None and other.type != "cuda" else [])
 
 
 def kernels_of(device: str) -> str:
-    """Which kernels serve the operators on a device."""
+    """Returns the name of the kernels that run on a device."""
     isa = normops.build_info()["cpu_isa"]
     if device == "cpu" and isa != "composite":
         return f"C++, {isa}"
@@ -103,7 +103,7 @@ def kernels_of(device: str) -> str:
 
 
 def _tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The arguments, and gradients for the results. Their numbers are such that the sum of two is exact."""
+    """Returns the arguments, and gradients of the results. The sum of any two of their numbers is exact."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(-64, 65, (ROWS, COLS), generator=generator) / 32 for _ in range(check.inputs)]
     grads = [torch.randint(-64, 65, (ROWS, COLS), generator=generator) / 32 for _ in range(check.inputs)]
@@ -120,7 +120,7 @@ def _all_results(run: Run, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -
 
 
 def largest_error(check: Check, dtype: torch.dtype, device: str) -> float:
-    """The largest error of all outputs and gradients, in the units of ALLOWED."""
+    """Returns the largest error of all outputs and gradients, in the units of ALLOWED."""
     tensors, grads = _tensors(check, dtype, device)
     results = _all_results(check.run, tensors, grads)
     exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
@@ -135,7 +135,7 @@ def largest_error(check: Check, dtype: torch.dtype, device: str) -> float:
 
 
 def _microseconds(call: Callable[[], object], device: str) -> float:
-    """The median of the times of calls, where each is waited for."""
+    """Returns the median time of a call, synchronization included."""
     times: list[float] = []
     stop = time.perf_counter() + 0.2
     while time.perf_counter() < stop or len(times) < 5:
@@ -154,7 +154,7 @@ def _row(check: Check, dtype: torch.dtype, device: str) -> tuple[list[str], bool
         tensors, grads = _tensors(check, dtype, device)
         forward = _microseconds(lambda: check.run(*(t.detach() for t in tensors)), device)
         both = _microseconds(lambda: _all_results(check.run, tensors, grads), device)
-    except Exception as failure:  # the table goes on: what else works is a part of the report
+    except Exception as failure:  # the report also shows which operators work
         return [*name, f"failed: {type(failure).__name__}: {failure}"], False
     is_right = error <= ALLOWED[dtype]
     return [*name, f"{forward:.0f} us", f"{both:.0f} us", f"{error:.2g}", "ok" if is_right else "WRONG"], is_right
@@ -172,19 +172,19 @@ def _shown(value: object) -> str:
 
 
 def python() -> str:
-    """The version of Python; of a later one than those that were tried, also which these were."""
+    """Returns the version of Python, with the tested versions if it is newer than these."""
     version = platform.python_version()
     is_later = int(version.split(".")[1]) > int(PYTHONS[-1].split(".")[1])
     return f"{version} (tried: {PYTHONS[0]} to {PYTHONS[-1]})" if is_later else version
 
 
 def main() -> int:
-    """Prints the report; returns the exit code."""
+    """Prints the report and returns the exit code."""
     info = {"python": python(), "torch installed": torch.__version__, **normops.build_info()}
     print("\n".join(_lines([[name, _shown(value)] for name, value in info.items()])))
     header = ["device", "operator", "dtype", "kernels", "forward", "and backward", "error", ""]
     results = [_row(check, dtype, device) for device in devices() for check in CHECKS for dtype in ALLOWED]
-    print(f"\n  {ROWS} x {COLS}, beside the definition in float64; error in half units of the last place")
+    print(f"\n  {ROWS} x {COLS}, compared with the definition in float64; error in half units of the last place")
     print("\n".join(_lines([header, *(row for row, _ in results)])))
     wrong = sum(not is_right for _, is_right in results)
     print(f"\n  {'all right' if not wrong else f'{wrong} of {len(results)} WRONG: please report all of the above'}")

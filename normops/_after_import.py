@@ -1,7 +1,7 @@
-"""Modules of ours that register with parts of torch, some of which cost time to import.
+"""Imports modules of normops that register with parts of torch, some of which take long to import.
 
-Those parts are not imported for that: ours follow if and when somebody else imports them. If a module of ours cannot be
-imported, since torch has changed, that is a warning, and the rest of normops works.
+Such a module waits until other code imports the part of torch. If a change in torch breaks its import, a warning says
+so, and the rest of normops works.
 """
 
 import sys
@@ -14,7 +14,8 @@ from normops._private_torch import warn_of
 def after_import(name: str, ours: str, feature: str) -> None:
     """Imports the module ``ours`` once the module ``name`` has been imported: now, if it already is.
 
-    Whoever finds and loads a module, its import ends by setting it as an attribute of its parent: that is waited for.
+    Every import ends by setting the module as an attribute of its parent, with any finder and loader. The parent gets a
+    class that notices this.
     """
     if name in sys.modules:
         import_or_warn(ours, feature)
@@ -29,7 +30,7 @@ def after_import(name: str, ours: str, feature: str) -> None:
             if attribute == child and value is sys.modules.get(name):
                 import_or_warn(ours, feature)
 
-        def __reduce__(self) -> tuple[Any, ...]:  # cloudpickle knows no modules of other classes
+        def __reduce__(self) -> tuple[Any, ...]:  # cloudpickle does not support modules of other classes
             return import_module, (parent_name,)
 
     parent.__class__ = Parent

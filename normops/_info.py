@@ -7,7 +7,7 @@ from normops.override import overrides_torch
 
 
 class CompiledInfo(TypedDict):
-    """What the extension knows of itself."""
+    """The part of :class:`BuildInfo` that the extension returns."""
 
     version: str
     """The version of normops."""
@@ -16,9 +16,9 @@ class CompiledInfo(TypedDict):
     compiler: str
     """The version of the C++ compiler."""
     cpu_isas: list[str]
-    """The CPU instruction sets that the extension holds kernels for."""
+    """The CPU instruction sets that the extension contains kernels for."""
     cpu_isa: str
-    """The one in use: the best that this machine runs, or what the environment variable NORMOPS_CPU_ISA names."""
+    """The one in use: the best that this machine supports, or the one that the variable NORMOPS_CPU_ISA selects."""
     cuda_archs: list[str]
     """The compute capabilities that CUDA code was compiled for; empty without CUDA."""
     cuda_version: str | None
@@ -26,18 +26,21 @@ class CompiledInfo(TypedDict):
 
 
 class BuildInfo(CompiledInfo):
-    """What :func:`build_info` returns."""
+    """The result of :func:`build_info`: a dictionary with these keys."""
 
     library: str
-    """The file that holds the operators, without Python: for C++ programs to load."""
+    """The path of the shared library with the operators, which C++ programs load without Python."""
     cuda_backend: Backend | None
-    """What serves CUDA tensors, see :class:`use_backend`; None: a composition of PyTorch operators."""
+    """The kernels for CUDA tensors, see :func:`use_backend`; None: a composition of PyTorch operators."""
     overrides_torch: bool
-    """Whether torch's own rms_norm runs normops, see :class:`override_torch`."""
+    """True if torch's own ``rms_norm`` runs normops, see :func:`override_torch`."""
 
 
 def build_info() -> BuildInfo:
-    """Tells how the extension was built and which kernels are in use.
+    """Returns how the extension was built and which kernels are in use.
+
+    Returns:
+        A dictionary with the keys of :class:`BuildInfo`.
 
     Example:
         >>> import normops

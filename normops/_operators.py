@@ -1,6 +1,6 @@
-"""What the rules in Python (vmap, sharding, nested tensors, FLOPs, the passes) know of the operators.
+"""Describes the operators to the rules in Python: vmap, sharding, nested tensors, FLOPs and the passes.
 
-A rule is written once, for all operators: it tells arguments apart by these names, and reads all else from the schemas.
+A rule is written once, for all operators: it recognises arguments by these names, and reads the rest from the schemas.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Operator: TypeAlias = "OpOverload"
 _ops = torch.ops.normops
 _names = _C.operators()
 
-# Each operator, and those of them that have an overload which writes over its arguments.
+# All operators, and the functional operator of each in-place operator.
 FUNCTIONAL: tuple[Operator, ...] = tuple(getattr(_ops, name).default for name in _names)
 INPLACE: dict[Operator, Operator] = {
     getattr(_ops, inplace).default: getattr(_ops, name).default
@@ -32,11 +32,11 @@ INPLACE: dict[Operator, Operator] = {
 # The arguments with the shape of input.
 ROWS = ("input", "gate", "residual", "grad_output", "grad_residual")
 
-# Numbers of the rows of input, one of each: sums over these, or over parts of them.
+# One number for each row of input: a sum over the row, or over a part of it.
 SUMS = ("square_sum", "dot")
 
-# Those that broadcast over the dimensions of input before the normalized ones: what scales and shifts rows, of which
-# there are gradients, and angles of positions, which heads share.
+# Arguments that broadcast over the dimensions of input before the normalized ones. Weight and bias have gradients. The
+# tables contain the angles of positions, which heads share.
 TABLES = ("cos", "sin")
 BROADCAST = ("weight", "bias", *TABLES)
 
@@ -50,7 +50,7 @@ def takes_operators(cls: type[Tensor]) -> bool:
 
 
 def has_rules(cls: type[Tensor]) -> bool:
-    """Returns whether a subclass is torch's for tracing, or one of :data:`TENSORS`."""
+    """Returns whether a subclass is one that torch uses for tracing, or one of :data:`TENSORS`."""
     return not TENSORS.isdisjoint(cls.__mro__) or not _tracing_tensors().isdisjoint(cls.__mro__)
 
 
@@ -67,41 +67,41 @@ def _tracing_tensors() -> frozenset[type[Tensor]]:
 
 @cache
 def name_of(op: Operator) -> str:
-    """The operator's name, as its messages begin."""
+    """Returns the operator's name without its namespace; error messages begin with it."""
     return op._schema.name.removeprefix("normops::")
 
 
 @cache
 def schema_of(op: Operator) -> str:
-    """What it is declared as."""
+    """Returns the operator's schema."""
     return str(op._schema)
 
 
 @cache
 def arguments_of(op: Operator) -> tuple[str, ...]:
-    """The names of its arguments, in their order."""
+    """Returns the names of the operator's arguments, in their order."""
     return tuple(argument.name for argument in op._schema.arguments)
 
 
 @cache
 def results_of(op: Operator) -> tuple[str, ...]:
-    """The names of its results."""
+    """Returns the names of the operator's results."""
     return tuple(result.name for result in op._schema.returns)
 
 
 def of_argument(result: str) -> str:
-    """The argument that has the shape of a gradient, by the names of the two."""
+    """Returns the name of the argument that a gradient belongs to and has the shape of."""
     return result.removeprefix("grad_")
 
 
 @cache
 def written_by(op: Operator) -> tuple[str, ...]:
-    """The names of the arguments that it writes to."""
+    """Returns the names of the arguments that the operator writes to."""
     return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def normalized_dims(arguments: Mapping[str, Any], ndim: int) -> range:
-    """The dimensions of an input of so many that are normalized."""
+    """Returns the normalized dimensions of an input with ``ndim`` dimensions."""
     if "dim" in arguments:
         dim = arguments["dim"] % ndim
         return range(dim, dim + 1)
@@ -109,12 +109,12 @@ def normalized_dims(arguments: Mapping[str, Any], ndim: int) -> range:
 
 
 def by_name(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, without those that are left out."""
+    """Returns the arguments of a call by name, without omitted ones."""
     return {**dict(zip(arguments_of(op), args, strict=False)), **kwargs}
 
 
 def wanted(op: Operator, arguments: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Which results a call has. In the place of each other one it returns an empty tensor."""
+    """Returns which results a call computes. The operator returns an empty tensor for each other one."""
     mask = arguments.get("output_mask", (True,) * len(results_of(op)))
     arguments_of_results = map(of_argument, results_of(op))
     is_given = (name not in BROADCAST or arguments.get(name) is not None for name in arguments_of_results)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 SEEN_IN = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The versions of torch that all of these were seen in, and all tests with them."""
+"""The versions of torch that have all of these, and that all tests ran with."""
 
 USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "normops._operators": (
@@ -86,26 +86,26 @@ USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """The features that depend on each module of normops, and the private names that it uses.
 
-Names with a dot are imported, those without are attributes that the module reads.
+Names with a dot are imported. Names without a dot are attributes that the module reads.
 """
 
 
 def warn_if_newer(torch_version: str) -> None:
-    """Warns of a torch that is newer than all that :data:`USES` was seen in."""
+    """Warns if torch is newer than all versions of :data:`SEEN_IN`."""
     major, minor = (int(number) for number in torch_version.split(".")[:2])
     last_major, last_minor = (int(number) for number in SEEN_IN[-1].split("."))
     if (major, minor) > (last_major, last_minor):
         features = ", ".join(dict.fromkeys(feature for features, _ in USES.values() for feature in features))
         warnings.warn(
             f"expected torch {SEEN_IN[0]} to {SEEN_IN[-1]}, with which normops was tested, but got torch "
-            f"{torch_version}: {features} rest on private parts of torch and may not work; the rest should",
+            f"{torch_version}: {features} depend on private parts of torch and may not work; the rest should",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def warn_of(feature: str, error: Exception) -> None:
-    """Warns that a feature is missing, as its module cannot be imported."""
+    """Warns that a feature is missing because its module cannot be imported."""
     warnings.warn(
         f"normops works without {feature}, which torch {torch.__version__} does not support: {error!r}",
         RuntimeWarning,
@@ -115,7 +115,7 @@ def warn_of(feature: str, error: Exception) -> None:
 
 @contextmanager
 def explain(feature: str) -> Generator[None]:
-    """Raises an ImportError of the block again, with the feature that cannot be imported."""
+    """Catches an ImportError of the block, and raises one that names the feature."""
     try:
         yield
     except ImportError as error:

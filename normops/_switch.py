@@ -1,4 +1,4 @@
-"""A choice for the whole process that a ``with`` block makes and undoes."""
+"""Changes an option of the whole process inside a ``with`` block."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 lock = RLock()
-"""Held while a thread chooses."""
+"""Held while a thread changes an option."""
 
 
 @contextmanager
 def chosen(choose: Callable[[_T], _T], choice: _T) -> Generator[None]:
-    """Calls ``choose(choice)``, which returns the previous choice, and calls it again with that at the end."""
+    """Calls ``choose(choice)``, which returns the previous choice, and restores that one at the end."""
     before = choose(choice)
     try:
         yield

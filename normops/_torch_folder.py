@@ -1,11 +1,11 @@
-"""The folder of the package that holds the extension for one version of torch.
+"""Names the folder of the package that contains the extension for a version of torch.
 
-The build (building/torch_headers.py) runs this file, and the import reads it: it imports nothing of normops.
+The build (building/torch_headers.py) runs this file, so it must not import normops.
 """
 
 import re
 
-# Of releases the minor version decides. Their local versions name what torch was built for, not other sources.
+# The minor version identifies a release. Its local version names the device that torch was built for, not the sources.
 _RELEASE = re.compile(r"(\d+\.\d+)\.\d+(\+(cpu|cu\d+|rocm\d+(\.\d+)*|xpu))?")
 
 

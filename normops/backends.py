@@ -1,4 +1,4 @@
-"""Which kernels serve CUDA tensors, which on ROCm are AMD's: the compiled ones, those in Triton, or neither."""
+"""Selects the kernels for CUDA tensors, which on ROCm are AMD's: compiled CUDA kernels, Triton kernels, or neither."""
 
 import importlib.util
 import os
@@ -16,14 +16,23 @@ _registration: _C.Registration | None = None
 
 
 def current_backend() -> Backend | None:
-    """What serves CUDA tensors; None: a composition of PyTorch operators."""
+    """Returns the backend for CUDA tensors; None means a composition of PyTorch operators."""
     if _registration is not None:
         return "triton"
     return "cuda" if _has_cuda() else None
 
 
 def set_backend(name: str) -> None:
-    """Selects the kernels for CUDA tensors: see :func:`use_backend`.
+    """Selects the kernels for CUDA tensors until the next call.
+
+    Use :func:`use_backend` to restore the previous selection at the end of a ``with`` block.
+
+    Args:
+        name: see :func:`use_backend`.
+
+    Raises:
+        ValueError: see :func:`use_backend`.
+        RuntimeError: see :func:`use_backend`.
 
     Example:
         >>> import normops
@@ -35,16 +44,20 @@ def set_backend(name: str) -> None:
 def use_backend(name: str) -> AbstractContextManager[None]:
     """Selects the kernels for CUDA tensors inside a ``with`` block.
 
-    The choice holds for all threads, in eager mode and in compiled code: graphs contain operators, not kernels. The
-    environment variable ``NORMOPS_BACKEND`` selects at import. CPU tensors are not concerned.
+    The selection applies to all threads, in eager mode and in compiled code: graphs contain operators, not kernels. It
+    does not affect CPU tensors. The environment variable ``NORMOPS_BACKEND`` makes the first selection, at import.
 
     Args:
-        name: ``"cuda"``: the compiled CUDA kernels; ``"triton"``: the Triton kernels; ``"auto"``: the compiled kernels
-            if this build has them, otherwise Triton's if it is installed, otherwise a composition of PyTorch operators.
+        name: ``"cuda"`` selects the compiled CUDA kernels, ``"triton"`` the Triton kernels. ``"auto"`` selects the
+            compiled kernels if this build contains them, otherwise the Triton kernels if Triton is installed, otherwise
+            a composition of PyTorch operators.
+
+    Returns:
+        A context manager, which restores the previous selection at the end.
 
     Raises:
-        ValueError: for any other name.
-        RuntimeError: if the backend is missing; the message says how to get it.
+        ValueError: if ``name`` is none of these.
+        RuntimeError: if the backend is not available. The message says how to install it.
 
     Example:
         >>> import torch, normops
@@ -61,7 +74,7 @@ def _resolve(name: str) -> Backend | None:
         if torch.version.hip is not None:
             raise RuntimeError(
                 f"expected a torch built for CUDA for backend 'cuda', but got torch {torch.__version__}, built for "
-                f"ROCm {torch.version.hip}: on AMD's GPUs the kernels in Triton serve, set_backend('triton')"
+                f"ROCm {torch.version.hip}: for AMD's GPUs use the kernels in Triton, set_backend('triton')"
             )
         if not _has_cuda():
             raise RuntimeError(
@@ -80,7 +93,7 @@ def _resolve(name: str) -> Backend | None:
 
 
 def _select(backend: Backend | None) -> Backend | None:
-    """Returns the previous backend. Registered kernels stay: calls of other threads would miss them for a moment."""
+    """Returns the previous backend. Keeps kernels registered: other threads would briefly see the fallback."""
     global _registration
     with lock:
         before = current_backend()

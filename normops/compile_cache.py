@@ -1,9 +1,9 @@
-"""What torch.compile has on disk is found by operators with the same arguments only.
+"""Adds the operator schemas to torch.compile's cache keys.
 
-The keys of its caches have the name of an operator and not its schema: what was compiled for a version of normops with
-other arguments would be found, and would call operators with the arguments of before. The same holds for torch's own
-norm, which is or is not overridden. So a tag of torch's, which keys have, ends with ours. These are added when it is
-read: what it is set to, each thread has for itself, and anybody may set it.
+A key contains the names of operators, not their schemas. Without this module, torch would load code that was compiled
+for a version of normops with other arguments, and call operators with the old ones. The override of torch's own norm
+also changes compiled code. Keys contain ``cache_key_tag``, so this module appends a tag to it. It does so when the tag
+is read: each thread has its own value, which any program may set.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from normops.override import overrides_torch
 
 
 def tag_of(schemas: Iterable[str]) -> str:
-    """Another for each list of schemas."""
+    """Returns a different tag for each list of schemas."""
     return f"normops-{build_info()['version']}-{hashlib.sha256(repr([*schemas]).encode()).hexdigest()[:16]}"
 
 

@@ -1,35 +1,36 @@
-"""What :class:`torch.utils.flop_counter.FlopCounterMode` counts for the operators.
+"""Counts the FLOPs of the operators for :class:`torch.utils.flop_counter.FlopCounterMode`.
 
-normops imports this module once ``torch.utils.flop_counter`` is. As for PyTorch's own operators, additions and
-multiplications count one each. They are those of the definitions in docs/derivation.md, for every element of the input;
-what is done once a row (the division, eps, the reciprocal root) or once a column (``weight_offset``) is left out.
+normops imports this module once ``torch.utils.flop_counter`` is imported. Additions and multiplications count one each,
+as for PyTorch's own operators. The counts are those of the definitions in docs/derivation.md, per element of the input.
+They omit operations per row (the division, eps, the reciprocal root) and per column (``weight_offset``). Operations on
+an optional tensor count only if the call has it.
 
-    rms_norm             h * h and its sum 2; h * rstd 1; times the weight 1, and plus the bias 1, where there is one
+    rms_norm             h * h and its sum 2; h * rstd 1; times the weight 1; plus the bias 1
     add_rms_norm         the same, and input + residual 1
-    rms_norm_backward    rstd, as it is recomputed: 2
-      for grad_input     g = grad_output * weight 1, where there is one; g * h and its sum 2;
-                         rstd * (g - h * c), c being a number of the row: 3; plus grad_residual 1, where there is one
+    rms_norm_backward    rstd, which is recomputed: 2
+      for grad_input     g = grad_output * weight 1; g * h and its sum 2;
+                         rstd * (g - h * c), where c is one number per row: 3; plus grad_residual 1
       for grad_weight    grad_output * h * rstd and its sum 3
       for grad_bias      the sum of grad_output 1
-    gated_rms_norm       the same as rms_norm; the activation: an exponential, an addition and a division 3, the product
-                         with the gate 1, where it is silu; the product with the activation 1
+    gated_rms_norm       the same as rms_norm; the activation: an exponential, an addition and a division 3, for silu
+                         the product with the gate 1; the product with the activation 1
     gated_rms_norm_backward
-                         the same as rms_norm_backward, and the activation; the product with it 1, of grad_output or, if
-                         the gate comes first, of input and of the gradient of that product 1 each
-      for grad_gate      the slope 2, for silu 3; times what was gated and its gradient 2; and where the norm comes
+                         the same as rms_norm_backward, and the activation; its product with grad_output 1, or if the
+                         gate is applied first, its products with input and with the gradient of that product 1 each
+      for grad_gate      the slope 2, for silu 3; times the gated tensor and its gradient 2; if the norm is computed
                          first, that norm 1, 2 with a weight
     channel_rms_norm     the same as rms_norm; with an activation, that of the output: 3, for silu 4
     channel_rms_norm_backward
-                         the same as rms_norm_backward; with an activation, the norm that it is applied to, without
-                         rstd, the exponential, the addition and the division 3, the slope 2, for silu 3, and the
-                         product with grad_output 1
+                         the same as rms_norm_backward; with an activation, its input, which is the norm without rstd;
+                         the exponential, the addition and the division 3, the slope 2, for silu 3, and the product
+                         with grad_output 1
     rms_norm_stats       h * h and its sum 2
-    rms_norm_from_stats  the rest of rms_norm
+    rms_norm_from_stats  the other operations of rms_norm
     rms_norm_backward_stats
                          the same as rms_norm_stats, and g and the sum of g * h as above
     rms_norm_backward_from_stats
                          the same as rms_norm_backward, without rstd and without the sum of g * h
-    rms_norm_rope        the same as rms_norm; the rotation, for every element that is rotated, 3
+    rms_norm_rope        the same as rms_norm; the rotation, for every rotated element, 3
     rms_norm_rope_backward
                          the same as rms_norm_backward; the rotation of grad_output the same
 
@@ -54,14 +55,14 @@ from normops._operators import FUNCTIONAL, INPLACE, Operator, by_name, results_o
 
 
 def _forward(arguments: Mapping[str, Any]) -> int:
-    """Per element."""
+    """Returns the operations per element of a forward."""
     given = sum(arguments.get(name) is not None for name in ("weight", "bias", "residual"))
     of_norm = _sum(arguments) + 1 + given
     return of_norm + (3 + _is_silu(arguments) + ("gate" in arguments) if _is_activated(arguments) else 0)
 
 
 def _backward(arguments: Mapping[str, Any], wants: Mapping[str, bool]) -> int:
-    """Per element, for the gradients that are wanted."""
+    """Returns the operations per element for the requested gradients."""
     has_weight, has_gate = arguments.get("weight") is not None, "gate" in arguments
     for_input, for_gate = wants["grad_input"], wants.get("grad_gate", False)
     for_weight, for_bias = wants["grad_weight"], wants.get("grad_bias", False)
@@ -82,12 +83,12 @@ def _backward(arguments: Mapping[str, Any], wants: Mapping[str, bool]) -> int:
 
 
 def _sum(arguments: Mapping[str, Any]) -> int:
-    """Per element, for a sum of products over the row, unless it is given."""
+    """Returns the operations per element for a sum of products over the row, 0 if it is an argument."""
     return 0 if "square_sum" in arguments else 2
 
 
 def _rotation(arguments: Mapping[str, Any]) -> int:
-    """Of all rows, if they are rotated."""
+    """Returns the operations for the rotation of all rows, 0 without one."""
     if "cos" not in arguments:
         return 0
     rotary_dim = arguments.get("rotary_dim")

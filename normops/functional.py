@@ -1,4 +1,4 @@
-"""The operators as typed, documented functions."""
+"""Functions that call the operators, with types and documentation."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -15,7 +15,7 @@ Rounding = Literal["once", "llama"]
 Activation = Literal["silu", "swish", "sigmoid"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
-"""PyTorch's, by their names here."""
+"""PyTorch's activations by their names in normops."""
 
 
 def rms_norm(
@@ -35,49 +35,54 @@ def rms_norm(
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot (w + \text{weight\_offset}) + b
 
     (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). The first four arguments are those of
-    :func:`torch.nn.functional.rms_norm`. Everything is computed in float32 (float64 for float64 inputs) and rounded
-    once, or as ``rounding`` says. Differentiable in all three tensors; under ``torch.compile`` it stays one
-    operator forward (``normops.rms_norm``) and one backward (``normops.rms_norm_backward``), or over a ``dim`` that
-    lies apart in memory ``normops.channel_rms_norm`` and ``normops.channel_rms_norm_backward``.
+    :func:`torch.nn.functional.rms_norm`. The function computes in float32 (in float64 for float64 inputs) and rounds
+    the result once, unless ``rounding`` selects more roundings. It is differentiable in ``input``, ``weight`` and
+    ``bias``.
+
+    Under ``torch.compile`` it is one operator forward, ``normops.rms_norm``, and one backward,
+    ``normops.rms_norm_backward``. If the elements of ``dim`` are not contiguous, these are ``normops.channel_rms_norm``
+    and ``normops.channel_rms_norm_backward``.
 
     Args:
-        input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
-        normalized_shape: the last dimensions of ``input``, over which the mean is taken. An ``int`` means one.
-        weight: shape ``normalized_shape``, or with dimensions before it that broadcast to those of ``input``: a weight
-            for each head, sample or token. Any of the four dtypes, not necessarily that of ``input``. None means 1, and
-            then ``weight_offset`` does not apply.
-        eps: added to the mean of squares. None means the machine epsilon of the type computed in:
-            that of float64 for float64 inputs, that of float32 otherwise.
-        weight_offset: added to the weight. 1.0 is Gemma's ``1 + w``.
-        rounding: which results are rounded to the dtype of a 16-bit ``input``. ``"once"``: the output alone.
+        input: shape ``[*, *normalized_shape]``, with ``dim`` ``[*, C, *]``; float16, bfloat16, float32 or float64; any
+            strides.
+        normalized_shape: the last dimensions of ``input``, over which the mean is taken, or the size of ``dim``. An
+            ``int`` means one dimension.
+        weight: shape ``normalized_shape``, or further dimensions before it that broadcast to those of ``input``: a
+            weight per head, sample or token. Any of the four dtypes, not necessarily that of ``input``. None means 1;
+            then ``weight_offset`` is ignored.
+        eps: added to the mean of squares. None means the machine epsilon of the dtype of the computation, float32 or
+            float64.
+        weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``.
+        rounding: selects which results are rounded to the dtype of a 16-bit ``input``. ``"once"``: the output alone.
             ``"llama"``: the normalized input, and then its product with the weight, as in transformers' LlamaRMSNorm
-            and the kernels of vLLM; the backward rounds as their autograd does. Liger calls the two casting modes
+            and the kernels of vLLM; the backward rounds as their autograd does. Liger calls these casting modes
             ``"gemma"`` and ``"llama"``. See docs/reproducibility.md.
-        bias: added after the weight; shapes and dtypes as of ``weight``. One of the shape of ``input`` is a residual
-            that is added to the norm: its gradient is that of the output.
-        dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``. ``normalized_shape``
-            is then its size, and ``weight`` and ``bias`` have one number for each of its elements: shape ``[C]``, or
-            the shape in which they broadcast with ``input``, as ``[C, 1, 1]``. None means the last dimensions. On a
-            CPU, float32 and bfloat16 have kernels for it; inputs in :data:`torch.channels_last` take those of rows.
-        activation: applied to the result: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``; None: none. Over a
-            ``dim`` that lies apart in memory it is part of the operator, and applied before the result is rounded;
-            after a norm of rows it is PyTorch's.
+        bias: added after the weight; shapes and dtypes as for ``weight``. A bias with the shape of ``input`` is a
+            residual that is added to the norm: its gradient is that of the output.
+        dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``; None means the last
+            dimensions. With ``dim``, ``weight`` and ``bias`` have one number per channel: shape ``[C]``, or a shape
+            that broadcasts with ``input``, such as ``[C, 1, 1]``. The CPU has kernels for float32 and bfloat16. Inputs
+            in :data:`torch.channels_last` use the kernels for rows.
+        activation: applied to the result: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``; None applies none.
+            ``normops.channel_rms_norm`` applies it before the result is rounded. After ``normops.rms_norm``, PyTorch
+            applies it to the rounded result.
 
     Returns:
         A contiguous tensor with the shape, dtype and device of ``input``. With ``dim``, the output of an ``input`` in
         :data:`torch.channels_last` or :data:`torch.channels_last_3d` has that memory format.
 
     Raises:
-        RuntimeError: the message names the argument, what was expected and what came: a wrong shape, dtype, device or
-            layout, an ``eps`` that is NaN, or another ``rounding`` or ``activation``.
-        TypeError: a tensor that requires a gradient stands in the place of a number.
+        RuntimeError: if an argument has a wrong shape, dtype, device or layout, if ``eps`` is NaN, or if ``rounding``
+            or ``activation`` is unknown. The message names the argument, the expected and the actual value.
+        TypeError: if ``eps`` or ``weight_offset`` is a tensor that requires a gradient.
 
     Example:
         >>> import torch, normops
         >>> normops.rms_norm(torch.tensor([[3.0, 4.0]]), 2, torch.tensor([1.0, 10.0]), eps=0.0)
         tensor([[ 0.8485, 11.3137]])
         >>> query, weight = torch.randn(7, 32, 128), torch.ones(32, 128)
-        >>> normops.rms_norm(query, 128, weight).shape  # 32 heads with a weight each
+        >>> normops.rms_norm(query, 128, weight).shape  # a weight for each of 32 heads
         torch.Size([7, 32, 128])
         >>> scale, shift = torch.randn(2, 6 * 64).view(2, 6, 1, 64)[:, :2].unbind(1)  # for each of two samples
         >>> normops.rms_norm(torch.randn(2, 7, 64), 64, scale, weight_offset=1.0, bias=shift).shape
@@ -101,17 +106,20 @@ def rms_norm(
 
 
 def rms_norm_stats(input: Tensor, normalized_shape: int | Sequence[int]) -> Tensor:
-    r"""The statistic of :func:`rms_norm`: the sum of the squares of each row, or of each part of one.
+    r"""Computes the sum of squares of each row, or of a part of each row: the first step of :func:`rms_norm`.
 
-    For tensor parallelism: reduce the result over ranks, and pass it to :func:`rms_norm_from_stats`. With nothing in
-    between, the two give the bits of :func:`rms_norm`. Differentiable.
+    .. math:: s = \sum_j x_j^2
+
+    With tensor parallelism, each rank has some columns of every row: reduce the result over the ranks, and pass it to
+    :func:`rms_norm_from_stats`. Without a reduction in between, the two steps return the bits of :func:`rms_norm`. The
+    function is differentiable.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
-        normalized_shape: the last dimensions of ``input``, over which the sum is taken. An ``int`` means one.
+        normalized_shape: the last dimensions of ``input``, over which the sum is taken. An ``int`` means one dimension.
 
     Returns:
-        A contiguous tensor of the leading dimensions of ``input``: float32, or float64 for float64 inputs.
+        A contiguous tensor with the leading dimensions of ``input``: float32, or float64 for float64 inputs.
 
     Raises:
         RuntimeError: see :func:`rms_norm`.
@@ -135,21 +143,21 @@ def rms_norm_from_stats(
     weight_offset: float = 0.0,
     rounding: Rounding = "once",
 ) -> Tensor:
-    r"""Normalizes rows, or parts of them, whose sums of squares are known.
+    r"""Normalizes rows, or parts of rows, with given sums of squares: the second step of :func:`rms_norm`.
 
     .. math:: y = \frac{x}{\sqrt{\text{square\_sum} / \text{row\_size} + \epsilon}} \cdot (w + \text{weight\_offset})
 
     With tensor parallelism, ``input`` and ``weight`` are the columns of this rank. ``square_sum`` is the sum of
-    :func:`rms_norm_stats` over the ranks, and ``row_size`` the number of columns of all ranks. Differentiable in
-    ``input``, ``square_sum`` and ``weight``: with a differentiable reduction, so is the whole.
+    :func:`rms_norm_stats` over the ranks, and ``row_size`` the number of columns of all ranks. The function is
+    differentiable in ``input``, ``square_sum`` and ``weight``. With a differentiable reduction, so is the whole norm.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
-        square_sum: the leading dimensions of ``input``: float32, or float64 for float64 inputs.
-        normalized_shape: the last dimensions of ``input``. An ``int`` means one.
-        weight: see :func:`rms_norm`, as for ``eps``, ``weight_offset`` and ``rounding``.
+        square_sum: the leading dimensions of ``input``; float32, or float64 for float64 inputs.
+        normalized_shape: the last dimensions of ``input``. An ``int`` means one dimension.
+        weight: see :func:`rms_norm`.
         eps: see :func:`rms_norm`.
-        row_size: how many elements a whole row has; at least those of ``normalized_shape``.
+        row_size: the number of elements of a whole row, at least as many as ``normalized_shape`` has.
         weight_offset: see :func:`rms_norm`.
         rounding: see :func:`rms_norm`.
 
@@ -158,6 +166,7 @@ def rms_norm_from_stats(
 
     Raises:
         RuntimeError: see :func:`rms_norm`.
+        TypeError: see :func:`rms_norm`.
 
     Example:
         >>> import torch, normops
@@ -190,32 +199,33 @@ def add_rms_norm(
     rounding: Rounding = "once",
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""Adds the input to a residual stream and normalizes the sum: what stands between two sublayers of a transformer.
+    r"""Adds the input to a residual and normalizes the sum, as between two sublayers of a transformer.
 
     .. math:: h = \text{alpha} \cdot x + r, \quad
         y = \frac{h}{\sqrt{\mathrm{mean}(h^2) + \epsilon}} \cdot (w + \text{weight\_offset})
 
-    One pass over memory forward, and one backward (``normops.rms_norm_backward`` with the gradient of ``h``). The sum
-    is rounded once to the dtype of ``residual``, and normalized as rounded: ``y`` is what :func:`rms_norm` makes of
-    ``h``. With ``rounding="llama"``, the product with ``alpha`` is rounded to the dtype of ``input`` before it is
-    added.
+    The forward is one pass over memory, and so is the backward: ``normops.rms_norm_backward`` with the gradient of
+    ``h``. The sum is rounded once, to the dtype of ``residual``; the norm is that of the rounded sum. With
+    ``rounding="llama"``, the product with ``alpha`` is rounded to the dtype of ``input`` before the addition. The
+    function is differentiable in ``input``, ``residual`` and ``weight``.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
         residual: the shape of ``input``, and its dtype, or float32 if ``input`` has 16 bits; any strides.
-        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps``, ``weight_offset`` and ``rounding``.
+        normalized_shape: see :func:`rms_norm`.
         weight: see :func:`rms_norm`.
         eps: see :func:`rms_norm`.
         weight_offset: see :func:`rms_norm`.
         rounding: see :func:`rms_norm`.
-        alpha: what ``input`` is multiplied by, as Granite's ``residual_multiplier``.
+        alpha: multiplies ``input``, as Granite's ``residual_multiplier`` does.
 
     Returns:
-        ``(output, residual_out)``, that is ``y`` and ``h``: contiguous tensors with the shape of ``input``; ``output``
-        has its dtype, ``residual_out`` that of ``residual``.
+        ``(output, residual_out)``, which are ``y`` and ``h``: contiguous tensors with the shape of ``input``.
+        ``output`` has the dtype of ``input``, and ``residual_out`` that of ``residual``.
 
     Raises:
         RuntimeError: see :func:`rms_norm`.
+        TypeError: if ``eps``, ``weight_offset`` or ``alpha`` is a tensor that requires a gradient.
 
     Example:
         >>> import torch, normops
@@ -245,37 +255,36 @@ def gated_rms_norm(
     activation: Activation = "silu",
     norm_before_gate: bool = True,
 ) -> Tensor:
-    r"""Normalizes the input and gates it: what stands between a linear attention or state space layer and its output
-    projection.
+    r"""Normalizes the input and multiplies it by an activated gate, as after linear attention and state space layers.
 
     .. math:: y = \mathrm{rms\_norm}(x) \cdot \sigma(g) \quad\text{or, gated first,}\quad
         y = \mathrm{rms\_norm}(x \cdot \sigma(g))
 
-    where :math:`\sigma` is the activation. Normalizing first is the gated norm of RetNet (Sun et al., "Retentive
-    Network", 2023), gated linear attention and Gated DeltaNet (Yang, Kautz and Hatamizadeh, 2024); gating first is that
-    of Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024). Everything, the activation too, is computed in float32
-    (float64 for float64 inputs) and rounded once. Differentiable in ``input``, ``gate`` and ``weight``; under
-    ``torch.compile`` it stays one operator forward (``normops.gated_rms_norm``) and one backward
-    (``normops.gated_rms_norm_backward``).
+    where :math:`\sigma` is the activation. RetNet (Sun et al., "Retentive Network", 2023), gated linear attention and
+    Gated DeltaNet (Yang, Kautz and Hatamizadeh, 2024) normalize first. Mamba-2 (Dao and Gu, "Transformers are SSMs",
+    2024) gates first. The function computes everything, including the activation, in float32 (in float64 for float64
+    inputs) and rounds once. It is differentiable in ``input``, ``gate`` and ``weight``. Under ``torch.compile`` it is
+    one operator forward, ``normops.gated_rms_norm``, and one backward, ``normops.gated_rms_norm_backward``.
 
     Args:
         input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
-        gate: the shape of ``input``, and its dtype; but beside an ``input`` of 16 bits it may be float32, and beside
-            one of float32 it may have 16 bits. Any strides: both are usually slices of one projection.
-        normalized_shape: see :func:`rms_norm`, as for ``weight``, ``eps``, ``weight_offset`` and ``rounding``.
-        weight: see :func:`rms_norm`. One of shape ``[groups, columns]`` is that of Mamba-2's groups, with ``input``
-            and ``gate`` viewed as ``[*, groups, columns]``.
+        gate: the shape of ``input``, and its dtype, or float32 with a 16-bit ``input``, or 16 bits with a float32
+            ``input``. Any strides: input and gate are usually slices of one projection.
+        normalized_shape: see :func:`rms_norm`.
+        weight: see :func:`rms_norm`. For the groups of Mamba-2, its shape is ``[groups, columns]``, and ``input`` and
+            ``gate`` are viewed as ``[*, groups, columns]``.
         eps: see :func:`rms_norm`.
         weight_offset: see :func:`rms_norm`.
         rounding: see :func:`rms_norm`.
-        activation: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``.
-        norm_before_gate: False gates before the mean of squares is taken.
+        activation: the activation of the gate: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``.
+        norm_before_gate: False applies the gate before the mean of squares is taken.
 
     Returns:
         A contiguous tensor with the shape, dtype and device of ``input``.
 
     Raises:
-        RuntimeError: see :func:`rms_norm`; or the ``activation`` is another.
+        RuntimeError: see :func:`rms_norm`.
+        TypeError: see :func:`rms_norm`.
 
     Example:
         >>> import torch, normops
@@ -326,36 +335,38 @@ def rms_norm_rope(
     .. math:: y_i = u_i \cos_i - u_{i+h} \sin_i \qquad y_{i+h} = u_{i+h} \cos_{i+h} + u_i \sin_{i+h}
 
     or, interleaved, the same of columns :math:`2i` and :math:`2i+1` (Su et al., "RoFormer: Enhanced Transformer with
-    Rotary Position Embedding", 2021). Everything is computed in float32 (float64 for float64 inputs) and rounded once.
-    Differentiable in ``input`` and ``weight``; under ``torch.compile`` it stays one operator forward
-    (``normops.rms_norm_rope``) and one backward (``normops.rms_norm_rope_backward``). If ``cos`` or ``sin`` requires a
-    gradient, PyTorch's own operators compute everything.
+    Rotary Position Embedding", 2021). The function computes everything in float32 (in float64 for float64 inputs) and
+    rounds once. It is differentiable in ``input`` and ``weight``. If ``cos`` or ``sin`` requires a gradient, it falls
+    back to a composition of PyTorch operators. Under ``torch.compile`` it is one operator forward,
+    ``normops.rms_norm_rope``, and one backward, ``normops.rms_norm_rope_backward``.
 
     Args:
-        input: shape ``[*, columns]``, such as ``[batch, sequence, heads, head_dim]``; any strides: slices of a packed
-            projection, or the transpose ``[batch, heads, sequence, head_dim]``, are read where they lie.
-        cos: shape ``[*, rotary_dim]``, the cosine for each column that is rotated, or half as wide, the one of both
-            columns of a pair; then ``rotary_dim`` is to be given. The dimensions before broadcast over those of
-            ``input``: ``[sequence, 1, rotary_dim]`` has the same angles for all samples and heads, which are not
-            copied. The dtype of ``input``, or float32 beside 16 bits.
-        sin: as ``cos``, of its shape and dtype.
-        normalized_shape: the last dimension of ``input``; one.
-        weight: see :func:`rms_norm`, as for ``eps`` and ``weight_offset``.
+        input: shape ``[*, columns]``, such as ``[batch, sequence, heads, head_dim]``. Any strides: slices of a packed
+            projection, or the transpose ``[batch, heads, sequence, head_dim]``, are read in place.
+        cos: the cosine for each rotated column, shape ``[*, rotary_dim]``; or for each pair of columns, shape ``[*,
+            rotary_dim / 2]``, which requires the argument ``rotary_dim``. The leading dimensions broadcast to those of
+            ``input`` without a copy: ``[sequence, 1, rotary_dim]`` has the same angles for all samples and heads. The
+            dtype of ``input``, or float32 if ``input`` has 16 bits.
+        sin: the sines; shape and dtype of ``cos``.
+        normalized_shape: the last dimension of ``input``, and only that.
+        weight: see :func:`rms_norm`.
         eps: see :func:`rms_norm`.
         weight_offset: see :func:`rms_norm`.
         rounding: see :func:`rms_norm`.
-        interleaved: whether neighbours belong together, as in GPT-J, GLM and Cohere, instead of the two halves.
-        rotary_dim: how many columns are rotated, an even number; None: as many as ``cos`` has. The others are only
-            normalized.
-        rotary_offset: the first of them.
+        interleaved: True rotates pairs of adjacent columns, as in GPT-J, GLM and Cohere; False rotates column ``i`` of
+            the first half with column ``i`` of the second half.
+        rotary_dim: the number of rotated columns, which is even. None means the number of columns of ``cos``. The other
+            columns are only normalized.
+        rotary_offset: the first rotated column.
 
     Returns:
         A contiguous tensor with the shape, dtype and device of ``input``.
 
     Raises:
-        RuntimeError: see :func:`rms_norm`; or ``normalized_shape`` is not one dimension, ``cos`` or ``sin`` has another
-            width than ``rotary_dim`` or half of it, or does not broadcast, ``rotary_dim`` is odd, or there are no
-            such columns.
+        RuntimeError: see :func:`rms_norm`. Also if ``normalized_shape`` is not one dimension, or if ``rotary_dim`` is
+            odd or selects columns that ``input`` does not have. Also if ``cos`` or ``sin`` does not broadcast, or has
+            neither ``rotary_dim`` columns nor half as many.
+        TypeError: see :func:`rms_norm`.
 
     Example:
         >>> import torch, normops
@@ -407,11 +418,24 @@ def rms_norm_(
     rounding: Rounding = "once",
     bias: Tensor | None = None,
 ) -> Tensor:
-    """In-place :func:`rms_norm` for inference: the result replaces ``input``, which is returned.
+    """Applies :func:`rms_norm` in place, for inference: the result replaces ``input``, which is returned.
+
+    Args:
+        input: see :func:`rms_norm`; overwritten.
+        normalized_shape: see :func:`rms_norm`.
+        weight: see :func:`rms_norm`.
+        eps: see :func:`rms_norm`.
+        weight_offset: see :func:`rms_norm`.
+        rounding: see :func:`rms_norm`.
+        bias: see :func:`rms_norm`.
+
+    Returns:
+        ``input``.
 
     Raises:
-        RuntimeError: as :func:`rms_norm`; if an argument requires a gradient and gradients are enabled; if ``input`` is
-            an expanded tensor or overlaps another argument in part.
+        RuntimeError: see :func:`rms_norm`. Also if an argument requires a gradient and gradients are enabled, or if
+            ``input`` is an expanded tensor or partially overlaps another argument.
+        TypeError: see :func:`rms_norm`.
 
     Example:
         >>> import torch, normops
@@ -439,15 +463,28 @@ def add_rms_norm_(
     rounding: Rounding = "once",
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """In-place :func:`add_rms_norm` for inference: the result replaces ``input``, the sum replaces ``residual``.
+    """Applies :func:`add_rms_norm` in place, for inference: the norm replaces ``input``, and the sum ``residual``.
+
+    The operator ``torch.ops.normops.add_rms_norm_`` returns nothing, because the dispatcher cannot box an operator that
+    returns several of its arguments.
+
+    Args:
+        input: see :func:`add_rms_norm`; overwritten.
+        residual: see :func:`add_rms_norm`; overwritten.
+        normalized_shape: see :func:`rms_norm`.
+        weight: see :func:`rms_norm`.
+        eps: see :func:`rms_norm`.
+        weight_offset: see :func:`rms_norm`.
+        rounding: see :func:`add_rms_norm`.
+        alpha: see :func:`add_rms_norm`.
 
     Returns:
-        ``(input, residual)``, the tensors that were written. The operator ``torch.ops.normops.add_rms_norm_`` returns
-        nothing, as the dispatcher cannot box an operator that returns several of its arguments.
+        ``(input, residual)``.
 
     Raises:
-        RuntimeError: as :func:`add_rms_norm`; if an argument requires a gradient and gradients are enabled; if one of
-            the two tensors is expanded, or they share memory.
+        RuntimeError: see :func:`add_rms_norm`. Also if an argument requires a gradient and gradients are enabled, or if
+            ``input`` and ``residual`` share memory or one of them is expanded.
+        TypeError: see :func:`add_rms_norm`.
 
     Example:
         >>> import torch, normops
@@ -480,15 +517,32 @@ def rms_norm_rope_(
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
 ) -> Tensor:
-    """In-place :func:`rms_norm_rope` for inference: the result replaces ``input``, which is returned.
+    """Applies :func:`rms_norm_rope` in place, for inference: the result replaces ``input``, which is returned.
+
+    Args:
+        input: see :func:`rms_norm_rope`; overwritten.
+        cos: see :func:`rms_norm_rope`.
+        sin: see :func:`rms_norm_rope`.
+        normalized_shape: see :func:`rms_norm_rope`.
+        weight: see :func:`rms_norm`.
+        eps: see :func:`rms_norm`.
+        weight_offset: see :func:`rms_norm`.
+        rounding: see :func:`rms_norm`.
+        interleaved: see :func:`rms_norm_rope`.
+        rotary_dim: see :func:`rms_norm_rope`.
+        rotary_offset: see :func:`rms_norm_rope`.
+
+    Returns:
+        ``input``.
 
     Raises:
-        RuntimeError: as :func:`rms_norm_rope`; if an argument requires a gradient and gradients are enabled; if
-            ``input`` is an expanded tensor or overlaps another argument in part.
+        RuntimeError: see :func:`rms_norm_rope`. Also if an argument requires a gradient and gradients are enabled, or
+            if ``input`` is an expanded tensor or partially overlaps another argument.
+        TypeError: see :func:`rms_norm`.
 
     Example:
         >>> import torch, normops
-        >>> qkv = torch.randn(7, 3, 4, 64)  # the queries of a packed projection
+        >>> qkv = torch.randn(7, 3, 4, 64)  # a packed projection: queries, keys and values
         >>> cos, sin = torch.ones(7, 1, 64), torch.zeros(7, 1, 64)
         >>> query = normops.rms_norm_rope_(qkv[:, 0], cos, sin, 64)
         >>> query.data_ptr() == qkv.data_ptr()
@@ -521,7 +575,7 @@ def _rms_norm_over(
     rounding: Rounding,
     bias: Tensor | None,
 ) -> Tensor:
-    """:func:`rms_norm` over one dimension, or with an activation."""
+    """Applies :func:`rms_norm` over one dimension, or with an activation."""
     if activation is not None and activation not in ACTIVATIONS:
         raise RuntimeError(
             f'rms_norm: expected activation to be "silu", "swish", "sigmoid" or None, but got {activation!r}'
@@ -542,7 +596,7 @@ def _rms_norm_over(
     weight, bias = _along("weight", weight, size, behind), _along("bias", bias, size, behind)
     rows = input if behind == 0 or input.is_nested or input.is_contiguous() else input.movedim(dim, -1)
     if behind == 0 or (rows is not input and rows.is_contiguous()):
-        # The last dimension in memory, as in channels-last tensors, whose format the output has.
+        # The dimension is contiguous, as in channels-last tensors. The output has the input's memory format.
         return _activated(of_rows(rows, shape, weight, *others, bias), activation).movedim(-1, dim)
     name = "identity" if activation is None else activation
     over_channels = torch.ops.normops.channel_rms_norm.default
@@ -554,7 +608,7 @@ def _activated(output: Tensor, activation: Activation | None) -> Tensor:
 
 
 def _along(name: str, tensor: Tensor | None, size: int, behind: int) -> Tensor | None:
-    """A weight or a bias of one dimension, made of one that broadcasts over the ``behind`` dimensions behind it."""
+    """Returns a weight or a bias as ``[size]``; it may broadcast over the ``behind`` dimensions after it."""
     if tensor is None or tensor.shape == (size,):
         return tensor
     if tensor.dim() <= behind or tensor.shape[-1 - behind] != size or tensor.numel() != size:
@@ -565,7 +619,7 @@ def _along(name: str, tensor: Tensor | None, size: int, behind: int) -> Tensor |
 
 
 def _refuse_gradients(op: str, **numbers: object) -> None:
-    """torch.ops takes a tensor for the number that it holds, whose gradient would be lost."""
+    """Raises an error where torch.ops would take the number from a tensor and lose its gradient."""
     for name, number in numbers.items():
         if isinstance(number, Tensor) and number.requires_grad:
             raise TypeError(f"{op}: expected {name} to be a number, but got a tensor that requires a gradient")

@@ -1,4 +1,4 @@
-"""The operators as modules."""
+"""Modules that call the operators."""
 
 from collections.abc import Sequence
 from typing import Any, overload
@@ -10,11 +10,11 @@ from normops.functional import Activation, Rounding, add_rms_norm, gated_rms_nor
 
 
 class _Norm(nn.RMSNorm):
-    """torch's, with a weight to which something is added, and groups, of which each is normalized by itself."""
+    """Extends :class:`torch.nn.RMSNorm` by an offset of the weight, and by groups that are normalized separately."""
 
     weight_offset: float
     rounding: Rounding
-    groups: tuple[int, ...] = ()  # of modules that were pickled before they had any
+    groups: tuple[int, ...] = ()  # for modules that were pickled before this attribute existed
     group_size: int | None = None
 
     def __init__(
@@ -49,49 +49,53 @@ class _Norm(nn.RMSNorm):
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def extra_repr(self) -> str:
-        """As in the base class, with what else is not the default."""
+        """Returns the base class's text, followed by all other arguments that differ from their defaults."""
         others = {"weight_offset": 0.0, "rounding": "once", "groups": (), "group_size": None}
         given = {name: getattr(self, name) for name, default in others.items() if getattr(self, name) != default}
         return super().extra_repr() + "".join(f", {name}={value}" for name, value in given.items())
 
     def _in_groups(self, size: int, *tensors: Tensor | None) -> tuple[Any, ...]:
-        """The shape of a group of columns, and tensors whose last dimension is split into groups."""
+        """Returns the shape of a group of columns, and the tensors with their last dimension split into groups."""
         parts = self.normalized_shape[0] // size, size
         return parts[1:], *(tensor if tensor is None else tensor.unflatten(-1, parts) for tensor in tensors)
 
 
 class RMSNorm(_Norm):
-    """Drop-in for :class:`torch.nn.RMSNorm` that runs :func:`normops.rms_norm`.
+    """Applies :func:`normops.rms_norm` with a learnable weight. Replaces :class:`torch.nn.RMSNorm`.
 
-    It takes the same arguments, has the same parameter (``weight``) and so the same ``state_dict``, in both directions.
+    The positional arguments and the parameter ``weight`` are those of :class:`torch.nn.RMSNorm`. Each of the two
+    modules loads the ``state_dict`` of the other.
 
     Args:
-        normalized_shape: the last dimensions of the input, over which the mean is taken. An ``int`` means one.
+        normalized_shape: the last dimensions of the input, over which the mean is taken. An ``int`` means one
+            dimension.
         eps: see :func:`normops.rms_norm`.
-        elementwise_affine: whether there is a ``weight``, and a ``bias`` if that is asked for.
-        device: of the weight.
-        dtype: of the weight; it may differ from that of the input.
-        weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``. The weight starts at ``1 - weight_offset``.
+        elementwise_affine: whether the module has a ``weight``, and with ``bias=True`` a ``bias``.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters, which may differ from that of the input.
+        weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``. The weight is initialized to
+            ``1 - weight_offset``.
         rounding: see :func:`normops.rms_norm`.
-        groups: the dimensions before those of ``normalized_shape`` that have a weight each: heads, or groups of columns
-            that are normalized by themselves. An ``int`` means one. The weight is ``[*groups, *normalized_shape]``.
-        group_size: how many columns of ``normalized_shape``, then one dimension, are normalized by themselves; None:
-            all of them. The weight is as wide as ``normalized_shape``.
-        bias: whether there is a ``bias``, of the weight's shape and dtype, which is added after it. It starts at 0.
+        groups: the dimensions before ``normalized_shape`` that have separate weights: heads, or groups of columns that
+            are normalized separately. An ``int`` means one dimension. The weight has the shape
+            ``[*groups, *normalized_shape]``.
+        group_size: the number of columns that are normalized together; None means all. It divides ``normalized_shape``,
+            which must be one dimension. The weight has all columns.
+        bias: adds a ``bias`` after the weight, with the weight's shape and dtype. It is initialized to 0.
         dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``; ``normalized_shape``
-            is its size. None means the last dimensions.
+            is then its size. None means the last dimensions.
         activation: applied to the result, see :func:`normops.rms_norm`.
 
     Shape:
-        Input ``[*, *groups, *normalized_shape]``, output the same. With a second argument, the residual, of the same
-        shape, the output is a pair: the normalized sum and the sum, which is the residual of the next norm. With
-        ``dim``, input and output are ``[*, C, *]``.
+        Input ``[*, *groups, *normalized_shape]``, with ``dim`` ``[*, C, *]``; the output has the same shape. With a
+        residual of this shape as second argument, the output is a pair: the normalized sum, and the sum, which is the
+        residual for the next norm.
 
     Raises:
-        ValueError: if ``group_size`` does not divide ``normalized_shape``, or that has several dimensions; if there
-            are groups and a ``dim`` or an ``activation``.
-        RuntimeError: as :func:`normops.rms_norm`; if a module with a ``bias``, a ``dim`` or an ``activation`` is called
-            with a residual.
+        ValueError: if ``group_size`` does not divide ``normalized_shape``, or ``normalized_shape`` has several
+            dimensions; if ``groups`` or ``group_size`` is combined with ``dim`` or ``activation``.
+        RuntimeError: see :func:`normops.rms_norm`. Also if a module with a ``bias``, a ``dim`` or an ``activation`` is
+            called with a residual.
 
     Example:
         >>> import torch, normops
@@ -110,7 +114,7 @@ class RMSNorm(_Norm):
     """
 
     bias: nn.Parameter | None
-    dim: int | None = None  # of modules that were pickled before they had one
+    dim: int | None = None  # for modules that were pickled before this attribute existed
     activation: Activation | None = None
 
     def __init__(
@@ -135,13 +139,13 @@ class RMSNorm(_Norm):
             if value is not None and (self.groups or group_size is not None):
                 raise ValueError(f"{name}: expected None in a module with groups, but got {value!r}")
         self.dim, self.activation = dim, activation
-        # None is no parameter, which would take longer to find.
+        # None is a plain attribute: nn.Module finds a parameter more slowly.
         self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias and elementwise_affine else None
 
     def reset_parameters(self) -> None:
         """Sets the weight to ``1 - weight_offset`` and the bias to 0: the module starts without scaling or shifting."""
         super().reset_parameters()
-        bias = getattr(self, "bias", None)  # the base class calls this before there may be one
+        bias = getattr(self, "bias", None)  # the base class calls this before the bias exists
         if bias is not None:
             nn.init.zeros_(bias)
 
@@ -152,7 +156,7 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor, residual: Tensor, alpha: float = 1.0) -> tuple[Tensor, Tensor]: ...
 
     def forward(self, x: Tensor, residual: Tensor | None = None, alpha: float = 1.0) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the normalized ``x``, or with a residual the normalized sum ``alpha * x + residual``, and the sum.
+        """Returns the norm of ``x``; with a residual, the norm of the sum ``alpha * x + residual``, and the sum.
 
         See :func:`normops.rms_norm` and :func:`normops.add_rms_norm`.
         """
@@ -175,47 +179,49 @@ class RMSNorm(_Norm):
             )
             return output if size is None else output.flatten(-2)
         if any(value is not None for value in (bias, self.dim, self.activation)):
-            raise RuntimeError("RMSNorm: expected no residual beside a bias, a dim or an activation, but got one")
+            raise RuntimeError("RMSNorm: expected no residual with a bias, a dim or an activation, but got one")
         output, total = add_rms_norm(
             x, residual, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, alpha=alpha
         )
         return (output, total) if size is None else (output.flatten(-2), total.flatten(-2))
 
     def extra_repr(self) -> str:
-        """As in the base class, with what else is not the default."""
+        """Returns the base class's text, followed by all other arguments that differ from their defaults."""
         given = {"bias": self.bias is not None, "dim": self.dim, "activation": self.activation}
         others = (f", {name}={value!r}" for name, value in given.items() if value not in (None, False))
         return super().extra_repr() + "".join(others)
 
 
 class GatedRMSNorm(_Norm):
-    """The gated norm of Mamba 2 and of linear attention: runs :func:`normops.gated_rms_norm`.
+    """Applies :func:`normops.gated_rms_norm` with a learnable weight: the gated norm of Mamba 2 and linear attention.
 
-    Its parameter (``weight``), and so its ``state_dict``, are those of the ``RMSNorm`` in mamba's
-    ``layernorm_gated.py`` and of the classes ``...RMSNormGated`` of transformers, in both directions.
+    The only parameter is ``weight``. The ``state_dict`` is interchangeable with that of the ``RMSNorm`` in mamba's
+    ``layernorm_gated.py`` and of transformers' classes ``...RMSNormGated``.
 
     Args:
-        normalized_shape: the last dimensions of the input, over which the mean is taken. An ``int`` means one.
-        eps: added to the mean of squares. The default is that of mamba; ``None`` is the machine epsilon of the type
-            computed in, as in :func:`normops.rms_norm`.
-        elementwise_affine: whether there is a ``weight``.
-        device: of the weight.
-        dtype: of the weight; it may differ from that of the input.
-        activation: of the gate: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``.
-        norm_before_gate: whether the normalized input is multiplied by the activated gate (Qwen3-Next, gated linear
-            attention) or the input, before it is normalized (Mamba 2 in transformers).
-        weight_offset: added to the weight, which starts at ``1 - weight_offset``.
+        normalized_shape: the last dimensions of the input, over which the mean is taken. An ``int`` means one
+            dimension.
+        eps: added to the mean of squares. The default is that of mamba; see :func:`normops.rms_norm` for ``None``.
+        elementwise_affine: whether the module has a ``weight``.
+        device: the device of the weight.
+        dtype: the dtype of the weight, which may differ from that of the input.
+        activation: the activation of the gate: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``.
+        norm_before_gate: True multiplies the normalized input by the activated gate, as in Qwen3-Next and gated linear
+            attention. False multiplies the input before it is normalized, as in transformers' Mamba 2.
+        weight_offset: added to the weight, which is initialized to ``1 - weight_offset``.
         rounding: see :func:`normops.rms_norm`.
         groups: see :class:`RMSNorm`.
-        group_size: how many columns are normalized by themselves, as in mamba; None: all of them. The weight is as
-            wide as ``normalized_shape``.
+        group_size: the number of columns that are normalized together, as in mamba; None means all. See
+            :class:`RMSNorm`.
 
     Shape:
-        Input and gate ``[*, *groups, *normalized_shape]``, output the same, of the input's dtype. The gate has the
-        input's dtype, too, or one of them is float32 and the other has 16 bits.
+        Input and gate ``[*, *groups, *normalized_shape]``; the output has the same shape, and the input's dtype. The
+        gate has the input's dtype, or one of the two is float32 and the other has 16 bits.
 
     Raises:
-        ValueError: if ``group_size`` does not divide ``normalized_shape``, or that has several dimensions.
+        ValueError: if ``group_size`` does not divide ``normalized_shape``, or ``normalized_shape`` has several
+            dimensions.
+        RuntimeError: see :func:`normops.gated_rms_norm`.
 
     Example:
         >>> import torch, normops
@@ -250,7 +256,7 @@ class GatedRMSNorm(_Norm):
         self.activation, self.norm_before_gate = activation, norm_before_gate
 
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]  # torch's takes no gate
-        """Returns the gated, normalized ``input``. See :func:`normops.gated_rms_norm`."""
+        """Returns the gated norm of ``input``. See :func:`normops.gated_rms_norm`."""
         shape, weight, size = self.normalized_shape, self.weight, self.group_size
         if size is not None:
             shape, input, gate, weight = self._in_groups(size, input, gate, weight)
@@ -268,5 +274,5 @@ class GatedRMSNorm(_Norm):
         return output if size is None else output.flatten(-2)
 
     def extra_repr(self) -> str:
-        """As in the base class, with the gating."""
+        """Returns the base class's text, followed by the arguments of the gate."""
         return f"{super().extra_repr()}, activation={self.activation}, norm_before_gate={self.norm_before_gate}"

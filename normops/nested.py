@@ -1,7 +1,8 @@
-"""The operators on nested tensors of jagged layout: sequences of different lengths, packed into one tensor of values.
+"""Runs the operators on nested tensors of jagged layout: sequences of several lengths, packed in one tensor of values.
 
-A norm over dimensions behind the ragged one, by a weight of such dimensions or a nested one, is that of the values.
-normops imports this module once nested tensors are used; derivatives and ``torch.compile`` are those of the operators.
+The normalized dimensions come after the ragged one, and the weight has only such dimensions or is nested. The norm of
+the nested tensor is then the norm of its values. normops imports this module once nested tensors are used. Derivatives
+and ``torch.compile`` work as for the operators.
 
 Example:
     >>> import torch, normops
@@ -42,7 +43,7 @@ def _check(
     dim: int,
 ) -> None:
     input = rows["input"]
-    dims = input.dim() - input._ragged_idx  # from the ragged one on
+    dims = input.dim() - input._ragged_idx  # the ragged dimension and those after it
     if dim != -1:
         raise RuntimeError(
             f"{name}: expected dim to be -1, the last dimension of input, which is nested, but got {dim}"
@@ -68,7 +69,7 @@ def _check(
 
 
 def _check_sums(op: Operator, results: Iterable[str], shared: Collection[str]) -> None:
-    """Of an input with holes between its sequences."""
+    """Refuses sums over the values of an input with holes between its sequences."""
     for result in results:
         if of_argument(result) in shared:
             raise RuntimeError(
@@ -99,7 +100,7 @@ def _register(op: Operator) -> None:
             for name, exists, value in zip(results_of(op), wanted(op, arguments), results, strict=True)
         )
 
-    of_values.__name__ = name_of(op)  # with which torch's own messages begin
+    of_values.__name__ = name_of(op)  # torch's own messages begin with it
     names = arguments_of(op)
     first = names[: names.index("normalized_shape")]
     nested = ", ".join(f"{name}: {'jt_all' if name in (*ROWS, *SUMS) else 'any'}" for name in first)

@@ -1,4 +1,4 @@
-"""Export to ONNX: what the operators become in :func:`torch.onnx.export`."""
+"""Translates the operators for :func:`torch.onnx.export`."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -6,34 +6,37 @@ from typing import Any, NamedTuple
 
 import torch
 
-# A tensor of the graph that is being made: an onnx_ir.Value, which torch.onnx would not understand as an annotation.
+# A tensor of the exported graph: an onnx_ir.Value. torch.onnx does not support that class as an annotation.
 Value = Any
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The ``custom_translation_table`` with which ``torch.onnx.export`` writes the operators of normops.
+    """Returns the ``custom_translation_table`` with which ``torch.onnx.export`` exports the operators of normops.
 
-    It makes one of each ``rms_norm``, an ``Add`` and one of each ``add_rms_norm``, one of each ``gated_rms_norm`` and
-    a ``Sigmoid`` and a ``Mul``, or with silu two, before or after it, one of each ``channel_rms_norm``, a ``Transpose``
-    before and after it and its activation, one of each ``rms_norm_rope`` and the rotation in
-    products and sums after it, with dynamic sizes where the exported program has them. A weight that broadcasts, or one
-    per group, becomes a ``Mul`` after it, and so does one that multiplies what ``rounding="llama"`` has rounded; a
-    ``bias`` an ``Add``; ``alpha`` a ``Mul`` before the ``Add``. ``rms_norm_stats`` becomes a ``ReduceSumSquare``,
-    ``rms_norm_from_stats`` what its formula says. ``RMSNormalization`` came with version 23 of ONNX's operators: where
-    ``opset_version`` asks for an older one, as torch's default does, the formula stands in its place.
+    From version 23 of ONNX's operators on, each norm becomes one ``RMSNormalization``. With an older ``opset_version``,
+    such as torch's default, it becomes its formula. Further operators follow or precede it:
 
-    ``RMSNormalization`` itself would round tensors of 16 bits twice, and wants a weight of the input's dtype. So that
-    the model means what it means in PyTorch (computed in float32, or in float64 for float64 inputs, and rounded once,
-    or where ``rounding`` says), other dtypes are converted before and after it. A weight that is a parameter is
-    converted once, in the export. ONNX stores ``eps`` as a float32, beside float64 inputs too, and has no product and
-    sum in one rounding: with an ``alpha`` that is not 1, the sum may differ by one more rounding of the type computed
-    in.
+    * A weight that broadcasts, or one per group, is a ``Mul`` after the norm; with ``rounding="llama"`` and 16-bit
+      inputs each weight is. A ``bias`` is an ``Add`` after that.
+    * The residual of ``add_rms_norm`` is an ``Add`` before the norm, and ``alpha`` a ``Mul`` before that.
+    * The gate of ``gated_rms_norm`` is a ``Sigmoid`` and one ``Mul``, with silu two, before or after the norm.
+    * The dimension of ``channel_rms_norm`` needs a ``Transpose`` before and after the norm; its activation follows the
+      norm.
+    * The rotation of ``rms_norm_rope`` is products and sums after the norm.
+    * ``rms_norm_stats`` is a ``ReduceSumSquare``, and ``rms_norm_from_stats`` its formula.
+
+    Sizes are dynamic where the exported program has dynamic sizes. The model computes as in PyTorch: in float32, or in
+    float64 for float64 inputs, and it rounds once or as ``rounding`` says. ``RMSNormalization`` alone would round
+    16-bit tensors twice, and requires a weight of the input's dtype. Therefore other dtypes are converted before and
+    after it; a weight that is a parameter is converted once, in the export.
+
+    ONNX stores ``eps`` as a float32, also for float64 inputs, and cannot compute a product and a sum with one rounding.
+    With an ``alpha`` other than 1, the sum may have one more rounding error of the dtype of the computation.
 
     Returns:
-        The functions that write ``torch.ops.normops.rms_norm.default`` and those of ``add_rms_norm``,
-        ``gated_rms_norm``, ``channel_rms_norm``, ``rms_norm_rope``, ``rms_norm_stats`` and
-        ``rms_norm_from_stats``. Other operators of normops do not remain in an exported program, but for the
-        backwards, which have no translation.
+        The functions that translate ``torch.ops.normops.rms_norm.default``, ``add_rms_norm``, ``gated_rms_norm``,
+        ``channel_rms_norm``, ``rms_norm_rope``, ``rms_norm_stats`` and ``rms_norm_from_stats``. An exported program
+        contains no other operators of normops, except for backwards, which have no translation.
 
     Raises:
         ImportError: if onnxscript is not installed.
@@ -87,7 +90,7 @@ def _norm_of_rows(
     weight_offset: float,
     bias: Value | None,
 ) -> Value:
-    """With the bias, in the type that is computed in."""
+    """Returns the norm with the bias, in the type of the computation."""
     from onnxscript import opset18
 
     output = _normalize(_cast(rows, steps.dtype, steps.compute), steps, dims, weight, eps, weight_offset)
@@ -223,7 +226,7 @@ def _rms_norm_rope(
         rotated = opset18.Reshape(opset18.Concat(*pairs, axis=-1), opset18.Shape(rows))
     else:
         rotated = opset18.Concat(turned_a, turned_b, axis=-1)
-    last = 2**63 - 1  # however many there are
+    last = 2**63 - 1  # ONNX clamps it to the number of columns
     output = opset18.Concat(part(h, 0, rotary_offset), rotated, part(h, end, last), axis=-1)
     return _cast(output, compute, input.dtype)
 
@@ -258,7 +261,7 @@ def _rms_norm_from_stats(
 
 
 class _RoundedSteps(NamedTuple):
-    """How results are rounded on the way to an output of a dtype."""
+    """Defines how intermediate results of an output are rounded."""
 
     dtype: int
     compute: int
@@ -281,15 +284,15 @@ def _normalize(
     weight_offset: float,
     mean: Value | None = None,
 ) -> Value:
-    """By one operator, unless the mean of the squares is given or the model's version has none."""
+    """Returns one RMSNormalization, or the formula if ``mean`` is given or the opset lacks that operator."""
     from onnxscript import evaluator, opset18, opset23
 
     compute = steps.compute
     scale: Value = None if weight is None else _scale(weight, weight_offset, compute)
-    recorder: Any = evaluator.default()  # torch.onnx's, which knows the version that the export was asked for
-    # Beyond 25 torch.onnx can write none, and leaves the model at 18.
+    recorder: Any = evaluator.default()  # torch.onnx's, which knows the requested opset version
+    # torch.onnx cannot write versions after 25, and leaves the model at 18.
     is_one_operator = mean is None and recorder.opset.version in (23, 24, 25)
-    # ONNX's scale cannot have groups, and is multiplied before anything is rounded.
+    # ONNX's scale has no groups, and is applied before any rounding.
     is_after = weight is not None and (not is_one_operator or len(weight.shape) > dims or steps.rounds)
     if is_one_operator:
         of_columns = scale
@@ -299,7 +302,7 @@ def _normalize(
     else:
         if mean is None:
             mean = opset18.ReduceMean(opset18.Mul(h, h), _last(dims))
-        # Not Add, which torch.onnx leaves out where eps is next to nothing, as it is for float64.
+        # Not Add: torch.onnx removes an addition of a tiny eps, such as that of float64.
         variance = opset18.Sum(mean, _constant(_eps(eps, compute), compute))
         output = opset18.Mul(h, opset18.Reciprocal(opset18.Sqrt(variance)))
     return opset18.Mul(steps.rounded(output), scale) if is_after else output
@@ -321,7 +324,7 @@ def _eps(eps: float | None, compute: int) -> float:
 
 
 def _last(dims: int) -> Value:
-    """The last dimensions."""
+    """Returns the axes of the last dimensions."""
     from onnxscript import opset18
 
     return opset18.Constant(value_ints=tuple(range(-dims, 0)))

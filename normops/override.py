@@ -1,4 +1,4 @@
-"""Runs normops under torch's own rms_norm."""
+"""Makes torch's own rms_norm run normops."""
 
 import sys
 from contextlib import AbstractContextManager
@@ -17,7 +17,12 @@ def overrides_torch() -> bool:
 
 
 def set_override_torch(enabled: bool) -> None:
-    """Makes torch's own ``rms_norm`` run normops, or undoes that: see :func:`override_torch`.
+    """Makes torch's own ``rms_norm`` run normops, or undoes that, until the next call.
+
+    Use :func:`override_torch` to restore the previous state at the end of a ``with`` block.
+
+    Args:
+        enabled: True runs normops, False runs torch's own kernels.
 
     Example:
         >>> import normops
@@ -32,18 +37,25 @@ def set_override_torch(enabled: bool) -> None:
 def override_torch(enabled: bool = True) -> AbstractContextManager[None]:
     """Makes torch's own ``rms_norm`` run normops inside a ``with`` block.
 
-    This concerns ``torch.nn.functional.rms_norm``, and with it ``torch.nn.RMSNorm``, in all threads of the process.
-    torch computes the calls that normops has no kernels for: devices other than CPU and CUDA, dtypes other than
-    float16, bfloat16, float32 and float64, layouts that are not strided, an ``eps`` of NaN, and calls under
-    ``torch.vmap``.
-    Outputs have the strides of torch's. On the CPU, torch computes inputs in ``torch.channels_last`` and keeps their
-    memory format. Outputs for other inputs are contiguous.
+    The override applies to :func:`torch.nn.functional.rms_norm`, and so to :class:`torch.nn.RMSNorm`, in all threads of
+    the process. torch's own kernels still run for calls that normops does not support:
 
-    Entering and leaving the block calls ``torch.compiler.reset()``, so that compiled functions are compiled again.
-    Inductor's caches distinguish graphs by whether torch was overridden.
+    * devices other than CPU and CUDA;
+    * dtypes other than float16, bfloat16, float32 and float64, and layouts that are not strided;
+    * an ``eps`` of NaN;
+    * calls under :func:`torch.vmap`.
+
+    Outputs have the strides of torch's outputs. On the CPU, torch computes inputs in :data:`torch.channels_last` and
+    keeps their memory format. Outputs for other inputs are contiguous.
+
+    Entering and leaving the block calls :func:`torch.compiler.reset`, so that functions are compiled again. Inductor's
+    caches distinguish graphs by whether torch was overridden.
 
     Args:
         enabled: False runs torch's own kernels inside the block.
+
+    Returns:
+        A context manager, which restores the previous state at the end.
 
     Example:
         >>> import torch, normops

@@ -1,4 +1,4 @@
-"""Outputs of norms that are not kept for the backward: it computes them again."""
+"""Recomputes outputs of norms in the backward instead of storing them."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -14,28 +14,32 @@ from normops import _C
 
 @contextmanager
 def recompute_norms() -> Generator[None]:
-    """Keeps no outputs of normops' norms for the backward, for the time of a ``with`` block or of a decorated function.
+    """Recomputes norm outputs in the backward instead of storing them, inside a ``with`` block or a decorated function.
 
-    Linear layers save their input, which mostly is the output of a norm. Here the backward computes it again, from what
-    the norm keeps for its own backward: once for all who need it. Gradients have the same bits. That goes for
-    ``rms_norm``, ``gated_rms_norm``, ``channel_rms_norm``, ``rms_norm_rope``, ``rms_norm_from_stats`` and the first
-    output of ``add_rms_norm``, whether called as functions, operators, modules, in patched models or under
-    :func:`override_torch`, and for views of their outputs.
+    A linear layer saves its input, which is often the output of a norm. Inside the block, the backward recomputes this
+    output from the tensors that the norm saves for its own backward: once, for all operators that need it. Gradients
+    have the same bits. This applies to the outputs of ``rms_norm``, ``gated_rms_norm``, ``channel_rms_norm``,
+    ``rms_norm_rope`` and ``rms_norm_from_stats``, to the first output of ``add_rms_norm``, and to views of these. It
+    covers functions, operators, modules, patched models and :func:`override_torch`.
 
-    Put the forward into the block: both the norm and the operators that save its output. The backward may be in it or
-    not. For each output that it recomputes, normops copies the weight and the bias. An output is stored as usual if it
-    has been written to in place, if its norm does not save its input (the bias alone requires a gradient), if the
-    copies would not be smaller than the output, or if the weight or the bias was freed or written to before an operator
-    saved the output. Views of subclasses of ``Tensor``, such as ``values()`` of a nested tensor, are stored, too.
+    The block must contain the forward: the norm, and the operators that save its output. The backward may run outside.
+    The block copies the weight and the bias for each output that it recomputes. It stores an output as usual in these
+    cases:
 
-    The block works by hooks on saved tensors, for the thread that enters it. What is not computed again is left to
-    hooks around the block, if there are any. Hooks inside it, those of activation checkpointing among them, see to
-    what is saved in them. Writes that autograd does not see, such as those to ``output.data``, are not seen here. Where
-    torch refuses such hooks, within ``torch.func.grad``, the block does nothing; around a transform of ``torch.func``
-    that takes none, torch says so.
+    * The output has been written to in place.
+    * Its norm does not save its input, because only the bias requires a gradient.
+    * The copies would not be smaller than the output.
+    * The weight or the bias was freed or written to before an operator saved the output.
+    * The output is a view of a subclass of ``Tensor``, such as ``values()`` of a nested tensor.
 
-    Around code that torch.compile has compiled, it is for what happens between the graphs. In a graph it does nothing:
-    there, :func:`inductor_options` and the backend ``"normops"`` have an option ``recompute_norms``.
+    The block installs hooks on saved tensors in the current thread. Hooks around the block receive the tensors that are
+    not recomputed. Hooks inside it, including those of activation checkpointing, handle the tensors saved inside them.
+    The block does not notice writes that autograd does not see, such as those to ``output.data``. Inside
+    :func:`torch.func.grad`, which forbids such hooks, the block does nothing. A transform of ``torch.func`` that
+    forbids them raises torch's error if it runs inside the block.
+
+    Around compiled code, the block applies between the graphs of ``torch.compile``, not inside them. For graphs, set
+    the option ``recompute_norms`` of :func:`inductor_options` or of the backend ``"normops"``.
 
     Example:
         >>> import torch, normops
@@ -55,7 +59,7 @@ def recompute_norms() -> Generator[None]:
         if not _C.RecomputedOutput.is_recomputed(tensor, block):
             return give, keep(tensor)
         output = _C.RecomputedOutput.of(tensor)
-        # Hooks around the block, like those of a checkpoint, count what they are given: they never get these outputs.
+        # Hooks around the block, like those of a checkpoint, count their tensors: they never receive these outputs.
         return (_give, _keep(tensor)) if output is None else (_C.RecomputedOutput.tensor, output)
 
     def unpack(packed: tuple[Callable[[Any], Tensor], Any]) -> Tensor:
@@ -70,7 +74,7 @@ def recompute_norms() -> Generator[None]:
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:
-    """As torch keeps it where there are no hooks. A node may not keep its own output, which has its history."""
+    """Returns a tensor and its version, as torch saves them without hooks: detached, as its node must not own it."""
     return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
 

@@ -1,9 +1,9 @@
-"""How the operators run on :class:`torch.distributed.tensor.DTensor` whose normalized dimensions are sharded.
+"""Runs the operators on a :class:`torch.distributed.tensor.DTensor` whose normalized dimensions are sharded.
 
-No rank sees a whole row. Each sums its part, **one number a row is reduced over the ranks**, and each normalizes its
-part: :func:`normops.rms_norm_stats` and :func:`normops.rms_norm_from_stats`. The output is sharded as ``input`` is, and
-so are the weight, beside it, and its gradient. The backward reduces two numbers a row, in one message: the statistic is
-formed anew, as everywhere. Before that, every rank checks the arguments as what they are together.
+No rank has a whole row. Each rank sums its part (:func:`normops.rms_norm_stats`), **the ranks reduce one number per
+row**, and each rank normalizes its part (:func:`normops.rms_norm_from_stats`). The output is sharded like ``input``,
+and so are the weight and its gradient. The backward recomputes the statistic, as on one device, and reduces two numbers
+per row in one message. Before that, every rank checks the global arguments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ def _is_shard(placement: Placement) -> TypeGuard[Shard | _StridedShard]:
 
 
 def _sharded_rows(arguments: _Arguments) -> _Placements | None:
-    """How rows are placed, if a dimension of the mesh shards normalized ones and all tensors are on that mesh."""
+    """Returns the placements of rows if normalized dimensions are sharded and all tensors share the mesh, else None."""
     if arguments.get("bias") is not None:
         return None
     mesh = arguments["input"].device_mesh if isinstance(arguments["input"], DTensor) else None
@@ -39,7 +39,7 @@ def _sharded_rows(arguments: _Arguments) -> _Placements | None:
     row_dims = arguments["input"].ndim - len(arguments["normalized_shape"])
 
     def decide(placements: _Placements) -> Placement:
-        shards = sorted(filter(_is_shard, placements), key=lambda shard: shard.dim >= row_dims)  # whole rows first
+        shards = sorted(filter(_is_shard, placements), key=lambda shard: shard.dim >= row_dims)  # row dimensions first
         return next(iter(shards), Replicate())
 
     decided = tuple(map(decide, zip(*(tensor.placements for tensor in rows), strict=True)))
@@ -47,7 +47,7 @@ def _sharded_rows(arguments: _Arguments) -> _Placements | None:
 
 
 class _Parts:
-    """What a rank has of the arguments, and what the ranks make of it, as tensors of the whole."""
+    """Converts the arguments to this rank's parts, and results of the parts to DTensors."""
 
     def __init__(self, arguments: _Arguments, rows: _Placements) -> None:
         self._input: DTensor = arguments["input"]
@@ -60,18 +60,18 @@ class _Parts:
         """The arguments of the same operator on this rank's part."""
 
     def of(self, *names: str) -> dict[str, Any]:
-        """Those of them that were given."""
+        """Returns the named arguments that the call has."""
         return {name: self.local[name] for name in names if name in self.local}
 
     def whole(self, name: str, value: Tensor | None) -> DTensor | None:
-        """The result that has this part."""
+        """Returns the DTensor with this part."""
         if value is None:
             return None
         shape = tuple(self._input.shape)
         if name == "grad_weight":
             assert self._of_weight is not None
             shape = tuple(self._of_weight)
-        elif name in SUMS:  # one, or several together
+        elif name in SUMS:  # one sum, or several stacked
             shape = (*shape[: self._row_dims], *value.shape[self._row_dims :])
         stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
         placements = self._placements(name, Partial())
@@ -80,7 +80,7 @@ class _Parts:
         )
 
     def reduced(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Sums over parts of rows, as sums over rows, in one message."""
+        """Reduces sums over parts of rows to sums over rows, in one message."""
         together = self.whole("square_sum", torch.stack(sums, -1))
         assert together is not None
         placements = self._placements("square_sum", Replicate())
@@ -93,7 +93,7 @@ class _Parts:
         return value.redistribute(placements=self._placements(name, Replicate())).to_local()
 
     def _placements(self, name: str, otherwise: Placement) -> _Placements:
-        """``otherwise``: where it does not have the dimension that is sharded."""
+        """Returns the placements of a tensor; ``otherwise`` where it lacks the sharded dimension."""
         return tuple(self._placement(name, placement, otherwise) for placement in self._rows)
 
     def _placement(self, name: str, rows: Placement, otherwise: Placement) -> Placement:
@@ -119,7 +119,7 @@ def _as_tuple(results: Any) -> tuple[Tensor, ...]:
 
 
 def _of_sums(op: Operator, parts: _Parts) -> _Results:
-    """An operator whose sums over rows are sums over their parts."""
+    """Runs an operator whose sums over rows are sums over their parts."""
     return _as_tuple(op(**parts.local))
 
 
@@ -132,7 +132,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _normalized(parts: _Parts, h: Tensor, dtype: torch.dtype, square_sum: Tensor | None = None) -> Tensor:
-    """The norm of parts of rows, for an output of the dtype, to which it casts. ``square_sum``: if it is known."""
+    """Returns the norm of parts of rows, rounded to a dtype. ``square_sum`` is reduced here unless it is given."""
     if square_sum is None:
         (square_sum,) = parts.reduced(_ops.rms_norm_stats(h, parts.local["normalized_shape"]))
     of_norm = parts.of(*_NORM)
@@ -148,7 +148,7 @@ def _normalized(parts: _Parts, h: Tensor, dtype: torch.dtype, square_sum: Tensor
 def _gradients(
     parts: _Parts, grad_output: Tensor, h: Tensor, mask: Sequence[bool], residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of h, a part of what is normalized, and of the weight, and the sum of squares."""
+    """Returns the gradients of ``h``, a part of the normalized rows, and of the weight, and the sum of squares."""
     sums = _ops.rms_norm_backward_stats(grad_output, h, **parts.of(*_NORM))
     square_sum, dot = parts.reduced(*sums)
     gradients = _ops.rms_norm_backward_from_stats(
@@ -182,7 +182,7 @@ def _add_rms_norm(op: Operator, parts: _Parts) -> _Results:
 
 
 def _activated(parts: _Parts) -> tuple[Tensor, Tensor]:
-    """The gate, and its slope."""
+    """Returns the activated gate and its slope."""
     gate = _wide(parts.local["gate"])
     s, c = gate.sigmoid(), (-gate).sigmoid()
     if parts.local.get("activation", "silu") == "sigmoid":
@@ -233,11 +233,11 @@ _RULES: dict[str, _Rule] = {
     "rms_norm_backward_stats": _of_sums,
     "rms_norm_backward_from_stats": _of_sums,
 }
-"""Not rms_norm_rope: columns that are rotated together may be on two ranks. It is gathered; so is what has a bias."""
+"""Excludes rms_norm_rope, whose pairs of columns may be on two ranks. It gathers rows, and so do norms with a bias."""
 
 
 def _outside(op: Operator, arguments: _Arguments) -> _Results:
-    """What a rank that is not on the mesh has of the results: nothing, in their dtypes."""
+    """Returns the results on a rank outside the mesh: empty tensors of the right dtypes."""
     on_meta = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
         for name, value in arguments.items()
@@ -253,7 +253,7 @@ def _register(op: Operator, rule: _Rule) -> None:
         rows = _sharded_rows(arguments)
         if func is not op or rows is None:
             return NotImplemented
-        check(*args, **(kwargs or {}))  # of the whole: what is wrong there may be right in the parts, or in some
+        check(*args, **(kwargs or {}))  # global tensors: their parts may be valid on all ranks, or on some
         with torch.no_grad():
             parts = _Parts(arguments, rows)
             has_part = arguments["input"].device_mesh.get_coordinate() is not None

@@ -1,23 +1,25 @@
-"""How the operators run on :class:`torch.distributed.tensor.DTensor`: what is kept sharded, what is communicated.
+"""Runs the operators on :class:`torch.distributed.tensor.DTensor` without communication where rows are sharded.
 
-normops imports this module when ``torch.distributed.tensor`` is imported, by whomever; nothing needs to be called.
+normops imports this module when ``torch.distributed.tensor`` is imported. No call is needed.
 
-Rows are independent of each other, so **shards of rows stay where they are**: where ``input`` is ``Shard(d)`` and
-``d`` is not among the dimensions of ``normalized_shape``, the outputs are ``Shard(d)``, too, and nothing is
-communicated; ``grad_weight`` is then ``Partial()``, a sum that is still to be taken over the ranks, by whoever needs
-it. What broadcasts over ``input`` (``weight``, ``bias``, ``cos`` and ``sin``) is sharded as ``input`` is on the
-dimensions that it has of it, and so are the gradients: heads beside heads, and samples beside what shifts them; shards
-of a sequence take their own positions. **A normalized dimension that is sharded** stays so, too, but for what is
-rotated, or has a bias: :mod:`normops.sharded_rows`. **All else is replicated first**: an ``input`` that is
-``Partial()`` is summed up, a ``weight`` that is sharded otherwise is gathered. Of several arguments with the shape of
-``input``, the first one that is sharded by rows on a dimension of the mesh decides for all. ``normalized_shape`` is
-that of the whole tensor, and so of its shards.
+**Sharded rows need no communication**, because rows are independent. If ``input`` is ``Shard(d)``, and ``d`` is not
+among the dimensions of ``normalized_shape``, the outputs are ``Shard(d)``, too. ``grad_weight`` is then ``Partial()``:
+its consumer reduces it over the ranks. ``weight``, ``bias``, ``cos`` and ``sin`` broadcast over ``input``. If they have
+the sharded dimension, they and their gradients are sharded like ``input``: weights of heads, shifts of samples,
+positions of a sequence.
 
-**Errors** are those of whole tensors, on every rank alike, before anything is communicated: no rank waits for another
-that refuses.
+**Sharded normalized dimensions stay sharded**, except for rotations and norms with a bias: :mod:`normops.sharded_rows`.
 
-``rms_norm_``, ``add_rms_norm_`` and ``rms_norm_rope_`` cannot change how the tensors that they write to are sharded,
-and refuse where they would have to. The ``.out`` overloads take no DTensor.
+**All other placements are replicated first**: an ``input`` that is ``Partial()`` is reduced, and a weight with another
+sharding is gathered. If several arguments have the shape of ``input``, the first one whose rows are sharded on a
+dimension of the mesh determines the placement of all. ``normalized_shape`` is that of the whole tensor, and so of its
+shards.
+
+**Errors** are those of whole tensors. Every rank raises them before any communication, so no rank waits for another
+one.
+
+``rms_norm_``, ``add_rms_norm_`` and ``rms_norm_rope_`` cannot change the sharding of the tensors that they write to,
+and raise an error if they would have to. The ``.out`` overloads do not support DTensor.
 
 Example:
     >>> import torch, normops
@@ -74,7 +76,7 @@ Placements = tuple[Placement, ...]
 
 
 def _row_placements(specs: Mapping[str, DTensorSpec], normalized: range) -> Placements:
-    given = [specs[name] for name in ROWS if name in specs]  # the first ones decide first
+    given = [specs[name] for name in ROWS if name in specs]  # in order of precedence
 
     def decide(placements: Placements) -> Placement:
         shards = (p for p in placements if isinstance(p, (Shard, _StridedShard)) and p.dim not in normalized)
@@ -86,7 +88,7 @@ def _row_placements(specs: Mapping[str, DTensorSpec], normalized: range) -> Plac
 def _of_broadcast(
     rows: Placement, spec: DTensorSpec, input: DTensorSpec, normalized: range, otherwise: Placement
 ) -> Placement:
-    """The placement of what broadcasts over rows, or of its gradient: theirs, on a dimension that both have."""
+    """Returns the placement of a tensor that broadcasts over rows, or of its gradient: that of a shared dimension."""
     if rows.is_replicate():
         return Replicate()
     assert isinstance(rows, (Shard, _StridedShard))
@@ -98,7 +100,7 @@ def _of_broadcast(
 
 
 def _strategy(schema: OpSchema) -> OpStrategy:
-    """The one way to run an operator: all that has the shape of input sharded alike, by rows or not at all."""
+    """Returns the only strategy: tensors with the shape of input are all sharded by the same rows, or replicated."""
     arguments = by_name(schema.op, schema.args_schema, schema.kwargs_schema)
     specs = {
         name: value.strategies[0].output_spec for name, value in arguments.items() if isinstance(value, OpStrategy)
@@ -129,7 +131,7 @@ def _strategy(schema: OpSchema) -> OpStrategy:
 
 
 for _op in (*FUNCTIONAL, *INPLACE):
-    # The cache's key is all arguments: what it does not find is checked, on whole tensors, before anything is sent.
+    # The cache's key has all arguments. A miss checks the arguments, as whole tensors, before any communication.
     register_op_strategy(_op, RuntimeSchemaInfo(static_argnum=0, static_kwargkey=list(arguments_of(_op))))(_strategy)
 TENSORS.update((DTensor, AsyncCollectiveTensor))
 
@@ -148,11 +150,11 @@ def _place_arguments(module: Module, place: Callable[[Tensor], DTensor]) -> Modu
 
 
 class SequenceParallel(_SequenceParallel):
-    """:class:`torch.distributed.tensor.parallel.SequenceParallel` for norms that also add to a residual stream.
+    """Extends :class:`torch.distributed.tensor.parallel.SequenceParallel` to norms that are called with a residual.
 
-    It takes the same arguments. PyTorch's passes on the first argument of a module only: a norm that is called with a
-    residual would leave it out. This one shards all tensors that the module is called with, by position or by keyword,
-    and all outputs on the sequence dimension. For norms that are called without a residual, both do.
+    PyTorch's class passes only a module's first argument on, so the norm would get no residual. This class shards all
+    tensors that the module is called with, by position or by keyword, and all outputs, on the sequence dimension. It
+    takes the same arguments. Norms without a residual work with both classes.
 
     Example:
         >>> from normops.sharding import SequenceParallel
@@ -177,14 +179,14 @@ class SequenceParallel(_SequenceParallel):
 
 
 class HiddenParallel(ParallelStyle):
-    """For norms of rows of which each rank has some columns, as :class:`ColwiseParallel` before them leaves them.
+    """Normalizes rows of which each rank has some columns, such as the outputs of a :class:`ColwiseParallel` layer.
 
-    Tensors that the module is called with, by position or by keyword, are taken as this rank's columns of larger ones,
-    of which each rank has as many. Its parameters are sharded beside them. One number a row is communicated
-    (:mod:`normops.sharded_rows`).
+    Each tensor that the module is called with, by position or by keyword, contains this rank's columns of a larger
+    tensor. All ranks have the same number of columns. The parameters are sharded in the same way. The forward
+    communicates one number per row (:mod:`normops.sharded_rows`).
 
     Args:
-        use_local_output: whether the module returns this rank's columns, as tensors, or the whole, as DTensors.
+        use_local_output: True returns this rank's columns as tensors, False returns DTensors.
 
     Example:
         >>> from torch.distributed.tensor.parallel import ColwiseParallel
@@ -202,7 +204,7 @@ class HiddenParallel(ParallelStyle):
                 return tensor
             return DTensor.from_local(tensor, device_mesh, [Shard(tensor.ndim - 1)], run_check=False)
 
-        to_own: Any = self._to_own  # annotated as if what it returns were not used
+        to_own: Any = self._to_own  # torch's annotation says that its result is unused
         distribute_module(module, device_mesh, self._shard, None, to_own)
         return _place_arguments(module, place)
 

@@ -1,7 +1,7 @@
-"""The rule of vmap: one call of an operator for the whole batch, where PyTorch would make one call per sample.
+"""Registers vmap rules: one call of an operator for the whole batch, instead of one call per sample.
 
-A batch is one more dimension of rows, before the others. Where every sample has its own weight, or its own gradient of
-it, the batch is a dimension of the weight, too, which broadcasts over those between.
+The batch is the first dimension of the rows. If each sample has its own weight, or its own gradient of the weight, the
+batch is also the weight's first dimension. The weight then broadcasts over the dimensions in between.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _library = torch.library.Library("normops", "IMPL")
 
 
 class _Batch(NamedTuple):
-    """A tensor argument for all samples: one each, along the first dimension, or one that they share."""
+    """A tensor argument for all samples: one per sample, along the first dimension, or one that they share."""
 
     tensor: Tensor
     is_shared: bool
@@ -44,20 +44,20 @@ class _Batch(NamedTuple):
         return self.tensor.expand(self.size, *self.tensor.shape) if self.is_shared else self.tensor
 
     def of_dims(self, dims: int) -> "_Batch":
-        """With so many dimensions of a sample, of which the first ones have size 1."""
+        """Returns an unshared batch whose samples have ``dims`` dimensions: those of size 1 are added in front."""
         samples = self.unshared()
         first = (None,) * (dims + 1 - samples.dim())
         return _Batch(samples[(slice(None), *first)], False, self.size)
 
 
 def _whole(op: Operator, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Checks the arguments of a sample, and gives those of a call for all of them."""
+    """Checks the arguments for one sample, and returns those of a call for all samples."""
     check = getattr(_C, f"check_{name_of(op)}")
     check(**{name: value.sample() if isinstance(value, _Batch) else value for name, value in arguments.items()})
 
     is_wanted = dict(zip(results_of(op), wanted(op, arguments), strict=True))
     dims = arguments["input"].sample().dim()
-    # A kernel sums both gradients where weight and bias are of one shape.
+    # A kernel sums both gradients if weight and bias have one shape.
     sums_bias = is_wanted.get("grad_bias", False)
 
     def whole(name: str, value: Any) -> Any:
@@ -72,7 +72,7 @@ def _whole(op: Operator, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(op: Operator, arguments: dict[str, Any]) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """The operator's results, batched along their first dimension, and which dimension is the batch's."""
+    """Returns the operator's results, batched along their first dimension, and the batch dimension of each."""
 
     def of_samples(name: str, value: Tensor) -> Tensor:
         argument = arguments.get(of_argument(name))

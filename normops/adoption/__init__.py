@@ -1,13 +1,14 @@
-"""normops under RMSNorms that other people wrote: module by module, under torch's own operator, or for ``kernels``.
+"""Makes existing RMSNorm modules run normops, one by one or through Hugging Face's ``kernels``.
 
-``patching`` walks through a model, and ``installation`` gives each norm a ``patched_class``, which calls normops as
-``computing`` says. ``recognition`` finds what a norm computes by following the module's forward, in every way in which
-it may be called (``trial``).
-``following`` and ``evaluation`` evaluate its code, whose syntax tree ``sources`` finds, and note what it computes and
-reads; ``guards`` compares what it read at every call. ``structure`` reads the graph that comes of it, ``experiments``
-finds out what no graph shows, and ``norm`` is what is known in the end. ``reasons`` are why a module is left as it is.
+``patching`` walks through a model. ``installation`` gives each norm a ``patched_class``, which calls normops through
+``computing``. ``recognition`` determines what a module computes: it follows the forward in every way in which it may be
+called (``trial``). ``following`` and ``evaluation`` evaluate the code, whose syntax tree ``sources`` finds, and record
+its operations and the values that it reads. ``guards`` compares these values at every call. ``structure`` recognises a
+norm in the recorded graph, ``experiments`` measures properties that the graph does not show, and ``norm`` holds the
+result. ``reasons`` are the reasons for leaving a module unchanged.
 
-``override`` puts normops under torch's own ``rms_norm``, and ``hugging_face`` into the mapping of ``kernels``.
+``override`` makes torch's own ``rms_norm`` run normops. ``hugging_face`` registers normops in the mapping of
+``kernels``.
 """
 
 from normops.adoption.hugging_face import register_kernels

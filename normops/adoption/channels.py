@@ -1,7 +1,7 @@
-"""Norms over the channels of ``[N, C, H, W]``, seen as norms over rows.
+"""Recognises norms over the channels of ``[N, C, H, W]`` as norms over rows.
 
-With dimension 1 of every tensor behind the others, the operations of such a forward are those of a norm over the last
-dimension. So its graph is rewritten in that order, and all that is found out about norms over rows is found out here.
+If dimension 1 of every tensor is moved to the end, the operations of such a forward are those of a norm over the last
+dimension. The graph is therefore rewritten in that order, and examined like the graph of a norm over rows.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from normops.inductor.calls import UNIT_NORMS, call_of, is_reshape
 
 
 class ChannelTrial(Trial):
-    """Runs of a forward over channels: its inputs and results are those of rows, with the last dimension moved."""
+    """Runs a forward over channels with inputs of rows, whose last dimension it moves to dimension 1."""
 
     dim = 1
 
@@ -29,11 +29,11 @@ class ChannelTrial(Trial):
         self.parameter_ones = len(self._ones)
 
     def takes(self, rows: tuple[int, ...]) -> bool:
-        """Whether the parameters broadcast along dimension 1 of an input with so many dimensions of rows."""
+        """Returns whether the parameters broadcast along dimension 1 of an input with these row dimensions."""
         return len(rows) > 1 and (not self._ones or len(rows) == len(self._ones) + 1)
 
     def follow(self, case: Case) -> Run:
-        """Follows the forward, and returns the run that it would be with rows."""
+        """Follows the forward, and returns the equivalent run over rows."""
         parameters, tensors = self.tensors(case)
         own = {name: nn.Parameter(tensor.detach().view(-1, *self._ones)) for name, tensor in parameters.items()}
         (input,) = [tensor.detach().movedim(-1, 1).contiguous().requires_grad_() for tensor in tensors]
@@ -48,7 +48,7 @@ class ChannelTrial(Trial):
 
 
 def _as_rows(run: Run) -> Run:
-    """The same run, with dimension 1 of every tensor behind the others."""
+    """Returns the same run with dimension 1 of every tensor moved to the end."""
     shape = run.arguments[0].meta["example_value"].shape
     graph, nodes = Graph(), dict[Node, Node]()
     for node in run.graph.nodes:
@@ -99,6 +99,6 @@ def _moved(tensor: Tensor, shape: torch.Size, is_reshaped: bool) -> Tensor:
 
 
 def over_channels(trial: Trial) -> ChannelTrial | None:
-    """The same module as one over channels; None, if its arguments or its parameters do not fit that."""
+    """Returns a trial of the module over channels, or None if its arguments or parameters do not fit."""
     is_one_dim = trial.shape is None or (trial.shape[0] > 1 and all(size == 1 for size in trial.shape[1:]))
     return ChannelTrial(trial.module, trial.parameters, trial.arguments) if is_one_dim and not trial.is_gated else None

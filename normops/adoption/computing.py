@@ -1,4 +1,4 @@
-"""How normops computes a norm that was recognised: in one call of its operators, if dtypes allow that."""
+"""Computes a recognised norm with normops: in one call of an operator, if dtypes allow it."""
 
 from collections.abc import Callable
 from itertools import product
@@ -17,7 +17,7 @@ Compute = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float |
 
 
 def function_of(norm: Norm, rounding: ModelRounding) -> Compute:
-    """The function that computes a norm."""
+    """Returns the function that computes a norm."""
     offset, size, dims, dim = norm.weight_offset, norm.group_size, norm.normalized_dims, norm.dim
     gating: Any = ("silu", True) if norm.gate is None else norm.gate.gating
     activation, norm_before_gate = gating
@@ -67,8 +67,8 @@ def function_of(norm: Norm, rounding: ModelRounding) -> Compute:
         dtype = dtype_of(x.dtype, parameter.dtype)
         if mode == "once":
             return call(x.to(torch.promote_types(x.dtype, dtype)), gate, weight, bias, eps, mode).to(dtype)
-        # The product with a weight of another dtype is rounded to no dtype that the operator rounds to. What it
-        # multiplies has a dtype of its own.
+        # The operator cannot round to the dtype of the product with a weight of another dtype. The factor, the
+        # normalized input, is rounded to the output's or the input's dtype.
         first = dtype if norm.output_dtype.startswith("weight") else x.dtype
         is_gated_after = gate is not None and norm_before_gate
         y = call(x.to(torch.promote_types(x.dtype, first)), None if is_gated_after else gate, None, None, eps, "once")
@@ -83,17 +83,16 @@ def function_of(norm: Norm, rounding: ModelRounding) -> Compute:
 
 
 def mode_of(norm: Norm, rounding: ModelRounding) -> Rounding:
-    """The ``rounding`` of the operators that rounds as :func:`patch` was asked to."""
+    """Returns the operators' ``rounding`` that corresponds to that of :func:`patch`."""
     return "once" if rounding == "once" or norm.rounds == "once" else "llama"
 
 
 def copies_of(norm: Norm) -> dict[tuple[Dtypes, tuple[bool, ...]], tuple[bool, ...]]:
-    """Which of input, weight and gate are copied before they are computed with, by dtypes and requires_grad.
+    """Returns which of input, weight and gate must be copied before the computation, by dtypes and requires_grad.
 
-    Copied is what normops saves for the backward as it is, and the module does not. A module that computes in another
-    dtype saves a copy in that one, so that programs may write into the tensor itself afterwards. Compiled code gets no
-    copies from here: Inductor removes the copy of an input of its graph, and would save what is there after the write.
-    There the passes make copies, as they know which tensors are inputs.
+    A tensor is copied if normops would save it for the backward, and the module saves a copy in another dtype: a
+    program may then write to the tensor. Compiled code makes no copies here, because Inductor would remove the copy of
+    a graph input, and save the overwritten tensor. The passes copy instead: they have the list of inputs.
     """
     needed = {
         (dtypes, requires): tuple(_is_copied(norm, dtypes, requires, i) for i in range(3))
@@ -109,21 +108,21 @@ def _is_copied(norm: Norm, dtypes: Dtypes, requires: tuple[bool, ...], i: int) -
     # normops saves the weight only for the gradients of the other tensors, and no bias.
     if dtypes[i] is None or (i == 1 and (norm.weight is None or not (requires[0] or requires[2]))):
         return False
-    # It was watched only with a gate of the input's dtype.
+    # The experiments had a gate of the input's dtype.
     return gate not in (None, x) or Saved(x, x if weight is None else weight, requires, i) not in norm.saves
 
 
 def gate_beside(gate: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gate, cast if the operator does not take its dtype beside the input's.
+    """Returns the gate, cast unless the operator supports its dtype with the input's.
 
-    It takes the same dtype, or float32 beside one of 16 bits.
+    The operator supports the input's dtype, and float32 combined with a 16-bit dtype.
     """
     one_is_wide = (gate.dtype == torch.float32 and dtype in HALVES) or (gate.dtype in HALVES and dtype == torch.float32)
     return gate if gate.dtype == dtype or one_is_wide else gate.to(torch.promote_types(dtype, torch.float32))
 
 
 def writable(view: Tensor) -> Tensor:
-    """The same, which may be written to once gradients are recorded again, unlike a view made where they are not."""
+    """Returns a tensor that may be written to once gradients are enabled; a view made without gradients may not."""
     return view if torch.is_grad_enabled() else view.detach()
 
 

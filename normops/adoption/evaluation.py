@@ -1,6 +1,6 @@
-"""The statements and expressions of a function in Python, one at a time.
+"""Evaluates the statements and expressions of a Python function, one at a time.
 
-What values, calls and attributes come to is :mod:`~.following`'s.
+:mod:`~.following` determines the results of calls, attributes and operators.
 """
 
 import ast
@@ -39,7 +39,7 @@ _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda a, b: a not in b,
 }
 
-# How many fields each kind of node has. Another Python may have one more, which says something that is not known here.
+# The number of fields of each kind of node. A newer Python may add a field, whose meaning is unknown here.
 _FIELDS: dict[type[ast.AST], int] = {
     **{ast.Return: 1, ast.If: 3, ast.Assign: 3, ast.AnnAssign: 4, ast.AugAssign: 3, ast.Expr: 1, ast.Assert: 2},
     **{ast.Raise: 2, ast.Delete: 1, ast.Pass: 0, ast.Constant: 2, ast.Name: 2, ast.Attribute: 3, ast.Call: 3},
@@ -55,21 +55,21 @@ def _check_fields(node: ast.AST) -> None:
 
 
 class Super(NamedTuple):
-    """``super()`` in a method of this class."""
+    """The value of ``super()`` in a method of this class."""
 
     cls: type
 
 
 class Frame:
-    """One call of a function in Python."""
+    """One call of a Python function."""
 
     def __init__(self, following: "Following", function: FunctionType, local: dict[str, Any]) -> None:
         self._following, self._function, self._local = following, function, local
         self._generates: dict[str, Any] = {}
-        """The variables of generators, which are none of the function."""
+        """The variables of generators, which are not among the function's locals."""
 
     def run(self, statements: Sequence[ast.stmt]) -> tuple[Any] | None:
-        """What the statements return, in a tuple; None if they go on."""
+        """Returns the value that the statements return, in a tuple; None if they do not return."""
         for statement in statements:
             _check_fields(statement)
             match statement:
@@ -124,7 +124,7 @@ class Frame:
                 refuse(f"assigns {ast.unparse(target)}")
 
     def value_of(self, expression: ast.expr) -> Any:
-        """What an expression comes to."""
+        """Returns the value of an expression."""
         following = self._following
         _check_fields(expression)
         match expression:
@@ -165,7 +165,7 @@ class Frame:
         return refuse(f"has the expression {type(expression).__name__}: {ast.unparse(expression)}")
 
     def _generated(self, element: ast.expr, name: str, each: ast.comprehension) -> list[Any]:
-        """All values of a generator that does nothing but compute, of a tuple."""
+        """Returns all values of a generator expression over a tuple that has no conditions."""
         _check_fields(each)
         values = self.value_of(each.iter)
         if each.ifs or each.is_async or type(values) is not tuple or name in self._generates:
@@ -226,7 +226,7 @@ class Frame:
         if name in space:
             return self._following.read(space, name, space[name])
         if name not in built_in:
-            refuse(f"reads {name}, which is nowhere")
+            refuse(f"reads {name}, which is not defined")
         return self._following.judged(built_in[name], name)
 
     def _call(self, call: ast.Call) -> Any:
@@ -254,5 +254,5 @@ class Frame:
 
 
 def is_plain_class(value: Any) -> bool:
-    """Whether a value is a class that finds its attributes as classes do."""
+    """Returns whether a value is a class with Python's default attribute lookup."""
     return type(value) in (type, ABCMeta)

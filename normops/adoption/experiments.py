@@ -1,6 +1,6 @@
-"""What is found out about a norm by running it: dtypes, roundings, the order in memory, what autograd saves.
+"""Runs a norm to determine its dtypes, its roundings, the strides of its result, and the tensors that autograd saves.
 
-That the module is a norm is known before, from the structure of its graph.
+The structure of its graph has already shown that the module is a norm.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,18 +19,18 @@ from normops.functional import ACTIVATIONS
 from normops.inductor.calls import HALVES, NORMS, call_of
 
 MOST_NUMBERS = 2**14
-"""The most elements of an input whose result is compared number by number."""
+"""The maximum number of elements of an input whose result is compared element by element."""
 
 
 def dtype_of(run: Run) -> torch.dtype:
-    """The dtype of the result."""
+    """Returns the dtype of the result."""
     return run.result.meta["example_value"].dtype
 
 
 def output_dtype_of(
     runs: Mapping[Case, Run], base: Case, taken: Collection[tuple[torch.dtype, ...]]
 ) -> tuple[OutputDtype, bool, set[tuple[torch.dtype, ...]]]:
-    """The rule for the output's dtype, whether that of a gate has a part in it, and the dtypes for which it holds."""
+    """Returns the rule for the output's dtype, whether it includes the gate's dtype, and the dtypes that follow it."""
     came = {dtypes: dtype_of(runs[replace(base, dtypes=dtypes)]) for dtypes in taken}
     holds: dict[tuple[OutputDtype, bool], set[tuple[torch.dtype, ...]]] = {
         (name, widens): {
@@ -47,12 +47,12 @@ def output_dtype_of(
 
 
 def order_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]]) -> Order:
-    """The order in memory of the result of an input whose rows are not in order.
+    """Returns the order in memory of the result for an input whose rows are not in order.
 
-    The forward is run for that: it depends on which operand of an operation comes first, which the graph does not show.
+    The forward is run to determine this, because it depends on the order of operands, which the graph does not show.
     """
     if trial.dim is not None:
-        return "kept"  # those of which it is not are not computed
+        return "kept"  # the patched forward handles no other inputs
     dims = len(base.shape)
     parameters, tensors = trial.tensors(replace(base, rows=(2, 4)))
     whole, apart = [each[:, :3].contiguous() for each in tensors], [each[:, :3] for each in tensors]
@@ -70,18 +70,18 @@ def order_of(trial: Trial, base: Case, taken: Collection[tuple[torch.dtype, ...]
         x = tensor.detach().permute(*order, *range(len(order), tensor.dim()))
         try:
             y = trial.call(parameters, x)
-        except Exception:  # the module's own forward will compute, and raise it again
+        except Exception:  # the module's own forward runs for such inputs, and raises the error
             return "unknown"
         found.add("kept" if y.stride() == x.stride() else "contiguous" if y.is_contiguous() else "unknown")
     return found.pop() if len(found) == 1 else "unknown"
 
 
-# The operations that autocast computes in another dtype, on one device or another.
+# The operations that autocast computes in another dtype on some device.
 _AUTOCASTS = {"square", "rsqrt", "sqrt", "div", "mean", "sum", "silu", "sigmoid"}
 
 
 def autocasts_of(run: Run) -> bool:
-    """Whether autocast would change a dtype."""
+    """Returns whether autocast would change a dtype."""
     for node in run.graph.nodes:
         call = call_of(node)
         is_listed = node.target in NORMS or (call is not None and call.name in _AUTOCASTS)
@@ -93,7 +93,7 @@ def autocasts_of(run: Run) -> bool:
 def saves_of(
     trial: Trial, base: Case, structure: Structure, taken: Collection[tuple[torch.dtype, ...]]
 ) -> frozenset[Saved]:
-    """The cases in which the module's own forward saves a tensor as it was given, and not a copy in another dtype."""
+    """Returns the cases in which the module's own forward saves a tensor itself, not a copy in another dtype."""
     classes = (torch.bfloat16, torch.float32)
     pairs = product(classes, repeat=2) if trial.parameters else ((each, each) for each in classes)
     found = set()
@@ -102,7 +102,7 @@ def saves_of(
         if case.dtypes not in taken:
             continue
         parameters, tensors = trial.tensors(case)
-        first = structure.weight or structure.bias  # nothing is saved for a bias besides
+        first = structure.weight or structure.bias  # with a weight, nothing is saved for the bias
         given = {
             i: each
             for i, each in enumerate((tensors[0], parameters.get(first or ""), *tensors[1:]))
@@ -128,9 +128,9 @@ def saves_of(
 
 
 def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[tuple[torch.dtype, ...]]) -> Roundings:
-    """How often results are rounded, as the bits of a bfloat16 result show.
+    """Returns how often results are rounded, as the bits of a bfloat16 result show.
 
-    On the way, results are compared with those of the structure, in float32 and in bfloat16.
+    Also compares results with those of the structure, in float32 and in bfloat16.
 
     Raises:
         Unfit: if they differ.
@@ -139,13 +139,13 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
     shape = torch.Size(base.shape)
     rows = (*base.rows[:-1], max(2, min(16, MOST_NUMBERS // shape.numel()))) if base.rows else ()
     x = torch.randn(*rows, *shape, generator=generator, device="cpu")
-    # From rows so small that eps is all that counts, to rows so large that it does not count.
+    # From rows so small that eps dominates to rows so large that it is negligible.
     scales = torch.logspace(-8, 4, rows[-1] if rows else 1, device="cpu")
     x = x * scales.view(-1, *[1] * len(shape))
     parameters = {
         name: 6 * torch.rand(trial.shape or (), generator=generator, device="cpu") - 3 for name in trial.parameters
     }
-    # Numbers for which the gate is all but closed, for which silu is all but the number itself, and those between.
+    # Gates from nearly closed to so large that silu is nearly the identity.
     gate = 4 * torch.randn(x.shape, generator=generator, device="cpu") if trial.is_gated else None
     eps = getattr(trial.module, structure.eps) if isinstance(structure.eps, str) else structure.eps
     with torch.no_grad():
@@ -158,7 +158,7 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
             weight, bias = (None if name is None else parameters[name] for name in (structure.weight, structure.bias))
             y = trial.call(parameters, *(x.clone(),) if gate is None else (x.clone(), gate.clone()))
             once = _definition(structure, eps, x, weight, bias, gate).to(y.dtype)
-            atol = 0.0 if bias is None else 2 * rtol * float(bias.abs().max())  # it may cancel
+            atol = 0.0 if bias is None else 2 * rtol * float(bias.abs().max())  # sums with a bias may cancel
             if not torch.allclose(y.float(), once.float(), rtol=rtol, atol=atol, equal_nan=True):
                 raise Unfit(f"computes something else than its structure in {str(dtype).removeprefix('torch.')}")
     results: dict[Roundings, Tensor] = {"once": once}
@@ -174,7 +174,7 @@ def rounds_of(trial: Trial, base: Case, structure: Structure, taken: Collection[
         if gating is not None and gate is not None and is_gated_after:
             last = (last * ACTIVATIONS[gating.activation](gate.float())).bfloat16()
         results["twice" if weight is None or (bias is None and not is_gated_after) else "thrice"] = last
-    # These results were computed in float64, a module's in float32, which now and then rounds to the other neighbour.
+    # These results are computed in float64 and the module's in float32, so a few round to the other neighbour.
     same = {rounds: float((y == result).double().mean()) for rounds, result in results.items()}
     best = max(same, key=lambda rounds: same[rounds])
     return best if same[best] > 0.99 else "otherwise"
@@ -188,7 +188,7 @@ def _definition(
     bias: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    """What the structure computes, in float64."""
+    """Returns the result of the structure in float64."""
     wide, gating = x.double(), structure.gating
     activated = None if gating is None or gate is None else ACTIVATIONS[gating.activation](gate.double())
     is_gated_after = gating is not None and gating.norm_before_gate

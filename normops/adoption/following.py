@@ -1,9 +1,9 @@
-"""Following the code of a module's forward, expression by expression.
+"""Follows the code of a module's forward, expression by expression.
 
-The source of a function, which is known to be that of its code as it compiles to the same, is evaluated here, not by
-Python. So each operation of torch is known, which become a graph like Dynamo's, on which the passes for torch.compile
-find norms; and so is everything that is read besides, which is compared at every call (:mod:`~.guards`), or refused.
-What is not known to be harmless is refused: any other statement, expression, function, attribute or value.
+This package, not Python, evaluates the source of a function. The source is known to be the function's own because it
+compiles to the same code. Each operation of torch becomes a node of a graph like Dynamo's, in which the passes for
+torch.compile find norms. Every other value that is read is compared at every call (:mod:`~.guards`), or refused. A
+statement, expression, function, attribute or value is refused unless it is known to be harmless.
 """
 
 import ast
@@ -27,7 +27,7 @@ from normops.inductor.calls import CASTS, METHODS, OPERATIONS, RESHAPES
 
 
 class TracedFloat(float):
-    """In a graph, the number of an attribute that goes into an operation of torch as it is."""
+    """In a graph, the number of an attribute that an operation of torch takes without a change."""
 
     attribute: str
 
@@ -40,21 +40,21 @@ class Run(NamedTuple):
     parameters: dict[str, Node]
     result: Node
     numbers: dict[str, float]
-    """The attributes whose numbers went into operations of torch as they are, and nowhere else."""
+    """The attributes whose only use is as unchanged arguments of operations of torch."""
     decides_by_width: bool
     asks_for: frozenset[str]
-    """What the forward asked its tensors for, so that it may decide by it: "dtypes", "dimensions"."""
+    """The properties of tensors that the forward read, and may branch on: "dtypes", "dimensions"."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Noted:
-    """A number of which it matters what becomes of it. It is no number, so that nothing uses it as one unnoticed."""
+    """A tracked number. It is not a Python number, so that every use of it is noticed."""
 
     value: Any
     attribute: str = ""
-    """The attribute of the module that it is, if it is one."""
+    """The name of the module's attribute that holds it, if any."""
     is_width: bool = True
-    """If not an attribute: whether it is made of sizes other than numbers of rows."""
+    """False if it is computed from numbers of rows; unused for an attribute."""
 
     def __bool__(self) -> bool:
         raise NotImplementedError
@@ -65,16 +65,16 @@ class _Method(NamedTuple):
     name: str
 
 
-# Functions that depend on nothing but what they are given, and change nothing.
+# Functions that depend on their arguments alone, and have no side effects.
 _OF_NUMBERS = {abs, bool, float, int, max, min, round, str}
 _FALSE = {getattr(torch.jit, name) for name in ("is_scripting", "is_tracing") if hasattr(torch.jit, name)}
 _PURE = {*_OF_NUMBERS, *_FALSE, all, any, len, list, super, tuple}
 PROPERTIES = ("dtype", "shape", "ndim", "size", "dim")
-"""What a forward may ask of a tensor, besides what it may call."""
+"""The properties of a tensor that a forward may read, in addition to the methods that it may call."""
 
 
 class Following:
-    """One run of a forward; :func:`follow` makes one."""
+    """One run of a forward; :func:`follow` creates it."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor], guards: Guards) -> None:
         self.module, self.parameters, self.guards = module, parameters, guards
@@ -87,20 +87,20 @@ class Following:
         self._has_one_row = False
 
     def add_input(self, name: str, tensor: Tensor, width_dims: int) -> Node:
-        """Adds a tensor that the forward is given, the last dimensions of which are not for rows."""
+        """Adds an argument of the forward, whose last ``width_dims`` dimensions are not rows."""
         self._widths[id(tensor)] = width_dims
         self._has_one_row |= 1 in tensor.shape[: tensor.dim() - width_dims]
         return self._add(self.graph.placeholder(name), tensor)
 
     def _add(self, node: Node, tensor: Tensor) -> Node:
-        node.meta["example_value"] = tensor  # keeps the tensor alive, and so its id its own
+        node.meta["example_value"] = tensor  # keeps the tensor alive, so that its id stays unique
         self.nodes[id(tensor)] = node
         return node
 
     # Functions.
 
     def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What a function in Python returns."""
+        """Returns the result of a Python function."""
         code = function.__code__
         if code.co_flags & (CO_COROUTINE | CO_GENERATOR | CO_ASYNC_GENERATOR):
             refuse("is a coroutine or a generator")
@@ -122,7 +122,7 @@ class Following:
         return returned[0] if returned else None
 
     def call(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What a call returns."""
+        """Returns the result of a call."""
         if isinstance(function, _Method):
             return self._method(function, args, kwargs)
         if isinstance(function, MethodType):
@@ -163,7 +163,7 @@ class Following:
         return self.computed(function, args)
 
     def computed(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a function makes of plain values, some of them sizes perhaps."""
+        """Returns the result of a function of plain values, some of which may be sizes."""
         if any(isinstance(each, Tensor) for each in args):
             refuse(f"calls {getattr(function, '__name__', 'an operator')} with a tensor")
         noted = [each for each in args if isinstance(each, _Noted) and not each.attribute]
@@ -174,7 +174,7 @@ class Following:
         is_width = all(each.is_width for each in noted)
         if not is_width and (function is not operator.mul or not all(type(each) is int for each in given)):
             refuse("decides by the number of its rows")
-        # Others than products and ratios may be the same for the widths that are tried, and not for all.
+        # Functions other than products and ratios may agree for the widths that are tried, and not for all widths.
         self.decides_by_width |= bool(noted) and is_width and function not in (operator.mul, operator.truediv)
         try:
             result = function(*given)
@@ -183,13 +183,13 @@ class Following:
         return _Noted(result, is_width=is_width) if noted else result
 
     def operation(self, target: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What an operation of torch returns, a method if ``target`` is a name; it becomes a node."""
+        """Adds an operation of torch to the graph and returns its result; a string as ``target`` is a method."""
         is_given_sizes = target in RESHAPES
         if name == "squeeze" and not self._drops_a_constant(args, kwargs):
             refuse("calls squeeze, which depends on the number of rows")
 
         def pair(value: Any) -> tuple[Any, Any]:
-            """What torch gets, and what the graph has."""
+            """Returns the value for torch, and the one for the graph."""
             if isinstance(value, Tensor):
                 return value, self.nodes[id(value)]
             if isinstance(value, _Noted):
@@ -219,19 +219,19 @@ class Following:
         if id(result) in self.nodes:
             if name not in CASTS and not is_given_sizes:
                 refuse(f"writes into a tensor: {name}")
-            return result  # a cast to the dtype that it has, or to its shape
+            return result  # a cast to its own dtype, or a reshape to its own shape
         arguments = tuple(each for _, each in given), {key: each for key, (_, each) in named.items()}
         kind = "call_method" if target == name else "call_function"
         node = self._add(self.graph.create_node(kind, target, *arguments), result)
         tensors = [each.meta["example_value"] for each in node.all_input_nodes]
         largest = max(tensors, key=Tensor.dim)
-        # Of what has another shape, all sizes may be made of numbers of rows.
+        # In a result of another shape, each size may be computed from numbers of rows.
         if not is_given_sizes and largest.dim() == result.dim() and all(id(each) in self._widths for each in tensors):
             self._widths[id(result)] = self._widths[id(largest)]
         return result
 
     def _drops_a_constant(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a dimension that is squeezed is 1 whatever the number of rows, which then is not 1 here."""
+        """Returns whether the squeezed dimension is 1 for every number of rows; no number of rows here is 1."""
         tensor, dim = (*args, None)[:2]
         if kwargs or self._has_one_row or type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
             return False
@@ -240,7 +240,7 @@ class Following:
     # Values.
 
     def plain(self, value: Any) -> Any:
-        """A value that something is decided by, or computed from."""
+        """Returns the plain value of a number that the forward branches on or computes with."""
         if isinstance(value, _Noted):
             if value.attribute:
                 self.numbers.pop(value.attribute, None)
@@ -255,7 +255,7 @@ class Following:
         return slice(*map(self.plain, (value.start, value.stop, value.step))) if type(value) is slice else value
 
     def truth(self, value: Any) -> bool:
-        """Whether something that the forward decides by is true."""
+        """Returns the truth of a condition of the forward."""
         if type(value) in (tuple, list):
             return bool(value)
         if isinstance(value, Tensor):
@@ -264,7 +264,7 @@ class Following:
         return bool(value) if is_plain(value) else refuse(f"decides by a {type(value).__name__}")
 
     def compared(self, compare: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        """What a comparison comes to."""
+        """Returns the result of a comparison."""
         is_identity = compare in (operator.is_, operator.is_not)
         if is_identity and (a is None or b is None):
             return compare(a, b)
@@ -281,7 +281,7 @@ class Following:
             raise Raises(str(error)) from error
 
     def binary(self, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        """What an operator between two values comes to."""
+        """Returns the result of a binary operator."""
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             method = f"__{'' if isinstance(a, Tensor) else 'r'}{function.__name__}__"
             self.guards.note(Tensor, method, getattr(Tensor, method))
@@ -320,7 +320,7 @@ class Following:
         return tensor
 
     def _activation(self, table: Any, key: Any) -> MethodType:
-        """The forward of a module of a table of transformers', which makes a new one each time; without attributes."""
+        """Returns the forward of a module in transformers' table of activations, which creates it at each access."""
         cls: Any = table.get(key) if type(key) is str else None
         is_module = is_plain_class(cls) and issubclass(cls, nn.Module) and cls.__call__ is nn.Module.__call__
         if not is_module or type(cls.forward) is not FunctionType:
@@ -329,7 +329,7 @@ class Following:
         return MethodType(self.guards.note(cls, "forward", cls.forward), Absent)
 
     def judged(self, value: Any, what: str) -> Any:
-        """A value that was read, if it is one that guards can compare."""
+        """Returns a value that was read, if guards can compare it; refuses others."""
         if not is_plain(value) and value is not _table():
             if isinstance(value, Tensor):
                 refuse(f"reads {what}, a tensor that is no parameter")
@@ -341,9 +341,9 @@ class Following:
         return value
 
     def read(self, owner: Any, name: str, value: Any, what: str = "") -> Any:
-        """A value that was read of something, if guards can compare it.
+        """Returns a value that was read from ``owner``, and adds a guard for it.
 
-        They do from now on, but for names of torch's modules and dtypes, which no program gives another meaning.
+        Modules of torch and dtypes get no guard, because programs do not rebind their names.
         """
         self.judged(value, what or name)
         is_of_torch = isinstance(value, ModuleType) and is_of(value.__name__, "torch")
@@ -352,7 +352,7 @@ class Following:
     # Attributes.
 
     def attribute(self, value: Any, name: str) -> Any:
-        """What an attribute of a value is."""
+        """Returns an attribute of a value."""
         if name.startswith("__") and not name.endswith("__"):
             refuse(f"uses {name}, which has another name at run time")
         if isinstance(value, Tensor):
@@ -442,12 +442,12 @@ def follow(
     width_dims: int,
     guards: Guards,
 ) -> Run:
-    """What the forward of a module computes and reads, with other parameters in the place of its own.
+    """Returns the operations and reads of a module's forward, called with these parameters instead of its own.
 
-    The last ``width_dims`` dimensions of the arguments are not for rows.
+    The last ``width_dims`` dimensions of the arguments are not rows.
 
     Raises:
-        Unfit: with the reason, if that cannot be known.
+        Unfit: with the reason, if the forward cannot be followed.
         Raises: if the forward would raise an error.
     """
     following = Following(module, parameters, guards)
@@ -470,9 +470,9 @@ def follow(
 
 _SPACES = ("_parameters", "_buffers", "_modules")
 SLOTS = ("_old_forward", "forward")
-"""The attributes in which a module may have a forward that it was given instead of its class's, innermost first.
+"""The attributes in which a module may have a forward that replaces its class's, innermost first.
 
-Hooks of accelerate put themselves into ``forward``, and what they found there into ``_old_forward``, which they call.
+Hooks of accelerate replace ``forward``, and store the previous one in ``_old_forward``, which they call.
 """
 
 INTERNAL = {*vars(nn.Module()), *_SPACES} - {"training"}
@@ -480,22 +480,22 @@ INTERNAL = {*vars(nn.Module()), *_SPACES} - {"training"}
 
 
 def is_of(name: object, package: str) -> bool:
-    """Whether a module is in a package."""
+    """Returns whether a module is in a package."""
     return isinstance(name, str) and (name == package or name.startswith(f"{package}."))
 
 
 def _table() -> Any:
-    """The table of activations of transformers, if anybody has imported it."""
+    """Returns transformers' table of activations, if it has been imported."""
     return getattr(sys.modules.get("transformers.activations"), "ACT2FN", Absent)
 
 
 def _static(cls: type, name: str) -> Any:
-    """What a class has under a name, as it is there."""
+    """Returns an attribute of a class without invoking descriptors."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), Absent)
 
 
 def _is_among(value: Any, known: Collection[Any]) -> bool:
-    return any(each is value for each in known)  # no value is asked whether it is equal
+    return any(each is value for each in known)  # calls no value's __eq__
 
 
 def _full_name(function: Any) -> str:

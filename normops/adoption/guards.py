@@ -1,4 +1,4 @@
-"""What a forward was seen to read besides its tensors, to be compared whenever the module is called."""
+"""Guards: the values other than tensors that a forward reads, which are compared at every call of the module."""
 
 import operator
 import sys
@@ -9,22 +9,22 @@ from typing import Any, NamedTuple
 import torch
 
 MOST = 28
-"""The most guards of a module: comparing one takes some 30 ns at each call."""
+"""The maximum number of guards of a module: each takes about 30 ns per call."""
 
 _PLAIN = {bool, int, float, str, bytes, type(None), type(...), torch.dtype, torch.memory_format}
 
 
 class Absent:
-    """What is read where nothing is; compared, it tells that a module has been given no attribute of this name."""
+    """The value of a missing attribute. A guard with it checks that a module has not been given this attribute."""
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value can be compared with ``==``, and can never change."""
+    """Returns whether a value is immutable and can be compared with ``==``."""
     return type(value) in _PLAIN or (type(value) in (tuple, torch.Size) and all(map(is_plain, value)))
 
 
 def is_same(now: Any, value: Any) -> bool:
-    """Whether a value that was read is unchanged. 1 is not 1.0, and a tensor, even with one element, is no number."""
+    """Returns whether a value is unchanged. 1 differs from 1.0, and a tensor with one element differs from a number."""
     if now is value:
         return True
     if type(now) is not type(value) or not is_plain(value):
@@ -38,7 +38,7 @@ class Guard(NamedTuple):
     """A value that was read: an attribute of the owner, or its entry if that is a dictionary."""
 
     owner: Any
-    """A module of Python, a class, a dictionary or the cell of a closure; None is the norm itself."""
+    """A Python module, a class, a dictionary or the cell of a closure; None is the norm itself."""
     name: str
     value: Any
 
@@ -52,7 +52,7 @@ class Guard(NamedTuple):
 
 
 class Guards:
-    """Collects guards. What is read twice is compared once."""
+    """Collects guards. A value that is read twice is compared once."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, str], Guard] = {}
@@ -63,16 +63,16 @@ class Guards:
         return value
 
     def has(self, name: str) -> bool:
-        """Whether this attribute of the norm itself is compared."""
+        """Returns whether this attribute of the norm itself is compared."""
         return (id(None), name) in self._found
 
     def all(self) -> tuple[Guard, ...]:
-        """In the order in which the values were read."""
+        """Returns the guards in the order in which the values were read."""
         return tuple(self._found.values())
 
 
 def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
-    """A function that tells of a module of this class, or of one derived from it, whether all guards hold."""
+    """Returns a function that checks all guards for a module of this class, or of a derived class."""
     own = [(name, value) for owner, name, value in guards if owner is None and value is not Absent]
     absent = frozenset(name for owner, name, value in guards if owner is None and value is Absent)
     of_class: list[tuple[str, Any]] = []
@@ -88,9 +88,9 @@ def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
             at_once.append(Guard(owner, name, value))
     space = SimpleNamespace(nothing=None, **{f"owner_{id(guard.owner)}": guard.owner for guard in at_once})
     paths = [f"owner_{id(guard.owner)}.{guard.name}" for guard in at_once]
-    read = operator.attrgetter("nothing", "nothing", *paths)  # two at least: of one name it makes no tuple
+    read = operator.attrgetter("nothing", "nothing", *paths)  # at least two: it returns no tuple for one name
     expected = (None, None, *(guard.value for guard in at_once))
-    # Dynamo has guards for each; it makes another tuple of __mro__.
+    # Dynamo guards each of these. It creates a new tuple for __mro__.
     in_graphs = [*one_by_one, *(guard for guard in at_once if guard.name != "__mro__")]
 
     def holds(module: Any) -> bool:
@@ -102,7 +102,7 @@ def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
             now = getattr(type(module), name, Absent)
             if now is not value and not is_same(now, value):
                 return False
-        for name in absent:  # isdisjoint would go through all attributes
+        for name in absent:  # isdisjoint would iterate over all attributes
             if name in module.__dict__:
                 return False
         is_compiled = torch.compiler.is_compiling()
@@ -113,7 +113,7 @@ def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
                 now = owner.get(name, Absent) if isinstance(owner, dict) else getattr(owner, name, Absent)
                 if now is not value and not is_same(now, value):
                     return False
-        except (AttributeError, ValueError):  # something that was there is not
+        except (AttributeError, ValueError):  # an attribute or a cell has been deleted
             return False
         return True
 
@@ -121,6 +121,6 @@ def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
 
 
 def _module_of(space: dict[str, Any]) -> Any:
-    """The module whose names are in a dictionary; the dictionary itself if that is another one."""
+    """Returns the module whose names are in a dictionary, or the dictionary if there is none."""
     module = sys.modules.get(space.get("__name__", ""))
     return module if type(module) is ModuleType and vars(module) is space else space

@@ -1,4 +1,4 @@
-"""normops in the mapping of Hugging Face's package ``kernels``, from layer names to what computes them."""
+"""Registers normops in the layer mapping of Hugging Face's package ``kernels``."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeGuard
@@ -11,10 +11,10 @@ from normops.inductor.calls import DTYPES
 
 
 class _Layer(nn.Module):
-    """Nothing but a forward, which ``kernels`` puts into modules of other classes.
+    """A layer whose forward ``kernels`` assigns to modules of other classes.
 
-    Where a weight of another dtype decides on the dtype of the output, classes with one name do so in several ways:
-    their own forward, which the class still has, then computes.
+    If the weight has another dtype than the input, the output dtype depends on the module's class, although the layer
+    name is the same. The class's own forward then runs.
     """
 
     can_torch_compile = True
@@ -40,7 +40,7 @@ class _RMSNormZeroCentered(_Layer):
 
 
 class _RMSNormGated(_Layer):
-    """Its output has the dtype of its input, whatever that of the weight."""
+    """A gated norm, whose output has the input's dtype for every dtype of the weight."""
 
     weight: Tensor
     variance_epsilon: float
@@ -55,12 +55,12 @@ class _RMSNormGated(_Layer):
 
 
 def _is_gate(gate: object, input: Tensor) -> TypeGuard[Tensor]:
-    """Whether the operator can take the gate, perhaps cast; it cannot if that is None, or has another shape."""
+    """Returns whether the operator supports the gate, possibly cast; it does not support None or another shape."""
     return isinstance(gate, Tensor) and gate.dtype in DTYPES and gate.shape == input.shape
 
 
 class _Here:
-    """What ``kernels`` calls a repository; nothing has to be fetched."""
+    """Implements the repository interface of ``kernels`` without a download."""
 
     def __init__(self, layer: type[nn.Module]) -> None:
         self.layer = layer
@@ -87,20 +87,20 @@ DEVICES = ("cpu", "cuda")
 
 
 def register_kernels() -> tuple[str, ...]:
-    """Puts normops into the kernel mapping of Hugging Face's package ``kernels``, for CPU and CUDA.
+    """Registers normops in the layer mapping of Hugging Face's package ``kernels``, for CPU and CUDA.
 
-    Models of transformers then run it after ``model.use_kernels = True``, or ``kernels.kernelize``: layers that carry
-    the names "RMSNorm" (the kind of Llama), "RMSNormZeroCentered" and "RMSNormGated" (of Qwen3-Next). Nothing is
-    downloaded for them; on CUDA they take the place of those that transformers would fetch, for the whole process. A
-    norm whose weight has another dtype than its input is computed by its own forward, unless it is gated. :func:`patch`
-    finds more norms, and needs neither package.
+    ``model.use_kernels = True`` and ``kernels.kernelize`` then make models of transformers run normops, in layers with
+    the names "RMSNorm" (Llama's kind), "RMSNormZeroCentered" and "RMSNormGated" (both in Qwen3-Next). These layers need
+    no download. On CUDA they replace those that transformers would download, for the whole process. A layer "RMSNorm"
+    whose weight has another dtype than its input runs the module's own forward. :func:`patch` finds more norms, and
+    needs neither package.
 
     Returns:
-        The names.
+        The names of the layers.
 
     Raises:
-        RuntimeError: if ``kernels`` is not installed, or not in a version that the installed transformers works with:
-            no layer of its models would have a name, and nothing would run normops.
+        RuntimeError: if ``kernels`` is not installed, or in a version that the installed transformers does not support.
+            Layers of its models would then have no names, and would not run normops.
 
     Example:
         >>> import normops
@@ -136,7 +136,7 @@ def _mapping() -> dict[str, Any]:
 
 
 def _mapping_of_transformers(kernels_version: str) -> dict[str, Any]:
-    """What ``use_kernels`` registers, each time."""
+    """Returns the mapping that transformers registers at each ``use_kernels``."""
     from transformers.integrations import hub_kernels
     from transformers.utils import import_utils
 

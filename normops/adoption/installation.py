@@ -1,4 +1,4 @@
-"""Giving modules classes that run normops, and taking them back; how such modules are copied and pickled."""
+"""Gives modules classes that run normops, and removes these; copies and pickles such modules."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,14 +15,14 @@ from normops.inductor import ModelRounding, check_rounding
 
 
 def install(found: Iterable[tuple[nn.Module, Norm, ModelRounding]]) -> None:
-    """Gives modules classes that run normops, all or, if anything fails, none."""
+    """Gives modules classes that run normops: all modules, or none if one fails."""
     classes = [(module, class_of(Made(own_class(module), norm, rounding))) for module, norm, rounding in found]
     for module, cls in classes:
         _put(module, cls)
 
 
 def uninstall(module: nn.Module) -> bool:
-    """Gives a module its own class again; returns whether it had another one."""
+    """Restores a module's own class; returns whether it was patched."""
     if not isinstance(module, Patched):
         return False
     _put(module, own_class(module))
@@ -30,25 +30,25 @@ def uninstall(module: nn.Module) -> bool:
 
 
 def is_covered(module: nn.Module) -> bool:
-    """Whether somebody has put another forward over that of a patched module, which that may call."""
+    """Returns whether other code has replaced the forward of a patched module, which the new one may call."""
     return isinstance(module, Patched) and has_foreign_forward(module)
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward that is not its class's."""
+    """Returns whether a module has a forward that is not its class's."""
     forward = next((vars(module)[slot] for slot in SLOTS if slot in vars(module)), None)
     return forward is not None and not _is_own(forward, module)
 
 
 def view_of(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """Another module of this class with the same attributes, whatever class another thread gives the first one."""
+    """Returns another module of this class with the same attributes; other threads cannot change its class."""
     view = object.__new__(cls)
     object.__setattr__(view, "__dict__", vars(module))
     return view
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module has unless it is patched."""
+    """Returns the class that a module has without :func:`patch`."""
     return _without_ours(type(module))
 
 
@@ -57,7 +57,7 @@ def _without_ours(cls: Any) -> Any:
         return cls
     if Patched in cls.__bases__:
         return cls.normops_made.cls
-    if _TWIN not in vars(cls):  # made of ours by somebody, as FSDP2 and parametrizations do
+    if _TWIN not in vars(cls):  # a subclass of ours, which FSDP2 and parametrizations create
         space = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
         setattr(cls, _TWIN, type(cls)(cls.__name__, tuple(map(_without_ours, cls.__bases__)), space))
     return vars(cls)[_TWIN]
@@ -67,7 +67,7 @@ _TWIN = "_normops_unpatched"
 
 
 def _put(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Gives a module a class, and its hooks, such as those of accelerate, the forward of that."""
+    """Sets a module's class, and passes the class's forward to the module's hooks, such as those of accelerate."""
     slots = [slot for slot in SLOTS if _is_own(vars(module).get(slot), module)]
     object.__setattr__(module, "__class__", cls)
     for slot in slots:
@@ -80,7 +80,7 @@ def _is_own(forward: Any, module: nn.Module) -> bool:
 
 
 class _ClassOfCopies:
-    """Gives copies the class of the original; a pickle has the rounding in its place."""
+    """Gives copies the class of the original; a pickle stores its rounding instead."""
 
     def __init__(self, cls: Any) -> None:
         self.cls = cls
@@ -97,20 +97,20 @@ def _rounding(rounding: ModelRounding) -> ModelRounding:
 
 
 def reduced(module: Any, protocol: Any, reduce: Callable[[Any, Any], Any]) -> Any:
-    """The ``__reduce_ex__`` of a patched module, from that of its own class."""
+    """Returns the ``__reduce_ex__`` of a patched module, from that of its own class."""
     ours = type(module)
     cls, result = _without_ours(ours), reduce(module, protocol)
-    # Another thread may have taken the class back before.
+    # Another thread may have unpatched the module already.
     if not issubclass(ours, Patched) or isinstance(result, str):
         return result
     function, arguments, *rest = result
-    # What sets a state in a way of its own leaves us no moment after it.
+    # A custom state setter runs last, so nothing can run after it.
     has_state = len(rest) > 0 and rest[0] is not None and len(rest) < 4
     return _remake, (*_replaced((function, arguments), ours, cls), _ClassOfCopies(ours), has_state), *rest
 
 
 def _replaced(value: Any, old: object, new: object) -> Any:
-    """The value with one object in it replaced; tuples are looked into."""
+    """Returns the value with one object in it replaced, also inside tuples."""
     if type(value) is tuple:
         return tuple([_replaced(each, old, new) for each in value])
     return new if value is old else value
@@ -122,11 +122,11 @@ def _remake(
     made: _ClassOfCopies | ModelRounding,
     has_state: bool,
 ) -> nn.Module:
-    """Makes the module of a copy, or of a pickle; ``has_state``: whether it gets its state after that."""
+    """Creates the module of a copy or a pickle; ``has_state``: it gets its state later."""
     module = function(*arguments)
     if not isinstance(module, nn.Module):
         raise TypeError(f"function: expected one that returns a module, but got a {type(module).__name__}")
-    if isinstance(module, Patched):  # it was there already
+    if isinstance(module, Patched):  # the function returned an existing module
         return module
     if isinstance(made, _ClassOfCopies):
         if not (issubclass(made.cls, Patched) and issubclass(made.cls, nn.Module)):
@@ -148,8 +148,8 @@ def _set_state(module: nn.Module, rounding: ModelRounding, state: Any) -> None:
 
 
 def _install_again(module: nn.Module, rounding: ModelRounding) -> None:
-    """Patches a module that was loaded, if its norm is recognised here."""
-    from normops.adoption.patching import recognised  # which installs
+    """Patches a loaded module, if its norm is recognised here."""
+    from normops.adoption.patching import recognised  # imports this module
 
     norm = recognised(module, rounding)
     if isinstance(norm, Norm):

@@ -1,4 +1,4 @@
-"""All that is known about an RMSNorm that somebody else wrote, once it has been recognised."""
+"""Describes a recognised RMSNorm."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -10,85 +10,85 @@ from normops.adoption.structure import Gating
 from normops.inductor.calls import HALVES
 
 OutputDtype = Literal["input's", "promoted", "weight's, if it has 16 bits"]
-"""Which dtype a norm returns. "promoted" is made of the dtypes of input and weight, and so is the last one unless the
-weight has 16 bits."""
+"""The dtype that a norm returns. "promoted" is the promotion of the dtypes of input and weight, and so is the last one
+unless the weight has 16 bits."""
 
 Roundings = Literal["once", "twice", "thrice", "otherwise"]
-"""How often a norm rounds to 16 bits. Twice: the normalized input, then its product with the weight, or without one its
-sum with the bias. Thrice: then the product of that with a gate, or its sum with the bias, too."""
+"""How often a norm rounds to 16 bits. Twice: the normalized input, then its product with the weight, or, without a
+weight, its sum with the bias. Thrice: also the product of that with a gate, or its sum with the bias."""
 
 Order = Literal["kept", "contiguous", "unknown", "raises"]
-"""How the result lies in memory if the input's rows lie in another order than that of its dimensions.
+"""The order in memory of the result's rows for an input whose strides are not in descending order.
 
-"raises": the forward takes no inputs between whose rows something else lies, as it views them in another shape.
+"raises": the forward views its input in another shape, and raises an error if rows are not adjacent.
 """
 
 Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
-"""Those of input, weight (or without one the bias) and gate, as far as a norm has these."""
+"""The dtypes of input, weight (without one, of the bias) and gate; None for a tensor that the norm does not have."""
 
 
 class Gate(NamedTuple):
-    """How a norm takes a gate."""
+    """The gate of a norm."""
 
     argument: str
     gating: Gating
     widens: bool
-    """Whether a gate of a wider dtype than the input makes the output as wide."""
+    """True if the output has the gate's dtype when that is wider than the input's."""
 
 
 class Saved(NamedTuple):
-    """A case in which a module's own forward saves a tensor for its backward as it was given, not a copy of it."""
+    """A case in which a module's own forward saves a tensor itself for its backward, not a copy."""
 
-    # bfloat16 stands for float16, too.
+    # bfloat16 also represents float16.
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
     requires_grad: tuple[bool, ...]
-    """Whether they require a gradient: input, weight (or without one the bias) and gate."""
+    """True for each tensor that requires a gradient: input, weight (without one, the bias) and gate."""
     tensor: int
-    """The index of the saved one among these."""
+    """The index of the saved tensor among these."""
 
 
 class Norm(NamedTuple):
-    """How normops computes what a module computes, and what has to hold for that."""
+    """Defines how normops computes what a module computes, and the conditions for that."""
 
     arguments: tuple[str, ...]
-    """The names of the arguments of its forward."""
+    """The names of the forward's arguments."""
     weight: str | None
     """The name of the parameter."""
     bias: str | None
     """The name of the parameter that is added after the weight. It must have the weight's shape and dtype."""
     dim: int | None
-    """The dimension that is normalized, if it is not the last one."""
+    """The normalized dimension, if it is not the last one."""
     parameter_dims: int
-    """How many the parameters have; those of a norm over another dimension have ones behind the first."""
+    """The number of the parameters' dimensions. With ``dim``, all after the first have size 1."""
     shape: tuple[int, ...] | None
-    """The last dimensions that an input must have, if it is not known what the forward computes for others."""
+    """The required last dimensions of an input, if the forward was not verified for others."""
     takes_empty: bool
-    """Whether it takes an input without elements."""
+    """True if the forward accepts an input without elements."""
     normalized_dims: int
-    """How many of the last dimensions are normalized: as many as the parameters have, without those of its groups."""
+    """The number of normalized last dimensions: the parameters' dimensions without dimensions of groups."""
     eps: str | float | None
-    """The name of the attribute, or the value if it is in no attribute."""
+    """The name of the attribute, or the value if no attribute holds it."""
     weight_offset: float
     group_size: int | None
-    """How many elements are normalized together, if these are fewer than the normalized dimensions have."""
+    """The number of elements that are normalized together, if fewer than in the normalized dimensions."""
     output_dtype: OutputDtype
     rounds: Roundings
     gate: Gate | None
     dims: tuple[int, ...]
-    """How many dimensions its input may have."""
+    """The supported numbers of dimensions of the input."""
     dtypes: frozenset[Dtypes]
-    """Those that it takes."""
+    """The supported dtypes."""
     order: Order
     autocasts: bool
-    """Whether autocast may change the dtype in which it computes."""
+    """True if autocast may change the dtype of the computation."""
     saves: frozenset[Saved]
     guards: tuple[Guard, ...]
-    """What its forward reads besides."""
+    """The other values that the forward reads."""
 
     def __str__(self) -> str:
-        """In a line, for the table that :func:`normops.patch` prints."""
+        """Returns one line for the table that :func:`normops.patch` prints."""
         factor = "no weight" if self.weight is None else self.weight
         factor = factor if self.weight_offset == 0.0 else f"{self.weight_offset:g} + {factor}"
         factor = factor if self.bias is None else f"{factor}, {self.bias}"

@@ -21,7 +21,7 @@ from normops.inductor.calls import METHODS
 
 
 class Made(NamedTuple):
-    """What such a class is made of; the key by which modules share one."""
+    """The key of a patched class: modules with the same key share one."""
 
     cls: type[nn.Module]
     norm: Norm
@@ -29,24 +29,24 @@ class Made(NamedTuple):
 
 
 class Patched:
-    """The base of these classes, after the module's own, whose memory layout they must have."""
+    """The base of patched classes, after the module's own class, which determines the memory layout."""
 
     normops_made: ClassVar[Made]
 
 
-# A class refers to the module's own, which a program may define again and again: it lives as long as a module has it.
+# Weak references: a patched class refers to the module's own class, which a program may define repeatedly.
 _classes: WeakValueDictionary[Made, type[nn.Module]] = WeakValueDictionary()
 
 
 def class_of(made: Made) -> type[nn.Module]:
-    """The class that is made of this, one for all modules that are alike."""
+    """Returns the class for this key, which all modules with the key share."""
     ours = _classes.get(made)
     if ours is None:
         cls: Any = made.cls
         names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
         ours = type(cls)(cls.__name__, (cls, Patched), {**names, "normops_made": made})
         ours.forward, ours.__reduce_ex__ = _forward_of(made), _reduce_of(cls)
-        ours = _classes.setdefault(made, ours)  # another thread may have been faster
+        ours = _classes.setdefault(made, ours)  # another thread may have added one
     return ours
 
 
@@ -60,22 +60,22 @@ def _reduce_of(cls: Any) -> Callable[[Any, Any], Any]:
 
 
 def _forward_of(made: Made) -> Callable[..., Any]:
-    """The forward of a class, which runs normops where the module's own was seen to compute a norm."""
+    """Returns the forward of a patched class, which runs normops in the verified cases."""
     cls, norm, rounding = made
     own_forward: Any = cls.forward
     compute, copies = function_of(norm, rounding), copies_of(norm)
     holds = holding(norm.guards, cls)
     names, is_gated = norm.arguments, norm.gate is not None
-    # Without a weight, the bias is the first parameter.
+    # The bias is the first parameter of a norm without a weight.
     first_name, second_name = (norm.weight, norm.bias) if norm.weight is not None else (norm.bias, None)
     has_weight = norm.weight is not None
     eps_name, fixed_eps = (norm.eps, None) if isinstance(norm.eps, str) else (None, norm.eps)
     parameter_dims, normalized_dims, shape = norm.parameter_dims, norm.normalized_dims, norm.shape
     order_of_result = norm.order
-    # A set: Dynamo makes symbols of the numbers in tuples.
+    # A set: Dynamo converts numbers in tuples to symbols.
     dims, taken, takes_empty, autocasts = frozenset(norm.dims), norm.dtypes, norm.takes_empty, norm.autocasts
     if norm.bias is not None and rounding == "original":
-        # Where the product is rounded before the bias is added was looked at where dtypes are equal.
+        # The rounding of the product before the bias is known only for equal dtypes.
         taken = frozenset(dtypes for dtypes in taken if dtypes[0] == dtypes[1])
     is_compiling, is_exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
     is_grad_enabled = torch.is_grad_enabled
@@ -105,14 +105,14 @@ def _forward_of(made: Made) -> Callable[..., Any]:
             if eps_name is not None:
                 eps = getattr(self, eps_name)
             is_known = (
-                isinstance(self, Patched)  # a hook may hold the forward of a module that is unpatched since
+                isinstance(self, Patched)  # a hook may hold the forward of a module that has been unpatched
                 and (type(x) in _PLAIN or _is_served(type(x)))
                 and (first is None or type(first) in _PLAIN or _is_served(type(first)))
                 and (second is None or type(second) in _PLAIN or _is_served(type(second)))
                 and (gate is None or type(gate) in _PLAIN or _is_served(type(gate)))
                 and not is_tracing()
             )
-            if is_known:  # a tensor of another class may refuse to be asked, and a trace notes what it is asked
+            if is_known:  # attributes of other tensor classes may raise, and a trace would record their use
                 dtypes = (x.dtype, None if first is None else first.dtype, None if gate is None else gate.dtype)
                 is_known = (
                     dtypes in taken
@@ -135,7 +135,7 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                     and not (autocasts and x.is_cuda and torch.is_autocast_enabled("cuda"))
                 )
             if is_known and dim is not None:
-                # Others would have another order in memory.
+                # Results of other inputs would have other strides.
                 is_known = x.is_contiguous() or x.movedim(dim, -1).is_contiguous()
             elif is_known and not (x.is_contiguous() and (gate is None or gate.is_contiguous())):
                 order = _order_of(x, max(parameter_dims, normalized_dims))
@@ -154,7 +154,7 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                     each.clone() if copied else each for each, copied in zip((x, first, gate), which, strict=True)
                 )
         if is_one_call and order is None and (first is None or x.dtype == first.dtype) and not is_compiled:
-            # As compute does, without the calls between here and there.
+            # Same as compute, with fewer Python calls.
             y = _C.rms_norm(x, x.shape[-1] if width is None else width, first, eps, offset, mode, second)
             if y is not NotImplemented:
                 return y
@@ -168,32 +168,32 @@ def _forward_of(made: Made) -> Callable[..., Any]:
 
 
 def _in_order(names: tuple[str, ...], args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a forward, if all of them are given; else those that have no names."""
+    """Returns the arguments of a forward in order if all of them are given, else an empty tuple."""
     rest = names[len(args) :]
     has_all = len(rest) == len(named) and all(name in named for name in rest)
     return (*args, *[named[name] for name in rest]) if has_all else ()
 
 
 def _parameter(module: nn.Module, name: str) -> Any:
-    """A parameter, as the module's own forward finds it; nn.Module.__getattr__ alone would take half as long again."""
+    """Returns a parameter as the module's own forward finds it; nn.Module.__getattr__ alone takes 1.5 times as long."""
     own = module.__dict__
     parameter = own[name] if name in own else own["_parameters"].get(name)
-    return getattr(module, name) if parameter is None else parameter  # of a parametrization
+    return getattr(module, name) if parameter is None else parameter  # None: a parametrization may have it
 
 
 def _own_forward(module: Any, cls: type[nn.Module]) -> Any:
-    """The forward that a class has now, bound as Python would bind it."""
-    if torch.compiler.is_compiling():  # Dynamo knows no descriptors
+    """Returns the forward that a class has now, bound as Python would bind it."""
+    if torch.compiler.is_compiling():  # Dynamo does not support descriptors
         return partial(cls.forward, module)
     forward = next(vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base))
     return forward.__get__(module, type(module)) if hasattr(type(forward), "__get__") else forward
 
 
 def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
-    """The dimensions in the order in which they lie in memory, or None if they lie in their own order.
+    """Returns the dimensions in their order in memory, or None if that is the order of the dimensions.
 
-    Empty, if nobody knows in which order the result of the module's own operations would lie: if rows lie in another
-    order and also apart or over each other, or if the dimensions of a row do not come last.
+    Returns an empty tuple if the strides of the module's own result are unknown. This holds if rows in another order
+    have gaps or overlap, or if the dimensions of a row are not the last ones.
     """
     sizes, strides = tensor.shape, tensor.stride()
     dims = [dim for dim in range(tensor.dim()) if sizes[dim] != 1]
@@ -202,7 +202,7 @@ def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
     if all(strides[a] >= strides[b] for a, b in pairwise(dims)):
         return None
     order: list[int] = []
-    for dim in range(tensor.dim()):  # not sorted(), as Dynamo cannot sort sizes that it does not know
+    for dim in range(tensor.dim()):  # not sorted(): Dynamo cannot sort symbolic sizes
         place = len(order)
         while place > 0 and strides[order[place - 1]] < strides[dim]:
             place -= 1
@@ -219,9 +219,9 @@ _SPECIAL = (
 
 
 def _is_served(cls: type) -> bool:
-    """Whether tensors of a class, not plain ones, take our operators, and have no methods of their own.
+    """Returns whether a tensor class other than the plain ones supports the operators, and overrides no methods.
 
-    Others may know nothing but torch's operators, and nobody has looked at what their methods compute.
+    Other classes may support only torch's operators, and their methods have not been verified.
     """
     if not issubclass(cls, Tensor) or has_rules(cls):
         return issubclass(cls, Tensor)
@@ -233,10 +233,10 @@ def _is_served(cls: type) -> bool:
 
 
 def _is_in_onnx_export() -> bool:
-    """Whether torch.onnx exports, which knows what modules are made of themselves, and not our operators."""
+    """Returns whether torch.onnx exports, which supports the modules' own forwards but not our operators."""
     return torch.onnx.is_in_onnx_export()
 
 
-# As by torch.compiler.assume_constant_result, which imports torch._dynamo. That would take the second to be False.
+# Same as torch.compiler.assume_constant_result, which imports torch._dynamo. Dynamo would evaluate the second to False.
 _is_served._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _is_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]

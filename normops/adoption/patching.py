@@ -1,4 +1,4 @@
-"""Putting normops under the norms of a model that somebody else wrote, in place."""
+"""Makes the RMSNorm modules of an existing model run normops, in place."""
 
 import inspect
 import re
@@ -23,19 +23,19 @@ from normops.modules import GatedRMSNorm, RMSNorm
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What :func:`patch` did. Prints as a table."""
+    """The result of :func:`patch`. Prints as a table."""
 
     patched: Mapping[str, str] = field(default_factory=dict)
-    """The modules that run normops from now on: by name, the class and what it computes."""
+    """The modules that now run normops. Maps a module's name to its class and the recognised norm."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """The norms that were left as they are: by name, the class and why."""
+    """The norms that are unchanged. Maps a module's name to its class and the reason."""
     others: Mapping[str, str] = field(default_factory=dict)
-    """torch's own norms of another kind, such as LayerNorm: by name, the class."""
+    """torch's own norms of other kinds, such as LayerNorm. Maps a module's name to its class."""
     already: Mapping[str, str] = field(default_factory=dict)
-    """The modules that ran normops before: by name, the class."""
+    """The modules that ran normops before. Maps a module's name to its class."""
 
     def __str__(self) -> str:
-        """A table, in which modules whose names differ in numbers alone, as those of layers do, share a row."""
+        """Returns a table in which modules whose names differ only in numbers, such as those of layers, share a row."""
         titles = {
             "patched": self.patched,
             "skipped": self.skipped,
@@ -54,43 +54,50 @@ class PatchReport:
 
 
 def patch(model: nn.Module, *, rounding: ModelRounding = "once", strict: bool = False) -> PatchReport:
-    """Lets every RMSNorm in a model run normops, in place, whoever wrote it.
+    """Makes every RMSNorm in a model run normops, in place.
 
-    Whether a module is an RMSNorm is read off its own forward, whose source is evaluated step by step, so that every
-    operation that it calls, and every value that it reads, is known: those of torch, transformers, diffusers or your
-    own, with or without a weight or a bias, with ``1 + weight`` as in Gemma, in groups, gated as in Mamba 2 and
-    Qwen3-Next. A module that does anything besides, cannot be followed, or has no source, is unchanged. A norm gets a
-    subclass of its class: ``isinstance`` and the name of the class stay, ``type(module) is ...`` does not. Parameters,
-    attributes, ``state_dict`` and hooks stay, under ``torch.compile``, ``torch.export``, DDP and FSDP2, too, before or
-    after.
+    ``patch`` recognises a norm by its own forward, not by its class. It evaluates the source of the forward step by
+    step, and checks every operation that the forward calls and every value that it reads. It supports norms of torch,
+    transformers, diffusers and your own code. They may have a weight, a bias, ``1 + weight`` as in Gemma, groups, or a
+    gate as in Mamba 2 and Qwen3-Next, and may normalize channels. A module is unchanged if it computes anything else,
+    if it cannot be followed, or if it has no source.
 
-    ``eps``, weight and bias are read at every call. Other attributes, methods, functions and globals that the forward
-    was seen to read are compared at every call (docs/adoption-details.md lists them). If one has changed, the module's
-    own forward runs, as it does in cases that were not verified: other dtypes than float16, bfloat16, float32 and
-    float64, more than five dimensions, a weight of another shape, a bias of another shape or dtype than the weight, a
-    gate of another shape than the input's or None, ``torch.jit.trace``, ``torch.onnx.export``, tensors of classes that
-    know torch's own operators alone. Dtype and strides of the output are those of the module. Where it saves a copy of
-    a 16-bit input for its backward, because it computes in float32, normops saves one, too, so that the input may be
-    written afterwards. Pickled, a patched module is one again when it is loaded, where normops is installed.
+    A patched module gets a subclass of its class with the same name. ``isinstance`` still holds for its class, but
+    ``type(module) is ...`` does not. Parameters, attributes, ``state_dict`` and hooks are unchanged. ``patch`` works
+    before and after ``torch.compile``, ``torch.export``, DDP and FSDP2. A pickled module is patched again when it is
+    loaded, if normops is installed.
+
+    Each call reads ``eps``, weight and bias. It also compares the other attributes, methods, functions and globals that
+    the forward read with their values at the time of ``patch`` (docs/adoption.md lists them). If one has changed, the
+    module's own forward runs. It also runs in all cases that were not verified:
+
+    * dtypes other than float16, bfloat16, float32 and float64, and more than five dimensions;
+    * a weight of another shape, or a bias of another shape or dtype than the weight;
+    * a gate of another shape than the input, or None;
+    * ``torch.jit.trace`` and ``torch.onnx.export``;
+    * tensor classes that support only torch's own operators.
+
+    The output has the dtype and the strides of the module's own output. If the module saves a float32 copy of a 16-bit
+    input for its backward, normops saves a copy, too: a program may then overwrite the input.
 
     Args:
-        model: any module; a single norm, too. On any device, meta included, sharded or not.
-        rounding: how 16-bit results are rounded. ``"once"``: the exact result, rounded, which is nearer to that of the
-            model in float32 than the model's own. ``"original"``: in the model's own order, so that its bits are those
-            of the model but for a few in ten thousand (Llama rounds the normalized input, then its product with the
-            weight); a norm with an order of its own is skipped. Gradients have the model's bits, too, but for that of
-            an input which a norm casts twice, as T5's does: autograd rounds that of each cast, and their sum; normops
-            rounds once.
-        strict: raise, and change nothing, if a norm would be left as it is. torch's own norms of another kind, such as
-            LayerNorm, do not count.
+        model: any module, or a single norm; on any device, including meta; sharded or not.
+        rounding: how 16-bit results are rounded. ``"once"`` rounds the exact result, which is closer to the model in
+            float32 than the model's own result. ``"original"`` rounds in the model's order. Llama, for example, rounds
+            the normalized input, then its product with the weight. All but a few results in ten thousand then have the
+            model's bits. A norm whose order normops does not support is skipped. Gradients have the model's bits, with
+            one exception: if a norm casts its input twice, as T5's does, autograd rounds the gradient of each cast and
+            their sum, and normops rounds once.
+        strict: True raises an error, and changes nothing, if a norm would be skipped. torch's own norms of other kinds,
+            such as LayerNorm, do not count.
 
     Returns:
-        Which modules were patched, and which not, and why. Print it.
+        A report of the patched modules, and of the skipped ones with the reasons. Print it.
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if ``rounding`` is something else.
-        RuntimeError: with ``strict``, and the report.
+        ValueError: if ``rounding`` is neither ``"once"`` nor ``"original"``.
+        RuntimeError: with ``strict``, if a norm would be skipped. The message contains the report.
 
     Example:
         >>> import torch, normops
@@ -133,11 +140,11 @@ def patch(model: nn.Module, *, rounding: ModelRounding = "once", strict: bool = 
     return PatchReport(patched, skipped, others, already)
 
 
-NO_ORDER = 'rounds in an order of its own, which rounding="original" does not have'
+NO_ORDER = 'rounds in an order that rounding="original" does not support'
 
 
 def has_order(norm: Norm, rounding: ModelRounding) -> bool:
-    """Whether normops can round in the order that is asked for."""
+    """Returns whether normops can round in the requested order."""
     return rounding == "once" or norm.rounds != "otherwise"
 
 
@@ -146,16 +153,26 @@ def _cannot_be_examined(error: Exception) -> str:
 
 
 def unpatch(model: nn.Module) -> int:
-    """Undoes :func:`patch`: every module has its own class again.
+    """Undoes :func:`patch`: restores the own class of every module.
+
+    Args:
+        model: any module, or a single norm.
 
     Returns:
-        How many modules were patched.
+        The number of modules that were patched.
+
+    Example:
+        >>> import torch, normops
+        >>> model = torch.nn.Sequential(torch.nn.RMSNorm(8))
+        >>> report = normops.patch(model)
+        >>> normops.unpatch(model)
+        1
     """
     return sum(uninstall(module) for module in model.modules())
 
 
 def recognised(module: nn.Module, rounding: ModelRounding) -> Norm | Unfit:
-    """The norm of a module that is loaded from a pickle, or why it cannot be patched; once for a class and process."""
+    """Returns the norm of an unpickled module, or why it cannot be patched; examines each class once per process."""
     try:
         norm = _loaded.norm_of(module)
     except Exception as error:  # as in patch
@@ -164,19 +181,19 @@ def recognised(module: nn.Module, rounding: ModelRounding) -> Norm | Unfit:
 
 
 class _Found:
-    """What modules compute. Those that are alike are examined only once."""
+    """Remembers the norms of modules, so that equal ones are examined only once."""
 
     def __init__(self, most_norms: int | None = None) -> None:
-        """``most_norms``: of what outlives a call of patch, as a program may define classes again and again.
+        """Remembers at most ``most_norms``, as a program may define classes repeatedly; None is for one call of patch.
 
-        Then a reason to leave a module alone is not kept either: it may be gone the next time.
+        With a limit, reasons are not remembered, because they may no longer apply the next time.
         """
         self._most_norms = most_norms
         self._norms = 0
         self._known: dict[Any, list[tuple[Callable[[nn.Module], bool], Norm | Unfit]]] = {}
 
     def norm_of(self, module: nn.Module) -> Norm | Unfit:
-        """The norm that a module is, or why it is none."""
+        """Returns the norm that a module is, or why it is none."""
         try:
             check_class(cls := own_class(module))
             if has_foreign_forward(module):
@@ -212,14 +229,14 @@ _loaded = _Found(most_norms=256)
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Whether a module is of a class of torch's, and not of one that torch made to parametrize somebody's module."""
+    """Returns whether a module's class is torch's, and not one that torch created to parametrize another module."""
     return type(module).__module__.startswith("torch.nn.") and not is_parametrized(module)
 
 
 def _is_called_norm(name: str, module: nn.Module) -> bool:
-    """Whether a module's name or class says that it is a norm, or its code calls what norms call.
+    """Returns whether a module's name, its class's name, or the functions that its code calls suggest a norm.
 
-    Containers are no norms, though their parts may be.
+    Containers are not norms, although their children may be.
     """
     names = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
     has_parts = next(module.children(), None) is not None and not is_parametrized(module)

@@ -1,16 +1,16 @@
-"""How the recognition of a norm ends: with what a forward raises, or with a reason to leave its module alone."""
+"""The exceptions that end the recognition of a norm."""
 
 from typing import NoReturn
 
 
 class Unfit(Exception):  # noqa: N818  nothing failed
-    """Why a module is not, or cannot be treated as, an RMSNorm."""
+    """The reason why a module is not an RMSNorm, or is not treated as one."""
 
 
 class Raises(Exception):  # noqa: N818
-    """What the forward raises for this input."""
+    """The error that the forward raises for an input."""
 
 
 def refuse(reason: str) -> NoReturn:
-    """Ends a run."""
+    """Ends a run with a reason."""
     raise Unfit(reason)

@@ -1,10 +1,12 @@
-"""What an RMSNorm that somebody else wrote computes, read off the operations that its forward calls.
+"""Recognises what an existing RMSNorm module computes, from the operations that its forward calls.
 
-Names tell little: of the 220 RMSNorm classes of transformers some multiply by ``1 + weight``, some round twice, some
-have no weight, and the attribute of eps has three names. Numbers that come out tell too little: a factor may be 1
-today, a forward compute something else in training. So a module's own forward is followed in every way in which it may
-be called (1 to 5 dimensions, all dtypes; asking for the mode is refused), and each time the whole of what it does must
-be one RMSNorm, the same one. What that rests on besides is kept, to be compared at every call.
+Names are not reliable. Of the 220 RMSNorm classes of transformers some multiply by ``1 + weight``, some round twice,
+some have no weight, and the attribute of eps has three names. Results are not sufficient: a factor may be 1 today, and
+a forward may compute something else in training.
+
+So a module's own forward is followed in every way in which it may be called: with 1 to 5 dimensions and all dtypes. A
+forward that reads the training mode is refused. Each run must compute exactly one RMSNorm, the same in all runs. The
+other values that the forward reads are compared at every call.
 """
 
 import copyreg
@@ -40,13 +42,13 @@ from normops.adoption.structure import Structure, check_alike, structure_of
 from normops.adoption.trial import MOST_DIMS, Case, Trial, whole_shape
 from normops.inductor.calls import DTYPES
 
-_one_at_a_time = RLock()  # catch_warnings changes what all threads have
+_one_at_a_time = RLock()  # catch_warnings changes the filters of all threads
 
 LARGEST = 24576
-"""The most elements of a weight: what has more is no norm, and is not tried."""
+"""The maximum number of elements of a weight: a module with more is not a norm, and is not tried."""
 
 ANY_SHAPE = (48,)
-"""The shape of a row to try first, if no weight has one."""
+"""The first shape of a row to try, if no weight determines it."""
 
 ROWS: dict[tuple[int, ...], tuple[int, ...]] = {
     (2,): (3,),
@@ -55,17 +57,17 @@ ROWS: dict[tuple[int, ...], tuple[int, ...]] = {
     (2, 1, 3, 1): (1, 5, 1, 7),
     (): (),
 }
-"""The dimensions of an input before those of a row, the most usual first, and others, as many.
+"""The row dimensions of an input, the most common first, each with a second choice of as many sizes.
 
-No product of powers of such sizes and a constant is 1 for both, unless it always is: what the forward makes of sizes,
-which it may only multiply, and another shape of, then works for all."""
+No product of powers of such sizes and a constant is 1 for both choices, unless it always is. A forward may only
+multiply sizes, and reshape with them: if it works for both choices, it works for all sizes."""
 
 
 def find_norm(module: nn.Module) -> Norm:
-    """What ``module`` computes. Takes some milliseconds, on the CPU, and changes nothing, random numbers included.
+    """Returns the norm that ``module`` computes. Takes milliseconds on the CPU; leaves random generators unchanged.
 
     Raises:
-        Unfit: with the reason, if it is not an RMSNorm, or cannot be known to be one.
+        Unfit: with the reason, if the module is not an RMSNorm, or cannot be verified.
     """
     check_class(type(module))
     arguments = _arguments_of(module)
@@ -85,7 +87,7 @@ def find_norm(module: nn.Module) -> Norm:
 
 
 def check_class(cls: type[nn.Module]) -> None:
-    """Checks that a module of a class is no more than its forward, which can be run and replaced.
+    """Checks that a forward determines what a module of a class does, and that it can be run and replaced.
 
     Raises:
         Unfit: with the reason, if not.
@@ -93,21 +95,21 @@ def check_class(cls: type[nn.Module]) -> None:
     if issubclass(cls, (torch.jit.ScriptModule, torch.fx.GraphModule)):
         raise Unfit(f"is a {cls.__name__}, whose forward is generated")
     if not is_plain_class(cls) or hasattr(cls, "__del__"):
-        raise Unfit("its class has a metaclass, or a __del__, of its own")
+        raise Unfit("its class has a metaclass or a __del__")
     if cls.__getattribute__ is not object.__getattribute__ or cls.__getattr__ is not nn.Module.__getattr__:
-        raise Unfit("its class finds attributes in a way of its own")
+        raise Unfit("its class customizes attribute lookup")
     copying = [getattr(cls, name) for name in ("__deepcopy__", "__copy__") if hasattr(cls, name)]
-    # FSDP2 forbids to copy what it has sharded, patched or not.
+    # FSDP2 defines copying, to forbid it for sharded modules, patched or not.
     if cls in copyreg.dispatch_table or not all(is_of(method.__module__, "torch") for method in copying):
-        raise Unfit("its class is copied in a way of its own")
+        raise Unfit("its class customizes copying")
     if any("__init_subclass__" in vars(base) and base.__module__ != "typing" for base in cls.__mro__[:-1]):
-        raise Unfit("its class is told of its subclasses, of which a patched module would have one")
+        raise Unfit("its class defines __init_subclass__, which the class of a patched module would call")
     if not inspect.isfunction(cls.forward):
         raise Unfit(f"its forward is no function, but a {type(cls.forward).__name__}")
 
 
 def _arguments_of(module: nn.Module) -> list[str]:
-    """The names of the arguments of the forward: one tensor, or two, the second of which may be a gate."""
+    """Returns the names of the forward's arguments: one tensor, or two, the second of which may be a gate."""
     if is_parametrized(module):
         raise Unfit("has parameters that others are computed from")
     if next(module.children(), None) is not None:
@@ -119,7 +121,7 @@ def _arguments_of(module: nn.Module) -> list[str]:
     if len(names) not in (2, 3) or code.co_posonlyargcount > 1 or has_others or set(defaults) - {None}:
         taken = inspect.getargs(code)
         stars = [star + name for star, name in (("*", taken.varargs), ("**", taken.varkw)) if name]
-        raise Unfit(f"its forward takes {', '.join([*taken.args[1:], *stars]) or 'nothing'}, not one tensor or two")
+        raise Unfit(f"forward must take one or two tensors, got {', '.join([*taken.args[1:], *stars]) or 'nothing'}")
     return [*names[1:]]
 
 
@@ -144,19 +146,19 @@ def _parameters_of(module: nn.Module) -> list[str]:
 
 
 def _sharded() -> tuple[type, ...]:
-    """DTensor, if anybody has imported it."""
+    """Returns DTensor, if it has been imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else (module.DTensor,)
 
 
 def _found(trial: Trial) -> Norm:
-    """The norm that a forward computes. Cases in which it computes something else are not among those of the norm."""
+    """Returns the norm that a forward computes, without the cases in which it computes something else."""
     base, first, structure = _base(trial)
     runs = {base: first}
     others: list[Unfit] = []
     all_rows = [rows for rows in ROWS if len(rows) + len(base.shape) <= MOST_DIMS and trial.takes(rows)]
     all_rows = [rows for rows in all_rows if _runs_alike(trial, replace(base, rows=rows), structure, runs, others)]
-    # A weight that is reshaped to [C, 1, 1] fits one number of dimensions alone.
+    # A weight that is reshaped to [C, 1, 1] fits only one number of dimensions.
     if len(others) > len(all_rows) and (trial.dim is None or not all_rows):
         raise others[0]
     others = []
@@ -182,10 +184,10 @@ def _found(trial: Trial) -> Norm:
                 trial.guards.note(None, name, value)
     guards = trial.guards.all()
     eps = structure.eps
-    if trial.guards.has(str(eps)):  # something else is made of it, too
+    if trial.guards.has(str(eps)):  # the attribute has other uses, too
         eps = getattr(trial.module, str(eps))
     if len(guards) > MOST:
-        raise Unfit(f"depends on {len(guards)} things besides its tensors, more than can be compared at every call")
+        raise Unfit(f"depends on {len(guards)} values that are no tensors, more than can be compared at every call")
     return Norm(
         arguments=tuple(trial.arguments),
         weight=structure.weight,
@@ -211,7 +213,7 @@ def _found(trial: Trial) -> Norm:
 
 
 def _base(trial: Trial) -> tuple[Case, Run, Structure]:
-    """A first case in which the forward runs, that run, and its structure."""
+    """Returns the first case in which the forward runs, that run, and its structure."""
     shapes = _shapes_without_weight(trial.module) if trial.shape is None else [tuple(trial.shape)]
     failure: Raises | None = None
     other: Unfit | None = None
@@ -234,7 +236,7 @@ def _base(trial: Trial) -> tuple[Case, Run, Structure]:
 
 
 def _shapes_without_weight(module: nn.Module) -> list[tuple[int, ...]]:
-    """The shapes of rows to try: any width, then those that attributes may stand for."""
+    """Returns the shapes of rows to try: any width, then those that attributes may contain."""
     sizes = [value for value in vars(module).values() if type(value) is int and 1 < value <= LARGEST]
     shapes = [
         value
@@ -248,7 +250,7 @@ def _shapes_without_weight(module: nn.Module) -> list[tuple[int, ...]]:
 
 
 def _dtypes(trial: Trial) -> list[tuple[torch.dtype, ...]]:
-    """The dtypes of input, parameters and gate to try: all combinations, but with a gate only the usual ones."""
+    """Returns the dtypes of input, parameters and gate to try: all combinations, with a gate only the usual ones."""
     if not trial.parameters:
         gates = (torch.float32,) if trial.is_gated else ()
         return [(x, x, gate) for x in DTYPES for gate in {x, *gates}]
@@ -258,7 +260,7 @@ def _dtypes(trial: Trial) -> list[tuple[torch.dtype, ...]]:
 
 
 def _run_dtypes(trial: Trial, base: Case, runs: dict[Case, Run]) -> set[tuple[torch.dtype, ...]]:
-    """Runs the forward in every dtype, and returns those in which it computes what it does in float32."""
+    """Runs the forward in every dtype, and returns the dtypes in which it computes the same as in float32."""
     taken = set()
     for dtypes in _dtypes(trial):
         case = replace(base, dtypes=dtypes)
@@ -280,7 +282,7 @@ def _forget(run: Run) -> None:
 
 
 def _followed(trial: Trial, case: Case, runs: dict[Case, Run]) -> bool:
-    """Whether the module takes such an input at all. If not, its own forward will say so when it is called."""
+    """Returns whether the forward accepts such an input. If not, a call of the patched module raises the same error."""
     try:
         runs[case] = runs.get(case) or trial.follow(case)
     except Raises:
@@ -289,7 +291,7 @@ def _followed(trial: Trial, case: Case, runs: dict[Case, Run]) -> bool:
 
 
 def _runs_alike(trial: Trial, case: Case, expected: Structure, runs: dict[Case, Run], others: list[Unfit]) -> bool:
-    """Whether the forward takes such an input and computes the norm; if it computes something else, that is added."""
+    """Returns whether the forward accepts such an input and computes this norm; adds a reason if it computes others."""
     try:
         if not _followed(trial, case, runs):
             return False
@@ -303,10 +305,10 @@ def _runs_alike(trial: Trial, case: Case, expected: Structure, runs: dict[Case, 
 
 
 def _is_width_fixed(trial: Trial, base: Case, structure: Structure, runs: Mapping[Case, Run]) -> bool:
-    """Whether it is known for one width of rows only what the module computes.
+    """Returns whether the norm was verified for only one width of rows.
 
     Raises:
-        Unfit: if that is a width which nothing of the module says.
+        Unfit: if that is a width which no attribute of the module gives.
     """
     other = replace(base, shape=(*base.shape[:-1], 2 * base.shape[-1]))
     found: dict[Case, Run] = {}

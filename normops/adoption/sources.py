@@ -1,4 +1,4 @@
-"""The syntax trees of functions, and how arguments are given to them."""
+"""Finds the syntax trees of functions, and binds arguments."""
 
 import ast
 import inspect
@@ -13,11 +13,11 @@ Defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def source_of(function: FunctionType) -> Defined | None:
-    """The syntax tree of a function, if there is one that compiles to the function's code."""
+    """Returns the syntax tree that compiles to a function's code, or None if there is none."""
     code = function.__code__
     key = code.co_name, code.co_firstlineno
     for look_again in (False, True):
-        if look_again:  # the file may have changed since it was read, and been loaded again
+        if look_again:  # the file may have changed since it was read, and been reloaded
             linecache.checkcache(code.co_filename)
         codes, nodes = _compiled(code.co_filename, "".join(linecache.getlines(code.co_filename, function.__globals__)))
         found = nodes.get(key, ())
@@ -31,7 +31,7 @@ _Functions = tuple[dict[tuple[str, int], list[CodeType]], dict[tuple[str, int], 
 
 @lru_cache(maxsize=4)
 def _compiled(file: str, source: str) -> _Functions:
-    """The codes and the syntax trees of the functions in a file, by their names and first lines."""
+    """Returns the codes and the syntax trees of the functions in a file, by name and first line."""
     codes: dict[tuple[str, int], list[CodeType]] = {}
     nodes: dict[tuple[str, int], list[Defined]] = {}
     try:
@@ -52,8 +52,8 @@ def _compiled(file: str, source: str) -> _Functions:
 
 
 def bound_arguments(function: FunctionType, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a function by their names."""
-    # Without attributes, by which it may say that it takes others.
+    """Returns the arguments of a function by their names."""
+    # A function's attributes, such as __signature__, could declare other arguments.
     bare = FunctionType(function.__code__, {}, "bare", function.__defaults__, function.__closure__)
     bound = inspect.signature(bare).bind(*args, **kwargs)
     bound.apply_defaults()

@@ -1,7 +1,7 @@
-"""What the graph of a module's forward computes, if that is an RMSNorm and nothing else.
+"""Recognises an RMSNorm in the graph of a module's forward, if the graph computes nothing else.
 
-The norm itself is found as the passes for torch.compile find it. Around it there may be what a module has besides:
-groups of columns, a gate, casts. Every operation has its place, or the graph is refused.
+The norm itself is found by the same code as in the passes for torch.compile. Before and after it may be groups of
+columns, a gate and casts. The graph is refused if any other operation remains.
 """
 
 import math
@@ -40,7 +40,7 @@ class Structure(NamedTuple):
     """The RMSNorm that a graph computes."""
 
     eps: str | float | None
-    """The name of the attribute, if its number goes into the graph as it is; else the number. None is F.rms_norm's."""
+    """The name of the attribute, if the graph uses its number unchanged; else the number. None is F.rms_norm's."""
     weight: str | None
     """The name of the parameter."""
     weight_offset: float
@@ -48,24 +48,24 @@ class Structure(NamedTuple):
     """The name of the parameter that is added after the weight."""
     normalized_dims: int
     group_size: int | None
-    """How many elements are normalized together, if that is not all of the normalized dimensions."""
+    """The number of elements that are normalized together, if these are not all of the normalized dimensions."""
     gating: Gating | None
 
 
 def structure_of(run: Run) -> Structure:
-    """What one call of a forward computed.
+    """Returns the RMSNorm that one call of a forward computed.
 
     Raises:
-        Unfit: with the reason, if it is more than an RMSNorm, or another.
+        Unfit: with the reason, if it computed more than an RMSNorm, or something else.
     """
     return _Reading(run).read()
 
 
 def check_alike(run: Run, other: Run) -> None:
-    """Checks that two calls computed the same, but for dtypes.
+    """Checks that two calls computed the same, except for dtypes.
 
     Raises:
-        Unfit: with the reason, if not, or if the second one loses more by a cast than its input or result does.
+        Unfit: with the reason, if not, or if a cast of the second call loses more than both its input and its result.
     """
     if _but_for_casts(run) != _but_for_casts(other):
         raise Unfit("computes something else than in float32")
@@ -92,14 +92,14 @@ def _but_for_casts(run: Run) -> list[Any]:
 
 
 def _check_cast(run: Run, before: Node, after: Node) -> None:
-    """Refuses a cast that loses more than the dtype of the input, or of the result, would lose."""
+    """Refuses a cast that loses more than both the input's dtype and the result's."""
     ends = (run.arguments[0], run.result)
     if not _widens(before, after) and not _is_wide(after) and not any(_widens(end, after) for end in ends):
         raise Unfit(f"rounds to {str(_value(after).dtype).removeprefix('torch.')} on the way")
 
 
 class _Core(NamedTuple):
-    """The norm itself, without what is above and below it in the graph."""
+    """The norm itself, without the operations before and after it in the graph."""
 
     input: Node
     last: Node
@@ -109,7 +109,7 @@ class _Core(NamedTuple):
     weight_offset: float
     normalized_dims: int
     scale: float = 1.0
-    """The factor that has to follow, so that it divides by the root of the mean, not of the sum."""
+    """The factor that must follow: the norm then divides by the root of the mean, not of the sum."""
 
 
 class _Reading:
@@ -169,7 +169,7 @@ class _Reading:
         return "an RMSNorm" if self._gate is None else "a gated RMSNorm"
 
     def _is_once(self, eps: TracedFloat) -> bool:
-        """Whether the attribute of eps goes into the graph only once: as eps."""
+        """Returns whether eps is the only use of its attribute in the graph."""
         arguments = [each for node in self._run.graph.nodes for each in (*node.args, *node.kwargs.values())]
         return [getattr(each, "attribute", None) for each in arguments].count(eps.attribute) == 1
 
@@ -180,7 +180,7 @@ class _Reading:
         return found[0]
 
     def _above(self, node: Node, dims: int) -> None:
-        """Reads what is between the input and what is normalized."""
+        """Reads the operations between the input and the normalized tensor."""
         groups = _value(node).shape
         while node is not self._x:
             call = call_of(node)
@@ -200,7 +200,7 @@ class _Reading:
             raise Unfit(f"normalizes {size} elements of rows of {self._shape[-1]}")
 
     def _below(self, node: Node) -> None:
-        """Reads what is between the norm and the result."""
+        """Reads the operations between the norm and the result."""
         while node is not self._run.result:
             if len(node.users) != 1:
                 raise Unfit(f"computes something else than {self._sought}: uses {_named(node)} twice")
@@ -248,7 +248,7 @@ class _Reading:
         self._bias = self._parameters[bias]
 
     def _check_fits(self, node: Node, other: Node, what: str) -> None:
-        """Refuses a parameter that does not have a number for each column."""
+        """Refuses a parameter that does not have one number for each column."""
         shape, rows = _value(other).shape, _value(node).shape
         if shape != rows[len(rows) - len(shape) :] or shape.numel() % self._shape[-1] != 0:
             raise Unfit(f"has a {what} of shape {tuple(shape)} for rows of {rows[-1]}")
@@ -260,7 +260,7 @@ class _Reading:
         self._weight, self._weight_offset = self._parameters[weight], offset + inner_offset
 
     def _parameter_above(self, node: Any) -> tuple[Node | None, float]:
-        """A parameter and what is added to it, if that is all that a node computes; else None."""
+        """Returns the parameter and the offset, if a node computes only their sum; else None."""
         offset: float | None = None
         passed = []
         while isinstance(node, Node) and node not in self._parameters:
@@ -284,7 +284,7 @@ class _Reading:
         return node, offset or 0.0
 
     def _gated(self, call: Call) -> tuple[Node, str] | None:
-        """What the gate multiplies in a product, and the gate's activation, if the gate is one of the factors."""
+        """Returns the other factor and the gate's activation, if the activated gate is a factor of a product."""
         for factor, other in (call.arguments, call.arguments[::-1]):
             if not isinstance(other, Node) or self._gating is not None:
                 return None
@@ -293,7 +293,7 @@ class _Reading:
         return None
 
     def _activation(self, node: Any) -> str | None:
-        """The activation of the gate, if a node computes that and nothing else."""
+        """Returns the activation, if a node computes that of the gate and nothing else."""
         activation = None
         passed = []
         while isinstance(node, Node) and node is not self._gate:
@@ -335,7 +335,7 @@ def _core_at(node: Node) -> _Core | None:
 
 
 def _unit_norm(node: Node) -> _Core:
-    """F.normalize, which divides by no less than its eps, where the mean of squares has a summand."""
+    """Returns the core of F.normalize, whose eps is a lower bound of the divisor, not a summand of the mean."""
     given: dict[str, Any] = {"p": 2.0, "dim": 1, "eps": 1e-12} | dict(
         zip(("input", "p", "dim", "eps"), node.args, strict=False)
     )
@@ -359,7 +359,7 @@ def _widens(before: Node, after: Node) -> bool:
 
 
 def _is_wide(node: Node) -> bool:
-    """Whether a node's dtype is at least float32, in which most modules compute, whatever they are given."""
+    """Returns whether a node's dtype is at least float32, in which most modules compute for inputs of all dtypes."""
     return _value(node).dtype in (torch.float32, torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""Calls of a module's forward, with tensors of our own."""
+"""Calls a module's forward with test tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from normops.adoption.guards import Guards
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """The shape of a parameter, all shards together; one that DeepSpeed has sharded is itself empty."""
+    """Returns the shape of a parameter with all its shards; a parameter that DeepSpeed has sharded is empty itself."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 MOST_DIMS = 5
-"""The most dimensions of an input: those with more go to a module's own forward."""
+"""The maximum number of dimensions of an input: the module's own forward runs for more."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a forward is called.
+    """The arguments of a forward.
 
-    Training or not, and with gradients or without, are no cases: a forward that asks for these is refused.
+    Training and gradient mode are not part of a case, because a forward that reads them is refused.
     """
 
     rows: tuple[int, ...]
@@ -33,37 +33,37 @@ class Case:
     """The dtypes of input, parameters and gate."""
 
     def __str__(self) -> str:
-        """In words, for the reason of a refusal."""
+        """Returns a text for the reason of a refusal."""
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(self.dtypes))
         dims = len(self.rows) + len(self.shape)
         return f"for {dims} dimensions, in {dtypes}"
 
 
 class Trial:
-    """Runs of a module's forward with parameters of our own."""
+    """Runs a module's forward with test parameters."""
 
     dim: int | None = None
-    """The dimension that is normalized, if it is not the last one."""
+    """The normalized dimension, if it is not the last one."""
     parameter_ones = 0
-    """How many dimensions of size 1 the parameters have behind that."""
+    """The number of dimensions of size 1 that the parameters have after that one."""
 
     def __init__(self, module: nn.Module, parameters: list[str], arguments: list[str]) -> None:
         self.module, self.parameters, self.arguments = module, parameters, arguments
         self.shape = whole_shape(module.get_parameter(parameters[0])) if parameters else None
-        """That of each parameter."""
+        """The shape of each parameter."""
         self.guards = Guards()
 
     @property
     def is_gated(self) -> bool:
-        """Whether it takes a second tensor."""
+        """Returns whether the forward takes a second tensor."""
         return len(self.arguments) == 2
 
     def takes(self, rows: tuple[int, ...]) -> bool:
-        """Whether an input may have so many dimensions of rows."""
+        """Returns whether an input may have these row dimensions."""
         return True
 
     def tensors(self, case: Case) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Parameters, and the arguments of the forward. They are full of ones, as nobody looks at their numbers."""
+        """Returns parameters and arguments of the forward. All elements are 1, because no graph depends on them."""
 
         def ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.ones(shape, dtype=dtype, device="cpu", requires_grad=True)
@@ -76,14 +76,14 @@ class Trial:
         return parameters, [ones((*case.rows, *case.shape), dtype) for dtype in dtypes]
 
     def follow(self, case: Case) -> Run:
-        """What the forward does."""
+        """Returns a run of the forward."""
         parameters, tensors = self.tensors(case)
         with torch.enable_grad():
             arguments = list(zip(self.arguments, tensors, strict=True))
             return follow(self.module, parameters, arguments, len(case.shape), self.guards)
 
     def call(self, parameters: Mapping[str, Tensor], *tensors: Tensor) -> Tensor:
-        """What the forward returns: that of a copy of the module, made without asking its class, with these."""
+        """Returns the forward's result with these tensors, from a copy of the module that its class does not make."""
         copy = object.__new__(type(self.module))
         copy.__dict__.update({name: value for name, value in vars(self.module).items() if name not in SLOTS})
         copy.__dict__["_parameters"] = {**self.module._parameters, **parameters}

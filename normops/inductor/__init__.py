@@ -1,4 +1,4 @@
-"""Norms in what torch.compile compiles, as operators of normops."""
+"""Replaces norms in the graphs of torch.compile by operators of normops."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -9,7 +9,7 @@ ModelRounding = Literal["once", "original"]
 
 
 def check_rounding(rounding: object) -> None:
-    """Raises a ValueError for what is no rounding."""
+    """Raises a ValueError for an unknown rounding."""
     if rounding not in get_args(ModelRounding):
         raise ValueError(f'rounding: expected "once" or "original", but got {rounding!r}')
 
@@ -17,38 +17,41 @@ def check_rounding(rounding: object) -> None:
 def inductor_options(
     others: Mapping[str, Any] | None = None, *, rounding: ModelRounding = "once", recompute_norms: bool = False
 ) -> dict[str, Any]:
-    """Options of ``torch.compile`` that put normops under the norms of a model that somebody else wrote.
+    """Returns options of ``torch.compile`` that replace the norms of a compiled model by operators of normops.
 
-    The model stays as it is. In the graphs that torch.compile makes of it, ``F.rms_norm``, ``torch.nn.RMSNorm`` and
-    norms written by hand, such as ``w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))`` and its relatives,
-    become one operator forward and one backward. The addition of a residual before a norm joins it, across layers, and
-    so does the addition to its gradient. The rotary embedding of queries and keys joins the norms before it, and so do
-    scales and shifts of samples or tokens, and residuals. What is not recognised is compiled as ever.
+    The model itself is unchanged. In its graphs, the passes replace each norm by one operator forward and one backward:
+    ``F.rms_norm``, ``torch.nn.RMSNorm`` and handwritten norms, such as variants of
+    ``w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))``. They also fuse other operations:
 
-    They can be used with other options, and with those of a mode, ``torch._inductor.list_mode_options(mode)``. Where
-    options cannot be given, ``torch.compile(model, backend="normops")`` does the same; among its ``options`` may be
-    ``"rounding"`` and ``"recompute_norms"``.
+    * the addition of a residual before a norm, also from another layer, and the addition to its gradient;
+    * the rotary embedding of queries and keys;
+    * scales and shifts of samples or tokens, and residuals after a norm.
 
-    Inductor has one place each for such passes, ``pre_grad_custom_pass`` and ``post_grad_custom_pre_pass``, and
-    ``joint_custom_post_pass`` for ``recompute_norms``. Where one is taken, in ``others`` or else in
-    ``torch._inductor.config`` at the time of this call, that pass stays and runs first; ours run on what it leaves.
-    What is compiled is then cached if that pass has a ``uuid``.
+    Unrecognised code is compiled as without normops. The options can be combined with others, and with those of a mode,
+    ``torch._inductor.list_mode_options(mode)``. ``torch.compile(model, backend="normops")`` does the same without
+    options; its ``options`` may include ``"rounding"`` and ``"recompute_norms"``.
+
+    Inductor has one slot for each kind of pass: ``pre_grad_custom_pass``, ``post_grad_custom_pre_pass``, and
+    ``joint_custom_post_pass`` for ``recompute_norms``. If a slot is taken, in ``others`` or in
+    ``torch._inductor.config`` at the time of this call, that pass runs first, and normops' pass runs on its result.
+    Inductor then caches compiled code only if that pass has a ``uuid``.
 
     Args:
-        others: options that go along. Passes of ours among them are replaced.
-        rounding: how 16-bit results are rounded. ``"once"``: the exact result, rounded. ``"original"``: where the
-            program casts, as in eager mode, see ``rounding`` of :func:`patch`, also for the gradient of an input that
-            is cast twice. A norm in an order that the operators do not have is then left as it is, and so are rotations
-            of 16 bits, and additions whose bits would change.
-        recompute_norms: keeps no outputs of norms for the backward, which computes them again, of what it has for the
-            gradients of the norms. See :func:`recompute_norms`, which is for eager code.
+        others: further options for ``torch.compile``. Passes of normops among them are replaced.
+        rounding: how 16-bit results are rounded. ``"once"`` rounds the exact result. ``"original"`` rounds where the
+            program casts, as in eager mode, also for the gradient of an input that is cast twice; see :func:`patch`. It
+            leaves a norm unchanged if the operators do not support its order of rounding, and also 16-bit rotations,
+            and additions whose bits would change.
+        recompute_norms: recomputes the outputs of norms in the backward instead of storing them, from the tensors that
+            the gradients of the norms need. :func:`recompute_norms` does this in eager mode.
 
     Returns:
-        All options. Inductor's caches, on disk too, keep what was compiled with ours, with either rounding, with norms
-        recomputed or not, and without them apart.
+        All options, for the argument ``options`` of ``torch.compile``. Inductor's caches, also those on disk,
+        distinguish code that was compiled without these options, with either rounding, and with or without
+        recomputation.
 
     Raises:
-        ValueError: if ``rounding`` is something else.
+        ValueError: if ``rounding`` is neither ``"once"`` nor ``"original"``.
 
     Example:
         >>> import torch, normops

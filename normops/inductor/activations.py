@@ -1,4 +1,4 @@
-"""Joining norms over channels and the activations of their results, in a graph of Dynamo's."""
+"""Fuses norms over channels with the activations of their results, in a graph of Dynamo's."""
 
 import torch
 from torch.fx import Graph
@@ -13,9 +13,10 @@ _NORM = torch.ops.normops.channel_rms_norm.default
 
 
 def join_activations(graph: Graph, rounding: ModelRounding) -> None:
-    """Makes one operator of each norm over channels and the SiLU or sigmoid that alone uses its result, also in bodies.
+    """Replaces each norm over channels, and the SiLU or sigmoid that is the only user of its result, by one operator.
 
-    With ``rounding="original"`` where the result has no 16 bits, to which the operator would not round it before.
+    Also in bodies of higher-order operators. ``rounding="original"`` excludes 16-bit results, which the operator would
+    not round before the activation.
     """
     for node in list(graph.nodes):
         for body in subgraphs(node):

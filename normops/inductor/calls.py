@@ -1,7 +1,7 @@
-"""Reading the graph that Dynamo makes of a program: what a node computes, whichever way it was written.
+"""Reads the graph that Dynamo traces: which operation a node computes, in whichever form the program wrote it.
 
-Such a graph holds the functions and methods of torch that the program called. It is not functional: nodes may write
-into tensors, or switch autograd and autocast, so that not every two neighbours may change places.
+Such a graph contains the functions and methods of torch that the program called. It is not functional: nodes may write
+to tensors, or switch autograd and autocast, so that two neighbours may not always be swapped.
 """
 
 import operator
@@ -21,7 +21,7 @@ DTYPES = (*HALVES, torch.float32, torch.float64)
 
 
 class Call(NamedTuple):
-    """One of the operations that RMSNorms are made of: elementwise, or a sum or mean, or a cast."""
+    """One of the operations in RMSNorms: elementwise, a sum or mean, or a cast."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -48,7 +48,7 @@ _SPELLINGS = {
     "silu": _Spellings((F.silu,), (), ("input",)),
     "sigmoid": _Spellings((torch.sigmoid, F.sigmoid), ("sigmoid",), ("input",)),
 }
-# What rotations arrange and turn columns with, and what scales and shifts. No part of an RMSNorm.
+# Operations in rotations, scales and shifts, and not in an RMSNorm.
 _AFTER_NORMS = {
     "neg": _Spellings((torch.neg, torch.negative, operator.neg), ("neg", "negative", "__neg__"), ("input",)),
     "cat": _Spellings((torch.cat, torch.concat, torch.concatenate), (), ("tensors", "dim")),
@@ -78,25 +78,25 @@ NORMOPS_NORMS = (
     torch.ops.normops.channel_rms_norm.default,
     torch.ops.normops.rms_norm_rope.default,
 )
-"""The norms of normops that return nothing else."""
+"""The norms of normops with one result."""
 UNIT_NORMS = (F.normalize,)
-"""The functions that divide by a norm, not by a root of a mean. Dynamo shows what they do instead."""
+"""The functions that divide by a norm, not by the root of a mean. Dynamo's graphs contain their operations instead."""
 
 OPERATIONS = frozenset((*filter(callable, _BY_TARGET), *_RESHAPES, *NORMS, *UNIT_NORMS))
-"""The functions of torch that RMSNorms are made of."""
+"""The functions of torch in RMSNorms."""
 METHODS = frozenset(
     (*(each for each in _BY_TARGET if isinstance(each, str)), *CASTS, "view", *(each.__name__ for each in _RESHAPES))
 )
-"""The methods of tensors that RMSNorms are made of."""
+"""The methods of tensors in RMSNorms."""
 RESHAPES = frozenset((*_RESHAPES, "view", *(each.__name__ for each in _RESHAPES)))
-"""The functions and methods whose results have the elements of their first arguments, in their order."""
+"""The functions and methods whose results have the elements of their first argument, in the same order."""
 
 
 def value_of(node: Any) -> Tensor | None:
-    """A tensor without data, of the dtype, shape, strides and device of the one that the node returns.
+    """Returns a tensor without data that has the dtype, shape, strides and device of the node's result.
 
-    None if that is no tensor, one that is not strided or that a transform has wrapped, or one that may know torch's
-    operators alone.
+    Returns None if the result is not a strided tensor, if a transform has wrapped it, or if its class may support only
+    torch's operators.
     """
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     if not isinstance(value, Tensor) or value.layout is not torch.strided or storage_of(value) is None:
@@ -105,7 +105,7 @@ def value_of(node: Any) -> Tensor | None:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """What a tensor's memory is known by; None if it cannot be told, as of one that a transform has wrapped."""
+    """Returns an identifier of a tensor's memory; None if unknown, as for tensors that a transform has wrapped."""
     try:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:
@@ -113,7 +113,7 @@ def storage_of(tensor: Tensor) -> Any:
 
 
 def call_of(node: Any) -> Call | None:
-    """What the node computes, into a tensor of its own; None if that is something else."""
+    """Returns the operation that the node computes into a new tensor; None if it is not one of RMSNorms."""
     if value_of(node) is None or node.op not in ("call_function", "call_method"):
         return None
     name = _BY_TARGET.get(node.target)
@@ -125,13 +125,13 @@ def call_of(node: Any) -> Call | None:
         given.pop("inplace", None)
     if parameters == _REDUCTION:
         given = {"keepdim": False, "dim": given.pop("axis", None)} | given
-        given.pop("dtype", None)  # the value has it
+        given.pop("dtype", None)  # the dtype of the node's value
     call = _complete(name, node, parameters, given)
     return None if call is None else _simplest(call)
 
 
 def other_call_of(node: Any) -> Call | None:
-    """What the node computes, if that is one of those steps that are joined to norms, and no part of any."""
+    """Returns the operation that the node computes, if it is one of the other operations that are fused with norms."""
     if value_of(node) is None or node.op not in ("call_function", "call_method"):
         return None
     name = _AFTER_BY_TARGET.get(node.target)
@@ -142,14 +142,14 @@ def other_call_of(node: Any) -> Call | None:
 
 
 def _complete(name: str, node: Node, parameters: tuple[str, ...], given: Mapping[str, Any]) -> Call | None:
-    """The call, if it is given all of its parameters and nothing else."""
+    """Returns the call, if it has all of its parameters and no other arguments."""
     if given.keys() != {*parameters} or len(node.args) > len(parameters):
         return None
     return Call(name, tuple(given[parameter] for parameter in parameters))
 
 
 def _simplest(call: Call) -> Call | None:
-    """The same call, but with one name each for squares, for roots and for quotients, however they are written."""
+    """Returns the same call with one spelling for squares, for roots and for quotients."""
     a, *others = call.arguments
     if call.name == "pow":
         power = _POWERS.get(number(others[0]) or 0.0)
@@ -160,7 +160,7 @@ def _simplest(call: Call) -> Call | None:
 
 
 def _is_cast(node: Node) -> bool:
-    """Whether the node casts to another dtype, or to the same one, and not to another device or layout."""
+    """Returns whether the node casts its input, also to the same dtype, and changes neither device nor layout."""
     if node.op != "call_method" or node.target not in CASTS or not node.kwargs.keys() <= {"dtype", "device"}:
         return False
     before, after = value_of(node.args[0]), value_of(node)
@@ -169,19 +169,19 @@ def _is_cast(node: Node) -> bool:
 
 
 def arguments_of_norm(node: Node) -> tuple[Any, ...]:
-    """input, normalized_shape, weight and eps of a call of torch's own norm; None for what it leaves out."""
+    """Returns input, normalized_shape, weight and eps of a call of torch's own norm; None for each omitted one."""
     parameters = ("input", "normalized_shape", "weight", "eps")
     given: dict[str, Any] = dict(zip(parameters, node.args, strict=False)) | node.kwargs
     return tuple(map(given.get, parameters))
 
 
 def is_reshape(node: Node) -> bool:
-    """Whether a node's elements are those of its first argument, in their order."""
+    """Returns whether a node's result has the elements of its first argument, in the same order."""
     return node.target in RESHAPES
 
 
 def applied(node: Node, tensor: Tensor) -> Tensor:
-    """What the node computes with another first argument."""
+    """Returns the result of the node for another first argument."""
     others, named = map_arg((node.args[1:], node.kwargs), lambda other: other.meta["example_value"])
     target: Any = getattr(type(tensor), node.target) if isinstance(node.target, str) else node.target
     result: Tensor = target(tensor, *others, **named)
@@ -189,20 +189,20 @@ def applied(node: Node, tensor: Tensor) -> Tensor:
 
 
 def called(method: str, node: Node, *arguments: Any) -> Node:
-    """A call of a method of the node's value, where its graph inserts nodes."""
+    """Inserts a call of a method of the node's value."""
     result = node.graph.call_method(method, (node, *arguments))
     result.meta["example_value"] = applied(result, node.meta["example_value"])
     return result
 
 
 def dims_permuted_by(node: Node) -> tuple[int, ...] | None:
-    """For each dimension of the node's value the one of its first argument; None if it does not permute them."""
+    """Returns for each dimension of the node's value the one of its first argument; None if it is no permutation."""
     if node.target not in _PERMUTES and node.target not in [each.__name__ for each in _PERMUTES]:
         return None
     value = value_of(node.args[0]) if node.args else None
     if value is None:
         return None
-    # Its sizes tell dimensions apart, in whichever way the call names them.
+    # Distinct sizes identify the dimensions, in whichever way the call names them.
     return tuple(applied(node, torch.empty(*range(value.dim()), device="meta")).shape)
 
 
@@ -210,14 +210,14 @@ class Slice(NamedTuple):
     """The columns ``start``, ``start + step``, ... of a tensor, in all of its rows."""
 
     nodes: tuple[Node, ...]
-    """Those that take them: the slice, and the call that split the tensor in several."""
+    """The slice, and the call that split the tensor, if any."""
     source: Node
     start: Any
     step: Any
 
 
 def slice_of(node: Node) -> Slice | None:
-    """The columns that a node's value is made of, if it is a view of some columns of another node's."""
+    """Returns the columns in a node's value, if it is a view of some columns of another node's."""
     if node.target not in _SLICES or not node.args or not isinstance(node.args[0], Node):
         return None
     nodes: tuple[Node, ...] = (node,)
@@ -228,7 +228,7 @@ def slice_of(node: Node) -> Slice | None:
     x, part = value_of(source), value_of(node)
     if x is None or part is None or storage_of(x) is None or storage_of(x) != storage_of(part):
         return None
-    # However the call says which columns: the strides tell.
+    # The strides identify the columns, for every spelling of the call.
     is_of_last_dim = x.dim() == part.dim() > 0 and all(
         is_equal(a, b)
         for a, b in zip((*x.shape[:-1], *x.stride()[:-1]), (*part.shape[:-1], *part.stride()[:-1]), strict=True)
@@ -240,15 +240,15 @@ def slice_of(node: Node) -> Slice | None:
 
 
 def number(argument: Any) -> float | None:
-    """The argument, if it is a number that is known now."""
+    """Returns the argument if it is a known number, else None."""
     return float(argument) if isinstance(argument, (int, float)) and not isinstance(argument, bool) else None
 
 
 def specialized(argument: Any) -> float | None:
-    """The argument, if it is a number that is known now, or one that the program was given and torch.compile left open.
+    """Returns the argument if it is a known number, or an argument of the program that torch.compile left open.
 
-    The latter counts as what it is now, with a guard: torch then traces again, with the number in the graph and so in
-    the keys of its caches. A guard on a number that the program computes does not make it do that.
+    An open number is specialized with a guard: torch then traces again, with the number in the graph and so in the keys
+    of its caches. A guard on a number that the program computes would not cause that.
     """
     value = argument.meta.get("example_value") if isinstance(argument, Node) else None
     if not isinstance(value, torch.SymFloat):
@@ -261,14 +261,14 @@ def specialized(argument: Any) -> float | None:
 
 
 def specialize_what_is_above(argument: Any) -> None:
-    """Makes constants of the open numbers that the program was given and computes the argument from."""
+    """Specializes the open numbers that are arguments of the program, and that the argument is computed from."""
     for node in argument.all_input_nodes if isinstance(argument, Node) else ():
         specialize_what_is_above(node)
         specialized(node)
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Whether two sizes, or nodes of them, are equal for every size of the inputs. Asking adds no guard."""
+    """Returns whether two sizes, or nodes of them, are equal for every size of the inputs. Adds no guard."""
     a, b = (size.meta.get("example_value") if isinstance(size, Node) else size for size in (a, b))
     if not isinstance(a, _SYMBOLS) and not isinstance(b, _SYMBOLS):
         return bool(a == b)
@@ -278,14 +278,14 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def have_one_shape(a: Tensor, b: Tensor) -> bool:
-    """Whether the shapes of two tensors are equal, in the sense of :func:`is_equal`."""
+    """Returns whether the shapes of two tensors are equal, as defined by :func:`is_equal`."""
     return a.dim() == b.dim() and all(map(is_equal, a.shape, b.shape))
 
 
 def order_in_memory(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
-    """The dimensions in the order that makes the tensor contiguous, of which the last ones stay where they are.
+    """Returns the order of dimensions that makes the tensor contiguous and keeps the last ones last, or None.
 
-    Dimensions of size 1 stand where a contiguous tensor gives them their strides, if there is such a place.
+    Dimensions of size 1 have the place where a contiguous tensor would have their strides, if there is such a place.
     """
     order: list[int] = []
     stride: Any = 1
@@ -295,7 +295,7 @@ def order_in_memory(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
         return not is_equal(tensor.stride(dim), stride), not is_equal(tensor.shape[dim], 1)
 
     while left:
-        # Outwards: but for sizes of 1, no two have the stride that comes next.
+        # From the innermost dimension outwards: only one dimension has the next stride, except for sizes of 1.
         dim = min(left[-1:] if len(order) < last_dims else reversed(left), key=misfit)
         if all(misfit(dim)):
             return None
@@ -306,10 +306,10 @@ def order_in_memory(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
 
 
 def length(normalized_shape: Any) -> int:
-    """The number of normalized dimensions."""
+    """Returns the number of normalized dimensions."""
     return len(normalized_shape.meta["example_value"] if isinstance(normalized_shape, Node) else normalized_shape)
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous for every size of the inputs, as :func:`is_equal` would say."""
+    """Returns whether a tensor is contiguous for every size of the inputs, as defined by :func:`is_equal`."""
     return order_in_memory(tensor, tensor.dim()) is not None

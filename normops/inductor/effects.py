@@ -1,6 +1,6 @@
-"""What a node of Dynamo's graph does besides returning something: whether others may change places with it.
+"""Analyzes the side effects of nodes in Dynamo's graphs, and whether other nodes may be swapped with them.
 
-Answers are conservative: what is not known to torch, or not by its schema, may do anything.
+Answers are conservative: an operation that is not torch's, or whose schema does not declare its effects, may have any.
 """
 
 import operator
@@ -23,18 +23,18 @@ _OPERATORS = {getattr(operator, name) for name in magic_methods if hasattr(opera
 _VIEWS = {"size", "view", "reshape", "flatten", "unflatten", "transpose", "permute", getattr, operator.getitem}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
-# A function of torch that is written in Python writes only if it was given one of these.
+# torch's functions in Python write only with one of these arguments.
 _PERMISSIONS = ("inplace", "out", "running_mean", "running_var", "max_norm")
 
 IS_RECORDED = "normops.is_recorded"
-"""The key in ``meta`` of operators that a pass has put there: whether they save their arguments for a backward."""
+"""The key in ``meta`` of operators that a pass has inserted: whether they save their arguments for a backward."""
 
 IS_COPY = "normops.is_copy"
-"""The key in ``meta`` of nodes that a pass has made to copy a tensor, and to whose results nothing writes."""
+"""The key in ``meta`` of nodes that a pass has inserted to copy a tensor. Nothing writes to their results."""
 
 
 def may_write(node: Node) -> bool:
-    """Whether a node may write to a tensor that was there before."""
+    """Returns whether a node may write to an existing tensor."""
     if node.op in ("placeholder", "get_attr", "output") or _only_computes(node):
         return False
     if bodies := list(subgraphs(node)):
@@ -46,7 +46,7 @@ def may_write(node: Node) -> bool:
 
 
 def memory_written_by(node: Node) -> set[Any]:
-    """The memory that a node may write to: if it may write at all, that of all its arguments."""
+    """Returns the memory that a node may write to: if it may write at all, the memory of all its arguments."""
     if not may_write(node):
         return set()
     return set().union(*map(memory_of, node.all_input_nodes), *map(_written_in, subgraphs(node)))
@@ -57,9 +57,9 @@ def _written_in(body: GraphModule) -> set[Any]:
 
 
 def memory_of(node: Node) -> set[Any]:
-    """The memory of a node's tensors, which views have in common, also those in other graphs.
+    """Returns the memory of a node's tensors, which views share, also in other graphs.
 
-    None is among it if that is not known.
+    The set contains None if the memory is unknown.
     """
     if node.op == "get_attr" and "example_value" not in node.meta:
         return set()  # a body
@@ -70,14 +70,14 @@ def memory_of(node: Node) -> set[Any]:
 
 
 def shares_memory(node: Node, memory: set[Any]) -> bool:
-    """Whether the tensors of a node may be in that memory. Copies that a pass has made are not."""
+    """Returns whether tensors of a node may be in this memory. Copies that a pass has inserted are not."""
     return IS_COPY not in node.meta and (None in memory or not memory_of(node).isdisjoint(memory | {None}))
 
 
 def is_harmless(node: Node) -> bool:
-    """Whether a node may change places with its neighbours.
+    """Returns whether a node may be swapped with its neighbours.
 
-    It may if it writes nowhere, draws no random numbers, and switches neither gradients nor autocast.
+    It may if it does not write, draws no random numbers, and switches neither gradients nor autocast.
     """
     if node.op in ("placeholder", "get_attr") or _only_computes(node):
         return True
@@ -87,19 +87,19 @@ def is_harmless(node: Node) -> bool:
 
 
 def has_hook(node: Node) -> bool:
-    """Whether something is called with the gradient of a node's value."""
+    """Returns whether a hook receives the gradient of a node's value."""
     return any("register_hook" in str(user.target) for user in node.users)
 
 
 def changes_views(node: Node) -> bool:
-    """Whether a node makes another view of a tensor that was there before: its value no longer says what it was."""
+    """Returns whether a node turns an existing tensor into another view, so that earlier nodes' values are wrong."""
     return any(torch.Tag.inplace_view in overload.tags for overload in _overloads(node.target)) or any(
         changes_views(inner) for body in subgraphs(node) for inner in body.graph.nodes
     )
 
 
 def subgraphs(node: Node) -> Iterator[GraphModule]:
-    """The bodies that a higher-order operator runs."""
+    """Yields the bodies that a higher-order operator runs."""
     module = node.graph.owning_module
     for argument in node.all_input_nodes:
         body = getattr(module, str(argument.target), None) if argument.op == "get_attr" else None
@@ -108,9 +108,9 @@ def subgraphs(node: Node) -> Iterator[GraphModule]:
 
 
 def _only_computes(node: Node) -> bool:
-    """Whether a node computes a size or number, or calls a view, an operation of norms or an operator of Python.
+    """Returns whether a node computes a size or number, or calls a view, an operation of norms or a Python operator.
 
-    Python's operators that assign, such as ``+=``, are not among these.
+    Python's in-place operators, such as ``+=``, are excluded.
     """
     is_number = isinstance(node.meta.get("example_value"), (int, float, *_SYMBOLS))
     return is_number or node.target in _VIEWS or node.target in _OPERATORS or call_of(node) is not None
@@ -129,7 +129,7 @@ def _function_may_write(node: Node) -> bool:
 
 @lru_cache(maxsize=1024)  # a target may be a function of the program
 def _overloads(target: Any) -> tuple[OpOverload, ...]:
-    """The overloads, of ATen or other libraries, of which a call may run one; none if it may run anything else."""
+    """Returns the overloads, of ATen or other libraries, that a call may run; none if it may run other code."""
     if isinstance(target, OpOverload):
         return (target,)
     packet = target if isinstance(target, OpOverloadPacket) else _namesake(target)
@@ -137,7 +137,7 @@ def _overloads(target: Any) -> tuple[OpOverload, ...]:
 
 
 def _namesake(target: Any) -> Any:
-    """ATen's operator that a method of tensors, or a function of torch, is named after."""
+    """Returns ATen's operator with the name of a method of tensors, or of a function of torch."""
     if isinstance(target, str):
         return getattr(torch.ops.aten, target, None) if hasattr(Tensor, target) else None
     if not isbuiltin(target) and not isfunction(target):
@@ -148,9 +148,9 @@ def _namesake(target: Any) -> Any:
 
 
 def _writes(overload: OpOverload) -> bool:
-    """Whether an overload writes to an argument other than ``out``, or to running statistics.
+    """Returns whether an overload writes to an argument other than ``out``, or to running statistics.
 
-    Of the latter the schemas say nothing.
+    Schemas do not declare the latter.
     """
     schema = overload._schema
     written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -1,4 +1,4 @@
-"""Finding the RMSNorms that somebody wrote with the operations of torch, in a graph of Dynamo's."""
+"""Finds handwritten RMSNorms, composed of operations of torch, in a graph of Dynamo's."""
 
 import math
 from typing import Any, NamedTuple
@@ -30,35 +30,35 @@ from normops.inductor.search import (
 
 
 class Weight(NamedTuple):
-    """What the normalized input is multiplied by: the node's value plus the offset."""
+    """The factor of the normalized input: the node's value plus the offset."""
 
     node: Node
     offset: float
 
 
 class Match(NamedTuple):
-    """An RMSNorm: what it takes, and the nodes in whose place normops can compute it."""
+    """An RMSNorm: its inputs, and the nodes that normops can replace."""
 
     input: Node
     weight: Weight | None
     eps: float
     eps_argument: Any
-    """The number, or node of one, that the program has as eps."""
+    """The program's eps: a number or a node."""
     dtype: torch.dtype
     """The dtype to compute in: the input's, or the result's if that is wider, or float64 if that occurs on the way."""
     rounding: Rounding | None
-    """Where the program rounds to 16 bits; None, if that is in an order which normops does not have."""
+    """The program's roundings to 16 bits; None if normops does not support their order."""
     last: Node
     """The node of the result."""
     nodes: frozenset[Node]
-    """The node of the result, and all those on the way to it. They have no other effects."""
+    """The node of the result, and all nodes on the way to it. They have no side effects."""
 
 
 def match_norm(node: Node) -> Match | None:
-    """The norm of which a node is the inverted root, or the division by the root.
+    """Returns the norm of which a node is the inverted root, or the division by the root, if normops can replace it.
 
-    One that normops can compute in the place of its last node: nothing on the way is used elsewhere, nothing between
-    its nodes may write to tensors or switch autograd or autocast, and the result is dense, its rows' elements together.
+    normops can replace the last node if no other node uses the intermediate values, and if no node in between writes to
+    tensors or switches autograd or autocast. The result must be dense, with contiguous rows.
     """
     call = call_of(node)
     if call is None or call.name not in ("rsqrt", "div"):
@@ -74,14 +74,14 @@ class _Search(Search):
 
     def __init__(self) -> None:
         super().__init__()
-        # The nodes that others may use, too: casts of the input and of the weight, and 1 + weight.
+        # Nodes that may have other users: casts of the input and of the weight, and 1 + weight.
         self._bypassed: list[Node] = []
 
     def match(self, node: Node) -> Match:
         dividend, root = self._dividend_and_root(node)
         open_eps, squared = self._mean_square(root)
         input = self._above_widening(squared)
-        require(value(input).dim() > 0)  # mean(-1) takes a single number, too
+        require(value(input).dim() > 0)  # mean(-1) accepts scalars
         if dividend is None:
             node, dividend = self._product(self._below_narrowing(node))
         weight = self._times_input(dividend, input)
@@ -108,7 +108,7 @@ class _Search(Search):
         return torch.promote_types(value(input).dtype, value(last).dtype)
 
     def _rounding(self, input: Node, normalized: Node, last: Node) -> Rounding | None:
-        # Casts above are of the input or of the weight, to a dtype that holds them; a sum with the weight may round.
+        # Casts of the input and the weight only widen here. A sum with the weight may round.
         calls = {node: call_of(node) for node in (*self.inner, *self._bypassed)}
         rounded = {
             node
@@ -133,7 +133,7 @@ class _Search(Search):
         return above
 
     def _below_narrowing(self, node: Node) -> Node:
-        """The cast of the node, if nothing else uses it."""
+        """Returns the cast of the node, if that is its only user, else the node."""
         user = next(iter(node.users), None)
         call = call_of(user)
         if user is None or len(node.users) > 1 or call is None or call.name != "cast":
@@ -144,7 +144,7 @@ class _Search(Search):
         return user
 
     def _dividend_and_root(self, node: Node) -> tuple[Node | None, Any]:
-        """x and v, if the node computes x / sqrt(v); x is None for 1 / sqrt(v)."""
+        """Returns x and v, if the node computes x / sqrt(v); x is None for 1 / sqrt(v)."""
         arguments = self.take(node, "rsqrt", "div")
         if len(arguments) == 1:
             return None, arguments[0]
@@ -154,7 +154,7 @@ class _Search(Search):
         return dividend if isinstance(dividend, Node) else None, root
 
     def _mean_square(self, node: Any) -> tuple[Any, Any]:
-        """eps and x, if the node computes mean(x * x) + eps over the last dimension."""
+        """Returns eps and x, if the node computes mean(x * x) + eps over the last dimension."""
         eps: Any = 0.0
         node = self.above_casts(node)
         call = call_of(node)
@@ -180,14 +180,14 @@ class _Search(Search):
         return arguments
 
     def _product(self, factor: Node) -> tuple[Node, Any]:
-        """The only user of a factor, which must be a product, and the other factor."""
+        """Returns the only user of a factor, which must be a product, and the other factor."""
         require(len(factor.users) == 1)
         product = next(iter(factor.users))
         a, b = self.take(product, "mul")
         return product, b if a is factor else a
 
     def _times_input(self, node: Any, input: Node) -> Weight | None:
-        """The weight, if a node computes weight * input; None, if it is the input alone."""
+        """Returns the weight, if a node computes weight * input; None, if the node is the input."""
         if self._above_widening(node) is input:
             return None
         for weight, x in (arguments := self.take(node, "mul")), arguments[::-1]:
@@ -196,7 +196,7 @@ class _Search(Search):
         raise NoMatch
 
     def _weighted(self, normalized: Node, input: Node) -> tuple[Node, Weight | None]:
-        """The product with a weight, if that is the only user of the normalized input."""
+        """Returns the product with a weight, if that is the only user of the normalized input."""
         user = next(iter(normalized.users), None)
         call = call_of(user)
         if user is None or len(normalized.users) > 1 or call is None or call.name != "mul":
@@ -209,7 +209,7 @@ class _Search(Search):
         return self._below_narrowing(user), weight
 
     def _weight(self, node: Any, input: Node) -> Weight | None:
-        """One number for every column. What is above anything else is no part of the norm: it may come after it."""
+        """Returns a weight with one number per column. Other factors are not part of the norm, but may follow it."""
         above, offset, passed = above_offset(node)
         weight, x = value_of(above), value(input)
         is_weight = weight is not None and weight.dtype in DTYPES and weight.dim() == 1 and weight.device == x.device

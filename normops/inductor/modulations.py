@@ -1,4 +1,4 @@
-"""Joining norms and what scales and shifts their results, by samples or tokens, in a graph of Dynamo's."""
+"""Fuses norms with scales and shifts of their results, by samples or tokens, in a graph of Dynamo's."""
 
 from typing import Any, NamedTuple
 
@@ -25,21 +25,21 @@ _NORM = torch.ops.normops.rms_norm.default
 
 
 class _Modulation(NamedTuple):
-    """What follows a norm, and its operator computes."""
+    """The operations after a norm that its operator can compute."""
 
     factor: Node | None
     bias: Node | None
     last: Node
     """The node of the result."""
     nodes: frozenset[Node]
-    """It, the norm, and those between."""
+    """The last node, the norm, and the nodes in between."""
 
 
 def join_modulations(graph: Graph, rounding: ModelRounding) -> None:
-    """Makes one operator of each norm and the product and the sum that alone use its result, also in bodies.
+    """Fuses each norm with the product and the sum that alone use its result into one operator, also in bodies.
 
     The factor becomes a weight and the summand a bias: ``norm(x) * (1 + scale) + shift``, ``x + gate * norm(branch)``.
-    With ``rounding="original"`` where the operator rounds to 16 bits as they do.
+    ``rounding="original"`` requires that the operator rounds to 16 bits like the program.
     """
     for node in list(graph.nodes):
         for body in subgraphs(node):
@@ -53,7 +53,7 @@ def join_modulations(graph: Graph, rounding: ModelRounding) -> None:
 
 
 class _Search(Search):
-    """Reads the graph from a norm down."""
+    """Reads the graph from a norm downwards."""
 
     def __init__(self, norm: Node, rounding: ModelRounding) -> None:
         super().__init__()
@@ -64,11 +64,11 @@ class _Search(Search):
         self._dims = length(self._arguments["normalized_shape"])
         self._rounding = rounding
         self._rounds_as_before = rounding == "original" and self._y.dtype in HALVES
-        # What is widened for the norm alone, the operator widens itself.
+        # The operator widens its input itself, which replaces a cast for the norm alone.
         self._narrow, self._casts = above_widening(self._arguments["input"])
 
     def join(self) -> None:
-        """Puts one operator in the place of the norm and of what follows it."""
+        """Replaces the norm and the operations after it by one operator."""
         require(self._arguments.get("bias") is None and is_contiguous(self._y))
         found = self._longest(self._norm, None, None)
         if found is None or not may_be_computed_at(found.last, found.nodes):
@@ -92,7 +92,7 @@ class _Search(Search):
                 graph.erase_node(node)
 
     def _longest(self, node: Node, factor: Node | None, bias: Node | None) -> _Modulation | None:
-        """The longest modulation that begins so."""
+        """Returns the longest modulation that begins with these nodes."""
         self.inner.append(node)
         y = value(node)
         is_modulated = y.dtype == self._y.dtype and (factor is not None or bias is not None)
@@ -104,7 +104,7 @@ class _Search(Search):
             return found
 
     def _below(self, node: Node, factor: Node | None, bias: Node | None) -> tuple[Node, Node | None, Node | None]:
-        """The only user of a node, with the factor and the bias until then."""
+        """Returns the only user of a node, with the factor and the bias so far."""
         require(len(node.users) == 1)
         (user,) = node.users
         call, y = call_of(user) or other_call_of(user), value(user)
@@ -126,14 +126,14 @@ class _Search(Search):
         return user, self._as_factor(other), self._as_bias(*summands) if summands else None
 
     def _is_narrow(self, y: Tensor) -> bool:
-        """Whether this has the 16 bits of what the program widened to float32 for the norm."""
+        """Returns whether this has the 16-bit dtype that the program widened to float32 for the norm."""
         is_widened = self._y.dtype == torch.float32 and value(self._narrow).dtype in HALVES
         return is_widened and y.dtype == value(self._narrow).dtype
 
     def _as_factor(self, node: Any) -> Node:
         tensor = self._broadcast(node)
         if self._weight is not None:
-            # They are multiplied beforehand, which is less work if rows share the factor, and rounds otherwise.
+            # Their product is computed first: cheap only if rows share the factor, and rounded differently.
             require(not is_equal(tensor.numel(), self._y.numel()))
             require(self._weight.dim() == self._dims and not self._rounds_as_before)
         return node
@@ -145,7 +145,7 @@ class _Search(Search):
         return node
 
     def _broadcast(self, node: Any) -> Tensor:
-        """The value of a node, which must be one that the operator takes as a weight or bias."""
+        """Returns the value of a node that the operator accepts as a weight or a bias."""
         tensor, y = value(node), self._y
         require(tensor.dtype in DTYPES and tensor.device == y.device and self._dims <= tensor.dim() <= y.dim())
         sizes = zip(reversed(tensor.shape), reversed(y.shape), strict=False)
@@ -153,7 +153,7 @@ class _Search(Search):
         return tensor
 
     def _weighted(self, factor: Node, found: _Modulation) -> dict[str, Any]:
-        """The arguments that multiply by the factor, besides by the weight that the norm has."""
+        """Returns the arguments that multiply by the factor, and by the norm's own weight if it has one."""
         offset = 0.0
         if not self._rounds_as_before:
             above, number, passed = above_offset(factor)

@@ -1,4 +1,4 @@
-"""The passes: what Inductor calls with the graphs that it compiles."""
+"""Defines the passes that Inductor calls with the graphs that it compiles."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -45,16 +45,16 @@ from normops.inductor.rotations import join_rotations
 
 _normops = torch.ops.normops
 
-# All of the package: the passes use what the names in schemas mean, and which tensors take the operators.
+# The whole package, because the passes depend on the schemas and on the tensor classes that support the operators.
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parents[1].rglob("*.py")))
 
 
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
-"""torch's class of passes that are told whether there is a backward; None in a torch that has no such passes."""
+"""torch's class of passes with the argument ``is_inference``; None in a torch without it."""
 
 
 class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
-    """A pass of ours, which first runs the pass that others have put in its place, if any."""
+    """A pass of normops, which first runs the passes that it replaces in Inductor's slot."""
 
     def __init__(self, *before: Any, rounding: ModelRounding = "once") -> None:
         self.before = before
@@ -69,12 +69,12 @@ class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
         self.change(graph)
 
     def change(self, graph: Graph) -> None:
-        """Nothing, in this class."""
+        """Changes the graph; does nothing in this class."""
 
     def uuid(self) -> Any:
-        """The key by which Inductor's caches keep apart what was compiled with these, with other or with no passes.
+        """Returns the key by which Inductor's caches distinguish these passes from others and from none.
 
-        None, with which nothing is cached, if one of the others has none.
+        Returns None, which disables caching, if one of the other passes has no key.
         """
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
         ours = get_hash_for_files(_SOURCES, f"{type(self).__name__} {self.rounding}")
@@ -88,10 +88,10 @@ class _Pass(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
 
 
 class BeforeAutograd(_Pass):
-    """Norms become operators of normops, with what follows: autograd makes one of each, each way."""
+    """Replaces norms and the operations after them by operators, before AOTAutograd traces forward and backward."""
 
     def change(self, graph: Graph) -> None:
-        """Changes a graph of Dynamo's, with what is under it."""
+        """Changes a graph of Dynamo's, with its subgraphs."""
         if any(map(changes_views, graph.nodes)):
             return
         replace_norms(graph, self.rounding)
@@ -102,7 +102,7 @@ class BeforeAutograd(_Pass):
 
 
 class AfterAutograd(_Pass):
-    """Additions before norms, and to their gradients, become parts of the norms' operators."""
+    """Fuses additions before norms, and to their gradients, with the norms' operators."""
 
     def change(self, graph: Graph) -> None:
         """Changes a graph of ATen's."""
@@ -110,10 +110,10 @@ class AfterAutograd(_Pass):
 
 
 class BeforePartition(_Pass):
-    """Outputs of norms are not kept for the backward."""
+    """Recomputes outputs of norms in the backward."""
 
     def change(self, graph: Graph) -> None:
-        """Changes a graph of ATen's, of forward and backward."""
+        """Changes a graph of ATen's that contains forward and backward."""
         recompute_norms(graph)
 
 
@@ -124,7 +124,7 @@ _RECOMPUTE = "joint_custom_post_pass"
 
 
 def passes_after(options: Mapping[str, Any], rounding: ModelRounding, recomputes: bool) -> dict[str, Any]:
-    """The options that name our passes, which run after those of other options, or else of Inductor's config."""
+    """Returns the options with our passes, which run after those of other options, or else of Inductor's config."""
     passes: dict[str, type[_Pass]] = dict(_PASSES)
     if recomputes or is_recomputing(options):
         passes[_RECOMPUTE] = BeforePartition if recomputes else _Pass
@@ -135,7 +135,7 @@ def passes_after(options: Mapping[str, Any], rounding: ModelRounding, recomputes
 
 
 def is_recomputing(options: Mapping[str, Any]) -> bool:
-    """Whether options, or else Inductor's config, have our pass that has norms recomputed."""
+    """Returns whether options, or else Inductor's config, have our pass for recomputation."""
     return isinstance(options.get(_RECOMPUTE, getattr(config, _RECOMPUTE)), BeforePartition)
 
 
@@ -145,7 +145,7 @@ def _without_ours(passes: Any) -> list[Any]:
 
 
 def replace_norms(graph: Graph, rounding: ModelRounding) -> None:
-    """Replaces torch's own norms and those written by hand, also in the bodies of higher-order operators."""
+    """Replaces torch's own norms and handwritten norms, also in the bodies of higher-order operators."""
     for node in list(graph.nodes):
         for body in subgraphs(node):
             replace_norms(body.graph, rounding)
@@ -169,11 +169,11 @@ def replace_norms(graph: Graph, rounding: ModelRounding) -> None:
 
 
 def keep_what_is_written(graph: Graph) -> None:
-    """Copies arguments of the norms that have been replaced, where something may write to them later.
+    """Copies arguments of replaced norms to which later nodes may write.
 
-    The operator saves its arguments for the backward; what it replaces mostly saves casts and products of them, so that
-    the program may write. Inductor removes the copies, once the graph is functional. That is why inputs of the graph
-    are not copied: these are written in place after all, and autograd refuses it.
+    The operator saves its arguments for the backward. The replaced code usually saves casts and products, so that the
+    program may write to the arguments. Inductor removes the copies once the graph is functional. Inputs of the graph
+    are therefore not copied: they are still written in place, and autograd raises an error.
     """
     inputs = [memory_of(node) for node in graph.nodes if node.op == "placeholder"]
     _keep(graph, set(), set().union(*inputs))
@@ -182,11 +182,11 @@ def keep_what_is_written(graph: Graph) -> None:
 def _keep(graph: Graph, written: set[Any], inputs: set[Any]) -> None:
     for node in reversed(list(graph.nodes)):
         for body in subgraphs(node):
-            # A body may run several times: all that it writes is then written later, too.
+            # A body may run several times, so all its writes may also happen later.
             _keep(body.graph, written | memory_written_by(node), inputs)
             body.recompile()
         if _is_recorded(node):
-            # Once for the whole graph, and for a body before: Inductor calls a pass with that first.
+            # Copies made in a body are not repeated for the whole graph: Inductor calls a pass with the body first.
             for argument in node.all_input_nodes:
                 if (
                     value_of(argument) is not None
@@ -201,14 +201,14 @@ def _keep(graph: Graph, written: set[Any], inputs: set[Any]) -> None:
 
 
 def _is_recorded(node: Node) -> bool:
-    """Whether a node is an operator of normops, put there by a pass or by the program, that saves its arguments."""
+    """Returns whether a node is an operator of normops, from a pass or the program, that saves its arguments."""
     value = value_of(node)
     is_of_program = node.target in NORMOPS_NORMS and value is not None and value.requires_grad
     return is_of_program or node.meta.get(IS_RECORDED, False)
 
 
 def _replace_norm_of_torch(node: Node) -> None:
-    # It computes in a wider dtype, the product with a weight of any dtype too, and rounds that once.
+    # torch's norm computes in a wider dtype, including the product with a weight of any dtype, and rounds once.
     input, shape, weight, eps = arguments_of_norm(node)
     x, w, y = value_of(input), value_of(weight), value_of(node)
     if x is None or y is None or x.device.type not in ("cpu", "cuda") or order_in_memory(y, length(shape)) is None:
@@ -217,7 +217,7 @@ def _replace_norm_of_torch(node: Node) -> None:
         return
     if _is_written_as_view(node, length(shape)):
         return
-    # torch makes a constant of its eps in any case, however the program computes it, and may find it for another eps.
+    # torch makes eps a constant even if the program computes it, and its caches may return code for another eps.
     specialize_what_is_above(eps)
     number = specialized(eps)
     if eps is None or (number is not None and math.isfinite(number)):
@@ -227,7 +227,7 @@ def _replace_norm_of_torch(node: Node) -> None:
 
 
 def _is_written_as_view(node: Node, normalized_dims: int) -> bool:
-    """Whether something writes to a norm, whose place a view would take: some of no_grad may not be written to."""
+    """Returns whether a node writes to the norm's result, and a view would replace it: autograd may forbid that."""
     y = value_of(node)
     order = () if y is None else order_in_memory(y, normalized_dims) or ()
     return list(order) != sorted(order) and any(map(may_write, node.users))
@@ -243,7 +243,7 @@ def _compute_instead(
     weight_offset: float,
     rounding: Rounding,
 ) -> None:
-    """Puts normops in the place of a node. It computes in ``dtype``, and its result has the strides of the node's."""
+    """Replaces a node by normops, which computes in ``dtype``. The result has the strides of the node's."""
     x, y, graph = value_of(input), value_of(node), node.graph
     assert x is not None
     assert y is not None
@@ -270,15 +270,18 @@ def _compute_instead(
 def backend(
     graph: GraphModule, inputs: Sequence[Tensor], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Any:
-    """What ``torch.compile(model, backend="normops")`` calls: Inductor with :func:`inductor_options`.
+    """Compiles a graph with Inductor and :func:`inductor_options`, for ``torch.compile(model, backend="normops")``.
 
     Args:
-        graph: what Dynamo traced.
-        inputs: of the graph.
-        mode: as that of torch.compile.
-        options: Inductor's, besides; of passes among them, see :func:`inductor_options`. ``"rounding"`` and
-            ``"recompute_norms"`` are those of :func:`inductor_options`, and otherwise those of passes of ours among the
-            options.
+        graph: the graph that Dynamo traced.
+        inputs: the inputs of the graph.
+        mode: see :func:`torch.compile`.
+        options: options of Inductor; see :func:`inductor_options` for passes among them. ``"rounding"`` and
+            ``"recompute_norms"`` are the arguments of :func:`inductor_options`; by default they are those of normops'
+            passes among the options.
+
+    Returns:
+        The compiled graph.
     """
     all_options = {**(list_mode_options(mode) if mode else {}), **(options or {})}
     given = next((each.rounding for each in all_options.values() if isinstance(each, _Pass)), "once")

@@ -1,4 +1,4 @@
-"""Outputs of norms that are not kept for the backward, in the graph of forward and backward that AOTAutograd traces."""
+"""Recomputes outputs of norms in the backward, in the joint graph of forward and backward that AOTAutograd traces."""
 
 import operator
 import sys
@@ -17,10 +17,10 @@ _BACKWARDS = tuple(op for op in FUNCTIONAL if name_of(op).endswith("_backward"))
 
 
 def recompute_norms(graph: Graph) -> None:
-    """Marks the norms whose input the backward has anyway: the partitioner computes these in the backward, too."""
+    """Marks the norms whose input the backward needs anyway: the partitioner recomputes these in the backward."""
     backward = _after_tangents(graph)
     for node in list(graph.nodes):
-        if "recompute" in node.meta:  # by a checkpoint
+        if "recompute" in node.meta:  # a checkpoint decides
             continue
         if node.target in NORMOPS_NORMS and _takes_what_is_kept(by_name(node.target, node.args, node.kwargs)):
             _mark(node)
@@ -29,12 +29,12 @@ def recompute_norms(graph: Graph) -> None:
 
 
 def _mark(norm: Node) -> None:
-    # The number is that of a region to be recomputed: what the one before it returns is kept.
+    # The number identifies a region to recompute. The results of the region before it are stored.
     norm.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": sys.maxsize}
 
 
 def _takes_what_is_kept(norm: Mapping[str, Any]) -> bool:
-    """A residual that is added after a norm is no less than the output."""
+    """Returns whether the norm's input is saved, and also a residual that it adds, which is as large as the output."""
     input, bias = norm["input"], norm.get("bias")
     is_residual = bias is not None and is_equal(bias.meta["val"].numel(), input.meta["val"].numel())
     return _is_kept(input) and not (is_residual and not _is_kept(bias))
@@ -58,7 +58,7 @@ def _after_tangents(graph: Graph) -> set[Node]:
 
 
 def _normalize_sum_again(norm: Node, backward: set[Node]) -> None:
-    """Gives the backward the norm of the sum, which is the output if that has the dtype of the sum."""
+    """Gives the backward the norm of the sum, which equals the output if both have the same dtype."""
     parts = {part.args[1]: part for part in norm.users if part.target is operator.getitem}
     if 0 not in parts or 1 not in parts or not _is_kept(parts[1]):
         return
@@ -78,7 +78,7 @@ def _normalize_sum_again(norm: Node, backward: set[Node]) -> None:
 
 
 def _use_instead(old: Node, new: Node, backward: set[Node]) -> None:
-    """Only in the backward, and with views of its own there."""
+    """Replaces a node in the backward only, which gets its own views."""
     for user in list(old.users):
         if user in backward:
             user.replace_input_with(old, new)

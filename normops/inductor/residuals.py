@@ -1,4 +1,4 @@
-"""Giving the additions around the norms to normops, in a graph of ATen's: that of a forward or of a backward."""
+"""Fuses additions before and after norms with the norms' operators, in a graph of ATen's: a forward or a backward."""
 
 import math
 import operator
@@ -24,14 +24,14 @@ class _Sum(NamedTuple):
     residual: Node
     alpha: float
     product: Node | None
-    """The node of ``alpha * input``, which is rounded by itself; None, if that is a part of the addition."""
+    """The node of ``alpha * input``, which is rounded separately; None if the addition computes it."""
 
 
 def fuse_additions(graph: Graph, rounding: ModelRounding) -> None:
-    """Makes one operator of a sum with a residual and its norm, and one of a backward and what is added to its result.
+    """Fuses a residual's addition with the norm of the sum, and a norm's backward with the addition to its result.
 
-    With ``rounding="original"`` none whose 16-bit results would be others. A model rounds the gradient that a norm
-    returns before it adds to it, the operator only the sum.
+    ``rounding="original"`` excludes sums whose 16-bit results would change: a model rounds the gradient that a norm
+    returns before it adds to it, and the operator rounds only the sum.
     """
     for node in list(graph.nodes):
         if node.target is _normops.rms_norm.default:
@@ -77,13 +77,13 @@ def _sum_of(add: Any) -> _Sum | None:
             found = _Sum(add, input, residual, factor, product)
     if not _is_like(add, found.input, found.residual):
         return None
-    # Inductor computes elementwise summands within the addition; before an operator it has to write them to memory.
+    # Inductor fuses elementwise summands with the addition; for an operator it would write them to memory.
     is_computed = _is_elementwise(found.input, found.product or add) or _is_elementwise(found.residual, add)
     return None if is_computed else found
 
 
 def _scaled(product: Any, user: Node) -> tuple[Node, float] | None:
-    """A tensor and the number that it is multiplied by, if a node computes that, and for this user alone."""
+    """Returns a tensor and its factor, if a node computes their product for this user alone."""
     if not isinstance(product, Node) or product.target is not _aten.mul.Tensor or list(product.users) != [user]:
         return None
     for tensor, factor in (product.args, product.args[::-1]):
@@ -93,16 +93,16 @@ def _scaled(product: Any, user: Node) -> tuple[Node, float] | None:
 
 
 def _options_of(found: _Sum, norm: Mapping[str, Any], rounding: ModelRounding) -> dict[str, Any] | None:
-    """What a scaled sum takes besides; None, if the operator would not round the product as it should."""
+    """Returns the arguments of a scaled sum; None, if the operator would not round the product as required."""
     options: dict[str, Any] = {}
     if found.alpha == 1.0:
         return options
     casts = norm.get("rounding") == "llama"
     if rounding == "original":
-        if found.product is None:  # whether torch.add rounds it by itself depends on the device
+        if found.product is None:  # only on some devices torch.add rounds it separately
             return None
         if found.add.meta["val"].dtype not in HALVES:
-            options["rounding"] = "llama"  # the norm itself casts to 16 bits only
+            options["rounding"] = "llama"  # the norm itself rounds only 16-bit tensors
         elif not casts:
             return None
     elif casts and found.product is None:
@@ -131,14 +131,14 @@ def _fuse_backward(backward: Node, rounding: ModelRounding) -> None:
 
 
 def _adds_two_tensors(node: Any) -> bool:
-    """Whether a node adds two tensors of one dtype, shape and device, and the result has the strides of normops'."""
+    """Returns whether a node adds two tensors of one dtype, shape and device, with normops' strides in the result."""
     if not isinstance(node, Node) or node.target is not _aten.add.Tensor or node.kwargs:
         return False
     return _is_like(node, *node.args)
 
 
 def _is_like(total: Node, *summands: Any) -> bool:
-    """Whether a sum has the dtype, shape and device of its summands, and the strides of normops' results."""
+    """Returns whether a sum has the dtype, shape and device of its summands, and the strides of normops' results."""
     value, *others = (n.meta.get("val") if isinstance(n, Node) else None for n in (total, *summands))
     return isinstance(value, Tensor) and is_contiguous(value) and all(_are_alike(value, other) for other in others)
 
@@ -148,12 +148,12 @@ def _are_alike(a: Tensor, b: Any) -> bool:
 
 
 def _is_elementwise(node: Node, user: Node) -> bool:
-    """Whether a node is one that Inductor computes in a loop with its only user."""
+    """Returns whether Inductor fuses a node with its only user."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) and list(node.users) == [user]
 
 
 def _may_write(first: Node, last: Node) -> bool:
-    """Whether a node from the one to the other writes to tensors, so that these two may not change places."""
+    """Returns whether a node between these two writes to tensors, so that they may not be swapped."""
     node = first
     while node is not last:
         if node.op == "call_function" and node.target is not operator.getitem:

@@ -1,4 +1,4 @@
-"""Joining norms and the rotary embeddings of their results, in a graph of Dynamo's."""
+"""Fuses norms with the rotary embeddings of their results, in a graph of Dynamo's."""
 
 from collections.abc import Sequence
 from itertools import permutations, product
@@ -32,7 +32,7 @@ _NORM, _ROTATED_NORM = torch.ops.normops.rms_norm.default, torch.ops.normops.rms
 
 
 class _Columns(NamedTuple):
-    """Columns ``start``, ``start + step``, ... of a node's value."""
+    """The columns ``start``, ``start + step``, ... of a node's value."""
 
     base: Node
     start: Any
@@ -41,26 +41,26 @@ class _Columns(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """cos and sin."""
+    """The nodes of cos and sin."""
 
     cos: Node
     sin: Node
     views: tuple[tuple[Node, ...], tuple[Node, ...]] = ((), ())
-    """The nodes that add dimensions to each, which its columns pass through."""
+    """The nodes that add dimensions to cos, and those that add dimensions to sin."""
     unused: frozenset[Node] = frozenset()
-    """The nodes in whose place these are."""
+    """The nodes that these tables replace."""
 
 
 class _Rotation(NamedTuple):
-    """A norm, the rotation of its result, and how the operator computes both in the place of the last node."""
+    """A norm, the rotation of its result, and how the operator replaces the last node."""
 
     norm: Node
     views: tuple[Node, ...]
     """Reshapes of whole rows between the norm and the rotation."""
     dims: tuple[int, ...]
-    """Which dimension, after them, the dimensions that are rotated are."""
+    """For each dimension of the rotated tensor, its index after the reshapes."""
     order: tuple[int, ...]
-    """The latter in the order that they have in the memory of the result."""
+    """The dimensions of the rotated tensor in the order of the result's memory."""
     tables: _Tables
     interleaved: bool
     rotary_dim: int | None
@@ -70,9 +70,9 @@ class _Rotation(NamedTuple):
 
 
 def join_rotations(graph: Graph, rounding: ModelRounding) -> None:
-    """Makes one operator of each norm and the rotation that alone uses its result, also in bodies.
+    """Fuses each norm with the rotation that alone uses its result into one operator, also in bodies.
 
-    A model rounds what it rotates several times to 16 bits, in no order that the operator has.
+    A model rounds rotated 16-bit values several times, in an order that the operator does not support.
     """
     for node in list(graph.nodes):
         for body in subgraphs(node):
@@ -83,7 +83,7 @@ def join_rotations(graph: Graph, rounding: ModelRounding) -> None:
 
 
 def _match(node: Node) -> _Rotation | None:
-    """The rotation of which a node is the sum ``x * cos + turned(x) * sin``."""
+    """Returns the rotation of which a node is the sum ``x * cos + turned(x) * sin``."""
     call = call_of(node)
     if call is None or call.name != "add":
         return None
@@ -102,7 +102,7 @@ def _factors(node: Any) -> list[tuple[Any, ...]]:
 
 
 class _Search(Search):
-    """Reads the graph from the sum up to the norm, and down to where all columns are together again."""
+    """Reads the graph from the sum up to the norm, and down to the node with all columns."""
 
     def match(
         self, total: Node, products: tuple[Node, Node], straight: tuple[Any, Any], turned: tuple[Any, Any]
@@ -122,10 +122,10 @@ class _Search(Search):
             raise NoMatch
         self._check_values(x, total, last, columns, input)
         tables = self._tables(cos, sin, value(x), input.dtype)
-        # What is asked for nothing but its size is computed nowhere, once the graph is functional.
+        # A node of which only the size is used is not computed once the graph is functional.
         self.require_uses_within(last, but=("size",))
         require(may_be_computed_at(last, self.inner))
-        # A view of the norm's result is one of its input only if the norm can read it there.
+        # The views of the norm's result apply to its input only if that is contiguous.
         require(not views or is_contiguous(input))
         is_moved = bool(views) or any(dims[i] != at for at, i in enumerate(order))
         shape: Any = arguments["normalized_shape"]
@@ -140,7 +140,7 @@ class _Search(Search):
         return _Rotation(norm, views, dims, order, tables, interleaved, rotary_dim, columns.start, last, nodes)
 
     def _columns(self, node: Any) -> _Columns:
-        """Which columns a node's value is made of, cast or not."""
+        """Returns the columns in a node's value, cast or not."""
         require(value(node).dim() > 0)
         start, step, size = 0, 1, value(node).shape[-1]
         while True:
@@ -153,7 +153,7 @@ class _Search(Search):
                 return _Columns(node, start, step, size)
 
     def _turn(self, node: Any, x: Any, columns: _Columns) -> bool:
-        """Whether the columns are turned interleaved: the second of each pair, negated, before the first."""
+        """Returns whether columns are turned interleaved: the second one of each pair, negated, before the first."""
         node = self.above_casts(node)
         is_flattened = isinstance(node, Node) and is_reshape(node)
         if is_flattened:
@@ -173,7 +173,7 @@ class _Search(Search):
         return is_flattened
 
     def _above(self, node: Any) -> tuple[Node, tuple[Node, ...], tuple[int, ...]]:
-        """The norm of which a node is a view, the reshapes on the way, and the order of dimensions after them."""
+        """Returns the norm above the views, the reshapes in between, and the order of dimensions after these."""
         dims, views = tuple(range(value(node).dim())), list[Node]()
         while node.target is not _NORM:
             above = node.args[0] if node.args else None
@@ -192,7 +192,7 @@ class _Search(Search):
         return node, tuple(views), dims
 
     def _whole(self, total: Node, columns: _Columns, dtype: torch.dtype) -> Node:
-        """The node that has all columns of the norm's result, those that are not rotated too, in its dtype."""
+        """Returns the node with all columns of the norm's result, also those that are not rotated, in its dtype."""
         last, before = self._below_cast(total, dtype), len(self.inner)
         width = value(columns.base).shape[-1]
         try:
@@ -204,7 +204,7 @@ class _Search(Search):
         return last
 
     def _below_cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """The cast of the node to this dtype, if nothing else uses it."""
+        """Returns the cast of the node to this dtype, if that is its only user, else the node."""
         user = next(iter(node.users), None)
         call = call_of(user)
         if user is None or len(node.users) > 1 or call is None or call.name != "cast" or value(user).dtype != dtype:
@@ -213,7 +213,7 @@ class _Search(Search):
         return user
 
     def _cat(self, rotated: Node, columns: _Columns, width: Any) -> Node:
-        """The concatenation of the rotated columns and the others, each at its place."""
+        """Returns the concatenation of the rotated columns and the others, each in its place."""
         require(len(rotated.users) == 1)
         node = next(iter(rotated.users))
         parts, dim = self.take(node, "cat", read=other_call_of)
@@ -227,16 +227,16 @@ class _Search(Search):
         return node
 
     def _check_values(self, x: Any, total: Node, last: Node, columns: _Columns, input: Tensor) -> None:
-        """No step computes in another dtype, shape, or device than the operator would."""
+        """Requires that no step computes in another dtype, shape, or device than the operator would."""
         require(have_one_shape(value(x), value(total)))
         require(have_one_shape(value(columns.base), value(last)))
         wide = torch.promote_types(input.dtype, torch.float32)
-        tensors = [value_of(node) for node in self.inner]  # None for what splits a tensor in several
+        tensors = [value_of(node) for node in self.inner]  # None for a call that splits a tensor
         require(all(each is None or each.dtype in (input.dtype, wide) for each in tensors))
         require(input.device.type in ("cpu", "cuda"))
 
     def _tables(self, cos: Any, sin: Any, x: Tensor, dtype: torch.dtype) -> _Tables:
-        """Both, if the operator takes them; it computes no gradients of them in one pass."""
+        """Returns cos and sin, if the operator supports them; it computes no gradients of them in one pass."""
         c, s = value(cos), value(sin)
         require(c.dtype == s.dtype and c.dtype in (dtype, torch.promote_types(dtype, torch.float32)))
         require(have_one_shape(c, s) and 0 < c.dim() <= x.dim() and is_equal(c.shape[-1], x.shape[-1]))
@@ -247,7 +247,7 @@ class _Search(Search):
 
 
 def _of_pairs(tables: _Tables, rotary_dim: int) -> _Tables | None:
-    """The tables with a column for each pair, if each column has been repeated for both of it."""
+    """Returns tables with one column for each pair, if the program repeats each column for both columns of a pair."""
     of_cos, of_sin = (_above_repeat(table, rotary_dim) for table in tables[:2])
     if of_cos is None or of_sin is None:
         return None
@@ -256,7 +256,7 @@ def _of_pairs(tables: _Tables, rotary_dim: int) -> _Tables | None:
 
 
 def _above_repeat(node: Node, rotary_dim: int) -> tuple[Node, tuple[Node, ...], Node] | None:
-    """What ``repeat_interleave(2, -1)`` repeats, the dimensions that were added to it, and that node."""
+    """Returns the input of ``repeat_interleave(2, -1)``, the nodes that add dimensions to its result, and its node."""
     views: list[Node] = []
     while node.target in ("unsqueeze", torch.unsqueeze) and node.args and isinstance(above := node.args[0], Node):
         views.insert(0, node)
@@ -268,7 +268,7 @@ def _above_repeat(node: Node, rotary_dim: int) -> tuple[Node, tuple[Node, ...], 
     half = value_of(source)
     if repeats != 2 or half is None or half.dim() == 0 or dim not in (-1, half.dim() - 1):
         return None
-    # A dimension that was added at the end would be the columns.
+    # A dimension that is added at the end would replace the columns.
     is_last = all(value(view).shape[-1] == rotary_dim for view in views)
     return (source, tuple(views), node) if is_last and half.shape[-1] * 2 == rotary_dim else None
 
@@ -303,7 +303,7 @@ def _join(rotation: _Rotation) -> None:
 
 
 def _viewed(node: Node, views: Sequence[Node]) -> Node:
-    """The node's value as these nodes would view it."""
+    """Applies the same views to the node's value."""
     for view in views:
         x = value(node)
         viewed = node.graph.create_node(view.op, view.target, (node, *view.args[1:]), view.kwargs)
@@ -313,7 +313,7 @@ def _viewed(node: Node, views: Sequence[Node]) -> Node:
 
 
 def _permuted(node: Node, dims: Sequence[int]) -> Node:
-    """The node's value with its dimensions in another order; those that it lacks are added in front."""
+    """Permutes the dimensions of the node's value; missing ones are added in front."""
     x = value(node)
     if list(dims) == sorted(dims):
         return node

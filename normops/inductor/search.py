@@ -1,4 +1,4 @@
-"""What searches for a pattern in a graph of Dynamo's have in common."""
+"""Helpers for the searches of patterns in a graph of Dynamo's."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +13,11 @@ from normops.inductor.effects import has_hook, is_harmless
 
 
 class NoMatch(Exception):  # noqa: N818  nothing failed
-    """What a search raises where the pattern is not."""
+    """Raised by a search if the pattern is absent."""
 
 
 def value(node: Any) -> Tensor:
-    """The value of a node, which must be a strided tensor."""
+    """Returns the value of a node, which must be a strided tensor."""
     tensor = value_of(node)
     if tensor is None:
         raise NoMatch
@@ -25,19 +25,19 @@ def value(node: Any) -> Tensor:
 
 
 def require(holds: object) -> None:
-    """Ends a search without a match unless this holds."""
+    """Ends a search without a match unless this is true."""
     if not holds:
         raise NoMatch
 
 
 def widens(before: Tensor, after: Tensor) -> bool:
-    """Whether a cast keeps every value, and is one between dtypes of norms."""
+    """Returns whether a cast between dtypes of norms keeps every value."""
     dtypes = before.dtype, after.dtype
     return {*DTYPES} >= {*dtypes} and torch.promote_types(*dtypes) == after.dtype
 
 
 def above_widening(node: Any) -> tuple[Any, list[Node]]:
-    """What casts that keep every value cast, and these. None of them has a hook, which would miss a gradient."""
+    """Returns the input of casts that keep every value, and the casts, up to one whose hook needs the gradient."""
     passed = []
     while (call := call_of(node)) is not None and call.name == "cast" and widens(value(call.arguments[0]), value(node)):
         if has_hook(node):
@@ -48,7 +48,7 @@ def above_widening(node: Any) -> tuple[Any, list[Node]]:
 
 
 def above_offset(node: Any) -> tuple[Any, float, list[Node]]:
-    """What a number is added to, the number, and the nodes on the way: the sum, and casts that keep every value."""
+    """Returns the summand and the number of a sum, and the nodes between: the sum and casts that keep every value."""
     above, passed = above_widening(node)
     call = call_of(above)
     if call is None or call.name != "add" or has_hook(above):
@@ -62,13 +62,13 @@ def above_offset(node: Any) -> tuple[Any, float, list[Node]]:
 
 
 class Search:
-    """A search, with the nodes that became a part of the pattern so far."""
+    """A search, with the nodes that are part of the pattern so far."""
 
     def __init__(self) -> None:
         self.inner: list[Node] = []
 
     def take(self, node: Any, *names: str, read: Callable[[Any], Call | None] = call_of) -> tuple[Any, ...]:
-        """The arguments of a node, which must be one of these calls and becomes part of the pattern."""
+        """Returns the arguments of a node, which must be one of these calls and becomes part of the pattern."""
         call = read(node)
         if call is None or call.name not in names:
             raise NoMatch
@@ -76,21 +76,21 @@ class Search:
         return call.arguments
 
     def above_casts(self, node: Any) -> Any:
-        """What a node casts, once or several times; the node itself if it is no cast."""
+        """Returns the input of one or several casts; the node itself if it is no cast."""
         while (call := call_of(node)) is not None and call.name == "cast":
             (node,) = self.take(node, "cast")
         return node
 
     def require_uses_within(self, last: Node, *, but: Sequence[Any] = ()) -> None:
-        """Nothing else may use what is on the way to the last node, but calls of these targets."""
+        """Requires that only the pattern, or calls of the targets ``but``, use the nodes before the last one."""
         inner = {*self.inner}
         require(all(user in inner or user.target in but for node in inner - {last} for user in node.users))
 
 
 def may_be_computed_at(last: Node, nodes: Iterable[Node]) -> bool:
-    """Whether all of these nodes, of which this is the last one, may be computed in its place.
+    """Returns whether all of these nodes may be computed at the place of the last one.
 
-    What is between them must be harmless; they themselves have no other effects.
+    Nodes in between must be harmless; the nodes themselves have no side effects.
     """
     nodes = {*nodes}
     above, node = set(nodes), last
