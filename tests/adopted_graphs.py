@@ -1,4 +1,4 @@
-"""What becomes of a function that torch.compile compiles with the passes of normops, without generating code for it."""
+"""Compiles functions with the passes of normops and records the graphs, without generating code."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from normops.inductor.passes import AfterAutograd, BeforeAutograd, BeforePartiti
 
 class Graphs(NamedTuple):
     of_dynamo: list[str]
-    """The graph that Dynamo made, before the passes and after them."""
+    """Dynamo's graph, before and after the passes."""
     forward: list[str]
-    """The operators that were called, of all graphs."""
+    """The operators of all graphs."""
     backward: list[str]
 
 
 def compiled_with_passes(
     fn: Callable[..., Any], *, dynamic: bool = False, rounding: ModelRounding = "once", recompute_norms: bool = False
 ) -> tuple[Callable[..., Any], Graphs]:
-    """The function compiled as a whole, and what is known of its graphs once it has run."""
+    """Returns the function, compiled without graph breaks, and its graphs, which are recorded when it runs."""
     graphs = Graphs([], [], [])
 
     def after_autograd(names: list[str]) -> Callable[[fx.GraphModule, list[Tensor]], Any]:
@@ -62,10 +62,10 @@ def compiled_with_passes(
 
 
 def norms(names: list[str]) -> list[str]:
-    """The operators of normops among them, without their overloads."""
+    """Returns the operators of normops among ``names``, without their overloads."""
     return [name.split(".")[1] for name in names if name.startswith("normops.")]
 
 
 def biased(graphs: Graphs) -> int:
-    """How many norms have got a bias."""
+    """Counts the norms that received a bias."""
     return sum("rms_norm.default" in line and "bias: %" in line for line in graphs.of_dynamo[-1].splitlines())

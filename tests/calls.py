@@ -1,4 +1,4 @@
-"""Looking on at which operators of normops run."""
+"""Records which operators of normops run."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Calls(TorchDispatchMode):
-    """Collects their names, in the order of the calls."""
+    """Collects the operators' names, in the order of the calls."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -11,8 +11,7 @@ import torch
 import normops
 from reference import oracle
 
-# Files that take long come first, the longest of all at the beginning: what is left for the end, when one process has
-# nothing to do any more, are short ones.
+# The slowest files run first, in this order: only short files remain when the first process has no more work.
 LONGEST = (
     "test_cuda_kernels.py",
     "test_cpu_kernels.py",
@@ -52,13 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if config.getoption("--triton"):
         take(lambda item: item.get_closest_marker("triton") is not None)
-    elif config.getoption("--device") != "cpu":  # the others are the same on any machine
+    elif config.getoption("--device") != "cpu":  # other tests do not depend on the machine
         take(lambda item: "device" in getattr(item, "fixturenames", ()))
     tiers.assign(items, "triton" if config.getoption("--triton") else "covering")
 
 
 def _fail_if_required(report: pytest.TestReport | pytest.CollectReport) -> None:
-    """Skips whose reason names what NORMOPS_REQUIRE, words with blanks between, says that there is."""
+    """Fails a skipped test if its reason contains a word of NORMOPS_REQUIRE, which lists available dependencies."""
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2]
         if missing := {*os.environ.get("NORMOPS_REQUIRE", "").split()} & {*reason.replace("'", " ").split()}:
@@ -81,7 +80,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How long each tier takes one process, so that its growth is seen."""
+    """Prints the total seconds of each tier's tests, so that growth is noticed."""
     seconds: Counter[str] = Counter()
     reports = [report for of_outcome in terminalreporter.stats.values() for report in of_outcome]
     for report in reports:
@@ -93,7 +92,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The garbage collector need not look through thousands of tests each time."""
+    """Freezes the collected tests, so that the garbage collector does not traverse thousands of them each time."""
     gc.collect()
     gc.freeze()
 
@@ -108,7 +107,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def serves_cpu(request: pytest.FixtureRequest) -> bool:
-    """Whether the CPU kernels are tested, not those of a GPU, nor the definition where there are none."""
+    """Returns True if the CPU kernels are tested, not GPU kernels or the composite fallback."""
     is_cpu = request.config.getoption("--device") == "cpu" and not request.config.getoption("--triton")
     return is_cpu and normops.build_info()["cpu_isa"] != "composite"
 
@@ -120,13 +119,13 @@ def order_of_sums(serves_cpu: bool) -> None:
 
 @pytest.fixture(scope="session")
 def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernel_programs.build puts its programs."""
+    """Returns the folder for the programs of kernel_programs.build."""
     return tmp_path_factory.mktemp("programs")
 
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory holds NaN, so that an element that is never written is seen; and no operator needs an exception."""
+    """Fills new memory with NaN, which exposes unwritten elements; operators must accept deterministic algorithms."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield

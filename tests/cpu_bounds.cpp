@@ -1,5 +1,5 @@
-// Runs the CPU kernels on buffers of exactly the bytes that they may access, between pages that nobody may: one byte
-// beyond ends the program. With the argument "short", one output lacks its last byte.
+// Runs the CPU kernels on buffers of exactly the required size, between inaccessible guard pages: an access one byte
+// beyond a buffer ends the program. With the argument "short", one output lacks its last byte.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -18,7 +18,7 @@ enum class Side { begin, end };
 
 bool is_short = false;
 
-// Memory of which one side lies at a page that nobody may access.
+// Memory with one side at an inaccessible guard page.
 class Memory {
  public:
   Memory(Side side, DType dtype, int64_t count, int64_t missing = 0) {
@@ -40,7 +40,7 @@ class Memory {
   char *pages_, *data_;
 };
 
-// Rows with padding between them, the last one no longer than it must be.
+// Rows with padding between them, but none after the last row.
 struct Rows : Memory {
   Rows(Side side, DType dtype, int64_t rows, int64_t cols, int64_t padding, int64_t missing = 0)
       : Memory(side, dtype, (rows - 1) * (cols + padding) + cols, missing),
@@ -52,7 +52,7 @@ struct Shape {
   int64_t rows, groups, cols, padding;
 };
 
-// With a residual of `residual_dtype`, which is also the dtype of the backward's input.
+// The residual and the backward's input have `residual_dtype`.
 void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const Shape& shape) {
   const auto [rows, groups, cols, padding] = shape;
   const auto rows_of = [&](DType dtype) { return Rows(side, dtype, rows, cols, padding); };
@@ -64,7 +64,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   const Memory residual_scale(side, compute_dtype(dtype), groups * padded_cols(residual_dtype, cols));
   constexpr int64_t kRowsPerLeaf = 12;
   const Region all_rows = {0, rows / groups, 0, groups};
-  // As many sums as there are at a time, from leaf to leaf.
+  // The largest number of sums that exist at the same time.
   const int64_t leaves = divide_up(rows / groups, kRowsPerLeaf);
   int sum_count_at_once = 0;
   for (int64_t leaf = 0; leaf < leaves; leaf++) sum_count_at_once = std::max(sum_count_at_once, sum_count(0, leaf) + 1);
@@ -156,7 +156,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     run_backward(backward_kernels.backward, backward_args(wants));
     run_backward(backward_kernels.backward, with_sums(backward_args(wants), Sums::input));
   }
-  // That of operators whose input is of grad_output's type.
+  // The backward of operators whose input has grad_output's dtype.
   const Rows grad_of_input = rows_of(dtype);
   const auto backward_of_input = [&](bool wants_grad_input, const SumMemory* sums) {
     CpuArgs backward =
@@ -166,7 +166,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     if (sums != nullptr) backward.grad_weight_sums = sums->data(), backward.sum_stride = sums->stride;
     return backward;
   };
-  // The gate is of the residual's type.
+  // The gate has the residual's dtype.
   const Rows gate = rows_of(residual_dtype), grad_gate = rows_of(residual_dtype);
   const SumMemory gated_sums(side, dtype, sum_count_at_once, groups * padded_cols(dtype, cols));
   for (const Gating gating : {Gating{Activation::silu, true}, Gating{Activation::silu, false}}) {
@@ -193,7 +193,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     backward_kernels.grad_weight(residual_dtype, weight_dtype, left.data(), static_cast<int64_t>(left.size()),
                                  group * scratch, grad_weight.data() + group * cols * size_of(weight_dtype), cols);
   }
-  // cos and sin are of the residual's type, those of three rows the same.
+  // cos and sin have the residual's dtype; up to three rows share their angles.
   each_rotation(cols, [&](const RotaryColumns& paired, bool angle_of_pair) {
     const int64_t angles = angle_of_pair ? paired.pairs : 2 * paired.pairs, heads = rows % 3 == 0 ? 3 : 1;
     Rows cos(side, residual_dtype, rows / heads, angles, 0), sin(side, residual_dtype, rows / heads, angles, 0);
@@ -239,10 +239,10 @@ int main(int count, char** arguments) {
     }
     shapes.push_back({42, 3, cols, 3});
   }
-  // What is read ahead, and written around the caches.
+  // Sizes that are prefetched and written with non-temporal stores.
   for (const int64_t cols : {4096, 4100}) shapes.push_back({99, 1, cols, 0});
   shapes.push_back({3300, 33, 128, 0});
-  // What is written before others are read.
+  // Tiles whose outputs exceed kCachedBytes.
   shapes.push_back({2100, 1, 128, 0});
   shapes.push_back({1400, 1, 200, 3});
   for (const Side side : {Side::begin, Side::end}) {

@@ -1,5 +1,5 @@
-// Runs what threads share on the CPU with threads that a race detector knows, and compares the results with those of
-// one thread. With the argument "racy", two threads do the same work.
+// Runs the CPU operators' multi-threaded code with std::thread, which race detectors support, and compares the results
+// with those of one thread. With the argument "racy", two threads do the same work.
 #include <array>
 #include <cstdio>
 #include <string_view>
@@ -16,7 +16,7 @@ thread_local int thread_number = 0;
 
 }  // namespace
 
-// In the place of OpenMP's runtime.
+// Replaces OpenMP's runtime.
 extern "C" {
 
 void GOMP_parallel(void (*function)(void*), void* data, unsigned, unsigned) {
@@ -85,12 +85,12 @@ int main(int count, char** arguments) {
   is_racy = count > 1 && std::string_view(arguments[1]) == "racy";
   std::printf("%s\n", isa_name(current_isa()));
   for (const DType dtype : kDTypes) {
-    // Rows shared out, also those of several groups, and of groups with few rows; and rows shared.
+    // Rows divided among threads, with one group, several groups, and few rows per group; then columns divided.
     for (const auto& [rows, groups, cols] :
          {std::array<int64_t, 3>{137, 1, 1030}, {330, 11, 130}, {66, 33, 1030}, {2, 1, 33000}, {18, 2, 16400}}) {
       if (!run(dtype, rows, groups, cols))
         std::printf("dtype %d, %d rows: not the bits of one thread\n", static_cast<int>(dtype), static_cast<int>(rows));
     }
-    if (is_racy) break;  // that shows in any
+    if (is_racy) break;  // every dtype shows the race
   }
 }

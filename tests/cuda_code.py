@@ -1,8 +1,8 @@
-"""What nvcc made of the CUDA kernels, read with cuobjdump from a build in place.
+"""Reads nvcc's machine code of the CUDA kernels from an in-place build, with cuobjdump.
 
     python tests/cuda_code.py
 
-records registers and instructions of the kernels that models run, which a test compares with.
+records the registers and instructions of the kernels that models run; a test compares with the record.
 """
 
 import importlib.util
@@ -33,16 +33,16 @@ INSTRUCTION_BYTES = 16
 class Kernel(NamedTuple):
     registers: int
     instructions: list[str]
-    """With their modifiers, as in LDG.E.128; without operands, and without the padding at the end."""
+    """With modifiers, such as LDG.E.128, but without operands and trailing padding."""
 
 
 def kernels() -> dict[str, Kernel]:
-    """By name, without namespaces and parameters."""
+    """Returns the kernels by name, without namespaces and parameters."""
     return {name: kernel for source in SOURCES for name, kernel in _read(OBJECTS / f"{source}.o").items()}
 
 
 def counts(kernels: dict[str, Kernel]) -> dict[str, list[int]]:
-    """Registers and instructions of kernels with plain access, by name and dtypes: together, whatever else differs."""
+    """Returns the registers and instructions of kernels with plain access, summed by name and dtypes."""
     found = defaultdict[str, list[int]](lambda: [0, 0])
     for name, kernel in sorted(kernels.items()):
         if "Plain" in name:
@@ -63,19 +63,19 @@ def _read(path: Path) -> dict[str, Kernel]:
     for name, (symbol, registers) in zip(names.splitlines(), usage, strict=True):
         short = re.sub(r"\(anonymous namespace\)::|\w+::|^void ", "", name)
         short = short.split(">(")[0] + ">" if ">(" in short else short.split("(")[0]
-        # Behind an address and, where there is one, a predicate.
+        # An instruction follows an address and an optional predicate.
         instructions = re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@\S+ +)?([A-Z][\w.]*)", code[symbol])
         while instructions[-1] == "NOP":
             instructions.pop()
-        assert instructions.pop() == "BRA"  # to itself, behind every end
+        assert instructions.pop() == "BRA"  # every kernel ends with a branch to itself
         found[short] = Kernel(int(registers), instructions)
     return found
 
 
 def _cuobjdump() -> str:
-    """nvdisasm has to be beside it."""
+    """Finds cuobjdump, which requires nvdisasm in the same folder."""
     folders = [os.environ["PATH"], *(f"{os.environ.get(name)}/bin" for name in ("CUDA_HOME", "CUDA_PATH"))]
-    if nvcc := shutil.which("nvcc"):  # which may be a script, so that it is asked where it is
+    if nvcc := shutil.which("nvcc"):  # it may be a script, so its dry run tells the folder
         plan = subprocess.run([nvcc, "--dryrun", "-c", "any.cu"], capture_output=True, text=True).stderr
         folders += re.findall(r"_HERE_=(.*)", plan)
     if triton := importlib.util.find_spec("triton"):

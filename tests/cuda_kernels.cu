@@ -1,4 +1,4 @@
-// The CUDA kernels' launchers as functions of C. Those that return a string return null, or what went wrong.
+// The CUDA kernels' launchers as C functions. Functions that return a string return an error message or null.
 #include <string>
 
 #include "add_rms_norm.cu"
@@ -33,7 +33,7 @@ extern "C" {
 using namespace normops;
 using namespace normops::cuda;
 
-// Of the structs that structures.py reads, in its order.
+// Sizes of the structs that structures.py reads, in its order.
 extern const int64_t structure_bytes[];
 const int64_t structure_bytes[] = {sizeof(Rounding),   sizeof(Gating), sizeof(RowLayout),
                                    sizeof(RowsArg),    sizeof(Weight), sizeof(Rotation),

@@ -1,6 +1,6 @@
 """Calls the launchers of the CUDA kernels, as nvcc compiles them, and runs the PTX that they launch.
 
-cuda_runtime_stub.cpp is the runtime that they call, ptx the interpreter that it hands kernels to.
+cuda_runtime_stub.cpp replaces the CUDA runtime and passes launched kernels to the interpreter in ptx.
 """
 
 import ctypes
@@ -40,11 +40,11 @@ def nvcc() -> str | None:
 
 
 def toolkit_includes() -> list[str]:
-    """Compiler options for the headers of the CUDA toolkit; none if it is not found."""
+    """Returns compiler options for the headers of the CUDA toolkit, or none if it is not found."""
     home, compiler = os.environ.get("CUDA_HOME"), nvcc()
     folders = []
     if compiler is not None:
-        # As in building/cuda.py, nvcc itself tells, which holds for wrappers and wheels as well.
+        # nvcc itself reports its folders, as in building/cuda.py: this also works for wrappers and wheels.
         plan = subprocess.run([compiler, "--dryrun", "-c", "any.cu"], capture_output=True, text=True, check=True).stderr
         for name, option in (("INCLUDES", "-I"), ("SYSTEM_INCLUDES", '-isystem" "')):
             line = re.search(rf"^#\$ {name}=(.*)$", plan, re.MULTILINE)
@@ -52,17 +52,17 @@ def toolkit_includes() -> list[str]:
     else:
         folders += [f"{root}/include{cccl}" for root in (home, "/usr/local/cuda") if root for cccl in ("", "/cccl")]
     found = any((Path(folder) / "cuda_bf16.h").is_file() for folder in folders)
-    # As system headers, which are compiled without warnings.
+    # System headers are compiled without warnings.
     return [option for folder in folders for option in ("-isystem", folder)] if found else []
 
 
 def is_quick(case: Case) -> bool:
-    """For the interpreter: not many rows of float64, each of which has 512 threads."""
+    """Returns False for many float64 rows, which take the interpreter 512 threads each."""
     return case.dtype != torch.float64 or math.prod(case.shape[:-1]) <= 10
 
 
 def build_library(arch: int) -> Path:
-    """The launchers over the stub; beside them, what nvcc keeps, is the PTX."""
+    """Links the launchers with the stub, and keeps nvcc's PTX in the library's folder."""
     command = [
         str(nvcc()),
         *FLAGS,
@@ -90,8 +90,8 @@ def ptx_of(library: Path) -> dict[str, Kernel]:
     return kernels_of(path.read_text())
 
 
-# Called by the stub: the kernel's name, grid, block, blocks of a cluster, bytes of shared memory, whether it starts
-# early, and where its arguments are.
+# The stub calls it with the kernel's name, grid, block, blocks of a cluster, bytes of shared memory, whether the kernel
+# starts early, and pointers to its arguments.
 Run = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_char_p,
@@ -103,12 +103,12 @@ Run = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_void_p),
 )
 
-# Allocates partial sums of grad_weight: how many, and where they are.
+# Allocates a number of partial sums of grad_weight and returns their address.
 Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
 
 
 class Gpu:
-    """Runs the kernels that a library over the stub launches, in this PTX of them."""
+    """Runs the PTX of the kernels that a library launches through the stub."""
 
     def __init__(self, kernels: dict[str, Kernel], memory: Callable[[], Memory]) -> None:
         self.kernels, self._memory = kernels, memory
@@ -126,7 +126,7 @@ class Gpu:
             sizes = (grid[0], grid[1], grid[2]), (block[0], block[1], block[2])
             launch = Launch(kernel, *sizes, bytes(params), self._memory(), cluster, shared, bool(early), seed=self.seed)
             launch.hardware = self.hardware
-            # By warp it takes many times as long as all at once.
+            # Scheduling single warps takes many times as long as running all threads together.
             is_small = math.prod(launch.grid + launch.block) <= 1024
             launch.group = ("grid", "block", "warp" if is_small else "cluster")[self.seed % 3]
             machine = Machine(launch)
@@ -135,7 +135,7 @@ class Gpu:
             self.ran[kernel.name] += 1
             return 0
         except BaseException as error:
-            self.error = error  # for who has called the launcher
+            self.error = error  # check() raises it
             return 1
 
     def check(self) -> None:
@@ -155,26 +155,26 @@ RowLayout, RowsArg, RowConfig, Weight, Gating, Rounding, Rotation, KernelArgs, D
 
 
 def device(multiprocessors: int = 2, shared_bytes: int = 227 << 10, cluster: int = 1, pdl: bool = True) -> Structure:
-    """``pdl`` is for architectures that have it."""
+    """Returns a device; architectures without programmatic dependent launch ignore ``pdl``."""
     return Device(multiprocessors, shared_bytes, cluster, pdl)
 
 
 FORMED, GIVEN, WANTED = range(3)
-"""Sums of csrc/kernel_args.h."""
+"""The values of Sums in csrc/kernel_args.h."""
 
 ACTIVATIONS = ("silu", "sigmoid", "identity")
-"""In the order of csrc/kernel_args.h."""
+"""The activations, in the order of csrc/kernel_args.h."""
 
 ROUNDINGS = {"once": (False, False), "llama": (True, True)}
 """The members of Rounding, as in csrc/check.cpp."""
 
 GUARD = 64  # elements before and after an output; a multiple of any alignment
 UNTOUCHED = 0x5A
-END = 1024  # of a wide weight: how many columns at either end are summed by the kernel, the others by torch
+END = 1024  # the kernel sums this many columns at either end of a wide weight, torch sums the others
 
 
 class Output:
-    """Rows to write, in memory of which nothing else may be written."""
+    """Rows to write, with guard memory around them that must stay unchanged."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0, padding: int = 0) -> None:
         cols = shape[-1]
@@ -188,7 +188,7 @@ class Output:
         self.rows = self.memory.view(dtype).as_strided(*self.place)
 
     def result(self) -> Tensor:
-        """A copy of the rows, when all that is around them is untouched."""
+        """Returns a copy of the rows, after a check that the memory around them is untouched."""
         result = self.rows.clone()
         around = self.memory.clone()
         around.view(self.rows.dtype).as_strided(*self.place).view(torch.uint8).fill_(UNTOUCHED)
@@ -197,7 +197,7 @@ class Output:
 
 
 def flat(operator: Operator, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
-    """An argument as kernels take it: the normalized dimensions as one, as a view where there is one."""
+    """Returns an argument with its normalized dimensions flattened, as a view if possible."""
     if not isinstance(value, Tensor) or name in operator.tables:
         return value
     return (
@@ -210,7 +210,7 @@ def flat(operator: Operator, name: str, value: Any, arguments: Mapping[str, Any]
 def targets_of(
     operator: Operator, arguments: Mapping[str, Any], offset: int = 0, padding: int = 0
 ) -> dict[str, Output]:
-    """Where to write rows, and numbers of rows; with an offset and padding, in elements."""
+    """Allocates outputs of rows, or of one number per row, with an offset and padding in elements."""
     shape = tuple(flat(operator, "input", arguments["input"], arguments).shape)
     return {
         name: Output(
@@ -222,7 +222,7 @@ def targets_of(
 
 
 def row_layout(tensor: Tensor) -> Structure | None:
-    """The layout that make_rows of csrc/tensor_rows.cpp gives a tensor with one normalized dimension; None: a copy."""
+    """Returns the layout of make_rows in csrc/tensor_rows.cpp for one normalized dimension; None if it needs a copy."""
     layout = RowLayout()
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         return None
@@ -244,14 +244,14 @@ def row_layout(tensor: Tensor) -> Structure | None:
 
 
 def launcher_of(operator: Operator) -> str:
-    """The function that runs its kernels, which those of the same operator without sums are."""
+    """Returns the function that launches the kernels; operators with sums share that of the operator without."""
     return re.sub("(_from)?_stats$", "", operator.name)
 
 
 class Kernels:
     """The functions of cuda_kernels.cu.
 
-    ``seed`` says in which order threads run, and in groups of which size.
+    ``seed`` selects the order in which threads run and the size of their groups.
     """
 
     def __init__(self, arch: int) -> None:
@@ -275,7 +275,7 @@ class Kernels:
         return self._memory
 
     def _rows(self, name: str, tensor: Tensor, is_written: bool = False) -> Structure:
-        """Rows as kernels take them; the memory is kept until they have run."""
+        """Returns rows as kernels take them, and keeps the memory alive until the kernels have run."""
         layout = row_layout(tensor)
         if layout is None:
             tensor = tensor.contiguous()
@@ -285,13 +285,13 @@ class Kernels:
         return RowsArg(tensor.data_ptr(), DTYPES.index(tensor.dtype), layout)
 
     def _choose_device(self, on: Structure) -> None:
-        # The launchers ask a device once how much it runs: one with another number of multiprocessors is another.
+        # Launchers query a device once, so each number of multiprocessors needs another device index.
         self._library.stub_set_device(on.multiprocessors)
         self._library.stub_gpu(on.multiprocessors).contents.multiprocessors = on.multiprocessors
         on.pdl = on.pdl and self._arch >= 90
 
     def _call(self, function: str, *arguments: Any, on: Structure | None = None, seed: int = 0) -> None:
-        """With the memory of the rows that were taken since the call before; no other may be accessed."""
+        """Calls a function whose kernels may access only the rows taken since the previous call."""
         if on is not None:
             self._choose_device(on)
         self._library.stub_run_kernels(self.gpu.run)
@@ -302,7 +302,7 @@ class Kernels:
         assert message is None, message.decode()
 
     def config(self, operator: Operator, dtype: torch.dtype, packs: int, on: Structure) -> Structure:
-        """Of rows of so many packs, or twice as many where they are rotated."""
+        """Returns the launch configuration of rows of ``packs`` packs, or of twice as many for rotated rows."""
         kind = "rope" if operator.tables else "gated" if "gate" in operator.tensors else "forward"
         of_dtype = []
         if kind == "forward" and "grad_output" in operator.tensors:
@@ -310,7 +310,7 @@ class Kernels:
         return getattr(self._library, f"{kind}_config_of")(*of_dtype, ctypes.c_int64(packs), ctypes.byref(on))
 
     def partials(self, dtype: torch.dtype, rows: int, cols: int, on: Structure, groups: int = 1) -> int:
-        """How many partial sums of each group's grad_weight rms_norm_backward allocates; the kernel does not run."""
+        """Returns the number of partial sums that rms_norm_backward allocates per group, without running the kernel."""
         args, tensors = KernelArgs(rows=rows, cols=cols, size=cols), [RowsArg(), RowsArg(), RowsArg()]
         args.weight.groups = groups
         for name, tensor in zip(("input", "grad_output", "grad_weight"), tensors, strict=True):
@@ -332,7 +332,7 @@ class Kernels:
         on: Structure | None = None,
         seed: int = 0,
     ) -> tuple[Tensor | None, ...]:
-        """The results of the kernels that an operator calls with these arguments; ``targets`` are where they write."""
+        """Returns the results of the kernels that an operator launches with these arguments, written to ``targets``."""
         on, targets = on or device(), targets or targets_of(operator, arguments)
         given = {name: flat(operator, name, value, arguments) for name, value in arguments.items()}
         mask = given.get("output_mask", [True] * len(operator.outputs))
@@ -343,7 +343,7 @@ class Kernels:
             given["grad_residual"] = None
         written: dict[str, Output | None] = {name: targets.get(name) for name in wanted}
         bias = given.pop("bias", None)
-        if bias is not None and "grad_output" not in given:  # as Call::add_input of csrc/kernel_call.cpp takes it
+        if bias is not None and "grad_output" not in given:  # as Call::add_input in csrc/kernel_call.cpp does
             dtypes = narrower_or_wider(given["input"].dtype)
             bias = bias if bias.dtype in dtypes else bias.to(compute_dtype(given["input"].dtype))
             given["bias"] = bias.expand_as(given["input"])
@@ -376,7 +376,7 @@ class Kernels:
         return tuple(results.get(name) for name in operator.outputs)
 
     def _args(self, operator: Operator, given: Mapping[str, Any]) -> Structure:
-        """All but the tensors."""
+        """Returns the kernels' arguments except for the tensors."""
         input, eps = given["input"], given.get("eps")
         cols = input.shape[-1]
         args = KernelArgs(
@@ -394,7 +394,7 @@ class Kernels:
         return args
 
     def _tables(self, given: Mapping[str, Any], args: Structure) -> dict[str, Tensor]:
-        """What Call::rotate of csrc/kernel_call.cpp makes of cos and sin."""
+        """Sets the rotation and expands cos and sin like Call::rotate in csrc/kernel_call.cpp."""
         cos, sin, rotary_dim = given["cos"], given["sin"], given.get("rotary_dim")
         columns = cos.shape[-1]
         pairs = (columns if rotary_dim is None else rotary_dim) // 2
@@ -417,7 +417,7 @@ class Kernels:
         cols = sums.shape[1]
         if cols <= 2 * END:
             return self._sum_columns(dtype, sums, weight.dtype, on, seed).view(weight.shape)
-        # A block takes 1024 threads to sum 32 columns, whatever the others are: in all, most of the time there is.
+        # A block uses 1024 threads to sum 32 columns: interpreting all columns would take most of the time.
         last = END + cols % 32
         summed = (
             self._sum_columns(dtype, sums[:, :END], weight.dtype, on, seed),

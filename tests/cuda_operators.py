@@ -1,8 +1,8 @@
-"""The operators on CUDA tensors, whose kernels run as PTX: are they what the oracle says of what torch was given?
+"""Compares the operators on CUDA tensors, whose kernels run as PTX, with the oracle.
 
     python tests/cuda_operators.py FOLDER LIBRARY
 
-raises at the first that is not. The kernels have tests of their own; here it is what lies between them and torch.
+raises at the first mismatch. Other tests cover the kernels; this one covers the layers between them and torch.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ def some_cases_of(operator: Operator) -> list[OperatorCase]:
 
 
 def put(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """On a device that is not the current one."""
+    """Copies the tensors to a device that is not the current one."""
     return {
         name: torch.ops.fake_gpus.to_gpu(value, 1) if isinstance(value, Tensor) else value
         for name, value in arguments.items()
@@ -89,7 +89,7 @@ def check(case: OperatorCase) -> None:
     for mask in operator.masks() if operator.has_mask and case.case in FEW_CASES else ():
         masked = operator.call(**arguments, output_mask=mask)
         check_results(case, masked, tuple(b if wanted else None for b, wanted in zip(expected, mask, strict=True)))
-    # With others, the norm casts to another dtype, that of its input.
+    # With other roundings, rms_norm casts to its input's dtype, which differs here.
     if operator is ADD_RMS_NORM and arguments.get("rounding", "once") == "once":
         of_norm = {name: value for name, value in arguments.items() if name not in ("residual", "alpha")}
         normalized = ops.rms_norm(**of_norm | {"input": results[1]})
@@ -107,7 +107,7 @@ def check_nans(variant: Variant, dtype: torch.dtype) -> None:
 
 
 def memory_of_gpus(device: ctypes.CDLL) -> Memory:
-    """All of it: which bytes of it a kernel may access, the kernels' own tests say."""
+    """Returns all memory of the GPUs; the kernels' own tests check which bytes they access."""
     memory = Memory()
 
     def add(address: int, size: int) -> None:

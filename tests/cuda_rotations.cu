@@ -1,5 +1,5 @@
-// Computes what rope.cuh passes to kernels for cos and sin in two allocations. An address sanitizer that checks pairs
-// of pointers reports their subtraction.
+// Computes the kernel arguments of rope.cuh for cos and sin in two allocations. An address sanitizer that checks pairs
+// of pointers reports a subtraction of their addresses.
 #include <cstdio>
 #include <memory>
 

@@ -1,9 +1,9 @@
-// Stands for the CUDA runtime under the kernels' launchers as nvcc compiles them: GPUs that write down what they are
-// asked, and leave the kernels that they are to launch to whoever wants to run them. What is not here normops does not
-// call, or its library does not link: no synchronization, no memory, no cudaSetDevice, no count of the devices.
+// Replaces the CUDA runtime under the kernels' launchers, as nvcc compiles them: its GPUs record the calls and pass
+// launched kernels to a callback. Functions that normops must not call are missing, so that its library does not link
+// with them: synchronization, memory, cudaSetDevice, cudaGetDeviceCount.
 //
-// What can go wrong goes wrong here, too: a kernel is loaded when it is first used, which a capture does not survive; a
-// device that is busy gets no context; and what a kernel has to ask for it does not get unasked.
+// It reproduces failures: the first use of a kernel loads it, which invalidates a capture; a busy device gets no
+// context; a kernel has no large cluster or shared memory that it did not request.
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
 
@@ -20,19 +20,19 @@
 
 namespace {
 
-constexpr int kDevices = 3;  // that there seem to be
+constexpr int kDevices = 3;  // reported to callers
 constexpr int kMostDevices = 256;
 
 // Mirrored by fake_gpus.py.
 struct Gpu {
   int major = 9;
-  int code = 90;  // of which architecture the code is that it runs
+  int code = 90;  // architecture of the code that it runs
   int multiprocessors = 132;
   int shared_bytes = 227 << 10;
   int largest_cluster = 16;
   int is_busy = 0;
   int has_context = 0;
-  volatile int is_slow = 0;  // 1: it answers no question until this is 0; 2: a thread waits for that
+  volatile int is_slow = 0;  // 1: queries block until this is 0; 2: a thread is blocked
 };
 
 struct Kernel {
@@ -55,13 +55,13 @@ thread_local int current_device;
 std::atomic<int> lookups_of_device;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
-// Of all kernels, which objects register before anything here is made.
+// Names of all kernels, a static of a function: objects register kernels before the globals here are constructed.
 std::map<const void*, std::string>& names() {
   static std::map<const void*, std::string> all;
   return all;
 }
 
-// A function without its arguments and its namespace, with those of its templates: rms_norm_kernel<float, 4, Plain>.
+// Demangles a function without its parameters and namespace: rms_norm_kernel<float, 4, Plain>.
 std::string readable(const std::string& mangled) {
   char* const text = abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, nullptr);
   std::string name = text == nullptr ? mangled : text;
@@ -74,7 +74,7 @@ std::string readable(const std::string& mangled) {
 
 Gpu& current_gpu() { return gpus[current_device]; }
 
-// As a driver does: threads that ask at the same time meet.
+// Takes time like a driver, so that simultaneous queries of several threads overlap.
 void take_time() {
   do {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -82,14 +82,14 @@ void take_time() {
   } while (current_gpu().is_slow != 0);
 }
 
-// What makes a context where there is none.
+// Creates a context if there is none.
 cudaError_t use_device() {
   if (current_gpu().is_busy) return cudaErrorDevicesUnavailable;
   current_gpu().has_context = 1;
   return cudaSuccess;
 }
 
-// What a capture does not survive, unless the thread takes it upon itself.
+// Invalidates a capture, unless the thread's capture mode is relaxed.
 cudaError_t change_device() {
   if (!is_capturing || capture_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
   is_capture_valid = false;
@@ -138,13 +138,13 @@ Attributes attributes_of(const cudaLaunchConfig_t& config) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// For the tests.
+// Functions for the tests.
 
 Gpu* stub_gpu(int device) { return &gpus[device]; }
 int stub_devices() { return kDevices; }
 void stub_run_kernels(Run run) { run_kernel = run; }
 
-// torch's own part: which device is current, and that a capture is under way.
+// State that torch sets: the current device and an active capture.
 int stub_current_device() { return current_device; }
 int stub_lookups_of_device() { return lookups_of_device; }
 void stub_set_device(int device) {
@@ -160,7 +160,7 @@ void stub_write(const char* line) {
   calls << line << '\n';
 }
 
-// What was called since it was asked last.
+// Returns the calls since the previous query.
 const char* stub_calls() {
   static std::string text;
   const std::lock_guard lock(mutex);
@@ -169,7 +169,7 @@ const char* stub_calls() {
   return text.c_str();
 }
 
-// What nvcc calls when the library is loaded, and around launches.
+// Functions that nvcc's code calls when the library is loaded and around launches.
 
 void** __cudaRegisterFatBinary(void*) {
   static void* handle = nullptr;
@@ -191,7 +191,7 @@ cudaError_t __cudaGetKernel(void** kernel, const void* host) {
 }
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
 
-// What normops calls.
+// Functions that normops calls.
 
 const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {

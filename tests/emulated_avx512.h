@@ -1,5 +1,5 @@
-// The intrinsics of AVX-512 that the CPU kernels use, for csrc/cpu/foreach_isa.h: machines without AVX-512 can run what
-// is written for it. The compiler lowers the vectors themselves to AVX2's.
+// Emulates the AVX-512 intrinsics of the CPU kernels for csrc/cpu/foreach_isa.h, so that machines without AVX-512 can
+// run the AVX-512 kernels. The compiler lowers the vectors to AVX2.
 #pragma GCC target("avx2,fma,f16c")
 #define NORMOPS_ISA avx512
 #define NORMOPS_VECTOR_BYTES 64
@@ -7,7 +7,7 @@
 
 namespace emulated {
 
-// The lanes of a register, which converts from and to any type of its size.
+// The lanes of a register, convertible from and to any register of the same size.
 template <class T, int kCount>
 struct Lanes {
   Lanes() = default;
@@ -50,7 +50,7 @@ Lanes<T, kCount> larger(Lanes<T, kCount> a, Lanes<T, kCount> b) {
   return b;
 }
 
-// Of integers n.
+// Computes v * 2^n for integers n.
 template <class T, int kCount>
 Lanes<T, kCount> times_power_of_two(Lanes<T, kCount> v, Lanes<T, kCount> n) {
   for (int i = 0; i < kCount; i++) v[i] = std::isnan(n[i]) ? v[i] : std::ldexp(v[i], static_cast<int>(n[i]));
@@ -87,7 +87,7 @@ inline __m512i broadcast(const __m128i& v) {
   return result;
 }
 
-// The first bytes: kernels use no other masks. Not inlined, as compiling would take minutes longer.
+// Loads the first bytes: kernels use no other masks. Inlining would add minutes of compile time.
 [[gnu::noinline]] inline __m512i load_bytes(uint64_t mask, const void* source) {
   Bytes result;
   std::memcpy(result.lane, source, __builtin_popcountll(mask));
@@ -111,7 +111,7 @@ inline __m512i set_words(short value) {
   return result;
 }
 
-// Each bit of the result is the one of the table that the bits of a, b and c number.
+// The bits of a, b and c form the index of each result bit in the table.
 inline __m512i look_up_bits(Bytes a, Bytes b, Bytes c, int table) {
   Bytes result;
   for (int i = 0; i < 512; i++) {
@@ -134,13 +134,13 @@ inline __m512i add_words(Words otherwise, uint32_t mask, Words a, Words b) {
   return otherwise;
 }
 
-// Of the responses of a table only 0, which takes the other one, and 1, for NaNs and for numbers.
+// Supports two of the table's responses, for NaNs and for numbers: 0 selects `otherwise`, 1 selects v.
 inline __m512 fix_up(Floats otherwise, Floats v, uint32_t table) {
   for (int i = 0; i < 16; i++) v[i] = (table >> (std::isnan(v[i]) ? 0 : 8) & 1) == 0 ? otherwise[i] : v[i];
   return v;
 }
 
-// Of aligned targets alone, as the instruction.
+// Requires aligned targets, like the instruction.
 inline void stream(void* target, const __m512i& v) {
   if (reinterpret_cast<uintptr_t>(target) % sizeof v != 0) __builtin_trap();
   std::memcpy(target, &v, sizeof v);

@@ -1,4 +1,4 @@
-// Names the instruction set that tests emulate, instead of csrc/cpu/isa.cpp.
+// Replaces csrc/cpu/isa.cpp for an emulated instruction set.
 #include "isa.h"
 
 namespace normops::cpu {

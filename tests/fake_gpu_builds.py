@@ -1,4 +1,4 @@
-"""Builds the operators as they are over the GPUs of cuda_runtime_stub.cpp."""
+"""Links the unmodified operators with the GPUs of cuda_runtime_stub.cpp."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ OBJECT = "object.o"
 def need_cuda() -> None:
     """Skips the test, or fails it with FORCE_CUDA=1, if there are no CUDA kernels built in place."""
     if torch.version.cuda is not None:
-        pytest.skip("this torch has CUDA devices of its own")
+        pytest.skip("this torch has its own CUDA devices")
     if not normops.build_info()["cuda_archs"] or not (BUILT / "cuda" / "device.o").exists():
         if os.environ.get("FORCE_CUDA") == "1":
             pytest.fail("FORCE_CUDA=1, but no CUDA kernels were built in place")
@@ -31,7 +31,7 @@ def need_cuda() -> None:
 
 
 def compiled(source: str, *options: str) -> str:
-    """The object file of a C++ source beside this one."""
+    """Compiles a C++ source of this folder and returns the object file."""
     command = (*CXX, *options, "-c", str(TESTS / source))
     version = subprocess.run([CXX[0], "--version"], capture_output=True, text=True, check=True).stdout
 
@@ -42,7 +42,7 @@ def compiled(source: str, *options: str) -> str:
 
 
 def build(folder: Path, *objects: str) -> None:
-    """Links the CPU kernels and ``objects`` for those for CUDA, and copies the operators as they are beside them."""
+    """Links the CPU kernels with ``objects`` instead of the CUDA kernels, and copies the unmodified operators."""
     objects += tuple(str(path) for name in ("cpu/*.o", "glibc.o") for path in sorted(BUILT.glob(name)))
     link = ["g++", "-shared", f"-Wl,-soname,{KERNELS}", "-Wl,--no-undefined"]
     subprocess.run([*link, *objects, "-o", str(folder / KERNELS)], check=True)
@@ -66,20 +66,20 @@ def build(folder: Path, *objects: str) -> None:
 
 
 def build_recording(folder: Path) -> None:
-    """With what nvcc compiled."""
+    """Builds with the CUDA objects that nvcc compiled."""
     stub = compiled("cuda_runtime_stub.cpp", "-O1", *cuda_on_ptx.toolkit_includes())
     build(folder, *map(str, sorted(BUILT.glob("cuda/*.o"))), stub)
 
 
 def build_computing(folder: Path, kernels: Path) -> None:
-    """With the library of cuda_on_ptx.py, whose kernels there is PTX of."""
-    # Which the operators need, not these objects.
+    """Builds with the library of cuda_on_ptx.py, whose kernels run as PTX."""
+    # The operators need the library, but these objects do not: hence --no-as-needed.
     others = [str(BUILT / "cuda" / name) for name in ("device.o", "build_info.o")]
     build(folder, *others, "-Wl,--no-as-needed", str(kernels), f"-Wl,-rpath,{kernels.parent}")
 
 
 def run(program: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program that loads what was built, in a process without the normops that is installed."""
+    """Runs a program that loads the build, in a process without the installed normops."""
     environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(TESTS.parent)}
     environment.pop("NORMOPS_EARLY_START", None)
     command = [sys.executable, str(program), str(folder), *arguments]

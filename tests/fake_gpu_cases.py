@@ -1,8 +1,8 @@
-"""What the operators ask of the CUDA runtime, of torch's devices and of its allocator: cases of fake_gpus.py.
+"""Checks the operators' calls of the CUDA runtime, of torch's devices and of its allocator: cases of fake_gpus.py.
 
     python tests/fake_gpu_cases.py FOLDER NAME...
 
-runs each in a process of its own, forked before anything is called, and writes what it raised to FOLDER/NAME.
+runs each case in a process that is forked before any call, and writes the case's exception to FOLDER/NAME.
 """
 
 import os
@@ -33,7 +33,7 @@ def equal(actual: object, expected: object) -> None:
 
 
 def forward(gpus: Gpus, device: int = 0, cols: int = 4096) -> list[str]:
-    """The calls of rms_norm."""
+    """Returns the calls that rms_norm makes."""
     x, w = gpus.tensor(8, cols, device=device), gpus.tensor(cols, device=device)
     gpus.calls()
     ops.rms_norm(x, [cols], w, EPS)
@@ -141,7 +141,7 @@ def threads_that_begin_together_ask_once(gpus: Gpus) -> None:
 
 @case
 def a_device_that_is_slow_to_answer_delays_no_other(gpus: Gpus) -> None:
-    """What is known of a device and of its kernels is looked up without a lock."""
+    """Cached properties of a device and its kernels are read without a lock."""
 
     def run(device: int) -> None:
         x, w = inputs[device]
@@ -151,7 +151,7 @@ def a_device_that_is_slow_to_answer_delays_no_other(gpus: Gpus) -> None:
     inputs = [(gpus.tensor(8, 4096, device=device), gpus.tensor(4096, device=device)) for device in (0, 1, 2)]
     run(0)
     forward(gpus, 2)
-    for device in (1, 2):  # of the second one all but the backward's kernels is known
+    for device in (1, 2):  # of device 2, only the backward's kernels are not cached
         gpus[device].is_slow = 1
         thread = threading.Thread(target=run, args=(device,))
         thread.start()
@@ -166,7 +166,7 @@ def a_device_that_is_slow_to_answer_delays_no_other(gpus: Gpus) -> None:
 
 @case
 def a_backward_finds_its_launch_shape_once(gpus: Gpus) -> None:
-    """The gradient of the weight adds one lookup, for the kernel that sums it."""
+    """The weight's gradient adds one lookup, for the kernel that sums it."""
     x, w = gpus.tensor(8, 4096), gpus.tensor(4096)
     counts = []
     for mask in ([True, True, False], [True, True, False], [True, False, False]):
@@ -198,7 +198,7 @@ def a_first_call_leaves_the_capture_of_another_thread_alone(gpus: Gpus) -> None:
 
 @case
 def what_a_kernel_asks_for_it_asks_once(gpus: Gpus) -> None:
-    forward(gpus, cols=WIDEST // 2)  # a cluster of 8, which needs not be asked for
+    forward(gpus, cols=WIDEST // 2)  # a cluster of 8 needs no attribute
     asked = [line for line in forward(gpus, cols=WIDEST) if line.startswith("cudaFuncSet")]
     equal(asked, ["cudaFuncSetAttribute rms_norm_kernel<float, 16, Plain> cluster"])
     every_operator(gpus, cols=WIDEST)
@@ -264,8 +264,8 @@ def partial_sums_live_until_they_are_summed(gpus: Gpus) -> None:
         gpus.calls()
         result = operator.default(**given)
         calls = [re.sub(" on .*", "", line) for line in gpus.calls("allocate", "launch", "release")]
-        equal(calls[:2], ["allocate 16384", "allocate 49152"])  # grad_weight; of each block a row
-        kernel = operator.name.removesuffix("_from_stats")  # given sums are an argument of its
+        equal(calls[:2], ["allocate 16384", "allocate 49152"])  # grad_weight; one row per block
+        kernel = operator.name.removesuffix("_from_stats")  # given sums are arguments of the same kernel
         assert calls[2].startswith(f"launch {kernel}")
         equal(calls[3:], ["launch grad_weight_kernel<float, float>", "release 49152"])
         del result
@@ -286,7 +286,7 @@ def copies_live_until_the_kernel_is_launched(gpus: Gpus) -> None:
 
 @case
 def tensors_without_elements_ask_nothing(gpus: Gpus) -> None:
-    """But for zeros where there are columns: sums over no rows; and where there are rows, sums over no columns."""
+    """Calls only fill sums with zeros: over no rows if there are columns, and over no columns if there are rows."""
     for (rows, cols), operator in product(((0, 64), (3, 0)), OPERATORS):
         if not operator.takes(Case((rows, cols), torch.float32)):
             continue

@@ -1,6 +1,5 @@
-// CUDA tensors in a build of torch without CUDA, on the devices of cuda_runtime_stub.cpp: their memory is the CPU's.
-// What torch needs of a device is here: a guard, streams, an allocator, and the operators that normops calls besides
-// its own.
+// Provides CUDA tensors in CPU memory to a torch without CUDA, on the devices of cuda_runtime_stub.cpp: a device guard,
+// streams, an allocator, and the ATen operators that normops calls.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
@@ -14,7 +13,7 @@
 #include <mutex>
 #include <string>
 
-extern "C" {  // of the stub
+extern "C" {  // defined by the stub
 int stub_devices();
 int stub_current_device();
 void stub_set_device(int device);
@@ -63,17 +62,17 @@ struct Block {
 std::mutex mutex;
 std::map<void*, size_t> allocated;
 
-// Writes down how long memory lives, and for which stream it is.
+// Records the lifetime and the stream of allocations.
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device = Guard().getDevice();
     if (bytes == 0) return {nullptr, device};
-    // What is released is for the stream that was current then, as in torch's own allocator.
+    // Memory belongs to the stream that is current at its allocation, as in torch's own allocator.
     stub_write(("allocate " + std::to_string(bytes) + " on device " + std::to_string(device.index()) + " stream " +
                 std::to_string(current_streams[device.index()]))
                    .c_str());
     void* const data = std::aligned_alloc(512, (bytes + 512) / 512 * 512);
-    std::memset(data, 0xff, bytes);  // NaN, of any dtype: what nobody writes is seen
+    std::memset(data, 0xff, bytes);  // NaN in any dtype, which exposes unwritten elements
     const std::lock_guard lock(mutex);
     allocated[data] = bytes;
     return {data, new Block{data, bytes}, &release, device};
@@ -109,7 +108,7 @@ Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::option
   return at::detail::empty_strided_generic(sizes, strides, &allocator, kKeys, dtype.value());
 }
 
-// The same memory, as that of the CPU.
+// Returns a CPU tensor in the same memory.
 Tensor on_cpu(const Tensor& tensor) {
   if (tensor.is_cpu()) return tensor;
   return at::from_blob(
@@ -129,7 +128,7 @@ Tensor& zero(Tensor& target) {
   return target;
 }
 
-// With its strides and its place in its memory, which is copied as it is.
+// Copies the whole storage, so that the strides and the storage offset stay the same.
 Tensor to_gpu(const Tensor& tensor, int64_t index) {
   const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
   const int64_t bytes = static_cast<int64_t>(tensor.storage().nbytes());
@@ -160,7 +159,7 @@ TORCH_LIBRARY(fake_gpus, m) {
 extern "C" {
 void fake_set_stream(int device, int64_t stream) { current_streams[device] = stream; }
 
-// Calls use(address, bytes) for all memory there is.
+// Calls use(address, bytes) for each allocation.
 void fake_each_block(void (*use)(int64_t, int64_t)) {
   const std::lock_guard lock(mutex);
   for (const auto& [data, bytes] : allocated) use(reinterpret_cast<int64_t>(data), static_cast<int64_t>(bytes));

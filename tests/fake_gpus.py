@@ -1,7 +1,7 @@
-"""The operators on CUDA tensors without a GPU, for processes that have loaded no other normops.
+"""Loads the operators for CUDA tensors without a GPU, in processes that have loaded no other normops.
 
-fake_gpu_builds.py builds them: cuda_runtime_stub.cpp has the GPUs, which write down what they are asked and compute
-nothing; fake_gpus.cpp gives torch tensors on them, whose memory is the CPU's.
+fake_gpu_builds.py builds them: the GPUs of cuda_runtime_stub.cpp record their calls and compute nothing; fake_gpus.cpp
+gives torch tensors on them, in CPU memory.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ CASES: dict[str, Callable[["Gpus"], None]] = {}
 
 
 def case(function: Callable[["Gpus"], None]) -> Callable[["Gpus"], None]:
-    """Names a function as a case, which runs in a process of its own where nothing was called before."""
+    """Registers a function as a case, which runs in its own process, before any other call."""
     CASES[function.__name__] = function
     return function
 
@@ -31,7 +31,7 @@ def load(folder: Path) -> None:
 
 
 class Gpu(ctypes.Structure):
-    """As in cuda_runtime_stub.cpp."""
+    """Mirrors the struct in cuda_runtime_stub.cpp."""
 
     _fields_ = tuple(
         (name, ctypes.c_int)
@@ -43,7 +43,7 @@ class Gpu(ctypes.Structure):
 
 
 class Gpus:
-    """The GPUs of this process, made in what ``build`` left in ``folder``."""
+    """The GPUs of this process, loaded from the ``folder`` of a build."""
 
     def __init__(self, folder: Path) -> None:
         load(folder)
@@ -60,7 +60,7 @@ class Gpus:
         return self.put(torch.ones(shape, dtype=dtype), device)
 
     def put(self, tensor: Tensor, device: int = 0) -> Tensor:
-        """A copy on a GPU, with the same strides; not among the calls."""
+        """Copies a tensor to a GPU, with the same strides, without recording calls."""
         calls = self.calls()
         there: Tensor = torch.ops.fake_gpus.to_gpu(tensor, device)
         self.calls()
@@ -69,7 +69,7 @@ class Gpus:
         return there
 
     def calls(self, *kinds: str) -> list[str]:
-        """What was called since it was asked last, or what of it begins with one of ``kinds``."""
+        """Returns the calls since the previous query, or those that begin with one of ``kinds``."""
         lines = self._runtime.stub_calls().decode().splitlines()
         return [line for line in lines if line.startswith(kinds or "")]
 
@@ -81,7 +81,7 @@ class Gpus:
         return device
 
     def lookups_of_device(self) -> int:
-        """How often CUDA was asked which device is current, as each lookup of what is known of a device does."""
+        """Counts the queries of the current device; each lookup of a device's cached properties makes one."""
         count: int = self._runtime.stub_lookups_of_device()
         return count
 
@@ -92,5 +92,5 @@ class Gpus:
         self._runtime.stub_begin_capture()
 
     def end_capture(self) -> bool:
-        """Whether everything in between was legal in a capture, and leaves what follows as strictly watched."""
+        """Returns True if all calls were legal in a capture and the strict capture mode is restored."""
         return bool(self._runtime.stub_end_capture()) and self._runtime.stub_capture_mode() == 0

@@ -5,7 +5,7 @@ import inspect
 import os
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # some configurations ask for others; nothing is to be downloaded
+os.environ["HF_HUB_OFFLINE"] = "1"  # some configurations load others; tests must not download
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ SIZES: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "lru_width": 64,
-    # other names of the same
+    # synonyms of names above
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCABULARY,
     "d_model": 64,
@@ -83,15 +83,15 @@ SIZES: dict[str, Any] = {
 }
 
 
-class CannotBuild(Exception):  # noqa: N818  of a configuration as small as this
+class CannotBuild(Exception):  # noqa: N818
     pass
 
 
 def build(family: str) -> nn.Module:
-    """With random weights, in float32.
+    """Builds a model with random weights in float32.
 
     Raises:
-        CannotBuild: with what transformers says to such a configuration.
+        CannotBuild: transformers rejects such a small configuration.
     """
     config_class = CONFIG_MAPPING[family]
     try:
@@ -108,5 +108,5 @@ def build(family: str) -> nn.Module:
         return AutoModelForCausalLM.from_config(config).float().eval()
     except CannotBuild:
         raise
-    except Exception as error:  # whatever it may be
+    except Exception as error:  # transformers raises many types
         raise CannotBuild(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}") from error

@@ -1,4 +1,4 @@
-"""Comparing what AOTAutograd traces on several devices."""
+"""Compares the graphs that AOTAutograd traces on several devices."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ def devices(device: str) -> tuple[str, ...]:
 
 
 def canonical(graph: fx.GraphModule) -> list[str]:
-    """The graph line by line, names replaced by numbers, arguments completed from the schema, devices left out."""
+    """Returns the graph's lines with numbers for names, arguments completed from schemas, and without devices."""
     numbers: dict[fx.Node, str] = {}
     lines = []
     for node in graph.graph.nodes:
@@ -30,12 +30,12 @@ def canonical(graph: fx.GraphModule) -> list[str]:
 
 
 def computed(graph: fx.GraphModule) -> list[str]:
-    """The operators that compute something: not those that ask for a size, or detach an output that autograd saves."""
+    """Returns the operators except for those that query a size or detach an output that autograd saves."""
     return [name for name in operators(graph) if not name.startswith(("aten.sym_size", "aten.detach"))]
 
 
 def computed_besides_views(graph: fx.GraphModule) -> list[str]:
-    """Nor those that give a tensor another shape, and what they do with sizes."""
+    """Returns the operators of computed() except for views and arithmetic on sizes."""
     return [name for name in computed(graph) if not name.startswith(("aten.view.", "<built-in function"))]
 
 
@@ -47,7 +47,7 @@ def assert_one_operator_each_way(
     *,
     others: Sequence[str] = (),
 ) -> None:
-    """That there is nothing but one operator forward, one backward (and ``others``), and the same on every device."""
+    """Asserts that each pass is one operator (and ``others`` in the backward) and that all devices trace the same."""
     graphs = {name: trace_on(name) for name in devices(device)}
     for forward, backward in graphs.values():
         assert backward is not None

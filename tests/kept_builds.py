@@ -1,4 +1,4 @@
-"""What tests compile, kept between runs: in a folder for each state of what it is made of."""
+"""Keeps what tests compile between runs, in a folder for each version of its sources."""
 
 import fcntl
 import hashlib
@@ -10,8 +10,8 @@ FOLDER = Path(__file__).parent.parent / "build" / "tests"
 
 
 def kept(name: str, build: Callable[[Path], object], sources: Iterable[Path], *others: str) -> Path:
-    """The folder that ``build`` has filled from these sources, now or in a run before; others are the compiler and its
-    options. Of several processes the first builds. What was made of other sources is deleted then."""
+    """Returns the folder that ``build`` filled from these sources, now or earlier; ``others`` are the compiler and its
+    options. The first of several processes builds, and deletes builds of other sources."""
     made_of = others, [(path.name, path.read_bytes()) for path in sorted(sources)]
     home = FOLDER / name
     folder = home / hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]

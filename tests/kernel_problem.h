@@ -51,7 +51,7 @@ inline uint64_t hash(const std::vector<char>& bytes) {
 }
 
 // Row-major problems with all of their inputs and outputs, and the kernels' arguments for them. The residual, which is
-// also the backward's input, and the gate may be of a wider type. `rows_per_leaf` are those of a group.
+// also the backward's input, and the gate may have a wider dtype. `rows_per_leaf` counts rows of one group.
 struct KernelProblem {
   KernelProblem(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, int64_t cols,
                 int64_t rows_per_leaf, int64_t groups = 1)
@@ -124,7 +124,7 @@ struct KernelProblem {
   }
   KernelProblem(const KernelProblem&) = delete;
 
-  // Results that are rounded on the way, and a scaled branch of a sum.
+  // Sets how intermediate results are rounded, and add_rms_norm's alpha.
   void set_rounding(Rounding rounding, double alpha) {
     for (CpuArgs* args : {&forward, &add, &gated, &rope, &from_stats, &backward, &gated_backward, &rope_backward,
                           &backward_stats, &backward_from_stats}) {
@@ -133,7 +133,7 @@ struct KernelProblem {
     add.alpha = alpha;
   }
 
-  // Rows with the angles of every `heads`-th one.
+  // Sets a rotation; each `heads` consecutive rows share their angles.
   void set_rotation(const RotaryColumns& paired, bool angle_of_pair, int64_t heads) {
     const int64_t angles = angle_of_pair ? paired.pairs : 2 * paired.pairs, rows = forward.rows;
     const RowLayout layout = {2, {rows / heads, heads}, {angles * size_of(residual_dtype), 0}};
@@ -142,7 +142,7 @@ struct KernelProblem {
     rope.rotation = rope_backward.rotation = {paired.are_interleaved, angle_of_pair, paired.offset, paired.pairs};
   }
 
-  // Of every group: the scale as kernels of `dtype` read it, and grad_weight of the sums that they wrote.
+  // Computes the scale of every group for kernels of `dtype`; sum_grad_weight reduces the sums that they wrote.
   void make_scale(DType dtype, double weight_offset, const RotaryColumns& paired = {}) {
     const ScaleLayout order(dtype, cols, paired);
     for (int64_t group = 0; group < groups; group++) {
@@ -177,7 +177,7 @@ struct KernelProblem {
   std::vector<char> scale, sums;
   RowsArg of_input, of_residual, of_output, of_residual_out, of_gate, of_grad_gate, of_grad_output, of_grad_residual,
       of_grad_input, of_narrow_grad_input, of_grad_weight, of_square_sum, of_dot, of_cos, of_sin;
-  // The gate and the angles are of residual_dtype, rows of backwards but rms_norm_backward's of dtype.
+  // The gate and the angles have residual_dtype; rows of backwards have dtype, except for rms_norm_backward's.
   CpuArgs forward, add, gated, rope, stats, from_stats;
   CpuArgs backward, gated_backward, rope_backward, backward_stats, backward_from_stats;
 };
@@ -191,11 +191,11 @@ void each_rotation(int64_t cols, const Visit& visit) {
   }
 }
 
-// How gates are applied.
+// The tested ways to apply a gate.
 constexpr Gating kGatings[] = {
     {Activation::silu, true}, {Activation::silu, false}, {Activation::sigmoid, true}, {Activation::sigmoid, false}};
 
-// The arguments of the kernels over channels, of contiguous tensors that are given: [samples, channels, positions].
+// The channel kernels' arguments for contiguous tensors of the shape [samples, channels, positions].
 struct ChannelProblem {
   static constexpr int64_t kRowsPerLeaf = 16;
 
@@ -222,7 +222,7 @@ struct ChannelProblem {
     layout.sample_strides[index] = channels * layout.channel_strides[index];
   }
 
-  // The sums that are left of the leaves, without the columns behind the channels, which have no numbers of their own.
+  // Returns the remaining sums of the leaves, without the padding after the channels, which has no values.
   std::vector<char> sums(const std::vector<char>& all) const {
     std::vector<char> result;
     for (int i = 0; i < sum_count(0, leaves); i++) {

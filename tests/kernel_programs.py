@@ -10,42 +10,42 @@ from kept_builds import kept
 TESTS = Path(__file__).parent
 LIBRARY = TESTS.parent / "normops" / "libnormops_kernels.so"
 CSRC = TESTS.parent / "csrc" / "cpu"
-# -g0: clang as the package has it would add debugging information.
+# -g0: the packaged clang adds debugging information by default.
 FLAGS = ("-std=c++20", "-O3", "-g0", "-Wall", "-ffp-contract=off", "-fno-math-errno", f"-I{CSRC}", f"-I{TESTS}")
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """How kernels are compiled, and the programs linked that run them."""
+    """The compiler of kernels, and the linker of the programs that run them."""
 
     name: str
     compiler: tuple[str, ...] = ("g++",)
     linker: str = "g++"
-    flags: tuple[str, ...] = ()  # of both
+    flags: tuple[str, ...] = ()  # for both
     isa: Path = CSRC / "isa.cpp"
 
 
-NATIVE = Kernels("native")  # those of the build that is tested
-# Where they are only compared with those of the build, they need not be fast: that takes a third of the time to compile
-# them, and -O1, where they run for longer, half.
-# clang 17 as a Python package, which has no library to ask for the machine's instruction set: for kernels alone.
+NATIVE = Kernels("native")  # the kernels of the tested build
+# Kernels that are only compared with the build need not be fast: -O0 takes a third of the compile time. Kernels that
+# run longer use -O1, which takes half.
+# clang 17 as a Python package lacks the library that detects the instruction set: it compiles only the kernels.
 CLANG = Kernels(
     "clang", (sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline", "-fno-sanitize=all"), flags=("-O0",)
 )
 GCC_11 = Kernels("g++-11", ("g++-11",), "g++-11", ("-O0",))
 NEON = Kernels("neon", ("aarch64-linux-gnu-g++",), "aarch64-linux-gnu-g++")
-# On machines with AVX2.
+# Requires AVX2.
 EMULATED_AVX512 = Kernels(
     "emulated-avx512",
     flags=("-O1", "-Wno-psabi", '-DNORMOPS_EMULATION="emulated_avx512.h"'),
     isa=TESTS / "emulated_isa.cpp",
 )
-# What other architectures than x86-64 and aarch64 run.
+# The code for architectures other than x86-64 and aarch64.
 GENERIC = Kernels("generic", flags=("-O1", '-DNORMOPS_EMULATION="generic_isa.h"'), isa=TESTS / "emulated_isa.cpp")
 
 
 def build_kernels(kernels: Kernels) -> list[Path]:
-    """Compiles the kernels as setup.py does, once, as that takes the time."""
+    """Compiles the kernels like setup.py, once for all programs, because this takes most of the time."""
     sources = sorted(CSRC.glob("*_kernel.cpp"))
     command = (*kernels.compiler, *FLAGS, *kernels.flags)
     version = subprocess.run([*kernels.compiler, "--version"], capture_output=True, text=True, check=True).stdout
@@ -60,7 +60,7 @@ def build_kernels(kernels: Kernels) -> list[Path]:
 
 
 def build(source: Path, folder: Path, kernels: Kernels = NATIVE, *flags: str) -> Path:
-    """Compiles ``source`` with ``flags``, and the kernels if need be, into a program in ``folder``."""
+    """Compiles ``source`` with ``flags``, and the kernels if necessary, into a program in ``folder``."""
     program = folder / f"{source.stem}-{kernels.name}"
     if kernels is NATIVE:
         objects = [str(LIBRARY), f"-Wl,-rpath,{LIBRARY.parent}"]

@@ -1,4 +1,4 @@
-// Sums leaves as the parts of a backward do, each sum being the text of its additions, and compares what comes out with
+// Sums leaves like the parts of a backward, with the text of the additions as each sum, and compares the result with
 // the binary tree over all leaves, for any number of parts.
 #include "leaves.h"
 
@@ -27,7 +27,7 @@ void add_last(std::vector<std::string>& sums, int additions) {
   }
 }
 
-// What parts of [0, leaves) make of it; empty if a part has more sums than it has memory for.
+// Returns the sum over all parts of [0, leaves); empty if a part has more sums than it has memory for.
 std::string summed(int64_t leaves, int64_t parts) {
   std::vector<std::string> all;
   for (int64_t part = 0; part < parts; part++) {

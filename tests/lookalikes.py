@@ -1,8 +1,8 @@
-"""Modules that look like RMSNorms, and are more, or another one, or may be tomorrow: for the tests of normops.patch.
+"""Modules that look like RMSNorms but compute more, or something else, or may do so later: for tests of normops.patch.
 
-Nearly all compute an RMSNorm at the moment when they are patched: what they are besides shows in another mode, for
-other inputs, in the gradients, or once something else has changed. There is one for each reason for which a module is
-left as it is, or two; tests/test_kinds.py makes more of them, in which one thing is put into the same forward.
+Nearly all compute an RMSNorm when they are patched: the difference shows in another mode, for other inputs, in the
+gradients, or after a change of state. Each reason to skip a module has one or two; tests/test_kinds.py makes more, with
+one addition each to the same forward.
 """
 
 import functools
@@ -25,7 +25,7 @@ Forward = Callable[..., Any]
 
 
 class Norm(nn.Module):
-    """What they are made from."""
+    """The base class of the modules."""
 
     def __init__(self, size: int = SIZE) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ class Weightless(Norm):
 class Lookalike(NamedTuple):
     make: Callable[[], nn.Module]
     reason: str | None
-    """A part of that for which it is left as it is; None: it is an RMSNorm, for as long as nothing changes."""
+    """A part of the reason why it is skipped; None: it is an RMSNorm until something changes."""
     change: Change | None
-    """What may happen once it is patched, besides other values of attributes."""
+    """A change after patching, in addition to other values of attributes."""
 
 
 LOOKALIKES: dict[str, Lookalike] = {}
@@ -71,9 +71,9 @@ def lookalikes(
     after: Callable[[Any], Any] | None = None,
     **forwards: Forward,
 ) -> None:
-    """Classes with these forwards, by name; attributes and buffers are their instances', the space is their own.
+    """Registers a class for each named forward; attributes and buffers are set on instances, ``space`` on the class.
 
-    ``after`` makes something else of an instance, or changes it.
+    ``after`` replaces an instance, or changes it.
     """
 
     def made(name: str, forward: Forward) -> Callable[[], nn.Module]:
@@ -96,7 +96,7 @@ def lookalikes(
 
 
 def lookalike(reason: str | None, *, name: str = "", **options: Any) -> Callable[[Forward], Forward]:
-    """Of a forward that is more than an expression, or whose name is no identifier."""
+    """Registers a forward that is more than an expression, or whose name is no identifier."""
 
     def add(forward: Forward) -> Forward:
         lookalikes(reason, **options | {name or forward.__name__: forward})
@@ -105,7 +105,7 @@ def lookalike(reason: str | None, *, name: str = "", **options: Any) -> Callable
     return add
 
 
-# What may change outside of a module.
+# State outside of a module that may change.
 
 OFFSET = 0.0
 EPS = 1e-6
@@ -117,7 +117,7 @@ TENSOR = torch.ones(SIZE)
 class Config:
     eps = 1e-6
     offset = 0.0
-    uses: list[int] = []  # noqa: RUF012  that it is changed is the point
+    uses: list[int] = []  # noqa: RUF012  tests change it on purpose
 
 
 OBJECT = types.SimpleNamespace(offset=0.0, calls=0)
@@ -150,7 +150,7 @@ def set_on(owner: Any, name: str, value: Any) -> Change:
 
 
 def state() -> dict[str, Any]:
-    """Of what is changed by calls."""
+    """Returns the state that calls may change."""
     return {
         "list": list(LIST),
         "uses": list(Config.uses),
@@ -237,7 +237,7 @@ lookalikes(
 )
 
 
-# Neutral for now.
+# Neutral until an attribute changes.
 
 lookalikes(None, attributes={"offset": 0.0}, offset=lambda self, x: (self.weight + self.offset) * self.normalized(x))
 
@@ -278,7 +278,7 @@ lookalikes(
 )
 
 
-# What is random.
+# Random numbers.
 
 
 @lookalike("calls torch.rand")
@@ -302,7 +302,7 @@ def factor_without_gradients(self: Any, x: Tensor) -> Tensor:
     return self.weight * (x * scale)
 
 
-# What a tensor is.
+# Properties of tensors.
 
 
 @lookalike(None)
@@ -392,7 +392,7 @@ lookalikes("has a weight", after=_weight_of_shape(1), one_weight=lambda self, x:
 lookalikes("has a weight", after=_weight_of_shape(), weight_without_dimensions=lambda self, x: self.weighted(x))
 
 
-# Other arithmetic. What is no norm among operations alone, test_inductor.py has as well.
+# Other arithmetic. test_inductor.py also has operations, outside of modules, that are no norm.
 
 lookalikes(
     "computes something else than an RMSNorm",
@@ -518,7 +518,7 @@ lookalikes(
 )
 
 
-# The other side of Python.
+# Python features that hide what a forward reads.
 
 
 def _getattr(self: Any, name: str) -> Any:
@@ -558,7 +558,7 @@ lookalikes("calls with ** of something", helper_vmapped=lambda self, x: self.wei
 lookalikes("aten", operator_of_aten=lambda self, x: torch.ops.aten.mul.Tensor(self.weight, self.normalized(x)))
 
 
-# What a module is.
+# Properties of modules.
 
 
 def _with_two_weights(module: Any) -> None:
@@ -604,7 +604,7 @@ lookalikes(
 )
 
 
-# With a second tensor.
+# Forwards with a second tensor.
 
 lookalikes(
     "multiplies by something else than weight and gate",
@@ -633,7 +633,7 @@ lookalikes(
 )
 
 
-# With a bias.
+# Modules with a bias.
 
 
 class Biased(Norm):

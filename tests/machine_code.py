@@ -1,4 +1,4 @@
-"""Which instruction sets compiled code needs, read with objdump."""
+"""Finds the instruction sets that compiled code requires, with objdump."""
 
 import re
 import subprocess
@@ -27,7 +27,7 @@ def instructions_by_function(file: Path) -> dict[str, list[str]]:
 
 
 def instruction_sets(*files: Path) -> dict[str, set[str]]:
-    """By the namespace that functions are in, the instruction sets beyond the baseline that they use."""
+    """Returns, for each namespace, the instruction sets beyond the baseline that its functions use."""
     found: dict[str, set[str]] = defaultdict(set)
     for file in files:
         for name, instructions in instructions_by_function(file).items():
@@ -40,6 +40,6 @@ def instruction_sets(*files: Path) -> dict[str, set[str]]:
 
 
 def check_wide_instructions(*files: Path) -> None:
-    """Code that runs on every machine holds no AVX, and the AVX2 kernels hold no AVX-512."""
-    # That all are found shows that the names and the patterns match what is there.
+    """Asserts that code for every machine holds no AVX, and that the AVX2 kernels hold no AVX-512."""
+    # Equality also shows that the names and patterns match: each namespace uses its instruction set.
     assert instruction_sets(*files) == {"baseline": set(), "avx2": {"avx2"}, "avx512": {"avx2", "avx512"}}

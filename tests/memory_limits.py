@@ -1,7 +1,7 @@
-"""Calls every operator under limits of memory, each in a process of its own, for test_memory_limits.py.
+"""Calls every operator under memory limits, each in its own process, for test_memory_limits.py.
 
-The limits are found by bisection between those where what happens differs: on both sides of each allocation. Prints
-what happened, once each, or what is wrong, and how the process ended.
+Bisection finds the limits between which the outcome changes: the two sides of each allocation. Prints each outcome
+once, or the failure, and how the process ended.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import normops  # noqa: F401, whose operators are called
+import normops  # noqa: F401  registers the operators
 from reference import cases
 from reference.cases import Case
 from reference.operators import OPERATORS, Operator, OperatorCase, of_argument
@@ -25,7 +25,7 @@ STEP = 16 << 10
 
 
 def _calls() -> Iterator[tuple[str, tuple[Operator, str]]]:
-    """Of every operator: into new memory; into given memory, and in the place of inputs, by the one overload or two."""
+    """Yields each operator's calls: into new memory, in place, and, with an in-place overload, into given memory."""
     for operator in OPERATORS:
         for kind in ("new", "given", "in place"):
             if kind != "given" or operator.inplace:
@@ -36,9 +36,9 @@ CALLS = dict(_calls())
 
 
 class Problem:
-    """A call of an operator, with a weight that is converted, and a gradient of it that is strided.
+    """A call of an operator with a weight that must be converted and a strided gradient of the weight.
 
-    Strided: columns that do not lie beside each other.
+    ``is_strided``: the columns of each row are not contiguous.
     """
 
     def __init__(self, operator: Operator, kind: str, rows: int, cols: int, is_strided: bool) -> None:
@@ -77,7 +77,7 @@ PROBLEMS = {
 
 
 def use_up_the_heap() -> None:
-    """What malloc has left is less than what it maps memory for."""
+    """Exhausts malloc's heap, so that an allocation of STEP bytes maps memory."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     is_mapped = False
@@ -104,7 +104,7 @@ class Trial:
             tensor.copy_(value)
 
     def outcome(self, limit: int) -> str:
-        """Of a call that may take so much more memory; checks what there is after it, and the next call."""
+        """Returns the outcome of a call with ``limit`` more bytes; checks its result, the inputs and the next call."""
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         use_up_the_heap()
         resource.setrlimit(resource.RLIMIT_AS, (used() + limit, hard))
@@ -128,7 +128,7 @@ class Trial:
         return what
 
     def outcomes(self) -> list[str]:
-        """In the order of the limits."""
+        """Returns the outcomes in the order of the limits."""
 
         def between(low: int, at_low: str, high: int, at_high: str) -> list[str]:
             if at_low == at_high or high - low <= STEP:

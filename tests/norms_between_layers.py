@@ -1,4 +1,4 @@
-"""Norms between linear layers, whose outputs need not be kept for the backward."""
+"""Norms between linear layers, whose outputs need not be stored for the backward."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def gradients(loss: Tensor, t: list[Tensor], **options: Any) -> tuple[Tensor | N
 
 
 class Block(nn.Module):
-    """With a residual stream, whose sums two of the norms take and one returns."""
+    """A block with a residual stream: two norms add to it, and the second norm's sum is used."""
 
     def __init__(self) -> None:
         super().__init__()

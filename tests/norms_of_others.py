@@ -1,4 +1,4 @@
-"""RMSNorms as other people write them, for the tests of normops.patch."""
+"""Third-party styles of RMSNorm, for the tests of normops.patch."""
 
 import copy
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import normops
 
 
 class LlamaNorm(nn.Module):
-    """Rounds twice; a float32 weight makes float32 of bfloat16."""
+    """Rounds twice; a float32 weight promotes bfloat16 to float32."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class WideNorm(nn.Module):
 
 
 class BiasedNorm(T5Norm):
-    """As diffusers': rounds three times."""
+    """Rounds three times, like diffusers' norm."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__(size, eps)
@@ -79,7 +79,7 @@ class BiasedNorm(T5Norm):
 
 
 class WeightlessNorm(nn.Module):
-    """With its eps in the code."""
+    """Has a literal eps in its forward."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class GroupedNorm(GemmaNorm):
 
 
 class EveryKind(nn.Module):
-    """A norm whose forward has each kind of statement, expression and operator that is evaluated, and runs it."""
+    """A norm whose forward runs every supported kind of statement, expression and operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class EveryKind(nn.Module):
 
 
 class FactorNorm(nn.Module):
-    """Multiplies by a rounded factor: an order of rounding that normops does not have."""
+    """Multiplies by a rounded factor: an order of rounding that normops does not support."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -163,14 +163,14 @@ NORMS = (
 
 
 class GateFirstNorm(LlamaNorm):
-    """Without casts, so that the gate has a part in the dtype of the output, and rounded before the norm, too."""
+    """Has no casts: the gate affects the output's dtype, and the gated input is rounded before the norm."""
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         return super().forward(hidden_states if gate is None else hidden_states * nn.functional.silu(gate))
 
 
 class NormFirstNorm(GemmaNorm):
-    """With the gate under the name that mamba has for it, and with groups and an offset."""
+    """Has groups, an offset, and mamba's name for the gate."""
 
     def __init__(self, size: int, groups: int = 4) -> None:
         super().__init__(size)
@@ -217,7 +217,7 @@ def model(norm: type[nn.Module] = LlamaNorm, layers: int = 2) -> nn.Sequential:
 
 
 def patched_pair(make: Callable[[], nn.Module], dtype: torch.dtype, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A norm with a random weight, and the same patched."""
+    """Returns a norm with a random weight and a patched copy."""
     torch.manual_seed(0)
     original = make()
     for parameter in original.parameters():

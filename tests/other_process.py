@@ -1,4 +1,4 @@
-"""Running Python in a process of its own."""
+"""Runs Python in a separate process."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def python(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """However it ends, in an environment with these variables besides."""
+    """Runs Python with additional environment variables; its failure does not raise."""
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=1200
@@ -15,7 +15,7 @@ def python(*arguments: str, cwd: Path | None = None, **environment: str) -> "sub
 
 
 def printed(code: str, *arguments: str, cwd: Path | None = None, **environment: str) -> str:
-    """What a program prints that ends well."""
+    """Returns the output of a program, which must succeed."""
     result = python("-c", code, *arguments, cwd=cwd, **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -1,4 +1,4 @@
-"""Running functions in several processes at once, and what they need there. The cases are in sharded_*.py."""
+"""Runs functions in several processes at once, with helpers for them. The cases are in sharded_*.py."""
 
 import traceback
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(*processes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Names a function as a case, for each of these numbers of processes."""
+    """Registers a function as a case, for each of these numbers of processes."""
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
         CASES.update({f"{function.__name__}-{number}": Case(function, number) for number in processes})
@@ -35,7 +35,7 @@ def case(*processes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 
 def run(rank: int, functions: Mapping[str, Callable[[], None]], processes: int, folder: Path) -> None:
-    """Runs cases and writes what each raised to a file; stops after one that fails in some processes, not in all."""
+    """Runs cases and writes each exception to a file; stops after a case that fails in only some processes."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store-{processes}"), processes)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=timedelta(seconds=60))
@@ -43,7 +43,7 @@ def run(rank: int, functions: Mapping[str, Callable[[], None]], processes: int, 
         try:
             function()
             error = ""
-        except BaseException:  # that of pytest is no Exception
+        except BaseException:  # pytest's outcomes are no Exception
             error = traceback.format_exc()
         (folder / f"{name}.{rank}").write_text(error)
         store.set(f"{name}.{rank}", "failed" if error else "passed")
@@ -57,13 +57,13 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 
 def placed(tensor: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """The tensor, which all processes have, distributed; where it is to be Partial, as equal parts of the sum."""
+    """Distributes a tensor that all processes have; Partial placements hold equal parts of the sum."""
     parts = [i for i, p in enumerate(placements) if p.is_partial()]
     whole = distribute_tensor(
         tensor.clone(), mesh, [Replicate() if i in parts else p for i, p in enumerate(placements)], src_data_rank=None
     )
     local = whole.to_local()
-    for i in parts:  # by a power of two, which is exact
+    for i in parts:  # division by a power of two is exact
         local = local / mesh.size(i)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 

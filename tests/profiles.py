@@ -1,4 +1,4 @@
-"""Which operators a call runs."""
+"""Lists the operators that a call runs."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 
 
 def operators_run(fn: Callable[[], object]) -> list[str]:
-    """Those of normops, and torch's own fused one, in their order."""
+    """Returns the operators of normops and torch's fused RMSNorm, in the order of the calls."""
     with torch.profiler.profile() as profile:
         fn()
     names = [event.name for event in profile.events()]

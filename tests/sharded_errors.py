@@ -1,4 +1,4 @@
-"""What test_sharding runs in several processes: what is refused of whole tensors is refused of sharded ones."""
+"""Cases of test_sharding in several processes: sharded tensors raise the errors of whole tensors."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from reference.operators import OPERATORS, Operator
 
 COLUMNS, ROWS, PARTIAL, REPLICATE = Shard(-1), Shard(0), Partial(), Replicate()
 PLACEMENTS: tuple[tuple[Placement, Placement], ...] = (
-    # of input, of all others
+    # placements of the input and of all other tensors
     (COLUMNS, COLUMNS),
     (COLUMNS, REPLICATE),
     (REPLICATE, COLUMNS),
@@ -30,7 +30,7 @@ def sharded(arguments: dict[str, Any], mesh: DeviceMesh, of_input: Placement, of
     def at(tensor: Tensor, placement: Placement) -> Tensor:
         if isinstance(placement, Shard):
             placement = Shard(placement.dim % tensor.ndim) if tensor.ndim else REPLICATE
-        elif tensor.dtype not in DTYPES:  # of which there are no parts of sums
+        elif tensor.dtype not in DTYPES:  # these cannot be Partial
             placement = REPLICATE
         return placed(tensor, mesh, (placement,))
 
@@ -50,7 +50,7 @@ def refusals_of(operator: Operator) -> list[tuple[dict[str, Any], str]]:
 
 @case(2)
 def what_is_refused_of_whole_tensors_is_refused_of_sharded_ones() -> None:
-    """With the same message in every process, whatever was called before, and before anything is communicated."""
+    """Every process raises the same message, before any communication, regardless of earlier calls."""
     mesh = mesh_of()
     for operator in OPERATORS:
         right, refusals = arguments_of(operator), refusals_of(operator)

@@ -1,4 +1,4 @@
-"""What test_sharding runs in several processes: models, tensor parallel and fully sharded."""
+"""Cases of test_sharding in several processes: tensor parallel and fully sharded models."""
 
 from contextlib import nullcontext
 
@@ -81,7 +81,7 @@ def tensor_parallel_sequence_parallel() -> None:
         assert output.placements == (Shard(1),)
         torch.testing.assert_close(output.full_tensor(), expected)
         torch.testing.assert_close(gradients_of(shared), gradients_of(alone))
-    # The norms add nothing to what the linear layers need.
+    # The norms add no communication to that of the linear layers.
     assert sent[normops.RMSNorm] == sent[nn.RMSNorm]
     assert sent[normops.RMSNorm][0] == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
 
@@ -147,7 +147,7 @@ def fully_sharded_in_bfloat16() -> None:
         output.backward(dy.chunk(2)[dist.get_rank()])
         between = normops.rms_norm(x, 16, low[0])
         assert torch.equal(output, normops.rms_norm(between, 16, low[1]).chunk(2)[dist.get_rank()])
-        # What each process has is in bfloat16, the mean of it in float32.
+        # Each process computes its gradient in bfloat16; their mean is in float32.
         first, second = [], []
         for part, grad in zip(x.chunk(2), dy.chunk(2), strict=True):
             grad_between, of_second, _ = ops.rms_norm_backward(grad, normops.rms_norm(part, 16, low[0]), [16], low[1])
@@ -177,8 +177,8 @@ def fully_sharded_and_tensor_parallel() -> None:
 
 @case(2)
 def sharded_and_recomputed() -> None:
-    """FSDP2 of blocks: a norm's weight is freed before the backward needs its output; FSDP2 of each layer, where it is
-    freed before a linear layer saves the output, which is stored then; and DTensors."""
+    """FSDP2 of blocks frees a norm's weight before the backward needs the output. FSDP2 of each layer frees it before a
+    linear layer saves the output, which is then stored. DTensors recompute, too."""
     mesh, rank = mesh_of(), dist.get_rank()
     x = cases.values((4, 6, 16), torch.float64)
 
@@ -214,7 +214,7 @@ def sharded_and_recomputed() -> None:
 
 @case(2)
 def patched_and_sharded() -> None:
-    """Models of others: FSDP2 before and after normops.patch, eager and compiled, and DDP."""
+    """Runs third-party models with FSDP2 before and after normops.patch, eager and compiled, and with DDP."""
     mesh, rank = mesh_of(), dist.get_rank()
     x = cases.values((4, 6, 32), torch.float32)
     alone = norms_of_others.model()
@@ -226,7 +226,7 @@ def patched_and_sharded() -> None:
         shared = norms_of_others.model()
         if way.startswith("patched"):
             assert len(normops.patch(shared, strict=True).patched) == 4
-        if "norms too" in way:  # which gives them another class
+        if "norms too" in way:  # fully_shard changes their class
             for norm in [each for each in shared.modules() if isinstance(each, norms_of_others.LlamaNorm)]:
                 fully_shard(norm, mesh=mesh)
         if "FSDP2" in way:
@@ -244,7 +244,7 @@ def patched_and_sharded() -> None:
 
 @case(2)
 def patched_norms_run_normops() -> None:
-    """On DTensors, and on what a redistribution is still to bring."""
+    """Patched norms run normops on DTensors and on the result of an unfinished redistribution."""
     mesh, norm = mesh_of(), norms_of_others.WeightlessNorm(16)
     normops.patch(norm, strict=True)
     x = cases.values((4, 6, 16), torch.float32)
@@ -259,7 +259,7 @@ def patched_norms_run_normops() -> None:
 
 @case(2)
 def compiled_with_the_passes() -> None:
-    """A norm written by hand, on DTensors, in all placements."""
+    """Compiles a handwritten norm on DTensors in all placements."""
     mesh = mesh_of()
     x, w = cases.values((4, 6, 16), torch.float32), cases.values((16,), torch.float32, 1)
     norm = norms_of_others.LlamaNorm(16)

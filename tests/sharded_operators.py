@@ -1,4 +1,4 @@
-"""What test_sharding runs in several processes: the operators on DTensors."""
+"""Cases of test_sharding in several processes: the operators on DTensors."""
 
 import itertools
 import random
@@ -27,8 +27,8 @@ rms_norm_rope: Callable[..., Any] = normops.rms_norm_rope
 
 
 ROWS = (
-    # shape, normalized dimensions, those that the weight has before them, the sharded one; uneven and empty shards;
-    # and the dimensions over which the weight broadcasts
+    # shape, number of normalized dimensions, number of the weight's group dimensions, sharded dimension, and dimensions
+    # over which the weight broadcasts; some shards are uneven or empty
     ((4, 3, 8), 1, 0, 0, ()),
     ((4, 3, 8), 1, 0, 1, ()),
     ((5, 2, 3, 4), 2, 0, 0, ()),
@@ -44,19 +44,19 @@ ROWS = (
 
 @case(2, 4)
 def rows_stay_where_they_are() -> None:
-    """Nothing is communicated: what else there is is whole, or sharded as they are on the dimensions that both have."""
+    """Nothing is communicated: the other tensors are whole, or sharded on the same dimension as the rows."""
     mesh, dtypes = mesh_of(), itertools.cycle((torch.float32, torch.bfloat16, torch.float16))
     for (shape, dims, groups, d, ones), variant, has_weight in itertools.product(ROWS, variants(), (True, False)):
         dtype, operator = next(dtypes), variant.operator
         others = (*other_dtypes(operator, dtype), {})[0]
-        # Sums that ranks round are further off.
+        # float64, as sums that each rank rounds are less accurate.
         others |= {"bias": torch.float64} if "bias" in operator.tensors else {}
         weight_dtype = torch.float64 if has_weight else None
         of_rows = Case(shape, dtype, dims, weight_dtype, EPS, 1.0, has_residual=True, group_dims=groups, ones=ones)
         if not operator.takes(of_rows):
             continue
         case = variant.at(of_rows, others)
-        of_weight = d - (len(shape) - dims - groups)  # the dimension of the weight that is sharded, if it has it
+        of_weight = d - (len(shape) - dims - groups)  # the weight's sharded dimension, if not negative
         of_weight = -1 if of_weight in ones else of_weight
         broadcast = ("weight", "bias") if groups else ("weight",)
 
@@ -106,7 +106,7 @@ def any_case(variant: Variant, choose: random.Random) -> OperatorCase:
 
 @case(2, 4)
 def any_placements_give_the_same_values() -> None:
-    """Whichever results are wanted; each mask must be a key of its own in the cache of shardings."""
+    """Tests every output mask; each mask must have its own key in the cache of shardings."""
     meshes = [mesh_of()] if dist.get_world_size() == 2 else [mesh_of(2, 2), mesh_of(2, 1, 2)]
     choose = random.Random(1)
     for variant in variants():
@@ -162,7 +162,7 @@ def channels_are_whole_and_the_rest_stays_where_it_is() -> None:
         assert gradients[1].placements == gradients[2].placements == (Replicate() if gathered else Partial(),)
         for actual, expected in zip(gradients, backward(dy, x, **whole, **others), strict=True):
             torch.testing.assert_close(actual.full_tensor(), expected)
-    # A weight for each sample, as vmap has it.
+    # One weight per sample, as under vmap.
     of_samples = cases.values((4, 1, 1, 6), torch.float32, 4)
     given, scale = placed(x, mesh, (Shard(0),)), placed(of_samples, mesh, (Shard(0),))
     output, sent = communicated(lambda: norm(given, weight=scale, **others))
@@ -172,7 +172,7 @@ def channels_are_whole_and_the_rest_stays_where_it_is() -> None:
 
 @case(2, 4)
 def a_sharded_row_that_is_to_be_rotated_is_gathered() -> None:
-    """What is rotated together may be on two ranks."""
+    """The two columns of a rotation may be on different ranks."""
     mesh = mesh_of()
     x, cos, sin = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((5, 8), (5, 4), (5, 4))))
     given = placed(x, mesh, (Shard(1),))
@@ -225,7 +225,7 @@ def the_gradient_of_the_residual_is_added_wherever_it_is() -> None:
         if of_residual in (None, of_input, Replicate()):
             assert sent == {}
         expected = ops.rms_norm_backward(dy, x, [8], w, grad_residual=s if of_residual else None)
-        if of_residual == Shard(2) and of_input == Replicate():  # then parts of rows are
+        if of_residual == Shard(2) and of_input == Replicate():  # then the sum is sharded by columns
             assert grad_input.placements == (Shard(2),)
             torch.testing.assert_close(grad_input.full_tensor(), expected[0])
         else:
@@ -341,7 +341,7 @@ def compiled_it_is_one_operator_each_way() -> None:
     residual = placed(x, mesh, (Replicate(),)).requires_grad_()
     gradients = []
     for function in (block, torch.compile(block, fullgraph=True)):
-        # The key of the cache has no rank in it, the graph has (https://github.com/pytorch/pytorch/issues/188390).
+        # The graph depends on the rank, the cache key does not (https://github.com/pytorch/pytorch/issues/188390).
         with torch._functorch.config.patch(enable_autograd_cache=False):
             output = function(given, residual, weight)
         assert output.placements == (Shard(0),)

@@ -1,4 +1,4 @@
-"""What test_sharding runs in several processes: normalized dimensions sharded, so that no process has a whole row."""
+"""Cases of test_sharding in several processes: sharded normalized dimensions, so that no process has a whole row."""
 
 import itertools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ rms_norm_backward_of: Callable[..., oracle.BiasedBackward] = oracle.rms_norm_bac
 
 
 class Messages(TorchDispatchMode):
-    """How many numbers each collective of this process sends, and the largest tensor that there was."""
+    """Records how many numbers each collective of this process sends, and the size of the largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ class Messages(TorchDispatchMode):
         self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # what it does with the parts comes here, too
+        if DTensor in types:  # its operations on local tensors arrive here, too
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and not isinstance(result, FakeTensor):
@@ -51,7 +51,7 @@ def messages(call: Callable[[], Any]) -> tuple[Any, list[tuple[str, int]]]:
 
 
 SHAPES = (
-    # shape, normalized dimensions, the sharded one; uneven and empty shards among them
+    # shape, number of normalized dimensions, sharded dimension; some shards are uneven or empty
     ((6, 8), 1, 1),
     ((2, 3, 7), 1, 2),
     ((3, 1), 1, 1),
@@ -60,7 +60,7 @@ SHAPES = (
 )
 
 
-# But for rotations, which need whole rows; how rows are gated does not depend on by what.
+# Rotations are left out, as they need whole rows. One activation is enough: sharding does not depend on it.
 IN_PARTS = [
     variant
     for variant in variants(DIFFERENTIABLE)
@@ -71,7 +71,7 @@ IN_PARTS.append(Variant(ADD_RMS_NORM, {"alpha": 0.25}))
 
 @case(2, 4)
 def one_number_a_row_is_reduced() -> None:
-    """Two in the backward. What is gated is rounded before it is normalized, or after."""
+    """The backward reduces two numbers per row. Gated rows need tolerances, as the gate adds a rounding."""
     mesh, dtypes = mesh_of(), itertools.cycle(cases.DTYPES)
     for variant, (shape, dims, d) in itertools.product(IN_PARTS, SHAPES):
         dtype = next(dtypes)
@@ -90,7 +90,7 @@ def one_number_a_row_is_reduced() -> None:
         grads = [placed(grad, mesh, (Shard(d),)) for grad in upstream]
         _, sent = messages(lambda: torch.autograd.backward(outputs, grads))  # noqa: B023
         assert sent == [("all_reduce", 2 * rows)]
-        # The gradient of the norm of a sum is that of either summand.
+        # Both summands of add_rms_norm have the gradient of their sum.
         of_sum = {"input": outputs[-1].full_tensor(), "grad_residual": upstream[-1]} if len(outputs) > 1 else {}
         backward = gradient.given({**whole, "grad_output": upstream[0], **of_sum})
         leaves = [given[of_argument(name)] for name in gradient.outputs if given.get(of_argument(name)) is not None]
@@ -112,7 +112,7 @@ def one_number_a_row_is_reduced() -> None:
 
 @case(4)
 def each_dimension_of_the_mesh_is_sharded_for_itself() -> None:
-    """Of columns, a number for each row is reduced."""
+    """Sharded columns reduce one number per row."""
     mesh = mesh_of(2, 2)
     x, dy, w = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((5, 3, 8), (5, 3, 8), (8,))))
     rows, inner, columns, whole, part = Shard(0), Shard(1), Shard(2), Replicate(), Partial()
@@ -143,7 +143,7 @@ def each_dimension_of_the_mesh_is_sharded_for_itself() -> None:
 
 
 class Attention(nn.Module):
-    """As in OLMo 2: queries and keys are normalized across heads."""
+    """Normalizes queries and keys across heads, as in OLMo 2."""
 
     def __init__(self, hidden: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Attention(nn.Module):
 
 
 def shard_attention(block: Attention, mesh: Any, local: bool) -> None:
-    """With this process's heads, or all of them as DTensors, between the projections."""
+    """Shards the block; attention takes this process's heads (``local``), or all heads as DTensors."""
     column, norm = ColwiseParallel(use_local_output=local), HiddenParallel(use_local_output=local)
     projections = {"query": column, "key": column, "value": column, "out": RowwiseParallel()}
     parallelize_module(block, mesh, {**projections, "query_norm": norm, "key_norm": norm})
@@ -182,7 +182,7 @@ def norms_across_sharded_heads() -> None:
         block.load_state_dict(alone.state_dict())
         shard_attention(block, mesh, local)
         run = torch.compile(block, backend="aot_eager") if is_compiled else block
-        # The key of the cache has no rank in it, the graph has (https://github.com/pytorch/pytorch/issues/188390).
+        # The graph depends on the rank, the cache key does not (https://github.com/pytorch/pytorch/issues/188390).
         with torch._functorch.config.patch(enable_autograd_cache=False):
             y, sent = communicated(lambda: run(x))  # noqa: B023
             torch.testing.assert_close(y, expected)

@@ -1,4 +1,4 @@
-"""The structs that kernels take, as ctypes has them, read from the headers that declare them."""
+"""Reads the kernels' argument structs from their headers and declares them with ctypes."""
 
 import ctypes
 import re
@@ -8,11 +8,11 @@ from typing import Any
 CSRC = Path(__file__).parent.parent / "csrc"
 HEADERS = ("kernel_args.h", "cuda/kernels.h", "cuda/launch_config.h")
 
-# A struct's name, and what it declares: members, one to a line, and what else there is.
+# STRUCT matches a struct's name and body: members, one per line, and other declarations.
 STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 MEMBER = re.compile(r"^  (?!static)([\w ]+?\*?) (\w+)(?:\[(\w+)\])?(?: = [^;]*)?;", re.MULTILINE)
 CONSTANT = re.compile(r"static constexpr int (\w+) = (\d+);")
-# Of all operators, in the order of their indices.
+# The tensors of all operators, in the order of their indices.
 _, _, names = (CSRC / "kernel_args.h").read_text().partition("kTensorNames[] =")
 TENSORS = re.findall(r'"(\w+)"', names.partition(";")[0])
 
@@ -31,7 +31,7 @@ SCALARS = {
 
 
 def read_structs() -> dict[str, Any]:
-    """By name. A member of an unknown type is an error."""
+    """Returns the structs by name; a member of an unknown type raises KeyError."""
     types: dict[str, Any] = dict(SCALARS)
     structs: dict[str, Any] = {}
     for header in HEADERS:

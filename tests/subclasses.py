@@ -1,11 +1,11 @@
-"""Tensors with a ``__torch_dispatch__`` of their own."""
+"""Tensor subclasses that define ``__torch_dispatch__``."""
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 
 class KnowsTorchAlone(Tensor):
-    """Holds a tensor, and refuses operators that are not torch's own."""
+    """Wraps a tensor and rejects operators that are not torch's own."""
 
     held: Tensor
 
@@ -16,7 +16,7 @@ class KnowsTorchAlone(Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return "KnowsTorchAlone()"  # torch's own reads numbers, of which there are none where this is traced
+        return "KnowsTorchAlone()"  # torch's own reads values, which tracing does not have
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["held"], None

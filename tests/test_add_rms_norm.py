@@ -1,4 +1,4 @@
-"""What is peculiar to add_rms_norm: the rounding of the sum, and one gradient for two inputs."""
+"""Tests specific to add_rms_norm: the rounding of the sum, and one gradient for two inputs."""
 
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ def problem(
 @pytest.mark.parametrize("case", [c for c in cases_of(ADD_RMS_NORM) if not c.dtypes], ids=str)
 @pytest.mark.covering(core=1)
 @pytest.mark.triton(core=1, full=2)
-def test_the_output_is_the_norm_of_the_rounded_sum(case: OperatorCase, device: str) -> None:
-    """Bit for bit, where it has the dtype of the sum."""
+def test_output_is_norm_of_rounded_sum(case: OperatorCase, device: str) -> None:
+    """Compares bitwise; residuals of other dtypes are excluded, as the sum then has another dtype."""
     output, residual_out = case.results(device)
     arguments = case.arguments(device) | {"input": residual_out}
     del arguments["residual"], arguments["alpha"]
@@ -50,8 +50,8 @@ WIDER_SUMS = [
 @pytest.mark.parametrize("case", WIDER_SUMS, ids=str)
 @pytest.mark.covering(core=1)
 @pytest.mark.triton(core=0, full=1)
-def test_backward_of_a_wider_sum(case: OperatorCase, device: str) -> None:
-    """rms_norm_backward with a float32 input takes the gradient of an output of 16 bits as it is."""
+def test_backward_accepts_16_bit_gradient_for_float32_input(case: OperatorCase, device: str) -> None:
+    """rms_norm_backward with a float32 input gives the same bits for a 16-bit gradient as for the widened one."""
     widened = case.arguments(device)["grad_output"].float()
     assert_same_bits(case.results(device), case.results(device, grad_output=widened))
 
@@ -61,8 +61,8 @@ def test_backward_of_a_wider_sum(case: OperatorCase, device: str) -> None:
 )
 @pytest.mark.parametrize("used", ["both", "output", "residual_out"])
 @pytest.mark.parametrize("residual_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_autograd(residual_dtype: torch.dtype, used: str, needed: tuple[bool, ...], device: str) -> None:
-    """Any of the outputs used, any of the inputs differentiated: one rms_norm_backward, if any."""
+def test_grads_of_used_outputs(residual_dtype: torch.dtype, used: str, needed: tuple[bool, ...], device: str) -> None:
+    """Compares with one rms_norm_backward, for any used outputs and any inputs that require gradients."""
     tensors = problem((3, 7, 40), torch.bfloat16, device, residual_dtype)
     leaves = Problem(*(t.clone().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)))
     output, residual_out = normops.add_rms_norm(
@@ -93,8 +93,8 @@ def test_autograd(residual_dtype: torch.dtype, used: str, needed: tuple[bool, ..
             assert same_bits(leaf.grad, reference)
 
 
-def test_the_graph_is_freed_with_its_outputs(device: str) -> None:
-    """The node saves one of its outputs, which must not keep itself alive."""
+def test_graph_is_freed_with_its_outputs(device: str) -> None:
+    """The node saves one of its outputs, which must not create a reference cycle."""
     x, residual, _ = problem((4, 8), torch.float32, device)
     released: list[bool] = []
     output, residual_out = normops.add_rms_norm(x.requires_grad_(), residual, 8)

@@ -1,7 +1,7 @@
-"""Random modules through normops.patch; random programs around norms, patched, and through the passes of torch.compile.
+"""Fuzzes normops.patch with random modules, and normops.patch and the torch.compile passes with random programs.
 
-Whatever comes of it must be what the same module or program gives as it is. ``NORMOPS_FUZZ=20 pytest
-tests/test_adoption_fuzz.py`` runs twenty times as many, from other seeds; ``make test`` a few.
+Results must equal those of the unpatched module or program. ``NORMOPS_FUZZ=20 pytest
+tests/test_adoption_fuzz.py`` runs twenty times as many, from other seeds; ``make test`` runs a few.
 """
 
 import linecache
@@ -29,12 +29,12 @@ SIZE = 32
 
 
 def one_of(draw: random.Random, usual: str, *others: str, rarely: float = 0.12) -> str:
-    """What a norm has, or, now and then, something else."""
+    """Returns the usual source or, rarely, one of the others."""
     return draw.choice(others) if others and draw.random() < rarely else usual
 
 
 def source_of_a_norm(draw: random.Random, is_gated: bool) -> str:
-    """A forward, from what norms are made of and what they are mistaken for."""
+    """Returns a forward made of parts of norms and of parts that only resemble them."""
     x, gate = "x", draw.choice(("F.silu(gate)", "torch.sigmoid(gate)", "F.silu(gate.float())"))
     gate = one_of(
         draw, gate, "gate", "F.gelu(gate)", "F.silu(gate.detach())", "F.silu(gate.clamp(-3, 3))", "F.silu(2 * gate)"
@@ -121,7 +121,7 @@ CHANGES = {"eps": 0.5, "groups": 2, "dim": 0, "exponent": 4.0, "factor": 2.0, "o
 
 
 @pytest.mark.parametrize("seed", divided(range(10 * TIMES), range(1), range(3)))
-def test_modules(seed: int) -> None:
+def test_patched_random_modules_match_originals(seed: int) -> None:
     draw = random.Random(seed)
     count: Counter[str] = Counter()
     for number in range(MODULES_EACH):
@@ -174,7 +174,7 @@ STEPS = (
 
 
 class Program(nn.Module):
-    """Steps around norms."""
+    """Runs steps around norms."""
 
     def __init__(self, steps: list[str], dtype: torch.dtype) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Program(nn.Module):
 
 
 def outcome(module: nn.Module, run: Callable[..., Tensor], x: Tensor) -> tuple[str, Any]:
-    """Gradients of None are zeros where a graph was compiled."""
+    """Returns output and gradients, or the kind of failure; missing gradients are zeros, as in compiled graphs."""
     leaf = x.clone().requires_grad_()
     try:
         y = run(leaf)
@@ -213,7 +213,7 @@ def outcome(module: nn.Module, run: Callable[..., Tensor], x: Tensor) -> tuple[s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", divided(range(4 * TIMES), (), range(1)))
-def test_programs(seed: int, dtype: torch.dtype) -> None:
+def test_patched_and_compiled_random_programs_match_originals(seed: int, dtype: torch.dtype) -> None:
     draw = random.Random(1000 + seed)
     found = 0
     for _ in range(PROGRAMS_EACH):
@@ -226,7 +226,7 @@ def test_programs(seed: int, dtype: torch.dtype) -> None:
         x = torch.randn(2, 5, SIZE, generator=torch.Generator().manual_seed(seed)).to(dtype)
         expected, eager = outcome(plain, plain, x), outcome(patched, patched, x)
         assert_same_outcome(eager, expected, plain, dtype, "patched")
-        # Where the program cannot be differentiated as it is, a compiled one may or may not.
+        # If the eager program cannot be differentiated, a compiled one may or may not.
         if expected[0] == "runs":
             for title, module in (("compiled", plain), ("patched and compiled", patched)):
                 compiled, graphs = compiled_with_passes(module.forward)
@@ -240,7 +240,7 @@ def assert_same_outcome(
 ) -> None:
     if expected[0] == "runs":
         assert actual[0] == "runs", f"{title}: {actual[0]}\n{program.source}"
-        # Roundings grow along the program.
+        # Rounding errors grow along the program.
         for each, other in zip(actual[1], expected[1], strict=True):
             coarse = torch.finfo(dtype).eps
             largest = float(other.detach().float().abs().max())

@@ -1,11 +1,11 @@
-"""Modules of ours that register with parts of torch, if and when these are imported."""
+"""Tests normops modules that register with optional parts of torch once these are imported."""
 
 import pytest
 from other_process import printed
 
 
-def test_importing_normops_does_not_import_them() -> None:
-    """It waits for them, and leaves the package a module that cloudpickle takes."""
+def test_importing_normops_imports_no_optional_modules() -> None:
+    """normops registers when they are imported, and torch.distributed stays a module that cloudpickle accepts."""
     printed(
         "import pickle, sys, torch\n"
         "before = set(sys.modules)\n"
@@ -31,7 +31,7 @@ nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout
 assert normops.rms_norm(nested, 8).is_nested
 """
 
-# Finds what they register with, as its own, and is asked first.
+# Finder that comes first in sys.meta_path and loads these torch modules with its own loader.
 FINDER = """
 import sys
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -58,23 +58,23 @@ class Finder:
     "imports",
     [
         "import torch.distributed.tensor, torch.utils.flop_counter, torch.nested._internal.ops, normops",
-        # To ask whether there is such a module is not to import it.
+        # find_spec does not import the module.
         "import normops, threading, importlib.util; importlib.util.find_spec('torch.distributed.tensor')\n"
         "thread = threading.Thread(target=importlib.import_module, args=['torch.distributed.tensor'])\n"
         "thread.start(); thread.join()",
         FINDER + "import normops; sys.meta_path.insert(0, Finder)",
-        # Which finds it then, too.
+        # The first finder still loads the module.
         FINDER + "sys.meta_path.insert(0, Finder); import normops\n"
         "import torch.distributed.tensor; assert type(torch.distributed.tensor.__spec__.loader) is Loader",
     ],
-    ids=["before", "later, in a thread", "found by others", "found by others from before"],
+    ids=["before", "later, in a thread", "another finder", "another finder from the start"],
 )
 @pytest.mark.full
-def test_rules_are_there_whatever_is_imported_first(imports: str) -> None:
+def test_rules_are_registered_in_any_import_order(imports: str) -> None:
     printed(f"{imports}\n{CHECKS}")
 
 
-def test_a_torch_without_dtensor() -> None:
+def test_import_works_without_dtensor() -> None:
     printed(
         "import sys, torch\n"
         "class Missing:\n"
@@ -87,8 +87,8 @@ def test_a_torch_without_dtensor() -> None:
     )
 
 
-def test_an_import_that_fails_is_a_warning() -> None:
-    """Who imports DTensor for other reasons is not kept from it."""
+def test_failed_registration_warns() -> None:
+    """The import of DTensor itself still succeeds."""
     printed(
         "import sys, warnings, torch, normops\n"
         "sys.modules['normops.sharding'] = None\n"

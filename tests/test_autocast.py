@@ -1,4 +1,4 @@
-"""Autocast leaves the norms alone: what goes in keeps its dtype and bits, forward and backward."""
+"""Tests that norms ignore autocast: inputs keep their dtypes and bits, forward and backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ def in_function(call: Call, device: str, dtype: torch.dtype) -> Call:
 
 
 def forward_and_backward(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> list[Tensor]:
-    """Outputs, and the gradients of input, residual and weight where there are."""
+    """Returns the outputs and the existing gradients of input, residual and weight."""
     shapes = (3, 8), (3, 8), (8,)
     leaves = [
         cases.values(shape, dtype, seed).to(device).requires_grad_()
@@ -61,7 +61,7 @@ def test_eager(call: Call, autocast_dtype: torch.dtype, dtypes: tuple[torch.dtyp
     assert expected[0].dtype == dtypes[0]
     assert expected[-1].dtype == dtypes[-1]
     assert_same(forward_and_backward(in_function(call, device, autocast_dtype), dtypes, device), expected)
-    with torch.autocast(device, autocast_dtype):  # around the backward, too
+    with torch.autocast(device, autocast_dtype):  # also around the backward
         assert_same(forward_and_backward(call, dtypes, device), expected)
         with torch.autocast(device, enabled=False):
             assert_same(forward_and_backward(call, dtypes, device), expected)
@@ -82,7 +82,7 @@ def test_compiled(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
 @pytest.mark.covering(core=1)
-def test_compiled_graphs_hold_no_conversion(operator: Operator, dtype: torch.dtype, device: str) -> None:
+def test_compiled_graphs_contain_no_conversion(operator: Operator, dtype: torch.dtype, device: str) -> None:
     tensors = (cases.values(shape, dtype).to(device).requires_grad_() for shape in ((3, 8), (3, 8), (8,)))
     forward, backward = trace(in_function(of_rows(operator, 8), device, torch.bfloat16), *tensors)
     assert backward is not None
@@ -92,7 +92,7 @@ def test_compiled_graphs_hold_no_conversion(operator: Operator, dtype: torch.dty
 
 class Block(nn.Module):
     def __init__(self, dtype: torch.dtype | None = None) -> None:
-        """With a dtype, the conversions that autocast would make."""
+        """Applies autocast's conversions explicitly if a dtype is given."""
         super().__init__()
         self.up, self.norm, self.down, self.last = (
             nn.Linear(8, 8, bias=False),
@@ -116,8 +116,8 @@ class Block(nn.Module):
 @pytest.mark.parametrize("cache_enabled", [True, False])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.covering(core=1)
-def test_model(dtype: torch.dtype, cache_enabled: bool, compiled: bool, device: str) -> None:
-    """Linear layers give 16 bits, the norms' weights and the residual stream are float32, and stay it."""
+def test_model_matches_explicit_casts(dtype: torch.dtype, cache_enabled: bool, compiled: bool, device: str) -> None:
+    """Linear layers return 16 bits; the norms' weights and the residual stream stay float32."""
     torch.manual_seed(0)
     block, explicit = Block().to(device), Block(dtype).to(device)
     explicit.load_state_dict(block.state_dict())
@@ -135,8 +135,8 @@ def test_model(dtype: torch.dtype, cache_enabled: bool, compiled: bool, device: 
     assert_same([*outputs, *gradients[0]], [*expected, *gradients[1]])
 
 
-def test_a_gpu_that_is_not_there() -> None:
-    """Autocast for CUDA, seen on fake tensors; a linear layer shows that it is on."""
+def test_cuda_autocast_on_fake_tensors() -> None:
+    """CUDA autocast does not affect norms of fake tensors; a linear layer shows that it is enabled."""
     before = torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Derivatives of every order and mode."""
+"""Tests derivatives of every order and mode."""
 
 from collections.abc import Callable, Mapping
 from itertools import compress, product
@@ -26,14 +26,14 @@ from reference.operators import (
 )
 
 differentiable = pytest.mark.parametrize("variant", variants(DIFFERENTIABLE), ids=str)
-# Backwards, and the steps around a norm's sums.
+# Operators without a backward operator: the backwards, and the steps around a norm's sums.
 BY_DEFINITION = [operator for operator in OPERATORS if operator.gradient is None]
 
 Call = Callable[..., tuple[Tensor, ...]]
 
 
 class Problem:
-    """Calls of a variant as functions of its tensors alone, in float64; or without its tables."""
+    """Turns calls of a variant in float64 into functions of its tensors, with or without its tables."""
 
     def __init__(self, variant: Variant, case: Case, device: str, *, with_tables: bool = False) -> None:
         self.operator = variant.operator
@@ -45,7 +45,7 @@ class Problem:
         self.others = {name: value for name, value in arguments.items() if name not in self.tensors}
 
     def call(self, function: Callable[..., Any], **changes: object) -> Call:
-        """Of ``function``: the results that are not None."""
+        """Returns a function of the tensors that calls ``function`` and omits results of None."""
 
         def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = dict(zip(self.tensors, tensors, strict=True))
@@ -100,8 +100,8 @@ def test_gradcheck(
 
 
 @differentiable
-def test_what_several_gradients_hand_on_adds_up(variant: Variant, device: str) -> None:
-    """gradgradcheck asks for the derivatives of one gradient at a time."""
+def test_double_backward_accumulates(variant: Variant, device: str) -> None:
+    """gradgradcheck differentiates only one gradient at a time."""
     problem = Problem(variant, of((2, 3, 5), groups=1), device)
     leaves = problem.leaves()
     outputs = problem.fused(*leaves)
@@ -119,7 +119,7 @@ def test_what_several_gradients_hand_on_adds_up(variant: Variant, device: str) -
 
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
-def test_what_a_mask_leaves_out_requires_no_gradient(operator: Operator, device: str) -> None:
+def test_masked_gradients_require_no_gradient(operator: Operator, device: str) -> None:
     problem = Problem(variants([operator])[0], Case((3, 8), torch.float64, weight_dtype=torch.float64), device)
     arguments = dict(zip(problem.tensors, problem.leaves(), strict=True)) | problem.others
     for mask in operator.masks():
@@ -139,7 +139,7 @@ def test_gradcheck_of_each_result(variant: Variant, has_weight: bool, groups: in
 
         leaves = problem.leaves()
         if torch.autograd.grad(norm(*leaves).sum(), leaves[-1], allow_unused=True)[0] is None:
-            leaves = (*leaves[:-1], leaves[-1].detach())  # the weight has no part in the sum
+            leaves = (*leaves[:-1], leaves[-1].detach())  # the sum does not depend on the weight
         assert torch.autograd.gradcheck(norm, leaves, check_forward_ad=True, check_batched_grad=True), name
         assert torch.autograd.gradgradcheck(norm, leaves), name
 
@@ -147,7 +147,7 @@ def test_gradcheck_of_each_result(variant: Variant, has_weight: bool, groups: in
 @pytest.mark.parametrize(("has_weight", "groups"), [(True, 0), (True, 1), (False, 0)])
 @pytest.mark.parametrize("variant", variants(BY_DEFINITION), ids=str)
 @pytest.mark.covering(core=1)
-def test_gradcheck_of_what_has_no_operator_for_it(variant: Variant, has_weight: bool, groups: int, device: str) -> None:
+def test_gradcheck_without_backward_operator(variant: Variant, has_weight: bool, groups: int, device: str) -> None:
     operator = variant.operator
     problem = Problem(variant, of((2, 2, 5), 1, has_weight, groups), device)
     for mask in operator.masks():
@@ -232,7 +232,7 @@ def test_jvp_of_jvp_of_several_norms(device: str) -> None:
 
 
 class OutputMasks(TorchDispatchMode):
-    """Collects what an operator is asked for."""
+    """Collects the output masks of an operator's calls."""
 
     def __init__(self, operator: Operator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -251,7 +251,7 @@ def gradient_of(operator: Operator) -> Operator:
     return named(operator.gradient)
 
 
-# A gradient for each input. What add_rms_norm makes of one gradient of the sum, its own tests say.
+# Variants with one gradient per input; test_add_rms_norm.py covers inputs that share the gradient of their sum.
 ONE_FOR_EACH = [
     variant
     for variant in variants(DIFFERENTIABLE)
@@ -261,8 +261,8 @@ ONE_FOR_EACH = [
 
 
 @pytest.mark.parametrize("variant", ONE_FOR_EACH, ids=str)
-def test_only_the_gradients_that_are_needed_are_computed(variant: Variant, device: str) -> None:
-    """By one call of the gradient's operator, whose results they are."""
+def test_only_needed_gradients_are_computed(variant: Variant, device: str) -> None:
+    """One call of the backward operator returns all of them."""
     operator, gradient = variant.operator, gradient_of(variant.operator)
     assert operator.function is not None
     inputs = [of_argument(name) for name in gradient.outputs]
@@ -284,7 +284,7 @@ def test_only_the_gradients_that_are_needed_are_computed(variant: Variant, devic
             assert_same_bits([arguments[name].grad for name in inputs], expected, (dtypes, needed))
 
 
-def test_derivatives_of_a_tensor_that_is_given_twice(device: str) -> None:
+def test_derivatives_of_input_that_is_also_weight(device: str) -> None:
     x = torch.linspace(-1.0, 2.0, 8, dtype=torch.float64, device=device, requires_grad=True)
     derivatives = []
     for norm in (normops.rms_norm, torch.nn.functional.rms_norm):
@@ -316,9 +316,8 @@ def test_compiled_autograd(variant: Variant, dynamic: bool, device: str) -> None
 
 
 @pytest.mark.parametrize("variant", variants(), ids=str)
-def test_only_what_gradients_depend_on_is_kept(variant: Variant, device: str) -> None:
-    """A tensor may be written to before the backward if no gradient that is wanted depends on it; no write goes
-    unseen."""
+def test_only_tensors_that_gradients_need_are_saved(variant: Variant, device: str) -> None:
+    """Other tensors may be written to before the backward; a write to a saved tensor raises."""
     problem = Problem(variant, of((3, 2, 5), groups=1), device, with_tables=True)
     norm = problem.call(variant.operator.default)
     cotangents = [cases.copy_of(result).normal_() for result in norm(*problem.primals())]
@@ -354,8 +353,8 @@ def test_only_what_gradients_depend_on_is_kept(variant: Variant, device: str) ->
 
 
 @pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
-def test_what_a_compiled_program_keeps(operator: Operator, device: str) -> None:
-    """As test_only_what_gradients_depend_on_is_kept, of a weight whose gradient alone is wanted."""
+def test_compiled_program_saves_only_needed_tensors(operator: Operator, device: str) -> None:
+    """The weight may be written to before the backward if only its own gradient is needed."""
     problem = Problem(Variant(operator, operator.flags[0]), of((3, 2, 5)), device, with_tables=True)
     torch._dynamo.reset()
     gradients = []

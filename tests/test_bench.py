@@ -1,4 +1,4 @@
-"""The benchmark runs, refuses what is wrong, and saves what it says."""
+"""Tests that the benchmark runs, rejects wrong arguments, and saves its results."""
 
 import json
 import platform
@@ -22,7 +22,7 @@ from bench.timing import Timing, interleave
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_small_run_of_all_operators(tmp_path: Path) -> None:
+def test_small_run_of_all_operators(tmp_path: Path) -> None:
     quick = ("--turns", "2", "--seconds", "0", "--peers", "F.rms_norm", "F.layer_norm", "--dtype", "float32")
     command = ("-m", "bench", "--shapes", "4x64", "8x64", *quick, "--save", str(tmp_path))
     result = python(*command, cwd=ROOT)
@@ -75,7 +75,7 @@ def test_interleaved_calls_are_made_one_at_a_time() -> None:
     assert len(set(turns)) > 1
 
 
-def test_a_peer_that_is_wrong_in_one_process_is_wrong() -> None:
+def test_peer_wrong_in_one_process_is_wrong() -> None:
     problem = Problem(OPERATORS[0], Size(4, 64, torch.float32, "cpu"), "fresh")
     right = Measurement(problem, {"normops": Timing([1.0, 2.0, 6.0], 1), "other": Timing([3.0], 1)})
     wrong = Measurement(problem, {"normops": Timing([4.0], 1)}, {"other": "output: too large"})
@@ -85,8 +85,8 @@ def test_a_peer_that_is_wrong_in_one_process_is_wrong() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other rules")
-def test_chance_does_not_decide_who_pays_for_page_faults() -> None:
-    """Without keep_freed_memory, the last round has 2528 in most processes."""
+def test_keep_freed_memory_avoids_page_faults() -> None:
+    """Without keep_freed_memory, the last round has 2528 page faults in most processes."""
     program = """
 import resource, torch
 from bench.environment import keep_freed_memory
@@ -126,7 +126,7 @@ def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
 @pytest.mark.parametrize(
     "peer", [NORMOPS, *(peer for peer in PEERS if peer.name == "F.rms_norm")], ids=lambda p: p.name
 )
-def test_of_large_results_a_sample_is_checked(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_results_are_checked_by_sample(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MOST_ELEMENTS", 1000)
     monkeypatch.setattr(checks, "SAMPLED_ELEMENTS", 1000)
     (operator,) = (operator for operator in OPERATORS if operator.name == "rms_norm_backward")
@@ -153,7 +153,7 @@ def test_of_large_results_a_sample_is_checked(peer: Peer, monkeypatch: pytest.Mo
         ("/nowhere", "NORMOPS_BENCH_RMSNORM=/nowhere: No module named 'rmsnorm'"),
     ],
 )
-def test_a_peer_that_is_not_there_says_why(place: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peer_reports_reason(place: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv(hugging_face.VARIABLE, raising=False)
     if place is not None:
@@ -173,5 +173,5 @@ def test_threads(tmp_path: Path) -> None:
     assert (tmp_path / "threads_float32.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_counts_of_threads() -> None:
+def test_thread_counts_are_powers_of_two_and_the_maximum() -> None:
     assert [threads.counts_up_to(most) for most in (1, 2, 6, 16)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16]]

@@ -1,4 +1,4 @@
-"""The bits of a result depend on what the contract names, and on nothing else."""
+"""Tests batch invariance and determinism: bits do not depend on batch, strides, alignment or threads."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,7 +16,7 @@ ops = torch.ops.normops
 THREADS = (1, 2, 3, 7, 16, 61)
 COLS = (5, 64, 100, 769, 4096, 9000)
 
-# How rows are gated does not depend on by what.
+# One activation is enough, as rows are gated in the same way with any.
 VARIANTS = [variant for variant in variants() if variant.flags.get("activation") in (None, "silu")]
 over_variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
@@ -32,7 +32,7 @@ def norm(cols: int) -> dict[str, object]:
 
 
 def compute(variant: Variant, dy: Tensor, x: Tensor, w: Tensor, **changes: object) -> dict[str, Tensor]:
-    """The results by name; dy is every tensor beside input and weight, in each of the dtypes that it may have."""
+    """Returns results by name; every tensor except input and weight is dy, in each dtype that it may have."""
     operator, found = variant.operator, {}
     for dtypes in ({}, *other_dtypes(operator, x.dtype, OF_ANY_DTYPE)):
         beside = {name: variant.beside(name, dy) for name in operator.tensors}
@@ -45,7 +45,7 @@ def compute(variant: Variant, dy: Tensor, x: Tensor, w: Tensor, **changes: objec
 
 
 def of_rows(results: dict[str, Tensor]) -> Iterator[Tensor]:
-    """Those that have rows like the input's."""
+    """Yields the results that have rows like the input's."""
     for name, result in results.items():
         if of_argument(name.split()[0]) != "weight":
             yield result
@@ -60,8 +60,8 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], message:
 @pytest.mark.parametrize("cols", COLS)
 @pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
-def test_a_row_does_not_know_its_batch(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
-    """Alone, or anywhere in a batch of any size: the same bits."""
+def test_rows_are_batch_invariant(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
+    """A row has the same bits alone and anywhere in a batch of any size."""
     dy, x, w = problem(37, cols, dtype, device)
     expected = list(of_rows(compute(variant, dy, x, w)))
     for begin, end in ((0, 1), (36, 37), (3, 10), (0, 8), (1, 37), (5, 7)):
@@ -72,8 +72,8 @@ def test_a_row_does_not_know_its_batch(cols: int, dtype: torch.dtype, device: st
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [32, 64, 128, 200, 512])
 @pytest.mark.usefixtures("restored_threads")
-def test_a_row_does_not_know_how_much_there_is(cols: int, dtype: torch.dtype, device: str) -> None:
-    """More than the caches of a thread hold, in rows at equal distances or not: the bits of a few rows at a time."""
+def test_rows_do_not_depend_on_total_size(cols: int, dtype: torch.dtype, device: str) -> None:
+    """Inputs that exceed a thread's caches, with even or uneven strides, have the bits of a few rows at a time."""
     torch.set_num_threads(1)
     rows = (3 << 19) // (cols * dtype.itemsize) // 4 * 4
     _, x, w = problem(rows, cols, dtype, device)
@@ -100,7 +100,7 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
 @pytest.mark.parametrize("cols", COLS)
 @pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
-def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
+def test_bits_do_not_depend_on_memory_layout(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     dy, x, w = problem(11, cols, dtype, device)
     expected = compute(variant, dy, x, w)
     for layout in LAYOUTS:
@@ -110,7 +110,7 @@ def test_strides_and_alignment_do_not_show(cols: int, dtype: torch.dtype, device
 
 
 @over_variants
-def test_the_order_of_dimensions_does_not_show(device: str, variant: Variant) -> None:
+def test_bits_do_not_depend_on_dimension_order(device: str, variant: Variant) -> None:
     dy, x = (cases.values((3, 2, 4, 100), torch.float32, seed).to(device) for seed in (1, 2))
     w = cases.values((100,), torch.float32, 3).to(device)
     turned_dy, turned_x = (tensor.transpose(0, 2).contiguous().transpose(0, 2) for tensor in (dy, x))
@@ -122,7 +122,7 @@ def test_the_order_of_dimensions_does_not_show(device: str, variant: Variant) ->
 @pytest.mark.parametrize(("rows", "cols"), [(1000, 64), (123, 769), (37, 4096), (2, 70000), (4000, 16)])
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.covering(core=1, full=2)
-def test_thread_count_does_not_show(rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
+def test_bits_do_not_depend_on_threads(rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     assert_threads_do_not_show(variant, *problem(rows, cols, dtype, device))
 
 
@@ -139,8 +139,8 @@ def assert_threads_do_not_show(variant: Variant, dy: Tensor, x: Tensor, w: Tenso
 @over_variants
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.covering(core=1, full=2)
-def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype: torch.dtype, device: str) -> None:
-    """Fewer rows than threads: each row is split among them."""
+def test_bits_do_not_depend_on_threads_per_row(variant: Variant, cols: int, dtype: torch.dtype, device: str) -> None:
+    """With fewer rows than threads, each row is split among threads."""
     operator = variant.operator
     dy, x, w = problem(6, cols, dtype, device)
     masks = [{"output_mask": mask} for mask in operator.masks()] if operator.has_mask else [{}]
@@ -171,12 +171,12 @@ def test_threads_that_share_a_row_do_not_show(variant: Variant, cols: int, dtype
 )
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.covering(core=1, full=2)
-def test_a_group_does_not_know_the_others(
+def test_groups_do_not_depend_on_each_other(
     rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, variant: Variant, serves_cpu: bool
 ) -> None:
-    """Each has the bits that its rows and its weight have alone, whatever the threads.
+    """Each group has the bits that its rows and weight have alone, with any number of threads.
 
-    But for grad_weight on GPUs, whose blocks the groups share: a group has as many sums as it has blocks.
+    This excludes grad_weight on GPUs: groups share the blocks, and a group has one partial sum per block.
     """
     dy, x = (cases.values((rows, groups, cols), dtype, seed).to(device) for seed in (1, 2))
     w = cases.values((groups, cols), torch.float32, 3).to(device)
@@ -196,17 +196,17 @@ def test_a_group_does_not_know_the_others(
 @pytest.mark.parametrize(("samples", "rows", "cols"), [(3, 130, 64), (40, 3, 1024), (2, 70, 769), (3, 2, 33000)])
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.covering(core=1, full=2)
-def test_weights_of_samples_do_not_show_threads(
+def test_weights_per_sample_do_not_depend_on_thread_count(
     samples: int, rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant
 ) -> None:
-    """Rows of a group that lie one after another."""
+    """Rows of a group are consecutive."""
     dy, x = (cases.values((samples, rows, cols), dtype, seed).to(device) for seed in (1, 2))
     assert_threads_do_not_show(variant, dy, x, cases.values((samples, 1, cols), torch.float32, 3).to(device))
 
 
 @over_variants
 def test_repeated_under_deterministic_algorithms(variant: Variant, device: str) -> None:
-    """The operators need no exception and no other path there."""
+    """Deterministic mode raises no error and changes no bits."""
     dy, x, w = problem(50, 64, torch.float32, device)
     expected = compute(variant, dy, x, w)
     torch.use_deterministic_algorithms(True)

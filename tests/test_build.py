@@ -1,4 +1,4 @@
-"""The build: instruction sets kept apart and chosen at run time, build_info, and what a wrong environment gives."""
+"""Tests the build: separate instruction sets with run-time dispatch, build_info, errors of a wrong environment."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 X86 = platform.machine() == "x86_64"
 KERNELS = Path(normops.__file__).parent / "libnormops_kernels.so"
 LOOPS = {"process_tiles": 328, "sum_tile": 80, "write_group": 110}
-"""The most of each in all kernels."""
+"""The maximum number of instances of each loop in all kernels."""
 
 
 def machine_flags() -> set[str]:
@@ -38,7 +38,7 @@ def test_build_info() -> None:
 
 
 @pytest.mark.skipif(not X86, reason="x86's instruction sets")
-def test_the_best_instruction_set_is_chosen() -> None:
+def test_best_instruction_set_is_chosen() -> None:
     flags = machine_flags()
     expected = "composite"
     if {"avx2", "fma", "f16c"} <= flags:
@@ -51,17 +51,17 @@ def test_the_best_instruction_set_is_chosen() -> None:
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm on this machine")
 def test_functions_of_registers_are_inlined() -> None:
-    """GCC 12 clears the upper part of an AVX-512 register that a function returns which is left out of line."""
+    """GCC 12 clears the upper part of an AVX-512 register that a function returns if it is not inlined."""
     symbols = subprocess.run(("nm", "--demangle", str(KERNELS)), capture_output=True, text=True, check=True).stdout
     functions = [line for line in symbols.splitlines() if "::process_tiles<" in line or "Block<" in line]
-    assert functions  # that these names are what they are
+    assert functions  # guards against renamed functions
     assert not [line for line in functions if "Block<" in line]
 
 
 @pytest.mark.skipif(not X86 or shutil.which("nm") is None, reason="counts x86 code with nm")
-def test_kernels_take_no_longer_to_compile() -> None:
-    """That grows with the loops, each of which is compiled for every combination of cases that it does not choose
-    between at run time. More of them need a reason, and what they cost to be measured."""
+def test_kernel_instances_are_bounded() -> None:
+    """Compile time grows with the instances of a loop: one for each combination of cases without a run-time branch.
+    Raising a limit needs a reason and a measurement of its cost."""
     command = ("nm", "--demangle", "--print-size", str(KERNELS))
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions = re.findall(r"^\w+ (\w{16}) [tTW] (.*normops::cpu::.*)$", symbols, re.MULTILINE)
@@ -73,7 +73,7 @@ def test_kernels_take_no_longer_to_compile() -> None:
 
 @pytest.mark.parametrize("isa", divided(normops.build_info()["cpu_isas"], ("composite",)))
 def test_values_on_each_instruction_set(isa: str) -> None:
-    """The oracle test again, on the kernels that this machine would not choose, and without kernels."""
+    """Repeats the oracle test on kernels that this machine would not choose, and on the composite fallback."""
     if isa == normops.build_info()["cpu_isa"]:
         pytest.skip("tested by test_values itself")
     probe = python("-c", "import normops", NORMOPS_CPU_ISA=isa)
@@ -84,7 +84,7 @@ def test_values_on_each_instruction_set(isa: str) -> None:
     assert result.returncode == 0, result.stdout
 
 
-def test_an_unknown_instruction_set_is_an_error_of_the_import() -> None:
+def test_unknown_instruction_set_raises_import_error() -> None:
     result = python("-c", "import normops", NORMOPS_CPU_ISA="sse9")
     assert result.returncode != 0
     assert re.search(
@@ -101,7 +101,7 @@ def test_wide_instructions_stay_in_their_namespace() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
-def test_cuda_is_built_as_asked() -> None:
+def test_requested_cuda_architectures_are_built() -> None:
     info = normops.build_info()
     if not info["cuda_archs"]:
         assert os.environ.get("FORCE_CUDA") != "1"

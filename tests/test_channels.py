@@ -1,4 +1,4 @@
-"""channel_rms_norm: rms_norm over one dimension, and an activation behind it."""
+"""Tests channel_rms_norm: rms_norm over one dimension, followed by an activation."""
 
 import itertools
 import os
@@ -23,8 +23,8 @@ from reference.cases import DTYPES, EPS, moved, values
 
 ops = torch.ops.normops
 
-# Channels: 1, few, a multiple of what is summed at once or not, more than a span. Positions: fewer than the kernels
-# take, a few, those of one tile and of several, in samples that begin with a cache line or not.
+# Channels: 1, few, multiples of the summed block and others, more than a span. Positions: too few for the kernels, few,
+# one tile, several tiles, in samples that begin at a cache line or not.
 SHAPES = (
     (2, 96, 9, 13),
     (3, 7, 20, 20),
@@ -41,7 +41,7 @@ SHAPES = (
 
 
 def of_rows(name: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The same of rms_norm, or its backward, of a copy whose last dimension is normalized, moved back."""
+    """Returns the results of rms_norm or its backward on a copy with the dimension moved last, moved back."""
     dim, copy = given["dim"], {name: value for name, value in given.items() if name != "dim"}
     copy |= {
         tensor: given[tensor].movedim(dim, -1).contiguous() for tensor in ("input", "grad_output") if tensor in given
@@ -52,19 +52,19 @@ def of_rows(name: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def every_other(x: Tensor) -> Tensor:
-    """With other numbers between the samples, the channels and, in the last dimension, the positions."""
+    """Returns a copy of x that is strided in every dimension."""
     for dim in range(x.dim()):
         x = x.repeat_interleave(2, dim)
     return x[tuple([slice(None, None, 2)] * x.dim())]
 
 
 def cut_out(x: Tensor) -> Tensor:
-    """A part of a larger tensor, whose positions follow one another, misaligned."""
+    """Returns a misaligned slice of a larger tensor, whose positions are contiguous."""
     return F.pad(x, (3, 5), value=torch.nan)[..., 3:-5]
 
 
 def of_few_channels(x: Tensor) -> Tensor:
-    """Every other channel."""
+    """Returns a copy of x in every other channel of a larger tensor."""
     return x.repeat_interleave(2, 1)[:, ::2]
 
 
@@ -84,8 +84,8 @@ def cases_of_bits() -> Iterator[tuple[tuple[int, ...], torch.dtype, Callable[[Te
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_are_those_of_rows(dtype: torch.dtype) -> None:
-    """Outputs and gradients have the bits of rms_norm, whatever the layout, in every dtype of parameters."""
+def test_bits_match_rms_norm(dtype: torch.dtype) -> None:
+    """Outputs and gradients have the bits of rms_norm, for any layout and any dtype of parameters."""
     for index, (shape, of_case, layout) in enumerate(cases_of_bits()):
         if of_case != dtype:
             continue
@@ -131,9 +131,8 @@ def test_values(dtype: torch.dtype, activation: str, device: str) -> None:
 
 @pytest.mark.parametrize("activation", ["identity", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_bits_of_any_threads(dtype: torch.dtype, activation: str) -> None:
-    """Tensors that are large enough to be shared, and to be written around the caches, in tiles that then may begin
-    anywhere in a sample."""
+def test_bits_do_not_depend_on_threads(dtype: torch.dtype, activation: str) -> None:
+    """Tensors are large enough for several threads and non-temporal stores; tiles may begin anywhere in a sample."""
     before = torch.get_num_threads()
     for shape in ((1, 24, 240, 1000), (3, 130, 1999), (2, 512, 30, 30), (3, 512, 10, 10)):
         given = arguments(shape, dtype) | {"grad_output": values(shape, dtype, 4)}
@@ -145,15 +144,15 @@ def test_the_bits_of_any_threads(dtype: torch.dtype, activation: str) -> None:
                 assert_same_bits(results(given, activation), expected, (shape, threads))
         finally:
             torch.set_num_threads(before)
-        # Nor on other samples, or other positions, of as many as a kernel serves.
+        # Bits do not depend on other samples or positions either; the kernels support 8 positions or more.
         part = {**given, "input": given["input"][:1, ..., -9:], "grad_output": given["grad_output"][:1, ..., -9:]}
         assert_same_bits(
             results(part, activation)[:2], [result[:1, ..., -9:] for result in expected[:2]], (shape, "part")
         )
 
 
-def test_every_instruction_set() -> None:
-    """Those that this machine has, in processes of their own."""
+def test_bits_do_not_depend_on_instruction_set() -> None:
+    """Runs each instruction set of this machine in a separate process."""
     code = """
 import hashlib
 import torch
@@ -173,8 +172,8 @@ print(digest.hexdigest())
     assert len({printed(code, NORMOPS_CPU_ISA=isa, PYTHONPATH=path) for isa in ("avx2", best)}) == 1
 
 
-def test_nans() -> None:
-    """A NaN, or an infinity, changes its position alone."""
+def test_nan_changes_only_its_position() -> None:
+    """A NaN or an infinity changes only its own position."""
     for dtype in (torch.float32, torch.bfloat16):
         given = arguments((2, 40, 60), dtype)
         expected = ops.channel_rms_norm(**given, activation="silu")
@@ -240,7 +239,7 @@ def test_opcheck(activation: str) -> None:
     torch.library.opcheck(ops.channel_rms_norm_backward.default, (), given | leaves)
 
 
-def test_one_operator_each_way() -> None:
+def test_one_forward_one_backward() -> None:
     x = torch.randn(2, 6, 5, 3, requires_grad=True)
     norm = normops.RMSNorm(6, EPS, bias=True, dim=1, activation="silu")
     forward, backward = trace(norm, x)
@@ -271,8 +270,8 @@ def test_vmap() -> None:
             torch.testing.assert_close(actual, torch.stack(each))
 
 
-def test_rules() -> None:
-    """Export, meta, FLOPs, recomputation and nested tensors."""
+def test_export_meta_flops_recompute_and_nested_tensors() -> None:
+    """Checks export, meta tensors, FLOP counts, recomputation and nested tensors."""
     x, norm = torch.randn(2, 6, 5, 3), normops.RMSNorm(6, EPS, bias=True, dim=1, activation="silu")
     expected = norm(x)
     program = torch.export.export(norm, (x,), strict=True)

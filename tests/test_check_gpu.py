@@ -1,4 +1,4 @@
-"""What make check-gpu does on a GPU begins and ends on the CPU, too, and loses nothing when a part of it fails."""
+"""Tests on the CPU that ``make check-gpu`` completes, and keeps all results if a part fails."""
 
 import json
 import os
@@ -27,16 +27,16 @@ def go_through(out: Path, monkeypatch: pytest.MonkeyPatch, parts: Sequence[Part]
 
 
 def results(out: Path) -> list[str]:
-    """What became of each part."""
+    """Returns the outcome of each part."""
     lines = (out / "summary.txt").read_text().splitlines()
     return [line.split(": ")[1].split(",")[0] for line in lines if line.startswith("step ")]
 
 
-# What goes before a run on a GPU: other tests and benchmarks, one after another.
+# Rehearsal before a run on a GPU: runs other tests and benchmarks, one after another.
 @pytest.mark.release
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_rehearsal(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what the machine may lack, and with a wheel that cannot be installed."""
+    """Runs without a package that the machine may lack, and with a wheel that cannot be installed."""
     out, wheels = tmp_path / "out", tmp_path / "wheels"
     wheels.mkdir()
     (wheels / "quack_kernels-1.0-py3-none-any.whl").write_text("no wheel")
@@ -68,16 +68,14 @@ def test_rehearsal(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
-def test_tests_are_spread_over_processes_if_xdist_is_there(
-    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_xdist_is_used_if_installed(is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_gpu, "find_spec", lambda _: object() if is_installed else None)
     for step, name in ((1, "every configuration"), (2, "core"), (2, "core on Triton"), (2, "full")):
         (part,) = (part for part in check_gpu.parts(step, "cuda", tmp_path) if part.name == name)
         assert ("--numprocesses" in part.command) == is_installed
 
 
-def test_the_first_step_measures_after_its_tests_and_bfloat16_alone(tmp_path: Path) -> None:
+def test_first_step_measures_only_bfloat16_after_its_tests(tmp_path: Path) -> None:
     parts = check_gpu.parts(1, "cuda", tmp_path, [Path("a.whl"), Path("b.whl")])
     names = [part.name for part in parts if not part.after_failure]
     assert names[:5] == ["build", "every configuration", "install a.whl", "install b.whl", "speed"]
@@ -86,8 +84,8 @@ def test_the_first_step_measures_after_its_tests_and_bfloat16_alone(tmp_path: Pa
         assert "float32" not in part.command
 
 
-def test_what_sanitizers_are_given(tmp_path: Path) -> None:
-    """No cache of memory where bounds or first writes are looked for."""
+def test_memcheck_and_initcheck_disable_memory_caching(tmp_path: Path) -> None:
+    """The caching allocator would hide accesses out of bounds and reads of unwritten memory."""
     tools = {
         part.command[3]: part
         for step in (1, 3)
@@ -102,7 +100,7 @@ def test_what_sanitizers_are_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("selected", "count"), [(check_gpu.WIDTHS, 6), (check_gpu.CLUSTER, 1)])
 @pytest.mark.full
-def test_the_widths_that_are_sanitized(selected: str, count: int) -> None:
+def test_sanitizers_select_expected_widths(selected: str, count: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/test_cuda.py", "-k", selected]
     listed = subprocess.run(command, cwd=check_gpu.ROOT, capture_output=True, text=True, check=True).stdout
     assert listed.count("test_every_configuration[") == count
@@ -111,7 +109,7 @@ def test_the_widths_that_are_sanitized(selected: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("is_available", "named", "expected"), [(True, None, "9.0"), (True, "8.0", "8.0"), (False, None, None)]
 )
-def test_the_architecture_is_that_of_torchs_gpu(
+def test_architecture_is_that_of_torchs_gpu_unless_named(
     is_available: bool, named: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
@@ -122,8 +120,8 @@ def test_the_architecture_is_that_of_torchs_gpu(
 
 
 @pytest.mark.full
-def test_parts_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them once they have begun, however long that takes. All of it in the background, as a shell begins it."""
+def test_failed_parts_do_not_stop_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts time out once they have begun. SIGINT is ignored, as in a background job of a shell."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     class LateOnceBegun(subprocess.Popen[str]):
@@ -157,7 +155,7 @@ def test_parts_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.full
-def test_a_step_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_gpu, "STEP_SECONDS", 5)
     monkeypatch.setattr(check_gpu, "GRACE_SECONDS", 1)
     sleep = (*PYTHON, "import time; time.sleep(60)")
@@ -167,7 +165,7 @@ def test_a_step_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert time.monotonic() - begin < 50  # less than one of them would take
 
 
-def test_results_are_kept_of_benchmarks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_failed_benchmarks_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "results"
     write = WRITE.format(str(folder))
     parts = [Part("first", (*PYTHON, f"{write}; 1 / 0"), 10), Part("second one", (*PYTHON, write), 10)]
@@ -179,8 +177,8 @@ def test_results_are_kept_of_benchmarks_that_fail(tmp_path: Path, monkeypatch: p
     assert not folder.exists()
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """What cannot be written is printed, and all parts have their turn."""
+def test_survives_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Text that cannot be written is printed, and all parts run."""
     for name in ("summary.txt", "step1.txt", "step1.tar"):
         (tmp_path / name).symlink_to("/dev/full")
     folder = tmp_path / "results"

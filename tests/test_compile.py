@@ -1,4 +1,4 @@
-"""torch.compile beyond the graphs: how often it compiles, sizes that depend on data, backends, modes, caches."""
+"""Tests torch.compile: number of compilations, data-dependent sizes, backends, modes and caches."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,7 +56,7 @@ def compilations(
     *,
     dynamic: bool | None = None,
 ) -> list[int]:
-    """How many graphs were compiled by the end of each call, forward and backward."""
+    """Returns how many graphs were compiled by the end of each call, forward and backward."""
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(norm, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -79,7 +79,7 @@ def test_marked_rows_compile_once(norm: Callable[..., Tensor], device: str) -> N
 
 
 @NORMS
-def test_rows_compile_once_more_when_they_are_found_to_vary(norm: Callable[..., Tensor], device: str) -> None:
+def test_varying_rows_compile_once_more(norm: Callable[..., Tensor], device: str) -> None:
     assert compilations(norm, ROWS, device) == [1] + [2] * (len(ROWS) - 1)
 
 
@@ -88,13 +88,13 @@ def test_rows_compile_once_more_when_they_are_found_to_vary(norm: Callable[..., 
 @pytest.mark.covering(core=1)
 def test_dynamic_shapes_compile_once(norm: Callable[..., Tensor], shapes: list[tuple[int, ...]], device: str) -> None:
     first, *others = compilations(norm, shapes, device, dynamic=True)
-    assert first <= 2  # torch traces a function again that has a float among its defaults, whatever it calls
+    assert first <= 2  # torch retraces any function that has a float among its defaults
     assert set(others) == {first}
 
 
 @NORMS
-def test_unbacked_rows_compile_once_for_none_and_one_too(norm: Callable[..., Tensor], device: str) -> None:
-    """Dynamo compiles sizes 0 and 1 on their own; where it is kept from that, the operators do not ask for it."""
+def test_unbacked_rows_compile_once_including_sizes_0_and_1(norm: Callable[..., Tensor], device: str) -> None:
+    """Dynamo specializes on sizes 0 and 1 unless they are unbacked; the operators do not force it to."""
     shapes = [(rows, 16) for rows in (5, 0, 1, 2, 33)]
     assert compilations(norm, shapes, device, torch._dynamo.decorators.mark_unbacked) == [1] * len(shapes)
 
@@ -153,7 +153,7 @@ def test_sizes_that_depend_on_data(
     ],
 )
 @pytest.mark.covering(core=1)
-def test_derivatives_taken_inside(
+def test_derivatives_inside_compiled_function(
     norm: Callable[..., Tensor], is_batched: bool, backend: str, dynamic: bool, device: str
 ) -> None:
     x, w = (tensor.detach() for tensor in problem((4, 3, 16), device))
@@ -185,8 +185,8 @@ def test_modes_and_cuda_graphs(backend: str, mode: str | None, device: str) -> N
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @NORMS
-def test_graphs_hold_nothing_that_a_cuda_graph_cannot_capture(norm: Callable[..., Tensor], dynamic: bool) -> None:
-    """No number in a CPU tensor, no write into an input, nothing whose shape depends on data."""
+def test_graphs_can_be_captured_by_cuda_graphs(norm: Callable[..., Tensor], dynamic: bool) -> None:
+    """Graphs have no CPU scalar tensors, no writes to inputs and no data-dependent shapes."""
     x, w = (tensor.detach().to("meta").requires_grad_() for tensor in problem((6, 16), "cpu"))
     for graph in trace(norm, x, w, dynamic=dynamic):
         assert graph is not None
@@ -229,16 +229,16 @@ step = torch.compile(lambda x, residual: norm(*norm(x, residual)), fullgraph=Tru
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a process that has compiled."""
+    """Returns the cache folder of a process that has compiled."""
     cache = tmp_path_factory.mktemp("cache")
     aot_autograd, inductor, _ = train(cache, STEP)
     assert (aot_autograd["autograd_cache_miss"], aot_autograd["autograd_cache_saved"]) == (1, 1)
-    assert inductor["fxgraph_cache_miss"] == 2  # the graphs each way
+    assert inductor["fxgraph_cache_miss"] == 2  # forward and backward graph
     return cache
 
 
 @pytest.mark.full
-def test_a_second_process_compiles_nothing(cache: Path) -> None:
+def test_second_process_compiles_nothing(cache: Path) -> None:
     aot_autograd, inductor, _ = train(cache, STEP)
     assert (aot_autograd["autograd_cache_hit"], inductor["fxgraph_cache_hit"]) == (1, 2)
     assert "autograd_cache_miss" not in aot_autograd
@@ -246,8 +246,8 @@ def test_a_second_process_compiles_nothing(cache: Path) -> None:
 
 
 @pytest.mark.full
-def test_what_was_compiled_for_other_operators_is_not_found(cache: Path) -> None:
-    """It would be called with the arguments of before: keys have an operator's name, and not its schema."""
+def test_other_schemas_miss_the_cache(cache: Path) -> None:
+    """A hit would call operators with old arguments, as keys contain an operator's name but not its schema."""
     with_other_schemas = """
 from normops import compile_cache
 compile_cache.OF_SCHEMAS = compile_cache.tag_of(["normops::rms_norm(Tensor input) -> Tensor"])
@@ -256,12 +256,12 @@ compile_cache.OF_SCHEMAS = compile_cache.tag_of(["normops::rms_norm(Tensor input
     assert (aot_autograd["autograd_cache_miss"], inductor["fxgraph_cache_miss"]) == (1, 2)
 
 
-def test_other_schemas_have_another_tag() -> None:
+def test_cache_key_tag_depends_on_schemas() -> None:
     assert tag_of(["normops::rms_norm(Tensor input) -> Tensor"]) != tag_of(["normops::rms_norm(Tensor x) -> Tensor"])
 
 
-def test_a_tag_of_the_caches_is_kept_and_ours_beside_it() -> None:
-    """In every thread, and whatever it is set to later."""
+def test_users_cache_key_tag_is_kept() -> None:
+    """normops appends its tag in every thread, also to a tag that is set later."""
     program = """
 import normops, torch
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""The CPU kernels give the same bits wherever multiply-adds are fused, and access no memory but theirs."""
+"""Tests that CPU kernels give the same bits on all targets with fused multiply-adds, and stay in their buffers."""
 
 import os
 import platform
@@ -37,7 +37,7 @@ def native(program_folder: Path) -> Path:
     return kernel_programs.build(PROGRAM, program_folder)
 
 
-def test_avx2_and_avx512(native: Path) -> None:
+def test_avx2_and_avx512_have_same_bits(native: Path) -> None:
     best, expected = hashes(str(native))
     assert best == normops.build_info()["cpu_isa"]
     assert len(expected) == len(set(expected)) == 320
@@ -47,8 +47,8 @@ def test_avx2_and_avx512(native: Path) -> None:
 
 
 @pytest.mark.release  # compiles all kernels for it
-def test_emulated_avx512(native: Path, program_folder: Path) -> None:
-    """What is written for AVX-512, where the machine does not have it."""
+def test_emulated_avx512_has_same_bits(native: Path, program_folder: Path) -> None:
+    """Runs the AVX-512 code in emulation on a machine without AVX-512."""
     best, expected = hashes(str(native))
     if best != "avx2":
         pytest.skip(f"this machine's best is {best}")
@@ -57,16 +57,16 @@ def test_emulated_avx512(native: Path, program_folder: Path) -> None:
 
 
 @pytest.mark.release  # compiles all kernels for it
-def test_generic_code(native: Path, program_folder: Path) -> None:
-    """What an architecture runs that has no kernels of its own."""
+def test_generic_code_has_same_bits(native: Path, program_folder: Path) -> None:
+    """Runs the code of architectures without specific kernels."""
     program = kernel_programs.build(PROGRAM, program_folder, kernel_programs.GENERIC)
     assert hashes(str(program)) == ("emulated", hashes(str(native))[1])
 
 
 @pytest.mark.release  # compiles all kernels with each
 @pytest.mark.parametrize("kernels", [kernel_programs.GCC_11, kernel_programs.CLANG], ids=lambda kernels: kernels.name)
-def test_other_compilers(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
-    """And what they make for wide instruction sets stays apart."""
+def test_other_compilers_have_same_bits(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
+    """Their code for wide instruction sets also stays in its namespaces."""
     if shutil.which(kernels.compiler[0]) is None:
         pytest.skip(f"no {kernels.compiler[0]} on this machine")
     program = kernel_programs.build(PROGRAM, program_folder, kernels)
@@ -76,23 +76,23 @@ def test_other_compilers(kernels: kernel_programs.Kernels, native: Path, program
 
 
 @pytest.mark.release  # compiles all kernels for another architecture, and emulates it
-def test_neon(native: Path, program_folder: Path) -> None:
+def test_neon_has_same_bits(native: Path, program_folder: Path) -> None:
     if shutil.which(kernel_programs.NEON.linker) is None or shutil.which("qemu-aarch64-static") is None:
         pytest.skip("no compiler and emulator for aarch64 (packages g++-aarch64-linux-gnu, qemu-user-static)")
     program = kernel_programs.build(PROGRAM, program_folder, kernel_programs.NEON)
     assert hashes("qemu-aarch64-static", str(program)) == ("neon", hashes(str(native))[1])
 
 
-def test_sums_of_leaves(native: Path, program_folder: Path) -> None:
-    """The same binary tree, in any number of parts."""
+def test_sum_tree_does_not_depend_on_parts(native: Path, program_folder: Path) -> None:
+    """Any number of parts adds up along the same binary tree."""
     program = kernel_programs.build(kernel_programs.TESTS / "leaves.cpp", program_folder)
     assert run(str(program)).stdout == ""
 
 
 @pytest.mark.parametrize("kernels", [kernel_programs.NATIVE, kernel_programs.EMULATED_AVX512], ids=lambda k: k.name)
 @pytest.mark.full
-def test_memory_that_kernels_access(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
-    """Each buffer ends, or begins, at a page that nobody may access."""
+def test_kernels_stay_within_buffers(kernels: kernel_programs.Kernels, native: Path, program_folder: Path) -> None:
+    """Each buffer ends or begins at a guard page."""
     best, _ = hashes(str(native))
     isas = ISAS[: ISAS.index(best) + 1] if kernels is kernel_programs.NATIVE else ["emulated"]
     if kernels is not kernel_programs.NATIVE and best != "avx2":
@@ -103,10 +103,10 @@ def test_memory_that_kernels_access(kernels: kernel_programs.Kernels, native: Pa
         assert run(str(program), "short", isa=isa, check=False).returncode == -signal.SIGSEGV
 
 
-@pytest.mark.release  # under a detector that takes many times as long
+@pytest.mark.release  # runs many times slower under the detector
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="no valgrind on this machine")
 def test_threads_do_not_race(program_folder: Path) -> None:
-    """By valgrind's race detector, on the kernels as they are; and what threads share has the bits of one thread."""
+    """Runs the unmodified kernels under helgrind; results of several threads have the bits of one thread."""
     source = kernel_programs.TESTS / "cpu_threads.cpp"
     flags = (f"-I{kernel_programs.TESTS / 'threads'}", "-pthread")
     program = kernel_programs.build(source, program_folder, kernel_programs.NATIVE, *flags)

@@ -1,4 +1,4 @@
-"""What only a GPU shows: every launch configuration on the device itself, streams, graphs, many rows."""
+"""Tests that need a GPU: every launch configuration, streams, CUDA graphs, and many rows."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from reference.cases import EPS
 
 ops = torch.ops.normops
 
-# Around the widths at which a row is held otherwise: in bytes, as a configuration holds so many packs of 16.
+# Row widths in bytes around which the configuration changes, as each holds a number of 16-byte packs.
 WIDTHS = tuple(128 << n for n in range(14))
 
 
@@ -43,8 +43,8 @@ def test_every_configuration(width: int, extra: int, dtype: torch.dtype, device:
 
 
 @pytest.mark.parametrize("cols", [64, 1000, 4096, 65536, 262144])
-def test_rows_beyond_the_grid_are_as_alone(cols: int, device: str) -> None:
-    """The backward's blocks take several rows each."""
+def test_rows_beyond_the_grid_are_batch_invariant(cols: int, device: str) -> None:
+    """Each block of the backward processes several rows."""
     rows = max(300, (1 << 22) // cols)
     dy, x, w = problem(rows, cols, torch.bfloat16, device)
     y = ops.rms_norm(x, [cols], w, EPS)
@@ -59,7 +59,7 @@ def test_rows_beyond_the_grid_are_as_alone(cols: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("cols", [128, 4096, 65536])
-def test_captured_into_a_graph(cols: int, device: str) -> None:
+def test_replayed_cuda_graph_matches_eager(cols: int, device: str) -> None:
     dy, x, w = problem(9, cols, torch.bfloat16, device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -101,8 +101,8 @@ assert all(map(torch.equal, results, call()))
     ("backend", "mode", "before"),
     [("cuda", "global", "cold"), ("triton", "relaxed", "cold"), ("triton", "global", "warm")],
 )
-def test_the_first_call_of_a_process_is_captured(backend: str, mode: str, before: str, cols: int) -> None:
-    """As docs/pytorch.md says of either backend."""
+def test_first_call_of_a_process_can_be_captured(backend: str, mode: str, before: str, cols: int) -> None:
+    """Checks the statements of docs/pytorch.md on both backends."""
     try:
         with normops.use_backend(backend):
             pass
@@ -111,8 +111,8 @@ def test_the_first_call_of_a_process_is_captured(backend: str, mode: str, before
     printed(FIRST_CALL, backend, mode, before, str(cols))
 
 
-def test_the_current_stream_is_used(device: str) -> None:
-    """The operator has to wait for what comes before it on the stream, and only there."""
+def test_operators_run_on_current_stream(device: str) -> None:
+    """The operator runs after earlier work of the current stream."""
     _, x, w = problem(64, 4096, torch.float32, device)
     expected = ops.rms_norm(x * 2, [4096], w, EPS)
     changed = torch.zeros_like(x)
@@ -125,7 +125,7 @@ def test_the_current_stream_is_used(device: str) -> None:
     assert torch.equal(actual, expected)
 
 
-def test_another_device_than_the_current_one() -> None:
+def test_operators_run_on_device_of_input() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     _, x, w = problem(5, 100, torch.float32, "cpu")

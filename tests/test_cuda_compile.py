@@ -1,4 +1,4 @@
-"""What nvcc made of the CUDA kernels: no spilled registers, no stack, 16 bytes to a load and a store, short code."""
+"""Tests the machine code of the CUDA kernels: no spills, no stack, 16-byte loads and stores, short code."""
 
 import json
 import os
@@ -10,9 +10,8 @@ from cuda_code import Kernel
 
 import normops
 
-# How many of each: for three dtypes or five pairs of them, and for 1, 2, 4 or 16 packs to a thread, with general access
-# and plain access, and with that of groups where rows are narrow enough: 1, 2 or 4 packs. Those of any width are for
-# float64, too.
+# Number of instances of each kernel: for 3 dtypes or 5 pairs of them. General and plain access have 1, 2, 4 or 16 packs
+# per thread; group access, for narrow rows, has 1, 2 or 4. Any-width kernels also have instances for float64.
 ALL_KERNELS = {
     "rms_norm_kernel": 3 * (4 + 4 + 3),
     "rms_norm_any_width_kernel": 4,
@@ -20,22 +19,22 @@ ALL_KERNELS = {
     "add_rms_norm_any_width_kernel": 6,
     "rms_norm_backward_kernel": 5 * (4 + 4 + 3),
     "rms_norm_backward_any_width_kernel": 6,
-    # With at most 4 packs, and the forward in either order.
+    # At most 4 packs; the forward with the gate before and after the norm.
     "gated_rms_norm_kernel": 2 * 3 * (3 + 3 + 3),
     "gated_rms_norm_any_width_kernel": 2 * 4,
     "gated_rms_norm_backward_kernel": 3 * (3 + 3 + 3),
     "gated_rms_norm_backward_any_width_kernel": 4,
-    # With 2 or 4 packs, and plain access with groups or without in one.
+    # 2 or 4 packs; one plain access supports rows with and without groups.
     "rms_norm_rope_kernel": 3 * (2 + 2),
     "rms_norm_rope_any_width_kernel": 4,
     "rms_norm_rope_backward_kernel": 3 * (2 + 2),
     "rms_norm_rope_backward_any_width_kernel": 4,
     "grad_weight_kernel": 2 * 4,
-    "any_kernel": 1,  # of device.cu, which is asked about and never run
+    "any_kernel": 1,  # in device.cu, which queries its attributes and never launches it
 }
 
-COMPILER = "13.0"  # the recorded counts are those of this nvcc
-TOLERATED = (1.0, 1.03)  # registers, instructions; of a few kernels together, so that one may grow by a fifth
+COMPILER = "13.0"  # nvcc that compiled the recorded kernels
+TOLERATED = (1.0, 1.03)  # registers, instructions; summed over a few kernels, so that one may grow by a fifth
 
 
 def kernel_name(mangled: str) -> str:
@@ -64,7 +63,7 @@ def test_no_kernel_spills_registers(arch: str) -> None:
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Kernel]:
-    """Of sm_90."""
+    """Returns the kernels of sm_90."""
     if (
         cuda_code.ARCHITECTURE not in normops.build_info()["cuda_archs"]
         or not (cuda_code.OBJECTS / "rms_norm.o").exists()
@@ -83,7 +82,7 @@ def test_rows_are_accessed_16_bytes_at_a_time(kernels: dict[str, Kernel]) -> Non
             assert any(re.match(rf"{opcode}\..*\b128\b", i) for i in kernel.instructions), (name, opcode)
 
 
-def test_kernels_start_early_and_wait_before_they_access_memory(kernels: dict[str, Kernel]) -> None:
+def test_kernels_wait_for_previous_kernel_before_memory_access(kernels: dict[str, Kernel]) -> None:
     for name, kernel in kernels.items():
         opcodes = [instruction.split(".")[0] for instruction in kernel.instructions]
         first_access = next(place for place, opcode in enumerate(opcodes) if opcode in ("LDG", "STG"))
@@ -91,8 +90,8 @@ def test_kernels_start_early_and_wait_before_they_access_memory(kernels: dict[st
 
 
 def test_code_is_short(kernels: dict[str, Kernel]) -> None:
-    """What decoding runs, all of it forwards, has to be fetched each time; the widest backward takes far longer than
-    its code. A backward has code that rounds on the way besides, which is jumped over where nothing is rounded."""
+    """Decoding fetches the code of forwards in every launch; the widest backward takes far longer than its fetch.
+    A backward also has code for intermediate rounding, which it skips if nothing is rounded."""
     plain = {name: kernel for name, kernel in kernels.items() if "Plain" in name}
     assert len(plain) > 100
     for name, kernel in plain.items():
@@ -100,8 +99,8 @@ def test_code_is_short(kernels: dict[str, Kernel]) -> None:
         assert len(kernel.instructions) * cuda_code.INSTRUCTION_BYTES <= most << 10, name
 
 
-def test_kernels_that_models_run_are_no_longer_than_recorded(kernels: dict[str, Kernel]) -> None:
-    """What is in the code, not how often it is executed: divisions or addresses computed anew come in unnoticed."""
+def test_kernels_of_models_are_not_longer_than_recorded(kernels: dict[str, Kernel]) -> None:
+    """Counts instructions in the code, not executions, to detect new divisions and recomputed addresses."""
     version = normops.build_info()["cuda_version"]
     if version is None or not version.startswith(COMPILER):
         pytest.skip(f"counts are recorded for nvcc {COMPILER}, this is {version}")

@@ -1,6 +1,6 @@
-"""What is called on the way to the CUDA kernels: the runtime, torch's devices, streams and memory, without a GPU.
+"""Tests the host side of the CUDA kernels without a GPU: calls of the runtime, devices, streams and memory.
 
-The cases are in fake_gpu_cases.py, which is imported for that.
+The cases are in fake_gpu_cases.py.
 """
 
 import shutil
@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what each case raised, of those cases that are asked for."""
+    """Returns a folder with the error, if any, of each selected case."""
     fake_gpu_builds.need_cuda()
     folder = tmp_path_factory.mktemp("fake_gpus")
     fake_gpu_builds.build_recording(folder)
@@ -33,7 +33,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("name", fake_gpus.CASES)
-def test_calls(name: str, outcomes: Path) -> None:
+def test_host_calls(name: str, outcomes: Path) -> None:
     error = (outcomes / name).read_text()
     if error:
         pytest.fail(error, pytrace=False)

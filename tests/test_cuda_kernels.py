@@ -1,4 +1,4 @@
-"""The CUDA kernels without a GPU: the PTX that nvcc makes, every launch configuration, threads in any order."""
+"""Tests the CUDA kernels without a GPU: interprets their PTX, in every launch configuration and thread order."""
 
 import math
 import os
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(cuda_on_ptx.nvcc() is None, reason="no nvcc on t
 
 @pytest.fixture(autouse=True)
 def without_sums_of_aten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of a bias is a sum over grad_output alone."""
+    """Drops the bias of backwards: ATen computes its gradient, the sum of grad_output."""
     every = OperatorCase.arguments
     monkeypatch.setattr(
         OperatorCase,
@@ -59,38 +59,38 @@ def partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "sums_rows_by_tree", False)
 
 
-# Rows and columns that a kernel gets: the operator returns before it if there are none.
+# Cases that launch a kernel: without rows or columns the operator returns before.
 KERNEL_CASES = [
     each
     for each in OPERATOR_CASES
     if math.prod(each.case.shape) > 0 and not each.case.ones and cuda_on_ptx.is_quick(each.case)
 ]
 RAGGED = (1, 5, 63, 64, 65, 100, 769, 4096, 4097)
-PACKS = (5, 97, 1000, 3000, 4100)  # of a row: more threads share it, then a thread has more of them, then any width
-IN_CLUSTERS = 4098  # packs, if several blocks may share a row
+PACKS = (5, 97, 1000, 3000, 4100)  # per row: more threads per row, more packs per thread, then any-width kernels
+IN_CLUSTERS = 4098  # packs per row, if a cluster may share a row
 SEEDS = (1, 2)
 over_operators = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 over_dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-# The interpreter takes long.
+# The interpreter is slow.
 for_few = pytest.mark.covering(core=0, full=1)
 for_releases = pytest.mark.release
 
 
 @pytest.fixture(autouse=True)
 def one_thread(restored_threads: None) -> None:
-    """The tensors are small: waiting for others would take most of the time."""
+    """Uses one thread, as synchronization would dominate on these small tensors."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    """As for sm_90."""
+    """Returns the kernels of sm_90."""
     return Kernels(90)
 
 
 @pytest.fixture(scope="module")
 def without_clusters() -> Kernels:
-    """As for sm_80, which has no early start either."""
+    """Returns the kernels of sm_80, which have no programmatic dependent launch either."""
     return Kernels(80)
 
 
@@ -99,8 +99,8 @@ def pack_elements(dtype: torch.dtype) -> int:
 
 
 def widths(kernels: Kernels, operator: Operator, dtype: torch.dtype, on: Structure) -> list[int]:
-    """The narrowest and the widest row of every configuration, and one of any width; some besides."""
-    if dtype == torch.float64:  # which has kernels of any width alone
+    """Returns the narrowest and widest row of every configuration, one for any-width kernels, and a few more."""
+    if dtype == torch.float64:  # has only any-width kernels
         return [2, 5, 1025] if operator.tables else [1, 2, 5, 1025]
     of_packs = 2 if operator.tables else 1
     found, slots, pack = [*RAGGED, 24 * pack_elements(dtype)], 1, pack_elements(dtype)
@@ -112,7 +112,7 @@ def widths(kernels: Kernels, operator: Operator, dtype: torch.dtype, on: Structu
 
 
 def flags_of(operator: Operator, cols: int, pack: int) -> tuple[Flags, ...]:
-    """Rows of whole packs are rotated by stretches of whole packs, but for one that begins within one."""
+    """Returns flags; rows of whole packs rotate whole packs, except for one offset within a pack."""
     if not operator.tables:
         return operator.flags
     of = pack if cols % pack == 0 else 1
@@ -130,7 +130,7 @@ def flags_of(operator: Operator, cols: int, pack: int) -> tuple[Flags, ...]:
 def check(
     kernels: Kernels, case: OperatorCase, on: Structure, seed: int = 0, offset: int = 0, padding: int = 0
 ) -> tuple[Tensor | None, ...]:
-    """The results, which are within the oracle's bounds; where they are written has an offset and padding."""
+    """Compares results with the oracle and returns them; outputs have this offset and row padding."""
     operator, arguments = case.operator, case.arguments()
     targets = targets_of(operator, arguments, offset, padding)
     results = kernels.call(operator, arguments, targets, on, seed)
@@ -141,12 +141,12 @@ def check(
     return results
 
 
-@dataclass(frozen=True)  # no NamedTuple, as what it has is to be covered together
+@dataclass(frozen=True)  # not a NamedTuple, whose fields ``covering`` would treat as separate parameters
 class Family:
-    """Rows that the same code serves."""
+    """Rows that the same code processes."""
 
     packs: int
-    is_plain: bool  # whole packs, aligned: see Plain in access.cuh; the others take the general access
+    is_plain: bool  # whole aligned packs, see Plain in access.cuh; other rows use general access
 
     def __str__(self) -> str:
         return f"{self.packs}-{'plain' if self.is_plain else 'general'}"
@@ -156,7 +156,7 @@ class Family:
         return device(2, cluster=16 if self.packs == IN_CLUSTERS else 1)
 
     def choice(self, flags: tuple[Flags, ...]) -> Flags:
-        """Over all families, each of them beside plain rows, and beside others."""
+        """Returns flags such that, over all families, each occurs with plain and with general rows."""
         return flags[(FAMILIES.index(self) + 1) // 2 % len(flags)]
 
     def cols(self, dtype: torch.dtype) -> int:
@@ -168,7 +168,7 @@ FAMILIES = tuple(
 )
 over_families = pytest.mark.parametrize(
     ("family", "dtype"),
-    # float64 has kernels of any width alone.
+    # float64 has only any-width kernels.
     [
         (family, dtype)
         for family in FAMILIES
@@ -183,7 +183,7 @@ over_families = pytest.mark.parametrize(
 @over_families
 @over_operators
 def test_every_family(kernels: Kernels, operator: Operator, family: Family, dtype: torch.dtype) -> None:
-    """With every flag, each of plain and of other rows."""
+    """Covers every flag with plain and with general rows."""
     cols, groups = family.cols(dtype), FAMILIES.index(family) // 2 % 2
     weight_dtype = dtype if family.is_plain else torch.float32
     case = Case((5, 2, cols), dtype, 1, weight_dtype, has_residual=True, group_dims=groups)
@@ -217,10 +217,10 @@ def test_every_configuration(
     is_plain: bool,
     dtype: torch.dtype,
 ) -> None:
-    """On one multiprocessor, the blocks of the backward take several rows one after another."""
+    """On one multiprocessor, each block of the backward processes several rows."""
     kernels = kernels if arch == 90 else without_clusters
     on, pack = device(multiprocessors, shared_kib << 10), pack_elements(dtype)
-    # Threads in another order take longer than all at once, and float64 has 512 threads for each row.
+    # Other thread orders run slower than all threads at once; float64 has 512 threads per row.
     most = 300 if seed == 0 and dtype != torch.float64 else 5
     for number, cols in enumerate(widths(kernels, operator, dtype, on)):
         if (cols % pack == 0) != is_plain:
@@ -256,10 +256,10 @@ def test_clusters(kernels: Kernels, operator: Operator, cluster: int, is_plain: 
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("packs", [40, *PACKS])
 @pytest.mark.parametrize("variant", [v for v in variants() if v.flags.get("rounding") == "llama"], ids=str)
-def test_rounding_on_the_way(
+def test_intermediate_rounding(
     kernels: Kernels, without_clusters: Kernels, variant: Variant, packs: int, is_plain: bool, dtype: torch.dtype
 ) -> None:
-    """Of every operator and its backward, held and of any width; of a residual and gradients of both types."""
+    """Covers every operator and backward with held and any-width rows, and residuals and gradients of both dtypes."""
     kernels, pack = (without_clusters if packs == PACKS[-1] else kernels), pack_elements(dtype)
     case = Case((3, packs * pack - (0 if is_plain else 1)), dtype, weight_dtype=dtype, has_residual=is_plain)
     for dtypes in ({}, *other_dtypes(variant.operator, dtype)):
@@ -267,7 +267,7 @@ def test_rounding_on_the_way(
 
 
 def first(kernels: Kernels, operator: Operator, **arguments: Any) -> Tensor:
-    """Of an operator's results."""
+    """Returns the first of an operator's results."""
     result = kernels.call(operator, arguments)[0]
     assert result is not None
     return result
@@ -276,8 +276,8 @@ def first(kernels: Kernels, operator: Operator, **arguments: Any) -> Tensor:
 @pytest.mark.covering(core=1)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("packs", [40, PACKS[-1]])
-def test_products_are_rounded_in_the_mean_of_a_row(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
-    """All of them alike, and grad_input is next to 0: in other rows that are wide, what is rounded averages out."""
+def test_products_in_row_mean_are_rounded(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
+    """All products are equal and grad_input is near 0; in other wide rows, rounding errors average out."""
     shape = (2, packs * pack_elements(dtype))
     of_norm: dict[str, Any] = {"normalized_shape": shape[1:], "eps": EPS, "rounding": "llama"}
     of_norm |= {"input": torch.ones(shape, dtype=dtype), "grad_output": torch.full(shape, 1.11, dtype=dtype)}
@@ -291,7 +291,7 @@ def test_products_are_rounded_in_the_mean_of_a_row(kernels: Kernels, packs: int,
 @pytest.mark.parametrize("rounding", ["once", "llama"])
 @over_dtypes
 def test_scaled_sums(kernels: Kernels, dtype: torch.dtype, rounding: str, packs: int) -> None:
-    """Fused, unless they are rounded on the way."""
+    """The multiply-add is fused unless intermediate results are rounded."""
     shape, alpha = (2, packs * pack_elements(dtype)), 0.22
     for residual_dtype in ADD_RMS_NORM.tensors["residual"].dtypes(dtype):
         x, residual = values(shape, dtype, 1), values(shape, residual_dtype, 2)
@@ -323,7 +323,7 @@ def test_weights_of_forty_packs(
 
 
 def with_each(arguments: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """The arguments with another one in the place of each tensor."""
+    """Returns the arguments with ``change`` applied to each tensor."""
     return arguments | {name: change(name, value) for name, value in arguments.items() if isinstance(value, Tensor)}
 
 
@@ -333,10 +333,10 @@ def with_each(arguments: dict[str, Any], change: Callable[[str, Tensor], Tensor]
 @pytest.mark.parametrize("packs", [7, 40, *PACKS])
 @pytest.mark.parametrize("group", range(3))
 @over_operators
-def test_groups(
+def test_groups_do_not_depend_on_each_other(
     kernels: Kernels, operator: Operator, group: int, packs: int, layout: cases.Layout, dtype: torch.dtype
 ) -> None:
-    """Each group of rows has the bits that it has alone, whichever access serves it."""
+    """Each group of rows has the bits that it has alone, with any kind of access."""
     cols, on = packs * pack_elements(dtype), device(5)
     flags = flags_of(operator, cols, pack_elements(dtype))[layout is cases.misaligned and len(operator.flags) > 1]
     like = Case((5, 3, cols), dtype, 1, dtype, layout=layout, grad_layout=layout, has_residual=True, group_dims=1)
@@ -358,8 +358,8 @@ def test_groups(
 @over_dtypes
 @pytest.mark.parametrize("packs", PACKS)
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
-def test_masked_gradients(kernels: Kernels, operator: Operator, packs: int, dtype: torch.dtype) -> None:
-    """Each has the bits that it has with the others, and without any nothing is written."""
+def test_masks_do_not_change_gradients(kernels: Kernels, operator: Operator, packs: int, dtype: torch.dtype) -> None:
+    """A gradient has the same bits with every mask; an empty mask writes nothing."""
     case = Case((5, packs * pack_elements(dtype) - 1), dtype, weight_dtype=torch.float32)
     arguments = OperatorCase(operator, case, operator.flags[0], {}).arguments()
     every = kernels.call(operator, arguments)
@@ -373,10 +373,10 @@ def test_masked_gradients(kernels: Kernels, operator: Operator, packs: int, dtyp
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("packs", PACKS)
 @over_operators
-def test_outputs_that_are_inputs(
+def test_outputs_may_alias_inputs(
     kernels: Kernels, operator: Operator, packs: int, offset: int, dtype: torch.dtype
 ) -> None:
-    """Each in the place of one, among these tables of the input's shape."""
+    """Each output aliases an input, which may be a table with the input's shape."""
     case = Case((7, packs * pack_elements(dtype)), dtype, weight_dtype=dtype, has_residual=True)
     outputs = [name for name in operator.outputs if name not in (*operator.sums, "grad_weight", "grad_bias")]
     inputs = [name for name in operator.inputs if name not in (*operator.sums, "weight")]
@@ -397,7 +397,7 @@ def test_outputs_that_are_inputs(
 @over_families
 @pytest.mark.parametrize("what", ["misaligned", "padded_rows", "batch", "multiprocessors", "order of threads"])
 @over_operators
-def test_what_does_not_show_in_the_bits(
+def test_bits_do_not_depend_on_layout_batch_or_schedule(
     kernels: Kernels, operator: Operator, what: str, family: Family, dtype: torch.dtype
 ) -> None:
     cols, clusters, rows = family.cols(dtype), family.device.cluster, 11 if family.packs < 1000 else 4
@@ -435,10 +435,10 @@ def test_what_does_not_show_in_the_bits(
 @for_few
 @over_families
 @pytest.mark.parametrize("arch", [90, 80])
-def test_what_has_the_bits_of_the_norm(
+def test_stats_and_add_operators_have_bits_of_rms_norm(
     kernels: Kernels, without_clusters: Kernels, arch: int, family: Family, dtype: torch.dtype
 ) -> None:
-    """The norm in two steps with nothing in between, that of a sum, and their gradients."""
+    """Compares the norm in two steps, add_rms_norm, and their gradients with rms_norm."""
     # With less shared memory, the backward does not hold the widest rows that the forward holds.
     kernels, on = (kernels, family.device) if arch == 90 else (without_clusters, device(2, 99 << 10))
     cols, number = family.cols(dtype), FAMILIES.index(family)
@@ -467,7 +467,7 @@ def test_what_has_the_bits_of_the_norm(
 @for_few
 @over_dtypes
 def test_forward_and_backward_have_the_same_rstd(kernels: Kernels, dtype: torch.dtype) -> None:
-    """With dy = x in one half of each pack, dy = -x in the other, and x alike in both, dx is dy * rstd alone."""
+    """With dy = x in one half of each pack, dy = -x in the other, and equal x in both, dx is dy * rstd."""
     pack, on = pack_elements(dtype), device()
     for cols in widths(kernels, RMS_NORM_BACKWARD, dtype, on):
         packs = -(-cols // pack)
@@ -480,7 +480,7 @@ def test_forward_and_backward_have_the_same_rstd(kernels: Kernels, dtype: torch.
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8, 16])
-def test_no_cluster_is_larger_than_the_device_runs(kernels: Kernels, cluster: int) -> None:
+def test_clusters_fit_the_device(kernels: Kernels, cluster: int) -> None:
     on = device(cluster=cluster)
     configs = {packs: kernels.config(RMS_NORM, torch.float32, packs, on) for packs in (1 << n for n in range(18))}
     assert max(config.cluster for config in configs.values()) == cluster
@@ -497,7 +497,7 @@ def test_without_pdl_no_kernel_triggers_the_next(kernels: Kernels, operator: Ope
 
 
 def test_partial_sums_are_bounded(kernels: Kernels) -> None:
-    """They are as many as there are blocks at once, and of rows of any width 64 MiB."""
+    """There is one partial sum per concurrent block, limited to 64 MiB for any-width rows."""
     on = device(132, cluster=8)
     assert kernels.partials(torch.float32, 1 << 20, 4096, on) == 132
     assert kernels.partials(torch.float32, 5, 4096, on) == 5
@@ -511,8 +511,8 @@ def test_partial_sums_are_bounded(kernels: Kernels) -> None:
 @for_few
 @over_dtypes
 @pytest.mark.parametrize("variant", [v for v in variants() if "gate" in v.operator.tensors], ids=str)
-def test_gates_of_any_size(kernels: Kernels, variant: Variant, dtype: torch.dtype) -> None:
-    """From where an exponential is 0 to where it is 1, and what poisons its row alone."""
+def test_extreme_gates(kernels: Kernels, variant: Variant, dtype: torch.dtype) -> None:
+    """Exponentials range from 0 to 1; NaN and infinite gates affect only their own row."""
     lowest = -800 if dtype == torch.float64 else -120
     gate = torch.linspace(lowest, 100, 6 * 2000, dtype=torch.float64).reshape(2000, 6).T.to(dtype)
     gate[1, 7], gate[2, 8], gate[3, 9], gate[4, 10] = -math.inf, math.inf, math.nan, torch.finfo(dtype).min
@@ -527,7 +527,7 @@ def test_gates_of_any_size(kernels: Kernels, variant: Variant, dtype: torch.dtyp
 
 @pytest.mark.full
 def test_pointers_of_different_tensors_are_not_subtracted(tmp_path: Path) -> None:
-    """The host checks this: an address sanitizer aborts if cos and sin are."""
+    """Runs on the host, where the address sanitizer aborts if pointers of cos and sin are subtracted."""
     program = tmp_path / "cuda_rotations"
     sources = [str(cuda_on_ptx.TESTS / "cuda_rotations.cu"), str(cuda_on_ptx.RUNTIME)]
     options = ["-std=c++20", "--expt-relaxed-constexpr", "-arch=compute_80", f"-I{cuda_on_ptx.CSRC}/cuda"]
@@ -540,7 +540,7 @@ def test_pointers_of_different_tensors_are_not_subtracted(tmp_path: Path) -> Non
 
 @pytest.mark.full  # takes minutes
 def test_operators(tmp_path: Path) -> None:
-    """What lies between torch and the kernels, on CUDA tensors whose memory is the CPU's."""
+    """Tests the layers between torch and the kernels, on CUDA tensors in CPU memory."""
     fake_gpu_builds.need_cuda()
     library = cuda_on_ptx.build_library(90)
     fake_gpu_builds.build_computing(tmp_path, library)
@@ -548,9 +548,9 @@ def test_operators(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.release  # what it asks about, the others have to have run, those for releases as well
+@pytest.mark.release  # needs all other tests to have run, including release tests
 def test_every_kernel_has_run(kernels: Kernels, request: pytest.FixtureRequest) -> None:
-    """As for sm_90; for sm_80 those of groups have not."""
+    """Holds for sm_90 only: for sm_80, the kernels of groups have not run."""
     chosen = Counter(getattr(item, "originalname", "") for item in request.session.items if item.path == request.path)
     for test in (test_every_configuration, test_clusters, test_weights_of_forty_packs):
         marks: list[pytest.Mark] = vars(test)["pytestmark"]

@@ -1,4 +1,4 @@
-"""Models of diffusers, built small, patched or compiled with the passes: they compute what they did."""
+"""Tests that small models of diffusers match their originals when patched or compiled with the passes."""
 
 import copy
 import importlib
@@ -136,7 +136,7 @@ def ltx() -> tuple[nn.Module, dict[str, Any]]:
     return model, inputs
 
 
-# How many norms are patched at least.
+# Minimum number of patched norms.
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int]] = {
     **{name: (partial(autoencoder, name), 24) for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage")},
     "AutoencoderKLHunyuanVideo15": (hunyuan_video, 24),
@@ -155,7 +155,7 @@ def tensor_of(output: Any) -> Tensor:
 @pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("training", [False, True])
-def test_models_compute_what_they_did(name: str, training: bool) -> None:
+def test_patched_models_match_originals(name: str, training: bool) -> None:
     make, least = MODELS[name]
     torch.manual_seed(0)
     model, inputs = make()
@@ -212,13 +212,13 @@ def z_image_block() -> tuple[nn.Module, dict[str, Any]]:
     return block, {"x": tokens, "attn_mask": None, "freqs_cis": angles(), "adaln_input": sample}
 
 
-# How many of six norms get a bias. LTX adds gated branches without a norm; in the others, scales and gates are
-# multiplied by the weight beforehand.
+# Number of the six norms that get a bias. LTX adds gated branches without a norm; the others multiply scales and gates
+# by the weight beforehand.
 BLOCKS = {"LTX": (ltx_block, 2), "Lumina 2": (lumina2_block, 2), "Z-Image": (z_image_block, 2)}
 
 
 @pytest.mark.parametrize("name", divided(BLOCKS, ("LTX",)))
-def test_blocks_compiled_with_passes(name: str) -> None:
+def test_blocks_compiled_with_passes_match_originals(name: str) -> None:
     make, biases = BLOCKS[name]
     torch.manual_seed(0)
     block, inputs = make()
@@ -239,7 +239,7 @@ def test_blocks_compiled_with_passes(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", BLOCKS)
-def test_bits_of_blocks(name: str) -> None:
+def test_original_rounding_keeps_almost_all_bits(name: str) -> None:
     torch.manual_seed(0)
     block, inputs = BLOCKS[name][0]()
     block, inputs = block.bfloat16(), tree_map_only(Tensor, narrowed, inputs)
@@ -280,8 +280,8 @@ def test_norms_of_autoencoders_are_one_operator(family: str) -> None:
 
 
 @pytest.mark.parametrize("channel_first", [True, False])
-def test_short_rows_of_autoencoders(channel_first: bool) -> None:
-    """F.normalize divides by no less than 1e-12. With normops, rows about as long come out 0.7 times as long."""
+def test_rows_near_clamp_of_f_normalize(channel_first: bool) -> None:
+    """F.normalize clamps its divisor at 1e-12. With normops, rows of about that length come out 0.7 times as long."""
     cls = importlib.import_module("diffusers.models.autoencoders.autoencoder_kl_wan").WanRMS_norm
     norm: Any = cls(64, channel_first=channel_first)
     patched: Any = copy.deepcopy(norm)

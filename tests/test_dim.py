@@ -1,4 +1,4 @@
-"""rms_norm over a dimension that is not the last one."""
+"""Tests rms_norm over a dimension other than the last."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ SHAPES = ((2, 6, 5, 3), (3, 8, 2, 3, 4), (4, 5, 7), (2, 1, 3, 3), (2, 6, 1, 1), 
 
 
 def moved(x: Tensor, dim: int, *parameters: Tensor | None, **others: Any) -> Tensor:
-    """The norm over the last dimension of a copy."""
+    """Returns the norm over the last dimension of a copy, moved back."""
     weight, bias = (each if each is None else each.flatten() for each in parameters)
     rows = x.movedim(dim, -1).contiguous()
     return normops.rms_norm(rows, x.shape[dim], weight, EPS, bias=bias, **others).movedim(-1, dim)
@@ -52,7 +52,7 @@ def test_memory_format() -> None:
         assert normops.rms_norm(x[:, :, ::2], 6, dim=1).is_contiguous()
         of_channels_last = x.to(memory_format=memory_format)
         assert normops.rms_norm(of_channels_last, 6, dim=1).is_contiguous(memory_format=memory_format)
-    # Where both formats are one, the output is contiguous.
+    # The output is contiguous if the input has both memory formats.
     assert normops.rms_norm(torch.randn(2, 6, 1, 1).to(memory_format=torch.channels_last), 6, dim=1).is_contiguous()
 
 
@@ -66,7 +66,7 @@ class Calls(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_channels_last_is_not_copied() -> None:
+def test_channels_last_input_is_not_copied() -> None:
     x, weight = torch.randn(2, 6, 5, 3).to(memory_format=torch.channels_last), torch.randn(6)
     called: list[str] = []
     with Calls(called):
@@ -88,7 +88,7 @@ def test_derivatives() -> None:
         assert gradient.shape == weight.shape
 
 
-def test_features() -> None:
+def test_vmap_compile_export_meta_and_autocast() -> None:
     x, weight = torch.randn(3, 2, 6, 5, 4), torch.randn(6, 1, 1)
 
     def norm(x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def test_errors(changes: dict[str, Any], expected: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_activations(dtype: torch.dtype) -> None:
-    """Behind a norm of rows they are PyTorch's; otherwise they come before the result is rounded."""
+    """Norms of rows use PyTorch's activations; other norms apply the activation before rounding the result."""
     x = values((2, 6, 5, 3), dtype)
     for name, function in ACTIVATIONS.items():
         activation: Any = name

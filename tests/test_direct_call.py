@@ -1,4 +1,4 @@
-"""Functions go past torch.ops, and through it where somebody has to see the call."""
+"""Tests that functions bypass torch.ops, unless a call must be intercepted."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def goes_direct(operator: Operator, *arguments: object) -> bool:
 
 
 def others_of(value: object) -> tuple[object, ...]:
-    """What is not plainly of the type of an argument."""
+    """Returns values that are not exactly of the type of an argument."""
     match value:
         case Tensor():
             return 8, value.as_subclass(Logged)
@@ -51,7 +51,7 @@ def others_of(value: object) -> tuple[object, ...]:
 
 
 @over_operators
-def test_plain_arguments_go_direct(operator: Operator) -> None:
+def test_plain_arguments_bypass_torch_ops(operator: Operator) -> None:
     arguments = arguments_of(operator)
     for name, plain in (("normalized_shape", 8), ("normalized_shape", [8]), ("weight", None), ("eps", None)):
         assert goes_direct(operator, *(arguments | {name: plain}).values()), name
@@ -62,7 +62,7 @@ def test_plain_arguments_go_direct(operator: Operator) -> None:
 
 
 @over_operators
-def test_a_subclass_sees_the_operator(operator: Operator) -> None:
+def test_subclasses_intercept_the_operator(operator: Operator) -> None:
     arguments, function = arguments_of(operator), operator.function
     assert function is not None
     expected = operator.results(function(**arguments))

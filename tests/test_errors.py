@@ -1,4 +1,4 @@
-"""Every error names the argument, what was expected and what came, in every mode."""
+"""Tests that every error names the argument, the expected and the actual value, in every mode."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -68,7 +68,7 @@ COMMON: Errors = [
 
 
 def of_tensor(name: str) -> Errors:
-    """Of one that has to look like the input."""
+    """Returns the errors of a tensor that must have the input's shape."""
     shape = f"expected {name} to have shape [2, 3, 4], the shape of input, but got "
     return [
         *(
@@ -158,7 +158,7 @@ def of_operator(operator: Operator) -> Errors:
 
 
 def names_one(operator: Operator, changes: Arguments) -> bool:
-    """Whether it has what is wrong there."""
+    """Returns whether the operator has the wrong arguments."""
     return all(name in operator.names for name, value in changes.items() if value is not None)
 
 
@@ -166,13 +166,13 @@ ERRORS = [(operator, changes, expected) for operator in OPERATORS for changes, e
 
 
 def arguments_of(operator: Operator, dtype: torch.dtype = torch.float32) -> Arguments:
-    """Those that are checked."""
+    """Returns the arguments that are checked."""
     case = Variant(operator, {}).at(Case((2, 3, 4), dtype, weight_dtype=torch.float32, has_residual=True))
     return {name: value for name, value in case.arguments().items() if name != "weight_offset"}
 
 
 def other_dtypes_of(operator: Operator, dtype: torch.dtype) -> Iterator[tuple[Arguments, str | None]]:
-    """Each tensor in every dtype beside an input of this one, and what is said of it, or None where it is allowed."""
+    """Yields each tensor in every dtype for an input of ``dtype``, and the error, or None if it is allowed."""
     arguments = arguments_of(operator, dtype)
     for name, argument in operator.tensors.items():
         if name in operator.tables[1:]:
@@ -189,7 +189,7 @@ def other_dtypes_of(operator: Operator, dtype: torch.dtype) -> Iterator[tuple[Ar
 
 
 def check_of(operator: Operator) -> Callable[..., None]:
-    """The check alone."""
+    """Returns the check without the operator."""
     return getattr(_C, f"check_{operator}")
 
 
@@ -214,7 +214,7 @@ def assert_same_everywhere(op: Callable[..., object], arguments: Arguments, expe
     ("operator", "changes", "expected"), ERRORS, ids=lambda p: "" if isinstance(p, dict) else str(p)
 )
 def test_errors(operator: Operator, changes: Arguments, expected: str) -> None:
-    """In the function, too, which calls the operator past torch.ops where it can."""
+    """Also checks the function, which bypasses torch.ops if it can."""
     arguments, message = arguments_of(operator) | changes, f"{operator}: {expected}"
     assert_same_everywhere(operator.packet, arguments, message)
     if operator.function is not None:
@@ -226,7 +226,7 @@ def test_errors(operator: Operator, changes: Arguments, expected: str) -> None:
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.tensors], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_other_dtypes_than_the_inputs(dtype: torch.dtype, operator: Operator) -> None:
+def test_dtypes_other_than_the_inputs(dtype: torch.dtype, operator: Operator) -> None:
     calls = [operator.packet, check_of(operator), *([operator.function] if operator.function else [])]
     for changes, expected in other_dtypes_of(operator, dtype):
         for call in calls:
@@ -238,7 +238,7 @@ def test_other_dtypes_than_the_inputs(dtype: torch.dtype, operator: Operator) ->
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_no_memory_for_a_result(operator: Operator) -> None:
+def test_missing_out_tensor_raises(operator: Operator) -> None:
     targets = Variant(operator, {}).at(Case((2, 3, 4), torch.float32, weight_dtype=torch.float32)).targets()
     for name in targets:
         message = f"{operator}: expected {name} to be a tensor, but got None"
@@ -254,8 +254,8 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize(("operator", "function"), FUNCTIONS, ids=lambda p: getattr(p, "__name__", str(p)))
-def test_a_tensor_with_a_gradient_is_no_number(operator: Operator, function: Callable[..., Any]) -> None:
-    """torch.ops takes it for the number that it holds; a function of torch refuses it as well."""
+def test_tensor_that_requires_gradient_is_no_number(operator: Operator, function: Callable[..., Any]) -> None:
+    """torch.ops would use the number that it holds; torch's own functions reject it, too."""
     numbers = [argument.name for argument in operator.default._schema.arguments if "float" in str(argument.type)]
     for name in numbers:
         with pytest.raises(TypeError) as raised:
@@ -264,7 +264,7 @@ def test_a_tensor_with_a_gradient_is_no_number(operator: Operator, function: Cal
         assert str(raised.value) == f"{function.__name__}: {expected}"
 
 
-def test_arguments_of_another_type_are_told_by_the_schema() -> None:
+def test_schema_rejects_arguments_of_another_type() -> None:
     x = torch.ones(2, 4)
     for arguments in ((x.tolist(), 4), (x, "4"), (x, 4.0), (x, (4, None)), (x, 4, 1.0), (x, 4, None, "1e-5")):
         with pytest.raises((RuntimeError, TypeError), match="rms_norm"):
@@ -273,7 +273,7 @@ def test_arguments_of_another_type_are_told_by_the_schema() -> None:
         normops.rms_norm(x, 2**70)
 
 
-def test_symbolic_width_against_a_weight_of_another() -> None:
+def test_symbolic_width_differs_from_weight() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, w: ops.rms_norm(x, [x.shape[-1]], w), backend="aot_eager", dynamic=True)
     compiled(torch.ones(3, 8), torch.ones(8))

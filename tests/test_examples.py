@@ -1,4 +1,4 @@
-"""The example says what it is said to show, and trains the same in several processes."""
+"""Tests that the examples print the documented results, and train the same in several processes."""
 
 import re
 import runpy
@@ -16,7 +16,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def table(output: str, corner: str = "norms") -> dict[str, dict[str, str]]:
-    """The rows of the table by their first column; what follows it may look like more of them."""
+    """Returns the rows of the table by their first column, up to the first line of another length."""
     lines = [re.split(r"  +", line) for line in output.splitlines()]
     start = next(i for i, cells in enumerate(lines) if cells[0] == corner and len(cells) > 2)
     rows = takewhile(lambda cells: len(cells) == len(lines[start]), lines[start + 1 :])
@@ -24,7 +24,7 @@ def table(output: str, corner: str = "norms") -> dict[str, dict[str, str]]:
 
 
 def trained(folder: Path, *arguments: str) -> str:
-    """What the example prints in one process, for all variants."""
+    """Returns the output of the example in one process, for all variants."""
     result = python("examples/baby_llama.py", "--steps", "3", "--out", str(folder), *arguments, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -48,13 +48,13 @@ def assert_shows_what_it_should(output: str, norms: int) -> None:
     assert operators == sorted(set(operators), reverse=True)
 
 
-def test_arms_take_turns() -> None:
+def test_variants_take_turns() -> None:
     taken = list(turns(("one", "other"), 10))
     assert sorted(taken[:2]) == sorted(taken[2:4]) == [("one", 4), ("other", 4)]
     assert sorted(taken[4:]) == [("one", 2), ("other", 2)]
 
 
-def test_a_slow_round_does_not_show_in_the_speedup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_speedup_ignores_slow_round(capsys: pytest.CaptureFixture[str]) -> None:
     def result(label: str, speeds: list[float]) -> Result:
         return Result(label, label == "torch", [1.0], 1.0, speeds, None, 100, 5.0, 25.0, 1)
 
@@ -69,7 +69,7 @@ def test_a_slow_round_does_not_show_in_the_speedup(capsys: pytest.CaptureFixture
     assert "Compare the time in norms" in capsys.readouterr().out
 
 
-def test_what_is_compiled_is_compared_with_what_is_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compiled_variants_are_compared_with_compiled_torch(capsys: pytest.CaptureFixture[str]) -> None:
     results = [
         Result(label, label.startswith("torch"), [1.0], 1.0, [speed] * 3, seconds, 100, took, 25.0, 1)
         for label, speed, seconds, took in (
@@ -101,12 +101,12 @@ def test_other_models(model: str, norms: int, tmp_path: Path) -> None:
         assert peaks == sorted(set(peaks), reverse=True)
 
 
-@pytest.mark.release  # test_sharding.py has the parts
+@pytest.mark.release  # test_sharding.py covers the parts
 @pytest.mark.parametrize(
     ("model", "arguments", "count"), [("llama", ("--norm", "fused"), 1), ("wide-qk-norm", ("--parallel", "tensor"), 3)]
 )
-def test_in_two_processes(model: str, arguments: tuple[str, ...], count: int, tmp_path: Path) -> None:
-    """Each keeps a part of the parameters, or has a part of the rows that are normalized."""
+def test_two_processes_train_the_same(model: str, arguments: tuple[str, ...], count: int, tmp_path: Path) -> None:
+    """Each process keeps a part of the parameters, or has a part of every normalized row."""
     common = ("--model", model, "--steps", "3", "--out", str(tmp_path))
     expected = table(trained(tmp_path, "--model", model))
     result = python(*TORCHRUN, "examples/baby_llama.py", *arguments, *common, cwd=ROOT)
@@ -116,7 +116,7 @@ def test_in_two_processes(model: str, arguments: tuple[str, ...], count: int, tm
     assert len(found) == count
     for label, actual in found.items():
         for loss in ("loss", "val. loss"):
-            # Printed with four digits, of which the last may be rounded either way.
+            # Losses are printed with four digits, the last of which may be rounded either way.
             assert abs(float(actual[loss]) - float(expected[label][loss])) < 0.00015
         if label.startswith("normops") or model == "llama":  # torch gathers the rows
             assert float(actual["peak MB"]) < 0.75 * float(expected[label]["peak MB"])
@@ -133,7 +133,7 @@ def test_in_two_processes(model: str, arguments: tuple[str, ...], count: int, tm
         ("patched_model.py", ("--rounds", "0"), "--rounds must be at least 1"),
     ],
 )
-def test_examples_say_what_is_wrong(
+def test_examples_reject_wrong_arguments(
     example: str, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main = runpy.run_path(str(ROOT / "examples" / example))["main"]
@@ -142,8 +142,8 @@ def test_examples_say_what_is_wrong(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.release  # starts three processes for a sentence
-def test_processes_that_cannot_share_batches() -> None:
+@pytest.mark.release  # starts three processes to check one message
+def test_processes_must_share_batches_equally() -> None:
     result = python(*TORCHRUN[:-1], "3", "examples/baby_llama.py", cwd=ROOT)
     assert result.returncode != 0
     assert "3 processes cannot share batches of 8 equally" in result.stderr
@@ -169,7 +169,7 @@ def test_patched_model(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full  # compiles a model twice
-def test_compiled_model_is_compared_with_the_same_compiled(tmp_path: Path) -> None:
+def test_compiled_model_is_compared_with_compiled_original(tmp_path: Path) -> None:
     result = python("examples/patched_model.py", *SMALL, "--out", str(tmp_path), cwd=ROOT)
     assert result.returncode == 0, result.stderr
     rows = table(result.stdout, "model")

@@ -1,4 +1,4 @@
-"""torch.export, AOTInductor packages called from Python and from C++, torch.jit.trace."""
+"""Tests torch.export, AOTInductor packages called from Python and C++, and torch.jit.trace."""
 
 import subprocess
 import warnings
@@ -37,7 +37,7 @@ def exported(model: Block, strict: bool, device: str) -> torch.export.ExportedPr
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_export(model: Block, strict: bool, tmp_path: Path, device: str) -> None:
-    """With any batch and sequence, also after it was saved and loaded, and decomposed to core ATen."""
+    """The program accepts any batch and sequence, also after saving, loading and decomposing to core ATen."""
     program = exported(model, strict, device)
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2")
@@ -49,8 +49,8 @@ def test_export(model: Block, strict: bool, tmp_path: Path, device: str) -> None
             assert torch.equal(version.module()(x), model(x))
 
 
-def test_export_of_training(device: str) -> None:
-    """The program of torch.export still has its gradients."""
+def test_exported_program_has_gradients(device: str) -> None:
+    """The program of torch.export still computes gradients."""
     torch.manual_seed(0)
     model = Block().to(device)
     program = torch.export.export(model, (torch.ones(4, 3, 16, device=device),)).module()
@@ -63,7 +63,7 @@ def test_export_of_training(device: str) -> None:
 
 @pytest.fixture(scope="module")
 def run_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example in C++, which never starts Python."""
+    """Builds the C++ example, which never starts Python."""
     folder = Path(torch.__path__[0])
     program = tmp_path_factory.mktemp("cpp") / "run_package"
     command = ["g++", "-std=c++20", str(ROOT / "examples" / "run_package.cpp"), "-o", str(program)]
@@ -74,7 +74,7 @@ def run_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sum_in_cpp(program: Path, package: str, *sizes: int) -> float:
-    """Of a package's output for ones."""
+    """Returns the sum of a package's output for an input of ones."""
     command = [str(program), normops.build_info()["library"], package, *map(str, sizes)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -83,7 +83,7 @@ def sum_in_cpp(program: Path, package: str, *sizes: int) -> float:
 
 @pytest.mark.full
 def test_compiled_package(model: Block, tmp_path: Path, device: str, request: pytest.FixtureRequest) -> None:
-    """Built once, called from Python in another process, and from a C++ program that never starts Python."""
+    """Builds a package, then calls it from another Python process and from C++ without Python."""
     package = torch._inductor.aoti_compile_and_package(
         exported(model, False, device), package_path=str(tmp_path / "model.pt2")
     )
@@ -108,7 +108,7 @@ def test_compiled_package(model: Block, tmp_path: Path, device: str, request: py
 
 
 class Gradients(torch.nn.Module):
-    """Of every operator, by its backward with every mask and as torch.func.grad traces it, one after the other."""
+    """Computes all gradients: by each backward with every mask, and by torch.func.grad of each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,8 +134,8 @@ class Gradients(torch.nn.Module):
 
 
 @pytest.mark.full
-def test_packages_of_gradients(tmp_path: Path, run_package: Path) -> None:
-    """From Python in another process, and from C++."""
+def test_compiled_package_of_gradients(tmp_path: Path, run_package: Path) -> None:
+    """Calls the package from another Python process and from C++."""
     scale = torch.ones(1)
     expected = Gradients()(scale)
     traced = make_fx(Gradients())(scale)
@@ -185,8 +185,8 @@ TRACED: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", TRACED)
-def test_traced_sizes(case: str) -> None:
-    """Of the shape, too, as torch.jit.trace records them for torch's own."""
+def test_traced_functions_accept_other_sizes(case: str) -> None:
+    """torch.jit.trace also records sizes that come from the input's shape, as for torch's own functions."""
     function = TRACED[case]
     traced = torch.jit.trace(function, torch.randn(2, 32))
     for shape in ((2, 32), (7, 32), (3, 64)):
@@ -195,7 +195,7 @@ def test_traced_sizes(case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_modules() -> None:
+def test_traced_modules_accept_other_sizes() -> None:
     x = torch.randn(7, 4, 8)
     for module, count in (
         (normops.RMSNorm(8), 1),

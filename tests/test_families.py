@@ -1,4 +1,4 @@
-"""normops.patch on all families of causal language models that transformers has, and the passes on some of them."""
+"""Tests normops.patch on all causal language models of transformers, and the passes on some of them."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import normops
 
-# One of each kind of norm and of model. The others are built, trained for a step and patched before a release.
+# One family for each kind of norm and model. The others are built, trained for a step and patched before a release.
 USUAL = (
     "bamba",
     "cohere2",
@@ -35,12 +35,12 @@ USUAL = (
     "recurrent_gemma",
 )
 
-# What is left as it is, by the name of its class and the reason.
+# Skipped modules, by class name and reason.
 LEFT = (
     r"(Cohere|Cohere2|Cohere2Moe)LayerNorm: calls sub, which is no part of an RMSNorm",
     r"OlmoLayerNorm: calls torch.nn.functional.layer_norm",
     r"NemotronLayerNorm1P: uses device, which is no part of a norm",
-    r"HYV4UnweightedRMSNorm: returns something else than a tensor of its input's shape",  # the factor alone
+    r"HYV4UnweightedRMSNorm: returns something else than a tensor of its input's shape",  # returns only the factor
     r"xLSTMMultiHeadLayerNorm: decides by the number of its rows",
     r"(Inkling|Inkling2)NormedEmbedding: has submodules",
     r"RobertaPreLayerNormLMHead: has submodules",
@@ -53,7 +53,7 @@ Step = tuple[Tensor, dict[str, Tensor]]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """More would wait for each other in models as small as these, the more so beside other tests."""
+    """Uses one thread, as several would wait for each other in models this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +68,7 @@ def built(family: str) -> nn.Module:
 
 
 def step(model: nn.Module, run: Callable[..., Any] | None = None) -> Step:
-    """Logits and gradients of all parameters, in float32."""
+    """Returns the logits and the gradients of all parameters, in float32."""
     model.zero_grad()
     logits: Tensor = (model if run is None else run)(input_ids=IDS, use_cache=False).logits
     (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
@@ -78,14 +78,14 @@ def step(model: nn.Module, run: Callable[..., Any] | None = None) -> Step:
 def generated(model: Any) -> Tensor | None:
     try:
         return model.generate(IDS, max_new_tokens=8, do_sample=False)
-    except (ValueError, RuntimeError, AttributeError):  # of some hybrids, as small as this
+    except (ValueError, RuntimeError, AttributeError):  # some hybrids of this size cannot generate
         return None
 
 
 def assert_near(actual: Step, expected: Step) -> None:
     (logits, grads), (expected_logits, expected_grads) = actual, expected
-    # Two layers of a hundred operations or so, each with an error of 2^-24: models whose activations cancel multiply
-    # them. The largest found are 1e-5 (gemma4_text) and 1.3e-4.
+    # Two layers have about a hundred operations, each with an error of 2^-24; cancelling activations amplify errors.
+    # The largest errors found are 1e-5 (gemma4_text) and 1.3e-4.
     assert (logits - expected_logits).abs().max() <= 2e-5 * expected_logits.abs().max()
     assert grads.keys() == expected_grads.keys()
     largest = max(float(grad.abs().max()) for grad in expected_grads.values())
@@ -96,7 +96,7 @@ def assert_near(actual: Step, expected: Step) -> None:
 
 
 @pytest.mark.parametrize("family", divided(FAMILIES, ("llama", "gemma3_text", "qwen3_next"), USUAL))
-def test_family(family: str) -> None:
+def test_patched_family_matches_original(family: str) -> None:
     model = built(family)
     try:
         expected = step(model)
@@ -117,9 +117,9 @@ def test_family(family: str) -> None:
     assert torch.equal(step(model)[0], expected[0])
 
 
-# The norms of a model as it is, those of gated norms among them, and how many additions, before or after it, and how
-# many rotations become a part of one. Left are additions of what Inductor computes in a loop with them: by dropout
-# (phi3); and rotations before a norm (hunyuan), or of heads that were normalized together (olmo2).
+# Number of norms in an unpatched model, gated ones included, of additions before or after a norm that fuse with it, and
+# of rotations that do. Additions stay if Inductor computes their operands in the same loop (dropout in phi3). Rotations
+# stay before a norm (hunyuan), and on heads that are normalized together (olmo2).
 COMPILED = {
     "apertus": (9, 4, 4),
     "bamba": (7, 4, 0),
@@ -163,7 +163,7 @@ def test_compiled_with_passes(family: str) -> None:
     assert Counter(norms(graphs.backward)) == Counter(expected_backward)
 
 
-@pytest.mark.release  # of a whole model what test_inductor.py has of its parts
+@pytest.mark.release  # whole model; test_inductor.py tests its parts
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
     model = built("qwen3")
@@ -181,7 +181,7 @@ def test_compiled_by_inductor() -> None:
 
 
 @pytest.mark.release  # builds every family
-def test_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_many_norms_are_patched(capsys: pytest.CaptureFixture[str]) -> None:
     patched: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
     failed = {}
@@ -195,7 +195,7 @@ def test_how_many(capsys: pytest.CaptureFixture[str]) -> None:
         patched[family] = len(report.patched)
         skipped.update(report.skipped.values())
     with capsys.disabled():
-        print(f"\n{patched.total()} norms patched in {len(+patched)} of {len(patched)} families; left:")
+        print(f"\n{patched.total()} norms patched in {len(+patched)} of {len(patched)} families; skipped:")
         print("\n".join(f"  {count:3} {reason}" for reason, count in skipped.most_common()))
         print(f"{len(failed)} families that cannot be built with sizes as small as these:")
         print("\n".join(f"  {family}: {reason}" for family, reason in failed.items()))

@@ -1,4 +1,4 @@
-"""FlopCounterMode counts the operators by the formulas that normops.flops states."""
+"""Tests that FlopCounterMode counts the operators by the formulas of normops.flops."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ ELEMENTS = 2 * 3 * 8
 
 
 def counts(call: Callable[[], object]) -> dict[object, float]:
-    """By operator, in operations per element."""
+    """Returns operations per element, by operator."""
     with FlopCounterMode(display=False) as counter:
         call()
     return {op: count / ELEMENTS for op, count in counter.get_flop_counts().get("Global", {}).items()}
@@ -48,7 +48,7 @@ def wanting(*output_mask: bool) -> dict[str, list[bool]]:
     return {"output_mask": [*output_mask]}
 
 
-# With a weight, and without one. What a sum takes more, its gradient takes, too: those of a residual and a bias.
+# Counts with and without a weight. A residual and a bias each add one operation forward, and one backward.
 COUNTS: tuple[tuple[Operator, Flags, tuple[float, float]], ...] = (
     (RMS_NORM, {}, (5, 4)),
     (ADD_RMS_NORM, {}, (5, 4)),
@@ -59,7 +59,7 @@ COUNTS: tuple[tuple[Operator, Flags, tuple[float, float]], ...] = (
     (RMS_NORM_BACKWARD, wanting(False, False, False), (0, 0)),
     *((GATED_RMS_NORM, gating("silu", first), (9, 8)) for first in (True, False)),
     *((GATED_RMS_NORM, gating("sigmoid", first), (8, 7)) for first in (True, False)),
-    # g = dy * w, the sum of grad_weight, and where the norm comes first, the norm for grad_gate
+    # g = dy * w, the sum of grad_weight, and the norm for grad_gate if the norm comes first
     *((GATED_RMS_NORM_BACKWARD, gating("silu", first), (18 + 1 + 3 + first, 18)) for first in (True, False)),
     *((GATED_RMS_NORM_BACKWARD, gating("sigmoid", first), (16 + 1 + 3 + first, 16)) for first in (True, False)),
     (GATED_RMS_NORM_BACKWARD, gating("silu", True, **wanting(True, False, False)), (2 + 6 + 4 + 1, 12)),
@@ -75,7 +75,7 @@ COUNTS: tuple[tuple[Operator, Flags, tuple[float, float]], ...] = (
         for rotary_dim, more in ((None, 3), (4, 1.5), (0, 0))
     ),
     (RMS_NORM_ROPE_BACKWARD, wanting(False, False), (0, 0)),
-    # Together as many as of the norm, but for g, which is formed twice.
+    # Both steps together count the same as the norm, except that g is computed twice.
     (RMS_NORM_STATS, {}, (2, 2)),
     (RMS_NORM_FROM_STATS, {}, (2, 1)),
     (RMS_NORM_BACKWARD_STATS, {}, (5, 4)),
@@ -85,8 +85,8 @@ COUNTS: tuple[tuple[Operator, Flags, tuple[float, float]], ...] = (
 
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize(("operator", "flags", "expected"), COUNTS, ids=str)
-def test_counts(operator: Operator, flags: Flags, expected: tuple[float, float], has_weight: bool) -> None:
-    """Of operators that write as well: into given memory and in place."""
+def test_flops_of_operators(operator: Operator, flags: Flags, expected: tuple[float, float], has_weight: bool) -> None:
+    """The out and in-place variants count the same."""
     like = Case(SHAPE, torch.float32, weight_dtype=torch.float32 if has_weight else None, has_residual=True)
     case, count = Variant(operator, flags).at(like), expected[not has_weight]
     assert counts(case.results) == {operator.packet: count}
@@ -113,7 +113,7 @@ def test_modules_and_compiled_graphs_are_counted() -> None:
     assert counter.get_flop_counts()["Sequential.0"] == {ops.rms_norm: 4 * ELEMENTS}
 
 
-def test_a_mode_sees_the_operator_whole() -> None:
+def test_mode_sees_undecomposed_operator() -> None:
     x = torch.ones(SHAPE, dtype=torch.bfloat16, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         output: Tensor = normops.rms_norm(x, COLS)

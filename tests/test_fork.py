@@ -1,4 +1,4 @@
-"""Forked processes, DataLoader's workers among them, after the parent has used its threads; and fewer threads."""
+"""Tests forked processes, such as DataLoader workers, after the parent has used threads; and thread limits."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ COLS = 16384
 
 
 def results() -> list[Tensor]:
-    """Of every operator, into new memory, given memory and in place, of so much that threads share it."""
+    """Returns the results of every operator, its out and in-place variants, on rows that threads share."""
     tensors: list[Tensor] = []
     for call in memory_limits.CALLS.values():
         tensors += memory_limits.Problem(*call, 8, COLS, False).call()
@@ -33,11 +33,11 @@ class Results(Dataset[list[Tensor]]):
 
 
 @pytest.mark.usefixtures("restored_threads")
-def test_workers_of_a_loader() -> None:
-    """They have one thread each; a process that is forked has none of the threads that its parent started."""
+def test_dataloader_workers_match_parent() -> None:
+    """Workers have one thread each; a forked process has none of the threads that its parent started."""
     torch.set_num_threads(3)
     expected = results()
-    # Without an answer in a minute, RuntimeError.
+    # RuntimeError after a minute without an answer.
     loader = DataLoader(Results(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
     batches: Iterator[list[Tensor]] = iter(loader)
     for _ in range(2):
@@ -55,7 +55,7 @@ assert all(map(torch.equal, results(), expected))
 """
 
 
-def test_fewer_threads_than_were_asked_for() -> None:
-    """OpenMP starts as many as its limit allows: they have to do what the others were to do."""
+def test_fewer_threads_than_requested() -> None:
+    """OpenMP starts only as many threads as its limit allows, which must do all the work."""
     tests = Path(__file__).parent
     printed(LIMITED, cwd=tests, OMP_THREAD_LIMIT="2", PYTHONPATH=str(tests.parent))

@@ -1,4 +1,4 @@
-"""normops.GatedRMSNorm is the operator, with the state of other people's gated norms."""
+"""Tests that normops.GatedRMSNorm calls the operator, with the state of other libraries' gated norms."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from reference import cases, definitions
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Slices of one projection."""
+    """Returns input and gate as slices of one projection."""
     x, gate = cases.values((*shape[:-1], 2 * shape[-1]), dtype, scale=2.0).chunk(2, dim=-1)
     return x, gate
 
@@ -24,7 +24,7 @@ def module(**options: Any) -> normops.GatedRMSNorm:
 
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 @pytest.mark.parametrize("group_size", [None, 8, 4, 1])
-def test_same_as_the_definition(group_size: int | None, norm_before_gate: bool, device: str) -> None:
+def test_module_matches_definition(group_size: int | None, norm_before_gate: bool, device: str) -> None:
     norm = normops.GatedRMSNorm(8, 1e-3, group_size=group_size, norm_before_gate=norm_before_gate, device=device)
     norm.weight.data.copy_(cases.values((8,), torch.float32, 3))
     size = group_size or 8
@@ -68,7 +68,7 @@ def test_several_dimensions() -> None:
     assert torch.equal(norm(x, gate), normops.gated_rms_norm(x, gate, (3, 8), norm.weight, 1e-3))
 
 
-def test_described() -> None:
+def test_repr() -> None:
     assert repr(normops.GatedRMSNorm(8)) == (
         "GatedRMSNorm((8,), eps=1e-05, elementwise_affine=True, activation=silu, norm_before_gate=True)"
     )
@@ -78,7 +78,7 @@ def test_described() -> None:
     )
 
 
-def test_starts_without_scaling() -> None:
+def test_initial_weight_does_not_scale() -> None:
     x, gate = inputs(3, 8)
     for group_size in (None, 4):
         norm = normops.GatedRMSNorm(8, weight_offset=1.0, group_size=group_size)
@@ -91,7 +91,7 @@ def test_starts_without_scaling() -> None:
 
 
 @pytest.mark.parametrize(("shape", "group_size"), [((8,), 3), ((8,), 0), ((8,), -2), ((8,), 16), ((2, 8), 2)])
-def test_groups_that_do_not_divide(shape: tuple[int, ...], group_size: int) -> None:
+def test_indivisible_group_size_raises(shape: tuple[int, ...], group_size: int) -> None:
     with pytest.raises(ValueError) as error:
         normops.GatedRMSNorm(shape, group_size=group_size)
     assert str(error.value) == (

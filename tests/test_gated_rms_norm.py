@@ -1,4 +1,4 @@
-"""What is peculiar to gated_rms_norm: its activations, wherever they saturate."""
+"""Tests specific to gated_rms_norm: its activations where they saturate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ GATES = (0.0, -0.0, 1e-30, 1.0, 1.278, 5.0, 10.0, 17.0, 50.0, 87.0, 88.0, 89.0, 
 @over_gating
 @pytest.mark.triton(core=0, full=1)
 def test_extreme_gates(gating: dict[str, Any], dtype: torch.dtype, device: str) -> None:
-    """Saturated either way, where exponentials over- and underflow; alone in a row, and beside others."""
+    """Gates saturate in both directions, where exponentials over- or underflow, in uniform and in mixed rows."""
     gates = torch.tensor([sign * gate for gate in GATES for sign in (1, -1)], dtype=torch.float64)
     rows = torch.cat([gates.expand(3, -1), gates.unsqueeze(1).expand(-1, len(gates))]).to(dtype)
     x, dy = (cases.values(tuple(rows.shape), dtype, seed, scale=1.0) for seed in range(2))
@@ -42,7 +42,7 @@ def test_extreme_gates(gating: dict[str, Any], dtype: torch.dtype, device: str) 
 
 
 def test_subnormal_activations() -> None:
-    """On CPU, where the bounds would let them be zero, too: a roundoff off, or the smallest number."""
+    """CPU errors are at most one roundoff or the smallest number; the oracle's bounds would accept zeros."""
     gate = torch.linspace(-104.0, -86.0, 4096)
     output = ops.gated_rms_norm(torch.ones(4096), gate, (4096,), None, 0.0, activation="sigmoid")
     exact = gate.double().sigmoid()

@@ -1,4 +1,4 @@
-"""What AOTAutograd traces: one fused operator forward, one backward, nothing else, the same on every device."""
+"""Tests that AOTAutograd traces only one fused operator forward and one backward, on every device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ differentiable = pytest.mark.parametrize("variant", variants(DIFFERENTIABLE), id
 
 
 def as_function(case: OperatorCase, device: str) -> tuple[Callable[..., Any], list[Tensor]]:
-    """The call as a function of its tensors alone, and these, which require gradients if they can have some."""
+    """Returns the call as a function of its tensors, and the tensors, which require gradients if possible."""
     function, arguments = case.operator.function, case.arguments(device)
     assert function is not None
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -34,7 +34,7 @@ def as_function(case: OperatorCase, device: str) -> tuple[Callable[..., Any], li
 @pytest.mark.parametrize(("has_weight", "groups"), [(False, 0), (True, 0), (True, 1)])
 @differentiable
 @pytest.mark.covering(core=1, full=2)
-def test_one_operator_each_way(variant: Variant, has_weight: bool, groups: int, dynamic: bool, device: str) -> None:
+def test_one_forward_one_backward(variant: Variant, has_weight: bool, groups: int, dynamic: bool, device: str) -> None:
     operator = variant.operator
     assert operator.gradient is not None
     weight_dtype = torch.float32 if has_weight else None
@@ -45,7 +45,7 @@ def test_one_operator_each_way(variant: Variant, has_weight: bool, groups: int, 
             call, tensors = as_function(variant.at(of_rows, dtypes), device)
             return trace(call, *tensors, dynamic=dynamic)
 
-        # What is the gradient of two inputs, or that of the output, has to be converted where they have two dtypes.
+        # A gradient that inputs share, or that is the output's gradient, is converted if the dtypes differ.
         given = {of_argument(name) for name in named(operator.gradient).outputs} - ({"bias"} if not groups else set())
         is_shared = not {*operator.inputs} <= given.union(operator.tables)
         scaled = ["aten.mul.Scalar"] if variant.flags.get("alpha", 1.0) != 1.0 else []
@@ -61,7 +61,7 @@ def test_one_operator_each_way(variant: Variant, has_weight: bool, groups: int, 
 @pytest.mark.parametrize("strict", [True, False])
 @differentiable
 @pytest.mark.covering(core=1)
-def test_an_exported_program_holds_the_operator(variant: Variant, strict: bool) -> None:
+def test_exported_program_contains_only_the_operator(variant: Variant, strict: bool) -> None:
     call, tensors = as_function(variant.at(Case((3, 8), torch.float32, weight_dtype=torch.float32)), "cpu")
 
     class Norm(torch.nn.Module):

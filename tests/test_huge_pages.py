@@ -1,4 +1,4 @@
-"""Large new outputs ask for huge pages, as /proc/self/smaps tells of the memory that they lie in."""
+"""Tests that large new outputs request huge pages, by the flags of their memory in /proc/self/smaps."""
 
 import shutil
 import subprocess
@@ -45,7 +45,7 @@ def run(size: int, setting: str = "") -> tuple[list[str], int]:
     return [forward, backward], int(beyond)
 
 
-def test_large_outputs_ask_for_huge_pages_and_commit_no_more_than_they_have() -> None:
+def test_large_outputs_request_huge_pages_without_extra_memory() -> None:
     advised, beyond = run(33 * MIB)
     assert advised == ["True", "True"]
     assert beyond < MIB  # half a huge page
@@ -63,7 +63,7 @@ extern "C" int posix_memalign(void** memory, size_t alignment, size_t size) {
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
-def test_memory_of_another_allocator_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_another_allocator_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, library = tmp_path / "allocator.cpp", tmp_path / "allocator.so"
     source.write_text(ALLOCATOR)
     subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
@@ -72,5 +72,5 @@ def test_memory_of_another_allocator_is_left_alone(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("size", "setting"), [(16 * MIB, ""), (33 * MIB, "0")], ids=["smaller", "turned off"])
-def test_others_do_not(size: int, setting: str) -> None:
+def test_small_outputs_or_disabled_setting_request_no_huge_pages(size: int, setting: str) -> None:
     assert run(size, setting)[0] == ["False", "False"]

@@ -1,4 +1,4 @@
-"""The mapping of Hugging Face's kernels. Models of transformers need a pair of versions that is not installed here."""
+"""Tests the mapping for Hugging Face's kernels, without transformers: no compatible pair of versions is installed."""
 
 import copy
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class NamedZeroCenteredNorm(GemmaNorm):
 
 @kernels.use_kernel_forward_from_hub("RMSNormGated")
 class NamedGatedNorm(LlamaNorm):
-    """As in Kimi Linear."""
+    """Computes the gated norm of Kimi Linear."""
 
     def __init__(self, size: int, activation: str) -> None:
         super().__init__(size)
@@ -63,7 +63,7 @@ MODES = {
 @pytest.mark.usefixtures("without_transformers", "mapping")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("norm", [NamedNorm, NamedZeroCenteredNorm])
-def test_layers_with_a_name(norm: type[nn.Module], mode: str) -> None:
+def test_named_layers_run_normops(norm: type[nn.Module], mode: str) -> None:
     assert normops.register_kernels() == ("RMSNorm", "RMSNormZeroCentered", "RMSNormGated")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), norm(32)).train("training" in mode)
@@ -91,7 +91,7 @@ def test_both_devices_have_all_modes(device: str) -> None:
 
 @pytest.mark.usefixtures("without_transformers", "mapping")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_weight_of_another_dtype_is_left_to_the_class(dtype: torch.dtype) -> None:
+def test_weight_of_another_dtype_uses_original_forward(dtype: torch.dtype) -> None:
     normops.register_kernels()
     norm, x = NamedNorm(32), torch.randn(4, 32, dtype=dtype)
     expected = norm(x)
@@ -104,7 +104,7 @@ def test_a_weight_of_another_dtype_is_left_to_the_class(dtype: torch.dtype) -> N
 @pytest.mark.usefixtures("without_transformers", "mapping")
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
-def test_gated_layers(activation: str, weight_dtype: torch.dtype) -> None:
+def test_gated_layers_run_normops(activation: str, weight_dtype: torch.dtype) -> None:
     normops.register_kernels()
     norm = NamedGatedNorm(32, activation).to(weight_dtype)
     nn.init.uniform_(norm.weight)
@@ -119,7 +119,7 @@ def test_gated_layers(activation: str, weight_dtype: torch.dtype) -> None:
     assert operators_run(lambda: norm(x, gate[:1])) == []
 
 
-def test_versions_that_do_not_work_together() -> None:
+def test_incompatible_versions_raise() -> None:
     expected = (
         r"expected kernels >=[\d.]+,<[\d.]+, with which transformers [\d.]+ works, but got [\d.]+: its layers then "
         r"carry no names, and nothing would run normops. pip install 'kernels>=[\d.]+,<[\d.]+' if there is one, or use "
@@ -129,7 +129,7 @@ def test_versions_that_do_not_work_together() -> None:
         normops.register_kernels()
 
 
-def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_package_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hugging_face, "_version", lambda package: None)
     with pytest.raises(RuntimeError, match="expected the package kernels to be installed, but it is not: pip install"):
         normops.register_kernels()

@@ -1,4 +1,4 @@
-"""The passes for torch.compile: which norms they find, and what they leave alone."""
+"""Tests the passes for torch.compile: which norms they replace, and what they leave unchanged."""
 
 import copy
 import operator
@@ -77,7 +77,7 @@ def problem(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 def results(fn: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor | None]:
-    """Outputs, and gradients where there are any."""
+    """Returns outputs, and gradients if there are any."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = fn(*leaves)
     outputs = [y for y in (out if isinstance(out, tuple) else (out,)) if y.requires_grad]
@@ -101,7 +101,7 @@ def assert_close(actual: list[Tensor | None], expected: list[Tensor | None], dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.covering(core=1)
-def test_one_operator_each_way(spelling: str, dtype: torch.dtype, dynamic: bool) -> None:
+def test_one_forward_one_backward(spelling: str, dtype: torch.dtype, dynamic: bool) -> None:
     norm, inputs = SPELLINGS[spelling], problem(dtype)
     compiled, graphs = compiled_with_passes(norm, dynamic=dynamic)
     assert_close(results(compiled, inputs), results(norm, inputs), dtype)
@@ -111,7 +111,7 @@ def test_one_operator_each_way(spelling: str, dtype: torch.dtype, dynamic: bool)
     assert not [name for name in graphs.forward if name.split(".")[1] in leftovers]
 
 
-def test_the_result_is_that_of_the_operator() -> None:
+def test_result_is_that_of_the_operator() -> None:
     x, w = problem(torch.bfloat16)
     compiled, _ = compiled_with_passes(SPELLINGS["offset"])
     assert torch.equal(compiled(x, w), normops.rms_norm(x, 32, w, EPS, weight_offset=1.0))
@@ -119,7 +119,7 @@ def test_the_result_is_that_of_the_operator() -> None:
     assert torch.equal(compiled(x, w), normops.rms_norm(x, 32, w))
 
 
-def test_what_was_computed_in_float64_is() -> None:
+def test_float64_norms_stay_float64() -> None:
     x, w = problem(torch.float32)
     compiled, _ = compiled_with_passes(SPELLINGS["float64"])
     expected = normops.rms_norm(x.double(), 32, w, EPS).float()
@@ -137,7 +137,7 @@ def test_what_was_computed_in_float64_is() -> None:
 @pytest.mark.parametrize("norm", others.NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.covering(core=1)
-def test_modules_of_others(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
+def test_norms_of_other_libraries_are_replaced(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
     module = norm(32).to(dtype)
     x = problem(dtype)[0]
     compiled, graphs = compiled_with_passes(module)
@@ -146,7 +146,7 @@ def test_modules_of_others(norm: Callable[[int], nn.Module], dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_weight_of_another_dtype(dtype: torch.dtype) -> None:
+def test_weight_of_another_dtype(dtype: torch.dtype) -> None:
     x, w = problem(torch.bfloat16)[0], problem(dtype)[1]
     compiled, graphs = compiled_with_passes(SPELLINGS["float32"])
     y = compiled(x, w)
@@ -186,7 +186,7 @@ OTHERS: dict[str, Norm] = {
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.covering(core=1)
-def test_what_is_no_norm_is_not_touched(other: str, dynamic: bool) -> None:
+def test_graphs_without_norms_are_unchanged(other: str, dynamic: bool) -> None:
     fn, inputs = OTHERS[other], problem(torch.float32)
     compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
     torch.testing.assert_close(results(compiled, inputs), results(fn, inputs), equal_nan=True)
@@ -259,7 +259,7 @@ def under_autocast_in_part(x: Tensor, w: Tensor) -> Tensor:
         under_autocast_in_part,
     ],
 )
-def test_what_may_not_change_places(fn: Norm, dynamic: bool) -> None:
+def test_norms_with_effects_inside_are_unchanged(fn: Norm, dynamic: bool) -> None:
     x, w = problem(torch.float32)
     compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
     with torch.set_grad_enabled(fn is without_gradient_of_the_factor):  # autograd refuses some writes
@@ -294,7 +294,7 @@ def writes_in_an_operator(x: Tensor) -> None:
         (lambda x: torch.rand_like(x), DRAWS),
         (lambda x: F.dropout(x, 0.5), DRAWS),
         (lambda x: F.scaled_dot_product_attention(x, x, x), DRAWS),
-        (lambda x: checkpoint(torch.sin, x, use_reentrant=False), DRAWS),  # or does what else its body does
+        (lambda x: checkpoint(torch.sin, x, use_reentrant=False), DRAWS),  # only writes of its body are known
         (lambda x: checkpoint(torch.sin_, x, use_reentrant=False), WRITES),
         (lambda x: F.relu(x, True), WRITES),
         (lambda x: F.relu(x, inplace=True), WRITES),
@@ -314,7 +314,7 @@ def writes_in_an_operator(x: Tensor) -> None:
 )
 @pytest.mark.covering(core=1)
 def test_effects(fn: Callable[[Tensor], Any], expected: Effect) -> None:
-    """Of all that Dynamo traces of a function."""
+    """Checks the effects of all nodes that Dynamo traces for a function."""
     found: list[Effect] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -413,7 +413,7 @@ AROUND: dict[str, tuple[Callable[..., Any], int]] = {
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", AROUND)
 @pytest.mark.covering(core=1)
-def test_what_is_around_a_norm_stays(case: str, dynamic: bool) -> None:
+def test_operations_around_norms_are_kept(case: str, dynamic: bool) -> None:
     (fn, count), inputs = AROUND[case], problem(torch.float32)
     compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
     assert_close(results(compiled, inputs), results(fn, inputs), torch.float32)
@@ -479,8 +479,8 @@ def weight_written_after(norm: Norm, x: Tensor, w: Tensor) -> tuple[Tensor, Tens
     ("fn", "norm"),
     [*product(WRITTEN_AFTER, (in_float32, SPELLINGS["F.rms_norm"])), (weight_written_after, SPELLINGS["offset"])],
 )
-def test_what_is_written_after_the_norm(fn: Callable[..., Any], norm: Norm) -> None:
-    """The originals save casts, which a write leaves as they were."""
+def test_inputs_may_be_written_after_the_norm(fn: Callable[..., Any], norm: Norm) -> None:
+    """The originals save casts, which later writes do not change."""
     inputs = problem(torch.bfloat16)
     torch._dynamo.reset()
     expected = results(torch.compile(partial(fn, norm), backend="aot_eager", fullgraph=True), inputs)
@@ -492,8 +492,8 @@ def test_what_is_written_after_the_norm(fn: Callable[..., Any], norm: Norm) -> N
 
 @pytest.mark.parametrize("needs_gradient", ["input", "weight"])
 @pytest.mark.parametrize("fn", [written_after, weight_written_after])
-def test_what_is_written_after_a_norm_with_one_gradient(fn: Callable[..., Any], needs_gradient: str) -> None:
-    """What the original saves is known to autograd alone: more programs work than did."""
+def test_inputs_may_be_written_after_a_norm_with_one_gradient(fn: Callable[..., Any], needs_gradient: str) -> None:
+    """Only autograd knows what the original saves; with the passes, more programs work than before."""
     x, w = problem(torch.float32)
     x.requires_grad_(needs_gradient == "input")
     w.requires_grad_(needs_gradient == "weight")
@@ -512,7 +512,7 @@ def writes_elsewhere(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("fn", "count"), [(norm, 0), (writes_elsewhere, 0), (partial(written_after, norm), 1)])
-def test_what_is_not_written_is_not_copied(fn: Callable[..., Any], count: int) -> None:
+def test_unwritten_inputs_are_not_copied(fn: Callable[..., Any], count: int) -> None:
     compiled, graphs = compiled_with_passes(fn)
     compiled(*problem(torch.float32))
     assert graphs.of_dynamo[1].count("target=clone") == count
@@ -522,8 +522,8 @@ def test_what_is_not_written_is_not_copied(fn: Callable[..., Any], count: int) -
     assert "target=clone" not in graphs.of_dynamo[1]
 
 
-def test_copies_are_no_kernels() -> None:
-    """Inductor makes of a norm whose input is written what it makes of one whose input is not."""
+def test_copies_add_no_kernels() -> None:
+    """Inductor generates as many kernels for a norm whose input is written as for one whose input is not."""
 
     def kernels(write: bool) -> int:
         def fn(x: Tensor, w: Tensor) -> Tensor:
@@ -544,7 +544,7 @@ def test_copies_are_no_kernels() -> None:
     assert kernels(write=True) == kernels(write=False)
 
 
-def test_the_result_is_rounded_before_it_is_widened() -> None:
+def test_result_is_rounded_before_it_is_widened() -> None:
     x, w = problem(torch.bfloat16)
     compiled, graphs = compiled_with_passes(AROUND["wider afterwards"][0])
     assert torch.equal(compiled(x, w), normops.rms_norm(x, 32, None, EPS).double().mul(3))
@@ -553,8 +553,8 @@ def test_the_result_is_rounded_before_it_is_widened() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("norm", [norm, SPELLINGS["float32"], SPELLINGS["F.rms_norm"]])
-def test_permuted_inputs(norm: Norm, dynamic: bool) -> None:
-    """The strides stay, as what follows may view the result in a way that needs them."""
+def test_permuted_inputs_keep_strides(norm: Norm, dynamic: bool) -> None:
+    """Strides are kept, as later views of the result may need them."""
 
     def transposed(x: Tensor, w: Tensor) -> Tensor:
         return norm(x.view(4, 3, 2, 32).transpose(1, 2), w)
@@ -568,8 +568,8 @@ def test_permuted_inputs(norm: Norm, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [(1, 3), (3, 1), (1, 1), (1, 4, 1), (4, 1, 3), (1, 2, 3)])
-def test_strides_of_dimensions_of_size_1(rows: tuple[int, ...]) -> None:
-    """In every order of the rows: a size-1 dimension has the stride that it has in eager mode."""
+def test_dimensions_of_size_1_keep_strides(rows: tuple[int, ...]) -> None:
+    """A size-1 dimension has its stride of eager mode, in every order of the rows."""
     for order in permutations(range(len(rows))):
         x = torch.randn(*rows, 32).permute(*order, len(rows))
         w = torch.rand(32)
@@ -578,8 +578,8 @@ def test_strides_of_dimensions_of_size_1(rows: tuple[int, ...]) -> None:
         assert norms(graphs.forward) == ["rms_norm"]
 
 
-def test_the_order_of_many_dimensions() -> None:
-    """Of 11 there are 40 million orders."""
+def test_order_of_many_dimensions() -> None:
+    """11 dimensions have 40 million orders."""
     x = torch.empty([1, 2, 1, 3, 1, 1, 2, 2, 2, 2, 32], device="meta")
     assert order_in_memory(x, 1) == tuple(range(11))
     order = (9, 2, 4, 0, 8, 3, 1, 7, 6, 5, 10)
@@ -591,7 +591,7 @@ def test_the_order_of_many_dimensions() -> None:
     assert order_in_memory(x[..., ::2].permute(order), 1) is None
 
 
-def test_results_whose_rows_are_apart_are_left_alone() -> None:
+def test_norms_with_noncontiguous_rows_are_unchanged() -> None:
     def columns(x: Tensor, w: Tensor) -> Tensor:
         return norm(x.transpose(1, 2), w)
 
@@ -601,7 +601,7 @@ def test_results_whose_rows_are_apart_are_left_alone() -> None:
     assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
 
 
-def test_inputs_that_become_other_views_are_left_alone() -> None:
+def test_norms_before_inplace_views_are_unchanged() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         h = x * 1
         y = norm(h, w)
@@ -614,7 +614,7 @@ def test_inputs_that_become_other_views_are_left_alone() -> None:
     assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
 
 
-def test_subclasses_that_may_know_no_other_operators_are_left_alone() -> None:
+def test_norms_of_tensor_subclasses_are_unchanged() -> None:
     x, w = problem(torch.float32)
     compiled, graphs = compiled_with_passes(norm)
     torch.testing.assert_close(compiled(KnowsTorchAlone(x.detach()), w.detach()).held, norm(x, w))
@@ -622,7 +622,7 @@ def test_subclasses_that_may_know_no_other_operators_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("norm", [norm, SPELLINGS["F.rms_norm"]])
-def test_nested_tensors_are_left_alone(norm: Norm) -> None:
+def test_norms_of_nested_tensors_are_unchanged(norm: Norm) -> None:
     _, w = problem(torch.float32)
     x = torch.nested.nested_tensor([torch.randn(2, 32), torch.randn(3, 32)], layout=torch.jagged)
     compiled, graphs = compiled_with_passes(norm)
@@ -630,7 +630,7 @@ def test_nested_tensors_are_left_alone(norm: Norm) -> None:
     assert graphs.of_dynamo[0::2] == graphs.of_dynamo[1::2]
 
 
-def test_bodies_of_checkpoints() -> None:
+def test_norms_in_checkpoints_are_replaced() -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         return norm(x, w).sin()
 
@@ -645,7 +645,7 @@ def test_bodies_of_checkpoints() -> None:
 
 
 class Block(nn.Module):
-    """A norm, a projection, and an addition that belongs to the next norm."""
+    """Computes a norm, a projection, and an addition that fuses with the next norm."""
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -663,7 +663,7 @@ def stack(norm: Callable[[int], nn.Module] = others.LlamaNorm) -> nn.Sequential:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("norm", [others.LlamaNorm, others.GemmaNorm, nn.RMSNorm, normops.RMSNorm])
-def test_additions_join_the_norms_across_layers(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
+def test_additions_fuse_with_norms_across_layers(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
     model = stack(norm)
     x = problem(torch.float32)[0]
     compiled, graphs = compiled_with_passes(model, dynamic=dynamic)
@@ -714,7 +714,7 @@ SUMS: dict[str, tuple[Sum, list[str]]] = {
 
 @pytest.mark.parametrize("case", SUMS)
 @pytest.mark.covering(core=1)
-def test_additions(case: str) -> None:
+def test_additions_before_norms(case: str) -> None:
     fn, expected = SUMS[case]
     x, w = problem(torch.float32, 32, 32)
     compiled, graphs = compiled_with_passes(fn)
@@ -724,7 +724,7 @@ def test_additions(case: str) -> None:
     assert norms(graphs.forward) == expected
 
 
-def test_a_sum_that_its_norm_is_multiplied_by() -> None:
+def test_sum_multiplied_by_its_norm_is_not_fused() -> None:
     def fn(x: Tensor) -> Tensor:
         h = x + x.flip(0)
         return F.rms_norm(h, (32,)) * h
@@ -735,7 +735,7 @@ def test_a_sum_that_its_norm_is_multiplied_by() -> None:
     assert norms(graphs.forward) == ["rms_norm"]
 
 
-def test_a_written_summand_stays_where_it_is() -> None:
+def test_addition_stays_before_write_to_summand() -> None:
     def fn(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
         h = x + r
         x.zero_()
@@ -750,8 +750,8 @@ def test_a_written_summand_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_additions_do_not_pass_a_write(writes: bool) -> None:
-    """Graphs of ATen's are functional, but for writes to inputs that other passes have put there."""
+def test_additions_do_not_move_past_writes(writes: bool) -> None:
+    """ATen graphs are functional, except for writes to inputs that other passes have inserted."""
     graph, value = torch.fx.Graph(), torch.empty(4, 32, device="meta")
     x, residual, weight = (graph.placeholder(name) for name in ("x", "residual", "weight"))
     total = graph.call_function(torch.ops.aten.add.Tensor, (x, residual))
@@ -778,7 +778,7 @@ GRADIENTS: dict[str, tuple[Norm, int]] = {
 
 
 @pytest.mark.parametrize("case", GRADIENTS)
-def test_additions_of_gradients(case: str) -> None:
+def test_additions_of_gradients_are_fused(case: str) -> None:
     fn, additions = GRADIENTS[case]
     inputs = problem(torch.float32, 32, 32)
     compiled, graphs = compiled_with_passes(fn)
@@ -806,7 +806,7 @@ def test_inductor(arguments: dict[str, Any]) -> None:
         assert operators_run(lambda: compiled(x)) == ["normops::rms_norm", *["normops::add_rms_norm"] * 3]
 
 
-def test_the_backend_takes_a_mode_and_options() -> None:
+def test_backend_accepts_mode_and_options() -> None:
     torch._dynamo.reset()
     model, x = stack(), problem(torch.float32)[0]
     for arguments in ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": False}}):
@@ -818,15 +818,15 @@ def test_the_backend_takes_a_mode_and_options() -> None:
         torch.compile(stack(), backend="normops", mode="fast")(x)
 
 
-def test_options_are_equal_to_themselves() -> None:
-    """torch.compile compiles once for those that are."""
+def test_options_compare_equal() -> None:
+    """torch.compile compiles once for equal options."""
     assert normops.inductor_options() == normops.inductor_options()
     assert len(set(normops.inductor_options().values())) == 2
     assert len({each.uuid() for each in normops.inductor_options().values()}) == 2
 
 
-def test_the_cache_key_covers_every_source_of_the_package() -> None:
-    """Among them the modules that the passes import, like normops/_operators.py."""
+def test_cache_key_covers_every_source_of_the_package() -> None:
+    """The sources include modules that the passes import, like normops/_operators.py."""
     loaded = [module.__file__ for name, module in sys.modules.items() if name.startswith("normops")]
     sources = {str(path) for path in loaded if str(path).endswith(".py")}
     assert normops._operators.__file__ in sources
@@ -834,7 +834,7 @@ def test_the_cache_key_covers_every_source_of_the_package() -> None:
 
 
 class Noting(CustomGraphPass):
-    """Somebody else's pass."""
+    """A user's pass, which records the operators that it sees."""
 
     def __init__(self, name: str = "noting") -> None:
         self.name = name
@@ -851,8 +851,8 @@ PASSES = ("pre_grad_custom_pass", "post_grad_custom_pre_pass")
 
 
 @pytest.mark.parametrize("place", ["options of the backend", "config", "options", "config, for the backend"])
-def test_the_passes_of_others_run_too(place: str) -> None:
-    """First: before autograd they see torch's norm, and after it an addition and normops' norm."""
+def test_user_passes_run_first(place: str) -> None:
+    """Before autograd, user passes see torch's norm, and after it an addition and normops' norm."""
     others = {name: Noting() for name in PASSES}
     torch._dynamo.reset()
     with inductor_config.patch(others if "config" in place else {}), fresh_cache():
@@ -872,7 +872,7 @@ def test_the_passes_of_others_run_too(place: str) -> None:
     assert after == ["aten.add.Tensor", "normops.rms_norm.default"]
 
 
-def test_options_with_the_passes_of_others() -> None:
+def test_options_combine_with_user_passes() -> None:
     ours, theirs = normops.inductor_options(), normops.inductor_options({"post_grad_custom_pre_pass": Noting()})
     assert ours["pre_grad_custom_pass"] == theirs["pre_grad_custom_pass"]
     assert ours["post_grad_custom_pre_pass"] != theirs["post_grad_custom_pre_pass"]
@@ -881,8 +881,8 @@ def test_options_with_the_passes_of_others() -> None:
         for other in (None, Noting(), Noting(), Noting("another"), print)
     }
     assert len(uuids) == 4
-    assert None in uuids  # a function has none, and is not cached
-    assert normops.inductor_options(theirs) == theirs  # ours stand there only once
+    assert None in uuids  # a plain function has no uuid and is not cached
+    assert normops.inductor_options(theirs) == theirs  # our passes are added only once
     assert normops.inductor_options({"max_autotune": True})["max_autotune"]
 
 
@@ -892,15 +892,15 @@ step = torch.compile(lambda x, residual: [norm(x + norm(residual))], fullgraph=T
 """
 
 
-@pytest.mark.release  # compiles in three processes from nothing; their key, test_options_with_the_passes_of_others has
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+@pytest.mark.release  # three cold compilations; test_options_combine_with_user_passes tests the cache key
+def test_second_process_compiles_nothing(tmp_path: Path) -> None:
     without, first, second = (
         train(tmp_path, TRAINING.format(options))
         for options in ("None", "normops.inductor_options()", "normops.inductor_options()")
     )
     assert without[2] == []
     assert first[0]["autograd_cache_miss"] == 1
-    assert (second[0]["autograd_cache_hit"], second[1]["fxgraph_cache_hit"]) == (1, 2)  # the graphs each way
+    assert (second[0]["autograd_cache_hit"], second[1]["fxgraph_cache_hit"]) == (1, 2)  # forward and backward graph
     assert "autograd_cache_miss" not in second[0]
-    expected = [*["normops::rms_norm"] * 2, *["normops::rms_norm_backward"] * 2]  # the first with the addition
+    expected = [*["normops::rms_norm"] * 2, *["normops::rms_norm_backward"] * 2]  # the first includes the addition
     assert first[2] == second[2] == expected

@@ -1,4 +1,4 @@
-"""In place, an operator's results replace its inputs."""
+"""Tests in-place operators, whose results replace their inputs."""
 
 from itertools import product
 
@@ -36,7 +36,7 @@ LAYOUTS = (
 )
 @pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
-def test_the_results_replace_the_inputs(
+def test_results_replace_inputs(
     variant: Variant, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str
 ) -> None:
     operator = variant.operator
@@ -61,7 +61,7 @@ def message(operator: Operator, device: str, **changes: Tensor) -> str:
 
 
 @over_operators
-def test_what_cannot_be_replaced_is_refused(operator: Operator, device: str) -> None:
+def test_invalid_targets_raise(operator: Operator, device: str) -> None:
     x = cases.values((3, 4), torch.float32).to(device)
     name = f"{operator}_"
     for replaced, target in zip(operator.replaced, operator.targets, strict=True):
@@ -85,8 +85,8 @@ def test_what_cannot_be_replaced_is_refused(operator: Operator, device: str) -> 
 
 @pytest.mark.parametrize("cols", [64, 100, 40000])
 @over_operators
-def test_the_weight_may_be_the_input_of_a_single_row(operator: Operator, cols: int, device: str) -> None:
-    """Or any other input that is not written before the weight is read."""
+def test_weight_may_alias_input_of_a_single_row(operator: Operator, cols: int, device: str) -> None:
+    """It may also alias any other input that is not written before the weight is read."""
     case = Variant(operator, {}).at(Case((cols,), torch.float32, weight_dtype=torch.float32))
     for replaced, target in zip(operator.replaced, operator.targets, strict=True):
         arguments = case.arguments(device)

@@ -1,4 +1,4 @@
-"""What a build says before it starts: which compilers, torch and GPUs it found; what is missing, in one sentence."""
+"""Tests the messages of a build before it starts: the compilers, torch and GPUs found, and what is missing."""
 
 import ctypes
 import os
@@ -38,7 +38,7 @@ def script(file: Path, text: str) -> Path:
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all of PATH, where none of the build's variables is set."""
+    """Returns a folder that is the whole PATH, and unsets all variables of the build."""
     named = ("FORCE_CUDA", "USE_CUDA", "TORCH_CUDA_ARCH_LIST", "NORMOPS_TORCH_FOLDERS", "MAX_JOBS", "CUDA_HOME", "CXX")
     for name in named:
         monkeypatch.delenv(name, raising=False)
@@ -54,7 +54,7 @@ def stopped(call: object) -> str:
 
 
 class Machine(NamedTuple):
-    """What a build finds on one: what nvcc and nvidia-smi do, if they are there, and torches."""
+    """Scripts of nvcc and nvidia-smi, or None if they are missing, and the torches that a build finds."""
 
     nvcc: str | None = FAKE_NVCC.format(compile="true", version="12.4")
     smi: str | None = "echo 8.6"
@@ -106,7 +106,7 @@ def for_torch(named: str, archs: str, left_out: str = "") -> tuple[dict[str, str
     return {"TORCH_CUDA_ARCH_LIST": named}, HERE, archs, f"TORCH_CUDA_ARCH_LIST={named}{left_out}"
 
 
-# Variables that are set; the architectures that are compiled for, if any, and what is said of them, or of their lack.
+# Environment variables, the machine, the compiled architectures or None, and the message.
 FOUND: list[tuple[dict[str, str], Machine, str | None, str]] = [
     ({}, NO_NVCC, None, "no: there is no nvcc on PATH or in CUDA_HOME/bin"),
     (
@@ -123,7 +123,7 @@ FOUND: list[tuple[dict[str, str], Machine, str | None, str]] = [
     *((variables, ROCM, None, f"no: {OF_ROCM}") for variables in ({}, {"FORCE_CUDA": "1"})),
     ({}, Machine(smi="true"), "80", f"no GPU here; {LATER}"),
     ({}, Machine(smi="printf '9.0\\n8.0\\n9.0\\n7.5\\n'"), "80 90", OF_GPUS),
-    ({}, Machine(smi="echo 12.0"), "90", OF_GPUS),  # newer than this nvcc knows: it compiles for itself
+    ({}, Machine(smi="echo 12.0"), "90", OF_GPUS),  # newer than this nvcc supports: its driver compiles the PTX
     ({}, Machine(smi=None), "80", f"there is no nvidia-smi on PATH to tell the GPUs here; {LATER}"),
     (
         {},
@@ -182,7 +182,7 @@ FOUND: list[tuple[dict[str, str], Machine, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("variables", "machine", "archs", "said"), FOUND)
-def test_cuda(
+def test_cuda_is_found_or_reported(
     tools: Path,
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],
@@ -208,7 +208,7 @@ def test_cuda(
     assert actual == said.format(nvcc=nvcc)
 
 
-def test_compilers_at_a_time(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_jobs_limits_parallel_compilers(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.jobs() == len(os.sched_getaffinity(0))
     monkeypatch.setenv("MAX_JOBS", "3")
     assert run.jobs() == 3
@@ -225,7 +225,7 @@ def test_compilers_at_a_time(tools: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["120"], {"sm_120": "90", "compute_90": "90"}),
     ],
 )
-def test_from_sm_90_on_one_ptx_serves_all(archs: list[str], made: dict[str, str]) -> None:
+def test_one_ptx_from_sm_90_on(archs: list[str], made: dict[str, str]) -> None:
     flags = Cuda("nvcc", "13.0", archs, []).arch_flags
     assert flags == [f"-gencode=arch=compute_{ptx},code={code}" for code, ptx in made.items()]
 
@@ -234,7 +234,7 @@ WANTED = "expected a C++20 compiler (GCC 11 or clang 17 or later)"
 HOW = "install one (Debian, Ubuntu: apt install g++) or name one in the environment variable CXX"
 
 
-def test_no_compiler(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_stops_build(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stopped(find_compiler) == f"{WANTED} on PATH, but found none of g++, c++ and clang++: {HOW}"
     monkeypatch.setenv("CXX", "/nowhere/g++")
     assert stopped(find_compiler).startswith(f"{WANTED} as CXX, but got /nowhere/g++, which does not run (")
@@ -247,12 +247,12 @@ def test_no_compiler(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("#define __GNUC__ 4\n#define __clang__ 1\n#define __clang_major__ 14", "clang 14.0.0"),
     ],
 )
-def test_a_compiler_that_is_too_old(tools: Path, macros: str, said: str) -> None:
+def test_old_compiler_stops_build(tools: Path, macros: str, said: str) -> None:
     compiler = script(tools / "g++", f"#!/bin/sh\necho '{macros}'\n")
     assert stopped(find_compiler) == f"{WANTED}, but got {said} ({compiler}): {HOW}"
 
 
-def test_a_compiler_without_its_headers(tools: Path) -> None:
+def test_compiler_without_headers_stops_build(tools: Path) -> None:
     error = "probe.cpp:1:10: fatal error: concepts: No such file or directory"
     text = f"#!/bin/sh\ncase $1 in -dM) echo '#define __GNUC__ 12' ;; *) echo '{error}' >&2; exit 1 ;; esac\n"
     compiler = script(tools / "c++", text)
@@ -262,13 +262,13 @@ def test_a_compiler_without_its_headers(tools: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
-def test_the_compiler_of_this_machine_is_found() -> None:
+def test_compiler_of_this_machine_is_found() -> None:
     assert find_compiler().name in ("GCC", "clang")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
-def test_a_compiler_that_links_a_static_libstdcxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is built shares the one that torch has loaded: with its own it would write no number into a message."""
+def test_static_libstdcxx_is_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build shares torch's libstdc++; with a static one, streams would not format numbers in messages."""
     monkeypatch.setenv("CXX", "g++ -static-libstdc++")
     compiler = find_compiler()
     source, library = tmp_path / "digits.cpp", tmp_path / "digits.so"
@@ -289,7 +289,7 @@ def torch_folder(folder: Path, version: str, cuda: str = "None", hip: str = "Non
     return folder
 
 
-def test_no_torch(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_stops_build(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_headers, "find_spec", lambda name: None)
     assert stopped(find_torches) == (
         "normops is built against the torch that is installed: install torch first (pip install torch), then run pip "
@@ -297,7 +297,7 @@ def test_no_torch(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_torches_by_their_folders(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torches_are_found_by_their_folders(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [
         torch_folder(tmp_path / "a", "2.11.0+cpu"),
         torch_folder(tmp_path / "b", "2.15.0+cu132", "'13.2'"),
@@ -316,13 +316,13 @@ def test_torches_by_their_folders(tools: Path, tmp_path: Path, monkeypatch: pyte
     assert stopped(find_torches) == missing
 
 
-def test_the_installed_torch_is_found_without_importing_it(tools: Path) -> None:
+def test_installed_torch_is_found_without_importing_it(tools: Path) -> None:
     (found,) = find_torches()
     assert found.version == torch.__version__
     assert found.cuda == torch.version.cuda
 
 
-def test_setuptools_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_setuptools_stops_build(monkeypatch: pytest.MonkeyPatch) -> None:
     import setuptools
 
     monkeypatch.setattr(setuptools, "__version__", "65.5.0")
@@ -330,7 +330,7 @@ def test_setuptools_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stopped(lambda: runpy.run_path(str(ROOT / "setup.py"))) == expected
 
 
-def test_no_ninja(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ninja_stops_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     expected = "expected the package ninja to build normops, but it is not installed: pip install ninja"
     assert stopped(lambda: runpy.run_path(str(ROOT / "setup.py"))) == expected

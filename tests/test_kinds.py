@@ -1,7 +1,7 @@
-"""normops.patch on norms into whose forward one thing more was put: of each kind, at each place, from fixed seeds.
+"""Tests normops.patch on norms whose forward has one additional part: of each kind, at each place, from fixed seeds.
 
-Whether it is patched or left, it must be what it was: as it is, and after each thing that it names was changed.
-``NORMOPS_FUZZ=20 pytest tests/test_kinds.py`` goes through twenty times as many.
+A norm, patched or skipped, must give the same results as before, also after each object that it names has changed.
+``NORMOPS_FUZZ=20 pytest tests/test_kinds.py`` runs twenty times as many.
 """
 
 import builtins
@@ -28,7 +28,7 @@ import normops
 
 TIMES = int(os.environ.get("NORMOPS_FUZZ", "1"))
 
-# The places of a norm's forward: what stands for its eps, factor, weight, condition, tensor.
+# Template of a norm's forward, and the default sources of its placeholders.
 FORWARD = """
 def forward({this}, {x}):
     h = {x}.float()
@@ -42,15 +42,15 @@ PLACES = {"eps": "{this}.eps", "offset": "0.0", "condition": "False", "tensor": 
 
 
 class Kind(NamedTuple):
-    """Something that a forward may have, and how it may change afterwards."""
+    """A part that a forward may have, and how it may change afterwards."""
 
     place: str
     source: str
     change: str | None = None
-    """Statements in the names of the module; ``m`` is the norm, ``cls`` its own class."""
+    """Statements that run in the module's namespace; ``m`` is the norm, ``cls`` its class."""
 
 
-# Numbers made of sizes, and what may be decided by them: each is the same for few rows, and another one for many.
+# Sizes, decisions by sizes and numbers computed from sizes: each differs between few and many rows.
 SIZES = ("{x}.shape[0]", "{x}.size(0)", "len({x})", "({x}.numel() // 32)", "{x}.flatten(0, -2).shape[0]", "h.shape[-2]")
 DECISIONS = (
     "{n} > 50", "50.0 < {n}", "not {n} < 51", "{n} // 51", "{n} / 1 >= 51", "1.0 / {n} < 0.02", "int({n} > 50)",
@@ -66,7 +66,7 @@ DECISIONS = (
 )  # fmt: skip
 MADE = ("1e-6 * (1 + {n} // 51 * 10**6)", "1e-6 + 1e-3 * {n}", "1e-6 * {n} / {n} + {n} // 51", "float({n}) * 1e-6")
 
-# Names: what is read of a name, through how many steps, and who may have it.
+# Names that a forward reads: of modules, classes, norms or closures, through one or several steps.
 NAMES = (
     Kind("offset", "NUMBER", "NUMBER = 1.0"),
     Kind("offset", "NUMBER", "del NUMBER"),
@@ -140,13 +140,13 @@ NAMES = (
     Kind("statement", "pass", "torch.rsqrt = lambda a: torch.reciprocal(a)"),
 )
 
-# Of these, what is refused: it could be another one at the next call without being replaced.
+# Parts of refused names, whose values may differ in the next call without an assignment.
 REFUSED = (
     "['", "items[", ".get(", "getattr", "SCALAR", "TENSOR", "buffer", "OBJECT", "of_class", "keyword", "computed",
     " is ",
 )  # fmt: skip
 
-# What the world is, or a tensor; without a change: it is there from the beginning, in one call or the other.
+# Global state or properties of a tensor. Kinds without a change differ between calls from the beginning.
 WORLD = (
     Kind("condition", "torch.is_grad_enabled()"),
     Kind("condition", "{x}.requires_grad"),
@@ -210,7 +210,7 @@ ARGUMENTS = (
 
 
 def names_of_a_module() -> dict[str, Any]:
-    """What a module of Python knows; each its own, so that of two norms each changes by itself."""
+    """Returns the names of a Python module; copies keep the changes of two norms independent."""
 
     def copied(module: types.ModuleType) -> types.ModuleType:
         copy = types.ModuleType(module.__name__)
@@ -286,7 +286,7 @@ _numbers = itertools.count()
 
 
 def made(parts: dict[str, str], x: str = "x", this: str = "self") -> tuple[Any, dict[str, Any]]:
-    """A norm with these parts at the places of its forward, and the names that its code knows."""
+    """Returns a norm with these parts in its forward, and the namespace of its code."""
     filled = {
         place: part.replace("{x}", x).replace("{this}", this).replace("{this_class}", "Norm")
         for place, part in {**PLACES, **parts}.items()
@@ -371,7 +371,7 @@ def some(draw: random.Random, *choices: Sequence[str], count: int) -> list[tuple
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_made_of_sizes(seed: int) -> None:
+def test_decisions_by_sizes_are_refused(seed: int) -> None:
     draw = random.Random(seed)
     for decision, size in some(draw, DECISIONS, SIZES, count=16):
         assert not tried("condition", decision.replace("{n}", size)), decision
@@ -381,17 +381,17 @@ def test_what_is_made_of_sizes(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("place", "source", "change"), NAMES)
-def test_what_is_read_by_name(place: str, source: str, change: str) -> None:
+def test_names_that_are_read_are_guarded_or_refused(place: str, source: str, change: str) -> None:
     assert tried(place, source, change) is not any(each in source for each in REFUSED)
 
 
 @pytest.mark.parametrize(("place", "source", "change"), WORLD)
-def test_what_the_world_is(place: str, source: str, change: str | None) -> None:
+def test_global_state_and_tensor_state_keep_results(place: str, source: str, change: str | None) -> None:
     tried(place, source, change)
 
 
-def test_a_source_that_is_that_of_the_code_no_more() -> None:
-    """As that of a file which was edited after it was loaded."""
+def test_source_that_differs_from_code_is_refused() -> None:
+    """A file may have been edited after it was loaded."""
     norm, _ = made({"offset": "1.0"})
     file = type(norm).forward.__code__.co_filename
     source = "".join(linecache.getlines(file)).replace("weight + 1.0", "weight + 0.0")
@@ -401,14 +401,14 @@ def test_a_source_that_is_that_of_the_code_no_more() -> None:
 
 
 @pytest.mark.parametrize("this", ARGUMENTS)
-def test_names_of_arguments(this: str) -> None:
+def test_argument_names_do_not_matter(this: str) -> None:
     for x in ARGUMENTS if TIMES > 1 else ("x", "self", "_weight", "rms_norm"):
         if x != this:
             assert tried("statement", "pass", x=x, this=this), (this, x)
 
 
 @pytest.mark.parametrize("x", ["cls", "own", "_weight", "_shape", "_dtype"])
-def test_names_of_arguments_in_compiled_code(x: str) -> None:
+def test_argument_names_do_not_matter_when_compiled(x: str) -> None:
     """Dynamo knows variables by their names."""
     source = f"def forward(self, {x}): return LlamaNorm.forward(self, {x})"
     linecache.cache[f"<{x}>"] = len(source), None, [source], f"<{x}>"
@@ -435,7 +435,7 @@ class Counted(Tensor):
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-def test_tensors_of_other_classes() -> None:
+def test_tensor_subclasses_keep_their_methods() -> None:
     patched, plain = LlamaNorm(SIZE), LlamaNorm(SIZE)
     normops.patch(patched)
     x = torch.randn(3, SIZE)
@@ -446,6 +446,6 @@ def test_tensors_of_other_classes() -> None:
         norm(x.as_subclass(Counted))
         calls.append(Counted.calls)
     assert calls[0] >= calls[1] > 0
-    for norm in (patched, plain):  # what the one says the other says
+    for norm in (patched, plain):  # both raise the same error
         with pytest.raises(ValueError, match="masks must match"):
             norm(torch.masked.masked_tensor(x, x > 0))

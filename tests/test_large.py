@@ -13,13 +13,13 @@ COLS = 2**20
 ROWS = 2**11 + 1  # 2^31 + 2^20 elements, of which one row is stored
 
 
-# The others share the rows of these, and write 4 GB or more.
+# Other operators share the row access of these two, and write 4 GB or more.
 @pytest.mark.parametrize(
     "operator",
     divided([each for each in OPERATORS if not each.sums], (), (RMS_NORM, RMS_NORM_BACKWARD)),
     ids=str,
 )
-def test_every_row_is_what_it_is_alone(operator: Operator, device: str) -> None:
+def test_rows_beyond_32_bit_offsets_are_correct(operator: Operator, device: str) -> None:
     case = Variant(operator, {}).at(Case((1, COLS), torch.bfloat16))
     row = case.arguments()
     rows = {

@@ -1,4 +1,4 @@
-"""A Python that is later than those that normops was tried on: what it may have besides is refused, or said."""
+"""Python versions later than the tested ones: unknown syntax is skipped, and the report names the tested versions."""
 
 import ast
 import copy
@@ -27,7 +27,7 @@ def source() -> ast.FunctionDef:
     return defined
 
 
-# But for those that say of names what their statement says, and what is not run.
+# Contexts of names only repeat their statement, and the forward's raise does not run.
 KINDS = {type(node) for each in source().body for node in ast.walk(each)} - {ast.Load, ast.Store, ast.Del, ast.Raise}
 
 
@@ -41,12 +41,12 @@ def reason_to_skip() -> str:
     return reason
 
 
-def test_what_is_known_is_patched() -> None:
+def test_norm_with_every_known_node_is_patched() -> None:
     assert normops.patch(nn.Sequential(EveryKind())).patched == {"0": "EveryKind: no weight, eps: eps"}
 
 
 @over(KINDS)
-def test_a_kind_of_node_that_is_not_known(kind: type[ast.AST], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_node_kind_is_skipped(kind: type[ast.AST], monkeypatch: pytest.MonkeyPatch) -> None:
     later: Any = type("Later", kind.__bases__, {"_fields": kind._fields})
 
     class Put(ast.NodeTransformer):
@@ -59,19 +59,19 @@ def test_a_kind_of_node_that_is_not_known(kind: type[ast.AST], monkeypatch: pyte
 
 
 @over(kind for kind in KINDS if kind._fields)
-def test_a_field_that_is_not_known(kind: type[ast.AST], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_node_field_is_skipped(kind: type[ast.AST], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "__match_args__", (*kind._fields, "later"))
     fields = ", ".join(kind.__match_args__)
     assert reason_to_skip() == f"EveryKind: has a {kind.__name__} with {fields}, not all of which is known"
 
 
 @pytest.mark.parametrize(("version", "shown"), [("3.14.8", ""), ("3.15.0a2", " (tried: 3.10 to 3.14)")])
-def test_the_report_says_what_was_tried(version: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_names_tested_pythons(version: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "python_version", lambda: version)
     assert report.python() == version + shown
 
 
-def test_all_say_which_pythons() -> None:
+def test_documents_and_metadata_agree_on_pythons() -> None:
     first, last = report.PYTHONS[0], report.PYTHONS[-1]
     project = (ROOT / "pyproject.toml").read_text()
     assert re.findall(r'"Programming Language :: Python :: (.*)"', project) == list(report.PYTHONS)

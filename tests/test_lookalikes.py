@@ -1,8 +1,8 @@
-"""normops.patch on what looks like an RMSNorm: left as it is, with the reason, or patched and still what it was.
+"""normops.patch skips modules that look like RMSNorms, with a reason, or patches them without a change of behaviour.
 
-Whatever is patched is compared with the same module unpatched: in training and evaluation, from 1 to 6 dimensions, with
-one row and many, in several layouts and dtypes: values, gradients, strides, what a call leaves behind; then again after
-each thing that could change has changed.
+A patched module is compared with the same module unpatched: in training and evaluation, with 1 to 6 dimensions, one row
+and many, several layouts and dtypes. Values, gradients, strides and side effects must match, also after changes of
+attributes, parameters and globals.
 """
 
 import copy
@@ -27,7 +27,7 @@ LEFT = [name for name in LOOKALIKES if name not in NORMS]
 
 
 class Outcome(NamedTuple):
-    """Of one call."""
+    """The outcome of one call."""
 
     failure: type[Exception] | None
     result: Any
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 def layouts(width: int) -> Iterator[Tensor]:
-    """Of many shapes; each time the same numbers."""
+    """Yields inputs of many shapes and layouts, with the same numbers in every call."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -70,11 +70,11 @@ def layouts(width: int) -> Iterator[Tensor]:
 
 
 def call(module: nn.Module, tensors: tuple[Tensor, ...], kept: dict[str, Any]) -> Outcome:
-    """From the same state of the world each time, with gradients."""
+    """Restores the state in ``kept``, then calls the module and computes gradients."""
     lookalikes.restore(kept)
     parameters = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
     leaves = tuple(tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() for tensor in tensors)
-    # A layout with gaps or overlaps stays what it was.
+    # Layouts with gaps or overlaps are preserved.
     given = tuple(_like(leaf, tensor) for leaf, tensor in zip(leaves, tensors, strict=True))
     grads: tuple[Tensor | None, ...] = ()
     result: Any = None
@@ -104,7 +104,7 @@ def _like(leaf: Tensor, tensor: Tensor) -> Tensor:
 
 
 def plain(module: nn.Module) -> dict[str, str]:
-    """What it holds besides tensors, as text."""
+    """Returns a module's attributes, except for tensors, as text."""
     return {
         name: repr(value)
         for name, value in vars(module).items()
@@ -115,8 +115,8 @@ def plain(module: nn.Module) -> dict[str, str]:
 def assert_alike(
     actual: Any, expected: Any, where: str, dtype: torch.dtype = torch.float32, least: float = 0.0
 ) -> None:
-    """Rounded some times to the dtype of the input or of the result, or to float32: by the module itself, after each
-    operation, and where terms cancel, relative to the largest, or to what is given as the least of that.
+    """Allows several roundings to the coarsest of the input's dtype, the result's dtype and float32. If terms cancel,
+    the error is relative to the largest element, or to ``least`` if that is larger.
     """
     assert type(actual) is type(expected), where
     if isinstance(expected, (tuple, list)):
@@ -163,14 +163,14 @@ def assert_called_alike(patched: nn.Module, original: nn.Module, tensors: tuple[
     assert [grad is None for grad in actual.grads] == [grad is None for grad in expected.grads], f"{where}: gradients"
     for grad, other in zip(actual.grads, expected.grads, strict=True):
         if other is not None:
-            # Those of a gate that is all but open come from 1 - sigmoid.
+            # Gradients of a nearly open gate come from 1 - sigmoid, which cancels.
             least = (
                 float(expected.result.detach().abs().nan_to_num().max())
                 if len(tensors) > 1 and expected.result.numel()
                 else 0.0
             )
             assert_alike(grad, other, f"{where}: gradients", dtype, least)
-    assert actual.state == expected.state, f"{where}: what it leaves behind"
+    assert actual.state == expected.state, f"{where}: side effects"
 
 
 def inputs_of(
@@ -193,7 +193,7 @@ def inputs_of(
 
 
 def assert_is_what_it_was(patched: nn.Module, original: nn.Module, *, where: str = "", some: bool = False) -> None:
-    # Modules that ask whether they are in training differ there, in some dtype perhaps.
+    # Modules may depend on training mode, perhaps in one dtype only.
     for training in (False, True):
         for module in (patched, original):
             module.train(training)
@@ -209,13 +209,13 @@ def assert_is_what_it_was(patched: nn.Module, original: nn.Module, *, where: str
 
 
 def described(lookalike: Lookalike) -> tuple[nn.Module, nn.Module, normops.PatchReport]:
-    """One patched beside a plain norm, and another; patching has changed nothing but what it says."""
+    """Patches a module next to a plain norm; asserts no other changes; returns it, an unpatched copy, the report."""
     original, module = lookalike.make(), lookalike.make()
     model = nn.ModuleDict({"looks_alike": module, "plain": LlamaNorm(SIZE)})
     cls = type(module)
     before, world = snapshot(module, cls), lookalikes.state()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of coroutines
+        warnings.simplefilter("ignore")  # about coroutines
         report = normops.patch(model)
     assert lookalikes.state() == world, "patch changed the world"
     assert snapshot(module, cls) == before, "patch changed the module"
@@ -226,7 +226,7 @@ def described(lookalike: Lookalike) -> tuple[nn.Module, nn.Module, normops.Patch
 
 
 def snapshot(module: nn.Module, cls: type) -> dict[str, Any]:
-    """What a module and its own class hold; tensors by their elements."""
+    """Returns the contents of a module and its class; tensors as their elements."""
 
     def told(value: Any) -> Any:
         if isinstance(value, nn.UninitializedParameter):
@@ -253,7 +253,7 @@ def snapshot(module: nn.Module, cls: type) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", divided(LOOKALIKES, [*LEFT, *NORMS[::14]]))
-def test_is_what_it_was(name: str) -> None:
+def test_patched_equals_original_or_is_skipped_with_reason(name: str) -> None:
     patched, original, report = described(LOOKALIKES[name])
     reason = LOOKALIKES[name].reason
     if "looks_alike" in report.patched:
@@ -266,7 +266,7 @@ def test_is_what_it_was(name: str) -> None:
 
 
 def others_of(value: Any) -> list[Any]:
-    """What a plain attribute may become."""
+    """Returns other values that a plain attribute may take."""
     if isinstance(value, bool):
         return [not value, None, int(value)]
     if isinstance(value, float):
@@ -281,7 +281,7 @@ def others_of(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_after_other_attributes(name: str) -> None:
+def test_patched_equals_original_after_attribute_changes(name: str) -> None:
     patched, original, report = described(LOOKALIKES[name])
     assert "looks_alike" in report.patched, report.skipped
     for attribute, value in list(vars(original).items()):
@@ -306,7 +306,7 @@ def assert_gradient_of_attribute(patched: Any, original: Any, attribute: str, te
         module.__dict__[attribute] = value
         try:
             result = module(*tensors)
-        except (RuntimeError, IndexError):  # of shapes that do not fit
+        except (RuntimeError, IndexError):  # shapes do not match
             return
         grads.append(torch.autograd.grad(result.sum(), value, allow_unused=True)[0] if result.requires_grad else None)
     assert (grads[0] is None) == (grads[1] is None), f"{attribute}: gradient"
@@ -315,8 +315,8 @@ def assert_gradient_of_attribute(patched: Any, original: Any, attribute: str, te
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_after_the_world_has_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Globals, and attributes of classes, that its code names; and what is known to matter to it."""
+def test_patched_equals_original_after_global_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes globals and class attributes that the code names, and applies the change of the lookalike."""
     patched, original, report = described(LOOKALIKES[name])
     assert "looks_alike" in report.patched, report.skipped
     names = named_by(type(original).forward)
@@ -342,8 +342,8 @@ def named_by(function: Callable[..., Any]) -> set[str]:
     return {*code.co_names, *(name for each in code.co_consts if inspect.iscode(each) for name in each.co_names)}
 
 
-def test_a_neutral_value_is_told_from_what_changes() -> None:
-    """The samples of this file: a change that is not seen must not go unnoticed here either."""
+def test_comparison_detects_a_changed_factor() -> None:
+    """This file's inputs must detect a change that patching overlooks."""
 
     class Forgetful(LlamaNorm):
         factor = 0.0
@@ -400,8 +400,8 @@ WEIGHTED = (
 
 @pytest.mark.parametrize("parameter", PARAMETERS)
 @pytest.mark.parametrize("name", divided(WEIGHTED, ("offset", "bias_that_may_miss"), ("gate_that_may_miss",)))
-def test_after_another_parameter(name: str, parameter: str) -> None:
-    """The bias, if there is one."""
+def test_patched_equals_original_after_parameter_changes(name: str, parameter: str) -> None:
+    """Changes the bias if there is one, otherwise the weight."""
     patched, original, report = described(LOOKALIKES[name])
     assert "looks_alike" in report.patched, report.skipped
     for module in (patched, original):
@@ -409,7 +409,7 @@ def test_after_another_parameter(name: str, parameter: str) -> None:
     assert_is_what_it_was(patched, original, where=parameter, some=True)
 
 
-def test_a_bias_that_is_the_weight_is_not_missing() -> None:
+def test_bias_tied_to_weight_is_not_missing() -> None:
     tied, missing = modules = [LOOKALIKES["bias_that_may_miss"].make() for _ in range(2)]
     tied.register_parameter("bias", tied.get_parameter("weight"))
     missing.register_parameter("bias", None)
@@ -417,8 +417,8 @@ def test_a_bias_that_is_the_weight_is_not_missing() -> None:
     assert ["weight, bias" in norm for norm in report.patched.values()] == [True, False]
 
 
-def test_modules_that_differ_in_a_function_alone() -> None:
-    """What was found about one is no answer about another."""
+def test_modules_with_different_activations_are_recognized_separately() -> None:
+    """The recognition of one module must not be reused for another."""
     makes = LOOKALIKES["activation_as_attribute"].make
     modules: list[Any] = [makes() for _ in range(4)]
     for module, activation in zip(modules, (torch.relu, nn.functional.silu, torch.sigmoid, torch.tanh), strict=True):
@@ -431,7 +431,7 @@ def test_modules_that_differ_in_a_function_alone() -> None:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_modules_that_differ_in_an_attribute_alone(first: bool) -> None:
+def test_modules_with_different_attributes_are_recognized_separately(first: bool) -> None:
     modules: list[Any] = [LOOKALIKES["switch"].make() for _ in range(2)]
     modules[0].is_scaled, modules[1].is_scaled = first, not first
     report = normops.patch(nn.ModuleList(modules))

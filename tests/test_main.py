@@ -7,7 +7,7 @@ from torch import Tensor
 from normops import __main__ as report
 
 
-def test_the_report_of_this_installation() -> None:
+def test_report_of_this_installation_succeeds() -> None:
     result = python("-m", "normops")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
@@ -18,7 +18,7 @@ def test_the_report_of_this_installation() -> None:
     ]
 
 
-def test_a_wrong_result_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_result_sets_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     check = report.CHECKS[0]
     wrong = check._replace(define=lambda x, w: [check.define(x, w)[0] * 1.01])
     monkeypatch.setattr(report, "CHECKS", (wrong, report.CHECKS[1]))
@@ -29,7 +29,7 @@ def test_a_wrong_result_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys:
     assert output.splitlines()[-1] == f"  2 of {4 * len(report.devices())} WRONG: please report all of the above"
 
 
-def test_an_operator_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_operator_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*tensors: object) -> list[Tensor]:
         raise RuntimeError("no kernel image")
 
@@ -38,7 +38,7 @@ def test_an_operator_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys
     assert "failed: RuntimeError: no kernel image" in capsys.readouterr().out
 
 
-def test_arguments() -> None:
+def test_unknown_arguments_are_rejected() -> None:
     result = python("-m", "normops", "run", "program.py")
     assert result.returncode == 2
     assert "unrecognized arguments: run program.py" in result.stderr

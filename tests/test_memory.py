@@ -1,4 +1,4 @@
-"""What is kept from the forward to the backward, what either allocates, what activation checkpointing recomputes."""
+"""Tests which tensors the forward saves, what both passes allocate, and what activation checkpointing recomputes."""
 
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -53,12 +53,12 @@ def add_norm(t: Problem) -> tuple[Tensor, ...]:
 
 
 def both_norms(t: Problem) -> tuple[Tensor, ...]:
-    """The last that the backward needs is an output of the last operator."""
+    """The last operator saves one of its outputs."""
     return add_norm(t._replace(input=norm(t)[0] * 2))
 
 
 def norm_of_sum(t: Problem) -> tuple[Tensor, ...]:
-    """The last that the backward needs are the arguments of the last operator."""
+    """The last operator saves only its arguments."""
     return norm(t._replace(input=add_norm(t)[0] * 2))
 
 
@@ -78,10 +78,8 @@ over_operators = pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
 @over_dtypes
 @over_operators
 @pytest.mark.covering(core=1)
-def test_saves_the_normalized_tensor_and_the_weight(
-    operator: Operator, dtypes: tuple[torch.dtype, ...], device: str
-) -> None:
-    """And what else its gradients depend on; of a sum that is returned the sum alone."""
+def test_saves_normalized_tensor_and_weight(operator: Operator, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    """Other tensors that gradients depend on are saved, too; an operator that returns a sum saves only the sum."""
     t = leaves(dtypes, device)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
@@ -93,7 +91,7 @@ def test_saves_the_normalized_tensor_and_the_weight(
 
 
 def allocations(call: Callable[[], tuple[Tensor, ...]]) -> tuple[list[int], tuple[Tensor, ...]]:
-    """The bytes of each tensor that a call makes, sorted, and what it returns."""
+    """Returns the sorted sizes, in bytes, of the tensors that a call allocates, and its result."""
     changes, result = memory_changes(call)
     return sorted(change for change in changes if change > 0), result
 
@@ -101,8 +99,8 @@ def allocations(call: Callable[[], tuple[Tensor, ...]]) -> tuple[list[int], tupl
 @over_dtypes
 @over_operators
 @pytest.mark.covering(core=1)
-def test_allocates_what_it_returns(operator: Operator, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Nothing else, in the backward either."""
+def test_allocates_only_what_it_returns(operator: Operator, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Covers the forward and the backward."""
     t = leaves(dtypes, "cpu", (64, 40))
     made, outputs = allocations(lambda: operator.results(of_rows(operator, 40)(*t)))
     assert made == sorted(y.nbytes for y in outputs)
@@ -112,7 +110,7 @@ def test_allocates_what_it_returns(operator: Operator, dtypes: tuple[torch.dtype
     assert made == sorted({g.data_ptr(): g.nbytes for g in gradients if g is not None}.values())
 
 
-def test_a_weight_for_each_row_is_not_copied() -> None:
+def test_full_size_weight_is_not_copied() -> None:
     x, dy, w = (cases.values((1024, 1024), torch.bfloat16, seed) for seed in range(3))
     (*others, one, other), _ = allocations(lambda: ops.rms_norm_backward(dy, x, [1024], w, cases.EPS))
     assert one == other == x.nbytes
@@ -147,8 +145,8 @@ run(int(sys.argv[1]), report)
 """
 
 
-def test_peak_of_all_memory() -> None:
-    """Beyond what it returns an operator takes little, here 0.75 MiB for grad_weight: no tensor in float32."""
+def test_peak_memory_is_close_to_the_results() -> None:
+    """Operators use little more memory than their results, here 0.75 MiB for grad_weight: no float32 tensor."""
     rows = 2048
     tensor = rows * 4096 * 2
     for peak, tensors in zip(map(int, printed(PEAKS, str(rows)).split()), (1, 1, 2, 1, 1, 2), strict=True):
@@ -179,7 +177,7 @@ def test_activation_checkpointing(block: Block, use_reentrant: bool, early_stop:
     counts = calls.counts
     assert counts.pop("rms_norm_backward") == once.total()
     again = counts - once
-    # Stopping early, the last operator need not run again if it saves nothing but its arguments.
+    # With early stop, the last operator is not recomputed if it saves only its arguments.
     spared = early_stop and block in (norm, norm_of_sum)
     assert again == once - Counter(rms_norm=int(spared))
 
@@ -200,7 +198,7 @@ def selective(block: Block, saved: Collection[object]) -> Callable[..., tuple[Te
 
 
 def followed(block: Block) -> Block:
-    """By an operator whose backward needs the outputs."""
+    """Appends an operator whose backward needs the block's outputs."""
     return lambda t: tuple(y * y for y in block(t))
 
 
@@ -254,7 +252,7 @@ def derivatives(block: Block, t: Problem) -> tuple[Tensor | None, ...]:
 @pytest.mark.parametrize("kind", ["file", "save_on_cpu", "strided"])
 @pytest.mark.covering(core=1)
 def test_saved_tensors_hooks(block: Block, kind: str, device: str, tmp_path: Path) -> None:
-    """What they give back lies elsewhere, or in another layout."""
+    """Hooks return tensors in other memory, or with another layout."""
     names = map(str, count())
 
     def to_file(tensor: Tensor) -> Path:

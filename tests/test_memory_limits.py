@@ -1,4 +1,4 @@
-"""Where memory runs out, an operator raises torch's error, and nothing else has happened."""
+"""If memory runs out, an operator raises torch's error and has no other effect."""
 
 import os
 import subprocess
@@ -16,11 +16,11 @@ PROGRAM = Path(memory_limits.__file__)
 
 @pytest.fixture(scope="module")
 def happened() -> dict[str, list[str]]:
-    """By operator."""
+    """Returns the outcomes by operator."""
     malloc = {
-        "MALLOC_MMAP_THRESHOLD_": str(memory_limits.STEP),  # what the heap has no room for is a mapping of its own
-        "MALLOC_TOP_PAD_": "0",  # else the heap, where it has just grown, has room for a weight of 128 KiB
-        "MALLOC_ARENA_MAX": "1",  # else malloc goes on to what it has reserved for other threads
+        "MALLOC_MMAP_THRESHOLD_": str(memory_limits.STEP),  # allocations beyond the heap are mapped separately
+        "MALLOC_TOP_PAD_": "0",  # otherwise a heap that has just grown has room for a weight of 128 KiB
+        "MALLOC_ARENA_MAX": "1",  # otherwise malloc falls back to the arenas of other threads
     }
     environment = os.environ | malloc | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(PROGRAM.parent.parent)}
     command = (sys.executable, str(PROGRAM))
@@ -34,14 +34,14 @@ def happened() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", memory_limits.CALLS)
 @pytest.mark.full
-def test_an_error_and_nothing_else(name: str, happened: dict[str, list[str]]) -> None:
-    """Whichever allocation fails: the process lives, inputs are what they were, the next call gives what it should."""
+def test_failed_allocation_raises_without_side_effects(name: str, happened: dict[str, list[str]]) -> None:
+    """After any failed allocation the process lives, inputs are unchanged, and the next call is correct."""
     *outcomes, end = happened[name]
     assert end == "ended with 0"
     for kind in memory_limits.PROBLEMS:
         *before, done = (what for of, what in (outcome.split(": ", 1) for outcome in outcomes) if of == kind)
-        # What is left in the heap differs from call to call: a call may be done with less than one that fails.
+        # The heap's free memory varies between calls: a call may succeed under a lower limit than one that fails.
         failed = [what for what in before if what != "done"]
-        assert failed or "weight" not in memory_limits.CALLS[name][0].names  # which takes none for sums in given memory
+        assert failed or "weight" not in memory_limits.CALLS[name][0].names  # it allocates nothing for given sums
         assert all(what.startswith("no memory for ") and what.split()[-1].isdigit() for what in failed), failed
         assert done == "done"

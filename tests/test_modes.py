@@ -1,4 +1,4 @@
-"""What stands around a call: the profiler, inference mode, modes that look on, tracing."""
+"""Calls under the profiler, inference mode, function modes, transforms and tracing."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def train(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return y.detach(), *torch.autograd.grad((y * h).sum(), (x, residual, w))
 
 
-def test_the_profiler_names_operators_and_nodes(device: str) -> None:
+def test_profiler_names_operators_and_autograd_nodes(device: str) -> None:
     with torch.profiler.profile(record_shapes=True) as profile:
         train(*problem(device))
     shapes = {event.name: event.input_shapes for event in profile.events()}
@@ -35,7 +35,7 @@ def test_the_profiler_names_operators_and_nodes(device: str) -> None:
     assert calls["normops::rms_norm_backward"] == 2
 
 
-def test_inference_tensors_outside(device: str) -> None:
+def test_inference_tensors_outside_inference_mode(device: str) -> None:
     x, residual, w = problem(device)
     with torch.inference_mode():
         inference_x, inference_w = x.clone(), w.clone()
@@ -44,13 +44,13 @@ def test_inference_tensors_outside(device: str) -> None:
     for arguments in ((x, 64, inference_w), (inference_x, 64, w)):
         with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
             normops.rms_norm(*arguments)
-    y, _ = normops.add_rms_norm(inference_x, residual, 64, w)  # saves the sum, a tensor like any other
+    y, _ = normops.add_rms_norm(inference_x, residual, 64, w)  # saves the sum, which is no inference tensor
     assert_same_bits(
         torch.autograd.grad(y.sum(), w), torch.autograd.grad(normops.add_rms_norm(x, residual, 64, w)[0].sum(), w)
     )
 
 
-def test_writes_into_inference_tensors_stay_in_inference_mode(device: str) -> None:
+def test_inplace_on_inference_tensor_requires_inference_mode(device: str) -> None:
     with torch.inference_mode():
         x = cases.values((5, 64), torch.float32).to(device)
         assert normops.rms_norm_(x, 64).is_inference()
@@ -72,7 +72,7 @@ def test_writes_are_functionalized_under_other_transforms(device: str) -> None:
     assert_same_bits([grad(functionalize(written))(x)], [normops.rms_norm(x, 64)])
 
 
-def test_a_function_mode_may_replace_the_operator() -> None:
+def test_function_mode_can_replace_the_operator() -> None:
     class Twice(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             result = func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Scales, shifts, gates, residuals and activations after a norm, which the passes for torch.compile join to it."""
+"""The passes for torch.compile fuse scales, shifts, gates, residuals and activations into the norm before them."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Modulated = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Tokens, a residual or what is as large, numbers for each sample, and a weight."""
+    """Returns tokens, a tensor of the same shape, numbers for each sample, and a weight."""
     torch.manual_seed(0)
     shapes = [(SAMPLES, TOKENS, SIZE)] * 2 + [(SAMPLES, 4 * SIZE), (SIZE,)]
     return tuple(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
@@ -60,7 +60,7 @@ def written_after(x: Tensor, r: Tensor, m: Tensor, w: Tensor) -> Tensor:
     return y
 
 
-# What becomes of one norm: how many additions and products are left in the forward, with either rounding of 16 bits.
+# Modulations that fuse into one norm, and the additions and products left in the forward: rounding once and original.
 JOINED: dict[str, tuple[Modulated, int, int]] = {
     "scale and shift": (lambda x, r, m, w: plain(x) * (1 + parts(m)[0]) + parts(m)[1], 0, 1),
     "shift first": (lambda x, r, m, w: parts(m)[1] + (parts(m)[0] + 1.0) * plain(x), 0, 1),
@@ -78,7 +78,7 @@ JOINED: dict[str, tuple[Modulated, int, int]] = {
     "in float32 alone": (lambda x, r, m, w: plain(x.float(), w.float()).to(x.dtype), 0, 0),
     "residual": (lambda x, r, m, w: r + llama(x, w), 0, 0),
     "residual, rounded once": (lambda x, r, m, w: r + plain(x, w), 0, 1),
-    # The factor and the weight are multiplied beforehand.
+    # The factor and the weight are multiplied before the norm.
     "gate": (lambda x, r, m, w: r + parts(m)[0].tanh() * plain(x, w), 1, 2),
     "weight and scale": (lambda x, r, m, w: llama(x, w) * (1 + parts(m)[0]), 2, 2),
     "weight and a scale for each position": (lambda x, r, m, w: plain(x, w) * r[:1], 1, 1),
@@ -90,18 +90,18 @@ JOINED: dict[str, tuple[Modulated, int, int]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", JOINED)
-def test_one_operator_each_way(case: str, dtype: torch.dtype) -> None:
+def test_modulations_fuse_into_one_operator_each_way(case: str, dtype: torch.dtype) -> None:
     fn, once, _ = JOINED[case]
     compiled, graphs = compiled_with_passes(fn, dynamic=True)
     assert_close(results(compiled, problem(dtype)), results(fn, problem(dtype)), dtype)
     assert norms(graphs.forward) == ["rms_norm"]
     assert norms(graphs.backward) == ["rms_norm_backward"]
     assert arithmetic(graphs.forward) == once
-    # Not of the tokens.
+    # Modulations may be cast, tokens may not.
     assert graphs.forward.count("aten._to_copy.default") <= 2
 
 
-def test_bodies_of_checkpoints() -> None:
+def test_modulations_fuse_inside_checkpoints() -> None:
     def fn(x: Tensor, r: Tensor, m: Tensor, w: Tensor) -> Any:
         return checkpoint(JOINED["scale and shift"][0], x, r, m, w, use_reentrant=False)
 
@@ -121,7 +121,7 @@ def biased_and_rotated(x: Tensor, r: Tensor, m: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fn", [biased_after_a_sum, biased_and_rotated])
-def test_operators_without_a_bias_take_no_norm_that_has_one(fn: Modulated) -> None:
+def test_biased_norm_is_not_fused_into_operators_without_bias(fn: Modulated) -> None:
     compiled, graphs = compiled_with_passes(fn)
     assert_close(results(compiled, problem(torch.float32)), results(fn, problem(torch.float32)), torch.float32)
     assert norms(graphs.forward) == ["rms_norm"]
@@ -132,14 +132,14 @@ def arithmetic(names: list[str]) -> int:
 
 
 @pytest.mark.parametrize("case", JOINED)
-def test_original_rounding(case: str) -> None:
+def test_original_rounding_gives_the_bits_of_eager(case: str) -> None:
     fn, _, original = JOINED[case]
     compiled, graphs = compiled_with_passes(fn, rounding="original")
     assert_same_bits(results(compiled, problem(torch.bfloat16)), results(fn, problem(torch.bfloat16)))
     assert arithmetic(graphs.forward) == original
 
 
-# How many additions and products are left after the norm.
+# Modulations that do not fuse, and the additions and products left after the norm.
 LEFT: dict[str, tuple[Modulated, int]] = {
     "weight and a scale for each token": (lambda x, r, m, w: plain(x, w) * r, 1),
     "used twice": (lambda x, r, m, w: (y := plain(x)) * parts(m)[0] + y, 2),
@@ -159,7 +159,7 @@ LEFT: dict[str, tuple[Modulated, int]] = {
 
 
 @pytest.mark.parametrize("case", LEFT)
-def test_what_is_left(case: str) -> None:
+def test_unsupported_modulations_stay_after_the_norm(case: str) -> None:
     fn, left = LEFT[case]
     compiled, graphs = compiled_with_passes(fn)
     assert_close(results(compiled, problem(torch.float32)), results(fn, problem(torch.float32)), torch.float32)
@@ -169,7 +169,7 @@ def test_what_is_left(case: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rounding", ["once", "original"])
-def test_passes_join_an_activation(rounding: Any, dtype: torch.dtype) -> None:
+def test_activations_fuse_into_channel_norms(rounding: Any, dtype: torch.dtype) -> None:
     block = nn.Sequential(
         *(normops.RMSNorm(8, EPS, dim=1, bias=True), nn.SiLU(), normops.RMSNorm(8, EPS, dim=1), nn.Sigmoid()),
         *(normops.RMSNorm(8, EPS, dim=1, activation="silu"), nn.SiLU(), normops.RMSNorm(8, EPS, dim=1), nn.ReLU()),

@@ -1,4 +1,4 @@
-"""normops.rms_norm and normops.RMSNorm take the place of torch's."""
+"""normops.rms_norm and normops.RMSNorm replace torch's."""
 
 import copy
 import inspect
@@ -11,7 +11,7 @@ import normops
 from reference import cases
 
 
-def test_the_first_arguments_are_those_of_torch() -> None:
+def test_first_arguments_match_torch() -> None:
     ours = list(inspect.signature(normops.rms_norm).parameters.values())
     theirs = list(inspect.signature(nn.functional.rms_norm).parameters.values())
     assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
@@ -37,7 +37,7 @@ def test_same_as_torch(
     assert str(theirs.load_state_dict(ours.state_dict())) == "<All keys matched successfully>"
     assert repr(ours) == repr(theirs)
     x = cases.values((2, 3, 8), dtype).to(device)
-    # torch's float32 gradients are further from the exact ones than ours.
+    # The reference is float64, as torch's float32 gradients are less accurate than those of normops.
     if eps is None:
         theirs.eps = torch.finfo(dtype).eps
     exact = theirs.double()
@@ -61,7 +61,7 @@ def test_weight_offset_starts_without_scaling() -> None:
 
 
 @pytest.mark.parametrize(("groups", "shape"), [(3, (3, 8)), ((2, 3), (2, 3, 8)), ((), (8,))])
-def test_groups(groups: int | tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_weight_has_one_row_per_group(groups: int | tuple[int, ...], shape: tuple[int, ...]) -> None:
     norm = normops.RMSNorm(8, 1e-3, weight_offset=1.0, dtype=torch.bfloat16, groups=groups)
     assert {name: tuple(value.shape) for name, value in norm.state_dict().items()} == {"weight": shape}
     assert norm.weight.dtype == torch.bfloat16
@@ -76,7 +76,7 @@ def test_groups(groups: int | tuple[int, ...], shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("groups", [(), 3])
-def test_bias(groups: int | tuple[int, ...]) -> None:
+def test_bias_has_the_shape_of_the_weight(groups: int | tuple[int, ...]) -> None:
     norm = normops.RMSNorm(8, 1e-3, dtype=torch.bfloat16, groups=groups, bias=True)
     assert norm.bias is not None
     assert (norm.bias.shape, norm.bias.dtype) == (norm.weight.shape, torch.bfloat16)
@@ -92,7 +92,7 @@ def test_bias(groups: int | tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("groups", [(), (3,)])
-def test_groups_that_are_counted_and_measured(groups: tuple[int, ...]) -> None:
+def test_groups_and_group_size_combine(groups: tuple[int, ...]) -> None:
     norm = normops.RMSNorm(8, 1e-3, groups=groups, group_size=4)
     gated = normops.GatedRMSNorm(8, 1e-3, groups=groups, group_size=4)
     described = f"RMSNorm((8,), eps=0.001, elementwise_affine=True{', groups=(3,)' * len(groups)}, group_size=4"
@@ -108,7 +108,7 @@ def test_groups_that_are_counted_and_measured(groups: tuple[int, ...]) -> None:
         assert torch.equal(result, of_parts.flatten(-2))
 
 
-def test_modules_that_were_pickled_before_there_were_groups() -> None:
+def test_modules_pickled_without_groups_work() -> None:
     norm = normops.RMSNorm(8)
     del norm.groups, norm.group_size
     assert norm(torch.ones(2, 8)).shape == (2, 8)

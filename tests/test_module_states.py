@@ -1,4 +1,4 @@
-"""How models make, save, load, move and rewrite their modules, with those of normops among them."""
+"""Models create, save, load, move and rewrite modules of normops like other modules."""
 
 import copy
 import io
@@ -38,7 +38,7 @@ def norm(make: Make) -> Any:
 
 
 def of_rows(norm: nn.Module, weight: Tensor | None = None) -> Tensor:
-    """What it makes of some rows, or would make of them with another weight."""
+    """Applies a norm to some rows, optionally with another weight."""
     x, gate = cases.values((2, 3, 8), torch.float32)
     given = (x, gate) if isinstance(norm, normops.GatedRMSNorm) else (x,)
     if weight is None:
@@ -53,7 +53,7 @@ def saved(what: object) -> io.BytesIO:
     return file
 
 
-def test_a_state_dict_is_saved_and_loaded(norm: Any, make: Make) -> None:
+def test_state_dict_is_saved_and_loaded(norm: Any, make: Make) -> None:
     state = norm.state_dict()
     assert list(state) == ["weight"]
     other, torch_norm = make(), nn.RMSNorm(8)
@@ -63,7 +63,7 @@ def test_a_state_dict_is_saved_and_loaded(norm: Any, make: Make) -> None:
     assert torch.equal(torch_norm.weight, norm.weight)
 
 
-def test_a_whole_module_is_saved_copied_and_loaded(norm: Any) -> None:
+def test_whole_module_is_saved_copied_and_loaded(norm: Any) -> None:
     norm.weight.requires_grad_(False)
     norm.eval()
     with torch.serialization.safe_globals([type(norm)]):
@@ -78,7 +78,7 @@ def test_a_whole_module_is_saved_copied_and_loaded(norm: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["assign", "to_empty", "swap"])
-def test_made_on_the_meta_device_and_materialised(how: str, norm: Any, make: Make) -> None:
+def test_module_on_the_meta_device_is_materialized(how: str, norm: Any, make: Make) -> None:
     other: Any = make(device="meta")
     assert of_rows(other).is_meta
     if how == "to_empty":
@@ -92,7 +92,7 @@ def test_made_on_the_meta_device_and_materialised(how: str, norm: Any, make: Mak
     assert torch.equal(of_rows(other), of_rows(norm))
 
 
-def test_parameters_swapped_on_conversion(norm: Any) -> None:
+def test_parameters_can_be_swapped_on_conversion(norm: Any) -> None:
     weight = norm.weight
     of_rows(norm).sum().backward()  # no node keeps the weight after the backward: it may be swapped
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -107,14 +107,14 @@ def test_parameters_swapped_on_conversion(norm: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_skip_init(name: str) -> None:
+def test_skip_init_then_reset_parameters(name: str) -> None:
     cls, options = MADE[name]
     norm: Any = skip_init(cls, 8, weight_offset=1.0, **options)
     norm.reset_parameters()
     assert torch.equal(norm.weight, torch.zeros(8))
 
 
-def test_parametrized_and_pruned(norm: Any, make: Make) -> None:
+def test_weight_can_be_parametrized_and_pruned(norm: Any, make: Make) -> None:
     class Exp(nn.Module):
         def forward(self, w: Tensor) -> Tensor:
             return w.exp()

@@ -1,4 +1,4 @@
-"""The mutants fit the sources that they are of, and what tries them tells what tests see."""
+"""Every mutant applies to its source, and the runner reports which mutants tests detect."""
 
 import shlex
 import shutil
@@ -14,7 +14,7 @@ from mutants.runner import Outcome, Runner
 ROOT = Path(__file__).parent.parent
 
 
-def test_every_mutant_fits() -> None:
+def test_every_mutant_applies() -> None:
     stale = []
     for mutant in MUTANTS:
         try:
@@ -29,7 +29,7 @@ def test_every_mutant_fits() -> None:
     assert len({(mutant.area, mutant.name) for mutant in MUTANTS}) == len(MUTANTS)
 
 
-def test_what_is_no_mutant(tmp_path: Path) -> None:
+def test_malformed_mutants_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "area.txt"
     for text in ("a\nb.py tests\n- x\n+ y\n", "a\nb.py: tests\n+ y\n", "a\nb.py: tests\n- x\ny\n"):
         file.write_text(text)
@@ -64,8 +64,8 @@ def test_crash():
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git on this machine")
-def test_what_is_said_of_a_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # pytest begins in half the time
+def test_runner_reports_the_outcome_of_each_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # halves pytest's startup time
     project = tmp_path / "project"
     (project / "csrc").mkdir(parents=True)
     source = "def double(x):\n    return 2 * x\n"
@@ -108,7 +108,7 @@ def test_what_is_said_of_a_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (project / "number.py").read_text() == source
 
 
-def test_report() -> None:
+def test_report_counts_detected_mutants() -> None:
     mutants = [Mutant(area, str(i), "a.py", "", "", "") for area in "ab" for i in range(20)]
     seen, survived, error = (Outcome("said", is_seen, 1.0) for is_seen in (True, False, None))
     core = dict.fromkeys(mutants, seen) | dict.fromkeys(mutants[-2:], survived)

@@ -1,4 +1,4 @@
-"""Nested tensors of jagged layout: the norm of their values, forward and backward, eager and compiled."""
+"""Norms of jagged nested tensors equal norms of their values, forward and backward, eager and compiled."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ Results = tuple[Tensor, ...]
 
 
 def jagged(device: str, seed: int = 0, columns: tuple[int, ...] = (8,)) -> Tensor:
-    """Three sequences, one of them empty."""
+    """Returns three sequences, one of them empty."""
     values = cases.values((6, *columns), torch.float32, seed).to(device)
     return nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 2, 6], device=device)).detach()
 
@@ -33,8 +33,8 @@ def values_of(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_the_same_as_of_the_values(operator: Operator, backend: str | None, device: str) -> None:
-    """Results, and gradients where an operator of ours computes them."""
+def test_nested_equals_operator_on_values(operator: Operator, backend: str | None, device: str) -> None:
+    """Compares results, and gradients if the operator has a backward operator."""
     torch._dynamo.reset()
     case = Case((6, 8), torch.float32, weight_dtype=torch.float32, weight_offset=1.0, has_residual=True)
     arguments = OperatorCase(operator, case, operator.flags[-1], {}).arguments(device)
@@ -61,11 +61,11 @@ def test_the_same_as_of_the_values(operator: Operator, backend: str | None, devi
     assert_same_bits(derivatives(compiled, True), expected)
 
 
-def test_the_same_as_of_torch(device: str) -> None:
+def test_nested_matches_torch(device: str) -> None:
     x, w = jagged(device), weight(device)
     y = normops.rms_norm(x, 8, w, 1e-3)
     assert y.layout == torch.jagged
-    assert (y + x).shape == x.shape  # the sequences are known to be the same
+    assert (y + x).shape == x.shape  # the offsets are recognized as equal
     torch.testing.assert_close(y.values(), F.rms_norm(x, (8,), w, 1e-3).values())
 
 
@@ -81,8 +81,8 @@ def test_module_inference_and_transposed_heads(device: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias", "input weight", "weight bias"])
-def test_gradients_of_some(frozen: str, device: str) -> None:
-    """Where no gradient that is wanted depends on the input, too."""
+def test_gradients_with_frozen_arguments(frozen: str, device: str) -> None:
+    """Includes cases in which no requested gradient depends on the input."""
     b = cases.values((8,), torch.float32, 4).to(device).requires_grad_()
     given = {"input": jagged(device).requires_grad_(), "weight": weight(device), "bias": b}
     for name in frozen.split():
@@ -96,7 +96,7 @@ def test_gradients_of_some(frozen: str, device: str) -> None:
     )
 
 
-def test_gradients_through_sums_over_rows(device: str) -> None:
+def test_gradients_through_rms_norm_stats(device: str) -> None:
     x = jagged(device).requires_grad_()
 
     def gradient(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_gradients_through_sums_over_rows(device: str) -> None:
     assert_same_bits([gradient(x).values()], [gradient(plain)])
 
 
-def test_what_does_not_fit_is_refused(device: str) -> None:
+def test_mismatched_arguments_raise(device: str) -> None:
     x, w = jagged(device), weight(device)
     starts, lengths = torch.tensor([0, 1], device=device), torch.tensor([2, 1], device=device)
     holes = nested.narrow(cases.values((2, 4, 8), torch.float32).to(device), 1, starts, lengths, layout=torch.jagged)
@@ -141,6 +141,6 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_the_older_layout_is_refused() -> None:
+def test_strided_nested_layout_raises() -> None:
     with pytest.raises(NotImplementedError, match="'normops::rms_norm' with arguments from the 'NestedTensorCPU'"):
         normops.rms_norm(nested.nested_tensor([torch.ones(2, 8)], layout=torch.strided), 8)

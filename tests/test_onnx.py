@@ -26,14 +26,14 @@ pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 onnx = pytest.importorskip("onnx")
 
-# torch warns of its own calls.
+# torch's own calls cause this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
 ops = torch.ops.normops
 
 EXPORTED, OTHER = (3, 5), (2, 7)  # batch and sequence
 DYNAMIC = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-# The sum of so few elements is within the oracle's bounds in whatever order onnxruntime adds them.
+# Sums of so few elements are within the oracle's bounds for any order in which onnxruntime adds them.
 COLS = (2, 8)
 EPS = 2.0**-7  # ONNX stores a float32
 
@@ -41,7 +41,7 @@ EPS = 2.0**-7  # ONNX stores a float32
 def export(
     module: nn.Module, *args: Any, opset_version: int = 23, optimize: bool = True, dynamic_shapes: Any = DYNAMIC
 ) -> tuple[torch.onnx.ONNXProgram, Counter[str]]:
-    """With the first two sizes of all arguments dynamic; and how many there are of each of ONNX's operators."""
+    """Exports with dynamic first two sizes of all arguments; returns the program and the counts of ONNX operators."""
     program = torch.onnx.export(
         module.eval(),
         args,
@@ -62,7 +62,7 @@ def ulp(tensor: Tensor) -> Tensor:
 
 
 class Sums(nn.Module):
-    """In both rounding modes, scaled by numbers that no dtype has."""
+    """Sums in both rounding modes, with factors that no dtype represents exactly."""
 
     SCALED = tuple(itertools.product(("once", "llama"), (0.22, -3.1)))
 
@@ -79,10 +79,8 @@ class Sums(nn.Module):
     ids=str,
 )
 @pytest.mark.covering(core=1)
-def test_scaled_sums(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
-    """They have the bits of eager mode, but for a product that eager mode would not round, and are normalized as they
-    were rounded.
-    """
+def test_scaled_sums_match_eager(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
+    """Sums have eager mode's bits, except for a product that eager mode does not round; norms use the rounded sums."""
     dtypes = dtype, residual_dtype
     program, _ = export(Sums(), *(cases.values((*EXPORTED, *COLS), d) for d in dtypes))
     x, residual = (cases.values((*OTHER, *COLS), d, seed) for seed, d in enumerate(dtypes))
@@ -92,7 +90,7 @@ def test_scaled_sums(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
         if rounding == "llama":
             assert_same_bits([total], [h])
         else:
-            # A rounding of the product, which is larger than the sum where they cancel, and another neighbour.
+            # One rounding of the product, which exceeds the sum if terms cancel, and one ulp of the sum.
             compute = torch.promote_types(dtype, torch.float32)
             bound = torch.finfo(compute).eps * (alpha * x.to(compute)).abs() + ulp(h).to(compute)
             assert ((total.to(compute) - h.to(compute)).abs() <= bound).all()
@@ -106,8 +104,8 @@ class Rounded(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_product_is_rounded_before_a_bias(dtype: torch.dtype) -> None:
-    """What it is rounded to is taken away: nothing is left."""
+def test_product_is_rounded_before_the_bias(dtype: torch.dtype) -> None:
+    """The bias is the negative of the rounded product, so the result is zero."""
     x = torch.tensor([1.0, 7.0], dtype=dtype).repeat(*COLS[:-1], COLS[-1] // 2)  # 5 is the root of the mean square
     weight = cases.values(COLS[-1:], dtype) + 1
     product = x / 5 * weight
@@ -115,7 +113,7 @@ def test_a_product_is_rounded_before_a_bias(dtype: torch.dtype) -> None:
     assert torch.equal(program(x, weight, -product)[0], torch.zeros_like(x))
 
 
-# torch.onnx writes no later one than 25: asked for that, it leaves the model at 18.
+# torch.onnx writes opsets up to 25: if a later one is requested, it leaves the model at 18.
 no_opset_24 = pytest.mark.skipif(sys.version_info < (3, 11), reason="the last onnxruntime for Python 3.10 has 23")
 every_opset = pytest.mark.parametrize(
     "opset_version", [*range(18, 24), *(pytest.param(version, marks=no_opset_24) for version in (24, 25)), 26]
@@ -127,7 +125,7 @@ def has_rms_normalization(opset_version: int) -> bool:
 
 
 def rows_of(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Case, ...]:
-    """With a weight and a bias for each head, without a weight, with one over two dimensions, and without eps."""
+    """Returns rows with a weight and a bias per head, without a weight, with two normalized dimensions, with eps 0."""
     shape = (*sizes, *COLS)
     return (
         Case(shape, dtype, 1, torch.float32, EPS, 1.0, group_dims=1, has_residual=True),
@@ -138,8 +136,8 @@ def rows_of(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Case, ...]:
 
 
 class Everything(nn.Module):
-    """Each operator that has a translation, with each of its flags, of such rows, or of one kind; the dtypes take
-    turns, and so do the kinds.
+    """Calls each operator that has a translation, with each of its flags, on all kinds of rows or on one of them.
+    Dtypes and kinds of rows alternate.
     """
 
     def __init__(self, sizes: tuple[int, ...], first_dtype: int, *, has_all_rows: bool) -> None:
@@ -175,8 +173,8 @@ class Everything(nn.Module):
 
 
 @pytest.mark.parametrize("first_dtype", divided(range(len(cases.DTYPES)), (1,)))
-def test_every_operator(first_dtype: int) -> None:
-    """With torch.onnx's optimizer, and once without it."""
+def test_every_operator_is_translated(first_dtype: int) -> None:
+    """Exports with torch.onnx's optimizer, and for one dtype without it."""
     module = Everything(EXPORTED, first_dtype, has_all_rows=True)
     dynamic = [{name: None if name in ("weight", "bias") else DYNAMIC for name in given} for given in module.tensors]
     program, nodes = export(module, module.tensors, optimize=first_dtype != 3, dynamic_shapes=(dynamic,))
@@ -188,7 +186,7 @@ def test_every_operator(first_dtype: int) -> None:
 
 @every_opset
 @pytest.mark.full
-def test_every_opset(opset_version: int) -> None:
+def test_every_opset_is_supported(opset_version: int) -> None:
     module = Everything(EXPORTED, opset_version, has_all_rows=False)
     program, nodes = export(module, module.tensors, opset_version=opset_version, dynamic_shapes=None)
     assert ("RMSNormalization" in nodes) == has_rms_normalization(opset_version)
@@ -196,14 +194,14 @@ def test_every_opset(opset_version: int) -> None:
 
 
 class OfLength(nn.Module):
-    """A norm in two steps, over as many elements as the sequence is long."""
+    """A norm in two steps, with a row size that depends on the sequence length."""
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
         square_sum = normops.rms_norm_stats(input, COLS[-1])
         return square_sum, normops.rms_norm_from_stats(input, square_sum, COLS[-1], row_size=8 * input.shape[1])
 
 
-def test_a_size_that_is_not_known_yet() -> None:
+def test_dynamic_row_size() -> None:
     program, _ = export(OfLength(), cases.values((*EXPORTED, *COLS), torch.float32))
     x = cases.values((*OTHER, *COLS), torch.float32)
     square_sum, output = program(x)
@@ -212,7 +210,7 @@ def test_a_size_that_is_not_known_yet() -> None:
 
 
 @pytest.mark.parametrize("opset_version", [18, 23])
-def test_model(opset_version: int) -> None:
+def test_model_exports_one_operator_per_norm(opset_version: int) -> None:
     torch.manual_seed(0)
     block = Block()
     program, nodes = export(block, cases.values((*EXPORTED, 16), torch.float32), opset_version=opset_version)
@@ -221,7 +219,7 @@ def test_model(opset_version: int) -> None:
     assert not set(nodes) & {"Pow", "Cast"}
     for sizes in (EXPORTED, OTHER):
         x = cases.values((*sizes, 16), torch.float32, 1)
-        # torch's defaults: most of the difference is the matrix products'.
+        # Default tolerances: matrix products cause most of the difference.
         torch.testing.assert_close(program(x)[0], block(x).detach())
 
 
@@ -232,7 +230,7 @@ class NormsOfOthers(nn.Module):
         self.traces_by_dynamo = traces_by_dynamo
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        # torch.onnx traces with Dynamo what it cannot trace without.
+        # torch.onnx falls back to Dynamo if it cannot trace without it.
         assert not self.traces_by_dynamo or torch.compiler.is_dynamo_compiling()
         return [norm(x) for norm in self.norms]
 
@@ -265,7 +263,7 @@ def test_patched_norms_export_by_torchscript_as_unpatched(tmp_path: Path) -> Non
     assert [node.op_type for node in patched] == [node.op_type for node in original]
 
 
-def test_a_missing_onnxscript_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_onnxscript_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ImportError) as raised:
         translation_table()
@@ -290,7 +288,7 @@ class OverChannels(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("opset_version", [18, 23])
-def test_over_channels(opset_version: int, dtype: torch.dtype) -> None:
+def test_channel_rms_norm_matches_the_oracle(opset_version: int, dtype: torch.dtype) -> None:
     parameters = cases.values((4,), torch.float32, 1), cases.values((4,), dtype, 2)
     x = cases.values((2, 4, 3, 4), dtype)
     program, _ = export(OverChannels(), x, *parameters, opset_version=opset_version, dynamic_shapes=None)

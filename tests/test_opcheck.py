@@ -1,4 +1,4 @@
-"""What torch.library.opcheck tries of an operator: its schema, autograd, fake tensors, AOTAutograd."""
+"""Runs torch.library.opcheck on every operator: schema, autograd, fake tensors, AOTAutograd."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Numbers that torch.compile leaves open: what was compiled for one of them is not found for another.
+"""Code that torch.compile compiled for one value of a symbolic number is not reused for another value.
 
-A Python float that varies is an input of the graph. What a pass makes of its value is in no key of torch's caches,
-unless torch traces again, with the number in the graph.
+A Python float that varies is an input of the graph. torch's cache keys do not contain what a pass derives from its
+value, unless torch traces again with the number in the graph.
 """
 
 import math
@@ -50,8 +50,8 @@ def of_torch(x: Tensor, eps: Any) -> Tensor:
     return F.rms_norm(x, (WIDTH,), W, eps)
 
 
-# Where a pass reads a number. Missing is what torch 2.13 finds for other numbers without any pass: exponents, alpha of
-# torch.add, and ``//``.
+# Functions in which a pass reads a number. Exponents, alpha of torch.add, and ``//`` are left out, because torch 2.13
+# reuses their code for other numbers even without a pass.
 PLACES: dict[str, Fn] = {
     "eps, and elsewhere": lambda x, number: handwritten(x, number) + number,
     "eps of several": lambda x, number: of_torch(handwritten(x, number) + R, number),
@@ -82,7 +82,7 @@ COMPUTED: dict[str, Number] = {
 
 
 class Scaled(nn.Module):
-    """Uses its scale twice, so that torch does not make a constant of it by itself."""
+    """Uses its scale twice, so that torch does not specialize on it."""
 
     def __init__(self, scale: float, fn: Fn, number: Number) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class Scaled(nn.Module):
 
 
 def check(fn: Fn, number: Number, dynamic: bool | None = True) -> set[int]:
-    """Compares with eager, for one number after the other, and where only the cache on disk is left of those before.
+    """Compares with eager for several numbers in turn, then for another number with only the cache on disk.
 
     Returns:
-        How many operators of normops ran.
+        The numbers of normops operators that ran.
     """
     options = normops.inductor_options({"fallback_by_default": True})  # generates no code
     x, counts = 0.1 * R, set()
@@ -117,30 +117,29 @@ def check(fn: Fn, number: Number, dynamic: bool | None = True) -> set[int]:
 @pytest.mark.parametrize("dynamic", [True, None, False])
 @pytest.mark.parametrize("norm", [handwritten, of_torch])
 @pytest.mark.covering(core=1)
-def test_an_eps_that_the_program_is_given(norm: Fn, dynamic: bool | None) -> None:
+def test_norm_with_eps_from_the_caller_is_replaced(norm: Fn, dynamic: bool | None) -> None:
     assert check(norm, lambda x, s: s, dynamic) == {1}
 
 
 @pytest.mark.parametrize("number", COMPUTED)
-def test_an_eps_that_the_program_computes(number: str) -> None:
-    """Its norm is left alone."""
+def test_handwritten_norm_with_computed_eps_is_not_replaced(number: str) -> None:
     assert check(handwritten, COMPUTED[number]) == {0}
 
 
 @pytest.mark.parametrize("number", ["s + c", "c * s", "rows", "of rows"])
-def test_an_eps_that_the_program_computes_for_the_norm_of_torch(number: str) -> None:
-    """torch makes a constant of that in any case, but of sizes with a guard that its caches keep."""
+def test_torch_norm_with_computed_eps_is_replaced_unless_from_sizes(number: str) -> None:
+    """torch specializes on the eps in any case, but caches keep the guards on sizes."""
     assert check(of_torch, COMPUTED[number]) == {0 if "rows" in number else 1}
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", ["s", "c * s"])
 @pytest.mark.covering(core=1)
-def test_numbers_at_other_places(place: str, number: str) -> None:
+def test_numbers_in_other_arguments_match_eager(place: str, number: str) -> None:
     check(PLACES[place], COMPUTED.get(number, lambda x, s: s))
 
 
-def test_an_eps_that_is_read_off_a_tensor() -> None:
+def test_norm_with_eps_from_a_tensor_is_not_replaced() -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled, graphs = compiled_with_passes(lambda x, eps: handwritten(x, eps.item()), dynamic=True)
         for eps in (0.5, 2.0):

@@ -56,7 +56,7 @@ FORWARD_MUTANTS: dict[str, Forward] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [None, *FORWARD_MUTANTS])
-def test_forward_mutants(name: str | None, dtype: torch.dtype) -> None:
+def test_forward_mutants_are_rejected(name: str | None, dtype: torch.dtype) -> None:
     if name == "rounded before the weight" and dtype == torch.float32:
         pytest.skip("computing in float32 rounds there")
     x, w = cases.values(SHAPE, dtype, 1), cases.values((96,), torch.float32, 2)
@@ -113,7 +113,7 @@ GRAD_WEIGHT_MUTANTS: dict[str, Gradient] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [None, *GRAD_INPUT_MUTANTS, *GRAD_WEIGHT_MUTANTS])
-def test_backward_mutants(name: str | None, dtype: torch.dtype) -> None:
+def test_backward_mutants_are_rejected(name: str | None, dtype: torch.dtype) -> None:
     dy, x, residual = (cases.values(SHAPE, dtype, seed) for seed in (1, 2, 3))
     w = cases.values((96,), torch.float32, 4)
     dx = GRAD_INPUT_MUTANTS.get(str(name), grad_input)(dy, x, w, residual)
@@ -140,7 +140,7 @@ def gated(
 
 
 class Rounded(torch.autograd.Function):
-    """To bfloat16, forward alone."""
+    """Rounds to bfloat16 in the forward only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Rounded(torch.autograd.Function):
 
 rounded: Callable[[Tensor], Tensor] = Rounded.apply
 
-# Those that keep the output are seen in the gradients, which autograd derives.
+# Mutants with the right output are detected by the gradients, which autograd derives.
 GATED_MUTANTS: dict[str, Gated] = {
     "sigmoid for silu": lambda x, g, w, first: gated(x, g, w, first, a=g.sigmoid()),
     "gate left out": lambda x, g, w, first: gated(x, g, w, first, a=1 + 0 * g),
@@ -185,7 +185,7 @@ GATED_MUTANTS: dict[str, Gated] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("name", [None, *GATED_MUTANTS])
-def test_gated_mutants(name: str | None, norm_first: bool, dtype: torch.dtype) -> None:
+def test_gated_mutants_are_rejected(name: str | None, norm_first: bool, dtype: torch.dtype) -> None:
     dy, x = (cases.values(SHAPE, dtype, seed) for seed in (1, 2))
     g, w = cases.values(SHAPE, torch.float32, 3, scale=1.0), cases.values((96,), torch.float32, 4)
     leaves = [tensor.double().requires_grad_() for tensor in (x, g, w)]
@@ -202,7 +202,7 @@ def test_gated_mutants(name: str | None, norm_first: bool, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("operator", [each for each in OPERATORS if "rounding" in each.names], ids=str)
-def test_modes_that_compute_the_same_have_the_same_bounds(operator: Operator) -> None:
+def test_rounding_modes_have_the_same_bounds_in_float32(operator: Operator) -> None:
     case = Case((4, 96), torch.float32, weight_dtype=torch.float32, weight_offset=OFFSET)
     for flags in operator.flags:
         arguments = OperatorCase(operator, case, flags, {}).arguments()

@@ -1,4 +1,4 @@
-"""rounding="original": the bits of a model, which rounds in an order of its own."""
+"""rounding="original" keeps the bits of a model, whose norms round in their own order."""
 
 from collections.abc import Callable
 from functools import partial
@@ -49,9 +49,9 @@ def with_gradients(module: Callable[..., Tensor], tensors: list[Tensor]) -> list
 @pytest.mark.parametrize("theirs", THEIRS)
 @every_half
 @pytest.mark.covering(core=1)
-def test_bits_of_transformers(theirs: str, dtype: torch.dtype, by: str) -> None:
-    """Of the result, and of the gradient of the input. The float32 sum of squares has more than one order; whatever
-    else happens in a row is what the model does.
+def test_patched_norms_have_the_bits_of_transformers(theirs: str, dtype: torch.dtype, by: str) -> None:
+    """Compares the result and the input's gradient. The float32 sum of squares may be added in another order; all other
+    operations equal the model's.
     """
     original, fused = others.patched_pair(THEIRS[theirs], dtype, rounding="original")
     _, once = others.patched_pair(THEIRS[theirs], dtype)
@@ -79,12 +79,12 @@ def assert_of_a_statistic_nearby(y: Tensor, x: Tensor, weight: Tensor) -> None:
 @pytest.mark.parametrize("norm", others.NORMS)
 @every_half
 @pytest.mark.covering(core=1)
-def test_bits_of_others(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
+def test_patched_norms_have_the_bits_of_third_party_norms(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
     original, patched = others.patched_pair(partial(norm, SIZE), dtype, rounding="original")
     x = inputs(dtype)[0].view(-1, 2, SIZE)
     assert any(name.startswith("normops::") for name in operators_run(lambda: patched(x)))
     assert share_that_differs(patched(x), original(x)) < 5e-4
-    # torch's own and those that round once have them in either way.
+    # torch's norm and norms that round once have the same bits with either rounding.
     _, once = others.patched_pair(partial(norm, SIZE), dtype)
     rounds_on_the_way = norm in (others.LlamaNorm, others.T5Norm, others.BiasedNorm)
     assert (share_that_differs(once(x), original(x)) > 0.1) == rounds_on_the_way
@@ -92,23 +92,23 @@ def test_bits_of_others(norm: Callable[[int], nn.Module], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("norm", [others.LlamaNorm, others.T5Norm, others.GroupedNorm, others.BiasedNorm])
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_where_dtypes_differ(norm: Callable[[int], nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_mixed_weight_dtypes(norm: Callable[[int], nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     original, patched = others.patched_pair(partial(norm, SIZE), weight_dtype, rounding="original")
     (x,) = inputs(dtype)
     y, expected = patched(x), original(x)
     assert y.dtype == expected.dtype
-    # Bits, where the last rounding is to bfloat16; else what comes of the roundings to bfloat16 before, which are many
-    # times as large as those to float32.
+    # If the last rounding is to bfloat16, bits are equal. Otherwise values differ by roundings to float32, which are
+    # much smaller than the earlier roundings to bfloat16.
     assert float(((y.double() - expected.double()).abs() > 1e-6 * expected.double().abs()).double().mean()) < 5e-4
 
 
 @pytest.mark.parametrize("by", ["patch", "inductor"])
 @pytest.mark.parametrize(("norm", "share"), [(others.T5Norm, 0.41), (others.WeightlessNorm, 0.69)])
 @every_half
-def test_the_gradient_of_an_input_that_is_cast_twice(
+def test_gradient_of_an_input_cast_twice_is_rounded_once(
     norm: Callable[[int], nn.Module], share: float, dtype: torch.dtype, by: str
 ) -> None:
-    """Is rounded once, and so nearer to the exact one. Autograd rounds the gradient of each cast, and their sum."""
+    """The fused gradient is more accurate: autograd rounds the gradient of each cast, and their sum."""
     original, fused = others.patched_pair(partial(norm, SIZE), dtype, rounding="original")
     if by == "inductor":
         fused, _ = compiled_with_passes(original, rounding="original")  # type: ignore[assignment]
@@ -149,10 +149,10 @@ class RoundedOffset(others.GemmaNorm):
         (partial(OffsetTwice, SIZE), torch.float32, ()),
     ],
 )
-def test_what_is_not_rounded_on_the_way(
+def test_unrounded_intermediates_keep_bits(
     norm: Callable[[], nn.Module], weight_dtype: torch.dtype, gate_dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """A product with a wider weight, before the gate; a weight with its offset."""
+    """Covers a product with a wider weight before the gate, and a weight with an offset."""
     original, patched = others.patched_pair(norm, weight_dtype, rounding="original")
     x, gate = inputs(torch.bfloat16, 2)
     tensors = [x, *map(gate.to, gate_dtypes)]
@@ -161,7 +161,7 @@ def test_what_is_not_rounded_on_the_way(
 
 
 class RoundedProduct(others.WideNorm):
-    """Rounds the product, and the sum of that with the bias."""
+    """Rounds the product, and its sum with the bias."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -174,7 +174,7 @@ class RoundedProduct(others.WideNorm):
 @pytest.mark.parametrize(
     ("norm", "computes"), [(RoundedOffset, "1 + weight, eps: eps"), (RoundedProduct, "scale, bias, eps: eps")]
 )
-def test_an_order_of_its_own(norm: Callable[[int], nn.Module], computes: str) -> None:
+def test_unsupported_rounding_order_is_skipped(norm: Callable[[int], nn.Module], computes: str) -> None:
     module = norm(SIZE)
     name, reason = type(module).__name__, 'rounds in an order of its own, which rounding="original" does not have'
     assert normops.patch(module, rounding="original").skipped == {"": f"{name}: {reason}"}
@@ -250,8 +250,8 @@ ORDERS: dict[str, tuple[Fn, str | None]] = {
 @pytest.mark.parametrize("order", ORDERS)
 @every_half
 @pytest.mark.covering(core=1)
-def test_orders_of_programs(order: str, dtype: torch.dtype) -> None:
-    """What is None is left alone; the others have the program's bits."""
+def test_passes_recognize_the_rounding_orders_of_programs(order: str, dtype: torch.dtype) -> None:
+    """Orders with None are not replaced; the others have the program's bits."""
     fn, rounding = ORDERS[order]
     x, _, w = tensors(dtype)
     compiled, graphs = compiled_with_passes(fn, rounding="original")
@@ -271,7 +271,7 @@ def test_orders_of_programs(order: str, dtype: torch.dtype) -> None:
     assert "rounding: once" in graphs.of_dynamo[1]
 
 
-def test_nothing_is_rounded_on_the_way_to_float32() -> None:
+def test_float32_programs_have_no_intermediate_roundings() -> None:
     x, _, w = tensors(torch.float32)
     for order in ("llama", "gemma", "T5", "no casts", "rounded offset"):
         compiled, graphs = compiled_with_passes(ORDERS[order][0], rounding="original")
@@ -304,14 +304,14 @@ def test_sums_keep_their_bits(case: str) -> None:
         outputs, own = outputs[0], own[0]
     if dtype in HALVES:
         assert share_that_differs(outputs, own) < 5e-4
-    # A fused product, or one that is rounded though the sum is not, would have others.
+    # Rounding once also fuses sums whose fused product, or product rounded before an unrounded sum, has other bits.
     compiled, graphs = compiled_with_passes(fn)
     compiled(x, r, w)
     assert norms(graphs.forward) == ["add_rms_norm"]
 
 
-def test_what_torch_adds_scaled_is_not_rounded_before() -> None:
-    """A norm of ours that casts would round the product as well."""
+def test_scaled_torch_add_is_not_fused_into_a_norm_that_rounds() -> None:
+    """add_rms_norm with rounding="llama" would also round the product."""
 
     def fn(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.add(r, x, alpha=0.22)
@@ -323,8 +323,7 @@ def test_what_torch_adds_scaled_is_not_rounded_before() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "additions"), [(torch.bfloat16, 1), (torch.float32, 0)])
-def test_additions_of_gradients(dtype: torch.dtype, additions: int) -> None:
-    """A gradient of 16 bits is rounded before something is added to it."""
+def test_16_bit_gradients_are_rounded_before_an_addition(dtype: torch.dtype, additions: int) -> None:
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return llama(x, w).sin() + x.mm(x.detach().T).mm(x.detach())
@@ -349,7 +348,7 @@ def rotated(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rounding", ["once", "original"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rotations_of_16_bits_are_left_alone(dtype: torch.dtype, rounding: ModelRounding) -> None:
+def test_16_bit_rotations_are_not_fused_with_original_rounding(dtype: torch.dtype, rounding: ModelRounding) -> None:
     x, r, w = tensors(dtype)
     compiled, graphs = compiled_with_passes(rotated, rounding=rounding)
     y = compiled(x, w, r.cos(), r.sin())
@@ -359,7 +358,7 @@ def test_rotations_of_16_bits_are_left_alone(dtype: torch.dtype, rounding: Model
         assert share_that_differs(y, rotated(x, w, r.cos(), r.sin())) < 5e-4
 
 
-def test_a_norm_that_casts_does_so_before_it_is_rotated() -> None:
+def test_norm_that_rounds_does_so_before_a_fused_rotation() -> None:
     x, r, w = tensors(torch.bfloat16)
 
     def fn(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -394,7 +393,7 @@ def granite(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("rounding", ["once", "original"])
 @pytest.mark.parametrize("emulate", [False, True])
 def test_granite_by_inductor(rounding: ModelRounding, emulate: bool) -> None:
-    """Without its option, Inductor leaves out roundings between operations that it fuses."""
+    """Without emulate_precision_casts, Inductor omits roundings between fused operations."""
     model, ids = granite(torch.bfloat16)
     torch._dynamo.reset()
     options = normops.inductor_options({"emulate_precision_casts": emulate}, rounding=rounding)
@@ -409,8 +408,8 @@ def test_granite_by_inductor(rounding: ModelRounding, emulate: bool) -> None:
 @pytest.mark.parametrize("rounding", ["once", "original"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.covering(core=1)
-def test_granite(dtype: torch.dtype, rounding: ModelRounding) -> None:
-    """All four additions of two layers join, each with its product, and with rounding="original" logits keep bits."""
+def test_granite_fuses_scaled_additions(dtype: torch.dtype, rounding: ModelRounding) -> None:
+    """All four additions of two layers fuse with their products; rounding="original" keeps the bits of the logits."""
     model, ids = granite(dtype)
     compiled, graphs = compiled_with_passes(model, rounding=rounding)
     outputs = []
@@ -425,19 +424,19 @@ def test_granite(dtype: torch.dtype, rounding: ModelRounding) -> None:
         error = (actual.double() - own.double()).abs().max() / own.double().abs().max()
         assert error <= (1e-5 if dtype == torch.float32 else 5e-2)
     if dtype == torch.bfloat16:
-        # One other statistic among the norms would change tokens after it, too.
+        # One different statistic of a norm changes later tokens, too.
         assert (share_that_differs(outputs[1][0], outputs[0][0]) < 0.25) == (rounding == "original")
     assert norms(graphs.forward) == ["rms_norm", *["add_rms_norm"] * 4]
     assert norms(graphs.backward) == ["rms_norm_backward"] * 5
 
 
-def test_rounding_is_checked() -> None:
+def test_unknown_rounding_raises() -> None:
     with pytest.raises(ValueError) as raised:
         normops.inductor_options(rounding="twice")  # type: ignore[arg-type]
     assert str(raised.value) == 'rounding: expected "once" or "original", but got \'twice\''
 
 
-def test_caches_keep_roundings_apart() -> None:
+def test_cache_keys_depend_on_the_rounding() -> None:
     once, original = normops.inductor_options(), normops.inductor_options(rounding="original")
     assert once != original == normops.inductor_options(rounding="original")
     assert once == normops.inductor_options(rounding="once") == normops.inductor_options(original)
@@ -453,7 +452,7 @@ def test_caches_keep_roundings_apart() -> None:
         {"backend": "normops", "options": normops.inductor_options(rounding="original")},
     ],
 )
-def test_by_inductor(arguments: dict[str, Any]) -> None:
+def test_original_rounding_by_inductor(arguments: dict[str, Any]) -> None:
     torch._dynamo.reset()
     x, _, w = tensors(torch.bfloat16)
     y = torch.compile(llama, fullgraph=True, **arguments)(x, w)

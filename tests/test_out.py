@@ -1,4 +1,4 @@
-"""Writing into the caller's memory: .out overloads, aliasing, ggml's report."""
+""".out overloads write into the caller's memory, which may alias inputs, also in the case that ggml reported."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -33,7 +33,7 @@ GGML_EPS = 1e-4
 
 
 @pytest.mark.parametrize("over", ["grad_output", "input", "both", "neither"])
-def test_ggml_report(over: str, device: str) -> None:
+def test_aliasing_as_in_ggml_report_is_correct(over: str, device: str) -> None:
     x = GGML_INPUT.to(device).clone()
     dy = x if over == "both" else GGML_INPUT.to(device).clone()
     grad_input = {"grad_output": dy, "input": x, "both": x, "neither": torch.empty_like(x)}[over]
@@ -45,7 +45,7 @@ def test_ggml_report(over: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
-def test_a_gradient_that_is_not_wanted_needs_no_target(operator: Operator, device: str) -> None:
+def test_masked_gradients_need_no_target(operator: Operator, device: str) -> None:
     case = rows_of_three(operator)
     arguments, targets = case.arguments(device), case.targets(device)
     for mask in operator.masks():
@@ -61,7 +61,7 @@ def test_a_gradient_that_is_not_wanted_needs_no_target(operator: Operator, devic
             assert message_of(call) == message
 
 
-def test_a_missing_target_compiles() -> None:
+def test_masked_target_compiles() -> None:
     x, grad_output, weight = torch.randn(3, 4), torch.randn(3, 4), torch.ones(4)
 
     def write(grad_output: Tensor, x: Tensor, weight: Tensor, grad_weight: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ OUT_CASES = [
 @pytest.mark.parametrize("case", OUT_CASES, ids=str)
 @pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
-def test_out_is_the_functional_result(case: OperatorCase, device: str) -> None:
-    """The targets take every layout that an output can have."""
+def test_out_equals_the_functional_result(case: OperatorCase, device: str) -> None:
+    """Targets have every layout that an output can have."""
     operator, targets = case.operator, case.targets(device)
     results = operator.results(operator.packet.out(**case.arguments(device), **targets))
     for result, target, expected in zip(results, targets.values(), case.results(device), strict=True):
@@ -98,12 +98,12 @@ def test_out_is_the_functional_result(case: OperatorCase, device: str) -> None:
 
 
 def of_rows(operator: Operator) -> list[str]:
-    """Its targets that look like input."""
+    """Returns the targets with the shape of the input."""
     return [target for target in operator.targets if target not in operator.sums and of_argument(target) != "weight"]
 
 
 def places(case: OperatorCase) -> Iterator[dict[str, str]]:
-    """Every way to put targets in the place of inputs of their shape and dtype, each in that of another, or of none."""
+    """Yields all assignments of targets to different inputs of the same shape and dtype; a target may have no input."""
     operator, arguments = case.operator, case.arguments()
     alike = {name: (t.shape, t.dtype) for name, t in arguments.items() if isinstance(t, Tensor)}
     wide = {target: of_argument(target) for target in of_rows(operator)}
@@ -115,7 +115,7 @@ def places(case: OperatorCase) -> Iterator[dict[str, str]]:
 
 
 class Writing:
-    """Calls of .out with some of the targets in the place of inputs: the results are the functional operator's."""
+    """Calls .out with some targets that alias inputs, and compares with the functional operator."""
 
     def __init__(self, case: OperatorCase, device: str) -> None:
         self.operator = case.operator
@@ -135,7 +135,7 @@ class Writing:
 @pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
 def test_exact_aliasing(variant: Variant, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str) -> None:
-    """Each target over each input, or over none, together."""
+    """Tests all combinations of targets and inputs."""
     shape = (2, 3, 2, cols) if cols < 1000 else (1, 1, 2, cols)
     like = Case(shape, dtype, weight_dtype=torch.float32, layout=layout, grad_layout=layout, has_residual=True)
     for dtypes in ({}, *other_dtypes(variant.operator, dtype)[: cols == 100]):
@@ -158,7 +158,7 @@ SINGLE_ROWS = [
 @pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0)
 def test_exact_aliasing_of_a_single_row_with_a_vector(variant: Variant, over: str, cols: int, device: str) -> None:
-    """Where there is one row, the weight has the shape of the output, and grad_weight that of every input."""
+    """With one row, the weight has the shape of the output, and grad_weight the shape of every input."""
     operator = variant.operator
     case = variant.at(Case((cols,), torch.float32, weight_dtype=torch.float32, has_residual=True))
     writing = Writing(case, device)
@@ -172,8 +172,8 @@ def test_exact_aliasing_of_a_single_row_with_a_vector(variant: Variant, over: st
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if of_rows(operator)], ids=str)
 @pytest.mark.triton
-def test_slices_of_one_tensor(operator: Operator, device: str) -> None:
-    """Inputs that lie side by side are read in place, and results written side by side."""
+def test_inputs_and_targets_may_be_slices_of_one_tensor(operator: Operator, device: str) -> None:
+    """Operators read inputs from column slices of one tensor, and write results to column slices of another."""
     case = Variant(operator, {}).at(Case((6, 40), torch.float32, weight_dtype=torch.float32, has_residual=True))
     arguments = case.arguments(device)
     rows = [name for name in operator.inputs if name not in ("weight", *operator.sums)]
@@ -209,8 +209,8 @@ def test_overlap_of_views_with_other_strides_and_more_dimensions(device: str) ->
     assert not refused(qkv, qkv[:, :, 1], qkv[:, :, 1])
 
 
-def test_overlap_decides_as_a_brute_force_does() -> None:
-    """Against the sets of addresses, over views with equal strides of one buffer."""
+def test_overlap_check_agrees_with_brute_force() -> None:
+    """Compares with sets of addresses, for views of one buffer with equal strides."""
     generator = torch.Generator().manual_seed(0)
     memory = torch.ones(400)
     decided = {True: 0, False: 0}
@@ -230,7 +230,7 @@ def test_overlap_decides_as_a_brute_force_does() -> None:
 
 
 def overlap_of(operator: Operator, target: str, name: str) -> str:
-    """What is said of a target that shares some memory with an input."""
+    """Returns the error message for a target that partially overlaps an input."""
     if (target, name) in operator.never_over:
         return f"{operator}: expected {target} and {name} to share no memory, but got an overlap"
     exact = f"to be exactly {name} or to share no memory with it, but got a partial overlap"
@@ -242,7 +242,7 @@ def rows_of_three(operator: Operator) -> OperatorCase:
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_targets_are_checked(operator: Operator, device: str) -> None:
+def test_invalid_targets_raise(operator: Operator, device: str) -> None:
     case = rows_of_three(operator)
     arguments, fresh = case.arguments(device), case.targets(device)
     memory = torch.ones(20, device=device)
@@ -272,13 +272,13 @@ def test_targets_are_checked(operator: Operator, device: str) -> None:
         changes = {name: shared.view(-1)[: fresh[name].numel()].view_as(fresh[name]) for name in pair}
         expected = f"{operator}: expected {pair[0]} and {pair[1]} to share no memory, but got an overlap"
         assert message(**changes) == expected
-        if operator.has_mask:  # one that is not wanted may be anything
+        if operator.has_mask:  # targets of masked gradients are not checked
             mask = [name != pair[0] for name in names]
             operator.out(**arguments, **fresh | changes, output_mask=mask)
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_every_input_is_looked_at_for_overlaps(operator: Operator, device: str) -> None:
+def test_overlap_with_any_input_raises(operator: Operator, device: str) -> None:
     case = rows_of_three(operator)
     fresh = case.targets(device)
     for target, name in product(fresh, operator.inputs):
@@ -305,7 +305,7 @@ WAYS = [
 
 
 def writing(operator: Operator, way: str, device: str) -> tuple[Callable[..., object], dict[str, Any], list[str]]:
-    """A call that writes, its arguments, and which of them it writes to."""
+    """Returns a function that writes, its arguments, and the names of those that it writes to."""
     case = rows_of_three(operator)
     if way == "in place":
         return operator.inplace_function, case.arguments(device), [*operator.replaced]
@@ -314,7 +314,7 @@ def writing(operator: Operator, way: str, device: str) -> tuple[Callable[..., ob
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize(("operator", "way"), [each for each in WAYS if "over" not in each[1]], ids=str)
-def test_what_writes_refuses_gradients_and_bumps_the_version(
+def test_writing_overloads_reject_gradients_and_bump_versions(
     operator: Operator, way: str, mode: Callable[[], AbstractContextManager[None]], device: str
 ) -> None:
     _, _, targets = writing(operator, way, device)
@@ -331,7 +331,7 @@ def test_what_writes_refuses_gradients_and_bumps_the_version(
 
 
 @pytest.mark.parametrize(("operator", "way"), WAYS, ids=str)
-def test_what_writes_compiles_to_the_functional_operator(operator: Operator, way: str, device: str) -> None:
+def test_writing_overloads_compile_to_the_functional_operator(operator: Operator, way: str, device: str) -> None:
     function, arguments, written = writing(operator, way, device)
     names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in arguments.items() if name not in names}

@@ -1,4 +1,4 @@
-"""normops under torch's own rms_norm."""
+"""override_torch makes torch's rms_norm run normops."""
 
 from collections.abc import Callable, Iterator
 from itertools import permutations
@@ -30,7 +30,7 @@ def rows(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def test_the_switch() -> None:
+def test_override_torch_switches_on_and_off() -> None:
     norm, x = nn.RMSNorm(64), rows().requires_grad_()
 
     def step() -> None:
@@ -47,7 +47,7 @@ def test_the_switch() -> None:
         assert operators_run(step) == [FORWARD, BACKWARD]
     assert operators_run(step) == [OWN]
     assert not normops.build_info()["overrides_torch"]
-    normops.override_torch()  # acts when it is entered
+    normops.override_torch()  # has no effect until it is entered
     assert operators_run(step) == [OWN]
     normops.set_override_torch(True)
     assert operators_run(step) == [FORWARD, BACKWARD]
@@ -55,7 +55,7 @@ def test_the_switch() -> None:
     assert operators_run(step) == [OWN]
 
 
-def test_the_switch_is_silent() -> None:
+def test_override_torch_raises_no_warning() -> None:
     code = "import normops, torch; normops.set_override_torch(True); normops.set_override_torch(False); print('done')"
     done = python("-W", "error", "-c", code)
     assert (done.stdout, done.stderr) == ("done\n", "")
@@ -66,7 +66,7 @@ def test_the_switch_is_silent() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.covering(core=1)
-def test_the_bits_are_those_of_normops(dtype: torch.dtype, weight_dtype: torch.dtype | None, eps: float | None) -> None:
+def test_override_has_normops_bits(dtype: torch.dtype, weight_dtype: torch.dtype | None, eps: float | None) -> None:
     x = rows(dtype)
     weight = None if weight_dtype is None else torch.rand(64, dtype=weight_dtype)
     y = F.rms_norm(x, (64,), weight, eps)
@@ -86,7 +86,7 @@ OUTSIDE: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("case", OUTSIDE)
-def test_the_rest_is_torchs_own(case: str) -> None:
+def test_unsupported_calls_run_torch(case: str) -> None:
     torch.manual_seed(0)
     expected = OUTSIDE[case]()
     torch.manual_seed(0)
@@ -101,24 +101,24 @@ def test_the_rest_is_torchs_own(case: str) -> None:
 
 
 @pytest.mark.usefixtures("overridden")
-def test_errors() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(RuntimeError, match="rms_norm: expected"):
         F.rms_norm(rows(), (63,))
     with pytest.raises(RuntimeError, match="Expected weight to be of same shape as normalized_shape"):
-        F.rms_norm(rows(), (64,), torch.ones(4, 64))  # a weight per row, which is normops' alone
+        F.rms_norm(rows(), (64,), torch.ones(4, 64))  # a weight per row, which only normops supports
     with pytest.raises(RuntimeError, match="not implemented for 'Long'"):
         F.rms_norm(rows().long(), (64,))
 
 
 @pytest.mark.usefixtures("overridden")
-def test_gradients() -> None:
+def test_override_passes_gradcheck() -> None:
     x, weight = rows(torch.float64).requires_grad_(), torch.rand(64, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w: F.rms_norm(x, (64,), w), (x, weight))
     assert torch.autograd.gradgradcheck(lambda x, w: F.rms_norm(x[:1], (64,), w), (x, weight))
 
 
 @pytest.mark.usefixtures("overridden")
-def test_functional_transforms() -> None:
+def test_functional_transforms_match_normops() -> None:
     x = rows(torch.float64)
     gradient = torch.func.grad(lambda x: F.rms_norm(x, (64,)).pow(3).sum())
     expected = torch.func.grad(lambda x: normops.rms_norm(x, 64).pow(3).sum())
@@ -130,7 +130,7 @@ def test_functional_transforms() -> None:
 
 @pytest.mark.usefixtures("overridden")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(dtype: torch.dtype) -> None:
+def test_autocast_keeps_the_output_dtype_of_torch(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y = nn.RMSNorm(64)(rows(dtype))
     with normops.override_torch(False), torch.autocast("cpu", torch.bfloat16):
@@ -138,7 +138,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_compiled_code_notices(context: Callable[[], Any]) -> None:
+def test_compiled_code_follows_the_override(context: Callable[[], Any]) -> None:
     norm, x = nn.RMSNorm(64), rows()
     compiled = torch.compile(norm, fullgraph=True)
     with context():
@@ -155,8 +155,8 @@ step = torch.compile(lambda x, _: [norm(x)], fullgraph=True)
 """
 
 
-@pytest.mark.release  # compiles in four processes from nothing
-def test_caches_keep_both_apart(tmp_path: Path) -> None:
+@pytest.mark.release  # compiles in four new processes
+def test_caches_distinguish_the_override(tmp_path: Path) -> None:
     runs = [train(tmp_path, STEP.format(enabled)) for enabled in (False, True, False, True)]
     assert [ran for *_, ran in runs] == [[], [FORWARD, BACKWARD]] * 2
     assert ["autograd_cache_hit" in counts for counts, *_ in runs] == [False, False, True, True]
@@ -167,10 +167,10 @@ def test_caches_keep_both_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.covering(core=1)
-def test_programs_that_write_later(
+def test_in_place_writes_after_the_norm_work_as_with_torch(
     dtype: torch.dtype, weight_dtype: torch.dtype, needs: tuple[str, ...], written: str
 ) -> None:
-    """Work where torch's own saves copies."""
+    """Writes to saved tensors raise, unless torch's norm saves copies."""
 
     def gradients() -> list[Tensor] | None:
         leaves = {"input": rows(dtype), "weight": torch.linspace(0.5, 1.5, 64, dtype=weight_dtype)}
@@ -194,8 +194,8 @@ def test_programs_that_write_later(
 
 
 @pytest.mark.usefixtures("overridden")
-def test_export_to_onnx() -> None:
-    """As without: ONNX knows what torch's own is made of."""
+def test_onnx_export_decomposes_torch_norm() -> None:
+    """The export is the same as without the override."""
     for opset_version, expected in ((23, ["RMSNormalization"]), (18, ["Pow", "ReduceMean", "Add", "Sqrt"])):
         program = torch.onnx.export(nn.RMSNorm(64), (rows(),), opset_version=opset_version, verbose=False)
         assert program is not None
@@ -204,7 +204,7 @@ def test_export_to_onnx() -> None:
 
 
 @pytest.mark.usefixtures("overridden")
-def test_export() -> None:
+def test_exported_program_runs_normops() -> None:
     norm, x = nn.RMSNorm(64), rows()
     program = torch.export.export(norm, (x,))
     torch.testing.assert_close(program.module()(x), norm(x))
@@ -213,7 +213,7 @@ def test_export() -> None:
 
 
 def permuted(sizes: tuple[int, ...], order: tuple[int, ...], gap: int = 1) -> Tensor:
-    """A tensor of these sizes whose dimensions have this order in memory, the outermost first."""
+    """Returns a tensor of these sizes whose dimensions have this order in memory, the outermost first."""
     stored = torch.randn([sizes[dim] for dim in order[:-1]] + [sizes[order[-1]] * gap])
     return stored[..., ::gap].permute([order.index(dim) for dim in range(len(order))])
 
@@ -254,8 +254,8 @@ def test_views_of_channels_last_outputs(overridden: None) -> None:
     assert nn.RMSNorm(8)(x).permute(0, 2, 3, 1).view(-1, 3).shape == (64, 3)
 
 
-def test_the_file_that_runs_a_program(tmp_path: Path) -> None:
-    """As the documents show it: the program finds its arguments, and modules in its folder."""
+def test_documented_script_runs_a_program(tmp_path: Path) -> None:
+    """The program receives its arguments, and imports modules from its folder."""
     text = (Path(__file__).parent.parent / "docs" / "adoption.md").read_text()
     (shown,) = (block.partition("```")[0] for block in text.split("```python\n") if "runpy.run_path" in block)
     (tmp_path / "with_normops.py").write_text(shown)

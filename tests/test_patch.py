@@ -1,4 +1,4 @@
-"""normops.patch on modules alone, and on what else is done with modules."""
+"""normops.patch on modules, and together with other uses of modules."""
 
 import copy
 import gc
@@ -50,20 +50,19 @@ def test_computes_the_same(norm: Callable[[int], nn.Module], dtype: torch.dtype,
     y, expected = patched(x), original(x)
     assert uses_normops(patched, x)
     assert y.dtype == expected.dtype
-    # Half a unit in the last place of the least precise dtype from us, two times that from an original that rounds
-    # twice, and once more with a bias; and up to five roundings of each in float32, in which most originals compute,
-    # float64 included.
+    # normops rounds once to the least precise dtype (half an ulp), the original twice, and once more with a bias. Both
+    # add up to five roundings in float32, in which most originals compute, even for float64.
     coarse = max(torch.finfo(each).eps for each in (dtype, weight_dtype, torch.float32))
     bias = dict(original.named_parameters()).get("bias")
     rtol = (1.5 if bias is None else 2.0) * coarse + 5 * torch.finfo(torch.float32).eps
     # Products below 2^-14 are subnormal in float16.
     atol = 2**-24 if torch.float16 in (dtype, weight_dtype) else 0.0
-    atol += 0.0 if bias is None else rtol * float(bias.detach().abs().max())  # from which the product may be subtracted
+    atol += 0.0 if bias is None else rtol * float(bias.detach().abs().max())  # the product may cancel with it
     torch.testing.assert_close(y.double(), expected.double(), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
-def test_one_rounding_is_nearer_to_the_exact_result(dtype: torch.dtype) -> None:
+def test_one_rounding_is_more_accurate(dtype: torch.dtype) -> None:
     original, patched = others.patched_pair(partial(LlamaNorm, SIZE), dtype)
     x = rows(256, dtype=dtype)
     weight = patched.get_parameter("weight")
@@ -73,7 +72,7 @@ def test_one_rounding_is_nearer_to_the_exact_result(dtype: torch.dtype) -> None:
     assert errors[0] <= 0.502 * torch.finfo(dtype).eps < errors[1]
 
 
-def test_report() -> None:
+def test_report_lists_every_norm() -> None:
     blocks = model()
     blocks.append(nn.LayerNorm(32)).append(others.UnusedBiasNorm(32)).append(normops.RMSNorm(32))
     report = normops.patch(blocks)
@@ -93,11 +92,11 @@ def test_report() -> None:
     ]
 
 
-def test_what_collections_of_garbage_call_is_not_the_forward() -> None:
+def test_gc_callbacks_are_ignored() -> None:
     called = []
 
     def callback(phase: str, info: dict[str, int]) -> None:
-        with nullcontext():  # which a forward may not
+        with nullcontext():  # a forward may not use with
             called.append(phase)
 
     class Norm(nn.RMSNorm):
@@ -129,8 +128,7 @@ UNEXAMINED: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("reason", UNEXAMINED)
-def test_a_neighbour_that_cannot_be_examined(reason: str) -> None:
-    """Does not end the patch of the others."""
+def test_module_that_cannot_be_examined_does_not_stop_the_patch(reason: str) -> None:
     blocks = nn.ModuleDict({"before": LlamaNorm(32), "norm": UNEXAMINED[reason](), "after": LlamaNorm(32)})
     report = normops.patch(blocks)
     assert list(report.patched) == ["before", "after"]
@@ -138,7 +136,7 @@ def test_a_neighbour_that_cannot_be_examined(reason: str) -> None:
     assert normops.unpatch(blocks) == 2
 
 
-def test_original_rounding_that_cannot_be_had() -> None:
+def test_unsupported_original_rounding_is_skipped() -> None:
     report = normops.patch(others.FactorNorm(32), rounding="original")
     assert list(report.skipped.values()) == [
         'FactorNorm: rounds in an order of its own, which rounding="original" does not have'
@@ -146,7 +144,7 @@ def test_original_rounding_that_cannot_be_had() -> None:
     assert normops.patch(others.FactorNorm(32)).patched
 
 
-def test_strict_changes_nothing() -> None:
+def test_failed_strict_patch_changes_nothing() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -163,18 +161,18 @@ def test_strict_changes_nothing() -> None:
     assert type(two.good) is LlamaNorm
 
 
-def test_strict_is_about_rms_norms() -> None:
+def test_strict_ignores_other_norms() -> None:
     assert normops.patch(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), strict=True).patched
 
 
-def test_arguments() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, but got Tensor$"):
         normops.patch(torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r'^rounding: expected "once" or "original", but got \'twice\'$'):
         normops.patch(nn.RMSNorm(2), rounding="twice")  # type: ignore[arg-type]
 
 
-def test_twice_and_back() -> None:
+def test_patch_is_idempotent_and_can_be_undone() -> None:
     blocks, original = model(), model()
     norm: Any = blocks[0].input_norm
     hooks: list[str] = []
@@ -184,7 +182,7 @@ def test_twice_and_back() -> None:
     cls = type(norm)
     assert not normops.patch(blocks).patched
     assert type(norm) is cls
-    # Other libraries tell norms by isinstance, as FSDP does, and by the name of the class, as transformers does.
+    # FSDP identifies norms by isinstance, transformers by the name of the class.
     names = {(each.__name__, each.__qualname__, each.__module__) for each in (cls, LlamaNorm)}
     assert isinstance(norm, LlamaNorm)
     assert len(names) == 1
@@ -199,7 +197,7 @@ def test_twice_and_back() -> None:
     assert torch.equal(blocks(x), original(x))
 
 
-def test_another_rounding_takes_the_place_of_the_first() -> None:
+def test_patch_with_another_rounding_replaces_the_first() -> None:
     norm = LlamaNorm(32)
     normops.patch(norm)
     assert len(normops.patch(norm, rounding="original").patched) == 1
@@ -208,9 +206,9 @@ def test_another_rounding_takes_the_place_of_the_first() -> None:
     assert type(norm) is LlamaNorm
 
 
-def test_other_dtypes_go_to_the_module() -> None:
+def test_unsupported_dtypes_run_the_original_forward() -> None:
     norm = nn.RMSNorm(4, dtype=torch.complex64)
-    assert not normops.patch(norm).patched  # a complex weight is not of ours
+    assert not normops.patch(norm).patched  # complex weights are not supported
 
     norm = nn.RMSNorm(4, elementwise_affine=False)
     normops.patch(norm)
@@ -218,7 +216,7 @@ def test_other_dtypes_go_to_the_module() -> None:
     assert torch.equal(norm(x), nn.RMSNorm(4, elementwise_affine=False)(x))
 
 
-def test_keyword_argument() -> None:
+def test_input_may_be_a_keyword_argument() -> None:
     norm = LlamaNorm(4)
     normops.patch(norm)
     x = torch.randn(3, 4)
@@ -233,8 +231,8 @@ def test_default_device_does_not_matter(device: str) -> None:
     assert norm(torch.empty(2, 32, device=device)).shape == (2, 32)
 
 
-def test_parameters_sharded_in_place() -> None:
-    """As DeepSpeed's ZeRO-3 does: empty, with the shape beside them, gathered by hooks."""
+def test_parameters_emptied_by_zero_3_are_patched() -> None:
+    """DeepSpeed's ZeRO-3 empties parameters, stores their shape in an attribute, and gathers them in hooks."""
     norm = LlamaNorm(32)
     weight = norm.weight.data
     norm.weight.ds_shape = torch.Size([32])  # type: ignore[attr-defined]
@@ -272,7 +270,7 @@ def test_hooks_of_accelerate(first: str) -> None:
     assert not uses_normops(norm, x)
 
 
-def test_a_forward_that_another_one_covers() -> None:
+def test_forward_wrapped_after_the_patch() -> None:
     norm, x = LlamaNorm(32), torch.randn(2, 32)
     normops.patch(norm)
     norm.forward = partial(norm.forward)  # type: ignore[method-assign]
@@ -283,7 +281,7 @@ def test_a_forward_that_another_one_covers() -> None:
     assert normops.unpatch(norm) == 0
 
 
-def test_a_failure_leaves_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_leaves_every_module_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     class First(LlamaNorm):
         pass
 
@@ -308,7 +306,7 @@ class Flagged(LlamaNorm):
 
 
 def redefined() -> type[LlamaNorm]:
-    """A class as a notebook defines it anew whenever a cell runs."""
+    """Returns a new class in each call, like a notebook whose cell runs again."""
 
     class Redefined(LlamaNorm):
         def forward(self, hidden_states: Tensor) -> Tensor:
@@ -318,7 +316,7 @@ def redefined() -> type[LlamaNorm]:
 
 
 def test_redefined_classes_are_collected() -> None:
-    """Unless they were compiled: then the guards of torch.compile keep the globals of each forward."""
+    """Compiled classes are not collected: the guards of torch.compile keep the globals of each forward."""
     classes = []
     gc.collect()
     for _ in range(3):
@@ -334,7 +332,7 @@ def test_redefined_classes_are_collected() -> None:
     assert [cls() for cls in classes] == [None] * 3
 
 
-def test_modules_that_are_alike_share_a_class() -> None:
+def test_equal_modules_share_a_patched_class() -> None:
     first, second = LlamaNorm(32), LlamaNorm(32)
     normops.patch(first)
     normops.patch(second)
@@ -345,7 +343,7 @@ def test_modules_that_are_alike_share_a_class() -> None:
     assert type(first) is cls
 
 
-def test_attributes_that_are_equal() -> None:
+def test_equal_attributes_of_different_types_are_patched() -> None:
     x = torch.randn(2, 32)
     for flag in (True, 1, 1.0):
         norm = Flagged(flag)
@@ -362,14 +360,14 @@ class Strange(nn.Module):
         raise RuntimeError(name)
 
 
-def test_a_neighbour_whose_attributes_raise() -> None:
+def test_module_whose_attributes_raise_does_not_stop_the_patch() -> None:
     report = normops.patch(nn.ModuleDict({"norm": LlamaNorm(32), "strange": Strange()}))
     assert list(report.patched) == ["norm", "strange.norm"]
     assert "cannot be examined: RuntimeError" in report.skipped["strange"]
 
 
 @pytest.mark.parametrize("parts", [(True, False), (False, True)])
-def test_neighbours_with_a_part_and_without(parts: tuple[bool, ...]) -> None:
+def test_modules_with_and_without_a_submodule_are_recognized_separately(parts: tuple[bool, ...]) -> None:
     norms = nn.ModuleList(LlamaNorm(32) for _ in parts)
     for norm, has_part in zip(norms, parts, strict=True):
         norm.register_module("part", nn.Identity() if has_part else None)
@@ -379,16 +377,16 @@ def test_neighbours_with_a_part_and_without(parts: tuple[bool, ...]) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("norm", others.NORMS)
 @pytest.mark.covering(core=1)
-def test_one_operator_in_compiled_graphs(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
+def test_patched_norm_compiles_to_one_operator_each_way(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
     _, patched = others.patched_pair(partial(norm, SIZE), torch.float32)
     graphs = trace(patched, rows(8).requires_grad_(), dynamic=dynamic)
     assert graphs.backward is not None
-    # A weight per group is the module's in another shape.
+    # A weight per group is a view of the module's weight.
     assert computed_besides_views(graphs.forward) == ["normops.rms_norm.default"]
     assert computed_besides_views(graphs.backward) == ["normops.rms_norm_backward.default"]
 
 
-def test_compiled_code_notices() -> None:
+def test_compiled_code_follows_patch_and_unpatch() -> None:
     blocks, frames = model(layers=1), []
 
     def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
@@ -403,10 +401,10 @@ def test_compiled_code_notices() -> None:
     compiled(x)
     normops.unpatch(blocks)
     compiled(x)
-    assert frames == [False, True]  # unpatched, the first one serves again
+    assert frames == [False, True]  # after unpatch, the first graph is reused
 
 
-def test_layers_that_are_alike_are_compiled_once() -> None:
+def test_equal_layers_are_compiled_once() -> None:
     blocks, frames = model(layers=4), []
 
     def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
@@ -420,7 +418,7 @@ def test_layers_that_are_alike_are_compiled_once() -> None:
     assert len(frames) == 1
 
 
-def test_export_of_a_norm_alone_has_its_argument() -> None:
+def test_exported_norm_keeps_its_argument_name() -> None:
     norm = LlamaNorm(8)
     normops.patch(norm)
     rows = torch.export.Dim("rows")
@@ -428,8 +426,7 @@ def test_export_of_a_norm_alone_has_its_argument() -> None:
     assert program.module()(torch.randn(5, 8)).shape == (5, 8)
 
 
-def test_block_in_module_list() -> None:
-    """A norm that is in two places is one."""
+def test_shared_norm_is_patched_once() -> None:
     norm = LlamaNorm(8)
     report = normops.patch(nn.ModuleList([norm, norm, Block(size=8)]))
     assert list(report.patched) == ["0", "2.input_norm", "2.output_norm"]
@@ -440,8 +437,8 @@ class Doubled(nn.Module):
         return 2.0 * weight
 
 
-def test_parametrized_after_it_was_patched() -> None:
-    """The class that torch makes then is a subclass of the patched one."""
+def test_patched_norm_can_be_parametrized() -> None:
+    """torch derives the parametrized class from the patched one."""
     norm, x = LlamaNorm(32), torch.randn(2, 32)
     expected = 2.0 * norm(x)
     normops.patch(norm)
@@ -464,7 +461,7 @@ def test_fsdp_wraps_by_class() -> None:
     assert not transformer_auto_wrap_policy(norm, transformer_layer_cls={nn.RMSNorm}, **options)
 
 
-def test_transformers_initializes_weights_by_the_name_of_the_class() -> None:
+def test_transformers_initializes_patched_norms_by_class_name() -> None:
     llama = LlamaForCausalLM(
         LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
     )
@@ -474,7 +471,7 @@ def test_transformers_initializes_weights_by_the_name_of_the_class() -> None:
     assert torch.equal(llama.model.norm.weight, torch.ones(64))
 
 
-def test_a_class_that_is_told_of_its_subclasses_is_unchanged() -> None:
+def test_class_with_init_subclass_is_skipped() -> None:
     class Registering(LlamaNorm):
         def __init_subclass__(cls) -> None:
             raise AssertionError
@@ -501,7 +498,7 @@ class Mixed(WithoutSlots, LlamaNorm):
 
 
 @pytest.mark.parametrize("cls", [Abstract, OfKind, Mixed])
-def test_classes_whose_first_base_has_no_attributes(cls: Any) -> None:
+def test_classes_whose_first_base_has_no_attributes_are_patched(cls: Any) -> None:
     norm, x = cls(32), torch.randn(2, 32)
     expected = norm(x)
     assert normops.patch(norm).patched
@@ -519,7 +516,7 @@ class WithHelper(nn.RMSNorm):
         return super().forward(self.helper(x))
 
 
-def test_a_class_derived_from_the_patched_one_may_replace_a_helper() -> None:
+def test_class_derived_from_the_patched_one_may_override_a_helper() -> None:
     norm, x = WithHelper(32), torch.randn(2, 32)
     normops.patch(norm)
     assert uses_normops(norm, x)
@@ -528,7 +525,7 @@ def test_a_class_derived_from_the_patched_one_may_replace_a_helper() -> None:
 
 
 class Proxy:
-    """Equal to what it stands for, as that of wrapt is."""
+    """Compares equal to the wrapped function, like wrapt's proxy."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -543,7 +540,7 @@ class Proxy:
         return hash(self.function)
 
 
-def test_a_function_that_is_replaced_by_an_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_of_a_function_by_an_equal_proxy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     norm, plain, x = LlamaNorm(32), LlamaNorm(32), torch.randn(2, 32)
     normops.patch(norm)
     monkeypatch.setattr(torch, "rsqrt", Proxy(torch.rsqrt))
@@ -560,7 +557,7 @@ def test_compiled_code_notices_a_replaced_forward(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(compiled(x), 3.0 * x)
 
 
-def test_another_rounding_under_a_hook() -> None:
+def test_patch_with_another_rounding_under_a_hook() -> None:
     norm = LlamaNorm(32)
     add_hook_to_module(norm, ModelHook())
     assert normops.patch(norm).patched
@@ -568,7 +565,7 @@ def test_another_rounding_under_a_hook() -> None:
     assert vars(norm)["_old_forward"].__func__ is type(norm).forward
 
 
-def test_a_trace_is_silent() -> None:
+def test_jit_trace_raises_no_warning() -> None:
     norm = LlamaNorm(32)
     normops.patch(norm)
     with warnings.catch_warnings():
@@ -582,7 +579,7 @@ class ByDimensions(LlamaNorm):
         return y if hidden_states.dim() == 3 else y.type_as(hidden_states)
 
 
-def test_a_dtype_that_depends_on_the_number_of_dimensions() -> None:
+def test_result_dtype_may_depend_on_the_number_of_dimensions() -> None:
     norm, plain = ByDimensions(32), ByDimensions(32)
     assert normops.patch(norm).patched
     for shape in ((2, 32), (2, 3, 32)):
@@ -601,14 +598,14 @@ class BiasAlone(nn.Module):
 
 
 @pytest.mark.parametrize("rounding", ["once", "original"])
-def test_a_bias_without_a_weight_of_another_dtype(rounding: Any) -> None:
+def test_bias_without_a_weight_may_have_another_dtype(rounding: Any) -> None:
     norm, plain, x = BiasAlone(), BiasAlone(), torch.randn(4, 32).bfloat16()
     assert normops.patch(norm, rounding=rounding).patched
     torch.testing.assert_close(norm(x), plain(x), rtol=2.0**-7, atol=2.0**-7)
 
 
-def test_unpatched_while_it_is_copied() -> None:
-    """By another thread, between the look-up of ``__reduce_ex__`` and its call."""
+def test_unpatch_during_a_copy() -> None:
+    """Another thread may unpatch between the look-up of ``__reduce_ex__`` and its call."""
     norm = LlamaNorm(32)
     normops.patch(norm)
     reduce = norm.__reduce_ex__
@@ -616,8 +613,8 @@ def test_unpatched_while_it_is_copied() -> None:
     assert reduce(4)[1] == (LlamaNorm,)
 
 
-def test_another_class_replaced_the_forward_of_the_norm() -> None:
-    """As Liger patches classes: what it put there computes."""
+def test_replaced_forward_of_the_class_runs() -> None:
+    """Liger replaces forwards of classes; its replacement must run."""
     norm, x = LlamaNorm(32), torch.randn(2, 32)
     normops.patch(norm)
     with pytest.MonkeyPatch.context() as patch:

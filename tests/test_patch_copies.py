@@ -1,4 +1,4 @@
-"""Copying and pickling patched modules: copies run normops, pickles have names alone, and threads do not interfere."""
+"""Copies of patched modules run normops, pickles contain only names and state, and threads do not interfere."""
 
 import copy
 import io
@@ -118,7 +118,7 @@ class Slotted(LlamaNorm):
         super().__init__(size)
         self.kept = ["kept"]
 
-    def __getstate__(self) -> Any:  # that of nn.Module leaves slots out
+    def __getstate__(self) -> Any:  # nn.Module's omits slots
         return dict(self.__dict__), {"kept": self.kept}, hasattr(self, "missing")
 
     def __setstate__(self, state: Any) -> None:
@@ -129,14 +129,14 @@ class Slotted(LlamaNorm):
 
 
 class Hidden:
-    """A container that only pickle and copy know how to look into."""
+    """A container whose content only pickle and copy reach."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
 
 class WithItself(LlamaNorm):
-    """Its state refers to the module itself, in an attribute, in a tuple, in a container, and by a method."""
+    """Refers to itself in an attribute, a tuple, a container and a bound method."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -184,7 +184,7 @@ def test_copies_are_patched_and_independent(
     assert isinstance(again, type(original))
     assert vars(again).keys() == vars(expected).keys()
     assert_alike(again(x), expected(x), "copied")
-    # The copy has a weight of its own, unless it shared it before, too.
+    # The copy has its own weight, unless a copy of the original shares the weight, too.
     with torch.no_grad():
         for parameter in (*again.parameters(), *expected.parameters()):
             parameter.zero_()
@@ -216,20 +216,20 @@ def test_references_to_itself_become_references_to_the_copy(copied: Callable[[nn
 
 @pytest.mark.parametrize("norm", [SINGLETON, SINGLETONS["looked"]], ids=lambda norm: type(norm).__name__)
 @every_copy
-def test_a_module_that_is_its_own_copy_is_unchanged(norm: nn.Module, copied: Callable[[nn.Module], nn.Module]) -> None:
+def test_module_that_is_its_own_copy_is_unchanged(norm: nn.Module, copied: Callable[[nn.Module], nn.Module]) -> None:
     assert len(normops.patch(norm).patched) == 1
     assert copied(norm) is norm
     assert normops.unpatch(norm) == 1
 
 
-def test_a_model_that_shares_a_norm_shares_its_copy() -> None:
+def test_model_that_shares_a_norm_shares_its_copy() -> None:
     model: Any = nn.ModuleList([norm := patched(WithItself), nn.Sequential(norm)])
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert again[0] is again[1][0] is again[0].attribute
         assert_patched(again[0])
 
 
-def test_a_copy_by_its_dictionary_has_the_class_that_it_was_made_of() -> None:
+def test_copy_of_the_dictionary_keeps_the_given_class() -> None:
     norm, x = patched(), torch.randn(2, SIZE)
     for cls in (LlamaNorm, type(norm)):
         again: Any = object.__new__(cls)
@@ -240,7 +240,7 @@ def test_a_copy_by_its_dictionary_has_the_class_that_it_was_made_of() -> None:
 
 
 def test_replicas_of_data_parallel_have_their_own_weight() -> None:
-    """As ``torch.nn.parallel.replicate`` makes them, which needs GPUs: parameters are plain attributes."""
+    """Imitates ``torch.nn.parallel.replicate``, which requires GPUs: parameters become plain attributes."""
     norm, x = patched(), torch.randn(2, SIZE)
     replica = norm._replicate_for_data_parallel()
     replica._parameters = {}
@@ -249,7 +249,7 @@ def test_replicas_of_data_parallel_have_their_own_weight() -> None:
     assert isinstance(replica, Patched)
 
 
-def test_to_empty() -> None:
+def test_to_empty_keeps_the_patch() -> None:
     norm = patched().to("meta").to_empty(device="cpu")
     norm.load_state_dict({"weight": torch.full((SIZE,), 3.0)})
     assert_patched(norm)
@@ -262,8 +262,8 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
 
 
 @every_copy
-def test_a_forward_that_a_hook_calls_is_that_of_the_copy(copied: Callable[[nn.Module], nn.Module]) -> None:
-    """As accelerate keeps it."""
+def test_forward_stored_by_a_hook_is_that_of_the_copy(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """accelerate stores the forward in ``_old_forward``."""
     norm = patched()
     norm._old_forward, norm.forward = norm.forward, hooked
     again: Any = copied(norm)
@@ -378,7 +378,7 @@ def test_processes_started_during_copies_get_patched_modules(method: Any, proces
 
 
 class Interrupted(LlamaNorm):
-    """Calls a function while it is copied, as another thread may run then."""
+    """Calls a function while it is copied, as if another thread ran."""
 
     interrupt: Callable[[], None] = staticmethod(lambda: None)
 
@@ -388,7 +388,7 @@ class Interrupted(LlamaNorm):
 
 
 @every_copy
-def test_a_module_that_is_unpatched_while_it_is_copied(
+def test_unpatch_during_a_copy_leaves_the_copy_patched(
     copied: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     norm = patched(Interrupted)
@@ -403,7 +403,7 @@ def test_a_module_that_is_unpatched_while_it_is_copied(
 
 
 class NamesAlone(pickle.Unpickler):
-    """Finds two names of normops, and those of torch, the standard types, and the norm's own module."""
+    """Allows two names of normops, and names of torch, the standard types and the norm's module."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_ours = module == "normops.adoption.installation" and name in {"_remake", "_rounding"}
@@ -411,14 +411,14 @@ class NamesAlone(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def test_a_pickle_has_names_and_state_alone() -> None:
+def test_pickle_contains_only_names_and_state() -> None:
     data = pickle.dumps(patched())
     strings = {argument for _, argument, _ in pickletools.genops(data) if isinstance(argument, str)}
     assert all(part.isidentifier() for text in strings for part in text.split(".")), strings
     assert_patched(NamesAlone(io.BytesIO(data)).load())
 
 
-def test_a_load_of_weights_refuses_a_patched_module() -> None:
+def test_weights_only_load_rejects_a_patched_module() -> None:
     file = io.BytesIO()
     torch.save(patched(), file)
     file.seek(0)
@@ -427,7 +427,7 @@ def test_a_load_of_weights_refuses_a_patched_module() -> None:
 
 
 class Crafted:
-    """Pickled as a patched norm, with something else in the place of the rounding."""
+    """Pickles like a patched norm, with another object instead of the rounding."""
 
     def __init__(self, made: Any) -> None:
         self.made = made
@@ -437,7 +437,7 @@ class Crafted:
 
 
 class CraftedClass:
-    """Pickled as what gives a copy its class."""
+    """Pickles like the object that gives a copy its class."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -454,14 +454,14 @@ class CraftedClass:
         (CraftedClass(Patched), TypeError, "made: expected a class of normops.patch, but got Patched"),
     ],
 )
-def test_a_crafted_pickle_is_an_error(made: Any, error: type[Exception], message: str) -> None:
+def test_crafted_pickle_raises(made: Any, error: type[Exception], message: str) -> None:
     assert_patched(pickle.loads(pickle.dumps(Crafted("once"))))
     with pytest.raises(error, match=message):
         pickle.loads(pickle.dumps(Crafted(made)))
 
 
-def test_pickled_beside_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process with another version of the library that the norm comes from."""
+def test_pickle_is_loaded_unpatched_with_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imitates a process with another version of the norm's library."""
     norm, x = patched(), torch.randn(2, SIZE)
     data = pickle.dumps(norm)
     with monkeypatch.context() as other_code:
@@ -473,7 +473,7 @@ def test_pickled_beside_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(again(x), 2 * x)
         assert type(again) is LlamaNorm
         assert "__setstate__" not in vars(again)
-    assert_patched(pickle.loads(data))  # the reason is gone
+    assert_patched(pickle.loads(data))  # the code is the same again
 
 
 class StateSetter(LlamaNorm):
@@ -485,7 +485,7 @@ def _set_by_itself(module: Any, state: Any) -> None:
     vars(module).update(state)
 
 
-def test_a_state_that_is_set_in_another_way() -> None:
+def test_custom_state_setter_is_loaded_unpatched() -> None:
     norm = patched(StateSetter)
     with pytest.warns(UserWarning, match="a StateSetter was patched by normops when it was pickled"):
         again: Any = pickle.loads(pickle.dumps(norm))
@@ -493,8 +493,8 @@ def test_a_state_that_is_set_in_another_way() -> None:
     assert torch.equal(again.weight, norm.weight)
 
 
-def test_a_class_that_was_made_twice_is_one() -> None:
-    """As by two threads at once."""
+def test_patched_class_is_made_once() -> None:
+    """A second request for a class, for example of another thread, returns the first class."""
     norm = patched()
     made: Made = norm.normops_made
     assert class_of(made) is type(norm) is type(patched()) is type(copy.deepcopy(norm))

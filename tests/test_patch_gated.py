@@ -1,4 +1,4 @@
-"""normops.patch on gated norms: those of transformers, and those that others might write."""
+"""normops.patch on the gated norms of transformers, and on other third-party styles."""
 
 import copy
 import inspect
@@ -38,7 +38,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Gated(NamedTuple):
-    """A gated norm, what it should be taken for, and how often it rounds to 16 bits."""
+    """A gated norm, its expected description, and how often it rounds to 16 bits."""
 
     make: Callable[[], nn.Module]
     described: str
@@ -90,7 +90,7 @@ def _all() -> list[Any]:
         Gated(
             partial(others.GateFirstNorm, SIZE),
             f"{weight}, silu(gate) before the norm, dtype: promoted, rounds otherwise",
-            4,  # the activated gate and its product with the input besides
+            4,  # two of them: the activated gate and its product with the input
         ),
         Gated(partial(others.NormFirstNorm, SIZE), "1 + weight, eps: eps, groups of 16, sigmoid(z) after the norm", 1),
         Gated(partial(others.WeightlessGatedNorm, SIZE), "no weight, eps: 1e-05, sigmoid(gate) before the norm", 1),
@@ -102,14 +102,14 @@ every_norm = pytest.mark.parametrize("gated", _all())
 
 
 def inputs(dtype: torch.dtype, gate_dtype: torch.dtype | None = None, batch: int = 4) -> tuple[Tensor, Tensor]:
-    """Slices of one projection, where they have one dtype."""
+    """Returns an input and a gate: slices of one projection if their dtypes are equal."""
     torch.manual_seed(1)
     x, gate = torch.randn(batch, 5, 2 * SIZE).to(dtype).chunk(2, dim=-1)
     return x, gate.to(gate_dtype or dtype)
 
 
 def run_with_gradients(module: nn.Module, dtype: torch.dtype, batch: int = 4) -> list[Tensor]:
-    """The output and the gradients: of input, gate and parameters."""
+    """Returns the output and the gradients of input, gate and parameters."""
     x, gate = (tensor.detach().requires_grad_() for tensor in inputs(dtype, batch=batch))
     y: Tensor = module(x, gate)
     y.backward(inputs(y.dtype, batch=batch)[0].sin())
@@ -118,26 +118,26 @@ def run_with_gradients(module: nn.Module, dtype: torch.dtype, batch: int = 4) ->
 
 
 @every_norm
-def test_recognised(gated: Gated) -> None:
+def test_gated_norm_is_recognized(gated: Gated) -> None:
     module = gated.make()
     assert normops.patch(module, strict=True).patched == {"": f"{type(module).__name__}: {gated.described}"}
 
 
 @every_norm
-def test_the_same_in_float32(gated: Gated) -> None:
+def test_patched_matches_original_in_float32(gated: Gated) -> None:
     original, patched = others.patched_pair(gated.make, torch.float32)
     results, expected = run_with_gradients(patched, torch.float32), run_with_gradients(original, torch.float32)
     assert operators_run(lambda: patched(*inputs(torch.float32))) == ["normops::gated_rms_norm"]
     torch.testing.assert_close(results[0], expected[0], rtol=1e-5, atol=0.0)
     assert len(results) == len(expected) == 3 + len(list(original.parameters()))
     for actual, exact in zip(results[1:], expected[1:], strict=True):
-        # Terms that cancel are added up: relative to the largest of them.
+        # Sums have terms that cancel, so the tolerance is relative to the largest element.
         torch.testing.assert_close(actual, exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
 
 
 @every_norm
 @pytest.mark.covering(core=1)
-def test_gradients_in_bfloat16(gated: Gated) -> None:
+def test_gradients_match_original_in_bfloat16(gated: Gated) -> None:
     original, patched = others.patched_pair(gated.make, torch.bfloat16)
     eps = torch.finfo(torch.bfloat16).eps
     results, expected = run_with_gradients(patched, torch.bfloat16), run_with_gradients(original, torch.bfloat16)
@@ -148,14 +148,14 @@ def test_gradients_in_bfloat16(gated: Gated) -> None:
 
 @every_norm
 @pytest.mark.covering(core=1)
-def test_any_dtypes(gated: Gated) -> None:
+def test_patched_matches_original_in_all_dtypes(gated: Gated) -> None:
     original, patched = others.patched_pair(gated.make, torch.float64)
     for dtype, gate_dtype, weight_dtype in product(DTYPES, repeat=3):
         x, gate = inputs(dtype, gate_dtype)
         y, expected = patched.to(weight_dtype)(x, gate), original.to(weight_dtype)(x, gate)
         assert y.dtype == expected.dtype
         coarse = max(torch.finfo(each).eps for each in (dtype, gate_dtype, weight_dtype, torch.float32))
-        # Most originals compute in float32, float64 included: up to eight roundings of theirs.
+        # Most originals compute in float32, even for float64, with up to eight roundings.
         rtol = (gated.roundings + 1) * coarse / 2 + 8 * torch.finfo(torch.float32).eps
         atol = 2.0**-24 if torch.float16 in (dtype, gate_dtype, weight_dtype) else 0.0
         torch.testing.assert_close(y.double(), expected.double(), rtol=rtol, atol=atol)
@@ -179,7 +179,7 @@ def test_original_rounding_has_the_original_bits(gated: Gated, dtype: torch.dtyp
     assert (float((rounded_once[0] != expected[0]).float().mean()) > 0.1) == (gated.roundings > 1)
 
 
-def test_a_gate_that_the_operator_does_not_take_goes_to_the_module() -> None:
+def test_unsupported_gate_runs_the_original_forward() -> None:
     norm = MambaRMSNormGated(SIZE, group_size=16)
     original = copy.deepcopy(norm)
     normops.patch(norm)
@@ -190,7 +190,7 @@ def test_a_gate_that_the_operator_does_not_take_goes_to_the_module() -> None:
 
 
 @every_norm
-def test_called_as_before(gated: Gated) -> None:
+def test_signature_is_unchanged(gated: Gated) -> None:
     module = gated.make()
     parameters = inspect.signature(module.forward).parameters.values()
     x, gate = inputs(torch.float32)
@@ -204,7 +204,7 @@ def test_called_as_before(gated: Gated) -> None:
 @every_norm
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.covering(core=1)
-def test_one_operator_in_compiled_graphs(gated: Gated, dynamic: bool) -> None:
+def test_patched_compiles_to_one_operator_each_way(gated: Gated, dynamic: bool) -> None:
     _, patched = others.patched_pair(gated.make, torch.float32)
     tensors = (tensor.contiguous().requires_grad_() for tensor in inputs(torch.float32))
     graphs = trace(patched, *tensors, dynamic=dynamic)
@@ -213,7 +213,7 @@ def test_one_operator_in_compiled_graphs(gated: Gated, dynamic: bool) -> None:
     assert computed_besides_views(graphs.backward) == ["normops.gated_rms_norm_backward.default"]
 
 
-def test_export() -> None:
+def test_exported_program_has_one_gated_operator() -> None:
     norm = Qwen3NextRMSNormGated(SIZE)
     normops.patch(norm)
     x, gate = inputs(torch.float32)
@@ -226,7 +226,7 @@ def test_export() -> None:
     assert torch.equal(program.module()(x[:2], gate[:2]), norm(x[:2], gate[:2]))
 
 
-def test_pickled_and_taken_back() -> None:
+def test_pickled_norm_can_be_unpatched() -> None:
     norm = Zamba2RMSNormGated(SIZE, group_size=16)
     x, gate = inputs(torch.float32)
     expected = norm(x, gate)
@@ -239,7 +239,7 @@ def test_pickled_and_taken_back() -> None:
     assert torch.equal(again(x, gate), expected)
 
 
-def test_the_module_of_normops_ran_normops_before() -> None:
+def test_normops_module_is_reported_as_running_normops() -> None:
     assert normops.patch(normops.GatedRMSNorm(SIZE)).already == {"": "GatedRMSNorm"}
 
 
@@ -252,7 +252,7 @@ def test_the_module_of_normops_ran_normops_before() -> None:
         (KimiLinearRMSNormGated(SIZE), {"activation": "sigmoid"}),
     ],
 )
-def test_states_are_those_of_transformers(theirs: nn.Module, options: dict[str, Any]) -> None:
+def test_state_dicts_match_transformers(theirs: nn.Module, options: dict[str, Any]) -> None:
     nn.init.uniform_(theirs.get_parameter("weight"), -0.5, 1.5)
     ours = normops.GatedRMSNorm(SIZE, 1e-6, **options)
     assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"

@@ -1,4 +1,4 @@
-"""What a patched norm does wherever modules go is what it did: copies, traces, transforms, modes, memory."""
+"""A patched norm behaves like the original: in traces, transforms, modes, memory."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, t
 
 
 def pair(norm: Callable[[int], nn.Module], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    """The same norm, patched and not."""
+    """Returns the same norm twice, patched and unpatched."""
     made = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 @every_norm
-def test_is_what_it_was(norm: Callable[[int], nn.Module]) -> None:
+def test_patched_equals_original(norm: Callable[[int], nn.Module]) -> None:
     patched, original = pair(norm)
     assert_is_what_it_was(patched, original)
 
@@ -58,23 +58,23 @@ def test_is_what_it_was(norm: Callable[[int], nn.Module]) -> None:
 
 
 @every_norm
-def test_traced_by_jit(norm: Callable[[int], nn.Module]) -> None:
+def test_jit_trace_matches_original(norm: Callable[[int], nn.Module]) -> None:
     patched, original = pair(norm)
     traced = torch.jit.trace(nn.Sequential(patched), rows())
     for x in (rows(), rows(3), rows(7)):
         assert_alike(traced(x).detach(), original(x).detach(), "traced")
 
 
-def test_scripted_once_unpatched() -> None:
+def test_unpatched_module_can_be_scripted() -> None:
     patched, original = pair(lambda size: nn.Sequential(nn.Linear(size, size), nn.RMSNorm(size, eps=1e-6)))
     normops.unpatch(patched)
     assert_alike(torch.jit.script(patched)(rows()), original(rows()), "scripted")
 
 
 @every_norm
-def test_traced_by_fx(norm: Callable[[int], nn.Module]) -> None:
+def test_fx_trace_matches_original(norm: Callable[[int], nn.Module]) -> None:
     class Caller(nn.Module):
-        """fx does not look into modules of torch itself."""
+        """A caller of the norm, as fx does not trace into torch's own modules."""
 
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -95,7 +95,7 @@ def test_traced_by_fx(norm: Callable[[int], nn.Module]) -> None:
 @every_norm
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.covering(core=1)
-def test_exported(norm: Callable[[int], nn.Module], strict: bool) -> None:
+def test_exported_program_runs_normops(norm: Callable[[int], nn.Module], strict: bool) -> None:
     patched, original = pair(norm)
     batch = torch.export.Dim("batch", min=2)
     program = torch.export.export(nn.Sequential(patched), (rows(),), dynamic_shapes=({0: batch},), strict=strict)
@@ -108,7 +108,7 @@ def test_exported(norm: Callable[[int], nn.Module], strict: bool) -> None:
 @every_norm
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.covering(core=1)
-def test_compiled_whole(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
+def test_compiled_matches_original(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
     patched, original = pair(norm)
     compiled = torch.compile(patched, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     torch._dynamo.reset()
@@ -122,7 +122,7 @@ def test_compiled_whole(norm: Callable[[int], nn.Module], dynamic: bool) -> None
 
 
 class Rows(Tensor):
-    """A subclass, whose operations have its class."""
+    """A subclass that operations preserve."""
 
 
 def second_derivatives(module: nn.Module) -> tuple[Tensor, ...]:
@@ -138,7 +138,7 @@ def in_a_checkpoint(module: nn.Module) -> tuple[Tensor, ...]:
 
 
 @every_norm
-def test_transforms(norm: Callable[[int], nn.Module]) -> None:
+def test_transforms_match_original(norm: Callable[[int], nn.Module]) -> None:
     patched, original = pair(norm)
     parameters = {name: torch.randn_like(each) for name, each in original.named_parameters()}
     x, tangent = rows(), rows(seed=1)
@@ -163,12 +163,11 @@ def test_transforms(norm: Callable[[int], nn.Module]) -> None:
     }
     for name, transform in transforms.items():
         if norm is others.torch_norm_of_two and "vmap" in name and name.endswith("dimension"):
-            continue  # which would take away one of those that are normalized
+            continue  # vmap would remove a normalized dimension
         assert_alike(transform(patched), transform(original), name)
 
 
-def test_ensembles() -> None:
-    """vmap over the weights, too."""
+def test_vmap_over_weights_matches_originals() -> None:
     makes = [others.LlamaNorm(SIZE) for _ in range(3)]
     for module in makes:
         nn.init.uniform_(module.weight, -3.0, 3.0)
@@ -187,7 +186,7 @@ def test_ensembles() -> None:
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
 @every_dtype
 @pytest.mark.covering(core=1)
-def test_autocast(norm: Callable[[int], nn.Module], dtype: torch.dtype, autocast: torch.dtype) -> None:
+def test_autocast_matches_original(norm: Callable[[int], nn.Module], dtype: torch.dtype, autocast: torch.dtype) -> None:
     patched, original = pair(norm, dtype)
     for x_dtype in (dtype, torch.float32, autocast):
         x = rows(dtype=x_dtype)
@@ -197,7 +196,7 @@ def test_autocast(norm: Callable[[int], nn.Module], dtype: torch.dtype, autocast
 
 
 @every_norm
-def test_inference_mode(norm: Callable[[int], nn.Module]) -> None:
+def test_inference_mode_matches_original(norm: Callable[[int], nn.Module]) -> None:
     patched, original = pair(norm)
     with torch.inference_mode():
         y, expected = patched(rows()), original(rows())
@@ -211,7 +210,7 @@ def test_inference_mode(norm: Callable[[int], nn.Module]) -> None:
 @every_norm
 @every_dtype
 @pytest.mark.covering(core=1)
-def test_default_dtype(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
+def test_default_dtype_matches_original(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     try:
         patched, original = pair(norm, dtype)
@@ -221,12 +220,12 @@ def test_default_dtype(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> 
 
 
 @every_norm
-def test_meta_and_fake(norm: Callable[[int], nn.Module]) -> None:
+def test_meta_and_fake_tensors_match_original(norm: Callable[[int], nn.Module]) -> None:
     patched, original = pair(norm)
     assert_same_kind(patched.to("meta")(rows().to("meta")), original.to("meta")(rows().to("meta")))
     with FakeTensorMode():
         made = [norm(SIZE), norm(SIZE)]
-        normops.patch(made[0])  # or leaves it as it is
+        normops.patch(made[0])  # may skip it
         assert_same_kind(made[0](torch.randn(3, 2, SIZE)), made[1](torch.randn(3, 2, SIZE)))
 
 
@@ -241,7 +240,7 @@ def assert_same_kind(actual: Tensor, expected: Tensor) -> None:
 
 
 @every_norm
-def test_hooks(norm: Callable[[int], nn.Module]) -> None:
+def test_hooks_match_original(norm: Callable[[int], nn.Module]) -> None:
     outcomes = []
     for module in pair(norm):
         seen: list[str] = []
@@ -256,25 +255,25 @@ def test_hooks(norm: Callable[[int], nn.Module]) -> None:
 
 
 @every_norm
-def test_subclass_that_does_not_take_the_operators(norm: Callable[[int], nn.Module]) -> None:
+def test_subclass_that_rejects_the_operators_runs_the_original(norm: Callable[[int], nn.Module]) -> None:
     patched, original = pair(norm)
     assert torch.equal(patched(KnowsTorchAlone(rows())).held, original(KnowsTorchAlone(rows())).held)
 
 
-def test_nested_tensor_takes_them() -> None:
+def test_nested_tensor_runs_normops() -> None:
     patched, _ = pair(others.LlamaNorm)
     with Calls() as calls:
         patched(torch.nested.nested_tensor([rows()[0], rows()[1]], layout=torch.jagged))
     assert calls.names == ["rms_norm"]
 
 
-# Tensors that a program writes into.
+# In-place writes.
 
 
 @pytest.mark.parametrize(
     "norm", [*others.NORMS, partial(MambaRMSNormGated, group_size=8)], ids=lambda norm: getattr(norm, "__name__", "")
 )
-def test_results_of_no_grad_take_writes_that_are_recorded(norm: Callable[[int], nn.Module]) -> None:
+def test_results_of_no_grad_allow_recorded_writes(norm: Callable[[int], nn.Module]) -> None:
     factor = torch.ones(SIZE, requires_grad=True)
     for module in pair(norm):
         with torch.no_grad():
@@ -315,20 +314,20 @@ def weight_written(module: nn.Module, x: Tensor) -> Tensor:
 @every_dtype
 @every_norm
 @pytest.mark.covering(core=1)
-def test_tensors_written_after_the_norm(
+def test_writes_after_the_norm_match_original(
     norm: Callable[[int], nn.Module],
     dtype: torch.dtype,
     x_dtype: torch.dtype,
     program: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
-    """The backward works where it did, and gives what it gave; where it failed, it may give the right gradients now."""
+    """Gradients equal the original's; if the original's backward raises, the patched one may succeed."""
     outcomes: list[Any] = []
     for module in pair(norm, dtype):
         x = rows(dtype=x_dtype).requires_grad_()
         y = program(module, x)
         try:
             outcomes.append(torch.autograd.grad(y.float().sin().sum(), (x, *module.parameters())))
-        except RuntimeError:  # of a tensor that was modified in place
+        except RuntimeError:  # a saved tensor was modified in place
             outcomes.append(None)
     if outcomes[1] is not None:
         assert outcomes[0] is not None, "failed where it did not"
@@ -336,11 +335,11 @@ def test_tensors_written_after_the_norm(
         assert_both_alike(outcomes, program.__name__, coarse)
 
 
-# Views of what comes out.
+# Views of outputs.
 
 
 @every_norm
-def test_heads_put_together_again(norm: Callable[[int], nn.Module]) -> None:
+def test_transposed_heads_can_be_merged(norm: Callable[[int], nn.Module]) -> None:
     q = torch.randn(2, 5, 2 * SIZE * 2).view(2, 5, 2, 2, SIZE).transpose(1, 2)
     outcomes: list[Any] = []
     for module in pair(norm):
@@ -348,11 +347,11 @@ def test_heads_put_together_again(norm: Callable[[int], nn.Module]) -> None:
             outcomes.append(module(q).transpose(1, 2).view(2, 5, -1).detach())
         except RuntimeError as error:
             outcomes.append(str(error))
-    if isinstance(outcomes[1], Tensor):  # those of torch are contiguous, and cannot be put together
+    if isinstance(outcomes[1], Tensor):  # torch's norm returns contiguous heads, which a view cannot merge
         assert_both_alike(outcomes, "heads")
 
 
-# What patching takes.
+# The memory that patching takes.
 
 PROGRAM = """
 import resource, sys
@@ -388,15 +387,15 @@ MODULES = (
     "Embedding(2, 64)",
     *(f"Table({', '.join(map(str, shape))})" for shape in ((2**18,), (2**16,), (512, 512), (64, 64, 64), (4096, 4096))),
     "nn.Sequential(*(norm(8192) for norm in norms_of_others.NORMS))",
-    "Table(262208, 2560) meta",  # as of a model of 4 billion parameters
+    "Table(262208, 2560) meta",  # the embedding of a model with 4 billion parameters
 )
 
 
-# Each in a process of its own: one small tensor, and all norms, tell of a mistake, and what has no memory.
+# Each runs in its own process. In core, all norms and a meta tensor detect most mistakes.
 @pytest.mark.parametrize("module", divided(MODULES, MODULES[-2:], MODULES[:1]))
-def test_memory_of_patching(module: str, tmp_path: Path) -> None:
-    """The most that the process has held, in MB; that of tensors and of Python."""
-    (tmp_path / "program.py").write_text(PROGRAM)  # whose classes then have a source
+def test_patching_takes_little_memory(module: str, tmp_path: Path) -> None:
+    """Measures the process's peak memory in MB, which includes tensors and Python objects."""
+    (tmp_path / "program.py").write_text(PROGRAM)  # gives its classes a source
     source, *device = module.rsplit(" meta")
     command = [sys.executable, str(tmp_path / "program.py"), str(Path(__file__).parent), source, *device]
     result = subprocess.run(command, capture_output=True, text=True, check=True)

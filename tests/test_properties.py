@@ -1,4 +1,4 @@
-"""hypothesis draws shapes, strides, dtypes and flags for the same oracle."""
+"""The oracle checks problems whose shapes, strides, dtypes and flags hypothesis draws."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ dtypes = st.sampled_from(cases.DTYPES)
 
 @st.composite
 def strided(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Any view whose elements do not overlap, save along dimensions of stride 0: NaN lies in between."""
+    """Draws a view whose elements overlap only along dimensions of stride 0; its gaps hold NaN."""
     strides = [0] * len(shape)
     reach = 1
     for d in draw(st.permutations(range(len(shape)))):
@@ -35,7 +35,7 @@ def strided(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype, seed: i
 
 @st.composite
 def problems(draw: st.DrawFn, operator: Operator) -> tuple[OperatorCase, dict[str, Any]]:
-    """A case, and its arguments in any layout."""
+    """Draws a case, and its arguments in any layout."""
     leading = draw(st.lists(st.integers(0, 6), max_size=3))
     normalized = draw(st.lists(st.integers(0, 12), min_size=1, max_size=1 if operator.tables else 2))
     if draw(st.booleans()):
@@ -71,7 +71,7 @@ def problems(draw: st.DrawFn, operator: Operator) -> tuple[OperatorCase, dict[st
 )
 @given(data=st.data(), threads=st.sampled_from([1, 2]))
 @pytest.mark.full
-def test_within_the_oracle(operator: Operator, data: st.DataObject, threads: int, device: str) -> None:
+def test_random_cases_are_within_bounds(operator: Operator, data: st.DataObject, threads: int, device: str) -> None:
     case, arguments = data.draw(problems(operator))
     moved = {name: on(device, value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
     before = torch.get_num_threads()
@@ -95,10 +95,10 @@ def test_within_the_oracle(operator: Operator, data: st.DataObject, threads: int
     exponent=st.integers(-60, 40),
     seed=st.integers(0, 1000),
 )
-def test_any_magnitude_that_float32_holds_the_squares_of(
+def test_any_magnitude_whose_squares_are_finite(
     rows: int, cols: int, dtype: torch.dtype, exponent: int, seed: int
 ) -> None:
-    """Large and small rows alike, with eps too small to matter for most and decisive for some."""
+    """Draws large and small rows; eps is negligible for most and decisive for some."""
     info = torch.finfo(dtype)
     low, high = math.log2(info.tiny) / 2 + 8, math.log2(info.max) / 2 - 8
     x = cases.values((rows, cols), torch.float64, seed) * 2.0 ** min(max(exponent, low), high)

@@ -1,4 +1,4 @@
-"""The interpreter of PTX that tests/triton_on_ptx.py and tests/cuda_on_ptx.py run kernels in."""
+"""Tests the interpreter of PTX in which tests/triton_on_ptx.py and tests/cuda_on_ptx.py run kernels."""
 
 import ctypes
 import re
@@ -48,7 +48,7 @@ TEMPLATE = """
 
 
 def run(body: str, arrays: list[Array], written: tuple[int, ...] = (-1,), threads: int = 32, **options: Any) -> None:
-    """Of the arrays, the parameters of a kernel, those ``written`` are outputs, which must not be read before."""
+    """Runs a kernel with ``arrays`` as parameters; those in ``written`` are outputs, which it must not read first."""
     memory, params = Memory(), b""
     for number, array in enumerate(arrays):
         is_written = number in written or number - len(arrays) in written
@@ -63,14 +63,14 @@ def run(body: str, arrays: list[Array], written: tuple[int, ...] = (-1,), thread
 
 
 def aligned(count: int, kind: str) -> Array:
-    """Zeros at a multiple of 16 bytes."""
+    """Returns zeros at a multiple of 16 bytes."""
     memory = np.zeros(count * np.dtype(kind).itemsize + 16, "u1")
     begin = -memory.ctypes.data % 16
     return memory[begin : begin + count * np.dtype(kind).itemsize].view(kind)
 
 
 def numbers(kind: str, count: int, seed: int) -> Array:
-    """Of any bits, with those that are special, and some that are near each other."""
+    """Returns numbers with random bits, special values, and values close to each other."""
     random = np.random.default_rng(seed)
     result = aligned(count, NUMPY[kind])
     result.view("u1")[:] = random.integers(0, 256, result.nbytes, "u1")
@@ -96,7 +96,7 @@ def accessed(kind: str) -> str:
 
 
 def elementwise(opcode: str, of: list[str], to: str, operands: str | None = None, count: int = 64) -> list[Array]:
-    """The inputs and the output of an instruction, each thread with numbers of its own."""
+    """Runs an instruction with different numbers in each thread; returns its inputs and its output."""
     body, inputs = [], [numbers(kind, count, seed) for seed, kind in enumerate(of)]
     for number, kind in enumerate([*of, to]):
         size = BYTES[kind]
@@ -201,7 +201,7 @@ def permuted(a: Array, b: Array) -> Array:
     return np.stack([first[:, 1], first[:, 0], first[:, 3], second[:, 3]], 1).view("u4").ravel()
 
 
-# Opcode, types of operands and result, what it is by definition; how its operands are written, if there are others.
+# Opcode, types of operands and result, definition, and the format of the operands if there are more.
 ARITHMETIC: list[tuple[str, list[str], str, Callable[..., Array], str | None]] = [
     *((*usual, None) for usual in USUAL),
     ("selp.b32", ["b32", "b32"], "b32", lambda a, b: b, "{0}, {1}, 0"),
@@ -219,7 +219,7 @@ ARITHMETIC: list[tuple[str, list[str], str, Callable[..., Array], str | None]] =
 
 
 def assert_same(actual: Array, expected: Array) -> None:
-    """But for which NaN it is, which PTX does not say."""
+    """Compares bits, except for those of NaN, which PTX does not specify."""
     expected = np.asarray(expected).astype(actual.dtype)
     is_nan = expected != expected
     assert np.array_equal(actual != actual, is_nan)
@@ -238,7 +238,7 @@ def test_arithmetic(opcode: str, of: list[str], to: str, expected: Callable[...,
 
 
 @pytest.mark.parametrize("opcode", ["div.s32", "rem.s32", "div.u32"])
-def test_integer_division(opcode: str) -> None:
+def test_integer_division_rounds_toward_zero(opcode: str) -> None:
     a, b, result = elementwise(opcode, [opcode[4:]] * 2, opcode[4:])
     of = b != 0
     quotient = toward_zero(a[of].astype("i8"), b[of].astype("i8"))
@@ -255,9 +255,7 @@ def test_integer_division(opcode: str) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
-def test_approximations_are_wrong_by_no_more_than_they_may(
-    opcode: str, expected: Callable[..., Array], error: float
-) -> None:
+def test_approximations_are_as_wrong_as_ptx_allows(opcode: str, expected: Callable[..., Array], error: float) -> None:
     of = ["f32"] * (2 if opcode.startswith("div") else 1)
     *inputs, result = elementwise(opcode, of, "f32", count=128)
     usual = np.all([np.isfinite(x) & (np.abs(x) < 1e10) & (np.abs(x) > 1e-10) for x in inputs], 0)
@@ -273,8 +271,8 @@ ROTATED = "add.s32 %r3, %r90, 32;\nrem.u32 %r3, %r3, %r94;\nshl.b32 %r3, %r3, 2;
 
 
 @pytest.mark.parametrize("group", ["grid", "block", "warp"])
-def test_paths_that_part_and_meet(group: str) -> None:
-    """Threads loop as often as their number says, the odd ones on a way of their own."""
+def test_divergent_threads_reconverge(group: str) -> None:
+    """Thread i loops i times; odd threads take another branch."""
     body = (
         ADDRESS
         + """
@@ -305,7 +303,7 @@ DONE:
 
 
 @pytest.mark.parametrize("group", ["grid", "block", "warp"])
-def test_shared_memory_behind_a_barrier(group: str) -> None:
+def test_shared_memory_is_visible_after_a_barrier(group: str) -> None:
     body = ADDRESS + SHARED + ROTATED
     body += "st.shared.u32 [%r2], %r90;\nbar.sync 0;\nld.shared.u32 %r4, [%r3];\nst.global.u32 [%rd1], %r4;"
     output = aligned(256, "u4")
@@ -314,7 +312,7 @@ def test_shared_memory_behind_a_barrier(group: str) -> None:
 
 
 def test_lanes_of_a_warp_take_turns_in_shared_memory() -> None:
-    """All of them read what each has written, after a barrier of the warp, and write after another."""
+    """Lanes read each other's writes after a warp barrier, and write again after another barrier."""
     body = ADDRESS + SHARED + "mov.u32 %r5, 0;\n"
     body += "and.b32 %r8, %r90, 32;\nshl.b32 %r8, %r8, 2;\nadd.s32 %r8, %r1, %r8;\n"
     for turn in range(2):
@@ -325,7 +323,7 @@ def test_lanes_of_a_warp_take_turns_in_shared_memory() -> None:
     np.testing.assert_array_equal(output, np.repeat([2 + 3, 34 + 35], 32))
 
 
-def test_shuffles_and_vectors() -> None:
+def test_shuffles_and_vector_stores() -> None:
     body = ADDRESS + "shfl.sync.bfly.b32 %r10|%p1, %r90, 5, 31, -1;\nshfl.sync.idx.b32 %r11, %r10, 3, 31, -1;\n"
     body += "add.s64 %rd2, %rd0, %rd90;\nadd.s64 %rd2, %rd2, %rd90;\nst.global.v2.u32 [%rd2], {%r10, %r11};"
     output = aligned(64, "u4")
@@ -339,8 +337,8 @@ LOADS = ("ldmatrix.sync.aligned.m8n8.x1.shared.b16", "ldmatrix.sync.aligned.m8n8
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("load", LOADS)
-def test_matrices(store: str, load: str) -> None:
-    """Rows of 8 times 8 numbers of 16 bits, by lane two numbers of each."""
+def test_matrix_stores_and_loads(store: str, load: str) -> None:
+    """Each lane holds two adjacent 16-bit numbers of an 8 x 8 matrix."""
     body = ADDRESS + "mov.u32 %r1, static;\nand.b32 %r2, %r90, 7;\nshl.b32 %r2, %r2, 4;\nadd.s32 %r2, %r1, %r2;\n"
     body += "shl.b32 %r5, %r90, 1;\nshl.b32 %r6, %r5, 16;\nadd.s32 %r6, %r6, 65536;\nor.b32 %r5, %r5, %r6;\n"
     body += f"{store} [%r2], {{%r5}};\nbar.sync 0;\n{load} {{%r7}}, [%r2];\nst.global.u32 [%rd1], %r7;"
@@ -392,7 +390,7 @@ STORE = "st.global.u32 [%rd1], %r90;"
 EARLY: dict[str, Any] = {"starts_early": True}
 TWO: dict[str, Any] = {"threads": 64}
 PAIR: dict[str, Any] = {"grid": (1, 2, 1), "cluster": 2}
-# What is wrong, in a kernel whose one array is an output of 32 numbers for each thread, and what is said of it.
+# Mistakes in a kernel whose only array is an output with one number per thread, and their error messages.
 WRONG: dict[str, tuple[str, str, dict[str, Any]]] = {
     "write behind": (
         "add.s64 %rd1, %rd1, 4;\n" + STORE,
@@ -471,7 +469,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any]]] = {
         PAIR,
     ),
 }
-# And in what test_blocks_of_a_cluster_send_each_other_numbers runs.
+# Mistakes in the kernel of test_blocks_of_a_cluster_send_each_other_numbers, and their error messages.
 WRONG_CLUSTERS: dict[str, tuple[str, str, str]] = {
     "no wait for others": ("barrier.cluster.wait.aligned;", "", "sent to a block of the cluster that may not run yet"),
     "no arrival": ("barrier.cluster.arrive.relaxed.aligned;", "", "deadlock: "),
@@ -491,7 +489,7 @@ WRONG_CLUSTERS: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_gpu_would_not_do(name: str) -> None:
+def test_invalid_kernels_raise(name: str) -> None:
     body, message, options = WRONG[name]
     threads = options.get("threads", 32)
     with pytest.raises(PtxError, match=message):
@@ -499,20 +497,20 @@ def test_what_a_gpu_would_not_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG_CLUSTERS)
-def test_what_a_cluster_would_not_do(name: str) -> None:
+def test_invalid_cluster_kernels_raise(name: str) -> None:
     right, wrong, message = WRONG_CLUSTERS[name]
     assert CLUSTER.count(right) == 1
     with pytest.raises(PtxError, match=re.escape(message)):
         run(ADDRESS + CLUSTER.replace(right, wrong), [aligned(64, "u4")], grid=(1, 2, 1), cluster=2)
 
 
-def test_a_block_has_ended_before_all_arrived() -> None:
+def test_block_that_ends_before_its_arrivals_raises() -> None:
     body = CLUSTER[: CLUSTER.index("WAIT:\n\tmbar")] + "WAIT:\n"
     with pytest.raises(PtxError, match="a block has ended before all arrived that was sent to it"):
         run(ADDRESS + body, [aligned(64, "u4")], grid=(1, 2, 1), cluster=2)
 
 
-def test_inputs_are_not_written() -> None:
+def test_write_to_an_input_raises() -> None:
     with pytest.raises(PtxError, match="write to array 0, which is an input"):
         run(ADDRESS + STORE, [aligned(32, "u4")], written=())
 
@@ -526,7 +524,7 @@ def test_inputs_are_not_written() -> None:
         ({"dynamic_shared": 227 << 10}, "cannot launch test with 232960 bytes of shared memory"),
     ],
 )
-def test_launches_that_no_gpu_takes(options: dict[str, Any], message: str) -> None:
+def test_impossible_launches_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PtxError, match=message):
         run("mov.u32 %r1, dynamic;", [aligned(1, "u4")], **options)
 
@@ -550,7 +548,7 @@ def test_launches_that_no_gpu_takes(options: dict[str, Any], message: str) -> No
         "st.shared.relaxed.u32 [static], %r1",
     ],
 )
-def test_what_is_not_known_is_an_error_that_names_its_line(instruction: str) -> None:
+def test_unknown_instruction_raises_and_names_its_line(instruction: str) -> None:
     with pytest.raises(UnknownPtxError, match=r"line 2\d: "):
         run(instruction + ";", [aligned(1, "u4")])
 

@@ -1,4 +1,4 @@
-"""Outputs of norms that are not kept for the backward: what it computes again is what they were."""
+"""recompute_norms recomputes outputs of norms in the backward instead of storing them, with the same bits."""
 
 import gc
 import sys
@@ -34,7 +34,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Saved(torch.autograd.Function):
-    """Returns what it is given, and shows the backward what it saved."""
+    """Copies its input, and appends the tensor that it saved to a list in the backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, shown: list[Tensor]) -> Tensor:
@@ -50,9 +50,9 @@ class Saved(torch.autograd.Function):
 
 @pytest.mark.parametrize("case", [case for case in OPERATOR_CASES if case.operator in NORMS], ids=str)
 @pytest.mark.covering(core=1, full=2)
-def test_the_same_bits_dtypes_and_strides(case: OperatorCase, device: str) -> None:
-    """Of an output and of a view, and of all gradients; the norm runs once more, for both of them. Not where copies of
-    weight and bias would be as large as the output."""
+def test_recomputed_outputs_have_the_same_bits_and_strides(case: OperatorCase, device: str) -> None:
+    """Compares an output, a view and all gradients; the norm runs once more for both. The output is stored if copies of
+    weight and bias would be as large."""
     results, made = [], case.arguments()
     copied = sum(made[name].nbytes for name in ("weight", "bias") if made.get(name) is not None)
     is_kept = copied >= made["input"].nbytes
@@ -81,21 +81,21 @@ def test_the_same_bits_dtypes_and_strides(case: OperatorCase, device: str) -> No
 
 
 def block(operator: Operator, t: list[Tensor]) -> Tensor:
-    """A norm between linear layers, of which two need its output; the input is no leaf."""
+    """Applies a norm between linear layers, two of which save its output; the norm's input is no leaf."""
     x, other, weight, matrix = t
     y = first(of_rows(operator, x.shape[-1])(x @ matrix, other, weight))
     return (y @ matrix.sin()).square() + y @ matrix.cos()
 
 
 def held(call: Callable[[], object]) -> tuple[int, object]:
-    """The bytes that a call has allocated and not freed."""
+    """Returns the bytes that a call allocates and does not free, and its result."""
     changes, result = memory_changes(call)
     return sum(changes), result
 
 
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-def test_the_forward_holds_less(operator: Operator) -> None:
-    """By the output, but for a copy of the weight; other tensors are not kept twice."""
+def test_forward_does_not_store_the_output(operator: Operator) -> None:
+    """The forward stores a copy of the weight instead; other tensors are not stored twice."""
     t = problem("cpu", (256, 64))
     before, _ = held(lambda: block(operator, t))
     with recompute_norms():
@@ -104,7 +104,7 @@ def test_the_forward_holds_less(operator: Operator) -> None:
 
 
 @pytest.mark.parametrize("kind", ["module", "patched", "overridden"])
-def test_whoever_calls_the_norm(kind: str) -> None:
+def test_all_ways_to_call_a_norm_recompute(kind: str) -> None:
     x = torch.randn(256, 64)
     made = normops.RMSNorm if kind == "module" else nn.RMSNorm
     model = nn.Sequential(nn.Linear(64, 64), made(64), nn.Linear(64, 64))
@@ -117,8 +117,8 @@ def test_whoever_calls_the_norm(kind: str) -> None:
 
 
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-def test_memory_is_let_go(operator: Operator) -> None:
-    """Without the garbage collector: of a graph that is dropped, and after a backward; also Python's own."""
+def test_memory_is_freed(operator: Operator) -> None:
+    """Dropping a graph and running a backward free memory and Python objects without the garbage collector."""
     t = problem("cpu")
 
     @recompute_norms()
@@ -155,8 +155,8 @@ def test_memory_is_let_go(operator: Operator) -> None:
 @pytest.mark.parametrize("which", ["input", "weight", "matrix"])
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
 @pytest.mark.covering(core=2)
-def test_a_write_is_the_error_that_it_is(operator: Operator, which: str, context: Context, device: str) -> None:
-    """Into what the norm keeps, or a linear layer."""
+def test_write_to_a_saved_tensor_raises(operator: Operator, which: str, context: Context, device: str) -> None:
+    """Covers tensors that the norm saves, and one that a linear layer saves."""
     t = [tensor.detach().requires_grad_() * 1 for tensor in problem(device)]
     with context():
         result = of_rows(operator, 16)(*t[:3])
@@ -180,7 +180,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
 @pytest.mark.covering(core=2)
-def test_an_output_that_was_written_to_is_kept(operator: Operator, name: str, device: str) -> None:
+def test_output_that_was_written_to_is_stored(operator: Operator, name: str, device: str) -> None:
     t = problem(device)
     results = []
     for context in (nullcontext, recompute_norms):
@@ -195,8 +195,8 @@ def test_an_output_that_was_written_to_is_kept(operator: Operator, name: str, de
     assert_same_bits(*results)
 
 
-def test_what_is_not_computed_again() -> None:
-    """The output of a norm whose bias alone needs a gradient, as it does not keep its input; what is none of ours."""
+def test_unsupported_outputs_are_stored() -> None:
+    """Covers a norm of which only the bias needs a gradient, so that it saves no input, and outputs of torch."""
     x, _, weight, matrix = problem("cpu", (256, 64))
     for call in (
         lambda: normops.rms_norm(x.detach(), 64, bias=weight) @ matrix,
@@ -209,8 +209,8 @@ def test_what_is_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-def test_several_backwards(operator: Operator, device: str) -> None:
-    """Retained, of parts, and of a second order: the norm runs once more each time, where its output is needed."""
+def test_each_backward_recomputes(operator: Operator, device: str) -> None:
+    """Covers retained graphs, partial and second-order backwards; each runs the norm if it needs the output."""
     t = problem(device)
     results = []
     for context in (nullcontext, recompute_norms):
@@ -237,8 +237,8 @@ def test_several_backwards(operator: Operator, device: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after", "both"])
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
 @pytest.mark.covering(core=2)
-def test_a_backward_after_that_of_the_norm(operator: Operator, when: str, context: Context, device: str) -> None:
-    """What needs its output gets it, also where that is saved once the norm has let go of what it kept for itself."""
+def test_consumers_may_run_after_norm_backward(operator: Operator, when: str, context: Context, device: str) -> None:
+    """Consumers get the output, even if they save it after the norm has freed its own saved tensors."""
     t = problem(device)
     with context():
         y = first(of_rows(operator, 16)(*t[:3]))
@@ -254,8 +254,8 @@ def test_a_backward_after_that_of_the_norm(operator: Operator, when: str, contex
 
 @pytest.mark.parametrize("context", [nullcontext, recompute_norms])
 @pytest.mark.parametrize("operator", [each for each in FUNCTIONS if each.name != "add_rms_norm"], ids=str)
-def test_a_write_between_two_backwards(operator: Operator, context: Context, device: str) -> None:
-    """The second one knows nothing of what the first one computed again."""
+def test_write_between_two_backwards_raises(operator: Operator, context: Context, device: str) -> None:
+    """The second backward must not reuse the output that the first one recomputed."""
     t = problem(device)
     x = t[0] * 1
     with context():
@@ -269,8 +269,8 @@ def test_a_write_between_two_backwards(operator: Operator, context: Context, dev
 
 
 @pytest.mark.parametrize("view", [lambda z: z, lambda z: z.conj().imag], ids=["complex", "negated"])
-def test_views_that_are_kept(view: Callable[[Tensor], Tensor], device: str) -> None:
-    """More is to be known of them than how they lie in memory."""
+def test_conjugate_and_negative_views_are_stored(view: Callable[[Tensor], Tensor], device: str) -> None:
+    """Sizes, strides and the storage offset do not fully describe these views."""
     x, _, weight, _ = problem(device)
     results = []
     for context in (nullcontext, recompute_norms):
@@ -284,7 +284,7 @@ def test_views_that_are_kept(view: Callable[[Tensor], Tensor], device: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_of_negative_zeros(dtype: torch.dtype, device: str) -> None:
+def test_recomputed_negative_zeros_keep_their_sign(dtype: torch.dtype, device: str) -> None:
     shown: list[Tensor] = []
     zeros = torch.full((2, 16), -0.0, device=device, requires_grad=True)
     with recompute_norms():
@@ -294,7 +294,7 @@ def test_of_negative_zeros(dtype: torch.dtype, device: str) -> None:
     assert shown[0].signbit().all()
 
 
-def test_several_threads(device: str) -> None:
+def test_threads_recompute_the_same_bits(device: str) -> None:
     t = problem(device)
 
     def step(context: Context) -> tuple[Tensor | None, ...]:
@@ -309,7 +309,7 @@ def test_several_threads(device: str) -> None:
     with recompute_norms():
         shared = block(FUNCTIONS[0], t)
         with ThreadPoolExecutor(1) as pool:
-            # Also takes what a matmul takes for a thread, and keeps.
+            # The first call also allocates memory that matmul keeps for each thread.
             assert pool.submit(block, FUNCTIONS[0], t).result().grad_fn is not None
             before = pool.submit(held, lambda: block(FUNCTIONS[0], t)).result()[0]
         assert before == held(lambda: block(FUNCTIONS[0], t))[0] + t[0].nbytes - t[2].nbytes
@@ -350,8 +350,8 @@ NESTED = {
 @pytest.mark.parametrize("name", NESTED)
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
 @pytest.mark.covering(core=2)
-def test_other_hooks(operator: Operator, name: str) -> None:
-    """On the CPU: a matmul on a GPU has other bits of a matrix with other strides, as hooks hand it on."""
+def test_recomputation_works_with_other_hooks(operator: Operator, name: str) -> None:
+    """Runs on the CPU only: hooks change strides, which changes the bits of a matmul on a GPU."""
     t = problem("cpu")
     expected = gradients(block(operator, t), t)
     context, recomputed = NESTED[name]
@@ -362,7 +362,7 @@ def test_other_hooks(operator: Operator, name: str) -> None:
     assert calls.counts.total() == 1 + recomputed
 
 
-def test_hooks_around_keep_the_rest(device: str) -> None:
+def test_outer_hooks_receive_the_other_tensors(device: str) -> None:
     t, packed = problem(device), list[Tensor]()
     for context in (nullcontext, recompute_norms):
         with saved_tensors_hooks(lambda tensor: packed.append(tensor.detach()), lambda kept: kept):
@@ -374,7 +374,7 @@ def test_hooks_around_keep_the_rest(device: str) -> None:
 
 
 def test_the_last_user_frees_the_output(device: str) -> None:
-    """Within a backward: the second of two consumers that save an output gets the same memory, and frees it."""
+    """In one backward, the second of two consumers that save an output gets the same memory, and frees it."""
     t, shown = problem(device), list[Tensor]()
     with recompute_norms():
         y = normops.rms_norm(t[0], 16, t[2])
@@ -386,8 +386,8 @@ def test_the_last_user_frees_the_output(device: str) -> None:
     assert calls.counts["rms_norm"] == 1
 
 
-def test_a_partial_backward_frees_what_it_recomputed(device: str) -> None:
-    """Of the norm, which does not run, and of consumers, which another backward may need; also after an error."""
+def test_partial_backward_frees_what_it_recomputed(device: str) -> None:
+    """The norm's backward does not run, and another backward may need the consumers; errors free memory, too."""
     t, shown = problem("cpu", (256, 64)), list[Any]()
 
     def reload(packed: Tensor) -> Tensor:
@@ -408,7 +408,7 @@ def test_a_partial_backward_frees_what_it_recomputed(device: str) -> None:
     assert all(reloaded() is None for reloaded in shown)
 
 
-def test_an_error_leaves_the_block() -> None:
+def test_error_ends_the_block() -> None:
     with pytest.raises(ZeroDivisionError), recompute_norms():
         _ = 1 / 0
     t = problem("cpu")
@@ -421,7 +421,7 @@ def test_an_error_leaves_the_block() -> None:
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
 @pytest.mark.covering(core=2)
 def test_checkpoints(operator: Operator, place: str, early_stop: bool, use_reentrant: bool, device: str) -> None:
-    """The input of a checkpoint is an output of a norm, too."""
+    """The input of the checkpoint is also an output of a norm."""
     t = problem(device)
 
     def part(x: Tensor, *others: Tensor) -> Tensor:
@@ -440,7 +440,7 @@ def test_checkpoints(operator: Operator, place: str, early_stop: bool, use_reent
 
 
 def saved_by(operator: Operator, arguments: dict[str, Any], context: Context) -> int:
-    """The number of tensors that go through hooks around a call."""
+    """Returns the number of tensors that hooks around a call receive."""
     packed = list[Tensor]()
     with saved_tensors_hooks(packed.append, lambda kept: kept), context():
         operator.default(**arguments)
@@ -449,8 +449,8 @@ def saved_by(operator: Operator, arguments: dict[str, Any], context: Context) ->
 
 @pytest.mark.parametrize("case", [case for case in OPERATOR_CASES if case.operator in NORMS], ids=str)
 @pytest.mark.covering(core=1, full=2)
-def test_saved_tensors_depend_on_the_arguments_alone(case: OperatorCase, device: str) -> None:
-    """With each argument frozen in turn: in a block and outside of it, hooks around the call get as many tensors."""
+def test_saved_tensors_depend_only_on_the_arguments(case: OperatorCase, device: str) -> None:
+    """Outer hooks receive as many tensors in a block as outside of it, with each argument frozen in turn."""
     made = case.arguments(device)
     names = [n for n in case.operator.inputs if n not in case.operator.tables and made.get(n) is not None]
     for frozen in (None, *names):
@@ -461,7 +461,7 @@ def test_saved_tensors_depend_on_the_arguments_alone(case: OperatorCase, device:
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """As a block is for calls whose tensors go to hooks within it."""
+    """Enters a block without installing hooks, as for calls whose tensors go to hooks within the block."""
     _, outer = normops._C.enter_recompute_block()
     try:
         yield
@@ -479,7 +479,7 @@ def enabled() -> Iterator[None]:
 def test_checkpoints_with_frozen_arguments(
     kind: str, selective: bool, early_stop: bool, backward: str, forward: str, frozen: str | None
 ) -> None:
-    """A frozen bias is saved neither by the checkpoint nor by its second run, whichever of them is in a block."""
+    """Neither the first nor the second run of a checkpoint saves a frozen bias, in a block or outside of it."""
     torch.manual_seed(0)
     norm: Any = diffusers.models.normalization.RMSNorm(16, 1e-6, bias=True)
     x, factor = torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)
@@ -519,8 +519,8 @@ def of_biased(norm: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 256])
 @pytest.mark.parametrize("full_size", ["", "weight", "bias", "weight bias"])
-def test_never_holds_more(full_size: str, rows: int, saves: bool) -> None:
-    """Whatever the size of weight and bias, computed or not, and whether something saves the output."""
+def test_block_never_stores_more(full_size: str, rows: int, saves: bool) -> None:
+    """Covers small and full-size weights and biases, leaves and computed ones, and outputs that are saved or not."""
     shape = (rows, 64)
     x, matrix = torch.randn(shape, requires_grad=True), torch.randn(64, 64, requires_grad=True)
     weight, bias = (torch.randn(shape if n in full_size else 64, requires_grad=True) for n in ("weight", "bias"))
@@ -537,8 +537,7 @@ def test_never_holds_more(full_size: str, rows: int, saves: bool) -> None:
 
 
 @pytest.mark.parametrize("output", ["jagged", "unbound", "subclass", "itself"])
-def test_outputs_of_subclasses(output: str) -> None:
-    """Their views are stored."""
+def test_views_of_subclasses_are_stored(output: str) -> None:
     weight = torch.randn(16, requires_grad=True)
     rows = [torch.randn(n, 16) for n in (2, 3)]
     views: dict[str, Callable[[Tensor], Tensor]] = {
@@ -565,8 +564,8 @@ def test_outputs_of_subclasses(output: str) -> None:
     assert_same_bits([actual], [expected])
 
 
-def test_the_weight_may_be_written_to_before_the_output_is_saved() -> None:
-    """Where no gradient depends on it: the output is stored then."""
+def test_write_to_a_constant_bias_stores_the_output() -> None:
+    """No gradient depends on the bias, so a write before the output is saved must be legal."""
     x, bias, matrix = torch.randn(4, 16, requires_grad=True), torch.randn(16), torch.randn(16, 16)
     matrix.requires_grad_()
     found = []
@@ -585,8 +584,8 @@ def _note(packed: list[Tensor], tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def test_hooks_around_never_get_outputs_of_norms() -> None:
-    """Hooks of a checkpoint count what they get: as many, whether the bias was freed meanwhile or not."""
+def test_outer_hooks_never_receive_outputs_of_norms() -> None:
+    """Hooks of a checkpoint count tensors: the number must not depend on whether the bias was freed."""
     x, matrix = torch.randn(4, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
     counts, found = [], []
     for is_freed in (False, True):
@@ -625,7 +624,7 @@ def test_threads_that_save_and_recompute_one_output() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast(dtype: torch.dtype, device: str) -> None:
+def test_autocast_keeps_the_bits(dtype: torch.dtype, device: str) -> None:
     t = problem(device, dtype=dtype)
     results = []
     for context in (nullcontext, recompute_norms):
@@ -635,8 +634,7 @@ def test_autocast(dtype: torch.dtype, device: str) -> None:
     assert_same_bits(*results)
 
 
-def test_without_gradients() -> None:
-    """Nothing is asked of anybody."""
+def test_block_has_no_effect_without_gradients() -> None:
     t = problem("cpu")
     for mode in (torch.no_grad, torch.inference_mode):
         with Calls() as calls, mode(), recompute_norms():
@@ -644,8 +642,8 @@ def test_without_gradients() -> None:
         assert calls.counts == Counter({FUNCTIONS[0].name: 1})
 
 
-def test_transforms(device: str) -> None:
-    """Those of torch.func that take no hooks say so around; inside the block does nothing. vmap takes them."""
+def test_functional_transforms(device: str) -> None:
+    """grad in a block raises, as it supports no hooks; a block in grad has no effect; vmap supports hooks."""
     x, _, weight, matrix = problem(device)
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
@@ -663,8 +661,8 @@ def test_transforms(device: str) -> None:
     assert calls.counts["rms_norm"] == 3
 
 
-def test_around_compiled_code(device: str) -> None:
-    """What happens between graphs is its concern; within one it does nothing."""
+def test_block_around_compiled_code(device: str) -> None:
+    """The block affects operators between graphs; within a graph it has no effect."""
     x, _, weight, matrix = t = problem(device, (6, 16))
 
     def inside(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Outputs of norms that compiled graphs do not keep for the backward."""
+"""Compiled graphs recompute outputs of norms in the backward instead of storing them."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ def compiled_block(operator: Operator) -> Callable[..., Tensor]:
 
 
 def saved_bytes(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """Of what is no leaf."""
+    """Returns the result of a call, and the bytes of saved tensors that are no leaves."""
     storages = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -48,8 +48,8 @@ def saved_bytes(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
 @pytest.mark.covering(core=1)
-def test_compiled(operator: Operator, dynamic: bool) -> None:
-    """The output and its views are no longer kept: the norm, or that of the sum, is in the backward as well."""
+def test_compiled_graph_recomputes_norms(operator: Operator, dynamic: bool) -> None:
+    """The output and its views are not stored: the backward also contains the norm, or the norm of the sum."""
     t, found = problem("cpu"), []
     for recomputes in (False, True):
         call, graphs = compiled_with_passes(compiled_block(operator), dynamic=dynamic, recompute_norms=recomputes)
@@ -92,8 +92,8 @@ AROUND: dict[str, tuple[tuple[Around, ...], tuple[Around, ...]]] = {
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
 @pytest.mark.covering(core=0, full=1)
-def test_around_and_in_compiled_graphs(operator: Operator, around: str, frozen: int | None) -> None:
-    """With each argument frozen in turn; the backward runs outside of all blocks, here and on another thread."""
+def test_blocks_and_checkpoints_around_and_in_graphs(operator: Operator, around: str, frozen: int | None) -> None:
+    """Freezes each argument in turn; the backward runs outside of all blocks, on this thread and on another."""
     in_graph, around_graph = AROUND[around]
     t = problem("cpu")
     if frozen is not None:
@@ -112,8 +112,8 @@ def test_around_and_in_compiled_graphs(operator: Operator, around: str, frozen: 
             assert_same_bits(other_thread.submit(gradients, call(*t), leaves).result(), expected)
 
 
-def test_what_is_not_computed_again_in_a_compiled_graph() -> None:
-    """A norm not differentiated, one that a checkpoint is to save, a sum of another dtype, one with a residual."""
+def test_unsupported_norms_in_a_compiled_graph_are_stored() -> None:
+    """Covers a norm without gradient, one that a checkpoint saves, a sum of another dtype, one with a residual."""
     t = problem("cpu")
     saves_norms = partial(create_selective_checkpoint_contexts, [torch.ops.normops.rms_norm.default])
 
@@ -137,8 +137,8 @@ def test_what_is_not_computed_again_in_a_compiled_graph() -> None:
     assert (before, backward) == (after, backward_again)
 
 
-def test_options() -> None:
-    """Ours take the place of ours, others stay, and Inductor's caches tell them apart."""
+def test_options_replace_only_passes_of_normops() -> None:
+    """Passes of normops replace each other, other passes stay, and Inductor's cache keys differ."""
     name = "joint_custom_post_pass"
 
     class Other(CustomGraphPass):
@@ -158,7 +158,7 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize("way", ["options", "backend", "backend and options"])
-def test_inductor(way: str) -> None:
+def test_inductor_recomputes_norms(way: str) -> None:
     t = problem("cpu", (64, 16))
     ours = normops.inductor_options(recompute_norms=True)
     ways: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""What is peculiar to rms_norm_rope: which columns are rotated, tables that heads share, gradients of angles."""
+"""Tests specific to rms_norm_rope: rotated columns, tables that heads share, gradients of angles."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ B, S, H, D = 2, 7, 3, 64
 
 
 def angles(columns: int, dtype: torch.dtype, device: str, positions: int = S) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions, [positions, columns]: an angle for each pair, twice if there are more columns."""
+    """Returns cos and sin of the shape [positions, columns], with a different frequency in each column."""
     frequencies = 10000 ** -(torch.arange(columns, dtype=torch.float64) / columns)
     table = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     return table.cos().to(device, dtype), table.sin().to(device, dtype)
@@ -34,7 +34,7 @@ def query(dtype: torch.dtype, device: str, shape: tuple[int, ...] = (B, S, H, D)
 
 
 def assert_like_rms_norm(actual: Tensor, expected: Tensor, serves_cpu: bool) -> None:
-    """With its bits on the CPU; GPUs sum a row that is rotated in another order."""
+    """Compares bits on the CPU; GPUs sum rotated rows in another order."""
     if serves_cpu:
         assert same_bits(actual, expected)
     else:
@@ -44,10 +44,10 @@ def assert_like_rms_norm(actual: Tensor, expected: Tensor, serves_cpu: bool) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rotary_dim", [D, 16, 40])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_what_models_compute(
+def test_matches_the_formula_of_transformers(
     interleaved: bool, rotary_dim: int, dtype: torch.dtype, device: str, serves_cpu: bool
 ) -> None:
-    """As transformers spells it, in float64: with a table for each column, or one for each pair."""
+    """Compares with float64, with one angle for each column or for each pair."""
     x, w = query(dtype, device)
     cos, sin = (table[:, None] for table in angles(rotary_dim // 2, dtype, device))
     both = torch.repeat_interleave if interleaved else lambda t, n, dim: torch.cat([t] * n, dim)
@@ -83,10 +83,10 @@ def test_what_models_compute(
     ],
 )
 @pytest.mark.covering(core=1)
-def test_widths_and_offsets(
+def test_widths_and_offsets_are_within_bounds(
     cols: int, rotary_dim: int, offset: int, name: str, interleaved: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Within the oracle's bounds, in 16 bits with tables of either dtype, with one angle for each column or pair."""
+    """Tables have one angle for each column or for each pair; with 16-bit rows they have either dtype."""
     operator = named(name)
     x, dy, w = (
         cases.values(shape, dtype, i).to(device) for i, shape in enumerate(((5, 3, cols), (5, 3, cols), (cols,)))
@@ -105,7 +105,7 @@ def test_widths_and_offsets(
 
 
 @pytest.mark.parametrize("shape", [(S, 1, D), (1, S, 1, D), (B, S, 1, D), (S, H, D), (D,), (1, 1, 1, D)], ids=str)
-def test_nothing_is_copied_for_heads_and_samples(shape: tuple[int, ...], device: str) -> None:
+def test_tables_shared_by_heads_and_samples_are_not_copied(shape: tuple[int, ...], device: str) -> None:
     x, w = query(torch.float32, device)
     packed = torch.cat((x, x, x), -2)[:, :, H : 2 * H]
     cos, sin = (cases.values(shape, torch.float32, seed).to(device) for seed in (3, 4))
@@ -122,7 +122,7 @@ def test_nothing_is_copied_for_heads_and_samples(shape: tuple[int, ...], device:
     assert not ran & {"aten::clone", "aten::contiguous"}
 
 
-def test_tables_that_lie_differently(device: str) -> None:
+def test_cos_and_sin_may_have_different_strides(device: str) -> None:
     x, w = query(torch.float32, device)
     cos, sin = (table[:, None] for table in angles(D, torch.float32, device))
     expected = ops.rms_norm_rope(x, cos, sin, [D], w, EPS)
@@ -132,7 +132,7 @@ def test_tables_that_lie_differently(device: str) -> None:
 
 
 @pytest.mark.parametrize(("shape", "of_table"), [((B, S, H, D), ()), ((2,) * 9 + (D,), (1, 2) * 4 + (1,))], ids=str)
-def test_no_columns_are_rotated(
+def test_empty_tables_rotate_nothing(
     shape: tuple[int, ...], of_table: tuple[int, ...], device: str, serves_cpu: bool
 ) -> None:
     x, w = query(torch.float32, device, shape)
@@ -144,8 +144,8 @@ def test_no_columns_are_rotated(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("columns", [D, D // 2])
 @pytest.mark.parametrize("asked", [("cos",), ("sin",), ("cos", "sin", "input", "weight")], ids=str)
-def test_gradients_of_angles(asked: tuple[str, ...], columns: int, interleaved: bool, device: str) -> None:
-    """By the definition in torch's operators: first and second order, and none is left out."""
+def test_gradients_of_angles_are_correct(asked: tuple[str, ...], columns: int, interleaved: bool, device: str) -> None:
+    """Compares first and second derivatives with those of the definition in torch's operators."""
     x, w = query(torch.float64, device, (3, 2, D))
     cos, sin = (cases.values((3, 1, columns), torch.float64, seed).to(device) for seed in (3, 4))
     tensors = {"input": x, "cos": cos, "sin": sin, "weight": w}
@@ -169,7 +169,7 @@ def test_gradients_of_angles(asked: tuple[str, ...], columns: int, interleaved: 
     torch.testing.assert_close(list(first), expected[: len(first)])
 
 
-def test_the_backward_differentiates_by_angles(device: str) -> None:
+def test_backward_is_differentiable_in_the_angles(device: str) -> None:
     x, w = query(torch.float64, device, (3, D))
     tensors = [cases.values((3, D), torch.float64, seed).to(device).requires_grad_() for seed in (5, 3, 4)]
 
@@ -180,8 +180,8 @@ def test_the_backward_differentiates_by_angles(device: str) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_for_any_sequence(dynamic: bool, device: str) -> None:
-    """Half tables, whose width does not say what rotary_dim is, and a sequence that grows."""
+def test_compiled_for_any_sequence_length(dynamic: bool, device: str) -> None:
+    """Tables have half the width, which does not determine rotary_dim; the sequence length varies."""
     w = torch.ones(D, device=device)
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -35,9 +35,7 @@ def of_norm(case: Case, **flags: object) -> dict[str, Any]:
 @pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.covering(core=1)
 @pytest.mark.triton(core=0, full=1)
-def test_with_nothing_in_between_the_bits_are_those_of_the_norm(
-    case: Case, flags: dict[str, str], device: str, serves_cpu: bool
-) -> None:
+def test_two_steps_have_the_bits_of_rms_norm(case: Case, flags: dict[str, str], device: str, serves_cpu: bool) -> None:
     x, dy = case.input().to(device), case.grad_output().to(device)
     norm = of_norm(case, **flags)
     norm["weight"] = None if norm["weight"] is None else norm["weight"].to(device)
@@ -48,7 +46,7 @@ def test_with_nothing_in_between_the_bits_are_those_of_the_norm(
     sums = ops.rms_norm_backward_stats(dy, x, **norm)
     if serves_cpu:
         assert_same_bits([sums[0]], [square_sum])
-    else:  # in another order, where the backward does not hold a row as the norm does
+    else:  # a backward that does not keep whole rows, as the norm does, sums in another order
         torch.testing.assert_close(sums[0], square_sum)
     expected = ops.rms_norm_backward(dy, x, **norm)[:2]
     for mask in ((True, True), (True, False), (False, True)):
@@ -64,7 +62,7 @@ def test_with_nothing_in_between_the_bits_are_those_of_the_norm(
 
 @pytest.mark.triton
 def test_parts_of_rows(device: str) -> None:
-    """Two ranks in one process: outputs and gradients are those of the norm."""
+    """Imitates two ranks in one process: outputs and gradients equal those of the norm."""
     x, w, dy = (cases.values(shape, torch.float64, i).to(device) for i, shape in enumerate(((6, 40), (40,), (6, 40))))
     x, w = x.requires_grad_(), w.requires_grad_()
     parts = list(zip(x.tensor_split(2, -1), w.tensor_split(2), strict=True))

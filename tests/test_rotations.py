@@ -1,4 +1,4 @@
-"""The passes for torch.compile: norms and the rotary embeddings that follow them."""
+"""The passes for torch.compile fuse norms and the rotary embeddings that follow them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +16,11 @@ import normops
 BATCH, SEQUENCE, HEADS, COLUMNS, EPS = 2, 5, 3, 16, 1e-3
 
 Rotated = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
-"""What becomes of a projection [B, S, H * D], a weight, and cos and sin [B, S, D]."""
+"""A function of a projection [B, S, H * D], a weight, and cos and sin [B, S, D]."""
 
 
 def normed(x: Tensor, w: Tensor) -> Tensor:
-    """Qwen3's queries, [B, H, S, D]."""
+    """Returns queries as in Qwen3, [B, H, S, D]."""
     return F.rms_norm(x.view(*x.shape[:2], HEADS, COLUMNS), (COLUMNS,), w, EPS).transpose(1, 2)
 
 
@@ -129,7 +129,7 @@ JOINED: dict[str, tuple[Rotated, str]] = {
     ),
     "by normops": (by_normops, "rotary_offset: 0"),
     "in a checkpoint": (in_a_checkpoint, ""),
-    # Keys that join others along the sequence.
+    # Keys that are concatenated with others along the sequence.
     "cached": (
         lambda x, w, cos, sin: torch.cat([x.view(BATCH, HEADS, SEQUENCE, COLUMNS), qwen(x, w, cos, sin)], dim=-2),
         "rotary_offset: 0",
@@ -138,7 +138,7 @@ JOINED: dict[str, tuple[Rotated, str]] = {
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The columns of cos and sin differ, so that one read in another's place shows."""
+    """Returns inputs with different columns of cos and sin, which exposes reads of wrong columns."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(BATCH, SEQUENCE, HEADS * COLUMNS, generator=generator)
     w = torch.rand(COLUMNS, generator=generator) + 0.5
@@ -147,7 +147,7 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def results(fn: Rotated, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Output and gradients."""
+    """Returns the outputs and the gradients."""
     leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
     out = fn(*leaves)
     outputs = out if isinstance(out, tuple) else (out,)
@@ -165,7 +165,7 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], bound: float) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", JOINED)
 @pytest.mark.covering(core=1)
-def test_one_operator_each_way(case: str, dtype: torch.dtype, dynamic: bool) -> None:
+def test_rotations_fuse_into_one_operator_each_way(case: str, dtype: torch.dtype, dynamic: bool) -> None:
     (fn, found), inputs = JOINED[case], problem(dtype)
     compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
     # The originals round the norm, the products and their sum to 16 bits.
@@ -178,8 +178,7 @@ def test_one_operator_each_way(case: str, dtype: torch.dtype, dynamic: bool) -> 
     assert leftovers.isdisjoint(name.split(".")[1] for name in graphs.forward if name.startswith("aten."))
 
 
-def test_the_result_is_that_of_the_operator() -> None:
-    """Rounded once."""
+def test_fused_result_is_rounded_once() -> None:
     x, w, cos, sin = problem(torch.bfloat16)
     compiled, _ = compiled_with_passes(qwen)
     q = x.view(BATCH, SEQUENCE, HEADS, COLUMNS)
@@ -188,7 +187,7 @@ def test_the_result_is_that_of_the_operator() -> None:
     assert not torch.equal(qwen(x, w, cos, sin), expected.transpose(1, 2))
 
 
-def test_float32_tables_beside_16_bits() -> None:
+def test_float32_tables_with_16_bit_rows_fuse() -> None:
     x, w, _, _ = problem(torch.bfloat16)
     inputs = (x, w, *problem(torch.float32)[2:])
     compiled, graphs = compiled_with_passes(cohere)
@@ -196,7 +195,7 @@ def test_float32_tables_beside_16_bits() -> None:
     assert norms(graphs.forward) == ["rms_norm_rope"]
 
 
-def test_a_slice_of_a_packed_projection_is_read_in_place() -> None:
+def test_slice_of_a_packed_projection_is_read_in_place() -> None:
     def packed(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, _, _ = x.view(BATCH, SEQUENCE, HEADS, COLUMNS).unbind(2)
         return rotated(F.rms_norm(q[:, :, None], (COLUMNS,), w, EPS).transpose(1, 2), cos, sin)
@@ -227,7 +226,7 @@ def write_first(table: Tensor) -> Tensor:
     return repeated
 
 
-def test_what_was_repeated_and_then_written_is_read_as_it_was() -> None:
+def test_repeated_tables_keep_their_values_if_tables_are_written() -> None:
     def fn(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = write_first(cos * 1), write_first(sin * 1)
         return rotated(normed(x, w), cos, sin, rotate_pairs)
@@ -239,8 +238,8 @@ def test_what_was_repeated_and_then_written_is_read_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("written", ["input", "weight", "cos", "sin"])
-def test_what_is_written_afterwards(written: str) -> None:
-    """Autograd refuses it where the operator would save what is written."""
+def test_arguments_written_after_the_rotation_are_copied(written: str) -> None:
+    """Without a copy, autograd would raise, because the operator saves the tensor that is written."""
 
     def fn(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x, w, cos, sin = x.float() * 1, w.float() * 1, cos * 1, sin * 1
@@ -279,13 +278,13 @@ def of_another(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Any:
 
 
 def norm_across_heads(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """Olmo2's."""
+    """Normalizes across heads, like Olmo2."""
     q = F.rms_norm(x, (HEADS * COLUMNS,), w.repeat(HEADS), EPS)
     return rotated(q.view(BATCH, SEQUENCE, -1, COLUMNS).transpose(1, 2), cos, sin)
 
 
 def norm_afterwards(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """Hunyuan's."""
+    """Normalizes after the rotation, like Hunyuan."""
     q = x.view(*x.shape[:2], HEADS, COLUMNS).transpose(1, 2)
     return F.rms_norm(rotated(q, cos, sin), (COLUMNS,), w, EPS)
 
@@ -300,13 +299,13 @@ def columns_transposed(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Any:
 
 
 def reshaped_heads(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """Its weight is one of heads."""
+    """Has one weight per head."""
     q = normops.rms_norm(x.view(BATCH, SEQUENCE, HEADS, COLUMNS), COLUMNS, torch.stack([w, w * 2, w * 3]), EPS)
     return of_other_rows(q.view(BATCH, SEQUENCE * HEADS, COLUMNS), cos, sin)
 
 
 def strided_rows(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """They would have to be copied before they could be viewed as the result is."""
+    """Has rows that cannot be viewed in the shape of the result without a copy."""
     q = F.rms_norm(x.view(BATCH, SEQUENCE, HEADS, COLUMNS)[:, :, :2], (COLUMNS,), w, EPS)
     return of_other_rows(q.reshape(BATCH, SEQUENCE * 2, COLUMNS), cos, sin)
 
@@ -389,8 +388,8 @@ LEFT: dict[str, Rotated] = {
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", LEFT)
 @pytest.mark.covering(core=1)
-def test_what_is_left(case: str, dynamic: bool) -> None:
-    """The norm is an operator of its own, and the rotation what it was."""
+def test_unsupported_rotations_are_not_fused(case: str, dynamic: bool) -> None:
+    """The norm becomes an operator, and the rotation is unchanged."""
     fn, dtype = LEFT[case], torch.bfloat16 if case == "tables of two dtypes" else torch.float32
     inputs = problem(dtype)
     compiled, graphs = compiled_with_passes(fn, dynamic=dynamic)
@@ -403,7 +402,7 @@ def test_what_is_left(case: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_wider_result_of_16_bits_is_left(dtype: torch.dtype) -> None:
+def test_wider_result_of_16_bit_rows_is_not_fused(dtype: torch.dtype) -> None:
     inputs = (*problem(torch.bfloat16)[:2], *problem(dtype)[2:])
     compiled, graphs = compiled_with_passes(qwen)
     y = compiled(*inputs)
@@ -412,7 +411,7 @@ def test_a_wider_result_of_16_bits_is_left(dtype: torch.dtype) -> None:
     torch.testing.assert_close(y, qwen(*inputs), rtol=3e-2, atol=3e-2)
 
 
-def test_inductor() -> None:
+def test_inductor_runs_the_fused_operators() -> None:
     torch._dynamo.reset()
     inputs = problem(torch.float32)
     compiled = torch.compile(glm, fullgraph=True, options=normops.inductor_options())

@@ -1,4 +1,4 @@
-"""rounding and alpha: the bits of models, and of the kernels of engines, that round on their way."""
+"""rounding and alpha give the bits of models and inference kernels that round intermediate results."""
 
 from collections.abc import Callable
 from functools import partial
@@ -47,7 +47,7 @@ def engine(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Ten
 
 
 def exact_rows(dtype: torch.dtype) -> Tensor:
-    """Rows whose mean of squares is the square of a small integer: every order of the sum, and every root, is exact."""
+    """Returns rows whose mean square is the square of a small integer: sums in any order, and roots, are exact."""
     signs = torch.randint(0, 2, (5, 8, COLS), generator=torch.Generator().manual_seed(0)) * 2 - 1
     pairs = torch.tensor([(1, 7), (7, 17), (7, 23), (17, 31), (1, 41)])
     return (pairs.repeat(1, COLS // 2).unsqueeze(1) * signs).flatten(0, 1).to(dtype)
@@ -59,9 +59,9 @@ def weights(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.triton
-def test_the_bits_of_a_model_where_the_statistic_agrees(dtype: torch.dtype, device: str) -> None:
+def test_llama_rounding_has_the_bits_of_models(dtype: torch.dtype, device: str) -> None:
     x, weight = exact_rows(dtype), weights(dtype)
-    # Sigmoid is exactly 1 there, so that silu gives the gate itself, and a power of two keeps the sum of a row exact.
+    # The sigmoid of these gates is exactly 1, so that silu returns the gate; powers of two keep a row's sum exact.
     gates = torch.randint(33, 64, x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     powers = torch.full_like(x, 32)
     for model, fused in (
@@ -78,7 +78,7 @@ def test_the_bits_of_a_model_where_the_statistic_agrees(dtype: torch.dtype, devi
 @pytest.mark.parametrize("rounding", ["once", "llama"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.triton
-def test_weights_of_all_rows_have_the_bits_of_one_for_all(dtype: torch.dtype, rounding: Rounding, device: str) -> None:
+def test_full_size_weight_has_the_bits_of_a_shared_one(dtype: torch.dtype, rounding: Rounding, device: str) -> None:
     x, weight, bias = (
         cases.values(shape, dtype, seed).to(device) for seed, shape in enumerate([(2, 3, 40), (40,), (2, 1, 40)])
     )
@@ -93,7 +93,7 @@ def gated(x: Tensor, gate: Tensor, device: str, *, norm_before_gate: bool) -> Ca
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.triton
-def test_the_bits_of_an_engine_where_the_statistic_agrees(dtype: torch.dtype, device: str) -> None:
+def test_llama_rounding_has_the_bits_of_vllm(dtype: torch.dtype, device: str) -> None:
     h, weight = exact_rows(dtype), weights(dtype)
     x = torch.randint(-64, 64, h.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = engine(x, h - x, weight, 0.0)
@@ -105,8 +105,8 @@ def test_the_bits_of_an_engine_where_the_statistic_agrees(dtype: torch.dtype, de
 @pytest.mark.parametrize("alpha", [0.22, -1.4, 0.0])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.triton(core=1)
-def test_the_order_of_a_scaled_sum(dtype: torch.dtype, alpha: float, device: str) -> None:
-    """``residual + x * alpha`` in the operations of a model, or rounded once."""
+def test_scaled_sum_rounds_like_models_or_once(dtype: torch.dtype, alpha: float, device: str) -> None:
+    """``residual + x * alpha`` is computed with a model's operations, or rounded once."""
     x, residual = (cases.values((37, COLS), dtype, seed, scale=1.0) for seed in range(2))
     norm = partial(normops.add_rms_norm, x.to(device), residual.to(device), COLS, alpha=alpha)
     output, total = norm(rounding="llama")
@@ -118,14 +118,14 @@ def test_the_order_of_a_scaled_sum(dtype: torch.dtype, alpha: float, device: str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_mode_makes_no_difference_beyond_16_bits(dtype: torch.dtype, device: str) -> None:
+def test_rounding_modes_are_equal_beyond_16_bits(dtype: torch.dtype, device: str) -> None:
     for operator in ROUNDING:
         case = Variant(operator, operator.flags[0]).at(Case((7, 100), dtype, weight_dtype=dtype, has_residual=True))
         casts, rounds_once = (case.results(device, rounding=mode) for mode in ("llama", "once"))
         assert_same_bits(casts, rounds_once, operator)
 
 
-def test_modules() -> None:
+def test_modules_take_rounding_and_alpha() -> None:
     norm = normops.RMSNorm(64, 1e-6, rounding="llama", dtype=torch.bfloat16)
     x, residual = (cases.values((5, 64), torch.bfloat16, seed) for seed in range(2))
     assert str(norm) == "RMSNorm((64,), eps=1e-06, elementwise_affine=True, rounding=llama)"

@@ -1,6 +1,6 @@
-"""What was saved calls operators by schemas that once were: these grow at their end only.
+"""Saved programs call operators by their schemas at that time, so schemas may only grow at their end.
 
-``python tests/test_schemas.py`` adds to schemas.txt those that are new. Nothing leaves it.
+``python tests/test_schemas.py`` adds new schemas to schemas.txt, and never removes one.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import normops  # noqa: F401  registers them
+import normops  # noqa: F401  registers the operators
 
 RECORDED = Path(__file__).with_name("schemas.txt")
 SCHEMAS = {
@@ -27,12 +27,12 @@ def missing() -> list[str]:
     return sorted(set(map(str, SCHEMAS.values())).difference(recorded()))
 
 
-def test_all_are_recorded() -> None:
+def test_all_schemas_are_recorded() -> None:
     assert missing() == [], "python tests/test_schemas.py"
 
 
 @pytest.mark.parametrize("schema", recorded())
-def test_what_was_saved_is_called_as_it_was(schema: str) -> None:
+def test_schema_is_compatible_with_the_recorded_one(schema: str) -> None:
     saved: Any = torch._C.parse_schema(schema)
     now: Any = SCHEMAS[saved.name, saved.overload_name]
     assert now.is_backward_compatible_with(saved)

@@ -1,6 +1,6 @@
 """The operators on several processes: DTensor, tensor parallelism, FSDP.
 
-The cases are in sharded_*.py, which are imported for that.
+Importing sharded_*.py registers the cases.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what each case raised in each process, of those cases that are asked for."""
+    """Runs the selected cases and returns a folder with the exception of each case in each process."""
     folder = tmp_path_factory.mktemp("sharding")
     wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     for processes in sorted({case.processes for case in CASES.values()}):
@@ -30,7 +30,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("name", divided(CASES, [name for name, case in CASES.items() if case.processes == 2]))
-def test_in_processes(name: str, outcomes: Path) -> None:
+def test_case_passes_in_every_process(name: str, outcomes: Path) -> None:
     for rank in range(CASES[name].processes):
         outcome = outcomes / f"{name}.{rank}"
         if not outcome.exists():

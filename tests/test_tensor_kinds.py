@@ -29,7 +29,7 @@ def plain(x: Tensor, w: Tensor) -> Tensor:
 
 
 def derivatives(call: Callable[..., Any], x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """Outputs, and gradients of an input that is what stands beside it, too, and of the weight."""
+    """Returns outputs and gradients of the weight and of ``x``, which is passed as both tensor arguments."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     result = call(x, x, w)
     outputs = result if isinstance(result, tuple) else (result,)
@@ -39,8 +39,8 @@ def derivatives(call: Callable[..., Any], x: Tensor, w: Tensor) -> tuple[Tensor,
 @NORMS
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("wraps_weight", [True, False])
-def test_a_wrapper_subclass_passes_through(norm: Callable[..., Any], backend: str | None, wraps_weight: bool) -> None:
-    """It defines __torch_dispatch__ and holds two tensors, each of which takes its own way."""
+def test_wrapper_subclass_is_preserved(norm: Callable[..., Any], backend: str | None, wraps_weight: bool) -> None:
+    """The subclass defines __torch_dispatch__ and wraps two tensors, which are computed separately."""
     torch._dynamo.reset()
     call = norm if backend is None else torch.compile(norm, backend=backend, fullgraph=True)
     w = torch.linspace(0.5, 2, 8)
@@ -52,7 +52,7 @@ def test_a_wrapper_subclass_passes_through(norm: Callable[..., Any], backend: st
             assert torch.equal(getattr(result, part), other)
 
 
-def test_a_wrapper_subclass_sees_the_operators_whole() -> None:
+def test_wrapper_subclass_sees_whole_operators() -> None:
     with capture_logs() as logs:
         x = LoggingTensor(values(), requires_grad=True)
         y, h = normops.add_rms_norm(normops.rms_norm(x, 8), x, 8)
@@ -72,7 +72,7 @@ class Refuses(Tensor):
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_a_subclass_may_refuse(position: int) -> None:
+def test_subclass_may_reject_operators(position: int) -> None:
     arguments = [values(), torch.ones(8)]
     arguments[position] = arguments[position].as_subclass(Refuses)
     x, w = arguments
@@ -81,7 +81,7 @@ def test_a_subclass_may_refuse(position: int) -> None:
             norm()
 
 
-def test_parameters_of_other_classes() -> None:
+def test_parameter_subclasses_are_supported() -> None:
     class Scale(nn.Parameter):
         pass
 
@@ -95,7 +95,7 @@ def test_parameters_of_other_classes() -> None:
 
 
 def negative(tensor: Tensor) -> Tensor:
-    """The same numbers, as memory of the opposite sign and a bit that says so."""
+    """Returns the same numbers as memory of the opposite sign, with the negative bit set."""
     lazy = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
     assert lazy.is_neg()
     return lazy
@@ -103,7 +103,7 @@ def negative(tensor: Tensor) -> Tensor:
 
 @NORMS
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_negative_bit(norm: Callable[..., Any], backend: str | None) -> None:
+def test_negative_bit_of_inputs_is_resolved(norm: Callable[..., Any], backend: str | None) -> None:
     torch._dynamo.reset()
     call = norm if backend is None else torch.compile(norm, backend=backend, fullgraph=True)
     x, w = values(), torch.linspace(0.5, 2, 8)
@@ -113,7 +113,7 @@ def test_negative_bit(norm: Callable[..., Any], backend: str | None) -> None:
             assert torch.equal(a, b)
 
 
-def test_negative_bit_of_a_target() -> None:
+def test_negative_bit_of_a_target_is_resolved() -> None:
     x, out = values(), negative(values(1))
     expected = normops.rms_norm(x, 8)
     assert torch.equal(ops.rms_norm.out(x, [8], out=out), expected)
@@ -123,8 +123,8 @@ def test_negative_bit_of_a_target() -> None:
     assert torch.equal(target, expected)
 
 
-def test_zero_tensors() -> None:
-    """What forward-mode derivatives pass for a zero: no memory at all."""
+def test_zero_tensors_are_supported() -> None:
+    """Forward-mode derivatives pass zeros that have no memory."""
     zeros = torch._efficientzerotensor((5, 8))
     assert torch.equal(normops.rms_norm(zeros, 8, eps=1e-3), torch.zeros(5, 8))
     assert torch.equal(normops.rms_norm(values(), 8, torch._efficientzerotensor(8)), torch.zeros(5, 8))
@@ -132,7 +132,7 @@ def test_zero_tensors() -> None:
 
 @pytest.mark.skipif(not hasattr(Tensor, "refine_names"), reason="torch 2.13 has no named tensors any more")
 @pytest.mark.filterwarnings("ignore:Named tensors")
-def test_names_are_refused() -> None:
+def test_named_tensors_raise() -> None:
     named: Tensor = values().refine_names("batch", "channels")  # type: ignore[attr-defined]
     assert message_of(lambda: normops.rms_norm(named, 8)).startswith(
         "normops::rms_norm is not yet supported with named tensors"
@@ -151,7 +151,7 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("convert", "expected"), OTHERS.values(), ids=OTHERS)
-def test_other_layouts_are_refused(convert: Callable[[Tensor], Tensor], expected: str) -> None:
+def test_other_layouts_raise(convert: Callable[[Tensor], Tensor], expected: str) -> None:
     x, w = values(), torch.ones(8)
     assert message_of(lambda: plain(convert(x), w)) == f"rms_norm: expected input to be {expected}"
     assert message_of(lambda: plain(x, convert(w))) == f"rms_norm: expected weight to be {expected}"
@@ -162,6 +162,6 @@ def test_other_layouts_are_refused(convert: Callable[[Tensor], Tensor], expected
         assert message_of(lambda: plain(x, convert(w))) == f"rms_norm: expected weight to be {expected}"
 
 
-def test_masked_tensors_are_refused() -> None:
+def test_masked_tensors_raise() -> None:
     with pytest.raises(TypeError, match=r"normops\.rms_norm"):
         normops.rms_norm(torch.masked.masked_tensor(values(), values() > 0), 8)

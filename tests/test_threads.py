@@ -1,4 +1,4 @@
-"""Several threads at once, which run at the same time where Python has no GIL."""
+"""Several threads use normops at once; they run in parallel if Python has no GIL."""
 
 import sys
 import sysconfig
@@ -26,7 +26,7 @@ THREADS, ROUNDS = 4, 5
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
-    """What each returns that is run some times over, by a thread of its own: all begin together."""
+    """Runs each function several times in its own thread; all threads start together. Returns all results."""
     barrier = Barrier(len(functions))
 
     def run(function: Callable[[], Any]) -> list[Any]:
@@ -39,7 +39,7 @@ def at_once(*functions: Callable[[], Any]) -> list[Any]:
 
 @pytest.fixture
 def quick_turns() -> Iterator[None]:
-    """Where there is a GIL, it goes from one to another more often."""
+    """Makes threads switch more often if there is a GIL."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -48,7 +48,7 @@ def quick_turns() -> Iterator[None]:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_operators(operator: Operator, device: str) -> None:
+def test_threads_get_the_same_results(operator: Operator, device: str) -> None:
     case = OperatorCase(operator, Case((5, 36), torch.bfloat16, 1, torch.bfloat16), operator.flags[-1], {})
     found = at_once(*[lambda: case.results(device)] * THREADS)
     for results in found:
@@ -56,7 +56,7 @@ def test_operators(operator: Operator, device: str) -> None:
 
 
 @pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
-def test_gradients_by_what_threads_share(operator: Operator) -> None:
+def test_threads_differentiate_by_a_shared_weight(operator: Operator) -> None:
     norm = of_rows(operator, 16)
     x, other, weight = (cases.values(shape, torch.float32, 3 + i) for i, shape in enumerate(((5, 16), (5, 16), (16,))))
     weight.requires_grad_()
@@ -71,7 +71,7 @@ def test_gradients_by_what_threads_share(operator: Operator) -> None:
 
 
 @pytest.mark.usefixtures("quick_turns")
-def test_a_list_that_others_change() -> None:
+def test_shape_list_may_change_during_a_call() -> None:
     x, shape = torch.randn(8, 8), [8]
     expected = [normops.rms_norm(x, dims) for dims in ([8], [8, 8])]
 
@@ -82,7 +82,7 @@ def test_a_list_that_others_change() -> None:
 
     def call() -> None:
         for _ in range(500):
-            with suppress(RuntimeError):  # of more dimensions than there are
+            with suppress(RuntimeError):  # the shape may have more dimensions than the input
                 y = normops.rms_norm(x, shape)
                 assert any(torch.equal(y, each) for each in expected)
 
@@ -90,8 +90,8 @@ def test_a_list_that_others_change() -> None:
 
 
 @pytest.mark.usefixtures("quick_turns")
-def test_patching() -> None:
-    """Models of their own, and one of all, which runs meanwhile."""
+def test_threads_may_patch_at_once() -> None:
+    """Each thread patches its own model, and all patch a shared model while it runs."""
 
     def make() -> nn.Module:
         return nn.Sequential(others.LlamaNorm(16), nn.RMSNorm(16), others.GroupedNorm(16))
@@ -104,10 +104,10 @@ def test_patching() -> None:
             torch.testing.assert_close(made, y)
         else:
             assert made.patched.keys() | made.already.keys() == {"0", "1", "2"}
-    assert ("ignore", None, Warning, None, 0) not in warnings.filters  # that of the time when a norm is recognised
+    assert ("ignore", None, Warning, None, 0) not in warnings.filters  # recognition adds it temporarily
 
 
-def test_switches() -> None:
+def test_threads_may_switch_at_once() -> None:
     before = normops.build_info()
 
     def switch() -> None:
@@ -120,7 +120,7 @@ def test_switches() -> None:
 
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")
-def test_importing_normops_needs_no_gil() -> None:
+def test_importing_normops_does_not_enable_the_gil() -> None:
     is_enabled = "sys._is_gil_enabled()"
     code = f"import sys, torch; before = {is_enabled}; import normops; assert {is_enabled} == before"
     assert python("-W", "error", "-c", code).returncode == 0

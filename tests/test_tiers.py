@@ -1,4 +1,4 @@
-"""What tiers.py and conftest.py do with tests."""
+"""tiers.py assigns tests to tiers, and conftest.py fails skipped tests whose dependency is required."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tiers import ParameterSet, cover
 
 TESTS = Path(__file__).parent
 
-# One of each kind, in a file that is tested with this conftest.py.
+# One test of each kind, in a file that runs with a copy of conftest.py.
 PROGRAM = """
 import pytest
 import tiers
@@ -39,7 +39,7 @@ def test_missing(): pytest.skip("no nvcc on this machine")
 
 
 def run(tmp_path: Path, *arguments: str, **environment: str) -> list[str]:
-    """What pytest says of these, without times."""
+    """Runs pytest on these tests and returns its output."""
     (tmp_path / "test_them.py").write_text(PROGRAM)
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     environment = {"NORMOPS_REQUIRE": "", "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent)))} | environment
@@ -68,7 +68,7 @@ def test_each_test_is_in_one_tier(tmp_path: Path) -> None:
     assert only.endswith("test_missing")
 
 
-def test_what_is_required_is_not_skipped(tmp_path: Path) -> None:
+def test_skip_for_a_required_dependency_fails(tmp_path: Path) -> None:
     *lines, summary = run(tmp_path, "-m", "core")
     assert "passed, 1 skipped" in summary
     assert "Seconds of tests: core 0" in lines
@@ -77,7 +77,7 @@ def test_what_is_required_is_not_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])
-def test_values_are_covered_together(strength: int) -> None:
+def test_cover_contains_all_combinations_of_values(strength: int) -> None:
     names = "abc"
     axes = [dict(zip(names, values, strict=True)) for values in product(range(3), repeat=len(names))]
     chosen: Any = cover([ParameterSet(number, each, number) for number, each in enumerate(axes)], strength)  # type: ignore[arg-type]

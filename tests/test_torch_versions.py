@@ -1,4 +1,4 @@
-"""What becomes of a torch that normops does not know, and the list of the private parts of torch that it uses."""
+"""normops with unknown versions of torch, and the list of private parts of torch that it uses."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
 def private_uses(source: str) -> set[str]:
-    """What is imported from private parts of torch, and the private attributes of anything but self and our modules."""
+    """Returns imports from private parts of torch, and private attributes except for those of self and cls."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
@@ -38,11 +38,11 @@ def test_the_list_of_private_parts_is_complete() -> None:
     assert {name: uses for name, uses in modules.items() if uses} == listed
 
 
-def test_the_torch_that_is_tested_is_listed() -> None:
+def test_installed_torch_is_listed() -> None:
     assert MINOR in _private_torch.SEEN_IN
 
 
-def test_a_newer_torch_is_warned_of_once() -> None:
+def test_newer_torch_causes_one_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for minor in _private_torch.SEEN_IN:
@@ -63,7 +63,7 @@ import torch, torch.distributed.tensor, torch.nested._internal.ops, torch._induc
 import torch._inductor.custom_graph_pass, torch.distributed.tensor.experimental
 
 def remove(name):
-    # From normops alone: a torch that moves a name has changed its own imports.
+    # Only normops cannot import the name: a torch that moves it has changed its own imports.
     parent, _, last = name.rpartition(".")
     imported = builtins.__import__
     def without_name(module, globals=None, locals=None, fromlist=(), level=0):
@@ -108,8 +108,8 @@ EAGER_FEATURES = ("DTensor", "nested tensors")
 LAZY_FEATURES = ("normops.patch", "normops.recompute_norms", "normops.inductor_options")
 
 
-def test_without_a_private_name_the_rest_works() -> None:
-    """In a process of its own for each name: the warning, or the error on first use, names the feature."""
+def test_missing_private_name_disables_only_its_features() -> None:
+    """Removes each name in a new process: the warning, or the error on first use, names the feature."""
     imported: dict[str, set[str]] = {}
     for features, names in _private_torch.USES.values():
         for name in names:
@@ -144,7 +144,7 @@ def copied_package(folder: Path) -> Path:
     return shutil.copytree(PACKAGE, folder / "normops", ignore=shutil.ignore_patterns("*.so", "torch-*", "__pycache__"))
 
 
-def test_on_a_newer_torch_the_rest_works(tmp_path: Path) -> None:
+def test_operators_work_with_a_newer_torch(tmp_path: Path) -> None:
     package = copied_package(tmp_path)
     for name, target in (("libnormops_kernels.so", "libnormops_kernels.so"), ("torch-2.99", f"torch-{MINOR}")):
         (package / name).symlink_to(PACKAGE / target)
@@ -182,7 +182,7 @@ def test_the_binding_for_the_installed_torch_is_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "version", ["2.13.0a0+nv25.9", "2.13.0.dev20260101+cpu", "2.13.0rc1", "2.13.0+git1234567", "2.13.0+rocm7.0.2.git24"]
 )
-def test_pre_releases_and_builds_of_vendors_have_a_binding_of_their_own(tmp_path: Path, version: str) -> None:
+def test_pre_releases_and_vendor_builds_need_their_own_binding(tmp_path: Path, version: str) -> None:
     package = binding(tmp_path / "normops", f"torch-2.13/{MODULE}")
     with pytest.raises(ImportError) as caught:
         find_binding(package, version)
@@ -194,7 +194,7 @@ def test_pre_releases_and_builds_of_vendors_have_a_binding_of_their_own(tmp_path
     assert find_binding(binding(package, f"{folder}/{MODULE}"), version) == package / f"torch-{version}"
 
 
-def test_another_torch_is_one_clear_sentence(tmp_path: Path) -> None:
+def test_unsupported_torch_raises_one_clear_sentence(tmp_path: Path) -> None:
     package = binding(tmp_path / "normops", *(f"torch-2.{minor}/{MODULE}" for minor in (9, 12, 11)))
     with pytest.raises(ImportError) as caught:
         find_binding(package, "2.99.1")
@@ -212,14 +212,14 @@ def test_another_torch_is_one_clear_sentence(tmp_path: Path) -> None:
         find_binding(checkout / "normops", "2.99.1")
 
 
-def test_another_python_is_one_clear_sentence(tmp_path: Path) -> None:
+def test_unsupported_python_raises_one_clear_sentence(tmp_path: Path) -> None:
     package = binding(tmp_path / "normops", "torch-2.13/_C.cpython-39-x86_64-linux-gnu.so")
     with pytest.raises(ImportError, match=r"for this Python in .*/torch-2.13, but got _C.cpython-39-.*: build"):
         find_binding(package, "2.13.0")
 
 
-def test_an_unbuilt_checkout_is_one_clear_sentence(tmp_path: Path) -> None:
-    """What Python finds when it is started in a checkout whose normops was installed elsewhere."""
+def test_unbuilt_checkout_raises_one_clear_sentence(tmp_path: Path) -> None:
+    """Python that is started in a checkout imports the sources instead of the installed normops."""
     checkout = copied_package(tmp_path)
     (tmp_path / "setup.py").touch()
     result = python("-c", "import normops", cwd=tmp_path)
@@ -230,6 +230,6 @@ def test_an_unbuilt_checkout_is_one_clear_sentence(tmp_path: Path) -> None:
     )
 
 
-def test_an_installed_normops_is_checked_before_it_is_loaded() -> None:
+def test_torch_version_is_checked_before_loading() -> None:
     result = python("-c", "import torch; torch.__version__ = '2.99.1'; import normops")
     assert "which this normops was built for, but got torch 2.99.1: " in result.stderr

@@ -1,6 +1,6 @@
-"""The Triton kernels: what becomes of them on a GPU, and how they are chosen.
+"""Tests the code that Triton compiles for GPUs, and the selection of backends.
 
-Their values are those that the tests of values find with --triton, see triton_on_ptx.py.
+Other tests compare the kernels' values with --triton, see triton_on_ptx.py.
 """
 
 import re
@@ -25,15 +25,15 @@ from reference.operators import OPERATORS, Operator, Variant
 
 triton = pytest.importorskip("triton")
 
-# Those that write sums, and nothing else.
+# Operators that write only sums.
 STATS = ("rms_norm_stats", "rms_norm_backward_stats")
 TYPES = {"fp16": FP16, "bf16": BF16, "fp32": FP32, "fp64": FP64}
 
 
 def compiled(operator: str, dtype: str, cols: int, arch: int | str, rotation: Any = None) -> Any:
-    """For rows at equal distances, pointers and strides that are multiples of 16, a weight of compute type.
+    """Compiles for equally spaced rows, pointers and strides that are multiples of 16, and a weight of compute dtype.
 
-    With "llama" behind the dtype, results are rounded to it on the way.
+    With "llama" after the dtype, intermediate results are rounded to it.
     """
     element, _, casts = dtype.partition(", ")
     dtypes = TYPES[element], torch.promote_types(TYPES[element], FP32)
@@ -44,7 +44,7 @@ def compiled(operator: str, dtype: str, cols: int, arch: int | str, rotation: An
 
 
 class Rope(NamedTuple):
-    """How rows are rotated: the numbers that kernels are compiled for."""
+    """The parameters of a rotation for which kernels are compiled."""
 
     cols: int
     pairs: int
@@ -58,7 +58,7 @@ class Rope(NamedTuple):
 
 
 def compiled_rope(operator: str, dtype: str, table_dtype: str, rope: Rope, arch: int | str) -> Any:
-    """As ``compiled``; cos and sin are shared by heads, whose number is any."""
+    """Compiles like ``compiled``; any number of heads shares cos and sin."""
     from normops.triton import Rotation
 
     cols, pairs, offset, interleaved, angle_of_pair = rope
@@ -81,7 +81,7 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, wid
     access = r"v2\.b64" if is_double else r"v4\.b32"
     assert re.search(rf"\bld\.global\.{access}", ptx)
     assert re.search(rf"\bst\.global\.{access}", ptx) or name in STATS
-    assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)  # whatever the default of this Triton
+    assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)  # even if Triton fuses by default
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
 
 
@@ -107,15 +107,15 @@ def test_kernels_compile_for_amd_and_access_16_bytes(name: str, dtype: str, widt
         assert re.search(rf"\b(global|buffer)_{access}_(dwordx4|b128)\b", code)
     counts = (r"vgpr_spill_count", r"sgpr_spill_count", r"private_segment_fixed_size")
     spilled, scalars, scratch = (int(re.findall(rf"\.{count}:\s+(\d+)", code)[0]) for count in counts)
-    # These go to lanes of a vector register.
+    # Spilled scalars go to lanes of a vector register.
     assert scalars <= (2 if (name, width, arch) == ("gated_rms_norm_backward", "any width", "gfx90a") else 0)
-    # A backward of float64 with a gate holds more than threads of 256 registers have.
+    # A gated float64 backward needs more than the 256 registers of a thread.
     may_spill = (name, dtype, width) == ("gated_rms_norm_backward", "fp64", "one block") and LANES[arch] == 32
     assert may_spill or (spilled, scratch) == (0, 0)
 
 
 def sums_of_two(kernel: Any) -> int:
-    """How many: the places of two numbers do not matter, the order of more would be a layout's, hence alignment's."""
+    """Counts sums, which must have two numbers: the order of more would depend on the layout, thus on alignment."""
     ttir = kernel.asm["ttir"]
     sums = re.findall(r'"tt\.reduce"\(.*?axis = (\d) : i32.*?: \(tensor<(\d+(?:x\d+)*)x\w+>\)', ttir, re.DOTALL)
     assert len(sums) == ttir.count('"tt.reduce"')
@@ -127,7 +127,7 @@ def sums_of_two(kernel: Any) -> int:
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 @pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward", "gated_rms_norm_backward", *STATS])
 @pytest.mark.covering(core=1, full=2)
-def test_sums_do_not_follow_a_layout(name: str, dtype: str, cols: int) -> None:
+def test_sums_do_not_depend_on_the_layout(name: str, dtype: str, cols: int) -> None:
     count = sums_of_two(compiled(name, dtype, cols, 90))
     assert bool(count) == (cols > 1 or name not in ("add_rms_norm", *STATS))
 
@@ -143,8 +143,8 @@ def test_sums_do_not_follow_a_layout(name: str, dtype: str, cols: int) -> None:
     ],
 )
 @pytest.mark.covering(core=1, full=2)
-def test_each_step_goes_over_rows_once(name: str, tensors: int, cols: int, parts: int, backward_parts: int) -> None:
-    """However wide they are: the sums that are given are not formed, or nothing is made of them."""
+def test_each_step_reads_rows_once(name: str, tensors: int, cols: int, parts: int, backward_parts: int) -> None:
+    """Rows of any width: a step either computes sums, or uses given sums."""
     ttir = compiled(name, "bf16", cols, 90).asm["ttir"]
     if "backward" in name:
         parts = backward_parts
@@ -155,7 +155,7 @@ def test_each_step_goes_over_rows_once(name: str, tensors: int, cols: int, parts
 
 
 def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
-    """Of a thread: registers, and bytes of what is spilled and of local memory."""
+    """Returns the registers, the bytes of spills and the bytes of local memory of a thread."""
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not cuobjdump.exists():
         pytest.skip("this Triton comes without cuobjdump")
@@ -184,15 +184,15 @@ def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
 )
 @pytest.mark.covering(core=1, full=2)
 def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str, arch: int, tmp_path: Path) -> None:
-    """With the operands that take most of them; a multiprocessor has 65536."""
+    """Uses the operands that need the most registers; a multiprocessor has 65536."""
     kernel = compiled(name, dtype, bytes // (8 if dtype == "fp64" else 4), arch)
     assert re.search(r"\bld\.global\.v2\.b64" if dtype == "fp64" else r"\bld\.global\.v4\.b32", kernel.asm["ptx"])
     registers, spilled, local = resource_usage(kernel, tmp_path)
     assert registers * 32 * kernel.metadata.num_warps <= 65536
     assert local == 0
-    # The backward is at the limit of what a thread can have: in float32 two registers too many for sm_100, and where it
-    # rounds on the way four for sm_80. Sums alone take 80, or 128 in float64: with one more, a multiprocessor would
-    # have room for a program less.
+    # The backward is at the limit of a thread's registers: float32 needs two more than sm_100 has, and rounding
+    # intermediate results four more than sm_80 has. Sums alone take 80, or 128 in float64: with one more, one program
+    # less would fit on a multiprocessor.
     at_limit = {
         "rms_norm_backward with residual": {("fp32", 100): 8, ("bf16, llama", 80): 16},
         "rms_norm_backward_stats": {("bf16", 90): 8, ("fp64", 100): 8},
@@ -200,7 +200,7 @@ def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str
     assert spilled <= at_limit.get(name, {}).get((dtype, arch), 0)
 
 
-# Heads of models; all columns, the first ones, the last ones (DeepSeek-V4).
+# Heads of models that rotate all columns, the first ones, or the last ones (DeepSeek-V4).
 HEADS = [
     *(Rope(cols, cols // 2, 0, interleaved) for cols in (64, 128, 256) for interleaved in (False, True)),
     Rope(128, 64, angle_of_pair=True),
@@ -222,7 +222,7 @@ HEADS = [
 def test_heads_are_rotated_in_registers(
     name: str, rope: Rope, dtypes: tuple[str, str], arch: int, tmp_path: Path
 ) -> None:
-    """The forward without shared memory, unless it exchanges sums; rows are told apart in 32 bits."""
+    """The forward needs shared memory only to exchange sums; row indices have 32 bits."""
     kernel = compiled_rope(name, *dtypes, rope, arch)
     assert sums_of_two(kernel) > 0
     ptx = kernel.asm["ptx"]
@@ -265,8 +265,8 @@ def test_heads_are_rotated_in_registers_on_amd(name: str, rope: Rope, dtype: str
 
 
 @pytest.mark.parametrize("compute_bytes", [4, 8])
-def test_no_two_threads_have_an_element_of_a_rotated_row(compute_bytes: int) -> None:
-    """In place, one would read what the other has written."""
+def test_no_two_threads_own_an_element_of_a_rotated_row(compute_bytes: int) -> None:
+    """In place, one thread would read what the other has written."""
     from normops.triton.launch_config import ROPE_BLOCK_BYTES, rope_config
 
     for cols in (8, 36, 64, 70, 80, 96, 128, 192, 256, 512, 576, 1024, 4096, 9000):
@@ -279,7 +279,7 @@ def test_no_two_threads_have_an_element_of_a_rotated_row(compute_bytes: int) -> 
 
 
 @pytest.mark.parametrize("compute_bytes", [4, 8])
-def test_rows_are_held_up_to_a_width_that_does_not_depend_on_their_number(compute_bytes: int) -> None:
+def test_rows_up_to_a_fixed_width_are_kept_in_registers(compute_bytes: int) -> None:
     from normops.triton.launch_config import backward_config, forward_config, gated_config
 
     for config_of, most in (
@@ -298,21 +298,21 @@ def test_rows_are_held_up_to_a_width_that_does_not_depend_on_their_number(comput
     ]
 
 
-def test_backends_are_chosen_and_given_back() -> None:
-    """By a switch as that of override_torch, which is tested there."""
+def test_use_backend_selects_and_restores() -> None:
+    """override_torch uses the same switch, with tests of more cases."""
     before, auto = normops.build_info()["cuda_backend"], "cuda" if _C.build_info()["cuda_archs"] else "triton"
     with normops.use_backend("triton"):
         assert normops.build_info()["cuda_backend"] == "triton"
         for name, chosen in (("auto", auto), ("triton", "triton")):
             normops.set_backend(name)
             assert normops.build_info()["cuda_backend"] == chosen
-            normops.use_backend("auto")  # acts when it is entered
+            normops.use_backend("auto")  # has no effect until it is entered
             assert normops.build_info()["cuda_backend"] == chosen
     assert normops.build_info()["cuda_backend"] == before
 
 
-def test_what_is_chosen_already_is_not_registered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By any thread: between two registrations, calls of others would meet what was there before the first."""
+def test_selected_backend_is_not_registered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two registrations, calls of other threads would run the kernels from before the first."""
     registered, register = [], _C.register_triton
 
     def register_slowly(key: str) -> _C.Registration:
@@ -329,10 +329,8 @@ def test_what_is_chosen_already_is_not_registered_again(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_the_registration_takes_the_place_of_kernels_and_gives_it_back(
-    operator: Operator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the CPU's key, where it can be tried without a GPU."""
+def test_registration_replaces_kernels_until_it_is_closed(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers for the CPU's dispatch key, which requires no GPU."""
     import normops.triton
 
     def refuse(**arguments: object) -> None:
@@ -373,14 +371,14 @@ print(len(outcomes), "normops.triton" in sys.modules)
 """
 
 
-def test_the_first_calls_come_from_several_threads() -> None:
-    """Importing Triton, which the first does, lets the others run."""
+def test_first_calls_may_come_from_several_threads() -> None:
+    """The first call imports Triton, which lets the other threads run."""
     assert printed(FIRST_CALLS) == "8 True\n"
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """The arguments of all launchers, which launch nothing, while the Triton kernels serve the CPU."""
+    """Replaces the CPU kernels with the Triton launchers, and records their arguments instead of launching."""
     import normops.triton
 
     got: list[dict[str, Any]] = []
@@ -391,7 +389,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     registration.close()
 
 
-def test_rows_as_kernels_get_them(launched: list[dict[str, Any]]) -> None:
+def test_layout_of_rows_that_kernels_receive(launched: list[dict[str, Any]]) -> None:
     normops.rms_norm(torch.ones(6, 4), 4)
     normops.rms_norm(torch.ones(6, 3, 4)[:, :2], 4)
     normops.rms_norm(torch.ones(4), 4)
@@ -400,8 +398,8 @@ def test_rows_as_kernels_get_them(launched: list[dict[str, Any]]) -> None:
     assert got == [((1, 4, 0), (1, 4, 0)), ((inner, outer_stride, inner_stride), (1, 4, 0)), ((1, 0, 0), (1, 0, 0))]
 
 
-def test_sums_as_kernels_get_them(launched: list[dict[str, Any]]) -> None:
-    """As rows of a column; those that do not lie in two dimensions are copied."""
+def test_layout_of_sums_that_kernels_receive(launched: list[dict[str, Any]]) -> None:
+    """Sums are rows with one column; sums whose layout needs more than two dimensions are copied."""
     x, sums = torch.ones(2, 3, 5, 4), torch.ones(7, 3, 5)[::3][:2]
     torch.ops.normops.rms_norm_stats(x, [4])
     torch.ops.normops.rms_norm_stats.out(x, [4], square_sum=sums)
@@ -415,8 +413,8 @@ def test_sums_as_kernels_get_them(launched: list[dict[str, Any]]) -> None:
     assert got == [(inner, outer_stride, 1, 2**33), (1, 1, 0, 2**33), (5, 1, 6, 2**33)]
 
 
-def test_rotated_rows_as_kernels_get_them(launched: list[dict[str, Any]]) -> None:
-    """Transposed heads of a batch, and tables for all samples and heads, lie in three dimensions: nothing is copied."""
+def test_layout_of_rotated_rows_that_kernels_receive(launched: list[dict[str, Any]]) -> None:
+    """Transposed heads, and tables shared by samples and heads, fit three dimensions: nothing is copied."""
     cols, heads, tokens = 8, 3, 5
     x = torch.ones(2, tokens, heads, cols)
     cos, sin = torch.ones(1, tokens, 1, 4), torch.ones(1, tokens, 1, 4)
@@ -428,7 +426,7 @@ def test_rotated_rows_as_kernels_get_them(launched: list[dict[str, Any]]) -> Non
     assert transposed[1].cos.data_ptr() == in_order[1].cos.data_ptr() == cos.data_ptr()
     # middle and inner, and three strides
     assert transposed[0][1:] == (heads, tokens, tokens * heads * cols, cols, heads * cols)
-    assert transposed[1][2:7] == (1, tokens, 0, 0, 4)  # its samples and heads are one dimension, of stride 0
+    assert transposed[1][2:7] == (1, tokens, 0, 0, 4)  # samples and heads form one dimension with stride 0
     assert in_order[0][1:] == in_order[2][1:] == (1, 1, cols, 0, 0)
     assert in_order[1][2:7] == (tokens, heads, 0, 4, 0)
     assert rows[1][2:7] == (1, 1, 4, 0, 0)
@@ -436,7 +434,7 @@ def test_rotated_rows_as_kernels_get_them(launched: list[dict[str, Any]]) -> Non
     assert rows[1][7:] == (True, False, 3, 2)
 
 
-def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_backends_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"expected backend to be one of \('cuda', 'triton', 'auto'\), but got 'cpu'"):
         normops.use_backend("cpu")
     monkeypatch.setattr(backends, "_has_triton", lambda: False)
@@ -449,8 +447,8 @@ def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert normops.build_info()["cuda_backend"] is None
 
 
-def test_on_rocm_the_kernels_are_those_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was built: what AMD's GPUs hold are CUDA tensors to torch."""
+def test_rocm_uses_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch treats tensors on AMD's GPUs as CUDA tensors, so built CUDA kernels must be ignored."""
     monkeypatch.setattr(torch.version, "hip", "7.2.26015")
     monkeypatch.setattr(_C, "build_info", lambda: {"cuda_archs": ["80"]})
     expected = "expected a torch built for CUDA for backend 'cuda', but got torch .*, built for ROCm 7.2.26015: on"
@@ -462,8 +460,8 @@ def test_on_rocm_the_kernels_are_those_in_triton(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("cols", [1, 64, 4096, 8192, 32768, 65536])
 @pytest.mark.parametrize("lanes", [32, 64])
-def test_as_many_threads_in_warps_of_64_lanes(lanes: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 16 warps, which is what devices take."""
+def test_warps_of_64_lanes_have_as_many_threads(lanes: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices support at most 16 warps."""
     from normops.triton import launch, launch_config
 
     gpu = torch.device("cuda")
@@ -479,6 +477,6 @@ def test_as_many_threads_in_warps_of_64_lanes(lanes: int, cols: int, monkeypatch
             assert launch.options(config, torch.device("cpu"))["num_warps"] * 32 == config.threads
 
 
-def test_the_environment_chooses() -> None:
+def test_environment_selects_the_backend() -> None:
     code = "import sys, normops; print(normops.build_info()['cuda_backend'], 'triton' in sys.modules)"
     assert printed(code, NORMOPS_BACKEND="triton") == "triton False\n"

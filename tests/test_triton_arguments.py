@@ -1,4 +1,4 @@
-"""Triton makes code of its own for arguments that are 1, multiples of 16, or 64 bits wide: all of it compiles."""
+"""Triton specializes code for arguments that are 1, multiples of 16, or 64 bits wide: all of it compiles."""
 
 import itertools
 import random
@@ -11,7 +11,7 @@ from triton_launches import BF16, FP32, FP64, OF_ROWS, ROTATED, compiling_for, l
 
 triton = pytest.importorskip("triton")
 
-# What launchers differ in. Rows are those of each group; a stride of None is what rows at equal distances have.
+# The arguments of launches. "rows" counts the rows of each group; a stride of None means equally spaced rows.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "operator": (*OF_ROWS, *(f"{name}{kind}" for name in ROTATED for kind in ("", ", interleaved"))),
     "cols": (1, 16, 100, 8208, 70001),
@@ -20,13 +20,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "inner": (1, 16, 5, 2**31),
     "stride": (None, 0, 1, 2**33),
     "is_aligned": (True, False),
-    "dtypes": ((BF16, BF16), (BF16, FP32), (FP32, FP32), (FP64, FP64), (FP32, None)),  # of the input, of the weight
+    "dtypes": ((BF16, BF16), (BF16, FP32), (FP32, FP32), (FP64, FP64), (FP32, None)),  # of input and weight
     "arch": (80, 90),
 }
 
 
 def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Cases with every pair of values of two factors, chosen from random ones by how many pairs they add."""
+    """Yields cases that contain every pair of values of two factors: random cases that add the most pairs."""
     chance = random.Random(1)
 
     def pairs(case: tuple[Any, ...]) -> set[Any]:
@@ -39,7 +39,7 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         )
     )
     while left:
-        # Each has one of those that are left.
+        # Each candidate contains one of the remaining pairs.
         wanted = sorted(left, key=repr)
         candidates = []
         for fixed in chance.choices(wanted, k=40):
@@ -63,10 +63,10 @@ def test_arguments_of_every_kind_compile(case: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP64], ids=str)
 @pytest.mark.parametrize("cols", [100, 8192, 16384, 65536])
 @pytest.mark.parametrize("norm", ["rms_norm", "rms_norm_backward"])
-def test_both_steps_are_launched_as_the_norm(
+def test_both_steps_are_launched_like_the_norm(
     norm: str, cols: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In all that says in which order a row is summed."""
+    """Compares all options that determine the order in which a row is summed."""
     from triton.runtime.jit import JITFunction
 
     from normops.triton.launch_config import RowConfig

@@ -1,4 +1,4 @@
-"""That the tests of the Triton kernels would see what is wrong with them: with --triton."""
+"""The tests of the Triton kernels with --triton detect missing barriers."""
 
 import re
 
@@ -20,10 +20,10 @@ ops = torch.ops.normops
     ],
 )
 @pytest.mark.triton
-def test_each_barrier_is_missed(
+def test_each_missing_barrier_is_detected(
     kernel: str, cols: int, dtype: torch.dtype, serves_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever is left out, somebody reads what another thread writes."""
+    """Without any one barrier, a thread reads what another thread writes."""
     if serves_cpu:
         pytest.skip("the Triton kernels are not tested")
     import triton_on_ptx

@@ -39,8 +39,8 @@ normops.RMSNorm(4, activation="gelu")
 """
 
 
-def test_a_program_of_a_user_is_strictly_typed(tmp_path: Path) -> None:
-    """mypy looks into torch once for both programs."""
+def test_user_program_passes_strict_mypy(tmp_path: Path) -> None:
+    """One run of mypy checks both programs, so that it reads torch once."""
     for name, program in (("right", PROGRAM), ("wrong", WRONG)):
         (tmp_path / f"{name}.py").write_text(program)
     files = [str(tmp_path / f"{name}.py") for name in ("right", "wrong")]

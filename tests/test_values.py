@@ -70,7 +70,7 @@ def test_masked_gradients_are_left_out(variant: Variant, has_weight: bool, like:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_grad_weight_of_float64_is_rounded_once(dtype: torch.dtype, device: str, serves_cpu: bool) -> None:
-    """And not to float32 on the way: no neighbour of it is nearer to the sum in float64."""
+    """It is not rounded to float32 first: no neighbouring value is nearer to the float64 sum."""
     if device == "cpu" and not serves_cpu:
         pytest.skip("torch converts what Triton has summed")
     wide = torch.float64
@@ -86,10 +86,10 @@ def test_grad_weight_of_float64_is_rounded_once(dtype: torch.dtype, device: str,
         assert (distances[1] <= distances.amin(0) + 1e-15 * exact.abs()).all(), seed
 
 
-def test_small_terms_beside_a_large_one_are_summed(device: str, serves_cpu: bool) -> None:
-    """Each is lost where it is added to the large one by itself, as in chunks of sqrt(rows) rows."""
+def test_small_terms_are_not_lost_in_a_large_sum(device: str, serves_cpu: bool) -> None:
+    """A small term that is added to the large term by itself is lost, as in chunks of sqrt(rows) rows."""
     if not serves_cpu:
-        pytest.skip("sums along a tree are those of the kernels for CPUs")
+        pytest.skip("only the CPU kernels sum along a tree")
     rows, cols = 256 * 256, 16
     dy = torch.full((256, 256, cols), 2.0**-24)
     dy[:, 0] = 1.0
@@ -111,7 +111,7 @@ SPECIALS = [(variant, where) for variant in variants() for where in ("input", *v
 @pytest.mark.parametrize(("variant", "where"), SPECIALS, ids=str)
 @pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
-def test_specials_poison_their_row_and_grad_weight_alone(
+def test_specials_affect_only_their_row_and_grad_weight(
     variant: Variant, where: str, dtype: torch.dtype, special: float, device: str
 ) -> None:
     case = variant.at(Case((9, 70), dtype, weight_dtype=torch.float32, has_residual=True))
@@ -122,7 +122,7 @@ def test_specials_poison_their_row_and_grad_weight_alone(
     others = torch.arange(9) != 4
     for name, result, bounded in zip(variant.operator.outputs, results, case.expected(arguments), strict=True):
         assert bounded is not None
-        # Where an infinity has made one of the bound, too, times zero, any number is as good.
+        # If an infinity made the bound infinite or NaN, any number is accepted.
         bound = np.nan_to_num(bounded.bound, nan=np.inf, posinf=np.inf)
         oracle.assert_within(result, bounded._replace(bound=bound), name)
         if name != "grad_weight":
@@ -147,8 +147,8 @@ def test_zero_rows_give_zeros_and_finite_gradients(variant: Variant, dtype: torc
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [3, 64, 1000])
 @pytest.mark.triton(core=0, full=1)
-def test_the_sum_under_the_root_decides(cols: int, dtype: torch.dtype, device: str) -> None:
-    """Of a negative eps: whether it is positive, negative or 0."""
+def test_negative_eps_decides_by_the_sum_under_the_root(cols: int, dtype: torch.dtype, device: str) -> None:
+    """With a negative eps, the sum under the root may be positive, negative or 0."""
     x = torch.tensor([1.0, 0.25, 0.5]).to(device, dtype).unsqueeze(1).expand(3, cols)
     y = ops.rms_norm(x, [cols], None, -0.25)
     grad, *_ = ops.rms_norm_backward(torch.ones_like(x), x, [cols], None, -0.25)
@@ -162,7 +162,7 @@ def test_the_sum_under_the_root_decides(cols: int, dtype: torch.dtype, device: s
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.triton(core=0, full=1)
 def test_every_half_converts_exactly(dtype: torch.dtype, device: str) -> None:
-    """A row of ones normalizes to ones, so that the weight comes out: every half as a weight, and as an output."""
+    """A row of ones normalizes to ones, so the output is the weight: each half is tested as weight and as output."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(-1, 1)
     finite = patterns[patterns.isfinite()].reshape(-1, 1)
     ones = torch.ones(1, finite.numel(), dtype=torch.float32, device=device)
@@ -176,7 +176,7 @@ def test_every_half_converts_exactly(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.triton(core=0, full=1)
 def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) -> None:
-    """float32 weights, scaled by exactly 1, come out as torch's own conversion rounds them."""
+    """float32 weights, scaled by exactly 1, are rounded like torch's own conversion."""
     generator = torch.Generator().manual_seed(5)
     bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator, dtype=torch.int64).to(torch.int32)
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -192,8 +192,8 @@ def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) 
 @pytest.mark.parametrize("variant", variants(), ids=str)
 @pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
-def test_a_nan_of_any_payload_stays_one(variant: Variant, dtype: torch.dtype, device: str, serves_cpu: bool) -> None:
-    """Rounding must not carry a payload into the exponent, wherever the NaN comes from and whatever it is stored in."""
+def test_nan_of_any_payload_stays_nan(variant: Variant, dtype: torch.dtype, device: str, serves_cpu: bool) -> None:
+    """Rounding must not carry a payload into the exponent, for any source and dtype of the NaN."""
     operator, shapes = variant.operator, ((9, 70), (9, 2100)) if serves_cpu else ((9, 70),)
     all_dtypes = zip(cases.DTYPES, cycle([{}, *other_dtypes(operator, dtype)]))
     for shape, (weight_dtype, dtypes) in product(shapes, all_dtypes):
@@ -208,7 +208,7 @@ def test_a_nan_of_any_payload_stays_one(variant: Variant, dtype: torch.dtype, de
 
 @pytest.mark.parametrize("name", ["weight_offset", "alpha"])
 @pytest.mark.triton
-def test_a_nan_of_any_payload_among_the_numbers(name: str, device: str) -> None:
+def test_number_arguments_may_be_nan_of_any_payload(name: str, device: str) -> None:
     x = torch.ones(2, 70, dtype=torch.bfloat16, device=device)
     (number,) = struct.unpack("<d", b"\xff" * 7 + b"\x7f")
     output, _ = ops.add_rms_norm(x, x, (70,), x[0], **{name: number})

@@ -26,7 +26,7 @@ Dims = tuple[int | None, ...]
 
 
 class Shapes(NamedTuple):
-    """Of a sample."""
+    """The shapes of one sample."""
 
     input: tuple[int, ...]
     normalized: tuple[int, ...]
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
 
 
 def batched(shape: tuple[int, ...], dim: int | None, dtype: torch.dtype, seed: int, device: str) -> Tensor:
-    """Of SIZE samples along ``dim``; None: one for all."""
+    """Returns SIZE samples along ``dim``, or one tensor for all samples if ``dim`` is None."""
     if dim is None:
         return cases.values(shape, dtype, seed).to(device)
     return cases.values((SIZE, *shape), dtype, seed).to(device).movedim(0, dim)
@@ -62,7 +62,7 @@ def per_sample(op: Callable[..., Any], tensors: Sequence[Tensor | None], dims: D
 
 
 def dims_of(rows: int) -> Iterator[Dims]:
-    """Of so many tensors like the input, and of the weight: those of one sample, of each sample, and both."""
+    """Yields batch dimensions of ``rows`` tensors like the input, and of the weight; None shares one tensor."""
     if rows == 1:
         yield from (d for d in product((0, 1, -1, None), (0, -1, None)) if d != (None, None))
         return
@@ -84,7 +84,7 @@ def of_norm(shapes: Shapes) -> dict[str, Any]:
 
 
 def masks_of(operator: Operator) -> list[tuple[bool, ...]]:
-    """All results, or all but one, or one alone."""
+    """Returns the output masks that request at least one result."""
     return [mask for mask in operator.masks() if any(mask)] if operator.has_mask else [()]
 
 
@@ -104,8 +104,8 @@ CALLS = [
 def of_rows(
     variant: Variant, shapes: Shapes, name: str, dim: int | None, dtype: torch.dtype, seed: int, device: str
 ) -> tuple[Tensor, int | None]:
-    """Of a tensor like the input, or of numbers of its rows, and which dimension has the samples: that one, or the
-    last."""
+    """Returns a tensor like the input, or one number per row, and its batch dimension: ``dim``, or the last if it has
+    fewer dimensions."""
     shape = variant.shape_of(name, shapes.input, len(shapes.normalized))
     if name not in variant.operator.sums:
         return batched(shape, dim, dtype, seed, device), dim
@@ -116,7 +116,7 @@ def of_rows(
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize(("shapes", "variant", "dims"), CALLS, ids=str)
 @pytest.mark.covering(core=1, full=2)
-def test_one_call_with_the_bits_of_each_sample(
+def test_one_call_has_the_bits_of_each_sample(
     shapes: Shapes,
     variant: Variant,
     dims: Dims,
@@ -124,7 +124,7 @@ def test_one_call_with_the_bits_of_each_sample(
     weight_dtype: torch.dtype,
     device: str,
 ) -> None:
-    """Also where each sample has its own weight, or its gradient, or none; through the function where there is one."""
+    """Covers weights and their gradients per sample, or no weight; calls the operator's function if it has one."""
     operator = variant.operator
     names = ["input", *operator.tensors, "weight"]
     others: dict[str, Any] = {**of_norm(shapes), "eps": EPS, "weight_offset": 0.5, **variant.flags}
@@ -161,8 +161,8 @@ def test_one_call_with_the_bits_of_each_sample(
 
 
 @pytest.mark.parametrize("has_weight", [True, False])
-def test_gradients_of_a_bias(has_weight: bool, device: str, serves_cpu: bool) -> None:
-    """For each sample, with its bits, whatever else is wanted, where kernels sum it."""
+def test_bias_gradients_have_the_bits_of_each_sample(has_weight: bool, device: str, serves_cpu: bool) -> None:
+    """The CPU kernels give the same bits for every output mask."""
     dy, x = (cases.values((SIZE, 37, 16), torch.float32, seed).to(device) for seed in range(2))
     w, b = (cases.values((16,), torch.float32, seed).to(device) for seed in (2, 3))
     sums = []
@@ -177,7 +177,7 @@ def test_gradients_of_a_bias(has_weight: bool, device: str, serves_cpu: bool) ->
         torch.testing.assert_close(each, sums[0], rtol=bound, atol=bound)
 
 
-def test_nested(device: str) -> None:
+def test_nested_vmap(device: str) -> None:
     x = cases.values((2, 3, 4, 16), torch.float32, 1).to(device)
     w = cases.values((2, 3, 16), torch.float32, 2).to(device)
 
@@ -195,7 +195,7 @@ def test_nested(device: str) -> None:
 
 @pytest.mark.parametrize("dim", [0, None])
 def test_tables_with_fewer_dimensions_than_the_input(dim: int | None, device: str) -> None:
-    """They broadcast within a sample, even where there are as many samples as the dimension before has numbers."""
+    """Tables broadcast within a sample, even if the number of samples equals the input's next dimension."""
     x = cases.values((SIZE, SIZE, 3, 2, 16), torch.float32, 1).to(device)
     cos, sin = (cases.values((SIZE, 3, 1, 16), torch.float32, seed).to(device) for seed in (2, 3))
 
@@ -211,7 +211,7 @@ def test_tables_with_fewer_dimensions_than_the_input(dim: int | None, device: st
 @pytest.mark.parametrize("input_dim", [0, 1])
 @pytest.mark.parametrize("variant", variants(operator for operator in OPERATORS if operator.inplace), ids=str)
 @pytest.mark.covering(core=1)
-def test_in_place(variant: Variant, input_dim: int, weight_dim: int | None, device: str) -> None:
+def test_in_place_equals_functional(variant: Variant, input_dim: int, weight_dim: int | None, device: str) -> None:
     operator = variant.operator
     names = ["input", *operator.tensors, "weight"]
     dims = (*[input_dim] * (len(names) - 1), weight_dim)
@@ -239,14 +239,14 @@ def test_in_place(variant: Variant, input_dim: int, weight_dim: int | None, devi
 
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.inplace], ids=str)
-def test_in_place_refuses_gradients(operator: Operator) -> None:
+def test_in_place_rejects_gradients(operator: Operator) -> None:
     arguments = arguments_of(operator) | {"weight": torch.ones(4, requires_grad=True)}
     message = message_of_batch(operator.inplace, arguments, "weight")
     assert message.startswith(f"{operator}_: expected no argument to require a gradient")
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_small_batches(size: int, device: str) -> None:
+def test_batches_of_zero_and_one(size: int, device: str) -> None:
     x, w = torch.ones(size, 3, 16, device=device), torch.ones(size, 16, device=device)
     for dims in ((0, 0), (0, None)):
         given = w if dims[1] == 0 else torch.ones(16, device=device)
@@ -254,13 +254,13 @@ def test_small_batches(size: int, device: str) -> None:
 
 
 def message_of_batch(call: Callable[..., Any], arguments: dict[str, Any], *shared: str) -> str:
-    """What is said of a batch of one, which must not pass for one of the dimensions."""
+    """Returns the error message for a batch of one, which must not count as one of the dimensions."""
     batch = {name: value[None] for name, value in arguments.items() if isinstance(value, Tensor) and name not in shared}
     return message_of(lambda: torch.vmap(lambda sample: call(**arguments | sample))(batch))
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_errors_are_those_of_a_sample(operator: Operator) -> None:
+def test_errors_describe_one_sample(operator: Operator) -> None:
     for other, changes, expected in ERRORS:
         if other is operator and (changes != {"input": None} or operator.tensors):
             message = message_of_batch(operator.packet, arguments_of(operator) | changes)
@@ -268,7 +268,7 @@ def test_errors_are_those_of_a_sample(operator: Operator) -> None:
 
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.inplace], ids=str)
-def test_what_is_written_is_of_a_sample(operator: Operator) -> None:
+def test_written_tensors_must_be_batched(operator: Operator) -> None:
     for name in operator.replaced:
         assert message_of_batch(operator.inplace, arguments_of(operator), name) == (
             f"{operator}_: expected {name}, which is written to, to be batched like the other arguments under vmap, "

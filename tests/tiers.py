@@ -1,9 +1,9 @@
-"""Which tests run when. Each is in one tier: core is ``make test``, full is CI's as well, release a release's alone.
+"""Assigns each test to one tier: core is ``make test``, CI also runs full, only a release runs release.
 
-A test without a mark is core. Of the marks of a test and of its parameters the last tier counts; ``covering(core=2)``
-divides the parameter sets of a test themselves: those in which any two values of different axes are together are core,
-the others full. ``covering(core=1, full=2)`` says so of both, and what is left is a release's; 0 is none. On Triton's
-kernels, as compiled for GPUs, run the tests that are marked ``triton``, with numbers of the same meaning.
+A test without a mark is core. The last tier among the marks of a test and its parameters counts. ``covering(core=2)``
+divides a test's parameter sets: sets that cover all pairs of values of different axes are core, the others full.
+``covering(core=1, full=2)`` gives both numbers, and the other sets are release; 0 selects none. Tests marked ``triton``
+also run on Triton's kernels, as compiled for GPUs, with numbers of the same meaning.
 """
 
 import math
@@ -21,7 +21,7 @@ TIERS = ("core", "full", "release")
 
 
 def divided(values: Iterable[Any], core: Collection[Any], full: Collection[Any] | None = None) -> list[Any]:
-    """Values for parametrize: those of neither tier are a release's, or full if these are not named."""
+    """Returns values for parametrize; the others are release, or full if ``full`` is not given."""
     others = pytest.mark.full if full is None else pytest.mark.release
     marks = dict.fromkeys(full or (), pytest.mark.full) | dict.fromkeys(core, pytest.mark.core)
     return [pytest.param(value, marks=marks.get(value, others)) for value in values]
@@ -31,7 +31,7 @@ class ParameterSet(NamedTuple):
     item: pytest.Item
     axes: Mapping[str, Hashable]
     size: int
-    """Of what it computes."""
+    """The size of the computation."""
 
 
 def _is_shape(value: object) -> bool:
@@ -39,7 +39,7 @@ def _is_shape(value: object) -> bool:
 
 
 def _axes(name: str, value: Any) -> Iterator[tuple[str, Hashable]]:
-    """What differs from set to set, each with its name; of a shape how wide and how long it is."""
+    """Yields the named axes in which parameter sets differ; a shape has two, width and length."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
@@ -66,7 +66,7 @@ def _size(value: Any) -> int:
 
 
 def cover(sets: Sequence[ParameterSet], strength: int) -> set[pytest.Item]:
-    """The tests in which are all ``strength`` values of different axes that are together in any, small ones first."""
+    """Returns tests, preferably small, that contain every combination of ``strength`` values of different axes."""
 
     def together(axes: Mapping[str, Hashable]) -> Iterator[tuple[Any, ...]]:
         return combinations(axes.items(), min(strength, len(axes)))
@@ -82,7 +82,7 @@ def cover(sets: Sequence[ParameterSet], strength: int) -> set[pytest.Item]:
             chosen.append(parameters)
     result = set()
     for parameters in chosen[::-1]:
-        if all(covered[values] > 1 for values in together(parameters.axes)):  # later ones have it all
+        if all(covered[values] > 1 for values in together(parameters.axes)):  # other tests cover its combinations
             covered.subtract(together(parameters.axes))
         else:
             result.add(parameters.item)
@@ -90,7 +90,7 @@ def cover(sets: Sequence[ParameterSet], strength: int) -> set[pytest.Item]:
 
 
 def _divide(items: Sequence[pytest.Item], core: int = 0, full: int | None = None) -> Iterator[tuple[pytest.Item, str]]:
-    """The parameter sets of a test, those of each operator on their own."""
+    """Divides a test's parameter sets into tiers, separately for each operator."""
     of_operators = defaultdict(list)
     for item in items:
         parameters: dict[str, Any] = item.callspec.params  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def _divide(items: Sequence[pytest.Item], core: int = 0, full: int | None = None
 
 
 def assign(items: Sequence[pytest.Item], covering: str) -> None:
-    """Leaves each test with the mark of its tier; ``covering``: the mark whose numbers divide a test's parameters."""
+    """Marks each test with its tier only; ``covering`` names the mark whose numbers divide a test's parameters."""
     tiers = dict.fromkeys(items, TIERS[0])
     of_tests = defaultdict(list)
     for item in items:

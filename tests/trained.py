@@ -1,4 +1,4 @@
-"""What a process of its own compiles for a step of training, and what it finds in the caches of torch.compile."""
+"""Compiles a training step in a separate process, and reports compilations and cache hits of torch.compile."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ print(json.dumps([counters["aot_autograd"], counters["inductor"], ran]))
 
 
 def train(cache: Path, step: str) -> tuple[dict[str, int], dict[str, int], list[str]]:
-    """What AOTAutograd and Inductor count, and the operators of normops that run then.
+    """Returns the counters of AOTAutograd and Inductor, and the operators of normops that the compiled step runs.
 
     ``step`` is the source of a function of two tensors that returns several.
     """

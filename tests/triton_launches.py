@@ -1,4 +1,4 @@
-"""Launches the Triton kernels for GPUs that are not there, as the operators do: they are compiled, and not run."""
+"""Launches the Triton kernels like the operators, for GPUs that are absent: kernels are compiled but not run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-# The tensors of operators, some with other arguments than they usually have, as rows of the launchers.
+# The tensors that the launchers take as rows, by operator; some operators also with unusual arguments.
 ROWS = {
     "rms_norm": "input output",
     "add_rms_norm": "input residual output residual_out",
@@ -33,18 +33,18 @@ ROWS = {
 OF_ROWS = tuple(ROWS)
 ROTATED = ("rms_norm_rope", "rms_norm_rope_backward")
 
-# AMD's architectures, and how many lanes a warp has on each. CDNA 2 to 4, RDNA 3 and 4.
+# AMD's architectures and their lanes per warp: CDNA 2 to 4, RDNA 3 and 4.
 LANES: dict[int | str, int] = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}
 
 
 class Driver:
-    """Of a GPU of an architecture: enough to compile for."""
+    """The part of a GPU's driver that compilation needs."""
 
     def __init__(self, arch: int | str) -> None:
         self.arch = arch
 
     def get_current_device(self) -> int:
-        """By which kernels that were compiled are found again."""
+        """Returns the device index, under which Triton caches compiled kernels."""
         return self.arch if isinstance(self.arch, int) else [*LANES].index(self.arch)
 
     def get_current_stream(self, device: int) -> int:
@@ -60,7 +60,7 @@ class Driver:
 
 @contextmanager
 def compiling_for(arch: int | str) -> Iterator[list[Any]]:
-    """Launches end where the kernel is compiled, with arguments as Triton specialises them; gives what was compiled."""
+    """Ends launches after compilation, with arguments as Triton specializes them; yields the compiled kernels."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -79,7 +79,7 @@ def compiling_for(arch: int | str) -> Iterator[list[Any]]:
 
 
 def tensor(dtype: torch.dtype, is_aligned: bool = True) -> Tensor:
-    """An address and a dtype: nothing is read."""
+    """Returns a tensor for its address and dtype; it is not read."""
     return torch.empty(64, dtype=dtype)[0 if is_aligned else 1 :]
 
 
@@ -96,8 +96,8 @@ def launch(
     casts: bool = False,
     rotation: "Rotation | None" = None,
 ) -> None:
-    """Rows are those of each group; a stride of None is what rows at equal distances have; dtypes are those of the
-    input and of the weight."""
+    """Launches an operator with ``rows`` rows of each group; a stride of None means equally spaced rows; ``dtypes`` are
+    those of the input and the weight."""
     import normops.triton as launchers
 
     strides = (cols, 0) if stride is None else (stride, cols + 1)
@@ -114,7 +114,7 @@ def launch(
         return launchers.NestedRows(tensor(dtypes[0], is_aligned), *nesting)
 
     def make_rotation() -> launchers.Rotation:
-        """Of columns in the middle, or of none; tables of the weight's type, which may be float32 beside 16 bits."""
+        """Rotates columns in the middle, or none; tables have the weight's dtype, possibly float32 with 16-bit rows."""
         dtype = dtypes[1] or dtypes[0]
         tables = tensor(dtype, is_aligned), tensor(dtype, is_aligned)
         nesting = min(inner, 7), inner, *strides, 0

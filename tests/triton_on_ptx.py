@@ -1,6 +1,6 @@
-"""Runs the Triton kernels on CPU tensors: what Triton compiles for a GPU, in the interpreter of PTX.
+"""Runs the Triton kernels on CPU tensors, by interpreting the PTX that Triton compiles for a GPU.
 
-Triton's own JIT compiles and launches them, with all that it specializes on; neither a GPU nor ptxas is needed.
+Triton's own JIT specializes, compiles and launches them; neither a GPU nor ptxas is needed.
 """
 
 import os
@@ -19,18 +19,18 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from normops import _C
 
-# Of the kernels in normops/triton, the parameters that they write to. What is there at first they may not read. Where
-# they write nothing else, they write sums.
+# Parameters that the kernels in normops/triton write, and whose initial content they must not read. Kernels without
+# parameters in WRITTEN write SUMS.
 WRITTEN = {"y", "residual_out", "dx", "dgate", "partials"}
 SUMS = {"square_sum", "dot"}
 FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
-# Not Triton's own: what is kept there has no machine code, which a GPU would ask for.
+# Separate from Triton's own cache: these entries lack the machine code that a GPU needs.
 CACHE = Path(__file__).parent.parent / "build" / "triton_on_ptx"
-SCRATCH_BYTES = 16  # two pointers that Triton passes behind the parameters, for memory that these kernels do without
+SCRATCH_BYTES = 16  # two scratch pointers that Triton passes after the parameters; these kernels do not use them
 
 
 class Function:
-    """A kernel that is loaded."""
+    """A loaded kernel."""
 
     def __init__(self, kernel: Kernel, shared_bytes: int) -> None:
         self.kernel, self.shared_bytes = kernel, shared_bytes
@@ -71,7 +71,7 @@ class Utils:
         self.ptx = ""
 
     def load_binary(self, name: str, binary: bytes, shared_bytes: int, device: int) -> tuple[Any, ...]:
-        """Module, function, registers, spills, most threads."""
+        """Returns the module, the function, its registers and spills, and the most threads of a block."""
         kernel = kernels_of(self.ptx)[name]
         return kernel, Function(kernel, shared_bytes), 0, 0, 1024
 
@@ -96,7 +96,7 @@ class Driver:
 
 
 def serve_cpu(arch: int | None = None) -> _C.Registration:
-    """Puts the Triton launchers in the place of the CPU kernels. ``arch`` is TRITON_ARCH, or 90."""
+    """Replaces the CPU kernels with the Triton launchers. ``arch`` defaults to TRITON_ARCH, or 90."""
     driver = Driver(arch or int(os.environ.get("TRITON_ARCH", "90")))
     triton.runtime.driver.set_active(driver)
     CUDABackend.make_cubin = lambda *arguments, **keywords: b"none"

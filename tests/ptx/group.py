@@ -1,7 +1,7 @@
-"""Groups of threads: all of a grid, a cluster, a block or a warp.
+"""Executes groups of threads: all of a grid, a cluster, a block or a warp.
 
-A group executes one basic block after another, those of its threads that are elsewhere masked out; paths that part meet
-where all of them come through.
+A group executes one basic block after another and masks out threads that are elsewhere. Divergent paths reconverge at
+the immediate post-dominator.
 """
 
 from collections.abc import Iterator
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 Array = Any
 ALL_LANES = np.uint32(0xFFFFFFFF)
 WINDOW = 24  # bits of an address in the shared memory of a block; above them, its rank in the cluster, plus one
-# By how much, relative to the result, an approximation may be wrong, in the PTX ISA. Rounding has a part of it.
+# Relative errors of approximations that the PTX ISA allows, rounding included.
 APPROXIMATIONS: dict[str, tuple[float, Any]] = {
     "rcp": (2.0**-23, np.reciprocal),
     "rsqrt": (2.0**-22.9, lambda x: 1 / np.sqrt(x)),
 }
 DIVISION_ERROR = 2.0**-22  # two units in the last place
 ROUNDOFF = 2.0**-24
-# What nobody has written is all ones: NaN.
+# Unwritten registers are all ones: NaN.
 UNWRITTEN = {kind: np.frombuffer(b"\xff" * BYTES[kind], dtype)[0] for kind, dtype in NUMPY.items()}
 
 
 class Mask:
-    """Which threads of a group execute."""
+    """Threads of a group that execute."""
 
     def __init__(self, bits: Array) -> None:
         self.bits = bits
@@ -46,7 +46,7 @@ class Mask:
 
 
 class Group:
-    """Threads that execute together; what generated code calls S."""
+    """Threads that execute together; generated code calls it S."""
 
     def __init__(self, machine: "Machine", threads: Array) -> None:
         self.machine, self.threads, self.width = machine, threads, threads.size
@@ -71,7 +71,7 @@ class Group:
     # Control.
 
     def run(self) -> Iterator[bool]:
-        """Yields whenever others may go on: whether this group could itself."""
+        """Yields whenever other groups may run, and whether this group made progress."""
         kernel, machine = self.machine.kernel, self.machine
         stack: list[tuple[int, Mask | None, int]] = [(0, None, EXIT)]
         while stack:
@@ -102,14 +102,14 @@ class Group:
         assert goes is not None
         stays = Mask(~goes.bits if mask is None else mask.bits & ~goes.bits)
         point = self.machine.kernel.meeting_points[block.number]
-        if point not in (until, EXIT):  # else each way ends by itself
+        if point not in (until, EXIT):  # otherwise each path ends separately
             stack.append((point, mask, until))
         for target, those in ((other, stays), (taken, goes)):
             if target != point or point == EXIT:
                 stack.append((target, those, point))
 
     def guarded(self, mask: Mask | None, predicate: Array) -> Mask | None:
-        """``mask`` itself where all go."""
+        """Returns the mask of threads that execute and whose predicate holds; ``mask`` itself if all do."""
         bits = predicate if predicate.ndim else np.full(self.width, predicate)
         bits = bits if mask is None else mask.bits & bits
         return mask if np.count_nonzero(bits) == (self.width if mask is None else mask.threads.size) else Mask(bits)
@@ -122,7 +122,7 @@ class Group:
         return value if mask is None else value[mask.threads]
 
     def _to_all(self, values: Array, mask: Mask | None) -> list[Array]:
-        """Results of the threads that execute, by number in a vector, as registers."""
+        """Returns registers with the results of executing threads, one for each element of a vector."""
         if mask is None:
             return list(values)
         result = np.zeros((len(values), self.width), values.dtype)
@@ -146,7 +146,7 @@ class Group:
         return f"{waiting.size} threads, among them {waiting[0]}, wait at line {last.line}: {last}"
 
     def _whole_blocks(self, mask: Mask | None, line: int, what: str) -> tuple[Array, Array]:
-        """Which blocks are in the group, and how many threads of each; all of them have to be there."""
+        """Returns the blocks that arrive and their numbers of threads; expects all their threads of the group."""
         here = np.bincount(self.block_number, minlength=self.machine.block_count)
         arrived = np.bincount(self._of_active(self.block_number, mask), minlength=self.machine.block_count)
         wrong = (arrived != 0) & (arrived != here)
@@ -231,10 +231,10 @@ class Group:
         warp = np.arange(self.width) // WARP
         return value.reshape(-1, WARP)[warp, np.broadcast_to(lane % np.uint32(WARP), self.width)]
 
-    # Approximations: anything that their documentation allows, the same for the same operands.
+    # Approximations: any result that the documentation allows, the same for the same operands.
 
     def _noise(self, *operands: Array) -> Array:
-        """Between -1 and 1."""
+        """Returns a pseudorandom number between -1 and 1, determined by the operands and the hardware."""
         bits = np.uint64(self.machine.launch.hardware)
         for operand in operands:
             bits = (bits ^ operand.view("u4").astype("u8")) * np.uint64(0x9E3779B97F4A7C15)
@@ -260,7 +260,7 @@ class Group:
         return [view[first + n] for n in range(count)]
 
     def _places(self, address: Array, size: int, line: int, does: str) -> Iterator[tuple[Region, Array, Any]]:
-        """Of these addresses: regions, offsets in them, and which they are."""
+        """Yields regions, offsets in them, and a mask of the addresses in each."""
         if not self.may_access:
             raise PtxError(f"line {line}: global memory is accessed before griddepcontrol.wait")
         if (address % np.uint64(size)).any():
@@ -286,7 +286,7 @@ class Group:
 
     def load_global(self, address: Array, kind: str, count: int, mask: Mask | None, line: int) -> list[Array]:
         size = np.dtype(kind).itemsize * count
-        # An address that all have in common is loaded, and noted, once.
+        # An address common to all threads is loaded and logged once.
         where = address.reshape(1) if address.ndim == 0 else self._of_active(address, mask)
         threads = self._of_active(self.threads, mask)[: where.size]
         found = np.zeros((where.size, count), kind)
@@ -328,7 +328,7 @@ class Group:
         self.machine.shared.write(places, self._of_active(self.threads, mask), source, line)
 
     def store_matrix(self, address: Array, values: Any, transposed: bool, mask: Mask | None, line: int) -> None:
-        """Of m8n8.b16: a lane has two neighbours in row lane / 4, and eight lanes have the addresses of the rows."""
+        """Stores m8n8.b16: a lane has two adjacent numbers of row lane / 4; eight lanes have the rows' addresses."""
         self._expect_whole_warps(mask, line)
         for n, value in enumerate(values):
             if transposed:
@@ -340,7 +340,7 @@ class Group:
         self._expect_whole_warps(mask, line)
         found = []
         for n in range(count):
-            if transposed:  # the lane has column l / 4 of rows 2 * (l % 4) and the next
+            if transposed:  # lane l has column l / 4 of rows 2 * (l % 4) and 2 * (l % 4) + 1
                 rows = [self._matrix_address(address, n, half) for half in (0, 1)]
                 low, high = (self.load_shared(row, "u2", 1, mask, line)[0].astype("u4") for row in rows)
                 found.append(low | high << np.uint32(16))

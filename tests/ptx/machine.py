@@ -1,4 +1,4 @@
-"""Runs launches of kernels: groups of threads in turns, in any order, and what they send each other."""
+"""Runs kernel launches: groups of threads take turns, and messages arrive, in any order."""
 
 import random
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ class Launch:
     memory: Memory
     cluster: int = 1  # blocks, along y
     dynamic_shared: int = 0
-    starts_early: bool = False  # while the kernel before it runs
+    starts_early: bool = False  # while the previous kernel runs
     group: str = "grid"
-    seed: int = 0  # of the order of groups and messages
-    hardware: int = 0  # what approximations return: of one GPU always the same
+    seed: int = 0  # for the order of groups and messages
+    hardware: int = 0  # seed of approximation errors, which are constant on one GPU
 
 
 class Machine:
-    """One launch."""
+    """Executes one launch."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.kernel = launch, launch.kernel
@@ -56,7 +56,7 @@ class Machine:
         self.random = random.Random(launch.seed)
         self.order = Order(blocks, threads, launch.cluster)
         self.shared = Shared(blocks, size, self.order)
-        self.arrived = np.zeros(blocks, "i8")  # threads, at the barrier of the block
+        self.arrived = np.zeros(blocks, "i8")  # threads at the barrier of each block
         self.arrived_at_cluster = np.zeros(blocks, "i8")
         self.cluster_phase = np.zeros(self.thread_count, "i4")
         self.has_ended = np.zeros(self.thread_count, bool)
@@ -103,7 +103,7 @@ class Machine:
         return self.arrivals[block, offset]
 
     def deliver(self, every: int) -> None:
-        """One in ``every`` of what has been sent arrives, in any order."""
+        """Delivers about one in ``every`` messages, in random order."""
         came = [message for message in self.messages if self.random.randrange(every) == 0]
         self.messages = [message for message in self.messages if message not in came]
         self.random.shuffle(came)

@@ -1,4 +1,4 @@
-"""Memory of the host that kernels access: which bytes they may read and write, and races between threads."""
+"""Checks kernels' accesses to host memory: readable and writable bytes, and races between threads."""
 
 import ctypes
 from bisect import bisect_right
@@ -12,22 +12,22 @@ Array = Any
 
 
 def _units(array: Array, size: int) -> Array:
-    """Bytes as rows of as many integers as make up ``size``."""
+    """Returns the bytes as rows of integers, each row of ``size`` bytes."""
     unit = min(size, 8)
     return array.view(f"u{unit}").reshape(-1, size // unit)
 
 
 class Region:
-    """Of ``size`` bytes. All may be read, or ``readable`` and what has been written; nothing written, or ``writable``.
+    """Memory of ``size`` bytes. All bytes are readable, or only the offsets ``readable`` and written bytes.
 
-    Both are offsets of bytes.
+    Only the offsets ``writable`` are writable, if given.
     """
 
     def __init__(
         self, base: int, size: int, name: str, readable: Array | None = None, writable: Array | None = None
     ) -> None:
         self.base, self.size, self.name = base, size, name
-        self.start = base & ~15  # where offsets begin that are as aligned as addresses
+        self.start = base & ~15  # origin of offsets, so that they are as aligned as addresses
         whole = (ctypes.c_ubyte * (-(-(base + size - self.start) // 16) * 16)).from_address(self.start)
         self.bytes_: Array = np.frombuffer(memoryview(whole), "u1")
         self.readable = self._allowed(readable)
@@ -68,7 +68,7 @@ class Region:
             units[offsets // size] = np.iinfo(units.dtype).max
 
     def find_races(self, block_threads: int) -> None:
-        """Two threads access a byte, and one of them writes it, without a barrier of their block in between."""
+        """Raises if two threads access a byte, one of them by a write, without a barrier of their block in between."""
         accesses, self.accesses = self.accesses, []
         if not any(is_write for *_, is_write, _ in accesses):
             return
@@ -102,7 +102,7 @@ class Region:
 
 
 class Memory:
-    """Regions that do not overlap."""
+    """Holds regions that do not overlap."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
@@ -121,7 +121,7 @@ class Memory:
 
 
 def byte_offsets(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> Array:
-    """Of a tensor, whose strides are in elements, from its first byte."""
+    """Returns the offsets of a tensor's bytes from its first byte; strides are in elements."""
     found = np.zeros(1, "i8")
     for length, stride in zip(shape, strides, strict=True):
         found = (found[:, None] + np.arange(length) * stride * element_bytes).ravel()
@@ -129,7 +129,7 @@ def byte_offsets(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes
 
 
 def memory_of(tensors: list[tuple[str, Any, bool]]) -> Memory:
-    """Torch tensors with their names, and whether they are written to: what they share storage with is one region."""
+    """Returns one region for each storage of (name, tensor, is_written) entries."""
     memory = Memory()
     by_storage: dict[int, list[tuple[str, Any, bool]]] = {}
     for name, tensor, is_written in tensors:

@@ -1,4 +1,4 @@
-"""The arithmetic of PTX on numpy arrays and scalars: what generated code calls by name."""
+"""Implements PTX arithmetic on numpy arrays and scalars; generated code calls these functions by name."""
 
 from fractions import Fraction
 from typing import Any
@@ -9,7 +9,7 @@ Array = Any
 
 
 def merge(mask: Any, new: Array, old: Array) -> Array:
-    """``new`` in the threads that execute; in the others the register keeps what it has."""
+    """Returns ``new`` in the threads that execute, and ``old`` in the others."""
     if mask is None:
         return new
     if new.ndim == 0 and old.ndim == 0 and new == old:
@@ -28,9 +28,9 @@ def flushed(x: Array) -> Array:
 
 
 def fma_f32(a: Array, b: Array, c: Array) -> Array:
-    """The product is exact in float64.
+    """Computes a * b + c, rounded once; the product is exact in float64.
 
-    That the sum is rounded to float64 first only matters where it lies in the middle of two float32, or is subnormal.
+    Rounding the sum to float64 first only matters halfway between two float32, and for subnormal results.
     """
     product, c = a.astype("f8") * b.astype("f8"), c.astype("f8")
     total = product + c
@@ -41,7 +41,7 @@ def fma_f32(a: Array, b: Array, c: Array) -> Array:
 
 
 def _to_odd(nearest: Array, error: Array) -> Array:
-    """Of a number, which ``nearest`` misses by ``error``, the neighbour whose last bit is odd: rounding it is exact."""
+    """Rounds ``nearest`` + ``error`` to odd, so that rounding it again to fewer bits is correct."""
     bits = np.atleast_1d(nearest).view(f"i{nearest.itemsize}")
     is_even = (error != 0) & (bits & 1 == 0) & np.isfinite(nearest)
     away = (error > 0) == (nearest > 0)
@@ -56,7 +56,7 @@ def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """Dekker's."""
+    """Returns the product and its rounding error, by Dekker's algorithm."""
     split = 134217729.0
     product = a * b
     t, u = a * split, b * split
@@ -66,7 +66,7 @@ def _two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def fma_f64(a: Array, b: Array, c: Array) -> Array:
-    """After Boldo and Melquiond: the two small parts are added with rounding to odd."""
+    """Computes a * b + c, rounded once (Boldo and Melquiond): adds the two small parts with rounding to odd."""
     a, b, c = np.broadcast_arrays(a, b, c)
     high, low = _two_product(a, b)
     inner, inner_low = _two_sum(c, low)
@@ -74,7 +74,7 @@ def fma_f64(a: Array, b: Array, c: Array) -> Array:
     result = top + _to_odd(*_two_sum(inner_low, top_low))
     is_zero = (a == 0) | (b == 0)
     result = np.array(np.where(is_zero, a * b + c, result))
-    # Beyond the range of exponents in which that is exact, one by one.
+    # Outside the range of exponents in which that is exact, elements are computed one by one.
     is_safe = (np.abs(high) < 2.0**960) & (np.abs(high) > 2.0**-900)
     for operand in (a, b, c):
         is_safe = is_safe & (np.abs(operand) < 2.0**960)
@@ -90,7 +90,7 @@ def fma_f64(a: Array, b: Array, c: Array) -> Array:
 
 
 def int_division(a: Array, b: Array) -> Array:
-    """Towards zero."""
+    """Divides, rounding towards zero."""
     safe = np.where(b == 0, b.dtype.type(1), b)
     if a.dtype.kind == "u":
         return a // safe
@@ -110,12 +110,12 @@ def shr(x: Array, amount: Array) -> Array:
 
 
 def bit_field(x: Array, position: Array, length: Array) -> Array:
-    """With a sign if ``x`` has one. The field ends inside of x."""
+    """Extracts a bit field inside ``x``, sign-extended if ``x`` is signed."""
     return shr(shl(x, np.uint32(32) - position - length), np.uint32(32) - length)
 
 
 def permuted_bytes(a: Array, b: Array, selector: Array) -> Array:
-    """Of the four bytes of ``a`` and then those of ``b``, the ones that the selector's digits say, lowest first."""
+    """Selects bytes of ``a`` (0 to 3) and ``b`` (4 to 7) by the selector's hexadecimal digits, lowest first."""
     both = a.astype("u8") | b.astype("u8") << np.uint64(32)
     result = np.zeros_like(a)
     for byte in range(4):
@@ -144,7 +144,7 @@ def pair_of(low: Array, high: Array, kind: str) -> Array:
 
 
 def half_as_f32(x: Array, number: int, kind: str) -> Array:
-    """Of a pair its lower number, 0, or the upper one, 1; of a single one itself."""
+    """Returns the lower (0) or upper (1) number of a pair, or a single number, as float32."""
     if x.dtype == np.float16:
         return x.astype("f4")
     half = (x >> x.dtype.type(16 * number)).astype("u2") if x.dtype.itemsize == 4 else x
@@ -152,7 +152,7 @@ def half_as_f32(x: Array, number: int, kind: str) -> Array:
 
 
 def halves(operation: str, kind: str, is_pair: bool, *operands: Array) -> Array:
-    """In float64, in which it is exact or rounded to odd, and then rounded once."""
+    """Computes in float64, exactly or rounded to odd, and then rounds once."""
     results = []
     for number in range(2 if is_pair else 1):
         a, b, c = ([half_as_f32(x, number, kind).astype("f8") for x in operands] + [np.float64(0)] * 2)[:3]

@@ -1,4 +1,4 @@
-"""Kernels of PTX text: their parameters, registers and symbols, and their basic blocks with where paths meet."""
+"""Parses kernels of PTX text: parameters, registers, symbols, basic blocks and their post-dominators."""
 
 import copy
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-# The numpy type that holds a PTX type. What numpy has no type for is kept as bits.
+# numpy types of PTX types; types that numpy lacks are kept as bits.
 NUMPY = {
     **{
         "pred": "?",
@@ -26,19 +26,19 @@ NUMPY = {
 }
 BYTES = {name: np.dtype(kind).itemsize for name, kind in NUMPY.items()}
 EXIT = -1
-# Threads may have to wait at these: each ends a basic block, as branches do.
+# Instructions at which threads may wait; each ends a basic block, as branches do.
 WAITS = re.compile(r"bar\.sync|barrier\.cluster\.wait|mbarrier\.try_wait")
 BRANCHES = re.compile(r"bra(\.uni)?$|ret$")
-# Their first operand is read, not written.
+# Instructions whose first operand is read, not written.
 WITHOUT_TARGET = re.compile(r"st\.|bra|ret|bar\.|barrier\.|stmatrix|fence|mbarrier\.(init|arrive)|griddepcontrol")
 
 
 class PtxError(Exception):
-    """What a GPU would not do, or not do every time."""
+    """Raised for behaviour that a GPU does not support or guarantee."""
 
 
 class UnknownPtxError(NotImplementedError):
-    """What this interpreter does not know."""
+    """Raised for PTX that this interpreter does not support."""
 
 
 @dataclass
@@ -60,12 +60,12 @@ class Block:
     body: list[Instruction]
     last: Instruction | None = None  # a branch or a wait
     waits: bool = False
-    successors: list[int] = field(default_factory=list)  # where a branch goes that is taken, then where it is not
-    functions: dict[bool, Any] = field(default_factory=dict)  # what it was translated to, without and with a mask
+    successors: list[int] = field(default_factory=list)  # target of a taken branch, then of one not taken
+    functions: dict[bool, Any] = field(default_factory=dict)  # its translations, without and with a mask
 
 
 def kernels_of(text: str) -> dict[str, "Kernel"]:
-    """By name."""
+    """Returns the kernels by name."""
     # Comments keep their line breaks, for line numbers.
     text = re.sub(r"/\*.*?\*/", lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL)
     text = re.sub(r"//[^\n]*", "", text)
@@ -83,7 +83,7 @@ class Kernel:
         limit = re.search(r"\.(?:max|req)ntid\s+(\d+)(?:,\s*(\d+),\s*(\d+))?", directives)
         self.most_threads = int(limit[1]) * int(limit[2] or 1) * int(limit[3] or 1) if limit else 1024
         self.param_bytes = 0
-        self.params: dict[str, tuple[int, int]] = {}  # where, and of how many bytes
+        self.params: dict[str, tuple[int, int]] = {}  # offset and size in bytes
         for align, kind, param, count in re.findall(
             r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[\s\w.]*?\.align\s+\d+)?\s+([\w$]+)(?:\[(\d+)\])?",
             params,
@@ -94,7 +94,7 @@ class Kernel:
             self.param_bytes = offset + size
 
     def with_body(self, body: str) -> "Kernel":
-        """Another kernel, of the same name."""
+        """Returns a copy of the kernel with another body."""
         other = copy.copy(self)
         other.__dict__.pop("blocks", None)
         other.body = body
@@ -102,7 +102,7 @@ class Kernel:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """And what comes with them: symbols, types and numbers of registers, where paths meet."""
+        """Parses the blocks; also sets symbols, types and numbers of registers, and post-dominators."""
         self.types: dict[str, str] = {}
         self.symbols = {name: offset for name, (offset, _) in self.params.items()}
         self.shared_bytes, dynamic = 0, []
@@ -112,7 +112,7 @@ class Kernel:
             elif name in self.body:
                 self._add_shared(int(align), kind, name, count)
         instructions, labels = self._parse()
-        for align, name in dynamic:  # behind all others, of any number of bytes
+        for align, name in dynamic:  # after all others, of any size
             self.shared_bytes = self.symbols[name] = -(-self.shared_bytes // align) * align
         blocks = _split(instructions, labels)
         self.meeting_points = _meeting_points(blocks)
@@ -160,7 +160,7 @@ class Kernel:
         elif found := re.fullmatch(r"\.shared \.align (\d+) \.(\w+) ([\w$]+)(\[\d+\])?", text):
             self._add_shared(int(found[1]), found[2], found[3], found[4])
         elif found := re.fullmatch(r"(?:@(!?)([\w%$]+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.DOTALL):
-            # Names of an inner scope come before those around it.
+            # Names of an inner scope hide those of outer scopes.
             guard, *operands = (
                 re.sub(r"[%\w$]+", lambda name: scope + name[0] if scope + name[0] in self.types else name[0], operand)
                 for operand in (found[2] or "", *_split_operands(found[4]))
@@ -170,7 +170,7 @@ class Kernel:
             raise UnknownPtxError(f"line {line}: {text}")
 
     def registers_of(self, instruction: Instruction) -> tuple[set[str], set[str]]:
-        """Those that it writes, and those that it reads."""
+        """Returns the registers that an instruction writes, and those that it reads."""
         has_target = WITHOUT_TARGET.match(instruction.opcode) is None
         names = [{n for n in re.findall(r"[%\w$.]+", o) if n in self.types} for o in instruction.operands]
         writes = names[0] if has_target and names else set()
@@ -178,7 +178,7 @@ class Kernel:
         return writes, reads | ({instruction.guard} if instruction.guard else set())
 
     def _find_crossing(self, blocks: list[Block]) -> None:
-        """Registers with which a block may begin. In others, threads that are elsewhere have nothing to keep."""
+        """Finds registers that may be live when a block begins. Others need no merging with masked-out threads."""
         self.crossing: set[str] = set()
         for block in blocks:
             written: set[str] = set()
@@ -220,7 +220,7 @@ def _split(instructions: list[Instruction], labels: dict[str, int]) -> list[Bloc
 
 
 def _meeting_points(blocks: list[Block]) -> list[int]:
-    """Of each block the nearest that all paths from it reach: its immediate post-dominator."""
+    """Returns the immediate post-dominator of each block: the nearest block that all paths from it reach."""
     exit_bit = 1 << len(blocks)
     behind = [2 * exit_bit - 1] * len(blocks)  # sets, as bits
     changes = True

@@ -1,8 +1,8 @@
-"""The shared memory of all blocks, and who may know of whose accesses: races are found in any schedule.
+"""Models the shared memory of all blocks and the order of accesses: finds races in any schedule.
 
-Time is counted in epochs, which end at barriers: of each block at bar.sync, of each warp at bar.warp.sync. An access is
-before another if an epoch that both threads take part in has ended in between; what a block sends to another, when the
-other has waited for the mbarrier that counts it.
+Time is counted in epochs, which end at barriers: of each block at bar.sync, of each warp at bar.warp.sync. An access
+happens before another if an epoch of both threads has ended in between. A message to another block happens before
+accesses of threads that have waited for the mbarrier that counts it.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ Array = Any
 WARP = 32
 GRANULE = 4  # bytes that are accessed as a whole
 POISON = 0xFF
-# Instead of the thread that has accessed a granule. ARRIVED - n: it came by way of mbarrier n of the block;
-# OF_WARP - n: several have, all of warp n.
+# Values that replace the number of the thread that accessed a granule. ARRIVED - n: a message of mbarrier n of the
+# block wrote it; OF_WARP - n: several threads of warp n accessed it.
 NOBODY, SEVERAL, AGREED, ARRIVED, OF_WARP = -1, -2, -3, -4, -100
 MOST_BARRIERS = 4
 
 
 class Order:
-    """What threads know of each other."""
+    """Tracks the epochs and phases that each thread knows to have ended."""
 
     def __init__(self, blocks: int, block_threads: int, cluster: int) -> None:
         threads = blocks * block_threads
         self.block_threads = block_threads
         self.epoch = np.zeros(blocks, "i4")
         self.warp_epoch = np.zeros(threads // WARP, "i4")
-        self.known_epochs = np.zeros((threads, cluster), "i4")  # of the blocks of its cluster, which are over
-        self.phases_seen = np.zeros((threads, MOST_BARRIERS), "i4")  # of the mbarriers of its block
+        self.known_epochs = np.zeros((threads, cluster), "i4")  # ended epochs of its cluster's blocks
+        self.phases_seen = np.zeros((threads, MOST_BARRIERS), "i4")  # phases of its block's mbarriers
 
     def end_epoch(self, block: int, rank: int) -> None:
-        """All threads of the block know what any of them knows."""
+        """Ends an epoch of a block: each of its threads learns what any of them knows."""
         self.epoch[block] += 1
         threads = slice(block * self.block_threads, (block + 1) * self.block_threads)
         self.known_epochs[threads] = self.known_epochs[threads].max(0)
@@ -42,14 +42,14 @@ class Order:
         self.phases_seen[threads] = self.phases_seen[threads].max(0)
 
     def is_before(self, other: Array, at: Array, warp_at: Array, threads: Array) -> Array:
-        """Whether accesses of the threads ``other``, in these epochs, are before what ``threads`` do now."""
+        """Returns whether accesses of ``other`` in these epochs happen before accesses of ``threads`` now."""
         block, warp = threads // self.block_threads, threads // WARP
         by_block = (other // self.block_threads == block) & (self.epoch[block] > at)
         return (other == threads) | by_block | ((other // WARP == warp) & (self.warp_epoch[warp] > warp_at))
 
 
 def _agree(a: Array, b: Array) -> bool:
-    """To the bit, but for NaNs: of two, numpy takes the one that comes first, and a GPU makes the same of any."""
+    """Compares bitwise, but any NaNs agree: numpy returns the first of two NaNs, a GPU always the same NaN."""
     equal = a.view(f"u{a.itemsize}") == b.view(f"u{a.itemsize}")
     for size in {a.itemsize, 2} - {1}:  # a number, or two of 16 bits
         bits, floats = f"u{size}", f"f{size}"
@@ -60,7 +60,7 @@ def _agree(a: Array, b: Array) -> bool:
 
 class Shared:
     def __init__(self, blocks: int, size: int, order: Order) -> None:
-        """``size`` bytes of each block, followed by some that nobody may access."""
+        """Allocates ``size`` bytes for each block, followed by guard bytes."""
         self.size, self.order = size, order
         self.stride = -(-size // 16) * 16 + 16
         self.bytes_ = np.full(blocks * self.stride, POISON, "u1")
@@ -68,7 +68,7 @@ class Shared:
         self.is_initialized = np.zeros(granules, bool)
         self.writer, self.reader = np.full((2, granules), NOBODY, "i4")
         self.written_at, self.read_at = np.zeros((2, 2, granules), "i4")  # epochs of block and warp
-        self.agreeing: dict[int, set[int]] = {}  # threads, of granules to which several have written the same
+        self.agreeing: dict[int, set[int]] = {}  # threads that have written the same value, by granule
 
     def expect_inside(self, offsets: Array, size: int, line: int) -> None:
         wrong = (offsets % size != 0) | (offsets + size > self.size)
@@ -85,7 +85,7 @@ class Shared:
         return self.bytes_.view(kind)[places // element + np.arange(count)[:, None]]
 
     def write(self, places: Array, threads: Array, values: Array, line: int) -> None:
-        """``values`` by number in a vector, then by thread."""
+        """Writes ``values``, which are ordered by element of a vector, then by thread."""
         granules = self._granules(places, values.itemsize * len(values))
         view = self.bytes_.view(values.dtype)
         at = places // values.itemsize + np.arange(len(values))[:, None]
@@ -93,7 +93,7 @@ class Shared:
         view[at] = values
         self.is_initialized[granules] = True
         by = np.broadcast_to(threads[:, None], granules.shape)
-        if is_there:  # anyone may write it again
+        if is_there:  # rewriting the same value is no race
             self._note_agreement(granules, by)
         else:
             self._note_write(granules, by, line, _agree(view[at], values))
@@ -112,7 +112,7 @@ class Shared:
             fine |= came & (order.phases_seen[threads, np.where(came, ARRIVED - writer, 0)] > at)
         fine |= (writer >= 0) & order.is_before(writer, at, self.written_at[1][granules], threads)
         self._expect(fine, granules, threads, writer, line, "reads", "wrote")
-        # Of readers behind the same barriers, who they are together: before the next write, if that is behind another.
+        # Merges readers of the same epochs into one value; a later write must follow another barrier.
         block, warp = threads // order.block_threads, threads // WARP
         previous, (at, warp_at) = self.reader[granules], self.read_at[:, granules]
         of_warp = np.where(previous >= 0, previous // WARP, OF_WARP - previous) == warp
@@ -151,7 +151,7 @@ class Shared:
         self.written_at[1][granules] = order.warp_epoch[warp]
 
     def _note_agreement(self, granules: Array, threads: Array) -> None:
-        """All of these threads have written what others have written, too."""
+        """Records that these threads have written the same values as others."""
         for granule, thread in zip(granules.ravel().tolist(), threads.ravel().tolist(), strict=True):
             if self.writer[granule] != AGREED:
                 self.agreeing[granule] = {int(self.writer[granule])}
@@ -159,7 +159,7 @@ class Shared:
             self.agreeing[granule].add(thread)
 
     def _is_behind(self, granules: Array, threads: Array, at: Array, warp_at: Array) -> Array:
-        """Whether a barrier lies between what several agreed to write, or the thread has written the same itself."""
+        """Returns whether a barrier followed the agreeing writes, or the thread is one of the writers."""
         behind: Array = self.order.epoch[threads // self.order.block_threads] > at
         of_warp = self.order.warp_epoch[threads // WARP] > warp_at
         for place in map(tuple, np.argwhere(~behind)):
@@ -184,13 +184,13 @@ class Shared:
 
 @dataclass
 class Arrivals:
-    """An mbarrier. A phase ends when nobody is ``pending`` and all bytes have come that were expected."""
+    """An mbarrier. A phase ends when no arrival is ``pending`` and all expected bytes have arrived."""
 
-    number: int  # in its block
-    cluster_phase: int  # in which it began
+    number: int  # index in its block
+    cluster_phase: int  # phase of the cluster at initialization
     expected: int
     pending: int
-    known_epochs: Array  # what those knew who have arrived
+    known_epochs: Array  # known to threads that have arrived
     missing_bytes: int = 0
     phase: int = 0
     is_fenced: bool = False
@@ -202,13 +202,13 @@ class Arrivals:
 
 @dataclass(eq=False)
 class Message:
-    """What st.async has sent and has not arrived yet."""
+    """A value that st.async has sent and that has not arrived yet."""
 
     block: int
     offset: int
     value: Array
     arrivals: Arrivals
-    known_epochs: Array  # to the sender
+    known_epochs: Array  # known to the sender
 
     def arrive(self, shared: Shared) -> None:
         size = self.value.dtype.itemsize
@@ -224,7 +224,7 @@ class Message:
         self.arrivals.end_if_all_came()
 
     def expect_unread(self, shared: Shared, rank: int, thread: int, line: int) -> None:
-        """What it will overwrite has been read, as far as the sender knows."""
+        """Raises unless the sender knows that the overwritten values have been read."""
         at = (self.block * shared.stride + self.offset) // GRANULE
         known = self.known_epochs[rank]
         for granule in range(at, at + self.value.dtype.itemsize // GRANULE):

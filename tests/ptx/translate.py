@@ -1,7 +1,7 @@
-"""Basic blocks become Python functions over numpy arrays, one number a thread.
+"""Translates basic blocks to Python functions over numpy arrays, with one number per thread.
 
 A register is an array over the threads of a group, or a numpy scalar while it is the same for all of them. An opcode is
-matched as a whole, with all of its modifiers: those that OPCODES does not have are errors.
+matched as a whole, with all of its modifiers; opcodes that OPCODES does not have raise an error.
 """
 
 import re
@@ -20,7 +20,7 @@ SPECIAL = re.compile(r"%(n?(?:tid|ctaid))\.([xyz])$|%(laneid)$")
 
 
 def opcode(pattern: str) -> Callable[[Handler], Handler]:
-    """A function that translates what matches ``pattern``, whose groups it gets."""
+    """Registers a function that translates opcodes that match ``pattern``, and receives its groups."""
 
     def register(handler: Handler) -> Handler:
         OPCODES.append((pattern, handler))
@@ -38,14 +38,14 @@ def handler_of(name: str) -> tuple[Handler, tuple[str, ...]] | None:
 
 
 def function_of(kernel: Kernel, block: Block, is_masked: bool) -> Any:
-    """``f(registers, mask, group)``, which executes a basic block but for a branch at its end."""
+    """Returns ``f(registers, mask, group)``, which executes a basic block except for a branch at its end."""
     if is_masked not in block.functions:
         block.functions[is_masked] = _Translator(kernel, is_masked).function(block)
     return block.functions[is_masked]
 
 
 class _Translator:
-    """Of one basic block."""
+    """Translates one basic block."""
 
     def __init__(self, kernel: Kernel, is_masked: bool) -> None:
         self.kernel, self.of_block = kernel, "m" if is_masked else "None"
@@ -102,7 +102,7 @@ class _Translator:
         return "r_" + re.sub(r"\W", "_", register)
 
     def read(self, operand: str, kind: str) -> str:
-        """An expression of NUMPY[kind], whose bits are those of the operand."""
+        """Returns an expression of type NUMPY[kind] with the bits of the operand."""
         dtype = NUMPY[kind]
         if operand in self.kernel.types:
             declared, place = self.kernel.types[operand], self._place(operand)
@@ -137,14 +137,14 @@ class _Translator:
                 assert np.dtype(dtype).itemsize == wide, f"{operand} is .{self.kernel.types[operand]}"
                 expression = f"({expression}).view('{declared}')"
         place = self._place(operand)
-        # In a register that no other block reads, only a guard leaves threads that may have something to keep.
+        # A register that no other block reads must keep old values only under a guard.
         mask = self.mask if operand in self.kernel.crossing else self.guard or "None"
         if mask != "None":
             expression = f"merge({mask}, {expression}, {place})"
         self.lines.append(f"{place} = {expression}")
 
     def compute(self, i: Instruction, kind: str, template: str, *kinds: str) -> None:
-        """Writes an expression of the operands, of ``kinds``, or all of ``kind``."""
+        """Writes an expression of the operands, which have ``kinds``, or all have ``kind``."""
         operands = i.operands[1:]
         expressions = [self.read(o, k) for o, k in zip(operands, kinds or [kind] * len(operands), strict=True)]
         self.write(i.operands[0], template.format(*expressions), kind)
@@ -227,8 +227,8 @@ def _bit_field(t: _Translator, i: Instruction, kind: str) -> None:
 
 @opcode(r"prmt\.b32")
 def _permute(t: _Translator, i: Instruction) -> None:
-    selector = int(i.operands[3].rstrip("U"), 0)  # one that is a register is not known
-    assert not selector & 0x8888, i.operands  # nor are signs
+    selector = int(i.operands[3].rstrip("U"), 0)  # a register is not supported
+    assert not selector & 0x8888, i.operands  # nor is sign replication
     t.compute(i, "u32", "permuted_bytes({}, {}, {})", "u32", "u32", "u32")
 
 
@@ -386,7 +386,7 @@ def _load_matrix(t: _Translator, i: Instruction, count: str, transposed: str | N
         t.write(name, f"t[{n}]", "b32")
 
 
-# Barriers and clusters. A group that waits, goes on when it may: see Group.run.
+# Barriers and clusters. Group.run resumes a waiting group.
 
 
 @opcode(r"bar\.sync")
