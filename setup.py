@@ -1,11 +1,11 @@
-"""Builds normops/libnormops_kernels.so, and for the installed torch libnormops.so, the operators, and normops._C.
+"""Builds normops/libnormops_kernels.so, and for the installed torch libnormops.so (the operators) and normops._C.
 
 Environment variables:
     FORCE_CUDA=1           builds the CUDA kernels or fails; default: builds them if nvcc works and torch runs on GPUs
     USE_CUDA=0             builds no CUDA kernels
     TORCH_CUDA_ARCH_LIST   compute capabilities to compile for, like 8.0;9.0, or all; default: those of the GPUs here
     NORMOPS_TORCH_FOLDERS  folders of several torches to build for, separated by colons; default: the installed one
-    CUDA_HOME              the CUDA toolkit, default: the one that the nvcc on PATH belongs to
+    CUDA_HOME              the CUDA toolkit, default: that of the nvcc on PATH
     CXX, MAX_JOBS          the C++ compiler, and how many compilers run at a time
 """
 
@@ -36,7 +36,7 @@ if importlib.util.find_spec("ninja") is None:
 from building.run import build  # noqa: E402  needs ninja
 from building.torch_headers import find_torches  # noqa: E402
 
-find_torches()  # before anything else is done: without torch there is nothing to build against
+find_torches()  # fails early without torch
 
 
 class Build(build_ext):
@@ -47,12 +47,12 @@ class Build(build_ext):
         return [str(path) for path in self._package().rglob("*.so")]
 
     def get_output_mapping(self) -> dict[str, str]:
-        return {}  # in place, everything is where it belongs
+        return {}  # libraries are built at their final place
 
     def _package(self) -> Path:
         in_place = self.inplace or self.editable_mode
         return (ROOT if in_place else Path(self.build_lib)) / "normops"
 
 
-# The extension stands for all that is built: with it, setuptools knows that a wheel is for one version of Python.
+# The extension represents the whole build, so that setuptools makes wheels for one version of Python.
 setup(ext_modules=[Extension("normops._C", [])], cmdclass={"build_ext": Build})

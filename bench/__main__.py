@@ -1,15 +1,15 @@
-"""Times normops beside its peers, in turns, after checking every result: python -m bench.
+"""Times normops and its peers in alternating turns, after checking every result: python -m bench.
 
-Figures are medians with the 20th and 80th percentile. GB/s count the bytes that have to move, however a peer computes.
-"over copy" compares with a copy of the input, "over normops" with normops, both timed in the same turns. Outputs are
-either preallocated (calls write into given memory, such as the .out overloads; the copy is y.copy_(x)) or fresh (calls
-allocate what they return, page faults included, which on Linux those of 32 MiB and more have each time; the copy is
-x.clone()). rms_norm_backward is one operator where outputs are preallocated, and autograd's backward where they are
-fresh.
+Timings are medians with the 20th and 80th percentiles. GB/s count the bytes that an operator must move, regardless of
+how a peer computes. "over copy" is relative to a copy of the input, "over normops" to normops, in the same turns.
+Preallocated outputs are written into given memory, as by the .out overloads; their copy is y.copy_(x). Fresh outputs
+are allocated by each call; their copy is x.clone(). Their time includes page faults, which Linux causes in every call
+for outputs of 32 MiB and more. rms_norm_backward is one operator with preallocated outputs, and autograd's backward
+with fresh ones.
 
-Each problem is measured by itself, so that an output often finds the place in memory that the last one left. With
---interleave, single calls of all operators alternate on each size, in several processes: timings are the medians of the
-processes, and ratios are those in each process, of which there are the median, the least and the most.
+Each problem is measured separately, so an output often reuses the memory of the previous one. With --interleave, single
+calls of all operators alternate on each size, in several processes. Timings are then medians over the processes. Ratios
+are computed in each process; their median, minimum and maximum are shown.
 """
 
 from rich.console import Console

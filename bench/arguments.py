@@ -1,4 +1,4 @@
-"""The command line."""
+"""Parses the command line."""
 
 import argparse
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Arguments:
     peers: list[Peer]
     memories: tuple[str, ...]
     processes: int | None
-    """That interleave single calls of all operators, or None where each problem is measured by itself."""
+    """The number of processes that interleave single calls of all operators; None measures each problem separately."""
     cache: str
     threads: int
     turns: int
@@ -94,30 +94,28 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add_names("--op", f"{', '.join(operators)} (default)", operators)
     add_names("--dtype", f"{', '.join(DTYPES)}; default: float32 bfloat16", DTYPES)
     defaults = "; ".join(f"{' '.join(shapes)} on {device}" for device, shapes in DEFAULT_SHAPES.items())
-    add_names(
-        "--shapes", f"{', '.join(SHAPES)}, all of them, {FILL} (512 MiB of each width), ROWSxCOLS; default: {defaults}"
-    )
-    add_names("--peers", f"beside normops and the copy: {', '.join(peers)}; default: all that are installed", peers)
-    parser.add_argument("--memory", choices=(*MEMORIES, "both"), default="both", help="the outputs'; default: both")
+    add_names("--shapes", f"{', '.join(SHAPES)}, all, {FILL} (512 MiB of each width), ROWSxCOLS; default: {defaults}")
+    add_names("--peers", f"with normops and the copy: {', '.join(peers)}; default: all that are installed", peers)
+    parser.add_argument("--memory", choices=(*MEMORIES, "both"), default="both", help="of the outputs; default: both")
     parser.add_argument(
         "--interleave",
         type=int,
         nargs="?",
         const=PROCESSES,
         metavar="PROCESSES",
-        help="single calls of all operators alternate, in one process after another, so that fresh outputs take turns "
-        f"in memory as in a model; {PROCESSES} processes if no number is given",
+        help="alternates single calls of all operators, in several processes, so that fresh outputs alternate in "
+        f"memory as in a model; {PROCESSES} processes if no number is given",
     )
     parser.add_argument(
         "--cache",
         choices=("warm", "cold"),
         default="warm",
-        help="warm (default): the same buffers again; cold: each call on the next of so many that no cache holds them",
+        help="warm (default): calls use the same buffers; cold: calls rotate over more buffers than the caches hold",
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
-    parser.add_argument("--turns", type=int, default=15, metavar="N", help="at least so many of each call; default: 15")
+    parser.add_argument("--turns", type=int, default=15, metavar="N", help="minimum number for each call; default: 15")
     parser.add_argument(
-        "--seconds", type=float, default=0.3, metavar="S", help="and at least so long for each problem; default: 0.3"
+        "--seconds", type=float, default=0.3, metavar="S", help="minimum time for each problem; default: 0.3"
     )
     parser.add_argument("--save", type=Path, metavar="DIR", help="writes results.json, results.md and charts")
     return parser

@@ -1,4 +1,4 @@
-"""Charts of the measurements of one operator in one kind of memory."""
+"""Draws charts of the measurements of one operator in one kind of memory."""
 
 from collections.abc import Iterator, Sequence
 from io import BytesIO
@@ -23,7 +23,7 @@ COLORS = {peer.name: f"C{index}" for index, peer in enumerate(PEERS)} | {COPY: "
 
 
 def save_charts(measurements: Sequence[Measurement], stem: str, folder: Path) -> list[Path]:
-    """Writes the charts that have more than one point to a line."""
+    """Writes the charts whose lines have more than one point, and returns their paths."""
     figures = {
         "over_width": _ratios(measurements, along="cols", fixed="rows"),
         "over_rows": _ratios(measurements, along="rows", fixed="cols"),
@@ -48,7 +48,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def _ratios(measurements: Sequence[Measurement], *, along: Dimension, fixed: Dimension) -> Figure | None:
-    """Time over the copy's along one dimension: a panel for each dtype and value of the other dimension."""
+    """Draws the time relative to the copy along one dimension: a panel for each dtype and value of the other one."""
     panels = [
         (f"{dtype_name(dtype)}, {value} {fixed}", panel)
         for dtype, of_dtype in _by_dtype(measurements)
@@ -63,7 +63,7 @@ def _ratios(measurements: Sequence[Measurement], *, along: Dimension, fixed: Dim
         for name in _names(panel):
             timed = [(size, m.ratio(name, COPY)) for size, m in zip(sizes, panel, strict=True) if name in m.timings]
             _draw(ax, name, timed)
-        # What the operator would take if it moved its bytes as fast as the copy moves its own.
+        # The operator's time if it moved its bytes at the copy's bandwidth.
         least = [(s, m.problem.bytes / (2 * m.problem.size.tensor_bytes)) for s, m in zip(sizes, panel, strict=True)]
         ax.plot(*zip(*least, strict=True), color="black", linestyle="--", label="at a copy's GB/s")
         ax.set(title=title, xlabel=along, ylabel="time / time of a copy", xscale="log", yscale="log")
@@ -75,9 +75,9 @@ def _ratios(measurements: Sequence[Measurement], *, along: Dimension, fixed: Dim
 
 
 def _bandwidths(measurements: Sequence[Measurement]) -> Figure | None:
-    """The share of the copy's GB/s over width: a panel for each dtype and size of tensors."""
+    """Draws the fraction of the copy's GB/s over width: a panel for each dtype and size of tensors."""
     panels = [
-        (f"{dtype_name(dtype)}, {size >> 20} MiB to a tensor", panel)
+        (f"{dtype_name(dtype)}, {size >> 20} MiB per tensor", panel)
         for dtype, of_dtype in _by_dtype(measurements)
         for size in sorted({m.problem.size.tensor_bytes for m in of_dtype})
         if len(panel := _sorted([m for m in of_dtype if m.problem.size.tensor_bytes == size], "cols")) > 2
@@ -104,7 +104,7 @@ def _short_number(number: int) -> str:
 
 
 def _roofline(measurements: Sequence[Measurement]) -> Figure | None:
-    """Achieved GB/s over bytes moved, a panel for each dtype, under the roof that the copies make."""
+    """Draws the achieved GB/s over the bytes moved, with the copies as the roof: a panel for each dtype."""
     panels = [
         (dtype_name(dtype), sorted(panel, key=lambda m: m.problem.bytes))
         for dtype, panel in _by_dtype(measurements)

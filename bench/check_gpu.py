@@ -1,15 +1,15 @@
-"""What a GPU shows, in three steps of at most nine minutes each: make check-gpu.
+"""Builds, tests and measures normops on a GPU, in three steps of at most nine minutes each: make check-gpu.
 
     python -m bench.check_gpu --step 1 --out FOLDER
 
-Step 1 alone tells most: it builds, runs every configuration of the kernels, and measures bfloat16 beside a copy, ATen's
-rms_norm, the same compiled, and the peers that are installed or, as wheels, in a folder. Step 2 runs the tests of core
-and full, step 3 measures the rest. A step goes through all of its parts, the most telling first, whatever becomes of
-each and whatever the machine lacks. With --device cpu it is a rehearsal: the same parts, with little to do.
+Step 1 is the most informative: it builds, runs every configuration of the kernels, and measures bfloat16. It compares
+with a copy, ATen's rms_norm eager and compiled, and peers that are installed or given as wheels. Step 2 runs the tests
+of tiers core and full, step 3 measures the rest. A step runs all of its parts, the most informative first, even if some
+fail or the machine lacks their requirements. --device cpu rehearses a step: the same parts with little work.
 
-In FOLDER, summary.txt has the machine, what became of each part, and the tables of each benchmark; stepN.txt has what
-parts print, while they print it; stepN.tar has the results of benchmarks, and the folder results those so far of one
-that runs.
+FOLDER contains summary.txt with the machine, the result of each part, and the tables of each benchmark. The output of
+parts is appended to stepN.txt, and the results of benchmarks to stepN.tar. A folder named results has the partial
+results of a running benchmark.
 """
 
 import argparse
@@ -31,19 +31,19 @@ import torch
 from bench.environment import describe_machine
 
 ROOT = Path(__file__).parent.parent
-INSTALLED = ROOT / "build" / "peers"  # what was carried as wheels
+INSTALLED = ROOT / "build" / "peers"  # peers that were given as wheels
 STEP_SECONDS = 540
-GRACE_SECONDS = 5  # at the end of a part's time, to print what it knows
-OUT_OF_TIME = 124  # as timeout(1) has it
+GRACE_SECONDS = 5  # between SIGINT and SIGKILL, so that a part prints its results so far
+OUT_OF_TIME = 124  # the exit status of timeout(1)
 
-# In bytes, of bfloat16: held by a warp, a block and a cluster; odd widths are accessed otherwise.
+# Widths in bytes, in bfloat16, that a warp, a block and a cluster hold; odd widths take another access path.
 WIDTHS = "every_configuration and bfloat16 and (full or odd) and (128- or 8192- or 131072-)"
 CLUSTER = "every_configuration and bfloat16 and full and 131072-"
 SIZES = ("65536x4096", "262144x1024", "4194304x64", "16384x16384", "4096x65536", "1024x262144")  # 512 MiB each
 BESIDE = ("--peers", "normops-triton", "F.rms_norm", "F.rms_norm-compiled", "Liger", "quack", "fla", "mamba")
 PROCESSES = 14  # more would wait for the one GPU
 OF_MANY_PROCESSES = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-# Else what is beyond one tensor is another's, or nobody's, within one allocation.
+# With the cache, tensors share an allocation, and sanitizers miss accesses beyond one of them.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
@@ -52,16 +52,16 @@ class Part:
     name: str
     command: Sequence[str]
     seconds: int
-    """When these are over it is ended, so that others have their turn."""
+    """The time limit, after which the part is ended so that the others run."""
     environment: Mapping[str, str] = field(default_factory=dict)
     after_failure: bool = False
-    """Whether it is in the place of the part before it, if that failed."""
+    """Replaces the previous part: it runs only if that one failed."""
 
 
 def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> list[Part]:
     rehearsal = device == "cpu"
     python = (sys.executable, "-u")
-    # A test file that needs what this machine lacks does not keep the others from running.
+    # A test file that this machine cannot collect does not keep the others from running.
     pytest = (*python, "-m", "pytest", "--device", device, "--tb=short", "--continue-on-collection-errors")
     spread = ("--numprocesses", str(2 if rehearsal else PROCESSES)) if find_spec("xdist") else ()
 
@@ -81,7 +81,7 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
     building = (*python, "-m", "normops") if rehearsal else (*python, "setup.py", "build_ext", "--inplace")
     without_cuda = Part("build without CUDA", building, 150, {"USE_CUDA": "0", "FORCE_CUDA": "0"}, after_failure=True)
     build = (Part("build", building, 240), without_cuda)
-    # Not by pip, which replaces a folder that several wheels share.
+    # Wheels are unzipped, as pip replaces a folder that several wheels share.
     unzip = (*python, "-m", "zipfile", "--extract")
     peers = [Part(f"install {wheel.name}", (*unzip, str(wheel), str(INSTALLED)), 30) for wheel in wheels]
     fresh = ("--dtype", "bfloat16", "--memory", "fresh", "--op")
@@ -124,7 +124,7 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
 
 
 def run(part: Part, seconds: float, log: Path) -> int:
-    """The exit status."""
+    """Runs a part for at most ``seconds``, appends its output to the log, and returns the exit status."""
     path = os.pathsep.join(filter(None, (str(INSTALLED), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"FORCE_CUDA": "1", "NORMOPS_REQUIRE": "GPU", "PYTHONPATH": path, **part.environment}
     write(log, f"\n$ {' '.join(part.command)}\n")
@@ -141,7 +141,7 @@ def run(part: Part, seconds: float, log: Path) -> int:
         status = process.wait(seconds - GRACE_SECONDS)
     except TimeoutExpired:
         status = OUT_OF_TIME
-        os.kill(process.pid, signal.SIGINT)  # for which pytest tells of the tests that have failed
+        os.kill(process.pid, signal.SIGINT)  # pytest then reports the tests that have failed
         reader.join(GRACE_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -155,7 +155,7 @@ def copy_lines(process: Popen[str], log: Path) -> None:
 
 
 def write(file: Path, text: str) -> None:
-    """At the end of a file, or on the terminal where the disk takes no more."""
+    """Appends text to a file, or prints it if the disk is full."""
     try:
         with file.open("a") as opened:
             opened.write(text)
@@ -164,7 +164,7 @@ def write(file: Path, text: str) -> None:
 
 
 def keep_results(out: Path, step: int, name: str) -> None:
-    """Of a benchmark: in few files, as not every machine gives many of them back."""
+    """Moves the results of a benchmark into few files, as some machines do not return many files."""
     results = out / "results"
     try:
         write(out / "summary.txt", (results / "results.md").read_text())
@@ -176,7 +176,7 @@ def keep_results(out: Path, step: int, name: str) -> None:
 
 
 def name_architecture() -> None:
-    """Of the GPU that torch runs on, unless something else was asked for: nvidia-smi may be missing."""
+    """Sets TORCH_CUDA_ARCH_LIST to that of torch's GPU, unless it is set: nvidia-smi may be missing."""
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
@@ -188,9 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=int, choices=(1, 2, 3), required=True)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="of other implementations to measure beside")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="of other implementations to compare with")
     given = parser.parse_args(arguments)
-    # A shell that begins this in the background has it ignored, and so the parts would.
+    # A shell ignores SIGINT in background jobs, and the parts would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The machine and the software that figures were measured with."""
+"""Describes the machine and the software of a measurement."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ import torch
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 LARGEST_KEPT = 31 << 20
-"""The largest tensor, in bytes, whose memory glibc keeps when it is freed, if it has freed one so large before."""
+"""The largest tensor, in bytes, whose freed memory glibc keeps, after it has freed one of that size."""
 
 
 def describe(module: str = "bench") -> dict[str, str]:
@@ -36,12 +36,12 @@ def describe(module: str = "bench") -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, str]:
-    """What there is before normops is built."""
+    """Describes the machine without importing normops, which may not be built."""
     machine = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "CPU": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores, {_memory()}",
         "torch": torch.__version__,
-        "peers": ", ".join(f"{name} {version}" for name, version in _versions()) or "of torch alone",
+        "peers": ", ".join(f"{name} {version}" for name, version in _versions()) or "only torch's",
         "python": f"{platform.python_version()} on {platform.system()} {platform.release()}",
     }
     if torch.cuda.is_available():
@@ -54,16 +54,16 @@ def describe_machine() -> dict[str, str]:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what it ever keeps, as it does in a process that has run for a while.
+    """Makes glibc keep freed memory of up to LARGEST_KEPT bytes, as in a process that has run for a while.
 
-    Before, it depends on what else is freed, and where that lies, which of two calls that return a few MiB gets memory
-    that the system has to map and zero, page by page.
+    Otherwise, the system maps and zeroes the results of some calls that return a few MiB, page by page. The sizes and
+    addresses of other freed memory decide which calls pay for that.
     """
     torch.empty(LARGEST_KEPT, dtype=torch.uint8)
 
 
 def cpu_caches() -> dict[str, int]:
-    """The bytes of each level that holds data, of the first core, the smallest first."""
+    """Returns the bytes of each data cache of the first core, the smallest first."""
     sizes = {}
     for folder in sorted(CACHES.glob("index*")):
         kind, level, size = ((folder / name).read_text().strip() for name in ("type", "level", "size"))
@@ -73,7 +73,7 @@ def cpu_caches() -> dict[str, int]:
 
 
 def cold_bytes(device: str) -> int:
-    """How much memory to go through before a buffer can be taken to be in no cache."""
+    """Returns the bytes to access until an earlier buffer is certainly in no cache."""
     if device == "cuda":
         last_level = torch.cuda.get_device_properties(device).L2_cache_size
     else:

@@ -1,6 +1,6 @@
-"""Hugging Face's kernels-community/rmsnorm, for whoever asks for it.
+"""Loads Hugging Face's kernels-community/rmsnorm if NORMOPS_BENCH_RMSNORM is set.
 
-NORMOPS_BENCH_RMSNORM is a folder that has its package ``rmsnorm``, or ``hub``: then the package ``kernels`` fetches it.
+The variable is a folder with the package ``rmsnorm``, or ``hub``: then the package ``kernels`` downloads it.
 """
 
 import importlib
@@ -29,12 +29,12 @@ def load() -> ModuleType:
 
 @cache
 def missing() -> str | None:
-    """Why it is not there, or None."""
+    """Returns why the kernel is unavailable, or None."""
     if not os.environ.get(VARIABLE):
         return f"{VARIABLE} names no folder that has it, nor hub"
     try:
         load()
-    except Exception as error:  # whatever loading, building or fetching raises
+    except Exception as error:  # loading, building and downloading raise different errors
         return f"{VARIABLE}={os.environ[VARIABLE]}: {str(error).partition(chr(10))[0]}"
     return None
 

@@ -1,7 +1,7 @@
-"""Times the backwards with every output mask, on every instruction set that the machine runs: python -m bench.masks.
+"""Times the backward operators with every output mask, on every supported instruction set: python -m bench.masks.
 
-In brackets: the time over that of all outputs. What computes less should not take longer; where it does, a loop was not
-compiled as it should be, which has been seen on one instruction set, in one dtype, and with one mask alone.
+The time relative to all outputs is in brackets. A mask with fewer outputs should not take longer. If it does, a loop
+was compiled badly, which has happened for a single instruction set, dtype and mask.
 """
 
 import argparse
@@ -28,7 +28,7 @@ OPERATORS = [operator for operator in reference.OPERATORS if operator.has_mask a
 
 
 def _variants(operator: reference.Operator) -> Iterator[tuple[str, reference.Flags, list[str]]]:
-    """With each of its flags, but roundings, and with and without each optional tensor: label, flags, tensors."""
+    """Yields labels, flags and tensors: for all flags but roundings, with no optional tensor and with each one."""
     optional = [name for name in operator.inputs if operator.is_optional(name) and name != "weight"]
     given = [name for name in operator.inputs if name not in optional]
     for flags in operator.flags:
@@ -39,7 +39,7 @@ def _variants(operator: reference.Operator) -> Iterator[tuple[str, reference.Fla
 
 
 def tables(dtypes: Sequence[torch.dtype], shapes: Shapes, seconds: float) -> list[list[list[Row]]]:
-    """For each dtype, for each shape: the rows of one instruction set, that of this process."""
+    """Returns the rows of this process's instruction set, for each dtype and shape."""
     return [
         [
             [
@@ -89,7 +89,7 @@ def main() -> None:
     isas = info["cpu_isas"][1 : info["cpu_isas"].index(info["cpu_isa"]) + 1]
     of_isas = []
     for isa in isas:
-        os.environ["NORMOPS_CPU_ISA"] = isa  # which a new process reads when it imports normops
+        os.environ["NORMOPS_CPU_ISA"] = isa  # a new process reads it when it imports normops
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             of_isas.append(pool.submit(_measure, options.seconds).result())
     for dtype, *of_dtype in zip(DTYPES, *of_isas, strict=True):

@@ -22,18 +22,18 @@ COPY = "copy"
 class Measurement:
     problem: Problem
     timings: dict[str, Timing] = field(default_factory=dict)
-    """By peer, and of the copy of the input."""
+    """By peer; COPY is the copy of the input."""
     wrong: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     processes: int | None = None
-    """How many of them the timings are the medians of, or None where they are those of turns."""
+    """The number of processes whose medians the timings are; None if they are the timings of turns."""
 
     def gb_per_s(self, name: str) -> float:
         moved = 2 * self.problem.size.tensor_bytes if name == COPY else self.problem.bytes
         return moved / self.timings[name].median / 1e9
 
     def of_copy(self, name: str) -> float:
-        """The share of the copy's GB/s."""
+        """Returns the fraction of the copy's GB/s."""
         return self.gb_per_s(name) / self.gb_per_s(COPY)
 
     def ratio(self, name: str, base: str) -> float:
@@ -42,7 +42,7 @@ class Measurement:
         return self.timings[name].median / self.timings[base].median
 
     def ratios(self, name: str, base: str) -> list[float]:
-        """One for each turn or process."""
+        """Returns a ratio for each turn or process."""
         pairs = zip(self.timings[name].seconds, self.timings[base].seconds, strict=True)
         return [seconds / of_base for seconds, of_base in pairs]
 
@@ -56,15 +56,15 @@ def measure(
     seconds: float,
     interleaved: bool = False,
 ) -> list[Measurement]:
-    """Measures problems of one size and memory beside one copy, on these sets of inputs, each call on the next."""
+    """Measures problems of one size and memory, and one copy; successive calls rotate over the sets of inputs."""
     measurements = [Measurement(problem) for problem in problems]
     position = cycle(range(len(sets)))
     copy = _rotate(_copy(problems[0].memory), sets, position)
     timers: dict[tuple[Operator | None, str], Timer] = {(None, COPY): device_timer(copy, problems[0].size.device)}
-    if "torch._dynamo" in sys.modules:  # which takes seconds to import
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch.compiler.reset()  # beyond a number of shapes, torch.compile gives up on a function
     for measurement in measurements:
-        # Problems of one size share their inputs, of which each operator is given what it reads.
+        # Problems of one size share their inputs; each operator gets those that it reads.
         read = [{name: inputs[name] for name in measurement.problem.operator.reads} for inputs in sets]
         for peer in peers:
             if timer := _timer(measurement, peer, read, position):
@@ -80,7 +80,7 @@ def measure(
 
 
 def merge(measurements: Sequence[Measurement]) -> Measurement:
-    """Those of one problem in several processes as one."""
+    """Merges the measurements of one problem in several processes."""
     first = measurements[0]
     wrong = {name: error for measurement in measurements for name, error in measurement.wrong.items()}
     timings = {
@@ -92,7 +92,7 @@ def merge(measurements: Sequence[Measurement]) -> Measurement:
 
 
 def _timer(measurement: Measurement, peer: Peer, sets: Sequence[Tensors], position: Iterator[int]) -> Timer | None:
-    """None where the measurement says why there is none."""
+    """Returns a timer for the peer, or None after recording the reason in the measurement."""
     problem, build = measurement.problem, peer.builder(measurement.problem)
     if reason := peer.why_not(problem):
         measurement.left_out[peer.name] = reason
@@ -116,7 +116,7 @@ def _copy(memory: str) -> Builder:
 
 
 def _rotate(build: Builder, sets: Sequence[Tensors], position: Iterator[int]) -> Call:
-    """The calls on all sets as one; the position is shared, so that no call finds a set that another just left."""
+    """Returns a call that rotates over the sets; peers share the position, so none reuses the previous call's set."""
     calls = [build(inputs) for inputs in sets]
     for call in calls:
         call()  # maps the memory that was allocated for its results

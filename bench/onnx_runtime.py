@@ -1,4 +1,4 @@
-"""ONNX Runtime's SimplifiedLayerNormalization, which is RMSNorm; forward only."""
+"""Calls ONNX Runtime's SimplifiedLayerNormalization, which is RMSNorm; forward only."""
 
 import importlib
 from collections.abc import Callable
@@ -34,11 +34,11 @@ def _session(dtype: torch.dtype, threads: int) -> Any:
     )
     node = helper.make_node("SimplifiedLayerNormalization", ["input", "weight"], ["output"], axis=-1, epsilon=EPS)
     graph = helper.make_graph([node], "rms_norm", [input, weight], [output])
-    # Not the newest versions of the format and the operators: an onnxruntime reads those only some releases later.
+    # Older versions of the format and the operators: onnxruntime supports the newest ones only some releases later.
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    # Its threads would go on spinning on the cores of whatever is timed next.
+    # Its threads would otherwise keep spinning on the cores of the next timed call.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
@@ -66,7 +66,7 @@ def preallocated(inputs: Tensors) -> Callable[[], object]:
 
 
 def fresh(inputs: Tensors) -> Callable[[], object]:
-    """The result is in memory of onnxruntime's own allocator, which keeps and reuses it."""
+    """Prepares a call whose result is in memory of onnxruntime's allocator, which keeps and reuses it."""
     session = _session(inputs["input"].dtype, torch.get_num_threads())
     binding = _bind(session, inputs)
     binding.bind_output("output", "cpu")

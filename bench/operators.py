@@ -1,4 +1,4 @@
-"""The operators that are measured. A new one is an entry in OPERATORS, and entries in the peers that have it."""
+"""Defines the measured operators. A new one needs an entry in OPERATORS, and in the peers that have it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from reference.oracle import Bounded
 
 EPS = 1e-5
 
-# Where outputs are: in memory that calls are given, or in memory that they allocate.
+# Outputs are in memory that calls are given, or in memory that they allocate.
 MEMORIES = ("preallocated", "fresh")
 
-# Every other tensor has rows x cols elements, but for those that heads share.
+# Tensors with cols elements. Those in neither of these tuples nor in MODULATIONS have rows x cols.
 VECTORS = ("weight", "grad_weight", "bias", "grad_bias")
 TABLES = ("cos", "sin")
 HEADS = 16
-# Of each sample, which has its part of the rows.
+# Tensors with a row for each sample, and the arguments that take them. Samples divide the rows.
 MODULATIONS = {"scale": "weight", "shift": "bias", "grad_scale": "grad_weight", "grad_shift": "grad_bias"}
 SAMPLES = 2
 
 
 def heads_of(rows: int) -> int:
-    """How many rows share a row of a table."""
+    """Returns how many rows share a row of a table."""
     return HEADS if rows % HEADS == 0 else 1
 
 
@@ -39,14 +39,14 @@ def samples_of(rows: int) -> int:
 class Operator:
     name: str
     reads: tuple[str, ...]
-    """The tensors that have to be read, as often as they have to be: twice if the operator is two operators."""
+    """The tensors that must be read, repeated if two combined operators both read them."""
     writes: tuple[str, ...]
     expected: Callable[[Mapping[str, Tensor]], tuple[Bounded, ...]]
     """The oracle's values and bounds of the results, in their order."""
     memories: tuple[str, ...] = MEMORIES
 
     def __reduce__(self) -> tuple[object, ...]:
-        """By name, as functions that have none cannot be sent to another process."""
+        """Pickles the operator by its name, as lambdas cannot be sent to another process."""
         return _named, (self.name,)
 
     def elements(self, rows: int, cols: int) -> int:
@@ -55,8 +55,8 @@ class Operator:
         return sum(counts.get(name, rows * cols) for name in self.reads + self.writes)
 
 
-# The same inputs are checked for several peers and memories, and the oracle takes longer than they do: the results of a
-# forward and a backward are kept.
+# The same inputs are checked for several peers and memories, and the oracle takes longer than the peers. The cache
+# holds the results of a forward and a backward.
 @lru_cache(maxsize=2)
 def _expected(operator: reference.Operator, names: tuple[str, ...], *tensors: Tensor) -> tuple[Bounded, ...]:
     inputs = dict(zip(names, tensors, strict=True))
@@ -65,7 +65,7 @@ def _expected(operator: reference.Operator, names: tuple[str, ...], *tensors: Te
 
 
 def _measured(operator: reference.Operator, name: str | None = None, optional: tuple[str, ...] = ()) -> Operator:
-    """With a weight, and those others of the optional tensors that are named."""
+    """Returns the operator with a weight and the named optional tensors."""
     reads = tuple(n for n in operator.inputs if n in ("weight", *optional) or not operator.is_optional(n))
     return Operator(
         name or operator.name,
@@ -76,13 +76,13 @@ def _measured(operator: reference.Operator, name: str | None = None, optional: t
 
 
 def of_samples(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With the rows of each sample by themselves."""
+    """Views the inputs as [samples, rows of a sample, cols]."""
     samples, _, cols = inputs["scale"].shape
     return {name: t if name in MODULATIONS else t.view(samples, -1, cols) for name, t in inputs.items()}
 
 
 def _modulated(operator: reference.Operator, reads: tuple[str, ...], writes: tuple[str, ...]) -> Operator:
-    """Where the weight is 1 + scale, and the bias shift."""
+    """Returns the operator with the weight 1 + scale and the bias shift."""
 
     def expected(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
         arguments: dict[str, object] = {MODULATIONS.get(n, n): t for n, t in of_samples(inputs).items() if n in reads}
@@ -95,13 +95,13 @@ def _modulated(operator: reference.Operator, reads: tuple[str, ...], writes: tup
 
 
 def of_channels(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As one sample, whose columns are channels and whose rows are positions: the same memory, read otherwise."""
+    """Views the memory of the inputs as one sample of [channels, positions], with cols channels."""
     rows, cols = inputs["input"].shape
     return {name: t if name in VECTORS else t.view(1, cols, rows) for name, t in inputs.items()}
 
 
 def _over_channels(operator: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> Operator:
-    """With a bias and SiLU, as models have it."""
+    """Returns the operator over channels with a bias and SiLU, as in models."""
 
     def expected(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
         given = of_channels({name: inputs[name] for name in reads})
@@ -118,7 +118,7 @@ def _over_channels(operator: str, reads: tuple[str, ...], writes: tuple[str, ...
 
 
 def _one_after_another(name: str, *operators: Operator) -> Operator:
-    """Which autograd calls, and allocates the gradients itself."""
+    """Returns a sequence of operators that autograd calls; it allocates the gradients, so outputs are fresh."""
     return Operator(
         name,
         tuple(read for operator in operators for read in operator.reads),
@@ -128,7 +128,7 @@ def _one_after_another(name: str, *operators: Operator) -> Operator:
     )
 
 
-# Not those in two steps: each reads what the operator reads that is both of them.
+# Without the operators in two steps: each step reads the same tensors as the operator in one step.
 _OF = {operator.name: _measured(operator) for operator in reference.OPERATORS if not operator.sums}
 _MODULATED = (
     _modulated(reference.RMS_NORM, ("input", "scale", "shift"), ("output",)),
@@ -150,7 +150,7 @@ _OVER_CHANNELS = (
 OPERATORS = (
     *_OF.values(),
     _one_after_another("forward_backward", _OF["rms_norm"], _OF["rms_norm_backward"]),
-    # Of the sum, which it reads as input.
+    # Its input is the sum.
     _measured(reference.RMS_NORM_BACKWARD, "add_rms_norm_backward", ("grad_residual",)),
     _one_after_another("gated_forward_backward", _OF["gated_rms_norm"], _OF["gated_rms_norm_backward"]),
     _one_after_another("rope_forward_backward", _OF["rms_norm_rope"], _OF["rms_norm_rope_backward"]),
@@ -168,7 +168,7 @@ def random_call(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> partial[object]:
-    """A call of an operator with random tensors of these names beside an input of this shape, and a weight."""
+    """Returns a call of an operator with a weight and random tensors of these names, for an input of this shape."""
     inputs = {name: torch.randn(operator.shape_of(name, shape, flags)).to(dtype) for name in names}
     inputs["weight"] = torch.randn(shape[-1:]).to(dtype)
     return partial(operator.default, **inputs, **flags, normalized_shape=shape[-1:], eps=EPS)

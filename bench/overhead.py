@@ -1,4 +1,4 @@
-"""What a call costs the host when there is little to compute, on one thread."""
+"""Measures the host's overhead of a call with little to compute, on one thread."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

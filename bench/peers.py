@@ -1,4 +1,4 @@
-"""What is measured side by side. A peer is one entry in PEERS: how it runs each operator, in each kind of memory.
+"""Defines the implementations to compare. A peer is one entry in PEERS, with a builder for each operator and memory.
 
 A builder prepares a call on given inputs; the call returns the operator's results in the order of Operator.writes.
 """
@@ -38,18 +38,18 @@ class Peer:
     """By operator: calls that write into memory that the builder allocated."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     missing: Callable[[], str | None] = lambda: None
-    """Why it cannot be used here, or None."""
+    """Returns why it cannot be used here, or None."""
     has_bounds: bool = False
-    """Whether the oracle's bounds hold, not just a tolerance."""
+    """Checks results against the oracle's bounds instead of a tolerance."""
     own_definition: bool = False
-    """Whether it computes something else, for scale: it is checked against itself in float64."""
+    """Computes another function, for scale; it is checked against itself in float64."""
 
     def builder(self, problem: Problem) -> Builder | None:
         builders = self.fresh if problem.memory == "fresh" else self.preallocated
         return builders.get(problem.operator.name)
 
     def why_not(self, problem: Problem) -> str | None:
-        """Why the problem cannot be measured, or None."""
+        """Returns why the problem cannot be measured, or None."""
         if reason := self.missing():
             return reason
         if problem.size.device not in self.devices:
@@ -73,7 +73,7 @@ def rms_norm(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def llama_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
-    """LlamaRMSNorm.forward in Hugging Face's transformers."""
+    """Computes LlamaRMSNorm.forward of Hugging Face's transformers."""
     hidden = input.to(torch.float32)
     hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * hidden.to(input.dtype)
@@ -89,7 +89,7 @@ def quack_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def unfused(norm: Norm) -> AddNorm:
-    """An addition, then the norm."""
+    """Returns an addition followed by the norm."""
 
     def add_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         residual_out = input + residual
@@ -99,7 +99,7 @@ def unfused(norm: Norm) -> AddNorm:
 
 
 def then_gate(norm: Norm) -> GatedNorm:
-    """The norm, then the gate."""
+    """Returns the norm followed by the gate."""
 
     def gated_norm(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         return norm(input, weight) * F.silu(gate)
@@ -108,7 +108,7 @@ def then_gate(norm: Norm) -> GatedNorm:
 
 
 def then_rotate(norm: Norm) -> RotatedNorm:
-    """The norm, then apply_rotary_pos_emb in Hugging Face's transformers."""
+    """Returns the norm followed by apply_rotary_pos_emb of Hugging Face's transformers."""
 
     def rotated_norm(input: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
         normed = norm(input, weight)
@@ -119,7 +119,7 @@ def then_rotate(norm: Norm) -> RotatedNorm:
 
 
 def qwen3_next_rms_norm_gated(input: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    """Qwen3NextRMSNormGated.forward in Hugging Face's transformers."""
+    """Computes Qwen3NextRMSNormGated.forward of Hugging Face's transformers."""
     return (llama_rms_norm(input, weight) * F.silu(gate.to(torch.float32))).to(input.dtype)
 
 
@@ -175,7 +175,7 @@ def normops_modulated_rms_norm(input: Tensor, scale: Tensor, shift: Tensor) -> T
 
 
 def normalized_channels(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """As in the autoencoders of Wan and Qwen-Image: without an eps."""
+    """Computes the norm and SiLU as in the autoencoders of Wan and Qwen-Image, without an eps."""
     return F.silu(F.normalize(input, dim=1) * len(weight) ** 0.5 * weight[:, None] + bias[:, None])
 
 
@@ -184,7 +184,7 @@ def normops_channel_rms_norm(input: Tensor, weight: Tensor, bias: Tensor) -> Ten
 
 
 def not_modulated_rms_norm(input: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """With a weight for all rows, which both have gradients by."""
+    """Uses one weight for all rows, through which scale and shift get their gradients."""
     return normops.rms_norm(input, input.shape[-1], (scale + shift)[0, 0], EPS)
 
 
@@ -193,7 +193,7 @@ def normops_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def normops_rms_norm_in_order(input: Tensor, weight: Tensor) -> Tensor:
-    """Rounded where LlamaRMSNorm rounds."""
+    """Rounds where LlamaRMSNorm rounds."""
     return normops.rms_norm(input, weight.shape, weight, EPS, rounding="llama")
 
 
@@ -206,7 +206,7 @@ def normops_gated_rms_norm_in_order(input: Tensor, gate: Tensor, weight: Tensor)
 
 
 def normops_rms_norm_then_weight(input: Tensor, weight: Tensor) -> Tensor:
-    """The same bits by a norm that is rounded, and an operator of torch after it."""
+    """Computes the same bits with a rounded norm and torch's multiplication."""
     return weight * normops.rms_norm(input, weight.shape, None, EPS)
 
 
@@ -232,7 +232,7 @@ def _add_backward(norm: AddNorm) -> Builder:
 
 
 def _in_shape(inputs: Tensors) -> Tensors:
-    """With tables, rows are those of heads, which share them."""
+    """Views the inputs in the operator's shape: by samples, by channels, or by heads that share tables."""
     if "scale" in inputs:
         return of_samples(inputs)
     if "bias" in inputs:
@@ -248,10 +248,10 @@ def _in_shape(inputs: Tensors) -> Tensors:
 
 
 def _three_ways(name: str, of_both: str, names: tuple[str, ...], norm: Callable[..., Tensor]) -> dict[str, Builder]:
-    """A norm of tensors of these names, its backward, and both."""
+    """Returns the builders of a norm of tensors of these names, of its backward, and of both."""
 
     def leaves_of(inputs: Tensors) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Its arguments, those of them that have gradients, and the gradient of its result."""
+        """Returns the arguments, those that require gradients, and the gradient of the output."""
         inputs = _in_shape(inputs)
         arguments = [inputs[name].detach().requires_grad_(name not in TABLES) for name in names]
         return arguments, [tensor for tensor in arguments if tensor.requires_grad], inputs["grad_output"]
@@ -262,7 +262,7 @@ def _three_ways(name: str, of_both: str, names: tuple[str, ...], norm: Callable[
 
     def backward(inputs: Tensors) -> Callable[[], object]:
         arguments, leaves, grad_output = leaves_of(inputs)
-        # A compiled backward is not to consume what the forward saved: it runs again and again.
+        # A compiled backward must not reuse the memory of saved tensors, as it runs repeatedly.
         with torch._functorch.config.patch(donated_buffer=False):
             output = norm(*arguments)
         return lambda: torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
@@ -320,7 +320,7 @@ def _compiled(norm: Norm, gated_norm: GatedNorm | None = None) -> dict[str, Buil
     gated_norm = gated_norm or then_gate(norm)
 
     def build(operator: str) -> Builder:
-        # torch.compile only here: it takes seconds to import what it needs.
+        # torch.compile is called only here, as its imports take seconds.
         return lambda inputs: _with_autograd(
             _compile(norm), _compile(unfused(norm)), _compile(gated_norm), _compile(then_rotate(norm))
         )[operator](inputs)
@@ -333,7 +333,7 @@ def _modulated_and_compiled(operator: str) -> Builder:
 
 
 def _compiled_into(norm: Norm, gated_norm: GatedNorm | None = None) -> dict[str, Builder]:
-    """The compiler fuses a copy into given memory with what computes the values."""
+    """Returns compiled calls that write into given memory; the compiler fuses that copy with the computation."""
     gate = gated_norm or then_gate(norm)
 
     def write_gated(output: Tensor, input: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
@@ -408,7 +408,7 @@ def _normops_backward_out(inputs: Tensors) -> Callable[..., tuple[Tensor, Tensor
     input, weight = inputs["input"], inputs["weight"]
     targets = {"grad_input": torch.empty_like(input), "grad_weight": torch.empty_like(weight)}
     call = partial(torch.ops.normops.rms_norm_backward.out, inputs["grad_output"], input, weight.shape, weight, EPS)
-    return lambda **others: call(**targets, **others, grad_bias=weight)[:2]  # which there is not: nothing is written
+    return lambda **others: call(**targets, **others, grad_bias=weight)[:2]  # not written without a bias
 
 
 def _normops_add_out(inputs: Tensors) -> Callable[[], object]:
@@ -537,7 +537,7 @@ NORMOPS = Peer(
     has_bounds=True,
 )
 
-# What the fused operators save.
+# The baseline of the fused operators: an addition, then the norm.
 UNFUSED = Peer(
     "add, normops",
     {name: build for name, build in _with_autograd(normops_rms_norm).items() if name.startswith("add_")},
@@ -553,7 +553,7 @@ _NORM_THEN_ROTATION = _rotated_with_autograd(then_rotate(normops_rms_norm))
 
 
 def _but_rotated(builders: Mapping[str, Builder]) -> dict[str, Builder]:
-    """Models rotate what they have rounded in an operation of their own."""
+    """Removes the operators with a rotation: models rotate the rounded norm in a separate operation."""
     return {name: build for name, build in builders.items() if "rope" not in name}
 
 
@@ -584,7 +584,7 @@ def _over_channels_and_compiled(operator: str) -> Builder:
 
 PEERS = (
     NORMOPS,
-    # On a GPU calls are captured into graphs, so that the choice takes no time.
+    # Calls on a GPU are captured into graphs, so that selecting the backend takes no time.
     Peer(
         "normops-triton",
         {name: _in_triton(build) for name, build in NORMOPS.fresh.items()},
@@ -614,7 +614,7 @@ PEERS = (
         {**_compiled(rms_norm), **{name: _modulated_and_compiled(name) for name in _MODULATED}},
         _compiled_into(rms_norm),
     ),
-    # Of gated norms the one that goes with it, Qwen3NextRMSNormGated.
+    # The corresponding gated norm is Qwen3NextRMSNormGated.
     Peer("LlamaRMSNorm", _with_autograd(llama_rms_norm, gated_norm=qwen3_next_rms_norm_gated)),
     Peer(
         "LlamaRMSNorm-compiled",

@@ -1,4 +1,4 @@
-"""What is measured: an operator on one size, dtype and device, and the tensors that it reads."""
+"""Defines problems: an operator on one size, dtype and device, and the tensors that it reads."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -18,12 +18,12 @@ SHAPES = {
     "decode": ((1, 64), (1, 4096), (8, 4096), (64, 4096), (512, 4096)),
 }
 
-# Tensors of so many bytes, which no cache holds, in rows of these widths.
+# Tensors of FILL_BYTES, which no cache holds, with rows of these widths.
 FILL = "fill"
 FILL_BYTES = 512 << 20
 FILL_COLS = tuple(64 << n for n in range(13))
 
-# Beyond this many sets of buffers, keeping them costs more time than what they are for.
+# Beyond this many sets of buffers, handling them costs more time than the measured calls.
 MOST_SETS = 8192
 
 
@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """What has to move, however the operator is computed."""
+        """The bytes that must move, regardless of how the operator is computed."""
         return self.operator.elements(self.size.rows, self.size.cols) * self.size.dtype.itemsize
 
 
@@ -62,7 +62,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_shapes(name: str, itemsize: int) -> tuple[tuple[int, int], ...]:
-    """The shapes behind an argument of --shapes: a set's name, ``all`` or ROWSxCOLS."""
+    """Returns the shapes of an argument of --shapes: a set's name, ``all`` or ROWSxCOLS."""
     if name == "all":
         return tuple(shape for shapes in SHAPES.values() for shape in shapes)
     if name == FILL:
@@ -98,5 +98,5 @@ def make_inputs(size: Size, names: Iterable[str], seed: int) -> Tensors:
 
 
 def count_sets(size: Size, cold_bytes: int) -> int:
-    """The sets of buffers to rotate among: one where caches may stay warm (0 bytes)."""
+    """Returns how many sets of buffers to rotate over: one if caches may stay warm (0 bytes)."""
     return max(1, math.ceil(cold_bytes / size.tensor_bytes))

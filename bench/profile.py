@@ -1,6 +1,6 @@
-"""What the profiler sees of forward and backward: python -m bench.profile.
+"""Profiles the forward and the backward: python -m bench.profile.
 
-On a GPU every kernel with its grid, block, registers and occupancy; on the CPU the operators.
+It prints every kernel with its grid, block, registers and occupancy on a GPU, and the operators on the CPU.
 """
 
 import argparse

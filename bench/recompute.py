@@ -1,8 +1,8 @@
-"""What normops.recompute_norms() takes off the activations of a model, and adds to a step: python -m bench.recompute.
+"""Measures the activations that recompute_norms() saves and the time that it costs: python -m bench.recompute.
 
-The models are the demo's Llama, the one with norms of queries and keys (as in Qwen3), and one with norms before and
-after each sublayer, with a weight of 1 + w (as in Gemma). What a forward holds is counted by the profiler, exactly;
-steps of a model are timed in alternating turns.
+The models are the demo's Llama, and the one with norms of queries and keys (as in Qwen3). A third has norms before and
+after each sublayer, with a weight of 1 + w (as in Gemma). The profiler counts the exact bytes that a forward holds.
+Steps of a model are timed in alternating turns.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def _ways() -> dict[str, tuple[type[nn.RMSNorm], Callable[[], AbstractContextMan
 
 
 def held_by(call: Callable[[], Tensor]) -> int:
-    """The bytes that a forward holds for its backward, and its result."""
+    """Returns the bytes that a forward holds: the tensors saved for its backward, and its result."""
     changes, _ = memory_changes(call)
     return sum(changes)
 

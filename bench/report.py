@@ -1,4 +1,4 @@
-"""What a run leaves: tables in the terminal; results.json, results.md and charts in a folder."""
+"""Reports a run: tables in the terminal; results.json, results.md and charts in a folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class Report:
         return [*self.save_results(folder, charts), *charts]
 
     def save_results(self, folder: Path, charts: Sequence[Path] = ()) -> list[Path]:
-        """So far: what follows may fail."""
+        """Saves the results so far, as later measurements may fail."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(self._json(), indent=1) + "\n")
         (folder / "results.md").write_text(self._markdown(charts))
@@ -107,7 +107,7 @@ class Report:
 
 
 def print_tables(console: Console, tables: Sequence[Table]) -> None:
-    # In a narrow terminal lines that wrap say more than columns that are cut off.
+    # Wrapped lines in a narrow terminal are more useful than truncated columns.
     wide = Console(width=max(console.width, TABLE_WIDTH), highlight=False)
     for table in tables:
         wide.print(table.rich())

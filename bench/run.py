@@ -1,4 +1,4 @@
-"""Goes through the problems of a run, in this process or in several new ones."""
+"""Measures the problems of a run, in this process or in several new ones."""
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -48,7 +48,7 @@ def measure_problems(arguments: Arguments, report: Report, progress: Progress) -
 
 
 def measure_in_this_process() -> Report:
-    """By the command line, which a process inherits from the one that starts it."""
+    """Measures the problems of the command line, which a process inherits from its parent."""
     arguments = replace(parse_arguments(None), save=None)
     set_up(arguments)
     report = Report({}, arguments.cache)
@@ -59,7 +59,7 @@ def measure_in_this_process() -> Report:
 def measure_in_processes(arguments: Arguments, report: Report, progress: Progress) -> None:
     reports = []
     for _ in progress.track(range(arguments.processes or 1), description="processes"):
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a new process, whose memory nobody has used
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a new process, with unused memory
             reports.append(pool.submit(measure_in_this_process).result())
     report.measurements = [merge(of_problem) for of_problem in zip(*(r.measurements for r in reports), strict=True)]
     report.skipped = reports[0].skipped

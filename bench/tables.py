@@ -1,4 +1,4 @@
-"""The tables of a run, for the terminal and as Markdown."""
+"""Formats the tables of a run, for the terminal and as Markdown."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Table:
 
 
 def format_seconds(seconds: float) -> str:
-    """To three digits, which is more than timings repeat to."""
+    """Formats a time with three digits, more than timings reproduce."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{_three_digits(seconds / size)} {unit}"
@@ -60,7 +60,7 @@ def overhead_table(overhead: Overhead) -> Table:
         median = timings[name].median
         return format_seconds(median) + (f" ({median / timings[BASE].median:.2f}x)" if name != BASE else "")
 
-    title = f"Overhead: a call on {overhead.size} with 1 thread, in brackets as a multiple of {BASE}'s"
+    title = f"Overhead: a call on {overhead.size} with 1 thread, in brackets relative to {BASE}"
     return Table(
         title, ("", *overhead.timings), [[(name, *(cell(name, mode) for mode in overhead.timings)) for name in names]]
     )
@@ -81,7 +81,7 @@ def summary_table(measurements: Sequence[Measurement], cache: str) -> Table:
 
     title = f"{_title(measurements, cache)}: normops over copy, peers over normops"
     if measurements[0].processes is not None:
-        title += " (least to most)"
+        title += " (minimum to maximum)"
     return Table(title, ("", COPY, NORMOPS.name, *peers), [[row(m) for m in measurements]])
 
 
@@ -113,7 +113,7 @@ def _details(measurement: Measurement) -> Iterator[Row]:
 
 
 def _notes(measurements: Sequence[Measurement]) -> Iterator[str]:
-    # What is left out is so for all sizes alike.
+    # A peer is left out for all sizes or for none.
     for name, reason in measurements[0].left_out.items():
         yield f"{name} left out: {reason}"
     for measurement in measurements:
@@ -121,7 +121,7 @@ def _notes(measurements: Sequence[Measurement]) -> Iterator[str]:
             yield f"{name} on {measurement.problem.size} is wrong: {reason}"
     for peer in PEERS:
         if peer.own_definition and peer.name in measurements[0].timings:
-            yield f"{peer.name} computes something else; it is here for scale"
+            yield f"{peer.name} computes another function; it is here for scale"
 
 
 def _normops_cell(measurement: Measurement) -> str:
@@ -131,7 +131,7 @@ def _normops_cell(measurement: Measurement) -> str:
 
 
 def _range(measurement: Measurement, name: str) -> str:
-    """Of the processes, as medians do not tell how far they are apart."""
+    """Formats the range of the ratios over the processes, which their median does not show."""
     if measurement.processes is None:
         return ""
     ratios = measurement.ratios(name, NORMOPS.name)

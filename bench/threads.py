@@ -1,8 +1,8 @@
-"""Times the operators with 1, 2, 4, ... threads, beside a copy with as many: python -m bench.threads.
+"""Times the operators and a copy with 1, 2, 4, ... threads: python -m bench.threads.
 
-"Over copy" is the time over that of y.copy_(x), both in the same turns with as many threads: it stays the same where an
-operator scales as a copy does. The last table is computed, and needs no cores: it is the efficiency that a backward's
-division of rows allows, that is the average of what threads have over the most that one of them has.
+"Over copy" is the time relative to y.copy_(x), in the same turns with the same number of threads. It is constant if an
+operator scales like a copy. The last table is computed, not measured: the efficiency that a backward's division of rows
+allows. It is the average work of a thread over the maximum.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from reference import operators as reference
 SHAPES = ("64x4096", "1024x4096", "64x65536", "16384x128")
 COPY = "copy"
 COMPUTED_THREADS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192)
-# [rows, columns, groups]: of a norm, of 32 heads with a weight each, of 64 samples with a scale each.
+# [rows, columns, groups]: norms, 32 heads with a weight each, 64 samples with a scale each.
 COMPUTED_SHAPES = (
     (64, 4096, 1),
     (512, 4096, 1),
@@ -39,7 +39,7 @@ COMPUTED_SHAPES = (
     (65536, 1152, 64),
 )
 
-# The operators, and which of their results are not wanted.
+# Labels, operators, and the results that are not requested.
 OPERATORS: tuple[tuple[str, reference.Operator, tuple[str, ...]], ...] = (
     ("rms_norm", reference.RMS_NORM, ()),
     ("rms_norm_backward", reference.RMS_NORM_BACKWARD, ("grad_bias",)),
@@ -56,7 +56,7 @@ Timings = dict[int, dict[str, Timing]]
 
 
 def counts_up_to(most: int) -> list[int]:
-    """1, 2, 4, ..., and the last one."""
+    """Returns 1, 2, 4, ..., and ``most``."""
     counts = [1 << n for n in range(most.bit_length()) if 1 << n < most]
     return [*counts, most]
 
@@ -90,7 +90,7 @@ def measure(rows: int, cols: int, dtype: torch.dtype, threads: Sequence[int], se
 
 
 def table(title: str, timings: Timings) -> Table:
-    """The time of each call, and in brackets the time over a copy's."""
+    """Returns a table of the time of each call, with the time relative to a copy in brackets."""
 
     def cell(label: str, of_count: dict[str, Timing]) -> str:
         median = of_count[label].median
@@ -104,7 +104,7 @@ def table(title: str, timings: Timings) -> Table:
 
 
 def efficiency(rows: int, cols: int, groups: int, sums_rows: bool, threads: int) -> float:
-    """What threads have to do on average, over the most that one of them has."""
+    """Returns the average work of a thread over the maximum."""
     parts = _C.elements_of_parts(rows, cols, groups, sums_rows, threads)
     return sum(parts) / threads / max(parts)
 
@@ -121,7 +121,7 @@ def computed_table() -> Table:
 
 
 def draw(results: dict[str, Timings], path: Path) -> None:
-    """How many times as fast as with one thread."""
+    """Draws the speedup over one thread."""
     figure = Figure(figsize=(4.5 * len(results), 4), layout="constrained")
     axes = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
     for panel, (title, timings) in zip(axes, results.items(), strict=True):
@@ -134,7 +134,7 @@ def draw(results: dict[str, Timings], path: Path) -> None:
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_formatter(ScalarFormatter())
             axis.minorticks_off()
-    axes[0].set_ylabel("times as fast as one thread")
+    axes[0].set_ylabel("speedup over one thread")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
     save_figure(figure, path)
@@ -144,8 +144,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="ROWSxCOLS (default: %(default)s)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="the most (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for a shape and a number of threads")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="maximum (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="minimum time for a shape and a number of threads")
     parser.add_argument("--save", type=Path, help="folder for threads.md and threads_DTYPE.png")
     options = parser.parse_args()
     environment.keep_freed_memory()

@@ -1,4 +1,4 @@
-"""Timing calls in turns, so that a machine that drifts slows all of them alike."""
+"""Times calls in alternating turns, so that drifts of the machine's speed affect all of them equally."""
 
 import math
 import random
@@ -15,10 +15,10 @@ import torch
 Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
 
-# A turn is made of as many calls as take this long: well above the clock's resolution and its own cost.
+# A turn has as many calls as take this long: well above the clock's resolution and cost.
 TURN_SECONDS = 1e-3
 
-# A turn shorter than this is made once untimed first: it is too short to outlast what the call before it left behind
+# A turn shorter than this runs once untimed first: it is too short to outlast the effects of the previous call
 # (threads that still spin, caches full of other tensors).
 SETTLE_SECONDS = 1e-2
 
@@ -26,7 +26,7 @@ SETTLE_SECONDS = 1e-2
 @dataclass(frozen=True)
 class Timing:
     seconds: list[float]
-    """Per call, one for each turn or, of several processes, their medians."""
+    """Seconds per call: one number for each turn, or the median of each process."""
     calls_per_turn: int
 
     @property
@@ -42,12 +42,12 @@ class Timing:
         return statistics.quantiles(self.seconds, n=5, method="inclusive")[3]
 
 
-# Times so many calls in a row, in seconds.
+# Returns the seconds that a number of consecutive calls takes.
 Timer = Callable[[int], float]
 
 
 def host_timer(call: Call, device: str) -> Timer:
-    """By the host's clock, with what it costs to make the calls."""
+    """Returns a timer with the host's clock, which includes the overhead of the calls."""
 
     def clock() -> float:
         if device != "cpu":
@@ -58,7 +58,7 @@ def host_timer(call: Call, device: str) -> Timer:
 
 
 def device_timer(call: Call, device: str) -> Timer:
-    """By the device's clock, of calls that were captured into a CUDA graph; on the CPU, the host's."""
+    """Returns a timer with the device's clock, for calls captured into a CUDA graph; on the CPU, the host timer."""
     if device == "cpu":
         return host_timer(call, device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -66,7 +66,7 @@ def device_timer(call: Call, device: str) -> Timer:
 
     def capture(count: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # On the current stream, as autograd runs a backward on the stream of its forward.
+        # Captures on the current stream, as autograd runs a backward on the stream of its forward.
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for _ in range(count):
                 call()
@@ -86,7 +86,7 @@ def device_timer(call: Call, device: str) -> Timer:
 
 
 def alternate(timers: Mapping[Key, Timer], *, turns: int, seconds: float, period: int = 1) -> dict[Key, Timing]:
-    """Takes at least ``turns`` turns of each timer, and of all for at least ``seconds``.
+    """Runs at least ``turns`` turns of each timer, and all of them for at least ``seconds`` in total.
 
     A turn has a multiple of ``period`` calls.
     """
@@ -101,9 +101,9 @@ def alternate(timers: Mapping[Key, Timer], *, turns: int, seconds: float, period
 
 
 def interleave(timers: Mapping[Key, Timer], *, turns: int, seconds: float) -> dict[Key, Timing]:
-    """As alternate does, with turns of a single call, so that no output returns to the place that the last one left."""
+    """Alternates single calls, so that no output reuses the memory of the same call's previous output."""
     takes = {name: partial(timer, 1) for name, timer in timers.items()}
-    # Another order in each process, as it decides where outputs lie.
+    # The order differs between processes, as it determines the addresses of outputs.
     return {name: Timing(taken, 1) for name, taken in _shuffled(takes, random.Random(), turns, seconds).items()}
 
 

@@ -1,6 +1,6 @@
-"""Times torch.vmap with the rules of normops beside PyTorch's own loop over samples: python -m bench.vmap.
+"""Compares torch.vmap with the rules of normops to PyTorch's loop over samples: python -m bench.vmap.
 
-The loop is what vmap falls back to for an operator without a rule: here the same operators, under names that have none.
+vmap falls back to the loop for an operator without a rule: here the same operators, registered under other names.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from bench.timing import alternate, host_timer
 SHAPES = ((512, 1, 64), (64, 16, 256), (16, 128, 1024), (8, 512, 4096))  # samples, rows of each, columns
 HEADER = ("samples x rows x cols", "operator", "weight", "rule", "loop", "loop over rule")
 
-_library = torch.library.Library("normops_bench", "DEF")  # holds as long as it lives
+_library = torch.library.Library("normops_bench", "DEF")  # its registrations last as long as this object
 
 
 def _without_rules() -> torch._ops._OpNamespace:

@@ -1,1 +1,1 @@
-"""What setup.py does: finds the compilers and torch, and has ninja build what they are needed for."""
+"""Implements setup.py: finds the compilers and torch, and builds the libraries with ninja."""

@@ -1,4 +1,4 @@
-"""The C++ compiler."""
+"""Finds and tests the C++ compiler."""
 
 import os
 import shlex
@@ -21,18 +21,18 @@ class Compiler(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """For all C++ code. Contraction would let the compiler round the same line differently in different places."""
+        """Flags for all C++ code. With contraction, the same line could be rounded differently in different places."""
         return ["-std=c++20", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-ffp-contract=off", "-fno-math-errno"]
 
     @property
     def link_flags(self) -> list[str]:
-        """For all libraries. One that has a static libstdc++ in it crashes beside torch, which loads the shared one,
-        where it writes a number into a message; there are compilers that link the static one unasked."""
+        """Flags for all libraries. Torch loads the shared libstdc++, and a library with a static one crashes when it
+        formats a number into a message. Some compilers link the static one by default."""
         return ["-l:libstdc++.so.6"]
 
 
 def find_compiler() -> Compiler:
-    """The compiler that CXX names, else g++, c++ or clang++; it has been seen to work."""
+    """Returns the compiler in CXX, or else g++, c++ or clang++, after testing it."""
     wanted = f"a C++20 compiler ({' or '.join(f'{name} {version}' for name, version in OLDEST.items())} or later)"
     named = os.environ.get("CXX")
     if named:
@@ -61,7 +61,7 @@ def find_compiler() -> Compiler:
 
 
 def _try(compiler: Compiler) -> None:
-    """Compiles and links a few lines: headers or the linker may be missing beside a compiler."""
+    """Compiles and links a few lines, as a compiler may lack its headers or the linker."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text("#include <concepts>\n#include <string>\nstd::string probe() { return {}; }\n")

@@ -1,4 +1,4 @@
-"""nvcc, and which architectures it compiles for."""
+"""Finds nvcc and the architectures to compile for."""
 
 import os
 import re
@@ -13,11 +13,11 @@ from building.errors import first_error, stop
 from building.torch_headers import Torch
 
 ALL_ARCHS = ("80", "90", "100", "120")
-# Later ones have nothing that the kernels use, and their PTX comes from another compiler, with which the gated forward
-# spills registers on sm_120.
+# The kernels use no later features, and a different compiler generates later PTX, with which the gated forward spills
+# registers on sm_120.
 LATEST_PTX = 90
 OLDEST_ARCH = 80  # the first with bfloat16
-# What torch.utils.cpp_extension understands in TORCH_CUDA_ARCH_LIST.
+# The names that torch.utils.cpp_extension accepts in TORCH_CUDA_ARCH_LIST.
 ARCHS_OF_NAMES = {
     "Kepler": (35,),
     "Kepler+Tesla": (37,),
@@ -34,7 +34,7 @@ ARCHS_OF_NAMES = {
     "Blackwell": (100, 103, 120, 121),
     "Blackwell+Tegra": (110,),
 }
-# Without contraction, as on the CPU. dispatch() is constexpr and runs on the device too.
+# -fmad=false disables contraction, as on the CPU. dispatch() is constexpr and runs on the device, too.
 FLAGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
@@ -46,18 +46,18 @@ class Cuda(NamedTuple):
 
     @property
     def arch_flags(self) -> list[str]:
-        """Code for every architecture; GPUs newer than all of them compile the last one's for themselves."""
+        """Flags for code for every architecture, and for PTX of the last one, which newer GPUs compile themselves."""
         ptx = [min(int(arch), LATEST_PTX) for arch in self.archs]
         flags = [f"-gencode=arch=compute_{of},code=sm_{arch}" for of, arch in zip(ptx, self.archs, strict=True)]
         return [*flags, f"-gencode=arch=compute_{ptx[-1]},code=compute_{ptx[-1]}"]
 
 
 class UnfitError(Exception):
-    """Why nvcc cannot be used: an error if CUDA code was asked for, a notice otherwise."""
+    """Raised if nvcc cannot be used: an error if CUDA code was requested, a notice otherwise."""
 
 
 def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
-    """What to compile CUDA code with, if at all, and what to say of it."""
+    """Returns the toolkit that compiles CUDA code, or None, and the text that the build prints about it."""
     is_forced = os.environ.get("FORCE_CUDA") == "1"
     unused = os.environ.get("USE_CUDA", "")
     if unused in ("0", "OFF"):
@@ -67,7 +67,7 @@ def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
     first = torches[0]
-    if first.rocm is not None:  # FORCE_CUDA=1 means its GPUs, too
+    if first.rocm is not None:  # FORCE_CUDA=1 may refer to its GPUs
         return (
             None,
             f"no: torch {first.version} is built for ROCm {first.rocm}, whose GPUs run Triton's kernels",
@@ -92,7 +92,7 @@ def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
 
 
 def _about_drivers(cuda: Cuda, torches: Sequence[Torch]) -> str:
-    """A warning if these run on drivers on which the runtime of this toolkit does not, as that is linked statically."""
+    """Returns a warning if torch runs on drivers that the toolkit's statically linked runtime does not support."""
     major = int(cuda.version.split(".")[0])
     older = [torch for torch in torches if torch.cuda is not None and int(torch.cuda.split(".")[0]) < major]
     if not older:
@@ -104,7 +104,7 @@ def _about_drivers(cuda: Cuda, torches: Sequence[Torch]) -> str:
 
 
 def _examine(nvcc: str) -> tuple[Cuda, str]:
-    # nvcc itself tells its version and where the toolkit's libraries are, which holds for wrappers and wheels as well.
+    # nvcc prints its version and the toolkit's library folders, even if it is a wrapper or from a wheel.
     version = re.search(r"release ([\d.]+)", _output(nvcc, "--version"))
     libraries = re.search(r"^#\$ LIBRARIES=(.*)$", _output(nvcc, "--dryrun", "-c", "any.cu"), re.MULTILINE)
     if version is None or libraries is None:
@@ -117,7 +117,7 @@ def _examine(nvcc: str) -> tuple[Cuda, str]:
 
 
 def _archs(known: Sequence[str]) -> tuple[list[str], str]:
-    """The architectures to compile for, in rising order, and where they come from."""
+    """Returns the architectures to compile for, in rising order, and their origin."""
     named = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     listed = _archs_of(named)
     if listed is None:
@@ -127,7 +127,7 @@ def _archs(known: Sequence[str]) -> tuple[list[str], str]:
         )
     if listed:
         why = f"TORCH_CUDA_ARCH_LIST={named}"
-        # Such a list is often one for many packages, as those of container images are.
+        # The list is often shared by many packages, as in container images, so unusable architectures are skipped.
         old = [arch for arch in listed if int(arch) < OLDEST_ARCH]
         unknown = [arch for arch in listed if arch not in old and arch not in known]
         for left_out, because in ((old, f"older than sm_{OLDEST_ARCH}"), (unknown, "unknown to this nvcc")):
@@ -171,7 +171,7 @@ def _archs_of(named: str) -> list[str] | None:
 
 
 def _gpus_here() -> tuple[list[int], str]:
-    """Their architectures; if there are none, why."""
+    """Returns the architectures of this machine's GPUs, and the reason if there are none."""
     try:
         result = subprocess.run(
             ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],

@@ -1,7 +1,7 @@
-"""What is compiled and linked, as a file for ninja, which runs as many compilers at a time as it is told to.
+"""Writes the build file for ninja, which runs a given number of compilers in parallel.
 
-The kernels know nothing of torch: they are compiled once, into ``libnormops_kernels.so``. Beside it, for each torch, a
-folder like ``torch-2.13`` has ``libnormops.so``, the operators, and ``_C``, what Python needs besides.
+The kernels do not depend on torch: they are compiled once, into ``libnormops_kernels.so``. For each torch, a folder
+like ``torch-2.13`` contains ``libnormops.so``, the operators, and ``_C``, the Python extension.
 """
 
 import os
@@ -21,35 +21,35 @@ from building.torch_headers import Torch
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
-MODULE_ROOMS = {"python", "triton"}  # of csrc/, what normops._C is made of
+MODULE_ROOMS = {"python", "triton"}  # the folders of csrc/ that normops._C is built from
 CPU_KERNELS = [CSRC / "cpu" / "isa.cpp", *sorted(CSRC.glob("cpu/*_kernel.cpp"))]
-# Flags for the part of a kernel source that is for an instruction set, by what its object is called besides: half the
-# time, and half the memory, of the longest unit. See csrc/cpu/foreach_isa.h.
+# Flags that compile a kernel source for a part of the instruction sets, by the suffix of the object: this halves the
+# time and the memory of the longest unit. See csrc/cpu/foreach_isa.h.
 PARTS = {".avx2": "-DNORMOPS_WITHOUT_AVX512", ".avx512": "-DNORMOPS_WITHOUT_AVX2"}
-# ninja begins with what takes longest.
+# The longest compilation comes first, so that ninja starts with it.
 CUDA_KERNELS = sorted(CSRC.glob("cuda/*.cu"), key=lambda path: (path.stem != "rms_norm_backward", path))
 
 
 class Plan(NamedTuple):
     version: str
-    """Of normops."""
+    """The version of normops."""
     folder: Path
-    """For what is made on the way; kept, so that only what changed is compiled again."""
+    """The folder of intermediate files; it is kept, so that only changes are compiled again."""
     package: Path
-    """Where the libraries go."""
+    """The folder of the libraries."""
     compiler: Compiler
     torches: Sequence[Torch]
     cuda: Cuda | None
 
 
 def units(cuda: bool) -> dict[str, list[Path]]:
-    """Sources that are compiled together, as most of the time goes to torch's headers: all those of an operator."""
+    """Returns the sources to compile together, those of one operator, as torch's headers take most of the time."""
     rooms = {path.parent.name for path in CSRC.glob("*/*.cpp")} - MODULE_ROOMS - (set() if cuda else {"cuda"})
     in_rooms = [path for room in sorted(rooms) for path in sorted((CSRC / room).glob("*.cpp"))]
     operators = {path.stem for path in in_rooms if path not in CPU_KERNELS}
     above = sorted(CSRC.glob("*.cpp"))
     of_operators = {stem: [path for path in [*above, *in_rooms] if path.stem == stem] for stem in sorted(operators)}
-    return {  # the longest first, more or less
+    return {  # roughly the longest first
         "python": sorted(path for room in MODULE_ROOMS for path in CSRC.glob(f"{room}/*.cpp")),
         **dict(sorted(of_operators.items(), key=lambda unit: -sum(path.stat().st_size for path in unit[1]))),
         "shared": [path for path in above if path.stem not in operators],
@@ -57,12 +57,12 @@ def units(cuda: bool) -> dict[str, list[Path]]:
 
 
 def write(plan: Plan) -> Path:
-    """Writes the file and the sources that include others, if they are not yet the same."""
+    """Writes the build file, and those sources of units that have changed."""
     target = plan.folder / "build.ninja"
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("w") as file:
         writer = Writer(file)  # type: ignore[arg-type]
-        writer.variable("builddir", str(plan.folder))  # of ninja's own files
+        writer.variable("builddir", str(plan.folder))  # for ninja's own files
         _write_rules(writer, plan)
         cuda_kernels = CUDA_KERNELS if plan.cuda is not None else []
         objects = [_compile(writer, "cuda", path, plan.folder / "cuda", []) for path in cuda_kernels]
@@ -92,8 +92,8 @@ def _write_rules(writer: Writer, plan: Plan) -> None:
             description=f"{rule} $name",
         )
     if plan.cuda is not None:
-        # Beside the object, the registers and the stack of every kernel, which tests/test_cuda_compile.py reads.
-        comma = "\\,"  # for nvcc, which else takes what is behind for another option
+        # A file next to the object has the registers and the stack of every kernel, for tests/test_cuda_compile.py.
+        comma = "\\,"  # escaped, as nvcc would read the rest as another option
         archs = f"-DNORMOPS_CUDA_ARCHS={comma.join(plan.cuda.archs)}"  # for build_info
         nvcc = _join([plan.cuda.nvcc, *CUDA_FLAGS, *plan.cuda.arch_flags, archs, "-Xptxas=-v"])
         writer.rule(
@@ -124,7 +124,7 @@ def _kernel_libraries(cuda: Cuda | None) -> list[str]:
 
 def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path, everywhere: str) -> None:
     objects, package = plan.folder / torch.package_folder, plan.package / torch.package_folder
-    # The headers of torch's single functions instead of all: half the time.
+    # Headers of torch's single functions, instead of all, halve the compile time.
     flags = ["-O2", "-DAT_PER_OPERATOR_HEADERS"]
     flags += ["-Wno-maybe-uninitialized"] if plan.compiler.name == "GCC" else []  # in torch's headers
     flags += [option for folder in torch.include_dirs for option in ("-isystem", str(folder))]
@@ -134,7 +134,7 @@ def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path, ev
     made = {}
     for name, sources in units(plan.cuda is not None).items():
         unit = plan.folder / "units" / f"{name}.cpp"
-        # By the way from here, which a compiler cache finds again in another checkout.
+        # Relative paths let a compiler cache find the unit again in another checkout.
         _write_if_changed(unit, "".join(f'#include "{os.path.relpath(path, unit.parent)}"\n' for path in sources))
         extra = flags_of_python if name == "python" else []
         made[name] = _compile(writer, "operators", unit, objects, [*flags, *extra])
@@ -144,7 +144,7 @@ def _build_operators(writer: Writer, plan: Plan, torch: Torch, kernels: Path, ev
     operators = package / "libnormops.so"
     rpath = ["-Wl,-soname,libnormops.so", "-Wl,-rpath,$ORIGIN/.."]
     variables = {"flags": _join([str(kernels), *libraries, *rpath])}
-    # It does not need the module. But ninja begins with what the longest chain waits for, and would leave it for last,
+    # The library does not need the module. But ninja begins with the longest chain, and would compile the module last,
     # with the other cores idle.
     writer.build(
         [str(operators)],
@@ -170,5 +170,5 @@ def _write_if_changed(file: Path, text: str) -> None:
 
 
 def _join(words: Iterable[str]) -> str:
-    """For a shell, in ninja's spelling."""
+    """Quotes words for a shell, and escapes $ for ninja."""
     return shlex.join(words).replace("$", "$$")

@@ -1,4 +1,4 @@
-"""Runs a build: says what will be made and about how long it takes, then how far it is."""
+"""Runs a build: prints its configuration and estimated time, then its progress."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from building.errors import stop
 from building.ninja_file import ROOT, Plan, write
 from building.torch_headers import find_torches
 
-# Seconds of one core of an AMD EPYC (Zen 3), by what a step of ninja is called; for CUDA, for each architecture.
+# Seconds on one core of an AMD EPYC (Zen 3), by the name of a ninja step; for CUDA, for each architecture.
 SECONDS = {
     "kernel": {"isa": 1, "glibc": 1, "": 12},
     "operators": {"shared": 11, "": 22},
@@ -22,7 +22,7 @@ SECONDS = {
 
 
 def build(version: str, package: Path, folder: Path = ROOT / "build" / "ext") -> None:
-    """Builds the libraries into ``package``; what was built before and has not changed stays."""
+    """Builds the libraries into ``package``; unchanged ones of an earlier build are kept."""
     torches = find_torches()
     compiler = find_compiler()
     cuda, about_cuda = find_cuda(torches)
@@ -43,14 +43,14 @@ def build(version: str, package: Path, folder: Path = ROOT / "build" / "ext") ->
             f"{compiler.name} {compiler.version}, but got the error above; USE_CUDA=0 leaves CUDA out, CXX names "
             "another compiler"
         )
-    # What an earlier build left there belongs to other kernels.
+    # Folders of an earlier build for other torches do not match the new kernels.
     for old in package.glob("torch-*"):
         if old.name not in {torch.package_folder for torch in torches}:
             shutil.rmtree(old)
 
 
 def jobs() -> int:
-    """How many compilers run at a time."""
+    """Returns how many compilers run at a time."""
     named = os.environ.get("MAX_JOBS")
     if not named:
         return len(os.sched_getaffinity(0))

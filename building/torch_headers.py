@@ -1,4 +1,4 @@
-"""The torch, or several of them, that the operators are built against. It is not imported: headers and libraries do."""
+"""Finds one or several torches to build against, without importing them: headers and libraries suffice."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from building.errors import stop
 
 OLDEST = (2, 11)
 
-# Run and not imported: importing the package loads what this build is about to make.
+# Executed, not imported, as importing the package loads the libraries that this build makes.
 _TORCH_FOLDER = runpy.run_path(str(Path(__file__).parents[1] / "normops" / "_torch_folder.py"))
 
 
@@ -19,13 +19,13 @@ class Torch(NamedTuple):
     version: str
     folder: Path
     cuda: str | None
-    """The version that it was built with."""
+    """The version of CUDA that it was built with."""
     rocm: str | None = None
-    """Likewise; AMD's."""
+    """The version of ROCm that it was built with."""
 
     @property
     def package_folder(self) -> str:
-        """The folder of the package for what is built against it."""
+        """The folder of the package for the libraries built against this torch."""
         name: str = _TORCH_FOLDER["folder_of"](self.version)
         return name
 
@@ -35,7 +35,7 @@ class Torch(NamedTuple):
 
 
 def find_torches() -> list[Torch]:
-    """The installed one, or those whose folders NORMOPS_TORCH_FOLDERS names, separated by colons."""
+    """Returns the installed torch, or those in the colon-separated folders of NORMOPS_TORCH_FOLDERS."""
     named = os.environ.get("NORMOPS_TORCH_FOLDERS")
     if named:
         return [_read(Path(folder)) for folder in named.split(":")]

@@ -1,55 +1,53 @@
-"""Train a small Llama from scratch with torch.nn.RMSNorm and with normops.RMSNorm, and compare the two.
+"""Trains a small Llama from scratch with torch.nn.RMSNorm and with normops.RMSNorm, and compares the two.
 
     python examples/baby_llama.py [--model llama|qk-norm|wide-qk-norm|gated] [--steps N] [--device cpu|cuda]
                                   [--norm all|torch|eager|fused|torch-compiled|compiled]
                                   [--dtype float32|bfloat16] [--recompute-norms] [--out DIR]
     torchrun --nproc-per-node 2 examples/baby_llama.py [--parallel data|tensor] ...
 
-It needs tqdm and matplotlib besides normops. Nothing is downloaded: the text is the source code of the Python
-standard library, byte by byte. All variants start from the same weights and see the same batches. They differ in the
-class of their norms, in whether these add to the residual stream as well ("fused": one operator for both), and in
-torch.compile.
+It requires normops, tqdm and matplotlib. Nothing is downloaded: the text is the source code of the Python standard
+library, byte by byte. All variants start from the same weights and see the same batches. They differ in the class of
+their norms, in torch.compile, and in whether norms also add to the residual stream ("fused": one operator for both).
 
-The variants train in turn, a few steps each, in an order that is drawn anew for each round. What slows the machine
-down for a while slows all of them down, so their speed is compared round by round.
+The variants train in turns of a few steps, in a new random order in each round. A temporary slowdown of the machine
+affects all of them, so their speeds are compared in each round.
 
 In bfloat16 the norms keep float32 weights; a CPU without instructions for bfloat16 is very slow. Under torchrun, each
-process has its part of the same batches, and FSDP keeps a part of the parameters in each (parallel.py): the losses are
-the same. So they are with --parallel tensor, where each process has some of the heads; nothing is compiled there.
+process trains on its part of the same batches, and FSDP shards the parameters (parallel.py). With --parallel tensor,
+each process has some of the heads instead, and nothing is compiled. The losses are the same in both cases.
 
-With --model qk-norm, queries and keys are normalized per head before they are rotated (qk_norm_model.py): one operator
-for both steps where the norms are fused, and else a norm and what follows. With --model wide-qk-norm, they are
-normalized across heads: with --parallel tensor, each process then has a part of every row, and normops adds up one
-number a row, where torch.nn.RMSNorm gathers the rows.
+With --model qk-norm, queries and keys are normalized per head and then rotated (qk_norm_model.py): by one operator in
+fused variants, and by a norm and a rotation in the others. With --model wide-qk-norm, they are normalized across heads.
+With --parallel tensor, each process then has a part of every row: normops sums one number per row over the processes,
+whereas torch.nn.RMSNorm gathers the rows.
 
-With --model gated, linear attention takes the place of attention, and what it returns passes a gated norm
-(gated_model.py), which is one operator as well where the norms are fused, and else a norm and what follows.
+With --model gated, linear attention replaces attention, and a gated norm follows it (gated_model.py): one operator in
+fused variants, and a norm and a gate in the others.
 
-With --recompute-norms, the variants with normops keep no outputs of norms for the backward, which computes them again:
-compare their peak MB.
+With --recompute-norms, the variants with normops recompute the outputs of norms in the backward instead of storing
+them: compare their peak MB.
 
-The script trains the variants, prints a table, draws the loss curves to DIR/loss.png, says which operators
-torch.compile finds in the model, and lets the last model write some text. The columns of the table:
+The script trains the variants, prints a table, and draws the loss curves to DIR/loss.png. It prints which operators
+torch.compile finds in the model, and samples text from the last model. The columns of the table:
 
-    tokens/s     the median over the turns, the first one left out, of the median step, the first one left out
-    times torch  tokens/s over those of torch.nn.RMSNorm in the same round, which is compiled where the variant is: the
-                 median, and the middle half
-    norms ms     time in the norms of a step, in the additions before them, with their gates and with the rotations
-                 after them, forward and backward, from torch.profiler: on the CPU the time spent, on CUDA that
-                 of the kernels. In parentheses the share of the wall time. Of both times the least in five steps.
-                 Backward it is, in eager mode, the time of the autograd nodes that they recorded, with the sums of
-                 gradients that autograd makes for them; in compiled code, which has no such nodes, that of the
-                 operators normops::rms_norm_backward, normops::rms_norm_rope_backward and
-                 normops::gated_rms_norm_backward. Compiled code of torch.nn.RMSNorm has no operators to tell.
-    peak MB      parameters, buffers and optimizer state, plus the most bytes in all other tensors, gradients
-                 among them, at any one time in a step; what libraries allocate for themselves is not counted.
-                 Under torchrun it is that of the first process, as are the times.
-    loss         of training: mean over the last ten steps, in nats per byte
-    val. loss    on text held out from training
+    tokens/s     the median over turns of the median step, without the first turn and the first step of each turn
+    times torch  tokens/s relative to torch.nn.RMSNorm in the same round, compiled if the variant is: median and
+                 quartiles
+    norms ms     time per step in the norms and in the additions, gates and rotations around them, forward and
+                 backward, from torch.profiler: CPU time, or on CUDA the time of the kernels. The share of the wall
+                 time is in parentheses. Both times are the minimum of five steps. The backward in eager mode is the
+                 time of the norms' autograd nodes, including autograd's sums of their gradients. Compiled code has
+                 no such nodes: the operators normops::rms_norm_backward, normops::rms_norm_rope_backward and
+                 normops::gated_rms_norm_backward count there. Compiled torch.nn.RMSNorm has no such operators.
+    peak MB      parameters, buffers and optimizer state, plus the peak bytes of all other tensors in a step,
+                 including gradients; internal allocations of libraries are not counted. Under torchrun, memory and
+                 times are those of the first process.
+    loss         training loss: mean over the last ten steps, in nats per byte
+    val. loss    loss on text held out from training
 
-The operators that a step calls are counted in eager mode, the optimizer's and those of autograd included, without those
-that operators call themselves. Compiling is how much longer the first step took than the median step (less where an
-earlier run has left its compiled code in Inductor's cache).
+The operators of a step are counted in eager mode. They include those of the optimizer and of autograd, but not those
+that operators call. The time of compiling is the first step minus the median step (less if Inductor's cache contains
+the code of an earlier run).
 """
 
 import argparse
@@ -89,7 +87,7 @@ TURN = 4
 PROFILES = 5
 CORPUS_BYTES = 4_000_000
 T = TypeVar("T")
-# Packages installed beside the library, tests, demos, and tables of characters.
+# Folders to skip: installed packages, tests, demos, and tables of characters.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo", "encodings"}
 
 
@@ -111,7 +109,7 @@ VARIANTS = {
 
 
 MODELS = {"llama": Llama, "qk-norm": QKNormLlama, "wide-qk-norm": WideQKNormLlama, "gated": GatedLlama}
-# What holds a norm and the operations that it is fused with.
+# Modules with a norm and the operations that it is fused with.
 NORMS = (AddNorm, GatedNorm, RotatedNorm, WideNorm)
 PARALLEL = parallel.kinds(BATCH)
 
@@ -136,11 +134,11 @@ class Corpus:
 
 
 def batches(windows: Tensor, device: str, part_of: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """Yield this process's part of batches of random windows without end, the same ones each time."""
+    """Yields this process's part of endless batches of random windows, the same in each run."""
     generator = torch.Generator().manual_seed(0)
     choose = partial(torch.randint, len(windows), (BATCH,), generator=generator)
     while True:
-        # No variable keeps a batch until the next one: the profiler warns of memory that it has seen freed alone.
+        # No variable keeps a batch until the next one: the profiler warns if it sees memory freed, but not allocated.
         yield part_of(windows[choose()]).long().to(device)
 
 
@@ -149,7 +147,7 @@ def build_model(made: type[Llama], variant: Variant, device: str, dtype: torch.d
     model = made(variant.norm, variant.fused).to(device, dtype)
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
-            # Near 1, where these weights are, bfloat16 is too coarse for the steps of the optimizer.
+            # These weights are near 1, where bfloat16 is too coarse for the steps of the optimizer.
             module.float()
     return model
 
@@ -164,7 +162,7 @@ def validation_loss(model: Llama, stream: Iterator[Tensor]) -> float:
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Rise over the first tenth of the steps, then fall along a cosine to a tenth."""
+    """Returns a factor that rises over the first tenth of the steps, then falls along a cosine to a tenth."""
     warm_up = max(1, steps // 10)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -179,7 +177,7 @@ class Arm:
         self.variant, self.device = variant, device
         self.model = build_model(MODELS[options.model], variant, device, getattr(torch, options.dtype))
         shared.shard(self.model, device)
-        # Where parameters are gathered from other processes, a graph ends.
+        # Gathering parameters from other processes breaks the graph.
         whole = parallel.processes() == 1
         recomputes = options.recompute_norms and variant.norm is normops.RMSNorm
         self.context = normops.recompute_norms if recomputes else nullcontext
@@ -203,7 +201,7 @@ class Arm:
         return parallel.mean(loss)
 
     def train(self, steps: int, progress: "tqdm[Any]") -> None:
-        # In a file or a pipe the bar cannot be drawn over itself, so it is drawn less often.
+        # A progress bar in a file or a pipe cannot overwrite itself, so it is drawn less often.
         progress.set_description(f"{self.variant.label:26}", refresh=sys.stderr.isatty())
         self.turns.append([])
         for _ in range(steps):
@@ -239,7 +237,7 @@ class Arm:
 
 
 def turns(arms: Sequence[T], steps: int) -> Iterator[tuple[T, int]]:
-    """Yield who trains next, and for how many steps: in each round everyone once, in an order drawn anew."""
+    """Yields the next arm and its number of steps: each round has all arms once, in a new random order."""
     shuffled = random.Random(0)
     for done in range(0, steps, TURN):
         for arm in shuffled.sample(arms, len(arms)):
@@ -259,7 +257,7 @@ def train(arms: Sequence[Arm], steps: int) -> list[Result]:
 
 
 def print_operators(made: type[Llama]) -> None:
-    """Say whether the graphs of torch.compile have one operator of normops for each norm, and no others of normops."""
+    """Prints whether the graphs of torch.compile have exactly one operator of normops for each norm."""
     kinds = Counter(map(type, made(normops.RMSNorm, fused=True).modules()))
     plain, gated, rotated, wide = (kinds[kind] for kind in NORMS)
     forward = Counter(rms_norm=1 + wide, add_rms_norm=plain - 1, gated_rms_norm=gated, rms_norm_rope=rotated)
@@ -292,14 +290,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="llama", help=models)
     parser.add_argument("--norm", choices=("all", *VARIANTS), default="all", help="which variants to train")
     parser.add_argument("--steps", type=int, default=80, help="of training, for each variant (default: 80)")
-    shared = "what the processes of torchrun share: batches, or heads and features (default: data)"
+    shared = "what is divided among the processes of torchrun: batches, or heads and features (default: data)"
     parser.add_argument("--parallel", choices=PARALLEL, default="data", help=shared)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    recomputed = "keep no outputs of normops' norms for the backward"
+    recomputed = "recompute the outputs of normops' norms in the backward"
     parser.add_argument("--recompute-norms", action="store_true", help=recomputed)
     default_out = Path(__file__).parent.parent / "build" / "baby_llama"
-    parser.add_argument("--out", type=Path, default=default_out, help="of loss.png (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=default_out, help="folder of loss.png (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2, as the first step is not timed")
@@ -314,7 +312,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace) -> None:
-    # What torch.nn.RMSNorm says about a bfloat16 input and a float32 weight, which are meant here.
+    # torch.nn.RMSNorm warns of a bfloat16 input with a float32 weight, which is intended here.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     data, made = Corpus.standard_library(), MODELS[options.model]
     parameters = sum(parameter.numel() for parameter in made(nn.RMSNorm, fused=False).parameters())

@@ -1,4 +1,4 @@
-"""Results of variants that have trained in turn: a table, and the curves of their losses."""
+"""Prints a table of the results of trained variants, and draws their loss curves."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ COLUMNS = ["norms", "tokens/s", "times torch", "norms ms", "peak MB", "loss", "v
 class Result:
     label: str
     is_baseline: bool
-    """Of the variants that are compiled, or of those that are not."""
+    """True for the baseline of the compiled variants, and for that of the others."""
     losses: list[float]
     validation_loss: float
     tokens_per_second: list[float]
-    """Of each turn."""
+    """One number for each turn."""
     compile_seconds: float | None
     operators: int | None
     norm_milliseconds: float | None
-    """Of a step under the profiler, as are the milliseconds; None if what it spends in norms cannot be told."""
+    """The time in norms of a profiled step, like ``milliseconds``; None if it cannot be measured."""
     milliseconds: float
     peak_bytes: int
 
@@ -33,7 +33,7 @@ class Result:
 
 
 def speedup(result: Result, baseline: Result) -> tuple[float, float, float]:
-    """Return how many times as fast it is: the median over the rounds, and the quartiles around it."""
+    """Returns the speedup over the baseline: the median over the rounds, and the quartiles."""
     pairs = zip(result.tokens_per_second, baseline.tokens_per_second, strict=True)
     ratios = [one / other for one, other in pairs]
     low, median, high = statistics.quantiles(ratios if len(ratios) > 1 else ratios * 2, n=4, method="inclusive")
@@ -41,7 +41,7 @@ def speedup(result: Result, baseline: Result) -> tuple[float, float, float]:
 
 
 def baseline_of(result: Result, results: Sequence[Result]) -> Result | None:
-    """The variant without normops that is compiled as this one is."""
+    """Returns the variant without normops that is compiled if this one is, or None."""
     is_compiled = result.compile_seconds is not None
     alike = (each for each in results if each.is_baseline and (each.compile_seconds is not None) == is_compiled)
     return next(alike, None)
@@ -65,7 +65,7 @@ def table_row(result: Result, baseline: Result | None) -> list[str]:
 
 
 def print_results(results: Sequence[Result]) -> None:
-    """Print a table of the results, each beside its baseline if that is there, and what the table does not say."""
+    """Prints a table of the results relative to their baselines, and further results below it."""
     pairs = [(result, baseline_of(result, results)) for result in results]
     print_table([COLUMNS, *(table_row(result, baseline) for result, baseline in pairs)])
     print("\nNorms: forward and backward, milliseconds and share of a step.")
@@ -94,7 +94,7 @@ def print_results(results: Sequence[Result]) -> None:
 def plot_losses(results: list[Result], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    # The curves all but coincide, so each is drawn thinner than those below it.
+    # The curves nearly coincide, so each is drawn thinner than those below it.
     for width, result in zip((9.0, 6.5, 4.0, 2.0, 0.8), results, strict=False):
         steps = len(result.losses)
         (line,) = axes.plot(range(1, steps + 1), result.losses, linewidth=width, label=result.label)

@@ -1,4 +1,4 @@
-"""The small Llama with linear attention that forgets and a gated norm, as in Mamba 2, GLA and Qwen3-Next."""
+"""Defines the small Llama with decaying linear attention and a gated norm, as in Mamba 2, GLA and Qwen3-Next."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ import normops
 
 
 class GatedNorm(nn.Module):
-    """Normalizes what a head remembers, and multiplies it by a gate."""
+    """Normalizes the output of a head and multiplies it by a gate."""
 
     def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class GatedNorm(nn.Module):
 
 
 class LinearAttention(nn.Module):
-    """Without softmax; what is remembered of a position decays from step to step, by as much as the input says."""
+    """Attention without softmax, whose weights decay from step to step, at a rate that depends on the input."""
 
     def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
         super().__init__()

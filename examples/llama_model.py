@@ -1,4 +1,4 @@
-"""A small Llama, with RMSNorm, rotary attention and SwiGLU, that reads and writes bytes."""
+"""Defines a small Llama on bytes, with RMSNorm, rotary attention and SwiGLU."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ VOCABULARY, DIM, LAYERS, HEADS, CONTEXT = 256, 192, 4, 4, 128
 
 
 class Attention(nn.Module):
-    """``norm``: of queries, and of keys, across heads."""
+    """Rotary attention. ``norm`` makes the norms of queries and of keys across heads."""
 
     def __init__(self, norm: Callable[[], nn.Module] = nn.Identity) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class FeedForward(nn.Module):
 
 
 class AddNorm(nn.Module):
-    """Adds x to the residual stream, where there is one yet, and normalizes the sum; returns both."""
+    """Adds x to the residual stream, if given, and normalizes the sum; returns both."""
 
     def __init__(self, norm: type[nn.RMSNorm], fused: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class AddNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
             return self.norm(x), x
-        if self.fused:  # normops.RMSNorm adds, too
+        if self.fused:  # normops.RMSNorm adds the residual, too
             return self.norm(x, residual)
         residual = residual + x
         return self.norm(residual), residual
@@ -93,11 +93,11 @@ class Llama(nn.Module):
 
 
 def heads(x: Tensor, width: int = DIM // HEADS) -> Tensor:
-    """(batch, length, columns) as (batch, heads, length, width)."""
+    """Reshapes (batch, length, columns) to (batch, heads, length, width)."""
     return x.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embedding to x (batch, heads, length, head dimension)."""
+    """Applies rotary position embedding to x (batch, heads, length, head dimension)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

@@ -1,9 +1,9 @@
-"""Train on all processes that torchrun starts.
+"""Trains on all processes that torchrun starts.
 
-DATA: each has a part of every batch, and keeps a part of every parameter. TENSOR: each has some heads of attention and
-some features of the other layers; norms across heads, as in OLMo 2, then have a part of every row in each process.
+"data" splits every batch and shards every parameter. "tensor" divides the heads of attention and the features of the
+other layers; for norms across heads, as in OLMo 2, each process then has a part of every row.
 
-In a process that was started by itself there is one part, the whole, and nothing is sharded.
+A process without torchrun has all of the batch and the model, and nothing is sharded.
 """
 
 import os
@@ -36,7 +36,7 @@ def is_first() -> bool:
 
 @contextmanager
 def joined(device: str) -> Iterator[None]:
-    """Join the processes that torchrun has started, if it has; only the first one prints."""
+    """Joins the processes that torchrun has started, if any; only the first one prints."""
     if not dist.is_torchelastic_launched():
         yield
         return
@@ -51,7 +51,7 @@ def joined(device: str) -> Iterator[None]:
 
 
 def mean(loss: Tensor) -> float:
-    """Return the mean over all processes, each of which has the mean over its samples."""
+    """Returns the mean over all processes of their means over samples."""
     total = loss.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -59,13 +59,13 @@ def mean(loss: Tensor) -> float:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Return the bytes that this process keeps."""
+    """Returns the bytes of the tensor that this process stores."""
     return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """What processes share: how many parts there are is a divisor of ``parts``, the number of ``what``."""
+    """Divides work among processes, whose number must divide ``parts``, the number of ``what``."""
 
     parts: int
     what: str
@@ -77,18 +77,18 @@ class Parallelism:
             raise SystemExit(f"{processes()} processes cannot share {self.what} equally")
 
     def part_of(self, batch: Tensor) -> Tensor:
-        """Return the samples that this process has."""
+        """Returns the samples of this process."""
         return batch.chunk(processes())[dist.get_rank()] if self.splits_batches and dist.is_initialized() else batch
 
     def shard(self, model: Llama, device: str) -> None:
-        """Let each process keep its part of the parameters; gradients become means over the samples of all."""
+        """Shards the parameters over the processes; gradients become means over all samples."""
         if dist.is_initialized():
             self.shard_model(model, init_device_mesh(device, (processes(),)))
 
 
 def _shard_parameters(model: Llama, mesh: DeviceMesh) -> None:
     norms = [module for module in model.modules() if isinstance(module, nn.RMSNorm)]
-    # What is gathered at once has one dtype, and the norms may have another than the rest.
+    # Parameters that are gathered together need one dtype, and norms may have another than the rest.
     for modules in (norms, *model.blocks, model):
         fully_shard(modules, mesh=mesh)
 

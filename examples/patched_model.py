@@ -1,24 +1,24 @@
-"""Put normops under a model of transformers, and compare it with what it was: speed, memory, logits.
+"""Patches a model of transformers to use normops, and compares it with the original: speed, memory, logits.
 
     python examples/patched_model.py [--model qwen3|llama] [--dtype float32 bfloat16] [--no-compiled]
                                      [--device cpu|cuda] [--hidden N] [--layers N] [--batch N] [--length N]
                                      [--rounds N] [--out DIR]
 
-It needs transformers, tqdm and matplotlib besides normops. The weights are random, nothing is downloaded. The variants
-take turns, in an order that is drawn anew for each round. Two of them are compiled by torch.compile, which takes a
-minute or two: as it is, and with normops.inductor_options(). The second one is compared with the first one. On a CPU
-without instructions for bfloat16, matrix products in that dtype take nearly all of the time.
+It requires normops, transformers, tqdm and matplotlib. The weights are random, nothing is downloaded. The variants take
+turns, in a new random order in each round. torch.compile compiles two of them, which takes a minute or two: without
+options, and with normops.inductor_options(). The second one is compared with the first one. On a CPU without
+instructions for bfloat16, matrix products in that dtype take nearly all of the time.
 
 The script prints what normops.patch reports and a table, and draws DIR/patched_model.png. The columns of the table:
 
-    training     tokens per second of a step: forward, loss, backward. In brackets, here and in the next two columns,
-                 how many times as fast as without normops, compiled if this is: the median over the rounds
-    prefill      of a forward without gradients
-    decode       of one token after another, with a cache
-    norms %      the share of a training step's time under the profiler that is spent in norms, and in the autograd
-                 nodes that they recorded; compiled code is not told apart
-    peak MB      parameters, and the most bytes in all other tensors at any one time in a training step
-    logits off   the largest difference to the logits of the model in float32, as it was
+    training     tokens per second of a step: forward, loss, backward. The brackets here and in the next two columns
+                 have the median speedup over the model without normops, compiled if the variant is
+    prefill      tokens per second of a forward without gradients
+    decode       tokens per second of decoding with a cache, one token at a time
+    norms %      the share of the time of a profiled training step that is spent in norms and their autograd nodes;
+                 not available for compiled code
+    peak MB      parameters, plus the peak bytes of all other tensors in a training step
+    logits off   the largest difference from the logits of the original model in float32
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Variant(NamedTuple):
     model: nn.Module
     forward: Callable[..., Any]
     without_normops: str
-    """The label of what it is compared with."""
+    """The label of the variant that it is compared with."""
 
 
 def build(options: argparse.Namespace) -> nn.Module:
@@ -117,7 +117,7 @@ def seconds(call: Callable[[], object], device: str) -> float:
 
 
 Times = dict[str, dict[str, list[float]]]
-"""Tokens per second of each round: by what was done, and by the variant's label."""
+"""Tokens per second of each round, by the task and by the variant's label."""
 
 
 def measure(variants: Sequence[Variant], ids: Tensor, rounds: int, device: str, title: str) -> Times:
@@ -156,7 +156,7 @@ def logits_of(variant: Variant, ids: Tensor) -> Tensor:
 class Row(NamedTuple):
     variant: str
     speed: dict[str, tuple[float, float] | None]
-    """Tokens per second, and how many times as fast as without normops."""
+    """Tokens per second, and the speedup over the model without normops."""
     norm_share: float | None
     peak_bytes: int
     logits_off: float
@@ -193,7 +193,7 @@ def cells(dtype: str, row: Row) -> list[str]:
 
 
 def draw(results: dict[str, list[Row]], title: str, path: Path) -> None:
-    """Bars of how many times as fast, and of the norms' share."""
+    """Draws bars of the speedups, and of the shares of norms."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     speeds, shares = figure.subplots(1, 2, width_ratios=(2, 1))
     labels = [f"{dtype}, {row.variant}" for dtype, rows in results.items() for row in rows]
@@ -208,7 +208,7 @@ def draw(results: dict[str, list[Row]], title: str, path: Path) -> None:
             bars = shares.bar([number], [100 * row.norm_share], color=bars[0].get_facecolor())
             shares.bar_label(bars, fmt="%.1f", fontsize=7)
     speeds.axhline(1.0, color="black", linewidth=0.8)
-    speeds.set(title="times as fast as without normops", xticks=range(len(rows[0].speed)))
+    speeds.set(title="speedup over the model without normops", xticks=range(len(rows[0].speed)))
     speeds.set_xticklabels(rows[0].speed)
     figure.legend(fontsize=7, loc="outside lower center", ncols=4)
     shares.set(title="norms: % of a training step", xticks=[])
@@ -217,7 +217,7 @@ def draw(results: dict[str, list[Row]], title: str, path: Path) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Patch a model of transformers and compare it with what it was.")
+    parser = argparse.ArgumentParser(description="Patch a model of transformers and compare it with the original.")
     parser.add_argument("--model", choices=MODELS, default="qwen3")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32"])
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="with torch.compile")
@@ -226,7 +226,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="default: %(default)s")
     default_out = Path(__file__).parent.parent / "build" / "patched_model"
-    parser.add_argument("--out", type=Path, default=default_out, help="of the chart (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=default_out, help="folder of the chart (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.hidden % HEAD or options.hidden < HEAD:
         parser.error(f"--hidden must be a multiple of {HEAD}, the size of a head")

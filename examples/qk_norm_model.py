@@ -1,5 +1,5 @@
-"""The small Llama with norms of queries and keys before they are rotated: per head, as in Qwen3 and Gemma 3, or across
-heads, as in OLMo 2."""
+"""Defines the small Llama with norms of queries and keys before the rotation: per head, as in Qwen3 and Gemma 3, or
+across heads, as in OLMo 2."""
 
 from functools import partial
 

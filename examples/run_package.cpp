@@ -1,9 +1,9 @@
-// Runs a model that torch.export and AOTInductor compiled, without Python: one input, filled with ones, and the sum of
-// the first output is printed.
+// Runs a model that torch.export and AOTInductor compiled, without Python: passes one input, filled with ones, and
+// prints the sum of the first output.
 //
 //   run_package libnormops.so model.pt2 size...
 //
-// Loading the library registers normops' operators; normops.build_info()["library"] says where it lies. To build:
+// Loading the library registers normops' operators; normops.build_info()["library"] is its path. To build:
 //
 //   TORCH=$(python -c "import torch; print(torch.__path__[0])")
 //   g++ -std=c++20 run_package.cpp -o run_package -I$TORCH/include -I$TORCH/include/torch/csrc/api/include

@@ -1,4 +1,4 @@
-"""Profile a training step: the time inside its norms, the operators and the memory that it takes."""
+"""Profiles a training step: the time in its norms, its operators and its memory."""
 
 import os
 import time
@@ -23,7 +23,7 @@ NORM_OPERATORS = {
     "normops::rms_norm_rope",
     "normops::rms_norm_rope_backward",
 }
-# What calls of the modules that count are named.
+# The name of the calls of norm modules.
 RANGE = "norm"
 AUTOGRAD_NODE = "autograd::engine::evaluate_function"
 
@@ -36,13 +36,13 @@ class StepProfile(NamedTuple):
 
 
 def profile_step(step: Callable[[], object], norms: Iterable[nn.Module], device: str) -> StepProfile:
-    """Return the times of a step, and the most bytes in tensors beyond those at its start.
+    """Returns the times of a step, and the peak bytes of tensors beyond those at its start.
 
-    What runs inside the modules `norms` counts as time in norms; compiled code has none, there NORM_OPERATORS count.
+    Calls inside the modules `norms` count as time in norms; so do NORM_OPERATORS, as compiled code has no modules.
     """
     activities = [ProfilerActivity.CPU]
     if device == "cpu":
-        # Kineto, on which the profiler rests, logs each start and stop at a level above its errors, which concern GPUs.
+        # Kineto, which the profiler uses, logs each start and stop at a level above its errors, which concern GPUs.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -71,7 +71,7 @@ def profile_step(step: Callable[[], object], norms: Iterable[nn.Module], device:
 
 @contextmanager
 def named(module: nn.Module) -> Iterator[None]:
-    """Give the profiler a RANGE for each call of the module."""
+    """Records a RANGE in the profile for each call of the module."""
     ranges: list[record_function] = []
 
     def enter(module: nn.Module, arguments: object) -> None:
@@ -88,9 +88,9 @@ def named(module: nn.Module) -> Iterator[None]:
 
 
 def norm_microseconds(events: Iterable[FunctionEvent], device: str) -> float:
-    """Add up the time in what is_norm says, and in the autograd nodes that were recorded there."""
-    # An operator's event has the number that the next autograd node will get. Where the operator records no
-    # node, the one after it has the same number: the last event with a number is the one that recorded it.
+    """Returns the time in the events of norms, and in the autograd nodes that were recorded there."""
+    # An operator's event has the number that the next autograd node will get. If the operator records no node,
+    # the next operator has the same number: the last event with a number is the one that recorded the node.
     recorded_in_norm: dict[int, bool] = {}
     for event in sorted(events, key=lambda event: event.time_range.start):
         names = [each.name for each in with_ancestors(event)]
@@ -109,7 +109,7 @@ def norm_microseconds(events: Iterable[FunctionEvent], device: str) -> float:
 
 
 def is_norm(event: FunctionEvent) -> bool:
-    """An operator of a norm, or any inside a RANGE."""
+    """Returns whether an event is an operator of a norm, or any event inside a RANGE."""
     return event.name in NORM_OPERATORS or any(ancestor.name == RANGE for ancestor in with_ancestors(event.cpu_parent))
 
 

@@ -1,8 +1,8 @@
-"""Tables as text."""
+"""Prints tables as text."""
 
 
 def print_table(rows: list[list[str]]) -> None:
-    """The first column starts on the left, the others end on the right."""
+    """Prints rows with the first column aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))

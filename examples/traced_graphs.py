@@ -1,7 +1,7 @@
-"""Look at the graphs that torch.compile hands to a compiler backend.
+"""Returns the graphs that torch.compile passes to a compiler backend.
 
 `trace` compiles a function with AOTAutograd, runs it forward and backward once and returns the two graphs;
-`operators` names what a graph calls. Nothing is computed on the "meta" device, so a model can be traced there
+`operators` lists the operators of a graph. Nothing is computed on the "meta" device, so a model can be traced there
 without the hardware it is meant for:
 
     layer = normops.RMSNorm(64, device="meta")
@@ -25,7 +25,7 @@ class TracedGraphs(NamedTuple):
 
 
 def trace(fn: Callable[..., Tensor | tuple[Tensor, ...]], *args: object, dynamic: bool = False) -> TracedGraphs:
-    """Return the graphs of `fn(*args)`; the backward one is None where no output needs a gradient.
+    """Returns the graphs of `fn(*args)`; the backward one is None if no output requires a gradient.
 
     Gradients accumulate in the leaves that `fn` uses, as in any backward pass.
     """
@@ -38,7 +38,7 @@ def trace(fn: Callable[..., Tensor | tuple[Tensor, ...]], *args: object, dynamic
 
         return compiler
 
-    # Code that an earlier call has compiled would be reused without calling the compilers again.
+    # Code compiled by an earlier call would be reused without calling the compilers.
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=keep_as("forward"), bw_compiler=keep_as("backward"))
     output = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
@@ -50,6 +50,6 @@ def trace(fn: Callable[..., Tensor | tuple[Tensor, ...]], *args: object, dynamic
 
 
 def operators(graph: fx.GraphModule) -> list[str]:
-    """Return the names of the operators that `graph` calls, in order, without the unpacking of tuples."""
+    """Returns the names of the operators that `graph` calls, in order, without the unpacking of tuples."""
     calls = (node.target for node in graph.graph.nodes if node.op == "call_function")
     return [str(target) for target in calls if target is not operator.getitem]

@@ -1,1 +1,1 @@
-"""Faults for the tests to see: ``python -m mutants``. A mutant that no test sees is a missing test."""
+"""Faults that tests must detect: ``python -m mutants``. A mutant that survives shows that a test is missing."""

@@ -1,10 +1,10 @@
-"""Puts one fault after another into a copy of the sources, and says which the tests see: python -m mutants.
+"""Puts one fault after another into a copy of the sources, and reports which the tests detect: python -m mutants.
 
-The tests that a mutant names run in tier core; with --tier full, those of tier full, too, for what core does not see.
-Before, they have to pass without it. What a fault in C++ touches is built; the first time, all is: CXX="ccache g++"
-keeps that. A mutant is seen if a test fails, crashes or comes to no end. One that survives says that a test is missing.
-Logs are in build/mutants. The exit status is 1 if a mutant could not be tried, or core sees less than 95 % of them, or
-full less than all.
+The tests that a mutant names run in tier core; with --tier full, survivors run those of tier full, too. All tests must
+pass without mutants first. A mutant in C++ compiles the files that it affects, after one full build, which
+CXX="ccache g++" caches. A mutant is seen if a test fails, crashes or does not end. A survivor shows that a test is
+missing. Logs are in build/mutants. The exit status is 1 if a mutant could not be tried, if core sees less than 95 % of
+the mutants, or if full sees less than all.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from mutants.runner import TIERS, Outcome, Runner
 
 ROOT = Path(__file__).parent.parent
 ENOUGH = {"core": 0.95, "full": 1.0}
-"""What share a tier has to see, with the one before."""
+"""The share of mutants that a tier must see, together with the previous tier."""
 Outcomes = Mapping[Mutant, Outcome]
 
 
@@ -26,10 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m mutants", description=__doc__)
     parser.add_argument("--tier", default="core", choices=TIERS, help="default: core")
     parser.add_argument("--area", choices=sorted({mutant.area for mutant in MUTANTS}), help="default: all")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="mutants in whose name or path this is found")
-    parser.add_argument("--jobs", default=1, type=int, help="how many mutants at a time, each in a copy of its own")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the table is written to as well")
-    parser.add_argument("--list", action="store_true", help="say which mutants there are, and try none")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="mutants whose name or path matches this")
+    parser.add_argument("--jobs", default=1, type=int, help="how many mutants at a time, each in a separate copy")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the table to this file")
+    parser.add_argument("--list", action="store_true", help="list the mutants without trying them")
     given = parser.parse_args(arguments)
     chosen = [
         mutant
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.area in (None, mutant.area) and re.search(given.only, f"{mutant.name} {mutant.path}")
     ]
     if not chosen:
-        parser.error(f"--only, --area: expected a pattern that some mutant has, but got {given.only or given.area}")
+        parser.error(f"--only, --area: expected a pattern that matches a mutant, but got {given.only or given.area}")
     if given.list:
         print("\n".join(f"{each.area}: {each.name}\n  {each.path}\n  pytest {each.tests}" for each in chosen))
         return 0
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(mutants: Sequence[Mutant], by_tier: Mapping[str, Outcomes]) -> tuple[str, bool]:
-    """The table, with what is not seen below; and whether enough is."""
+    """Returns the table with a list of unseen mutants, and whether enough were seen."""
     seen = dict[str, set[Mutant]]()
     below = []
     for tier, outcomes in by_tier.items():

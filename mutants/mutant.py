@@ -1,8 +1,8 @@
-"""Faults in the sources, as the .txt files beside this list them, a file for each area.
+"""Reads faults in the sources from the .txt files in this folder, a file for each area.
 
-A blank line is between two. Of each, the first line says what is wrong, the second one where, and what arguments pytest
-gets for the tests that should see it; then come the lines that are there, and those in their place. They need not be
-whole: a text that the source has once is enough. It is no diff, which any change beside it would break.
+A blank line separates two faults. The first line of a fault names it. The second line has the source file, and the
+arguments of pytest for the tests that should see it. The original lines (-) and their replacement (+) follow. They may
+be parts of lines, but the original must occur once in the source. A diff would break with any change near it.
 """
 
 from pathlib import Path
@@ -19,11 +19,11 @@ class Mutant(NamedTuple):
 
     @property
     def is_built(self) -> bool:
-        """Whether it shows only in what setup.py builds: tests compile CUDA kernels themselves."""
+        """Returns whether setup.py must build the fault; tests compile the CUDA kernels themselves."""
         return self.path.startswith("csrc/") and not self.path.startswith("csrc/cuda/")
 
     def applied(self, source: str) -> str:
-        """The source with the fault in it."""
+        """Returns the source with the fault."""
         count = source.count(self.before)
         if count != 1 or self.before == self.after:
             raise ValueError(

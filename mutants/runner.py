@@ -18,9 +18,9 @@ from typing import NamedTuple
 from mutants.mutant import Mutant
 
 TIERS: Mapping[str, str] = {"core": "core", "full": "core or full"}
-"""What pytest's -m gets."""
+"""The value of pytest's -m."""
 LONGEST = 7200.0
-"""Seconds that a build may take, and tests without a mutant."""
+"""The time limit in seconds of a build, and of tests without a mutant."""
 
 
 class Outcome(NamedTuple):
@@ -32,10 +32,10 @@ class Outcome(NamedTuple):
 
 
 class Tree:
-    """A copy of the sources with what is built of them, kept twice: as it is, and where a mutant is put into.
+    """Two copies of the sources and their build: an unchanged one, and one that gets a mutant.
 
-    The latter is made anew each time, so that ninja compiles what the mutant touches, and nothing afterwards. It always
-    lies at the same place, as ninja goes by that.
+    The latter is copied anew for each mutant, so that ninja compiles only what the mutant changes. It always has the
+    same path, on which the build of ninja depends.
     """
 
     def __init__(self, root: Path, folder: Path, builds: bool, compilers: int) -> None:
@@ -58,7 +58,7 @@ class Tree:
         shutil.copytree(self._tree, self._kept)
 
     def tested(self, tests: str, tier: str, mutant: Mutant | None, limit: float, log: Path) -> Outcome:
-        """What the tests say of a mutant, or of the sources as they are."""
+        """Returns the outcome of the tests on a mutant, or on the unchanged sources."""
         if not self._kept.exists():
             self._copy()
         shutil.rmtree(self._tree)
@@ -75,7 +75,7 @@ class Tree:
         return Outcome(said, is_seen, time.monotonic() - start)
 
     def stop(self) -> None:
-        """Ends what runs, with all that it has started."""
+        """Kills the running process with its children."""
         if self._running is not None and self._running.poll() is None:
             os.killpg(self._running.pid, signal.SIGKILL)
 
@@ -83,7 +83,7 @@ class Tree:
         return self._python(["setup.py", "--quiet", "build_ext", "--inplace"], log, LONGEST)
 
     def _python(self, arguments: Sequence[str], log: Path, limit: float) -> int | None:
-        """The exit status of Python in the tree; None if it took too long."""
+        """Returns the exit status of Python in the tree, or None after a timeout."""
         environment = {
             "MAX_JOBS": str(self._compilers),
             **os.environ,
@@ -91,11 +91,11 @@ class Tree:
             "OMP_WAIT_POLICY": "passive",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_VEC_ISA_OK": "1",
-            # What was compiled of another mutant is not to be found.
+            # Code compiled with another mutant must not be reused.
             "TORCHINDUCTOR_CACHE_DIR": str(self._tree / "build" / "inductor"),
         }
         if not arguments[0].endswith(".py") and " " in environment.get("CXX", ""):
-            environment["BUILT_WITH"] = environment.pop("CXX")  # as the Makefile has it
+            environment["BUILT_WITH"] = environment.pop("CXX")  # as in the Makefile
         command = [sys.executable, *arguments]
         with log.open("w") as file:
             file.write(f"{shlex.join(command)}\n")
@@ -127,7 +127,7 @@ def _judged(code: int | None, log: str, limit: float) -> tuple[str, bool | None]
 
 
 class Runner:
-    """Tries as many mutants at a time as there are jobs, each in a tree of its own."""
+    """Tries ``jobs`` mutants at a time, each in a separate tree."""
 
     def __init__(self, root: Path, folder: Path, builds: bool, jobs: int = 1, patience: float = 300.0) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -150,7 +150,7 @@ class Runner:
             tree.stop()
 
     def run(self, mutants: Sequence[Mutant], tier: str) -> Iterator[tuple[Mutant, Outcome]]:
-        """What becomes of each, in turn; before, the tests of all have to pass without them."""
+        """Yields the outcome of each mutant, in order; all tests must pass without mutants first."""
         tests = [*dict.fromkeys(mutant.tests for mutant in mutants)]
         without = dict(zip(tests, self._pool.map(lambda each: self._tested(each, tier), tests), strict=True))
         outcomes = self._pool.map(

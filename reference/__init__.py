@@ -1,1 +1,1 @@
-"""What the operators are to compute, for tests and benchmarks alike: no part of what is installed."""
+"""Defines the expected results of the operators, for tests and benchmarks; this package is not installed."""

@@ -1,4 +1,4 @@
-"""The inputs that the operators are tested on: shapes, dtypes, memory layouts, flags."""
+"""Defines the inputs of the tests: shapes, dtypes, memory layouts, flags."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
-# Of input, residual and weight: the same, or the weight or the residual wider than the input.
+# Dtypes of input, residual and weight: equal, a wider weight, or a wider residual and weight.
 MIXED_DTYPES = (
     *((dtype, dtype, dtype) for dtype in DTYPES),
     *((dtype, dtype, torch.float32) for dtype in HALVES),
@@ -18,7 +18,7 @@ MIXED_DTYPES = (
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What an input of the dtype is computed in."""
+    """Returns the dtype that kernels compute in for an input of this dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -26,9 +26,9 @@ EPS = 0.01  # large enough that a kernel which dropped it would be far out of bo
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, scale: float = 0.2) -> Tensor:
-    """Random numbers whose rows differ in size by powers of two, so that no row's statistics pass for another's.
+    """Returns random rows, scaled by different powers of two, so that one row's statistics do not fit another.
 
-    Their mean of squares is around EPS, where neither of the two may be left out.
+    Their mean square is around EPS, so that omitting either of the two is detected.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
@@ -38,7 +38,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, scale: flo
 
 
 def _strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """A view with these strides into memory that is NaN wherever the view does not reach."""
+    """Returns a view with these strides into memory that is NaN outside of the view."""
     size = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if math.prod(shape) else offset
     memory = torch.full((size + 8,), math.nan, dtype=dtype)
     view = memory.as_strided(shape, strides, offset)
@@ -58,52 +58,52 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def misaligned(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Contiguous, but one element off any alignment."""
+    """Returns a contiguous tensor that is one element off any alignment."""
     return _strided(shape, tuple(_contiguous_strides(shape)), 1, dtype, seed)
 
 
 def qkv_slice(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """The keys in a fused projection [batch, sequence, 3, heads, head_dim]."""
+    """Returns the keys of a fused projection [batch, sequence, 3, heads, head_dim]."""
     strides = _contiguous_strides(shape)
     strides[:-2] = [3 * s for s in strides[:-2]]
     return _strided(shape, tuple(strides), math.prod(shape[-2:]), dtype, seed)
 
 
 def padded_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Rows with three unused elements after each."""
+    """Returns rows with three unused elements after each."""
     return _strided(shape, (*_contiguous_strides((*shape[:-1], shape[-1] + 3))[:-1], 1), 0, dtype, seed)
 
 
 def transposed(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """The first two dimensions swapped in memory."""
+    """Returns a tensor whose first two dimensions are swapped in memory."""
     if len(shape) < 3:
         return contiguous(shape, dtype, seed)
     return contiguous((shape[1], shape[0], *shape[2:]), dtype, seed).transpose(0, 1)
 
 
 def reversed_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """The dimensions before the last in the opposite order in memory: no two of them merge."""
+    """Returns a tensor whose row dimensions are in reverse order in memory, so that no two of them merge."""
     rows = len(shape) - 1
     return contiguous((*shape[:-1][::-1], shape[-1]), dtype, seed).permute(*range(rows)[::-1], rows)
 
 
 def expanded(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """The first dimension has stride 0."""
+    """Returns a tensor whose first dimension has stride 0."""
     return contiguous((1, *shape[1:]), dtype, seed).expand(shape)
 
 
 def expanded_scalar(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Every stride is 0: the gradient that .sum().backward() sends."""
+    """Returns a tensor whose strides are all 0, like the gradient of .sum().backward()."""
     return values((1,), dtype, seed).expand(shape)
 
 
 def strided_columns(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Every other column: the normalized dimension itself is not contiguous."""
+    """Returns every other column of a tensor: the normalized dimension is not contiguous."""
     return _strided(shape, tuple(2 * s for s in _contiguous_strides(shape)), 0, dtype, seed)
 
 
 def transposed_columns(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """The columns are the slowest dimension in memory."""
+    """Returns a tensor whose columns are the slowest dimension in memory."""
     return contiguous((shape[-1], *shape[:-1]), dtype, seed).movedim(0, -1)
 
 
@@ -123,27 +123,27 @@ LAYOUTS: tuple[Layout, ...] = (
 
 
 def on(device: str, tensor: Tensor | None) -> Tensor | None:
-    """The tensor on the device, with its strides."""
+    """Returns the tensor on the device, with its strides."""
     return tensor if tensor is None or device == "cpu" else copy_of(tensor, device)
 
 
 def moved(device: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of an operator, the tensors among them on the device."""
+    """Returns the arguments of an operator, with their tensors on the device."""
     return {name: on(device, value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
 def nans(dtype: torch.dtype) -> Tensor:
-    """NaNs of either sign and of several payloads: of one bit, of all bits, each quiet and signalling."""
+    """Returns NaNs of both signs whose payloads have one bit or all bits, each quiet and signalling."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     infinities = torch.tensor([math.inf, -math.inf], dtype=dtype).view(integer)
-    fraction = round(1 / torch.finfo(dtype).eps)  # the bits of a payload are those below this one
+    fraction = round(1 / torch.finfo(dtype).eps)  # the bits below this one are the payload
     payloads = torch.tensor([1, fraction // 2 - 1, fraction // 2, fraction - 1], dtype=integer)
     return (infinities[:, None] | payloads).flatten().view(dtype)
 
 
 def copy_of(tensor: Tensor, device: str | torch.device | None = None) -> Tensor:
-    """With its strides, in memory of its own."""
-    if not tensor.numel():  # it may begin behind the end of its memory
+    """Returns a copy of the tensor with its strides, in separate memory."""
+    if not tensor.numel():  # its offset may be behind the end of its memory
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     memory = tensor.as_strided((tensor.storage_offset() + reach,), (1,), 0).to(device or tensor.device, copy=True)
@@ -220,15 +220,15 @@ def _dtypes() -> Iterator[Case]:
     for dtype in DTYPES:
         for weight_dtype in (None, *DTYPES):
             for weight_offset in (0.0, 1.0):
-                for cols in (77, 80):  # 80: a multiple of what a kernel reads of the weight at once
+                for cols in (77, 80):  # 80: a multiple of the weight elements that a kernel loads at once
                     yield Case((5, cols), dtype, 1, weight_dtype, weight_offset=weight_offset, has_residual=True)
 
 
 def _layouts() -> Iterator[Case]:
-    """Every two layouts together, and every layout in every dtype."""
+    """Yields every pair of layouts, and every layout in every dtype."""
     for row, layout in enumerate(LAYOUTS):
         for column, grad_layout in enumerate(LAYOUTS):
-            # Not in step with the number of the case, by which tests choose what else there is.
+            # Not in step with the index of the case, by which tests choose other parameters.
             dtype = DTYPES[(row + column // 2) % len(DTYPES)]
             yield Case((2, 3, 4, 36), dtype, 1, torch.float32, EPS, 0.0, layout, grad_layout, True)
 
@@ -240,7 +240,7 @@ def _shapes() -> Iterator[Case]:
             yield Case((3, 2, 5, 4), dtype, 3, dtype, layout=layout)
         yield Case((3, 5, 4), dtype, 3, dtype)
         yield Case((19,), dtype, 1, dtype)
-        for dims in (3, 8, 9, 11):  # a row layout holds 8
+        for dims in (3, 8, 9, 11):  # a row layout holds 8 dimensions
             yield Case((2,) * dims + (3,), dtype, 1, dtype, layout=reversed_rows, grad_layout=transposed)
         yield Case((6, 50), dtype, 1, dtype, eps=None)
         yield Case((6, 50), dtype, 1, dtype, eps=0.0)

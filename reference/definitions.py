@@ -1,4 +1,4 @@
-"""The operators in differentiable operations of torch, for derivatives in float64, where casts change nothing."""
+"""Defines the operators by differentiable torch operations, for derivatives in float64, where casts have no effect."""
 
 import torch
 from torch import Tensor

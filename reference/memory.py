@@ -1,4 +1,4 @@
-"""What calls allocate and free."""
+"""Measures the memory that calls allocate and free."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 
 
 def memory_changes(call: Callable[[], Result]) -> tuple[list[int], Result]:
-    """The bytes of each tensor that a call makes, and, negative, of each that it frees; and what it returns."""
+    """Returns the bytes of each tensor that a call allocates, or frees (negative), and the result of the call."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         result = call()
     assert profiler.profiler is not None

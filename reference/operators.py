@@ -1,7 +1,7 @@
-"""The operators, for tests and benchmarks alike: a new one is an entry in OPERATORS.
+"""Describes the operators for tests and benchmarks: a new one needs an entry in OPERATORS.
 
-Names, order and kinds of arguments and results are read from the schemas; here is what these do not say. Whoever asks
-for them has loaded the operators: those that are installed, by importing normops, or others.
+Names, order and types of arguments and results are read from the schemas; this module adds the rest. Callers must load
+the operators first: the installed ones by importing normops, or others.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from reference.cases import CASES, HALVES, Case, compute_dtype, moved
 from reference.oracle import Bounded
 
 Dtypes = Callable[[torch.dtype], tuple[torch.dtype, ...]]
-"""Those that a tensor may have beside an input of one dtype, which is the first of them."""
+"""Maps the dtype of the input to the dtypes that another tensor may have; the input's own comes first, if allowed."""
 
 
 def computed(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -55,12 +55,12 @@ def like_input(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tenso
     return case.grad_layout(case.shape, dtype, seed)
 
 
-# Which go with any choice of the other dtypes: one of these is enough.
+# Tensors whose dtype is independent of the others: one combination with each is enough.
 OF_ANY_DTYPE = ("bias",)
 
 
 def like_weight(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
-    """Of the input's shape where the weight is one for all rows."""
+    """Returns a tensor of the weight's shape; if all rows share the weight, of the input's shape."""
     if not case.group_dims:
         return like_input(case, flags, dtype, seed)
     projected = cases.values((*case.weight_shape[:-1], 3 * case.weight_shape[-1]), dtype, seed)
@@ -72,7 +72,7 @@ def rows_of(case: Case) -> tuple[int, ...]:
 
 
 def _sums(terms: Callable[[Case], Tensor], stride: int) -> Callable[[Case, Flags, torch.dtype, int], Tensor]:
-    """A number for each row, of a row that has two such parts, with other numbers behind each in memory."""
+    """Returns a function that sums each row as if it had two such parts, with NaNs between the sums in memory."""
 
     def make(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
         sums = terms(case).flatten(len(rows_of(case))).sum(-1) * 2
@@ -87,8 +87,8 @@ dots = _sums(lambda case: case.grad_output().double() * case.input().double(), 3
 
 
 def table_shape(shape: tuple[int, ...], flags: Flags) -> tuple[int, ...]:
-    """Of the angles of rows of this shape, as wide as these flags want them: the last of several dimensions shares
-    them, as heads do."""
+    """Returns the shape of the angles for rows of this shape and these flags. The last of several row dimensions, the
+    heads, shares them."""
     columns = (shape[-1] - cast("int", flags.get("rotary_offset", 0))) // 2 * 2
     if (rotary_dim := flags.get("rotary_dim")) is not None:
         columns = cast("int", rotary_dim) // 2
@@ -101,7 +101,7 @@ def table(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor beside input and weight."""
+    """A tensor argument other than input and weight."""
 
     dtypes: Dtypes = equal
     make: Callable[[Case, Flags, torch.dtype, int], Tensor] = like_input
@@ -111,23 +111,23 @@ class Argument:
 class Operator:
     name: str
     oracle: Callable[..., object]
-    """Its result is a Bounded, or a tuple with one for each result, or None for one that is None."""
+    """Returns a Bounded, or a tuple with one for each result, or None for a result that is None."""
     tensors: Mapping[str, Argument] = field(default_factory=dict)
-    """Beside input and weight. An optional one is given in cases that have a residual."""
+    """Tensors other than input and weight. Cases with a residual pass the optional ones."""
     flags: tuple[Flags, ...] = ({},)
-    """Arguments that choose what is computed, in all combinations that differ."""
+    """Arguments that select the computation, in all combinations that differ."""
     tables: tuple[str, ...] = ()
-    """Tensors that broadcast over the rows of input. They have one dtype, and no gradient by ``gradient``."""
+    """Tensors that broadcast over the rows of input. They share a dtype, and ``gradient`` omits them."""
     takes: Callable[[Case], bool] = lambda case: True
     gradient: str | None = None
     """The operator that differentiates it."""
     definition: Callable[..., Any] | None = None
-    """Of one that has a gradient."""
+    """The definition by torch operations, if the operator has a gradient."""
     sums: tuple[str, ...] = ()
-    """Tensors, among its arguments or its outputs, that have a number for each row of input."""
+    """Arguments and outputs that have a number for each row of input."""
     not_over: frozenset[tuple[str, str]] = frozenset()
-    """Results that may not take the place of an input, though of its shape and dtype: (result, input). Sums never
-    may."""
+    """Pairs (result, input) that may not alias, although shape and dtype are equal. Sums may never alias an
+    input."""
 
     @property
     def packet(self) -> Any:
@@ -143,13 +143,13 @@ class Operator:
 
     @property
     def inplace(self) -> Any:
-        """None if there is none."""
+        """The in-place operator, or None."""
         packet = getattr(torch.ops.normops, f"{self.name}_", None)
         return packet and packet.default
 
     @property
     def function(self) -> Callable[..., Any] | None:
-        """What users call."""
+        """The public function, or None."""
         return getattr(importlib.import_module("normops"), self.name, None)
 
     @property
@@ -172,12 +172,12 @@ class Operator:
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """What .out calls the outputs."""
+        """The names of the outputs in the .out overload."""
         return _written(self.out)
 
     @cached_property
     def replaced(self) -> tuple[str, ...]:
-        """The arguments whose place the outputs take in place."""
+        """The arguments that the in-place operator overwrites."""
         return _written(self.inplace)
 
     @cached_property
@@ -193,7 +193,7 @@ class Operator:
         return self.name
 
     def shape_of(self, name: str, shape: tuple[int, ...], flags: Flags, normalized_dims: int = 1) -> tuple[int, ...]:
-        """Of a tensor beside an input of this shape."""
+        """Returns the shape of a tensor argument for an input of this shape."""
         if name in self.sums:
             return shape[: len(shape) - normalized_dims]
         return table_shape(shape, flags) if name in self.tables else shape
@@ -205,7 +205,7 @@ class Operator:
         return dtype
 
     def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that it has."""
+        """Returns the arguments that the operator has."""
         return {name: value for name, value in arguments.items() if name in self.names}
 
     def is_optional(self, name: str) -> bool:
@@ -216,11 +216,11 @@ class Operator:
         return product((True, False), repeat=len(self.outputs))
 
     def results(self, returned: Any) -> tuple[Any, ...]:
-        """What a call has returned, one or several, as a tuple."""
+        """Returns the result or results of a call as a tuple."""
         return tuple(returned) if len(self.outputs) > 1 else (returned,)
 
     def call(self, function: Callable[..., Any] | None = None, /, **arguments: Any) -> tuple[Any, ...]:
-        """The results of a call of the operator, or of a function like it: None for each that it does not ask for."""
+        """Calls the operator or a function like it, and returns the results, with None for those not requested."""
         results = self.results((function or self.default)(**arguments))
         mask = arguments.get("output_mask", [True] * len(self.outputs))
         are_wanted = [
@@ -231,7 +231,7 @@ class Operator:
         return tuple(result if is_wanted else None for result, is_wanted in zip(results, are_wanted, strict=True))
 
     def expected(self, arguments: Mapping[str, object]) -> tuple[Bounded | None, ...]:
-        """Of the results, by the oracle."""
+        """Returns the oracle's values and bounds of the results."""
         mask = arguments.get("output_mask", [True] * len(self.outputs))
         bounded = self.oracle(**{name: value for name, value in arguments.items() if name != "output_mask"})
         results = (bounded,) if isinstance(bounded, Bounded) else bounded
@@ -243,13 +243,13 @@ def _written(overload: Any) -> tuple[str, ...]:
 
 
 def of_argument(output: str) -> str:
-    """The argument whose shape and dtype an output, or the target for one, has: that is how they are named. No argument
-    has those of sums that are an output."""
+    """Returns the argument with the shape and dtype of an output or its target, which are named after it. Sums have no
+    such argument."""
     return "input" if output in ("output", "out") else output.removeprefix("grad_").removesuffix("_out")
 
 
 def positional(overload: Any, arguments: Mapping[str, object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as they are passed most often: by position where the schema allows it."""
+    """Splits arguments as users usually pass them: by position where the schema allows it."""
     args, kwargs = [], dict(arguments)
     for argument in overload._schema.arguments:
         if argument.kwarg_only or argument.name not in kwargs:
@@ -277,11 +277,11 @@ ADD_RMS_NORM = Operator(
     "add_rms_norm",
     oracle.add_rms_norm,
     {"residual": Argument(wider)},
-    # A power of two, so that the product is exact, with and without fused multiply-adds.
+    # alpha is a power of two, so that the product is exact, with and without fused multiply-adds.
     ({"rounding": "once", "alpha": 1.0}, {"rounding": "llama", "alpha": 0.25}),
     gradient="rms_norm_backward",
     definition=definitions.add_rms_norm,
-    # It is written before the weight is read.
+    # residual_out is written before the weight is read.
     not_over=frozenset({("residual_out", "weight")}),
 )
 GATING = tuple(
@@ -305,7 +305,7 @@ GATED_RMS_NORM_BACKWARD = Operator(
 )
 
 
-# The angle of each column, or of each pair; all columns, from the first one on, or some.
+# Angles for each column or for each pair; rotations of all columns, or of some from an offset on.
 ROPES = (
     {"rounding": "once", "interleaved": False, "rotary_dim": None, "rotary_offset": 0},
     {"rounding": "once", "interleaved": True, "rotary_dim": None, "rotary_offset": 0},
@@ -384,7 +384,7 @@ DIFFERENTIABLE = tuple(operator for operator in OPERATORS if operator.gradient)
 
 
 def of_rows(operator: Operator, cols: int) -> Callable[..., Any]:
-    """What users call, of input, another tensor like it in the place of all that have to be beside it, and weight."""
+    """Returns the public function of (input, other, weight), with ``other`` for every other required tensor."""
     function, required = operator.function, [name for name in operator.tensors if not operator.is_optional(name)]
     assert function is not None
 
@@ -411,7 +411,7 @@ class Variant(NamedTuple):
         return self.operator.shape_of(name, shape, self.flags, normalized_dims)
 
     def beside(self, name: str, rows: Tensor) -> Tensor:
-        """A tensor beside the input, made of one like it: as wide as that has to be."""
+        """Returns a tensor argument made from a tensor like the input, with the required width."""
         if name in self.operator.sums:
             return rows.to(compute_dtype(rows.dtype)).abs().amax(-1)
         return rows[..., : self.shape_of(name, tuple(rows.shape))[-1]]
@@ -432,10 +432,10 @@ class OperatorCase(NamedTuple):
     case: Case
     flags: Flags
     dtypes: Mapping[str, torch.dtype]
-    """Of tensors beside input and weight: those that are not the input's."""
+    """The dtypes of tensors other than input and weight, if not the input's."""
 
     def arguments(self, device: str = "cpu") -> dict[str, Any]:
-        """By name, in the order of the schema; the same numbers each time."""
+        """Returns the arguments by name, in the order of the schema, with the same numbers each time."""
         case = self.case
         made: dict[str, Any] = {
             "input": case.input(),
@@ -453,7 +453,7 @@ class OperatorCase(NamedTuple):
         return moved(device, {name: made[name] for name in self.operator.names if name in made})
 
     def with_nans(self) -> Iterator[dict[str, Any]]:
-        """The arguments with a NaN of each payload in one tensor, for each tensor: in other rows and columns each."""
+        """Yields arguments with a NaN of each payload in one tensor, for each tensor; rows and columns differ."""
         for name, tensor in self.arguments().items():
             if isinstance(tensor, Tensor):
                 arguments, nans = self.arguments(), cases.nans(tensor.dtype)
@@ -466,7 +466,7 @@ class OperatorCase(NamedTuple):
         return self.operator.expected(self.arguments() if arguments is None else arguments)
 
     def targets(self, device: str = "cpu") -> dict[str, Any]:
-        """Memory for the outputs, full of other numbers, in the layouts of the inputs where these can be written to."""
+        """Returns memory for the outputs, with other numbers, in the layouts of the inputs if these are writable."""
         made = {}
         for seed, name in enumerate(self.operator.targets, 20):
             like, case = of_argument(name), self.case
@@ -483,7 +483,7 @@ class OperatorCase(NamedTuple):
         return moved(device, made)
 
     def results(self, device: str = "cpu", **changes: object) -> tuple[Any, ...]:
-        """Of the operator that allocates them."""
+        """Returns the results of the operator that allocates them."""
         return self.operator.call(**self.arguments(device) | changes)
 
     def __str__(self) -> str:
@@ -499,7 +499,7 @@ class OperatorCase(NamedTuple):
 def other_dtypes(
     operator: Operator, dtype: torch.dtype, without: tuple[str, ...] = ()
 ) -> tuple[dict[str, torch.dtype], ...]:
-    """Of the tensors beside an input of this dtype: every choice but that of its own for all of them."""
+    """Returns every choice of dtypes for the other tensors, except the dtype of the input for all of them."""
     without = (*without, *operator.sums)
     tensors = {name: argument for name, argument in operator.tensors.items() if name not in without}
     choices = [argument.dtypes(dtype) for argument in tensors.values()]
@@ -509,7 +509,7 @@ def other_dtypes(
 
 
 def cases_of(operator: Operator) -> tuple[OperatorCase, ...]:
-    """Every case with all tensors in its dtype, about half with other dtypes beside the input's, and every flag."""
+    """Returns every case with all tensors in its dtype, about half of them with other dtypes too, and every flag."""
     choose = random.Random(0)
     every, taken = operator.flags, [case for case in CASES if operator.takes(case)]
     found = [OperatorCase(operator, case, choose.choice(every), {}) for case in taken]

@@ -1,8 +1,8 @@
-"""The definition of the operators in wider arithmetic, and how far from it a result may be: the only tolerances.
+"""Computes the operators in wider arithmetic, with error bounds of their results: the only tolerances.
 
-A bound is not tuned, it counts roundings: one to the result's type (half an ulp), plus a number of roundoffs of the
-type computed in (2^-24 for float32, 2^-53 for float64), relative to the magnitudes of the terms that were added up.
-For half types that is less than one ulp wherever terms do not cancel. docs/numerics.md explains the counts.
+A bound is not tuned, it counts roundings: one to the result's dtype (half an ulp), plus roundoffs of the compute dtype
+(2^-24 for float32, 2^-53 for float64). The latter are relative to the magnitudes of the summed terms. For 16-bit dtypes
+a bound is less than one ulp unless terms cancel. docs/numerics.md explains the counts.
 """
 
 import math
@@ -16,13 +16,13 @@ from reference.cases import compute_dtype
 
 Array = np.ndarray[Any, Any]
 
-# Whether rows are summed along a tree, as the kernels for CPUs do it. Others have as many partial sums as the device
-# runs at once.
+# True if sums over rows form a tree, as in the CPU kernels. Other kernels have as many partial sums as the device runs
+# at once.
 sums_rows_by_tree = True
 
 
 class Bounded(NamedTuple):
-    """An exact value and how far a computed one may be from it, elementwise."""
+    """An exact value and the elementwise error bound of a computed one."""
 
     value: Array
     bound: Array
@@ -59,8 +59,8 @@ def _half_ulp(value: Array, dtype: torch.dtype) -> Array:
 def _bounded(
     value: Array, roundoffs: Array, dtype: torch.dtype, compute: torch.dtype, underflow: Array | float = 0.0
 ) -> Bounded:
-    """``roundoffs``: the sum of the terms' magnitudes, each times its count of roundings; ``underflow``: what else the
-    value may be off, where something that it depends on is too small for the type."""
+    """Returns a value with its bound. ``roundoffs``: the sum of the terms' magnitudes, each times its roundings;
+    ``underflow``: the additional error where a number that the value depends on is too small for the dtype."""
     info = torch.finfo(compute)
     # A product that underflows loses up to half of the smallest number of the type.
     accumulated = roundoffs * info.eps / 2 + underflow + 4 * info.smallest_normal * info.eps
@@ -68,19 +68,19 @@ def _bounded(
 
 
 def _sum_roundings(cols: int, compute: torch.dtype) -> float:
-    """Roundings in the sum of a row: those in the chain of a span, the folding of chains and lanes, the spans."""
+    """Returns the roundings in the sum of a row: in the chain of a span, in folding chains and lanes, over spans."""
     if compute == torch.float64:
         return 32 + 5 + cols / 1024
     return 16 + 6
 
 
 def _to_rows(tensor: Tensor, input: Tensor, h: Array, compute: torch.dtype) -> Array:
-    """What broadcasts over the rows of input, as these are flattened."""
+    """Broadcasts a tensor over the rows of input, flattened like them."""
     return np.broadcast_to(_wide(tensor, compute), input.shape).reshape(h.shape)
 
 
 def _over_rows(terms: Array | float, input: Tensor, h: Array, like: Tensor) -> Array:
-    """The sum over what such a tensor broadcasts over."""
+    """Returns the sum over the dimensions that ``like`` broadcasts over."""
     shape = (1,) * (input.dim() - like.dim()) + tuple(like.shape)
     dims = tuple(d for d, (size, whole) in enumerate(zip(shape, input.shape, strict=True)) if size != whole)
     summed: Array = np.broadcast_to(terms, h.shape).reshape(input.shape).sum(dims).reshape(like.shape)
@@ -92,14 +92,14 @@ def _rows_summed(input: Tensor, like: Tensor) -> int:
 
 
 class _Terms(NamedTuple):
-    """What forward and backward have in common, flattened to [rows, cols]."""
+    """The terms that forward and backward share, flattened to [rows, cols]."""
 
     compute: torch.dtype
     h: Array
     rstd: Array
     w: Array
     w_magnitude: Array
-    """Of what is added to w: the weight and the offset."""
+    """The magnitude of the summands of w, the weight and the offset."""
     rstd_roundings: float
 
 
@@ -112,8 +112,8 @@ def _terms(
     factor: Array | None = None,
     of_whole: tuple[Tensor, int] | None = None,
 ) -> _Terms:
-    """``factor``: what the input is multiplied by before it is normalized. ``of_whole``: the sums of the squares of
-    whole rows, and how many elements these have, if the input has parts of them."""
+    """Returns the shared terms. ``factor`` multiplies the input before the norm. ``of_whole``: the square sums and the
+    size of whole rows, if the input has parts of them."""
     compute = compute_dtype(input.dtype)
     cols = math.prod(normalized_shape)
     rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
@@ -153,7 +153,7 @@ class _Value(NamedTuple):
 
 
 def _product(a: _Value, b: _Value, compute: torch.dtype) -> _Value:
-    """And its rounding, once more where it underflows."""
+    """Returns the product with its rounding and its underflow."""
     info = torch.finfo(compute)
     value = a.value * b.value
     return _Value(
@@ -173,8 +173,8 @@ def _as_stored(array: Array, dtype: torch.dtype) -> Array:
 
 
 def _cast(value: _Value, dtype: torch.dtype | None, compute: torch.dtype) -> _Value:
-    """What is made of a value that is rounded to the dtype on the way, if there is one: a number without an error, but
-    where what the computed value may be does not all round to that number."""
+    """Returns the value rounded to the dtype, if given: without an error, unless the possible computed values round to
+    different numbers."""
     if dtype is None:
         return value
     info = torch.finfo(compute)
@@ -185,20 +185,20 @@ def _cast(value: _Value, dtype: torch.dtype | None, compute: torch.dtype) -> _Va
 
 
 def _cast_dtype(rounding: str, dtype: torch.dtype, compute: torch.dtype) -> torch.dtype | None:
-    """To which the mode casts on the way to an output of this dtype, None if that changes no computed value."""
+    """Returns the dtype that the mode rounds intermediate results to, None if that changes no computed value."""
     narrower = torch.finfo(dtype).eps > torch.finfo(compute).eps
     return {"once": None, "llama": dtype if narrower else None}[rounding]
 
 
 def _normalized(t: _Terms, h_roundings: float = 0.0, h_underflow: Array | float = 0.0) -> _Value:
-    """h * rstd. ``h_roundings``, ``h_underflow``: of h itself, on which rstd depends too."""
+    """Returns h * rstd. ``h_roundings``, ``h_underflow``: those of h, on which rstd depends too."""
     value = t.h * t.rstd
     underflow = t.rstd * h_underflow + np.abs(t.h) * _rstd_underflow(t, h_underflow)
     return _Value(value, np.abs(value) * (t.rstd_roundings + 1 + 2 * h_roundings), underflow)
 
 
 def _normed(t: _Terms, dtype: torch.dtype | None, h_roundings: float = 0.0, h_underflow: Array | float = 0.0) -> _Value:
-    """``dtype``: to which results are cast, or None; others: see ``_normalized``."""
+    """Returns h * rstd * w. ``dtype``: the dtype that h * rstd is cast to, or None; others: see ``_normalized``."""
     n = _cast(_normalized(t, h_roundings, h_underflow), dtype, t.compute)
     # The conversion of the weight and its sum with the offset, which may cancel, and the product.
     return _product(n, _Value(t.w, t.w_magnitude * 2), t.compute)
@@ -206,7 +206,7 @@ def _normed(t: _Terms, dtype: torch.dtype | None, h_roundings: float = 0.0, h_un
 
 def _rstd_underflow(t: _Terms, h_underflow: Array | float) -> Array:
     off = t.rstd**3 * (np.abs(t.h) * h_underflow).sum(1, keepdims=True) / max(t.h.shape[1], 1)
-    return np.where(t.rstd == 0, 0.0, off)  # of rows with an infinity
+    return np.where(t.rstd == 0, 0.0, off)  # rstd is 0 in rows with an infinity
 
 
 def _grad_input(
@@ -220,8 +220,8 @@ def _grad_input(
     dot_roundings: float = 0.0,
     mean_of_whole: Array | None = None,
 ) -> _Value:
-    """``dtype``: to which dy * w is cast, or None; ``dy_roundings``, ...: of dy and h themselves; ``dot_roundings``: in
-    the sum of dy * w * h, besides; ``mean_of_whole``: that of dy * w * h, if it is given."""
+    """Returns grad_input. ``dtype``: the dtype that dy * w is cast to, or None; ``dy_*``, ``h_*``: those of dy and h;
+    ``dot_roundings``: additional ones in the sum of dy * w * h; ``mean_of_whole``: the given mean of dy * w * h."""
     cols = t.h.shape[1]
 
     def mean(array: Array) -> Array:
@@ -254,7 +254,7 @@ def _grad_input(
 
 
 def _summed(t: _Terms, terms: _Value, input: Tensor, normalized_shape: tuple[int, ...]) -> Bounded:
-    """Over each row, as it is returned."""
+    """Returns the sum of the terms over each row, in the shape of the result."""
     shape = input.shape[: input.dim() - len(normalized_shape)]
     roundoffs = terms.roundoffs + np.abs(terms.value) * _sum_roundings(t.h.shape[1], t.compute)
     value, roundoffs, underflow = (
@@ -264,7 +264,7 @@ def _summed(t: _Terms, terms: _Value, input: Tensor, normalized_shape: tuple[int
 
 
 def _grad_weight(t: _Terms, dtype: torch.dtype | None, dy: _Value, n: _Value, weight: Tensor, input: Tensor) -> Bounded:
-    """``n``: h * rstd. ``dtype``: to which that, and its product with dy, are cast, or None."""
+    """Returns grad_weight. ``n``: h * rstd. ``dtype``: that n and its product with dy are cast to, or None."""
     terms = _cast(_product(dy, _cast(n, dtype, t.compute), t.compute), dtype, t.compute)
     return _summed_over_rows(t, terms, weight, input)
 
@@ -279,7 +279,7 @@ def _summed_over_rows(t: _Terms, terms: _Value, like: Tensor, input: Tensor) -> 
 
 
 def _tree_roundings(rows: int, cols: int) -> int:
-    """The most additions that a row's term goes through: those of a leaf, and the height of the tree."""
+    """Returns the most additions that a row's term goes through: those of a leaf, and the height of the tree."""
     leaf = 8
     while leaf < 64 and 2 * leaf * cols <= 16384 and 4 * leaf * leaf <= rows:
         leaf *= 2
@@ -298,7 +298,7 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     of_whole: tuple[Tensor, int] | None = None,
 ) -> Bounded:
-    """``dtype``: of the output, by default that of the input; ``of_whole``: see ``_terms``."""
+    """Returns the norm. ``dtype``: that of the output, by default the input's; ``of_whole``: see ``_terms``."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     with np.errstate(all="ignore"):
         cast = _cast_dtype(rounding, dtype or input.dtype, t.compute)
@@ -306,7 +306,7 @@ def rms_norm(
 
 
 def exact_sum(input: Tensor, residual: Tensor, alpha: float = 1.0, rounding: str = "once") -> Tensor:
-    """Rounded once, or with the product rounded before. In float64, alpha must be a power of two."""
+    """Returns the sum, rounded once or with a rounded product. In float64, alpha must be a power of two."""
     compute = compute_dtype(input.dtype)
     wide: Any = np.longdouble if compute == torch.float32 else np.float64
     narrow = np.float32 if compute == torch.float32 else np.float64
@@ -327,7 +327,7 @@ def add_rms_norm(
     rounding: str = "once",
     alpha: float = 1.0,
 ) -> tuple[Bounded, Bounded]:
-    """The sum is exact, and normalized as rounded."""
+    """Returns the norm of the rounded sum, and that sum, which must be exact."""
     h = exact_sum(input, residual, alpha, rounding)
     output = rms_norm(h, normalized_shape, weight, eps, weight_offset, rounding, dtype=input.dtype)
     return output, Bounded(_wide(h, compute_dtype(h.dtype)), np.zeros(h.shape))
@@ -346,7 +346,7 @@ def rms_norm_backward(
     of_whole: tuple[Tensor, int] | None = None,
     mean_of_whole: Array | None = None,
 ) -> BiasedBackward:
-    """``of_whole``: see ``_terms``; ``mean_of_whole``: see ``_grad_input``."""
+    """Returns the gradients. ``of_whole``: see ``_terms``; ``mean_of_whole``: see ``_grad_input``."""
     t = _terms(input, normalized_shape, weight, eps, weight_offset, of_whole=of_whole)
     dy = _wide(grad_output, t.compute).reshape(t.h.shape)
     dtype = _cast_dtype(rounding, grad_output.dtype, t.compute)
@@ -450,10 +450,10 @@ def _activated(g: Array, compute: torch.dtype, activation: str) -> _Gate:
     small = np.exp(-np.abs(g))
     larger, smaller = 1 / (1 + small), small / (1 + small)
     s, c = np.where(g < 0, smaller, larger), np.where(g < 0, larger, smaller)
-    tiny = torch.finfo(compute).smallest_normal  # below which an exponential may be flushed to zero
+    tiny = torch.finfo(compute).smallest_normal  # smaller exponentials may be flushed to zero
     roundings = ACTIVATION_ROUNDINGS[activation]
-    # An exponential is within 2 roundoffs, which s and c are off by at most; the addition, the division, and a product
-    # for the smaller of the two. In a product of both, the exponential's count once.
+    # An exponential's error of 2 roundoffs adds at most as much to s and c. The addition, the division and, for the
+    # smaller of the two, a product add one each. In the product of both, the exponential counts once.
     if activation == "sigmoid":
         return _Gate(_Value(s, s * roundings, tiny), _Value(s * c, s * c * 8, tiny))
     curved = g * s * c
@@ -501,7 +501,7 @@ def gated_rms_norm_backward(
 ) -> GatedBackward:
     plain = _terms(input, normalized_shape, weight, eps, weight_offset)
     compute = plain.compute
-    roundings = ACTIVATION_ROUNDINGS[activation] + 1  # of what is multiplied by an activation
+    roundings = ACTIVATION_ROUNDINGS[activation] + 1  # of a product with an activation
     dtype = _cast_dtype(rounding, input.dtype, plain.compute)
     with np.errstate(all="ignore"):
         a, slope = _gate(gate, compute, activation, plain.h)
@@ -528,13 +528,13 @@ def gated_rms_norm_backward(
 
 
 def _off(value: _Value, compute: torch.dtype) -> Array:
-    """How far a computed value may be from it."""
+    """Returns the maximum error of a computed value."""
     off: Array = value.roundoffs * torch.finfo(compute).eps / 2 + value.underflow
     return off
 
 
 def _shifted(t: _Terms, dtype: torch.dtype | None, bias: Tensor | None, input: Tensor) -> _Value:
-    """The norm, and the bias if there is one: the argument of an activation."""
+    """Returns the norm plus the bias, if given: the argument of an activation."""
     normed = _normed(t, dtype)
     if bias is not None:
         n, b = _cast(normed, dtype, t.compute), _to_rows(bias, input, t.h, t.compute)
@@ -606,8 +606,8 @@ def _moved(rows: Bounded, dim: int) -> Bounded:
 
 
 class _Angles(NamedTuple):
-    """For each column of the rows: cos, sin with the sign of its product, the column that is multiplied by it, and
-    whether the column is rotated."""
+    """For each column of the rows: cos, sin with the sign of its product, the other column of the pair, which sin
+    multiplies, and whether the column is rotated."""
 
     cos: Array
     sin: Array
@@ -641,7 +641,7 @@ def _angles(
 
 
 def _turned(rows: _Value, angles: _Angles, compute: torch.dtype, back: bool = False) -> _Value:
-    """Two products and their sum, each rounded."""
+    """Returns the rotated rows: two products and their sum, each rounded."""
     a, info = angles, torch.finfo(compute)
     cos, sin = a.cos, a.sin[:, a.other] if back else a.sin
     lost = np.broadcast_to(rows.underflow, rows.value.shape)
@@ -698,9 +698,9 @@ def rms_norm_rope_backward(
         dtype = _cast_dtype(rounding, input.dtype, t.compute)
         turned = _turned(_exact(_wide(grad_output, t.compute).reshape(t.h.shape)), angles, t.compute, back=True)
         dy = _cast(turned, dtype, t.compute)
-        # The two products may cancel, so that their roundings count by themselves, and not relative to their sum.
+        # The two products may cancel, so their roundings count absolutely, not relative to their sum.
         off = dy.roundoffs * torch.finfo(t.compute).eps / 2 + dy.underflow
-        # The columns before the rotated ones, those and the others are summed apart, and these sums added.
+        # The columns before, in and behind the rotated range have separate sums, which are then added.
         grad_input = _grad_input(t, dtype, dy.value, dy_underflow=off, dot_roundings=2).bounded(input, t.compute)
         grad_weight = None
         if weight is not None:
@@ -709,7 +709,7 @@ def rms_norm_rope_backward(
 
 
 def violation(actual: Tensor, expected: Bounded) -> str | None:
-    """What is wrong with ``actual``, or None."""
+    """Returns how ``actual`` violates the bounds, or None."""
     value = expected.value
     if tuple(actual.shape) != value.shape:
         return f"shape {tuple(actual.shape)} instead of {value.shape}"
@@ -736,7 +736,7 @@ def violation(actual: Tensor, expected: Bounded) -> str | None:
 
 
 def assert_same_nans(actual: Tensor | None, expected: Bounded | None, name: str = "result") -> None:
-    """None is to be None."""
+    """Asserts that NaNs are at the same positions, and that both are None if one is."""
     if actual is None or expected is None:
         assert actual is None, name
         assert expected is None, name
