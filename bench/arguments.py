@@ -53,7 +53,7 @@ def parse_arguments(description: str | None) -> Arguments:
     if given.interleave is not None and given.interleave < 2:
         parser.error(f"argument --interleave: expected at least 2 processes, but got {given.interleave}")
     if given.interleave and (given.device != "cpu" or given.memory == "preallocated"):
-        parser.error("argument --interleave: it is about the places of fresh outputs on the CPU")
+        parser.error("argument --interleave: requires --device cpu and fresh outputs")
     try:
         sizes = [
             Size(rows, cols, dtype, given.device)

@@ -31,7 +31,7 @@ def load() -> ModuleType:
 def missing() -> str | None:
     """Returns why the kernel is unavailable, or None."""
     if not os.environ.get(VARIABLE):
-        return f"{VARIABLE} names no folder that has it, nor hub"
+        return f"{VARIABLE} is neither a folder with rmsnorm nor hub"
     try:
         load()
     except Exception as error:  # loading, building and downloading raise different errors

@@ -75,18 +75,18 @@ def find_cuda(torches: Sequence[Torch]) -> tuple[Cuda | None, str]:
     if nvcc is None:
         if is_forced:
             stop("expected nvcc on PATH or in CUDA_HOME/bin because FORCE_CUDA=1, but found none")
-        return None, "no: there is no nvcc on PATH or in CUDA_HOME/bin"
+        return None, "no: found no nvcc on PATH or in CUDA_HOME/bin"
     if not is_forced and not any(torch.cuda for torch in torches):
         return (
             None,
-            f"no: torch {first.version} does not run on GPUs (FORCE_CUDA=1 compiles CUDA kernels all the same)",
+            f"no: torch {first.version} does not run on GPUs (FORCE_CUDA=1 compiles CUDA kernels anyway)",
         )
     try:
         cuda, why = _examine(nvcc)
     except UnfitError as unfit:
         if is_forced:
             stop(f"{unfit}; USE_CUDA=0 builds without CUDA kernels")
-        return None, f"no: {unfit}; this build has CPU kernels alone, FORCE_CUDA=1 makes this an error"
+        return None, f"no: {unfit}; this build has only CPU kernels, FORCE_CUDA=1 makes this an error"
     archs = " ".join(f"sm_{arch}" for arch in cuda.archs)
     return cuda, f"{archs} ({why}), with {cuda.nvcc} {cuda.version}{_about_drivers(cuda, torches)}"
 
@@ -140,14 +140,14 @@ def _archs(known: Sequence[str]) -> tuple[list[str], str]:
     here, why_none = _gpus_here()
     if not here:
         return [str(OLDEST_ARCH)], (
-            f"{why_none}; later ones compile it when they first run it, without clusters and early starts: "
+            f"{why_none}; newer GPUs compile its PTX at the first run, without clusters and early starts: "
             "TORCH_CUDA_ARCH_LIST names them, or all"
         )
     newest = max(int(arch) for arch in known)
     of_gpus = sorted({min(arch, newest) for arch in here if arch >= OLDEST_ARCH})
     if not of_gpus:
         raise UnfitError(f"expected a GPU of sm_{OLDEST_ARCH} or later, but the one here is sm_{max(here)}")
-    return [str(arch) for arch in of_gpus], "of the GPUs here"
+    return [str(arch) for arch in of_gpus], "those of the GPUs present"
 
 
 def _archs_of(named: str) -> list[str] | None:
@@ -180,9 +180,9 @@ def _gpus_here() -> tuple[list[int], str]:
             text=True,
         )
     except OSError:
-        return [], "there is no nvidia-smi on PATH to tell the GPUs here"
+        return [], "found no nvidia-smi on PATH"
     if result.returncode != 0:
-        return [], f"nvidia-smi does not tell the GPUs here, but: {first_error(result.stdout)}"
+        return [], f"nvidia-smi failed to list the GPUs: {first_error(result.stdout)}"
     found = [int(line.replace(".", "")) for line in result.stdout.split() if re.fullmatch(r"\d+\.\d+", line)]
     return found, "no GPU here"
 

@@ -220,7 +220,7 @@ void check_out(const char* op, const Named& out, const OutputSpec& result) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   for (size_t d = 0; d < sizes.size(); d++) {
     TORCH_CHECK(strides[d] != 0 || sizes[d] <= 1, op, ": expected ", out.name,
-                " to have an element of memory for each of its own, but got an expanded tensor with strides ", strides);
+                " to have no expanded dimension, but got strides ", strides);
   }
 }
 

@@ -81,7 +81,7 @@ def build(options: argparse.Namespace) -> nn.Module:
 def variants_of(model: nn.Module, is_compiled: bool) -> list[Variant]:
     patched = copy.deepcopy(model)
     normops.patch(patched, strict=True)
-    variants = [Variant("as it was", model, model, "as it was"), Variant("patched", patched, patched, "as it was")]
+    variants = [Variant("original", model, model, "original"), Variant("patched", patched, patched, "original")]
     if is_compiled:
         for label, arguments in (("compiled", None), ("compiled, with passes", normops.inductor_options())):
             other = copy.deepcopy(model)

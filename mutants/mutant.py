@@ -42,7 +42,7 @@ def _parsed(area: str, block: str) -> Mutant:
     path, colon, tests = where.partition(": ")
     before, after = ("\n".join(line[2:] for line in changes if line.startswith(sign)) for sign in ("- ", "+ "))
     if not colon or not before or not all(line.startswith(("- ", "+ ")) for line in changes):
-        raise ValueError(f"{area}: expected what is wrong, path: tests, and lines with - and +, but got:\n{block}")
+        raise ValueError(f"{area}: expected a title, path: tests, and lines with - and +, but got:\n{block}")
     return Mutant(area, name, path, tests, before, after)
 
 

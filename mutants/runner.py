@@ -160,7 +160,7 @@ class Runner:
 
     def _tested(self, tests: str, tier: str, mutant: Mutant | None = None, without: Outcome | None = None) -> Outcome:
         if without is not None and without.is_seen is not False:
-            return Outcome(f"fails as it is: {without.said}", None, 0.0)
+            return Outcome(f"fails without the mutant: {without.said}", None, 0.0)
         limit = LONGEST if without is None else self._patience + 5 * without.seconds
         name = f"{tier} " + (f"without {tests}" if mutant is None else f"{Path(mutant.path).stem} {mutant.name}")
         log = self._folder / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.log"

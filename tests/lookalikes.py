@@ -532,12 +532,12 @@ def _getattribute(self: Any, name: str) -> Any:
 
 
 lookalikes(
-    "its class finds attributes in a way of its own",
+    "its class customizes attribute lookup",
     space={"__getattr__": _getattr},
     finds_attributes=lambda self, x: (self.weight + self.offset) * self.normalized(x),
 )
 lookalikes(
-    "its class finds attributes in a way of its own",
+    "its class customizes attribute lookup",
     space={"__getattribute__": _getattribute},
     finds_all_attributes=lambda self, x: self.weighted(x),
 )
@@ -593,14 +593,14 @@ lookalikes(
     graph_module=lambda self, x: self.weight * helper(x, 1e-6),
 )
 lookalikes(
-    "its class is copied in a way of its own",
+    "its class customizes copying",
     space={"__deepcopy__": lambda self, memo: type(self)()},
     copied_in_its_own_way=lambda self, x: self.weighted(x),
 )
 lookalikes("a __del__", space={"__del__": lambda self: LIST.clear()}, that_ends=lambda self, x: self.weighted(x))
 lookalikes("its forward takes x, **options", keywords=lambda self, x, **options: self.weighted(x, options.get("eps")))
 lookalikes(
-    "its forward takes x, scale, not one tensor or two", option=lambda self, x, scale=1.0: self.weighted(x) * scale
+    "forward must take one or two tensors, got x, scale", option=lambda self, x, scale=1.0: self.weighted(x) * scale
 )
 
 

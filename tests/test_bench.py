@@ -114,7 +114,7 @@ def test_every_output_mask_is_timed() -> None:
         (("--shapes", "4by64"), "expected llama, qk, wide, decode, fill, all or ROWSxCOLS, but got 4by64"),
         (("--op", "softmax"), "invalid choice: 'softmax'"),
         (("--interleave", "1"), "expected at least 2 processes, but got 1"),
-        (("--interleave", "--memory", "preallocated"), "it is about the places of fresh outputs on the CPU"),
+        (("--interleave", "--memory", "preallocated"), "requires --device cpu and fresh outputs"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
@@ -149,7 +149,7 @@ def test_large_results_are_checked_by_sample(peer: Peer, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        (None, "NORMOPS_BENCH_RMSNORM names no folder that has it, nor hub"),
+        (None, "NORMOPS_BENCH_RMSNORM is neither a folder with rmsnorm nor hub"),
         ("/nowhere", "NORMOPS_BENCH_RMSNORM=/nowhere: No module named 'rmsnorm'"),
     ],
 )

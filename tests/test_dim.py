@@ -173,5 +173,5 @@ def test_module() -> None:
         assert torch.equal(each(x), norm(x))
     with pytest.raises(ValueError, match=r"^dim: expected None in a module with groups, but got 1$"):
         normops.RMSNorm(6, groups=2, dim=1)
-    with pytest.raises(RuntimeError, match="RMSNorm: expected no residual beside a bias, a dim or an activation"):
+    with pytest.raises(RuntimeError, match="RMSNorm: expected no residual with a bias, a dim or an activation"):
         normops.RMSNorm(6, dim=1)(x, x)

@@ -160,8 +160,8 @@ def test_patched_model(model: str, tmp_path: Path) -> None:
     norms = {"qwen3": 5, "llama": 3}[model]
     assert f"norms: {norms} patched" in result.stdout
     rows = table(result.stdout, "model")
-    assert list(rows) == [f"{d}, {v}" for d in ("float32", "bfloat16") for v in ("as it was", "patched")]
-    assert float(rows["float32, as it was"]["logits off"]) == 0
+    assert list(rows) == [f"{d}, {v}" for d in ("float32", "bfloat16") for v in ("original", "patched")]
+    assert float(rows["float32, original"]["logits off"]) == 0
     assert 0 < float(rows["float32, patched"]["logits off"]) < 1e-5
     assert 1e-4 < float(rows["bfloat16, patched"]["logits off"]) < 0.1
     assert rows["float32, patched"]["training"].endswith("x)")
@@ -174,5 +174,5 @@ def test_compiled_model_is_compared_with_compiled_original(tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
     rows = table(result.stdout, "model")
     assert list(rows)[2:] == ["float32, compiled", "float32, compiled, with passes"]
-    for label in ("float32, as it was", "float32, compiled"):
+    for label in ("float32, original", "float32, compiled"):
         assert rows[label]["training"].endswith(" (1.00x)")

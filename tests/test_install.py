@@ -74,13 +74,13 @@ COMPILE_AS_12_0 = f"""
       while read -r line; do case $line in *st.async*) echo "{OLD_PTX}"; exit 1 ;; esac; done < $file ;;
     esac; done"""
 STOPS = "stops"
-OF_GPUS = "of the GPUs here"
+OF_GPUS = "those of the GPUs present"
 LATER = (
-    "later ones compile it when they first run it, without clusters and early starts: TORCH_CUDA_ARCH_LIST names them, "
+    "newer GPUs compile its PTX at the first run, without clusters and early starts: TORCH_CUDA_ARCH_LIST names them, "
     "or all"
 )
 NVML = "Failed to initialize NVML: Driver/library version mismatch"
-NOT_ON_GPUS = "no: torch 2.13.0+cpu does not run on GPUs (FORCE_CUDA=1 compiles CUDA kernels all the same)"
+NOT_ON_GPUS = "no: torch 2.13.0+cpu does not run on GPUs (FORCE_CUDA=1 compiles CUDA kernels anyway)"
 OF_ROCM = "torch 2.13.0+rocm7.2 is built for ROCm 7.2.26015, whose GPUs run Triton's kernels"
 WARNING = (
     "\n  warning: torch 2.11.0 runs on drivers for CUDA 12.6, where kernels of nvcc 13.0 fail at the first call: "
@@ -94,7 +94,7 @@ VOLTA = (
     "expected an architecture from sm_80 on, but got TORCH_CUDA_ARCH_LIST=Volta 7.5, without sm_70 sm_75, older than "
     "sm_80"
 )
-CPU_ALONE = "; this build has CPU kernels alone, FORCE_CUDA=1 makes this an error"
+CPU_ALONE = "; this build has only CPU kernels, FORCE_CUDA=1 makes this an error"
 WITHOUT_CUDA = "; USE_CUDA=0 builds without CUDA kernels"
 
 
@@ -108,7 +108,7 @@ def for_torch(named: str, archs: str, left_out: str = "") -> tuple[dict[str, str
 
 # Environment variables, the machine, the compiled architectures or None, and the message.
 FOUND: list[tuple[dict[str, str], Machine, str | None, str]] = [
-    ({}, NO_NVCC, None, "no: there is no nvcc on PATH or in CUDA_HOME/bin"),
+    ({}, NO_NVCC, None, "no: found no nvcc on PATH or in CUDA_HOME/bin"),
     (
         {"FORCE_CUDA": "1"},
         NO_NVCC,
@@ -124,12 +124,12 @@ FOUND: list[tuple[dict[str, str], Machine, str | None, str]] = [
     ({}, Machine(smi="true"), "80", f"no GPU here; {LATER}"),
     ({}, Machine(smi="printf '9.0\\n8.0\\n9.0\\n7.5\\n'"), "80 90", OF_GPUS),
     ({}, Machine(smi="echo 12.0"), "90", OF_GPUS),  # newer than this nvcc supports: its driver compiles the PTX
-    ({}, Machine(smi=None), "80", f"there is no nvidia-smi on PATH to tell the GPUs here; {LATER}"),
+    ({}, Machine(smi=None), "80", f"found no nvidia-smi on PATH; {LATER}"),
     (
         {},
         Machine(smi=f"echo '{NVML}'; exit 18"),
         "80",
-        f"nvidia-smi does not tell the GPUs here, but: {NVML}; {LATER}",
+        f"nvidia-smi failed to list the GPUs: {NVML}; {LATER}",
     ),
     (
         {},

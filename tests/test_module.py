@@ -86,7 +86,7 @@ def test_bias_has_the_shape_of_the_weight(groups: int | tuple[int, ...]) -> None
     nn.init.normal_(norm.bias)
     x = cases.values((5, 3, 8), torch.float32)
     assert torch.equal(norm(x), normops.rms_norm(x, 8, norm.weight, 1e-3, bias=norm.bias))
-    with pytest.raises(RuntimeError, match="RMSNorm: expected no residual beside a bias, a dim or an activation"):
+    with pytest.raises(RuntimeError, match="RMSNorm: expected no residual with a bias, a dim or an activation"):
         norm(x, x)
     assert normops.RMSNorm(8, elementwise_affine=False, bias=True).bias is None
 

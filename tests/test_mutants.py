@@ -33,9 +33,7 @@ def test_malformed_mutants_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "area.txt"
     for text in ("a\nb.py tests\n- x\n+ y\n", "a\nb.py: tests\n+ y\n", "a\nb.py: tests\n- x\ny\n"):
         file.write_text(text)
-        with pytest.raises(
-            ValueError, match="area: expected what is wrong, path: tests, and lines with - and \\+, but"
-        ):
+        with pytest.raises(ValueError, match="area: expected a title, path: tests, and lines with - and \\+, but"):
             read(file)
     file.write_text("a\nb.py: tests\n-   x\n- y\n\nc\nd.py: tests -k f\n- x\n+ z\n")
     lines, word = read(file)
@@ -98,10 +96,10 @@ def test_runner_reports_the_outcome_of_each_mutant(tmp_path: Path, monkeypatch: 
         ("survived", False),
         ("pytest ended with 2, and no test passed or failed", None),
         ("survived: no test of the tier", False),
-        ("fails as it is: pytest ended with 0, and no test passed or failed", None),
+        ("fails without the mutant: pytest ended with 0, and no test passed or failed", None),
         ("crashes: SIGKILL", True),
         ("takes longer than ", True),
-        ("fails as it is: test_number.py::test_wrong", None),
+        ("fails without the mutant: test_number.py::test_wrong", None),
         ("does not build", None),
     ]
     assert [outcome.said for outcome in full.values()] == ["test_number.py::test_two", "survived"]

@@ -176,7 +176,7 @@ class RoundedProduct(others.WideNorm):
 )
 def test_unsupported_rounding_order_is_skipped(norm: Callable[[int], nn.Module], computes: str) -> None:
     module = norm(SIZE)
-    name, reason = type(module).__name__, 'rounds in an order of its own, which rounding="original" does not have'
+    name, reason = type(module).__name__, 'rounds in an order that rounding="original" does not support'
     assert normops.patch(module, rounding="original").skipped == {"": f"{name}: {reason}"}
     assert normops.patch(module).patched == {"": f"{name}: {computes}, dtype: promoted, rounds otherwise"}
 

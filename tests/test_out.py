@@ -259,8 +259,8 @@ def test_invalid_targets_raise(operator: Operator, device: str) -> None:
             torch.empty(shape, dtype=torch.float64, device=device): "to be float32, but got float64",
             torch.empty(shape, dtype=torch.bfloat16, device=device): "to be float32, but got bfloat16",
             torch.empty(shape, device="meta"): f"to be on {target.device}, the device of input, but got meta",
-            torch.empty(1, device=device).expand(shape): "to have an element of memory for each of its own, but got an "
-            f"expanded tensor with strides {[0] * len(shape)}",
+            torch.empty(1, device=device).expand(shape): "to have no expanded dimension, but got "
+            f"strides {[0] * len(shape)}",
         }
         for other, expected in others.items():
             assert message(**{name: other}) == f"{operator}: expected {name} {expected}"

@@ -166,7 +166,7 @@ def test_patched_matches_original_in_all_dtypes(gated: Gated) -> None:
 @pytest.mark.covering(core=1)
 def test_original_rounding_has_the_original_bits(gated: Gated, dtype: torch.dtype) -> None:
     if "otherwise" in gated.described:
-        reason = 'rounds in an order of its own, which rounding="original" does not have'
+        reason = 'rounds in an order that rounding="original" does not support'
         assert list(normops.patch(gated.make(), rounding="original").skipped.values()) == [f"GateFirstNorm: {reason}"]
         return
     original, patched = others.patched_pair(gated.make, dtype, rounding="original")

@@ -53,7 +53,7 @@ def test_newer_torch_causes_one_warning() -> None:
     assert [str(warning.message) for warning in caught] == [
         f"expected torch 2.11 to {last}, with which normops was tested, but got torch 2.99.0.dev1: "
         "normops.override_torch in traced graphs, DTensor, nested tensors, normops.inductor_options, normops.patch, "
-        "normops.recompute_norms rest on private parts of torch and may not work; the rest should"
+        "normops.recompute_norms depend on private parts of torch and may not work; the rest should"
     ]
 
 
