@@ -17,8 +17,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # what is built finds it in BUILT_WITH.
 RUN := env $(if $(word 2,$(CXX)),--unset=CXX BUILT_WITH='$(CXX)')
 
-.PHONY: install install-dev test test-full test-release test-all test-torch test-python lint format demo demo-patch bench \
-	check-cuda-compile package wheels clean check-gpu
+.PHONY: install install-dev test test-full test-release test-all test-torch test-python lint lint-prose format docs demo \
+	demo-patch bench check-cuda-compile package wheels clean check-gpu
 
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
 install: $(VENV)/required
@@ -70,16 +70,27 @@ test-torch:
 test-python:
 	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-$(notdir $(PYTHON))
 
-lint: $(VENV)/required-dev
+# Documents, and folders whose docstrings and comments are checked as well: normops csrc building bench reference tests
+PROSE := $(wildcard *.md) docs
+
+lint: $(VENV)/required-dev lint-prose
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
 
+lint-prose: $(VENV)/required-dev
+	$(BIN)/python docs/prose.py $(PROSE)
+
 format: $(VENV)/required-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
+
+# The pages and the API reference, with warnings as errors: links and references that lead nowhere are warnings.
+docs: install-dev
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --fresh-env docs build/docs
+	@echo "Open build/docs/index.html"
 
 demo: install
 	@$(RUN) $(BIN)/python examples/baby_llama.py $(ARGS)
