@@ -70,8 +70,8 @@ test-torch:
 test-python:
 	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-$(notdir $(PYTHON))
 
-# Documents, and folders whose docstrings and comments are checked as well: normops csrc building bench reference tests
-PROSE := $(wildcard *.md) docs
+# Documents, and folders whose docstrings and comments are checked as well.
+PROSE := $(wildcard *.md) docs normops csrc building bench reference tests examples mutants
 
 lint: $(VENV)/required-dev lint-prose
 	$(BIN)/ruff check

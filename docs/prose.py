@@ -10,7 +10,7 @@ but its packages on PyPI and npm download the program from GitHub when it first 
 [1, 4]
 >>> [finding.text for finding in findings("code.h", "// Of one,\\nint x;  /* One" + " two" * 30 + ". */")]
 ['"Of" begins a sentence: begin with a noun', '31 words in a sentence: write 30 at most']
->>> [finding.words for finding in findings("page.md", "A newly-built wheel.")]  # of proselint
+>>> [finding.words for finding in findings("page.md", "A very nice wheel.")]  # of proselint
 ['newly-']
 """
 
@@ -57,8 +57,8 @@ WORDS = {
     "(?:is|are) left as (?:it is|they are)": "is unchanged",
 }
 
-# proselint's checks that sources cannot pass: signs that ASCII lacks, repeated names, ranges of dates.
-SKIPPED_CHECKS = ("typography", "lexical_illusions", "dates_times", "restricted")
+# proselint's checks that sources cannot pass: signs that ASCII lacks, repeated names, ranges of dates, multiply-add.
+SKIPPED_CHECKS = ("typography", "lexical_illusions", "dates_times", "restricted", "misc.phrasal_adjectives.ly")
 
 # (path, words of the finding): why the text is right there.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
@@ -74,6 +74,7 @@ NOT_PROSE = re.compile(
 WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IGNORECASE)
 BEGINNING = re.compile(rf"\W*({'|'.join(sorted(BEGINNINGS, key=len, reverse=True))})\b".replace(" ", r"\s+"))
 END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?<!\bcf)(?<!\betc)[.!?]['\")*_\]]*\s+")
+TABLE_ROW = re.compile(r"\S {2,}\S|^ {17}")
 LIST_ITEM = re.compile(r"([*+-]|\d+\.) |\w+( \([^)]*\))?: |\w+:$")
 CHECKS = [check for check in proselint_checks if not check.path.startswith(SKIPPED_CHECKS)]
 
@@ -106,9 +107,10 @@ def docstring_blocks(line: int, text: str) -> Iterator[Block]:
     block: list[str] = []
     skip = False
     for number, part in enumerate([*text.strip("\"'").splitlines(), ""], line):
+        is_row = TABLE_ROW.search(part) is not None
         part = part.strip()
         skip = bool(part) and (skip or part.startswith((">>>", "..")))
-        if block and (skip or not part or LIST_ITEM.match(part)):
+        if block and (skip or not part or is_row or LIST_ITEM.match(part)):
             yield Block(number - len(block), "\n".join(block))
             block = []
         if part and not skip:
@@ -116,7 +118,10 @@ def docstring_blocks(line: int, text: str) -> Iterator[Block]:
 
 
 def code_blocks(text: str, lexer: Lexer) -> Iterator[Block]:
-    """Yields the docstrings and comments of a source. A comment goes on in the comments right below it."""
+    """Yields the docstrings and comments of a source.
+
+    A comment goes on in the comments right below it, but for lines that are indented: formulas, lists and tables.
+    """
     block: list[str] = []
     line, end, following = 1, 0, (0, 0)  # following: the line and column of a comment that goes on
     for position, kind, value in lexer.get_tokens_unprocessed(text):
@@ -126,8 +131,9 @@ def code_blocks(text: str, lexer: Lexer) -> Iterator[Block]:
             yield from docstring_blocks(line, value)
         elif kind in (Comment.Single, Comment.Multiline):
             before = text[text.rfind("\n", 0, position) + 1 : position]
-            parts = [part.strip().lstrip("/*#").strip() for part in value.strip().removesuffix("*/").splitlines()]
-            if block and (before.strip() or following != (line, len(before)) or not parts[0]):
+            parts = [part.strip().lstrip("/*#").rstrip() for part in value.strip().removesuffix("*/").splitlines()]
+            is_new = before.strip() or following != (line, len(before)) or not parts[0].strip()
+            if block and (is_new or parts[0].startswith("  ") or block[-1].startswith("  ")):
                 yield Block(following[0] - len(block), "\n".join(block))
                 block = []
             block += parts if any(parts) else []

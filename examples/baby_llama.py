@@ -12,7 +12,7 @@ their norms, in torch.compile, and in whether norms also add to the residual str
 The variants train in turns of a few steps, in a new random order in each round. A temporary slowdown of the machine
 affects all of them, so their speeds are compared in each round.
 
-In bfloat16 the norms keep float32 weights; a CPU without instructions for bfloat16 is very slow. Under torchrun, each
+In bfloat16 the norms keep float32 weights; a CPU without instructions for bfloat16 is slow. Under torchrun, each
 process trains on its part of the same batches, and FSDP shards the parameters (parallel.py). With --parallel tensor,
 each process has some of the heads instead, and nothing is compiled. The losses are the same in both cases.
 

@@ -2,8 +2,8 @@
 // launched kernels to a callback. Functions that normops must not call are missing, so that its library does not link
 // with them: synchronization, memory, cudaSetDevice, cudaGetDeviceCount.
 //
-// It reproduces failures: the first use of a kernel loads it, which invalidates a capture; a busy device gets no
-// context; a kernel has no large cluster or shared memory that it did not request.
+// It reproduces failures. The first use of a kernel loads it, which invalidates a capture. A busy device gets no
+// context. A kernel has no large cluster or shared memory that it did not request.
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
 

@@ -1,5 +1,5 @@
-// Sums leaves like the parts of a backward, with the text of the additions as each sum, and compares the result with
-// the binary tree over all leaves, for any number of parts.
+// Sums leaves like the parts of a backward, for any number of parts, with the text of the additions as each sum.
+// Compares the result with the binary tree over all leaves.
 #include "leaves.h"
 
 #include <cstdio>

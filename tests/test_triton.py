@@ -44,7 +44,7 @@ def compiled(operator: str, dtype: str, cols: int, arch: int | str, rotation: An
 
 
 class Rope(NamedTuple):
-    """The parameters of a rotation for which kernels are compiled."""
+    """The parameters of a rotation whose kernels are compiled."""
 
     cols: int
     pairs: int

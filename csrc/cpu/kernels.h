@@ -89,8 +89,8 @@ struct Channels {
 // The maximum number of positions of a tile.
 constexpr int64_t kMostPositions = 256;
 
-// Scratch positions of each channel for a gradient through an activation: those of a tile, and a cache line more, so
-// that channels are not a multiple of 1024 bytes apart.
+// Scratch positions of each channel for a gradient through an activation. A cache line more than a tile keeps channels
+// from being a multiple of 1024 bytes apart.
 constexpr int64_t kFormedPositions = kMostPositions + 16;
 
 // Per-thread kernel options and scratch.

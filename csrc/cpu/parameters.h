@@ -42,8 +42,8 @@ inline void convert_scale(const KernelArgs& args, const ScaleLayout& layout, int
 }
 
 // The scale, weight + weight_offset, or ones without a weight. Kernels read the weight itself if it needs no
-// conversion. Threads convert a long weight together. Each thread converts a short one for itself, which is faster than
-// fetching lines that another core has just written (8 x 4096 bfloat16: 5.5 us instead of 9.5) [Xeon, 2 threads].
+// conversion. Threads convert a long weight together. Each thread converts a short one for itself. Fetching
+// lines that another core has just written is slower (8 x 4096 bfloat16: 9.5 us instead of 5.5) [Xeon, 2 threads].
 class Scale {
  public:
   // `most_groups`: the number of groups whose scale a part needs at a time.

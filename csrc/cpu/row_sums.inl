@@ -12,9 +12,8 @@ NORMOPS_INLINE int64_t span_end(int64_t begin, int64_t cols) { return begin + kS
 template <class R>
 constexpr int64_t kStep = kChainBlocks<R> * kLanes<R>;
 
-// Compilation of a span's tail, its columns beyond a multiple of kStep: as a loop, which keeps the chains in memory;
-// unrolled, which keeps them in registers, but is six times the code; or not at all, for spans without a tail, the most
-// common ones.
+// Compilation of a span's tail, its columns beyond a multiple of kStep. A loop keeps the chains in memory. Unrolled
+// code keeps them in registers, but is six times as long. The most common spans have no tail.
 enum class Tail { looped, unrolled, none };
 
 // Computes kSums sums over the columns of a span at once. term(column, whole_or_part, accumulators) adds one block to

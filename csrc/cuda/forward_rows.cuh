@@ -1,5 +1,5 @@
 // Shared code of the forward kernels: computes outputs of T from rows of R. Each kernel loads these rows, or computes
-// them from the rows of the input, which are of T.
+// them from the rows of the input, which have the type T.
 #pragma once
 #include "operator_kernels.cuh"
 

@@ -7,8 +7,8 @@
 
 namespace normops::cuda {
 
-// A row is held in registers, in packs of 16 bytes: pack p of a thread is the row's pack
-// (p * blocks of the cluster + block) * threads + thread, so that accesses are coalesced.
+// A row is held in registers, in packs of 16 bytes. For coalesced accesses, pack p of a thread is the row's pack
+//   (p * blocks of the cluster + block) * threads + thread.
 struct RowConfig {
   int64_t packs_of_row;  // the maximum number of packs of a row
   int packs;             // of a thread: 1, 2, 4 or 16, a template argument of the kernels; 0: the row is read twice

@@ -5,8 +5,9 @@
 namespace normops::cuda {
 namespace {
 
-// y = input * rsqrt(mean(input^2) + eps) * (weight + weight_offset)
-// output[i] = y[i] * cos[i] - y[j] * sin[i], output[j] = y[j] * cos[j] + y[i] * sin[j], for pairs of columns i and j
+// For pairs of columns i and j:
+//   y = input * rsqrt(mean(input^2) + eps) * (weight + weight_offset)
+//   output[i] = y[i] * cos[i] - y[j] * sin[i], output[j] = y[j] * cos[j] + y[i] * sin[j]
 // For rows that fit into registers: each element is read once.
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(gated_threads(kPacks), gated_min_blocks(kPacks))

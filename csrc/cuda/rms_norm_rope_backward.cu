@@ -67,8 +67,9 @@ struct RotatedBack : IdentityPrologue {
   }
 };
 
-// dy[i] = grad_output[i] * cos[i] + grad_output[j] * sin[j], dy[j] = grad_output[j] * cos[j] - grad_output[i] * sin[i]
-// for pairs of columns i and j; grad_input and grad_weight are dh and dw of backward_rows.cuh, with h = input
+// For pairs of columns i and j, with h = input, grad_input and grad_weight are dh and dw of backward_rows.cuh:
+//   dy[i] = grad_output[i] * cos[i] + grad_output[j] * sin[j]
+//   dy[j] = grad_output[j] * cos[j] - grad_output[i] * sin[i]
 // For rows that fit into registers: each element is read once.
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_blocks(kPacks))

@@ -38,7 +38,7 @@ inline bool parse(PyObject* object, std::string_view& text) {
   if (!PyUnicode_CheckExact(object)) return false;
   Py_ssize_t size = 0;
   const char* data = PyUnicode_AsUTF8AndSize(object, &size);
-  if (data == nullptr) {  // a lone surrogate, for which torch.ops raises the error
+  if (data == nullptr) {  // a lone surrogate: torch.ops raises the error
     PyErr_Clear();
     return false;
   }

@@ -442,7 +442,7 @@ def follow(
     width_dims: int,
     guards: Guards,
 ) -> Run:
-    """Returns the operations and reads of a module's forward, called with these parameters instead of its own.
+    """Returns the operations and reads of a module's forward, called with other parameters.
 
     The last ``width_dims`` dimensions of the arguments are not rows.
 

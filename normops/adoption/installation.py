@@ -97,7 +97,7 @@ def _rounding(rounding: ModelRounding) -> ModelRounding:
 
 
 def reduced(module: Any, protocol: Any, reduce: Callable[[Any, Any], Any]) -> Any:
-    """Returns the ``__reduce_ex__`` of a patched module, from that of its own class."""
+    """Returns the ``__reduce_ex__`` of a patched module, from that of its original class."""
     ours = type(module)
     cls, result = _without_ours(ours), reduce(module, protocol)
     # Another thread may have unpatched the module already.

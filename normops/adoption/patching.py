@@ -86,8 +86,8 @@ def patch(model: nn.Module, *, rounding: ModelRounding = "once", strict: bool = 
             float32 than the model's own result. ``"original"`` rounds in the model's order. Llama, for example, rounds
             the normalized input, then its product with the weight. All but a few results in ten thousand then have the
             model's bits. A norm whose order normops does not support is skipped. Gradients have the model's bits, with
-            one exception: if a norm casts its input twice, as T5's does, autograd rounds the gradient of each cast and
-            their sum, and normops rounds once.
+            one exception. If a norm casts its input twice, as T5's does, autograd rounds the gradient of each cast and
+            their sum; normops rounds once.
         strict: True raises an error, and changes nothing, if a norm would be skipped. torch's own norms of other kinds,
             such as LayerNorm, do not count.
 

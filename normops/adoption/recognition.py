@@ -1,7 +1,7 @@
 """Recognises what an existing RMSNorm module computes, from the operations that its forward calls.
 
-Names are not reliable. Of the 220 RMSNorm classes of transformers some multiply by ``1 + weight``, some round twice,
-some have no weight, and the attribute of eps has three names. Results are not sufficient: a factor may be 1 today, and
+Names are not reliable: transformers has 220 RMSNorm classes. Some multiply by ``1 + weight``, some round twice, some
+have no weight, and the attribute of eps has three names. Results are not sufficient: a factor may be 1 today, and
 a forward may compute something else in training.
 
 So a module's own forward is followed in every way in which it may be called: with 1 to 5 dimensions and all dtypes. A

@@ -1,4 +1,4 @@
-// What csrc/cpu/parallel.h needs of PyTorch: four threads, unless the program sets another number.
+// The part of PyTorch that csrc/cpu/parallel.h needs: four threads, unless the program sets another number.
 #pragma once
 
 namespace at {

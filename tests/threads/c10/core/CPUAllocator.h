@@ -1,4 +1,4 @@
-// What csrc/cpu/sharing.h needs of PyTorch: memory.
+// The part of PyTorch that csrc/cpu/sharing.h needs: memory.
 #pragma once
 #include <cstddef>
 #include <memory>
