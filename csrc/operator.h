@@ -29,7 +29,9 @@ namespace normops {
 constexpr std::string_view kRoundOnce = "once";
 std::optional<Rounding> parse_rounding(std::string_view rounding);
 
+#pragma GCC visibility push(default)  // for the Python module
 std::optional<Activation> find_activation(std::string_view name);
+#pragma GCC visibility pop
 
 // The arguments that all norms share.
 struct Norm {

@@ -58,9 +58,35 @@ py::object to_python(const Call& call, const Rotation& rotation) {
                                       rotation.pairs);
 }
 
+template <class Operator>
+concept OfChannels = requires(const Operator& arguments) { arguments.dim; };
+
+// `tensor` as [samples, channels, positions], where `dim` is that of the channels: a view if its strides allow one.
+Tensor by_channels(const Tensor& tensor, int64_t dim) {
+  if (!tensor.defined()) return tensor;
+  const int64_t channels = tensor.size(dim);
+  const int64_t positions = c10::multiply_integers(tensor.sizes().slice(tensor.dim() + dim + 1));
+  return tensor.reshape({tensor.numel() / (channels * positions), channels, positions});
+}
+
+py::object to_python(const Tensor& tensor) {
+  if (!tensor.defined()) return py::none();
+  if (tensor.dim() == 1) return py::cast(tensor.contiguous());  // a parameter
+  return launchers().attr("Channels")(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2));
+}
+
 struct TritonBackend {
   static bool supports(const RmsNorm&) { return true; }
   static bool supports(const RmsNormBackward& arguments) { return !arguments.uses_bias(); }  // ATen sums grad_output
+  // One weight and one bias for all samples; no result is rounded before the last one.
+  static bool supports(const OfChannels auto& arguments) {
+    const auto is_of_channels = [](const OptionalTensor& parameter) {
+      return !is_given(parameter) || parameter->dim() == 1;
+    };
+    const bool rounds =
+        arguments.norm.rounding != kRoundOnce && c10::isReducedFloatingType(arguments.input.scalar_type());
+    return !rounds && is_of_channels(arguments.norm.weight) && is_of_channels(arguments.bias);
+  }
   using Guard = c10::DeviceGuard;
   static Tensor empty_contiguous(const OutputSpec& like) { return at::empty(like.sizes(), like.options()); }
 
@@ -98,13 +124,44 @@ struct TritonBackend {
     }
     call.finish();
   }
+
+  template <OfChannels Operator>
+  static void launch(const Operator& arguments, const OutputPtrs<Operator>& outputs) {
+    constexpr bool is_backward = Operator::kTensors[0] == kGradOutput;
+    const auto inputs = tensors_of(arguments);
+    const Tensor target = by_channels(*outputs[0], arguments.dim);
+    {
+      const py::gil_scoped_acquire gil;
+      py::dict named;
+      for (size_t i = 0; i < inputs.size(); i++) {
+        const TensorIndex index = Operator::kTensors[i];
+        const bool is_parameter = index == kWeight || index == kBias;
+        named[kTensorNames[index]] = to_python(is_parameter ? *inputs[i] : by_channels(*inputs[i], arguments.dim));
+      }
+      named[kTensorNames[Operator::kTensors[inputs.size()]]] = to_python(target);
+      named["weight_offset"] = arguments.norm.weight_offset;
+      named["eps"] = resolve_eps(arguments.norm.eps, arguments.input.scalar_type());
+      named["activation"] = py::none();
+      if (const auto activation = find_activation(arguments.activation); activation.has_value()) {
+        named["activation"] = *activation == Activation::silu ? "silu" : "sigmoid";
+      }
+      if constexpr (is_backward) {
+        named["wants_weight"] = outputs[1]->defined(), named["wants_bias"] = outputs[2]->defined();
+      }
+      const auto sums = launchers().attr(is_backward ? "launch_channel_backward" : "launch_channel_forward")(**named);
+      for (size_t i = 1; i < outputs.size(); i++) {
+        if (outputs[i]->defined()) outputs[i]->copy_(sums[py::int_(i - 1)].template cast<Tensor>());
+      }
+    }
+    if (target.defined() && !target.is_alias_of(*outputs[0])) outputs[0]->copy_(target.view(outputs[0]->sizes()));
+  }
 };
 
 }  // namespace
 
 python::Registration register_operators(const std::string& dispatch_key) {
   return python::register_kernels("normops", c10::parseDispatchKey(dispatch_key), [](torch::Library& library) {
-    register_all<BackendKernels<TritonBackend>>(library, RowOperators());
+    register_all<BackendKernels<TritonBackend>>(library, Operators());
   });
 }
 

@@ -43,6 +43,15 @@ class NestedRows(NamedTuple):
     inner_stride: int
 
 
+class Channels(NamedTuple):
+    """A tensor ``[samples, channels, positions]``, and its strides. The channels of a position are a row."""
+
+    tensor: Tensor
+    sample_stride: int
+    channel_stride: int
+    position_stride: int
+
+
 class Rotation(NamedTuple):
     """How rows are rotated: the columns [offset, offset + 2 * pairs), by cos and sin.
 
@@ -90,7 +99,7 @@ def rotation_constants(rotation: Rotation) -> dict[str, Any]:
     return {name: getattr(rotation, name) for name in ("interleaved", "angle_of_pair", "offset", "pairs")}
 
 
-def arguments(rows: Rows | None) -> tuple[Tensor | None, int, int, int]:
+def arguments(rows: Rows | Channels | None) -> tuple[Tensor | None, int, int, int]:
     """Rows as a kernel takes them."""
     return (None, 1, 0, 0) if rows is None else rows
 
@@ -111,7 +120,7 @@ def named_arguments(**given: Rows | None) -> dict[str, Any]:
     }
 
 
-def is_overwritten(weight: Tensor | None, *outputs: Rows | NestedRows | None) -> bool:
+def is_overwritten(weight: Tensor | None, *outputs: Rows | NestedRows | Channels | None) -> bool:
     """Whether an output, which then is a single row, is in the memory of the weight."""
     return weight is not None and any(rows and rows.tensor.data_ptr() == weight.data_ptr() for rows in outputs)
 
@@ -131,7 +140,7 @@ def constants(config: RowConfig) -> dict[str, int]:
     }
 
 
-def compute_type(input: Rows | NestedRows) -> tl.dtype:
+def compute_type(input: Rows | NestedRows | Channels) -> tl.dtype:
     """The type that kernels for this input compute in."""
     return tl.float64 if input.tensor.dtype == torch.float64 else tl.float32
 
@@ -141,7 +150,7 @@ def index_type(rows: int) -> tl.dtype:
     return tl.int32 if rows < 1 << 31 else tl.int64
 
 
-def make_partials(programs: int, cols: int, input: Rows | NestedRows) -> Tensor:
+def make_partials(programs: int, cols: int, input: Rows | NestedRows | Channels) -> Tensor:
     """Memory for partial sums of grad_weight: a row for each program of a backward."""
     dtype = torch.float64 if input.tensor.dtype == torch.float64 else torch.float32
     return torch.empty((programs, cols), dtype=dtype, device=input.tensor.device)

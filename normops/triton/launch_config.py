@@ -93,6 +93,24 @@ def rope_config(cols: int, pairs: int, compute_bytes: int) -> tuple[RowConfig, i
     return RowConfig(block_rows, block_cols, 1, block_rows * block_cols // elements_of_thread), parts
 
 
+# Over channels a thread holds 8 elements of a tile, so that nothing spills in the backward, and several programs share
+# a multiprocessor. A program's positions are 64 of up to 128 channels and 16 of more than 256: what all programs have
+# read, to read it again, is less than a GPU's second-level cache.
+CHANNEL_THREADS = 128
+CHANNEL_ELEMENTS = 8 * CHANNEL_THREADS
+CHANNEL_BLOCK_ELEMENTS = 8192
+MOST_POSITIONS = 64
+LEAST_POSITIONS = 16
+
+
+def channel_config(cols: int) -> RowConfig:
+    """The configuration of channel_rms_norm and its backward: ``block_rows`` positions of ``block_cols`` channels."""
+    padded = triton.next_power_of_2(cols)
+    positions = min(MOST_POSITIONS, max(LEAST_POSITIONS, CHANNEL_BLOCK_ELEMENTS // padded))
+    block_cols = min(padded, CHANNEL_ELEMENTS // positions)
+    return RowConfig(CHANNEL_ELEMENTS // block_cols, block_cols, 1, CHANNEL_THREADS)
+
+
 def _row_config(
     cols: int,
     compute_bytes: int,
