@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from assertions import assert_same_bits, message_of
@@ -114,11 +115,15 @@ ACTIVATIONS = ("silu", "swish", "sigmoid", "identity")
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_values(dtype: torch.dtype, activation: str, device: str) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, (9,), (2, 300, 1)], ids=str)
+@pytest.mark.covering(core=2, full=3)
+@pytest.mark.triton(core=1, full=2)
+def test_values(shape: tuple[int, ...], dtype: torch.dtype, activation: str, device: str) -> None:
     named = "silu" if activation == "swish" else activation
-    for index, shape in enumerate(SHAPES):
-        given = moved(device, arguments(shape, dtype, has_bias=index % 3 > 0))
-        given["rounding"] = ("once", "once", "llama")[index % 3]
+    for index, weight_dtype in enumerate((dtype, torch.float32)):
+        given = moved(device, arguments(shape, dtype, dim=0 if len(shape) == 1 else 1, has_bias=index > 0))
+        given["weight"] = given["weight"].to(weight_dtype)
+        given["rounding"] = ("llama", "once")[index]
         output = ops.channel_rms_norm(**given, activation=activation)
         oracle.assert_within(output, oracle.channel_rms_norm(**given, activation=named))
         given["grad_output"] = values(shape, dtype, 4).to(device)
@@ -127,6 +132,70 @@ def test_values(dtype: torch.dtype, activation: str, device: str) -> None:
         for name, gradient, bounded in zip(expected._fields, gradients, expected, strict=True):
             if bounded is not None:
                 oracle.assert_within(gradient, bounded, name)
+
+
+@pytest.mark.triton
+def test_masked_gradients_are_left_out(device: str) -> None:
+    given = moved(device, arguments((2, 40, 11), torch.bfloat16))
+    given |= {"grad_output": values((2, 40, 11), torch.bfloat16, 4).to(device), "activation": "silu"}
+    every = ops.channel_rms_norm_backward(**given)
+    left_out = torch.empty(0, dtype=torch.bfloat16, device=device)
+    for mask in itertools.product((True, False), repeat=3):
+        wanted = [gradient if is_wanted else left_out for is_wanted, gradient in zip(mask, every, strict=True)]
+        assert_same_bits(ops.channel_rms_norm_backward(**given, output_mask=mask), wanted, mask)
+
+
+@pytest.mark.triton
+def test_the_batch_does_not_show(device: str, serves_cpu: bool) -> None:
+    """Nor do strides and alignment: a position has the same bits alone, and anywhere among others."""
+    shape, tensors = (2, 40, 48), ("input", "grad_output")
+    given = moved(device, arguments(shape, torch.bfloat16) | {"grad_output": values(shape, torch.bfloat16, 4)})
+    expected = results(given, "silu")[:2]
+    for layout in LAYOUTS[1:]:
+        strided = given | {name: layout(given[name]) for name in tensors}
+        assert_same_bits(results(strided, "silu")[:2], expected, layout)
+    least = 8 if serves_cpu else 1  # the kernels for CPUs decline fewer positions
+    for part in ((slice(1, 2), ..., slice(16, 32)), (..., slice(48 - least, 48))):
+        of_part = given | {name: given[name][part].contiguous() for name in tensors}
+        assert_same_bits(results(of_part, "silu")[:2], [result[part] for result in expected], part)
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["input", "grad_output", "weight", "bias"])
+@pytest.mark.triton(core=1)
+def test_specials_poison_what_depends_on_them_alone(where: str, special: float, device: str) -> None:
+    """Activated by the sigmoid, whose slope is 0 at the infinities: sums over positions see no padding."""
+    shape = (2, 20, 30)
+    given = arguments(shape, torch.float32) | {"grad_output": values(shape, torch.float32, 4)}
+    given[where].view(-1)[13] = special
+    actual = results(moved(device, given), "sigmoid")
+    with np.errstate(all="ignore"):
+        expected = oracle.channel_rms_norm_backward(**given, activation="sigmoid")
+        del given["grad_output"]
+        output = oracle.channel_rms_norm(**given, activation="sigmoid")
+    for name, result, bounded in zip(("output", *expected._fields), actual, (output, *expected), strict=True):
+        assert bounded is not None
+        # Where an infinity has made one of the bound, too, times zero, any number is as good.
+        bound = np.nan_to_num(bounded.bound, nan=np.inf, posinf=np.inf)
+        oracle.assert_within(result, bounded._replace(bound=bound), name)
+
+
+@pytest.mark.triton
+def test_zeros(device: str) -> None:
+    """They keep their sign, and those of the weight theirs. An eps of 0 makes NaNs of positions of zeros alone."""
+    weight = torch.tensor([1.0, 1.0, -0.0, 0.0], device=device)
+    x = torch.ones(1, 4, 70, device=device)
+    x[:, 1], x[..., 5] = -0.0, -0.0
+    given = {"input": x, "normalized_shape": [4], "weight": weight, "dim": -2}
+    output = ops.channel_rms_norm(**given, eps=1e-6)
+    assert output[0, :, 0].signbit().tolist() == [False, True, True, False]
+    assert output[0, :, 5].signbit().tolist() == [True, True, False, True]
+    assert (output[:, 1:] == 0).all()
+    gradients = ops.channel_rms_norm_backward(grad_output=x, **given, eps=0.0)
+    for result in (ops.channel_rms_norm(**given, eps=0.0), gradients[0]):
+        assert result.isnan().any(1).nonzero().tolist() == [[0, 5]]
+    x[..., 5] = 1.0
+    assert ops.channel_rms_norm_backward(grad_output=x, **given, eps=0.0)[1].isfinite().all()
 
 
 @pytest.mark.parametrize("activation", ["identity", "silu"])
@@ -184,8 +253,10 @@ def test_nan_changes_only_its_position() -> None:
         assert_same_bits([output.movedim(1, -1)[~is_changed]], [expected.movedim(1, -1)[~is_changed]], dtype)
 
 
-def test_out_and_in_place() -> None:
-    for dtype, layout in itertools.product((torch.float32, torch.bfloat16, torch.float16), LAYOUTS):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.triton(core=0, full=1)
+def test_out_and_in_place(dtype: torch.dtype) -> None:
+    for layout in LAYOUTS:
         given = arguments((2, 40, 6, 11), dtype)
         expected = ops.channel_rms_norm(**given)
         target = layout(torch.full_like(given["input"], torch.nan))
@@ -213,6 +284,7 @@ def definition(input: Tensor, weight: Tensor, bias: Tensor, *, activation: str) 
 
 
 @pytest.mark.parametrize("activation", ["identity", "silu", "sigmoid"])
+@pytest.mark.triton(core=0, full=1)
 def test_derivatives(activation: str) -> None:
     given = arguments((2, 3, 4, 2), torch.float64)
     tensors = [given[name].to(torch.float64).requires_grad_() for name in ("input", "weight", "bias")]

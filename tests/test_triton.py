@@ -16,7 +16,19 @@ import pytest
 import torch
 from assertions import assert_same_bits
 from other_process import printed
-from triton_launches import BF16, FP16, FP32, FP64, LANES, OF_ROWS, ROTATED, compiling_for, launch, tensor
+from triton_launches import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    LANES,
+    OF_CHANNELS,
+    OF_ROWS,
+    ROTATED,
+    compiling_for,
+    launch,
+    tensor,
+)
 
 import normops
 from normops import _C, backends
@@ -264,6 +276,48 @@ def test_heads_are_rotated_in_registers_on_amd(name: str, rope: Rope, dtype: str
         assert re.findall(rf"\.{count}:\s+(\d+)", code) == ["0"]
 
 
+def compiled_over_channels(name: str, dtype: str, cols: int, arch: int | str) -> Any:
+    """As ``compiled``; positions are a multiple of 16, there are a bias and an activation."""
+    with compiling_for(arch) as kernels:
+        launch(name, cols, inner=6240, dtypes=(TYPES[dtype], torch.promote_types(TYPES[dtype], FP32)))
+    (kernel,) = kernels
+    return kernel
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+@pytest.mark.parametrize("cols", [3, 96, 192, 384])
+@pytest.mark.parametrize("name", OF_CHANNELS)
+@pytest.mark.covering(core=1, full=2)
+def test_channels_are_normalized_by_several_programs_at_once(
+    name: str, cols: int, dtype: str, arch: int, tmp_path: Path
+) -> None:
+    """A multiprocessor has registers for two programs of float64 at least, for three of other types."""
+    kernel = compiled_over_channels(name, dtype, cols, arch)
+    ptx = kernel.asm["ptx"]
+    for access in ("ld", "st"):
+        assert re.search(rf"\b{access}\.global\.(v4\.b32|v2\.b64)", ptx)
+    assert not re.search(r"\bfma\.rn\.f(32|64)", ptx)
+    assert not re.search(r"\b(div|rem)\.[su]64", ptx)
+    assert sums_of_two(kernel) > 0
+    registers, spilled, local = resource_usage(kernel, tmp_path)
+    assert registers * 32 * kernel.metadata.num_warps <= 65536 // (2 if dtype == "fp64" else 3)
+    assert local == 0
+    assert spilled <= 8  # two registers, where ptxas stays within 128
+
+
+@pytest.mark.parametrize("arch", LANES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("name", OF_CHANNELS)
+@pytest.mark.covering(core=1, full=2)
+def test_channels_are_normalized_on_amd(name: str, dtype: str, arch: str) -> None:
+    code = compiled_over_channels(name, dtype, 96, arch).asm["amdgcn"]
+    for access in ("load", "store"):
+        assert re.search(rf"\b(global|buffer)_{access}_(dwordx4|b128)\b", code)
+    for count in ("vgpr_spill_count", "private_segment_fixed_size"):
+        assert re.findall(rf"\.{count}:\s+(\d+)", code) == ["0"]
+
+
 @pytest.mark.parametrize("compute_bytes", [4, 8])
 def test_no_two_threads_own_an_element_of_a_rotated_row(compute_bytes: int) -> None:
     """In place, one thread would read what the other has written."""
@@ -347,6 +401,31 @@ def test_registration_replaces_kernels_until_it_is_closed(operator: Operator, mo
     finally:
         registration.close()
     assert_same_bits(case.results(), expected)
+
+
+def test_the_registration_serves_channels_or_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU's key. It declines a weight for each sample, and 16 bits that are rounded on the way."""
+    import normops.triton
+
+    def refuse(**arguments: object) -> None:
+        raise NotImplementedError("the Triton launcher was called")
+
+    monkeypatch.setattr(normops.triton, "launch_channel_forward", refuse)
+    rows = []
+    monkeypatch.setattr(normops.triton, "launch_forward", lambda **arguments: rows.append(arguments["rows"]))
+    x, per_sample = torch.ones(2, 4, 3, 3), torch.ones(2, 1, 1, 4)
+    norm = torch.ops.normops.channel_rms_norm
+    registration = _C.register_triton("CPU")
+    try:
+        for input in (x, x.to(BF16), x.transpose(0, 3)):
+            with pytest.raises(RuntimeError, match="the Triton launcher was called"):
+                norm(input, [input.shape[1]], torch.ones(input.shape[1]), dim=-3)
+        norm(x, [4], per_sample, dim=-3)
+        norm(x, [4], None, bias=per_sample, dim=-3)
+        norm(x.to(BF16), [4], None, None, 0.0, "llama", dim=-3)
+    finally:
+        registration.close()
+    assert rows == [18] * 3
 
 
 FIRST_CALLS = """

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from triton_launches import BF16, FP32, FP64, OF_ROWS, ROTATED, compiling_for, launch
+from triton_launches import BF16, FP32, FP64, OF_CHANNELS, OF_ROWS, ROTATED, compiling_for, launch
 
 triton = pytest.importorskip("triton")
 
 # The arguments of launches. "rows" counts the rows of each group; a stride of None means equally spaced rows.
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "operator": (*OF_ROWS, *(f"{name}{kind}" for name in ROTATED for kind in ("", ", interleaved"))),
+    "operator": (
+        *OF_ROWS,
+        *OF_CHANNELS,
+        *(f"{name}{kind}" for name in ROTATED for kind in ("", ", interleaved")),
+    ),
     "cols": (1, 16, 100, 8208, 70001),
     "groups": (1, 3, 16),
     "rows": (1, 16, 7, 2**32 + 1),

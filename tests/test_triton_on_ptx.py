@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from channels import arguments, results
 from ptx.program import PtxError
 
 from reference.cases import values
@@ -17,6 +18,8 @@ ops = torch.ops.normops
         ("forward_kernel", 4096, torch.bfloat16),
         ("backward_kernel", 300, torch.float32),
         ("backward_kernel", 20000, torch.float32),
+        ("channel_forward_kernel", 20, torch.bfloat16),
+        ("channel_backward_kernel", 20, torch.bfloat16),
     ],
 )
 @pytest.mark.triton
@@ -44,7 +47,11 @@ def test_each_missing_barrier_is_detected(
         return call(self, x, y, z, stream, function, *rest)
 
     def run() -> None:
-        if kernel == "forward_kernel":
+        if kernel.startswith("channel"):
+            shape = 2, cols, 190  # programs of the backward have several tiles
+            given = arguments(shape, dtype) | {"grad_output": values(shape, dtype, 2)}
+            results(given, "silu")
+        elif kernel == "forward_kernel":
             ops.rms_norm(x, [cols], w, 1e-5)
         else:
             ops.rms_norm_backward(dy, x, [cols], w, 1e-5)

@@ -32,6 +32,7 @@ ROWS = {
 }
 OF_ROWS = tuple(ROWS)
 ROTATED = ("rms_norm_rope", "rms_norm_rope_backward")
+OF_CHANNELS = ("channel_rms_norm", "channel_rms_norm_backward")
 
 # AMD's architectures and their lanes per warp: CDNA 2 to 4, RDNA 3 and 4.
 LANES: dict[int | str, int] = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}
@@ -120,6 +121,9 @@ def launch(
         nesting = min(inner, 7), inner, *strides, 0
         return launchers.Rotation(*tables, *nesting, bool(rest), is_aligned, cols // 8, cols // 4)
 
+    if operator in OF_CHANNELS:
+        return launch_over_channels(operator, cols, rows, inner, stride, is_aligned, dtypes, is_activated=not casts)
+
     name, _, rest = operator.partition(",")
     is_backward = "backward" in name or "grad" in name
     weight = None if dtypes[1] is None or operator == "grad_input alone" else tensor(dtypes[1], is_aligned)
@@ -145,3 +149,32 @@ def launch(
             given["size"] = cols if groups == 1 else 2**33
         launch_rows = launchers.launch_backward if is_backward else launchers.launch_forward
     launch_rows(**given)
+
+
+def launch_over_channels(
+    operator: str,
+    cols: int,
+    rows: int,
+    positions: int,
+    stride: int | None,
+    is_aligned: bool,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    *,
+    is_activated: bool,
+) -> None:
+    """``cols`` channels of ``rows`` positions of all samples; a stride of None is that of contiguous positions."""
+    import normops.triton as launchers
+
+    def make() -> launchers.Channels:
+        strides = (cols * positions, positions, 1) if stride is None else (cols * stride, stride, stride)
+        memory = tensor(dtypes[0], is_aligned)[:1]
+        return launchers.Channels(memory.expand(max(1, rows // positions), cols, positions), *strides)
+
+    parameter = None if dtypes[1] is None else tensor(dtypes[1], is_aligned)
+    given: dict[str, Any] = {"input": make(), "weight": parameter, "bias": parameter, "weight_offset": 1.0, "eps": 1e-5}
+    given["activation"] = "silu" if is_activated else None
+    if operator == "channel_rms_norm":
+        launchers.launch_channel_forward(**given, output=make())
+    else:
+        wants = {"wants_weight": parameter is not None, "wants_bias": parameter is not None}
+        launchers.launch_channel_backward(**given, **wants, grad_output=make(), grad_input=make())
