@@ -123,7 +123,7 @@ def test_values(shape: tuple[int, ...], dtype: torch.dtype, activation: str, dev
     for index, weight_dtype in enumerate((dtype, torch.float32)):
         given = moved(device, arguments(shape, dtype, dim=0 if len(shape) == 1 else 1, has_bias=index > 0))
         given["weight"] = given["weight"].to(weight_dtype)
-        given["rounding"] = ("llama", "once")[index]
+        given |= {"rounding": ("llama", "once")[index], "eps": (None, EPS)[index]}
         output = ops.channel_rms_norm(**given, activation=activation)
         oracle.assert_within(output, oracle.channel_rms_norm(**given, activation=named))
         given["grad_output"] = values(shape, dtype, 4).to(device)
@@ -154,6 +154,8 @@ def test_the_batch_does_not_show(device: str, serves_cpu: bool) -> None:
     for layout in LAYOUTS[1:]:
         strided = given | {name: layout(given[name]) for name in tensors}
         assert_same_bits(results(strided, "silu")[:2], expected, layout)
+    strided = given | {name: every_other(given[name]) for name in ("weight", "bias")}
+    assert_same_bits(results(strided, "silu")[:2], expected)
     least = 8 if serves_cpu else 1  # the kernels for CPUs decline fewer positions
     for part in ((slice(1, 2), ..., slice(16, 32)), (..., slice(48 - least, 48))):
         of_part = given | {name: given[name][part].contiguous() for name in tensors}
@@ -275,6 +277,22 @@ def test_out_and_in_place(dtype: torch.dtype) -> None:
             }
             written = ops.channel_rms_norm_backward(**over, grad_input=over[name], **others)
             assert_same_bits(written, gradients, (layout, name))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.triton
+def test_results_over_a_parameter(name: str) -> None:
+    """Of a single position: all threads have read it before any writes."""
+    given = arguments((40,), torch.float32, dim=0) | {"grad_output": values((40,), torch.float32, 4)}
+    output, grad_input, *_ = results(given, "silu")
+    over = given | {name: given[name].clone(), "activation": "silu"}
+    del over["grad_output"]
+    assert_same_bits([ops.channel_rms_norm(**over, out=over[name])], [output])
+    over = given | {name: given[name].clone(), "activation": "silu"}
+    others = {"grad_weight": torch.empty(40), "grad_bias": torch.empty(40)}
+    mask = [True, False, False]
+    written = ops.channel_rms_norm_backward(**over, output_mask=mask, **others, grad_input=over[name])
+    assert_same_bits(written[:1], [grad_input])
 
 
 def definition(input: Tensor, weight: Tensor, bias: Tensor, *, activation: str) -> Tensor:

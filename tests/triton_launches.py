@@ -176,5 +176,5 @@ def launch_over_channels(
     if operator == "channel_rms_norm":
         launchers.launch_channel_forward(**given, output=make())
     else:
-        wants = {"wants_weight": parameter is not None, "wants_bias": parameter is not None}
-        launchers.launch_channel_backward(**given, **wants, grad_output=make(), grad_input=make())
+        given |= {"wants_weight": parameter is not None, "wants_bias": parameter is not None}
+        launchers.launch_channel_backward(**given, grad_output=make(), grad_input=make())
