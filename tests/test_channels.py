@@ -146,20 +146,20 @@ def test_masked_gradients_are_left_out(device: str) -> None:
 
 
 @pytest.mark.triton
-def test_the_batch_does_not_show(device: str, serves_cpu: bool) -> None:
+def test_the_batch_does_not_show(device: str) -> None:
     """Nor do strides and alignment: a position has the same bits alone, and anywhere among others."""
     shape, tensors = (2, 40, 48), ("input", "grad_output")
-    given = moved(device, arguments(shape, torch.bfloat16) | {"grad_output": values(shape, torch.bfloat16, 4)})
-    expected = results(given, "silu")[:2]
+    given = moved(device, arguments(shape, torch.float32) | {"grad_output": values(shape, torch.float32, 4)})
+    expected = results(given, "identity")[:2]
     for layout in LAYOUTS[1:]:
         strided = given | {name: layout(given[name]) for name in tensors}
-        assert_same_bits(results(strided, "silu")[:2], expected, layout)
+        assert_same_bits(results(strided, "identity")[:2], expected, layout)
     strided = given | {name: every_other(given[name]) for name in ("weight", "bias")}
-    assert_same_bits(results(strided, "silu")[:2], expected)
-    least = 8 if serves_cpu else 1  # the kernels for CPUs decline fewer positions
-    for part in ((slice(1, 2), ..., slice(16, 32)), (..., slice(48 - least, 48))):
-        of_part = given | {name: given[name][part].contiguous() for name in tensors}
-        assert_same_bits(results(of_part, "silu")[:2], [result[part] for result in expected], part)
+    assert_same_bits(results(strided, "identity")[:2], expected)
+    part = given | {name: given[name][1:, :, 16:32].contiguous() for name in tensors}
+    assert_same_bits(results(part, "identity")[:2], [result[1:, :, 16:32] for result in expected])
+    samples = given | {name: given[name].mT.reshape(96, 40, 1) for name in tensors}
+    assert_same_bits(results(samples, "identity")[:2], [result.mT.reshape(96, 40, 1) for result in expected])
 
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
