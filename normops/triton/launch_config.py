@@ -93,9 +93,9 @@ def rope_config(cols: int, pairs: int, compute_bytes: int) -> tuple[RowConfig, i
     return RowConfig(block_rows, block_cols, 1, block_rows * block_cols // elements_of_thread), parts
 
 
-# Over channels a thread holds 8 elements of a tile, so that nothing spills in the backward, and several programs share
-# a multiprocessor. A program's positions are 64 of up to 128 channels and 16 of more than 256: what all programs have
-# read, to read it again, is less than a GPU's second-level cache.
+# Tiles of channels have 8 elements for each thread, as more would spill in the backward; several programs share a
+# multiprocessor, so that parts is 1. A program has 64 positions of up to 128 channels, 16 of more than 256: the inputs
+# of all programs that run at once then fit the second-level cache of an H100, from which they are loaded again.
 CHANNEL_THREADS = 128
 CHANNEL_ELEMENTS = 8 * CHANNEL_THREADS
 CHANNEL_BLOCK_ELEMENTS = 8192
