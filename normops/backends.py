@@ -50,7 +50,8 @@ def use_backend(name: str) -> AbstractContextManager[None]:
     Args:
         name: ``"cuda"`` selects the compiled CUDA kernels, ``"triton"`` the Triton kernels. ``"auto"`` selects the
             compiled kernels if this build contains them, otherwise the Triton kernels if Triton is installed, otherwise
-            a composition of PyTorch operators.
+            a composition of PyTorch operators. Norms over channels (``rms_norm(dim=1)``) run the Triton kernels with
+            either, if Triton is installed.
 
     Returns:
         A context manager, which restores the previous selection at the end.
@@ -113,4 +114,6 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+# The norm over channels has Triton kernels alone, which therefore run with the compiled kernels, too.
+_channels = _C.register_triton_channels("CUDA") if _has_triton() else None
 set_backend(os.environ.get("NORMOPS_BACKEND", "auto"))

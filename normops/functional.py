@@ -62,8 +62,8 @@ def rms_norm(
             residual that is added to the norm: its gradient is that of the output.
         dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``; None means the last
             dimensions. With ``dim``, ``weight`` and ``bias`` have one number per channel: shape ``[C]``, or a shape
-            that broadcasts with ``input``, such as ``[C, 1, 1]``. The CPU has kernels for float32 and bfloat16. Inputs
-            in :data:`torch.channels_last` use the kernels for rows.
+            that broadcasts with ``input``, such as ``[C, 1, 1]``. The CPU has kernels for float32 and bfloat16, and
+            GPUs have Triton kernels. Inputs in :data:`torch.channels_last` use the kernels for rows.
         activation: applied to the result: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``; None applies none.
             ``normops.channel_rms_norm`` applies it before the result is rounded. After ``normops.rms_norm``, PyTorch
             applies it to the rounded result.

@@ -598,7 +598,10 @@ lookalikes(
     copied_in_its_own_way=lambda self, x: self.weighted(x),
 )
 lookalikes("a __del__", space={"__del__": lambda self: LIST.clear()}, that_ends=lambda self, x: self.weighted(x))
-lookalikes("its forward takes x, **options", keywords=lambda self, x, **options: self.weighted(x, options.get("eps")))
+lookalikes(
+    "forward must take one or two tensors, got x, **options",
+    keywords=lambda self, x, **options: self.weighted(x, options.get("eps")),
+)
 lookalikes(
     "forward must take one or two tensors, got x, scale", option=lambda self, x, scale=1.0: self.weighted(x) * scale
 )

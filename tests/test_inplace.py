@@ -66,7 +66,7 @@ def test_invalid_targets_raise(operator: Operator, device: str) -> None:
     name = f"{operator}_"
     for replaced, target in zip(operator.replaced, operator.targets, strict=True):
         assert message(operator, device, **{replaced: x[:1].expand(3, 4)}) == (
-            f"{name}: expected {replaced} to have no expanded dimension, but got with strides [0, 1]"
+            f"{name}: expected {replaced} to have no expanded dimension, but got strides [0, 1]"
         )
         way = "to be exactly weight or to share no memory with it, but got a partial overlap"
         if (target, "weight") in operator.never_over:

@@ -32,6 +32,7 @@ from triton_launches import (
 
 import normops
 from normops import _C, backends
+from normops._switch import chosen
 from reference.cases import Case
 from reference.operators import OPERATORS, Operator, Variant
 
@@ -365,6 +366,14 @@ def test_use_backend_selects_and_restores() -> None:
     assert normops.build_info()["cuda_backend"] == before
 
 
+def test_channels_run_triton_kernels_with_any_backend() -> None:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    with chosen(backends._select, None):
+        assert has_kernel("normops::rms_norm", "CUDA") == bool(_C.build_info()["cuda_archs"])
+        for name in ("channel_rms_norm", "channel_rms_norm.out", "channel_rms_norm_", "channel_rms_norm_backward"):
+            assert has_kernel(f"normops::{name}", "CUDA")
+
+
 def test_selected_backend_is_not_registered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two registrations, calls of other threads would run the kernels from before the first."""
     registered, register = [], _C.register_triton
@@ -530,7 +539,7 @@ def test_rocm_uses_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch treats tensors on AMD's GPUs as CUDA tensors, so built CUDA kernels must be ignored."""
     monkeypatch.setattr(torch.version, "hip", "7.2.26015")
     monkeypatch.setattr(_C, "build_info", lambda: {"cuda_archs": ["80"]})
-    expected = "expected a torch built for CUDA for backend 'cuda', but got torch .*, built for ROCm 7.2.26015: on"
+    expected = "expected a torch built for CUDA for backend 'cuda', but got torch .*, built for ROCm 7.2.26015: for"
     with pytest.raises(RuntimeError, match=expected):
         normops.use_backend("cuda")
     with normops.use_backend("auto"):

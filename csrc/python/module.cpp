@@ -107,6 +107,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
 
   py::class_<normops::python::Registration>(m, "Registration").def("close", &normops::python::Registration::close);
   m.def("register_triton", normops::triton::register_operators, py::arg("dispatch_key"));
+  m.def("register_triton_channels", normops::triton::register_channel_operators, py::arg("dispatch_key"));
   m.def("override_torch", normops::python::override_torch);
   m.def("traced_shape", normops::python::traced_shape, py::arg("normalized_shape"));
 

@@ -37,7 +37,8 @@ Registration override_torch();
 
 namespace normops::triton {
 
-// Registers the operators with Triton kernels for a dispatch key.
+// Registers the operators with Triton kernels for a dispatch key: all of them, or those over channels.
 python::Registration register_operators(const std::string& dispatch_key);
+python::Registration register_channel_operators(const std::string& dispatch_key);
 
 }  // namespace normops::triton

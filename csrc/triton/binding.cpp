@@ -159,10 +159,18 @@ struct TritonBackend {
 
 }  // namespace
 
-python::Registration register_operators(const std::string& dispatch_key) {
+namespace {
+
+template <class List>
+python::Registration register_list(const std::string& dispatch_key) {
   return python::register_kernels("normops", c10::parseDispatchKey(dispatch_key), [](torch::Library& library) {
-    register_all<BackendKernels<TritonBackend>>(library, Operators());
+    register_all<BackendKernels<TritonBackend>>(library, List());
   });
 }
+
+}  // namespace
+
+python::Registration register_operators(const std::string& key) { return register_list<Operators>(key); }
+python::Registration register_channel_operators(const std::string& key) { return register_list<ChannelOperators>(key); }
 
 }  // namespace normops::triton
