@@ -220,7 +220,7 @@ def _grad_input(
     dot_roundings: float = 0.0,
     mean_of_whole: Array | None = None,
 ) -> _Value:
-    """Returns grad_input. ``dtype`` is the dtype that dy * w is cast to, or None; ``dy_*`` and ``h_*`` belong to dy and h.
+    """Returns grad_input. ``dtype`` is the dtype that dy * w is cast to, or None; ``dy_*`` and ``h_*`` belong to dy, h.
     ``dot_roundings`` are additional ones in the sum of dy * w * h, and ``mean_of_whole`` is its given mean."""
     cols = t.h.shape[1]
 
