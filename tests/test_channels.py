@@ -135,7 +135,7 @@ def test_values(shape: tuple[int, ...], dtype: torch.dtype, activation: str, dev
 
 
 @pytest.mark.triton
-def test_masked_gradients_are_left_out(device: str) -> None:
+def test_masked_gradients_are_empty(device: str) -> None:
     given = moved(device, arguments((2, 40, 11), torch.bfloat16))
     given |= {"grad_output": values((2, 40, 11), torch.bfloat16, 4).to(device), "activation": "silu"}
     every = ops.channel_rms_norm_backward(**given)
@@ -146,8 +146,8 @@ def test_masked_gradients_are_left_out(device: str) -> None:
 
 
 @pytest.mark.triton
-def test_the_batch_does_not_show(device: str) -> None:
-    """Nor do strides and alignment: a position has the same bits alone, and anywhere among others."""
+def test_bits_do_not_depend_on_batch_strides_or_alignment(device: str) -> None:
+    """A position has the same bits alone and at any place among others."""
     shape, tensors = (2, 40, 48), ("input", "grad_output")
     given = moved(device, arguments(shape, torch.float32) | {"grad_output": values(shape, torch.float32, 4)})
     expected = results(given, "identity")[:2]
@@ -165,8 +165,8 @@ def test_the_batch_does_not_show(device: str) -> None:
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["input", "grad_output", "weight", "bias"])
 @pytest.mark.triton(core=1)
-def test_specials_poison_what_depends_on_them_alone(where: str, special: float, device: str) -> None:
-    """Activated by the sigmoid, whose slope is 0 at the infinities: sums over positions see no padding."""
+def test_nonfinite_values_change_only_dependent_results(where: str, special: float, device: str) -> None:
+    """The sigmoid has slope 0 at infinities. Padding must not change the sums over positions."""
     shape = (2, 20, 30)
     given = arguments(shape, torch.float32) | {"grad_output": values(shape, torch.float32, 4)}
     given[where].view(-1)[13] = special
@@ -177,14 +177,14 @@ def test_specials_poison_what_depends_on_them_alone(where: str, special: float, 
         output = oracle.channel_rms_norm(**given, activation="sigmoid")
     for name, result, bounded in zip(("output", *expected._fields), actual, (output, *expected), strict=True):
         assert bounded is not None
-        # Where an infinity has made one of the bound, too, times zero, any number is as good.
+        # Any number is accepted if an infinity makes the bound infinite, or NaN by multiplication with 0.
         bound = np.nan_to_num(bounded.bound, nan=np.inf, posinf=np.inf)
         oracle.assert_within(result, bounded._replace(bound=bound), name)
 
 
 @pytest.mark.triton
-def test_zeros(device: str) -> None:
-    """They keep their sign, and those of the weight theirs. An eps of 0 makes NaNs of positions of zeros alone."""
+def test_zeros_have_the_right_sign_and_are_nan_without_eps(device: str) -> None:
+    """Signs of zeros in the input and the weight multiply. With an eps of 0, only positions of zeros are NaN."""
     weight = torch.tensor([1.0, 1.0, -0.0, 0.0], device=device)
     x = torch.ones(1, 4, 70, device=device)
     x[:, 1], x[..., 5] = -0.0, -0.0
@@ -281,8 +281,8 @@ def test_out_and_in_place(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.triton
-def test_results_over_a_parameter(name: str) -> None:
-    """Of a single position: all threads have read it before any writes."""
+def test_outputs_may_overwrite_a_parameter(name: str) -> None:
+    """Normalizes a single position: all threads must read the parameter before any overwrites it."""
     given = arguments((40,), torch.float32, dim=0) | {"grad_output": values((40,), torch.float32, 4)}
     output, grad_input, *_ = results(given, "silu")
     over = given | {name: given[name].clone(), "activation": "silu"}

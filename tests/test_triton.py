@@ -278,7 +278,7 @@ def test_heads_are_rotated_in_registers_on_amd(name: str, rope: Rope, dtype: str
 
 
 def compiled_over_channels(name: str, dtype: str, cols: int, arch: int | str) -> Any:
-    """As ``compiled``; positions are a multiple of 16, there are a bias and an activation."""
+    """Compiles like ``compiled``, for a multiple of 16 positions, with a bias and an activation."""
     with compiling_for(arch) as kernels:
         launch(name, cols, inner=6240, dtypes=(TYPES[dtype], torch.promote_types(TYPES[dtype], FP32)))
     (kernel,) = kernels
@@ -290,10 +290,10 @@ def compiled_over_channels(name: str, dtype: str, cols: int, arch: int | str) ->
 @pytest.mark.parametrize("cols", [3, 96, 192, 384])
 @pytest.mark.parametrize("name", OF_CHANNELS)
 @pytest.mark.covering(core=1, full=2)
-def test_channels_are_normalized_by_several_programs_at_once(
+def test_channel_kernels_leave_registers_for_several_programs(
     name: str, cols: int, dtype: str, arch: int, tmp_path: Path
 ) -> None:
-    """A multiprocessor has registers for two programs of float64 at least, for three of other types."""
+    """A multiprocessor has registers for at least two programs in float64, and for three in other dtypes."""
     kernel = compiled_over_channels(name, dtype, cols, arch)
     ptx = kernel.asm["ptx"]
     for access in ("ld", "st"):
@@ -304,14 +304,14 @@ def test_channels_are_normalized_by_several_programs_at_once(
     registers, spilled, local = resource_usage(kernel, tmp_path)
     assert registers * 32 * kernel.metadata.num_warps <= 65536 // (2 if dtype == "fp64" else 3)
     assert local == 0
-    assert spilled <= 8  # two registers, where ptxas stays within 128
+    assert spilled <= 8  # two registers, as ptxas stays within 128
 
 
 @pytest.mark.parametrize("arch", LANES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("name", OF_CHANNELS)
 @pytest.mark.covering(core=1, full=2)
-def test_channels_are_normalized_on_amd(name: str, dtype: str, arch: str) -> None:
+def test_channel_kernels_compile_for_amd_without_spills(name: str, dtype: str, arch: str) -> None:
     code = compiled_over_channels(name, dtype, 96, arch).asm["amdgcn"]
     for access in ("load", "store"):
         assert re.search(rf"\b(global|buffer)_{access}_(dwordx4|b128)\b", code)
@@ -412,8 +412,8 @@ def test_registration_replaces_kernels_until_it_is_closed(operator: Operator, mo
     assert_same_bits(case.results(), expected)
 
 
-def test_the_registration_serves_channels_or_declines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU's key. It declines a weight for each sample, and 16 bits that are rounded on the way."""
+def test_registration_supports_channels_or_falls_back_to_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels over rows run for parameters of each sample, and if intermediate results are rounded to 16 bits."""
     import normops.triton
 
     def refuse(**arguments: object) -> None:

@@ -162,7 +162,7 @@ def launch_over_channels(
     *,
     is_activated: bool,
 ) -> None:
-    """``cols`` channels of ``rows`` positions of all samples; a stride of None is that of contiguous positions."""
+    """Launches with ``cols`` channels at ``rows`` positions of all samples; a stride of None means contiguous ones."""
     import normops.triton as launchers
 
     def make() -> launchers.Channels:

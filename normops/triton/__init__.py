@@ -1,4 +1,4 @@
-"""The Triton launchers that csrc/triton/binding.cpp calls. It checks arguments and allocates outputs."""
+"""The Triton launchers. Their caller, csrc/triton/binding.cpp, checks arguments and allocates outputs."""
 
 from normops.triton.channel_rms_norm import launch_channel_backward, launch_channel_forward
 from normops.triton.launch import Channels, NestedRows, Rotation, Rounding, Rows

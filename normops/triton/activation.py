@@ -1,19 +1,19 @@
-"""Activations of gates, and their slopes, in float32 and float64."""
+"""Activations and their slopes, in float32 and float64."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 import triton
 import triton.language as tl
 
-# The exponential is written out: tl.exp is approximate on GPUs and flushes subnormal numbers. x = n * ln(2) + r, with
-# ln(2) in two parts, n times the first of which is exact; the series of exp(r), cut off below a tenth of a roundoff;
-# 2^n as two factors, so that what is subnormal is rounded once. n is in the low bits of a sum too large for fractions.
+# tl.exp is approximate on GPUs and flushes subnormal numbers. Here, x = n * ln(2) + r, with ln(2) in two parts: n times
+# the first part is exact. The Taylor series of exp(r) ends below a tenth of a roundoff. 2^n is two factors, so that
+# subnormal results are rounded once. n is in the low bits of a sum that is too large to have fractions.
 
 
 @triton.jit
 def _exp_of_negative(x, compute: tl.constexpr):
-    """exp(x) for x <= 0 and NaN, within two roundoffs."""
+    """Returns exp(x) for x <= 0 and NaN, within two roundoffs."""
     if compute == tl.float64:
-        x = tl.where(x < -746.0, -746.0, x)  # its exponential is rounded to 0
+        x = tl.where(x < -746.0, -746.0, x)  # exp(-746) rounds to 0
         shifted = x * 1.4426950408889634 + 6755399441055744.0
         n = shifted - 6755399441055744.0
         r = (x - n * 0.6931471803691238) - n * 1.9082149292705877e-10
@@ -64,7 +64,7 @@ def _reciprocal(x, compute: tl.constexpr):
 
 @triton.jit
 def activate(gate, activation: tl.constexpr, compute: tl.constexpr):
-    """The activated gate, and the activation's slope."""
+    """Returns the activated gate and the slope of the activation."""
     e = _exp_of_negative(-tl.abs(gate), compute)
     larger = _reciprocal(1.0 + e, compute)
     smaller = e * larger

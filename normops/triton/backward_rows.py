@@ -1,4 +1,4 @@
-"""The kernel that the backwards of rms_norm, its two steps, add_rms_norm and gated_rms_norm share."""
+"""The backward kernel of rms_norm, add_rms_norm, gated_rms_norm and the two steps (stats, from_stats) of rms_norm."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 import triton
@@ -25,9 +25,9 @@ def _load_gated(
     h, g, gate, offsets, mask,
     activation: tl.constexpr, norm_before_gate: tl.constexpr, multiplied: tl.constexpr, compute: tl.constexpr,
 ):  # fmt: skip
-    """h and g, the input and the gradient of the operator, become those of its norm.
+    """Converts h and g, the operator's input and gradient, to those of its norm.
 
-    With them come the activated gate and the gate's slope, times what it has multiplied.
+    Also returns the activated gate and the gate's slope, multiplied by g if norm_before_gate, else by h.
     """
     a, slope = activate(load(gate, offsets, mask, compute), activation, compute)
     if norm_before_gate:
@@ -40,7 +40,7 @@ def _load_gated(
 def _store_gated(
     dx, dx_offsets, dgate, dgate_offsets, dh, normalized, a, slope, mask, norm_before_gate: tl.constexpr
 ):  # fmt: skip
-    """Stores dx and dgate, made of dh, the gradient of what is normalized."""
+    """Stores dx and dgate, given dh, the gradient of the norm's input."""
     if dgate is not None:
         if norm_before_gate:
             store(dgate, dgate_offsets, slope * normalized, mask)
@@ -69,11 +69,11 @@ def backward_kernel(
     square_sum=None, square_sum_inner=1, square_sum_outer_stride=0, square_sum_inner_stride=0,
     dot=None, dot_inner=1, dot_outer_stride=0, dot_inner_stride=0, size=None,
 ):  # fmt: skip
-    """dx = dy * rstd * w - x * c + residual; this program's rows' part of dw = sum of dy * rstd * x.
+    """Stores dx = dy * rstd * w - x * c + residual, and this program's part of dw = sum of dy * rstd * x.
 
-    With an activated gate a, which has no residual beside it, dy * a takes the place of dy, or x * a that of x.
-    A square_sum and a dot, which have no gate beside them, are those of rows of `size` columns, of which these are
-    some; where nothing else is to be written, they are.
+    An activated gate a, never with a residual, replaces dy by dy * a if norm_before_gate, else x by x * a. square_sum
+    and dot, never with a gate, are sums over whole rows of `size` columns, of which this call has some. They are
+    outputs if there is no other, otherwise inputs.
     """
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
@@ -94,8 +94,8 @@ def backward_kernel(
     if parts == 1:
         scale = load_scale(weight, first, first < cols, weight_offset, compute)[None, :]
         if overwrites_weight:
-            tl.debug_barrier()  # other threads read it as well
-    # In 64 bits, as the last step would wrap around where there are nearly 2^31 rows.
+            tl.debug_barrier()  # all threads read the weight before any overwrites it
+    # Indices have 64 bits, as the last step would overflow 32 bits with nearly 2^31 rows.
     for start_sample in range(
         program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows
     ):
@@ -158,7 +158,7 @@ def backward_kernel(
         elif parts != 0:
             rstd, c = factors_of(squares, dots, size, eps, compute)
             if parts > 1:
-                tl.debug_barrier()  # else Triton holds the scale and the gate, which are to be loaded again
+                tl.debug_barrier()  # otherwise Triton keeps the scale and the gate in registers
             dw_so_far = dw
             dw = ()
             for part in tl.static_range(parts):
@@ -173,7 +173,7 @@ def backward_kernel(
                     )  # fmt: skip
                 if parts > 1:
                     scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
-                # Not for rows behind the last one: their rstd is infinite if eps is 0, and would make NaNs.
+                # Rows past the last one have an infinite rstd if eps is 0, which would make NaNs.
                 term, result = apply_scale_backward(g, h, scale, tl.where(is_row, rstd, 0.0), c, normalized)
                 dw += (dw_so_far[part] + term,)
                 if dx is not None or dgate is not None:
@@ -212,12 +212,12 @@ def backward_kernel(
                     else:
                         store(dx, dx_offsets + columns, result, mask)
                 if partials is not None:
-                    # The row's part is added where it is stored: a program has no room for so wide a sum.
+                    # The sum is accumulated in memory, as it is too wide for the registers of a program.
                     is_column = start + first < cols
-                    is_added = is_column & (row != program)  # one row: a block of its own
+                    is_added = is_column & (row != program)  # the first row is ``program``, as block_rows is 1
                     sum_so_far = tl.load(partial + start + first, mask=is_added, other=0.0)
                     tl.store(partial + start + first, sum_so_far + sum_rows(term), mask=is_column)
-            tl.debug_barrier()  # before the next row adds to them
+            tl.debug_barrier()  # before the next row loads the sums so far
     if parts != 0 and partials is not None:
         for part in tl.static_range(parts):
             columns, is_column = part_of_row(first, part, parts, cols)

@@ -12,12 +12,12 @@ from normops.triton.row import apply_scale, apply_scale_backward, factors_of, lo
 from normops.triton.sums import sum_columns, sum_rows
 
 # A tile has a line for each channel and a column for each position, as positions are contiguous in memory. A program
-# loops over the channels of its positions in tiles: it sums, then loads them again, from a cache, and writes.
+# loops over the channels of its positions tile by tile: first to sum, then to store, with inputs from the cache.
 
 
 @triton.jit
 def _position_offsets(position, positions, sample_stride, position_stride):
-    """The offsets of the first channel of each position, in 64 bits, as a line of a tile."""
+    """Returns the 64-bit offsets of the first channel of each position, as a line of a tile."""
     sample = position // positions
     of_sample = (position - sample * positions).to(tl.int64)
     return (sample.to(tl.int64) * sample_stride + of_sample * position_stride)[None, :]
@@ -27,7 +27,7 @@ def _position_offsets(position, positions, sample_stride, position_stride):
 def _load_tile(
     x, offsets, channel_stride, start, cols, is_position, compute: tl.constexpr, block_cols: tl.constexpr
 ):  # fmt: skip
-    """The elements of the channels from ``start`` on; which channels and which elements exist."""
+    """Returns the elements of a tile, its channels from ``start`` on, and which channels and elements exist."""
     channel = start + tl.arange(0, block_cols)
     is_channel = channel < cols
     mask = is_channel[:, None] & is_position
@@ -39,7 +39,7 @@ def _rstd_of_channels(
     x, offsets, channel_stride, cols, is_position,
     eps: tl.constexpr, compute: tl.constexpr, block_rows: tl.constexpr, block_cols: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the squares of all channels, and rstd, as lines. Both kernels sum in the same order."""
+    """Returns the sums of squares over channels, and rstd, as lines. Both kernels sum in the same order."""
     squares = tl.zeros((block_cols, block_rows), compute)
     for start in range(0, tl.cast(cols, tl.int64), block_cols):
         h, _channel, _is_channel, _mask = _load_tile(
@@ -52,7 +52,7 @@ def _rstd_of_channels(
 
 @triton.jit
 def _normalize(h, rstd, weight, bias, channel, is_channel, weight_offset: tl.constexpr, compute: tl.constexpr):
-    """h * rstd * scale + bias, and the scale, as a column."""
+    """Returns h * rstd * scale + bias, and the scale as a column."""
     scale = load_scale(weight, channel, is_channel, weight_offset, compute)[:, None]
     z = apply_scale(h, rstd, scale, compute)
     if bias is not None:
@@ -69,7 +69,7 @@ def channel_forward_kernel(
     activation: tl.constexpr, overwrites_parameter: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, threads: tl.constexpr,
 ):  # fmt: skip
-    """y = activation(x * rstd * scale + bias), for ``rows`` positions of all samples, of ``cols`` channels each."""
+    """Stores y = activation(x * rstd * scale + bias) for ``cols`` channels at ``rows`` positions of all samples."""
     position = tl.program_id(0).to(index) * block_rows + tl.arange(0, block_rows)
     is_position = (position < rows)[None, :]
     x_offsets = _position_offsets(position, positions, x_sample_stride, x_position_stride)
@@ -83,7 +83,7 @@ def channel_forward_kernel(
         if activation is not None:
             z, _slope = activate(z, activation, compute)
         if overwrites_parameter:
-            tl.debug_barrier()  # other threads read it as well
+            tl.debug_barrier()  # all threads read the parameters before any overwrites one
         store(y, y_offsets + channel[:, None] * y_channel_stride, z, mask)
 
 
@@ -92,18 +92,18 @@ def _load_gradient(
     dy, offsets, h, rstd, weight, bias, channel, is_channel, mask,
     weight_offset: tl.constexpr, activation: tl.constexpr, compute: tl.constexpr,
 ):  # fmt: skip
-    """dy times the slope of the activation, and the scale."""
+    """Returns dy times the slope of the activation, and the scale."""
     g = load(dy, offsets, mask, compute)
     z, scale = _normalize(h, rstd, weight, bias, channel, is_channel, weight_offset, compute)
     if activation is not None:
         _z, slope = activate(z, activation, compute)
-        g = tl.where(mask, g * slope, 0.0)  # a parameter that is not finite makes NaNs of the slopes of padding
+        g = tl.where(mask, g * slope, 0.0)  # padding has NaN slopes if a parameter is not finite
     return g, scale
 
 
 @triton.jit
 def _store_sums(partial, channel, is_channel, so_far, tile, threads: tl.constexpr):
-    """Stores the sums over the positions of this tile and of those before it."""
+    """Adds the sums over this tile's positions to those so far, and stores the totals."""
     sums = so_far + tl.reshape(sum_columns(tile, threads), channel.shape)
     tl.store(partial + channel, sums, mask=is_channel)
 
@@ -119,9 +119,9 @@ def channel_backward_kernel(
     wants_weight: tl.constexpr, wants_bias: tl.constexpr,
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, threads: tl.constexpr,
 ):  # fmt: skip
-    """dx = g * rstd * scale - x * c, where g is dy times the slope of the activation.
+    """Stores dx = g * rstd * scale - x * c, where g is dy times the slope of the activation.
 
-    This program's positions' sums of g * rstd * x and of g, parts of dw and db, go to a line of ``partials``.
+    Also stores this program's parts of dw = sum of g * rstd * x, and of db = sum of g, in its line of ``partials``.
     """
     program = tl.program_id(0).to(tl.int64)
     if partials is not None:
@@ -129,7 +129,7 @@ def channel_backward_kernel(
         db_partial = dw_partial
         if wants_weight:
             db_partial += cols
-    # In 64 bits, as the last step may exceed 2^31.
+    # Indices have 64 bits, as the last step may exceed 2^31.
     for first in range(program * block_rows, rows, tl.num_programs(0).to(tl.int64) * block_rows):
         position = (first + tl.arange(0, block_rows)).to(index)
         is_position = (position < rows)[None, :]
@@ -168,14 +168,14 @@ def channel_backward_kernel(
             if wants_bias:
                 db_so_far = tl.load(db_partial + channel, mask=is_added, other=0.0)
             if partials is not None or overwrites_parameter:
-                tl.debug_barrier()  # before one thread overwrites what others have read
+                tl.debug_barrier()  # all threads read parameters and sums before any overwrites them
             if wants_weight:
                 _store_sums(dw_partial, channel, is_channel, dw_so_far, term, threads)
             if wants_bias:
                 _store_sums(db_partial, channel, is_channel, db_so_far, g, threads)
             if dx is not None:
                 store(dx, dx_offsets + channel[:, None] * dx_channel_stride, result, mask)
-        tl.debug_barrier()  # before the sums so far are loaded again
+        tl.debug_barrier()  # before the next tile loads the sums so far
 
 
 def launch_channel_forward(
@@ -188,7 +188,7 @@ def launch_channel_forward(
     eps: float,
     activation: str | None,
 ) -> None:
-    """Launches channel_rms_norm; ``activation`` is "silu" or "sigmoid"."""
+    """Launches channel_rms_norm; ``activation`` is "silu", "sigmoid" or None."""
     samples, cols, positions = input.tensor.shape
     rows, config = samples * positions, channel_config(cols)
     channel_forward_kernel[triton.cdiv(rows, config.block_rows),](
@@ -213,7 +213,7 @@ def launch_channel_backward(
     wants_weight: bool,
     wants_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Writes grad_input; returns grad_weight and grad_bias in the compute type, each if it is wanted."""
+    """Writes grad_input; returns grad_weight and grad_bias in the compute type, each None unless it is wanted."""
     samples, cols, positions = input.tensor.shape
     rows, config = samples * positions, channel_config(cols)
     programs = backward_programs(rows, 1, config, input.tensor.device)

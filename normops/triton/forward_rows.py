@@ -1,4 +1,4 @@
-"""The kernel that rms_norm, its two steps, add_rms_norm and gated_rms_norm share."""
+"""The forward kernel of rms_norm, add_rms_norm, gated_rms_norm and the two steps (stats, from_stats) of rms_norm."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 import triton
@@ -24,7 +24,7 @@ def _load_sum(
     x, residual, offsets, residual_offsets, mask,
     alpha: tl.constexpr, fuses: tl.constexpr, multiplied: tl.constexpr, compute: tl.constexpr,
 ):  # fmt: skip
-    """The numbers to normalize: x, or alpha * x + residual as it is rounded when it is written."""
+    """Returns the values to normalize: x, or alpha * x + residual, rounded to the residual's dtype."""
     h = load(x, offsets, mask, compute)
     if residual is not None:
         r = load(residual, residual_offsets, mask, compute)
@@ -60,11 +60,11 @@ def forward_kernel(
     square_sum=None, square_sum_inner=1, square_sum_outer_stride=0, square_sum_inner_stride=0, size=None,
     bias=None, bias_inner=1, bias_outer_stride=0, bias_inner_stride=0,
 ):  # fmt: skip
-    """y = h * rstd * w, where h = x, or alpha * x + residual. Row r has the weight of group r % groups.
+    """Stores y = h * rstd * w, where h is x or alpha * x + residual. Row r uses the weight of group r % groups.
 
-    A gate, which has no residual beside it, is activated and multiplies y, or h. A square_sum, which has neither, is
-    that of rows of `size` columns, of which these are some; without y it is written, and nothing else. A bias is added
-    to y.
+    An activated gate, never with a residual, multiplies y if norm_before_gate, else h. square_sum, with neither gate
+    nor residual, is the sum over whole rows of `size` columns, of which this call has some. It is the only output if
+    y is None, otherwise an input. A bias is added to y.
     """
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
@@ -132,7 +132,7 @@ def forward_kernel(
             columns, is_column = part_of_row(first, part, parts, cols)
             scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
             if overwrites_weight:
-                tl.debug_barrier()  # other threads read it as well
+                tl.debug_barrier()  # all threads read the weight before any overwrites it
             result = apply_scale(held[part], rstd, scale, normalized)
             if gate is not None and norm_before_gate:
                 result = cast(result, multiplied) * held_a[part]
@@ -143,7 +143,7 @@ def forward_kernel(
             store(y, y_offsets + columns[None, :], result, is_row & is_column[None, :])
     else:
         rstd = rstd_of(squares, size, eps, compute)
-        tl.debug_barrier()  # the sums that one thread has written may be read by another
+        tl.debug_barrier()  # before threads read parts of residual_out that others wrote
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
             columns = start + first[None, :]
             mask = is_row & (columns < cols)

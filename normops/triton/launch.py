@@ -1,4 +1,4 @@
-"""What all launches have in common: how kernels get rows, the type to compute in, options for Triton's compiler."""
+"""Arguments that all launches share: rows, the compute type, options for Triton's compiler."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normops.triton.launch_config import RowConfig, lanes_of_warp
 
-# Multiply-adds are not fused, so that the bits are those of the operations as written, in every version of Triton.
+# Multiply-adds are not fused, so that every version of Triton rounds each operation as it is written.
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 
 _TYPES = {
@@ -53,10 +53,10 @@ class Channels(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """How rows are rotated: the columns [offset, offset + 2 * pairs), by cos and sin.
+    """A rotation of the columns [offset, offset + 2 * pairs) of each row by cos and sin.
 
-    Column i of these belongs with i + pairs, or 2 * i, interleaved, with 2 * i + 1. The rows of cos and sin lie as
-    NestedRows, and have an angle for each pair, or for each column.
+    Column i of these forms a pair with i + pairs; if interleaved, 2 * i does with 2 * i + 1. The rows of cos and sin
+    are strided like NestedRows, and have an angle for each pair (angle_of_pair) or for each column.
     """
 
     cos: Tensor
@@ -73,14 +73,14 @@ class Rotation(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """Which results are rounded to the dtype of the output, or of its gradient, on the way: csrc/rounding.h."""
+    """Selects intermediate results to round to the dtype of the output, or of its gradient: see csrc/kernel_args.h."""
 
     normalized: bool
     multiplied: bool
 
 
 def rounding_constants(rounding: Rounding, output: Rows | NestedRows, compute: tl.dtype) -> dict[str, tl.dtype]:
-    """The types that they are cast to, as kernels take them: the one computed in changes nothing."""
+    """Returns the types that kernels cast intermediate results to; the compute type means no rounding."""
     dtype = _TYPES[output.tensor.dtype]
     return {
         "normalized": dtype if rounding.normalized else compute,
@@ -89,28 +89,28 @@ def rounding_constants(rounding: Rounding, output: Rows | NestedRows, compute: t
 
 
 def rotation_arguments(rotation: Rotation) -> tuple[Tensor | int, ...]:
-    """A rotation's tables as a kernel takes them."""
+    """Returns the kernel arguments of a rotation's tables."""
     cos, sin, middle, inner, outer_stride, middle_stride, inner_stride, *_ = rotation
     return cos, sin, middle, inner, outer_stride, middle_stride, inner_stride
 
 
 def rotation_constants(rotation: Rotation) -> dict[str, Any]:
-    """What kernels are compiled for: it is the same in all layers of a model."""
+    """Returns the compile-time constants of a rotation, which are the same in all layers of a model."""
     return {name: getattr(rotation, name) for name in ("interleaved", "angle_of_pair", "offset", "pairs")}
 
 
 def arguments(rows: Rows | Channels | None) -> tuple[Tensor | None, int, int, int]:
-    """Rows as a kernel takes them."""
+    """Returns the kernel arguments of rows or channels, with placeholders for None."""
     return (None, 1, 0, 0) if rows is None else rows
 
 
 def nested_arguments(rows: NestedRows | None) -> tuple[Tensor | None, int, int, int, int, int]:
-    """NestedRows as a kernel takes them."""
+    """Returns the kernel arguments of nested rows, with placeholders for None."""
     return (None, 1, 1, 0, 0, 0) if rows is None else rows
 
 
 def named_arguments(**given: Rows | None) -> dict[str, Any]:
-    """Rows that only some launches have, as a kernel takes them: by name, or not at all."""
+    """Returns the keyword arguments of rows that only some launches have, and omits those that are None."""
     names = ("", "_inner", "_outer_stride", "_inner_stride")
     return {
         name + of: value
@@ -121,17 +121,17 @@ def named_arguments(**given: Rows | None) -> dict[str, Any]:
 
 
 def is_overwritten(weight: Tensor | None, *outputs: Rows | NestedRows | Channels | None) -> bool:
-    """Whether an output, which then is a single row, is in the memory of the weight."""
+    """Returns whether an output aliases the weight; that output is then a single row."""
     return weight is not None and any(rows and rows.tensor.data_ptr() == weight.data_ptr() for rows in outputs)
 
 
 def options(config: RowConfig, device: torch.device) -> dict[str, Any]:
-    """The keyword arguments of a launch with this configuration."""
+    """Returns the keyword arguments of a launch with this configuration."""
     return {**constants(config), "num_warps": config.warps(lanes_of_warp(device)), **COMPILE_OPTIONS}
 
 
 def constants(config: RowConfig) -> dict[str, int]:
-    """Those of them that kernels take."""
+    """Returns those keyword arguments of a launch that kernels take."""
     return {
         "block_rows": config.block_rows,
         "block_cols": config.block_cols,
@@ -141,16 +141,16 @@ def constants(config: RowConfig) -> dict[str, int]:
 
 
 def compute_type(input: Rows | NestedRows | Channels) -> tl.dtype:
-    """The type that kernels for this input compute in."""
+    """Returns the type that kernels for this input compute in."""
     return tl.float64 if input.tensor.dtype == torch.float64 else tl.float32
 
 
 def index_type(rows: int) -> tl.dtype:
-    """The type that kernels divide numbers of rows in."""
+    """Returns the integer type in which kernels divide row indices."""
     return tl.int32 if rows < 1 << 31 else tl.int64
 
 
 def make_partials(programs: int, cols: int, input: Rows | NestedRows | Channels) -> Tensor:
-    """Memory for partial sums of grad_weight: a row for each program of a backward."""
+    """Allocates partial sums of parameter gradients: a row for each program of a backward."""
     dtype = torch.float64 if input.tensor.dtype == torch.float64 else torch.float32
     return torch.empty((programs, cols), dtype=dtype, device=input.tensor.device)

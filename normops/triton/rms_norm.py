@@ -1,4 +1,4 @@
-"""The launchers of all operators but rms_norm_rope and its backward: two kernels, which ask what they are given."""
+"""The launchers of all operators on rows except rms_norm_rope: one kernel for forwards, one for backwards."""
 
 from typing import Any
 
@@ -42,10 +42,10 @@ def launch_forward(
     activation: str | None = None,
     norm_before_gate: bool | None = None,
 ) -> None:
-    """Launches rms_norm, or, by what else there is, another forward.
+    """Launches the forward that has these tensors: rms_norm, or another operator.
 
-    ``weight`` is ``[groups, cols]``, ``activation`` is "silu" or "sigmoid". Sums are rows of one column, in the compute
-    type; those of whole rows of ``size`` columns are given.
+    ``weight`` is ``[groups, cols]``, ``activation`` is "silu" or "sigmoid". ``square_sum`` has one column, in the
+    compute type; as an input, it is the sum over whole rows of ``size`` columns.
     """
     compute = compute_type(input)
     config = (forward_config if gate is None else gated_config)(cols, compute.primitive_bitwidth // 8)
@@ -86,7 +86,7 @@ def launch_backward(
     activation: str | None = None,
     norm_before_gate: bool | None = None,
 ) -> Tensor | None:
-    """Writes the gradients of rows, or their sums; returns grad_weight in the compute type, flat, if it is wanted."""
+    """Writes the gradients of rows, or only sums; returns grad_weight, flat and in the compute type, if wanted."""
     compute = compute_type(input)
     config = (backward_config if gate is None else gated_config)(cols, compute.primitive_bitwidth // 8)
     programs = backward_programs(rows, groups, config, input.tensor.device)

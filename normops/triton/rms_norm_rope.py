@@ -1,8 +1,8 @@
-"""The kernels in Triton, and the launchers, of rms_norm_rope and rms_norm_rope_backward.
+"""The Triton kernels of rms_norm_rope and rms_norm_rope_backward, and their launchers.
 
-A block has the first columns of the pairs, another one the second columns, at the same places, so that a thread rotates
-what it holds. The columns that are not rotated are in blocks of the same shape: Triton would convert those of another
-one, all of it, for what a row has in common.
+One block has the first columns of the pairs, another the second columns, in the same places, so that a thread holds
+both columns of a pair. Columns that are not rotated are in blocks of the same shape. Triton would convert the layout of
+a whole block of another shape to combine it with values of a row, such as rstd.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -44,7 +44,7 @@ def _load_pairs(
     pointer, offsets, start, is_row,
     pairs: tl.constexpr, block: tl.constexpr, interleaved: tl.constexpr, compute: tl.constexpr,
 ):  # fmt: skip
-    """The first columns of ``block`` pairs from ``start`` on, and their second columns."""
+    """Returns the first columns of ``block`` pairs from ``start`` on, and their second columns."""
     if interleaved:
         columns = 2 * start + tl.arange(0, 2 * block)[None, :]
         both = load(pointer, offsets + columns, is_row & (columns < 2 * pairs), compute)
@@ -78,7 +78,7 @@ def _load_angles(
     pairs: tl.constexpr, block: tl.constexpr,
     interleaved: tl.constexpr, angle_of_pair: tl.constexpr, compute: tl.constexpr,
 ):  # fmt: skip
-    """A row of cos, or of sin: for the first columns of pairs, and for the second columns."""
+    """Returns a row of cos or sin, for the first columns of pairs and for the second columns."""
     if angle_of_pair:
         columns = start + tl.arange(0, block)[None, :]
         first = load(table, offsets + columns, is_row & (columns < pairs), compute)
@@ -92,7 +92,7 @@ def _load_scale_of_pairs(
     weight, start, is_row, weight_offset: tl.constexpr,
     pairs: tl.constexpr, block: tl.constexpr, interleaved: tl.constexpr, compute: tl.constexpr,
 ):  # fmt: skip
-    """Of a weight that starts with the first column that is rotated: the same for each row."""
+    """Returns the scales of pairs, the same for each row. ``weight`` starts at the first column that is rotated."""
     if weight is None:
         first = tl.full((is_row.shape[0], block), 1.0, compute)
         return first, first
@@ -107,7 +107,7 @@ def _load_scale_of_pairs(
 
 @triton.jit
 def _rest(start, block: tl.constexpr, cols: tl.constexpr, offset: tl.constexpr, pairs: tl.constexpr):
-    """The columns that are not rotated, ``block`` of them from the ``start``-th on, and whether there are so many."""
+    """Returns ``block`` columns that are not rotated, from the ``start``-th one on, and which of them exist."""
     columns = start + tl.arange(0, block)[None, :]
     is_column = columns < cols - 2 * pairs
     if offset == 0:
@@ -142,7 +142,7 @@ def rope_forward_kernel(
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, rest_parts: tl.constexpr,
     threads: tl.constexpr,
 ):  # fmt: skip
-    """y = x * rstd * w, of which 2 * pairs columns, from ``offset`` on, are rotated."""
+    """Stores y = x * rstd * w, with 2 * pairs columns from ``offset`` on rotated."""
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
     row = (program // groups * block_rows + tl.arange(0, block_rows)) * groups + group
@@ -176,7 +176,7 @@ def rope_forward_kernel(
         _store_pairs(y + offset, y_offsets, 0, is_row, u1 * c1 - u2 * s1, u2 * c2 + u1 * s2, pairs, interleaved)
         for part in tl.static_range(rest_parts):
             columns, is_column = _rest(part * block_cols, block_cols, cols, offset, pairs)
-            of_rows = tl.broadcast_to(columns, (block_rows, block_cols))  # as in _load_scale_of_pairs
+            of_rows = tl.broadcast_to(columns, (block_rows, block_cols))  # like _load_scale_of_pairs
             w = load_scale(weight, of_rows, is_row & is_column, weight_offset, compute)
             store(y, y_offsets + columns, apply_scale(held[part], rstd, w, normalized), is_row & is_column)
     else:
@@ -208,8 +208,8 @@ def rope_forward_kernel(
 
 @triton.jit
 def _in_any_layout(x):
-    """The numbers of a column, as they are. Triton's compiler carries a layout of theirs past it no further: where more
-    than two blocks are multiplied by them, it would have a thread hold a whole row of each, and spill most of it.
+    """Returns a column unchanged, but stops Triton from propagating its layout. Otherwise, with more than two blocks to
+    multiply, a thread would hold a whole row of each block, and spill most of it.
     """
     return tl.gather(x, tl.zeros(x.shape, tl.int32), 1)
 
@@ -228,7 +228,7 @@ def rope_backward_kernel(
     block_rows: tl.constexpr, block_cols: tl.constexpr, parts: tl.constexpr, rest_parts: tl.constexpr,
     threads: tl.constexpr,
 ):  # fmt: skip
-    """dx = g * rstd * w - x * c, and this program's rows' part of dw = sum of g * rstd * x; g is dy rotated back."""
+    """Stores dx = g * rstd * w - x * c, and this program's part of dw = sum of g * rstd * x; g is dy rotated back."""
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
     rotated_weight = None
@@ -254,7 +254,7 @@ def rope_backward_kernel(
             w += (load_scale(weight, of_rows, each_row & is_column, weight_offset, compute),)
             dw += (tl.zeros((block_rows, block_cols), compute),)
         if overwrites_weight:
-            tl.debug_barrier()  # other threads read it as well
+            tl.debug_barrier()  # all threads read the weight before any overwrites it
     for start_sample in range(
         program // groups * block_rows, rows // groups, tl.num_programs(0) // groups * block_rows
     ):
@@ -290,7 +290,7 @@ def rope_backward_kernel(
             rstd, c = factors_of(squares, dots, cols, eps, compute)
             if rest_parts > 0:
                 rstd, c = _in_any_layout(rstd), _in_any_layout(c)
-            # Not for rows behind the last one: their rstd is infinite if eps is 0, and would make NaNs.
+            # Rows past the last one have an infinite rstd if eps is 0, which would make NaNs.
             factor = tl.where(is_row, rstd, 0.0)
             term1, dx1 = apply_scale_backward(g1, h1, w1, factor, c, normalized)
             term2, dx2 = apply_scale_backward(g2, h2, w2, factor, c, normalized)
@@ -343,7 +343,7 @@ def rope_backward_kernel(
                 if dx is not None:
                     _store_pairs(dx + offset, dx_offsets, start, is_row, dx1, dx2, pairs, interleaved)
                 if partials is not None:
-                    # The row's part is added where it is stored: a program has no room for so wide a sum.
+                    # The sum is accumulated in memory, as it is too wide for the registers of a program.
                     dw1, dw2 = _load_pairs(
                         partial + offset, 0, start, is_added, pairs, block_cols, interleaved, compute
                     )
@@ -360,7 +360,7 @@ def rope_backward_kernel(
                 if partials is not None:
                     dw = load(partial, columns, is_added & is_column, compute)
                     store(partial, columns, dw + term, is_column)
-            tl.debug_barrier()  # before the next row adds to the sums
+            tl.debug_barrier()  # before the next row loads the sums so far
     if parts != 0 and partials is not None:
         dw1, dw2 = sum_rows(dw1)[None, :], sum_rows(dw2)[None, :]
         _store_pairs(partial + offset, 0, 0, one_row, dw1, dw2, pairs, interleaved)
@@ -408,7 +408,7 @@ def launch_rope_backward(
     rows: int,
     cols: int,
 ) -> Tensor | None:
-    """Writes grad_input; returns grad_weight in the compute type, flat, if it is wanted."""
+    """Writes grad_input; returns grad_weight, flat and in the compute type, if wanted."""
     compute = compute_type(input)
     config, rest_parts = rope_config(cols, rotation.pairs, compute.primitive_bitwidth // 8)
     programs = backward_programs(rows, groups, config, input.tensor.device)

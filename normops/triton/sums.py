@@ -1,7 +1,7 @@
-"""Sums over blocks, in an order of their own: that of tl.sum follows a layout, which Triton chooses by alignment.
+"""Sums over blocks in a fixed order. The order of tl.sum depends on the layout, which Triton chooses by alignment.
 
-A tree of halves is the same in every layout, as two numbers that are added may change places. Which halves come first
-is chosen for aligned rows: a thread first adds what it holds of a row, then lanes add theirs, and warps exchange theirs
+A tree of halves gives the same bits in every layout, as addition is commutative. The order of the halves is chosen for
+aligned rows: first each thread adds the elements that it holds, then lanes add their sums, then warps exchange sums
 once.
 """
 
@@ -12,17 +12,17 @@ import triton.language as tl
 
 @triton.jit
 def sum_columns(x, threads: tl.constexpr):
-    """The sum of each row of a block, over its columns, as a column."""
-    # Elements at a time of a thread: 16 bytes of bfloat16, or of float64.
+    """Returns the sum of each row of a block, over its columns, as a column."""
+    # The elements that a thread accesses at once: 16 bytes of bfloat16, or of float64.
     access: tl.constexpr = 2 if x.dtype == tl.float64 else 8
     if x.shape[1] == 1:
-        # From one dimension, as Triton 3.6 may compute whole blocks in the layout of what it expands.
+        # Expands one dimension, as Triton 3.6 may compute whole blocks in the layout of a column that it broadcasts.
         return tl.reshape(x, (x.shape[0],))[:, None]
     elif x.shape[1] > threads * access:
         return sum_columns(tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), 1), threads)
     elif x.shape[0] == 1 and x.shape[1] >= 4 and x.shape[1] * 16 == threads:
-        # Two numbers of each warp are left. split() wants both in one thread: that brings all into every warp, where
-        # tl.sum would exchange them between warps once for each bit of their number.
+        # Each warp has two numbers left. split() requires both in one thread, which moves all numbers to every warp;
+        # tl.sum would exchange them between warps once for each halving.
         even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
         return sum_columns(even + odd, threads)
     else:
@@ -31,7 +31,7 @@ def sum_columns(x, threads: tl.constexpr):
 
 @triton.jit
 def sum_rows(x):
-    """The sum of each column of a block, over its rows."""
+    """Returns the sum of each column of a block, over its rows."""
     if x.shape[0] == 1:
         return tl.reshape(x, (x.shape[1],))
     else:
