@@ -106,15 +106,15 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def serves_cpu(request: pytest.FixtureRequest) -> bool:
+def runs_cpu_kernels(request: pytest.FixtureRequest) -> bool:
     """Returns True if the CPU kernels are tested, not GPU kernels or the composite fallback."""
     is_cpu = request.config.getoption("--device") == "cpu" and not request.config.getoption("--triton")
     return is_cpu and normops.build_info()["cpu_isa"] != "composite"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def order_of_sums(serves_cpu: bool) -> None:
-    oracle.sums_rows_by_tree = serves_cpu
+def order_of_sums(runs_cpu_kernels: bool) -> None:
+    oracle.sums_rows_by_tree = runs_cpu_kernels
 
 
 @pytest.fixture(scope="session")

@@ -172,7 +172,7 @@ def test_bits_do_not_depend_on_threads_per_row(variant: Variant, cols: int, dtyp
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.covering(core=1, full=2)
 def test_groups_do_not_depend_on_each_other(
-    rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, variant: Variant, serves_cpu: bool
+    rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, variant: Variant, runs_cpu_kernels: bool
 ) -> None:
     """Each group has the bits that its rows and weight have alone, with any number of threads.
 
@@ -187,7 +187,7 @@ def test_groups_do_not_depend_on_each_other(
             alone = compute(variant, dy[:, g], x[:, g], w[g])
             for name, result in expected.items():
                 is_of_weight = of_argument(name.split()[0]) == "weight"
-                if serves_cpu or not is_of_weight:
+                if runs_cpu_kernels or not is_of_weight:
                     assert_same_bits([alone[name]], [result[g] if is_of_weight else result[:, g]], (name, threads))
 
 

@@ -445,7 +445,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any]]] = {
         {},
     ),
     "two writers": (SHARED + "st.shared.u32 [%r1], %r90;", "race in shared memory at 0: .* writes what thread", {}),
-    "uninitialized": (SHARED + "ld.shared.u32 %r4, [%r2];", "read of shared memory at 0 that nobody has written", {}),
+    "uninitialized": (SHARED + "ld.shared.u32 %r4, [%r2];", "read of unwritten shared memory at 0", {}),
     "beyond shared memory": ("st.shared.u32 [static+512], %r90;", "4 bytes of shared memory at 512 of 512", {}),
     "barrier of some": (
         "setp.ge.u32 %p1, %r90, 32;\n@%p1 bra OUT;\nbar.sync 0;\nOUT:",
@@ -475,15 +475,15 @@ WRONG_CLUSTERS: dict[str, tuple[str, str, str]] = {
     "no arrival": ("barrier.cluster.arrive.relaxed.aligned;", "", "deadlock: "),
     "no fence": ("fence.mbarrier_init.release.cluster;", "", "sent to an mbarrier that may not have begun"),
     "too many bytes": ("[%r1], 4;", "[%r1], 8;", "deadlock: "),
-    "too few bytes": ("[%r1], 4;", "[%r1], 0;", "that nobody has written"),
-    "no wait for numbers": ("@!%p2 bra WAIT;", "", "that nobody has written"),
+    "too few bytes": ("[%r1], 4;", "[%r1], 0;", "read of unwritten shared memory"),
+    "no wait for numbers": ("@!%p2 bra WAIT;", "", "read of unwritten shared memory"),
     "other parity": ("[%r1], 0;", "[%r1], 1;", "deadlock: "),
     "to oneself": ("%r4, %r2, %r3;", "%r4, %r2, 0;", "sent to block 0 of the cluster, to be counted by 1"),
     "begun twice": ("@%p1 bra BEGUN;", "", "an mbarrier at 0 begins twice"),
     "arrives twice": (
         "_, [%r1], 4;",
         "_, [%r1], 4;\nmbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 4;",
-        "more arrivals than were to come",
+        "more arrivals than expected",
     ),
 }
 
@@ -506,7 +506,7 @@ def test_invalid_cluster_kernels_raise(name: str) -> None:
 
 def test_block_that_ends_before_its_arrivals_raises() -> None:
     body = CLUSTER[: CLUSTER.index("WAIT:\n\tmbar")] + "WAIT:\n"
-    with pytest.raises(PtxError, match="a block has ended before all arrived that was sent to it"):
+    with pytest.raises(PtxError, match="a block ended before all data sent to it arrived"):
         run(ADDRESS + body, [aligned(64, "u4")], grid=(1, 2, 1), cluster=2)
 
 

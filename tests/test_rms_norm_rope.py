@@ -33,9 +33,9 @@ def query(dtype: torch.dtype, device: str, shape: tuple[int, ...] = (B, S, H, D)
     )
 
 
-def assert_like_rms_norm(actual: Tensor, expected: Tensor, serves_cpu: bool) -> None:
+def assert_like_rms_norm(actual: Tensor, expected: Tensor, runs_cpu_kernels: bool) -> None:
     """Compares bits on the CPU; GPUs sum rotated rows in another order."""
-    if serves_cpu:
+    if runs_cpu_kernels:
         assert same_bits(actual, expected)
     else:
         torch.testing.assert_close(actual, expected)
@@ -45,7 +45,7 @@ def assert_like_rms_norm(actual: Tensor, expected: Tensor, serves_cpu: bool) -> 
 @pytest.mark.parametrize("rotary_dim", [D, 16, 40])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_matches_the_formula_of_transformers(
-    interleaved: bool, rotary_dim: int, dtype: torch.dtype, device: str, serves_cpu: bool
+    interleaved: bool, rotary_dim: int, dtype: torch.dtype, device: str, runs_cpu_kernels: bool
 ) -> None:
     """Compares with float64, with one angle for each column or for each pair."""
     x, w = query(dtype, device)
@@ -63,7 +63,7 @@ def test_matches_the_formula_of_transformers(
     of_columns = normops.rms_norm_rope(x, wide_cos, wide_sin, D, w, EPS, interleaved=interleaved)
     assert same_bits(of_columns, of_pairs)
     plain = normops.rms_norm(x, D, w, EPS)[..., rotary_dim:]
-    assert_like_rms_norm(of_pairs[..., rotary_dim:], plain, serves_cpu)
+    assert_like_rms_norm(of_pairs[..., rotary_dim:], plain, runs_cpu_kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -133,12 +133,12 @@ def test_cos_and_sin_may_have_different_strides(device: str) -> None:
 
 @pytest.mark.parametrize(("shape", "of_table"), [((B, S, H, D), ()), ((2,) * 9 + (D,), (1, 2) * 4 + (1,))], ids=str)
 def test_empty_tables_rotate_nothing(
-    shape: tuple[int, ...], of_table: tuple[int, ...], device: str, serves_cpu: bool
+    shape: tuple[int, ...], of_table: tuple[int, ...], device: str, runs_cpu_kernels: bool
 ) -> None:
     x, w = query(torch.float32, device, shape)
     nothing = torch.empty(*of_table, 0, device=device)
     unrotated = normops.rms_norm_rope(x, nothing, nothing, D, w, EPS)
-    assert_like_rms_norm(unrotated, normops.rms_norm(x, D, w, EPS), serves_cpu)
+    assert_like_rms_norm(unrotated, normops.rms_norm(x, D, w, EPS), runs_cpu_kernels)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

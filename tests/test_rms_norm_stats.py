@@ -35,7 +35,7 @@ def of_norm(case: Case, **flags: object) -> dict[str, Any]:
 @pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.covering(core=1)
 @pytest.mark.triton(core=0, full=1)
-def test_two_steps_have_the_bits_of_rms_norm(case: Case, flags: dict[str, str], device: str, serves_cpu: bool) -> None:
+def test_two_steps_have_the_bits_of_rms_norm(case: Case, flags: dict[str, str], device: str, runs_cpu_kernels: bool) -> None:
     x, dy = case.input().to(device), case.grad_output().to(device)
     norm = of_norm(case, **flags)
     norm["weight"] = None if norm["weight"] is None else norm["weight"].to(device)
@@ -44,7 +44,7 @@ def test_two_steps_have_the_bits_of_rms_norm(case: Case, flags: dict[str, str], 
     row_size = math.prod(case.normalized_shape)
     assert_same_bits([ops.rms_norm_from_stats(x, square_sum, **norm, row_size=row_size)], [ops.rms_norm(x, **norm)])
     sums = ops.rms_norm_backward_stats(dy, x, **norm)
-    if serves_cpu:
+    if runs_cpu_kernels:
         assert_same_bits([sums[0]], [square_sum])
     else:  # a backward that does not keep whole rows, as the norm does, sums in another order
         torch.testing.assert_close(sums[0], square_sum)

@@ -69,9 +69,9 @@ def test_masked_gradients_are_left_out(variant: Variant, has_weight: bool, like:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_grad_weight_of_float64_is_rounded_once(dtype: torch.dtype, device: str, serves_cpu: bool) -> None:
+def test_grad_weight_of_float64_is_rounded_once(dtype: torch.dtype, device: str, runs_cpu_kernels: bool) -> None:
     """It is not rounded to float32 first: no neighbouring value is nearer to the float64 sum."""
-    if device == "cpu" and not serves_cpu:
+    if device == "cpu" and not runs_cpu_kernels:
         pytest.skip("torch converts what Triton has summed")
     wide = torch.float64
     for seed in range(0, 30, 2):
@@ -86,9 +86,9 @@ def test_grad_weight_of_float64_is_rounded_once(dtype: torch.dtype, device: str,
         assert (distances[1] <= distances.amin(0) + 1e-15 * exact.abs()).all(), seed
 
 
-def test_small_terms_are_not_lost_in_a_large_sum(device: str, serves_cpu: bool) -> None:
+def test_small_terms_are_not_lost_in_a_large_sum(device: str, runs_cpu_kernels: bool) -> None:
     """A small term that is added to the large term by itself is lost, as in chunks of sqrt(rows) rows."""
-    if not serves_cpu:
+    if not runs_cpu_kernels:
         pytest.skip("only the CPU kernels sum along a tree")
     rows, cols = 256 * 256, 16
     dy = torch.full((256, 256, cols), 2.0**-24)
@@ -192,9 +192,9 @@ def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) 
 @pytest.mark.parametrize("variant", variants(), ids=str)
 @pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
-def test_nan_of_any_payload_stays_nan(variant: Variant, dtype: torch.dtype, device: str, serves_cpu: bool) -> None:
+def test_nan_of_any_payload_stays_nan(variant: Variant, dtype: torch.dtype, device: str, runs_cpu_kernels: bool) -> None:
     """Rounding must not carry a payload into the exponent, for any source and dtype of the NaN."""
-    operator, shapes = variant.operator, ((9, 70), (9, 2100)) if serves_cpu else ((9, 70),)
+    operator, shapes = variant.operator, ((9, 70), (9, 2100)) if runs_cpu_kernels else ((9, 70),)
     all_dtypes = zip(cases.DTYPES, cycle([{}, *other_dtypes(operator, dtype)]))
     for shape, (weight_dtype, dtypes) in product(shapes, all_dtypes):
         case = variant.at(Case(shape, dtype, weight_dtype=weight_dtype, has_residual=True), dtypes)

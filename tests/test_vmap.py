@@ -161,7 +161,7 @@ def test_one_call_has_the_bits_of_each_sample(
 
 
 @pytest.mark.parametrize("has_weight", [True, False])
-def test_bias_gradients_have_the_bits_of_each_sample(has_weight: bool, device: str, serves_cpu: bool) -> None:
+def test_bias_gradients_have_the_bits_of_each_sample(has_weight: bool, device: str, runs_cpu_kernels: bool) -> None:
     """The CPU kernels give the same bits for every output mask."""
     dy, x = (cases.values((SIZE, 37, 16), torch.float32, seed).to(device) for seed in range(2))
     w, b = (cases.values((16,), torch.float32, seed).to(device) for seed in (2, 3))
@@ -172,7 +172,7 @@ def test_bias_gradients_have_the_bits_of_each_sample(has_weight: bool, device: s
             return ops.rms_norm_backward(dy, x, [16], w if has_weight else None, EPS, bias=b, output_mask=mask)[2]
 
         sums += [torch.vmap(call)(dy, x), torch.stack([call(*sample) for sample in zip(dy, x, strict=True)])]
-    bound = 0.0 if serves_cpu else 1e-5
+    bound = 0.0 if runs_cpu_kernels else 1e-5
     for each in sums:
         torch.testing.assert_close(each, sums[0], rtol=bound, atol=bound)
 

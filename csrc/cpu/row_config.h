@@ -70,10 +70,10 @@ constexpr int kWriteRows = 2;
 // Maximum rows of each group in a tile of several groups. One: 1.1 to 1.6; two: 1.0 to 1.1.
 constexpr int kRowsPerGroup = 4;
 
-// Above this number of bytes, a thread prefetches its rows into the second-level cache: outputs of a tile while it sums
-// the tile, and inputs of the next tile while it writes the tile. Without prefetching, calls beyond that cache take 1.1
-// to 2.0 times as long. If all calls prefetch, those that fit it take 1.1 times as long [64 x 4096 float32, 333 x 100
-// bfloat16, AVX-512].
+// Above this number of bytes, a thread prefetches its rows into the second-level cache. While it sums a tile, it
+// prefetches the outputs of the tile, and while it writes a tile, the inputs of the next one. Without prefetching, calls
+// beyond that cache take 1.1 to 2.0 times as long. Prefetching slows calls that fit it by 1.1 [64 x 4096 float32, 333 x
+// 100 bfloat16, AVX-512].
 constexpr int64_t kPrefetchBytes = int64_t{3} << 20;
 
 // The processor reads contiguous rows up to this width ahead well enough: they use no prefetches and non-temporal

@@ -38,7 +38,7 @@ class Mask:
 
     def __init__(self, bits: Array) -> None:
         self.bits = bits
-        self.is_nobody = not bits.any()
+        self.is_empty = not bits.any()
 
     @cached_property
     def threads(self) -> Array:
@@ -96,7 +96,7 @@ class Group:
         predicate = self.registers[self.machine.kernel.numbers[block.last.guard]]
         goes = self.guarded(mask, ~predicate if block.last.is_negated else predicate)
         taken, other = block.successors
-        if goes is mask or (goes is not None and goes.is_nobody):
+        if goes is mask or (goes is not None and goes.is_empty):
             stack.append((taken if goes is mask else other, mask, until))
             return
         assert goes is not None
@@ -382,7 +382,7 @@ class Group:
         for i in np.arange(self.width)[self._active(mask)]:
             arrivals = self.machine.arrivals_at(int(self.block_number[i]), int(address[i]), line)
             if arrivals.pending == 0:
-                raise PtxError(f"line {line}: more arrivals than were to come")
+                raise PtxError(f"line {line}: more arrivals than expected")
             arrivals.pending -= 1
             arrivals.missing_bytes += int(bytes_[i])
             known = self.machine.order.known_epochs[self.threads[i]]

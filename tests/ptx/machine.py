@@ -114,4 +114,4 @@ class Machine:
     @staticmethod
     def _expect_received(lost: list[Message]) -> None:
         if lost:
-            raise PtxError("a block has ended before all arrived that was sent to it")
+            raise PtxError("a block ended before all data sent to it arrived")

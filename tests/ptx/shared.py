@@ -80,7 +80,7 @@ class Shared:
         granules = self._granules(places, element * count)
         if not self.is_initialized[granules].all():
             wrong = int(granules[~self.is_initialized[granules]][0]) * GRANULE % self.stride
-            raise PtxError(f"line {line}: read of shared memory at {wrong} that nobody has written")
+            raise PtxError(f"line {line}: read of unwritten shared memory at {wrong}")
         self._note_read(granules, np.broadcast_to(threads[:, None], granules.shape), line)
         return self.bytes_.view(kind)[places // element + np.arange(count)[:, None]]
 

@@ -73,7 +73,7 @@ class _Translator:
         handler, groups = found
         if i.guard is not None:
             self.lines.append(f"g = S.guarded({self.of_block}, {'~' * i.is_negated}{self.read(i.guard, 'pred')})")
-            self.lines.append("if g is not None and g.is_nobody: pass")
+            self.lines.append("if g is not None and g.is_empty: pass")
             self.lines.append("else:")
             self.guard = "g"
         begin = len(self.lines)
