@@ -35,7 +35,9 @@ def of_norm(case: Case, **flags: object) -> dict[str, Any]:
 @pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.covering(core=1)
 @pytest.mark.triton(core=0, full=1)
-def test_two_steps_have_the_bits_of_rms_norm(case: Case, flags: dict[str, str], device: str, runs_cpu_kernels: bool) -> None:
+def test_two_steps_have_the_bits_of_rms_norm(
+    case: Case, flags: dict[str, str], device: str, runs_cpu_kernels: bool
+) -> None:
     x, dy = case.input().to(device), case.grad_output().to(device)
     norm = of_norm(case, **flags)
     norm["weight"] = None if norm["weight"] is None else norm["weight"].to(device)

@@ -192,7 +192,9 @@ def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) 
 @pytest.mark.parametrize("variant", variants(), ids=str)
 @pytest.mark.covering(core=1, full=2)
 @pytest.mark.triton(core=0, full=1)
-def test_nan_of_any_payload_stays_nan(variant: Variant, dtype: torch.dtype, device: str, runs_cpu_kernels: bool) -> None:
+def test_nan_of_any_payload_stays_nan(
+    variant: Variant, dtype: torch.dtype, device: str, runs_cpu_kernels: bool
+) -> None:
     """Rounding must not carry a payload into the exponent, for any source and dtype of the NaN."""
     operator, shapes = variant.operator, ((9, 70), (9, 2100)) if runs_cpu_kernels else ((9, 70),)
     all_dtypes = zip(cases.DTYPES, cycle([{}, *other_dtypes(operator, dtype)]))
