@@ -11,7 +11,7 @@ but its packages on PyPI and npm download the program from GitHub when it first 
 >>> [finding.text for finding in findings("code.h", "// Of one,\\nint x;  /* One" + " two" * 30 + ". */")]
 ['"Of" begins a sentence: begin with a noun', '31 words in a sentence: write 30 at most']
 >>> [finding.words for finding in findings("page.md", "A very nice wheel.")]  # of proselint
-['newly-']
+['very']
 """
 
 import re

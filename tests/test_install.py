@@ -5,6 +5,7 @@ import os
 import runpy
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -232,6 +233,15 @@ def test_one_ptx_from_sm_90_on(archs: list[str], made: dict[str, str]) -> None:
 
 WANTED = "expected a C++20 compiler (GCC 11 or clang 17 or later)"
 HOW = "install one (Debian, Ubuntu: apt install g++) or name one in the environment variable CXX"
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_stop_build(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    assert stopped(lambda: runpy.run_path(str(ROOT / "setup.py"))) == (
+        f"expected Linux to build normops, which supports no other system so far, but got {system}: use Linux, for "
+        "example in WSL 2 or a container"
+    )
 
 
 def test_missing_compiler_stops_build(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:

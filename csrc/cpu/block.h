@@ -31,8 +31,8 @@ template <class T>
 constexpr bool kHasFastPath = std::is_same_v<T, float> || std::is_same_v<T, bfloat16>;
 
 // The part of a block that is inside the row. Lanes outside the row are read as zero, and are not written.
-struct Whole {};
-struct Part {
+struct FullBlock {};
+struct PartialBlock {
   int64_t lanes;
 };
 
@@ -225,7 +225,7 @@ NORMOPS_INLINE void store_packed(compute_t<R>* target, const Block<R>& block) {
 // the other way round) are rare, and converted number by number. Values computed from the block must still pass through
 // canonicalize_nan.
 template <class R, class T>
-NORMOPS_INLINE Block<R> convert(const T* source, Whole = {}) {
+NORMOPS_INLINE Block<R> convert(const T* source, FullBlock = {}) {
   constexpr int kRegister = Block<R>::kVectorLanes;
   if constexpr (!std::is_same_v<compute_t<R>, compute_t<T>>) {
     compute_t<R> numbers[kLanes<R>];
@@ -247,14 +247,14 @@ NORMOPS_INLINE Block<R> convert(const T* source, Whole = {}) {
 }
 
 template <class R, class T>
-NORMOPS_INLINE Block<R> convert(const T* source, Part part) {
+NORMOPS_INLINE Block<R> convert(const T* source, PartialBlock part) {
   T lanes[kLanes<R>];
   load_part(lanes, source, part.lanes);
   return convert<R>(lanes);
 }
 
 // Converts elements of T to a block of R, and makes NaNs canonical.
-template <class R, class T, class Extent = Whole>
+template <class R, class T, class Extent = FullBlock>
 NORMOPS_INLINE Block<R> load(const T* source, Extent extent = {}) {
   return canonicalize_nan<T>(convert<R>(source, extent));
 }
@@ -276,7 +276,7 @@ NORMOPS_INLINE compute_t<T> narrowed(Number number) {
 
 // Stores a block of R as elements of T. If T is not R, NaNs may have any payload, so they are replaced first.
 template <class R, class T, class StorePolicy = Cached>
-NORMOPS_INLINE void store(T* target, const Block<R>& block, Whole = {}, StorePolicy way = {}) {
+NORMOPS_INLINE void store(T* target, const Block<R>& block, FullBlock = {}, StorePolicy way = {}) {
   constexpr int kRegister = Block<R>::kVectorLanes;
   if constexpr (!std::is_same_v<compute_t<R>, compute_t<T>>) {
     compute_t<R> numbers[kLanes<R>];
@@ -300,7 +300,7 @@ NORMOPS_INLINE void store(T* target, const Block<R>& block, Whole = {}, StorePol
 }
 
 template <class R, class T, class StorePolicy = Cached>
-NORMOPS_INLINE void store(T* target, const Block<R>& block, Part part, StorePolicy = {}) {
+NORMOPS_INLINE void store(T* target, const Block<R>& block, PartialBlock part, StorePolicy = {}) {
   T lanes[kLanes<R>];
   store(lanes, block);
 #if defined(NORMOPS_F16C) && NORMOPS_VECTOR_BYTES == 64
@@ -326,11 +326,11 @@ NORMOPS_INLINE Block<R> rounded(const Block<R>& block) {
   }
 }
 
-// Calls visit(column, Whole or Part) for each block of a row of R.
+// Calls visit(column, FullBlock or PartialBlock) for each block of a row of R.
 template <class R, class Visit>
 NORMOPS_INLINE void for_each_block(int64_t begin, int64_t end, Visit visit) {
-  for (; begin + kLanes<R> <= end; begin += kLanes<R>) visit(begin, Whole{});
-  if (begin < end) visit(begin, Part{end - begin});
+  for (; begin + kLanes<R> <= end; begin += kLanes<R>) visit(begin, FullBlock{});
+  if (begin < end) visit(begin, PartialBlock{end - begin});
 }
 
 template <class R>

@@ -177,7 +177,7 @@ NORMOPS_INLINE void load_rows(const ChannelsOf<const T>& tensor, int64_t channel
   constexpr int kCount = sizeof(f32_vector) / sizeof(T);
   for (int64_t first = 0; first < kRows; first += kCount) {
     int64_t left = kCount;
-    if constexpr (!std::is_same_v<Extent, Whole>) left = extent.lanes - first;
+    if constexpr (!std::is_same_v<Extent, FullBlock>) left = extent.lanes - first;
     if (left <= 0) return;
     f32_vector v[kRegisterLanes];
 #pragma GCC unroll 16
@@ -224,8 +224,8 @@ template <class T, class G>
       for (int64_t i = 0; i < count; i++) of_weight = fma_vector(g[i] * rstd[position + i], h[i], of_weight);
     };
     int64_t position = begin;
-    for (; position + kRows <= end; position += kRows) add(position, kRows, Whole{});
-    if (position < end) add(position, end - position, Part{end - position});
+    for (; position + kRows <= end; position += kRows) add(position, kRows, FullBlock{});
+    if (position < end) add(position, end - position, PartialBlock{end - position});
     if (weight_sum != nullptr) write(weight_sum + channel, of_weight, Cached{});
     if (bias_sum != nullptr) write(bias_sum + channel, of_bias, Cached{});
   }

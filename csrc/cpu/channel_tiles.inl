@@ -62,7 +62,7 @@ template <class R, int kBlocks, class Visit>
 NORMOPS_INLINE void each_blocks(int64_t width, Visit visit) {
   int64_t position = 0;
   for (; position + kBlocks * kLanes<R> <= width; position += kBlocks * kLanes<R>) {
-    visit(std::integral_constant<int, kBlocks>(), position, Whole{});
+    visit(std::integral_constant<int, kBlocks>(), position, FullBlock{});
   }
   for_each_block<R>(position, width, [&](int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
     visit(std::integral_constant<int, 1>(), position, extent);

@@ -74,7 +74,7 @@ template <class RowOp, class StorePolicy, bool kCasts>
 struct WrittenRow {
   using T = typename RowOp::Output;
   using R = typename RowOp::Element;
-  static constexpr bool kFinishes = requires { &RowOp::template finish<SingleBlock, Whole>; };
+  static constexpr bool kFinishes = requires { &RowOp::template finish<SingleBlock, FullBlock>; };
   RowOp row;
   const compute_t<R>* scale;
   T* y;
@@ -133,12 +133,12 @@ struct WrittenRow {
       for (; column + kBlocks * kLanes<R> <= end; column += kBlocks * kLanes<R>) {
         Block<R> blocks[kBlocks][kCount];
 #pragma GCC unroll 4
-        for (int i = 0; i < kBlocks; i++) form_next(column + i * kLanes<R>, Whole{}, blocks[i]);
+        for (int i = 0; i < kBlocks; i++) form_next(column + i * kLanes<R>, FullBlock{}, blocks[i]);
         // The nop separates the stores from the loads. Zen 4 then takes a quarter less time if the output is not in the
         // caches, for an unknown reason; docs/notes/cpu.md has the measurements.
         if constexpr (NORMOPS_VECTOR_BYTES == 64) asm volatile("nop");
 #pragma GCC unroll 4
-        for (int i = 0; i < kBlocks; i++) store(parts, column + i * kLanes<R>, Whole{}, blocks[i]);
+        for (int i = 0; i < kBlocks; i++) store(parts, column + i * kLanes<R>, FullBlock{}, blocks[i]);
       }
       if constexpr (kTail == Tail::none && RowOp::kPairing == Pairing::none) return;
     }

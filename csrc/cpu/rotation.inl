@@ -98,11 +98,11 @@ struct Angles {
     if (!of_pair) return convert<R>(table + column, extent);
     table += column / 2;
     [[maybe_unused]] int64_t pairs = kLanes<R> / 2;
-    if constexpr (std::is_same_v<Extent, Part>) pairs = extent.lanes / 2;
+    if constexpr (std::is_same_v<Extent, PartialBlock>) pairs = extent.lanes / 2;
     // Loads whole registers from the table itself: a copy is stored in parts, and loading it would stall.
     if constexpr (kEvenOdd<R>) {
       typename Block<R>::vector of_pairs;
-      if constexpr (std::is_same_v<Extent, Whole>) {
+      if constexpr (std::is_same_v<Extent, FullBlock>) {
         of_pairs = load_register(table);
       } else {
         W numbers[kLanes<R> / 2];
@@ -110,12 +110,12 @@ struct Angles {
         of_pairs = load_register(numbers);
       }
       return {of_pairs, of_pairs};
-    } else if constexpr (std::is_same_v<Extent, Whole> && Block<R>::kVectors > 1) {
+    } else if constexpr (std::is_same_v<Extent, FullBlock> && Block<R>::kVectors > 1) {
       Block<R> half;
       for (int i = 0; i < half.kVectors / 2; i++) half.v[i] = load_register(table + i * half.kVectorLanes);
       return doubled(half, VectorLanes<R>());
     } else {
-      return doubled(convert<R>(table, Part{pairs}), VectorLanes<R>());
+      return doubled(convert<R>(table, PartialBlock{pairs}), VectorLanes<R>());
     }
   }
 };

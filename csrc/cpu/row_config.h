@@ -71,9 +71,9 @@ constexpr int kWriteRows = 2;
 constexpr int kRowsPerGroup = 4;
 
 // Above this number of bytes, a thread prefetches its rows into the second-level cache. While it sums a tile, it
-// prefetches the outputs of the tile, and while it writes a tile, the inputs of the next one. Without prefetching, calls
-// beyond that cache take 1.1 to 2.0 times as long. Prefetching slows calls that fit it by 1.1 [64 x 4096 float32, 333 x
-// 100 bfloat16, AVX-512].
+// prefetches the outputs of the tile, and while it writes a tile, the inputs of the next one. Without prefetching,
+// calls beyond that cache take 1.1 to 2.0 times as long. Prefetching slows calls that fit it by 1.1 [64 x 4096 float32,
+// 333 x 100 bfloat16, AVX-512].
 constexpr int64_t kPrefetchBytes = int64_t{3} << 20;
 
 // The processor reads contiguous rows up to this width ahead well enough: they use no prefetches and non-temporal

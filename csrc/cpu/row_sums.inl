@@ -29,16 +29,16 @@ NORMOPS_INLINE void fold_span(int64_t begin, int64_t end, Folded<R> (&folded)[kS
       term.step(column, chains);
     } else {
 #pragma GCC unroll 4
-      for (int i = 0; i < kBlocks; i++) term(column + i * kLanes<R>, Whole{}, chains[i]);
+      for (int i = 0; i < kBlocks; i++) term(column + i * kLanes<R>, FullBlock{}, chains[i]);
     }
   }
   if (kTail == Tail::unrolled && column < end) {
 #pragma GCC unroll 4
     for (int i = 0; i < kBlocks; i++) {
       if (column + kLanes<R> <= end) {
-        term(column, Whole{}, chains[i]);
+        term(column, FullBlock{}, chains[i]);
       } else if (column < end) {
-        term(column, Part{end - column}, chains[i]);
+        term(column, PartialBlock{end - column}, chains[i]);
       }
       column += kLanes<R>;
     }
