@@ -325,7 +325,7 @@ def _core_at(node: Node) -> _Core | None:
         return _unit_norm(node)
     if node.target not in NORMS:
         match = match_norm(node)
-        if match is None:
+        if match is None or match.dim != -1:
             return None
         weight, offset = match.weight or (None, 0.0)
         eps = match.eps_argument

@@ -25,7 +25,9 @@ def inductor_options(
 
     * the addition of a residual before a norm, also from another layer, and the addition to its gradient;
     * the rotary embedding of queries and keys;
-    * scales and shifts of samples or tokens, and residuals after a norm.
+    * scales and shifts of samples or tokens, and residuals after a norm;
+    * the bias and the SiLU or sigmoid after a norm over dimension 1, the channels of contiguous images. Such norms
+      include ``F.normalize(x, dim=1) * C**0.5``, whose values are equal except for positions with a norm near 1e-12.
 
     Unrecognised code is compiled as without normops. The options can be combined with others, and with those of a mode,
     ``torch._inductor.list_mode_options(mode)``. ``torch.compile(model, backend="normops")`` does the same without

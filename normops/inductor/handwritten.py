@@ -10,7 +10,9 @@ from normops.functional import Rounding
 from normops.inductor.calls import (
     DTYPES,
     HALVES,
+    UNIT_NORMS,
     call_of,
+    is_contiguous,
     is_equal,
     number,
     order_in_memory,
@@ -48,6 +50,10 @@ class Match(NamedTuple):
     """The dtype to compute in: the input's, or the result's if that is wider, or float64 if that occurs on the way."""
     rounding: Rounding | None
     """The program's roundings to 16 bits; None if normops does not support their order."""
+    dim: int
+    """The normalized dimension: the last one, -1, or dimension 1, that of channels, counted from the end."""
+    bias: Node | None
+    """The summand of a norm over channels, with one number per channel."""
     last: Node
     """The node of the result."""
     nodes: frozenset[Node]
@@ -58,13 +64,15 @@ def match_norm(node: Node) -> Match | None:
     """Returns the norm of which a node is the inverted root, or the division by the root, if normops can replace it.
 
     normops can replace the last node if no other node uses the intermediate values, and if no node in between writes to
-    tensors or switches autograd or autocast. The result must be dense, with contiguous rows.
+    tensors or switches autograd or autocast. The result must be dense, with contiguous rows; over channels, contiguous.
+    ``F.normalize(x, dim) * size**0.5`` is such a norm, too.
     """
     call = call_of(node)
-    if call is None or call.name not in ("rsqrt", "div"):
+    is_unit = node.target in UNIT_NORMS
+    if not is_unit and (call is None or call.name not in ("rsqrt", "div")):
         return None
     try:
-        return _Search().match(node)
+        return _Search().match_unit(node) if is_unit else _Search().match(node)
     except NoMatch:
         return None
 
@@ -76,6 +84,7 @@ class _Search(Search):
         super().__init__()
         # Nodes that may have other users: casts of the input and of the weight, and 1 + weight.
         self._bypassed: list[Node] = []
+        self._dim = -1
 
     def match(self, node: Node) -> Match:
         dividend, root = self._dividend_and_root(node)
@@ -88,16 +97,40 @@ class _Search(Search):
         last = normalized = self._below_narrowing(node)
         if weight is None:
             last, weight = self._weighted(normalized, input)
+        rounding = self._rounding(input, normalized, last)
+        return self._found(input, weight, open_eps, rounding, last)
+
+    def match_unit(self, node: Node) -> Match:
+        """Reads ``F.normalize(x, dim)``, its product with the root of the size, and that with a weight."""
+        given: dict[str, Any] = dict(zip(("input", "p", "dim", "eps", "out"), node.args, strict=False)) | node.kwargs
+        input, p, eps = given["input"], number(given.get("p", 2.0)), number(given.get("eps", 1e-12))
+        self._dim = self._normalized_dim(given.get("dim", 1), input)
+        size = value(input).shape[self._dim]
+        require(p == 2.0 and eps is not None and given.get("out") is None and isinstance(size, int) and size > 0)
+        self.inner.append(node)
+        product, factor = self._product(node)
+        require(math.isclose(number(factor) or 0.0, math.sqrt(size), rel_tol=1e-12))
+        last, weight = self._weighted(product, input)
+        is_rounded = any(value(inner).dtype in HALVES for inner in self.inner)
+        rounding: Rounding | None = None if is_rounded else "once"
+        return self._found(input, weight, (eps or 0.0) ** 2 / size, rounding, last)
+
+    def _found(self, input: Node, weight: Weight | None, open_eps: Any, rounding: Rounding | None, last: Node) -> Match:
+        bias = None
+        if self._dim != -1 and (added := self._biased(last, input)) is not None:
+            rounding = None if value(last).dtype in HALVES else rounding
+            last, bias = added
         nodes = frozenset((*self.inner, *self._bypassed))
         self._check(input, last, nodes)
         eps = specialized(open_eps)
         if eps is None or not math.isfinite(eps):
             raise NoMatch
-        rounding = self._rounding(input, normalized, last)
-        return Match(input, weight, eps, open_eps, self._dtype(input, last), rounding, last, nodes)
+        dtype = self._dtype(input, last)
+        return Match(input, weight, eps, open_eps, dtype, rounding, self._dim, bias, last, nodes)
 
     def _check(self, input: Node, last: Node, nodes: frozenset[Node]) -> None:
-        require(order_in_memory(value(last), 1))
+        y = value(last)
+        require(order_in_memory(y, 1) if self._dim == -1 else is_contiguous(y))
         require(all(value(node).dtype in DTYPES for node in (input, *nodes)))
         self.require_uses_within(last)
         require(may_be_computed_at(last, nodes))
@@ -164,8 +197,8 @@ class _Search(Search):
             require(value_of(eps) is None)
             node = self.above_casts(a)
         squares, dim, keepdim = self._mean(node)
-        last_dims: tuple[Any, ...] = (-1, [-1], (-1,), value(squares).dim() - 1)
-        require(keepdim is True and dim in last_dims)
+        require(keepdim is True)
+        self._dim = self._normalized_dim(dim, squares)
         (x,) = self.take(self.above_casts(squares), "square")
         return eps, x
 
@@ -175,9 +208,18 @@ class _Search(Search):
             return self.take(node, "mean")
         total, size = self.take(node, "div")
         arguments = self.take(self.above_casts(total), "sum")
-        shape = value(arguments[0]).shape
-        require(len(shape) > 0 and value_of(size) is None and is_equal(shape[-1], size))
+        dim = self._normalized_dim(arguments[1], arguments[0])
+        require(value_of(size) is None and is_equal(value(arguments[0]).shape[dim], size))
         return arguments
+
+    def _normalized_dim(self, dim: Any, input: Node) -> int:
+        """Returns the dimension, counted from the end: the last one, or that of channels."""
+        dims = value(input).dim()
+        (dim,) = dim if isinstance(dim, (list, tuple)) and len(dim) == 1 else (dim,)
+        require(type(dim) is int and -dims <= dim < dims)
+        from_end: int = dim % dims - dims
+        require(from_end == -1 or (dims > 2 and from_end == 1 - dims))
+        return from_end
 
     def _product(self, factor: Node) -> tuple[Node, Any]:
         """Returns the only user of a factor, which must be a product, and the other factor."""
@@ -208,12 +250,33 @@ class _Search(Search):
         self.inner.append(user)
         return self._below_narrowing(user), weight
 
+    def _biased(self, norm: Node, input: Node) -> tuple[Node, Node] | None:
+        """Returns the sum with a bias, if that is the only user of the norm, and the bias."""
+        user = next(iter(norm.users), None)
+        call = call_of(user)
+        if user is None or len(norm.users) > 1 or call is None or call.name != "add":
+            return None
+        a, b = call.arguments
+        bias = b if a is norm else a
+        if not self._is_parameter(bias, input) or value(user).dtype != value(norm).dtype:
+            return None
+        self.inner.append(user)
+        return user, bias
+
     def _weight(self, node: Any, input: Node) -> Weight | None:
         """Returns a weight with one number per column. Other factors are not part of the norm, but may follow it."""
         above, offset, passed = above_offset(node)
-        weight, x = value_of(above), value(input)
-        is_weight = weight is not None and weight.dtype in DTYPES and weight.dim() == 1 and weight.device == x.device
-        if weight is None or not is_weight or not is_equal(weight.shape[0], x.shape[-1]):
+        if not self._is_parameter(above, input):
             return None
         self._bypassed += passed
         return Weight(above, offset)
+
+    def _is_parameter(self, node: Any, input: Node) -> bool:
+        """Returns whether a node has one number per element of the normalized dimension."""
+        parameter, x = value_of(node), value(input)
+        if parameter is None or parameter.dtype not in DTYPES or parameter.device != x.device:
+            return False
+        if not -self._dim <= parameter.dim() <= (1 if self._dim == -1 else x.dim()):
+            return False
+        sizes = zip(range(-parameter.dim(), 0), parameter.shape, strict=True)
+        return all(is_equal(size, x.shape[dim] if dim == self._dim else 1) for dim, size in sizes)
