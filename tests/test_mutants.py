@@ -14,6 +14,7 @@ from mutants.runner import Outcome, Runner
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.release
 def test_every_mutant_applies() -> None:
     stale = []
     for mutant in MUTANTS:
