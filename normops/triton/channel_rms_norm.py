@@ -88,17 +88,20 @@ def channel_forward_kernel(
 
 
 @triton.jit
-def _load_gradient(
-    dy, offsets, h, rstd, weight, bias, channel, is_channel, mask,
-    weight_offset: tl.constexpr, activation: tl.constexpr, compute: tl.constexpr,
+def _load_terms(
+    dy, dy_offsets, dy_channel_stride, x, x_offsets, x_channel_stride, rstd, weight, bias, start, cols, is_position,
+    weight_offset: tl.constexpr, activation: tl.constexpr, compute: tl.constexpr, block_cols: tl.constexpr,
 ):  # fmt: skip
-    """Returns dy times the slope of the activation, and the scale."""
-    g = load(dy, offsets, mask, compute)
+    """Returns x, dy times the activation's slope, the scale, the channels, and which channels and elements exist."""
+    h, channel, is_channel, mask = _load_tile(
+        x, x_offsets, x_channel_stride, start, cols, is_position, compute, block_cols
+    )
+    g = load(dy, dy_offsets + channel[:, None] * dy_channel_stride, mask, compute)
     z, scale = _normalize(h, rstd, weight, bias, channel, is_channel, weight_offset, compute)
     if activation is not None:
         _z, slope = activate(z, activation, compute)
         g = tl.where(mask, g * slope, 0.0)  # padding has NaN slopes if a parameter is not finite
-    return g, scale
+    return h, g, scale, channel, is_channel, mask
 
 
 @triton.jit
@@ -144,22 +147,16 @@ def channel_backward_kernel(
         dots = tl.zeros((block_cols, block_rows), compute)
         if dx is not None:
             for start in range(0, tl.cast(cols, tl.int64), block_cols):
-                h, channel, is_channel, mask = _load_tile(
-                    x, x_offsets, x_channel_stride, start, cols, is_position, compute, block_cols
-                )
-                g, scale = _load_gradient(
-                    dy, dy_offsets + channel[:, None] * dy_channel_stride, h, rstd,
-                    weight, bias, channel, is_channel, mask, weight_offset, activation, compute,
+                h, g, scale, _channel, _is_channel, _mask = _load_terms(
+                    dy, dy_offsets, dy_channel_stride, x, x_offsets, x_channel_stride, rstd, weight, bias,
+                    start, cols, is_position, weight_offset, activation, compute, block_cols,
                 )  # fmt: skip
                 dots += g * scale * h
         _rstd, c = factors_of(squares, sum_rows(dots)[None, :], cols, eps, compute)
         for start in range(0, tl.cast(cols, tl.int64), block_cols):
-            h, channel, is_channel, mask = _load_tile(
-                x, x_offsets, x_channel_stride, start, cols, is_position, compute, block_cols
-            )
-            g, scale = _load_gradient(
-                dy, dy_offsets + channel[:, None] * dy_channel_stride, h, rstd,
-                weight, bias, channel, is_channel, mask, weight_offset, activation, compute,
+            h, g, scale, channel, is_channel, mask = _load_terms(
+                dy, dy_offsets, dy_channel_stride, x, x_offsets, x_channel_stride, rstd, weight, bias,
+                start, cols, is_position, weight_offset, activation, compute, block_cols,
             )  # fmt: skip
             term, result = apply_scale_backward(g, h, scale, rstd, c, compute)
             is_added = is_channel & (first != program * block_rows)
