@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from normops.adoption.following import Run, follow
 from normops.adoption.reasons import Unfit
 from normops.adoption.trial import Case, Trial
-from normops.inductor.calls import UNIT_NORMS, call_of, is_reshape
+from normops.inductor.calls import UNIT_NORMS, arguments_of_unit_norm, call_of, is_reshape
 
 
 class ChannelTrial(Trial):
@@ -61,8 +61,8 @@ def _as_rows(run: Run) -> Run:
             _check_channels(dim, input, shape)
             new.args, new.kwargs = (nodes[input],), {"dim": -1, "keepdim": keepdim}
         elif node.target in UNIT_NORMS:
-            given = dict(zip(("input", "p", "dim", "eps"), node.args, strict=False)) | node.kwargs
-            _check_channels(given.get("dim", 1), given["input"], shape)
+            given = arguments_of_unit_norm(node)
+            _check_channels(given["dim"], given["input"], shape)
             new.args, new.kwargs = (nodes[given.pop("input")],), {**given, "dim": -1}
         elif is_reshape(node) and node.meta["example_value"].shape == shape:
             raise Unfit("changes the shape of its input")

@@ -20,6 +20,7 @@ from normops.inductor.calls import (
     UNIT_NORMS,
     Call,
     arguments_of_norm,
+    arguments_of_unit_norm,
     call_of,
     is_reshape,
     number,
@@ -336,10 +337,7 @@ def _core_at(node: Node) -> _Core | None:
 
 def _unit_norm(node: Node) -> _Core:
     """Returns the core of F.normalize, whose eps is a lower bound of the divisor, not a summand of the mean."""
-    given: dict[str, Any] = {"p": 2.0, "dim": 1, "eps": 1e-12} | dict(
-        zip(("input", "p", "dim", "eps"), node.args, strict=False)
-    )
-    given |= node.kwargs
+    given = arguments_of_unit_norm(node)
     input, eps = given["input"], number(given["eps"])
     if number(given["p"]) != 2.0 or given["dim"] not in (-1, _value(input).dim() - 1) or eps is None:
         raise Unfit("normalizes other dimensions, or another norm")

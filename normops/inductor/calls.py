@@ -175,6 +175,12 @@ def arguments_of_norm(node: Node) -> tuple[Any, ...]:
     return tuple(map(given.get, parameters))
 
 
+def arguments_of_unit_norm(node: Node) -> dict[str, Any]:
+    """Returns the arguments of a call of F.normalize by name, including its defaults."""
+    given = dict(zip(("input", "p", "dim", "eps", "out"), node.args, strict=False)) | node.kwargs
+    return {"p": 2.0, "dim": 1, "eps": 1e-12, "out": None, **given}
+
+
 def is_reshape(node: Node) -> bool:
     """Returns whether a node's result has the elements of its first argument, in the same order."""
     return node.target in RESHAPES

@@ -11,6 +11,7 @@ from normops.inductor.calls import (
     DTYPES,
     HALVES,
     UNIT_NORMS,
+    arguments_of_unit_norm,
     call_of,
     is_contiguous,
     is_equal,
@@ -102,18 +103,20 @@ class _Search(Search):
 
     def match_unit(self, node: Node) -> Match:
         """Reads ``F.normalize(x, dim)``, its product with the root of the size, and that with a weight."""
-        given: dict[str, Any] = dict(zip(("input", "p", "dim", "eps", "out"), node.args, strict=False)) | node.kwargs
-        input, p, eps = given["input"], number(given.get("p", 2.0)), number(given.get("eps", 1e-12))
-        self._dim = self._normalized_dim(given.get("dim", 1), input)
+        given = arguments_of_unit_norm(node)
+        input, eps = given["input"], number(given["eps"])
+        self._dim = self._normalized_dim(given["dim"], input)
         size = value(input).shape[self._dim]
-        require(p == 2.0 and eps is not None and given.get("out") is None and isinstance(size, int) and size > 0)
+        require(number(given["p"]) == 2.0 and given["out"] is None and isinstance(size, int) and size > 0)
+        if eps is None:
+            raise NoMatch
         self.inner.append(node)
         product, factor = self._product(node)
         require(math.isclose(number(factor) or 0.0, math.sqrt(size), rel_tol=1e-12))
         last, weight = self._weighted(product, input)
         is_rounded = any(value(inner).dtype in HALVES for inner in self.inner)
         rounding: Rounding | None = None if is_rounded else "once"
-        return self._found(input, weight, (eps or 0.0) ** 2 / size, rounding, last)
+        return self._found(input, weight, eps**2 / size, rounding, last)
 
     def _found(self, input: Node, weight: Weight | None, open_eps: Any, rounding: Rounding | None, last: Node) -> Match:
         bias = None

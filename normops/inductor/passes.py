@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,10 +162,8 @@ def replace_norms(graph: Graph, rounding: ModelRounding) -> None:
             with graph.inserting_before(match.last):
                 shape = [size if isinstance(size, int) else graph.call_method("size", (match.input, match.dim))]
             weight, weight_offset = match.weight or (None, 0.0)
-            channels = None if match.dim == -1 else Channels(match.dim, match.bias)
-            _compute_instead(
-                match.last, match.input, match.dtype, shape, weight, match.eps, weight_offset, of_norm, channels
-            )
+            options = (match.eps, weight_offset, of_norm, match.dim, match.bias)
+            _compute_instead(match.last, match.input, match.dtype, shape, weight, *options)
             for inner in sorted(match.nodes, reverse=True):
                 if not inner.users:
                     graph.erase_node(inner)
@@ -236,13 +234,6 @@ def _is_written_as_view(node: Node, normalized_dims: int) -> bool:
     return list(order) != sorted(order) and any(map(may_write, node.users))
 
 
-class Channels(NamedTuple):
-    """The dimension of a norm over channels, counted from the end, and its bias."""
-
-    dim: int
-    bias: Node | None
-
-
 def _compute_instead(
     node: Node,
     input: Node,
@@ -252,13 +243,14 @@ def _compute_instead(
     eps: float | None,
     weight_offset: float,
     rounding: Rounding,
-    channels: Channels | None = None,
+    dim: int = -1,
+    bias: Node | None = None,
 ) -> None:
     """Replaces a node by normops, which computes in ``dtype``. The result has the strides of the node's."""
     x, y, graph = value_of(input), value_of(node), node.graph
     assert x is not None
     assert y is not None
-    order = order_in_memory(y, length(normalized_shape) if channels is None else y.dim())
+    order = order_in_memory(y, length(normalized_shape) if dim == -1 else y.dim())
     assert order is not None
     is_permuted = list(order) != sorted(order)
     with graph.inserting_before(node):
@@ -268,10 +260,10 @@ def _compute_instead(
             input = called("permute", input, order)
         options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding}
         operator = _normops.rms_norm.default
-        if channels is not None:
-            operator, bias = _normops.channel_rms_norm.default, channels.bias
-            weight = None if weight is None else called("flatten", weight)
-            options |= {"bias": None if bias is None else called("flatten", bias), "dim": channels.dim}
+        if dim != -1:
+            operator = _normops.channel_rms_norm.default
+            weight, bias = (each if each is None else called("flatten", each) for each in (weight, bias))
+            options |= {"bias": bias, "dim": dim}
         result = graph.call_function(operator, (input, normalized_shape, weight, eps), options)
         x = input.meta["example_value"]
         result.meta |= {IS_RECORDED: y.requires_grad, "example_value": x.new_empty(x.shape)}
