@@ -16,10 +16,11 @@ using torch::autograd::variable_list;
 //   static constexpr Uses kNeededForGrad;          for the gradient of each tensor argument: the saved tensors that it
 //                                                  depends on
 //   static variable_list backward(const variable_list& grad_outputs, const Saved& saved, Needed needed);
-// backward() returns a gradient for each tensor argument. It depends only on its parameters, so that compiled autograd
-// can trace it. A tensor that no gradient to be computed depends on is not saved: backward() gets zeros instead. By
-// default, `Saved` is the operator, whose arguments are saved except output_mask: gradients of outputs that the mask
-// excludes are undefined. Otherwise, the specialization defines
+// backward() returns a gradient for each tensor argument, of the argument's dtype or of a wider one. It depends only on
+// its parameters, so that compiled autograd can trace it, and consists of differentiable operators, so that every
+// transform sees it and its own derivatives follow. A tensor that no gradient to be computed depends on is not saved:
+// backward() gets zeros instead. By default, `Saved` is the operator, whose arguments are saved except output_mask:
+// gradients of outputs that the mask excludes are undefined. Otherwise, the specialization defines
 //   using Saved = ...;                             another struct of arguments, whose first tensors are
 //   static constexpr size_t kSavedOutputs;         this many of the operator's outputs
 //   static Saved saved(const Operator& arguments, const Outputs<Operator>& outputs);
@@ -28,12 +29,14 @@ using torch::autograd::variable_list;
 // If the first output can be recomputed from the saved tensors with the same bits, it defines
 //   static Tensor output(const Saved& saved, const at::TensorOptions& options);  the options of the output
 // where the optional tensors of `saved` are copies of those of sources(), which need not be saved.
-// Without backward(), autograd differentiates composite(). Operators that are derivatives themselves do this, as models
-// seldom request their gradients.
 // If it does not compute the gradients of all arguments, it defines
 //   static bool handles_all_grads(const Operator& arguments);  whether no other gradient is requested
+// Without a specialization, or for such a gradient, the operator runs its composite(), which autograd records.
 template <class Operator>
 struct Derivative;
+
+template <class Operator>
+constexpr bool has_derivative = requires { Derivative<Operator>::kName; };
 
 template <size_t n>
 using Needed = std::array<bool, n>;

@@ -19,7 +19,7 @@ bool is_covered([[maybe_unused]] const Operator& arguments) {
   if constexpr (requires { Derivative<Operator>::handles_all_grads(arguments); }) {
     return Derivative<Operator>::handles_all_grads(arguments);
   }
-  return true;
+  return has_derivative<Operator>;
 }
 
 // Autograd's kernels. They call composite(arguments), the operator's definition in ATen operators, for forward mode and
@@ -29,27 +29,15 @@ struct Autograd {
   static Outputs<Operator> functional(c10::DispatchKeySet keys, const Operator& arguments) {
     check_devices<Overload::functional>(arguments);
     const auto run = [&](auto*... tensor) -> Outputs<Operator> {
-      if (has_tangent(*tensor...) || !is_covered(arguments)) {
+      const bool requires_grad = torch::autograd::compute_requires_grad(*tensor...);
+      if (has_tangent(*tensor...) || (requires_grad && !is_covered(arguments))) {
         arguments.check(Operator::kName);
         return Fallback::run_composite(arguments);
       }
-      const bool requires_grad = torch::autograd::compute_requires_grad(*tensor...);
-      const auto node = requires_grad ? make_node<OperatorNode<Operator>>() : nullptr;
-      constexpr bool kSavesOutputs = detail::saved_outputs_of<Operator>() > 0;
-      if (requires_grad) {
-        node->connect(*tensor...);
-        // Saves before the operator runs, as a checkpoint stops recomputing once everything is saved.
-        if constexpr (!kSavesOutputs) save(*node, arguments, {});
+      if constexpr (has_derivative<Operator>) {
+        if (requires_grad) return record(keys, arguments, *tensor...);
       }
-      Outputs<Operator> outputs = to_array<Operator>(below(keys, arguments));
-      if (requires_grad) {
-        const Like<Operator> like = arguments.like();
-        for (size_t i = 0; i < outputs.size(); i++) {
-          torch::autograd::set_history(defined_if(like[i].is_wanted(), outputs[i]), node);
-        }
-        if constexpr (kSavesOutputs) save(*node, arguments, outputs);
-      }
-      return outputs;
+      return to_array<Operator>(below(keys, arguments));
     };
     return std::apply(run, tensors_of(arguments));
   }
@@ -61,7 +49,10 @@ struct Autograd {
     const auto asks = [](auto*... tensor) {
       return torch::autograd::compute_requires_grad(*tensor...) || has_tangent(*tensor...);
     };
-    TORCH_CHECK(!std::apply(asks, tensors_of(arguments)) && !std::apply(asks, targets), name_of<Operator, overload>,
+    bool is_asked = std::apply(asks, tensors_of(arguments));
+    const Like<Operator> like = arguments.like();
+    for (size_t i = 0; i < targets.size(); i++) is_asked |= like[i].is_wanted() && asks(targets[i]);
+    TORCH_CHECK(!is_asked, name_of<Operator, overload>,
                 ": expected no argument to require a gradient, as an operator that writes into its arguments does not "
                 "support automatic differentiation, but got one that does; call it under torch.no_grad()");
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -69,6 +60,22 @@ struct Autograd {
   }
 
  private:
+  template <class Operator, class... Inputs>
+  static Outputs<Operator> record(c10::DispatchKeySet keys, const Operator& arguments, const Inputs&... inputs) {
+    constexpr bool kSavesOutputs = detail::saved_outputs_of<Operator>() > 0;
+    const auto node = make_node<OperatorNode<Operator>>();
+    node->connect(inputs...);
+    // Saves before the operator runs, as a checkpoint stops recomputing once everything is saved.
+    if constexpr (!kSavesOutputs) save(*node, arguments, {});
+    Outputs<Operator> outputs = to_array<Operator>(below(keys, arguments));
+    const Like<Operator> like = arguments.like();
+    for (size_t i = 0; i < outputs.size(); i++) {
+      torch::autograd::set_history(defined_if(like[i].is_wanted(), outputs[i]), node);
+    }
+    if constexpr (kSavesOutputs) save(*node, arguments, outputs);
+    return outputs;
+  }
+
   template <class Operator>
   static auto below(c10::DispatchKeySet keys, const Operator& arguments) {
     const at::AutoDispatchBelowADInplaceOrView guard;

@@ -2,7 +2,6 @@
 #pragma once
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/new_zeros.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -28,7 +27,6 @@ class OperatorNode final : public RecomputableNode {
   using NeededInputs = Needed<count_tensors<Operator>>;
   static constexpr size_t kSavedOutputs = detail::saved_outputs_of<Operator>();
   static constexpr bool kIsRecomputable = requires { &Derivative<Operator>::output; };
-  static constexpr bool kIsOfDefinition = !requires { &Derivative<Operator>::backward; };
 
  public:
   template <class... Inputs>
@@ -138,6 +136,9 @@ class OperatorNode final : public RecomputableNode {
 
   void reset_saved() override {
     for (auto& variable : saved_) variable.reset_data();
+    std::array<Tensor, count_tensors<Saved>> copies;  // freed without the lock
+    const std::lock_guard lock(recompute_mutex_);
+    copies_.swap(copies);
   }
 
   // Returns one expanded zero, of which backward uses shape and dtype. No tensor expands to the shape of a nested one.
@@ -159,47 +160,9 @@ class OperatorNode final : public RecomputableNode {
     bool is_any_defined = false;
     for (const Tensor& grad_output : grad_outputs) is_any_defined |= grad_output.defined();
     if (!is_any_defined || needed == NeededInputs()) return variable_list(needed.size());
-    if constexpr (kIsOfDefinition) {
-      return backward_of_definition(grad_outputs, tensors, attributes, needed);
-    } else {
-      return detail::with_restored<Saved>(tensors, attributes, [&](const Saved& saved) {
-        return Derivative<Operator>::backward(grad_outputs, saved, needed);
-      });
-    }
-  }
-
-  // Computes the gradients of composite() by autograd.
-  static variable_list backward_of_definition(const variable_list& grad_outputs, const variable_list& tensors,
-                                              const Attributes& attributes, const NeededInputs& needed) {
-    const bool is_differentiable = at::GradMode::is_enabled();
-    const at::AutoGradMode records(true);
-    variable_list arguments(tensors.size()), inputs, roots, grad_roots;
-    for (size_t i = 0; i < tensors.size(); i++) {
-      if (!tensors[i].defined()) continue;
-      // Aliases the tensor: one that is passed twice has two gradients.
-      arguments[i] = is_differentiable ? tensors[i].alias() : tensors[i].detach();
-      if (needed[i]) inputs.push_back(arguments[i].requires_grad_());
-    }
-    const auto outputs = detail::with_restored<Operator>(arguments, attributes, [&](Operator& saved) {
-      // Gradients are computed without intermediate rounding.
-      if constexpr (requires { saved.norm; }) saved.norm.rounding = kRoundOnce;
-      if constexpr (requires { saved.output_mask; }) {
-        for (size_t i = 0; i < saved.output_mask.size(); i++) saved.output_mask[i] = grad_outputs[i].defined();
-      }
-      return to_array<Operator>(composite(saved));
+    return detail::with_restored<Saved>(tensors, attributes, [&](const Saved& saved) {
+      return Derivative<Operator>::backward(grad_outputs, saved, needed);
     });
-    for (size_t i = 0; i < outputs.size(); i++) {
-      if (!outputs[i].defined() || !outputs[i].requires_grad() || !grad_outputs[i].defined()) continue;
-      roots.push_back(outputs[i]), grad_roots.push_back(grad_outputs[i]);
-    }
-    variable_list result(needed.size());
-    if (roots.empty()) return result;
-    const auto gradients = torch::autograd::grad(roots, inputs, grad_roots, /*retain_graph=*/std::nullopt,
-                                                 /*create_graph=*/is_differentiable, /*allow_unused=*/true);
-    for (size_t i = 0, next = 0; i < result.size(); i++) {
-      if (needed[i] && tensors[i].defined()) result[i] = gradients[next++];
-    }
-    return result;
   }
 
   NeededInputs needed() const {

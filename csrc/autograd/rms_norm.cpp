@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../composite/definition.h"
 #include "kernels.h"
 
 namespace normops {
@@ -81,6 +82,16 @@ struct Derivative<RmsNormBackward> {
       {false, false, false, false, false},  // grad_residual
       {false, false, false, false, false},  // bias
   }};
+  static variable_list backward(const variable_list& grad_outputs, const RmsNormBackward& saved, const Needed<5>&) {
+    const auto as_computed = [&](const Tensor& tensor) { return to_compute_dtype(tensor, saved.input); };
+    const Tensor for_input = as_computed(grad_outputs[0]), for_weight = as_computed(grad_outputs[1]);
+    auto [of_dy, of_input, of_weight] = normalize_backward_backward(
+        for_input, for_weight, as_computed(saved.grad_output), as_computed(saved.input), saved.norm);
+    if (grad_outputs[2].defined()) {
+      of_dy = plus(of_dy, as_computed(grad_outputs[2]).expand_symint(saved.input.sym_sizes()));
+    }
+    return {of_dy, of_input, of_weight, grad_outputs[0], Tensor()};
+  }
 };
 
 TORCH_LIBRARY_IMPL(normops, Autograd, m) { register_all<Autograd>(m, List<RmsNorm, RmsNormBackward>()); }

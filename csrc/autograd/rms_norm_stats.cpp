@@ -1,4 +1,5 @@
-// The derivatives of rms_norm_stats, rms_norm_from_stats and their backwards. For a row, h is the input, w the weight
+// The derivatives of rms_norm_stats and rms_norm_from_stats. Their backwards have none: if a gradient of those is
+// requested, autograd records the definition. For a row, h is the input, w the weight
 // with its offset, n the size, s the sum of h^2, and d the sum of g h:
 //     r = 1 / sqrt(s / n + eps)           g = dy w
 //     output = h r w                      grad_input = r g - r^3 (d / n) h     grad_weight = sum over rows of dy h r
@@ -63,31 +64,6 @@ struct Derivative<RmsNormFromStats> {
     }
     return result;
   }
-};
-
-template <>
-struct Derivative<RmsNormBackwardStats> {
-  static constexpr const char* kName = "RmsNormBackwardStatsBackward";
-  static constexpr Uses<3, 3> kNeededForGrad = {{
-      // depends on: grad_output, input, weight
-      {false, true, true},  // grad_output
-      {true, true, true},   // input
-      {true, true, false},  // weight
-  }};
-};
-
-template <>
-struct Derivative<RmsNormBackwardFromStats> {
-  static constexpr const char* kName = "RmsNormBackwardFromStatsBackward";
-  static constexpr Uses<6, 6> kNeededForGrad = {{
-      // depends on: grad_output, input, square_sum, dot, weight, grad_residual
-      {false, true, true, false, true, false},     // grad_output
-      {true, false, true, true, false, false},     // input
-      {true, true, true, true, true, false},       // square_sum
-      {false, true, true, false, false, false},    // dot
-      {true, false, true, false, false, false},    // weight
-      {false, false, false, false, false, false},  // grad_residual
-  }};
 };
 
 TORCH_LIBRARY_IMPL(normops, Autograd, m) {

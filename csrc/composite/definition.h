@@ -2,11 +2,16 @@
 // without a kernel run the definition composite(arguments), on arguments that passed the check.
 #pragma once
 #include "../operator.h"
+#include "../rms_norm_rope.h"
 
 namespace normops {
 
-// Converts `tensor` to the compute dtype of input.
+// Converts `tensor` to the compute dtype of input. An undefined tensor stays undefined.
 Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input);
+
+// The sum of two terms, and the product with a factor, where an undefined tensor is zero.
+Tensor plus(const Tensor& a, const Tensor& b);
+Tensor times(const Tensor& a, const Tensor& factor);
 
 // Sums over the last `normalized_dims` dimensions.
 Tensor sum_each_row(const Tensor& tensor, int64_t normalized_dims);
@@ -34,9 +39,24 @@ Tensor as_grad_input(const Tensor& gradient, const OptionalTensor& grad_residual
 std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h, const Norm& norm, at::ScalarType dtype,
                                               const std::array<bool, 2>& output_mask);
 
-// The activation of a tensor in the compute dtype, and its slope. The slope of the sigmoid s is s (1 - s).
+// The derivative of normalize_backward() without rounding, for the gradients `for_input` of its first result and
+// `for_weight` of its second one, either of which may be undefined. docs/derivation.md derives the formulas.
+struct SecondGradients {
+  Tensor of_dy;  // this is also the tangent of normalize() in the direction (for_input, for_weight)
+  Tensor of_h;
+  Tensor of_weight;
+};
+SecondGradients normalize_backward_backward(const Tensor& for_input, const Tensor& for_weight, const Tensor& dy,
+                                            const Tensor& h, const Norm& norm);
+
+// The activation of a tensor in the compute dtype, its slope and its curvature: the first and the second derivative.
 Tensor activate(const Tensor& gate, Activation activation);
 Tensor activation_slope(const Tensor& gate, Activation activation);
+Tensor activation_curvature(const Tensor& gate, Activation activation);
+
+// The rotation of rows, and its transpose, which rotates gradients back. All tensors have the same dtype.
+Tensor rotate(const Tensor& rows, const Tensor& cos, const Tensor& sin, const Rope& rope);
+Tensor rotate_back(const Tensor& rows, const Tensor& cos, const Tensor& sin, const Rope& rope);
 
 // Appends the dimensions of a row, with size 1, to a tensor with one number for each row.
 Tensor unsqueeze_to_rows(Tensor numbers, size_t normalized_dims);

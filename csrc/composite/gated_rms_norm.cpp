@@ -18,6 +18,11 @@ Tensor activation_slope(const Tensor& gate, Activation activation) {
   return activation == Activation::silu ? s + gate * s * c : s * c;
 }
 
+Tensor activation_curvature(const Tensor& gate, Activation activation) {
+  const Tensor s = at::sigmoid(gate), c = at::sigmoid(-gate);
+  return s * c * (activation == Activation::silu ? 2 + gate * (c - s) : c - s);
+}
+
 Tensor composite(const GatedRmsNorm& arguments) {
   const auto& [input, gate, norm, activation, norm_before_gate] = arguments;
   const at::ScalarType dtype = input.scalar_type();

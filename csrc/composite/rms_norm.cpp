@@ -43,8 +43,11 @@ Tensor times_weight(const Tensor& tensor, const Norm& norm) {
 }  // namespace
 
 Tensor to_compute_dtype(const Tensor& tensor, const Tensor& input) {
-  return tensor.to(input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  return tensor.defined() ? tensor.to(input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat) : tensor;
 }
+
+Tensor plus(const Tensor& a, const Tensor& b) { return !a.defined() ? b : b.defined() ? a + b : a; }
+Tensor times(const Tensor& a, const Tensor& factor) { return a.defined() ? a * factor : a; }
 
 Tensor sum_each_row(const Tensor& tensor, int64_t normalized_dims) {
   return tensor.sum(dims_from(-normalized_dims, 0));
@@ -82,6 +85,28 @@ std::tuple<Tensor, Tensor> normalize_backward(const Tensor& dy, const Tensor& h,
   }
   if (output_mask[1] && is_given(norm.weight)) grad_weight = gradient_of_weight(dy, h_hat, norm, dtype);
   return {grad_input, grad_weight};
+}
+
+SecondGradients normalize_backward_backward(const Tensor& for_input, const Tensor& for_weight, const Tensor& dy,
+                                            const Tensor& h, const Norm& norm) {
+  const Tensor rstd = rstd_of_rows(h, norm.dims(), resolve_eps(norm.eps, h.scalar_type()));
+  const Tensor h_hat = h * rstd;
+  const auto mean = [&](const Tensor& tensor) { return mean_of_rows(tensor, norm.dims()); };
+  // The derivative of h_hat in a direction, a symmetric map.
+  const auto project = [&](const Tensor& u) { return rstd * (u - h_hat * mean(u * h_hat)); };
+  SecondGradients result;
+  if (for_input.defined()) {
+    const Tensor &u = for_input, projected = project(u), g = times_weight(dy, norm);
+    const Tensor mean_g = mean(g * h_hat), mean_u = mean(u * h_hat);
+    result.of_dy = times_weight(projected, norm);
+    result.of_h = -(rstd * rstd) * (h_hat * (mean(u * g) - 3 * mean_g * mean_u) + u * mean_g + g * mean_u);
+    if (is_given(norm.weight)) result.of_weight = reduce_to_weight(dy * projected, *norm.weight);
+  }
+  if (for_weight.defined()) {
+    result.of_dy = plus(result.of_dy, for_weight * h_hat);
+    result.of_h = plus(result.of_h, project(for_weight * dy));
+  }
+  return result;
 }
 
 Tensor as_grad_input(const Tensor& gradient, const OptionalTensor& grad_residual, const Tensor& input) {

@@ -37,7 +37,8 @@ Tensor rotate_columns(const Tensor& rows, const Tensor& cos, const Tensor& sin, 
                  -1);
 }
 
-// The rotation of rows, and its transpose, which rotates gradients back. All tensors have the same dtype.
+}  // namespace
+
 Tensor rotate(const Tensor& rows, const Tensor& cos, const Tensor& sin, const Rope& rope) {
   return rotate_columns(rows, cos, sin, rope, [](const Pairs& x, const Pairs& c, const Pairs& s) {
     return Pairs{x.first * c.first - x.second * s.first, x.second * c.second + x.first * s.second};
@@ -49,8 +50,6 @@ Tensor rotate_back(const Tensor& rows, const Tensor& cos, const Tensor& sin, con
     return Pairs{x.first * c.first + x.second * s.second, x.second * c.second - x.first * s.first};
   });
 }
-
-}  // namespace
 
 Tensor composite(const RmsNormRope& arguments) {
   const auto& [input, cos, sin, norm, rope] = arguments;
