@@ -23,6 +23,15 @@ void check_rope(const char* op, const Tensor& input, const Tensor& cos, const Te
   check_wider_dtype(op, "cos", cos, input);
   check_angles(op, cos, input);
   const auto &cols = input.sym_sizes().back(), &columns = cos.sym_sizes().back();
+  if (!rope.rotary_dim.has_value()) {
+    // A table of half the width may be for half of the columns, or have one column for each pair.
+    const bool is_half = (columns * 2).maybe_as_int() == cols.maybe_as_int();
+    TORCH_SYM_CHECK(columns.sym_eq(cols), op, ": expected cos to have ", cols, " columns, those of input, but got ",
+                    columns, ": pass rotary_dim=", columns, " to rotate ", columns, " columns",
+                    is_half ? c10::str(", or rotary_dim=", cols,
+                                       " or torch.cat((cos, cos), -1) if each column of cos is for a pair of columns")
+                            : "");
+  }
   const c10::SymInt rotary_dim = rotary_columns(cos, rope);
   TORCH_SYM_CHECK(rotary_dim.sym_ge(0), op, ": expected rotary_dim to be at least 0, but got ", rotary_dim);
   TORCH_SYM_CHECK((rotary_dim % 2).sym_eq(0), op, ": expected rotary_dim",

@@ -95,6 +95,12 @@ def table_shape(shape: tuple[int, ...], flags: Flags) -> tuple[int, ...]:
     return (*(shape[:-1] if len(shape) < 3 else (*shape[:-2], 1)), columns)
 
 
+def fitted(flags: Flags, columns: int) -> Flags:
+    """Returns the flags for rows of this width: those of an odd width need ``rotary_dim``, as tables are even."""
+    is_narrow = flags.get("rotary_dim", columns) is None and columns % 2 == 1
+    return {**flags, "rotary_dim": columns - 1} if is_narrow else flags
+
+
 def table(case: Case, flags: Flags, dtype: torch.dtype, seed: int) -> Tensor:
     return case.grad_layout(table_shape(case.shape, flags), dtype, seed)
 
@@ -444,7 +450,7 @@ class OperatorCase(NamedTuple):
             "weight": case.weight(),
             "eps": case.eps,
             "weight_offset": case.weight_offset,
-            **self.flags,
+            **fitted(self.flags, case.shape[-1]),
         }
         for seed, (name, argument) in enumerate(self.operator.tensors.items(), 4):
             is_given = case.has_residual or not self.operator.is_optional(name)

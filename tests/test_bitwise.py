@@ -9,7 +9,7 @@ from torch import Tensor
 
 from reference import cases
 from reference.cases import EPS
-from reference.operators import OF_ANY_DTYPE, Variant, of_argument, other_dtypes, variants
+from reference.operators import OF_ANY_DTYPE, Variant, fitted, of_argument, other_dtypes, variants
 
 ops = torch.ops.normops
 
@@ -38,7 +38,7 @@ def compute(variant: Variant, dy: Tensor, x: Tensor, w: Tensor, **changes: objec
         beside = {name: variant.beside(name, dy) for name in operator.tensors}
         beside |= {name: beside[name].to(dtype) for name, dtype in dtypes.items()}
         arguments = {"input": x, **beside, **norm(x.shape[-1]), "weight": w}
-        results = operator.call(**operator.given(arguments), **variant.flags, **changes)
+        results = operator.call(**operator.given(arguments), **fitted(variant.flags, x.shape[-1]), **changes)
         kind = "-".join(map(cases.short, dtypes.values()))
         found.update({f"{name} {kind}": r for name, r in zip(operator.outputs, results, strict=True) if r is not None})
     return found
@@ -152,7 +152,7 @@ def test_bits_do_not_depend_on_threads_per_row(variant: Variant, cols: int, dtyp
             results += compute(variant, dy, x, w, **mask).values()
         beside = {name: variant.beside(name, dy) for name in operator.tensors}
         arguments = operator.given({"input": x, **beside, **norm(cols)} | without)
-        return results + list(operator.call(**arguments, **variant.flags))
+        return results + list(operator.call(**arguments, **fitted(variant.flags, cols)))
 
     torch.set_num_threads(1)
     alone = compute_all()

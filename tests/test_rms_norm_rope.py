@@ -1,5 +1,6 @@
 """Tests specific to rms_norm_rope: rotated columns, tables that heads share, gradients of angles."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_matches_the_formula_of_transformers(
     options: dict[str, Any] = {"interleaved": interleaved, "rotary_dim": rotary_dim}
     of_pairs = normops.rms_norm_rope(x, cos, sin, D, w, EPS, **options)
     torch.testing.assert_close(of_pairs.double(), expected, rtol=torch.finfo(dtype).eps * 2, atol=1e-3 * EPS)
-    of_columns = normops.rms_norm_rope(x, wide_cos, wide_sin, D, w, EPS, interleaved=interleaved)
+    of_columns = normops.rms_norm_rope(x, wide_cos, wide_sin, D, w, EPS, **options)
     assert same_bits(of_columns, of_pairs)
     plain = normops.rms_norm(x, D, w, EPS)[..., rotary_dim:]
     assert_like_rms_norm(of_pairs[..., rotary_dim:], plain, runs_cpu_kernels)
@@ -137,7 +138,7 @@ def test_empty_tables_rotate_nothing(
 ) -> None:
     x, w = query(torch.float32, device, shape)
     nothing = torch.empty(*of_table, 0, device=device)
-    unrotated = normops.rms_norm_rope(x, nothing, nothing, D, w, EPS)
+    unrotated = normops.rms_norm_rope(x, nothing, nothing, D, w, EPS, rotary_dim=0)
     assert_like_rms_norm(unrotated, normops.rms_norm(x, D, w, EPS), runs_cpu_kernels)
 
 
@@ -193,3 +194,18 @@ def test_compiled_for_any_sequence_length(dynamic: bool, device: str) -> None:
         x = cases.values((B, length, H, D), torch.float32).to(device)
         tables = angles(D // 2, torch.float32, device, length)
         assert same_bits(compiled(x, *tables), rotate(x, *tables))
+
+
+def test_narrow_tables_require_rotary_dim(device: str) -> None:
+    """Half the width may be a partial rotation or one angle for each pair: the error shows both spellings."""
+    x, w = query(torch.float32, device)
+    cos, sin = (table[:, None] for table in angles(D // 2, torch.float32, device))
+    message = (
+        f"rms_norm_rope: expected cos to have {D} columns, those of input, but got {D // 2}: pass rotary_dim={D // 2} "
+        f"to rotate {D // 2} columns, or rotary_dim={D} or torch.cat((cos, cos), -1) if each column of cos is for a "
+        "pair of columns"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        normops.rms_norm_rope(x, cos, sin, D, w, EPS)
+    wide = (torch.cat((table, table), -1) for table in (cos, sin))
+    assert same_bits(normops.rms_norm_rope(x, cos, sin, D, w, rotary_dim=D), normops.rms_norm_rope(x, *wide, D, w))

@@ -131,11 +131,11 @@ class _Search(Search):
         shape: Any = arguments["normalized_shape"]
         require(isinstance(shape, (list, tuple)) and len(shape) == 1)
         require(arguments.get("weight") is None or (weight is not None and (weight.dim() == 1 or not is_moved)))
-        rotary_dim = None
-        if interleaved and isinstance(columns.size, int):
-            narrow = _of_pairs(tables, columns.size)
+        rotary_dim = columns.size if isinstance(columns.size, int) else None
+        if interleaved and rotary_dim is not None:
+            narrow = _of_pairs(tables, rotary_dim)
             if narrow is not None and may_be_computed_at(last, {*self.inner, *narrow.unused}):
-                tables, rotary_dim = narrow, columns.size
+                tables = narrow
         nodes = frozenset(self.inner)
         return _Rotation(norm, views, dims, order, tables, interleaved, rotary_dim, columns.start, last, nodes)
 
