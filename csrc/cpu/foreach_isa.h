@@ -105,13 +105,12 @@ NORMOPS_END_TARGET
 #if defined(NORMOPS_WITHOUT_AVX2)
 #define NORMOPS_CHOOSE(type, function, name)
 #else
-#define NORMOPS_CHOOSE(type, function, name)                                  \
-  namespace normops::cpu {                                                    \
-  NORMOPS_DECLARE_EACH(type, name)                                            \
-  const type& function() {                                                    \
-    static constexpr const type* kVariants[] = NORMOPS_EACH_ISA(name);        \
-    static const type& kernels = *kVariants[static_cast<int>(current_isa())]; \
-    return kernels;                                                           \
-  }                                                                           \
+#define NORMOPS_CHOOSE(type, function, name)                           \
+  namespace normops::cpu {                                             \
+  NORMOPS_DECLARE_EACH(type, name)                                     \
+  const type& function() {                                             \
+    static constexpr const type* kVariants[] = NORMOPS_EACH_ISA(name); \
+    return *kVariants[static_cast<int>(current_isa())];                \
+  }                                                                    \
   }
 #endif

@@ -21,12 +21,16 @@ bool is_wanted() {
 }
 
 // Returns whether malloc is glibc's, not one that is loaded before it. Other allocators keep the memory of freed
-// blocks, and with it the advice, for blocks of any size.
+// blocks, and with it the advice, for blocks of any size. So does glibc's with glibc.malloc.mmap_max=0.
 bool is_glibc() {
   Dl_info allocator, libc;
   return dladdr(reinterpret_cast<void*>(&posix_memalign), &allocator) != 0 &&
          dladdr(reinterpret_cast<void*>(&gnu_get_libc_version), &libc) != 0 && allocator.dli_fbase == libc.dli_fbase;
 }
+
+// Read when the library is loaded: a static variable of the function would lock a child that another thread forks
+// meanwhile.
+const bool kIsAdvised = is_wanted() && is_glibc();
 
 #endif
 
@@ -36,8 +40,7 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t byt
 #if defined(__linux__) && defined(__GLIBC__)
   constexpr int64_t kMappedBytes = int64_t{32} << 20;
   if (bytes < kMappedBytes) return;
-  static const bool wanted = is_wanted() && is_glibc();
-  if (!wanted) return;
+  if (!kIsAdvised) return;
   // Advises whole pages within this memory only; adjacent memory is unaffected.
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uintptr_t>(data);

@@ -97,6 +97,8 @@ py::dict operators(normops::List<Operators...>) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
   normops::cpu::current_isa();  // a wrong NORMOPS_CPU_ISA makes the import fail, not the first call
+  normops::initialize_statics(normops::Operators());
+  normops::initialize_statics_of_library();
 
   if (PyModule_AddFunctions(
           m.ptr(),
