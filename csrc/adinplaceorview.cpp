@@ -15,8 +15,9 @@ struct CountedWrite {
       const at::AutoDispatchBelowADInplaceOrView below;
       redispatch<overload>(keys & c10::after_ADInplaceOrView_keyset, arguments, targets);
     }
-    for (Tensor* target : targets) {
-      if (target->defined()) torch::autograd::impl::bump_version(*target);
+    const Like<Operator> like = arguments.like();
+    for (size_t i = 0; i < targets.size(); i++) {
+      if (like[i].is_wanted()) torch::autograd::impl::bump_version(*targets[i]);
     }
   }
 };

@@ -18,6 +18,7 @@ struct BackendKernels {
   template <class Operator>
   static Outputs<Operator> functional(c10::DispatchKeySet keys, const Operator& arguments) {
     check<Overload::functional>(arguments);
+    check_memory<Overload::functional>(arguments);
     if constexpr (kMayDecline<Operator>) {
       if (!Backend::supports(arguments)) return Fallback::functional(keys, arguments);
     }
@@ -30,6 +31,7 @@ struct BackendKernels {
   template <Overload overload, class Operator>
   static void write(c10::DispatchKeySet keys, const Operator& arguments, const Targets<Operator>& targets) {
     check_write<overload>(arguments, targets);
+    check_memory<overload>(arguments, targets);
     if constexpr (kMayDecline<Operator>) {
       if (!Backend::supports(arguments)) return Fallback::write<overload>(keys, arguments, targets);
     }

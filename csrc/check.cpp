@@ -1,5 +1,6 @@
 #include "check.h"
 
+#include <ATen/EmptyTensor.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -222,6 +223,15 @@ void check_out(const char* op, const Named& out, const OutputSpec& result) {
     TORCH_CHECK(strides[d] != 0 || sizes[d] <= 1, op, ": expected ", out.name,
                 " to have no expanded dimension, but got strides ", strides);
   }
+}
+
+void check_memory(const char* op, const char* name, const Tensor& tensor) {
+  if (!has_memory(tensor) || tensor.numel() == 0) return;
+  const size_t bytes =
+      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(), tensor.storage_offset());
+  TORCH_CHECK(bytes <= tensor.storage().nbytes(), op, ": expected the storage of ", name, " to have at least ", bytes,
+              " bytes, which its sizes, strides and offset reach, but got ", tensor.storage().nbytes(),
+              tensor.storage().nbytes() == 0 ? ": it was freed" : "");
 }
 
 void check_overlaps(const char* op, const Named& out, c10::ArrayRef<Named> inputs) {

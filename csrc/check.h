@@ -76,6 +76,9 @@ void check_like(const char* op, const char* name, const Tensor& tensor, const Na
 // Checks a tensor to write to: it has the device, dtype and shape of `result`, and is not expanded.
 void check_out(const char* op, const Named& out, const OutputSpec& result);
 
+// Checks that the storage of a tensor with memory holds all elements that its sizes, strides and offset reach.
+void check_memory(const char* op, const char* name, const Tensor& tensor);
+
 // Checks that `out` either aliases an input exactly or shares no memory with it.
 void check_overlaps(const char* op, const Named& out, c10::ArrayRef<Named> inputs);
 

@@ -34,10 +34,11 @@ void replace(const Tensor& target, const Tensor& value) {
 struct Functionalize {
   template <Overload overload, class Operator>
   static void write(c10::DispatchKeySet, const Operator& arguments, const Targets<Operator>& targets) {
+    const Like<Operator> like = arguments.like();
     Outputs<Operator> plain_targets;
     for (size_t i = 0; i < targets.size(); i++) {
       TORCH_CHECK(
-          !targets[i]->defined() || isFunctionalTensor(*targets[i]), name_of<Operator, overload>, ": expected ",
+          !like[i].is_wanted() || isFunctionalTensor(*targets[i]), name_of<Operator, overload>, ": expected ",
           target_name<Operator, overload>(i),
           " to be a tensor that is traced like the other arguments, but got one from outside the traced function");
       plain_targets[i] = unwrap(*targets[i]);

@@ -55,6 +55,20 @@ void check_write(const Operator& arguments, const Targets<Operator>& targets) {
   }
 }
 
+// Checks the memory of arguments and targets, before anything reads it. FSDP frees the storages of parameters.
+template <Overload overload, class Operator>
+void check_memory(const Operator& arguments, const Targets<Operator>& targets = {}) {
+  constexpr const char* op = name_of<Operator, overload>;
+  const auto tensors = tensors_of(arguments);
+  for (size_t i = 0; i < tensors.size(); i++) check_memory(op, tensor_names<Operator>()[i], *tensors[i]);
+  if constexpr (overload != Overload::functional) {
+    const Like<Operator> like = arguments.like();
+    for (size_t i = 0; i < targets.size(); i++) {
+      if (like[i].is_wanted()) check_memory(op, target_name<Operator, overload>(i), *targets[i]);
+    }
+  }
+}
+
 // Allocates every output that is wanted.
 template <class Operator, class Empty>
 Outputs<Operator> new_outputs(const Operator& arguments, const Empty& empty_contiguous) {

@@ -32,6 +32,10 @@ DType dtype_of(const at::Tensor& tensor) {
   return *dtype;
 }
 
+void* data_of(const at::Tensor& tensor, Access access) {
+  return access == Access::write ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+}
+
 namespace {
 
 Rows make_rows(c10::MaybeOwned<at::Tensor> lent, size_t normalized_dims, int max_dims) {
@@ -66,7 +70,7 @@ Rows make_rows(c10::MaybeOwned<at::Tensor> lent, size_t normalized_dims, int max
     }
   }
   if (rows_are_contiguous) {
-    const RowsArg arg = {const_cast<void*>(tensor.const_data_ptr()), dtype, layout};
+    const RowsArg arg = {data_of(tensor, Access::read), dtype, layout};
     return {std::move(lent), arg};
   }
 
@@ -92,7 +96,7 @@ Rows make_target(const at::Tensor& target, size_t normalized_dims, int max_dims)
   if (!rows.tensor->is_same(target)) {
     rows = make_rows(at::empty_like(target, at::MemoryFormat::Contiguous), normalized_dims, max_dims);
   }
-  rows.arg.data = rows.tensor->mutable_data_ptr();
+  rows.arg.data = data_of(*rows.tensor, Access::write);
   return rows;
 }
 

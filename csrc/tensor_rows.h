@@ -17,6 +17,11 @@ double resolve_eps(std::optional<double> eps, at::ScalarType input_dtype);
 std::optional<DType> find_dtype(at::ScalarType dtype);
 DType dtype_of(const at::Tensor& tensor);
 
+// Returns the address of the first element, for a kernel that only reads or also writes. It is the only source of
+// pointers to a call's tensors, whose storages check_memory() has checked.
+enum class Access { read, write };
+void* data_of(const at::Tensor& tensor, Access access);
+
 // Rows as a kernel reads or writes them. `tensor` is the given tensor, borrowed, or a copy if its normalized dimensions
 // are not contiguous. The copy stores an expanded batch only once.
 struct Rows {

@@ -343,7 +343,7 @@ class Kernels:
             given["grad_residual"] = None
         written: dict[str, Output | None] = {name: targets.get(name) for name in wanted}
         bias = given.pop("bias", None)
-        if bias is not None and "grad_output" not in given:  # as Call::add_input in csrc/kernel_call.cpp does
+        if bias is not None and "grad_output" not in given:  # as TensorArgs::add_input in csrc/tensor_args.cpp does
             dtypes = narrower_or_wider(given["input"].dtype)
             bias = bias if bias.dtype in dtypes else bias.to(compute_dtype(given["input"].dtype))
             given["bias"] = bias.expand_as(given["input"])
@@ -394,7 +394,7 @@ class Kernels:
         return args
 
     def _tables(self, given: Mapping[str, Any], args: Structure) -> dict[str, Tensor]:
-        """Sets the rotation and expands cos and sin like Call::rotate in csrc/kernel_call.cpp."""
+        """Sets the rotation and expands cos and sin like TensorArgs::rotate in csrc/tensor_args.cpp."""
         cos, sin, rotary_dim = given["cos"], given["sin"], given.get("rotary_dim")
         columns = cos.shape[-1]
         pairs = (columns if rotary_dim is None else rotary_dim) // 2

@@ -61,6 +61,24 @@ def test_masked_gradients_need_no_target(operator: Operator, device: str) -> Non
             assert message_of(call) == message
 
 
+@pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
+def test_masked_targets_are_unchanged(operator: Operator) -> None:
+    """Neither their numbers nor their version change, and they may require a gradient."""
+    case = rows_of_three(operator)
+    for mask in operator.masks():
+        targets = case.targets()
+        for target, is_wanted in zip(targets.values(), mask, strict=True):
+            target.requires_grad_(not is_wanted)
+        before = {name: (target._version, target.detach().clone()) for name, target in targets.items()}
+        operator.out(**case.arguments(), output_mask=mask, **targets)
+        for name, is_wanted in zip(operator.targets, mask, strict=True):
+            version, numbers = before[name]
+            is_given = targets[name].numel() > 0
+            assert targets[name]._version == version + (is_wanted and is_given)
+            if not is_wanted:
+                assert_same_bits(targets[name].detach(), numbers)
+
+
 def test_masked_target_compiles() -> None:
     x, grad_output, weight = torch.randn(3, 4), torch.randn(3, 4), torch.ones(4)
 

@@ -53,7 +53,7 @@ struct Affine {
   NORMOPS_INLINE Affine(const CpuArgs& args, int64_t channel)
       : scale(broadcast<T>(static_cast<const float*>(args.scale)[channel])),
         // -0 without a bias: adding -0 is the identity.
-        bias(broadcast<T>(args.channels->bias != nullptr ? args.channels->bias[channel] : -0.0f)) {}
+        bias(broadcast<T>(args.channel_bias != nullptr ? args.channel_bias[channel] : -0.0f)) {}
   NORMOPS_INLINE Block<T> operator()(const Block<T>& x, const float* rstd) const {
     return x * load_packed<T>(rstd) * scale + bias;
   }
@@ -88,7 +88,7 @@ inline int64_t tile_boundary(const CpuArgs& args, int64_t row) {
 
 template <class T>
 void forward(const CpuArgs& args, int64_t begin, int64_t end) {
-  const bool non_temporal = args.non_temporal && begins_with_lines(args, kOutput, 0);
+  const bool non_temporal = args.non_temporal && begins_with_lines(args, kOutput);
   const int64_t width = tile_width<T>(args, 3 * sizeof(T));
   alignas(64) OfPositions rstd;
   begin = tile_boundary(args, begin), end = tile_boundary(args, end);
@@ -279,7 +279,8 @@ void backward(const CpuArgs& args, const Region& region) {
   const bool has_sums = args.grad_weight_sums != nullptr || args.grad_bias_sums != nullptr;
   int64_t row = region.row, end = region.row + region.rows;
   if (!has_sums) row = tile_boundary(args, row), end = tile_boundary(args, end);  // otherwise a leaf's bounds
-  const bool non_temporal = args.non_temporal && begins_with_lines(args, kGradInput, row % args.channels->positions);
+  const bool non_temporal = args.non_temporal && begins_with_lines(args, kGradInput) &&
+                            row % args.channels->positions * sizeof(T) % 64 == 0;  // other tiles begin with lines
   const int64_t width = tile_width<T>(args, 5 * sizeof(T) + (args.channels->is_activated ? sizeof(float) : 0));
   alignas(64) OfPositions rstd, minus_c, natural_rstd;
   const ChannelsOf<float> formed = {static_cast<float*>(args.row_scratch), kFormedPositions * sizeof(float)};

@@ -48,11 +48,10 @@ NORMOPS_INLINE ChannelsOf<T> channels_of(const CpuArgs& args, TensorIndex tensor
   return {reinterpret_cast<T*>(sample) + tile.position, channels.channel_strides[tensor]};
 }
 
-// Returns whether all channels of a tensor, from `position` on, begin with a cache line, as non-temporal stores
-// require.
-inline bool begins_with_lines(const CpuArgs& args, TensorIndex tensor, int64_t position) {
+// Returns whether all channels of a tensor begin with a cache line, as non-temporal stores require.
+inline bool begins_with_lines(const CpuArgs& args, TensorIndex tensor) {
   const Channels& channels = *args.channels;
-  const auto first = reinterpret_cast<int64_t>(args[tensor].data) + position * size_of(channels.dtype);
+  const auto first = reinterpret_cast<int64_t>(args[tensor].data);
   return (first | channels.sample_strides[tensor] | channels.channel_strides[tensor]) % 64 == 0;
 }
 

@@ -75,17 +75,6 @@ class ScaleLayout {
 // right in float64.
 constexpr int64_t kSpan = 1024;
 
-// The layout of tensors [samples, channels, positions] whose channels are normalized; the positions of a channel are
-// contiguous. A row is a position, and the rows of a sample are consecutive. Weights, bias and sums are float32 in
-// channel order, and code that allocates them treats rows as float32.
-struct Channels {
-  DType dtype;  // float32 or bfloat16
-  int64_t positions;
-  int64_t sample_strides[kTensorCount], channel_strides[kTensorCount];  // in bytes
-  const float* bias;                                                    // [cols], or null
-  bool is_activated;                                                    // whether gating.activation follows the bias
-};
-
 // The maximum number of positions of a tile.
 constexpr int64_t kMostPositions = 256;
 
@@ -95,11 +84,12 @@ constexpr int64_t kFormedPositions = kMostPositions + 16;
 
 // Per-thread kernel options and scratch.
 struct CpuArgs : KernelArgs {
-  bool non_temporal = false;           // for outputs that exceed the caches
-  const Channels* channels = nullptr;  // of the channel operators
-  int64_t first_group = 0;             // the first one in scale and sums
-  const void* scale = nullptr;         // compute [groups, packed_cols]: weight + its offset
-  void* row_scratch = nullptr;         // compute [scratch_rows, padded_cols], per thread or per split row
+  bool non_temporal = false;            // for outputs that exceed the caches
+  const Channels* channels = nullptr;   // of the channel operators, whose positions are contiguous
+  const float* channel_bias = nullptr;  // [cols], or null
+  int64_t first_group = 0;              // the first one in scale and sums
+  const void* scale = nullptr;          // compute [groups, packed_cols]: weight + its offset
+  void* row_scratch = nullptr;          // compute [scratch_rows, padded_cols], per thread or per split row
 
   // For backward kernels.
   int64_t part_rows = 0;              // of all regions of the thread

@@ -1,11 +1,10 @@
 // The operators on CPU tensors: allocates outputs, and runs the kernels on PyTorch's threads.
-#include "../kernel_call.h"
+#include "../tensor_args.h"
 
 #include <ATen/ops/empty_native.h>
 
 #include "../backend.h"
 #include "../operators.h"
-#include "channels.h"
 #include "huge_pages.h"
 #include "isa.h"
 #include "parameters.h"
@@ -45,6 +44,38 @@ const BackwardKernels& kernels_of(const RmsNormBackwardFromStats&) { return rms_
 const BackwardKernels& kernels_of(const GatedRmsNormBackward&) { return gated_rms_norm_backward_kernels(); }
 const BackwardKernels& kernels_of(const RmsNormRopeBackward&) { return rms_norm_rope_backward_kernels(); }
 
+// Returns whether the kernels of channels support these arguments. Contiguous channels, or channels with few positions,
+// are normalized as rows instead.
+template <class Operator>
+bool has_channel_kernels(const Operator& arguments) {
+  constexpr int64_t kLeastPositions = 8;
+  const auto& [input, norm, dim] = std::tie(arguments.input, arguments.norm, arguments.dim);
+  const auto is_of_channels = [](const OptionalTensor& parameter) {
+    return !is_given(parameter) || (parameter->dim() == 1 && parameter->scalar_type() != at::kDouble);
+  };
+  const bool has_dtype =
+      input.scalar_type() == at::kFloat || (input.scalar_type() == at::kBFloat16 && norm.rounding == kRoundOnce);
+  return has_dtype && is_of_channels(norm.weight) && is_of_channels(arguments.bias) &&
+         c10::multiply_integers(input.sizes().slice(input.dim() + dim + 1)) >= kLeastPositions &&
+         input.stride(dim) != 1;
+}
+
+// The arguments of the kernels of channels, with the bias in float32.
+class ChannelArgs : public CpuArgs {
+ public:
+  // `tensors` are as large as the input.
+  ChannelArgs(const TensorArgs& args, int64_t tensors)
+      : CpuArgs{args, exceeds_cache(args.rows * args.cols * tensors, args.channels.dtype), &args.channels},
+        bias_(DType::float32, args.has(kBias) ? args.cols : 0) {
+    if (!args.has(kBias)) return;
+    rms_norm_kernels().scale(DType::float32, args[kBias].dtype, args[kBias].data, -0.0, bias_.data(), args.cols);
+    channel_bias = static_cast<const float*>(bias_.data());
+  }
+
+ private:
+  OwnScratch bias_;
+};
+
 // The backend of the operator templates, see backend.h.
 struct CpuBackend {
   static bool supports(const RmsNorm&) { return true; }
@@ -70,21 +101,19 @@ struct CpuBackend {
   template <class Operator>
   static void launch(const Operator& arguments, const OutputPtrs<Operator>& outputs) {
     constexpr bool kIsBackward = Operator::kTensors[0] == kGradOutput;
-    Call call(arguments, outputs, RowLayout::kMaxDims, /*by_groups=*/kIsBackward);
-    run(kernels_of(arguments), call);
-    call.finish();
+    const TensorArgs args(arguments, outputs, {.by_groups = kIsBackward});
+    run(kernels_of(arguments), args);
+    args.finish();
   }
   static void launch(const ChannelRmsNorm& arguments, const OutputPtrs<ChannelRmsNorm>& outputs) {
-    ChannelCall call(arguments, outputs);
-    const bool non_temporal = exceeds_cache(2 * call.elements(), call.channels.dtype);
-    run_forward(channel_rms_norm_kernels().forward, {call, non_temporal, &call.channels}, Scale(call, 1));
-    call.finish();
+    const TensorArgs args(arguments, outputs);
+    run_forward(channel_rms_norm_kernels().forward, ChannelArgs(args, 2), Scale(args, 1));
+    args.finish();
   }
   static void launch(const ChannelRmsNormBackward& arguments, const OutputPtrs<ChannelRmsNormBackward>& outputs) {
-    ChannelCall call(arguments, outputs);
-    const bool non_temporal = exceeds_cache(3 * call.elements(), call.channels.dtype);
-    run_backward(channel_rms_norm_kernels().backward, {call, non_temporal, &call.channels});
-    call.finish();
+    const TensorArgs args(arguments, outputs);
+    run_backward(channel_rms_norm_kernels().backward, ChannelArgs(args, 3));
+    args.finish();
   }
 };
 

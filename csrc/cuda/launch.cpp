@@ -1,6 +1,6 @@
 // The operators on CUDA tensors, on the current stream. They use the device through torch's device-neutral interface,
 // so that they compile against any build of torch.
-#include "../kernel_call.h"
+#include "../tensor_args.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -30,21 +30,21 @@ LaunchBackward kernels_of(const RmsNormBackwardFromStats&) { return launch_rms_n
 LaunchBackward kernels_of(const GatedRmsNormBackward&) { return launch_gated_rms_norm_backward; }
 LaunchBackward kernels_of(const RmsNormRopeBackward&) { return launch_rms_norm_rope_backward; }
 
-void run(LaunchForward launch, const Call& call, Stream stream) { launch(call, current_device(), stream); }
+void run(LaunchForward launch, const TensorArgs& args, Stream stream) { launch(args, current_device(), stream); }
 
-void run(LaunchBackward launch, const Call& call, Stream stream) {
+void run(LaunchBackward launch, const TensorArgs& args, Stream stream) {
   const Device device = current_device();
-  const int64_t cols = call.weight.groups * call.cols;
+  const int64_t cols = args.weight.groups * args.cols;
   Tensor partials;
   const auto allocate = [&](int64_t count) {
-    const auto compute = compute_dtype(call.dtype()) == DType::float64 ? at::kDouble : at::kFloat;
-    partials = at::empty({count, cols}, call.tensor(kGradWeight).options().dtype(compute));
+    const auto compute = compute_dtype(args.dtype()) == DType::float64 ? at::kDouble : at::kFloat;
+    partials = at::empty({count, cols}, args.tensor(kGradWeight).options().dtype(compute));
     return partials.mutable_data_ptr();
   };
-  launch(call, device, stream, std::ref(allocate));
+  launch(args, device, stream, std::ref(allocate));
   if (!partials.defined()) return;
-  const RowsArg& dw = call[kGradWeight];
-  launch_grad_weight(call.dtype(), dw.dtype, partials.const_data_ptr(), partials.size(0), cols, dw.data, device,
+  const RowsArg& dw = args[kGradWeight];
+  launch_grad_weight(args.dtype(), dw.dtype, partials.const_data_ptr(), partials.size(0), cols, dw.data, device,
                      stream);
 }
 
@@ -58,10 +58,10 @@ struct CudaBackend {
 
   template <class Operator>
   static void launch(const Operator& arguments, const OutputPtrs<Operator>& outputs) {
-    Call call(arguments, outputs);
+    const TensorArgs args(arguments, outputs);
     const c10::Device device = arguments.input.device();
-    run(kernels_of(arguments), call, c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle());
-    call.finish();
+    run(kernels_of(arguments), args, c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle());
+    args.finish();
   }
 };
 

@@ -8,8 +8,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../backend.h"
-#include "../kernel_call.h"
 #include "../operators.h"
+#include "../tensor_args.h"
 
 namespace normops::triton {
 namespace {
@@ -38,11 +38,11 @@ struct Nesting {
   }
 };
 
-py::object to_python(const Call& call, TensorIndex index, bool is_nested) {
-  const Tensor& tensor = call.tensor(index);
+py::object to_python(const TensorArgs& args, TensorIndex index, bool is_nested) {
+  const Tensor& tensor = args.tensor(index);
   if (!tensor.defined()) return py::none();
   if (index == kWeight) return py::cast(tensor);
-  const Nesting rows(call[index].layout, tensor.element_size());
+  const Nesting rows(args[index].layout, tensor.element_size());
   if (is_nested) {
     return launchers().attr("NestedRows")(tensor, rows.middle, rows.inner, rows.outer_stride, rows.middle_stride,
                                           rows.inner_stride);
@@ -50,28 +50,23 @@ py::object to_python(const Call& call, TensorIndex index, bool is_nested) {
   return launchers().attr("Rows")(tensor, rows.inner, rows.outer_stride, rows.inner_stride);
 }
 
-py::object to_python(const Call& call, const Rotation& rotation) {
-  const Tensor &cos = call.tensor(kCos), &sin = call.tensor(kSin);
-  const Nesting rows(call[kCos].layout, cos.element_size());
+py::object to_python(const TensorArgs& args, const Rotation& rotation) {
+  const Tensor &cos = args.tensor(kCos), &sin = args.tensor(kSin);
+  const Nesting rows(args[kCos].layout, cos.element_size());
   return launchers().attr("Rotation")(cos, sin, rows.middle, rows.inner, rows.outer_stride, rows.middle_stride,
                                       rows.inner_stride, rotation.interleaved, rotation.angle_of_pair, rotation.offset,
                                       rotation.pairs);
 }
 
+const char* activation_name(Activation activation) { return activation == Activation::silu ? "silu" : "sigmoid"; }
+
 template <class Operator>
 concept OfChannels = requires(const Operator& arguments) { arguments.dim; };
 
-// `tensor` as [samples, channels, positions], where `dim` is that of the channels: a view if its strides allow one.
-Tensor by_channels(const Tensor& tensor, int64_t dim) {
-  if (!tensor.defined()) return tensor;
-  const int64_t channels = tensor.size(dim);
-  const int64_t positions = c10::multiply_integers(tensor.sizes().slice(tensor.dim() + dim + 1));
-  return tensor.reshape({tensor.numel() / (channels * positions), channels, positions});
-}
-
-py::object to_python(const Tensor& tensor) {
+py::object channels_to_python(const TensorArgs& args, TensorIndex index) {
+  const Tensor& tensor = args.tensor(index);
   if (!tensor.defined()) return py::none();
-  if (tensor.dim() == 1) return py::cast(tensor.contiguous());  // a parameter
+  if (index == kWeight || index == kBias) return py::cast(tensor);
   return launchers().attr("Channels")(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2));
 }
 
@@ -93,67 +88,60 @@ struct TritonBackend {
   template <class Operator>
   static void launch(const Operator& arguments, const OutputPtrs<Operator>& outputs) {
     constexpr bool is_rotated = requires { arguments.rope; }, is_backward = Operator::kTensors[0] == kGradOutput;
-    Call call(arguments, outputs, is_rotated ? kMaxNestedDims : kMaxDims);
+    const TensorArgs args(arguments, outputs, {.max_dims = is_rotated ? kMaxNestedDims : kMaxDims});
     {
       const py::gil_scoped_acquire gil;
       py::dict named;
-      const auto add = [&](TensorIndex index) { named[kTensorNames[index]] = to_python(call, index, is_rotated); };
+      const auto add = [&](TensorIndex index) { named[kTensorNames[index]] = to_python(args, index, is_rotated); };
       for (const TensorIndex index : Operator::kTensors) {
         if (index != kCos && index != kSin && index != kGradWeight && index != kBias && index != kGradBias) add(index);
       }
-      if (call.has(kBias)) add(kBias);
-      named["weight_offset"] = call.weight.offset;
-      named["eps"] = call.eps;
-      named["rounding"] = launchers().attr("Rounding")(call.rounding.normalized, call.rounding.multiplied);
-      named["groups"] = call.weight.groups, named["rows"] = call.rows, named["cols"] = call.cols;
-      if constexpr (requires { arguments.alpha; }) named["alpha"] = call.alpha;
-      if constexpr (requires { arguments.row_size; }) named["size"] = call.size;
-      if constexpr (is_rotated) named["rotation"] = to_python(call, call.rotation);
+      if (args.has(kBias)) add(kBias);
+      named["weight_offset"] = args.weight.offset;
+      named["eps"] = args.eps;
+      named["rounding"] = launchers().attr("Rounding")(args.rounding.normalized, args.rounding.multiplied);
+      named["groups"] = args.weight.groups, named["rows"] = args.rows, named["cols"] = args.cols;
+      if constexpr (requires { arguments.alpha; }) named["alpha"] = args.alpha;
+      if constexpr (requires { arguments.row_size; }) named["size"] = args.size;
+      if constexpr (is_rotated) named["rotation"] = to_python(args, args.rotation);
       if constexpr (requires { arguments.gating(); }) {
-        named["activation"] = call.gating.activation == Activation::silu ? "silu" : "sigmoid";
-        named["norm_before_gate"] = call.gating.norm_before_gate;
+        named["activation"] = activation_name(args.gating.activation);
+        named["norm_before_gate"] = args.gating.norm_before_gate;
       }
-      if constexpr (is_backward) named["wants_weight"] = call.has(kGradWeight);
+      if constexpr (is_backward) named["wants_weight"] = args.has(kGradWeight);
       const char* const launcher = is_rotated    ? is_backward ? "launch_rope_backward" : "launch_rope_forward"
                                    : is_backward ? "launch_backward"
                                                  : "launch_forward";
       const auto dw = launchers().attr(launcher)(**named).cast<OptionalTensor>();
-      if (const Tensor& grad_weight = call.tensor(kGradWeight); grad_weight.defined()) {
+      if (const Tensor& grad_weight = args.tensor(kGradWeight); grad_weight.defined()) {
         grad_weight.copy_(dw->view(grad_weight.sizes()));
       }
     }
-    call.finish();
+    args.finish();
   }
 
   template <OfChannels Operator>
   static void launch(const Operator& arguments, const OutputPtrs<Operator>& outputs) {
     constexpr bool is_backward = Operator::kTensors[0] == kGradOutput;
-    const auto inputs = tensors_of(arguments);
-    const Tensor target = by_channels(*outputs[0], arguments.dim);
+    const TensorArgs args(arguments, outputs, {.contiguous_positions = false});
     {
       const py::gil_scoped_acquire gil;
       py::dict named;
-      for (size_t i = 0; i < inputs.size(); i++) {
-        const TensorIndex index = Operator::kTensors[i];
-        const bool is_parameter = index == kWeight || index == kBias;
-        named[kTensorNames[index]] = to_python(is_parameter ? *inputs[i] : by_channels(*inputs[i], arguments.dim));
+      for (const TensorIndex index : Operator::kTensors) {
+        if (index != kGradWeight && index != kGradBias) named[kTensorNames[index]] = channels_to_python(args, index);
       }
-      named[kTensorNames[Operator::kTensors[inputs.size()]]] = to_python(target);
-      named["weight_offset"] = arguments.norm.weight_offset;
-      named["eps"] = resolve_eps(arguments.norm.eps, arguments.input.scalar_type());
+      named["weight_offset"] = args.weight.offset;
+      named["eps"] = args.eps;
       named["activation"] = py::none();
-      if (const auto activation = find_activation(arguments.activation); activation.has_value()) {
-        named["activation"] = *activation == Activation::silu ? "silu" : "sigmoid";
-      }
-      if constexpr (is_backward) {
-        named["wants_weight"] = outputs[1]->defined(), named["wants_bias"] = outputs[2]->defined();
-      }
+      if (args.channels.is_activated) named["activation"] = activation_name(args.gating.activation);
+      if constexpr (is_backward)
+        named["wants_weight"] = args.has(kGradWeight), named["wants_bias"] = args.has(kGradBias);
       const auto sums = launchers().attr(is_backward ? "launch_channel_backward" : "launch_channel_forward")(**named);
-      for (size_t i = 1; i < outputs.size(); i++) {
-        if (outputs[i]->defined()) outputs[i]->copy_(sums[py::int_(i - 1)].template cast<Tensor>());
+      for (const TensorIndex index : {kGradWeight, kGradBias}) {
+        if (args.has(index)) args.tensor(index).copy_(sums[py::int_(index - kGradWeight)].template cast<Tensor>());
       }
     }
-    if (target.defined() && !target.is_alias_of(*outputs[0])) outputs[0]->copy_(target.view(outputs[0]->sizes()));
+    args.finish();
   }
 };
 

@@ -15,30 +15,49 @@ inline bool has_all_rows(const Norm& norm, const Tensor& input) {
          norm.weight->dim() > static_cast<int64_t>(norm.dims());
 }
 
+// The requirements of a backend's kernels.
+struct Requirements {
+  int max_dims = RowLayout::kMaxDims;  // of a layout
+  bool by_groups = true;               // row r is of group r % groups
+  bool contiguous_positions = true;    // of a channel
+};
+
 // The kernel arguments of a call. Owns the temporaries that it creates, and borrows the operator's arguments.
-class Call : public KernelArgs {
+class TensorArgs : public KernelArgs {
  public:
   template <class Operator>
-  Call(const Operator& arguments, const OutputPtrs<Operator>& outputs, int max_dims = RowLayout::kMaxDims,
-       bool by_groups = true)
-      : Call(arguments.input, norm_of(arguments), max_dims, by_groups) {
-    if constexpr (requires { arguments.bias; }) modulate(arguments.norm, *outputs.back());
+  TensorArgs(const Operator& arguments, const OutputPtrs<Operator>& outputs, const Requirements& requirements = {})
+      : TensorArgs(arguments.input, norm_of(arguments), dim_of(arguments), requirements) {
+    if constexpr (requires { arguments.dim; }) {
+      set_channels(arguments.activation);
+    } else if constexpr (requires { arguments.bias; }) {
+      modulate(arguments.norm, *outputs.back());
+    }
     const auto inputs = tensors_of(arguments);
     for (size_t i = 0; i < inputs.size(); i++) add_input(Operator::kTensors[i], *inputs[i]);
     if constexpr (requires { arguments.fill(*this); }) arguments.fill(*this);
     if constexpr (requires { arguments.rope; }) rotate(arguments.input, arguments.cos, arguments.sin, arguments.rope);
     for (size_t i = 0; i < outputs.size(); i++) add_output(Operator::kTensors[inputs.size() + i], *outputs[i]);
   }
-  Call(const Call&) = delete;
+  TensorArgs(const TensorArgs&) = delete;
 
-  // Returns the tensor that kernels read or write; undefined if absent.
+  Channels channels = {};  // of the channel operators
+
+  // Returns the tensor that kernels read or write, [samples, channels, positions] for channels; undefined if absent.
   const Tensor& tensor(TensorIndex index) const { return has(index) ? *rows_[index]->tensor : defined_if(false, {}); }
 
   // Copies temporaries back to their outputs.
   void finish() const;
 
  private:
-  Call(const Tensor& input, const Norm& norm, int max_dims, bool by_groups);
+  TensorArgs(const Tensor& input, const Norm& norm, int64_t dim, const Requirements& requirements);
+
+  // Returns the normalized dimension of a channel operator, counted from the end, or 0 for an operator on rows.
+  template <class Operator>
+  static int64_t dim_of(const Operator& arguments) {
+    if constexpr (requires { arguments.dim; }) return arguments.dim;
+    return 0;
+  }
 
   template <class Operator>
   static Norm norm_of(const Operator& arguments) {
@@ -50,23 +69,27 @@ class Call : public KernelArgs {
     }
   }
 
+  void set_channels(std::string_view activation);
   void modulate(const Norm& norm, const Tensor& last_output);
   void group_by(const Tensor& rows);
 
   void add_input(TensorIndex index, const Tensor& tensor);
+  void add_channels(TensorIndex index, Tensor channels, Access access);
+  Tensor by_channels(const Tensor& tensor) const;
   void add_weight(const Tensor& weight);
   void add_modulation(TensorIndex index, const Tensor& tensor);
   void add_output(TensorIndex index, const Tensor& target);
   size_t dims_of(TensorIndex index) const;
-  bool is_permuted() const { return by_groups_ && !order_.empty(); }
+  bool has_channels() const { return dim_ != 0; }
+  bool is_permuted() const { return requirements_.by_groups && !order_.empty(); }
   Tensor by_group(const Tensor& rows) const;
   void set(TensorIndex index, Rows rows);
   void rotate(const Tensor& input, const Tensor& cos, const Tensor& sin, const Rope& rope);
 
   const Tensor& input_;
   size_t normalized_dims_;
-  int max_dims_;
-  bool by_groups_;  // whether kernels require row r to be of group r % groups
+  int64_t dim_;
+  Requirements requirements_;
   bool weight_has_all_rows_ = false;
   c10::DimVector order_;        // of the dimensions of rows, by group; empty if they already are
   std::list<Tensor> permuted_;  // views of outputs, with rows in this order
