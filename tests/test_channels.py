@@ -441,3 +441,25 @@ def test_errors_of_gradients() -> None:
         "channel_rms_norm_backward: expected grad_output to have shape [2, 6, 5, 3], the shape of input, but got "
         "[2, 6, 5]"
     )
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("restored_threads")
+def test_target_off_a_cache_line() -> None:
+    """Threads begin in the middle of a sample, where the target may be aligned although the next sample is not."""
+    torch.set_num_threads(2)
+    shape, channels = (5, 60_000, 48), 60_000  # large enough for non-temporal stores
+    given: dict[str, Any] = {
+        "grad_output": torch.randn(shape),
+        "input": torch.randn(shape),
+        "normalized_shape": [channels],
+        "weight": torch.randn(channels),
+        "dim": -2,
+        "output_mask": [True, True, False],
+    }
+    expected = ops.channel_rms_norm_backward(**given)[0]
+    memory = torch.empty(expected.numel() + 32)
+    first = -(memory.data_ptr() // memory.itemsize) % 16 + 8
+    target = memory[first : first + expected.numel()].view(shape)
+    ops.channel_rms_norm_backward.out(**given, grad_input=target, grad_weight=torch.empty(channels))
+    assert torch.equal(target, expected)

@@ -59,3 +59,44 @@ def test_fewer_threads_than_requested() -> None:
     """OpenMP starts only as many threads as its limit allows, which must do all the work."""
     tests = Path(__file__).parent
     printed(LIMITED, cwd=tests, OMP_THREAD_LIMIT="2", PYTHONPATH=str(tests.parent))
+
+
+FIRST_CALLS = """
+import os, threading, time
+import torch
+import memory_limits
+torch.set_num_threads(1)
+calls = [memory_limits.Problem(*call, 2, 64, False) for call in memory_limits.CALLS.values()]
+started = threading.Event()
+
+def first_calls():
+    started.set()
+    for call in calls:
+        call.call()
+
+thread = threading.Thread(target=first_calls)
+thread.start()
+started.wait()
+children = []
+for _ in range(20):
+    pid = os.fork()
+    if pid == 0:
+        for call in calls:
+            call.call()
+        os._exit(0)
+    children.append(pid)
+thread.join()
+end = time.monotonic() + 60
+while children:
+    children = [pid for pid in children if os.waitpid(pid, os.WNOHANG)[0] == 0]
+    assert time.monotonic() < end, "a child waits"
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.release
+def test_fork_during_the_first_calls_of_another_thread() -> None:
+    """A child inherits static variables that another thread of the parent may be initializing."""
+    tests = Path(__file__).parent
+    for _ in range(10):
+        printed(FIRST_CALLS, cwd=tests, PYTHONPATH=str(tests.parent))

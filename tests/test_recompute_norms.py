@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import diffusers.models.normalization
 import pytest
@@ -136,9 +136,18 @@ def test_memory_is_freed(operator: Operator) -> None:
         gradients(loss, t, retain_graph=True)
         assert held(lambda: gradients(loss, t, retain_graph=True) and None)[0] == 0
 
+    def kept_loss() -> Tensor:
+        with recompute_norms():
+            loss = block(operator, t)
+        gradients(loss, t)
+        return loss
+
     gc.collect()
     gc.disable()
     try:
+        size, loss = held(kept_loss)
+        assert size == cast("Tensor", loss).nbytes  # without the copies of weight and bias
+        del loss
         for call in (dropped, step, kept_graph):
             call()
             assert held(call)[0] == 0
