@@ -6,18 +6,23 @@
 
 #include <optional>
 
-#pragma GCC visibility push(default)  // for the Python module
 namespace normops {
 
 using at::Tensor;
+inline const Tensor kUndefined;  // not a function's static variable: those lock when they are first used
+
+}  // namespace normops
+
+#pragma GCC visibility push(default)  // for the Python module
+namespace normops {
+
 using OptionalTensor = std::optional<Tensor>;  // a schema's `Tensor?`
 
 inline bool is_given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 // Returns a reference, as counting references to a tensor costs a call as much as checking it.
 inline const Tensor& value_or_undefined(const OptionalTensor& tensor) {
-  static const Tensor undefined;
-  return tensor.has_value() ? *tensor : undefined;
+  return tensor.has_value() ? *tensor : kUndefined;
 }
 const Tensor& value_or_undefined(OptionalTensor&&) = delete;
 

@@ -33,6 +33,8 @@ std::optional<Rounding> parse_rounding(std::string_view rounding);
 std::optional<Activation> find_activation(std::string_view name);
 #pragma GCC visibility pop
 
+inline const OptionalTensor kNoTensor;
+
 // The arguments that all norms share.
 struct Norm {
   c10::SymIntArrayRef normalized_shape;
@@ -314,9 +316,6 @@ const char* target_name(size_t i) {
   return names[i];
 }
 
-inline const Tensor& defined_if(bool wanted, const Tensor& tensor) {
-  static const Tensor none;
-  return wanted ? tensor : none;
-}
+inline const Tensor& defined_if(bool wanted, const Tensor& tensor) { return wanted ? tensor : kUndefined; }
 
 }  // namespace normops

@@ -29,8 +29,6 @@ void initialize_statics() {
 }
 template <class... Operators>
 void initialize_statics(List<Operators...>) {
-  static const OptionalTensor none;
-  value_or_undefined(none), defined_if(false, {});
   (initialize_statics<Operators>(), ...);
 }
 

@@ -1,9 +1,7 @@
 #include "recompute.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -18,49 +16,14 @@ bool is_plain(const Tensor& tensor) {
          !tensor.is_conj() && !tensor.key_set().has_any(kWrapped);
 }
 
-WeakTensor::WeakTensor(const Tensor& tensor) : is_defined_(true) {
-  version_counter_ = tensor.unsafeGetTensorImpl()->version_counter();
-  if (!version_counter_.enabled()) return;  // an inference tensor, whose writes are not counted
-  version_ = version_counter_.current_version();
-  if (is_plain(tensor)) {
-    reference_ = Layout{tensor.storage().getWeakStorageImpl(), tensor.sizes().vec(), tensor.strides().vec(),
-                        tensor.storage_offset(), tensor.options()};
-  } else {
-    reference_.emplace<Impl>(tensor.getIntrusivePtr());
-  }
-}
-
-Tensor WeakTensor::values() const {
-  if (const Impl* impl = std::get_if<Impl>(&reference_)) {
-    auto locked = impl->lock();
-    return locked.defined() ? Tensor(std::move(locked)) : Tensor();
-  }
-  const Layout* layout = std::get_if<Layout>(&reference_);
-  if (layout == nullptr) return Tensor();
-  auto locked = layout->storage.lock();
-  if (!locked) return Tensor();
-  const c10::Storage storage(std::move(locked));
-  const size_t bytes = at::detail::computeStorageNbytes(layout->sizes, layout->strides,
-                                                        layout->options.dtype().itemsize(), layout->offset);
-  if (storage.nbytes() < bytes) return Tensor();  // FSDP frees the storage of gathered parameters
-  return at::empty({0}, layout->options).set_(storage, layout->offset, layout->sizes, layout->strides);
-}
-
-Tensor WeakTensor::copy() const {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const Tensor found = values();
-  return found.defined() && version_counter_.current_version() == version_ ? found.clone() : Tensor();
+std::optional<int64_t> bytes_of(const Tensor& tensor) {
+  const auto count = tensor.sym_numel().maybe_as_int();
+  return count.has_value() ? std::optional(*count * static_cast<int64_t>(tensor.itemsize())) : std::nullopt;
 }
 
 namespace {
 
 thread_local int64_t block_here = 0;
-
-// Returns nullopt for symbolic sizes.
-std::optional<int64_t> bytes_of(const Tensor& tensor) {
-  const auto count = tensor.sym_numel().maybe_as_int();
-  return count.has_value() ? std::optional(*count * static_cast<int64_t>(tensor.itemsize())) : std::nullopt;
-}
 
 // Returns the tensor or, for a view, its base: possibly the output of a norm. Undefined if it cannot be one.
 Tensor output_of(const Tensor& tensor) {
@@ -145,7 +108,6 @@ bool RecomputedOutput::is_recomputed(const Tensor& tensor, int64_t block) {
 std::unique_ptr<RecomputedOutput> RecomputedOutput::of(const Tensor& tensor) {
   const Tensor output = output_of(tensor);
   RecomputableNode& node = *node_of(output);
-  if (!node.copy_sources()) return nullptr;
   std::shared_ptr<Recomputation> recomputation;
   {
     const std::lock_guard lock(node.recompute_mutex_);

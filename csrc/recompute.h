@@ -1,14 +1,13 @@
 // Recomputes the output of a norm from the tensors that the norm saves for its backward. So operators that save the
 // output need not keep it.
 #pragma once
-#include <c10/core/Storage.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "check.h"
@@ -22,33 +21,8 @@ class RecomputedOutput;
 // Returns whether storage, sizes and strides describe a tensor: not a subclass, nested or lazily negated one.
 bool is_plain(const Tensor& tensor);
 
-// A weak reference to the values that a tensor has at construction: does not keep its memory alive.
-class WeakTensor {
- public:
-  WeakTensor() = default;
-  explicit WeakTensor(const Tensor& tensor);
-
-  bool is_defined() const { return is_defined_; }
-  // Returns a copy of the values; undefined if the memory was freed or may have been written to.
-  Tensor copy() const;
-  // Returns a tensor that shares the memory; undefined if it was freed.
-  Tensor values() const;
-
- private:
-  struct Layout {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    std::vector<int64_t> sizes, strides;
-    int64_t offset;
-    at::TensorOptions options;
-  };
-  using Impl = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
-  // Layout refers to the storage, as saved-tensor hooks may keep another tensor with the same storage.
-  std::variant<std::monostate, Layout, Impl> reference_;
-  c10::VariableVersion version_counter_;
-  uint32_t version_ = 0;
-  bool is_defined_ = false;
-};
+// Returns the bytes of a tensor's elements; nullopt for symbolic sizes.
+std::optional<int64_t> bytes_of(const Tensor& tensor);
 
 // A block is an entered `with recompute_norms()`. Later blocks have larger numbers; 0 is no block.
 class RecomputableNode : public torch::autograd::Node {
@@ -60,7 +34,7 @@ class RecomputableNode : public torch::autograd::Node {
 
  protected:
   int64_t block_ = 0;          // in which the norm was called, if its output can be recomputed
-  int64_t bytes_to_copy_ = 0;  // of weight and bias
+  int64_t bytes_to_copy_ = 0;  // of the copies of weight and bias
 
   std::atomic<bool> is_released_ = false;
 
@@ -68,7 +42,7 @@ class RecomputableNode : public torch::autograd::Node {
   void release();
   torch::autograd::variable_list take_unpacked();
 
-  // Guards the members below, and the copies of a node. Never held while Python code runs: another thread may hold the
+  // Guards the members below. Never held while Python code runs: another thread may hold the
   // GIL while it waits.
   std::mutex recompute_mutex_;
 
@@ -76,7 +50,6 @@ class RecomputableNode : public torch::autograd::Node {
   friend class Recomputation;
   friend class RecomputedOutput;
 
-  virtual bool copy_sources() = 0;
   virtual torch::autograd::variable_list unpack_saved() = 0;
   virtual Tensor recompute(torch::autograd::variable_list unpacked) = 0;
   virtual void reset_saved() = 0;
@@ -121,7 +94,7 @@ class RecomputedOutput {
  public:
   // Returns whether a tensor that is saved in `block` is recomputed, see RecomputableNode::is_recomputed_in.
   static bool is_recomputed(const Tensor& tensor, int64_t block);
-  // Requires is_recomputed(tensor, block). Returns null if weight or bias was freed or written to.
+  // Requires is_recomputed(tensor, block). Returns null if another thread has released the node.
   static std::unique_ptr<RecomputedOutput> of(const Tensor& tensor);
 
   RecomputedOutput(std::shared_ptr<Recomputation> recomputation, const Tensor& tensor);

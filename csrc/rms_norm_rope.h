@@ -8,7 +8,7 @@ namespace normops {
 // Selects the rotated columns and their pairs: i and i + half, or, if interleaved, 2 * i and 2 * i + 1.
 struct Rope {
   bool interleaved;
-  std::optional<int64_t> rotary_dim;  // by default, the columns of cos
+  std::optional<int64_t> rotary_dim;  // by default, all columns, as many as cos has
   int64_t rotary_offset;
 
   auto members() const { return std::tie(interleaved, rotary_dim, rotary_offset); }

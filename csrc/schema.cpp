@@ -1,183 +1,122 @@
 // The schema is the contract: this file declares all operators of normops, and nothing else.
 #include <torch/library.h>
 
-// weight and bias have shape [..., *normalized_shape]. Their leading dimensions broadcast to those of input. Their
-// gradients have the same shapes.
-TORCH_LIBRARY(normops, m) {
+namespace {
+
+std::string joined(const std::vector<std::string>& parts) {
+  std::string result;
+  for (const std::string& part : parts) result += (result.empty() ? "" : ", ") + part;
+  return result;
+}
+
+// Declares an operator, and the overloads that write: .out, with a target for each output, and an operator whose name
+// ends with _, if it has in-place kernels: it overwrites its first `overwritten` arguments.
+void define(torch::Library& m, const std::string& schema, size_t overwritten = 0) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  const size_t begin = schema.find('('), end = schema.find(") -> ");
+  const std::string name = schema.substr(0, begin), arguments = schema.substr(begin + 1, end - begin - 1);
+  const bool is_masked = arguments.find("output_mask") != std::string::npos;  // then targets may be omitted
+  std::vector<std::string> targets, types;
+  const c10::FunctionSchema parsed = torch::schema(schema.c_str());
+  for (const c10::Argument& result : parsed.returns()) {
+    types.push_back(std::string("Tensor(") + static_cast<char>('a' + types.size()) + (is_masked ? "!)?" : "!)"));
+    const bool is_output = result.name().empty() || result.name() == "output";
+    targets.push_back(types.back() + " " + (is_output ? "out" : result.name()) + (is_masked ? "=None" : ""));
+  }
+  const bool is_single = types.size() == 1;
+  const std::string separator = arguments.find("*, ") == std::string::npos ? ", *, " : ", ";
+  const std::string returned = is_single ? types[0] : "(" + joined(types) + ")";
+  m.def(schema.c_str(), tags);
+  m.def((name + ".out(" + arguments + separator + joined(targets) + ") -> " + returned).c_str(), tags);
+  if (overwritten == 0) return;
+  std::string written = arguments;
+  for (size_t i = 0, at = 0; i < overwritten; i++) {
+    at = written.find("Tensor ", at);
+    written.replace(at, std::string("Tensor").size(), types[i]);
+    at += types[i].size();
+  }
+  // Several results: the dispatcher cannot box a call that returns several of its first arguments.
+  m.def((name + "_(" + written + ") -> " + (is_single ? returned : "()")).c_str(), tags);
+}
 
-  // No tensor is keyword-only, as vmap and DTensor do not support that.
-  m.def(
-      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None) -> Tensor",
-      tags);
-  m.def(
-      "rms_norm.out(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, *, Tensor(a!) out) -> Tensor(a!)",
-      tags);
-  m.def(
-      "rms_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None) -> Tensor(a!)",
-      tags);
+}  // namespace
 
-  m.def(
-      "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str rounding=\"once\", Tensor? grad_residual=None, "
-      "Tensor? bias=None, bool[3] output_mask=[True, True, True]) "
-      "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-      tags);
-  m.def(
-      "rms_norm_backward.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str rounding=\"once\", Tensor? grad_residual=None, "
-      "Tensor? bias=None, bool[3] output_mask=[True, True, True], "
-      "*, Tensor(a!)? grad_input=None, Tensor(b!)? grad_weight=None, Tensor(c!)? grad_bias=None) "
-      "-> (Tensor(a!)?, Tensor(b!)?, Tensor(c!)?)",
-      tags);
+// weight and bias have shape [..., *normalized_shape]. Their leading dimensions broadcast to those of input. Their
+// gradients have the same shapes. No tensor is keyword-only, as vmap and DTensor do not support that.
+TORCH_LIBRARY(normops, m) {
+  define(m,
+         "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
+         "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None) -> Tensor",
+         1);
 
-  m.def(
-      "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0, str rounding=\"once\", float alpha=1.0) -> (Tensor output, Tensor residual_out)",
-      tags);
-  m.def(
-      "add_rms_norm.out(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", float alpha=1.0, Tensor(a!) out, "
-      "Tensor(b!) residual_out) "
-      "-> (Tensor(a!), Tensor(b!))",
-      tags);
-  // Returns nothing: the dispatcher cannot box a call that returns several of its first arguments.
-  m.def(
-      "add_rms_norm_(Tensor(a!) input, Tensor(b!) residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", float alpha=1.0) -> ()",
-      tags);
+  define(m,
+         "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
+         "float? eps=None, float weight_offset=0.0, str rounding=\"once\", Tensor? grad_residual=None, "
+         "Tensor? bias=None, bool[3] output_mask=[True, True, True]) -> (Tensor grad_input, Tensor grad_weight, "
+         "Tensor grad_bias)");
+
+  define(m,
+         "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+         "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", float alpha=1.0) -> (Tensor output, "
+         "Tensor residual_out)",
+         2);
 
   // activation is "silu", also called "swish", or "sigmoid".
-  m.def(
-      "gated_rms_norm(Tensor input, Tensor gate, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
-      "float weight_offset=0.0, str rounding=\"once\", str activation=\"silu\", bool norm_before_gate=True) -> "
-      "Tensor",
-      tags);
-  m.def(
-      "gated_rms_norm.out(Tensor input, Tensor gate, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "*, float weight_offset=0.0, str rounding=\"once\", str activation=\"silu\", bool norm_before_gate=True, "
-      "Tensor(a!) out) -> Tensor(a!)",
-      tags);
+  define(m,
+         "gated_rms_norm(Tensor input, Tensor gate, SymInt[] normalized_shape, Tensor? weight=None, "
+         "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", str activation=\"silu\", "
+         "bool norm_before_gate=True) -> Tensor");
 
-  m.def(
-      "gated_rms_norm_backward(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\", str "
-      "activation=\"silu\", "
-      "bool norm_before_gate=True, bool[3] output_mask=[True, True, True]) "
-      "-> (Tensor grad_input, Tensor grad_gate, Tensor grad_weight)",
-      tags);
-  m.def(
-      "gated_rms_norm_backward.out(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\", str "
-      "activation=\"silu\", "
-      "bool norm_before_gate=True, bool[3] output_mask=[True, True, True], *, Tensor(a!)? grad_input=None, "
-      "Tensor(b!)? grad_gate=None, Tensor(c!)? grad_weight=None) -> (Tensor(a!)?, Tensor(b!)?, Tensor(c!)?)",
-      tags);
+  define(m,
+         "gated_rms_norm_backward(Tensor grad_output, Tensor input, Tensor gate, SymInt[] normalized_shape, "
+         "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\", "
+         "str activation=\"silu\", bool norm_before_gate=True, bool[3] output_mask=[True, True, True]) "
+         "-> (Tensor grad_input, Tensor grad_gate, Tensor grad_weight)");
 
-  // cos and sin broadcast over the leading dimensions of input. They have rotary_dim columns (its default), or half as
-  // many. The columns [rotary_offset, rotary_offset + rotary_dim) are rotated.
-  m.def(
-      "rms_norm_rope(Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", bool interleaved=False, int? "
-      "rotary_dim=None, "
-      "int rotary_offset=0) -> Tensor",
-      tags);
-  m.def(
-      "rms_norm_rope.out(Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", bool interleaved=False, int? "
-      "rotary_dim=None, "
-      "int rotary_offset=0, Tensor(a!) out) -> Tensor(a!)",
-      tags);
-  m.def(
-      "rms_norm_rope_(Tensor(a!) input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", bool interleaved=False, int? "
-      "rotary_dim=None, "
-      "int rotary_offset=0) -> Tensor(a!)",
-      tags);
+  // cos and sin broadcast over the leading dimensions of input. They have rotary_dim columns, by default those of
+  // input, or half as many. The columns [rotary_offset, rotary_offset + rotary_dim) are rotated.
+  define(m,
+         "rms_norm_rope(Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, Tensor? weight=None, "
+         "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", bool interleaved=False, "
+         "int? rotary_dim=None, int rotary_offset=0) -> Tensor",
+         1);
 
-  m.def(
-      "rms_norm_rope_backward(Tensor grad_output, Tensor input, Tensor cos, Tensor sin, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\", bool "
-      "interleaved=False, int? rotary_dim=None, "
-      "int rotary_offset=0, bool[2] output_mask=[True, True]) -> (Tensor grad_input, Tensor grad_weight)",
-      tags);
-  m.def(
-      "rms_norm_rope_backward.out(Tensor grad_output, Tensor input, Tensor cos, Tensor sin, "
-      "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, str "
-      "rounding=\"once\", "
-      "bool interleaved=False, int? rotary_dim=None, int rotary_offset=0, bool[2] output_mask=[True, True], *, "
-      "Tensor(a!)? grad_input=None, Tensor(b!)? grad_weight=None) -> (Tensor(a!)?, Tensor(b!)?)",
-      tags);
+  define(m,
+         "rms_norm_rope_backward(Tensor grad_output, Tensor input, Tensor cos, Tensor sin, "
+         "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
+         "str rounding=\"once\", bool interleaved=False, int? rotary_dim=None, int rotary_offset=0, "
+         "bool[2] output_mask=[True, True]) -> (Tensor grad_input, Tensor grad_weight)");
 
   // dim is negative. weight and bias have shape [..., channels]. Their leading dimensions broadcast to those of input
   // with dim moved to the end. activation may also be "identity".
-  m.def(
-      "channel_rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, *, int dim, "
-      "str activation=\"identity\") -> Tensor",
-      tags);
-  m.def(
-      "channel_rms_norm.out(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, *, int dim, "
-      "str activation=\"identity\", Tensor(a!) out) -> Tensor(a!)",
-      tags);
-  m.def(
-      "channel_rms_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
-      "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, *, int dim, "
-      "str activation=\"identity\") -> Tensor(a!)",
-      tags);
+  define(m,
+         "channel_rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, "
+         "float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, *, int dim, "
+         "str activation=\"identity\") -> Tensor",
+         1);
 
-  m.def(
-      "channel_rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, "
-      "bool[3] output_mask=[True, True, True], *, int dim, str activation=\"identity\") "
-      "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-      tags);
-  m.def(
-      "channel_rms_norm_backward.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\", Tensor? bias=None, "
-      "bool[3] output_mask=[True, True, True], *, int dim, str activation=\"identity\", Tensor(a!)? grad_input=None, "
-      "Tensor(b!)? grad_weight=None, Tensor(c!)? grad_bias=None) -> (Tensor(a!)?, Tensor(b!)?, Tensor(c!)?)",
-      tags);
+  define(m,
+         "channel_rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
+         "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\", "
+         "Tensor? bias=None, bool[3] output_mask=[True, True, True], *, int dim, str activation=\"identity\") "
+         "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // square_sum and dot have one number for each row, in the compute dtype of input. row_size is the number of elements
   // of a whole row, of which normalized_shape may be a part.
-  m.def("rms_norm_stats(Tensor input, SymInt[] normalized_shape) -> (Tensor square_sum)", tags);
-  m.def("rms_norm_stats.out(Tensor input, SymInt[] normalized_shape, *, Tensor(a!) square_sum) -> Tensor(a!)", tags);
+  define(m, "rms_norm_stats(Tensor input, SymInt[] normalized_shape) -> (Tensor square_sum)");
 
-  m.def(
-      "rms_norm_from_stats(Tensor input, Tensor square_sum, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", SymInt row_size) -> Tensor",
-      tags);
-  m.def(
-      "rms_norm_from_stats.out(Tensor input, Tensor square_sum, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", SymInt row_size, Tensor(a!) out) "
-      "-> Tensor(a!)",
-      tags);
+  define(m,
+         "rms_norm_from_stats(Tensor input, Tensor square_sum, SymInt[] normalized_shape, Tensor? weight=None, "
+         "float? eps=None, *, float weight_offset=0.0, str rounding=\"once\", SymInt row_size) -> Tensor");
 
-  m.def(
-      "rms_norm_backward_stats(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str rounding=\"once\") -> (Tensor square_sum, Tensor dot)",
-      tags);
-  m.def(
-      "rms_norm_backward_stats.out(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, float weight_offset=0.0, str rounding=\"once\", *, Tensor(a!) square_sum, "
-      "Tensor(b!) dot) -> (Tensor(a!), Tensor(b!))",
-      tags);
+  define(m,
+         "rms_norm_backward_stats(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
+         "Tensor? weight=None, float? eps=None, float weight_offset=0.0, str rounding=\"once\") "
+         "-> (Tensor square_sum, Tensor dot)");
 
-  m.def(
-      "rms_norm_backward_from_stats(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, "
-      "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
-      "str rounding=\"once\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, SymInt row_size) "
-      "-> (Tensor grad_input, Tensor grad_weight)",
-      tags);
-  m.def(
-      "rms_norm_backward_from_stats.out(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, "
-      "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
-      "str rounding=\"once\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, SymInt row_size, "
-      "Tensor(a!)? grad_input=None, Tensor(b!)? grad_weight=None) -> (Tensor(a!)?, Tensor(b!)?)",
-      tags);
+  define(m,
+         "rms_norm_backward_from_stats(Tensor grad_output, Tensor input, Tensor square_sum, Tensor dot, "
+         "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, float weight_offset=0.0, "
+         "str rounding=\"once\", Tensor? grad_residual=None, bool[2] output_mask=[True, True], *, "
+         "SymInt row_size) -> (Tensor grad_input, Tensor grad_weight)");
 }

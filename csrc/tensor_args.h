@@ -44,7 +44,7 @@ class TensorArgs : public KernelArgs {
   Channels channels = {};  // of the channel operators
 
   // Returns the tensor that kernels read or write, [samples, channels, positions] for channels; undefined if absent.
-  const Tensor& tensor(TensorIndex index) const { return has(index) ? *rows_[index]->tensor : defined_if(false, {}); }
+  const Tensor& tensor(TensorIndex index) const { return has(index) ? *rows_[index]->tensor : kUndefined; }
 
   // Copies temporaries back to their outputs.
   void finish() const;
@@ -64,8 +64,7 @@ class TensorArgs : public KernelArgs {
     if constexpr (requires { arguments.norm; }) {
       return arguments.norm;
     } else {
-      static const OptionalTensor none;
-      return {arguments.normalized_shape, none, std::nullopt, 0.0, kRoundOnce};
+      return {arguments.normalized_shape, kNoTensor, std::nullopt, 0.0, kRoundOnce};
     }
   }
 

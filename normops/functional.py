@@ -355,7 +355,7 @@ def rms_norm_rope(
         rounding: see :func:`rms_norm`.
         interleaved: True rotates pairs of adjacent columns, as in GPT-J, GLM and Cohere; False rotates column ``i`` of
             the first half with column ``i`` of the second half.
-        rotary_dim: the number of rotated columns, which is even. None means the number of columns of ``cos``. The other
+        rotary_dim: the number of rotated columns, which is even. None means all columns of ``input``. The other
             columns are only normalized.
         rotary_offset: the first rotated column.
 

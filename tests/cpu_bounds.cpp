@@ -107,12 +107,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     run(args);
   };
   const auto run_forward = [&](const auto& kernels, const auto& args) {
-    with_held(args, [&](const auto& args) {
-      kernels.rows(args, 0, rows);
-      if (kernels.sums == nullptr) return;
-      kernels.sums(args, rows - 1, 0, spans, squares.data());
-      kernels.columns(args, rows - 1, 1.0, 0, cols);
-    });
+    with_held(args, [&](const auto& args) { kernels.rows(args, 0, rows); });
   };
   const auto run_backward = [&](const auto& kernels, const auto& args) {
     with_held(args, [&](const auto& args) {

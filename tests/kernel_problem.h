@@ -207,9 +207,10 @@ struct ChannelProblem {
         weight_sums(most_sums(leaves) * stride * sizeof(float)),
         bias_sums(weight_sums.size()),
         scratch(kFormedPositions * stride * sizeof(float)),
-        layout{dtype, positions, {}, {}, static_cast<const float*>(bias), is_activated} {
+        layout{dtype, positions, {}, {}, is_activated} {
     args.rows = samples * positions, args.cols = args.size = channels, args.eps = 0.01, args.weight.groups = 1;
-    args.scale = scale, args.channels = &layout, args.row_scratch = scratch.data();
+    args.scale = scale, args.channels = &layout, args.channel_bias = static_cast<const float*>(bias),
+    args.row_scratch = scratch.data();
     args.sum_stride = stride, args.rows_per_leaf = kRowsPerLeaf;
     args.grad_weight_sums = weight_sums.data(), args.grad_bias_sums = bias_sums.data();
   }

@@ -61,42 +61,29 @@ def test_fewer_threads_than_requested() -> None:
     printed(LIMITED, cwd=tests, OMP_THREAD_LIMIT="2", PYTHONPATH=str(tests.parent))
 
 
-FIRST_CALLS = """
-import os, threading, time
-import torch
-import memory_limits
-torch.set_num_threads(1)
-calls = [memory_limits.Problem(*call, 2, 64, False) for call in memory_limits.CALLS.values()]
-started = threading.Event()
-
-def first_calls():
-    started.set()
-    for call in calls:
-        call.call()
-
-thread = threading.Thread(target=first_calls)
-thread.start()
-started.wait()
-children = []
-for _ in range(20):
-    pid = os.fork()
-    if pid == 0:
-        for call in calls:
-            call.call()
-        os._exit(0)
-    children.append(pid)
-thread.join()
-end = time.monotonic() + 60
-while children:
-    children = [pid for pid in children if os.waitpid(pid, os.WNOHANG)[0] == 0]
-    assert time.monotonic() < end, "a child waits"
-    time.sleep(0.01)
+# Prints the static variables of functions that are not initialized. A guard's first byte is 1 afterwards.
+STATICS = """
+import ctypes, subprocess
+from pathlib import Path
+import normops
+for line in Path("/proc/self/maps").read_text().splitlines():
+    fields = line.split()
+    name = Path(fields[-1]).name
+    if fields[2] != "00000000" or not name.startswith(("libnormops", "_C.")) or "normops" not in fields[-1]:
+        continue
+    base = int(fields[0].split("-")[0], 16)
+    symbols = subprocess.run(["nm", "--demangle", fields[-1]], check=True, capture_output=True, text=True).stdout
+    for address, _, symbol in (symbol.split(" ", 2) for symbol in symbols.splitlines() if symbol[0] != " "):
+        is_of_normops = symbol.startswith("guard variable for normops::")
+        if is_of_normops and ctypes.c_uint8.from_address(base + int(address, 16)).value == 0:
+            print(symbol.removeprefix("guard variable for "))
 """
 
 
-@pytest.mark.release
-def test_fork_during_the_first_calls_of_another_thread() -> None:
-    """A child inherits static variables that another thread of the parent may be initializing."""
-    tests = Path(__file__).parent
-    for _ in range(10):
-        printed(FIRST_CALLS, cwd=tests, PYTHONPATH=str(tests.parent))
+def test_static_variables_are_initialized_at_import() -> None:
+    """A child waits forever for a variable that another thread of its parent was initializing.
+
+    The only others are functions of compiled autograd, which refuses concurrent backwards, and of Triton's launchers.
+    """
+    names = printed(STATICS).splitlines()
+    assert [name for name in names if "apply_with_saved" not in name and "triton::" not in name] == []

@@ -29,13 +29,6 @@ struct Derivative<ChannelRmsNorm> {
 template <>
 struct Derivative<ChannelRmsNormBackward> {
   static constexpr const char* kName = "ChannelRmsNormBackwardBackward";
-  static constexpr Uses<4, 4> kNeededForGrad = {{
-      // depends on: grad_output, input, weight, bias
-      {false, true, true, true},  // grad_output
-      {true, true, true, true},   // input
-      {true, true, true, true},   // weight
-      {true, true, true, true},   // bias
-  }};
   // Channels are moved to the end. With z the argument of the activation and z_t its tangent, the gradients are those
   // of the sum of dy slope(z) z_t.
   static variable_list backward(const variable_list& grad_outputs, const ChannelRmsNormBackward& saved,

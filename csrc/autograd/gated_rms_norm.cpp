@@ -29,13 +29,6 @@ struct Derivative<GatedRmsNorm> {
 template <>
 struct Derivative<GatedRmsNormBackward> {
   static constexpr const char* kName = "GatedRmsNormBackwardBackward";
-  static constexpr Uses<4, 4> kNeededForGrad = {{
-      // depends on: grad_output, input, gate, weight
-      {false, true, true, true},  // grad_output
-      {true, true, true, true},   // input
-      {true, true, true, true},   // gate
-      {true, true, true, false},  // weight
-  }};
   // The tangent of a product is the sum of two, with the tangents of the norm and of the activation. Each of them
   // contributes to every gradient. With n the norm and a the activation, whose tangents are n_t and a_t,
   //     norm first: y = n a, and the gradients are those of the sum of dy (n_t a + n a_t)

@@ -47,10 +47,15 @@ class OperatorNode final : public RecomputableNode {
     attributes_ = detail::attributes_of(saved);
     block_ = has_all ? Recomputation::current_block() : 0;
     if (block_ == 0) return;
+    // Copies weight and bias: FSDP may free them before the backward, and a program may write to those that no gradient
+    // depends on.
+    const at::AutoDispatchBelowADInplaceOrView guard;
     for (size_t i = 0; i < to_copy.size(); i++) {
-      if (!are_optional<Saved>[i] || !to_copy[i]->defined()) continue;
-      sources_[i] = WeakTensor(*to_copy[i]);
-      bytes_to_copy_ += to_copy[i]->sym_numel().maybe_as_int().value_or(0) * to_copy[i]->itemsize();
+      if (are_optional<Saved>[i] && to_copy[i]->defined()) bytes_to_copy_ += bytes_of(*to_copy[i]).value_or(0);
+    }
+    if (bytes_to_copy_ >= bytes_of(saved.input).value_or(INT64_MAX)) block_ = 0;
+    for (size_t i = 0; block_ != 0 && i < to_copy.size(); i++) {
+      if (are_optional<Saved>[i] && to_copy[i]->defined()) copies_[i] = to_copy[i]->clone();
     }
   }
 
@@ -100,26 +105,12 @@ class OperatorNode final : public RecomputableNode {
 
   // Returns whether a gradient that may be requested depends on the tensor.
   bool is_used(size_t index) const {
-    static_assert(std::is_same_v<decltype(Derivative<Operator>::kNeededForGrad),
-                                 const Uses<count_tensors<Operator>, count_tensors<Saved>>>);
-    bool is_used = is_output(index);
-    for (size_t i = 0; i < Derivative<Operator>::kNeededForGrad.size(); i++) {
-      is_used |= Derivative<Operator>::kNeededForGrad[i][index] && should_compute_output(i);
+    if constexpr (requires { Derivative<Operator>::kNeededForGrad; }) {
+      constexpr Uses<count_tensors<Operator>, count_tensors<Saved>> kNeeded = Derivative<Operator>::kNeededForGrad;
+      bool is_used = is_output(index);
+      for (size_t i = 0; i < kNeeded.size(); i++) is_used |= kNeeded[i][index] && should_compute_output(i);
+      return is_used;
     }
-    return is_used;
-  }
-
-  bool copy_sources() override {
-    {
-      const std::lock_guard lock(recompute_mutex_);
-      if (has_copies_) return true;
-    }
-    std::array<Tensor, count_tensors<Saved>> copies;
-    for (size_t i = 0; i < copies.size(); i++) {
-      if (sources_[i].is_defined() && !(copies[i] = sources_[i].copy()).defined()) return false;
-    }
-    const std::lock_guard lock(recompute_mutex_);
-    if (!std::exchange(has_copies_, true)) copies_.swap(copies);
     return true;
   }
 
@@ -136,9 +127,7 @@ class OperatorNode final : public RecomputableNode {
 
   void reset_saved() override {
     for (auto& variable : saved_) variable.reset_data();
-    std::array<Tensor, count_tensors<Saved>> copies;  // freed without the lock
-    const std::lock_guard lock(recompute_mutex_);
-    copies_.swap(copies);
+    copies_ = {};
   }
 
   // Returns one expanded zero, of which backward uses shape and dtype. No tensor expands to the shape of a nested one.
@@ -194,11 +183,7 @@ class OperatorNode final : public RecomputableNode {
   }
 
   std::array<torch::autograd::SavedVariable, count_tensors<Saved>> saved_;
-  // Weight and bias for recomputing the output, and their copies once a consumer has saved the output. FSDP may free
-  // them before the backward, and a program may write to those that no gradient depends on.
-  std::array<WeakTensor, count_tensors<Saved>> sources_;
-  std::array<Tensor, count_tensors<Saved>> copies_;
-  bool has_copies_ = false;
+  std::array<Tensor, count_tensors<Saved>> copies_;  // of weight and bias, for recomputing the output
   Attributes attributes_;
 };
 

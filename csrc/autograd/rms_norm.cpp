@@ -74,14 +74,6 @@ struct Derivative<RmsNorm> {
 template <>
 struct Derivative<RmsNormBackward> {
   static constexpr const char* kName = "RmsNormBackwardBackward";
-  static constexpr Uses<5, 5> kNeededForGrad = {{
-      // depends on: grad_output, input, weight, grad_residual, bias
-      {false, true, true, false, false},    // grad_output
-      {true, true, true, false, false},     // input
-      {true, true, false, false, false},    // weight
-      {false, false, false, false, false},  // grad_residual
-      {false, false, false, false, false},  // bias
-  }};
   static variable_list backward(const variable_list& grad_outputs, const RmsNormBackward& saved, const Needed<5>&) {
     const auto as_computed = [&](const Tensor& tensor) { return to_compute_dtype(tensor, saved.input); };
     const Tensor for_input = as_computed(grad_outputs[0]), for_weight = as_computed(grad_outputs[1]);

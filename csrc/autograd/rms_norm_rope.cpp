@@ -38,14 +38,6 @@ struct Derivative<RmsNormRope> {
 template <>
 struct Derivative<RmsNormRopeBackward> {
   static constexpr const char* kName = "RmsNormRopeBackwardBackward";
-  static constexpr Uses<5, 5> kNeededForGrad = {{
-      // depends on: grad_output, input, cos, sin, weight
-      {false, true, true, true, true},      // grad_output
-      {true, true, true, true, true},       // input
-      {false, false, false, false, false},  // cos
-      {false, false, false, false, false},  // sin
-      {true, true, true, true, false},      // weight
-  }};
   static bool handles_all_grads(const RmsNormRopeBackward& arguments) { return has_constant_angles(arguments); }
   static variable_list backward(const variable_list& grad_outputs, const RmsNormRopeBackward& saved, const Needed<5>&) {
     const auto as_computed = [&](const Tensor& tensor) { return to_compute_dtype(tensor, saved.input); };

@@ -328,6 +328,6 @@ void backward_of(const CpuArgs& args, const Region& region) {
 }  // namespace
 
 extern const ChannelRmsNormKernels kChannelRmsNormKernels;
-const ChannelRmsNormKernels kChannelRmsNormKernels = {{forward_of, nullptr, nullptr}, {backward_of, nullptr, nullptr}};
+const ChannelRmsNormKernels kChannelRmsNormKernels = {{forward_of}, {backward_of, nullptr, nullptr}};
 
 }  // namespace normops::cpu::NORMOPS_ISA

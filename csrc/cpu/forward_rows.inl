@@ -313,24 +313,6 @@ void forward_rows(const CpuArgs& args, int64_t begin, int64_t end) {
   if (non_temporal) finish_non_temporal();
 }
 
-template <class RowOp>
-void forward_sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
-  const auto rows = RowTable<RowOp>(args, row).take_strided(1);
-  const typename RowOp::Shared shared(args);
-  sum_spans<typename RowOp::Element>(args.cols, begin, end, squares, squares_of(RowOp(rows, shared, 0)));
-}
-
-template <class RowOp>
-void forward_columns(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
-  using R = typename RowOp::Element;
-  const auto rows = RowTable<RowOp>(args, row).take_strided(1);
-  const typename RowOp::Shared shared(args);
-  // Branches on the rounding for each block, as threads split only few rows.
-  const compute_t<R> rstd = rstd_of<R>(square_sum, args.size, args.eps);
-  written_row<sizeof(typename RowOp::Output) == 2>(rows, shared, 0, rstd, args.rounding, Cached{})
-      .template write<Tail::looped>(begin, end, [](int64_t) NORMOPS_INLINE_LAMBDA {});
-}
-
 // The kernels of an operator's variants: dispatch_row_op(args, visit) calls visit.template operator()<RowOp>() with the
 // selected RowOp.
 template <class Variants>
@@ -338,13 +320,7 @@ struct Forward {
   static void rows(const CpuArgs& args, int64_t begin, int64_t end) {
     Variants::dispatch_row_op(args, [&]<class RowOp>() { forward_rows<RowOp>(args, begin, end); });
   }
-  static void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares) {
-    Variants::dispatch_row_op(args, [&]<class RowOp>() { forward_sums<RowOp>(args, row, begin, end, squares); });
-  }
-  static void columns(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end) {
-    Variants::dispatch_row_op(args, [&]<class RowOp>() { forward_columns<RowOp>(args, row, square_sum, begin, end); });
-  }
-  static constexpr ForwardKernels kKernels = {rows, sums, columns};
+  static constexpr ForwardKernels kKernels = {rows};
 };
 
 }  // namespace

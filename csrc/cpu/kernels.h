@@ -127,11 +127,6 @@ inline int64_t scratch_rows(const CpuArgs& args) {
 struct ForwardKernels {
   // Computes output[begin:end], or square_sum[begin:end] if only sums are requested.
   void (*rows)(const CpuArgs& args, int64_t begin, int64_t end);
-  // Two steps for one row that threads split. sums() computes squares[begin:end], the sums of x^2 over these spans.
-  // columns() computes output[row, begin:end] from their total; begin is a multiple of kLongestBlock. Both are null if
-  // rows are not split, as with paired columns.
-  void (*sums)(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares);
-  void (*columns)(const CpuArgs& args, int64_t row, double square_sum, int64_t begin, int64_t end);
 };
 
 struct RmsNormKernels {

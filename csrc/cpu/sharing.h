@@ -1,4 +1,5 @@
-// Splits the rows of a call among threads, or the columns of its rows if they are few and wide.
+// Splits the rows of a call among threads, or the columns of the rows of a backward if they are few and wide, as in the
+// decoder of T5-XXL: a batch of eight with one label each has 8 rows of 4096 columns.
 #pragma once
 #include <c10/core/CPUAllocator.h>
 
@@ -140,27 +141,11 @@ void parallel_over_rows(const CpuArgs& args, int64_t own_count, int64_t end, int
 template <class Scale>
 void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale& scale) {
   const int64_t groups = args.weight.groups;
-  if (kernels.sums == nullptr || args.rows >= at::get_num_threads() || args.cols < 2 * kGrainElements) {
-    parallel_over_rows(args, scale.own_count(), args.rows, grain(args.cols),
-                       [&](int64_t, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
-                         args.scale = scale.in(own, 0, groups);
-                         kernels.rows(args, begin, end);
-                       });
-    return;
-  }
-  SpanSums squares(1, args.cols);
-  PartsArgs(args, scale.own_count(), 1).call(0, [&](CpuArgs& args, Scratch& own) {
-    args.scale = scale.in(own, 0, groups);
-    for (int64_t row = 0; row < args.rows; row++) {
-      const auto sum = [&](int64_t begin, int64_t end) noexcept { kernels.sums(args, row, begin, end, squares.of(0)); };
-      if (args.sums != Sums::input) parallel_for(0, squares.count(), kGrainElements / kSpan, sum);
-      const double square_sum = squares.total(0, args, kSquareSum, row);
-      if (args.sums == Sums::output) continue;
-      parallel_for_columns(1, args.cols, kGrainElements, [&](int64_t, int64_t begin, int64_t end) noexcept {
-        kernels.columns(args, row, square_sum, begin, end);
-      });
-    }
-  });
+  parallel_over_rows(args, scale.own_count(), args.rows, grain(args.cols),
+                     [&](int64_t, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
+                       args.scale = scale.in(own, 0, groups);
+                       kernels.rows(args, begin, end);
+                     });
 }
 
 // Returns whether threads split each row of a backward.

@@ -17,7 +17,7 @@ struct CheckOnly {
 // Matches the arguments to the operator's schema and checks them.
 template <class Operator>
 void check(const pybind11::args& args, const pybind11::kwargs& kwargs) {
-  static const auto kernel =
+  const auto kernel =
       c10::KernelFunction::makeFromUnboxedRuntimeFunction(&Kernel<CheckOnly, Operator, Overload::functional>::call);
   auto stack = torch::jit::createStackForSchema(op<Operator>().schema(), args, kwargs, std::nullopt);
   kernel.callBoxed(op<Operator>(), c10::DispatchKeySet(), &stack);

@@ -18,7 +18,7 @@ def layouts(shape: tuple[int, ...]) -> list[Tensor]:
     """Returns tensors of this shape: contiguous, with other strides in dimensions of size 1, and permuted."""
     contiguous = torch.randn(shape)
     odd = [7 if size == 1 else stride for size, stride in zip(shape, contiguous.stride(), strict=True)]
-    found = [contiguous, torch.randn(128).as_strided(shape, odd)]
+    found = [contiguous, torch.randn(512).as_strided(shape, odd)]
     found += [torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))]
     if len(shape) == 4:
         found.append(contiguous.to(memory_format=torch.channels_last))
