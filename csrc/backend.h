@@ -1,8 +1,14 @@
 // The operators of a backend with kernels: checks the arguments and allocates the outputs before each launch.
+//
+// The functions that a call goes through: direct_call() (python/direct_call.h), Autograd::functional() and its
+// OperatorNode (autograd/), BackendKernels::functional() and run(), here; then the backend's launch(), which converts
+// the arguments to TensorArgs (tensor_args.h). On a CPU, run_forward() or run_backward() (cpu/sharing.h) divides rows
+// among threads, and ForwardKernelsOf::rows() or BackwardKernelsOf::rows() (cpu/*.inl) loops over them. On a GPU,
+// launch_*() (cuda/*.cu) selects one of an operator's kernels.
 #pragma once
 #include <algorithm>
 
-#include "composite/fallback.h"
+#include "composite/kernels.h"
 #include "rms_norm.h"
 
 namespace normops {
@@ -10,7 +16,7 @@ namespace normops {
 // Backend provides
 //   Guard                       constructed from the input's device, kept while kernels are launched
 //   empty_contiguous(like)      allocates an output
-//   supports(arguments)         for operators with a bias: whether it has kernels; if not, the fallback runs
+//   supports(arguments)         for operators with a bias: whether it has kernels; if not, the composite runs
 //   launch(arguments, outputs)  launches an operator's kernels. The arguments passed the check, the input has elements,
 //                               and at least one output is wanted.
 template <class Backend>
@@ -20,7 +26,7 @@ struct BackendKernels {
     check<Overload::functional>(arguments);
     check_memory<Overload::functional>(arguments);
     if constexpr (kMayDecline<Operator>) {
-      if (!Backend::supports(arguments)) return Fallback::functional(keys, arguments);
+      if (!Backend::supports(arguments)) return Composite::functional(keys, arguments);
     }
     const typename Backend::Guard guard(arguments.input.device());
     Outputs<Operator> outputs = new_outputs(arguments, Backend::empty_contiguous);
@@ -33,7 +39,7 @@ struct BackendKernels {
     check_write<overload>(arguments, targets);
     check_memory<overload>(arguments, targets);
     if constexpr (kMayDecline<Operator>) {
-      if (!Backend::supports(arguments)) return Fallback::write<overload>(keys, arguments, targets);
+      if (!Backend::supports(arguments)) return Composite::write<overload>(keys, arguments, targets);
     }
     const typename Backend::Guard guard(arguments.input.device());
     const Like<Operator> like = arguments.like();

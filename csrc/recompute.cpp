@@ -9,7 +9,7 @@ namespace normops {
 
 using torch::autograd::variable_list;
 
-bool is_plain(const Tensor& tensor) {
+bool is_described_by_storage(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kWrapped({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
                                           c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
   return tensor.has_storage() && tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_neg() &&
@@ -30,7 +30,8 @@ Tensor output_of(const Tensor& tensor) {
   if (!tensor.requires_grad() || tensor._version() != 0) return Tensor();
   if (!tensor.is_view()) return tensor;
   const Tensor base(tensor._base());
-  const bool is_known = is_plain(tensor) && is_plain(base) && tensor.scalar_type() == base.scalar_type();
+  const bool is_known =
+      is_described_by_storage(tensor) && is_described_by_storage(base) && tensor.scalar_type() == base.scalar_type();
   return is_known ? base : Tensor();
 }
 

@@ -19,7 +19,7 @@ class Recomputation;
 class RecomputedOutput;
 
 // Returns whether storage, sizes and strides describe a tensor: not a subclass, nested or lazily negated one.
-bool is_plain(const Tensor& tensor);
+bool is_described_by_storage(const Tensor& tensor);
 
 // Returns the bytes of a tensor's elements; nullopt for symbolic sizes.
 std::optional<int64_t> bytes_of(const Tensor& tensor);

@@ -178,7 +178,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
       run_backward(gated_rms_norm_backward_kernels(), backward);
     }
   }
-  std::vector<RowSum> left;
+  std::vector<ParameterSum> left;
   each_sum(0, leaves, [&](int64_t, int64_t) {
     const int64_t first = static_cast<int64_t>(left.size()) * sums.stride * size_of(compute_dtype(dtype));
     left.push_back({sums.data() + first, left.empty() ? 0 : 1});

@@ -154,7 +154,7 @@ struct KernelProblem {
     }
   }
   void sum_grad_weight(DType dtype, const RotaryColumns& paired = {}) {
-    std::vector<RowSum> left;
+    std::vector<ParameterSum> left;
     each_sum(0, leaves, [&](int64_t, int64_t) {
       left.push_back({sums.data() + left.size() * scale.size(), left.empty() ? 0 : 1});
     });

@@ -1,4 +1,4 @@
-// Sums leaves like the parts of a backward, for any number of parts, with the text of the additions as each sum.
+// Sums leaves like the parts of a backward, for any number of parts, with the text of the merges as each sum.
 // Compares the result with the binary tree over all leaves.
 #include "leaves.h"
 
@@ -19,8 +19,8 @@ std::string tree(int64_t first, int64_t size, int64_t leaves) {
   return "(" + tree(first, half, leaves) + "+" + tree(first + half, half, leaves) + ")";
 }
 
-void add_last(std::vector<std::string>& sums, int additions) {
-  for (; additions > 0; additions--) {
+void add_last(std::vector<std::string>& sums, int merges) {
+  for (; merges > 0; merges--) {
     const std::string last = sums.back();
     sums.pop_back();
     sums.back() = "(" + sums.back() + "+" + last + ")";
@@ -37,12 +37,12 @@ std::string summed(int64_t leaves, int64_t parts) {
       if (static_cast<int64_t>(sums.size()) != sum_count(begin, leaf)) return "";
       sums.push_back(std::to_string(leaf));
       if (static_cast<int64_t>(sums.size()) > most_sums(end - begin)) return "";
-      add_last(sums, additions_behind(begin, leaf + 1));
+      add_last(sums, merges_after(begin, leaf + 1));
     }
     size_t next = 0;
     each_sum(begin, end, [&](int64_t end, int64_t size) {
       all.push_back(sums[next++]);
-      add_last(all, additions_behind(0, end, size));
+      add_last(all, merges_after(0, end, size));
     });
     if (next != sums.size()) return "";
   }

@@ -33,7 +33,7 @@ struct Derivative<AddRmsNorm> {
   static AddedNorm saved(const AddRmsNorm& arguments, const Outputs<AddRmsNorm>& outputs) {
     return {outputs[1], arguments.norm, arguments.alpha};
   }
-  static AddedNorm sources(const AddRmsNorm& arguments, const Outputs<AddRmsNorm>& outputs) {
+  static AddedNorm recomputed_from(const AddRmsNorm& arguments, const Outputs<AddRmsNorm>& outputs) {
     return saved(arguments, outputs);
   }
 

@@ -25,11 +25,11 @@ using torch::autograd::variable_list;
 //   using Saved = ...;                             another struct of arguments, whose first tensors are
 //   static constexpr size_t kSavedOutputs;         this many of the operator's outputs
 //   static Saved saved(const Operator& arguments, const Outputs<Operator>& outputs);
-//   static Saved sources(const Operator& arguments, const Outputs<Operator>& outputs);  see output() below
+//   static Saved recomputed_from(const Operator& arguments, const Outputs<Operator>& outputs);  see output() below
 // The arguments alone determine which tensors are saved: a checkpoint saves them again in another place.
 // If the first output can be recomputed from the saved tensors with the same bits, it defines
 //   static Tensor output(const Saved& saved, const at::TensorOptions& options);  the options of the output
-// where the optional tensors of `saved` are copies of those of sources(), which need not be saved.
+// where the optional tensors of `saved` are copies of those of recomputed_from(), which need not be saved.
 // If it does not compute the gradients of all arguments, it defines
 //   static bool handles_all_grads(const Operator& arguments);  whether no other gradient is requested
 // Without a specialization, or for such a gradient, the operator runs its composite(), which autograd records.

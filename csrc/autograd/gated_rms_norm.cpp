@@ -3,7 +3,7 @@
 
 #include <ATen/TensorOperators.h>
 
-#include "../composite/definition.h"
+#include "../composite/composite.h"
 #include "../rms_norm.h"
 #include "kernels.h"
 

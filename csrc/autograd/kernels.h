@@ -2,7 +2,7 @@
 #pragma once
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include "../composite/fallback.h"
+#include "../composite/kernels.h"
 #include "node.h"
 
 namespace normops {
@@ -32,7 +32,7 @@ struct Autograd {
       const bool requires_grad = torch::autograd::compute_requires_grad(*tensor...);
       if (has_tangent(*tensor...) || (requires_grad && !is_covered(arguments))) {
         arguments.check(Operator::kName);
-        return Fallback::run_composite(arguments);
+        return Composite::run_composite(arguments);
       }
       if constexpr (has_derivative<Operator>) {
         if (requires_grad) return record(keys, arguments, *tensor...);
@@ -85,7 +85,8 @@ struct Autograd {
   template <class Operator>
   static void save(OperatorNode<Operator>& node, const Operator& arguments, const Outputs<Operator>& outputs) {
     if constexpr (requires { Derivative<Operator>::saved(arguments, outputs); }) {
-      node.save(Derivative<Operator>::saved(arguments, outputs), Derivative<Operator>::sources(arguments, outputs));
+      node.save(Derivative<Operator>::saved(arguments, outputs),
+                Derivative<Operator>::recomputed_from(arguments, outputs));
     } else {
       node.save(arguments, arguments);
     }

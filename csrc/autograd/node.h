@@ -34,10 +34,10 @@ class OperatorNode final : public RecomputableNode {
     set_next_edges(torch::autograd::collect_next_edges(inputs...));
   }
 
-  // Called after connect(), and after set_history() of saved outputs. `sources` has weight and bias of the norm, which
-  // a recomputation of the output needs even if no gradient does.
-  void save(const Saved& saved, const Saved& sources) {
-    const auto tensors = tensors_of(saved), to_copy = tensors_of(sources);
+  // Called after connect(), and after set_history() of saved outputs. `recomputed_from` has weight and bias of the
+  // norm, which a recomputation of the output needs even if no gradient does.
+  void save(const Saved& saved, const Saved& recomputed_from) {
+    const auto tensors = tensors_of(saved), to_copy = tensors_of(recomputed_from);
     bool has_all = kIsRecomputable;
     for (size_t i = 0; i < tensors.size(); i++) {
       const Tensor& tensor = *tensors[i];

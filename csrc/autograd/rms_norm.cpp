@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../composite/definition.h"
+#include "../composite/composite.h"
 #include "kernels.h"
 
 namespace normops {
@@ -50,7 +50,7 @@ struct Derivative<RmsNorm> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return {input, norm, bias->detach()};
   }
-  static SavedForRmsNorm sources(const RmsNorm& arguments, const Outputs<RmsNorm>&) {
+  static SavedForRmsNorm recomputed_from(const RmsNorm& arguments, const Outputs<RmsNorm>&) {
     return {arguments.input, arguments.norm, arguments.bias};
   }
   static Tensor output(const SavedForRmsNorm& saved, const at::TensorOptions&) {

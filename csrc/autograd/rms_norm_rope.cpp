@@ -1,7 +1,7 @@
 // The derivatives of rms_norm_rope and rms_norm_rope_backward. Nothing is saved but the arguments.
 #include "../rms_norm_rope.h"
 
-#include "../composite/definition.h"
+#include "../composite/composite.h"
 #include "kernels.h"
 
 namespace normops {

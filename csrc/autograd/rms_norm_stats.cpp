@@ -8,7 +8,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "../composite/definition.h"
+#include "../composite/composite.h"
 #include "kernels.h"
 
 namespace normops {

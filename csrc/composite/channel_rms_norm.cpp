@@ -5,8 +5,8 @@
 #include <ATen/TensorOperators.h>
 
 #include "../rms_norm.h"
-#include "definition.h"
-#include "fallback.h"
+#include "composite.h"
+#include "kernels.h"
 
 namespace normops {
 namespace {
@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor> composite(const ChannelRmsNormBackward& argum
 }
 
 TORCH_LIBRARY_IMPL(normops, CompositeExplicitAutograd, m) {
-  register_all<Fallback>(m, List<ChannelRmsNorm, ChannelRmsNormBackward>());
+  register_all<Composite>(m, List<ChannelRmsNorm, ChannelRmsNormBackward>());
 }
 
 }  // namespace normops

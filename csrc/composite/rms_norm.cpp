@@ -5,8 +5,8 @@
 #include <ATen/ops/rsqrt.h>
 
 #include "../tensor_rows.h"
-#include "definition.h"
-#include "fallback.h"
+#include "composite.h"
+#include "kernels.h"
 
 namespace normops {
 namespace {
@@ -140,7 +140,7 @@ std::tuple<Tensor, Tensor, Tensor> composite(const RmsNormBackward& arguments) {
 }
 
 TORCH_LIBRARY_IMPL(normops, CompositeExplicitAutograd, m) {
-  register_all<Fallback>(m, List<RmsNorm, RmsNormBackward>());
+  register_all<Composite>(m, List<RmsNorm, RmsNormBackward>());
 }
 
 }  // namespace normops

@@ -4,8 +4,8 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 
-#include "definition.h"
-#include "fallback.h"
+#include "composite.h"
+#include "kernels.h"
 
 namespace normops {
 namespace {
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor> composite(const RmsNormRopeBackward& arguments) {
 }
 
 TORCH_LIBRARY_IMPL(normops, CompositeExplicitAutograd, m) {
-  register_all<Fallback>(m, List<RmsNormRope, RmsNormRopeBackward>());
+  register_all<Composite>(m, List<RmsNormRope, RmsNormRopeBackward>());
 }
 
 }  // namespace normops

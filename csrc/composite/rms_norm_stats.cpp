@@ -4,8 +4,8 @@
 #include <ATen/ops/rsqrt.h>
 
 #include "../tensor_rows.h"
-#include "definition.h"
-#include "fallback.h"
+#include "composite.h"
+#include "kernels.h"
 
 namespace normops {
 
@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor> composite(const RmsNormBackwardFromStats& arguments) 
 }
 
 TORCH_LIBRARY_IMPL(normops, CompositeExplicitAutograd, m) {
-  register_all<Fallback>(m, List<RmsNormStats, RmsNormFromStats, RmsNormBackwardStats, RmsNormBackwardFromStats>());
+  register_all<Composite>(m, List<RmsNormStats, RmsNormFromStats, RmsNormBackwardStats, RmsNormBackwardFromStats>());
 }
 
 }  // namespace normops

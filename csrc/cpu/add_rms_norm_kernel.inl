@@ -67,6 +67,6 @@ struct Variants {
 }  // namespace
 
 extern const ForwardKernels kAddRmsNormKernels;
-const ForwardKernels kAddRmsNormKernels = Forward<Variants>::kKernels;
+const ForwardKernels kAddRmsNormKernels = ForwardKernelsOf<Variants>::kKernels;
 
 }  // namespace normops::cpu::NORMOPS_ISA

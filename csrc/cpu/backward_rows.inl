@@ -64,13 +64,13 @@ class BackwardRows {
     tile.weight_sum = sum_of_leaf(args_.grad_weight_sums);
     tile.bias_sum = sum_of_leaf(args_.grad_bias_sums);
     tile.begins_leaf = row_ == leaf_ * args_.rows_per_leaf;
-    tile.additions = row_ + count_ == leaf_end_ ? additions_behind(first_leaf_, leaf_ + 1) : 0;
+    tile.merges = row_ + count_ == leaf_end_ ? merges_after(first_leaf_, leaf_ + 1) : 0;
     do {
       tensors_.next_group();
       if (has_sums()) sums_.next_group();
       for (int r = 0; r < count_; r++) {
         tile.rows[tile.count] = RowOp(tensors_.next(r), shared_, tile.count);
-        if constexpr (RowOp::kPlain) {
+        if constexpr (RowOp::kTakesResidualAndSums) {
           if (has_sums()) tile.sums[tile.count] = SumsOfRow<Compute>(sums_.next(r));
         }
         tile.count++;
@@ -79,7 +79,7 @@ class BackwardRows {
   }
 
   void sum(Tile& tile) const {
-    if constexpr (RowOp::kPlain) {
+    if constexpr (RowOp::kTakesResidualAndSums) {
       if (args_.sums == Sums::input) return read_sums(args_, tile);
     }
     dispatch_bool<kForEitherRounding>(args_.rounding.any(), [&](auto casts) {
@@ -129,7 +129,7 @@ class BackwardRows {
     for (int r = 0; r < tile.count; r += tile.rows_per_group) {
       if constexpr (RowOp::kGradRows) {
         dispatch_bool<kForEither>(weight_sum != nullptr, [&](auto wants_grad_weight) NORMOPS_INLINE_LAMBDA {
-          if constexpr (RowOp::kPlain) {
+          if constexpr (RowOp::kTakesResidualAndSums) {
             dispatch_bool<kForEither>(args_.has(kGradResidual), [&](auto has_residual) NORMOPS_INLINE_LAMBDA {
               write_group(tile, ahead, r, begin, end, scale, weight_sum, wants_grad_weight, has_residual, casts);
             });
@@ -166,7 +166,7 @@ class BackwardRows {
     }
   }
 
-  bool has_sums() const { return RowOp::kPlain && args_.sums != Sums::compute; }
+  bool has_sums() const { return RowOp::kTakesResidualAndSums && args_.sums != Sums::compute; }
 
   // Advances to the next rows of all groups in the region, as many as a tile may have of one group.
   void next_rows() {
@@ -227,7 +227,7 @@ class BackwardRows {
                 const auto rest = [&]() NORMOPS_INLINE_LAMBDA {
                   // The residual is not part of the terms: with a pointer to it, GCC 12 keeps the terms in memory,
                   // which takes up to four times as long.
-                  if constexpr (RowOp::kPlain) {
+                  if constexpr (RowOp::kTakesResidualAndSums) {
                     if (has_residual) return fma(minus_c[r], part.x, load<R>(rows[r].residual + column, extent));
                   }
                   return minus_c[r] * part.x;
@@ -236,9 +236,9 @@ class BackwardRows {
                 // dx = dy * rstd * w - x * c + residual, with c = rstd^3 * mean(dy * w * x)
                 Block<R> dx;
                 if (sizeof(typename RowOp::Gradient) == 2 && rounding.any()) {
-                  const Block<R> normalized = cast<RowOp>(part.x * rstd[r], rounding.normalized);
+                  const Block<R> normalized = round_if<RowOp>(part.x * rstd[r], rounding.normalized);
                   const Block<R> dy = gradient_of<RowOp>(part, rounding);
-                  dw[p] = dw[p] + cast<RowOp>(dy * normalized, rounding.normalized);
+                  dw[p] = dw[p] + round_if<RowOp>(dy * normalized, rounding.normalized);
                   dx = fma(weighted<RowOp>(part, w[p], rounding), rstd[r], rest());
                 } else {
                   const Block<R> scaled_dy = part.dy * rstd[r];
@@ -299,7 +299,7 @@ template <class RowOp>
     for (int64_t column = begin; column < end; column += kLanes<R>) {
       compute_t<R>* packed = last + column;
       Block<R> sum = load_packed<R>(packed);
-      for (int added = 0; added < tile.additions; added++) {
+      for (int added = 0; added < tile.merges; added++) {
         packed -= args.sum_stride;
         sum = load_packed<R>(packed) + sum;
       }
@@ -329,7 +329,7 @@ void backward_region(const CpuArgs& args, const Region& region) {
     rows.next_tile(ahead);
     rows.sum(tile);
     rows.write(tile, ahead, 0, args.cols);
-    if (tile.additions > 0) add_last_sums(args, tile, 0, numbers);
+    if (tile.merges > 0) add_last_sums(args, tile, 0, numbers);
   }
 }
 
@@ -355,19 +355,19 @@ void backward_columns(const CpuArgs& args, int64_t row, double square_sum, doubl
   BackwardTile<RowOp> tile;
   rows.next_tile(tile);
   tile.set_sums({square_sum}, {dot}, args.size, args.eps);
-  // Processes one span at a time, so that cleared sums are still in the cache for the additions.
+  // Processes one span at a time, so that cleared sums are still in the cache for the merges.
   for (; begin < end; begin += kSpan) {
     const int64_t last = span_end(begin, end);
     clear(tile, begin, last);
     rows.write(tile, tile, begin, last);
-    if (tile.additions > 0) add_last_sums(args, tile, begin, last);
+    if (tile.merges > 0) add_last_sums(args, tile, begin, last);
   }
 }
 
 // The kernels of an operator's variants: dispatch_row_op(args, visit) calls visit.template operator()<RowOp>() with the
 // selected RowOp, unless no output is requested.
 template <class Variants>
-struct Backward {
+struct BackwardKernelsOf {
   static void rows(const CpuArgs& args, const Region& region) {
     Variants::dispatch_row_op(args, [&]<class RowOp>() {
       wants_sums<RowOp>(args) ? sum_region<RowOp>(args, region) : backward_region<RowOp>(args, region);

@@ -15,7 +15,7 @@ namespace {
 //   kGradRows: whether rows are written; if not, only gradients of parameters are requested
 //   kFormsGradient: whether dy is computed from grad_output, instead of being grad_output itself
 //   kSharedTerms: whether the two sums of a row share costly terms, so that one loop computes both
-//   kPlain: whether it supports a grad_residual, and sums as inputs or outputs
+//   kTakesResidualAndSums: whether it supports a grad_residual, and sums as inputs or outputs
 //   kPairing: how columns of dy are paired
 //   kRowBytes, kAllBytes: the bytes of a column that are read, and that are read or written
 //   Shared: the members that all rows share, constructed from the arguments
@@ -36,7 +36,7 @@ struct BackwardRowOp {
   using Gradient = T;
   using Outputs = Block<R>;
   static constexpr bool kComputeBound = false, kGradRows = true, kFormsGradient = false, kSharedTerms = false,
-                        kPlain = false;
+                        kTakesResidualAndSums = false;
   static constexpr Pairing kPairing = Pairing::none;
   static constexpr auto kRowBytes = static_cast<int64_t>(sizeof(T) + sizeof(R));
   static constexpr int64_t kAllBytes = kRowBytes + sizeof(R);
@@ -90,7 +90,7 @@ struct BackwardRowOp {
 // Returns whether only sums over rows are requested.
 template <class RowOp>
 bool wants_sums(const CpuArgs& args) {
-  return RowOp::kPlain && args.sums == Sums::output;
+  return RowOp::kTakesResidualAndSums && args.sums == Sums::output;
 }
 
 constexpr BackwardConfig kConfig = backward_config(NORMOPS_VECTOR_BYTES);
@@ -119,7 +119,7 @@ struct BackwardTile {
   compute_t<R>* bias_sum;     // the same for grad_bias
   int64_t stride;             // from a group's scale, or sum, to the next one's
   bool begins_leaf;           // whether nothing has been added to the sums yet
-  int additions;              // how often the last two sums are added after the tile
+  int merges;                 // how often the last two sums are added after the tile
   RowOp rows[kBackwardTile];
   compute_t<R> rstd[kBackwardTile], minus_c[kBackwardTile];
   SumsOfRow<compute_t<R>> sums[kBackwardTile];
@@ -159,7 +159,7 @@ NORMOPS_INLINE Rounding rounding_of(Casts, Rounding rounding) {
 
 // Rounds to the type of the gradient, if requested.
 template <class RowOp, class R>
-NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
+NORMOPS_INLINE Block<R> round_if(const Block<R>& block, bool is_wanted) {
   if constexpr (sizeof(typename RowOp::Gradient) == 2) {
     if (is_wanted) return rounded<typename RowOp::Gradient>(block);
   }
@@ -169,13 +169,13 @@ NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
 // Returns the dy of Terms. It is an intermediate result, and may be rounded, if the operator computes it.
 template <class RowOp, class Terms>
 NORMOPS_INLINE auto gradient_of(const Terms& terms, Rounding rounding) {
-  return cast<RowOp>(terms.dy, RowOp::kFormsGradient && rounding.multiplied);
+  return round_if<RowOp>(terms.dy, RowOp::kFormsGradient && rounding.multiplied);
 }
 
 // Returns dy * w.
 template <class RowOp, class Terms, class R>
 NORMOPS_INLINE Block<R> weighted(const Terms& terms, const Block<R>& w, Rounding rounding) {
-  return cast<RowOp>(gradient_of<RowOp>(terms, rounding) * w, rounding.normalized);
+  return round_if<RowOp>(gradient_of<RowOp>(terms, rounding) * w, rounding.normalized);
 }
 
 template <class RowOp, class Row, class Compute>
@@ -227,7 +227,7 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired
               return sum;
             });
       });
-  return folded[kBefore] + folded[kPaired] + folded[kBehind];
+  return folded[kBefore] + folded[kPaired] + folded[kAfter];
 }
 
 template <class RowOp>
@@ -293,7 +293,7 @@ template <class RowOp, class Casts>
     add_sums<R>(square_folds, tile.count, squares);
     if (RowOp::kGradRows) add_sums<R>(dot_folds, tile.count, dots);
   }
-  if constexpr (RowOp::kPlain) {
+  if constexpr (RowOp::kTakesResidualAndSums) {
     if (wants_sums<RowOp>(args)) {
       for (int r = 0; r < tile.count; r++) {
         *tile.sums[r].square_sum = static_cast<compute_t<R>>(squares[r]);

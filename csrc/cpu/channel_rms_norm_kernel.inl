@@ -11,10 +11,10 @@ namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
 // Computes rstd of a tile's positions (kSquares), and minus_c (kDots), in T's packed order. Prefetches the channels to
-// be written, unless they are null.
+// be to_prefetch, unless they are null.
 template <class T, class G, bool kSquares, bool kDots>
 [[gnu::noinline]] void sum_positions(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy,
-                                     const ChannelsOf<T>& written, int64_t width, float* rstd, float* minus_c) {
+                                     const ChannelsOf<T>& to_prefetch, int64_t width, float* rstd, float* minus_c) {
   constexpr int kSums = kSquares + kDots, kAtOnce = kSummedBlocks<T, kSums>;
   const auto* const scale = static_cast<const float*>(args.scale);
   each_blocks<T, kAtOnce>(width, [&](auto count, int64_t position, auto extent) NORMOPS_INLINE_LAMBDA {
@@ -24,7 +24,7 @@ template <class T, class G, bool kSquares, bool kDots>
 #pragma GCC unroll 4
       for (int b = 0; b < kBlocks; b++) {
         const int64_t column = position + b * kLanes<T>;
-        if (kSquares && written.first != nullptr) prefetch(written[channel] + column);
+        if (kSquares && to_prefetch.first != nullptr) prefetch(to_prefetch[channel] + column);
         const Block<T> h = load<T>(x[channel] + column, extent);
         if constexpr (kSquares) sums[b][0] = fma(h, h, sums[b][0]);
         if constexpr (kDots) {
@@ -80,9 +80,9 @@ template <class T, class StorePolicy, class IsActivated>
 
 // Returns the first row, from this one on, where a tile may begin: a multiple of 64 positions in its sample.
 inline int64_t tile_boundary(const CpuArgs& args, int64_t row) {
-  constexpr int64_t kStep = 64;
+  constexpr int64_t kTileStart = 64;
   const int64_t positions = args.channels->positions, position = row % positions,
-                next = (position + kStep - 1) / kStep * kStep;
+                next = (position + kTileStart - 1) / kTileStart * kTileStart;
   return row - position + (next < positions ? next : positions);
 }
 
@@ -251,7 +251,7 @@ class LeafSums {
       add_rows<T, G>(args_, x, dy, begin, end, rstd, sums[0], sums[1]);
       if (row + end < last) continue;
       for (float* const sum : sums) {
-        if (sum != nullptr) add_last(sum, additions_behind(first_leaf_, leaf + 1));
+        if (sum != nullptr) add_last(sum, merges_after(first_leaf_, leaf + 1));
       }
     }
   }
@@ -261,9 +261,9 @@ class LeafSums {
     return sums == nullptr ? nullptr : static_cast<float*>(sums) + sum_count(first_leaf_, leaf) * args_.sum_stride;
   }
 
-  // Adds the last sum to the one before it, `additions` times.
-  void add_last(float* last, int additions) const {
-    for (; additions > 0; additions--, last -= args_.sum_stride) {
+  // Adds the last sum to the one before it, `merges` times.
+  void add_last(float* last, int merges) const {
+    for (; merges > 0; merges--, last -= args_.sum_stride) {
       float* const before = last - args_.sum_stride;
       for (int64_t i = 0; i < args_.sum_stride; i++) before[i] += last[i];
     }
@@ -292,7 +292,7 @@ void backward(const CpuArgs& args, const Region& region) {
                next_dy = channels_of<const T>(args, kGradOutput, ahead);
     const bool writes = args.has(kGradInput);
     const auto dx = writes ? channels_of<T>(args, kGradInput, tile) : ChannelsOf<T>(),
-               written = non_temporal ? ChannelsOf<T>() : dx;
+               to_prefetch = non_temporal ? ChannelsOf<T>() : dx;
     const auto finish = [&]<class G>(const ChannelsOf<const G>& dy) {
       for_each_block<T>(0, tile.width, [&](int64_t position, auto) {
         store(natural_rstd + position, load_packed<T>(rstd + position));
@@ -304,13 +304,13 @@ void backward(const CpuArgs& args, const Region& region) {
       });
     };
     if (!args.channels->is_activated) {
-      sum_positions<T, T, true, true>(args, x, grad_output, written, tile.width, rstd, minus_c);
+      sum_positions<T, T, true, true>(args, x, grad_output, to_prefetch, tile.width, rstd, minus_c);
       finish(grad_output);
     } else {
-      sum_positions<T, T, true, false>(args, x, {}, written, tile.width, rstd, nullptr);
+      sum_positions<T, T, true, false>(args, x, {}, to_prefetch, tile.width, rstd, nullptr);
       form_gradients<T>(args, x, grad_output, tile.width, rstd, formed);
       const ChannelsOf<const float> dy = {formed.first, formed.stride};
-      sum_positions<T, float, false, true>(args, x, dy, written, tile.width, rstd, minus_c);
+      sum_positions<T, float, false, true>(args, x, dy, to_prefetch, tile.width, rstd, minus_c);
       finish(dy);
     }
   }

@@ -87,8 +87,8 @@ struct WrittenRow {
 #pragma GCC unroll 2
     for (int p = 0; p < Parts::kCount; p++) {
       const Block<R> h = row.template h<false>(parts.column(column, p), extent);
-      blocks[p] = cast(h * rstd, rounding.normalized) * load_packed<R>(scale + parts.packed(column, p));
-      if constexpr (kFinishes) blocks[p] = cast(blocks[p], rounding.multiplied);
+      blocks[p] = round_if(h * rstd, rounding.normalized) * load_packed<R>(scale + parts.packed(column, p));
+      if constexpr (kFinishes) blocks[p] = round_if(blocks[p], rounding.multiplied);
     }
     if constexpr (kFinishes) row.finish(parts, blocks, column, extent);
   }
@@ -113,7 +113,7 @@ struct WrittenRow {
   }
 
  private:
-  static NORMOPS_INLINE Block<R> cast(const Block<R>& block, bool is_wanted) {
+  static NORMOPS_INLINE Block<R> round_if(const Block<R>& block, bool is_wanted) {
     if constexpr (kCasts) {
       if (is_wanted) return rounded<T>(block);
     }
@@ -316,7 +316,7 @@ void forward_rows(const CpuArgs& args, int64_t begin, int64_t end) {
 // The kernels of an operator's variants: dispatch_row_op(args, visit) calls visit.template operator()<RowOp>() with the
 // selected RowOp.
 template <class Variants>
-struct Forward {
+struct ForwardKernelsOf {
   static void rows(const CpuArgs& args, int64_t begin, int64_t end) {
     Variants::dispatch_row_op(args, [&]<class RowOp>() { forward_rows<RowOp>(args, begin, end); });
   }

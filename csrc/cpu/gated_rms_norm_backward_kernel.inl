@@ -61,8 +61,8 @@ struct GatedRmsNormBackward : BackwardRowOp<T, T> {
 
     NORMOPS_INLINE Outputs outputs(const Block<T>& gradient, const Block<T>& rstd, const Block<T>& w) const {
       if constexpr (kNormFirst) {
-        const Block<T> normalized = cast<GatedRmsNormBackward>(x * rstd, rounding.normalized);
-        return {gradient, cast<GatedRmsNormBackward>(normalized * w, rounding.multiplied) * slope};
+        const Block<T> normalized = round_if<GatedRmsNormBackward>(x * rstd, rounding.normalized);
+        return {gradient, round_if<GatedRmsNormBackward>(normalized * w, rounding.multiplied) * slope};
       }
       return {gradient * value, gradient * slope};
     }
@@ -120,6 +120,6 @@ struct Variants {
 }  // namespace
 
 extern const BackwardKernels kGatedRmsNormBackwardKernels;
-const BackwardKernels kGatedRmsNormBackwardKernels = Backward<Variants>::kKernels;
+const BackwardKernels kGatedRmsNormBackwardKernels = BackwardKernelsOf<Variants>::kKernels;
 
 }  // namespace normops::cpu::NORMOPS_ISA

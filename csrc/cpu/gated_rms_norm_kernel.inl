@@ -94,6 +94,6 @@ struct Variants {
 }  // namespace
 
 extern const ForwardKernels kGatedRmsNormKernels;
-const ForwardKernels kGatedRmsNormKernels = Forward<Variants>::kKernels;
+const ForwardKernels kGatedRmsNormKernels = ForwardKernelsOf<Variants>::kKernels;
 
 }  // namespace normops::cpu::NORMOPS_ISA

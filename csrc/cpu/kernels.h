@@ -147,16 +147,16 @@ struct BackwardKernels {
   void (*columns)(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end);
 };
 
-// A sum over rows of a group, after which the last two sums are added `additions` times.
-struct RowSum {
+// A sum over rows of a group, after which the last two sums are added `merges` times.
+struct ParameterSum {
   const void* numbers;
-  int additions;
+  int merges;
 };
 
 struct RmsNormBackwardKernels {
   BackwardKernels backward;
   // Computes grad_weight[:columns] = columns [first, first + columns) of the total of these sums.
-  void (*grad_weight)(DType dtype, DType weight_dtype, const RowSum* sums, int64_t count, int64_t first,
+  void (*grad_weight)(DType dtype, DType weight_dtype, const ParameterSum* sums, int64_t count, int64_t first,
                       void* grad_weight, int64_t columns);
 };
 

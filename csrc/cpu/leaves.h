@@ -18,7 +18,7 @@ struct Region {
 
 // Returns how often the last two sums are added after a sum of `leaves` leaves (a power of two) that ends at leaf
 // `end`. The first leaf is `begin`.
-inline int additions_behind(int64_t begin, int64_t end, int64_t leaves = 1) {
+inline int merges_after(int64_t begin, int64_t end, int64_t leaves = 1) {
   int count = 0;
   for (int64_t size = 2 * leaves; end % size == 0 && end - size >= begin; size *= 2) count++;
   return count;

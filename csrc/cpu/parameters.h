@@ -61,9 +61,10 @@ class Scale {
                          });
   }
 
-  // own_count() is the size of a part's scratch. in() returns the scale of some groups, which may be in that scratch.
+  // own_count() is the size of a part's scratch. converted() returns the scale of some groups, which may be in that
+  // scratch.
   int64_t own_count() const { return conversion_ == Conversion::each ? most_groups_ * layout_.packed_cols() : 0; }
-  const void* in(Scratch& own, int64_t group, int64_t groups) const noexcept {
+  const void* converted(Scratch& own, int64_t group, int64_t groups) const noexcept {
     if (conversion_ == Conversion::none) return of_group(args_, layout_, const_cast<void*>(args_.weight.data), group);
     if (conversion_ == Conversion::together) return of_group(args_, layout_, const_cast<void*>(shared_.data()), group);
     for (int64_t i = 0; i < groups; i++) {
@@ -116,7 +117,7 @@ class Gradient {
   // Computes the gradient, if the region is a whole strip.
   void end(int64_t part, const Region& region) noexcept {
     if (!args_.has(index_) || !division_.is_whole_strip(region)) return;
-    RowSum sums[kMostSums];
+    ParameterSum sums[kMostSums];
     const int64_t count = list(part, region, sums);
     close(sums, count);
     parallel_for_columns(
@@ -132,12 +133,12 @@ class Gradient {
       int64_t first, count;  // of the strip in `sums`
     };
     std::vector<Strip> strips;
-    std::vector<RowSum> sums;
+    std::vector<ParameterSum> sums;
     for (int64_t part = 0; part < parts_; part++) {
       division_.each_region_of_part(part, parts_, [&](const Region& region) {
         if (division_.is_whole_strip(region)) return;
         if (region.row == 0) strips.push_back({region, static_cast<int64_t>(sums.size()), 0});
-        RowSum of_region[kMostSums];
+        ParameterSum of_region[kMostSums];
         const int64_t count = list(part, region, of_region);
         sums.insert(sums.end(), of_region, of_region + count);
         Strip& strip = strips.back();
@@ -161,26 +162,26 @@ class Gradient {
   int64_t stride_bytes() const { return stride() * size_of(compute_dtype(args_.dtype())); }
 
   // Lists the sums of a region, and returns how many there are.
-  int64_t list(int64_t part, const Region& region, RowSum* sums) noexcept {
+  int64_t list(int64_t part, const Region& region, ParameterSum* sums) noexcept {
     const char* sum = static_cast<const char*>(sums_of(part, region));
     const int64_t rows = division_.rows_per_leaf();
     int64_t count = 0;
     each_sum(region.row / rows, divide_up(region.row + region.rows, rows), [&](int64_t end, int64_t leaves) {
-      sums[count++] = {sum, additions_behind(0, end, leaves)};
+      sums[count++] = {sum, merges_after(0, end, leaves)};
       sum += stride_bytes();
     });
     return count;
   }
 
-  // Schedules the additions of a strip's remaining sums after the last one.
-  static void close(RowSum* sums, int64_t count) noexcept {
+  // Schedules the merges of a strip's remaining sums after the last one.
+  static void close(ParameterSum* sums, int64_t count) noexcept {
     int left = 0;
-    for (int64_t i = 0; i < count; i++) left += 1 - sums[i].additions;
-    sums[count - 1].additions += left - 1;
+    for (int64_t i = 0; i < count; i++) left += 1 - sums[i].merges;
+    sums[count - 1].merges += left - 1;
   }
 
   // Computes packed columns [begin, end) of the gradient, for one group of a strip.
-  void add_up(const Region& strip, int64_t group, int64_t begin, int64_t end, const RowSum* sums,
+  void add_up(const Region& strip, int64_t group, int64_t begin, int64_t end, const ParameterSum* sums,
               int64_t count) const noexcept {
     const auto& [data, dtype, layout] = args_[index_];
     char* const gradient = static_cast<char*>(data) + (strip.group + group) * args_.cols * size_of(dtype);
@@ -212,7 +213,7 @@ class Parameters {
 
   void begin(CpuArgs& args, Scratch& own, int64_t part, const Region& region) noexcept {
     args.first_group = region.group;
-    args.scale = scale_.in(own, region.group, region.groups);
+    args.scale = scale_.converted(own, region.group, region.groups);
     args.sum_stride = weight_.stride();
     args.grad_weight_sums = weight_.sums_of(part, region);
     args.grad_bias_sums = bias_.sums_of(part, region);

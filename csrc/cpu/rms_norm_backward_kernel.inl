@@ -17,7 +17,7 @@ struct RmsNormBackward : BackwardRowOp<R, T> {
       return std::array{kGradOutput, kInput};
     }
   }();
-  static constexpr bool kGradRows = kWritten, kPlain = true;
+  static constexpr bool kGradRows = kWritten, kTakesResidualAndSums = true;
 
   const R* residual;
 
@@ -45,21 +45,21 @@ struct Variants {
 };
 
 template <class T, class W>
-void grad_weight_columns(const RowSum* sums, int64_t count, int64_t first, W* grad_weight, int64_t columns) {
+void grad_weight_columns(const ParameterSum* sums, int64_t count, int64_t first, W* grad_weight, int64_t columns) {
   for_each_block<T>(0, columns, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
     Block<T> left[64];
     int last = -1;
     for (int64_t i = 0; i < count; i++) {
       Block<T> sum = load_packed<T>(static_cast<const compute_t<T>*>(sums[i].numbers) + first + column);
-      for (int added = 0; added < sums[i].additions; added++) sum = left[last--] + sum;
+      for (int added = 0; added < sums[i].merges; added++) sum = left[last--] + sum;
       left[++last] = sum;
     }
     store(grad_weight + column, left[0], extent);
   });
 }
 
-void grad_weight(DType dtype, DType weight_dtype, const RowSum* sums, int64_t count, int64_t first, void* grad_weight,
-                 int64_t columns) {
+void grad_weight(DType dtype, DType weight_dtype, const ParameterSum* sums, int64_t count, int64_t first,
+                 void* grad_weight, int64_t columns) {
   dispatch(dtype, [&]<class T>() {
     dispatch(weight_dtype,
              [&]<class W>() { grad_weight_columns<T>(sums, count, first, static_cast<W*>(grad_weight), columns); });
@@ -69,6 +69,6 @@ void grad_weight(DType dtype, DType weight_dtype, const RowSum* sums, int64_t co
 }  // namespace
 
 extern const RmsNormBackwardKernels kRmsNormBackwardKernels;
-const RmsNormBackwardKernels kRmsNormBackwardKernels = {Backward<Variants>::kKernels, grad_weight};
+const RmsNormBackwardKernels kRmsNormBackwardKernels = {BackwardKernelsOf<Variants>::kKernels, grad_weight};
 
 }  // namespace normops::cpu::NORMOPS_ISA

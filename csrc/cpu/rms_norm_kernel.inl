@@ -87,6 +87,6 @@ struct Variants {
 }  // namespace
 
 extern const RmsNormKernels kRmsNormKernels;
-const RmsNormKernels kRmsNormKernels = {scale, Forward<Variants>::kKernels};
+const RmsNormKernels kRmsNormKernels = {scale, ForwardKernelsOf<Variants>::kKernels};
 
 }  // namespace normops::cpu::NORMOPS_ISA

@@ -53,6 +53,6 @@ struct Variants {
 }  // namespace
 
 extern const BackwardKernels kRmsNormRopeBackwardKernels;
-const BackwardKernels kRmsNormRopeBackwardKernels = {Backward<Variants>::rows, nullptr, nullptr};
+const BackwardKernels kRmsNormRopeBackwardKernels = {BackwardKernelsOf<Variants>::rows, nullptr, nullptr};
 
 }  // namespace normops::cpu::NORMOPS_ISA

@@ -43,6 +43,6 @@ struct Variants {
 }  // namespace
 
 extern const ForwardKernels kRmsNormRopeKernels;
-const ForwardKernels kRmsNormRopeKernels = {Forward<Variants>::rows};
+const ForwardKernels kRmsNormRopeKernels = {ForwardKernelsOf<Variants>::rows};
 
 }  // namespace normops::cpu::NORMOPS_ISA

@@ -45,7 +45,7 @@ struct Angles {
   // Rotates blocks whose first one begins at `column`, or applies the transpose if kBack. For columns i, j of a pair:
   //   y[i] = x[i] * cos[i] - x[j] * sin[i], y[j] = x[j] * cos[j] + x[i] * sin[j]
   template <bool kBack, class Extent>
-  NORMOPS_INLINE void turn(const HalfPair&, Block<R> (&y)[2], int64_t column, Extent extent) const {
+  NORMOPS_INLINE void turn(const SplitPair&, Block<R> (&y)[2], int64_t column, Extent extent) const {
     const W *const cosines = cos + (column - offset), *const sines = sin + (column - offset);
     const Block<R> c = convert<R>(cosines, extent), s = convert<R>(sines, extent);
     if (of_pair) {

@@ -20,7 +20,7 @@ constexpr int place_of(TensorIndex tensor) {
 }
 
 // The segments of a row: the columns before the paired ones, the paired ones, and the columns after them.
-constexpr int kBefore = 0, kPaired = 1, kBehind = 2, kSegments = 3;
+constexpr int kBefore = 0, kPaired = 1, kAfter = 2, kSegments = 3;
 
 // Maps blocks that are processed together to their columns and packed positions. A SingleBlock is processed alone.
 struct SingleBlock {
@@ -33,7 +33,7 @@ struct SingleBlock {
 };
 
 // Two blocks: the second columns of pairs are `pairs` columns after the first ones.
-struct HalfPair {
+struct SplitPair {
   static constexpr int kCount = 2;
   int64_t pairs, packed_offset, packed_pairs;
   int segment = kPaired;
@@ -79,7 +79,7 @@ NORMOPS_INLINE auto* scale_of(const CpuArgs& args, int64_t group) {
 }
 
 // Calls visit(parts, begin, end) for the segments of columns [begin, end). With pairs, these must be all columns of the
-// row, and the paired segment comes first. A HalfPair counts only the first columns of pairs.
+// row, and the paired segment comes first. A SplitPair counts only the first columns of pairs.
 template <class R, Pairing pairing, class Visit>
 NORMOPS_INLINE void each_segment([[maybe_unused]] const RotaryColumns& paired, int64_t begin, int64_t end,
                                  Visit visit) {
@@ -92,7 +92,7 @@ NORMOPS_INLINE void each_segment([[maybe_unused]] const RotaryColumns& paired, i
     int64_t packed_behind;
     if constexpr (pairing == Pairing::rotate_half) {
       const int64_t packed_pairs = padded_cols(dtype, pairs);
-      visit(HalfPair{pairs, packed, packed_pairs}, first, first + pairs);
+      visit(SplitPair{pairs, packed, packed_pairs}, first, first + pairs);
       packed_behind = packed + 2 * (packed_pairs - pairs);
     } else {
       visit(InterleavedBlock{{packed, kPaired}}, first, behind);
@@ -101,16 +101,16 @@ NORMOPS_INLINE void each_segment([[maybe_unused]] const RotaryColumns& paired, i
     if (first == 0 && behind >= end) [[likely]]
       return;
     const auto visit_one = [&](int segment) NORMOPS_INLINE_LAMBDA {
-      const bool is_behind = segment == kBehind;
-      visit(SingleBlock{is_behind ? packed_behind : 0, segment}, is_behind ? behind : begin, is_behind ? end : first);
+      const bool is_after = segment == kAfter;
+      visit(SingleBlock{is_after ? packed_behind : 0, segment}, is_after ? behind : begin, is_after ? end : first);
     };
     if constexpr (kEvenOdd<R>) {
       if (first > 0) visit_one(kBefore);
-      if (behind < end) visit_one(kBehind);
+      if (behind < end) visit_one(kAfter);
     } else {
       // One instance for both unpaired segments, which are short. For bfloat16 it takes 1.1 of the time of two.
-      for (int segment = first > 0 ? kBefore : kBehind; segment <= (behind < end ? kBehind : kBefore);
-           segment += kBehind) {
+      for (int segment = first > 0 ? kBefore : kAfter; segment <= (behind < end ? kAfter : kBefore);
+           segment += kAfter) {
         visit_one(segment);
       }
     }

@@ -137,13 +137,13 @@ void parallel_over_rows(const CpuArgs& args, int64_t own_count, int64_t end, int
 }
 
 // Runs the kernels of a forward. `scale` is weight + its offset: scale.own_count() is the scratch that a part needs for
-// it, and scale.in(own, group, groups) returns the scale of some groups, in that scratch or elsewhere.
+// it, and scale.converted(own, group, groups) returns the scale of some groups, in that scratch or elsewhere.
 template <class Scale>
 void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale& scale) {
   const int64_t groups = args.weight.groups;
   parallel_over_rows(args, scale.own_count(), args.rows, grain(args.cols),
                      [&](int64_t, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
-                       args.scale = scale.in(own, 0, groups);
+                       args.scale = scale.converted(own, 0, groups);
                        kernels.rows(args, begin, end);
                      });
 }

@@ -125,7 +125,7 @@ struct BiasOf {
   template <class Index>
   __device__ void add(Numbers<T>& y, int64_t first, int64_t offset, Index column, Index count) const {
     if (rows.bytes.data == nullptr) return;
-    cast<T>(y, rounds);
+    round_if<T>(y, rounds);
     const Numbers<T> bias = load_numbers(rows, rows.row(first, offset), column, count);
 #pragma unroll
     for (int i = 0; i < kPack<T>; i++) y.element[i] += bias.element[i];

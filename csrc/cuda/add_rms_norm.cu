@@ -15,7 +15,7 @@ struct Addition {
   template <int kPacks>
   __device__ void round_products(Elements<T, kPack<R>> (&x)[kPacks]) const {
     if (rounded_factor == 1) return;
-    compiler_barrier();  // see cast()
+    compiler_barrier();  // see round_if()
 #pragma unroll
     for (int p = 0; p < kPacks; p++) {
       Numbers<R> product = to_compute<R>(x[p]);
@@ -100,7 +100,7 @@ struct AddRmsNormKernels : OperatorKernels {
     dispatch_pair(args[kInput].dtype, args.dtype(), visit);
   }
   template <class T, class R>
-  static auto own(const KernelArgs& args) {
+  static auto extra_args(const KernelArgs& args) {
     const auto alpha = static_cast<compute_t<R>>(args.alpha);
     const bool rounds = args.rounding.multiplied;
     return std::tuple(rows_of<const R, R>(args[kResidual], args.cols), rows_of<R, R>(args[kResidualOut], args.cols),

@@ -9,7 +9,7 @@ namespace normops::cuda {
 
 // T is the type of grad_output, R that of all other rows.
 template <class T, class R>
-struct Backward : NormArgs<R> {
+struct BackwardArgs : NormArgs<R> {
   RowsOf<const T> grad_output;
   RowsOf<const R> input;
   RowsOf<const R> grad_residual;  // data is null without one
@@ -43,24 +43,24 @@ struct Terms {
   Values h;
 };
 
-// The prologue, passed as Gate, of an operator without one: dy is grad_output, h is input, and grad_input is dh. Other
-// prologues have the same functions, which compute dy and h from grad_output and input, and grad_input from dh.
+// The prologue, passed as Prologue, of an operator without one: dy is grad_output, h is input, and grad_input is dh.
+// Other prologues have the same functions, which compute dy and h from grad_output and input, and grad_input from dh.
 struct IdentityPrologue {
   // Returns true if a residual is supported, and sums as inputs or outputs.
   static constexpr bool is_identity() { return true; }
   struct Nothing {};
-  struct Activated {
+  struct Prepared {
     __device__ Nothing operator[](int) const { return {}; }
   };
 
-  // A thread's gates for kPacks packs of a row. activate() converts these, and the packs of grad_output, once for both
+  // A thread's gates for kPacks packs of a row. prepare() converts these, and the packs of grad_output, once for both
   // passes.
   template <int kPacks>
   struct Held {
     template <class... Place>
     __device__ void load(const IdentityPrologue&, const Place&...) {}
     template <class Columns, class Gradients>
-    __device__ Activated activate(const IdentityPrologue&, const Columns&, const Gradients&) const {
+    __device__ Prepared prepare(const IdentityPrologue&, const Columns&, const Gradients&) const {
       return {};
     }
   };
@@ -70,7 +70,7 @@ struct IdentityPrologue {
 
   // The same for packs that are processed together; p is the first of them.
   template <class Columns, class Gradients>
-  __device__ Activated activate(Nothing, const Columns&, int64_t, const Gradients&) const {
+  __device__ Prepared prepare(Nothing, const Columns&, int64_t, const Gradients&) const {
     return {};
   }
 
@@ -93,7 +93,7 @@ __device__ void add_terms(const TermsOfPack& terms, const Numbers<R>& scale, boo
   Numbers<R> g = to_compute<R>(terms.dy);
 #pragma unroll
   for (int i = 0; i < kPack<R>; i++) g.element[i] *= scale.element[i];
-  cast<T>(g, casts);
+  round_if<T>(g, casts);
 #pragma unroll
   for (int i = 0; i < kPack<R>; i++) {
     compute_t<R>& chain = dots[i % kChains<R>];
@@ -109,21 +109,21 @@ __device__ Numbers<R> gradients(const TermsOfPack& terms, const Numbers<R>& scal
   const Numbers<R> dy = to_compute<R>(terms.dy), x = to_compute<R>(terms.h);
   Numbers<R> dx;
   if (sizeof(T) == 2 && casts) {
-    compiler_barrier();  // see cast()
+    compiler_barrier();  // see round_if()
     Numbers<R> g, n;
 #pragma unroll
     for (int i = 0; i < kPack<R>; i++) {
       g.element[i] = dy.element[i] * scale.element[i];
       n.element[i] = x.element[i] * row.rstd;
     }
-    cast<T>(g, true);
-    cast<T>(n, true);
+    round_if<T>(g, true);
+    round_if<T>(n, true);
 #pragma unroll
     for (int i = 0; i < kPack<R>; i++) {
       dx.element[i] = fma_rn(g.element[i], row.rstd, fma_rn(-row.c, x.element[i], residual.element[i]));
       n.element[i] *= dy.element[i];
     }
-    cast<T>(n, true);
+    round_if<T>(n, true);
 #pragma unroll
     for (int i = 0; i < kPack<R>; i++) add(i, n.element[i], 1);
   } else {
@@ -234,10 +234,10 @@ int64_t weight_sum_bytes(const LaunchShape& shape) {
 
 // Processes rows that fit into registers: each element is read once. A block takes rows until none is left, then writes
 // its partial sum of grad_weight. The sums over a row are those of h^2 and of dy * w * h.
-template <int kPacks, class Access, class T, class R, class Columns, class Gate>
-__device__ void backward_rows(const Backward<T, R>& args, const Columns& columns, const Gate& gate) {
+template <int kPacks, class Access, class T, class R, class Columns, class Prologue>
+__device__ void backward_rows(const BackwardArgs<T, R>& args, const Columns& columns, const Prologue& prologue) {
   using Compute = compute_t<R>;
-  const Sums kind = Gate::is_identity() ? args.sums.template kind<Access>() : Sums::compute;
+  const Sums kind = Prologue::is_identity() ? args.sums.template kind<Access>() : Sums::compute;
   const auto& grad_output = view<Access>(args.grad_output);
   const auto& input = view<Access>(args.input);
   const auto& grad_residual = view<Access>(args.grad_residual);
@@ -274,14 +274,14 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
   struct Loaded {
     Pack<R> x[kPacks];
     Elements<T, kPack<R>> dy[kPacks];
-    typename Gate::template Held<kPacks> held;
+    typename Prologue::template Held<kPacks> held;
     Compute sums[2];
   };
   const auto load_row = [&](int64_t row) {
     Loaded loaded;
     load_packs<R>(loaded.x, input, input.row(row), row < args.rows, columns);
     load_packs<R>(loaded.dy, grad_output, grad_output.row(row), row < args.rows, columns);
-    loaded.held.load(gate, row, row < args.rows, columns);
+    loaded.held.load(prologue, row, row < args.rows, columns);
     if (kind == Sums::input && row < args.rows) args.sums.read(loaded.sums, row);
     return loaded;
   };
@@ -303,19 +303,19 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
     }
     auto& [x, dy, held, sums] = loaded;
 
-    const auto activated = held.activate(gate, columns, dy);
+    const auto prepared = held.prepare(prologue, columns, dy);
     if (kind != Sums::input) {
       Compute squares[kChains<R>] = {}, dots[kChains<R>] = {};
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
-        add_terms<T, R>(gate.terms(dy[p], x[p], activated[p]), scale_of(p), args.rounding.normalized, squares, dots);
+        add_terms<T, R>(prologue.terms(dy[p], x[p], prepared[p]), scale_of(p), args.rounding.normalized, squares, dots);
         keep_few_registers<kPacks>();
       }
       sums[0] = fold(squares), sums[1] = fold(dots);
       sum_row(sums);
     }
     if (row >= args.rows) continue;
-    if constexpr (Gate::is_identity()) {
+    if constexpr (Prologue::is_identity()) {
       if (kind == Sums::output) {
         args.sums.write(columns, sums, row);
         continue;
@@ -326,7 +326,7 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
     const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
     keep_packed(x);
     keep_packed(dy);
-    const auto gate_target = gate.row_of_gradient(row);
+    const auto prologue_target = prologue.row_of_gradient(row);
     const auto write = [&]<bool kHasResidual>() {
       const R* residual = nullptr;
       if constexpr (kHasResidual) residual = columns.of_row(grad_residual.row(row));
@@ -335,17 +335,17 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
         const int offset = columns.offset(p), count = columns.count(p);
         Numbers<R> dz = {};
         if constexpr (kHasResidual) dz = load_residual(grad_residual, residual, offset, count);
-        const auto terms = gate.terms(dy[p], x[p], activated[p]);
+        const auto terms = prologue.terms(dy[p], x[p], prepared[p]);
         const Numbers<R> w = scale_of(p);
         const auto add = [&](int i, Compute a, Compute b) { dw.at(p, i) = fma_rn(a, b, dw.at(p, i)); };
         Numbers<R> dx = gradients<T, R>(terms, w, dz, factors, args.rounding.normalized, add);
-        gate.finish(dx, terms, w, factors, gate_target, columns.column(p), count);
+        prologue.finish(dx, terms, w, factors, prologue_target, columns.column(p), count);
         store(grad_input, target, offset, written.count(p), from_compute<R>(dx));
         keep_few_registers<kPacks>();
       }
     };
     // Branches once for each row, unless that would duplicate too much code.
-    if (Gate::is_identity() && (kPacks == 16 || grad_residual.data != nullptr)) {
+    if (Prologue::is_identity() && (kPacks == 16 || grad_residual.data != nullptr)) {
       write.template operator()<true>();
     } else {
       write.template operator()<false>();
@@ -355,10 +355,11 @@ __device__ void backward_rows(const Backward<T, R>& args, const Columns& columns
 }
 
 // Processes rows of any width, which are read twice. The block accumulates its sum of grad_weight in global memory.
-template <class T, class R, class Columns, class Gate>
-__device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Columns& columns, const Gate& gate) {
+template <class T, class R, class Columns, class Prologue>
+__device__ void backward_rows_of_any_width(const BackwardArgs<T, R>& args, const Columns& columns,
+                                           const Prologue& prologue) {
   using Compute = compute_t<R>;
-  const Sums kind = Gate::is_identity() ? args.sums.what : Sums::compute;
+  const Sums kind = Prologue::is_identity() ? args.sums.what : Sums::compute;
   constexpr int kTogether = Columns::kTogether;
   pdl_wait(args.pdl);
   __shared__ RowSumShared<double, 2> shared;
@@ -371,7 +372,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Col
     const R* const x_row = args.input.row(row);
     const T* const dy_row = args.grad_output.row(row);
     const R* const residual_row = args.grad_residual.row(row);
-    const auto gate_row = gate.row(row);
+    const auto prologue_row = prologue.row(row);
     // Loads all packs that are processed together, then calls use(terms, pack) for each.
     const auto with_terms = [&](int64_t p, auto use) {
       Pack<R> x[kTogether];
@@ -382,9 +383,9 @@ __device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Col
         dy[t] = load<kPack<R>>(args.grad_output, dy_row, column, count);
         x[t] = load<kPack<R>>(args.input, x_row, column, count);
       }
-      const auto activated = gate.activate(gate_row, columns, p, dy);
+      const auto prepared = prologue.prepare(prologue_row, columns, p, dy);
 #pragma unroll
-      for (int t = 0; t < kTogether; t++) use(gate.terms(dy[t], x[t], activated[t]), p + t);
+      for (int t = 0; t < kTogether; t++) use(prologue.terms(dy[t], x[t], prepared[t]), p + t);
     };
     Compute sums[2];
     if (kind == Sums::input) {
@@ -406,7 +407,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Col
       sums[0] = static_cast<Compute>(spans[0]), sums[1] = static_cast<Compute>(spans[1]);
     }
 
-    if constexpr (Gate::is_identity()) {
+    if constexpr (Prologue::is_identity()) {
       if (kind == Sums::output) {
         args.sums.write(columns, sums, row);
         continue;
@@ -414,7 +415,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Col
     }
 
     const auto factors = factors_of(sums[0], sums[1], args.inverse_cols, args.eps);
-    const auto gate_target = gate.row_of_gradient(row);
+    const auto prologue_target = prologue.row_of_gradient(row);
     const auto write = [&](const auto& terms, int64_t p) {
       const int64_t column = columns.column(p), count = columns.count(p);
       const Numbers<R> w = scale.numbers({}, column, count);
@@ -425,7 +426,7 @@ __device__ void backward_rows_of_any_width(const Backward<T, R>& args, const Col
       };
       Numbers<R> dx = gradients<T, R>(terms, w, load_residual(args.grad_residual, residual_row, column, count), factors,
                                       args.rounding.normalized, add);
-      gate.finish(dx, terms, w, factors, gate_target, column, count);
+      prologue.finish(dx, terms, w, factors, prologue_target, column, count);
       if (args.grad_input.data != nullptr) {
         store(args.grad_input, args.grad_input.row(row), column, count, from_compute<R>(dx));
       }
@@ -466,18 +467,18 @@ template <class Kernels>
 void launch_backward(const KernelArgs& args, const Device& device, Stream stream, const AllocatePartials& allocate) {
   dispatch_kernels<Kernels>(args, device, [&]<class T, class R, int kPacks>(const RowConfig& config) {
     const LaunchShape shape = backward_shape<Kernels, T, R, kPacks>(config, args, device);
-    const int64_t begins = Kernels::begins(args);
-    Backward<T, R> backward = {norm_args_of<R>(args, begins, device.pdl),
-                               rows_of<const T, R>(args[kGradOutput], begins),
-                               rows_of<const R, R>(args[kInput], begins),
-                               rows_of<const R, R>(args[kGradResidual], begins),
-                               rows_of<R, R>(args[kGradInput], begins),
-                               SumsOfRows<compute_t<R>, 2>(args),
-                               nullptr};
+    const int64_t or_of_starts = Kernels::or_of_starts(args);
+    BackwardArgs<T, R> backward = {norm_args_of<R>(args, or_of_starts, device.pdl),
+                                   rows_of<const T, R>(args[kGradOutput], or_of_starts),
+                                   rows_of<const R, R>(args[kInput], or_of_starts),
+                                   rows_of<const R, R>(args[kGradResidual], or_of_starts),
+                                   rows_of<R, R>(args[kGradInput], or_of_starts),
+                                   SumsOfRows<compute_t<R>, 2>(args),
+                                   nullptr};
     if (args.has(kGradWeight)) {
       backward.partials = static_cast<compute_t<R>*>(allocate(shape.grid.x / args.weight.groups));
     }
-    launch_kernel<Kernels, T, R, kPacks>(shape, stream, backward, Kernels::template own<T, R>(args));
+    launch_kernel<Kernels, T, R, kPacks>(shape, stream, backward, Kernels::template extra_args<T, R>(args));
   });
 }
 

@@ -17,10 +17,10 @@ __device__ Numbers<R> normalized(const Values& h, compute_t<R> rstd, const Numbe
   Numbers<R> numbers = to_compute<R>(h);
 #pragma unroll
   for (int i = 0; i < kPack<R>; i++) numbers.element[i] *= rstd;
-  cast<T>(numbers, rounding.normalized);
+  round_if<T>(numbers, rounding.normalized);
 #pragma unroll
   for (int i = 0; i < kPack<R>; i++) numbers.element[i] *= scale.element[i];
-  if constexpr (!std::is_same_v<Epilogue, NoEpilogue>) cast<T>(numbers, rounding.multiplied);
+  if constexpr (!std::is_same_v<Epilogue, NoEpilogue>) round_if<T>(numbers, rounding.multiplied);
   return numbers;
 }
 
@@ -148,10 +148,10 @@ void launch_forward(const KernelArgs& args, const Device& device, Stream stream)
     const int64_t rows_at_once = kPacks == 0 ? 1 : static_cast<int64_t>(block.y) * rows_in_flight(kPacks);
     const auto blocks = static_cast<unsigned>(blocks_of_rows(args.rows, rows_at_once, args.weight.groups));
     const LaunchShape shape = {dim3(blocks, config.cluster), block, 0, device.pdl};
-    const int64_t begins = Kernels::begins(args);
-    const std::tuple rows(rows_of<const T, R>(args[kInput], begins), rows_of<T, R>(args[kOutput], begins));
-    launch_kernel<Kernels, T, R, kPacks>(shape, stream, norm_args_of<R>(args, begins, device.pdl),
-                                         std::tuple_cat(rows, Kernels::template own<T, R>(args)));
+    const int64_t or_of_starts = Kernels::or_of_starts(args);
+    const std::tuple rows(rows_of<const T, R>(args[kInput], or_of_starts), rows_of<T, R>(args[kOutput], or_of_starts));
+    launch_kernel<Kernels, T, R, kPacks>(shape, stream, norm_args_of<R>(args, or_of_starts, device.pdl),
+                                         std::tuple_cat(rows, Kernels::template extra_args<T, R>(args)));
   });
 }
 

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
 template <bool kNormFirst>
 struct GatedRmsNormKernels : GatedKernels {
   template <class T, class>
-  static auto own(const KernelArgs& args) {
+  static auto extra_args(const KernelArgs& args) {
     return std::tuple(any_rows_of<const T>(args[kGate], args.cols), args.gating.activation);
   }
   template <class T, class, int kPacks, class Access>

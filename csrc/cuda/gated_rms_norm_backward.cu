@@ -38,7 +38,7 @@ struct Gate {
 
     // Computes the activations once, for both passes over a row.
     template <class Gradients>
-    __device__ Activations<kPacks> activate(const Gate& gate, const Columns<T, int>& columns, const Gradients&) const {
+    __device__ Activations<kPacks> prepare(const Gate& gate, const Columns<T, int>& columns, const Gradients&) const {
       Activations<kPacks> activations;
 #pragma unroll
       for (int p = 0; p < kPacks; p++) {
@@ -53,8 +53,8 @@ struct Gate {
   __device__ auto row_of_gradient(int64_t index) const { return gradients.row(index); }
 
   template <class Gradients>
-  __device__ Activations<1> activate(const char* row, const Columns<T, int64_t>& columns, int64_t p,
-                                     const Gradients&) const {
+  __device__ Activations<1> prepare(const char* row, const Columns<T, int64_t>& columns, int64_t p,
+                                    const Gradients&) const {
     const Numbers<T> numbers = load_numbers(rows, row, columns.column(p), columns.count(p));
     return {{cuda::activate<T>(numbers, gating.activation)}};
   }
@@ -68,7 +68,7 @@ struct Gate {
       terms.h.element[i] *= gating.norm_before_gate ? 1 : a.value.element[i];
       terms.sloped_input.element[i] *= a.slope.element[i];
     }
-    cast<T>(terms.dy, rounding.multiplied);  // no effect if not norm_before_gate: dy is a number of T
+    round_if<T>(terms.dy, rounding.multiplied);  // no effect if not norm_before_gate: dy is a number of T
     return terms;
   }
 
@@ -77,7 +77,7 @@ struct Gate {
                          const RowFactors<compute_t<T>>& factors, Row row, Index column, Index count) const {
     Numbers<T> dg = terms.sloped_input;
     if (sizeof(T) == 2 && gating.norm_before_gate && rounding.any()) {
-      compiler_barrier();  // see cast()
+      compiler_barrier();  // see round_if()
       dg = normalized(terms, scale, factors.rstd);
 #pragma unroll
       for (int i = 0; i < kPack<T>; i++) dg.element[i] *= terms.grad_output.element[i] * terms.slope.element[i];
@@ -98,10 +98,10 @@ struct Gate {
     Numbers<T> n;
 #pragma unroll
     for (int i = 0; i < kPack<T>; i++) n.element[i] = terms.h.element[i] * rstd;
-    cast<T>(n, rounding.normalized);
+    round_if<T>(n, rounding.normalized);
 #pragma unroll
     for (int i = 0; i < kPack<T>; i++) n.element[i] *= scale.element[i];
-    cast<T>(n, rounding.multiplied);
+    round_if<T>(n, rounding.multiplied);
     return n;
   }
 };
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads, 1)
 
 struct GatedRmsNormBackwardKernels : GatedKernels {
   template <class T, class>
-  static auto own(const KernelArgs& args) {
+  static auto extra_args(const KernelArgs& args) {
     return std::tuple(any_rows_of<const T>(args[kGate], args.cols), any_rows_of<T>(args[kGradGate], args.cols),
                       args.gating);
   }

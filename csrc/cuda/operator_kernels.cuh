@@ -26,15 +26,15 @@ __device__ int64_t group_count(const NormArgs<R>& args) {
   return std::is_same_v<Access, Plain> ? 1 : args.groups;
 }
 
-// All packs begin at multiples of a pack if `begins` is one.
+// All packs begin at multiples of a pack if `or_of_starts` is one.
 template <class R>
-NormArgs<R> norm_args_of(const KernelArgs& args, int64_t begins, bool pdl) {
+NormArgs<R> norm_args_of(const KernelArgs& args, int64_t or_of_starts, bool pdl) {
   return {args.rows,
           args.cols,
           1.0 / static_cast<double>(args.size),
           args.eps,
           args.weight.groups,
-          scale_of<R>(args.weight, begins),
+          scale_of<R>(args.weight, or_of_starts),
           args.rounding,
           pdl};
 }
@@ -43,7 +43,8 @@ NormArgs<R> norm_args_of(const KernelArgs& args, int64_t begins, bool pdl) {
 // type R of the normalized rows,
 //   held<T, R, kPacks, Access>()  the kernel for rows that are held in kPacks packs of each thread
 //   any_width<T, R>()             the kernel for all other rows
-//   own<T, R>(args)               a tuple of what both take after NormArgs, input and output, or after Backward
+//   extra_args<T, R>(args)               a tuple of what both take after NormArgs, input and output, or after
+//   BackwardArgs
 struct OperatorKernels {
   // Calls visit.template operator()<T, R>().
   template <class Visit>
@@ -51,7 +52,7 @@ struct OperatorKernels {
     dispatch(args.dtype(), [&]<class T>() { visit.template operator()<T, T>(); });
   }
   // Returns a multiple of a pack if all packs begin at multiples of a pack.
-  static int64_t begins(const KernelArgs& args) { return args.cols; }
+  static int64_t or_of_starts(const KernelArgs& args) { return args.cols; }
   template <class R>
   static RowConfig config(const KernelArgs& args, const Device& device) {
     return row_config(packs_of<R>(args.cols), device);

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kAnyWidth.threads)
 
 struct RmsNormKernels : OperatorKernels {
   template <class T, class>
-  static auto own(const KernelArgs& args) {
+  static auto extra_args(const KernelArgs& args) {
     return std::tuple(SumsOfRows<compute_t<T>, 1>(args), bias_of<T>(args));
   }
   template <class T, class, int kPacks, class Access>

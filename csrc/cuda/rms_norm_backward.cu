@@ -9,13 +9,13 @@ namespace {
 // grad_weight = sum over rows of grad_output * input * rstd
 template <class T, class R, int kPacks, class Access>
 __global__ void __launch_bounds__(max_threads(kPacks), backward_min_blocks(kPacks))
-    rms_norm_backward_kernel(const Backward<T, R> args) {
+    rms_norm_backward_kernel(const BackwardArgs<T, R> args) {
   backward_rows<kPacks, Access>(args, Columns<R, int>(args.cols), IdentityPrologue());
 }
 
 // The same for rows of any width.
 template <class T, class R>
-__global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width_kernel(const Backward<T, R> args) {
+__global__ void __launch_bounds__(kAnyWidth.threads) rms_norm_backward_any_width_kernel(const BackwardArgs<T, R> args) {
   backward_rows_of_any_width(args, Columns<R, int64_t>(args.cols), IdentityPrologue());
 }
 
@@ -52,7 +52,7 @@ struct RmsNormBackwardKernels : OperatorKernels {
     return backward_config(packs_of<R>(args.cols), kPack<R>, sizeof(compute_t<R>), device);
   }
   template <class, class>
-  static std::tuple<> own(const KernelArgs&) {
+  static std::tuple<> extra_args(const KernelArgs&) {
     return {};
   }
   template <class T, class R, int kPacks, class Access>

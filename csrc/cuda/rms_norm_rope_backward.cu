@@ -5,7 +5,7 @@
 namespace normops::cuda {
 namespace {
 
-// The prologue, passed as Gate: dy is grad_output, rotated back.
+// The prologue, passed as Prologue: dy is grad_output, rotated back.
 template <class T, class Access>
 struct RotatedBack : IdentityPrologue {
   static constexpr bool is_identity() { return false; }
@@ -30,16 +30,16 @@ struct RotatedBack : IdentityPrologue {
       has_row = is_row;
     }
     template <class Columns>
-    __device__ Gradients<kPacks> activate(const RotatedBack& back, const Columns& columns,
-                                          const Pack<T> (&grad_output)[kPacks]) const {
+    __device__ Gradients<kPacks> prepare(const RotatedBack& back, const Columns& columns,
+                                         const Pack<T> (&grad_output)[kPacks]) const {
       return back.rotated(angles, has_row, columns, 0, grad_output);
     }
   };
 
   __device__ const char* row(int64_t index) const { return rotation.row(index); }
 
-  __device__ Gradients<2> activate(const char* row, const RotatedColumns<T, int64_t>& columns, int64_t p,
-                                   const Pack<T> (&grad_output)[2]) const {
+  __device__ Gradients<2> prepare(const char* row, const RotatedColumns<T, int64_t>& columns, int64_t p,
+                                  const Pack<T> (&grad_output)[2]) const {
     return rotated(row, true, columns, p, grad_output);
   }
 
@@ -58,7 +58,7 @@ struct RotatedBack : IdentityPrologue {
       rotation.template rotate<Access, true>(slot, row, is_row, columns, first + p);
 #pragma unroll
       for (int t = 0; t < 2; t++) {
-        cast<T>(slot[t], casts);  // no effect on columns that are not rotated
+        round_if<T>(slot[t], casts);  // no effect on columns that are not rotated
         gradients.of_pack[p + t] = slot[t];
       }
       keep_few_registers<kPacks>();

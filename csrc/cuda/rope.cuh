@@ -213,9 +213,9 @@ inline int64_t begins_of(const Rotation& rotation, int64_t cols) {
 template <class T>
 RotationOf<T> rotation_of(const KernelArgs& args) {
   const Rotation& rotation = args.rotation;
-  const int64_t begins = begins_of(rotation, args.cols);
-  AnyRowsOf<const T> cos = any_rows_of<const T>(args[kCos], begins);
-  const AnyRowsOf<const T> sin = any_rows_of<const T>(args[kSin], begins);
+  const int64_t or_of_starts = begins_of(rotation, args.cols);
+  AnyRowsOf<const T> cos = any_rows_of<const T>(args[kCos], or_of_starts);
+  const AnyRowsOf<const T> sin = any_rows_of<const T>(args[kSin], or_of_starts);
   cos.bytes.aligned = cos.bytes.aligned && sin.bytes.aligned;
   return {cos,
           reinterpret_cast<intptr_t>(sin.bytes.data) - reinterpret_cast<intptr_t>(cos.bytes.data),
@@ -227,10 +227,10 @@ RotationOf<T> rotation_of(const KernelArgs& args) {
 
 struct RopeKernels : OperatorKernels {
   template <class T, class>
-  static auto own(const KernelArgs& args) {
+  static auto extra_args(const KernelArgs& args) {
     return std::tuple(rotation_of<T>(args));
   }
-  static int64_t begins(const KernelArgs& args) { return begins_of(args.rotation, args.cols); }
+  static int64_t or_of_starts(const KernelArgs& args) { return begins_of(args.rotation, args.cols); }
   template <class T>
   static RowConfig config(const KernelArgs& args, const Device& device) {
     if (!kIsHeld<T>) return kAnyWidth;

@@ -197,7 +197,7 @@ __device__ Elements<T, kPack<R>> from_compute(const Numbers<R>& numbers) {
 
 // Rounds to T, if `is_wanted` and if T has 16 bits. `is_wanted` is the same for all threads.
 template <class T, class R>
-__device__ void cast(Numbers<R>& numbers, bool is_wanted) {
+__device__ void round_if(Numbers<R>& numbers, bool is_wanted) {
   if constexpr (sizeof(T) == 2) {
     if (is_wanted) {
       compiler_barrier();  // makes the compiler jump over the conversions, instead of choosing between the results

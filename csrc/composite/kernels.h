@@ -4,7 +4,7 @@
 
 namespace normops {
 
-struct Fallback {
+struct Composite {
   template <class Operator>
   static Outputs<Operator> functional(c10::DispatchKeySet, const Operator& arguments) {
     check<Overload::functional>(arguments);
