@@ -566,7 +566,7 @@ def _in_triton(build: Builder) -> Builder:
         call = build(inputs)
 
         def call_in_triton() -> object:
-            with normops.use_backend("triton"):
+            with normops.set_backend("triton"):
                 return call()
 
         return call_in_triton

@@ -3,10 +3,9 @@
 * Norms: ``rms_norm``, ``add_rms_norm``, ``gated_rms_norm``, ``rms_norm_rope``; in-place ``rms_norm_``,
   ``add_rms_norm_``, ``rms_norm_rope_``; in two steps ``rms_norm_stats``, ``rms_norm_from_stats``. Modules:
   ``RMSNorm``, ``GatedRMSNorm``.
-* Existing models: ``patch``, which returns a ``PatchReport``, and ``unpatch``; ``override_torch``,
-  ``set_override_torch``; ``register_kernels``; for torch.compile ``inductor_options``.
-* Memory: ``recompute_norms``. Backends: ``use_backend``, ``set_backend``; ``build_info``, which returns a
-  ``BuildInfo``.
+* Existing models: ``patch``, which returns a ``PatchReport``, and ``unpatch``; ``override_torch``;
+  ``register_kernels``; for torch.compile ``inductor_options``.
+* Memory: ``recompute_norms``. Backends: ``set_backend``; ``build_info``, which returns a ``BuildInfo``.
 
 The norms are operators of ``torch.ops.normops``, which also contains their backwards and ``.out`` overloads.
 """
@@ -23,7 +22,7 @@ from normops._after_import import import_or_warn as _import_or_warn
 from normops._info import BuildInfo, build_info
 from normops._private_torch import explain as _explain
 from normops._private_torch import warn_if_newer as _warn_if_newer
-from normops.backends import set_backend, use_backend
+from normops.backends import set_backend
 from normops.functional import (
     add_rms_norm,
     add_rms_norm_,
@@ -36,7 +35,7 @@ from normops.functional import (
     rms_norm_stats,
 )
 from normops.modules import GatedRMSNorm, RMSNorm
-from normops.override import override_torch, set_override_torch
+from normops.override import override_torch
 
 if _TYPE_CHECKING:
     from normops.adoption import PatchReport, patch, register_kernels, unpatch
@@ -83,9 +82,7 @@ __all__ = [
     "rms_norm_rope_",
     "rms_norm_stats",
     "set_backend",
-    "set_override_torch",
     "unpatch",
-    "use_backend",
 ]
 
 

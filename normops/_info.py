@@ -31,7 +31,7 @@ class BuildInfo(CompiledInfo):
     library: str
     """The path of the shared library with the operators, which C++ programs load without Python."""
     cuda_backend: Backend | None
-    """The kernels for CUDA tensors, see :func:`use_backend`; None: a composition of PyTorch operators."""
+    """The kernels for CUDA tensors, see :func:`set_backend`; None: a composition of PyTorch operators."""
     overrides_torch: bool
     """True if torch's own ``rms_norm`` runs normops, see :func:`override_torch`."""
 

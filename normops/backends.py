@@ -2,13 +2,12 @@
 
 import importlib.util
 import os
-from contextlib import AbstractContextManager
 from typing import Literal, get_args
 
 import torch
 
 from normops import _C
-from normops._switch import chosen, lock
+from normops._switch import Option, Setting
 
 Backend = Literal["cuda", "triton"]
 
@@ -22,30 +21,12 @@ def current_backend() -> Backend | None:
     return "cuda" if _has_cuda() else None
 
 
-def set_backend(name: str) -> None:
-    """Selects the kernels for CUDA tensors until the next call.
-
-    Use :func:`use_backend` to restore the previous selection at the end of a ``with`` block.
-
-    Args:
-        name: see :func:`use_backend`.
-
-    Raises:
-        ValueError: see :func:`use_backend`.
-        RuntimeError: see :func:`use_backend`.
-
-    Example:
-        >>> import normops
-        >>> normops.set_backend("auto")
-    """
-    _select(_resolve(name))
-
-
-def use_backend(name: str) -> AbstractContextManager[None]:
-    """Selects the kernels for CUDA tensors inside a ``with`` block.
+def set_backend(name: str) -> Setting[Backend | None]:
+    """Selects the kernels for CUDA tensors, at once; as a ``with`` block, restores the previous ones at the end.
 
     The selection applies to all threads, in eager mode and in compiled code: graphs contain operators, not kernels. It
-    does not affect CPU tensors. The environment variable ``NORMOPS_BACKEND`` makes the first selection, at import.
+    does not affect CPU tensors. Calls and blocks follow each other as those of :func:`override_torch`. The environment
+    variable ``NORMOPS_BACKEND`` makes the first selection, at import.
 
     Args:
         name: ``"cuda"`` selects the compiled CUDA kernels, ``"triton"`` the Triton kernels. ``"auto"`` selects the
@@ -54,7 +35,7 @@ def use_backend(name: str) -> AbstractContextManager[None]:
             either, if Triton is installed.
 
     Returns:
-        A context manager, which restores the previous selection at the end.
+        A context manager and decorator, see :func:`override_torch`.
 
     Raises:
         ValueError: if ``name`` is none of these.
@@ -62,10 +43,11 @@ def use_backend(name: str) -> AbstractContextManager[None]:
 
     Example:
         >>> import torch, normops
-        >>> with normops.use_backend("auto"):
+        >>> with normops.set_backend("auto"):
         ...     y = normops.rms_norm(torch.ones(2, 4), 4)
+        >>> _ = normops.set_backend("auto")  # until the next call
     """
-    return chosen(_select, _resolve(name))
+    return Setting(_option, _resolve(name))
 
 
 def _resolve(name: str) -> Backend | None:
@@ -93,17 +75,14 @@ def _resolve(name: str) -> Backend | None:
     raise ValueError(f"expected backend to be one of {(*get_args(Backend), 'auto')}, but got {name!r}")
 
 
-def _select(backend: Backend | None) -> Backend | None:
-    """Returns the previous backend. Keeps kernels registered: other threads would briefly see the fallback."""
+def _select(backend: Backend | None) -> None:
+    """Keeps kernels registered: other threads would briefly see the fallback."""
     global _registration
-    with lock:
-        before = current_backend()
-        if backend == "triton" and _registration is None:
-            _registration = _C.register_triton("CUDA")
-        elif backend != "triton" and _registration is not None:
-            _registration.close()
-            _registration = None
-        return before
+    if backend == "triton" and _registration is None:
+        _registration = _C.register_triton("CUDA")
+    elif backend != "triton" and _registration is not None:
+        _registration.close()
+        _registration = None
 
 
 def _has_cuda() -> bool:
@@ -116,4 +95,5 @@ def _has_triton() -> bool:
 
 # The norm over channels has Triton kernels alone, which therefore run with the compiled kernels, too.
 _channels = _C.register_triton_channels("CUDA") if _has_triton() else None
+_option = Option(_select, current_backend())
 set_backend(os.environ.get("NORMOPS_BACKEND", "auto"))

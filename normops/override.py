@@ -1,12 +1,11 @@
 """Makes torch's own rms_norm run normops."""
 
 import sys
-from contextlib import AbstractContextManager
 
 import torch
 
 from normops import _C
-from normops._switch import chosen, lock
+from normops._switch import Option, Setting
 
 _registration: _C.Registration | None = None
 
@@ -16,26 +15,8 @@ def overrides_torch() -> bool:
     return _registration is not None
 
 
-def set_override_torch(enabled: bool) -> None:
-    """Makes torch's own ``rms_norm`` run normops, or undoes that, until the next call.
-
-    Use :func:`override_torch` to restore the previous state at the end of a ``with`` block.
-
-    Args:
-        enabled: True runs normops, False runs torch's own kernels.
-
-    Example:
-        >>> import normops
-        >>> normops.set_override_torch(True)
-        >>> normops.build_info()["overrides_torch"]
-        True
-        >>> normops.set_override_torch(False)
-    """
-    _switch(enabled)
-
-
-def override_torch(enabled: bool = True) -> AbstractContextManager[None]:
-    """Makes torch's own ``rms_norm`` run normops inside a ``with`` block.
+def override_torch(enabled: bool = True) -> Setting[bool]:
+    """Makes torch's own ``rms_norm`` run normops, at once; as a ``with`` block, restores the previous state at the end.
 
     The override applies to :func:`torch.nn.functional.rms_norm`, and so to :class:`torch.nn.RMSNorm`, in all threads of
     the process. torch's own kernels still run for calls that normops does not support:
@@ -48,14 +29,17 @@ def override_torch(enabled: bool = True) -> AbstractContextManager[None]:
     Outputs have the strides of torch's outputs. On the CPU, torch computes inputs in :data:`torch.channels_last` and
     keeps their memory format. Outputs for other inputs are contiguous.
 
-    Entering and leaving the block calls :func:`torch.compiler.reset`, so that functions are compiled again. Inductor's
-    caches distinguish graphs by whether torch was overridden.
+    The state belongs to the process, and the latest of the calls and open blocks decides it. A call lasts until the
+    next one; inside a block, at most until the block ends. Blocks of several threads or tasks may end in any order.
+
+    A change of the state calls :func:`torch.compiler.reset`, so that functions are compiled again. Inductor's caches
+    distinguish graphs by whether torch was overridden.
 
     Args:
-        enabled: False runs torch's own kernels inside the block.
+        enabled: False runs torch's own kernels.
 
     Returns:
-        A context manager, which restores the previous state at the end.
+        A context manager, which may be entered several times, and a decorator. It need not be used.
 
     Example:
         >>> import torch, normops
@@ -63,21 +47,25 @@ def override_torch(enabled: bool = True) -> AbstractContextManager[None]:
         ...     y = torch.nn.RMSNorm(64)(torch.randn(8, 64))
         >>> normops.build_info()["overrides_torch"]
         False
+        >>> _ = normops.override_torch()  # until the next call
+        >>> normops.build_info()["overrides_torch"]
+        True
+        >>> _ = normops.override_torch(False)
     """
-    return chosen(_switch, enabled)
+    return Setting(_option, enabled)
 
 
-def _switch(enabled: bool) -> bool:
+def _switch(enabled: bool) -> None:
     global _registration
-    with lock:
-        before = overrides_torch()
-        if enabled == before:
-            return before
-        if _registration is None:
-            _registration = _C.override_torch()
-        else:
-            _registration.close()
-            _registration = None
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
-        return before
+    if enabled == overrides_torch():
+        return
+    if _registration is None:
+        _registration = _C.override_torch()
+    else:
+        _registration.close()
+        _registration = None
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+_option = Option(_switch, False)

@@ -104,7 +104,7 @@ assert all(map(torch.equal, results, call()))
 def test_first_call_of_a_process_can_be_captured(backend: str, mode: str, before: str, cols: int) -> None:
     """Checks the statements of docs/pytorch.md on both backends."""
     try:
-        with normops.use_backend(backend):
+        with normops.set_backend(backend):
             pass
     except RuntimeError as error:
         pytest.skip(str(error))

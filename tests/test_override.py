@@ -47,16 +47,14 @@ def test_override_torch_switches_on_and_off() -> None:
         assert operators_run(step) == [FORWARD, BACKWARD]
     assert operators_run(step) == [OWN]
     assert not normops.build_info()["overrides_torch"]
-    normops.override_torch()  # has no effect until it is entered
-    assert operators_run(step) == [OWN]
-    normops.set_override_torch(True)
+    normops.override_torch()
     assert operators_run(step) == [FORWARD, BACKWARD]
-    normops.set_override_torch(False)
+    normops.override_torch(False)
     assert operators_run(step) == [OWN]
 
 
 def test_override_torch_raises_no_warning() -> None:
-    code = "import normops, torch; normops.set_override_torch(True); normops.set_override_torch(False); print('done')"
+    code = "import normops, torch; normops.override_torch(); normops.override_torch(False); print('done')"
     done = python("-W", "error", "-c", code)
     assert (done.stdout, done.stderr) == ("done\n", "")
 
@@ -149,7 +147,7 @@ def test_compiled_code_follows_the_override(context: Callable[[], Any]) -> None:
 
 
 STEP = """
-normops.set_override_torch({})
+normops.override_torch({})
 norm = torch.nn.RMSNorm(16)
 step = torch.compile(lambda x, _: [norm(x)], fullgraph=True)
 """

@@ -112,7 +112,7 @@ def test_threads_may_switch_at_once() -> None:
 
     def switch() -> None:
         for enabled, backend in ((True, "triton"), (False, "auto")):
-            normops.set_override_torch(enabled)
+            normops.override_torch(enabled)
             normops.set_backend(backend)
 
     at_once(*[switch] * THREADS)

@@ -32,7 +32,7 @@ from triton_launches import (
 
 import normops
 from normops import _C, backends
-from normops._switch import chosen
+from normops._switch import Setting
 from reference.cases import Case
 from reference.operators import OPERATORS, Operator, Variant
 
@@ -353,22 +353,20 @@ def test_rows_up_to_a_fixed_width_are_kept_in_registers(compute_bytes: int) -> N
     ]
 
 
-def test_use_backend_selects_and_restores() -> None:
+def test_set_backend_selects_and_restores() -> None:
     """override_torch uses the same switch, with tests of more cases."""
     before, auto = normops.build_info()["cuda_backend"], "cuda" if _C.build_info()["cuda_archs"] else "triton"
-    with normops.use_backend("triton"):
+    with normops.set_backend("triton"):
         assert normops.build_info()["cuda_backend"] == "triton"
         for name, chosen in (("auto", auto), ("triton", "triton")):
             normops.set_backend(name)
-            assert normops.build_info()["cuda_backend"] == chosen
-            normops.use_backend("auto")  # has no effect until it is entered
             assert normops.build_info()["cuda_backend"] == chosen
     assert normops.build_info()["cuda_backend"] == before
 
 
 def test_channels_run_triton_kernels_with_any_backend() -> None:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    with chosen(backends._select, None):
+    with Setting(backends._option, None):
         assert has_kernel("normops::rms_norm", "CUDA") == bool(_C.build_info()["cuda_archs"])
         for name in ("channel_rms_norm", "channel_rms_norm.out", "channel_rms_norm_", "channel_rms_norm_backward"):
             assert has_kernel(f"normops::{name}", "CUDA")
@@ -383,8 +381,8 @@ def test_selected_backend_is_not_registered_again(monkeypatch: pytest.MonkeyPatc
         time.sleep(0.05)
         return register(key)
 
-    with normops.use_backend("triton"):
-        backends._select(None)
+    with normops.set_backend("triton"):
+        Setting(backends._option, None)
         monkeypatch.setattr(_C, "register_triton", register_slowly)
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(normops.set_backend, ["triton"] * 8))
@@ -524,14 +522,14 @@ def test_layout_of_rotated_rows_that_kernels_receive(launched: list[dict[str, An
 
 def test_unavailable_backends_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"expected backend to be one of \('cuda', 'triton', 'auto'\), but got 'cpu'"):
-        normops.use_backend("cpu")
+        normops.set_backend("cpu")
     monkeypatch.setattr(backends, "_has_triton", lambda: False)
     with pytest.raises(RuntimeError, match="expected Triton to be installed for backend 'triton', but it is not: pip"):
-        normops.use_backend("triton")
+        normops.set_backend("triton")
     monkeypatch.setattr(backends, "_has_cuda", lambda: False)
     with pytest.raises(RuntimeError, match="this build of normops has none: reinstall it with nvcc on PATH"):
-        normops.use_backend("cuda")
-    with normops.use_backend("auto"):
+        normops.set_backend("cuda")
+    with normops.set_backend("auto"):
         assert normops.build_info()["cuda_backend"] is None
 
 
@@ -541,8 +539,8 @@ def test_rocm_uses_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "build_info", lambda: {"cuda_archs": ["80"]})
     expected = "expected a torch built for CUDA for backend 'cuda', but got torch .*, built for ROCm 7.2.26015: for"
     with pytest.raises(RuntimeError, match=expected):
-        normops.use_backend("cuda")
-    with normops.use_backend("auto"):
+        normops.set_backend("cuda")
+    with normops.set_backend("auto"):
         assert backends.current_backend() == "triton"
 
 

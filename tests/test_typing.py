@@ -22,7 +22,7 @@ assert_type(normops.rms_norm_rope_(x.clone(), cos, sin, 64), Tensor)
 assert_type(normops.RMSNorm(64).forward(x), Tensor)
 assert_type(normops.RMSNorm(64).forward(x, x), tuple[Tensor, Tensor])
 assert_type(normops.GatedRMSNorm(64, groups=(), group_size=16).forward(x, x), Tensor)
-with normops.use_backend("auto"), normops.override_torch(), normops.recompute_norms():
+with normops.set_backend("auto"), normops.override_torch(), normops.recompute_norms():
     report: normops.PatchReport = normops.patch(nn.Sequential(nn.RMSNorm(64)), rounding="original")
 assert_type(normops.unpatch(nn.RMSNorm(64)), int)
 assert_type(torch.compile(nn.RMSNorm(64), options=normops.inductor_options()) is None, bool)
