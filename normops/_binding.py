@@ -8,8 +8,11 @@ torch is named after its whole version: its C++ interface may differ from the re
 
 import re
 import shlex
+import struct
 import sys
+from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
+from os import SEEK_END
 from pathlib import Path
 
 import torch
@@ -21,7 +24,8 @@ def find_binding(package: Path, torch_version: str) -> Path:
     """Returns the folder for this torch and this Python.
 
     Raises:
-        ImportError: if the package has none; the message lists the versions that it has, and how to build another.
+        ImportError: if the package has none, or a library of it is missing or truncated; the message names the versions
+            or the file, and how to build it.
     """
     build = _how_to_build(package)
     versions = sorted((folder.name.removeprefix("torch-") for folder in package.glob("torch-*")), key=_numbers)
@@ -36,12 +40,33 @@ def find_binding(package: Path, torch_version: str) -> Path:
             f"expected torch {_listed(versions)}, which this normops was built for, but got torch {torch_version}: "
             f"{build}"
         )
-    if not any((folder / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
-        modules = ", ".join(path.name for path in folder.glob("_C.*"))
+    module = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_C{suffix}").is_file()), None)
+    if module is None:
+        modules = ", ".join(path.name for path in folder.glob("_C.*")) or "no module _C"
         raise ImportError(
             f"expected a module _C{EXTENSION_SUFFIXES[0]} for this Python in {folder}, but got {modules}: {build}"
         )
+    for library in (package / "libnormops_kernels.so", folder / "libnormops.so", module):
+        _check_library(library, build)
     return folder
+
+
+def _check_library(path: Path, build: str) -> None:
+    """Raises ImportError for a missing or truncated library; loading a truncated one may end the process."""
+    try:
+        with path.open("rb") as file:
+            header, size = file.read(64), file.seek(0, SEEK_END)
+    except OSError as error:
+        raise ImportError(f"expected the library {path}, but got {error.strerror}: {build}", path=str(path)) from None
+    is_elf = len(header) == 64 and header[:6] == b"\x7fELF\2\1"  # 64 bits, little-endian
+    if is_elf:
+        table, entry_bytes, entries = struct.unpack_from("<40xQ10xHH", header)
+        if table + entry_bytes * entries <= size:
+            return
+    raise ImportError(
+        f"expected {path} to be a whole shared library, but got a file of {size} bytes, which is truncated: {build}",
+        path=str(path),
+    )
 
 
 def _how_to_build(package: Path) -> str:
@@ -63,3 +88,4 @@ def _listed(versions: list[str]) -> str:
 
 
 sys.modules["normops"].__path__.append(str(find_binding(Path(__file__).parent, torch.__version__)))
+import_module("normops._C")  # here: after a failure, the next import of the package starts from the beginning

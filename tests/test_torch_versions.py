@@ -161,10 +161,15 @@ print(normops.rms_norm(torch.ones(2, 4), 4).sum().item())
     assert float(value) == pytest.approx(8, abs=1e-5)
 
 
+LIBRARY = b"\x7fELF\2\1".ljust(64, b"\0")  # a header without a section table
+
+
 def binding(package: Path, *files: str) -> Path:
-    for file in files:
+    """Makes libraries without content, and those that each binding needs."""
+    folders = [str(Path(file).parent) for file in files]
+    for file in (*files, *(f"{folder}/libnormops.so" for folder in folders), "libnormops_kernels.so"):
         (package / file).parent.mkdir(parents=True, exist_ok=True)
-        (package / file).touch()
+        (package / file).write_bytes(LIBRARY)
     return package
 
 
@@ -216,6 +221,68 @@ def test_unsupported_python_raises_one_clear_sentence(tmp_path: Path) -> None:
     package = binding(tmp_path / "normops", "torch-2.13/_C.cpython-39-x86_64-linux-gnu.so")
     with pytest.raises(ImportError, match=r"for this Python in .*/torch-2.13, but got _C.cpython-39-.*: build"):
         find_binding(package, "2.13.0")
+
+
+def test_folder_without_a_binding_raises_one_clear_sentence(tmp_path: Path) -> None:
+    (tmp_path / "normops" / "torch-2.13").mkdir(parents=True)
+    with pytest.raises(ImportError, match=r"for this Python in .*/torch-2.13, but got no module _C: build it for this"):
+        find_binding(tmp_path / "normops", "2.13.0")
+
+
+LIBRARIES = ("libnormops_kernels.so", f"torch-{MINOR}/libnormops.so", f"torch-{MINOR}/{MODULE}")
+
+
+def with_libraries(package: Path, changed: str, content: bytes | None) -> Path:
+    """Links the libraries of the package; one of them has another content, or is missing."""
+    (package / f"torch-{MINOR}").mkdir(parents=True)
+    for library in LIBRARIES:
+        if library != changed:
+            (package / library).symlink_to(PACKAGE / library)
+        elif content is not None:
+            (package / library).write_bytes(content)
+    return package
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_truncated_libraries_raise_one_clear_sentence(library: str, tmp_path: Path) -> None:
+    """Loading one would end the process."""
+    whole = (PACKAGE / library).read_bytes()
+    for size in (0, 40, 4096, len(whole) - 1):
+        package = with_libraries(tmp_path / str(size), library, whole[:size])
+        with pytest.raises(ImportError) as caught:
+            find_binding(package, torch.__version__)
+        assert str(caught.value) == (
+            f"expected {package / library} to be a whole shared library, but got a file of {size} bytes, which is "
+            "truncated: build it for this one, in a folder with the sources of normops: "
+            "pip install --no-build-isolation --no-deps --force-reinstall ."
+        )
+        assert caught.value.path == str(package / library)
+
+
+IMPORTS = """
+for _ in range(2):
+    try:
+        import normops
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_each_import_without_the_kernels_says_the_same(tmp_path: Path) -> None:
+    package = with_libraries(copied_package(tmp_path), "libnormops_kernels.so", None)
+    first, second = printed(IMPORTS, cwd=tmp_path, PYTHONPATH="").splitlines()
+    assert first == second
+    assert first.startswith(
+        f"expected the library {package / 'libnormops_kernels.so'}, but got No such file or directory: build it for"
+    )
+
+
+def test_each_import_that_cannot_load_a_library_says_the_same(tmp_path: Path) -> None:
+    """The library is whole, but of another kind."""
+    with_libraries(copied_package(tmp_path), "libnormops_kernels.so", LIBRARY)
+    first, second = printed(IMPORTS, cwd=tmp_path, PYTHONPATH="").splitlines()
+    assert first == second
+    assert "libnormops_kernels.so" in first
 
 
 def test_unbuilt_checkout_raises_one_clear_sentence(tmp_path: Path) -> None:
