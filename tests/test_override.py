@@ -98,12 +98,30 @@ def test_unsupported_calls_run_torch(case: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("shape", "weight", "expected"),
+    [
+        ((), None, "Expected normalized_shape to be at least 1-dimensional"),
+        ((63,), None, "Given normalized_shape="),
+        ((2, 4, 64), None, "Input tensor must have at least 3 dimensions"),
+        ((64,), (63,), "Expected weight to be of same shape as normalized_shape"),
+        ((64,), (4, 64), "Expected weight to be of same shape as normalized_shape"),  # which only normops supports
+    ],
+)
+def test_invalid_shapes_raise_the_error_of_torch(
+    shape: tuple[int, ...], weight: tuple[int, ...] | None, expected: str
+) -> None:
+    errors = []
+    for enabled in (False, True):
+        with normops.override_torch(enabled), pytest.raises((RuntimeError, ValueError)) as error:
+            F.rms_norm(rows(), shape, None if weight is None else torch.ones(weight))
+        errors.append((error.type, str(error.value)))
+    assert errors[0][1].startswith(expected)
+    assert errors[0] == errors[1]
+
+
 @pytest.mark.usefixtures("overridden")
-def test_invalid_arguments_raise() -> None:
-    with pytest.raises(RuntimeError, match="rms_norm: expected"):
-        F.rms_norm(rows(), (63,))
-    with pytest.raises(RuntimeError, match="Expected weight to be of same shape as normalized_shape"):
-        F.rms_norm(rows(), (64,), torch.ones(4, 64))  # a weight per row, which only normops supports
+def test_invalid_dtype_raises() -> None:
     with pytest.raises(RuntimeError, match="not implemented for 'Long'"):
         F.rms_norm(rows().long(), (64,))
 

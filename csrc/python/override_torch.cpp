@@ -82,14 +82,28 @@ bool keeps_order(const Tensor& input, const std::vector<int64_t>& order) {
   return std::is_sorted(longer.begin(), longer.end());
 }
 
+bool differ(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
+  if (a.size() != b.size()) return true;
+  for (size_t i = 0; i < a.size(); i++) {
+    if (TORCH_GUARD_OR_FALSE(a[i].sym_ne(b[i]))) return true;
+  }
+  return false;
+}
+
+// Returns whether torch's rms_norm accepts the shapes: it has no weight per group.
+bool are_valid(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight) {
+  const size_t dims = normalized_shape.size();
+  return dims > 0 && input.dim() >= static_cast<int64_t>(dims) &&
+         !differ(input.sym_sizes().slice(input.dim() - dims), normalized_shape) &&
+         (!is_given(weight) || !differ(weight->sym_sizes(), normalized_shape));
+}
+
 // Calls torch's rms_norm for arguments that normops does not support: it computes the result or raises its own error.
 Tensor rms_norm_of_torch(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                          std::optional<double> eps) {
-  // torch's rms_norm has no weight per group.
-  const bool has_our_weight =
-      !is_given(weight) || (has_kernels_for(*weight) && weight->dim() == static_cast<int64_t>(normalized_shape.size()));
-  const bool is_ours =
-      has_kernels_for(input) && has_our_weight && !(eps.has_value() && std::isnan(*eps)) && !is_in_onnx_export(input);
+  const bool has_our_weight = !is_given(weight) || (has_kernels_for(*weight) && weight->device() == input.device());
+  const bool is_ours = has_kernels_for(input) && has_our_weight && !(eps.has_value() && std::isnan(*eps)) &&
+                       are_valid(input, normalized_shape, weight) && !is_in_onnx_export(input);
   const auto of_torch = [&] {
     return at::compositeimplicitautograd::rms_norm_symint(input, normalized_shape, weight, eps);
   };
