@@ -1,5 +1,6 @@
 """Recomputes outputs of norms in the backward instead of storing them."""
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -55,22 +56,39 @@ def recompute_norms() -> Generator[None]:
 
     block, outer = _C.enter_recompute_block()
 
-    def pack(tensor: Tensor) -> tuple[Callable[[Any], Tensor], Any]:
+    def pack(tensor: Tensor) -> _Packed:
         if not _C.RecomputedOutput.is_recomputed(tensor, block):
             return give, keep(tensor)
         output = _C.RecomputedOutput.of(tensor)
         # Hooks around the block, like those of a checkpoint, count their tensors: they never receive these outputs.
         return (_give, _keep(tensor)) if output is None else (_C.RecomputedOutput.tensor, output)
 
-    def unpack(packed: tuple[Callable[[Any], Tensor], Any]) -> Tensor:
-        restore, saved = packed
-        return restore(saved)
-
     try:
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, _unpack):
             yield
     finally:
         _C.leave_recompute_block(outer)
+
+
+_Packed = tuple[Callable[[Any], Tensor], Any]
+
+
+_restore_untraced: Callable[[_Packed], Tensor] | None = None
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    """Restores a tensor. Compiled autograd would trace this, but versions of tensors have no meaning in a trace."""
+    global _restore_untraced
+    if "torch._dynamo" not in sys.modules:
+        return _restore(packed)
+    if _restore_untraced is None:
+        _restore_untraced = torch.compiler.disable(_restore, reason="normops.recompute_norms restores a saved tensor")
+    return _restore_untraced(packed)
+
+
+def _restore(packed: _Packed) -> Tensor:
+    restore, saved = packed
+    return restore(saved)
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from assertions import assert_same_bits
 from norms_between_layers import BACKWARD, FORWARD, FUNCTIONS, first, gradients, problem
 from profiles import operators_run
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -110,6 +112,30 @@ def test_blocks_and_checkpoints_around_and_in_graphs(operator: Operator, around:
         assert_same_bits(gradients(call(*t), leaves), expected)
         with ThreadPoolExecutor(1) as other_thread:
             assert_same_bits(other_thread.submit(gradients, call(*t), leaves).result(), expected)
+
+
+def test_compiled_autograd_restores_tensors() -> None:
+    """It traces the hooks on saved tensors, whose versions have no meaning in a trace."""
+    t = problem("cpu")
+    with torch.no_grad():
+        t[3].mul_(1.0)  # a version other than 0
+
+    def gradients_of(context: Callable[[], Any]) -> list[Tensor | None]:
+        x, other, weight, matrix = t
+        for leaf in t:
+            leaf.grad = None
+        with normops.recompute_norms():
+            loss = ((normops.rms_norm(x @ matrix, 16, weight) @ matrix).sigmoid() * other.sin()).sum()
+        with context():
+            loss.backward()
+        return [leaf.grad for leaf in t]
+
+    expected = gradients_of(nullcontext)
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        compiler = torch.compile(backend=backend)
+        actual = gradients_of(lambda: compiled_autograd._enable(compiler))  # noqa: B023  called at once
+        torch.testing.assert_close(actual, expected)
 
 
 def test_unsupported_norms_in_a_compiled_graph_are_stored() -> None:
