@@ -69,8 +69,9 @@ def rms_norm(
             applies it to the rounded result.
 
     Returns:
-        A contiguous tensor with the shape, dtype and device of ``input``. With ``dim``, the output of an ``input`` in
-        :data:`torch.channels_last` or :data:`torch.channels_last_3d` has that memory format.
+        A contiguous tensor with the shape, dtype and device of ``input``. If ``dim`` is innermost in the memory of
+        ``input``, as in :data:`torch.channels_last` and :data:`torch.channels_last_3d`, it also is in that of the
+        output: the stride of ``dim`` is 1, and that of the last dimension is not.
 
     Raises:
         RuntimeError: if an argument has a wrong shape, dtype, device or layout, if ``eps`` is NaN, or if ``rounding``
@@ -594,13 +595,27 @@ def _rms_norm_over(
             f"{[*shape]}"
         )
     weight, bias = _along("weight", weight, size, behind), _along("bias", bias, size, behind)
-    rows = input if behind == 0 or input.is_nested or input.is_contiguous() else input.movedim(dim, -1)
-    if behind == 0 or (rows is not input and rows.is_contiguous()):
-        # The dimension is contiguous, as in channels-last tensors. The output has the input's memory format.
-        return _activated(of_rows(rows, shape, weight, *others, bias), activation).movedim(-1, dim)
+    if behind == 0:
+        return _activated(of_rows(input, shape, weight, *others, bias), activation)
+    if not input.is_nested and _is_innermost(input, dim):  # the output has the memory order of the input
+        return _activated(of_rows(input.movedim(dim, -1), shape, weight, *others, bias), activation).movedim(-1, dim)
     name = "identity" if activation is None else activation
     over_channels = torch.ops.normops.channel_rms_norm.default
     return over_channels(input, shape, weight, *others, bias, dim=-1 - behind, activation=name)
+
+
+def _is_innermost(input: Tensor, dim: int) -> bool:
+    """Returns whether ``dim`` is innermost in memory, as the channels of channels-last tensors are, and not the last.
+
+    The answer depends on two strides, and so does the memory order of the output: it is the same for real and fake
+    tensors. Sizes that depend on data may leave a stride unknown, which then counts as another than 1.
+    """
+    strides = input.stride(dim), input.stride(-1)
+    if torch.compiler.is_compiling() or any(isinstance(stride, torch.SymInt) for stride in strides):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return guard_or_false(strides[0] == 1) and not guard_or_false(strides[1] == 1)
+    return strides[0] == 1 != strides[1]
 
 
 def _activated(output: Tensor, activation: Activation | None) -> Tensor:

@@ -2,13 +2,14 @@
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import permutations, product
 from typing import Any
 
 import pytest
 import torch
 from channels import channels_last
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normops
@@ -51,9 +52,68 @@ def test_memory_format() -> None:
         assert normops.rms_norm(x, 6, dim=1).is_contiguous()
         assert normops.rms_norm(x[:, :, ::2], 6, dim=1).is_contiguous()
         of_channels_last = x.to(memory_format=memory_format)
-        assert normops.rms_norm(of_channels_last, 6, dim=1).is_contiguous(memory_format=memory_format)
-    # The output is contiguous if the input has both memory formats.
-    assert normops.rms_norm(torch.randn(2, 6, 1, 1).to(memory_format=torch.channels_last), 6, dim=1).is_contiguous()
+        for each in (of_channels_last, of_channels_last[:, :, ::2]):
+            assert normops.rms_norm(each, 6, dim=1).is_contiguous(memory_format=memory_format)
+
+
+def layouts(shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yields tensors of all orders of dimensions in memory, and memory formats."""
+    for order in permutations(range(len(shape))):
+        yield torch.randn([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+    if len(shape) == 4:
+        yield torch.randn(shape).to(memory_format=torch.channels_last)
+    yield torch.randn(shape).repeat_interleave(2, -1)[..., ::2]
+
+
+@pytest.mark.parametrize("shape", product((0, 1, 2), repeat=4), ids=str)
+def test_strides_are_those_of_fake_tensors(shape: tuple[int, ...]) -> None:
+    """Both are contiguous, or contiguous with ``dim`` moved to the end, also where a dimension has size 0 or 1."""
+    for x in layouts(shape):
+        on_meta = torch.empty_strided(x.size(), x.stride(), device="meta")
+        for dim in (0, 1, 2):
+            of_contiguous = torch.empty(x.shape, device="meta").stride()
+            of_moved = torch.empty(x.movedim(dim, -1).shape, device="meta").movedim(-1, dim).stride()
+            is_moved = x.stride(dim) == 1 != x.stride(-1)
+            expected = of_moved if is_moved else of_contiguous
+            activation: Any
+            for activation in (None, "silu"):
+                fake = normops.rms_norm(on_meta, shape[dim], dim=dim, activation=activation)
+                real = normops.rms_norm(x, shape[dim], dim=dim, activation=activation)
+                module = normops.RMSNorm(shape[dim], dim=dim, activation=activation)
+                assert {fake.stride(), real.stride(), module(x).stride()} == {expected}, (x.stride(), dim)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_compiled_strides_of_one_position(memory_format: torch.memory_format) -> None:
+    """Inductor asserts the strides that the fake tensor had."""
+    model = nn.Sequential(normops.RMSNorm(8, dim=1), nn.ConvTranspose2d(8, 6, 4))
+    x = torch.randn(2, 8, 1, 1).to(memory_format=memory_format)
+    compiled = torch.compile(model, options={"layout_optimization": False})
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_sizes_that_depend_on_data() -> None:
+    """The path depends on two strides, not on the sizes of the other dimensions."""
+    mask = torch.arange(6) % 2
+    image, rows = torch.randn(6, 8, 5, 3), torch.randn(6, 8)
+    norms: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
+        (lambda x: normops.rms_norm(x, 8, dim=1), image),
+        (lambda x: normops.rms_norm(x.to(memory_format=torch.channels_last), 8, dim=1), image),
+        (lambda x: normops.rms_norm(x.t(), 8, dim=0), rows),
+        (lambda x: normops.rms_norm(x.t().contiguous(), 8, dim=0), rows),
+        (lambda x: normops.rms_norm(x[None], x.shape[0], dim=1), rows),
+    ]
+    for norm, x in norms:
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            torch._dynamo.reset()
+
+            def selected(x: Tensor, mask: Tensor) -> Tensor:
+                return norm(x[mask.nonzero().squeeze(1)])  # noqa: B023  called at once
+
+            compiled = torch.compile(selected, backend="aot_eager", fullgraph=True)
+            actual, expected = compiled(x, mask), selected(x, mask)
+        assert torch.equal(actual, expected)
+        assert actual.stride() == expected.stride()
 
 
 class Calls(TorchDispatchMode):

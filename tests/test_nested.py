@@ -114,6 +114,7 @@ def test_mismatched_arguments_raise(device: str) -> None:
     starts, lengths = torch.tensor([0, 1], device=device), torch.tensor([2, 1], device=device)
     holes = nested.narrow(cases.values((2, 4, 8), torch.float32).to(device), 1, starts, lengths, layout=torch.jagged)
     y = normops.rms_norm(holes, 8, w)
+    assert torch.equal(normops.rms_norm(holes, 8, w, dim=-1).values(), y.values())
     with pytest.raises(RuntimeError, match=r"rms_norm_backward: expected input to be a nested tensor without holes"):
         y.values().sum().backward()
     with pytest.raises(RuntimeError, match=r"rms_norm: expected normalized_shape to be dimensions behind the ragged"):
