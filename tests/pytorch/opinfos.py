@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from reference.cases import HALVES, compute_dtype
 Arguments = dict[str, Any]
 Reference = Callable[..., tuple[Tensor, ...]]
 ops = torch.ops.normops
+vjp: Any = torch.func.vjp  # typed as if it always returned auxiliary results too
 
 
 class T(NamedTuple):
@@ -71,7 +72,11 @@ def rms_norm_rope(**arguments: Any) -> tuple[Tensor, ...]:
 
 def channel_rms_norm(input: Tensor, *, dim: int, activation: str = "identity", **arguments: Any) -> tuple[Tensor, ...]:
     rows = definitions.rms_norm(input.movedim(dim, -1), **arguments)
-    activations = {"identity": torch.clone, "silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
+    activations: dict[str, Callable[[Tensor], Tensor]] = {
+        "identity": torch.clone,
+        "silu": torch.nn.functional.silu,
+        "sigmoid": torch.sigmoid,
+    }
     return (activations[activation](rows).movedim(-1, dim),)
 
 
@@ -89,7 +94,7 @@ def gradients(norm: Reference, *names: str) -> Reference:
             (output,) = norm(**arguments | dict(zip(wanted, tensors, strict=True)))
             return output
 
-        _, pull_back = torch.func.vjp(of_wanted, *(arguments[name] for name in wanted))
+        _, pull_back = vjp(of_wanted, *(arguments[name] for name in wanted))
         results = dict(zip(wanted, pull_back(grad_output), strict=True))
         if grad_residual is not None and "input" in results:
             results["input"] = results["input"] + grad_residual
@@ -302,7 +307,7 @@ class Operator(NamedTuple):
 
     def error_inputs(self, info: OpInfo, device: str, **kwargs: Any) -> Iterator[ErrorInput]:
         spec = next(self.specs())
-        shape, width = spec["input"].shape, spec["normalized_shape"][0]
+        (width,) = spec["normalized_shape"]
         changes: list[tuple[Arguments, str]] = [
             ({"normalized_shape": ()}, f"expected normalized_shape to {_no_shape(spec)}, but got []"),
             ({"weight": T((width + 1,))}, f"expected weight to have shape [{width}], the normalized_shape"),
@@ -322,7 +327,9 @@ class Operator(NamedTuple):
 
 def _kept(wanted: tuple[bool, ...] | None, results: Any) -> Any:
     """Returns the wanted results. Dynamo traces it."""
-    return results if wanted is None else tuple(result for result, is_wanted in zip(results, wanted) if is_wanted)
+    if wanted is None:
+        return results
+    return tuple(result for result, is_wanted in zip(results, wanted, strict=True) if is_wanted)
 
 
 def _no_shape(spec: Arguments) -> str:
@@ -361,9 +368,9 @@ def info_of(operator: Operator) -> OpInfo:
         op=with_out(packet),
         ref=operator.reference,
         dtypes=floating_types_and(*HALVES),
-        method_variant=None,
-        operator_variant=None,
-        inplace_operator_variant=None,
+        method_variant=None,  # type: ignore[arg-type]
+        operator_variant=None,  # type: ignore[arg-type]
+        inplace_operator_variant=None,  # type: ignore[arg-type]
         inplace_variant=getattr(normops, f"{operator.name}_", None) or _inplace(packet),
         supports_inplace_autograd=False,
         supports_forward_ad=True,
@@ -461,7 +468,8 @@ def reference_of(info: OpInfo, arguments: Mapping[str, Any]) -> tuple[Tensor, ..
     given = {n: v.double() if isinstance(v, Tensor) else v for n, v in arguments.items()}
     if given.get("eps") is None and "eps" in schema_of(info):
         given["eps"] = torch.finfo(compute_dtype(dtype)).eps
-    return info.ref(**given)
+    results: tuple[Tensor, ...] = cast("Reference", info.ref)(**given)
+    return results
 
 
 def call(info: OpInfo, sample: SampleInput) -> tuple[Tensor, ...]:
@@ -482,10 +490,14 @@ def samples_of(info: OpInfo, dtype: torch.dtype, count: int | None = None, **opt
 
 
 def of_operators(
-    dtypes: tuple[torch.dtype, ...], *, core: int = 1, infos: Iterable[OpInfo] = (*OPINFOS, OVERRIDDEN)
-) -> Any:
-    """Parametrizes a test by operator, dtype and number of samples: ``core`` of them in the first dtype are core, all
-    samples in all dtypes are full."""
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    core: int = 1,
+    full: int | None = None,
+    infos: Iterable[OpInfo] = (*OPINFOS, OVERRIDDEN),
+) -> pytest.MarkDecorator:
+    """Parametrizes a test by operator, dtype and number of samples: ``core`` of them in the first dtype are core, and
+    ``full`` of them, or all, in each dtype are full, if that is more."""
     marked = []
     for info in infos:
         name = info.name.removeprefix("normops.")
@@ -493,5 +505,6 @@ def of_operators(
             text = f"{name}-{str(dtype).removeprefix('torch.')}"
             if index == 0 and core:
                 marked.append(pytest.param(info, dtype, core, id=f"{text}-{core}"))
-            marked.append(pytest.param(info, dtype, None, id=text, marks=pytest.mark.full))
+            if index or core != full:
+                marked.append(pytest.param(info, dtype, full, id=text, marks=pytest.mark.full))
     return pytest.mark.parametrize(("info", "dtype", "count"), marked)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import opinfos
 import pytest
 import torch
-from opinfos import OPERATORS, OPINFOS, OVERRIDDEN, Arguments, T, as_tuple
+from opinfos import OPERATORS, OPINFOS, OVERRIDDEN, Arguments, T
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, vmap
 
@@ -31,8 +31,9 @@ def of_grad(function: Map) -> Map:
 
 def of_vjp(function: Map) -> Map:
     def pull_back(x: Tensor) -> Tensor:
-        output, pull = torch.func.vjp(function, x)
-        return pull(along(output))[0]
+        output, pull = opinfos.vjp(function, x)
+        gradient: Tensor = pull(along(output))[0]
+        return gradient
 
     return pull_back
 
@@ -146,20 +147,19 @@ def of_norm(name: str, norm: Callable[..., Tensor], **others: Any) -> list[Funct
     operator = next(
         operator for operator in OPERATORS if operator.name == ("channel_rms_norm" if others else "rms_norm")
     )
-    specs = {"input": T((2, 1, 2) if others else (2, 2)), "weight": T((2,))}
+    specs: dict[str, T] = {"input": T((2, 1, 2) if others else (2, 2)), "weight": T((2,))}
     found = []
     for key, spec in specs.items():
-        fixed = {other: numbers(each, (), generator) for other, each in specs.items()}
+        fixed: Arguments = {other: numbers(each, (), generator) for other, each in specs.items()}
         fixed |= {"normalized_shape": (2,), "eps": 0.1, **others}
-        found.append(
-            Function(
-                name,
-                key,
-                lambda x, key=key, fixed=fixed: joined((norm(**fixed | {key: x}),)),
-                lambda x, key=key, fixed=fixed: joined(operator.reference(**fixed | {key: x})),
-                numbers(spec, (2, 2), generator),
-            )
-        )
+
+        def call(x: Tensor, key: str = key, fixed: Arguments = fixed) -> Tensor:
+            return joined((norm(**fixed | {key: x}),))
+
+        def reference(x: Tensor, key: str = key, fixed: Arguments = fixed) -> Tensor:
+            return joined(operator.reference(**fixed | {key: x}))
+
+        found.append(Function(name, key, call, reference, numbers(spec, (2, 2), generator)))
     return found
 
 

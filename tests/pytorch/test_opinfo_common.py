@@ -86,14 +86,14 @@ def test_variants_have_the_same_results(info: OpInfo, dtype: torch.dtype, count:
 @only_ours((torch.float32,))
 def test_out(info: OpInfo, dtype: torch.dtype, count: int | None) -> None:
     """Targets keep memory and strides. Unlike torch's, the operators resize none: other shapes are errors."""
-    makers: dict[str, Callable[[Tensor], Tensor]] = {
-        "nan": lambda t: torch.full_like(t, torch.nan),
-        "noncontiguous": lambda t: make_tensor(t.shape, dtype=t.dtype, device=t.device, noncontiguous=True),
-    }
-    refused: dict[str, Callable[[Tensor], Tensor]] = {
-        "shape": lambda t: t.new_empty((*t.shape, 2)),
-        "dtype": lambda t: torch.empty_like(t, dtype=torch.long),
-    }
+    makers: list[Callable[[Tensor], Tensor]] = [
+        lambda t: torch.full_like(t, torch.nan),
+        lambda t: make_tensor(t.shape, dtype=t.dtype, device=t.device, noncontiguous=True),
+    ]
+    refused: list[Callable[[Tensor], Tensor]] = [
+        lambda t: t.new_empty((*t.shape, 2)),
+        lambda t: torch.empty_like(t, dtype=torch.long),
+    ]
     for sample in samples_of(info, dtype, count):
         expected = info(sample.input, *sample.args, **sample.kwargs)
 
@@ -109,13 +109,12 @@ def test_out(info: OpInfo, dtype: torch.dtype, count: int | None) -> None:
             return targets
 
         wanted = as_tuple(sample.output_process_fn_grad(expected))
-        for make in makers.values():
+        for make in makers:
             targets = write(make)
             assert_close(as_tuple(sample.output_process_fn_grad(targets)), wanted, rtol=0, atol=0)
-        for name, make in refused.items():
+        for make in refused:
             with pytest.raises(RuntimeError, match="expected "):
                 write(make)
-                pytest.fail(f"{sample.name}: a target of another {name} raised nothing")
 
 
 @pytest.mark.parametrize("info", WITH_OVERRIDDEN, ids=lambda info: info.name.removeprefix("normops."))
@@ -228,7 +227,7 @@ def test_lazy_clones_stay_lazy(info: OpInfo, dtype: torch.dtype, count: int | No
         lazy = sample.transform(clone)
         results = call(info, lazy)
         gradients(results, lazy, lambda t: clone(torch.randn_like(t)))
-        assert all(map(torch._C._is_cow_tensor, (tensor for tensor, _ in clones if tensor.numel())))
+        assert all(torch._C._is_cow_tensor(tensor) for tensor, _ in clones if tensor.numel())  # type: ignore[attr-defined]
         assert all(torch.equal(tensor, before) for tensor, before in clones)
 
 

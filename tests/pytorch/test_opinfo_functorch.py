@@ -5,16 +5,15 @@ from itertools import product
 
 import pytest
 import torch
-from opinfos import OPINFOS, OVERRIDDEN, by_name, of_operators, samples_of
+from opinfos import by_name, of_operators, samples_of
 from torch.testing._internal.opinfo.core import OpInfo
 from transforms import Problem, assert_agrees, batchings, jvp, problem_of, vjp, vmap
 
 TRANSFORMS = {"vjp": vjp, "jvp": jvp}
-WORDS = ["-".join(word) for length in (1, 2, 3) for word in product(("vjp", "jvp", "vmap"), repeat=length)]
-
-
-# Those that torch runs on its own operators are core.
-CORE = ("vjp", "jvp", "vmap", "vjp-vjp", "jvp-vjp", "vjp-jvp", "vmap-vjp", "vmap-jvp", "vjp-vmap", "vmap-vjp-vjp")
+PAIRS, TRIPLES = (
+    ["-".join(word) for length in lengths for word in product(("vjp", "jvp", "vmap"), repeat=length)]
+    for lengths in ((1, 2), (3,))
+)
 
 
 def composed(word: tuple[str, ...], problem: Problem, each: bool) -> Iterator[Problem]:
@@ -30,11 +29,23 @@ def composed(word: tuple[str, ...], problem: Problem, each: bool) -> Iterator[Pr
                 yield vmap(inner, dims)
 
 
-@pytest.mark.parametrize("word", [pytest.param(word, marks=[pytest.mark.full] * (word not in CORE)) for word in WORDS])
-@of_operators((torch.float64,))
-def test_transforms(info: OpInfo, dtype: torch.dtype, count: int | None, word: str) -> None:
-    transforms = tuple(word.split("-"))
+def check(info: OpInfo, dtype: torch.dtype, count: int | None, word: str, *, each: bool) -> None:
     for sample in samples_of(info, dtype, count, requires_grad=True):
         problem = problem_of(info, sample, by_name(info, sample))
-        for transformed in composed(transforms, problem, each=len(transforms) < 3):
+        for transformed in composed(tuple(word.split("-")), problem, each):
             assert_agrees(transformed)
+
+
+@pytest.mark.parametrize("word", PAIRS)
+@of_operators((torch.float64,))
+def test_one_or_two_transforms(info: OpInfo, dtype: torch.dtype, count: int | None, word: str) -> None:
+    """The first sample has every argument batched alone."""
+    check(info, dtype, count, word, each=count is not None and word.count("vmap") == 1)
+
+
+@pytest.mark.parametrize(
+    "word", [pytest.param(word, marks=[] if word == "vmap-vjp-vjp" else pytest.mark.full) for word in TRIPLES]
+)
+@of_operators((torch.float64,), full=1)
+def test_three_transforms(info: OpInfo, dtype: torch.dtype, count: int | None, word: str) -> None:
+    check(info, dtype, count, word, each=False)

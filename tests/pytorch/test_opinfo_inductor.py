@@ -20,7 +20,7 @@ Outcome = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
 def outcomes(function: Callable[[], list[tuple[Tensor, ...]]], samples: list[SampleInput]) -> list[Outcome]:
     """Returns the results of each sample, and the gradients of its tensors."""
     torch.manual_seed(1)
-    found = []
+    found: list[Outcome] = []
     for sample, results in zip(samples, function(), strict=True):
         outputs = [result for result in results if result.requires_grad]
         wanted = [leaf for leaf in leaves_of(sample) if leaf.requires_grad]
@@ -31,7 +31,10 @@ def outcomes(function: Callable[[], list[tuple[Tensor, ...]]], samples: list[Sam
 
 
 def check(info: OpInfo, dtype: torch.dtype, count: int | None, dynamic: bool) -> None:
-    """Compares the forward and the backward with eager ones, strides included. One graph contains all samples."""
+    """Compares the forward and the backward with eager ones. One graph contains all samples.
+
+    Strides are equal, except those of torch's norm, whose own fake kernel differs for empty results.
+    """
     samples = list(samples_of(info, dtype, count, requires_grad=True))
 
     def of_samples() -> list[tuple[Tensor, ...]]:
@@ -41,9 +44,10 @@ def check(info: OpInfo, dtype: torch.dtype, count: int | None, dynamic: bool) ->
     compiled = torch.compile(of_samples, fullgraph=True, dynamic=dynamic)
     pairs = zip(outcomes(compiled, samples), outcomes(of_samples, samples), samples, strict=True)
     for actual, expected, sample in pairs:
-        torch.testing.assert_close(
-            actual, expected, check_stride=True, msg=lambda text, sample=sample: f"{sample.name}: {text}"
-        )
+        try:
+            torch.testing.assert_close(actual, expected, check_stride=info is not OVERRIDDEN)
+        except AssertionError as error:
+            raise AssertionError(sample.name) from error
 
 
 # The backward of the others is one operator. Of these, Inductor generates code for the definition.
@@ -51,16 +55,16 @@ BY_DEFINITION = [info for info in OPINFOS if "backward" in info.name or "stats" 
 BY_OPERATOR = [info for info in (*OPINFOS, OVERRIDDEN) if info not in BY_DEFINITION]
 
 
-@of_operators((torch.float32, torch.bfloat16), infos=BY_OPERATOR)
+@of_operators((torch.float32,), infos=BY_OPERATOR)
 def test_compiled_operators(info: OpInfo, dtype: torch.dtype, count: int | None) -> None:
     check(info, dtype, count, dynamic=False)
 
 
-@of_operators((torch.float32,), core=0, infos=BY_OPERATOR)
+@of_operators((torch.bfloat16,), core=0, full=3, infos=BY_OPERATOR)
 def test_compiled_operators_with_dynamic_sizes(info: OpInfo, dtype: torch.dtype, count: int | None) -> None:
     check(info, dtype, count, dynamic=True)
 
 
-@of_operators((torch.float32,), core=0, infos=BY_DEFINITION)
+@of_operators((torch.float32,), core=0, full=2, infos=BY_DEFINITION)
 def test_compiled_derivatives_of_definitions(info: OpInfo, dtype: torch.dtype, count: int | None) -> None:
     check(info, dtype, count, dynamic=False)

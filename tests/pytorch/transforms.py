@@ -7,12 +7,11 @@ vmap is a loop over the samples.
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import opinfos
 import torch
 from opinfos import Arguments, as_tuple, reference_of
 from torch import Tensor
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-
-from reference.cases import compute_dtype
 
 Function = Callable[..., tuple[Tensor, ...]]
 Dims = tuple[int | None, ...]
@@ -50,7 +49,7 @@ def vjp(problem: Problem) -> Problem:
     count = len(problem.tensors)
 
     def through(function: Function) -> Function:
-        return lambda *tensors: torch.func.vjp(function, *tensors[:count])[1](tensors[count:])
+        return lambda *tensors: opinfos.vjp(function, *tensors[:count])[1](tensors[count:])
 
     cotangents = map(torch.randn_like, problem.expected())
     return Problem(through(problem.function), through(problem.reference), (*problem.tensors, *cotangents))
@@ -121,6 +120,3 @@ def assert_agrees(problem: Problem) -> None:
     assert not any(result.requires_grad for result in results)
     for result, other in zip(results, expected, strict=True):
         torch.testing.assert_close(result, other.to(result.dtype))
-
-
-__all__ = ["Problem", "assert_agrees", "batchings", "compute_dtype", "jvp", "loop", "problem_of", "vjp", "vmap"]
