@@ -27,7 +27,8 @@ from reference.cases import HALVES, compute_dtype
 Arguments = dict[str, Any]
 Reference = Callable[..., tuple[Tensor, ...]]
 ops = torch.ops.normops
-vjp: Any = torch.func.vjp  # typed as if it always returned auxiliary results too
+vjp: Any = torch.func.vjp  # typed as if they always returned auxiliary results too
+jvp: Any = torch.func.jvp
 
 
 class T(NamedTuple):

@@ -60,7 +60,7 @@ def jvp(problem: Problem) -> Problem:
 
     def through(function: Function) -> Function:
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-            results, tangents = torch.func.jvp(function, tensors[:count], tensors[count:])
+            results, tangents = opinfos.jvp(function, tensors[:count], tensors[count:])
             return (*results, *tangents)
 
         return call
