@@ -9,6 +9,8 @@ from torch import Tensor
 
 from normops import _C
 
+# Defaults of numbers are integers: with dynamic=True, torch.compile traces a function again for each float default.
+
 is_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", lambda: False)
 
 Rounding = Literal["once", "llama"]
@@ -24,7 +26,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    weight_offset: float = 0.0,
+    weight_offset: float = 0,
     rounding: Rounding = "once",
     bias: Tensor | None = None,
     dim: int | None = None,
@@ -141,7 +143,7 @@ def rms_norm_from_stats(
     eps: float | None = None,
     *,
     row_size: int,
-    weight_offset: float = 0.0,
+    weight_offset: float = 0,
     rounding: Rounding = "once",
 ) -> Tensor:
     r"""Normalizes rows, or parts of rows, with given sums of squares: the second step of :func:`rms_norm`.
@@ -196,9 +198,9 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    weight_offset: float = 0.0,
+    weight_offset: float = 0,
     rounding: Rounding = "once",
-    alpha: float = 1.0,
+    alpha: float = 1,
 ) -> tuple[Tensor, Tensor]:
     r"""Adds the input to a residual and normalizes the sum, as between two sublayers of a transformer.
 
@@ -251,7 +253,7 @@ def gated_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    weight_offset: float = 0.0,
+    weight_offset: float = 0,
     rounding: Rounding = "once",
     activation: Activation = "silu",
     norm_before_gate: bool = True,
@@ -323,7 +325,7 @@ def rms_norm_rope(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    weight_offset: float = 0.0,
+    weight_offset: float = 0,
     rounding: Rounding = "once",
     interleaved: bool = False,
     rotary_dim: int | None = None,
@@ -415,7 +417,7 @@ def rms_norm_(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    weight_offset: float = 0.0,
+    weight_offset: float = 0,
     rounding: Rounding = "once",
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -460,9 +462,9 @@ def add_rms_norm_(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    weight_offset: float = 0.0,
+    weight_offset: float = 0,
     rounding: Rounding = "once",
-    alpha: float = 1.0,
+    alpha: float = 1,
 ) -> tuple[Tensor, Tensor]:
     """Applies :func:`add_rms_norm` in place, for inference: the norm replaces ``input``, and the sum ``residual``.
 
@@ -512,7 +514,7 @@ def rms_norm_rope_(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    weight_offset: float = 0.0,
+    weight_offset: float = 0,
     rounding: Rounding = "once",
     interleaved: bool = False,
     rotary_dim: int | None = None,

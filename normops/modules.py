@@ -125,7 +125,7 @@ class RMSNorm(_Norm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        weight_offset: float = 0.0,
+        weight_offset: float = 0,
         rounding: Rounding = "once",
         groups: int | Sequence[int] = (),
         group_size: int | None = None,
@@ -153,9 +153,9 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor: ...
 
     @overload
-    def forward(self, x: Tensor, residual: Tensor, alpha: float = 1.0) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor, alpha: float = 1) -> tuple[Tensor, Tensor]: ...
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, alpha: float = 1.0) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None, alpha: float = 1) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the norm of ``x``; with a residual, the norm of the sum ``alpha * x + residual``, and the sum.
 
         See :func:`normops.rms_norm` and :func:`normops.add_rms_norm`.
@@ -246,7 +246,7 @@ class GatedRMSNorm(_Norm):
         *,
         activation: Activation = "silu",
         norm_before_gate: bool = True,
-        weight_offset: float = 0.0,
+        weight_offset: float = 0,
         rounding: Rounding = "once",
         groups: int | Sequence[int] = (),
         group_size: int | None = None,

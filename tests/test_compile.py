@@ -9,7 +9,7 @@ from assertions import assert_same_bits
 from other_process import printed
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_compilation_metrics
 from torch.utils._pytree import tree_leaves
 from traced_graphs import trace
 from trained import train
@@ -284,3 +284,15 @@ print(config.cache_key_tag)
     overridden = [*ours, "normops.override_torch"]
     theirs = ["theirs", "normops-of-a-user"]
     assert tags == [theirs + ours, *[theirs + overridden] * 2, ["another", *overridden], theirs + ours]
+
+
+def test_dynamic_functions_are_traced_once() -> None:
+    """A float default would become a symbolic float, for which torch.compile traces the function again."""
+
+    def norms(x: Tensor, w: Tensor) -> Tensor:
+        y, h = normops.add_rms_norm(x, x, 8, w)
+        return normops.rms_norm(y, 8, w) + normops.gated_rms_norm(h, x, 8, w)
+
+    torch._dynamo.reset()
+    torch.compile(norms, backend="aot_eager", dynamic=True, fullgraph=True)(torch.randn(3, 8), torch.randn(8))
+    assert not get_compilation_metrics()[-1].restart_reasons

@@ -46,17 +46,22 @@ inline bool parse(PyObject* object, std::string_view& text) {
   return true;
 }
 
-inline bool parse(PyObject* object, double& number) {
-  if (!PyFloat_CheckExact(object)) return false;
-  number = PyFloat_AS_DOUBLE(object);
-  return true;
-}
-
 inline bool parse(PyObject* object, int64_t& number) {
   if (!PyLong_CheckExact(object)) return false;
   int overflow = 0;
   number = PyLong_AsLongLongAndOverflow(object, &overflow);
   return overflow == 0;
+}
+
+inline bool parse(PyObject* object, double& number) {
+  if (PyFloat_CheckExact(object)) {
+    number = PyFloat_AS_DOUBLE(object);
+    return true;
+  }
+  int64_t integer = 0;
+  const bool is_integer = parse(object, integer);
+  number = static_cast<double>(integer);
+  return is_integer;
 }
 
 inline bool parse(PyObject* object, c10::SymInt& number) {
