@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,13 +24,11 @@ def recompute_norms() -> Generator[None]:
     covers functions, operators, modules, patched models and :func:`override_torch`.
 
     The block must contain the forward: the norm, and the operators that save its output. The backward may run outside.
-    The block copies the weight and the bias for each output that it recomputes. It stores an output as usual in these
-    cases:
+    The block copies the weight and the bias of each norm. It stores an output as usual in these cases:
 
     * The output has been written to in place.
     * Its norm does not save its input, because only the bias requires a gradient.
     * The copies would not be smaller than the output.
-    * The weight or the bias was freed or written to before an operator saved the output.
     * The output is a view of a subclass of ``Tensor``, such as ``values()`` of a nested tensor.
 
     The block installs hooks on saved tensors in the current thread. Hooks around the block receive the tensors that are
@@ -39,14 +37,20 @@ def recompute_norms() -> Generator[None]:
     :func:`torch.func.grad`, which forbids such hooks, the block does nothing. A transform of ``torch.func`` that
     forbids them raises torch's error if it runs inside the block.
 
-    Around compiled code, the block applies between the graphs of ``torch.compile``, not inside them. For graphs, set
-    the option ``recompute_norms`` of :func:`inductor_options` or of the backend ``"normops"``.
+    A function of ``torch.compile`` that Inductor compiles in a call inside of the block recomputes norms
+    in its own graphs, also when it is called outside later. A function that is compiled already does not, and neither
+    does a function whose code contains the block. Graphs do not recompute a norm that a checkpoint decides about, the
+    norm of a sum in another dtype, or ``rms_norm_from_stats``.
 
     Example:
         >>> import torch, normops
         >>> model = torch.nn.Sequential(normops.RMSNorm(64), torch.nn.Linear(64, 64))
         >>> with normops.recompute_norms():
         ...     loss = model(torch.randn(8, 64, requires_grad=True)).sum()
+        >>> loss.backward()
+        >>> compiled = torch.compile(model)
+        >>> with normops.recompute_norms():
+        ...     loss = compiled(torch.randn(8, 64, requires_grad=True)).sum()  # compiles
         >>> loss.backward()
     """
     if torch.compiler.is_compiling() or _saved_tensors_hooks_get_disabled_error_message() is not None:
@@ -64,10 +68,26 @@ def recompute_norms() -> Generator[None]:
         return (_give, _keep(tensor)) if output is None else (_C.RecomputedOutput.tensor, output)
 
     try:
-        with saved_tensors_hooks(pack, _unpack):
+        with saved_tensors_hooks(pack, _unpack), _in_graphs():
             yield
     finally:
         _C.leave_recompute_block(outer)
+
+
+def _in_graphs() -> AbstractContextManager[Any]:
+    """Makes Inductor recompute norms in the graphs that it compiles meanwhile. torch.compile imports Dynamo."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    from torch._inductor import config
+
+    from normops.recompute_graphs import RecomputeNorms
+
+    before = config.joint_custom_post_pass
+    return (
+        nullcontext()
+        if isinstance(before, RecomputeNorms)
+        else config.patch(joint_custom_post_pass=RecomputeNorms(before))
+    )
 
 
 _Packed = tuple[Callable[[Any], Tensor], Any]

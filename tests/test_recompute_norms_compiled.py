@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from adopted_graphs import compiled_with_passes, norms
 from assertions import assert_same_bits
-from norms_between_layers import BACKWARD, FORWARD, FUNCTIONS, first, gradients, problem
+from norms_between_layers import FUNCTIONS, first, gradients, problem
 from profiles import operators_run
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import normops
-from normops.inductor.passes import BeforePartition
+from normops.recompute_graphs import RecomputeNorms
 from reference.operators import Operator, of_rows
 
 
@@ -47,22 +46,30 @@ def saved_bytes(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
         return call(), sum(storages.values())
 
 
+def compiled_in(context: Callable[[], Any], fn: Callable[..., Tensor], t: list[Tensor], **options: Any) -> Any:
+    """Returns the function, compiled by a call inside of the context."""
+    torch._dynamo.reset()
+    call = torch.compile(fn, **options)
+    with context():
+        call(*t)
+    return call
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-@pytest.mark.covering(core=1)
 def test_compiled_graph_recomputes_norms(operator: Operator, dynamic: bool) -> None:
-    """The output and its views are not stored: the backward also contains the norm, or the norm of the sum."""
+    """The output and its views are not stored: the backward also runs the norm, or the norm of the sum."""
     t, found = problem("cpu"), []
-    for recomputes in (False, True):
-        call, graphs = compiled_with_passes(compiled_block(operator), dynamic=dynamic, recompute_norms=recomputes)
+    for context in (nullcontext, normops.recompute_norms):
+        call = compiled_in(context, compiled_block(operator), t, dynamic=dynamic, fullgraph=True)
         loss, saved = saved_bytes(lambda: call(*t))  # noqa: B023  called at once
-        found.append((gradients(loss, t), saved, norms(graphs.forward), norms(graphs.backward)))
-    (expected, before, forward, backward), (actual, after, forward_again, backward_again) = found
+        ran = operators_run(lambda: torch.autograd.backward(call(*t), torch.ones_like(loss)))  # noqa: B023
+        found.append((gradients(loss, t), saved, ran))
+    (expected, before, forward_and_backward), (actual, after, again) = found
     assert_same_bits(actual, expected)
     assert before - after == t[0].nbytes
-    assert forward_again == forward == [operator.name]
-    again = "rms_norm" if operator.name == "add_rms_norm" else operator.name
-    assert sorted(backward_again) == sorted([*backward, again])
+    recomputed = "rms_norm" if operator.name == "add_rms_norm" else operator.name
+    assert sorted(again) == sorted([*forward_and_backward, f"normops::{recomputed}"])
 
 
 def of_checkpoint(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -93,7 +100,7 @@ AROUND: dict[str, tuple[tuple[Around, ...], tuple[Around, ...]]] = {
 @pytest.mark.parametrize("frozen", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-@pytest.mark.covering(core=0, full=1)
+@pytest.mark.release
 def test_blocks_and_checkpoints_around_and_in_graphs(operator: Operator, around: str, frozen: int | None) -> None:
     """Freezes each argument in turn; the backward runs outside of all blocks, on this thread and on another."""
     in_graph, around_graph = AROUND[around]
@@ -106,7 +113,7 @@ def test_blocks_and_checkpoints_around_and_in_graphs(operator: Operator, around:
     for outer in in_graph:
         fn = outer(fn)
     for recomputes in (False, True):
-        call, _ = compiled_with_passes(fn, recompute_norms=recomputes)
+        call = compiled_in(normops.recompute_norms if recomputes else nullcontext, fn, t)
         for outer in around_graph:
             call = outer(call)
         assert_same_bits(gradients(call(*t), leaves), expected)
@@ -154,48 +161,34 @@ def test_unsupported_norms_in_a_compiled_graph_are_stored() -> None:
         return frozen + (y * y).float() + of_checkpoint @ matrix + total @ matrix
 
     found = []
-    for recomputes in (False, True):
-        call, graphs = compiled_with_passes(fn, recompute_norms=recomputes)
+    for context in (nullcontext, normops.recompute_norms):
+        call = compiled_in(context, fn, t)
         loss, saved = saved_bytes(lambda: call(*t))  # noqa: B023  called at once
-        found.append((gradients(loss, t), saved, norms(graphs.backward)))
-    (expected, before, backward), (actual, after, backward_again) = found
+        ran = operators_run(lambda: torch.autograd.backward(call(*t), torch.ones_like(loss)))  # noqa: B023
+        found.append((gradients(loss, t), saved, ran))
+    (expected, *before), (actual, *after) = found
     assert_same_bits(actual, expected)
-    assert (before, backward) == (after, backward_again)
+    assert before == after
 
 
-def test_options_replace_only_passes_of_normops() -> None:
-    """Passes of normops replace each other, other passes stay, and Inductor's cache keys differ."""
-    name = "joint_custom_post_pass"
-
+def test_other_passes_run_and_caches_distinguish_them() -> None:
     class Other(CustomGraphPass):
-        def __call__(self, graph: object) -> None: ...
+        calls = 0
+
+        def __call__(self, graph: object) -> None:
+            self.calls += 1
+
         def uuid(self) -> str:
             return "other"
 
-    other = Other()
-    options = normops.inductor_options({name: other}, recompute_norms=True)
-    assert options[name].before == (other,)
-    assert normops.inductor_options(options, recompute_norms=True)[name].before == (other,)
-    taken_back = normops.inductor_options(options)[name]
-    assert taken_back.before == (other,)
-    assert not isinstance(taken_back, BeforePartition)
-    assert name not in normops.inductor_options()
-    assert len({options[name].uuid(), taken_back.uuid(), other.uuid()}) == 3
-
-
-@pytest.mark.parametrize("way", ["options", "backend", "backend and options"])
-def test_inductor_recomputes_norms(way: str) -> None:
-    t = problem("cpu", (64, 16))
-    ours = normops.inductor_options(recompute_norms=True)
-    ways: dict[str, dict[str, Any]] = {
-        "options": {"options": ours},
-        "backend": {"backend": "normops", "options": {"recompute_norms": True}},
-        "backend and options": {"backend": "normops", "options": ours},
-        "without": {"options": normops.inductor_options()},
-    }
-    for options, counts in ((ways[way], 2), (ways["without"], 1)):
-        torch._dynamo.reset()
-        compiled = torch.compile(lambda *t: F.rms_norm(t[0] @ t[3], (16,), t[2]) @ t[3], fullgraph=True, **options)
-        torch.autograd.backward(compiled(*t), t[0].detach())
-        ran = operators_run(lambda: torch.autograd.backward(compiled(*t), t[0].detach()))  # noqa: B023  at once
-        assert ran == [FORWARD] * counts + [BACKWARD]
+    other, t = Other(), problem("cpu")
+    with config.patch(joint_custom_post_pass=other):
+        compiled_in(normops.recompute_norms, compiled_block(FUNCTIONS[0]), t)
+        with normops.recompute_norms():
+            ours = config.joint_custom_post_pass
+            with normops.recompute_norms():
+                assert config.joint_custom_post_pass is ours
+        assert config.joint_custom_post_pass is other
+    assert other.calls == 1
+    assert len({RecomputeNorms(None).uuid(), ours.uuid(), other.uuid()}) == 3
+    assert RecomputeNorms(lambda graph: None).uuid() is None  # no key: nothing is cached
