@@ -222,7 +222,7 @@ def tables(form: Arguments) -> Arguments:
     *_, columns = form["input"].shape
     heads = form["input"].shape[:-1] if len(form["input"].shape) < 3 else (*form["input"].shape[:-2], 1)
     table = T((*heads, columns // 2 * 2), is_table=True)
-    return {"cos": table, "sin": table}
+    return {"cos": table, "sin": table} | ({"rotary_dim": columns - 1} if columns % 2 else {})
 
 
 def masks(count: int) -> list[Arguments]:
