@@ -177,8 +177,10 @@ def test_fake_tensors_of_the_backward(info: OpInfo, dtype: torch.dtype, count: i
             results = [result for result in call(info, sample) if result.requires_grad]
             leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
             wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-            first = torch.autograd.grad(results, wanted, list(map(torch.ones_like, results)), create_graph=True)
-            torch.autograd.grad([g.square().sum() for g in first if g.requires_grad], wanted, allow_unused=True)
+            ones = list(map(torch.ones_like, results))
+            first = torch.autograd.grad(results, wanted, ones, create_graph=True, allow_unused=True)
+            of_first = [g.square().sum() for g in first if g is not None and g.requires_grad]
+            torch.autograd.grad(of_first, wanted, allow_unused=True)
 
 
 def compare(actual: Any, expected: Any, equal_nan: bool = True) -> None:
