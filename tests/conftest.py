@@ -18,11 +18,9 @@ LONGEST = (
     "test_examples.py",
     "test_inductor.py",
     "test_families.py",
-    "test_adoption_fuzz.py",
     "test_check_gpu.py",
     "test_cuda_host.py",
     "test_patched_norms.py",
-    "test_lookalikes.py",
     "test_export.py",
 )
 

@@ -216,6 +216,11 @@ def model(norm: type[nn.Module] = LlamaNorm, layers: int = 2) -> nn.Sequential:
     return blocks
 
 
+def patch(module: nn.Module, **options: Any) -> normops.PatchReport:
+    """Patches norms of unknown source, too."""
+    return normops.patch(module, by="measurement", **options)
+
+
 def patched_pair(make: Callable[[], nn.Module], dtype: torch.dtype, **options: Any) -> tuple[nn.Module, nn.Module]:
     """Returns a norm with a random weight and a patched copy."""
     torch.manual_seed(0)
@@ -224,5 +229,5 @@ def patched_pair(make: Callable[[], nn.Module], dtype: torch.dtype, **options: A
         nn.init.uniform_(parameter, -0.5, 1.5)
     original.to(dtype)
     patched = copy.deepcopy(original)
-    assert len(normops.patch(patched, strict=True, **options).patched) == 1
+    assert len(patch(patched, strict=True, **options).patched) == 1
     return original, patched

@@ -225,14 +225,14 @@ def patched_and_sharded() -> None:
         torch._dynamo.reset()
         shared = norms_of_others.model()
         if way.startswith("patched"):
-            assert len(normops.patch(shared, strict=True).patched) == 4
+            assert len(norms_of_others.patch(shared, strict=True).patched) == 4
         if "norms too" in way:  # fully_shard changes their class
             for norm in [each for each in shared.modules() if isinstance(each, norms_of_others.LlamaNorm)]:
                 fully_shard(norm, mesh=mesh)
         if "FSDP2" in way:
             shard_fully(shared, mesh, MixedPrecisionPolicy())
         if way.endswith("patched"):
-            assert len(normops.patch(shared, strict=True).patched) == 4
+            assert len(norms_of_others.patch(shared, strict=True).patched) == 4
         wrapped = DistributedDataParallel(shared) if "DDP" in way else shared
         run = torch.compile(wrapped, backend="aot_eager") if way.endswith("compiled") else wrapped
         output = run(x.chunk(2)[rank])
@@ -246,7 +246,7 @@ def patched_and_sharded() -> None:
 def patched_norms_run_normops() -> None:
     """Patched norms run normops on DTensors and on the result of an unfinished redistribution."""
     mesh, norm = mesh_of(), norms_of_others.WeightlessNorm(16)
-    normops.patch(norm, strict=True)
+    norms_of_others.patch(norm, strict=True)
     x = cases.values((4, 6, 16), torch.float32)
     sharded = placed(x, mesh, (Shard(0),))
     coming = sharded.redistribute(placements=(Replicate(),), async_op=True).to_local()

@@ -242,7 +242,7 @@ def test_patched_norms_export_as_unpatched(opset_version: int | None, traces_by_
     programs = []
     for patches in (False, True):
         if patches:
-            normops.patch(model, strict=True)
+            others.patch(model, strict=True)
         program = torch.onnx.export(model, (x,), opset_version=opset_version, verbose=False)
         assert program is not None
         programs.append(program)
@@ -257,7 +257,7 @@ def test_patched_norms_export_as_unpatched(opset_version: int | None, traces_by_
 def test_patched_norms_export_by_torchscript_as_unpatched(tmp_path: Path) -> None:
     model, x = others.model().eval(), cases.values((3, 2, 32), torch.float32)
     torch.onnx.export(model, (x,), tmp_path / "original", dynamo=False)
-    normops.patch(model, strict=True)
+    others.patch(model, strict=True)
     torch.onnx.export(model, (x,), tmp_path / "patched", dynamo=False)
     original, patched = (onnx.load(tmp_path / name).graph.node for name in ("original", "patched"))
     assert [node.op_type for node in patched] == [node.op_type for node in original]

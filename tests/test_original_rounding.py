@@ -177,8 +177,8 @@ class RoundedProduct(others.WideNorm):
 def test_unsupported_rounding_order_is_skipped(norm: Callable[[int], nn.Module], computes: str) -> None:
     module = norm(SIZE)
     name, reason = type(module).__name__, 'rounds in an order that rounding="original" does not support'
-    assert normops.patch(module, rounding="original").skipped == {"": f"{name}: {reason}"}
-    assert normops.patch(module).patched == {"": f"{name}: {computes}, dtype: promoted, rounds otherwise"}
+    assert others.patch(module, rounding="original").skipped == {"": f"{name}: {reason}"}
+    assert others.patch(module).patched == {"": f"{name}: {computes}, dtype: promoted, rounds otherwise"}
 
 
 # The passes for torch.compile.

@@ -98,8 +98,8 @@ def test_threads_may_patch_at_once() -> None:
 
     x, of_all = torch.randn(3, 16), make()
     y = of_all(x)
-    assert set(at_once(*[lambda: str(normops.patch(make()))] * THREADS)) == {str(normops.patch(make()))}
-    for made in at_once(*[lambda: normops.patch(of_all)] * THREADS, lambda: of_all(x)):
+    assert set(at_once(*[lambda: str(others.patch(make()))] * THREADS)) == {str(others.patch(make()))}
+    for made in at_once(*[lambda: others.patch(of_all)] * THREADS, lambda: of_all(x)):
         if isinstance(made, Tensor):
             torch.testing.assert_close(made, y)
         else:

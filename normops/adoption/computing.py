@@ -7,10 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from normops.adoption.norm import OUTPUT_DTYPES, Dtypes, Norm, Saved
+from normops.adoption.norm import HALVES, OUTPUT_DTYPES, Dtypes, ModelRounding, Norm, Saved
 from normops.functional import ACTIVATIONS, Rounding, gated_rms_norm, rms_norm
-from normops.inductor import ModelRounding
-from normops.inductor.calls import HALVES
 
 Compute = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float | None], Tensor]
 """A function of input, gate, weight, bias and eps."""
@@ -18,12 +16,12 @@ Compute = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float |
 
 def function_of(norm: Norm, rounding: ModelRounding) -> Compute:
     """Returns the function that computes a norm."""
-    offset, size, dims, dim = norm.weight_offset, norm.group_size, norm.normalized_dims, norm.dim
-    gating: Any = ("silu", True) if norm.gate is None else norm.gate.gating
+    form, size, dims = norm.form, norm.group_size, norm.normalized_dims
+    offset, dim, widens = form.weight_offset, form.dim, form.widens
+    gating: Any = form.gating or ("silu", True)
     activation, norm_before_gate = gating
-    widens = norm.gate is not None and norm.gate.widens
     mode = mode_of(norm, rounding)
-    dtype_of = OUTPUT_DTYPES[norm.output_dtype]
+    dtype_of = OUTPUT_DTYPES[form.output_dtype]
 
     def call(
         x: Tensor,
@@ -69,7 +67,7 @@ def function_of(norm: Norm, rounding: ModelRounding) -> Compute:
             return call(x.to(torch.promote_types(x.dtype, dtype)), gate, weight, bias, eps, mode).to(dtype)
         # The operator cannot round to the dtype of the product with a weight of another dtype. The factor, the
         # normalized input, is rounded to the output's or the input's dtype.
-        first = dtype if norm.output_dtype.startswith("weight") else x.dtype
+        first = dtype if form.output_dtype.startswith("weight") else x.dtype
         is_gated_after = gate is not None and norm_before_gate
         y = call(x.to(torch.promote_types(x.dtype, first)), None if is_gated_after else gate, None, None, eps, "once")
         y = y.to(first)
@@ -84,7 +82,7 @@ def function_of(norm: Norm, rounding: ModelRounding) -> Compute:
 
 def mode_of(norm: Norm, rounding: ModelRounding) -> Rounding:
     """Returns the operators' ``rounding`` that corresponds to that of :func:`patch`."""
-    return "once" if rounding == "once" or norm.rounds == "once" else "llama"
+    return "once" if rounding == "once" or norm.form.rounds == "once" else "llama"
 
 
 def copies_of(norm: Norm) -> dict[tuple[Dtypes, tuple[bool, ...]], tuple[bool, ...]]:
@@ -109,7 +107,7 @@ def _is_copied(norm: Norm, dtypes: Dtypes, requires: tuple[bool, ...], i: int) -
     if dtypes[i] is None or (i == 1 and (norm.weight is None or not (requires[0] or requires[2]))):
         return False
     # The experiments had a gate of the input's dtype.
-    return gate not in (None, x) or Saved(x, x if weight is None else weight, requires, i) not in norm.saves
+    return gate not in (None, x) or Saved(x, x if weight is None else weight, requires, i) not in norm.form.saves
 
 
 def gate_beside(gate: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from normops.adoption.following import SLOTS
-from normops.adoption.norm import Norm
+from normops.adoption.norm import By, ModelRounding, Norm, check_by, check_rounding
+from normops.adoption.originals import SLOTS
 from normops.adoption.patched_class import Made, Patched, class_of
-from normops.inductor import ModelRounding, check_rounding
 
 
 def install(found: Iterable[tuple[nn.Module, Norm, ModelRounding]]) -> None:
@@ -80,7 +79,7 @@ def _is_own(forward: Any, module: nn.Module) -> bool:
 
 
 class _ClassOfCopies:
-    """Gives copies the class of the original; a pickle stores its rounding instead."""
+    """Gives copies the class of the original; a pickle stores the options of patch instead."""
 
     def __init__(self, cls: Any) -> None:
         self.cls = cls
@@ -89,11 +88,14 @@ class _ClassOfCopies:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rounding, (self.cls.normops_made.rounding,)
+        made = self.cls.normops_made
+        return _options, (made.rounding, "measurement" if made.norm.is_measured else "source")
 
 
-def _rounding(rounding: ModelRounding) -> ModelRounding:
-    return rounding  # _remake checks it
+def _options(rounding: ModelRounding, by: By) -> tuple[ModelRounding, By]:
+    check_rounding(rounding)
+    check_by(by)
+    return rounding, by
 
 
 def reduced(module: Any, protocol: Any, reduce: Callable[[Any, Any], Any]) -> Any:
@@ -119,7 +121,7 @@ def _replaced(value: Any, old: object, new: object) -> Any:
 def _remake(
     function: Callable[..., nn.Module],
     arguments: tuple[Any, ...],
-    made: _ClassOfCopies | ModelRounding,
+    made: _ClassOfCopies | tuple[ModelRounding, By],
     has_state: bool,
 ) -> nn.Module:
     """Creates the module of a copy or a pickle; ``has_state``: it gets its state later."""
@@ -133,25 +135,25 @@ def _remake(
             raise TypeError(f"made: expected a class of normops.patch, but got {made.cls.__name__}")
         _put(module, made.cls)
         return module
-    check_rounding(made)
+    rounding, by = _options(*made)
     if has_state:
-        module.__dict__["__setstate__"] = partial(_set_state, module, made)
+        module.__dict__["__setstate__"] = partial(_set_state, module, rounding, by)
     else:
-        _install_again(module, made)
+        _install_again(module, rounding, by)
     return module
 
 
-def _set_state(module: nn.Module, rounding: ModelRounding, state: Any) -> None:
+def _set_state(module: nn.Module, rounding: ModelRounding, by: By, state: Any) -> None:
     del module.__dict__["__setstate__"]
     type(module).__setstate__(module, state)
-    _install_again(module, rounding)
+    _install_again(module, rounding, by)
 
 
-def _install_again(module: nn.Module, rounding: ModelRounding) -> None:
+def _install_again(module: nn.Module, rounding: ModelRounding, by: By) -> None:
     """Patches a loaded module, if its norm is recognised here."""
     from normops.adoption.patching import recognised  # imports this module
 
-    norm = recognised(module, rounding)
+    norm = recognised(module, rounding, by)
     if isinstance(norm, Norm):
         install([(module, norm, rounding)])
     else:

@@ -1,6 +1,6 @@
 """The class that :func:`normops.patch` gives a module: a subclass of the module's own, whose forward runs normops."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from normops import _C
 from normops._operators import has_rules
 from normops.adoption.computing import copies_of, function_of, mode_of, writable
-from normops.adoption.following import PROPERTIES
 from normops.adoption.guards import holding
-from normops.adoption.norm import Norm
+from normops.adoption.norm import ModelRounding, Norm
 from normops.functional import is_tracing
-from normops.inductor import ModelRounding
-from normops.inductor.calls import METHODS
 
 
 class Made(NamedTuple):
@@ -45,7 +42,7 @@ def class_of(made: Made) -> type[nn.Module]:
         cls: Any = made.cls
         names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
         ours = type(cls)(cls.__name__, (cls, Patched), {**names, "normops_made": made})
-        ours.forward, ours.__reduce_ex__ = _forward_of(made), _reduce_of(cls)
+        ours.forward, ours.__reduce_ex__, ours.__repr__ = _forward_of(made), _reduce_of(cls), _repr_of(cls)
         ours = _classes.setdefault(made, ours)  # another thread may have added one
     return ours
 
@@ -59,39 +56,74 @@ def _reduce_of(cls: Any) -> Callable[[Any, Any], Any]:
     return __reduce_ex__
 
 
+def _repr_of(cls: Any) -> Callable[[Any], str]:
+    def __repr__(self: Any) -> str:  # noqa: N807
+        return f"{cls.__repr__(self)} (normops)"
+
+    return __repr__
+
+
 def _forward_of(made: Made) -> Callable[..., Any]:
-    """Returns the forward of a patched class, which runs normops in the verified cases."""
+    """Returns the forward of a patched class, which runs normops in the supported cases."""
     cls, norm, rounding = made
+    form = norm.form
     own_forward: Any = cls.forward
     compute, copies = function_of(norm, rounding), copies_of(norm)
     holds = holding(norm.guards, cls)
-    names, is_gated = norm.arguments, norm.gate is not None
+    names, is_gated = norm.arguments, form.gating is not None
     # The bias is the first parameter of a norm without a weight.
     first_name, second_name = (norm.weight, norm.bias) if norm.weight is not None else (norm.bias, None)
     has_weight = norm.weight is not None
     eps_name, fixed_eps = (norm.eps, None) if isinstance(norm.eps, str) else (None, norm.eps)
     parameter_dims, normalized_dims, shape = norm.parameter_dims, norm.normalized_dims, norm.shape
-    order_of_result = norm.order
     # A set: Dynamo converts numbers in tuples to symbols.
-    dims, taken, takes_empty, autocasts = frozenset(norm.dims), norm.dtypes, norm.takes_empty, norm.autocasts
+    dims, taken, dim = frozenset(norm.dims), norm.dtypes, form.dim
     if norm.bias is not None and rounding == "original":
         # The rounding of the product before the bias is known only for equal dtypes.
         taken = frozenset(dtypes for dtypes in taken if dtypes[0] == dtypes[1])
+    offset, mode, autocasts = form.weight_offset, mode_of(norm, rounding), form.autocasts
+    ones = (1,) * (parameter_dims - 1)
     is_compiling, is_exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
-    is_grad_enabled = torch.is_grad_enabled
-
-    offset, mode = norm.weight_offset, mode_of(norm, rounding)
-    dim, ones = norm.dim, (1,) * (parameter_dims - 1)
-    is_one_call = not is_gated and norm.group_size is None and normalized_dims == 1 and dim is None
-    is_one_call &= has_weight or first_name is None
+    is_grad_enabled, is_dynamo_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
+    has_fast_path = not is_gated and norm.group_size is None and normalized_dims == parameter_dims == 1 and dim is None
+    has_fast_path &= norm.weight is not None and norm.bias is None
+    plain = frozenset(x for x, weight, _ in taken if x == weight)
+    uncopied = plain - {dtypes[0] for dtypes, _ in copies}
 
     @wraps(own_forward, updated=())
     def forward(self: Any, *args: Any, **named: Any) -> Any:
+        if has_fast_path and not is_dynamo_compiling():
+            try:
+                (x,) = args
+                own = self.__dict__
+                weight = own["_parameters"][first_name]
+                eps = fixed_eps if eps_name is None else own[eps_name]
+                if (
+                    type(x) in _PLAIN
+                    and type(weight) in _PLAIN
+                    and (dtype := x.dtype) is weight.dtype
+                    and dtype in (uncopied if is_grad_enabled() else plain)
+                    and x.is_contiguous()
+                    and (width := weight.numel()) == (sizes := x.shape)[-1]
+                    and weight.dim() == 1
+                    and len(sizes) in dims
+                    and (1 not in sizes or _is_canonical(x))
+                    and (eps_name is None or (type(eps) is float and eps == eps))
+                    and not (autocasts and x.is_cuda)
+                    and isinstance(self, Patched)  # a hook may hold the forward of a module that has been unpatched
+                    and holds(self)
+                ):
+                    # Answers NotImplemented for traces, transforms and modes.
+                    y = _C.rms_norm(x, width, weight, eps, offset, mode, None)
+                    if y is not NotImplemented:
+                        return y
+            except (AttributeError, KeyError, ValueError, IndexError):
+                pass
         tensors = _in_order(names, args, named) if named else args
         first: Any = None
         second: Any = None
         gate: Any = None
-        order = width = None
+        order: tuple[int, ...] | None = None
         eps = fixed_eps
         try:
             if is_gated:
@@ -105,11 +137,9 @@ def _forward_of(made: Made) -> Callable[..., Any]:
             if eps_name is not None:
                 eps = getattr(self, eps_name)
             is_known = (
-                isinstance(self, Patched)  # a hook may hold the forward of a module that has been unpatched
+                isinstance(self, Patched)
+                and all(each is None or type(each) in _PLAIN or _is_served(type(each)) for each in (first, second, gate))
                 and (type(x) in _PLAIN or _is_served(type(x)))
-                and (first is None or type(first) in _PLAIN or _is_served(type(first)))
-                and (second is None or type(second) in _PLAIN or _is_served(type(second)))
-                and (gate is None or type(gate) in _PLAIN or _is_served(type(gate)))
                 and not is_tracing()
             )
             if is_known:  # attributes of other tensor classes may raise, and a trace would record their use
@@ -119,52 +149,73 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                     and x.dim() in dims
                     and (
                         first is None
-                        or (
-                            (first.dim() == 1 and first.numel() == (width := x.shape[-1]))
-                            if parameter_dims == 1 and dim is None  # a slice of a shape takes longer
-                            else (x.shape[-parameter_dims:] if dim is None else (x.shape[dim], *ones)) == first.shape
-                        )
+                        or _are_equal(x.shape[-parameter_dims:] if dim is None else (x.shape[dim], *ones), first.shape)
                     )
-                    and (second_name is None or (second.dtype, second.shape) == (first.dtype, first.shape))
-                    and (shape is None or (x.shape[-len(shape) :] if dim is None else x.shape[dim : dim + 1]) == shape)
-                    and (gate is None or gate.shape == x.shape)
+                    and (second is None or (second.dtype, second.shape) == (first.dtype, first.shape))
+                    and (
+                        shape is None
+                        or _are_equal(x.shape[-len(shape) :] if dim is None else x.shape[dim : dim + 1], shape)
+                    )
+                    and (gate is None or _are_equal(gate.shape, x.shape))
                     and (eps_name is None or (type(eps) is float and eps == eps))
-                    and (takes_empty or x.numel() > 0)
+                    and (form.takes_empty or _is_true(x.numel() > 0))
                     and not (is_exporting() and _is_in_onnx_export())
                     and holds(self)
                     and not (autocasts and x.is_cuda and torch.is_autocast_enabled("cuda"))
                 )
             if is_known and dim is not None:
                 # Results of other inputs would have other strides.
-                is_known = x.is_contiguous() or x.movedim(dim, -1).is_contiguous()
-            elif is_known and not (x.is_contiguous() and (gate is None or gate.is_contiguous())):
+                is_known = _is_canonical(x) or (_is_canonical(x.movedim(dim, -1)) and not _has_ones(x))
+            elif is_known and not (_is_canonical(x) and (gate is None or _is_canonical(gate))):
                 order = _order_of(x, max(parameter_dims, normalized_dims))
-                if order_of_result == "unknown":
+                if form.order == "unknown":
                     is_known = order is None and (gate is None or _order_of(gate, normalized_dims) is None)
-                is_known = is_known and order_of_result != "raises" and order != ()
+                is_known = is_known and form.order != "raises" and order != ()
+                # The views of a forward with groups give dimensions of size 1 other strides.
+                is_known = is_known and (order is None or norm.group_size is None or not _has_ones(x))
         except (AttributeError, KeyError, ValueError):  # something is missing that was there when it was patched
             is_known = False
         if not is_known:
             return _own_forward(self, cls)(*args, **named)
-        is_compiled = is_compiling()
-        if is_grad_enabled() and not is_compiled:
+        if is_grad_enabled() and not is_compiling():
             requires = (x.requires_grad, first is not None and first.requires_grad, is_gated and gate.requires_grad)
             if (which := copies.get((dtypes, requires))) is not None:
                 x, first, gate = (
                     each.clone() if copied else each for each, copied in zip((x, first, gate), which, strict=True)
                 )
-        if is_one_call and order is None and (first is None or x.dtype == first.dtype) and not is_compiled:
-            # Same as compute, with fewer Python calls.
-            y = _C.rms_norm(x, x.shape[-1] if width is None else width, first, eps, offset, mode, second)
-            if y is not NotImplemented:
-                return y
         weight, bias = (first, second) if has_weight else (None, first)
-        if order is None or order_of_result != "kept":
+        if order is None or form.order != "kept":
             return compute(x, gate, weight, bias, eps)
         y = compute(x.permute(order), gate, weight, bias, eps)
         return writable(y.permute([order.index(dim) for dim in range(len(order))]))
 
     return forward
+
+
+def _is_true(condition: Any) -> bool:
+    """Returns whether a condition holds; False if it depends on data that a compiler does not have."""
+    # Dynamo has imported this module, which imports sympy.
+    is_compiling = torch.compiler.is_compiling()
+    return bool(torch.fx.experimental.symbolic_shapes.guard_or_false(condition) if is_compiling else condition)
+
+
+def _are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(_is_true(m == n) for m, n in zip(a, b, strict=True))
+
+
+def _is_canonical(tensor: Tensor, ignores_ones: bool = False) -> bool:
+    """Returns whether a tensor has the strides of a new one; ``is_contiguous`` ignores dimensions of size 1."""
+    is_compiling = torch.compiler.is_compiling()
+    step: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not (_is_true(stride == step) or (ignores_ones and _is_true(size == 1))):
+            return False
+        step = step * (torch.sym_max(size, 1) if is_compiling else size or 1)
+    return True
+
+
+def _has_ones(tensor: Tensor) -> bool:
+    return not all(_is_true(size != 1) for size in tensor.shape)
 
 
 def _in_order(names: tuple[str, ...], args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -193,29 +244,30 @@ def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
     """Returns the dimensions in their order in memory, or None if that is the order of the dimensions.
 
     Returns an empty tuple if the strides of the module's own result are unknown. This holds if rows in another order
-    have gaps or overlap, or if the dimensions of a row are not the last ones.
+    have gaps, if elements overlap, if the dimensions of a row are not the last ones, or if a dimension of size 1 has an
+    unusual stride in a tensor that is contiguous otherwise.
     """
-    sizes, strides = tensor.shape, tensor.stride()
-    dims = [dim for dim in range(tensor.dim()) if sizes[dim] != 1]
-    if any(strides[dim] == 0 for dim in dims):
+    strides = tensor.stride()
+    if any(_is_true(stride == 0) for stride in strides):
         return ()
-    if all(strides[a] >= strides[b] for a, b in pairwise(dims)):
-        return None
+    if all(_is_true(a >= b) for a, b in pairwise(strides)):
+        is_contiguous = _is_canonical(tensor, ignores_ones=True)
+        return None if _is_canonical(tensor) or not is_contiguous else ()
     order: list[int] = []
     for dim in range(tensor.dim()):  # not sorted(): Dynamo cannot sort symbolic sizes
         place = len(order)
-        while place > 0 and strides[order[place - 1]] < strides[dim]:
+        while place > 0 and _is_true(strides[order[place - 1]] < strides[dim]):
             place -= 1
         order.insert(place, dim)
     is_kept = order[-last_dims:] == [*range(tensor.dim() - last_dims, tensor.dim())]
-    return tuple(order) if is_kept and tensor.permute(order).is_contiguous() else ()
+    return tuple(order) if is_kept and _is_canonical(tensor.permute(order)) else ()
 
 
 _PLAIN = (Tensor, nn.Parameter)
-_SPECIAL = (
-    "__getattribute__",
-    *(f"__{r}{each}__" for each in ("add", "sub", "mul", "truediv", "pow") for r in ("", "r")),
-)
+_ALLOWED = {
+    *("__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__slots__", "__firstlineno__"),
+    *("__init__", "__new__", "__repr__", "__torch_function__", "__torch_dispatch__", "__deepcopy__", "__reduce_ex__"),
+}
 
 
 def _is_served(cls: type) -> bool:
@@ -227,9 +279,9 @@ def _is_served(cls: type) -> bool:
         return issubclass(cls, Tensor)
     function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
     is_plain = function in (nn.Parameter.__torch_function__, vars(Tensor)["__torch_function__"].__func__)
-    is_plain &= cls.__torch_dispatch__ is Tensor.__torch_dispatch__
-    names = (*METHODS, *PROPERTIES, *_SPECIAL)
-    return is_plain and all(getattr(cls, name) is getattr(Tensor, name) for name in names)
+    is_plain &= cls.__torch_dispatch__ is Tensor.__torch_dispatch__ and cls.__getattribute__ is object.__getattribute__
+    own = {name for base in cls.__mro__[: cls.__mro__.index(Tensor)] for name in vars(base)}
+    return is_plain and not own & set(dir(Tensor)) - _ALLOWED
 
 
 def _is_in_onnx_export() -> bool:

@@ -1,6 +1,5 @@
 """Makes the RMSNorm modules of an existing model run normops, in place."""
 
-import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -10,14 +9,12 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from normops.adoption.following import INTERNAL
 from normops.adoption.guards import Guard, holding
 from normops.adoption.installation import has_foreign_forward, install, is_covered, own_class, uninstall, view_of
-from normops.adoption.norm import Norm
+from normops.adoption.norm import By, ModelRounding, Norm, Unfit, check_by, check_rounding
+from normops.adoption.originals import INTERNAL
 from normops.adoption.patched_class import Patched
-from normops.adoption.reasons import Unfit
-from normops.adoption.recognition import check_class, find_norm
-from normops.inductor import ModelRounding, check_rounding
+from normops.adoption.recognition import check_class, find_norm, is_called_norm
 from normops.modules import GatedRMSNorm, RMSNorm
 
 
@@ -53,23 +50,24 @@ class PatchReport:
         return "\n".join([f"norms: {', '.join(counts)}", *lines])
 
 
-def patch(model: nn.Module, *, rounding: ModelRounding = "once", strict: bool = False) -> PatchReport:
+def patch(
+    model: nn.Module, *, rounding: ModelRounding = "once", by: By = "source", strict: bool = False
+) -> PatchReport:
     """Makes every RMSNorm in a model run normops, in place.
 
-    ``patch`` recognises a norm by its own forward, not by its class. It evaluates the source of the forward step by
-    step, and checks every operation that the forward calls and every value that it reads. It supports norms of torch,
-    transformers, diffusers and your own code. They may have a weight, a bias, ``1 + weight`` as in Gemma, groups, or a
-    gate as in Mamba 2 and Qwen3-Next, and may normalize channels. A module is unchanged if it computes anything else,
-    if it cannot be followed, or if it has no source.
+    ``patch`` knows the source of the norms of torch, transformers, diffusers, timm and torchtune, and of spellings that
+    many repositories share. It compares statements, not names: a copy of a class is recognised, too. With
+    ``by="measurement"`` it also takes a norm of unknown source if it computes an RMSNorm on about 200 trial inputs. All
+    other modules are unchanged.
 
     A patched module gets a subclass of its class with the same name. ``isinstance`` still holds for its class, but
     ``type(module) is ...`` does not. Parameters, attributes, ``state_dict`` and hooks are unchanged. ``patch`` works
     before and after ``torch.compile``, ``torch.export``, DDP and FSDP2. A pickled module is patched again when it is
     loaded, if normops is installed.
 
-    Each call reads ``eps``, weight and bias. It also compares the other attributes, methods, functions and globals that
-    the forward read with their values at the time of ``patch`` (docs/adoption.md lists them). If one has changed, the
-    module's own forward runs. It also runs in all cases that were not verified:
+    Each call reads ``eps``, weight and bias, and compares the forward of the class and its helpers, flags of the
+    module, and constants and functions of the file with their values at the time of ``patch``. If one has changed, the
+    module's own forward runs. After any other change, call ``patch`` again. The own forward also runs for
 
     * dtypes other than float16, bfloat16, float32 and float64, and more than five dimensions;
     * a weight of another shape, or a bias of another shape or dtype than the weight;
@@ -88,6 +86,9 @@ def patch(model: nn.Module, *, rounding: ModelRounding = "once", strict: bool = 
             model's bits. A norm whose order normops does not support is skipped. Gradients have the model's bits, with
             one exception. If a norm casts its input twice, as T5's does, autograd rounds the gradient of each cast and
             their sum; normops rounds once.
+        by: ``"source"`` takes norms of known source. ``"measurement"`` also takes norms of unknown source that compute
+            an RMSNorm on trial inputs: it runs their forward on the CPU, with copies of their attributes. Trials do not
+            find a norm that computes something else in rare cases.
         strict: True raises an error, and changes nothing, if a norm would be skipped. torch's own norms of other kinds,
             such as LayerNorm, do not count.
 
@@ -96,7 +97,7 @@ def patch(model: nn.Module, *, rounding: ModelRounding = "once", strict: bool = 
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if ``rounding`` is neither ``"once"`` nor ``"original"``.
+        ValueError: if ``rounding`` or ``by`` has another value.
         RuntimeError: with ``strict``, if a norm would be skipped. The message contains the report.
 
     Example:
@@ -111,9 +112,10 @@ def patch(model: nn.Module, *, rounding: ModelRounding = "once", strict: bool = 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, but got {type(model).__name__}")
     check_rounding(rounding)
+    check_by(by)
     found: dict[str, tuple[nn.Module, Norm]] = {}
     skipped, others, already = {}, {}, {}
-    all_found = _Found()
+    all_found = _Found(by)
     for name, module in model.named_modules():
         title = type(module).__name__
         try:
@@ -124,7 +126,7 @@ def patch(model: nn.Module, *, rounding: ModelRounding = "once", strict: bool = 
                 if "Norm" in title:
                     others[name] = title
             elif not isinstance(norm := all_found.norm_of(module), Norm):
-                if _is_called_norm(name, module):
+                if is_called_norm(module, name):
                     skipped[name] = f"{title}: {norm}"
             elif not has_order(norm, rounding):
                 skipped[name] = f"{title}: {NO_ORDER}"
@@ -140,12 +142,12 @@ def patch(model: nn.Module, *, rounding: ModelRounding = "once", strict: bool = 
     return PatchReport(patched, skipped, others, already)
 
 
-NO_ORDER = 'rounds in an order that rounding="original" does not support'
+NO_ORDER = 'rounds in an order that rounding="original" does not support; patch(model, rounding="once") takes it'
 
 
 def has_order(norm: Norm, rounding: ModelRounding) -> bool:
     """Returns whether normops can round in the requested order."""
-    return rounding == "once" or norm.rounds != "otherwise"
+    return rounding == "once" or norm.form.rounds != "otherwise"
 
 
 def _cannot_be_examined(error: Exception) -> str:
@@ -171,23 +173,40 @@ def unpatch(model: nn.Module) -> int:
     return sum(uninstall(module) for module in model.modules())
 
 
-def recognised(module: nn.Module, rounding: ModelRounding) -> Norm | Unfit:
+def is_patched(module: nn.Module) -> bool:
+    """Returns whether a module is a norm that :func:`patch` has changed. Its repr ends with ``(normops)``, too.
+
+    Args:
+        module: any module; a model is not patched itself, but its norms may be.
+
+    Example:
+        >>> import torch, normops
+        >>> norm = torch.nn.RMSNorm(8)
+        >>> report = normops.patch(norm)
+        >>> normops.is_patched(norm), norm
+        (True, RMSNorm((8,), eps=None, elementwise_affine=True) (normops))
+    """
+    return isinstance(module, Patched)
+
+
+def recognised(module: nn.Module, rounding: ModelRounding, by: By) -> Norm | Unfit:
     """Returns the norm of an unpickled module, or why it cannot be patched; examines each class once per process."""
     try:
-        norm = _loaded.norm_of(module)
+        norm = _loaded[by].norm_of(module)
     except Exception as error:  # as in patch
         return Unfit(_cannot_be_examined(error))
-    return norm if isinstance(norm, Unfit) or has_order(norm, rounding) else Unfit(NO_ORDER)
+    return norm if isinstance(norm, Unfit) or has_order(norm, rounding) else Unfit(*NO_ORDER.split("; "))
 
 
 class _Found:
     """Remembers the norms of modules, so that equal ones are examined only once."""
 
-    def __init__(self, most_norms: int | None = None) -> None:
+    def __init__(self, by: By, most_norms: int | None = None) -> None:
         """Remembers at most ``most_norms``, as a program may define classes repeatedly; None is for one call of patch.
 
         With a limit, reasons are not remembered, because they may no longer apply the next time.
         """
+        self._by = by
         self._most_norms = most_norms
         self._norms = 0
         self._known: dict[Any, list[tuple[Callable[[nn.Module], bool], Norm | Unfit]]] = {}
@@ -197,7 +216,7 @@ class _Found:
         try:
             check_class(cls := own_class(module))
             if has_foreign_forward(module):
-                return Unfit("was given another forward than its class's")
+                return Unfit("was given another forward than its class's", "undo that, or patch before it")
             module = view_of(module, cls)
             parameters = module.named_parameters(recurse=False, remove_duplicate=False)
             key = (
@@ -209,7 +228,7 @@ class _Found:
                 if is_alike(module):
                     return norm
             try:
-                norm = find_norm(module)
+                norm = find_norm(module, self._by)
                 if self._norms == self._most_norms:
                     self._known.clear()
                     self._norms = 0
@@ -225,25 +244,12 @@ class _Found:
         return norm
 
 
-_loaded = _Found(most_norms=256)
+_loaded: dict[By, _Found] = {"source": _Found("source", 256), "measurement": _Found("measurement", 256)}
 
 
 def _is_of_torch(module: nn.Module) -> bool:
     """Returns whether a module's class is torch's, and not one that torch created to parametrize another module."""
     return type(module).__module__.startswith("torch.nn.") and not is_parametrized(module)
-
-
-def _is_called_norm(name: str, module: nn.Module) -> bool:
-    """Returns whether a module's name, its class's name, or the functions that its code calls suggest a norm.
-
-    Containers are not norms, although their children may be.
-    """
-    names = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
-    has_parts = next(module.children(), None) is not None and not is_parametrized(module)
-    is_container = has_parts and next(module.parameters(recurse=False), None) is None
-    functions = [f for base in type(module).__mro__ for f in vars(base).values() if base not in nn.Module.__mro__]
-    used = {name for f in functions if inspect.isfunction(f) for name in f.__code__.co_names}
-    return not is_container and ("norm" in names or not {"rsqrt", "rms_norm"}.isdisjoint(used))
 
 
 def _alike(modules: Mapping[str, str]) -> dict[tuple[str, str], list[str]]:

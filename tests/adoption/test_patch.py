@@ -75,7 +75,7 @@ def test_one_rounding_is_more_accurate(dtype: torch.dtype) -> None:
 def test_report_lists_every_norm() -> None:
     blocks = model()
     blocks.append(nn.LayerNorm(32)).append(others.UnusedBiasNorm(32)).append(normops.RMSNorm(32))
-    report = normops.patch(blocks)
+    report = others.patch(blocks)
     assert list(report.patched) == ["0.input_norm", "0.output_norm", "1.input_norm", "1.output_norm"]
     llama = "LlamaNorm: weight, eps: variance_epsilon, dtype: promoted, rounds twice"
     assert set(report.patched.values()) == {llama}
@@ -106,7 +106,7 @@ def test_gc_callbacks_are_ignored() -> None:
     gc.callbacks.append(callback)
     gc.set_threshold(1)
     try:
-        report = normops.patch(nn.Sequential(Norm(8)))
+        report = others.patch(nn.Sequential(Norm(8)))
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(callback)
@@ -116,7 +116,7 @@ def test_gc_callbacks_are_ignored() -> None:
 
 
 def test_nothing_to_patch() -> None:
-    assert str(normops.patch(nn.Linear(2, 2))) == "norms: 0 patched"
+    assert str(others.patch(nn.Linear(2, 2))) == "norms: 0 patched"
 
 
 UNEXAMINED: dict[str, Callable[[], nn.Module]] = {
@@ -130,16 +130,16 @@ UNEXAMINED: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("reason", UNEXAMINED)
 def test_module_that_cannot_be_examined_does_not_stop_the_patch(reason: str) -> None:
     blocks = nn.ModuleDict({"before": LlamaNorm(32), "norm": UNEXAMINED[reason](), "after": LlamaNorm(32)})
-    report = normops.patch(blocks)
+    report = others.patch(blocks)
     assert list(report.patched) == ["before", "after"]
     assert any(name.startswith("norm") and reason in why for name, why in report.skipped.items()), report.skipped
     assert normops.unpatch(blocks) == 2
 
 
 def test_unsupported_original_rounding_is_skipped() -> None:
-    report = normops.patch(others.FactorNorm(32), rounding="original")
+    report = others.patch(others.FactorNorm(32), rounding="original")
     assert list(report.skipped.values()) == ['FactorNorm: rounds in an order that rounding="original" does not support']
-    assert normops.patch(others.FactorNorm(32)).patched
+    assert others.patch(others.FactorNorm(32)).patched
 
 
 def test_failed_strict_patch_changes_nothing() -> None:
@@ -150,7 +150,7 @@ def test_failed_strict_patch_changes_nothing() -> None:
 
     two = Two()
     with pytest.raises(RuntimeError) as error:
-        normops.patch(two, strict=True)
+        others.patch(two, strict=True)
     assert str(error.value) == (
         "expected to patch every norm (strict=True), but cannot, and changed nothing:\n"
         "norms: 0 patched, 1 skipped\n"
@@ -160,14 +160,14 @@ def test_failed_strict_patch_changes_nothing() -> None:
 
 
 def test_strict_ignores_other_norms() -> None:
-    assert normops.patch(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), strict=True).patched
+    assert others.patch(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), strict=True).patched
 
 
 def test_invalid_arguments_raise() -> None:
     with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, but got Tensor$"):
-        normops.patch(torch.ones(2))  # type: ignore[arg-type]
+        others.patch(torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r'^rounding: expected "once" or "original", but got \'twice\'$'):
-        normops.patch(nn.RMSNorm(2), rounding="twice")  # type: ignore[arg-type]
+        others.patch(nn.RMSNorm(2), rounding="twice")  # type: ignore[arg-type]
 
 
 def test_patch_is_idempotent_and_can_be_undone() -> None:
@@ -176,9 +176,9 @@ def test_patch_is_idempotent_and_can_be_undone() -> None:
     hooks: list[str] = []
     norm.register_forward_hook(lambda *_: hooks.append("called"))
     before = [(name, type(module), dict(vars(module))) for name, module in blocks.named_modules()]
-    normops.patch(blocks)
+    others.patch(blocks)
     cls = type(norm)
-    assert not normops.patch(blocks).patched
+    assert not others.patch(blocks).patched
     assert type(norm) is cls
     # FSDP identifies norms by isinstance, transformers by the name of the class.
     names = {(each.__name__, each.__qualname__, each.__module__) for each in (cls, LlamaNorm)}
@@ -197,26 +197,26 @@ def test_patch_is_idempotent_and_can_be_undone() -> None:
 
 def test_patch_with_another_rounding_replaces_the_first() -> None:
     norm = LlamaNorm(32)
-    normops.patch(norm)
-    assert len(normops.patch(norm, rounding="original").patched) == 1
-    assert not normops.patch(norm, rounding="original").patched
+    others.patch(norm)
+    assert len(others.patch(norm, rounding="original").patched) == 1
+    assert not others.patch(norm, rounding="original").patched
     normops.unpatch(norm)
     assert type(norm) is LlamaNorm
 
 
 def test_unsupported_dtypes_run_the_original_forward() -> None:
     norm = nn.RMSNorm(4, dtype=torch.complex64)
-    assert not normops.patch(norm).patched  # complex weights are not supported
+    assert not others.patch(norm).patched  # complex weights are not supported
 
     norm = nn.RMSNorm(4, elementwise_affine=False)
-    normops.patch(norm)
+    others.patch(norm)
     x = torch.randn(3, 4, dtype=torch.complex64)
     assert torch.equal(norm(x), nn.RMSNorm(4, elementwise_affine=False)(x))
 
 
 def test_input_may_be_a_keyword_argument() -> None:
     norm = LlamaNorm(4)
-    normops.patch(norm)
+    others.patch(norm)
     x = torch.randn(3, 4)
     assert torch.equal(norm(hidden_states=x), norm(x))
 
@@ -225,7 +225,7 @@ def test_input_may_be_a_keyword_argument() -> None:
 def test_default_device_does_not_matter(device: str) -> None:
     norm = LlamaNorm(32).to(device)
     with torch.device("meta"):
-        assert len(normops.patch(norm).patched) == 1
+        assert len(others.patch(norm).patched) == 1
     assert norm(torch.empty(2, 32, device=device)).shape == (2, 32)
 
 
@@ -235,7 +235,7 @@ def test_parameters_emptied_by_zero_3_are_patched() -> None:
     weight = norm.weight.data
     norm.weight.ds_shape = torch.Size([32])  # type: ignore[attr-defined]
     norm.weight.data = torch.empty(0)
-    assert len(normops.patch(norm).patched) == 1
+    assert len(others.patch(norm).patched) == 1
     norm.weight.data = weight
     x = torch.randn(2, 32)
     torch.testing.assert_close(norm(x), LlamaNorm(32)(x))
@@ -252,15 +252,15 @@ def test_hooks_of_accelerate(first: str) -> None:
 
     x = torch.randn(2, 32)
     if first == "patch":
-        normops.patch(norm)
+        others.patch(norm)
     add_hook_to_module(norm, Hook())
     if first == "hooks":
-        assert len(normops.patch(norm).patched) == 1
-    assert len(normops.patch(norm).already) == 1
+        assert len(others.patch(norm).patched) == 1
+    assert len(others.patch(norm).already) == 1
     assert uses_normops(norm, x)
     assert normops.unpatch(norm) == 1
     assert not uses_normops(norm, x)
-    normops.patch(norm)
+    others.patch(norm)
     remove_hook_from_module(norm)
     assert uses_normops(norm, x)
     assert calls == [norm, norm]
@@ -270,10 +270,10 @@ def test_hooks_of_accelerate(first: str) -> None:
 
 def test_forward_wrapped_after_the_patch() -> None:
     norm, x = LlamaNorm(32), torch.randn(2, 32)
-    normops.patch(norm)
+    others.patch(norm)
     norm.forward = partial(norm.forward)  # type: ignore[method-assign]
     assert uses_normops(norm, x)
-    assert list(normops.patch(norm).already) == [""]
+    assert list(others.patch(norm).already) == [""]
     assert normops.unpatch(norm) == 1
     assert not uses_normops(norm, x)
     assert normops.unpatch(norm) == 0
@@ -290,7 +290,7 @@ def test_failure_leaves_every_module_unpatched(monkeypatch: pytest.MonkeyPatch) 
     made: Any = iter([{}])
     monkeypatch.setattr("normops.adoption.patched_class.copies_of", lambda norm: next(made))
     with pytest.raises(StopIteration):
-        normops.patch(blocks)
+        others.patch(blocks)
     assert [type(each) for each in blocks] == [First, Second]
 
 
@@ -320,7 +320,7 @@ def test_redefined_classes_are_collected() -> None:
     for _ in range(3):
         cls = redefined()
         norm = cls(32)
-        assert len(normops.patch(norm, strict=True).patched) == 1
+        assert len(others.patch(norm, strict=True).patched) == 1
         norm(torch.randn(2, 32))
         copy.deepcopy(norm)(torch.randn(2, 32))
         classes.append(weakref.ref(cls))
@@ -332,12 +332,12 @@ def test_redefined_classes_are_collected() -> None:
 
 def test_equal_modules_share_a_patched_class() -> None:
     first, second = LlamaNorm(32), LlamaNorm(32)
-    normops.patch(first)
-    normops.patch(second)
+    others.patch(first)
+    others.patch(second)
     cls = type(first)
     assert type(second) is type(pickle.loads(pickle.dumps(first))) is cls
     normops.unpatch(first)
-    assert normops.patch(first).patched
+    assert others.patch(first).patched
     assert type(first) is cls
 
 
@@ -345,7 +345,7 @@ def test_equal_attributes_of_different_types_are_patched() -> None:
     x = torch.randn(2, 32)
     for flag in (True, 1, 1.0):
         norm = Flagged(flag)
-        assert normops.patch(norm).patched
+        assert others.patch(norm).patched
         assert uses_normops(norm, x)
 
 
@@ -359,7 +359,7 @@ class Strange(nn.Module):
 
 
 def test_module_whose_attributes_raise_does_not_stop_the_patch() -> None:
-    report = normops.patch(nn.ModuleDict({"norm": LlamaNorm(32), "strange": Strange()}))
+    report = others.patch(nn.ModuleDict({"norm": LlamaNorm(32), "strange": Strange()}))
     assert list(report.patched) == ["norm", "strange.norm"]
     assert "cannot be examined: RuntimeError" in report.skipped["strange"]
 
@@ -369,7 +369,7 @@ def test_modules_with_and_without_a_submodule_are_recognized_separately(parts: t
     norms = nn.ModuleList(LlamaNorm(32) for _ in parts)
     for norm, has_part in zip(norms, parts, strict=True):
         norm.register_module("part", nn.Identity() if has_part else None)
-    assert list(normops.patch(norms).patched) == [str(parts.index(False))]
+    assert list(others.patch(norms).patched) == [str(parts.index(False))]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -394,7 +394,7 @@ def test_compiled_code_follows_patch_and_unpatch() -> None:
     compiled = torch.compile(blocks, backend=backend, fullgraph=True)
     x = torch.randn(4, 32)
     compiled(x)
-    normops.patch(blocks)
+    others.patch(blocks)
     compiled(x)
     compiled(x)
     normops.unpatch(blocks)
@@ -409,7 +409,7 @@ def test_equal_layers_are_compiled_once() -> None:
         frames.append(graph)
         return graph.forward
 
-    normops.patch(blocks)
+    others.patch(blocks)
     for block in blocks:
         block.compile(backend=backend, fullgraph=True)
     blocks(torch.randn(4, 32, requires_grad=True))
@@ -418,7 +418,7 @@ def test_equal_layers_are_compiled_once() -> None:
 
 def test_exported_norm_keeps_its_argument_name() -> None:
     norm = LlamaNorm(8)
-    normops.patch(norm)
+    others.patch(norm)
     rows = torch.export.Dim("rows")
     program = torch.export.export(norm, (torch.randn(4, 8),), dynamic_shapes={"hidden_states": {0: rows}})
     assert program.module()(torch.randn(5, 8)).shape == (5, 8)
@@ -426,7 +426,7 @@ def test_exported_norm_keeps_its_argument_name() -> None:
 
 def test_shared_norm_is_patched_once() -> None:
     norm = LlamaNorm(8)
-    report = normops.patch(nn.ModuleList([norm, norm, Block(size=8)]))
+    report = others.patch(nn.ModuleList([norm, norm, Block(size=8)]))
     assert list(report.patched) == ["0", "2.input_norm", "2.output_norm"]
 
 
@@ -439,11 +439,11 @@ def test_patched_norm_can_be_parametrized() -> None:
     """torch derives the parametrized class from the patched one."""
     norm, x = LlamaNorm(32), torch.randn(2, 32)
     expected = 2.0 * norm(x)
-    normops.patch(norm)
+    others.patch(norm)
     nn.utils.parametrize.register_parametrization(norm, "weight", Doubled())
     assert uses_normops(norm, x)
     torch.testing.assert_close(norm(x), expected)
-    assert list(normops.patch(norm).already) == [""]
+    assert list(others.patch(norm).already) == [""]
     assert normops.unpatch(norm) == 1
     assert not uses_normops(norm, x)
     torch.testing.assert_close(norm(x), expected)
@@ -453,7 +453,7 @@ def test_patched_norm_can_be_parametrized() -> None:
 
 def test_fsdp_wraps_by_class() -> None:
     norm = LlamaNorm(32)
-    normops.patch(norm)
+    others.patch(norm)
     options: Any = {"recurse": False, "nonwrapped_numel": 1}
     assert transformer_auto_wrap_policy(norm, transformer_layer_cls={LlamaNorm}, **options)
     assert not transformer_auto_wrap_policy(norm, transformer_layer_cls={nn.RMSNorm}, **options)
@@ -463,7 +463,7 @@ def test_transformers_initializes_patched_norms_by_class_name() -> None:
     llama = LlamaForCausalLM(
         LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
     )
-    normops.patch(llama)
+    others.patch(llama)
     nn.init.zeros_(llama.model.norm.weight)
     llama.apply(llama._init_weights)
     assert torch.equal(llama.model.norm.weight, torch.ones(64))
@@ -475,7 +475,7 @@ def test_class_with_init_subclass_is_skipped() -> None:
             raise AssertionError
 
     reason = "Registering: its class defines __init_subclass__, which the class of a patched module would call"
-    assert list(normops.patch(Registering(32)).skipped.values()) == [reason]
+    assert list(others.patch(Registering(32)).skipped.values()) == [reason]
 
 
 class Abstract(ABC, LlamaNorm):
@@ -499,7 +499,7 @@ class Mixed(WithoutSlots, LlamaNorm):
 def test_classes_whose_first_base_has_no_attributes_are_patched(cls: Any) -> None:
     norm, x = cls(32), torch.randn(2, 32)
     expected = norm(x)
-    assert normops.patch(norm).patched
+    assert others.patch(norm).patched
     for each in (norm, copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert uses_normops(each, x)
         torch.testing.assert_close(each(x), expected)
@@ -516,7 +516,7 @@ class WithHelper(nn.RMSNorm):
 
 def test_class_derived_from_the_patched_one_may_override_a_helper() -> None:
     norm, x = WithHelper(32), torch.randn(2, 32)
-    normops.patch(norm)
+    others.patch(norm)
     assert uses_normops(norm, x)
     norm.__class__ = type("Derived", (type(norm),), {"helper": lambda self, x: 0.0 * x})
     assert torch.equal(norm(x), torch.zeros(2, 32))
@@ -540,14 +540,14 @@ class Proxy:
 
 def test_replacement_of_a_function_by_an_equal_proxy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     norm, plain, x = LlamaNorm(32), LlamaNorm(32), torch.randn(2, 32)
-    normops.patch(norm)
+    others.patch(norm)
     monkeypatch.setattr(torch, "rsqrt", Proxy(torch.rsqrt))
     assert torch.equal(norm(x), plain(x))
 
 
 def test_compiled_code_notices_a_replaced_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     norm, x = others.GemmaNorm(32), torch.randn(2, 32)
-    normops.patch(norm)
+    others.patch(norm)
     torch._dynamo.reset()
     compiled = torch.compile(norm, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), norm(x))
@@ -558,14 +558,14 @@ def test_compiled_code_notices_a_replaced_forward(monkeypatch: pytest.MonkeyPatc
 def test_patch_with_another_rounding_under_a_hook() -> None:
     norm = LlamaNorm(32)
     add_hook_to_module(norm, ModelHook())
-    assert normops.patch(norm).patched
-    assert normops.patch(norm, rounding="original").patched
+    assert others.patch(norm).patched
+    assert others.patch(norm, rounding="original").patched
     assert vars(norm)["_old_forward"].__func__ is type(norm).forward
 
 
 def test_jit_trace_raises_no_warning() -> None:
     norm = LlamaNorm(32)
-    normops.patch(norm)
+    others.patch(norm)
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit._trace.TracerWarning)
         torch.jit.trace(norm, torch.randn(2, 32))
@@ -579,7 +579,7 @@ class ByDimensions(LlamaNorm):
 
 def test_result_dtype_may_depend_on_the_number_of_dimensions() -> None:
     norm, plain = ByDimensions(32), ByDimensions(32)
-    assert normops.patch(norm).patched
+    assert others.patch(norm).patched
     for shape in ((2, 32), (2, 3, 32)):
         x = torch.randn(shape).bfloat16()
         assert norm(x).dtype == plain(x).dtype
@@ -598,14 +598,14 @@ class BiasAlone(nn.Module):
 @pytest.mark.parametrize("rounding", ["once", "original"])
 def test_bias_without_a_weight_may_have_another_dtype(rounding: Any) -> None:
     norm, plain, x = BiasAlone(), BiasAlone(), torch.randn(4, 32).bfloat16()
-    assert normops.patch(norm, rounding=rounding).patched
+    assert others.patch(norm, rounding=rounding).patched
     torch.testing.assert_close(norm(x), plain(x), rtol=2.0**-7, atol=2.0**-7)
 
 
 def test_unpatch_during_a_copy() -> None:
     """Another thread may unpatch between the look-up of ``__reduce_ex__`` and its call."""
     norm = LlamaNorm(32)
-    normops.patch(norm)
+    others.patch(norm)
     reduce = norm.__reduce_ex__
     normops.unpatch(norm)
     assert reduce(4)[1] == (LlamaNorm,)
@@ -614,7 +614,7 @@ def test_unpatch_during_a_copy() -> None:
 def test_replaced_forward_of_the_class_runs() -> None:
     """Liger replaces forwards of classes; its replacement must run."""
     norm, x = LlamaNorm(32), torch.randn(2, 32)
-    normops.patch(norm)
+    others.patch(norm)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaNorm, "forward", lambda self, hidden_states: 3 * hidden_states)
         assert torch.equal(norm(x), 3 * x)

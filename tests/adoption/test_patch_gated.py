@@ -120,7 +120,7 @@ def run_with_gradients(module: nn.Module, dtype: torch.dtype, batch: int = 4) ->
 @every_norm
 def test_gated_norm_is_recognized(gated: Gated) -> None:
     module = gated.make()
-    assert normops.patch(module, strict=True).patched == {"": f"{type(module).__name__}: {gated.described}"}
+    assert others.patch(module, strict=True).patched == {"": f"{type(module).__name__}: {gated.described}"}
 
 
 @every_norm
@@ -167,7 +167,7 @@ def test_patched_matches_original_in_all_dtypes(gated: Gated) -> None:
 def test_original_rounding_has_the_original_bits(gated: Gated, dtype: torch.dtype) -> None:
     if "otherwise" in gated.described:
         reason = 'rounds in an order that rounding="original" does not support'
-        assert list(normops.patch(gated.make(), rounding="original").skipped.values()) == [f"GateFirstNorm: {reason}"]
+        assert list(others.patch(gated.make(), rounding="original").skipped.values()) == [f"GateFirstNorm: {reason}"]
         return
     original, patched = others.patched_pair(gated.make, dtype, rounding="original")
     _, once = others.patched_pair(gated.make, dtype)
@@ -182,7 +182,7 @@ def test_original_rounding_has_the_original_bits(gated: Gated, dtype: torch.dtyp
 def test_unsupported_gate_runs_the_original_forward() -> None:
     norm = MambaRMSNormGated(SIZE, group_size=16)
     original = copy.deepcopy(norm)
-    normops.patch(norm)
+    others.patch(norm)
     x, gate = inputs(torch.float32)
     for gates in ((), (None,), (gate[:1],), (gate[..., :1],), (gate > 0,)):
         assert torch.equal(norm(x, *gates), original(x, *gates))
@@ -195,7 +195,7 @@ def test_signature_is_unchanged(gated: Gated) -> None:
     parameters = inspect.signature(module.forward).parameters.values()
     x, gate = inputs(torch.float32)
     names = {parameter.name: tensor for parameter, tensor in zip(parameters, (x, gate), strict=True)}
-    normops.patch(module)
+    others.patch(module)
     now = inspect.signature(module.forward).parameters.values()
     assert [(each.name, each.default) for each in now] == [(each.name, each.default) for each in parameters]
     assert torch.equal(module(**names), module(x, gate))
@@ -215,7 +215,7 @@ def test_patched_compiles_to_one_operator_each_way(gated: Gated, dynamic: bool) 
 
 def test_exported_program_has_one_gated_operator() -> None:
     norm = Qwen3NextRMSNormGated(SIZE)
-    normops.patch(norm)
+    others.patch(norm)
     x, gate = inputs(torch.float32)
     rows = torch.export.Dim("rows")
     shapes = {"hidden_states": {0: rows}, "gate": {0: rows}}
@@ -230,17 +230,17 @@ def test_pickled_norm_can_be_unpatched() -> None:
     norm = Zamba2RMSNormGated(SIZE, group_size=16)
     x, gate = inputs(torch.float32)
     expected = norm(x, gate)
-    normops.patch(norm)
+    others.patch(norm)
     again = pickle.loads(pickle.dumps(norm))
     assert torch.equal(again(x, gate), norm(x, gate))
     assert operators_run(lambda: again(x, gate)) == ["normops::gated_rms_norm"]
-    assert list(normops.patch(again).already) == [""]
+    assert list(others.patch(again).already) == [""]
     assert normops.unpatch(again) == 1
     assert torch.equal(again(x, gate), expected)
 
 
 def test_normops_module_is_reported_as_running_normops() -> None:
-    assert normops.patch(normops.GatedRMSNorm(SIZE)).already == {"": "GatedRMSNorm"}
+    assert others.patch(normops.GatedRMSNorm(SIZE)).already == {"": "GatedRMSNorm"}
 
 
 @pytest.mark.parametrize(

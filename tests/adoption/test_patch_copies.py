@@ -16,7 +16,7 @@ import norms_of_others as others
 import pytest
 import torch
 from norms_of_others import LlamaNorm
-from test_lookalikes import assert_alike
+from alike import assert_alike
 from torch import nn
 
 import normops
@@ -37,7 +37,7 @@ def frequent_switches() -> Iterator[None]:
 
 def patched(norm: Callable[[int], nn.Module] = LlamaNorm) -> Any:
     module = norm(SIZE)
-    assert len(normops.patch(module, strict=True).patched) == 1
+    assert len(others.patch(module, strict=True).patched) == 1
     return module
 
 
@@ -64,7 +64,7 @@ every_copy = pytest.mark.parametrize("copied", COPIED.values(), ids=COPIED)
 def assert_patched(module: nn.Module) -> None:
     assert isinstance(module, Patched)
     assert not {"forward", "__setstate__"} & vars(module).keys()
-    assert len(normops.patch(module).already) == 1
+    assert len(others.patch(module).already) == 1
 
 
 # Kinds of modules.
@@ -198,9 +198,9 @@ def test_copies_are_patched_and_independent(
 @every_copy
 def test_copies_of_copies_of_models(copied: Callable[[nn.Module], nn.Module]) -> None:
     model, original = others.model(), others.model()
-    normops.patch(model)
+    others.patch(model)
     again = copied(copy.deepcopy(copied(model)))
-    assert len(normops.patch(again).already) == 4
+    assert len(others.patch(again).already) == 4
     x = torch.randn(4, SIZE)
     assert_alike(again(x), original(x), "copied")
 
@@ -217,7 +217,7 @@ def test_references_to_itself_become_references_to_the_copy(copied: Callable[[nn
 @pytest.mark.parametrize("norm", [SINGLETON, SINGLETONS["looked"]], ids=lambda norm: type(norm).__name__)
 @every_copy
 def test_module_that_is_its_own_copy_is_unchanged(norm: nn.Module, copied: Callable[[nn.Module], nn.Module]) -> None:
-    assert len(normops.patch(norm).patched) == 1
+    assert len(others.patch(norm).patched) == 1
     assert copied(norm) is norm
     assert normops.unpatch(norm) == 1
 
@@ -270,7 +270,7 @@ def test_forward_stored_by_a_hook_is_that_of_the_copy(copied: Callable[[nn.Modul
     assert again._old_forward.__self__ is (norm if copied is copy.copy else again)
     assert again._old_forward.__func__ is norm._old_forward.__func__
     assert again.forward is hooked
-    assert len(normops.patch(again).already) == 1
+    assert len(others.patch(again).already) == 1
 
 
 # Threads and processes.
@@ -328,7 +328,7 @@ def test_patching_and_unpatching_during_copies(copied: Callable[[nn.Module], nn.
     expected = norm(x)
 
     def change() -> None:
-        assert len(normops.patch(norm).patched) == 1
+        assert len(others.patch(norm).patched) == 1
         assert normops.unpatch(norm) == 1
 
     def copy_it() -> None:

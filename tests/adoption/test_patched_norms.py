@@ -12,7 +12,7 @@ import pytest
 import torch
 from calls import Calls
 from subclasses import KnowsTorchAlone
-from test_lookalikes import assert_alike, assert_is_what_it_was
+from alike import assert_alike, assert_is_what_it_was
 from tiers import divided
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,7 +35,7 @@ def pair(norm: Callable[[int], nn.Module], dtype: torch.dtype = torch.float32) -
         for parameter in module.parameters():
             nn.init.uniform_(parameter, -3.0, 3.0)
         made.append(module.to(dtype))
-    assert len(normops.patch(made[0], strict=True).patched) == 1
+    assert len(others.patch(made[0], strict=True).patched) == 1
     return made[0], made[1]
 
 
@@ -173,7 +173,7 @@ def test_vmap_over_weights_matches_originals() -> None:
         nn.init.uniform_(module.weight, -3.0, 3.0)
     parameters, buffers = torch.func.stack_module_state(makes)
     patched = others.LlamaNorm(SIZE)
-    normops.patch(patched)
+    others.patch(patched)
     x = rows()
     y = vmap(lambda p, b, t: functional_call(patched, (p, b), (t,)), in_dims=(0, 0, None))(parameters, buffers, x)
     assert_alike(y.detach(), torch.stack([module(x) for module in makes]).detach(), "ensemble")
@@ -225,7 +225,7 @@ def test_meta_and_fake_tensors_match_original(norm: Callable[[int], nn.Module]) 
     assert_same_kind(patched.to("meta")(rows().to("meta")), original.to("meta")(rows().to("meta")))
     with FakeTensorMode():
         made = [norm(SIZE), norm(SIZE)]
-        normops.patch(made[0])  # may skip it
+        others.patch(made[0])  # may skip it
         assert_same_kind(made[0](torch.randn(3, 2, SIZE)), made[1](torch.randn(3, 2, SIZE)))
 
 
@@ -374,10 +374,10 @@ class Table(nn.Module):
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-normops.patch(nn.Sequential(*(norm(32) for norm in norms_of_others.NORMS), Embedding(8, 8), Table(4, 8)))
+others.patch(nn.Sequential(*(norm(32) for norm in norms_of_others.NORMS), Embedding(8, 8), Table(4, 8)))
 module = eval(sys.argv[2])
 before = peak()
-normops.patch(module)
+others.patch(module)
 print(peak() - before)
 """
 
