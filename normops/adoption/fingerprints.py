@@ -106,7 +106,11 @@ def _role(module: nn.Module, norm: Norm, name: str) -> str:
             return role
     if isinstance(value, tuple) and tuple(value) == (shape or (SIZE,)):
         return "shape"
-    if type(value) is float and norm.form.eps == "normalize" and math.isclose(value, math.sqrt(math.prod(shape or (1,)))):
+    if (
+        type(value) is float
+        and norm.form.eps == "normalize"
+        and math.isclose(value, math.sqrt(math.prod(shape or (1,))))
+    ):
         return "scale"
     if type(value) is int and "group" in name:
         return "group_size" if value == (norm.group_size or size) and "size" in name else "groups"

@@ -331,7 +331,9 @@ def _compare(
             raise Unfit(f"computes something else than an RMSNorm {where}")
         others = {"in training": {"training": True}, "with another buffer": {"buffer": 0.25}}
         for mode, option in others.items():
-            if not torch.equal(trials.run(parameters, *tensors, **option, **attributes).nan_to_num(), result.nan_to_num()):
+            if not torch.equal(
+                trials.run(parameters, *tensors, **option, **attributes).nan_to_num(), result.nan_to_num()
+            ):
                 raise Unfit(f"computes something else {mode}")
     with torch.enable_grad():
         recorded = trials.run(parameters, *[each.detach().requires_grad_() for each in tensors], **attributes)
@@ -384,7 +386,9 @@ def _check_gradients(trials: Trials, found: Hypothesis, rows: tuple[int, ...], s
             if not y.requires_grad:
                 raise Unfit("has no gradient")
             to = [*inputs, *leaves.values()]
-            results.append(torch.autograd.grad(y, to, torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype), allow_unused=True))
+            results.append(
+                torch.autograd.grad(y, to, torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype), allow_unused=True)
+            )
     for own, expected in zip(*results, strict=True):
         if own is None or expected is None or (own - expected).abs().max() > 1e-3 * expected.abs().max():
             raise Unfit("has other gradients than an RMSNorm")

@@ -138,7 +138,9 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                 eps = getattr(self, eps_name)
             is_known = (
                 isinstance(self, Patched)
-                and all(each is None or type(each) in _PLAIN or _is_served(type(each)) for each in (first, second, gate))
+                and all(
+                    each is None or type(each) in _PLAIN or _is_served(type(each)) for each in (first, second, gate)
+                )
                 and (type(x) in _PLAIN or _is_served(type(x)))
                 and not is_tracing()
             )

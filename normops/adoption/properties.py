@@ -9,7 +9,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from normops.adoption.measurement import MOST_DIMS, Hypothesis, Trials
-from normops.adoption.norm import DTYPES, HALVES, OUTPUT_DTYPES, Dtypes, Form, Order, OutputDtype, Roundings, Saved, Unfit
+from normops.adoption.norm import (
+    DTYPES,
+    HALVES,
+    OUTPUT_DTYPES,
+    Dtypes,
+    Form,
+    Order,
+    OutputDtype,
+    Roundings,
+    Saved,
+    Unfit,
+)
 from normops.adoption.originals import attempted
 from normops.functional import ACTIVATIONS
 
@@ -23,8 +34,7 @@ def form_of(trials: Trials, found: Hypothesis, dims: tuple[int, ...], rows: Rows
     rule, widens, taken = _output_dtype(results)
     every = {_of(trials, dtypes) for dtypes in _all_dtypes(trials)}
     taken = {_of(trials, dtypes) for dtypes in taken}
-    own_dims = len(trials.original.shape or (0,))
-    usual = tuple(range(len(shape), MOST_DIMS + 1)) if found.dim is None else (own_dims,)
+    usual = tuple(range(len(shape), MOST_DIMS + 1)) if found.dim is None else (len(trials.original.shape or ()) + 1,)
     return Form(
         weight_offset=found.offset,
         eps="normalize" if found.normalizes else None if found.eps_name is not None else found.eps,

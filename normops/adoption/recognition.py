@@ -178,9 +178,7 @@ def _norm(
         return None  # a forward that normalizes one dimension, with a weight of more
     dims = form.dims
     if dims is None:
-        dims = tuple(range(len(whole), MOST_DIMS + 1)) if form.dim is None else (len(whole),)
-    elif form.dim is not None and shape is not None and len(shape) > 1:
-        dims = (len(shape),)
+        dims = tuple(range(len(whole), MOST_DIMS + 1)) if form.dim is None else (len(whole) + 1,)
     eps: Any = roles.get("eps", form.eps)
     if eps == "normalize":
         eps = 1e-24 / math.prod(whole)
