@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from normops.adoption.guards import is_plain
+from normops.adoption.guards import Absent, is_plain
 from normops.adoption.norm import Form, Norm, Unfit
 from normops.adoption.originals import whole_shape
 from normops.adoption.recognition import arguments_of, by_measurement, by_source, check_class
@@ -98,7 +98,9 @@ def row_of(module: nn.Module, norm: Norm) -> tuple[str, str]:
 
 
 def _role(module: nn.Module, norm: Norm, name: str) -> str:
-    value = getattr(module, name)
+    value = getattr(module, name, Absent)
+    if value is Absent:
+        return "absent"
     shape = next((tuple(whole_shape(p)) for p in module.parameters(recurse=False)), None)
     size = SIZE if shape is None else shape[0 if norm.form.dim is not None else -1]
     for role, attribute in (("weight", norm.weight), ("bias", norm.bias), ("eps", norm.eps)):

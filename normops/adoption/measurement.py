@@ -273,6 +273,7 @@ def verify(trials: Trials, found: Hypothesis) -> tuple[Hypothesis, tuple[int, ..
     base = trials.original.shape
     shape = found.shape if base is None or found.dim is not None else base
     accepted: list[tuple[int, ...]] = []
+    dtypes = set()
     for rows, others in ROWS.items():
         if not _takes(trials, rows, shape):
             continue
@@ -284,6 +285,11 @@ def verify(trials: Trials, found: Hypothesis) -> tuple[Hypothesis, tuple[int, ..
         first_seen = results[0] if first_seen is None else first_seen
         dims.append(len(rows) + len(shape))
         accepted.append(rows)
+        low = trials.given(0, rows, shape, torch.bfloat16)
+        narrow = attempted(lambda low=low: trials.run(low[0], *low[1]))  # type: ignore[misc]
+        dtypes.add(None if narrow is None else narrow.dtype)
+    if len(dtypes) > 1:
+        raise Unfit("returns other dtypes for other numbers of dimensions")
     if not dims:
         raise Unfit("does not run on its own")
     rows = accepted[0]

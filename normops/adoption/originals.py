@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normops.adoption.norm import DTYPES, Unfit
 
-SLOTS = ("forward", "_old_forward")
+SLOTS = ("_old_forward", "forward")
 """The attributes that may hold a module's forward; accelerate's hooks use the second."""
 
 INTERNAL = frozenset(vars(nn.Module()))

@@ -92,7 +92,7 @@ def _forward_of(made: Made) -> Callable[..., Any]:
 
     @wraps(own_forward, updated=())
     def forward(self: Any, *args: Any, **named: Any) -> Any:
-        if has_fast_path and not is_dynamo_compiling():
+        if has_fast_path and not is_dynamo_compiling() and not is_tracing():
             try:
                 (x,) = args
                 own = self.__dict__
@@ -113,7 +113,7 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                     and isinstance(self, Patched)  # a hook may hold the forward of a module that has been unpatched
                     and holds(self)
                 ):
-                    # Answers NotImplemented for traces, transforms and modes.
+                    # Answers NotImplemented for transforms and modes.
                     y = _C.rms_norm(x, width, weight, eps, offset, mode, None)
                     if y is not NotImplemented:
                         return y

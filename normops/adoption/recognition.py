@@ -150,6 +150,8 @@ def _bound(
 
 def _fits(role: str, value: Any, shape: tuple[int, ...] | None) -> bool:
     """Returns whether an attribute has the value that its role demands."""
+    if role == "absent" or value is Absent:
+        return role == "absent" and value is Absent
     if role == "shape":
         is_shape = isinstance(value, tuple) and bool(value) and all(type(size) is int for size in value)
         return is_shape and (shape is None or tuple(value) == shape)

@@ -137,6 +137,7 @@ FORMS: dict[str, Form] = {
     "timm, channels, no weight": _form("input's", "otherwise", "bb,ff 100 0", dim=1, autocasts=True, dims=(3, 4, 5)),
     "timm, channels in float32": _form("input's", "once", "bf,ff 100,110 1; fb,ff 100,110 0", dim=1, dims=(4,)),
     "timm, channels in float32, no weight": _form("input's", "once", "ff 100 0", dim=1, dims=(3, 4, 5)),
+    "CPM-Ant": _form("promoted", "twice", "bb,bf,fb,ff 100,110 0; bb,bf,fb,ff 100,110 1"),
 }
 
 TREES: dict[str, dict[str, str]] = {
@@ -234,5 +235,14 @@ TREES: dict[str, dict[str, str]] = {
     },
     # RMSNorm (torchtune)
     "8392f899ef0595dd": {"shape weight eps": "torch"},
+    # Gemma4RMSNorm (transformers)
+    "20952fac765233d0": {"=True weight eps": "Helium", "=False absent eps": "Llama 4, no weight"},
+    # CpmAntLayerNorm (transformers)
+    "6e1844df1b95834f": {"size eps weight": "CPM-Ant"},
+    # xLSTMRMSNorm (transformers)
+    "138853080b5f9a3b": {"=True eps weight =None": "Llama"},
+    # LTX2AudioPixelNorm (diffusers)
+    "f8c653b4a49e242c": {"=1 eps": "timm, channels, no weight"},
 }
-"""The forms by fingerprint, and by the roles of the attributes that the forward reads: "=True" is a value."""
+"""The forms by fingerprint, and by the roles of the attributes that the forward reads: "=True" is a value, "size" and "shape" are the
+weight's, "scale" is the root of its size, and "absent" is no attribute."""

@@ -406,7 +406,7 @@ class NamesAlone(pickle.Unpickler):
     """Allows two names of normops, and names of torch, the standard types and the norm's module."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_ours = module == "normops.adoption.installation" and name in {"_remake", "_rounding"}
+        is_ours = module == "normops.adoption.installation" and name in {"_remake", "_options"}
         assert is_ours or module.partition(".")[0] in {"torch", "collections", "copyreg", LlamaNorm.__module__}, module
         return super().find_class(module, name)
 
@@ -449,13 +449,13 @@ class CraftedClass:
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
-        ("open(1)", ValueError, r"""rounding: expected "once" or "original", but got 'open\(1\)'"""),
+        (("open(1)", "source"), ValueError, r"""rounding: expected "once" or "original", but got 'open\(1\)'"""),
         (CraftedClass(nn.Linear), TypeError, "made: expected a class of normops.patch, but got Linear"),
         (CraftedClass(Patched), TypeError, "made: expected a class of normops.patch, but got Patched"),
     ],
 )
 def test_crafted_pickle_raises(made: Any, error: type[Exception], message: str) -> None:
-    assert_patched(pickle.loads(pickle.dumps(Crafted("once"))))
+    assert_patched(pickle.loads(pickle.dumps(Crafted(("once", "source")))))
     with pytest.raises(error, match=message):
         pickle.loads(pickle.dumps(Crafted(made)))
 

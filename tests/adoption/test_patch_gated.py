@@ -31,7 +31,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import normops
-from normops.inductor.calls import DTYPES
+from normops.adoption.norm import DTYPES
 
 SIZE = 64
 HALVES = (torch.float16, torch.bfloat16)
@@ -166,7 +166,7 @@ def test_patched_matches_original_in_all_dtypes(gated: Gated) -> None:
 @pytest.mark.covering(core=1)
 def test_original_rounding_has_the_original_bits(gated: Gated, dtype: torch.dtype) -> None:
     if "otherwise" in gated.described:
-        reason = 'rounds in an order that rounding="original" does not support'
+        reason = 'rounds in an order that rounding="original" does not support; patch(model, rounding="once") takes it'
         assert list(others.patch(gated.make(), rounding="original").skipped.values()) == [f"GateFirstNorm: {reason}"]
         return
     original, patched = others.patched_pair(gated.make, dtype, rounding="original")
