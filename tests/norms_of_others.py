@@ -100,31 +100,6 @@ class GroupedNorm(GemmaNorm):
         return (normalized * (1.0 + self.weight.float())).type_as(x)
 
 
-class EveryKind(nn.Module):
-    """A norm whose forward runs every supported kind of statement, expression and operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.eps = 1e-6
-        self.shapes = (1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dims: tuple[int, ...] = (-1,)
-        assert not (x.ndim >= 0 and x.dtype == torch.int8)
-        one, *_ = [*self.shapes[:2]]
-        two = one + 1
-        two *= 1
-        if two != 2:
-            raise ValueError
-        else:
-            pass
-        len(dims)
-        wide = x.float() if two == 2 else x
-        mean = wide.pow(two).mean(*dims, keepdim=True)  # type: ignore[call-overload]  # a star
-        del one
-        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype)
-
-
 class FactorNorm(nn.Module):
     """Multiplies by a rounded factor: an order of rounding that normops does not support."""
 

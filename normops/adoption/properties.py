@@ -1,4 +1,4 @@
-"""Measures the properties of a norm's form: dtypes, roundings, strides of results, and the tensors that autograd saves."""
+"""Measures the properties of a norm's form: dtypes, roundings, strides of results, and saved tensors."""
 
 from dataclasses import replace
 from itertools import permutations, product
@@ -178,7 +178,7 @@ _AUTOCASTS |= {"pow", "__pow__", "norm", "vector_norm", "normalize", "rms_norm",
 class _Casts(TorchFunctionMode):
     found = False
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
         if getattr(func, "__name__", "") in _AUTOCASTS and any(each.dtype in HALVES for each in tensors):
             self.found = True

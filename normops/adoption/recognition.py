@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from normops.adoption.guards import Absent, Guard, is_plain, is_same
+from normops.adoption.guards import Absent, Guard, is_plain
 from normops.adoption.measurement import MOST_DIMS, Hypothesis, Trials, hypotheses, verify
 from normops.adoption.norm import By, Form, Norm, Unfit
 from normops.adoption.originals import INTERNAL, SLOTS, parameters_of, undisturbed, whole_shape

@@ -1,4 +1,4 @@
-"""Finds the syntax tree of a function from its own lines, and verifies that the tree compiles to the function's code."""
+"""Finds the syntax tree of a function from its own lines, and verifies that it compiles to the function's code."""
 
 import __future__
 

@@ -244,5 +244,7 @@ TREES: dict[str, dict[str, str]] = {
     # LTX2AudioPixelNorm (diffusers)
     "f8c653b4a49e242c": {"=1 eps": "timm, channels, no weight"},
 }
-"""The forms by fingerprint, and by the roles of the attributes that the forward reads: "=True" is a value, "size" and "shape" are the
-weight's, "scale" is the root of its size, and "absent" is no attribute."""
+"""The forms by fingerprint, and by the roles of the attributes that the forward reads.
+
+"=True" is a value, "size" and "shape" are the weight's, "scale" is the root of its size, and "absent" is no attribute.
+"""

@@ -64,7 +64,7 @@ class _Reader:
         self._numbers: dict[FunctionType, int] = {}
 
     def add(self, function: Any, owner: type | None) -> str:
-        """Returns the number of a function, whose tree becomes part of the fingerprint; ``owner`` has it as a method."""
+        """Returns the number of a function, which becomes part of the fingerprint; ``owner`` has it as a method."""
         if not inspect.isfunction(function):
             raise NoFingerprint(f"calls a {type(function).__name__}")
         if function not in self._numbers:

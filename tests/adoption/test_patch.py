@@ -7,7 +7,6 @@ import warnings
 import weakref
 from abc import ABC
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 

@@ -15,8 +15,8 @@ from typing import Any
 import norms_of_others as others
 import pytest
 import torch
-from norms_of_others import LlamaNorm
 from alike import assert_alike
+from norms_of_others import LlamaNorm
 from torch import nn
 
 import normops

@@ -10,9 +10,9 @@ from typing import Any
 import norms_of_others as others
 import pytest
 import torch
+from alike import assert_alike, assert_is_what_it_was
 from calls import Calls
 from subclasses import KnowsTorchAlone
-from alike import assert_alike, assert_is_what_it_was
 from tiers import divided
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
