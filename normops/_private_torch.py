@@ -72,9 +72,9 @@ USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "torch._inductor.list_mode_options",
         ),
     ),
-    "normops.adoption.following": (("normops.patch",), ("_buffers", "_modules", "_parameters")),
+    "normops.adoption.originals": (("normops.patch",), ("_base", "_buffers", "_parameters", "_version")),
     "normops.adoption.patched_class": (("normops.patch",), ("_dynamo_marked_constant",)),
-    "normops.adoption.trial": (("normops.patch",), ("_buffers", "_parameters")),
+    "normops.adoption.trees": (("normops.patch",), ("_parameters",)),
     "normops.recompute": (
         ("normops.recompute_norms",),
         (

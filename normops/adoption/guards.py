@@ -71,7 +71,7 @@ def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
         for name, value in methods:
             if getattr(type(module), name, Absent) is not value:
                 return False
-        for name in missing:
+        for name, _ in missing:
             if name in module.__dict__:
                 return False
         for name, value in attributes:

@@ -173,8 +173,9 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                 if form.order == "unknown":
                     is_known = order is None and (gate is None or _order_of(gate, normalized_dims) is None)
                 is_known = is_known and form.order != "raises" and order != ()
-                # The views of a forward with groups give dimensions of size 1 other strides.
-                is_known = is_known and (order is None or norm.group_size is None or not _has_ones(x))
+                # Views and torch's operator give dimensions of size 1, and empty tensors, other strides.
+                is_dense = norm.group_size is None and form.order == "kept"
+                is_known = is_known and (order is None or is_dense or not _has_ones(x))
         except (AttributeError, KeyError, ValueError):  # something is missing that was there when it was patched
             is_known = False
         if not is_known:
@@ -217,7 +218,7 @@ def _is_canonical(tensor: Tensor, ignores_ones: bool = False) -> bool:
 
 
 def _has_ones(tensor: Tensor) -> bool:
-    return not all(_is_true(size != 1) for size in tensor.shape)
+    return not all(_is_true(size > 1) for size in tensor.shape)
 
 
 def _in_order(names: tuple[str, ...], args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
