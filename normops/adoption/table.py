@@ -27,23 +27,10 @@ def _form(
     dims: tuple[int, ...] | None = None,
     takes_empty: bool = True,
 ) -> Form:
-    """Returns a form.
+    """Returns a form, whose arguments Form describes.
 
-    Args:
-        output: see Form, as are the others.
-        rounds: see Form.
-        saves: groups of dtypes of input and weight, tensors that require a gradient, and the index of the saved tensor:
-            "bb,ff 100,110 0" stands for four cases.
-        excludes: dtypes of input, weight and gate.
-        offset: the weight's offset.
-        eps: see Form.
-        dim: see Form.
-        gate: activation, and whether the norm is before the gate.
-        widens: see Form.
-        order: see Form.
-        autocasts: see Form.
-        dims: see Form.
-        takes_empty: see Form.
+    ``saves`` has groups of dtypes of input and weight, tensors that require a gradient, and the saved tensor's index:
+    "bb,ff 100,110 0" stands for four cases. ``excludes`` has dtypes of input, weight and gate.
     """
     found = set()
     for group in filter(None, saves.split("; ")):
@@ -148,24 +135,18 @@ TREES: dict[str, dict[str, str]] = {
         "shape =None =None": "torch, no weight",
         "shape =None eps": "torch, no weight",
     },
-    # RMSNorm (diffusers)
-    "7c19f78079b9ce3b": {"eps weight": "Mochi"},
+    "7c19f78079b9ce3b": {"eps weight": "Mochi"},  # RMSNorm (diffusers)
     # RMSNorm (diffusers)
     "42828235eb171680": {
         "weight eps bias": "diffusers, bias",
         "weight eps =None": "T5",
         "=None eps =None": "Mochi, no weight",
     },
-    # MochiRMSNorm (diffusers)
-    "a1316baefcdae1a9": {"eps weight": "Mochi", "eps =None": "Mochi, no weight"},
-    # Krea2RMSNorm (diffusers)
-    "be690c62256a01ab": {"size weight eps": "Krea 2"},
-    # IdeficsRMSNorm (transformers)
-    "8179a936b7d00235": {"eps weight": "T5"},
-    # QwenImage21ZeroCenterRMSNorm (diffusers)
-    "280a3f39b5b4aa1d": {"eps weight": "Gemma"},
-    # Cosmos3NemotronRMSNorm (diffusers)
-    "234e794162b7dae9": {"eps weight": "Helium"},
+    "a1316baefcdae1a9": {"eps weight": "Mochi", "eps =None": "Mochi, no weight"},  # MochiRMSNorm (diffusers)
+    "be690c62256a01ab": {"size weight eps": "Krea 2"},  # Krea2RMSNorm (diffusers)
+    "8179a936b7d00235": {"eps weight": "T5"},  # IdeficsRMSNorm (transformers)
+    "280a3f39b5b4aa1d": {"eps weight": "Gemma"},  # QwenImage21ZeroCenterRMSNorm (diffusers)
+    "234e794162b7dae9": {"eps weight": "Helium"},  # Cosmos3NemotronRMSNorm (diffusers)
     # StableAudio3RMSNorm (diffusers)
     "d02e5b95c6587b0e": {"=True eps weight": "Helium", "=False eps weight": "Stable Audio 3"},
     # HunyuanVideo15RMS_norm (diffusers)
@@ -175,50 +156,31 @@ TREES: dict[str, dict[str, str]] = {
         "=False scale weight bias": "Wan, rows, bias",
         "=False scale weight =0.0": "Wan, rows",
     },
-    # Kandinsky6VAERMSNorm (diffusers)
-    "25d9351da2795754": {"scale weight": "Wan"},
-    # Llama4TextRMSNorm (transformers)
-    "8a55712e246418a5": {"weight eps": "Llama"},
-    # MiniMind (public repositories)
-    "4f6bb14ce7729dd9": {"weight eps": "Llama"},
-    # MiniMindCast (public repositories)
-    "83173e04eedc6308": {"weight eps": "OLMo 2"},
+    "25d9351da2795754": {"scale weight": "Wan"},  # Kandinsky6VAERMSNorm (diffusers)
+    "8a55712e246418a5": {"weight eps": "Llama"},  # Llama4TextRMSNorm (transformers)
+    "4f6bb14ce7729dd9": {"weight eps": "Llama"},  # MiniMind (public repositories)
+    "83173e04eedc6308": {"weight eps": "OLMo 2"},  # MiniMindCast (public repositories)
     # LitGpt (public repositories)
     "6aa54fa27a1742d6": {"=-1 eps =True weight": "Muse", "=-1 eps =False weight": "Helium"},
-    # XTransformers (public repositories)
-    "8aea166d1eff595a": {"scale weight": "x-transformers"},
-    # F5Tts (public repositories)
-    "594bc59f27331650": {"weight eps": "F5-TTS"},
-    # AfmoeRMSNorm (transformers)
-    "7c32b533dee7c333": {"eps weight": "OLMo 2"},
-    # Llama, Qwen3 and 140 others (transformers)
-    "a5a82ab5ba4d88b2": {"eps weight": "Llama"},
-    # BailingHybridRMSNormGated (transformers)
-    "6e8a917e0ebb6406": {"eps weight ='sigmoid'": "Kimi Linear"},
-    # BambaRMSNormGated (transformers)
-    "7209a9198b1147b3": {"group_size eps weight": "Mamba 2"},
-    # DeepseekV4UnweightedRMSNorm (transformers)
-    "18389c4d754ed5ca": {"eps": "DeepSeek V4"},
-    # EsmFold2RMSNorm (transformers)
-    "aca2251c62fdb8a7": {"eps": "Llama 4, no weight"},
+    "8aea166d1eff595a": {"scale weight": "x-transformers"},  # XTransformers (public repositories)
+    "594bc59f27331650": {"weight eps": "F5-TTS"},  # F5Tts (public repositories)
+    "7c32b533dee7c333": {"eps weight": "OLMo 2"},  # AfmoeRMSNorm (transformers)
+    "a5a82ab5ba4d88b2": {"eps weight": "Llama"},  # Llama, Qwen3 and 140 others (transformers)
+    "6e8a917e0ebb6406": {"eps weight ='sigmoid'": "Kimi Linear"},  # BailingHybridRMSNormGated (transformers)
+    "7209a9198b1147b3": {"group_size eps weight": "Mamba 2"},  # BambaRMSNormGated (transformers)
+    "18389c4d754ed5ca": {"eps": "DeepSeek V4"},  # DeepseekV4UnweightedRMSNorm (transformers)
+    "aca2251c62fdb8a7": {"eps": "Llama 4, no weight"},  # EsmFold2RMSNorm (transformers)
     # FalconH1RMSNormGated (transformers)
     "93af83d9848288c2": {"=True groups eps weight": "Falcon-H1", "=False groups eps weight": "Falcon-H1, gate first"},
-    # GemmaRMSNorm (torchtune)
-    "167f64532a107d21": {"weight eps": "Gemma"},
-    # GradiumPhononTTSTimestepNorm (transformers)
-    "6b9e170521c716f5": {"weight eps": "Gradium"},
-    # HeliumRMSNorm (transformers)
-    "8930390049e3b051": {"eps weight": "Helium"},
-    # ImageGPTLayerNorm (transformers)
-    "82541b1c0f2a5c84": {"eps weight": "ImageGPT"},
-    # KyutaiSpeechToTextRMSNorm (transformers)
-    "2a738344a348d470": {"weight eps": "Helium"},
-    # MuseSparkTextCenteredRMSNorm (transformers)
-    "8f988e768721ed82": {"weight eps": "Muse"},
+    "167f64532a107d21": {"weight eps": "Gemma"},  # GemmaRMSNorm (torchtune)
+    "6b9e170521c716f5": {"weight eps": "Gradium"},  # GradiumPhononTTSTimestepNorm (transformers)
+    "8930390049e3b051": {"eps weight": "Helium"},  # HeliumRMSNorm (transformers)
+    "82541b1c0f2a5c84": {"eps weight": "ImageGPT"},  # ImageGPTLayerNorm (transformers)
+    "2a738344a348d470": {"weight eps": "Helium"},  # KyutaiSpeechToTextRMSNorm (transformers)
+    "8f988e768721ed82": {"weight eps": "Muse"},  # MuseSparkTextCenteredRMSNorm (transformers)
     # OlmoHybridRMSNormGated (transformers), Qwen4ExpTextRMSNormGated (transformers)
     "819520ca8b7930e1": {"eps weight ='silu'": "Qwen3-Next", "eps weight ='sigmoid'": "Qwen4, sigmoid"},
-    # Qwen4ExpTextRMSNorm (transformers)
-    "7f3a6a46c3dd23c3": {"weight group_size eps": "Qwen4"},
+    "7f3a6a46c3dd23c3": {"weight group_size eps": "Qwen4"},  # Qwen4ExpTextRMSNorm (transformers)
     # RmsNorm (timm)
     "80878281a95efe95": {"=False shape weight eps": "torch", "=False shape =None eps": "torch, no weight"},
     # RmsNormFp32 (timm)
@@ -233,16 +195,12 @@ TREES: dict[str, dict[str, str]] = {
         "weight shape eps": "timm, channels in float32",
         "=None shape eps": "timm, channels in float32, no weight",
     },
-    # RMSNorm (torchtune)
-    "8392f899ef0595dd": {"shape weight eps": "torch"},
+    "8392f899ef0595dd": {"shape weight eps": "torch"},  # RMSNorm (torchtune)
     # Gemma4RMSNorm (transformers)
     "20952fac765233d0": {"=True weight eps": "Helium", "=False absent eps": "Llama 4, no weight"},
-    # CpmAntLayerNorm (transformers)
-    "6e1844df1b95834f": {"size eps weight": "CPM-Ant"},
-    # xLSTMRMSNorm (transformers)
-    "138853080b5f9a3b": {"=True eps weight =None": "Llama"},
-    # LTX2AudioPixelNorm (diffusers)
-    "f8c653b4a49e242c": {"=1 eps": "timm, channels, no weight"},
+    "6e1844df1b95834f": {"size eps weight": "CPM-Ant"},  # CpmAntLayerNorm (transformers)
+    "138853080b5f9a3b": {"=True eps weight =None": "Llama"},  # xLSTMRMSNorm (transformers)
+    "f8c653b4a49e242c": {"=1 eps": "timm, channels, no weight"},  # LTX2AudioPixelNorm (diffusers)
 }
 """The forms by fingerprint, and by the roles of the attributes that the forward reads.
 

@@ -30,7 +30,7 @@ class OfFunctionNorm(nn.Module):
         return self.function(self, x)
 
 
-class Norm(OfFunction):
+class Norm(OfFunctionNorm):
     def __init__(self, name: str) -> None:
         super().__init__(NEAR_MISSES[name])
 
