@@ -181,8 +181,7 @@ class Arm:
         whole = parallel.processes() == 1
         recomputes = options.recompute_norms and variant.norm is normops.RMSNorm
         self.context = normops.recompute_norms if recomputes else nullcontext
-        passes = normops.inductor_options(recompute_norms=True) if recomputes else None
-        self.forward = torch.compile(self.model, fullgraph=whole, options=passes) if variant.compiled else self.model
+        self.forward = torch.compile(self.model, fullgraph=whole) if variant.compiled else self.model
         self.optimizer = AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
         self.schedule = LambdaLR(self.optimizer, lambda step: learning_rate_factor(step, options.steps))
         self.stream = batches(data.training, device, shared.part_of)

@@ -5,9 +5,8 @@
                                      [--rounds N] [--out DIR]
 
 It requires normops, transformers, tqdm and matplotlib. The weights are random, nothing is downloaded. The variants take
-turns, in a new random order in each round. torch.compile compiles two of them, which takes a minute or two: without
-options, and with normops.inductor_options(). The second one is compared with the first one. On a CPU without
-instructions for bfloat16, matrix products in that dtype take nearly all the time.
+turns, in a new random order in each round. torch.compile compiles two of them, which takes a minute or two: the
+original and the patched model. The second one is compared with the first one. On a CPU without instructions for bfloat16, matrix products in that dtype take nearly all the time.
 
 The script prints what normops.patch reports and a table, and draws DIR/patched_model.png. The columns of the table:
 
@@ -83,9 +82,9 @@ def variants_of(model: nn.Module, is_compiled: bool) -> list[Variant]:
     normops.patch(patched, strict=True)
     variants = [Variant("original", model, model, "original"), Variant("patched", patched, patched, "original")]
     if is_compiled:
-        for label, arguments in (("compiled", None), ("compiled, with passes", normops.inductor_options())):
-            other = copy.deepcopy(model)
-            variants.append(Variant(label, other, torch.compile(other, options=arguments), "compiled"))
+        for label, source in (("compiled", model), ("compiled, patched", patched)):
+            other = copy.deepcopy(source)
+            variants.append(Variant(label, other, torch.compile(other), "compiled"))
     return variants
 
 

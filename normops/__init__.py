@@ -3,8 +3,7 @@
 * Norms: ``rms_norm``, ``add_rms_norm``, ``gated_rms_norm``, ``rms_norm_rope``; in-place ``rms_norm_``,
   ``add_rms_norm_``, ``rms_norm_rope_``; in two steps ``rms_norm_stats``, ``rms_norm_from_stats``. Modules:
   ``RMSNorm``, ``GatedRMSNorm``.
-* Existing models: ``patch``, ``is_patched``, ``unpatch``; ``override_torch``; ``register_kernels``; for torch.compile
-  ``inductor_options``.
+* Existing models: ``patch``, ``is_patched``, ``unpatch``; ``override_torch``.
 * Memory: ``recompute_norms``. Backends: ``set_backend``; ``build_info``.
 
 The norms are operators of ``torch.ops.normops``, which also contains their backwards and ``.out`` overloads.
@@ -38,8 +37,7 @@ from normops.modules import GatedRMSNorm, RMSNorm
 from normops.override import override_torch
 
 if _TYPE_CHECKING:
-    from normops.adoption import PatchReport, is_patched, patch, register_kernels, unpatch
-    from normops.inductor import inductor_options
+    from normops.adoption import PatchReport, is_patched, patch, unpatch
     from normops.recompute import recompute_norms
 
 _warn_if_newer(_torch.__version__)
@@ -54,11 +52,9 @@ __version__ = build_info()["version"]
 # Imported on first use: these depend on private parts of torch, and would take most of the import time.
 _LAZY = {
     "PatchReport": "normops.adoption",
-    "inductor_options": "normops.inductor",
     "is_patched": "normops.adoption",
     "patch": "normops.adoption",
     "recompute_norms": "normops.recompute",
-    "register_kernels": "normops.adoption",
     "unpatch": "normops.adoption",
 }
 
@@ -71,12 +67,10 @@ __all__ = [
     "add_rms_norm_",
     "build_info",
     "gated_rms_norm",
-    "inductor_options",
     "is_patched",
     "override_torch",
     "patch",
     "recompute_norms",
-    "register_kernels",
     "rms_norm",
     "rms_norm_",
     "rms_norm_from_stats",

@@ -1,4 +1,4 @@
-"""Describes the operators to the rules in Python: vmap, sharding, nested tensors, FLOPs and the passes.
+"""Describes the operators to the rules in Python: vmap, sharding, nested tensors, FLOPs, recomputation.
 
 A rule is written once, for all operators: it recognises arguments by these names, and reads the rest from the schemas.
 """

@@ -51,25 +51,13 @@ USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "_values",
         ),
     ),
-    "normops.inductor.calls": (("normops.inductor_options",), ("_cdata",)),
-    "normops.inductor.effects": (
-        ("normops.inductor_options", "normops.patch"),
+    "normops.recompute_graphs": (
+        ("normops.recompute_norms",),
         (
-            "torch._ops.OpOverload",
-            "torch._ops.OpOverloadPacket",
-            "torch.utils._pytree.tree_leaves",
-            "_schema",
-        ),
-    ),
-    "normops.inductor.passes": (
-        ("normops.inductor_options",),
-        (
-            "torch._inductor.compile_fx.compile_fx",
             "torch._inductor.config",
-            "torch._inductor.custom_graph_pass",
             "torch._inductor.custom_graph_pass.CustomGraphPass",
             "torch._inductor.custom_graph_pass.get_hash_for_files",
-            "torch._inductor.list_mode_options",
+            "torch.fx.experimental.symbolic_shapes.statically_known_true",
         ),
     ),
     "normops.adoption.originals": (("normops.patch",), ("_base", "_buffers", "_parameters", "_version")),

@@ -11,6 +11,7 @@ from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message, 
 from torch.autograd.graph import saved_tensors_hooks
 
 from normops import _C
+from normops._private_torch import explain
 
 
 @contextmanager
@@ -78,9 +79,10 @@ def _in_graphs() -> AbstractContextManager[Any]:
     """Makes Inductor recompute norms in the graphs that it compiles meanwhile. torch.compile imports Dynamo."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
-    from torch._inductor import config
+    with explain("normops.recompute_norms"):
+        from torch._inductor import config
 
-    from normops.recompute_graphs import RecomputeNorms
+        from normops.recompute_graphs import RecomputeNorms
 
     before = config.joint_custom_post_pass
     return (

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import norms_of_others
 import torch
 import torch.distributed as dist
-from adopted_graphs import compiled_with_passes, norms
 from calls import Calls
 from processes import assert_equal, case, communicated, grad_of, mesh_of, placed
 from torch import Tensor, nn
@@ -255,25 +254,3 @@ def patched_norms_run_normops() -> None:
         with Calls() as calls:
             norm(given)
         assert set(calls.names) == {"rms_norm"}
-
-
-@case(2)
-def compiled_with_the_passes() -> None:
-    """Compiles a handwritten norm on DTensors in all placements."""
-    mesh = mesh_of()
-    x, w = cases.values((4, 6, 16), torch.float32), cases.values((16,), torch.float32, 1)
-    norm = norms_of_others.LlamaNorm(16)
-    norm.weight = nn.Parameter(placed(w, mesh, (Replicate(),)))
-    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
-        given = placed(x, mesh, (placement,)).requires_grad_()
-        compiled, graphs = compiled_with_passes(norm)
-        results = []
-        for run in (norm, compiled):
-            output = run(given)
-            gradients = torch.autograd.grad(output.square().sum(), (given, norm.weight))
-            results.append([tensor.full_tensor() for tensor in (output, *gradients)])
-        torch.testing.assert_close(*results)
-        in_parts = placement == Shard(2)
-        assert norms(graphs.forward) == (["rms_norm_stats", "rms_norm_from_stats"] if in_parts else ["rms_norm"])
-        backward = ["rms_norm_backward_stats", "rms_norm_backward_from_stats"] if in_parts else ["rms_norm_backward"]
-        assert norms(graphs.backward) == backward

@@ -173,6 +173,6 @@ def test_compiled_model_is_compared_with_compiled_original(tmp_path: Path) -> No
     result = python("examples/patched_model.py", *SMALL, "--out", str(tmp_path), cwd=ROOT)
     assert result.returncode == 0, result.stderr
     rows = table(result.stdout, "model")
-    assert list(rows)[2:] == ["float32, compiled", "float32, compiled, with passes"]
+    assert list(rows)[2:] == ["float32, compiled", "float32, compiled, patched"]
     for label in ("float32, original", "float32, compiled"):
         assert rows[label]["training"].endswith(" (1.00x)")

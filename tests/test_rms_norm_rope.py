@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from assertions import same_bits
-from test_rotations import rotate_half, rotate_pairs
 from torch import Tensor
 
 import normops
@@ -18,6 +17,15 @@ from reference.operators import named
 ops = torch.ops.normops
 
 B, S, H, D = 2, 7, 3, 64
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate_pairs(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
 def angles(columns: int, dtype: torch.dtype, device: str, positions: int = S) -> tuple[Tensor, Tensor]:

@@ -52,8 +52,8 @@ def test_newer_torch_causes_one_warning() -> None:
         _private_torch.warn_if_newer("2.99.0.dev1")
     assert [str(warning.message) for warning in caught] == [
         f"expected torch 2.11 to {last}, with which normops was tested, but got torch 2.99.0.dev1: "
-        "normops.override_torch in traced graphs, DTensor, nested tensors, normops.inductor_options, normops.patch, "
-        "normops.recompute_norms depend on private parts of torch and may not work; the rest should"
+        "normops.override_torch in traced graphs, DTensor, nested tensors, normops.recompute_norms, normops.patch "
+        "depend on private parts of torch and may not work; the rest should"
     ]
 
 
@@ -90,7 +90,6 @@ def first_line(feature):
 FEATURES = {
     "patch": lambda: normops.patch(torch.nn.Sequential(torch.nn.RMSNorm(4))),
     "recompute_norms": lambda: normops.recompute_norms().__enter__(),
-    "inductor_options": lambda: normops.inductor_options(),
 }
 for name in sys.argv[1:]:
     sys.stdout.flush()
@@ -105,7 +104,7 @@ for name in sys.argv[1:]:
     assert os.waitpid(child, 0)[1] == 0, name
 """
 EAGER_FEATURES = ("DTensor", "nested tensors")
-LAZY_FEATURES = ("normops.patch", "normops.recompute_norms", "normops.inductor_options")
+LAZY_FEATURES = ("normops.patch", "normops.recompute_norms")
 
 
 def test_missing_private_name_disables_only_its_features() -> None:
@@ -133,7 +132,7 @@ def test_missing_private_name_disables_only_its_features() -> None:
 def test_features_that_use_private_parts_are_imported_on_first_use() -> None:
     code = "import sys, normops; print([name for name in sys.modules if name.startswith('normops.')])"
     imported = ast.literal_eval(printed(code))
-    for name in ("normops.adoption", "normops.inductor", "normops.recompute"):
+    for name in ("normops.adoption", "normops.recompute"):
         assert name not in imported
     assert set(normops._LAZY) <= {*dir(normops)} & {*normops.__all__}
     with pytest.raises(AttributeError, match="module 'normops' has no attribute 'pach'"):

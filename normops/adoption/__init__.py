@@ -1,4 +1,4 @@
-"""Makes existing RMSNorm modules run normops, one by one or through Hugging Face's ``kernels``.
+"""Makes existing RMSNorm modules run normops.
 
 ``patching`` walks through a model. ``installation`` gives each norm a ``patched_class``, which calls normops through
 ``computing``. ``recognition`` determines the ``norm`` that a module is: ``fingerprints`` hashes its statement tree,
@@ -6,17 +6,14 @@ which ``sources`` finds, and ``table`` lists the known ones. ``measurement`` com
 source with those of a norm, and ``properties`` measures its dtypes, roundings and strides; both run ``originals``.
 ``guards`` are compared at every call. ``libraries`` finds the norm classes of installed packages, for the table.
 
-``override`` makes torch's own ``rms_norm`` run normops. ``hugging_face`` registers normops in the mapping of
-``kernels``.
+``override`` makes torch's own ``rms_norm`` run normops.
 """
 
-from normops.adoption.hugging_face import register_kernels
 from normops.adoption.patching import PatchReport, is_patched, patch, unpatch
 
 __all__ = [
     "PatchReport",
     "is_patched",
     "patch",
-    "register_kernels",
     "unpatch",
 ]
