@@ -53,7 +53,10 @@ class Guard(NamedTuple):
 
 def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
     """Returns a function that checks all guards for a module of this class, or of a derived class."""
-    own, absent, of_class, others = [], [], [], []
+    own: list[tuple[str, Any]] = []
+    absent: list[tuple[str, Any]] = []
+    of_class: list[tuple[str, Any]] = []
+    others: list[tuple[Any, str, Any]] = []
     for owner, name, value in guards:
         if owner is None:
             (absent if value is Absent else own).append((name, value))
@@ -62,6 +65,10 @@ def holding(guards: Iterable[Guard], cls: type) -> Callable[[Any], bool]:
         else:
             others.append((_module_of(owner) if isinstance(owner, dict) else owner, name, value))
     attributes, missing, methods, places = tuple(own), tuple(absent), tuple(of_class), tuple(others)
+
+    if len(places) == 1 and not (methods or missing or attributes) and not isinstance(places[0][0], dict):
+        only, only_name, only_value = places[0]
+        return lambda module: getattr(only, only_name, Absent) is only_value
 
     def holds(module: Any) -> bool:
         for owner, name, value in places:

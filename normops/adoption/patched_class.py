@@ -92,7 +92,7 @@ def _forward_of(made: Made) -> Callable[..., Any]:
 
     @wraps(own_forward, updated=())
     def forward(self: Any, *args: Any, **named: Any) -> Any:
-        if has_fast_path and not is_dynamo_compiling() and not is_tracing():
+        if has_fast_path and not is_dynamo_compiling():
             try:
                 (x,) = args
                 own = self.__dict__
@@ -103,11 +103,12 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                     and type(weight) in _PLAIN
                     and (dtype := x.dtype) is weight.dtype
                     and dtype in (uncopied if is_grad_enabled() else plain)
+                    and type(width := (sizes := x.shape)[-1]) is int  # a tensor while torch.jit traces
                     and x.is_contiguous()
-                    and (width := weight.numel()) == (sizes := x.shape)[-1]
+                    and weight.numel() == width
                     and weight.dim() == 1
                     and len(sizes) in dims
-                    and (1 not in sizes or _is_canonical(x))
+                    and (1 not in sizes or _has_usual_strides(sizes, x.stride()))
                     and (eps_name is None or (type(eps) is float and eps == eps))
                     and not (autocasts and x.is_cuda)
                     and isinstance(self, Patched)  # a hook may hold the forward of a module that has been unpatched
@@ -206,9 +207,20 @@ def _are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(_is_true(m == n) for m, n in zip(a, b, strict=True))
 
 
+def _has_usual_strides(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    step = 1
+    for i in range(len(sizes) - 1, -1, -1):
+        if strides[i] != step:
+            return False
+        step *= sizes[i] or 1
+    return True
+
+
 def _is_canonical(tensor: Tensor, ignores_ones: bool = False) -> bool:
     """Returns whether a tensor has the strides of a new one; ``is_contiguous`` ignores dimensions of size 1."""
     is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and not ignores_ones:
+        return _has_usual_strides(tensor.shape, tensor.stride())
     step: Any = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not (_is_true(stride == step) or (ignores_ones and _is_true(size == 1))):
