@@ -208,13 +208,13 @@ def test_second_derivatives(function: Function, nesting: tuple[str, ...]) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("function", "nesting"), selected(FUNCTIONS, 2, BELOW_THREE))
+@pytest.mark.parametrize(("function", "nesting"), selected(FUNCTIONS, 4, BELOW_THREE))
 def test_derivatives_of_order_one_and_two(function: Function, nesting: tuple[str, ...]) -> None:
     check(function, nesting)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("function", "nesting"), selected(FUNCTIONS, 40, OF_THREE))
+@pytest.mark.parametrize(("function", "nesting"), selected(FUNCTIONS, 48, OF_THREE))
 def test_third_derivatives(function: Function, nesting: tuple[str, ...]) -> None:
     check(function, nesting)
 

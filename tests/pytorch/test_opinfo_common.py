@@ -195,7 +195,7 @@ def test_composite_compliance(info: OpInfo, dtype: torch.dtype, count: int | Non
         composite_compliance.check_all_permutations(info, args, sample.kwargs, compare)
 
 
-@of_operators((torch.float32,))
+@of_operators((torch.float32,), core=0, full=3)
 def test_composite_compliance_of_derivatives(info: OpInfo, dtype: torch.dtype, count: int | None) -> None:
     """Two tensors of each sample require a gradient: torch tests all combinations of wrapped tensors and tangents."""
     for index, plain in enumerate(samples_of(info, dtype, count, requires_grad=True)):

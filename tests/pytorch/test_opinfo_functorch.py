@@ -37,7 +37,7 @@ def check(info: OpInfo, dtype: torch.dtype, count: int | None, word: str, *, eac
 
 
 @pytest.mark.parametrize("word", PAIRS)
-@of_operators((torch.float64,))
+@of_operators((torch.float64,), full=8)
 def test_one_or_two_transforms(info: OpInfo, dtype: torch.dtype, count: int | None, word: str) -> None:
     """The first sample has every argument batched alone."""
     check(info, dtype, count, word, each=count is not None and word.count("vmap") == 1)
