@@ -104,11 +104,10 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                     and (dtype := x.dtype) is weight.dtype
                     and dtype in (uncopied if is_grad_enabled() else plain)
                     and type(width := (sizes := x.shape)[-1]) is int  # a tensor while torch.jit traces
-                    and x.is_contiguous()
-                    and weight.numel() == width
-                    and weight.dim() == 1
+                    and len(shape_of_weight := weight.shape) == 1
+                    and shape_of_weight[0] == width
                     and len(sizes) in dims
-                    and (1 not in sizes or _has_usual_strides(sizes, x.stride()))
+                    and (_has_usual_strides(sizes, x.stride()) if 1 in sizes else x.is_contiguous())
                     and (eps_name is None or (type(eps) is float and eps == eps))
                     and not (autocasts and x.is_cuda)
                     and isinstance(self, Patched)  # a hook may hold the forward of a module that has been unpatched
@@ -208,6 +207,10 @@ def _are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _has_usual_strides(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    if len(sizes) == 2 and sizes[1]:  # these take less time than the loop
+        return strides == (sizes[1], 1)
+    if len(sizes) == 3 and sizes[1] and sizes[2]:
+        return strides == (sizes[1] * sizes[2], sizes[2], 1)
     step = 1
     for i in range(len(sizes) - 1, -1, -1):
         if strides[i] != step:
