@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # what is built finds it in BUILT_WITH.
 RUN := env $(if $(word 2,$(CXX)),--unset=CXX BUILT_WITH='$(CXX)')
 
-.PHONY: install install-dev test test-full test-release test-all test-torch test-python lint lint-prose format docs demo \
+.PHONY: install install-dev test test-full test-release test-all test-torch test-python lint format docs demo \
 	demo-patch bench check-cuda-compile package wheels clean check-gpu
 
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
@@ -70,17 +70,11 @@ test-torch:
 test-python:
 	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-$(notdir $(PYTHON))
 
-# Documents, and folders whose docstrings and comments are checked as well.
-PROSE := $(wildcard *.md) docs normops csrc building bench reference tests examples mutants
-
-lint: $(VENV)/required-dev lint-prose
+lint: $(VENV)/required-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
-
-lint-prose: $(VENV)/required-dev
-	$(BIN)/python docs/prose.py $(PROSE)
 
 format: $(VENV)/required-dev
 	$(BIN)/ruff check --fix
