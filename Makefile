@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN := env $(if $(word 2,$(CXX)),--unset=CXX BUILT_WITH='$(CXX)')
 
 .PHONY: install install-dev test test-full test-release test-all test-torch test-python lint format docs demo \
-	demo-patch bench check-cuda-compile package wheels clean check-gpu
+	demo-patch bench check-cuda-compile package wheels try-wheels release rehearse clean check-gpu
 
 # Built by setup.py itself, as pip would not show how far it is; ninja finds out what there is to do.
 install: $(VENV)/required
@@ -75,6 +75,7 @@ lint: $(VENV)/required-dev
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 format: $(VENV)/required-dev
 	$(BIN)/ruff check --fix
@@ -124,10 +125,8 @@ package: $(VENV)/required-dev
 	cd build/fresh && bin/python -m pytest --quiet -m core $(WHEEL_TESTS)
 
 # One wheel for all of these, into wheels/: for the $(PYTHON) of this environment, with CUDA code for every architecture
-# if there is nvcc. Of each torch the headers and libraries are fetched; the oldest and the newest one are installed, with
-# the CUDA packages that they want, to try the wheel.
+# if there is nvcc. Of each torch the headers and libraries are fetched.
 TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0
-TRIED ?= $(firstword $(TORCHES)) $(lastword $(TORCHES))
 nothing :=
 space := $(nothing) $(nothing)
 
@@ -138,10 +137,36 @@ wheels: $(VENV)/required-dev
 	TORCH_CUDA_ARCH_LIST=all NORMOPS_TORCH_FOLDERS=$(subst $(space),:,$(foreach torch,$(TORCHES),build/torches/$(torch)/torch)) \
 		$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
 	PATH=$(CURDIR)/$(BIN):$$PATH auditwheel repair --strip --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir wheels build/wheel/*.whl
-	for torch in $(TRIED); do rm -rf build/tried && $(PYTHON) -m venv build/tried && \
-		build/tried/bin/pip install --quiet torch==$$torch numpy && \
-		build/tried/bin/pip install --quiet --no-index --find-links wheels normops && \
-		(cd build/tried && bin/python -m normops) || exit 1; done
+	$(MAKE) try-wheels
+
+# The wheel as a user gets it: by name, from a folder, without a compiler on PATH, into fresh environments of the oldest
+# and the newest torch, with the CUDA packages that they want.
+TRIED ?= $(sort $(firstword $(TORCHES)) $(lastword $(TORCHES)))
+IMPORT := import time, torch; start = time.perf_counter(); import normops; \
+	print(f"seconds to import after torch: {time.perf_counter() - start:.2f}")
+try-wheels: SHELL := bash
+try-wheels:
+	set -e; ls -l wheels; for torch in $(TRIED); do \
+		echo "torch $$torch"; rm -rf build/tried; $(PYTHON) -m venv build/tried; \
+		build/tried/bin/pip install --quiet torch==$$torch numpy pytest; \
+		cp -r tests reference pyproject.toml build/tried; \
+		(cd build/tried; export PATH=$$PWD/bin TIMEFORMAT="seconds to install: %R"; \
+		time pip install --quiet --no-index --find-links $(CURDIR)/wheels normops; \
+		python -c '$(IMPORT)'; python -m normops; python -m pytest --quiet -m core $(WHEEL_TESTS)); \
+	done
+
+# A release without its publication (docs/notes/releasing.md), from a clean clone of HEAD. The first failure ends it.
+release:
+	rm -rf build/release && git clone --quiet . build/release
+	$(MAKE) --directory build/release rehearse
+
+rehearse:
+	grep --max-count 1 '^## ' CHANGELOG.md | grep --fixed-strings "## $$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) "
+	$(MAKE) lint
+	$(MAKE) docs
+	$(BIN)/python -m build --sdist --no-isolation
+	$(MAKE) wheels
+	sha256sum dist/*.tar.gz wheels/*.whl > build/SHA256SUMS && cat build/SHA256SUMS
 
 clean:
 	rm -rf build dist *.egg-info normops/*.so normops/torch-* $(VENV)/installed

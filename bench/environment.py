@@ -1,5 +1,7 @@
 """Describes the machine and the software of a measurement."""
 
+import importlib
+import importlib.util
 import os
 import platform
 import re
@@ -50,7 +52,22 @@ def describe_machine() -> dict[str, str]:
             f"{gpu.name}, {gpu.multi_processor_count} multiprocessors, L2 {gpu.L2_cache_size >> 20} MiB, "
             f"{gpu.total_memory / (1 << 30):.0f} GiB, driver {_driver()}, CUDA {torch.version.cuda}"
         )
+        machine["F.rms_norm"] = cuda_rms_norm_kernels(torch.cuda.get_device_capability())
     return machine
+
+
+def cuda_rms_norm_kernels(capability: tuple[int, int]) -> str:
+    """Describes the kernels that F.rms_norm runs on a CUDA device.
+
+    From 2.13 on, torch replaces ATen's by quack's on SM90 and SM100, if nvidia-cutlass-dsl and apache-tvm-ffi are
+    installed in versions that it knows.
+    """
+    if capability[0] not in (9, 10) or importlib.util.find_spec("torch._native") is None:
+        return "ATen"
+    registry = importlib.import_module("torch._native.registry")
+    if "_fused_rms_norm" not in registry.get_dsl_operations("cutedsl"):
+        return "ATen"
+    return "quack in torch._native; ATen for odd widths of 16 bits, float64 and other dtypes of the weight"
 
 
 def keep_freed_memory() -> None:

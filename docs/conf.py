@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import latex2mathml.converter
+from docutils import nodes
+
 import normops
 
 DOCS = Path(__file__).parent
@@ -13,7 +16,7 @@ ROOT = DOCS.parent
 project = "normops"
 copyright = "normops contributors"
 version = release = normops.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
 html_theme = "furo"
 html_title = f"normops {release}"
@@ -24,8 +27,7 @@ html_css_files = ["site.css"]
 
 myst_enable_extensions = ["dollarmath", "tasklist"]
 myst_heading_anchors = 4  # as GitHub makes them
-# \text{} with an escaped underscore, as in LaTeX. A reader's browser loads MathJax; the build loads nothing.
-mathjax4_config = {"loader": {"load": ["[tex]/textmacros"]}, "tex": {"packages": {"[+]": ["textmacros"]}}}
+html_math_renderer = "mathml"  # of setup(): a page loads no script to show a formula
 # Headings of measurements begin at the third level, below the title that read_page() gives them.
 suppress_warnings = ["myst.header"]
 
@@ -80,8 +82,16 @@ def read_docstring(app: Any, kind: str, name: str, value: object, options: objec
         lines.insert(0, "\\")  # which joins the next line
 
 
+def write_formula(writer: Any, node: Any) -> None:
+    """Writes a formula as MathML."""
+    display = "inline" if isinstance(node, nodes.math) else "block"
+    writer.body.append(latex2mathml.converter.convert(node.astext(), display=display))
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
     """Connects the functions above."""
+    app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.connect("source-read", read_page)
     app.connect("include-read", read_included)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon

@@ -179,11 +179,11 @@ class SequenceParallel(_SequenceParallel):
 
 
 class HiddenParallel(ParallelStyle):
-    """Normalizes rows of which each rank has some columns, such as the outputs of a :class:`ColwiseParallel` layer.
+    """Normalizes rows of which each rank has some columns, such as the outputs of a ``ColwiseParallel`` layer.
 
     Each tensor that the module is called with, by position or by keyword, contains this rank's columns of a larger
     tensor. All ranks have the same number of columns. The parameters are sharded in the same way. The forward
-    communicates one number per row (:mod:`normops.sharded_rows`).
+    communicates one number per row.
 
     Args:
         use_local_output: True returns this rank's columns as tensors, False returns DTensors.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from other_process import printed, python
 
-from bench import checks, hugging_face, masks, threads
+from bench import checks, environment, hugging_face, masks, threads
 from bench.measure import Measurement, merge
 from bench.operators import OPERATORS
 from bench.peers import NORMOPS, PEERS, Peer
@@ -38,6 +38,14 @@ def test_small_run_of_all_operators(tmp_path: Path) -> None:
     assert set(forward["calls"]) == {"copy", "normops", "F.rms_norm", "F.layer_norm"}
     assert "| 8x64 float32 |" in (tmp_path / "results.md").read_text()
     assert (tmp_path / "rms_norm_fresh_roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_kernels_of_torch_on_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.cuda_rms_norm_kernels((9, 0)) == "ATen"  # this torch was built without CUDA
+    registry = pytest.importorskip("torch._native.registry")
+    monkeypatch.setattr(registry, "get_dsl_operations", {"cutedsl": ["_fused_rms_norm"]}.__getitem__)
+    assert environment.cuda_rms_norm_kernels((10, 0)).startswith("quack")
+    assert environment.cuda_rms_norm_kernels((8, 0)) == "ATen"
 
 
 def test_interleaved_operators(tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
 """The documents: what they link to exists, all of them can be reached, and what they show of the API is so."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 import normops
+from normops import sharding
 from normops._operators import FUNCTIONAL
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+GPU_PAGES = ("install", "notes/gpu", "notes/tested", "performance", "reproducibility", "same-bits")
 # Pages that only the site has: they include a document of the root or docstrings.
 OF_THE_SITE = {ROOT / "docs" / name for name in ("api.md", "changelog.md", "contributing.md", "index.md")}
 
@@ -74,4 +77,34 @@ def test_the_package_names_all_that_it_has() -> None:
 
 def test_the_api_reference_has_every_name_of_the_package() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
-    assert sorted(re.findall(r"^\.\. auto\w+:: (\w+)", text, flags=re.MULTILINE)) == sorted(normops.__all__)
+    documented: dict[str, list[str]] = {}
+    for directive, name in re.findall(r"^\.\. (currentmodule|auto\w+):: ([\w.]+)", text, flags=re.MULTILINE):
+        if directive == "currentmodule":
+            names = documented.setdefault(name, [])
+        else:
+            names.append(name)
+    public = [name for name, value in vars(sharding).items() if getattr(value, "__module__", "") == sharding.__name__]
+    assert {module: sorted(names) for module, names in documented.items()} == {
+        "normops": sorted(normops.__all__),
+        "normops.sharding": sorted(name for name in public if not name.startswith("_")),
+    }
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").iterdir()), ids=lambda path: path.name)
+def test_steps_of_workflows_call_make(workflow: Path) -> None:
+    commands = re.findall(r"^ *- run: (.*)$", workflow.read_text(), flags=re.MULTILINE)
+    targets = re.findall(r"^(\S+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert commands
+    assert {command.split()[0] for command in commands} == {"make"}
+    assert {command.split()[1] for command in commands} <= set(targets)
+
+
+@pytest.mark.release  # a clone for CI may lack the history
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{page}.md" for page in GPU_PAGES)])
+def test_figures_of_gpus_name_their_commit_and_whether_the_kernels_changed(name: str) -> None:
+    text = " ".join((ROOT / name).read_text().split())
+    commit = re.search(r"H100.*?[Cc]ommit ([0-9a-f]{7,40})\b", text)
+    assert commit
+    log = ("git", "log", "--format=%h", f"{commit[1]}..HEAD", "--", "csrc/cuda", "normops/triton")
+    changed = subprocess.run(log, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert ("run on no GPU since" in text) == bool(changed), changed
