@@ -59,7 +59,7 @@ def rms_norm(
         rounding: selects which results are rounded to the dtype of a 16-bit ``input``. ``"once"``: the output alone.
             ``"llama"``: the normalized input, and then its product with the weight, as in transformers' LlamaRMSNorm
             and the kernels of vLLM; the backward rounds as their autograd does. Liger calls these casting modes
-            ``"gemma"`` and ``"llama"``. See docs/reproducibility.md.
+            ``"gemma"`` and ``"llama"``. See :doc:`reproducibility`.
         bias: added after the weight; shapes and dtypes as for ``weight``. A bias with the shape of ``input`` is a
             residual that is added to the norm: its gradient is that of the output.
         dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``; None means the last
