@@ -54,10 +54,8 @@ USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "normops.recompute_graphs": (
         ("normops.recompute_norms",),
         (
-            "torch._inductor.config",
             "torch._inductor.custom_graph_pass.CustomGraphPass",
             "torch._inductor.custom_graph_pass.get_hash_for_files",
-            "torch.fx.experimental.symbolic_shapes.statically_known_true",
         ),
     ),
     "normops.adoption.originals": (("normops.patch",), ("_base", "_buffers", "_parameters", "_version")),
@@ -68,6 +66,7 @@ USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
             "torch._C._autograd._top_saved_tensors_default_hooks",
+            "torch._inductor.config",
             "_version",
         ),
     ),

@@ -168,5 +168,4 @@ def test_unsupported_rounding_order_is_skipped(norm: Callable[[int], nn.Module],
     assert others.patch(module).patched == {"": f"{name}: {computes}, dtype: promoted, rounds otherwise"}
 
 
-
 Fn = Callable[..., Any]
