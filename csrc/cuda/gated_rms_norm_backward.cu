@@ -112,7 +112,7 @@ struct Gate {
 // For rows that fit into registers: each element is read once.
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_blocks(kPacks))
-    gated_rms_norm_backward_kernel(const Backward<T, T> args, const AnyRowsOf<const T> gate,
+    gated_rms_norm_backward_kernel(const BackwardArgs<T, T> args, const AnyRowsOf<const T> gate,
                                    const AnyRowsOf<T> grad_gate, const Gating gating) {
   backward_rows<kPacks, Access>(args, Columns<T, int>(args.cols),
                                 Gate<T, Access>{view<Access>(gate), view<Access>(grad_gate), gating, args.rounding});
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_bloc
 // The same for rows of any width.
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads, 1)
-    gated_rms_norm_backward_any_width_kernel(const Backward<T, T> args, const AnyRowsOf<const T> gate,
+    gated_rms_norm_backward_any_width_kernel(const BackwardArgs<T, T> args, const AnyRowsOf<const T> gate,
                                              const AnyRowsOf<T> grad_gate, const Gating gating) {
   backward_rows_of_any_width(args, Columns<T, int64_t>(args.cols),
                              Gate<T, General>{gate, grad_gate, gating, args.rounding});

@@ -73,7 +73,7 @@ struct RotatedBack : IdentityPrologue {
 // For rows that fit into registers: each element is read once.
 template <class T, int kPacks, class Access>
 __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_blocks(kPacks))
-    rms_norm_rope_backward_kernel(const Backward<T, T> args, const RotationOf<T> rotation) {
+    rms_norm_rope_backward_kernel(const BackwardArgs<T, T> args, const RotationOf<T> rotation) {
   backward_rows<kPacks, Access>(args, HeldRotatedColumns<T, kPacks>(args.cols, rotation),
                                 RotatedBack<T, Access>{{}, rotation, args.rounding.multiplied});
 }
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(gated_threads(kPacks), gated_backward_min_bloc
 // The same for rows of any width.
 template <class T>
 __global__ void __launch_bounds__(kAnyWidth.threads, 1)
-    rms_norm_rope_backward_any_width_kernel(const Backward<T, T> args, const RotationOf<T> rotation) {
+    rms_norm_rope_backward_any_width_kernel(const BackwardArgs<T, T> args, const RotationOf<T> rotation) {
   backward_rows_of_any_width(args, RotatedColumns<T, int64_t>(args.cols, rotation),
                              RotatedBack<T, General>{{}, rotation, args.rounding.multiplied});
 }
