@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -60,7 +60,7 @@ def norms_of(package: str) -> Iterator[nn.Module]:
                 yield from instances_of(value)
 
 
-def _may_be_norm(cls: type) -> bool:
+def _may_be_norm(cls: type) -> TypeGuard[type[nn.Module]]:
     if not issubclass(cls, nn.Module) or "norm" in cls.__name__.lower():
         return issubclass(cls, nn.Module)
     functions = [f for base in cls.__mro__ if base not in nn.Module.__mro__ for f in vars(base).values()]

@@ -335,7 +335,10 @@ def _compare(
         has_bias = found.bias is not None
         if not _are_close(result, found.compute(parameters, *tensors), has_bias):
             raise Unfit(f"computes something else than an RMSNorm {where}")
-        others = {"in training": {"training": True}, "with another buffer": {"buffer": 0.25}}
+        others: dict[str, dict[str, Any]] = {
+            "in training": {"training": True},
+            "with another buffer": {"buffer": 0.25},
+        }
         for mode, option in others.items():
             if not torch.equal(
                 trials.run(parameters, *tensors, **option, **attributes).nan_to_num(), result.nan_to_num()

@@ -261,8 +261,8 @@ def _own_forward(module: Any, cls: type[nn.Module]) -> Any:
 def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
     """Returns the dimensions in their order in memory, or None if that is the order of the dimensions.
 
-    Returns an empty tuple if the strides of the module's own result are unknown. This holds if rows in another order
-    have gaps, if elements overlap, if the dimensions of a row are not the last ones, or if a dimension of size 1 has an
+    Returns an empty tuple if the strides of the module's own result are unknown: if rows in another order have gaps, if
+    elements overlap, or if the dimensions of a row are not the last ones. A dimension of size 1 must not have an
     unusual stride in a tensor that is contiguous otherwise.
     """
     strides = tensor.stride()

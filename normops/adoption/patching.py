@@ -65,9 +65,9 @@ def patch(
     before and after ``torch.compile``, ``torch.export``, DDP and FSDP2. A pickled module is patched again when it is
     loaded, if normops is installed.
 
-    Each call reads ``eps``, weight and bias, and compares the forward of the class and its helpers, flags of the
-    module, and constants and functions of the file with their values at the time of ``patch``. If one has changed, the
-    module's own forward runs. After any other change, call ``patch`` again. The own forward also runs for
+    Each call reads ``eps``, weight and bias. It compares the forward of the class and its helpers, flags of the module,
+    and constants and functions of the file with their values at the time of ``patch``. If one has changed, the module's
+    own forward runs. After any other change, call ``patch`` again. The own forward also runs for
 
     * dtypes other than float16, bfloat16, float32 and float64, and more than five dimensions;
     * a weight of another shape, or a bias of another shape or dtype than the weight;

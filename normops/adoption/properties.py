@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import permutations, product
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,9 +30,9 @@ def form_of(trials: Trials, found: Hypothesis, dims: tuple[int, ...], rows: Rows
     """Returns the form of a verified norm; ``rows`` are row dimensions that the forward accepts."""
     shape = found.shape if trials.original.shape is None or found.dim is not None else trials.original.shape
     results = _results_in_dtypes(trials, found, rows, shape)
-    rule, widens, taken = _output_dtype(results)
+    rule, widens, following = _output_dtype(results)
     every = {_of(trials, dtypes) for dtypes in _all_dtypes(trials)}
-    taken = {_of(trials, dtypes) for dtypes in taken}
+    taken: set[Dtypes] = {_of(trials, dtypes) for dtypes in following}
     usual = tuple(range(len(shape), MOST_DIMS + 1)) if found.dim is None else (len(trials.original.shape or ()) + 1,)
     return Form(
         weight_offset=found.offset,
@@ -230,6 +229,5 @@ def _saves(trials: Trials, found: Hypothesis, rows: Rows, shape: Rows, taken: se
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 result = trials.run(parameters, *tensors)
             del result
-            flags = cast("tuple[bool, ...]", requires)
-            cases |= {Saved(x_dtype, weight_dtype, flags, i) for i in saved - {-1}}
+            cases |= {Saved(x_dtype, weight_dtype, requires, i) for i in saved - {-1}}
     return frozenset(cases)

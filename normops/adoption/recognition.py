@@ -126,7 +126,7 @@ def _bound(
     guards = list(fingerprint.guards)
     fixed: tuple[int, ...] | None = None
     for role, name in zip(spec, fingerprint.attributes, strict=True):
-        value = getattr(module, name, Absent)
+        value: Any = getattr(module, name, Absent)
         if role in ("weight", "bias"):
             if name not in parameters:
                 return None
@@ -139,7 +139,7 @@ def _bound(
             return None
         else:
             if role in ("shape", "size") and shape is None:
-                fixed = value if role == "shape" else (value,)
+                fixed = tuple(value) if role == "shape" else (value,)
             if role in ("group_size", "groups"):
                 roles[role] = value
             guards.append(Guard(None, name, value))

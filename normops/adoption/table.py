@@ -30,17 +30,17 @@ def _form(
     """Returns a form, whose arguments Form describes.
 
     ``saves`` has groups of dtypes of input and weight, tensors that require a gradient, and the saved tensor's index:
-    "bb,ff 100,110 0" stands for four cases. ``excludes`` has dtypes of input, weight and gate.
+    "bb,ff 100,110 0" describes four cases. ``excludes`` has dtypes of input, weight and gate.
     """
     found = set()
     for group in filter(None, saves.split("; ")):
         pairs, patterns, tensor = group.split()
-        for (x, weight), pattern in ((p, q) for p in pairs.split(",") for q in patterns.split(",")):
+        for pair, pattern in ((p, q) for p in pairs.split(",") for q in patterns.split(",")):
             requires = tuple(flag == "1" for flag in pattern)
-            found.add(Saved(LETTERS[x], LETTERS[weight], requires, int(tensor)))
+            found.add(Saved(LETTERS[pair[0]], LETTERS[pair[1]], requires, int(tensor)))
     left_out: set[Dtypes] = set()
-    for x, weight, last in filter(None, excludes.split()):
-        left_out.add((LETTERS[x], LETTERS.get(weight), LETTERS.get(last)))
+    for each in excludes.split():
+        left_out.add((LETTERS[each[0]], LETTERS.get(each[1]), LETTERS.get(each[2])))
     gating = None if gate is None else Gating(*gate)
     at_last = (dims, takes_empty, frozenset(left_out), frozenset(found))
     return Form(offset, eps, dim, gating, output, widens, rounds, order, autocasts, *at_last)  # type: ignore[arg-type]

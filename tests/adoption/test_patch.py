@@ -146,7 +146,7 @@ def test_invalid_arguments_raise() -> None:
     with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, but got Tensor$"):
         others.patch(torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r'^rounding: expected "once" or "original", but got \'twice\'$'):
-        others.patch(nn.RMSNorm(2), rounding="twice")  # type: ignore[arg-type]
+        others.patch(nn.RMSNorm(2), rounding="twice")
 
 
 def test_patch_is_idempotent_and_can_be_undone() -> None:

@@ -126,7 +126,7 @@ def test_fingerprint_depends_on_no_version_of_python() -> None:
 
 def test_attributes_of_another_kind_have_no_row() -> None:
     norm = Renamed()
-    norm.tiny = 1  # type: ignore[assignment]
+    norm.tiny = 1
     assert by_source(norm) is None
     norm = Renamed()
     del norm.gamma
