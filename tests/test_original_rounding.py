@@ -147,7 +147,7 @@ def test_unrounded_intermediates_keep_bits(
     assert operators_run(lambda: patched(*tensors)) == ["normops::rms_norm"]
 
 
-class RoundedProduct(others.WideNorm):
+class RoundedProductNorm(others.WideNorm):
     """Rounds the product, and its sum with the bias."""
 
     def __init__(self, size: int) -> None:
@@ -159,13 +159,14 @@ class RoundedProduct(others.WideNorm):
 
 
 @pytest.mark.parametrize(
-    ("norm", "computes"), [(RoundedOffset, "1 + weight, eps: eps"), (RoundedProduct, "scale, bias, eps: eps")]
+    ("norm", "computes"), [(RoundedOffset, "1 + weight, eps: eps"), (RoundedProductNorm, "scale, bias, eps: eps")]
 )
 def test_unsupported_rounding_order_is_skipped(norm: Callable[[int], nn.Module], computes: str) -> None:
     module = norm(SIZE)
-    name, reason = type(module).__name__, 'rounds in an order that rounding="original" does not support'
+    name = type(module).__name__
+    reason = 'rounds in an order that rounding="original" does not support; patch(model, rounding="once") takes it'
     assert others.patch(module, rounding="original").skipped == {"": f"{name}: {reason}"}
-    assert others.patch(module).patched == {"": f"{name}: {computes}, dtype: promoted, rounds otherwise"}
+    assert others.patch(module).patched == {"": f"{name}: {computes}, dtype: promoted, rounds otherwise, measured"}
 
 
 Fn = Callable[..., Any]

@@ -103,15 +103,17 @@ class Trials:
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Returns random parameters and arguments. Rows are small and large, some have one large element."""
         generator = torch.Generator("cpu").manual_seed(seed)
-        x = torch.randn(*rows, *shape, generator=generator)
-        scales = torch.logspace(-8, 4, math.prod(rows)).view(*rows, *[1] * len(shape))
+        x = torch.randn(*rows, *shape, generator=generator, dtype=torch.float32)
+        scales = torch.logspace(-8, 4, math.prod(rows), dtype=torch.float32).view(*rows, *[1] * len(shape))
         x = x * scales
         if rows and math.prod(rows) > 1:
             first = x.reshape(-1, *shape)[0].clone()
-            x.view(-1, *shape)[0] = first * torch.logspace(-3, 3, first.numel()).view(shape) * 1e6
-        gates = [4 * torch.randn(x.shape, generator=generator)] if self.is_gated else []
+            x.view(-1, *shape)[0] = first * torch.logspace(-3, 3, first.numel(), dtype=torch.float32).view(shape) * 1e6
+        gates = [4 * torch.randn(x.shape, generator=generator, dtype=torch.float32)] if self.is_gated else []
         own = self.original.shape or ()
-        parameters = {name: 6 * torch.rand(own, generator=generator) - 3 for name in self.parameters}
+        parameters = {
+            name: 6 * torch.rand(own, generator=generator, dtype=torch.float32) - 3 for name in self.parameters
+        }
         return {name: each.to(dtype) for name, each in parameters.items()}, [each.to(dtype) for each in (x, *gates)]
 
 
@@ -396,7 +398,12 @@ def _check_gradients(trials: Trials, found: Hypothesis, rows: tuple[int, ...], s
                 raise Unfit("has no gradient")
             to = [*inputs, *leaves.values()]
             results.append(
-                torch.autograd.grad(y, to, torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype), allow_unused=True)
+                torch.autograd.grad(
+                    y,
+                    to,
+                    torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y).to(y.dtype),
+                    allow_unused=True,
+                )
             )
     for own, expected in zip(*results, strict=True):
         if own is None or expected is None or (own - expected).abs().max() > 1e-3 * expected.abs().max():

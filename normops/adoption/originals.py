@@ -120,7 +120,9 @@ class Original:
         module: Any = object.__new__(self._cls)
         own = {**vars(nn.Module()), **self.attributes, **attributes}
         own["_parameters"] = {**dict.fromkeys(self._absent), **parameters}
-        own["_buffers"] = {name: None if s is None else torch.full(s, buffer) for name, s in self._buffers.items()}
+        own["_buffers"] = {
+            name: None if s is None else torch.full(s, buffer, dtype=torch.float32) for name, s in self._buffers.items()
+        }
         own["training"] = training
         vars(module).update(own)
         given = [*parameters.values(), *tensors]

@@ -374,10 +374,10 @@ class Table(nn.Module):
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-others.patch(nn.Sequential(*(norm(32) for norm in norms_of_others.NORMS), Embedding(8, 8), Table(4, 8)))
+norms_of_others.patch(nn.Sequential(*(norm(32) for norm in norms_of_others.NORMS), Embedding(8, 8), Table(4, 8)))
 module = eval(sys.argv[2])
 before = peak()
-others.patch(module)
+norms_of_others.patch(module)
 print(peak() - before)
 """
 
@@ -397,6 +397,6 @@ def test_patching_takes_little_memory(module: str, tmp_path: Path) -> None:
     """Measures the process's peak memory in MB, which includes tensors and Python objects."""
     (tmp_path / "program.py").write_text(PROGRAM)  # gives its classes a source
     source, *device = module.rsplit(" meta")
-    command = [sys.executable, str(tmp_path / "program.py"), str(Path(__file__).parent), source, *device]
+    command = [sys.executable, str(tmp_path / "program.py"), str(Path(__file__).parents[1]), source, *device]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(result.stdout) < 50.0
