@@ -58,7 +58,7 @@ def rms_norm(
         weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``.
         rounding: selects which results are rounded to the dtype of a 16-bit ``input``. ``"once"``: the output alone.
             ``"llama"``: the normalized input, and then its product with the weight, as in transformers' LlamaRMSNorm
-            and the kernels of vLLM; the backward rounds as their autograd does. Liger calls these casting modes
+            and older CUDA kernels of vLLM; the backward rounds as their autograd does. Liger calls these casting modes
             ``"gemma"`` and ``"llama"``. See :doc:`reproducibility`.
         bias: added after the weight; shapes and dtypes as for ``weight``. A bias with the shape of ``input`` is a
             residual that is added to the norm: its gradient is that of the output.
