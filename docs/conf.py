@@ -38,7 +38,8 @@ python_maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shape"]
 
-# Every reference to a public name of normops must resolve. Those to torch and to Python would need their inventories from the network.
+# Every reference to a public name of normops must resolve. Those to torch and to Python would need their inventories
+# from the network.
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(torch|collections|contextlib)\..*"), ("py:class", r"normops\._.*")]
 
