@@ -6,7 +6,8 @@
 
 It requires normops, transformers, tqdm and matplotlib. The weights are random, nothing is downloaded. The variants take
 turns, in a new random order in each round. torch.compile compiles two of them, which takes a minute or two: the
-original and the patched model. The second one is compared with the first one. On a CPU without instructions for bfloat16, matrix products in that dtype take nearly all the time.
+original and the patched model. The second one is compared with the first one. On a CPU without instructions for
+bfloat16, matrix products in that dtype take nearly all the time.
 
 The script prints what normops.patch reports and a table, and draws DIR/patched_model.png. The columns of the table:
 

@@ -3,8 +3,8 @@
 * Norms: ``rms_norm``, ``add_rms_norm``, ``gated_rms_norm``, ``rms_norm_rope``; in-place ``rms_norm_``,
   ``add_rms_norm_``, ``rms_norm_rope_``; in two steps ``rms_norm_stats``, ``rms_norm_from_stats``. Modules:
   ``RMSNorm``, ``GatedRMSNorm``.
-* Existing models: ``patch``, ``is_patched``, ``unpatch``; ``override_torch``.
-* Memory: ``recompute_norms``. Backends: ``set_backend``; ``build_info``.
+* Existing models: ``patch``, which returns a ``PatchReport``, ``is_patched``, ``unpatch``; ``override_torch``.
+* Memory: ``recompute_norms``. Backends: ``set_backend``; ``build_info``, which returns a ``BuildInfo``.
 
 The norms are operators of ``torch.ops.normops``, which also contains their backwards and ``.out`` overloads.
 """

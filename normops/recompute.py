@@ -84,12 +84,11 @@ def _in_graphs() -> AbstractContextManager[Any]:
 
         from normops.recompute_graphs import RecomputeNorms
 
-    before = config.joint_custom_post_pass
-    return (
-        nullcontext()
-        if isinstance(before, RecomputeNorms)
-        else config.patch(joint_custom_post_pass=RecomputeNorms(before))
-    )
+    before: Any = config.joint_custom_post_pass
+    if isinstance(before, RecomputeNorms):
+        return nullcontext()
+    others = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
+    return config.patch(joint_custom_post_pass=RecomputeNorms(*others))
 
 
 _Packed = tuple[Callable[[Any], Tensor], Any]

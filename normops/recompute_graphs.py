@@ -2,7 +2,7 @@
 
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,22 +24,21 @@ _BACKWARDS = tuple(op for op in FUNCTIONAL if name_of(op).endswith("_backward"))
 
 
 class RecomputeNorms(CustomGraphPass):
-    """The pass for Inductor's option ``joint_custom_post_pass``; first runs another pass, if that is given."""
+    """The pass for Inductor's option ``joint_custom_post_pass``; first runs the passes that it replaces there."""
 
-    def __init__(self, before: Callable[[Graph], None] | None) -> None:
+    def __init__(self, *before: Any) -> None:
         self.before = before
 
     def __call__(self, graph: Graph) -> None:
         """Changes a graph of ATen's that contains forward and backward."""
-        if self.before is not None:
-            self.before(graph)
+        for other in self.before:
+            other(graph)
         recompute_norms(graph)
 
     def uuid(self) -> Any:
-        """Returns the key of the passes in Inductor's caches; None, which disables caching, if the other has none."""
-        other = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
-        is_unknown = self.before is not None and other is None
-        return None if is_unknown else (get_hash_for_files((__file__,)), other)
+        """Returns the key of the passes in Inductor's caches; None, which disables caching, if another one has none."""
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
+        return None if None in others else (get_hash_for_files((__file__,)), *others)
 
 
 def recompute_norms(graph: Graph) -> None:

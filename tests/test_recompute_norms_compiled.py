@@ -185,10 +185,10 @@ def test_other_passes_run_and_caches_distinguish_them() -> None:
     with config.patch(joint_custom_post_pass=other):
         compiled_in(normops.recompute_norms, compiled_block(FUNCTIONS[0]), t)
         with normops.recompute_norms():
-            ours = config.joint_custom_post_pass
+            ours: Any = config.joint_custom_post_pass
             with normops.recompute_norms():
                 assert config.joint_custom_post_pass is ours
         assert config.joint_custom_post_pass is other
     assert other.calls == 1
-    assert len({RecomputeNorms(None).uuid(), ours.uuid(), other.uuid()}) == 3
+    assert len({RecomputeNorms().uuid(), ours.uuid(), other.uuid()}) == 3
     assert RecomputeNorms(lambda graph: None).uuid() is None  # no key: nothing is cached

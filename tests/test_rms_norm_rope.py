@@ -215,5 +215,6 @@ def test_narrow_tables_require_rotary_dim(device: str) -> None:
     )
     with pytest.raises(RuntimeError, match=re.escape(message)):
         normops.rms_norm_rope(x, cos, sin, D, w, EPS)
-    wide = (torch.cat((table, table), -1) for table in (cos, sin))
-    assert same_bits(normops.rms_norm_rope(x, cos, sin, D, w, rotary_dim=D), normops.rms_norm_rope(x, *wide, D, w))
+    wide_cos, wide_sin = (torch.cat((table, table), -1) for table in (cos, sin))
+    of_columns = normops.rms_norm_rope(x, wide_cos, wide_sin, D, w)
+    assert same_bits(normops.rms_norm_rope(x, cos, sin, D, w, rotary_dim=D), of_columns)

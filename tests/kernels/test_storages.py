@@ -89,7 +89,7 @@ def test_target_without_memory_is_an_error(operator: Operator) -> None:
 def test_module_whose_parameters_are_freed() -> None:
     """FSDP frees the storages of gathered parameters."""
     module = normops.RMSNorm(24)
-    module.weight.untyped_storage().resize_(0)  # type: ignore[no-untyped-call]
+    module.weight.untyped_storage().resize_(0)
     for call in (module, torch.no_grad()(module)):
         with pytest.raises(RuntimeError, match="rms_norm: expected the storage of weight to have at least 96 bytes"):
             call(torch.randn(2, 24))
