@@ -40,7 +40,7 @@ def others_of(value: object) -> tuple[object, ...]:
         case bool():
             return 1, None
         case float():
-            return 1, True
+            return True, 2**70
         case int():
             return None, True, 8.0
         case None:  # rotary_dim
@@ -53,7 +53,13 @@ def others_of(value: object) -> tuple[object, ...]:
 @over_operators
 def test_plain_arguments_bypass_torch_ops(operator: Operator) -> None:
     arguments = arguments_of(operator)
-    for name, plain in (("normalized_shape", 8), ("normalized_shape", [8]), ("weight", None), ("eps", None)):
+    for name, plain in (
+        ("normalized_shape", 8),
+        ("normalized_shape", [8]),
+        ("weight", None),
+        ("eps", None),
+        ("eps", 1),
+    ):
         assert goes_direct(operator, *(arguments | {name: plain}).values()), name
     assert not goes_direct(operator, *list(arguments.values())[:-1])
     for name, value in arguments.items():

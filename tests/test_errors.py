@@ -101,7 +101,10 @@ ROPE: Errors = [
     ({"sin": torch.ones(2, 1, 2)}, "expected sin to have shape [2, 1, 4], the shape of cos, but got [2, 1, 2]"),
     ({"sin": torch.ones(4)}, "expected sin to have shape [2, 1, 4], the shape of cos, but got [4]"),
     ({"sin": torch.ones(2, 1, 4).double()}, "expected sin to be float32, the dtype of cos, but got float64"),
-    ({"cos": torch.ones(3)}, "expected rotary_dim, the columns of cos, to be even, but got 3"),
+    (
+        {"cos": torch.ones(3), "sin": torch.ones(3)},
+        "expected cos to have 4 columns, those of input, but got 3: pass rotary_dim=3 to rotate 3 columns",
+    ),
     ({"rotary_dim": 3}, "expected rotary_dim to be even, but got 3"),
     ({"rotary_dim": -2}, "expected rotary_dim to be at least 0, but got -2"),
     ({"rotary_dim": 2}, "expected cos to have 2 columns, the rotary_dim, or half as many, but got 4"),
@@ -116,7 +119,7 @@ ROPE: Errors = [
     ),
     (
         {"cos": torch.ones(6), "sin": torch.ones(6)},
-        "expected the rotated columns, 6 from rotary_offset 0 on, to be among those of input, but it has 4",
+        "expected cos to have 4 columns, those of input, but got 6: pass rotary_dim=6 to rotate 6 columns",
     ),
     (
         {"rotary_dim": 8},
