@@ -261,9 +261,9 @@ def _own_forward(module: Any, cls: type[nn.Module]) -> Any:
 def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
     """Returns the dimensions in their order in memory, or None if that is the order of the dimensions.
 
-    Returns an empty tuple if the strides of the module's own result are unknown: if rows in another order have gaps, if
-    elements overlap, or if the dimensions of a row are not the last ones. A dimension of size 1 must not have an
-    unusual stride in a tensor that is contiguous otherwise.
+    Returns an empty tuple if the strides of the module's own result are unknown. Rows in another order must not have
+    gaps, elements must not overlap, and the dimensions of a row must be the last ones. A dimension of size 1 must not
+    have an unusual stride in a tensor that is contiguous otherwise.
     """
     strides = tensor.stride()
     if any(_is_true(stride == 0) for stride in strides):
