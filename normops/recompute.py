@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,10 +75,12 @@ def recompute_norms() -> Generator[None]:
         _C.leave_recompute_block(outer)
 
 
-def _in_graphs() -> AbstractContextManager[Any]:
+@contextmanager
+def _in_graphs() -> Generator[None]:
     """Makes Inductor recompute norms in the graphs that it compiles meanwhile. torch.compile imports Dynamo."""
     if "torch._dynamo" not in sys.modules:
-        return nullcontext()
+        yield
+        return
     with explain("normops.recompute_norms"):
         from torch._inductor import config
 
@@ -86,9 +88,15 @@ def _in_graphs() -> AbstractContextManager[Any]:
 
     before: Any = config.joint_custom_post_pass
     if isinstance(before, RecomputeNorms):
-        return nullcontext()
+        yield
+        return
     others = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
-    return config.patch(joint_custom_post_pass=RecomputeNorms(*others))
+    # config.patch() would leave a class to the garbage collector at each call.
+    config.joint_custom_post_pass = RecomputeNorms(*others)
+    try:
+        yield
+    finally:
+        config.joint_custom_post_pass = before
 
 
 _Packed = tuple[Callable[[Any], Tensor], Any]
