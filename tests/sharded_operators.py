@@ -177,10 +177,10 @@ def a_sharded_row_that_is_to_be_rotated_is_gathered() -> None:
     x, cos, sin = (cases.values(shape, torch.float32, i) for i, shape in enumerate(((5, 8), (5, 4), (5, 4))))
     given = placed(x, mesh, (Shard(1),))
     tables = [placed(t, mesh, (Replicate(),)) for t in (cos, sin)]
-    output, sent = communicated(lambda: rms_norm_rope(given, *tables, 8))
+    output, sent = communicated(lambda: rms_norm_rope(given, *tables, 8, rotary_dim=4))
     assert sent == {"all_gather_into_tensor": 1}
     assert output.placements == (Replicate(),)
-    assert_equal(output, rms_norm_rope(x, cos, sin, 8))
+    assert_equal(output, rms_norm_rope(x, cos, sin, 8, rotary_dim=4))
 
 
 @case(2)
