@@ -92,15 +92,6 @@ struct Rotation {
   int64_t pairs;
 };
 
-// The layout of tensors [samples, channels, positions] whose channels are normalized. A row is a position, and the rows
-// of a sample are consecutive.
-struct Channels {
-  DType dtype;
-  int64_t positions;
-  int64_t sample_strides[kTensorCount], channel_strides[kTensorCount];  // in bytes
-  bool is_activated;                                                    // whether gating.activation follows the bias
-};
-
 // Rows have the dtype of the input, except that
 //   residual, residual_out, cos and sin may be float32 if the input has 16 bits
 //   grad_output may have 16 bits if the input is float32

@@ -2,6 +2,7 @@
 #pragma once
 #include <list>
 
+#include "channels.h"
 #include "operator.h"
 #include "rms_norm_rope.h"
 #include "tensor_rows.h"

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../channels.h"
 #include "../kernel_args.h"
 #include "leaves.h"
 #include "row_config.h"
