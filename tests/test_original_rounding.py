@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import norms_of_others as others
 import pytest
@@ -167,6 +166,3 @@ def test_unsupported_rounding_order_is_skipped(norm: Callable[[int], nn.Module],
     reason = 'rounds in an order that rounding="original" does not support; patch(model, rounding="once") takes it'
     assert others.patch(module, rounding="original").skipped == {"": f"{name}: {reason}"}
     assert others.patch(module).patched == {"": f"{name}: {computes}, dtype: promoted, rounds otherwise, measured"}
-
-
-Fn = Callable[..., Any]

@@ -104,7 +104,6 @@ for name in sys.argv[1:]:
     assert os.waitpid(child, 0)[1] == 0, name
 """
 EAGER_FEATURES = ("DTensor", "nested tensors")
-LAZY_FEATURES = ("normops.patch", "normops.recompute_norms")
 
 
 def test_missing_private_name_disables_only_its_features() -> None:

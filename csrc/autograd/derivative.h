@@ -13,9 +13,8 @@ using torch::autograd::variable_list;
 
 // The derivative of an operator. Each specialization defines
 //   static constexpr const char* kName;            the name of the node in autograd's graph
-//   static constexpr Uses kNeededForGrad;          optional: for the gradient of each tensor argument, the saved
-//   tensors
-//                                                  that it depends on; by default all of them
+//   static constexpr Uses kNeededForGrad;          optional: for the gradient of each tensor argument, the
+//                                                  saved tensors that it depends on; by default all of them
 //   static variable_list backward(const variable_list& grad_outputs, const Saved& saved, Needed needed);
 // backward() returns a gradient for each tensor argument, of the argument's dtype or of a wider one. It depends only on
 // its parameters, so that compiled autograd can trace it, and consists of differentiable operators, so that every

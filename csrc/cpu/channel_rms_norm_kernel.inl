@@ -10,8 +10,8 @@
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// Computes rstd of a tile's positions (kSquares), and minus_c (kDots), in T's packed order. Prefetches the channels to
-// be to_prefetch, unless they are null.
+// Computes rstd of a tile's positions (kSquares), and minus_c (kDots), in T's packed order. Prefetches the channels
+// `to_prefetch`, unless they are null.
 template <class T, class G, bool kSquares, bool kDots>
 [[gnu::noinline]] void sum_positions(const CpuArgs& args, const ChannelsOf<const T>& x, const ChannelsOf<const G>& dy,
                                      const ChannelsOf<T>& to_prefetch, int64_t width, float* rstd, float* minus_c) {

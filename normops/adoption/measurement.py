@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -408,9 +408,6 @@ def _check_gradients(trials: Trials, found: Hypothesis, rows: tuple[int, ...], s
     for own, expected in zip(*results, strict=True):
         if own is None or expected is None or (own - expected).abs().max() > 1e-3 * expected.abs().max():
             raise Unfit("has other gradients than an RMSNorm")
-
-
-Width = Literal["any", "one"]
 
 
 def _accepts_widths(trials: Trials, found: Hypothesis, rows: tuple[int, ...]) -> bool:
