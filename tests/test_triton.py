@@ -506,7 +506,8 @@ def test_layout_of_rotated_rows_that_kernels_receive(launched: list[dict[str, An
     cos, sin = torch.ones(1, tokens, 1, 4), torch.ones(1, tokens, 1, 4)
     for input, of_heads in ((x.transpose(1, 2), cos.transpose(1, 2)), (x, cos)):
         normops.rms_norm_rope(input, of_heads, of_heads.clone(), cols, rotary_dim=8)
-    normops.rms_norm_rope(x[0, 0], cos[0, :heads, 0], sin[0, :heads, 0], cols, interleaved=True, rotary_offset=3)
+    pairs: Any = {"rotary_dim": 4, "interleaved": True, "rotary_offset": 3}
+    normops.rms_norm_rope(x[0, 0], cos[0, :heads, 0], sin[0, :heads, 0], cols, **pairs)
     transposed, in_order, rows = ([call[name] for name in ("input", "rotation", "output")] for call in launched)
     assert transposed[0].tensor.data_ptr() == in_order[0].tensor.data_ptr() == x.data_ptr()
     assert transposed[1].cos.data_ptr() == in_order[1].cos.data_ptr() == cos.data_ptr()
