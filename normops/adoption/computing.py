@@ -17,7 +17,7 @@ Compute = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float |
 def function_of(norm: Norm, rounding: ModelRounding) -> Compute:
     """Returns the function that computes a norm."""
     form, size, dims = norm.form, norm.group_size, norm.normalized_dims
-    offset, dim, widens = form.weight_offset, form.dim, form.widens
+    offset, dim = form.weight_offset, form.dim
     gating: Any = form.gating or ("silu", True)
     activation, norm_before_gate = gating
     mode = mode_of(norm, rounding)
@@ -57,8 +57,6 @@ def function_of(norm: Norm, rounding: ModelRounding) -> Compute:
     def compute(
         x: Tensor, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float | None
     ) -> Tensor:
-        if widens and gate is not None:
-            x = x.to(torch.promote_types(x.dtype, gate.dtype))
         parameter = bias if weight is None else weight
         if parameter is None or x.dtype == parameter.dtype:
             return call(x, gate, weight, bias, eps, mode)

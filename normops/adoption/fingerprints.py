@@ -155,11 +155,9 @@ def text_of(form: Form) -> str:
         "eps": (form.eps, None),
         "dim": (form.dim, None),
         "gate": (None if form.gating is None else tuple(form.gating), None),
-        "widens": (form.widens, False),
         "order": (form.order, "kept"),
         "autocasts": (form.autocasts, False),
         "dims": (form.dims, None),
-        "takes_empty": (form.takes_empty, True),
     }
     others = "".join(f", {name}={value!r}" for name, (value, default) in options.items() if value != default)
     return f"_form({form.output_dtype!r}, {form.rounds!r}, {saves!r}{others})"

@@ -40,11 +40,8 @@ Roundings = Literal["once", "twice", "thrice", "otherwise"]
 """How often a norm rounds to 16 bits. Twice: the normalized input, then its product with the weight, or, without a
 weight, its sum with the bias. Thrice: also the product of that with a gate, or its sum with the bias."""
 
-Order = Literal["kept", "contiguous", "unknown", "raises"]
-"""The order in memory of the result's rows for an input whose strides are not in descending order.
-
-"raises": the forward views its input in another shape, and raises an error if rows are not adjacent.
-"""
+Order = Literal["kept", "contiguous", "unknown"]
+"""The order in memory of the result's rows for an input whose strides are not in descending order."""
 
 Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 """The dtypes of input, weight (without one, of the bias) and gate; None for a tensor that the norm does not have."""
@@ -87,16 +84,12 @@ class Form(NamedTuple):
     """The normalized dimension, if it is not the last one."""
     gating: Gating | None
     output_dtype: OutputDtype
-    widens: bool
-    """True if the output has the gate's dtype when that is wider than the input's."""
     rounds: Roundings
     order: Order
     autocasts: bool
     """True if autocast may change the dtype of the computation."""
     dims: tuple[int, ...] | None
     """The supported numbers of dimensions of the input; None for all from the parameter's to five."""
-    takes_empty: bool
-    """True if the forward accepts an input without elements."""
     excludes: frozenset[Dtypes]
     """The dtypes that are not supported."""
     saves: frozenset[Saved]

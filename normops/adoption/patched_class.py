@@ -160,7 +160,6 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                     )
                     and (gate is None or _are_equal(gate.shape, x.shape))
                     and (eps_name is None or (type(eps) is float and eps == eps))
-                    and (form.takes_empty or _is_true(x.numel() > 0))
                     and not (is_exporting() and _is_in_onnx_export())
                     and holds(self)
                     and not (autocasts and x.is_cuda and torch.is_autocast_enabled("cuda"))
@@ -172,7 +171,7 @@ def _forward_of(made: Made) -> Callable[..., Any]:
                 order = _order_of(x, max(parameter_dims, normalized_dims))
                 if form.order == "unknown":
                     is_known = order is None and (gate is None or _order_of(gate, normalized_dims) is None)
-                is_known = is_known and form.order != "raises" and order != ()
+                is_known = is_known and order != ()
                 # Views and torch's operator give dimensions of size 1, and empty tensors, other strides.
                 is_dense = norm.group_size is None and form.order == "kept"
                 is_known = is_known and (order is None or is_dense or not _has_ones(x))

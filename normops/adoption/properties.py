@@ -30,7 +30,7 @@ def form_of(trials: Trials, found: Hypothesis, dims: tuple[int, ...], rows: Rows
     """Returns the form of a verified norm; ``rows`` are row dimensions that the forward accepts."""
     shape = found.shape if trials.original.shape is None or found.dim is not None else trials.original.shape
     results = _results_in_dtypes(trials, found, rows, shape)
-    rule, widens, following = _output_dtype(results)
+    rule, following = _output_dtype(results)
     every = {_of(trials, dtypes) for dtypes in _all_dtypes(trials)}
     taken: set[Dtypes] = {_of(trials, dtypes) for dtypes in following}
     usual = tuple(range(len(shape), MOST_DIMS + 1)) if found.dim is None else (len(trials.original.shape or ()) + 1,)
@@ -40,12 +40,10 @@ def form_of(trials: Trials, found: Hypothesis, dims: tuple[int, ...], rows: Rows
         dim=found.dim,
         gating=found.gating,
         output_dtype=rule,
-        widens=widens,
         rounds=_rounds(trials, found, rows, shape, {dtypes[0] for dtypes in taken}),
         order=_order(trials, rows, shape, taken),
         autocasts=_autocasts(trials, rows, shape),
         dims=None if dims == usual else dims,
-        takes_empty=_runs(trials, (0,) * len(rows), shape),
         excludes=frozenset(every - taken),
         saves=_saves(trials, found, rows, shape, taken),
     )
@@ -63,11 +61,6 @@ def _all_dtypes(trials: Trials) -> list[tuple[torch.dtype, ...]]:
     if trials.is_gated:
         return [(x, *others) for x in DTYPES for others in product(sorted({x, torch.float32}, key=str), repeat=2)]
     return [(dtype, weight, dtype) for dtype, weight in product(DTYPES, DTYPES)]
-
-
-def _runs(trials: Trials, rows: Rows, shape: Rows) -> bool:
-    parameters, tensors = trials.given(0, rows, shape)
-    return attempted(lambda: trials.run(parameters, *tensors)) is not None
 
 
 def _results_in_dtypes(
@@ -96,21 +89,17 @@ def _results_in_dtypes(
 
 def _output_dtype(
     results: dict[tuple[torch.dtype, ...], torch.dtype],
-) -> tuple[OutputDtype, bool, set[tuple[torch.dtype, ...]]]:
-    """Returns the rule for the output's dtype, whether it includes the gate's dtype, and the dtypes that follow it."""
-    holds: dict[tuple[OutputDtype, bool], set[tuple[torch.dtype, ...]]] = {
-        (name, widens): {
-            (dtype, weight, gate)
-            for (dtype, weight, gate), result in results.items()
-            if rule(torch.promote_types(dtype, gate) if widens else dtype, weight) == result
-        }
-        for widens, (name, rule) in product((False, True), OUTPUT_DTYPES.items())
+) -> tuple[OutputDtype, set[tuple[torch.dtype, ...]]]:
+    """Returns the rule for the output's dtype, and the dtypes that follow it."""
+    holds: dict[OutputDtype, set[tuple[torch.dtype, ...]]] = {
+        name: {dtypes for dtypes, result in results.items() if rule(*dtypes[:2]) == result}
+        for name, rule in OUTPUT_DTYPES.items()
     }
     base = (torch.float32,) * 3
-    (name, widens), dtypes = max(holds.items(), key=lambda rule: (base in rule[1], len(rule[1])))
+    name, dtypes = max(holds.items(), key=lambda rule: (base in rule[1], len(rule[1])))
     if base not in dtypes:
         raise Unfit(f"its output has the dtypes {', '.join(sorted({str(dtype) for dtype in results.values()}))}")
-    return name, widens, dtypes
+    return name, dtypes
 
 
 def _rounds(trials: Trials, found: Hypothesis, rows: Rows, shape: Rows, taken: set[torch.dtype]) -> Roundings:
@@ -149,11 +138,6 @@ def _order(trials: Trials, rows: Rows, shape: Rows, taken: set[Dtypes]) -> Order
     """Returns the order in memory of the result for an input whose rows are not in order."""
     if trials.dim is not None:
         return "kept"  # the patched forward handles no other inputs
-    parameters, tensors = trials.given(32, (2, 4), shape)
-    whole, apart = [each[:, :3].contiguous() for each in tensors], [each[:, :3] for each in tensors]
-    for i in range(len(tensors)):
-        if attempted(lambda i=i: trials.run(parameters, *whole[:i], apart[i], *whole[i + 1 :])) is None:  # type: ignore[misc]
-            return "raises"
     found: set[Order] = set()
     orders = [order for count in (2, 3) for order in list(permutations(range(count)))[1:]]
     for order, (x_dtype, weight_dtype, _) in product(orders, taken):

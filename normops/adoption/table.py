@@ -21,11 +21,9 @@ def _form(
     eps: float | str | None = None,
     dim: int | None = None,
     gate: tuple[Activation, bool] | None = None,
-    widens: bool = False,
     order: Order = "kept",
     autocasts: bool = False,
     dims: tuple[int, ...] | None = None,
-    takes_empty: bool = True,
 ) -> Form:
     """Returns a form, whose arguments Form describes.
 
@@ -42,8 +40,8 @@ def _form(
     for each in excludes.split():
         left_out.add((LETTERS[each[0]], LETTERS.get(each[1]), LETTERS.get(each[2])))
     gating = None if gate is None else Gating(*gate)
-    at_last = (dims, takes_empty, frozenset(left_out), frozenset(found))
-    return Form(offset, eps, dim, gating, output, widens, rounds, order, autocasts, *at_last)  # type: ignore[arg-type]
+    at_last = (dims, frozenset(left_out), frozenset(found))
+    return Form(offset, eps, dim, gating, output, rounds, order, autocasts, *at_last)  # type: ignore[arg-type]
 
 
 FORMS: dict[str, Form] = {
@@ -112,7 +110,6 @@ FORMS: dict[str, Form] = {
         gate=("silu", True),
         order="unknown",
     ),
-    "Qwen4": _form("input's", "once", "fb,ff 100,110 0", offset=1.0, takes_empty=False),
     "Qwen4, sigmoid": _form(
         "input's", "thrice", "bb,bf,ff 100,101,110,111 1; ff 100,101,110,111 0", gate=("sigmoid", True), order="unknown"
     ),
@@ -180,7 +177,7 @@ TREES: dict[str, dict[str, str]] = {
     "8f988e768721ed82": {"weight eps": "Muse"},  # MuseSparkTextCenteredRMSNorm (transformers)
     # OlmoHybridRMSNormGated (transformers), Qwen4ExpTextRMSNormGated (transformers)
     "819520ca8b7930e1": {"eps weight ='silu'": "Qwen3-Next", "eps weight ='sigmoid'": "Qwen4, sigmoid"},
-    "7f3a6a46c3dd23c3": {"weight group_size eps": "Qwen4"},  # Qwen4ExpTextRMSNorm (transformers)
+    "7f3a6a46c3dd23c3": {"weight group_size eps": "Gemma"},  # Qwen4ExpTextRMSNorm (transformers)
     # RmsNorm (timm)
     "80878281a95efe95": {"=False shape weight eps": "torch", "=False shape =None eps": "torch, no weight"},
     # RmsNormFp32 (timm)
