@@ -16,11 +16,12 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 
 from normops.adoption.guards import Absent, is_plain
 from normops.adoption.norm import Form, Norm, Unfit
-from normops.adoption.originals import whole_shape
+from normops.adoption.originals import LARGEST, whole_shape
 from normops.adoption.recognition import arguments_of, by_measurement, by_source, check_class
 from normops.adoption.table import FORMS, LETTERS, TREES
 from normops.adoption.trees import NoFingerprint, fingerprint_of
@@ -80,11 +81,12 @@ def instances_of(cls: type[nn.Module]) -> Iterator[nn.Module]:
         values.append([(name, value) for value in OPTIONS.get(name, (True, False) if has_flag else required)])
     for arguments in islice(product(*values), MOST_INSTANCES):
         try:
-            module = cls(**dict(arguments))
+            with torch.device("meta"):
+                module = cls(**dict(arguments))
+            if next(module.children(), None) is None and all(p.numel() <= LARGEST for p in module.parameters()):
+                yield cls(**dict(arguments))
         except Exception:  # needs a configuration
             return
-        if next(module.children(), None) is None:
-            yield module
 
 
 def row_of(module: nn.Module, norm: Norm) -> tuple[str, str]:
