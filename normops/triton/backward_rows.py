@@ -8,12 +8,12 @@ from normops.triton.activation import activate
 from normops.triton.row import (
     apply_scale,
     apply_scale_backward,
-    cast,
     factors_of,
     load,
     load_column,
     load_scale,
     part_of_row,
+    round_to,
     row_offsets,
     store,
 )
@@ -31,7 +31,7 @@ def _load_gated(
     """
     a, slope = activate(load(gate, offsets, mask, compute), activation, compute)
     if norm_before_gate:
-        return h, cast(g * a, multiplied), a, g * slope
+        return h, round_to(g * a, multiplied), a, g * slope
     else:
         return h * a, g, a, h * slope
 
@@ -131,7 +131,7 @@ def backward_kernel(
                 if parts > 1:
                     scale = load_scale(weight, columns, is_column, weight_offset, compute)[None, :]
                 squares += h * h
-                dots += cast(g * scale, normalized) * h
+                dots += round_to(g * scale, normalized) * h
         elif not is_given:
             squares = tl.zeros((block_rows, block_cols), compute)
             dots = tl.zeros((block_rows, block_cols), compute)
@@ -146,7 +146,7 @@ def backward_kernel(
                     )
                 scale = load_scale(weight, start + first, start + first < cols, weight_offset, compute)[None, :]
                 squares += h * h
-                dots += cast(g * scale, normalized) * h
+                dots += round_to(g * scale, normalized) * h
         if is_given:
             squares = load_column(square_sum, square_sum_offsets, is_row, compute)
             dots = load_column(dot, dot_offsets, is_row, compute)
@@ -182,7 +182,7 @@ def backward_kernel(
                     if gate is not None:
                         _store_gated(
                             dx, dx_offsets + columns[None, :], dgate, dgate_offsets + columns[None, :],
-                            result, cast(apply_scale(h, rstd, scale, normalized), multiplied), a, slope, mask,
+                            result, round_to(apply_scale(h, rstd, scale, normalized), multiplied), a, slope, mask,
                             norm_before_gate,
                         )  # fmt: skip
                     else:
@@ -206,7 +206,7 @@ def backward_kernel(
                     if gate is not None:
                         _store_gated(
                             dx, dx_offsets + columns, dgate, dgate_offsets + columns,
-                            result, cast(apply_scale(h, rstd, scale, normalized), multiplied), a, slope, mask,
+                            result, round_to(apply_scale(h, rstd, scale, normalized), multiplied), a, slope, mask,
                             norm_before_gate,
                         )  # fmt: skip
                     else:

@@ -7,11 +7,11 @@ import triton.language as tl
 from normops.triton.activation import activate
 from normops.triton.row import (
     apply_scale,
-    cast,
     load,
     load_column,
     load_scale,
     part_of_row,
+    round_to,
     row_offsets,
     rstd_of,
     store,
@@ -33,7 +33,7 @@ def _load_sum(
         elif fuses:
             h = tl.fma(h, tl.full(h.shape, alpha, compute), r)
         else:
-            h = cast(h * alpha, multiplied) + r
+            h = round_to(h * alpha, multiplied) + r
         h = h.to(residual.dtype.element_ty).to(compute)
     return h
 
@@ -135,9 +135,9 @@ def forward_kernel(
                 tl.debug_barrier()  # all threads read the weight before any overwrites it
             result = apply_scale(held[part], rstd, scale, normalized)
             if gate is not None and norm_before_gate:
-                result = cast(result, multiplied) * held_a[part]
+                result = round_to(result, multiplied) * held_a[part]
             if bias is not None:
-                result = cast(result, multiplied) + load(
+                result = round_to(result, multiplied) + load(
                     bias, bias_offsets + columns[None, :], is_row & is_column[None, :], compute
                 )
             store(y, y_offsets + columns[None, :], result, is_row & is_column[None, :])
@@ -158,7 +158,7 @@ def forward_kernel(
                     h *= a
             result = apply_scale(h, rstd, scale, normalized)
             if gate is not None and norm_before_gate:
-                result = cast(result, multiplied) * a
+                result = round_to(result, multiplied) * a
             if bias is not None:
-                result = cast(result, multiplied) + load(bias, bias_offsets + columns, mask, compute)
+                result = round_to(result, multiplied) + load(bias, bias_offsets + columns, mask, compute)
             store(y, y_offsets + columns, result, mask)

@@ -28,11 +28,11 @@ from normops.triton.launch_config import backward_programs, rope_config
 from normops.triton.row import (
     apply_scale,
     apply_scale_backward,
-    cast,
     factors_of,
     load,
     load_scale,
     nested_row_offsets,
+    round_to,
     rstd_of,
     store,
 )
@@ -126,7 +126,7 @@ def _load_rotated_back(
     g1, g2 = _load_pairs(dy, offsets, start, is_row, pairs, block, interleaved, compute)
     c1, c2 = _load_angles(cos, angles, start, is_row, pairs, block, interleaved, angle_of_pair, compute)
     s1, s2 = _load_angles(sin, angles, start, is_row, pairs, block, interleaved, angle_of_pair, compute)
-    return cast(g1 * c1 + g2 * s2, multiplied), cast(g2 * c2 - g1 * s1, multiplied)
+    return round_to(g1 * c1 + g2 * s2, multiplied), round_to(g2 * c2 - g1 * s1, multiplied)
 
 
 @triton.jit
@@ -171,8 +171,8 @@ def rope_forward_kernel(
             held += (h,)
             squares += h * h
         rstd = rstd_of(sum_columns(squares, threads), cols, eps, compute)
-        u1 = cast(apply_scale(h1, rstd, w1, normalized), multiplied)
-        u2 = cast(apply_scale(h2, rstd, w2, normalized), multiplied)
+        u1 = round_to(apply_scale(h1, rstd, w1, normalized), multiplied)
+        u2 = round_to(apply_scale(h2, rstd, w2, normalized), multiplied)
         _store_pairs(y + offset, y_offsets, 0, is_row, u1 * c1 - u2 * s1, u2 * c2 + u1 * s2, pairs, interleaved)
         for part in tl.static_range(rest_parts):
             columns, is_column = _rest(part * block_cols, block_cols, cols, offset, pairs)
@@ -196,8 +196,8 @@ def rope_forward_kernel(
             w1, w2 = _load_scale_of_pairs(
                 rotated_weight, start, is_row, weight_offset, pairs, block_cols, interleaved, compute
             )
-            u1 = cast(apply_scale(h1, rstd, w1, normalized), multiplied)
-            u2 = cast(apply_scale(h2, rstd, w2, normalized), multiplied)
+            u1 = round_to(apply_scale(h1, rstd, w1, normalized), multiplied)
+            u2 = round_to(apply_scale(h2, rstd, w2, normalized), multiplied)
             _store_pairs(y + offset, y_offsets, start, is_row, u1 * c1 - u2 * s1, u2 * c2 + u1 * s2, pairs, interleaved)
         for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_cols):
             columns, is_column = _rest(start, block_cols, cols, offset, pairs)
@@ -275,7 +275,7 @@ def rope_backward_kernel(
                 pairs, block_cols, interleaved, angle_of_pair, multiplied, compute,
             )  # fmt: skip
             squares = h1 * h1 + h2 * h2
-            dots = cast(g1 * w1, normalized) * h1 + cast(g2 * w2, normalized) * h2
+            dots = round_to(g1 * w1, normalized) * h1 + round_to(g2 * w2, normalized) * h2
             held_h = ()
             held_g = ()
             for part in tl.static_range(rest_parts):
@@ -285,7 +285,7 @@ def rope_backward_kernel(
                 held_h += (h,)
                 held_g += (g,)
                 squares += h * h
-                dots += cast(g * w[part], normalized) * h
+                dots += round_to(g * w[part], normalized) * h
             squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
             rstd, c = factors_of(squares, dots, cols, eps, compute)
             if rest_parts > 0:
@@ -319,14 +319,14 @@ def rope_backward_kernel(
                     rotated_weight, start, is_row, weight_offset, pairs, block_cols, interleaved, compute
                 )
                 squares += h1 * h1 + h2 * h2
-                dots += cast(g1 * w1, normalized) * h1 + cast(g2 * w2, normalized) * h2
+                dots += round_to(g1 * w1, normalized) * h1 + round_to(g2 * w2, normalized) * h2
             for start in range(0, tl.cast(cols - 2 * pairs, tl.int64), block_cols):
                 columns, is_column = _rest(start, block_cols, cols, offset, pairs)
                 h = load(x, x_offsets + columns, is_row & is_column, compute)
                 g = load(dy, dy_offsets + columns, is_row & is_column, compute)
                 w = load_scale(weight, columns, is_column, weight_offset, compute)
                 squares += h * h
-                dots += cast(g * w, normalized) * h
+                dots += round_to(g * w, normalized) * h
             squares, dots = sum_columns(squares, threads), sum_columns(dots, threads)
             rstd, c = factors_of(squares, dots, cols, eps, compute)
             for start in range(0, tl.cast(pairs, tl.int64), block_cols):

@@ -52,7 +52,7 @@ def store(pointer, offsets, numbers, mask):
 
 
 @triton.jit
-def cast(x, dtype: tl.constexpr):
+def round_to(x, dtype: tl.constexpr):
     """Returns x rounded to a type, but still in its original type."""
     return x.to(dtype).to(x.dtype)
 
@@ -92,7 +92,7 @@ def factors_of(squares, dots, cols, eps: tl.constexpr, compute: tl.constexpr):
 @triton.jit
 def apply_scale(h, rstd, scale, normalized: tl.constexpr):
     """Returns h * rstd * scale."""
-    return cast(h * rstd, normalized) * scale
+    return round_to(h * rstd, normalized) * scale
 
 
 @triton.jit
@@ -102,5 +102,5 @@ def apply_scale_backward(g, h, scale, factor, c, normalized: tl.constexpr):
         g *= factor
         return g * h, g * scale - h * c
     else:
-        dw = cast(g * cast(h * factor, normalized), normalized)
-        return dw, cast(g * scale, normalized) * factor - h * c
+        dw = round_to(g * round_to(h * factor, normalized), normalized)
+        return dw, round_to(g * scale, normalized) * factor - h * c
