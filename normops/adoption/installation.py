@@ -1,8 +1,7 @@
-"""Gives modules classes that run normops, and removes these; copies and pickles such modules."""
+"""Gives modules classes that run normops, and removes these; loads pickles of such modules."""
 
 import warnings
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -78,84 +77,16 @@ def _is_own(forward: Any, module: nn.Module) -> bool:
     return is_bound and forward.__func__ is getattr(type(module), "forward", None)
 
 
-class _ClassOfCopies:
-    """Gives copies the class of the original; a pickle stores the options of patch instead."""
-
-    def __init__(self, cls: Any) -> None:
-        self.cls = cls
-
-    def __deepcopy__(self, memo: object) -> "_ClassOfCopies":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        made = self.cls.normops_made
-        return _options, (made.rounding, "measurement" if made.norm.is_measured else "source")
-
-
-def _options(rounding: ModelRounding, by: By) -> tuple[ModelRounding, By]:
-    check_rounding(rounding)
-    check_by(by)
-    return rounding, by
-
-
-def reduced(module: Any, protocol: Any, reduce: Callable[[Any, Any], Any]) -> Any:
-    """Returns the ``__reduce_ex__`` of a patched module, from that of its original class."""
-    ours = type(module)
-    cls, result = _without_ours(ours), reduce(module, protocol)
-    # Another thread may have unpatched the module already.
-    if not issubclass(ours, Patched) or isinstance(result, str):
-        return result
-    function, arguments, *rest = result
-    # A custom state setter runs last, so nothing can run after it.
-    has_state = len(rest) > 0 and rest[0] is not None and len(rest) < 4
-    return _remake, (*_replaced((function, arguments), ours, cls), _ClassOfCopies(ours), has_state), *rest
-
-
-def _replaced(value: Any, old: object, new: object) -> Any:
-    """Returns the value with one object in it replaced, also inside tuples."""
-    if type(value) is tuple:
-        return tuple([_replaced(each, old, new) for each in value])
-    return new if value is old else value
-
-
-def _remake(
-    function: Callable[..., nn.Module],
-    arguments: tuple[Any, ...],
-    made: _ClassOfCopies | tuple[ModelRounding, By],
-    has_state: bool,
-) -> nn.Module:
-    """Creates the module of a copy or a pickle; ``has_state``: it gets its state later."""
-    module = function(*arguments)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"function: expected one that returns a module, but got a {type(module).__name__}")
-    if isinstance(module, Patched):  # the function returned an existing module
-        return module
-    if isinstance(made, _ClassOfCopies):
-        if not (issubclass(made.cls, Patched) and issubclass(made.cls, nn.Module)):
-            raise TypeError(f"made: expected a class of normops.patch, but got {made.cls.__name__}")
-        _put(module, made.cls)
-        return module
-    rounding, by = _options(*made)
-    if has_state:
-        module.__dict__["__setstate__"] = partial(_set_state, module, rounding, by)
-    else:
-        _install_again(module, rounding, by)
-    return module
-
-
-def _set_state(module: nn.Module, rounding: ModelRounding, by: By, state: Any) -> None:
-    del module.__dict__["__setstate__"]
-    type(module).__setstate__(module, state)
-    _install_again(module, rounding, by)
-
-
-def _install_again(module: nn.Module, rounding: ModelRounding, by: By) -> None:
-    """Patches a loaded module, if its norm is recognised here."""
+def set_state(rounding: ModelRounding, by: By, module: nn.Module, state: dict[str, Any]) -> None:
+    """Sets the state of an unpickled module, and patches it if its norm is recognised here."""
     from normops.adoption.patching import recognised  # imports this module
 
+    check_rounding(rounding)
+    check_by(by)
+    module.__setstate__(state)
     norm = recognised(module, rounding, by)
     if isinstance(norm, Norm):
         install([(module, norm, rounding)])
     else:
         title = f"a {type(module).__name__} was patched by normops when it was pickled"
-        warnings.warn(f"{title}, and is loaded unpatched: {norm}", stacklevel=3)
+        warnings.warn(f"{title}, and is loaded unpatched: {norm}", stacklevel=2)

@@ -1,5 +1,6 @@
 """The class that :func:`normops.patch` gives a module: a subclass of the module's own, whose forward runs normops."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from itertools import pairwise
@@ -30,6 +31,26 @@ class Patched:
 
     normops_made: ClassVar[Made]
 
+    def __copy__(self) -> Any:  # noqa: D105
+        again = object.__new__(type(self))
+        vars(again).update(vars(self))
+        return again
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: D105
+        again = memo[id(self)] = object.__new__(type(self))  # what refers to the module then refers to the copy
+        vars(again).update(copy.deepcopy(vars(self), memo))
+        return again
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """A pickle holds the module's own class, and the options of patch, which runs again when it is loaded."""
+        from normops.adoption.installation import own_class, set_state
+
+        if not issubclass(cls := type(self), Patched):  # another thread has unpatched it
+            return object.__reduce_ex__(self, protocol)
+        made = cls.normops_made
+        load = partial(set_state, made.rounding, "measurement" if made.norm.is_measured else "source")
+        return object.__new__, (own_class(self),), vars(self), None, None, load
+
 
 # Weak references: a patched class refers to the module's own class, which a program may define repeatedly.
 _classes: WeakValueDictionary[Made, type[nn.Module]] = WeakValueDictionary()
@@ -42,18 +63,9 @@ def class_of(made: Made) -> type[nn.Module]:
         cls: Any = made.cls
         names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
         ours = type(cls)(cls.__name__, (cls, Patched), {**names, "normops_made": made})
-        ours.forward, ours.__reduce_ex__, ours.__repr__ = _forward_of(made), _reduce_of(cls), _repr_of(cls)
+        ours.forward, ours.__repr__ = _forward_of(made), _repr_of(cls)
         ours = _classes.setdefault(made, ours)  # another thread may have added one
     return ours
-
-
-def _reduce_of(cls: Any) -> Callable[[Any, Any], Any]:
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
-        from normops.adoption.installation import reduced
-
-        return reduced(self, protocol, cls.__reduce_ex__)
-
-    return __reduce_ex__
 
 
 def _repr_of(cls: Any) -> Callable[[Any], str]:

@@ -18,6 +18,11 @@ from normops.adoption.properties import form_of
 from normops.adoption.table import FORMS, TREES
 from normops.adoption.trees import Fingerprint, NoFingerprint, fingerprint_of
 
+_COPYING = (
+    *("__copy__", "__deepcopy__", "__getstate__", "__setstate__"),
+    *("__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"),
+)
+
 
 def check_class(cls: type[nn.Module]) -> None:
     """Checks that a forward determines what a module of a class does, and that it can be run and replaced.
@@ -31,10 +36,11 @@ def check_class(cls: type[nn.Module]) -> None:
         raise Unfit("its class has a metaclass or a __del__")
     if cls.__getattribute__ is not object.__getattribute__ or cls.__getattr__ is not nn.Module.__getattr__:
         raise Unfit("its class customizes attribute lookup")
-    copying = [getattr(cls, name) for name in ("__deepcopy__", "__copy__") if hasattr(cls, name)]
+    methods = {getattr(cls, name, None) for name in _COPYING} - {getattr(nn.Module, name, None) for name in _COPYING}
     # FSDP2 defines copying, to forbid it for sharded modules, patched or not.
-    if cls in copyreg.dispatch_table or not all(method.__module__.startswith("torch.") for method in copying):
-        raise Unfit("its class customizes copying")
+    is_custom = not all(str(getattr(method, "__module__", "")).startswith("torch.") for method in methods)
+    if is_custom or cls in copyreg.dispatch_table or any(vars(base).get("__slots__") for base in cls.__mro__):
+        raise Unfit("its class customizes copying or pickling, or has slots")
     if any("__init_subclass__" in vars(base) and base.__module__ != "typing" for base in cls.__mro__[:-1]):
         raise Unfit("its class defines __init_subclass__, which the class of a patched module would call")
     if not inspect.isfunction(cls.forward):
