@@ -299,8 +299,7 @@ def verify(trials: Trials, found: Hypothesis) -> tuple[Hypothesis, tuple[int, ..
         more = (*rows[:-1], count) if rows else ()
         if math.prod(more) * math.prod(shape) <= MOST_NUMBERS:
             _check(trials, found, more, shape, count)
-    for _ in _special_values(trials, found, rows, shape):
-        pass
+    _check_special_values(trials, found, rows, shape)
     _check_memory(trials, found, rows, shape)
     _check_gradients(trials, found, rows, shape)
     if found.eps_name is not None:
@@ -353,7 +352,7 @@ def _compare(
     return result
 
 
-def _special_values(trials: Trials, found: Hypothesis, rows: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[None]:
+def _check_special_values(trials: Trials, found: Hypothesis, rows: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """Compares rows of zeros, large rows, large parameters, rows of one element, and rows with NaN."""
     for seed, name in enumerate(("zeros", "large", "parameters", "spike", "nan")):
         parameters, tensors = trials.given(10 + seed, rows, shape)
@@ -369,7 +368,6 @@ def _special_values(trials: Trials, found: Hypothesis, rows: tuple[int, ...], sh
         else:
             x.view(-1)[-1] = torch.nan
         _compare(trials, found, parameters, tensors, f"for rows with {name}")
-        yield
 
 
 def _check_memory(trials: Trials, found: Hypothesis, rows: tuple[int, ...], shape: tuple[int, ...]) -> None:

@@ -293,24 +293,11 @@ def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
 
 
 _PLAIN = (Tensor, nn.Parameter)
-_ALLOWED = {
-    *("__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__slots__", "__firstlineno__"),
-    *("__init__", "__new__", "__repr__", "__torch_function__", "__torch_dispatch__", "__deepcopy__", "__reduce_ex__"),
-}
 
 
 def _is_served(cls: type) -> bool:
-    """Returns whether a tensor class other than the plain ones supports the operators, and overrides no methods.
-
-    Other classes may support only torch's operators, and their methods have not been verified.
-    """
-    if not issubclass(cls, Tensor) or has_rules(cls):
-        return issubclass(cls, Tensor)
-    function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
-    is_plain = function in (nn.Parameter.__torch_function__, vars(Tensor)["__torch_function__"].__func__)
-    is_plain &= cls.__torch_dispatch__ is Tensor.__torch_dispatch__ and cls.__getattribute__ is object.__getattribute__
-    own = {name for base in cls.__mro__[: cls.__mro__.index(Tensor)] for name in vars(base)}
-    return is_plain and not own & set(dir(Tensor)) - _ALLOWED
+    """Returns whether the operators support a tensor class; others may support only torch's operators."""
+    return issubclass(cls, Tensor) and has_rules(cls)
 
 
 def _is_in_onnx_export() -> bool:
