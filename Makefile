@@ -164,6 +164,7 @@ rehearse:
 	grep --max-count 1 '^## ' CHANGELOG.md | grep --fixed-strings "## $$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) "
 	$(MAKE) lint
 	$(MAKE) docs
+	if command -v nvcc > /dev/null; then $(MAKE) check-cuda-compile; fi
 	$(BIN)/python -m build --sdist --no-isolation
 	$(MAKE) wheels
 	sha256sum dist/*.tar.gz wheels/*.whl > build/SHA256SUMS && cat build/SHA256SUMS
