@@ -1,12 +1,12 @@
 """Fused RMSNorm for PyTorch: one operator for the forward pass, one for the backward pass, in every execution mode.
 
 * Norms: ``rms_norm``, ``add_rms_norm``, ``gated_rms_norm``, ``rms_norm_rope``; in-place ``rms_norm_``,
-  ``add_rms_norm_``, ``rms_norm_rope_``; in two steps ``rms_norm_stats``, ``rms_norm_from_stats``. Modules:
-  ``RMSNorm``, ``GatedRMSNorm``.
-* Existing models: ``patch``, which returns a ``PatchReport``, ``is_patched``, ``unpatch``; ``override_torch``.
-* Memory: ``recompute_norms``. Backends: ``set_backend``; ``build_info``, which returns a ``BuildInfo``.
+  ``add_rms_norm_``, ``rms_norm_rope_``. Modules: ``RMSNorm``, ``GatedRMSNorm``.
+* Existing models: ``patch``, ``is_patched``, ``unpatch``; ``override_torch``.
+* Memory: ``recompute_norms``. Backends: ``set_backend``; ``build_info``.
 
-The norms are operators of ``torch.ops.normops``, which also contains their backwards and ``.out`` overloads.
+:mod:`normops.sharding` has norms of rows that ranks share. The norms are operators of ``torch.ops.normops``, which also
+contains their backwards and ``.out`` overloads.
 """
 
 from importlib import import_module as _import_module
@@ -18,7 +18,7 @@ import torch as _torch
 from normops import _binding as _binding  # first: finds normops._C
 from normops._after_import import after_import as _after_import
 from normops._after_import import import_or_warn as _import_or_warn
-from normops._info import BuildInfo, build_info
+from normops._info import build_info
 from normops._private_torch import explain as _explain
 from normops._private_torch import warn_if_newer as _warn_if_newer
 from normops.backends import set_backend
@@ -28,16 +28,14 @@ from normops.functional import (
     gated_rms_norm,
     rms_norm,
     rms_norm_,
-    rms_norm_from_stats,
     rms_norm_rope,
     rms_norm_rope_,
-    rms_norm_stats,
 )
 from normops.modules import GatedRMSNorm, RMSNorm
 from normops.override import override_torch
 
 if _TYPE_CHECKING:
-    from normops.adoption import PatchReport, is_patched, patch, unpatch
+    from normops.adoption import is_patched, patch, unpatch
     from normops.recompute import recompute_norms
 
 _warn_if_newer(_torch.__version__)
@@ -51,7 +49,6 @@ __version__ = build_info()["version"]
 
 # Imported on first use: these depend on private parts of torch, and would take most of the import time.
 _LAZY = {
-    "PatchReport": "normops.adoption",
     "is_patched": "normops.adoption",
     "patch": "normops.adoption",
     "recompute_norms": "normops.recompute",
@@ -59,9 +56,7 @@ _LAZY = {
 }
 
 __all__ = [
-    "BuildInfo",
     "GatedRMSNorm",
-    "PatchReport",
     "RMSNorm",
     "add_rms_norm",
     "add_rms_norm_",
@@ -73,10 +68,8 @@ __all__ = [
     "recompute_norms",
     "rms_norm",
     "rms_norm_",
-    "rms_norm_from_stats",
     "rms_norm_rope",
     "rms_norm_rope_",
-    "rms_norm_stats",
     "set_backend",
     "unpatch",
 ]
@@ -92,4 +85,4 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -10,37 +10,40 @@ class CompiledInfo(TypedDict):
     """The part of :class:`BuildInfo` that the extension returns."""
 
     version: str
-    """The version of normops."""
     torch: str
-    """The version of torch that the extension was built with."""
     compiler: str
-    """The version of the C++ compiler."""
     cpu_isas: list[str]
-    """The CPU instruction sets that the extension contains kernels for."""
     cpu_isa: str
-    """The one in use: the best that this machine supports, or the one that the variable NORMOPS_CPU_ISA selects."""
     cuda_archs: list[str]
-    """The compute capabilities that CUDA code was compiled for; empty without CUDA."""
     cuda_version: str | None
-    """The version of the CUDA toolkit, or None without CUDA."""
 
 
 class BuildInfo(CompiledInfo):
-    """The result of :func:`build_info`: a dictionary with these keys."""
+    """The result of :func:`build_info`, which describes the keys."""
 
     library: str
-    """The path of the shared library with the operators, which C++ programs load without Python."""
     cuda_backend: Backend | None
-    """The kernels for CUDA tensors, see :func:`set_backend`; None: a composition of PyTorch operators."""
     overrides_torch: bool
-    """True if torch's own ``rms_norm`` runs normops, see :func:`override_torch`."""
 
 
 def build_info() -> BuildInfo:
     """Returns how the extension was built and which kernels are in use.
 
     Returns:
-        A dictionary with the keys of :class:`BuildInfo`.
+        A dictionary with these keys:
+
+        * ``version``: the version of normops.
+        * ``torch``: the version of torch that the extension was built with.
+        * ``compiler``: the version of the C++ compiler.
+        * ``cpu_isas``: the CPU instruction sets that the extension contains kernels for.
+        * ``cpu_isa``: the one in use, which is the best that this machine supports, or the one that the variable
+          ``NORMOPS_CPU_ISA`` selects.
+        * ``cuda_archs``: the compute capabilities that CUDA code was compiled for; empty without CUDA.
+        * ``cuda_version``: the version of the CUDA toolkit, or None without CUDA.
+        * ``library``: the path of the shared library with the operators, which C++ programs load without Python.
+        * ``cuda_backend``: the kernels for CUDA tensors, see :func:`set_backend`. None means a composition of PyTorch
+          operators.
+        * ``overrides_torch``: True if torch's own ``rms_norm`` runs normops, see :func:`override_torch`.
 
     Example:
         >>> import normops

@@ -101,93 +101,10 @@ def rms_norm(
         output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, rounding, bias)
         if output is not NotImplemented:
             return output
-    _refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
-    shape = _as_shape(normalized_shape)
+    refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
+    shape = as_shape(normalized_shape)
     return torch.ops.normops.rms_norm.default(
         input, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, bias=bias
-    )
-
-
-def rms_norm_stats(input: Tensor, normalized_shape: int | Sequence[int]) -> Tensor:
-    r"""Computes the sum of squares of each row, or of a part of each row: the first step of :func:`rms_norm`.
-
-    .. math:: s = \sum_j x_j^2
-
-    With tensor parallelism, each rank has some columns of every row: reduce the result over the ranks, and pass it to
-    :func:`rms_norm_from_stats`. Without a reduction in between, the two steps return the bits of :func:`rms_norm`. The
-    function is differentiable.
-
-    Args:
-        input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
-        normalized_shape: the last dimensions of ``input``, over which the sum is taken. An ``int`` means one dimension.
-
-    Returns:
-        A contiguous tensor with the leading dimensions of ``input``: float32, or float64 for float64 inputs.
-
-    Raises:
-        RuntimeError: see :func:`rms_norm`.
-
-    Example:
-        >>> import torch, normops
-        >>> normops.rms_norm_stats(torch.tensor([[3.0, 4.0]]), 2)
-        tensor([25.])
-    """
-    return torch.ops.normops.rms_norm_stats.default(input, _as_shape(normalized_shape))
-
-
-def rms_norm_from_stats(
-    input: Tensor,
-    square_sum: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    row_size: int,
-    weight_offset: float = 0,
-    rounding: Rounding = "once",
-) -> Tensor:
-    r"""Normalizes rows, or parts of rows, with given sums of squares: the second step of :func:`rms_norm`.
-
-    .. math:: y = \frac{x}{\sqrt{\text{square\_sum} / \text{row\_size} + \epsilon}} \cdot (w + \text{weight\_offset})
-
-    With tensor parallelism, ``input`` and ``weight`` are the columns of this rank. ``square_sum`` is the sum of
-    :func:`rms_norm_stats` over the ranks, and ``row_size`` the number of columns of all ranks. The function is
-    differentiable in ``input``, ``square_sum`` and ``weight``. With a differentiable reduction, so is the whole norm.
-
-    Args:
-        input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
-        square_sum: the leading dimensions of ``input``; float32, or float64 for float64 inputs.
-        normalized_shape: the last dimensions of ``input``. An ``int`` means one dimension.
-        weight: see :func:`rms_norm`.
-        eps: see :func:`rms_norm`.
-        row_size: the number of elements of a whole row, at least as many as ``normalized_shape`` has.
-        weight_offset: see :func:`rms_norm`.
-        rounding: see :func:`rms_norm`.
-
-    Returns:
-        A contiguous tensor with the shape, dtype and device of ``input``.
-
-    Raises:
-        RuntimeError: see :func:`rms_norm`.
-        TypeError: see :func:`rms_norm`.
-
-    Example:
-        >>> import torch, normops
-        >>> left, right = torch.tensor([[3.0]]), torch.tensor([[4.0]])
-        >>> square_sum = normops.rms_norm_stats(left, 1) + normops.rms_norm_stats(right, 1)
-        >>> normops.rms_norm_from_stats(left, square_sum, 1, eps=0.0, row_size=2)
-        tensor([[0.8485]])
-    """
-    _refuse_gradients("rms_norm_from_stats", eps=eps, weight_offset=weight_offset)
-    return torch.ops.normops.rms_norm_from_stats.default(
-        input,
-        square_sum,
-        _as_shape(normalized_shape),
-        weight,
-        eps,
-        weight_offset=weight_offset,
-        rounding=rounding,
-        row_size=row_size,
     )
 
 
@@ -239,8 +156,8 @@ def add_rms_norm(
         outputs = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, weight_offset, rounding, alpha)
         if outputs is not NotImplemented:
             return outputs
-    _refuse_gradients("add_rms_norm", eps=eps, weight_offset=weight_offset, alpha=alpha)
-    shape = _as_shape(normalized_shape)
+    refuse_gradients("add_rms_norm", eps=eps, weight_offset=weight_offset, alpha=alpha)
+    shape = as_shape(normalized_shape)
     return torch.ops.normops.add_rms_norm.default(
         input, residual, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, alpha=alpha
     )
@@ -303,11 +220,11 @@ def gated_rms_norm(
         )
         if output is not NotImplemented:
             return output
-    _refuse_gradients("gated_rms_norm", eps=eps, weight_offset=weight_offset)
+    refuse_gradients("gated_rms_norm", eps=eps, weight_offset=weight_offset)
     return torch.ops.normops.gated_rms_norm.default(
         input,
         gate,
-        _as_shape(normalized_shape),
+        as_shape(normalized_shape),
         weight,
         eps,
         weight_offset=weight_offset,
@@ -395,12 +312,12 @@ def rms_norm_rope(
         )
         if output is not NotImplemented:
             return output
-    _refuse_gradients("rms_norm_rope", eps=eps, weight_offset=weight_offset)
+    refuse_gradients("rms_norm_rope", eps=eps, weight_offset=weight_offset)
     return torch.ops.normops.rms_norm_rope.default(
         input,
         cos,
         sin,
-        _as_shape(normalized_shape),
+        as_shape(normalized_shape),
         weight,
         eps,
         weight_offset=weight_offset,
@@ -448,8 +365,8 @@ def rms_norm_(
         >>> x
         tensor([[0.8485, 1.1314]])
     """
-    _refuse_gradients("rms_norm_", eps=eps, weight_offset=weight_offset)
-    shape = _as_shape(normalized_shape)
+    refuse_gradients("rms_norm_", eps=eps, weight_offset=weight_offset)
+    shape = as_shape(normalized_shape)
     return torch.ops.normops.rms_norm_.default(
         input, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, bias=bias
     )
@@ -498,8 +415,8 @@ def add_rms_norm_(
         >>> x, residual
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
-    _refuse_gradients("add_rms_norm_", eps=eps, weight_offset=weight_offset, alpha=alpha)
-    shape = _as_shape(normalized_shape)
+    refuse_gradients("add_rms_norm_", eps=eps, weight_offset=weight_offset, alpha=alpha)
+    shape = as_shape(normalized_shape)
     torch.ops.normops.add_rms_norm_.default(
         input, residual, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, alpha=alpha
     )
@@ -551,12 +468,12 @@ def rms_norm_rope_(
         >>> query.data_ptr() == qkv.data_ptr()
         True
     """
-    _refuse_gradients("rms_norm_rope_", eps=eps, weight_offset=weight_offset)
+    refuse_gradients("rms_norm_rope_", eps=eps, weight_offset=weight_offset)
     return torch.ops.normops.rms_norm_rope_.default(
         input,
         cos,
         sin,
-        _as_shape(normalized_shape),
+        as_shape(normalized_shape),
         weight,
         eps,
         weight_offset=weight_offset,
@@ -583,8 +500,8 @@ def _rms_norm_over(
         raise RuntimeError(
             f'rms_norm: expected activation to be "silu", "swish", "sigmoid" or None, but got {activation!r}'
         )
-    _refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
-    shape, others = tuple(_as_shape(normalized_shape)), (eps, weight_offset, rounding)
+    refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
+    shape, others = tuple(as_shape(normalized_shape)), (eps, weight_offset, rounding)
     of_rows = torch.ops.normops.rms_norm.default
     if dim is None:
         return _activated(of_rows(input, shape, weight, *others, bias), activation)
@@ -635,14 +552,15 @@ def _along(name: str, tensor: Tensor | None, size: int, behind: int) -> Tensor |
     return tensor.flatten()
 
 
-def _refuse_gradients(op: str, **numbers: object) -> None:
+def refuse_gradients(op: str, **numbers: object) -> None:
     """Raises an error where torch.ops would take the number from a tensor and lose its gradient."""
     for name, number in numbers.items():
         if isinstance(number, Tensor) and number.requires_grad:
             raise TypeError(f"{op}: expected {name} to be a number, but got a tensor that requires a gradient")
 
 
-def _as_shape(normalized_shape: int | Sequence[int]) -> Sequence[int]:
+def as_shape(normalized_shape: int | Sequence[int]) -> Sequence[int]:
+    """Returns the shape as ``torch.ops`` takes it; while torch.jit.trace records, tensors stay in the trace."""
     is_traced = not torch.compiler.is_dynamo_compiling() and is_tracing()
     shape = (normalized_shape,) if isinstance(normalized_shape, (int, torch.SymInt, Tensor)) else normalized_shape
     return _C.traced_shape(shape) if is_traced else shape

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+__all__ = ["translation_table"]
+
 # A tensor of the exported graph: an onnx_ir.Value. torch.onnx does not support that class as an annotation.
 Value = Any
 

@@ -1,9 +1,9 @@
 """Runs the operators on a :class:`torch.distributed.tensor.DTensor` whose normalized dimensions are sharded.
 
-No rank has a whole row. Each rank sums its part (:func:`normops.rms_norm_stats`), **the ranks reduce one number per
-row**, and each rank normalizes its part (:func:`normops.rms_norm_from_stats`). The output is sharded like ``input``,
-and so are the weight and its gradient. The backward recomputes the statistic, as on one device, and reduces two numbers
-per row in one message. Before that, every rank checks the global arguments.
+No rank has a whole row. Each rank sums its part (``rms_norm_stats``), **the ranks reduce one number per row**, and each
+rank normalizes its part (``rms_norm_from_stats``). The output is sharded like ``input``, and so are the weight and its
+gradient. The backward recomputes the statistic, as on one device, and reduces two numbers per row in one message.
+Before that, every rank checks the global arguments.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -32,10 +32,11 @@ Example:
     >>> destroy_process_group()
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,6 +72,9 @@ from normops._operators import (
     wanted,
     written_by,
 )
+from normops.functional import Rounding, as_shape, refuse_gradients
+
+__all__ = ["HiddenParallel", "SequenceParallel", "rms_norm_from_stats", "rms_norm_stats"]
 
 Placements = tuple[Placement, ...]
 
@@ -218,3 +222,88 @@ class HiddenParallel(ParallelStyle):
         if not self.use_local_output:
             return outputs
         return tuple(o.to_local() for o in outputs) if isinstance(outputs, tuple) else outputs.to_local()
+
+
+def rms_norm_stats(input: Tensor, normalized_shape: int | Sequence[int]) -> Tensor:
+    r"""Computes the sum of squares of each row, or of a part of each row: the first step of :func:`normops.rms_norm`.
+
+    .. math:: s = \sum_j x_j^2
+
+    With tensor parallelism, each rank has some columns of every row: reduce the result over the ranks, and pass it to
+    :func:`rms_norm_from_stats`. Without a reduction in between, the two steps return the bits of
+    :func:`normops.rms_norm`. The function is differentiable.
+
+    Args:
+        input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
+        normalized_shape: the last dimensions of ``input``, over which the sum is taken. An ``int`` means one dimension.
+
+    Returns:
+        A contiguous tensor with the leading dimensions of ``input``: float32, or float64 for float64 inputs.
+
+    Raises:
+        RuntimeError: see :func:`normops.rms_norm`.
+
+    Example:
+        >>> import torch
+        >>> from normops.sharding import rms_norm_stats
+        >>> rms_norm_stats(torch.tensor([[3.0, 4.0]]), 2)
+        tensor([25.])
+    """
+    return torch.ops.normops.rms_norm_stats.default(input, as_shape(normalized_shape))
+
+
+def rms_norm_from_stats(
+    input: Tensor,
+    square_sum: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    row_size: int,
+    weight_offset: float = 0,
+    rounding: Rounding = "once",
+) -> Tensor:
+    r"""Normalizes rows, or parts of rows, with given sums of squares: the second step of :func:`normops.rms_norm`.
+
+    .. math:: y = \frac{x}{\sqrt{\text{square\_sum} / \text{row\_size} + \epsilon}} \cdot (w + \text{weight\_offset})
+
+    With tensor parallelism, ``input`` and ``weight`` are the columns of this rank. ``square_sum`` is the sum of
+    :func:`rms_norm_stats` over the ranks, and ``row_size`` the number of columns of all ranks. The function is
+    differentiable in ``input``, ``square_sum`` and ``weight``. With a differentiable reduction, so is the whole norm.
+
+    Args:
+        input: shape ``[*, *normalized_shape]``; float16, bfloat16, float32 or float64; any strides.
+        square_sum: the leading dimensions of ``input``; float32, or float64 for float64 inputs.
+        normalized_shape: the last dimensions of ``input``. An ``int`` means one dimension.
+        weight: see :func:`normops.rms_norm`.
+        eps: see :func:`normops.rms_norm`.
+        row_size: the number of elements of a whole row, at least as many as ``normalized_shape`` has.
+        weight_offset: see :func:`normops.rms_norm`.
+        rounding: see :func:`normops.rms_norm`.
+
+    Returns:
+        A contiguous tensor with the shape, dtype and device of ``input``.
+
+    Raises:
+        RuntimeError: see :func:`normops.rms_norm`.
+        TypeError: see :func:`normops.rms_norm`.
+
+    Example:
+        >>> import torch
+        >>> from normops.sharding import rms_norm_from_stats, rms_norm_stats
+        >>> left, right = torch.tensor([[3.0]]), torch.tensor([[4.0]])
+        >>> square_sum = rms_norm_stats(left, 1) + rms_norm_stats(right, 1)
+        >>> rms_norm_from_stats(left, square_sum, 1, eps=0.0, row_size=2)
+        tensor([[0.8485]])
+    """
+    refuse_gradients("rms_norm_from_stats", eps=eps, weight_offset=weight_offset)
+    return torch.ops.normops.rms_norm_from_stats.default(
+        input,
+        square_sum,
+        as_shape(normalized_shape),
+        weight,
+        eps,
+        weight_offset=weight_offset,
+        rounding=rounding,
+        row_size=row_size,
+    )

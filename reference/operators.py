@@ -156,7 +156,8 @@ class Operator:
     @property
     def function(self) -> Callable[..., Any] | None:
         """The public function, or None."""
-        return getattr(importlib.import_module("normops"), self.name, None)
+        module = "normops.sharding" if self.sums else "normops"
+        return getattr(importlib.import_module(module), self.name, None)
 
     @property
     def inplace_function(self) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import normops
+from normops.adoption.patching import PatchReport
 
 
 class LlamaNorm(nn.Module):
@@ -191,7 +192,7 @@ def model(norm: type[nn.Module] = LlamaNorm, layers: int = 2) -> nn.Sequential:
     return blocks
 
 
-def patch(module: nn.Module, **options: Any) -> normops.PatchReport:
+def patch(module: nn.Module, **options: Any) -> PatchReport:
     """Patches norms of unknown source, too."""
     return normops.patch(module, by="measurement", **options)
 

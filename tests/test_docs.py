@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import normops
+import normops.onnx
 from normops import sharding
 from normops._operators import FUNCTIONAL
 
@@ -71,8 +72,18 @@ def test_the_schemas_that_are_shown() -> None:
     assert schemas == [op._schema for op in FUNCTIONAL]
 
 
+PUBLIC = {module.__name__: sorted(module.__all__) for module in (normops, normops.onnx, sharding)}
+
+
 def test_the_package_names_all_that_it_has() -> None:
     assert set(re.findall(r"``(\w+)``", normops.__doc__ or "")) == set(normops.__all__)
+    assert [name for name in dir(normops) if not name.startswith("__")] == PUBLIC["normops"]
+
+
+def test_the_api_reference_begins_with_a_table_of_every_public_name() -> None:
+    text, _, _ = (ROOT / "docs" / "api.md").read_text().partition("\n## ")
+    listed = re.findall(r"^\| `([\w.]+)` \| \S.* \|$", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(f"{module}.{name}" for module, names in PUBLIC.items() for name in names)
 
 
 def test_the_api_reference_has_every_name_of_the_package() -> None:
@@ -83,11 +94,9 @@ def test_the_api_reference_has_every_name_of_the_package() -> None:
             names = documented.setdefault(name, [])
         else:
             names.append(name)
-    public = [name for name, value in vars(sharding).items() if getattr(value, "__module__", "") == sharding.__name__]
-    assert {module: sorted(names) for module, names in documented.items()} == {
-        "normops": sorted(normops.__all__),
-        "normops.sharding": sorted(name for name in public if not name.startswith("_")),
-    }
+    assert {module: sorted(names) for module, names in documented.items()} == PUBLIC
+    defined = (name for name, value in vars(sharding).items() if getattr(value, "__module__", "") == sharding.__name__)
+    assert sorted(name for name in defined if not name.startswith("_")) == PUBLIC[sharding.__name__]
 
 
 @pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").iterdir()), ids=lambda path: path.name)

@@ -10,6 +10,7 @@ from torch import Tensor, nested
 from torch.nn import functional as F
 
 import normops
+from normops import sharding
 from reference import cases
 from reference.cases import Case
 from reference.operators import OPERATORS, Operator, OperatorCase
@@ -100,8 +101,8 @@ def test_gradients_through_rms_norm_stats(device: str) -> None:
     x = jagged(device).requires_grad_()
 
     def gradient(x: Tensor) -> Tensor:
-        square_sum = normops.rms_norm_stats(x, 8)
-        y = normops.rms_norm_from_stats(x, square_sum, 8, row_size=8)
+        square_sum = sharding.rms_norm_stats(x, 8)
+        y = sharding.rms_norm_from_stats(x, square_sum, 8, row_size=8)
         (gradient,) = torch.autograd.grad(values_of(y).pow(2).sum(), x)
         return gradient
 

@@ -15,7 +15,7 @@ from other_process import printed
 from tiers import divided
 from torch import Tensor, nn
 
-import normops
+from normops import sharding
 from normops.onnx import translation_table
 from reference import cases, oracle
 from reference.cases import HALVES, Case
@@ -197,8 +197,8 @@ class OfLength(nn.Module):
     """A norm in two steps, with a row size that depends on the sequence length."""
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        square_sum = normops.rms_norm_stats(input, COLS[-1])
-        return square_sum, normops.rms_norm_from_stats(input, square_sum, COLS[-1], row_size=8 * input.shape[1])
+        square_sum = sharding.rms_norm_stats(input, COLS[-1])
+        return square_sum, sharding.rms_norm_from_stats(input, square_sum, COLS[-1], row_size=8 * input.shape[1])
 
 
 def test_dynamic_row_size() -> None:

@@ -8,6 +8,7 @@ import torch
 from assertions import assert_same_bits
 
 import normops
+from normops import sharding
 from reference import cases
 from reference.cases import CASES, Case
 from reference.operators import ROUNDINGS
@@ -68,8 +69,8 @@ def test_parts_of_rows(device: str) -> None:
     x, w, dy = (cases.values(shape, torch.float64, i).to(device) for i, shape in enumerate(((6, 40), (40,), (6, 40))))
     x, w = x.requires_grad_(), w.requires_grad_()
     parts = list(zip(x.tensor_split(2, -1), w.tensor_split(2), strict=True))
-    square_sum = torch.stack([normops.rms_norm_stats(part, 20) for part, _ in parts]).sum(0)
-    y = torch.cat([normops.rms_norm_from_stats(part, square_sum, 20, v, row_size=40) for part, v in parts], -1)
+    square_sum = torch.stack([sharding.rms_norm_stats(part, 20) for part, _ in parts]).sum(0)
+    y = torch.cat([sharding.rms_norm_from_stats(part, square_sum, 20, v, row_size=40) for part, v in parts], -1)
     torch.testing.assert_close(y, normops.rms_norm(x, 40, w))
     gradients = torch.autograd.grad(y, (x, w), dy)
     torch.testing.assert_close(gradients, torch.autograd.grad(normops.rms_norm(x, 40, w), (x, w), dy))

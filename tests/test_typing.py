@@ -5,12 +5,14 @@ from pathlib import Path
 from mypy import api
 
 PROGRAM = """
+from collections.abc import Mapping
 from typing import assert_type
 
 import torch
 from torch import Tensor, nn
 
 import normops
+from normops.sharding import rms_norm_from_stats, rms_norm_stats
 
 x, weight = torch.randn(2, 64), torch.ones(64)
 cos, sin = torch.ones(2, 64), torch.zeros(2, 64)
@@ -23,9 +25,11 @@ assert_type(normops.RMSNorm(64).forward(x), Tensor)
 assert_type(normops.RMSNorm(64).forward(x, x), tuple[Tensor, Tensor])
 assert_type(normops.GatedRMSNorm(64, groups=(), group_size=16).forward(x, x), Tensor)
 with normops.set_backend("auto"), normops.override_torch(), normops.recompute_norms():
-    report: normops.PatchReport = normops.patch(nn.Sequential(nn.RMSNorm(64)), rounding="original")
+    report = normops.patch(nn.Sequential(nn.RMSNorm(64)), rounding="original")
+assert_type(report.skipped, Mapping[str, str])
 assert_type(normops.unpatch(nn.RMSNorm(64)), int)
-info: normops.BuildInfo = normops.build_info()
+assert_type(normops.build_info()["cpu_isas"], list[str])
+assert_type(rms_norm_from_stats(x, rms_norm_stats(x, 64), 64, weight, row_size=64), Tensor)
 """
 
 WRONG = """

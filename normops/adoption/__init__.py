@@ -9,10 +9,9 @@ source with those of a norm, and ``properties`` measures its dtypes, roundings a
 ``override`` makes torch's own ``rms_norm`` run normops.
 """
 
-from normops.adoption.patching import PatchReport, is_patched, patch, unpatch
+from normops.adoption.patching import is_patched, patch, unpatch
 
 __all__ = [
-    "PatchReport",
     "is_patched",
     "patch",
     "unpatch",

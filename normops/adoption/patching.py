@@ -93,7 +93,9 @@ def patch(
             such as LayerNorm, do not count.
 
     Returns:
-        A report of the patched modules, and of the skipped ones with the reasons. Print it.
+        A report, which prints as a table. Its attributes map names of modules to their class and, in ``patched``, the
+        recognised norm, in ``skipped``, the reason. ``others`` are torch's own norms of other kinds, and ``already``
+        the modules that ran normops before.
 
     Raises:
         TypeError: if ``model`` is not a module.
