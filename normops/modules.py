@@ -14,8 +14,7 @@ class _Norm(nn.RMSNorm):
 
     weight_offset: float
     rounding: Rounding
-    groups: tuple[int, ...] = ()  # for modules that were pickled before this attribute existed
-    group_size: int | None = None
+    group_size: int | None
 
     def __init__(
         self,
@@ -26,7 +25,6 @@ class _Norm(nn.RMSNorm):
         dtype: torch.dtype | None,
         weight_offset: float,
         rounding: Rounding,
-        groups: int | Sequence[int],
         group_size: int | None,
     ) -> None:
         self.weight_offset = weight_offset  # before reset_parameters, which the base class calls
@@ -37,11 +35,7 @@ class _Norm(nn.RMSNorm):
             raise ValueError(
                 f"group_size: expected a divisor of one normalized dimension, but got {group_size} of {shape}"
             )
-        self.groups = (groups,) if isinstance(groups, int) else tuple(groups)
         self.group_size = group_size
-        if self.groups and elementwise_affine:
-            self.weight = nn.Parameter(torch.empty((*self.groups, *shape), device=device, dtype=dtype))
-            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the weight to ``1 - weight_offset``, so that the module starts without scaling."""
@@ -50,7 +44,7 @@ class _Norm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         """Returns the base class's text, followed by all other arguments that differ from their defaults."""
-        others = {"weight_offset": 0.0, "rounding": "once", "groups": (), "group_size": None}
+        others = {"weight_offset": 0.0, "rounding": "once", "group_size": None}
         given = {name: getattr(self, name) for name, default in others.items() if getattr(self, name) != default}
         return super().extra_repr() + "".join(f", {name}={value}" for name, value in given.items())
 
@@ -76,24 +70,21 @@ class RMSNorm(_Norm):
         weight_offset: added to the weight; 1.0 is Gemma's ``1 + w``. The weight is initialized to
             ``1 - weight_offset``.
         rounding: see :func:`normops.rms_norm`.
-        groups: the dimensions before ``normalized_shape`` that have separate weights: heads, or groups of columns that
-            are normalized separately. An ``int`` means one dimension. The weight has the shape
-            ``[*groups, *normalized_shape]``.
-        group_size: the number of columns that are normalized together; None means all. It divides ``normalized_shape``,
-            which must be one dimension. The weight has all columns.
+        group_size: the number of columns that are normalized together, such as those of a head; None means all. It
+            divides ``normalized_shape``, which must be one dimension. The weight has all columns.
         bias: adds a ``bias`` after the weight, with the weight's shape and dtype. It is initialized to 0.
         dim: the dimension to normalize over, for example 1 for the channels of ``[N, C, H, W]``; ``normalized_shape``
             is then its size. None means the last dimensions.
         activation: applied to the result, see :func:`normops.rms_norm`.
 
     Shape:
-        Input ``[*, *groups, *normalized_shape]``, with ``dim`` ``[*, C, *]``; the output has the same shape. With a
+        Input ``[*, *normalized_shape]``, with ``dim`` ``[*, C, *]``; the output has the same shape. With a
         residual of this shape as second argument, the output is a pair: the normalized sum, and the sum, which is the
         residual for the next norm.
 
     Raises:
         ValueError: if ``group_size`` does not divide ``normalized_shape``, or ``normalized_shape`` has several
-            dimensions; if ``groups`` or ``group_size`` is combined with ``dim`` or ``activation``.
+            dimensions; if ``group_size`` is combined with ``dim`` or ``activation``.
         RuntimeError: see :func:`normops.rms_norm`. Also if a module with a ``bias``, a ``dim`` or an ``activation`` is
             called with a residual.
 
@@ -105,17 +96,17 @@ class RMSNorm(_Norm):
         >>> norm.load_state_dict(torch.nn.RMSNorm(64).state_dict())
         <All keys matched successfully>
         >>> output, residual = norm(torch.randn(2, 3, 64), torch.randn(2, 3, 64))
-        >>> of_queries = normops.RMSNorm(64, groups=8)  # a weight for each of 8 heads
-        >>> of_queries(torch.randn(2, 3, 8, 64)).shape
-        torch.Size([2, 3, 8, 64])
+        >>> of_queries = normops.RMSNorm(8 * 64, group_size=64)  # 8 heads, each with a weight
+        >>> of_queries(torch.randn(2, 3, 8 * 64)).shape
+        torch.Size([2, 3, 512])
         >>> of_channels = normops.RMSNorm(64, dim=1, activation="silu")
         >>> of_channels(torch.randn(2, 64, 5, 5)).shape
         torch.Size([2, 64, 5, 5])
     """
 
     bias: nn.Parameter | None
-    dim: int | None = None  # for modules that were pickled before this attribute existed
-    activation: Activation | None = None
+    dim: int | None
+    activation: Activation | None
 
     def __init__(
         self,
@@ -127,17 +118,16 @@ class RMSNorm(_Norm):
         *,
         weight_offset: float = 0,
         rounding: Rounding = "once",
-        groups: int | Sequence[int] = (),
         group_size: int | None = None,
         bias: bool = False,
         dim: int | None = None,
         activation: Activation | None = None,
     ) -> None:
-        others = weight_offset, rounding, groups, group_size
+        others = weight_offset, rounding, group_size
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *others)
         for name, value in {"dim": dim, "activation": activation}.items():
-            if value is not None and (self.groups or group_size is not None):
-                raise ValueError(f"{name}: expected None in a module with groups, but got {value!r}")
+            if value is not None and group_size is not None:
+                raise ValueError(f"{name}: expected None in a module with group_size={group_size}, but got {value!r}")
         self.dim, self.activation = dim, activation
         # None is a plain attribute: nn.Module finds a parameter more slowly.
         self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias and elementwise_affine else None
@@ -210,12 +200,11 @@ class GatedRMSNorm(_Norm):
             attention. False multiplies the input before it is normalized, as in transformers' Mamba 2.
         weight_offset: added to the weight, which is initialized to ``1 - weight_offset``.
         rounding: see :func:`normops.rms_norm`.
-        groups: see :class:`RMSNorm`.
         group_size: the number of columns that are normalized together, as in mamba; None means all. See
             :class:`RMSNorm`.
 
     Shape:
-        Input and gate ``[*, *groups, *normalized_shape]``; the output has the same shape, and the input's dtype. The
+        Input and gate ``[*, *normalized_shape]``; the output has the same shape, and the input's dtype. The
         gate has the input's dtype, or one of the two is float32 and the other has 16 bits.
 
     Raises:
@@ -248,10 +237,9 @@ class GatedRMSNorm(_Norm):
         norm_before_gate: bool = True,
         weight_offset: float = 0,
         rounding: Rounding = "once",
-        groups: int | Sequence[int] = (),
         group_size: int | None = None,
     ) -> None:
-        others = weight_offset, rounding, groups, group_size
+        others = weight_offset, rounding, group_size
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, *others)
         self.activation, self.norm_before_gate = activation, norm_before_gate
 

@@ -231,7 +231,7 @@ def test_module() -> None:
     saved.seek(0)
     for each in (copy.deepcopy(norm), torch.load(saved, weights_only=False)):
         assert torch.equal(each(x), norm(x))
-    with pytest.raises(ValueError, match=r"^dim: expected None in a module with groups, but got 1$"):
-        normops.RMSNorm(6, groups=2, dim=1)
+    with pytest.raises(ValueError, match=r"^dim: expected None in a module with group_size=3, but got 1$"):
+        normops.RMSNorm(6, group_size=3, dim=1)
     with pytest.raises(RuntimeError, match="RMSNorm: expected no residual with a bias, a dim or an activation"):
         normops.RMSNorm(6, dim=1)(x, x)

@@ -200,7 +200,7 @@ def test_traced_modules_accept_other_sizes() -> None:
     for module, count in (
         (normops.RMSNorm(8), 1),
         (normops.RMSNorm(8), 2),
-        (normops.RMSNorm(8, groups=4), 1),
+        (normops.RMSNorm(8, group_size=4), 1),
         (normops.GatedRMSNorm(8), 2),
         (normops.GatedRMSNorm(8, group_size=4), 2),
     ):

@@ -1,6 +1,5 @@
 """normops.rms_norm and normops.RMSNorm replace torch's."""
 
-import copy
 import inspect
 
 import pytest
@@ -60,24 +59,8 @@ def test_weight_offset_starts_without_scaling() -> None:
     assert torch.equal(norm(x), normops.RMSNorm(8)(x))
 
 
-@pytest.mark.parametrize(("groups", "shape"), [(3, (3, 8)), ((2, 3), (2, 3, 8)), ((), (8,))])
-def test_weight_has_one_row_per_group(groups: int | tuple[int, ...], shape: tuple[int, ...]) -> None:
-    norm = normops.RMSNorm(8, 1e-3, weight_offset=1.0, dtype=torch.bfloat16, groups=groups)
-    assert {name: tuple(value.shape) for name, value in norm.state_dict().items()} == {"weight": shape}
-    assert norm.weight.dtype == torch.bfloat16
-    assert torch.equal(norm.weight, torch.zeros(shape))
-    described = f", groups={shape[:-1]}" if groups else ""
-    assert repr(norm) == f"RMSNorm((8,), eps=0.001, elementwise_affine=True, weight_offset=1.0{described})"
-    nn.init.normal_(norm.weight)
-    x = cases.values((5, *shape), torch.float32)
-    assert torch.equal(norm(x), normops.rms_norm(x, 8, norm.weight, 1e-3, weight_offset=1.0))
-    assert torch.equal(copy.deepcopy(norm)(x), norm(x))
-    assert normops.RMSNorm(8, elementwise_affine=False, groups=groups).weight is None
-
-
-@pytest.mark.parametrize("groups", [(), 3])
-def test_bias_has_the_shape_of_the_weight(groups: int | tuple[int, ...]) -> None:
-    norm = normops.RMSNorm(8, 1e-3, dtype=torch.bfloat16, groups=groups, bias=True)
+def test_bias_has_the_shape_of_the_weight() -> None:
+    norm = normops.RMSNorm(8, 1e-3, dtype=torch.bfloat16, bias=True)
     assert norm.bias is not None
     assert (norm.bias.shape, norm.bias.dtype) == (norm.weight.shape, torch.bfloat16)
     assert torch.equal(norm.bias, torch.zeros_like(norm.weight))
@@ -91,25 +74,18 @@ def test_bias_has_the_shape_of_the_weight(groups: int | tuple[int, ...]) -> None
     assert normops.RMSNorm(8, elementwise_affine=False, bias=True).bias is None
 
 
-@pytest.mark.parametrize("groups", [(), (3,)])
-def test_groups_and_group_size_combine(groups: tuple[int, ...]) -> None:
-    norm = normops.RMSNorm(8, 1e-3, groups=groups, group_size=4)
-    gated = normops.GatedRMSNorm(8, 1e-3, groups=groups, group_size=4)
-    described = f"RMSNorm((8,), eps=0.001, elementwise_affine=True{', groups=(3,)' * len(groups)}, group_size=4"
+def test_groups_are_rows_with_separate_weights() -> None:
+    norm = normops.RMSNorm(8, 1e-3, group_size=4)
+    gated = normops.GatedRMSNorm(8, 1e-3, group_size=4)
+    described = "RMSNorm((8,), eps=0.001, elementwise_affine=True, group_size=4"
     assert repr(norm) == f"{described})"
     assert repr(gated) == f"Gated{described}, activation=silu, norm_before_gate=True)"
     nn.init.normal_(norm.weight)
     gated.load_state_dict(norm.state_dict())
-    x, other = (cases.values((5, *groups, 8), torch.float32, seed) for seed in range(2))
+    assert normops.RMSNorm(8, elementwise_affine=False, group_size=4).weight is None
+    x, other = (cases.values((5, 8), torch.float32, seed) for seed in range(2))
     a, b, w = (tensor.unflatten(-1, (2, 4)) for tensor in (x, other, norm.weight))
     assert torch.equal(norm(x), normops.rms_norm(a, 4, w, 1e-3).flatten(-2))
     assert torch.equal(gated(x, other), normops.gated_rms_norm(a, b, 4, w, 1e-3).flatten(-2))
     for result, of_parts in zip(norm(x, other, 0.5), normops.add_rms_norm(a, b, 4, w, 1e-3, alpha=0.5), strict=True):
         assert torch.equal(result, of_parts.flatten(-2))
-
-
-def test_modules_pickled_without_groups_work() -> None:
-    norm = normops.RMSNorm(8)
-    del norm.groups, norm.group_size
-    assert norm(torch.ones(2, 8)).shape == (2, 8)
-    assert repr(norm) == repr(normops.RMSNorm(8))

@@ -23,7 +23,7 @@ assert_type(normops.gated_rms_norm(x, x, 64), Tensor)
 assert_type(normops.rms_norm_rope_(x.clone(), cos, sin, 64), Tensor)
 assert_type(normops.RMSNorm(64).forward(x), Tensor)
 assert_type(normops.RMSNorm(64).forward(x, x), tuple[Tensor, Tensor])
-assert_type(normops.GatedRMSNorm(64, groups=(), group_size=16).forward(x, x), Tensor)
+assert_type(normops.GatedRMSNorm(64, group_size=16).forward(x, x), Tensor)
 with normops.set_backend("auto"), normops.override_torch(), normops.recompute_norms():
     report = normops.patch(nn.Sequential(nn.RMSNorm(64)), rounding="original")
 assert_type(report.skipped, Mapping[str, str])
