@@ -1,8 +1,14 @@
 """Defines the operators by differentiable torch operations, for derivatives in float64, where casts have no effect."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+def _dims(normalized_shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(range(-len(normalized_shape), 0))
 
 
 def rms_norm(
@@ -14,8 +20,8 @@ def rms_norm(
     rounding: str = "once",
     bias: Tensor | None = None,
 ) -> Tensor:
-    dims = tuple(range(-len(normalized_shape), 0))
-    output = input * torch.rsqrt(input.square().mean(dims, keepdim=True) + eps)
+    mean = input.square().mean(_dims(normalized_shape), keepdim=True)
+    output = input * torch.rsqrt(mean + eps)
     output = output if weight is None else output * (weight + weight_offset)
     return output if bias is None else output + bias
 
@@ -81,3 +87,84 @@ def rms_norm_rope(
 ) -> Tensor:
     output = rms_norm(input, normalized_shape, weight, eps, weight_offset)
     return rotated(output, cos, sin, interleaved, rotary_dim, rotary_offset)
+
+
+def channel_rms_norm(
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    bias: Tensor | None = None,
+    *,
+    dim: int,
+    activation: str = "identity",
+) -> Tensor:
+    rows = rms_norm(input.movedim(dim, -1), normalized_shape, weight, eps, weight_offset, rounding, bias)
+    activated = {"identity": torch.clone, "silu": F.silu, "sigmoid": F.sigmoid}[activation](rows)
+    return activated.movedim(-1, dim)
+
+
+def _to_rows(sums: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    return sums[(..., *[None] * len(normalized_shape))]
+
+
+def rms_norm_stats(input: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    return input.square().sum(_dims(normalized_shape))
+
+
+def rms_norm_from_stats(
+    input: Tensor,
+    square_sum: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    row_size: int,
+) -> Tensor:
+    output = input * _to_rows(torch.rsqrt(square_sum / row_size + eps), normalized_shape)
+    return output if weight is None else output * (weight + weight_offset)
+
+
+def rms_norm_backward_stats(
+    grad_output: Tensor,
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> tuple[Tensor, ...]:
+    grad = grad_output if weight is None else grad_output * (weight + weight_offset)
+    return input.square().sum(_dims(normalized_shape)), (grad * input).sum(_dims(normalized_shape))
+
+
+def rms_norm_backward_from_stats(
+    grad_output: Tensor,
+    input: Tensor,
+    square_sum: Tensor,
+    dot: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    grad_residual: Tensor | None = None,
+    output_mask: Iterable[bool] = (True, True),
+    *,
+    row_size: int,
+) -> tuple[Tensor, ...]:
+    of_input, of_weight = output_mask
+    rstd = _to_rows(torch.rsqrt(square_sum / row_size + eps), normalized_shape)
+    normalized = input * rstd
+    results = []
+    if of_input:
+        grad = grad_output if weight is None else grad_output * (weight + weight_offset)
+        grad_input = rstd * (grad - normalized * rstd * _to_rows(dot / row_size, normalized_shape))
+        results.append(grad_input if grad_residual is None else grad_input + grad_residual)
+    if of_weight and weight is not None:
+        results.append((grad_output * normalized).sum_to_size(weight.shape))
+    return tuple(results)

@@ -93,6 +93,18 @@ def test_grads_of_used_outputs(residual_dtype: torch.dtype, used: str, needed: t
             assert same_bits(leaf.grad, reference)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_second_derivatives_of_one_output(index: int, device: str) -> None:
+    """Backwards without a gradient of the other output; PyTorch's OpInfo tests pass both."""
+    input, residual, weight = (t.double() for t in problem((2, 5), torch.float64, device))
+
+    def norm(*tensors: Tensor) -> Tensor:
+        return ops.add_rms_norm(tensors[0], tensors[1], [5], tensors[2], EPS, alpha=0.25)[index]
+
+    leaves = [input.requires_grad_(), residual.requires_grad_(), weight.requires_grad_(index == 0)]
+    assert torch.autograd.gradgradcheck(norm, leaves)
+
+
 def test_graph_is_freed_with_its_outputs(device: str) -> None:
     """The node saves one of its outputs, which must not create a reference cycle."""
     x, residual, _ = problem((4, 8), torch.float32, device)

@@ -1,4 +1,5 @@
-"""Tests derivatives of every order and mode."""
+"""Tests gradients: masks, saved tensors, accumulation, compiled autograd. PyTorch's OpInfo tests check derivatives of
+every order and mode."""
 
 from collections.abc import Callable, Mapping
 from itertools import compress, product
@@ -26,8 +27,6 @@ from reference.operators import (
 )
 
 differentiable = pytest.mark.parametrize("variant", variants(DIFFERENTIABLE), ids=str)
-# Operators without a backward operator: the backwards, and the steps around a norm's sums.
-BY_DEFINITION = [operator for operator in OPERATORS if operator.gradient is None]
 
 Call = Callable[..., tuple[Tensor, ...]]
 
@@ -44,12 +43,12 @@ class Problem:
         }
         self.others = {name: value for name, value in arguments.items() if name not in self.tensors}
 
-    def call(self, function: Callable[..., Any], **changes: object) -> Call:
+    def call(self, function: Callable[..., Any]) -> Call:
         """Returns a function of the tensors that calls ``function`` and omits results of None."""
 
         def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = dict(zip(self.tensors, tensors, strict=True))
-            results = self.operator.call(function, **given, **self.others | changes)
+            results = self.operator.call(function, **given, **self.others)
             return tuple(result for result in results if result is not None)
 
         return of_tensors
@@ -71,32 +70,8 @@ class Problem:
         return tuple(self.tensors.values())
 
 
-def of(shape: tuple[int, ...], dims: int = 1, has_weight: bool = True, groups: int = 0, offset: float = 1.0) -> Case:
-    weight_dtype = torch.float64 if has_weight else None
-    return Case(shape, torch.float64, dims, weight_dtype, weight_offset=offset, group_dims=groups)
-
-
-SHAPES = (((3, 5), 1, 0), ((2, 3, 4, 2), 2, 0), ((5,), 1, 0), ((2, 3, 5), 1, 1), ((2, 2, 1, 5), 1, 3))
-
-
-@pytest.mark.parametrize("has_weight", [True, False])
-@pytest.mark.parametrize(
-    ("variant", "shape", "dims", "groups"),
-    [
-        (variant, *shape)
-        for variant, shape in product(variants(DIFFERENTIABLE), SHAPES)
-        if variant.operator.takes(of(*shape[:2]))
-    ],
-    ids=str,
-)
-@pytest.mark.covering(core=1)
-def test_gradcheck(
-    variant: Variant, shape: tuple[int, ...], dims: int, groups: int, has_weight: bool, device: str
-) -> None:
-    problem = Problem(variant, of(shape, dims, has_weight, groups), device)
-    for norm in (problem.call(variant.operator.packet), problem.fused):
-        assert torch.autograd.gradcheck(norm, problem.leaves(), check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(problem.fused, problem.leaves(), check_batched_grad=len(shape) < 4)
+def of(shape: tuple[int, ...], groups: int = 0) -> Case:
+    return Case(shape, torch.float64, weight_dtype=torch.float64, weight_offset=1.0, group_dims=groups)
 
 
 @differentiable
@@ -125,84 +100,6 @@ def test_masked_gradients_require_no_gradient(operator: Operator, device: str) -
     for mask in operator.masks():
         results = operator.default(**arguments, output_mask=mask)
         assert all(result.requires_grad == (result.numel() > 0) for result in results)
-
-
-@pytest.mark.parametrize(("has_weight", "groups"), [(True, 0), (True, 1), (False, 0)])
-@pytest.mark.parametrize("variant", [v for v in variants(DIFFERENTIABLE) if len(v.operator.outputs) > 1], ids=str)
-@pytest.mark.covering(core=1)
-def test_gradcheck_of_each_result(variant: Variant, has_weight: bool, groups: int, device: str) -> None:
-    problem = Problem(variant, of((3, 2, 5), 1, has_weight, groups), device)
-    for index, name in enumerate(variant.operator.outputs):
-
-        def norm(*tensors: Tensor, index: int = index) -> Tensor:
-            return problem.fused(*tensors)[index]
-
-        leaves = problem.leaves()
-        if torch.autograd.grad(norm(*leaves).sum(), leaves[-1], allow_unused=True)[0] is None:
-            leaves = (*leaves[:-1], leaves[-1].detach())  # the sum does not depend on the weight
-        assert torch.autograd.gradcheck(norm, leaves, check_forward_ad=True, check_batched_grad=True), name
-        assert torch.autograd.gradgradcheck(norm, leaves), name
-
-
-@pytest.mark.parametrize(("has_weight", "groups"), [(True, 0), (True, 1), (False, 0)])
-@pytest.mark.parametrize("variant", variants(BY_DEFINITION), ids=str)
-@pytest.mark.covering(core=1)
-def test_gradcheck_without_backward_operator(variant: Variant, has_weight: bool, groups: int, device: str) -> None:
-    operator = variant.operator
-    problem = Problem(variant, of((2, 2, 5), 1, has_weight, groups), device)
-    for mask in operator.masks():
-        computed = [
-            wanted and (has_weight or of_argument(name) != "weight")
-            for name, wanted in zip(operator.outputs, mask, strict=True)
-        ]
-        if all(mask) or (operator.has_mask and any(computed) and sum(mask) == 1):
-            call = problem.call(operator.packet, **({"output_mask": mask} if operator.has_mask else {}))
-            assert torch.autograd.gradcheck(call, problem.leaves(), check_forward_ad=True), mask
-            is_fast = len(mask) > 2 and not all(mask)
-            assert torch.autograd.gradgradcheck(call, problem.leaves(), fast_mode=is_fast), mask
-
-
-TRANSFORMS = (torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda t: t.__name__)
-@differentiable
-@pytest.mark.covering(core=1)
-def test_func_transforms(variant: Variant, transform: Callable[..., Callable[..., object]], device: str) -> None:
-    problem = Problem(variant, of((2, 5)), device)
-    primals = problem.primals()
-
-    def through(norm: Call) -> Callable[..., object]:
-        if transform is torch.func.grad:
-            return lambda *tensors: sum(result.pow(3).sum() for result in norm(*tensors))
-        return norm
-
-    actual, expected = (
-        transform(through(norm), argnums=tuple(range(len(primals))))(*primals)
-        for norm in (problem.fused, problem.defined)
-    )
-    torch.testing.assert_close(actual, expected)
-
-
-@differentiable
-@pytest.mark.covering(core=1)
-def test_third_derivative_and_jvp_of_jvp(variant: Variant, device: str) -> None:
-    problem = Problem(variant, of((2, 5)), device)
-
-    def third(norm: Call) -> tuple[Tensor, ...]:
-        leaves = problem.leaves()
-        loss: Any = sum(result.pow(3).sum() for result in norm(*leaves))
-        for _ in range(2):
-            loss = sum(g.square().sum() for g in torch.autograd.grad(loss, leaves, create_graph=True))
-        return torch.autograd.grad(loss, leaves)
-
-    def twice(norm: Call) -> object:
-        primals = problem.primals()
-        tangents = tuple(tensor.flip(0) for tensor in primals)
-        return torch.func.jvp(lambda *t: torch.func.jvp(norm, t, tangents)[1], primals, tangents)
-
-    for derivative in (third, twice):
-        torch.testing.assert_close(derivative(problem.fused), derivative(problem.defined))
 
 
 @pytest.mark.parametrize("variant", variants(), ids=str)

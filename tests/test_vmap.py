@@ -177,22 +177,6 @@ def test_bias_gradients_have_the_bits_of_each_sample(has_weight: bool, device: s
         torch.testing.assert_close(each, sums[0], rtol=bound, atol=bound)
 
 
-def test_nested_vmap(device: str) -> None:
-    x = cases.values((2, 3, 4, 16), torch.float32, 1).to(device)
-    w = cases.values((2, 3, 16), torch.float32, 2).to(device)
-
-    def norm(x: Tensor, w: Tensor) -> Tensor:
-        return normops.rms_norm(x, 16, w, EPS)
-
-    expected = torch.stack([torch.stack([norm(x[i, j], w[i, j]) for j in range(3)]) for i in range(2)])
-    assert torch.equal(torch.vmap(torch.vmap(norm))(x, w), expected)
-    expected = torch.stack([torch.stack([norm(x[i, j], w[0, j]) for j in range(3)]) for i in range(2)])
-    assert torch.equal(torch.vmap(torch.vmap(norm), (0, None))(x, w[0]), expected)
-    assert torch.equal(
-        torch.vmap(torch.vmap(norm, (1, 0), 1), (0, None))(x.transpose(1, 2), w[0]), expected.transpose(1, 2)
-    )
-
-
 @pytest.mark.parametrize("dim", [0, None])
 def test_tables_with_fewer_dimensions_than_the_input(dim: int | None, device: str) -> None:
     """Tables broadcast within a sample, even if the number of samples equals the input's next dimension."""

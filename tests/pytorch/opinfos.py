@@ -59,26 +59,9 @@ class T(NamedTuple):
 # References
 
 
-def rms_norm(**arguments: Any) -> tuple[Tensor, ...]:
-    return (definitions.rms_norm(**arguments),)
-
-
-def gated_rms_norm(**arguments: Any) -> tuple[Tensor, ...]:
-    return (definitions.gated_rms_norm(**arguments),)
-
-
-def rms_norm_rope(**arguments: Any) -> tuple[Tensor, ...]:
-    return (definitions.rms_norm_rope(**arguments),)
-
-
-def channel_rms_norm(input: Tensor, *, dim: int, activation: str = "identity", **arguments: Any) -> tuple[Tensor, ...]:
-    rows = definitions.rms_norm(input.movedim(dim, -1), **arguments)
-    activations: dict[str, Callable[[Tensor], Tensor]] = {
-        "identity": torch.clone,
-        "silu": torch.nn.functional.silu,
-        "sigmoid": torch.sigmoid,
-    }
-    return (activations[activation](rows).movedim(-1, dim),)
+def defined(name: str) -> Reference:
+    definition = getattr(definitions, name)
+    return lambda **arguments: as_tuple(definition(**arguments))
 
 
 def gradients(norm: Reference, *names: str) -> Reference:
@@ -104,74 +87,6 @@ def gradients(norm: Reference, *names: str) -> Reference:
     return backward
 
 
-def _dims(normalized_shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(range(-len(normalized_shape), 0))
-
-
-def _to_rows(sums: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
-    return sums[(..., *[None] * len(normalized_shape))]
-
-
-def rms_norm_stats(input: Tensor, normalized_shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    return (input.square().sum(_dims(normalized_shape)),)
-
-
-def rms_norm_from_stats(
-    input: Tensor,
-    square_sum: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    *,
-    weight_offset: float = 0.0,
-    rounding: str = "once",
-    row_size: int,
-) -> tuple[Tensor, ...]:
-    output = input * _to_rows(torch.rsqrt(square_sum / row_size + eps), normalized_shape)
-    return (output if weight is None else output * (weight + weight_offset),)
-
-
-def rms_norm_backward_stats(
-    grad_output: Tensor,
-    input: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    weight_offset: float = 0.0,
-    rounding: str = "once",
-) -> tuple[Tensor, ...]:
-    grad = grad_output if weight is None else grad_output * (weight + weight_offset)
-    return input.square().sum(_dims(normalized_shape)), (grad * input).sum(_dims(normalized_shape))
-
-
-def rms_norm_backward_from_stats(
-    grad_output: Tensor,
-    input: Tensor,
-    square_sum: Tensor,
-    dot: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    weight_offset: float = 0.0,
-    rounding: str = "once",
-    grad_residual: Tensor | None = None,
-    output_mask: Iterable[bool] = (True, True),
-    *,
-    row_size: int,
-) -> tuple[Tensor, ...]:
-    of_input, of_weight = output_mask
-    rstd = _to_rows(torch.rsqrt(square_sum / row_size + eps), normalized_shape)
-    normalized = input * rstd
-    results = []
-    if of_input:
-        grad = grad_output if weight is None else grad_output * (weight + weight_offset)
-        grad_input = rstd * (grad - normalized * rstd * _to_rows(dot / row_size, normalized_shape))
-        results.append(grad_input if grad_residual is None else grad_input + grad_residual)
-    if of_weight and weight is not None:
-        results.append((grad_output * normalized).sum_to_size(weight.shape))
-    return tuple(results)
-
-
 # Samples
 
 
@@ -195,7 +110,7 @@ ROWS = (
     form((0, 3), (3,), (3,)),
     form((2, 0), (0,), (0,)),
 )
-# Channels before positions, behind them, in one position.
+# Channels before positions, behind them, in one position; with 8 positions, as many as the kernels of channels need.
 CHANNELS = (
     form((2, 3, 2), (3,), (2, 1, 3), dim=-2, weight_offset=1.0),
     form((2, 3, 2, 2), (3,), (3,), dim=-3),
@@ -206,6 +121,8 @@ CHANNELS = (
     form((0, 3, 2), (3,), (3,), dim=-2),
     form((2, 0, 2), (0,), (0,), dim=-2),
     form((2, 3, 0), (3,), (3,), dim=-2),
+    form((2, 2, 8), (2,), (2, 1, 2), dim=-2),
+    form((1, 2, 8), (2,), (2,), dim=-2),
 )
 
 
@@ -386,54 +303,59 @@ def _inplace(packet: Any) -> Any:
 
 
 OPERATORS = (
-    Operator("rms_norm", rms_norm, variants=(*BIASES, WIDE, LLAMA)),
+    Operator("rms_norm", defined("rms_norm"), variants=(*BIASES, WIDE, LLAMA)),
     Operator(
         "rms_norm_backward",
-        gradients(rms_norm, "input", "weight", "bias"),
+        gradients(defined("rms_norm"), "input", "weight", "bias"),
         others=(of_shape("grad_output"),),
         variants=(*BIASES, WIDE, LLAMA, {"grad_residual": T((2, 2, 4))}, *(BIASES[0] | mask for mask in masks(3))),
     ),
     Operator(
         "add_rms_norm",
-        lambda **arguments: definitions.add_rms_norm(**arguments),
+        defined("add_rms_norm"),
         others=(of_shape("residual"),),
         variants=({"alpha": 0.5}, WIDE | {"residual": T((2, 2, 4), is_wide=True)}),
     ),
-    Operator("gated_rms_norm", gated_rms_norm, others=(of_shape("gate"),), variants=(*GATES, WIDE, LLAMA)),
+    Operator("gated_rms_norm", defined("gated_rms_norm"), others=(of_shape("gate"),), variants=(*GATES, WIDE, LLAMA)),
     Operator(
         "gated_rms_norm_backward",
-        gradients(gated_rms_norm, "input", "gate", "weight"),
+        gradients(defined("gated_rms_norm"), "input", "gate", "weight"),
         others=(of_shape("grad_output", "gate"),),
         variants=(*GATES, WIDE, LLAMA, *masks(3)),
     ),
     Operator(
         "rms_norm_rope",
-        rms_norm_rope,
+        defined("rms_norm_rope"),
         forms=tuple(form for form in ROWS if len(form["normalized_shape"]) == 1),
         others=(tables,),
         variants=(*ROTATIONS, WIDE, LLAMA),
     ),
     Operator(
         "rms_norm_rope_backward",
-        gradients(rms_norm_rope, "input", "weight"),
+        gradients(defined("rms_norm_rope"), "input", "weight"),
         forms=tuple(form for form in ROWS if len(form["normalized_shape"]) == 1),
         others=(of_shape("grad_output"), tables),
         variants=(*ROTATIONS, WIDE, LLAMA, *masks(2)),
     ),
-    Operator("channel_rms_norm", channel_rms_norm, forms=CHANNELS, variants=tuple(OF_CHANNELS)),
+    Operator("channel_rms_norm", defined("channel_rms_norm"), forms=CHANNELS, variants=tuple(OF_CHANNELS)),
     Operator(
         "channel_rms_norm_backward",
-        gradients(channel_rms_norm, "input", "weight", "bias"),
+        gradients(defined("channel_rms_norm"), "input", "weight", "bias"),
         forms=CHANNELS,
         others=(of_shape("grad_output"),),
         variants=(*OF_CHANNELS, *(OF_CHANNELS[0] | mask for mask in masks(3))),
     ),
-    Operator("rms_norm_stats", rms_norm_stats),
-    Operator("rms_norm_from_stats", rms_norm_from_stats, others=(sums,), variants=(WIDE, LLAMA)),
-    Operator("rms_norm_backward_stats", rms_norm_backward_stats, others=(of_shape("grad_output"),), variants=(WIDE,)),
+    Operator("rms_norm_stats", defined("rms_norm_stats")),
+    Operator("rms_norm_from_stats", defined("rms_norm_from_stats"), others=(sums,), variants=(WIDE, LLAMA)),
+    Operator(
+        "rms_norm_backward_stats",
+        defined("rms_norm_backward_stats"),
+        others=(of_shape("grad_output"),),
+        variants=(WIDE,),
+    ),
     Operator(
         "rms_norm_backward_from_stats",
-        rms_norm_backward_from_stats,
+        defined("rms_norm_backward_from_stats"),
         others=(of_shape("grad_output"), sums),
         variants=(WIDE, LLAMA, {"grad_residual": T((2, 2, 4))}, *masks(2)),
     ),
@@ -444,7 +366,7 @@ OPINFOS = tuple(map(info_of, OPERATORS))
 def _of_torch() -> OpInfo:
     (info,) = (info for info in op_db if info.name == "nn.functional.rms_norm")
     info = copy.copy(info)
-    info.ref = rms_norm
+    info.ref = defined("rms_norm")
     return info
 
 
