@@ -99,7 +99,7 @@ bench: install-dev
 # Needs nvcc on PATH, and no GPU: compiles every CUDA kernel, and reads what became of it.
 check-cuda-compile:
 	FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST=all $(MAKE) install-dev
-	FORCE_CUDA=1 $(BIN)/python -m pytest tests/test_cuda_compile.py
+	FORCE_CUDA=1 $(BIN)/python -m pytest tests/gpu/test_cuda_compile.py
 
 # Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, ninja, pytest and rich, and downloads nothing.
 # Nine minutes at most for each step of STEP. WHEELS is a folder of implementations to measure beside; with DEVICE=cpu it
@@ -113,7 +113,8 @@ check-gpu:
 
 # An sdist, a wheel made from it, and that wheel installed into a fresh environment, where the sources are not: a part of
 # the tests runs there.
-WHEEL_TESTS := $(addprefix tests/,test_values.py test_errors.py test_autograd.py test_module.py)
+WHEEL_TESTS := $(addprefix tests/,kernels/test_values.py operators/test_errors.py operators/test_module.py \
+	pytorch/test_autograd.py)
 package: $(VENV)/required-dev
 	rm -rf dist build/fresh
 	$(BIN)/python -m build --no-isolation

@@ -76,7 +76,7 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
 
     def sanitized(name: str, seconds: int, selected: str, **environment: str) -> Part:
         tool = () if rehearsal else ("compute-sanitizer", "--error-exitcode=1", "--tool", name.split()[0])
-        return Part(name, (*tool, *pytest, "tests/test_cuda.py", "-k", selected), seconds, environment)
+        return Part(name, (*tool, *pytest, "tests/gpu/test_cuda.py", "-k", selected), seconds, environment)
 
     building = (*python, "-m", "normops") if rehearsal else (*python, "setup.py", "build_ext", "--inplace")
     without_cuda = Part("build without CUDA", building, 150, {"USE_CUDA": "0", "FORCE_CUDA": "0"}, after_failure=True)
@@ -90,7 +90,7 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
         alone = (*fresh, "rms_norm", "--peers", "F.rms_norm")
         return [
             *build,
-            tests("every configuration", 120, "tests/test_cuda.py", "-v"),
+            tests("every configuration", 120, "tests/gpu/test_cuda.py", "-v"),
             *peers,
             bench("speed", 200, *both, shapes=SIZES),
             bench("speed of few rows", 60, *both, "--op", "overhead", shapes=("decode",)),
@@ -99,7 +99,11 @@ def parts(step: int, device: str, out: Path, wheels: Sequence[Path] = ()) -> lis
             Part("profile", (*python, "-m", "bench.profile", "--device", device), 40),
         ]
     if step == 2:
-        few = ("tests/test_errors.py", "tests/test_cuda.py", "tests/test_properties.py") if rehearsal else ("tests",)
+        few = (
+            ("tests/operators/test_errors.py", "tests/gpu/test_cuda.py", "tests/kernels/test_properties.py")
+            if rehearsal
+            else ("tests",)
+        )
         few_of_triton = ("--triton", "-k", "test_parts_of_rows") if rehearsal else ()
         backend = {} if rehearsal else {"NORMOPS_BACKEND": "triton"}
         return [

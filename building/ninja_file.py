@@ -92,7 +92,7 @@ def _write_rules(writer: Writer, plan: Plan) -> None:
             description=f"{rule} $name",
         )
     if plan.cuda is not None:
-        # A file next to the object has the registers and the stack of every kernel, for tests/test_cuda_compile.py.
+        # A file next to the object has the registers and the stack of every kernel, for tests/gpu/test_cuda_compile.py.
         comma = "\\,"  # escaped, as nvcc would read the rest as another option
         archs = f"-DNORMOPS_CUDA_ARCHS={comma.join(plan.cuda.archs)}"  # for build_info
         nvcc = _join([plan.cuda.nvcc, *CUDA_FLAGS, *plan.cuda.arch_flags, archs, "-Xptxas=-v"])

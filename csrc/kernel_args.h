@@ -1,5 +1,5 @@
 // The kernel arguments of all operators on all devices: raw pointers to checked tensors. Includes no torch header.
-// tests/structures.py parses the structs in this file.
+// tests/gpu/structures.py parses the structs in this file.
 #pragma once
 #include <cstdint>
 

@@ -1,7 +1,7 @@
 """Lists the private parts of torch that normops uses, which a new version of torch may change without notice.
 
-tests/test_torch_versions.py compares the list with the sources, and removes each part once. No operator, function or
-module needs any of them: a feature imports its parts on first use.
+tests/project/test_torch_versions.py compares the list with the sources, and removes each part once. No operator,
+function or module needs any of them: a feature imports its parts on first use.
 """
 
 import warnings

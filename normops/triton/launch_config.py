@@ -38,7 +38,7 @@ MOST_PARTS = 8
 # The forward holds one tensor in 64 of the 128 registers that each of 512 threads has: rows up to 128 KiB. The backward
 # holds x, dy and the sum of grad_weight in 192 registers of the maximum, 255, hence 256 threads: rows up to 64 KiB.
 # More threads with fewer registers each would spill, as each also needs registers for addresses and pending loads.
-# tests/test_triton.py verifies this with the compiler.
+# tests/gpu/test_triton.py verifies this with the compiler.
 FORWARD_THREADS = 512
 BACKWARD_THREADS = 256
 

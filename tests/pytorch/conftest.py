@@ -1,6 +1,5 @@
 from collections.abc import Iterator
 
-import opinfos
 import pytest
 
 import normops
@@ -10,5 +9,9 @@ import normops
 def overrides(request: pytest.FixtureRequest) -> Iterator[None]:
     """Makes torch's norm run normops in tests of its OpInfo."""
     parameters = getattr(request.node, "callspec", None)
-    with normops.override_torch(parameters is not None and parameters.params.get("info") is opinfos.OVERRIDDEN):
+    # Not compared with opinfos.OVERRIDDEN: its imports are more than the tests of an installed wheel have.
+    if parameters is not None and getattr(parameters.params.get("info"), "name", "") == "nn.functional.rms_norm":
+        with normops.override_torch():
+            yield
+    else:
         yield

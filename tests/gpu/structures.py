@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-CSRC = Path(__file__).parent.parent / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 HEADERS = ("kernel_args.h", "cuda/kernels.h", "cuda/launch_config.h")
 
 # STRUCT matches a struct's name and body: members, one per line, and other declarations.

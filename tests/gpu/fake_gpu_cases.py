@@ -1,6 +1,6 @@
 """Checks the operators' calls of the CUDA runtime, of torch's devices and of its allocator: cases of fake_gpus.py.
 
-    python tests/fake_gpu_cases.py FOLDER NAME...
+    python tests/gpu/fake_gpu_cases.py FOLDER NAME...
 
 runs each case in a process that is forked before any call, and writes the case's exception to FOLDER/NAME.
 """

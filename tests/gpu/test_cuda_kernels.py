@@ -529,7 +529,7 @@ def test_extreme_gates(kernels: Kernels, variant: Variant, dtype: torch.dtype) -
 def test_pointers_of_different_tensors_are_not_subtracted(tmp_path: Path) -> None:
     """Runs on the host, where the address sanitizer aborts if pointers of cos and sin are subtracted."""
     program = tmp_path / "cuda_rotations"
-    sources = [str(cuda_on_ptx.TESTS / "cuda_rotations.cu"), str(cuda_on_ptx.RUNTIME)]
+    sources = [str(cuda_on_ptx.HERE / "cuda_rotations.cu"), str(cuda_on_ptx.RUNTIME)]
     options = ["-std=c++20", "--expt-relaxed-constexpr", "-arch=compute_80", f"-I{cuda_on_ptx.CSRC}/cuda"]
     options += ["-cudart=none", "-Xcompiler=-fsanitize=address,-fsanitize=pointer-subtract"]
     subprocess.run([str(cuda_on_ptx.nvcc()), *options, *sources, "-o", str(program)], check=True)

@@ -8,7 +8,7 @@ import pytest
 
 from normops import __main__ as report
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("version", "shown"), [("3.14.8", ""), ("3.15.0a2", " (tried: 3.10 to 3.14)")])

@@ -11,7 +11,7 @@ from comparison import Result, print_results, speedup
 from other_process import python
 from tiers import divided
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

@@ -1,6 +1,6 @@
 """Saved programs call operators by their schemas at that time, so schemas may only grow at their end.
 
-``python tests/test_schemas.py`` adds new schemas to schemas.txt, and never removes one.
+``python tests/operators/test_schemas.py`` adds new schemas to schemas.txt, and never removes one.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ def missing() -> list[str]:
 
 
 def test_all_schemas_are_recorded() -> None:
-    assert missing() == [], "python tests/test_schemas.py"
+    assert missing() == [], "python tests/operators/test_schemas.py"
 
 
 @pytest.mark.parametrize("schema", recorded())

@@ -1,6 +1,6 @@
 """Reads nvcc's machine code of the CUDA kernels from an in-place build, with cuobjdump.
 
-    python tests/cuda_code.py
+    python tests/gpu/cuda_code.py
 
 records the registers and instructions of the kernels that models run; a test compares with the record.
 """
@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 OBJECTS = ROOT / "build" / "ext" / "cuda"
 SOURCES = (
     "rms_norm",

@@ -101,7 +101,7 @@ def test_memcheck_and_initcheck_disable_memory_caching(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("selected", "count"), [(check_gpu.WIDTHS, 6), (check_gpu.CLUSTER, 1)])
 @pytest.mark.full
 def test_sanitizers_select_expected_widths(selected: str, count: int) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/test_cuda.py", "-k", selected]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/gpu/test_cuda.py", "-k", selected]
     listed = subprocess.run(command, cwd=check_gpu.ROOT, capture_output=True, text=True, check=True).stdout
     assert listed.count("test_every_configuration[") == count
 

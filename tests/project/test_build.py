@@ -15,7 +15,7 @@ from tiers import divided
 
 import normops
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 X86 = platform.machine() == "x86_64"
 KERNELS = Path(normops.__file__).parent / "libnormops_kernels.so"
 LOOPS = {"process_tiles": 328, "sum_tile": 80, "write_group": 110}
@@ -79,7 +79,7 @@ def test_values_on_each_instruction_set(isa: str) -> None:
     probe = python("-c", "import normops", NORMOPS_CPU_ISA=isa)
     if "that this machine runs" in probe.stderr:
         pytest.skip(f"this machine does not run {isa}")
-    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "core", "tests/test_values.py")
+    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "core", "tests/kernels/test_values.py")
     result = python(*command, cwd=ROOT, NORMOPS_CPU_ISA=isa)
     assert result.returncode == 0, result.stdout
 

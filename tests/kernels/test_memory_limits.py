@@ -22,7 +22,7 @@ def happened() -> dict[str, list[str]]:
         "MALLOC_TOP_PAD_": "0",  # otherwise a heap that has just grown has room for a weight of 128 KiB
         "MALLOC_ARENA_MAX": "1",  # otherwise malloc falls back to the arenas of other threads
     }
-    environment = os.environ | malloc | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(PROGRAM.parent.parent)}
+    environment = os.environ | malloc | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(PROGRAM.parents[2])}
     command = (sys.executable, str(PROGRAM))
     printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     by_operator = defaultdict(list)

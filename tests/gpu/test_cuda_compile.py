@@ -112,4 +112,4 @@ def test_kernels_of_models_are_not_longer_than_recorded(kernels: dict[str, Kerne
         for name, count in counts.items()
         if any(now > factor * before for now, before, factor in zip(count, recorded[name], TOLERATED, strict=True))
     }
-    assert not risen, "python tests/cuda_code.py accepts them"
+    assert not risen, "python tests/gpu/cuda_code.py accepts them"

@@ -19,7 +19,7 @@ from bench.peers import NORMOPS, PEERS, Peer
 from bench.problems import Problem, Size, make_inputs
 from bench.timing import Timing, interleave
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_small_run_of_all_operators(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from building.cuda import FLAGS
 from reference.cases import DTYPES, Case, compute_dtype
 from reference.operators import OPERATORS, Operator, narrower_or_wider
 
-TESTS = Path(__file__).parent
-CSRC = TESTS.parent / "csrc"
-KERNELS, RUNTIME = TESTS / "cuda_kernels.cu", TESTS / "cuda_runtime_stub.cpp"
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+KERNELS, RUNTIME = HERE / "cuda_kernels.cu", HERE / "cuda_runtime_stub.cpp"
 LIBRARY = "libcuda_kernels.so"
 
 

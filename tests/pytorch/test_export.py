@@ -20,7 +20,7 @@ from reference import cases
 from reference.cases import Case
 from reference.operators import OPERATORS, Operator, OperatorCase
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 
 import normops
 
-PROGRAM = kernel_programs.TESTS / "kernel_bits.cpp"
-BOUNDS = kernel_programs.TESTS / "cpu_bounds.cpp"
+PROGRAM = kernel_programs.HERE / "kernel_bits.cpp"
+BOUNDS = kernel_programs.HERE / "cpu_bounds.cpp"
 ISAS = normops.build_info()["cpu_isas"][1:]  # those with kernels; a machine runs them up to its best
 
 
@@ -85,7 +85,7 @@ def test_neon_has_same_bits(native: Path, program_folder: Path) -> None:
 
 def test_sum_tree_does_not_depend_on_parts(native: Path, program_folder: Path) -> None:
     """Any number of parts adds up along the same binary tree."""
-    program = kernel_programs.build(kernel_programs.TESTS / "leaves.cpp", program_folder)
+    program = kernel_programs.build(kernel_programs.HERE / "leaves.cpp", program_folder)
     assert run(str(program)).stdout == ""
 
 
@@ -107,8 +107,8 @@ def test_kernels_stay_within_buffers(kernels: kernel_programs.Kernels, native: P
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="no valgrind on this machine")
 def test_threads_do_not_race(program_folder: Path) -> None:
     """Runs the unmodified kernels under helgrind; results of several threads have the bits of one thread."""
-    source = kernel_programs.TESTS / "cpu_threads.cpp"
-    flags = (f"-I{kernel_programs.TESTS / 'threads'}", "-pthread")
+    source = kernel_programs.HERE / "cpu_threads.cpp"
+    flags = (f"-I{kernel_programs.HERE / 'threads'}", "-pthread")
     program = kernel_programs.build(source, program_folder, kernel_programs.NATIVE, *flags)
     detector = ("valgrind", "--tool=helgrind", "--error-exitcode=9", "--quiet", str(program))
     isa = "avx2" if normops.build_info()["cpu_isa"] == "avx512" else ""  # valgrind does not run AVX-512

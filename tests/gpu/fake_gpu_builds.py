@@ -14,8 +14,9 @@ from kept_builds import kept
 
 import normops
 
-TESTS = Path(__file__).parent
-BUILT = TESTS.parent / "build" / "ext"
+HERE = Path(__file__).parent
+BUILT = HERE.parents[1] / "build" / "ext"
+PATH = os.pathsep.join(map(str, HERE.parents[:2]))
 CXX = ("g++", "-std=c++20", "-g0", "-fPIC", "-Wall", "-Werror", "-fvisibility=hidden")
 OBJECT = "object.o"
 
@@ -32,13 +33,13 @@ def need_cuda() -> None:
 
 def compiled(source: str, *options: str) -> str:
     """Compiles a C++ source of this folder and returns the object file."""
-    command = (*CXX, *options, "-c", str(TESTS / source))
+    command = (*CXX, *options, "-c", str(HERE / source))
     version = subprocess.run([CXX[0], "--version"], capture_output=True, text=True, check=True).stdout
 
     def build(folder: Path) -> None:
         subprocess.run([*command, "-o", str(folder / OBJECT)], check=True)
 
-    return str(kept(Path(source).stem, build, [TESTS / source], *command, version, torch.__version__) / OBJECT)
+    return str(kept(Path(source).stem, build, [HERE / source], *command, version, torch.__version__) / OBJECT)
 
 
 def build(folder: Path, *objects: str) -> None:
@@ -80,7 +81,7 @@ def build_computing(folder: Path, kernels: Path) -> None:
 
 def run(program: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a program that loads the build, in a process without the installed normops."""
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(TESTS.parent)}
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": PATH}
     environment.pop("NORMOPS_EARLY_START", None)
     command = [sys.executable, str(program), str(folder), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -12,7 +12,7 @@ import normops.onnx
 from normops import sharding
 from normops._operators import FUNCTIONAL
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 GPU_PAGES = ("install", "notes/gpu", "notes/tested", "performance", "reproducibility", "same-bits")

@@ -25,7 +25,7 @@ WRITTEN = {"y", "residual_out", "dx", "dgate", "partials"}
 SUMS = {"square_sum", "dot"}
 FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 # Separate from Triton's own cache: these entries lack the machine code that a GPU needs.
-CACHE = Path(__file__).parent.parent / "build" / "triton_on_ptx"
+CACHE = Path(__file__).parents[2] / "build" / "triton_on_ptx"
 SCRATCH_BYTES = 16  # two scratch pointers that Triton passes after the parameters; these kernels do not use them
 
 

@@ -1,6 +1,6 @@
 """Compares the operators on CUDA tensors, whose kernels run as PTX, with the oracle.
 
-    python tests/cuda_operators.py FOLDER LIBRARY
+    python tests/gpu/cuda_operators.py FOLDER LIBRARY
 
 raises at the first mismatch. Other tests cover the kernels; this one covers the layers between them and torch.
 """

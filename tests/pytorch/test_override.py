@@ -254,7 +254,7 @@ def test_views_of_channels_last_outputs(overridden: None) -> None:
 
 def test_documented_script_runs_a_program(tmp_path: Path) -> None:
     """The program receives its arguments, and imports modules from its folder."""
-    text = (Path(__file__).parent.parent / "docs" / "adoption.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "adoption.md").read_text()
     (shown,) = (block.partition("```")[0] for block in text.split("```python\n") if "runpy.run_path" in block)
     (tmp_path / "with_normops.py").write_text(shown)
     (tmp_path / "beside.py").touch()

@@ -1,4 +1,4 @@
-"""Tests the interpreter of PTX in which tests/triton_on_ptx.py and tests/cuda_on_ptx.py run kernels."""
+"""Tests the interpreter of PTX in which tests/gpu/triton_on_ptx.py and tests/gpu/cuda_on_ptx.py run kernels."""
 
 import ctypes
 import re

@@ -1,5 +1,6 @@
 """Tests forked processes, such as DataLoader workers, after the parent has used threads; and thread limits."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,8 +58,9 @@ assert all(map(torch.equal, results(), expected))
 
 def test_fewer_threads_than_requested() -> None:
     """OpenMP starts only as many threads as its limit allows, which must do all the work."""
-    tests = Path(__file__).parent
-    printed(LIMITED, cwd=tests, OMP_THREAD_LIMIT="2", PYTHONPATH=str(tests.parent))
+    here = Path(__file__).parent
+    path = os.pathsep.join(map(str, here.parents[:2]))
+    printed(LIMITED, cwd=here, OMP_THREAD_LIMIT="2", PYTHONPATH=path)
 
 
 # Prints the static variables of functions that are not initialized. A guard's first byte is 1 afterwards.

@@ -18,7 +18,7 @@ from building.compiler import find_compiler
 from building.cuda import Cuda, find_cuda
 from building.torch_headers import Torch, find_torches
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WITH_CUDA = [Torch("2.15.0+cu132", Path("/torch"), cuda="13.2")]
 HOST_ERROR = "host_config.h:143:2: error: #error -- unsupported GNU version! gcc versions later than 13 are not!"
 FAKE_NVCC = """#!/bin/sh

@@ -11,7 +11,7 @@ from mutants.__main__ import report
 from mutants.mutant import MUTANTS, Mutant, read
 from mutants.runner import Outcome, Runner
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.release

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from kept_builds import kept
 
-TESTS = Path(__file__).parent
-LIBRARY = TESTS.parent / "normops" / "libnormops_kernels.so"
-CSRC = TESTS.parent / "csrc" / "cpu"
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LIBRARY = ROOT / "normops" / "libnormops_kernels.so"
+CSRC = ROOT / "csrc" / "cpu"
 # -g0: the packaged clang adds debugging information by default.
-FLAGS = ("-std=c++20", "-O3", "-g0", "-Wall", "-ffp-contract=off", "-fno-math-errno", f"-I{CSRC}", f"-I{TESTS}")
+FLAGS = ("-std=c++20", "-O3", "-g0", "-Wall", "-ffp-contract=off", "-fno-math-errno", f"-I{CSRC}", f"-I{HERE}")
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ NEON = Kernels("neon", ("aarch64-linux-gnu-g++",), "aarch64-linux-gnu-g++")
 EMULATED_AVX512 = Kernels(
     "emulated-avx512",
     flags=("-O1", "-Wno-psabi", '-DNORMOPS_EMULATION="emulated_avx512.h"'),
-    isa=TESTS / "emulated_isa.cpp",
+    isa=HERE / "emulated_isa.cpp",
 )
 # The code for architectures other than x86-64 and aarch64.
-GENERIC = Kernels("generic", flags=("-O1", '-DNORMOPS_EMULATION="generic_isa.h"'), isa=TESTS / "emulated_isa.cpp")
+GENERIC = Kernels("generic", flags=("-O1", '-DNORMOPS_EMULATION="generic_isa.h"'), isa=HERE / "emulated_isa.cpp")
 
 
 def build_kernels(kernels: Kernels) -> list[Path]:
@@ -54,7 +55,7 @@ def build_kernels(kernels: Kernels) -> list[Path]:
         for source in sources:
             subprocess.run([*command, "-c", str(source), "-o", str(folder / f"{source.stem}.o")], check=True)
 
-    included = (path for folder in (CSRC.parent, CSRC, TESTS) for path in folder.glob("*.[hi]*"))
+    included = (path for folder in (CSRC.parent, CSRC, HERE) for path in folder.glob("*.[hi]*"))
     folder = kept(f"kernels-{kernels.name}", build, (*sources, *included), *command, version)
     return sorted(folder.iterdir())
 

@@ -11,7 +11,7 @@ import pytest
 import tiers
 from tiers import ParameterSet, cover
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 # One test of each kind, in a file that runs with a copy of conftest.py.
 PROGRAM = """
