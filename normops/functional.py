@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normops import _C
+from normops._arguments import as_shape, call, check_numbers, explain
 
 # Defaults of numbers are integers: with dynamic=True, torch.compile traces a function again for each float default.
-
-is_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", lambda: False)
 
 Rounding = Literal["once", "llama"]
 Activation = Literal["silu", "swish", "sigmoid"]
@@ -78,7 +77,8 @@ def rms_norm(
     Raises:
         RuntimeError: if an argument has a wrong shape, dtype, device or layout, if ``eps`` is NaN, or if ``rounding``
             or ``activation`` is unknown. The message names the argument, the expected and the actual value.
-        TypeError: if ``eps`` or ``weight_offset`` is a tensor that requires a gradient.
+        TypeError: if an argument has another type. Also if ``eps`` or ``weight_offset`` is a bool, or a tensor that
+            requires a gradient.
 
     Example:
         >>> import torch, normops
@@ -96,16 +96,21 @@ def rms_norm(
         True
     """
     if dim is not None or activation is not None:
-        return _rms_norm_over(dim, activation, input, normalized_shape, weight, eps, weight_offset, rounding, bias)
+        others = eps, weight_offset, rounding, bias
+        try:
+            return _rms_norm_over(dim, activation, input, normalized_shape, weight, *others)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            arguments = {"input": input, "normalized_shape": normalized_shape, "weight": weight, "dim": dim}
+            numbers = {"eps": eps, "weight_offset": weight_offset, "rounding": rounding, "bias": bias}
+            explain(error, torch.ops.normops.rms_norm.default, arguments | numbers)
+            raise
     if not torch.compiler.is_dynamo_compiling():
         output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, rounding, bias)
         if output is not NotImplemented:
             return output
-    refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
-    shape = as_shape(normalized_shape)
-    return torch.ops.normops.rms_norm.default(
-        input, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, bias=bias
-    )
+    check_numbers("rms_norm", eps=eps, weight_offset=weight_offset)
+    op, shape = torch.ops.normops.rms_norm.default, as_shape(normalized_shape)
+    return call(op, input, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, bias=bias)
 
 
 def add_rms_norm(
@@ -145,7 +150,7 @@ def add_rms_norm(
 
     Raises:
         RuntimeError: see :func:`rms_norm`.
-        TypeError: if ``eps``, ``weight_offset`` or ``alpha`` is a tensor that requires a gradient.
+        TypeError: see :func:`rms_norm`; the same holds for ``alpha``.
 
     Example:
         >>> import torch, normops
@@ -156,11 +161,9 @@ def add_rms_norm(
         outputs = _C.add_rms_norm(input, residual, normalized_shape, weight, eps, weight_offset, rounding, alpha)
         if outputs is not NotImplemented:
             return outputs
-    refuse_gradients("add_rms_norm", eps=eps, weight_offset=weight_offset, alpha=alpha)
-    shape = as_shape(normalized_shape)
-    return torch.ops.normops.add_rms_norm.default(
-        input, residual, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, alpha=alpha
-    )
+    check_numbers("add_rms_norm", eps=eps, weight_offset=weight_offset, alpha=alpha)
+    op, shape = torch.ops.normops.add_rms_norm.default, as_shape(normalized_shape)
+    return call(op, input, residual, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, alpha=alpha)
 
 
 def gated_rms_norm(
@@ -220,8 +223,9 @@ def gated_rms_norm(
         )
         if output is not NotImplemented:
             return output
-    refuse_gradients("gated_rms_norm", eps=eps, weight_offset=weight_offset)
-    return torch.ops.normops.gated_rms_norm.default(
+    check_numbers("gated_rms_norm", eps=eps, weight_offset=weight_offset)
+    return call(
+        torch.ops.normops.gated_rms_norm.default,
         input,
         gate,
         as_shape(normalized_shape),
@@ -312,8 +316,9 @@ def rms_norm_rope(
         )
         if output is not NotImplemented:
             return output
-    refuse_gradients("rms_norm_rope", eps=eps, weight_offset=weight_offset)
-    return torch.ops.normops.rms_norm_rope.default(
+    check_numbers("rms_norm_rope", eps=eps, weight_offset=weight_offset)
+    return call(
+        torch.ops.normops.rms_norm_rope.default,
         input,
         cos,
         sin,
@@ -365,11 +370,9 @@ def rms_norm_(
         >>> x
         tensor([[0.8485, 1.1314]])
     """
-    refuse_gradients("rms_norm_", eps=eps, weight_offset=weight_offset)
-    shape = as_shape(normalized_shape)
-    return torch.ops.normops.rms_norm_.default(
-        input, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, bias=bias
-    )
+    check_numbers("rms_norm_", eps=eps, weight_offset=weight_offset)
+    op, shape = torch.ops.normops.rms_norm_.default, as_shape(normalized_shape)
+    return call(op, input, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, bias=bias)
 
 
 def add_rms_norm_(
@@ -415,11 +418,9 @@ def add_rms_norm_(
         >>> x, residual
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
-    refuse_gradients("add_rms_norm_", eps=eps, weight_offset=weight_offset, alpha=alpha)
-    shape = as_shape(normalized_shape)
-    torch.ops.normops.add_rms_norm_.default(
-        input, residual, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, alpha=alpha
-    )
+    check_numbers("add_rms_norm_", eps=eps, weight_offset=weight_offset, alpha=alpha)
+    op, shape = torch.ops.normops.add_rms_norm_.default, as_shape(normalized_shape)
+    call(op, input, residual, shape, weight, eps, weight_offset=weight_offset, rounding=rounding, alpha=alpha)
     return input, residual
 
 
@@ -468,8 +469,9 @@ def rms_norm_rope_(
         >>> query.data_ptr() == qkv.data_ptr()
         True
     """
-    refuse_gradients("rms_norm_rope_", eps=eps, weight_offset=weight_offset)
-    return torch.ops.normops.rms_norm_rope_.default(
+    check_numbers("rms_norm_rope_", eps=eps, weight_offset=weight_offset)
+    return call(
+        torch.ops.normops.rms_norm_rope_.default,
         input,
         cos,
         sin,
@@ -500,7 +502,7 @@ def _rms_norm_over(
         raise RuntimeError(
             f'rms_norm: expected activation to be "silu", "swish", "sigmoid" or None, but got {activation!r}'
         )
-    refuse_gradients("rms_norm", eps=eps, weight_offset=weight_offset)
+    check_numbers("rms_norm", eps=eps, weight_offset=weight_offset)
     shape, others = tuple(as_shape(normalized_shape)), (eps, weight_offset, rounding)
     of_rows = torch.ops.normops.rms_norm.default
     if dim is None:
@@ -550,17 +552,3 @@ def _along(name: str, tensor: Tensor | None, size: int, behind: int) -> Tensor |
             f"rms_norm: expected {name} to have shape {[size]} or {[size, *[1] * behind]}, but got {[*tensor.shape]}"
         )
     return tensor.flatten()
-
-
-def refuse_gradients(op: str, **numbers: object) -> None:
-    """Raises an error where torch.ops would take the number from a tensor and lose its gradient."""
-    for name, number in numbers.items():
-        if isinstance(number, Tensor) and number.requires_grad:
-            raise TypeError(f"{op}: expected {name} to be a number, but got a tensor that requires a gradient")
-
-
-def as_shape(normalized_shape: int | Sequence[int]) -> Sequence[int]:
-    """Returns the shape as ``torch.ops`` takes it; while torch.jit.trace records, tensors stay in the trace."""
-    is_traced = not torch.compiler.is_dynamo_compiling() and is_tracing()
-    shape = (normalized_shape,) if isinstance(normalized_shape, (int, torch.SymInt, Tensor)) else normalized_shape
-    return _C.traced_shape(shape) if is_traced else shape

@@ -27,6 +27,11 @@ class _Norm(nn.RMSNorm):
         rounding: Rounding,
         group_size: int | None,
     ) -> None:
+        order = f"the order is {type(self).__name__}(normalized_shape, eps, elementwise_affine)"
+        if isinstance(eps, bool):
+            raise TypeError(f"eps: expected a number or None, but got {eps}: {order}")
+        if not isinstance(elementwise_affine, bool):
+            raise TypeError(f"elementwise_affine: expected True or False, but got {elementwise_affine}: {order}")
         self.weight_offset = weight_offset  # before reset_parameters, which the base class calls
         self.rounding = rounding
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
@@ -83,6 +88,7 @@ class RMSNorm(_Norm):
         residual for the next norm.
 
     Raises:
+        TypeError: if ``eps`` is a bool, or ``elementwise_affine`` is none.
         ValueError: if ``group_size`` does not divide ``normalized_shape``, or ``normalized_shape`` has several
             dimensions; if ``group_size`` is combined with ``dim`` or ``activation``.
         RuntimeError: see :func:`normops.rms_norm`. Also if a module with a ``bias``, a ``dim`` or an ``activation`` is
@@ -208,6 +214,7 @@ class GatedRMSNorm(_Norm):
         gate has the input's dtype, or one of the two is float32 and the other has 16 bits.
 
     Raises:
+        TypeError: if ``eps`` is a bool, or ``elementwise_affine`` is none.
         ValueError: if ``group_size`` does not divide ``normalized_shape``, or ``normalized_shape`` has several
             dimensions.
         RuntimeError: see :func:`normops.gated_rms_norm`.

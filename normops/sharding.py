@@ -58,6 +58,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Module, Parameter
 
 from normops import sharded_rows as sharded_rows
+from normops._arguments import as_shape, call, check_numbers
 from normops._operators import (
     BROADCAST,
     FUNCTIONAL,
@@ -72,7 +73,7 @@ from normops._operators import (
     wanted,
     written_by,
 )
-from normops.functional import Rounding, as_shape, refuse_gradients
+from normops.functional import Rounding
 
 __all__ = ["HiddenParallel", "SequenceParallel", "rms_norm_from_stats", "rms_norm_stats"]
 
@@ -249,7 +250,7 @@ def rms_norm_stats(input: Tensor, normalized_shape: int | Sequence[int]) -> Tens
         >>> rms_norm_stats(torch.tensor([[3.0, 4.0]]), 2)
         tensor([25.])
     """
-    return torch.ops.normops.rms_norm_stats.default(input, as_shape(normalized_shape))
+    return call(torch.ops.normops.rms_norm_stats.default, input, as_shape(normalized_shape))
 
 
 def rms_norm_from_stats(
@@ -296,8 +297,9 @@ def rms_norm_from_stats(
         >>> rms_norm_from_stats(left, square_sum, 1, eps=0.0, row_size=2)
         tensor([[0.8485]])
     """
-    refuse_gradients("rms_norm_from_stats", eps=eps, weight_offset=weight_offset)
-    return torch.ops.normops.rms_norm_from_stats.default(
+    check_numbers("rms_norm_from_stats", eps=eps, weight_offset=weight_offset)
+    return call(
+        torch.ops.normops.rms_norm_from_stats.default,
         input,
         square_sum,
         as_shape(normalized_shape),

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from normops import _C
+from normops._arguments import is_tracing
 from normops._operators import has_rules
 from normops.adoption.computing import copies_of, function_of, mode_of, writable
 from normops.adoption.guards import holding
 from normops.adoption.norm import ModelRounding, Norm
-from normops.functional import is_tracing
 
 
 class Made(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import normops
-from normops import _C
+from normops import _C, sharding
 from reference.cases import DTYPES, Case, short
 from reference.operators import OPERATORS, Operator, Variant
 
@@ -267,13 +267,99 @@ def test_tensor_that_requires_gradient_is_no_number(operator: Operator, function
         assert str(raised.value) == f"{function.__name__}: {expected}"
 
 
-def test_schema_rejects_arguments_of_another_type() -> None:
-    x = torch.ones(2, 4)
-    for arguments in ((x.tolist(), 4), (x, "4"), (x, 4.0), (x, (4, None)), (x, 4, 1.0), (x, 4, None, "1e-5")):
-        with pytest.raises((RuntimeError, TypeError), match="rms_norm"):
-            normops.rms_norm(*arguments)
+X, W = torch.ones(2, 4), torch.ones(4)
+AN_ARRAY = "an instance of numpy.ndarray"
+IN_ORDER = ": the order is rms_norm(input, normalized_shape, weight, eps)"
+SHAPE, WEIGHT, EPS = (
+    f"expected {name} to be {types}, but got {{}}{IN_ORDER}"
+    for name, types in {
+        "normalized_shape": "an int or ints",
+        "weight": "a tensor or None",
+        "eps": "a number or None",
+    }.items()
+)
+OTHER_TYPES: list[tuple[tuple[Any, ...], str]] = [
+    ((X, W), SHAPE.format("a tensor")),
+    ((X, W, 1e-6), SHAPE.format("a tensor")),
+    ((X, torch.ones(1)), SHAPE.format("a tensor")),
+    ((X, "4"), SHAPE.format("'4'")),
+    ((X, 4.0), SHAPE.format("4.0")),
+    ((X, None), SHAPE.format("None")),
+    ((X, (2, None)), SHAPE.format("None in a tuple")),
+    ((X, [2, W]), SHAPE.format("a tensor in a list")),
+    ((X, 4, 1e-6), WEIGHT.format("1e-06")),
+    ((X, 4, W.numpy()), WEIGHT.format(AN_ARRAY)),
+    ((X, 4, W, "1e-5"), EPS.format("'1e-5'")),
+    ((X, 4, W, W), EPS.format("a tensor")),
+    ((X, 4, W, True), "expected eps to be a number, but got True"),
+    ((X.tolist(), 4), "expected input to be a tensor, but got a list"),
+    ((X.numpy(), 4), f"expected input to be a tensor, but got {AN_ARRAY}"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), OTHER_TYPES, ids=str)
+def test_arguments_of_another_type(arguments: tuple[Any, ...], expected: str) -> None:
+    """Also over a dimension and in place."""
+    in_place = expected.replace("the order is rms_norm", "the order is rms_norm_")
+    calls = {normops.rms_norm: expected, partial(normops.rms_norm, dim=-1): expected, normops.rms_norm_: in_place}
+    for function, text in calls.items():
+        with pytest.raises(TypeError) as raised:
+            function(*arguments)
+        name = "rms_norm_" if function is normops.rms_norm_ else "rms_norm"
+        assert str(raised.value) == f"{name}: {text}"
+
+
+def test_other_arguments_of_another_type() -> None:
+    of_add = "add_rms_norm(input, residual, normalized_shape, weight, eps)"
+    of_rope = "rms_norm_rope(input, cos, sin, normalized_shape, weight, eps)"
+    of_stats = "rms_norm_from_stats(input, square_sum, normalized_shape, weight, eps)"
+    of_module = "RMSNorm(normalized_shape, eps, elementwise_affine)"
+    add, rope, from_stats = normops.add_rms_norm, normops.rms_norm_rope, sharding.rms_norm_from_stats
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...], Arguments, str]] = [
+        (add, (X, 4, W), {}, f"add_rms_norm: expected residual to be a tensor, but got 4: the order is {of_add}"),
+        (add, (X, X, 4), {"alpha": False}, "add_rms_norm: expected alpha to be a number, but got False"),
+        (rope, (X, 4, X, X), {}, f"rms_norm_rope: expected cos to be a tensor, but got 4: the order is {of_rope}"),
+        (
+            rope,
+            (X, X, X, 4),
+            {"interleaved": "no"},
+            "rms_norm_rope: expected interleaved to be True or False, but got 'no'",
+        ),
+        (
+            from_stats,
+            (X, 4, W),
+            {"row_size": 4},
+            f"rms_norm_from_stats: expected square_sum to be a tensor, but got 4: the order is {of_stats}",
+        ),
+        (
+            normops.gated_rms_norm,
+            (X, X, 4),
+            {"activation": None},
+            "gated_rms_norm: expected activation to be a string, but got None",
+        ),
+        (normops.rms_norm, (X, 4), {"dim": "1"}, "rms_norm: expected dim to be an int or None, but got '1'"),
+        (normops.RMSNorm, (4, True), {}, f"eps: expected a number or None, but got True: the order is {of_module}"),
+        (
+            normops.RMSNorm,
+            (4, 1e-6, 0.0),
+            {},
+            f"elementwise_affine: expected True or False, but got 0.0: the order is {of_module}",
+        ),
+    ]
+    for function, args, kwargs, expected in calls:
+        with pytest.raises(TypeError) as raised:
+            function(*args, **kwargs)
+        assert str(raised.value) == expected
+
+
+def test_numbers_of_numpy_and_in_tensors_are_accepted() -> None:
+    function: Callable[..., Tensor] = normops.rms_norm  # its annotations are narrower
+    expected = function(X, 4, W, 1e-5)
+    four, eps = torch.tensor([4, 1e-5], dtype=torch.float64).unbind()
+    assert torch.equal(function(X, four.int(), W, eps), expected)
+    assert torch.equal(function(X, four.int().numpy()[()], W, eps.numpy()[()]), expected)
     with pytest.raises((RuntimeError, OverflowError)):
-        normops.rms_norm(x, 2**70)
+        normops.rms_norm(X, 2**70)
 
 
 def test_symbolic_width_differs_from_weight() -> None:
