@@ -43,7 +43,7 @@ def as_shape(normalized_shape: int | Sequence[int]) -> Sequence[int]:
 def check_numbers(name: str, **numbers: object) -> None:
     """Raises TypeError for a bool, and for a tensor whose gradient would be lost: ``torch.ops`` accepts both."""
     for argument, number in numbers.items():
-        if isinstance(number, bool) or (isinstance(number, Tensor) and number.requires_grad):
+        if isinstance(number, (bool, Tensor)) and (isinstance(number, bool) or number.requires_grad):
             got = number if isinstance(number, bool) else "a tensor that requires a gradient"
             raise TypeError(f"{name}: expected {argument} to be a number, but got {got}")
 
