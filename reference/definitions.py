@@ -1,6 +1,6 @@
 """Defines the operators by differentiable torch operations, for derivatives in float64, where casts have no effect."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -89,9 +89,6 @@ def rms_norm_rope(
     return rotated(output, cos, sin, interleaved, rotary_dim, rotary_offset)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"identity": torch.clone, "silu": F.silu, "sigmoid": F.sigmoid}
-
-
 def channel_rms_norm(
     input: Tensor,
     normalized_shape: tuple[int, ...],
@@ -105,7 +102,9 @@ def channel_rms_norm(
     activation: str = "identity",
 ) -> Tensor:
     rows = rms_norm(input.movedim(dim, -1), normalized_shape, weight, eps, weight_offset, rounding, bias)
-    return _ACTIVATIONS[activation](rows).movedim(-1, dim)
+    if activation != "identity":
+        rows = F.silu(rows) if activation == "silu" else F.sigmoid(rows)
+    return rows.movedim(-1, dim)
 
 
 def _to_rows(sums: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
