@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from reference import cases, definitions, oracle
+from reference import cases, oracle
 from reference.cases import CASES, HALVES, Case, compute_dtype, moved
 from reference.oracle import Bounded
 
@@ -127,8 +127,6 @@ class Operator:
     takes: Callable[[Case], bool] = lambda case: True
     gradient: str | None = None
     """The operator that differentiates it."""
-    definition: Callable[..., Any] | None = None
-    """The definition by torch operations, if the operator has a gradient."""
     sums: tuple[str, ...] = ()
     """Arguments and outputs that have a number for each row of input."""
     not_over: frozenset[tuple[str, str]] = frozenset()
@@ -278,7 +276,6 @@ RMS_NORM = Operator(
     {"bias": Argument(floating, like_weight)},
     ROUNDINGS,
     gradient="rms_norm_backward",
-    definition=definitions.rms_norm,
 )
 ADD_RMS_NORM = Operator(
     "add_rms_norm",
@@ -287,7 +284,6 @@ ADD_RMS_NORM = Operator(
     # alpha is a power of two, so that the product is exact, with and without fused multiply-adds.
     ({"rounding": "once", "alpha": 1.0}, {"rounding": "llama", "alpha": 0.25}),
     gradient="rms_norm_backward",
-    definition=definitions.add_rms_norm,
     # residual_out is written before the weight is read.
     not_over=frozenset({("residual_out", "weight")}),
 )
@@ -302,7 +298,6 @@ GATED_RMS_NORM = Operator(
     {"gate": Argument(narrower_or_wider)},
     GATING,
     gradient="gated_rms_norm_backward",
-    definition=definitions.gated_rms_norm,
 )
 GATED_RMS_NORM_BACKWARD = Operator(
     "gated_rms_norm_backward",
@@ -343,7 +338,6 @@ RMS_NORM_ROPE = Operator(
     ("cos", "sin"),
     has_heads,
     gradient="rms_norm_rope_backward",
-    definition=definitions.rms_norm_rope,
 )
 SUMS = ("square_sum", "dot")
 RMS_NORM_STATS = Operator("rms_norm_stats", oracle.rms_norm_stats, sums=SUMS[:1])

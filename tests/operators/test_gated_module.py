@@ -32,7 +32,8 @@ def test_module_matches_definition(group_size: int | None, norm_before_gate: boo
     mine = [tensor.to(device).clone().requires_grad_() for tensor in tensors[:2]]
     exact = [tensor.double().to(device).requires_grad_() for tensor in tensors]
     x, gate, weight = (tensor.unflatten(-1, (-1, size)) for tensor in exact)
-    expected = definitions.gated_rms_norm(x, gate, (size,), weight, 1e-3, norm_before_gate=norm_before_gate).flatten(-2)
+    of_group: dict[str, Any] = {"normalized_shape": (size,), "weight": weight, "eps": 1e-3}
+    expected = definitions.gated_rms_norm(x, gate, norm_before_gate=norm_before_gate, **of_group).flatten(-2)
     output = norm(*mine)
     torch.testing.assert_close(output, expected.float())
     output.square().sum().backward()

@@ -52,7 +52,8 @@ def test_matches_the_formula_of_transformers(
     cos, sin = (table[:, None] for table in angles(rotary_dim // 2, dtype, device))
     both = torch.repeat_interleave if interleaved else lambda t, n, dim: torch.cat([t] * n, dim)
     wide_cos, wide_sin = (both(table, 2, dim=-1) for table in (cos, sin))
-    expected = definitions.rms_norm_rope(x.double(), wide_cos, wide_sin, (D,), w.double(), EPS, interleaved=interleaved)
+    norm: dict[str, Any] = {"normalized_shape": (D,), "weight": w.double(), "eps": EPS}
+    expected = definitions.rms_norm_rope(x.double(), wide_cos, wide_sin, interleaved, **norm)
 
     options: dict[str, Any] = {"interleaved": interleaved, "rotary_dim": rotary_dim}
     of_pairs = normops.rms_norm_rope(x, cos, sin, D, w, EPS, **options)

@@ -13,7 +13,7 @@ from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normops
-from reference import cases
+from reference import cases, definitions
 from reference.cases import Case
 from reference.operators import (
     DIFFERENTIABLE,
@@ -60,8 +60,7 @@ class Problem:
 
     @property
     def defined(self) -> Call:
-        assert self.operator.definition is not None
-        return self.call(self.operator.definition)
+        return self.call(getattr(definitions, self.operator.name))
 
     def leaves(self) -> tuple[Tensor, ...]:
         return tuple(tensor.detach().clone().requires_grad_() for tensor in self.tensors.values())
