@@ -53,17 +53,16 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return op(*args, **kwargs)
     except (RuntimeError, TypeError) as error:
-        explain(error, op, by_name(op, args, kwargs))
+        if not str(error).startswith(f"{name_of(op)}: "):  # the operator's own errors name the argument
+            explain(op, by_name(op, args, kwargs))
         raise
 
 
-def explain(error: Exception, op: Any, arguments: Mapping[str, Any]) -> None:
-    """Raises TypeError if an argument of a failed call has a wrong type, unless the error names it already."""
+def explain(op: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError if an argument of a failed call has a wrong type; otherwise returns."""
     if torch.compiler.is_dynamo_compiling():
         return
     name, names = name_of(op), arguments_of(op)
-    if str(error).startswith(f"{name}: "):
-        return
     positional = names[: names.index("eps") + 1] if "eps" in names else names
     for argument, value in arguments.items():
         types, expected = _EXPECTED[argument]

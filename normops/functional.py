@@ -99,10 +99,10 @@ def rms_norm(
         others = eps, weight_offset, rounding, bias
         try:
             return _rms_norm_over(dim, activation, input, normalized_shape, weight, *others)
-        except (AttributeError, RuntimeError, TypeError) as error:
+        except (AttributeError, RuntimeError, TypeError):
             arguments = {"input": input, "normalized_shape": normalized_shape, "weight": weight, "dim": dim}
             numbers = {"eps": eps, "weight_offset": weight_offset, "rounding": rounding, "bias": bias}
-            explain(error, torch.ops.normops.rms_norm.default, arguments | numbers)
+            explain(torch.ops.normops.rms_norm.default, arguments | numbers)
             raise
     if not torch.compiler.is_dynamo_compiling():
         output = _C.rms_norm(input, normalized_shape, weight, eps, weight_offset, rounding, bias)
