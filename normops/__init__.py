@@ -41,7 +41,6 @@ if _TYPE_CHECKING:
 _warn_if_newer(_torch.__version__)
 _import_or_warn("normops.compile_cache", "its part of torch.compile's cache keys")
 _import_or_warn("normops.vmap", "torch.vmap")
-_after_import("torch.utils.flop_counter", "normops.flops", "FLOP counts")
 _after_import("torch.distributed.tensor", "normops.sharding", "DTensor")
 _after_import("torch.nested._internal.ops", "normops.nested", "nested tensors")
 

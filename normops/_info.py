@@ -30,7 +30,7 @@ def build_info() -> BuildInfo:
     """Returns how the extension was built and which kernels are in use.
 
     Returns:
-        A dictionary with these keys:
+        A dictionary with the following keys.
 
         * ``version``: the version of normops.
         * ``torch``: the version of torch that the extension was built with.

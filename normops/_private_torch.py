@@ -1,7 +1,7 @@
 """Lists the private parts of torch that normops uses, which a new version of torch may change without notice.
 
-tests/project/test_torch_versions.py compares the list with the sources, and removes each part once. No operator,
-function or module needs any of them: a feature imports its parts on first use.
+tests/project/test_torch_versions.py compares the lists with the sources, and removes each name of :data:`USES` that is
+imported once. No operator, function or module needs any of these: a feature imports its parts on first use.
 """
 
 import warnings
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 SEEN_IN = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The versions of torch that have all of these, and that all tests ran with."""
+"""The versions of torch that normops was tested with; docs/notes/tested.md says which tests ran with each."""
 
 USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "normops._operators": (
@@ -74,6 +74,44 @@ USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """The features that depend on each module of normops, and the private names that it uses.
 
 Names with a dot are imported. Names without a dot are attributes that the module reads.
+"""
+
+UNDOCUMENTED: dict[str, tuple[str, ...]] = {
+    "normops/adoption/patched_class.py": ("symbolic_shapes.guard_or_false",),
+    "normops/compile_cache.py": ("torch.compiler.config", "__getattr__", "cache_key_tag"),
+    "normops/functional.py": ("symbolic_shapes", "guard_or_false"),
+    "normops/recompute.py": ("joint_custom_post_pass",),
+    "normops/recompute_graphs.py": (
+        "symbolic_shapes",
+        "statically_known_true",
+        'meta["val"]',
+        '"recompute"',
+        '"ac_graph_id"',
+        '"tangents"',
+    ),
+    "csrc": (
+        "ATen/EmptyTensor.h",
+        "ATen/FunctionalTensorWrapper.h",
+        "ATen/PythonTorchFunctionTLS.h",
+        "ATen/core/LegacyTypeDispatch.h",
+        "torch/csrc/Exceptions.h",
+        "torch/csrc/autograd/engine.h",
+        "torch/csrc/autograd/function.h",
+        "torch/csrc/autograd/functions/utils.h",
+        "torch/csrc/autograd/graph_task.h",
+        "torch/csrc/autograd/python_variable.h",
+        "torch/csrc/autograd/saved_variable.h",
+        "torch/csrc/autograd/variable.h",
+        "torch/csrc/dynamo/compiled_autograd.h",
+        "torch/csrc/jit/frontend/tracer.h",
+        "torch/csrc/jit/python/pybind_utils.h",
+        "torch/csrc/utils/pybind.h",
+    ),
+}
+"""The parts without an underscore that torch does not document, as the sources of each file contain them.
+
+The headers of torch/csrc are internal, but for those of its C++ API; those of ATen here are not of operators and
+tensors. A change of one fails the build.
 """
 
 

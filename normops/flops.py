@@ -37,7 +37,7 @@ an optional tensor count only if the call has it.
 So a norm with a weight takes 4 operations per element forward and 11 backward.
 
 Example:
-    >>> import torch, normops
+    >>> import torch, normops.flops
     >>> from torch.utils.flop_counter import FlopCounterMode
     >>> with FlopCounterMode(display=False) as counter:
     ...     y = normops.RMSNorm(64)(torch.randn(10, 64))

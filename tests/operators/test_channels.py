@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from traced_graphs import operators, trace
 
 import normops
+import normops.flops
 from normops import _C
 from reference import definitions, oracle
 from reference.cases import DTYPES, EPS, moved, values

@@ -1,6 +1,7 @@
 """normops with unknown versions of torch, and the list of private parts of torch that it uses."""
 
 import ast
+import inspect
 import re
 import shutil
 import warnings
@@ -36,6 +37,20 @@ def test_the_list_of_private_parts_is_complete() -> None:
     modules = {name: private_uses(path.read_text()) for path, name in names.items()}
     listed = {name: set(uses) for name, (_, uses) in _private_torch.USES.items()}
     assert {name: uses for name, uses in modules.items() if uses} == listed
+
+
+def test_the_list_of_undocumented_parts_is_complete() -> None:
+    listed = dict(_private_torch.UNDOCUMENTED)
+    headers, csrc = set(listed.pop("csrc")), Path(inspect.getfile(Torch)).parent.parent / "csrc"
+    included = set(re.findall(r"#include <(.*)>", "".join(path.read_text() for path in csrc.rglob("*.*"))))
+    assert headers <= included
+    assert {header for header in included if header.startswith("torch/csrc/")} <= headers
+    sources = {str(path.relative_to(PACKAGE.parent)): path.read_text() for path in PACKAGE.glob("**/*.py")}
+    assert [(path, part) for path, parts in listed.items() for part in parts if part not in sources[path]] == []
+    uses_fx = {
+        path for path, text in sources.items() if "symbolic_shapes" in text and path != "normops/_private_torch.py"
+    }
+    assert uses_fx <= set(listed)
 
 
 def test_installed_torch_is_listed() -> None:

@@ -10,8 +10,8 @@ def test_importing_normops_imports_no_optional_modules() -> None:
         "import pickle, sys, torch\n"
         "before = set(sys.modules)\n"
         "import normops\n"
-        "theirs = {'torch.distributed.tensor', 'torch.utils.flop_counter', 'torch.nested._internal.ops'}\n"
-        "ours = {'normops.sharding', 'normops.flops', 'normops.nested'}\n"
+        "theirs = {'torch.distributed.tensor', 'torch.nested._internal.ops'}\n"
+        "ours = {'normops.sharding', 'normops.nested'}\n"
         "compiler = {'torch._dynamo', 'torch._inductor'}\n"
         "found = (theirs | ours | compiler) & (set(sys.modules) - before)\n"
         "assert not found, found\n"
@@ -21,12 +21,10 @@ def test_importing_normops_imports_no_optional_modules() -> None:
 
 CHECKS = """
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
 import torch.nested._internal.ops
 import torch
 
 assert torch.ops.normops.rms_norm.default in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-assert torch.ops.normops.rms_norm in flop_registry
 nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
 assert normops.rms_norm(nested, 8).is_nested
 """
@@ -44,7 +42,7 @@ class Loader(SourceFileLoader):
 
 class Finder:
     def find_spec(name, path, target=None):
-        if name not in ("torch.distributed.tensor", "torch.utils.flop_counter", "torch.nested._internal.ops"):
+        if name not in ("torch.distributed.tensor", "torch.nested._internal.ops"):
             return None
         spec = PathFinder.find_spec(name, path, target)
         loader, folders = Loader(name, spec.origin), spec.submodule_search_locations
@@ -57,7 +55,7 @@ class Finder:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import torch.distributed.tensor, torch.utils.flop_counter, torch.nested._internal.ops, normops",
+        "import torch.distributed.tensor, torch.nested._internal.ops, normops",
         # find_spec does not import the module.
         "import normops, threading, importlib.util; importlib.util.find_spec('torch.distributed.tensor')\n"
         "thread = threading.Thread(target=importlib.import_module, args=['torch.distributed.tensor'])\n"

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import normops
+import normops.flops
 from reference.cases import Case
 from reference.operators import (
     ADD_RMS_NORM,
