@@ -1,6 +1,6 @@
 """Defines the operators by differentiable torch operations, for derivatives in float64, where casts have no effect.
 
-``norm`` has the arguments of ``rms_norm``.
+``norm`` has the arguments of ``rms_norm``, and ``weight`` those of ``_weighted``.
 """
 
 from collections.abc import Iterable
@@ -15,18 +15,15 @@ def _dims(normalized_shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(range(-len(normalized_shape), 0))
 
 
+def _weighted(rows: Tensor, weight: Tensor | None = None, weight_offset: float = 0.0, rounding: str = "once") -> Tensor:
+    return rows if weight is None else rows * (weight + weight_offset)
+
+
 def rms_norm(
-    input: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    weight_offset: float = 0.0,
-    rounding: str = "once",
-    bias: Tensor | None = None,
+    input: Tensor, normalized_shape: tuple[int, ...], eps: float = 0.0, bias: Tensor | None = None, **weight: Any
 ) -> Tensor:
     mean = input.square().mean(_dims(normalized_shape), keepdim=True)
-    output = input * torch.rsqrt(mean + eps)
-    output = output if weight is None else output * (weight + weight_offset)
+    output = _weighted(input * torch.rsqrt(mean + eps), **weight)
     return output if bias is None else output + bias
 
 
@@ -83,28 +80,18 @@ def rms_norm_from_stats(
     input: Tensor,
     square_sum: Tensor,
     normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    *,
-    weight_offset: float = 0.0,
-    rounding: str = "once",
     row_size: int,
+    eps: float = 0.0,
+    **weight: Any,
 ) -> Tensor:
-    output = input * _to_rows(torch.rsqrt(square_sum / row_size + eps), normalized_shape)
-    return output if weight is None else output * (weight + weight_offset)
+    return _weighted(input * _to_rows(torch.rsqrt(square_sum / row_size + eps), normalized_shape), **weight)
 
 
 def rms_norm_backward_stats(
-    grad_output: Tensor,
-    input: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    weight_offset: float = 0.0,
-    rounding: str = "once",
-) -> tuple[Tensor, ...]:
-    grad = grad_output if weight is None else grad_output * (weight + weight_offset)
-    return input.square().sum(_dims(normalized_shape)), (grad * input).sum(_dims(normalized_shape))
+    grad_output: Tensor, input: Tensor, normalized_shape: tuple[int, ...], eps: float = 0.0, **weight: Any
+) -> tuple[Tensor, Tensor]:
+    dims = _dims(normalized_shape)
+    return input.square().sum(dims), (_weighted(grad_output, **weight) * input).sum(dims)
 
 
 def rms_norm_backward_from_stats(
@@ -113,21 +100,19 @@ def rms_norm_backward_from_stats(
     square_sum: Tensor,
     dot: Tensor,
     normalized_shape: tuple[int, ...],
+    row_size: int,
     weight: Tensor | None = None,
     eps: float = 0.0,
-    weight_offset: float = 0.0,
-    rounding: str = "once",
     grad_residual: Tensor | None = None,
     output_mask: Iterable[bool] = (True, True),
-    *,
-    row_size: int,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
     of_input, of_weight = output_mask
     rstd = _to_rows(torch.rsqrt(square_sum / row_size + eps), normalized_shape)
     normalized = input * rstd
     results = []
     if of_input:
-        grad = grad_output if weight is None else grad_output * (weight + weight_offset)
+        grad = _weighted(grad_output, weight, **options)
         grad_input = rstd * (grad - normalized * rstd * _to_rows(dot / row_size, normalized_shape))
         results.append(grad_input if grad_residual is None else grad_input + grad_residual)
     if of_weight and weight is not None:
