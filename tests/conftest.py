@@ -16,7 +16,7 @@ LONGEST = (
     "test_cuda_kernels.py",
     "test_cpu_kernels.py",
     "test_examples.py",
-    "test_inductor.py",
+    "test_opinfo_inductor.py",
     "test_families.py",
     "test_check_gpu.py",
     "test_cuda_host.py",
