@@ -23,7 +23,9 @@ std::optional<int64_t> bytes_of(const Tensor& tensor) {
 
 namespace {
 
-thread_local int64_t block_here = 0;
+// The entered blocks, each with the backward in which it was entered, or -1. In a backward, a checkpoint runs its body
+// again: blocks around the backward do not count, as copies of weights would be operators that it does not expect.
+thread_local std::vector<std::pair<int64_t, int>> blocks_here;
 
 // Returns the tensor or, for a view, its base: possibly the output of a norm. Undefined if it cannot be one.
 Tensor output_of(const Tensor& tensor) {
@@ -61,12 +63,19 @@ variable_list RecomputableNode::take_unpacked() {
 }
 
 std::pair<int64_t, int64_t> Recomputation::enter_block() {
-  static std::atomic<int64_t> last = 0;
-  const int64_t block = ++last;
-  return {block, std::exchange(block_here, block)};
+  static std::atomic<int64_t> last{0};
+  const int64_t block = ++last, outer = blocks_here.empty() ? 0 : blocks_here.back().first;
+  blocks_here.emplace_back(block, torch::autograd::get_current_graph_task_id());
+  return {block, outer};
 }
-void Recomputation::leave_block(int64_t outer) { block_here = outer; }
-int64_t Recomputation::current_block() { return block_here; }
+void Recomputation::leave_block(int64_t outer) {
+  while (!blocks_here.empty() && blocks_here.back().first != outer) blocks_here.pop_back();
+}
+int64_t Recomputation::current_block() {
+  if (blocks_here.empty()) return 0;
+  const auto [block, graph_task] = blocks_here.back();
+  return graph_task == torch::autograd::get_current_graph_task_id() ? block : 0;
+}
 
 Tensor Recomputation::compute() {
   RecomputableNode& node = this->node();

@@ -15,7 +15,7 @@ from torch import Tensor
 import normops
 from reference import cases
 from reference.cases import EPS, Case, compute_dtype
-from reference.operators import OPERATORS, Operator, Variant, of_argument, other_dtypes, variants
+from reference.operators import OPERATORS, Operator, Variant, fitted, of_argument, other_dtypes, variants
 
 ops = torch.ops.normops
 
@@ -89,7 +89,7 @@ def masks_of(operator: Operator) -> list[tuple[bool, ...]]:
 
 
 TAKEN = [
-    (shapes, variant)
+    (shapes, variant._replace(flags=fitted(variant.flags, shapes.input[-1])))
     for shapes, variant in product(SHAPES, variants())
     if variant.operator.takes(Case(shapes.input, torch.float32, len(shapes.normalized)))
 ]
