@@ -122,15 +122,16 @@ def assert_is_what_it_was(patched: nn.Module, original: nn.Module, *, some: bool
         for dtype in (torch.float32, torch.bfloat16) if not some else (torch.float32,):
             for tensors in inputs_of(original, some=some, dtype=dtype):
                 where = f"{tuple(tensors[0].shape)}, {tensors[0].stride()}, {dtype}, training={training}"
-                coarse = max((dtype, *(p.dtype for p in original.parameters())), key=lambda each: torch.finfo(each).eps)
                 (actual, grads), (expected, other_grads) = outcome(patched, tensors), outcome(original, tensors)
-                assert_alike(actual, expected, where, coarse)
+                assert_alike(actual, expected, where, dtype)
                 if isinstance(expected, Tensor):
                     assert actual.stride() == expected.stride(), f"{where}: strides"
                 # Gradients of a nearly open gate come from 1 - sigmoid, which cancels.
                 is_gated = len(tensors) > 1 and isinstance(expected, Tensor) and expected.numel() > 0
                 least = float(expected.detach().abs().nan_to_num().max()) if is_gated else 0.0
+                # A module whose result has 16 bits rounds gradients to them, the original more often.
+                rounded = expected.dtype if isinstance(expected, Tensor) and expected.dtype.itemsize == 2 else dtype
                 assert len(grads) == len(other_grads), where
                 for grad, other in zip(grads, other_grads, strict=True):
                     assert (grad is None) == (other is None), where
-                    assert_alike(grad, other, f"{where}: gradients", coarse, least)
+                    assert_alike(grad, other, f"{where}: gradients", rounded, least)
