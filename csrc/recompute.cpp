@@ -63,7 +63,7 @@ variable_list RecomputableNode::take_unpacked() {
 }
 
 std::pair<int64_t, int64_t> Recomputation::enter_block() {
-  static std::atomic<int64_t> last{0};
+  static std::atomic<int64_t> last = 0;
   const int64_t block = ++last, outer = blocks_here.empty() ? 0 : blocks_here.back().first;
   blocks_here.emplace_back(block, torch::autograd::get_current_graph_task_id());
   return {block, outer};

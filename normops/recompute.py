@@ -25,7 +25,8 @@ def recompute_norms() -> Generator[None]:
     covers functions, operators, modules, patched models and :func:`override_torch`.
 
     The block must contain the forward: the norm, and the operators that save its output. The backward may run outside.
-    The block copies the weight and the bias of each norm. It stores an output as usual in these cases:
+    A checkpoint that runs its body again in a backward does not see a block around this backward. The block copies the
+    weight and the bias of each norm. It stores an output as usual in these cases:
 
     * The output has been written to in place.
     * Its norm does not save its input, because only the bias requires a gradient.

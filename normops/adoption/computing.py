@@ -87,8 +87,8 @@ def copies_of(norm: Norm) -> dict[tuple[Dtypes, tuple[bool, ...]], tuple[bool, .
     """Returns which of input, weight and gate must be copied before the computation, by dtypes and requires_grad.
 
     A tensor is copied if normops would save it for the backward, and the module saves a copy in another dtype: a
-    program may then write to the tensor. Compiled code makes no copies here, because Inductor would remove the copy of
-    a graph input, and save the overwritten tensor. The passes copy instead: they have the list of inputs.
+    program may then write to the tensor. Compiled code makes no copies, because Inductor would remove the copy of a
+    graph input, and save the overwritten tensor.
     """
     needed = {
         (dtypes, requires): tuple(_is_copied(norm, dtypes, requires, i) for i in range(3))

@@ -295,9 +295,9 @@ def _order_of(tensor: Tensor, last_dims: int) -> tuple[int, ...] | None:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def _is_served(cls: type) -> bool:
+def _is_served(cls: type[Tensor]) -> bool:
     """Returns whether the operators support a tensor class; others may support only torch's operators."""
-    return issubclass(cls, Tensor) and has_rules(cls)
+    return has_rules(cls)
 
 
 def _is_in_onnx_export() -> bool:
