@@ -1,6 +1,6 @@
-// The loops of the backward kernels. For each row x, the scale w, and the gradient dy of x * rstd * w:
-//   dx = dy * rstd * w - x * rstd^3 * mean(dy * w * x) + residual
-//   dw = the sum over rows of dy * rstd * x
+// The loops of the backward kernels. For each row h, the scale w, and the gradient dy of h * rstd * w:
+//   dh = dy * rstd * w - h * rstd^3 * mean(dy * w * h) + residual
+//   dw = the sum over rows of dy * rstd * h
 // Rows are processed in tiles, in two passes. The first pass sums over each row. The second pass writes the gradients
 // and adds to the sums of the current leaf. Read from the end: backward_region() loops over tiles,
 // BackwardRows::write() is the second pass, write_rows() has the formulas.
@@ -87,14 +87,13 @@ class BackwardRows {
     });
   }
 
-  // The second pass, over columns [begin, end) of the tile's rows: writes the requested gradients, and adds to the sums
-  // for grad_weight and grad_bias. Prefetches `ahead`, the next tile.
-  void write(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end) const {
+  // The second pass: writes the requested gradients, and adds to the sums for grad_weight and grad_bias. Prefetches
+  // `ahead`, the next tile.
+  void write(const Tile& tile, const Tile& ahead) const {
     // Sums grad_output before a gradient overwrites it.
-    if (kPairing == Pairing::none && tile.bias_sum != nullptr) sum_grad_output(tile, begin, end);
+    if (kPairing == Pairing::none && tile.bias_sum != nullptr) sum_grad_output(tile);
     if (!RowOp::kGradRows && tile.weight_sum == nullptr) return;  // only grad_bias is requested
-    dispatch_bool<kForEitherRounding>(args_.rounding.any(),
-                                      [&](auto casts) { write_groups(tile, ahead, begin, end, casts); });
+    dispatch_bool<kForEitherRounding>(args_.rounding.any(), [&](auto casts) { write_groups(tile, ahead, casts); });
     if (kMayPrefetch && non_temporal_) finish_non_temporal();
   }
 
@@ -106,10 +105,10 @@ class BackwardRows {
   }
 
   // Adds the rows of grad_output to the sum for grad_bias, while they are still in the cache.
-  [[gnu::noinline]] void sum_grad_output(const Tile& tile, int64_t begin, int64_t end) const {
+  [[gnu::noinline]] void sum_grad_output(const Tile& tile) const {
     Compute* of_group = tile.bias_sum;
     for (int first = 0; first < tile.count; first += tile.rows_per_group, of_group += tile.stride) {
-      for_each_block<R>(begin, end, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
+      for_each_block<R>(0, args_.cols, [&](int64_t column, auto extent) NORMOPS_INLINE_LAMBDA {
         Block<R> sum = load_packed<R>(of_group + column);
         for (int r = first; r < first + tile.rows_per_group; r++) {
           sum = sum + load<R>(tile.rows[r].grad_output + column, extent);
@@ -120,7 +119,7 @@ class BackwardRows {
   }
 
   template <class Casts>
-  void write_groups(const Tile& tile, const Tile& ahead, int64_t begin, int64_t end, Casts casts) const {
+  void write_groups(const Tile& tile, const Tile& ahead, Casts casts) const {
     // A run-time branch takes 1.05 to 1.1 of the time on AVX2. Rounding takes longer than the branch.
     constexpr bool kForEither =
         !branches_at_run_time<RowOp, typename RowOp::Gradient>() && !std::is_same_v<Casts, std::true_type>;
@@ -131,14 +130,14 @@ class BackwardRows {
         dispatch_bool<kForEither>(weight_sum != nullptr, [&](auto wants_grad_weight) NORMOPS_INLINE_LAMBDA {
           if constexpr (RowOp::kTakesResidualAndSums) {
             dispatch_bool<kForEither>(args_.has(kGradResidual), [&](auto has_residual) NORMOPS_INLINE_LAMBDA {
-              write_group(tile, ahead, r, begin, end, scale, weight_sum, wants_grad_weight, has_residual, casts);
+              write_group(tile, ahead, r, scale, weight_sum, wants_grad_weight, has_residual, casts);
             });
           } else {
-            write_group(tile, ahead, r, begin, end, scale, weight_sum, wants_grad_weight, std::false_type{}, casts);
+            write_group(tile, ahead, r, scale, weight_sum, wants_grad_weight, std::false_type{}, casts);
           }
         });
       } else {
-        write_group(tile, ahead, r, begin, end, scale, weight_sum, std::true_type{}, std::false_type{}, casts);
+        write_group(tile, ahead, r, scale, weight_sum, std::true_type{}, std::false_type{}, casts);
       }
       scale += tile.stride;
       if (weight_sum != nullptr) weight_sum += tile.stride;
@@ -147,11 +146,11 @@ class BackwardRows {
 
   // Writes the rows of one group, from row `first` of the tile on.
   template <class WantsGradWeight, class HasResidual, class Casts>
-  [[gnu::noinline]] void write_group(const Tile& tile, const Tile& ahead, int first, int64_t begin, int64_t end,
-                                     const Compute* scale, Compute* weight_sum, WantsGradWeight wants_grad_weight,
-                                     HasResidual has_residual, Casts casts) const {
-    const int64_t span = kPairing == Pairing::none ? kSpan : end;
-    for (; begin < end; begin += span) {
+  [[gnu::noinline]] void write_group(const Tile& tile, const Tile& ahead, int first, const Compute* scale,
+                                     Compute* weight_sum, WantsGradWeight wants_grad_weight, HasResidual has_residual,
+                                     Casts casts) const {
+    const int64_t end = args_.cols, span = kPairing == Pairing::none ? kSpan : end;
+    for (int64_t begin = 0; begin < end; begin += span) {
       const int64_t last = begin + span < end ? begin + span : end;
       int r = first;
       if constexpr (kInPairs) {
@@ -228,24 +227,24 @@ class BackwardRows {
                   // The residual is not part of the terms: with a pointer to it, GCC 12 keeps the terms in memory,
                   // which takes up to four times as long.
                   if constexpr (RowOp::kTakesResidualAndSums) {
-                    if (has_residual) return fma(minus_c[r], part.x, load<R>(rows[r].residual + column, extent));
+                    if (has_residual) return fma(minus_c[r], part.h, load<R>(rows[r].residual + column, extent));
                   }
-                  return minus_c[r] * part.x;
+                  return minus_c[r] * part.h;
                 };
-                // dw += dy * rstd * x
-                // dx = dy * rstd * w - x * c + residual, with c = rstd^3 * mean(dy * w * x)
-                Block<R> dx;
+                // dw += dy * rstd * h
+                // dh = dy * rstd * w - h * c + residual, with c = rstd^3 * mean(dy * w * h)
+                Block<R> dh;
                 if (sizeof(typename RowOp::Gradient) == 2 && rounding.any()) {
-                  const Block<R> normalized = round_if<RowOp>(part.x * rstd[r], rounding.normalized);
+                  const Block<R> normalized = round_if<RowOp>(part.h * rstd[r], rounding.normalized);
                   const Block<R> dy = gradient_of<RowOp>(part, rounding);
                   dw[p] = dw[p] + round_if<RowOp>(dy * normalized, rounding.normalized);
-                  dx = fma(weighted<RowOp>(part, w[p], rounding), rstd[r], rest());
+                  dh = fma(weighted<RowOp>(part, w[p], rounding), rstd[r], rest());
                 } else {
                   const Block<R> scaled_dy = part.dy * rstd[r];
-                  dw[p] = fma(scaled_dy, part.x, dw[p]);
-                  dx = fma(scaled_dy, w[p], rest());
+                  dw[p] = fma(scaled_dy, part.h, dw[p]);
+                  dh = fma(scaled_dy, w[p], rest());
                 }
-                outputs[r][p] = part.outputs(dx, rstd[r], w[p]);
+                outputs[r][p] = part.outputs(dh, rstd[r], w[p]);
               }
             }
             // Stores follow the last load: rows are often a multiple of 4096 bytes apart, and a load waits for an
@@ -279,24 +278,22 @@ class BackwardRows {
   GroupedTensors<SumsOfRow<Compute>> sums_;
 };
 
-// Clears columns [begin, end) of the sums if the tile begins a leaf.
+// Clears the sums if the tile begins a leaf.
 template <class RowOp>
-void clear(const BackwardTile<RowOp>& tile, int64_t begin, int64_t end) {
-  using R = typename RowOp::Element;
+void clear(const BackwardTile<RowOp>& tile, int64_t numbers) {
   if (!tile.begins_leaf) return;
-  for (compute_t<R>* sum : {tile.weight_sum, tile.bias_sum}) {
-    if (sum == nullptr) continue;
-    std::memset(sum + begin, 0, (padded_cols(kDType<R>, end) - begin) * sizeof(compute_t<R>));
+  for (auto* sum : {tile.weight_sum, tile.bias_sum}) {
+    if (sum != nullptr) std::memset(sum, 0, numbers * sizeof(*sum));
   }
 }
 
-// Adds columns [begin, end) of the last sums after a tile that ends its leaf.
+// Adds the last sums after a tile that ends its leaf.
 template <class RowOp>
-[[gnu::noinline]] void add_last_sums(const CpuArgs& args, const BackwardTile<RowOp>& tile, int64_t begin, int64_t end) {
+[[gnu::noinline]] void add_last_sums(const CpuArgs& args, const BackwardTile<RowOp>& tile, int64_t numbers) {
   using R = typename RowOp::Element;
   for (compute_t<R>* last : {tile.weight_sum, tile.bias_sum}) {
     if (last == nullptr) continue;
-    for (int64_t column = begin; column < end; column += kLanes<R>) {
+    for (int64_t column = 0; column < numbers; column += kLanes<R>) {
       compute_t<R>* packed = last + column;
       Block<R> sum = load_packed<R>(packed);
       for (int added = 0; added < tile.merges; added++) {
@@ -325,42 +322,11 @@ void backward_region(const CpuArgs& args, const Region& region) {
   for (int current = 0; tiles[current].count > 0; current ^= 1) {
     BackwardTile<RowOp>&tile = tiles[current], &ahead = tiles[current ^ 1];
     const int64_t numbers = tile.count / tile.rows_per_group * tile.stride;
-    clear(tile, 0, numbers);
+    clear(tile, numbers);
     rows.next_tile(ahead);
     rows.sum(tile);
-    rows.write(tile, ahead, 0, args.cols);
-    if (tile.merges > 0) add_last_sums(args, tile, 0, numbers);
-  }
-}
-
-template <class RowOp>
-void backward_sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
-  using R = typename RowOp::Element;
-  const int64_t group = row % args.weight.groups;
-  GroupedTensors<RowOp> tensors(args, row / args.weight.groups);
-  tensors.next_rows(1, group);
-  tensors.next_group();
-  const RowOp of_row(tensors.next(0), typename RowOp::Shared(args), 0);
-  sum_spans<R>(args.cols, begin, end, squares, squares_of_row(of_row));
-  if (RowOp::kGradRows) {
-    sum_spans<R>(args.cols, begin, end, dots, dots_of_row<RowOp>(of_row, scale_of<RowOp>(args, group), args.rounding));
-  } else {
-    for (int64_t span = begin; span < end; span++) dots[span] = 0;
-  }
-}
-
-template <class RowOp>
-void backward_columns(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
-  BackwardRows<RowOp> rows(args, {row / args.weight.groups, 1, row % args.weight.groups, 1}, 0);
-  BackwardTile<RowOp> tile;
-  rows.next_tile(tile);
-  tile.set_sums({square_sum}, {dot}, args.size, args.eps);
-  // Processes one span at a time, so that cleared sums are still in the cache for the merges.
-  for (; begin < end; begin += kSpan) {
-    const int64_t last = span_end(begin, end);
-    clear(tile, begin, last);
-    rows.write(tile, tile, begin, last);
-    if (tile.merges > 0) add_last_sums(args, tile, begin, last);
+    rows.write(tile, ahead);
+    if (tile.merges > 0) add_last_sums(args, tile, numbers);
   }
 }
 
@@ -373,14 +339,7 @@ struct BackwardKernelsOf {
       wants_sums<RowOp>(args) ? sum_region<RowOp>(args, region) : backward_region<RowOp>(args, region);
     });
   }
-  static void sums(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots) {
-    Variants::dispatch_row_op(args, [&]<class RowOp>() { backward_sums<RowOp>(args, row, begin, end, squares, dots); });
-  }
-  static void columns(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end) {
-    Variants::dispatch_row_op(args,
-                              [&]<class RowOp>() { backward_columns<RowOp>(args, row, square_sum, dot, begin, end); });
-  }
-  static constexpr BackwardKernels kKernels = {rows, sums, columns};
+  static constexpr BackwardKernels kKernels = {rows};
 };
 
 }  // namespace

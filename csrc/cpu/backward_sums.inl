@@ -1,13 +1,13 @@
 // BackwardRowOp, tiles of rows, and the first pass of a backward, which sums over each row:
-//   square_sum = sum(x^2), dot = sum(dy * w * x)
+//   square_sum = sum(h^2), dot = sum(dy * w * h)
 #include "grouped_rows.inl"
 #include "row_sums.inl"
 
 namespace normops::cpu::NORMOPS_ISA {
 namespace {
 
-// The defaults of a backward's RowOp: pointers into the tensors of a row, and functions that compute blocks of x and
-// dy. The norm normalizes x; dy is the gradient of x * rstd * scale. R is the type of the input and of the packed
+// The defaults of a backward's RowOp: pointers into the tensors of a row, and functions that compute blocks of h and
+// dy. The norm normalizes h; dy is the gradient of h * rstd * scale. R is the type of the input and of the packed
 // order. T is the type of grad_output, to which intermediate results are rounded if the arguments' Rounding says so. A
 // RowOp has
 //   kTensors
@@ -21,15 +21,15 @@ namespace {
 //   Shared: the members that all rows share, constructed from the arguments
 //   a constructor (rows, const Shared&, position), which takes each of its tensors from GroupedTensors::Next;
 //     `position`, the row's index in the tile, selects the scratch for results of the first pass
-//   x(column, extent): a block of x, for the first pass
+//   h(column, extent): a block of h, for the first pass
 //   summed(column, extent): the Terms of a block, for the first pass
 //   terms(column, extent): the Terms of a block, for the second pass
 //   paired_terms(parts, column, extent), if columns are paired: the Terms of the blocks of these parts, for either
 //     pass. The other functions are called for columns without a pair.
 //   prefetch_read(column), prefetch_written(column)
 //   store(column, outputs, extent, policy)
-// Terms have dy, x and
-//   outputs(gradient, rstd, w): the blocks to store, from the gradient of x
+// Terms have dy, h and
+//   outputs(gradient, rstd, w): the blocks to store, from the gradient of h
 template <class R, class T>
 struct BackwardRowOp {
   using Element = R;
@@ -46,7 +46,7 @@ struct BackwardRowOp {
   };
 
   struct Terms {
-    Block<R> dy, x;
+    Block<R> dy, h;
 
     NORMOPS_INLINE Outputs outputs(const Block<R>& gradient, const Block<R>&, const Block<R>&) const {
       return gradient;
@@ -65,12 +65,12 @@ struct BackwardRowOp {
         grad_input(rows.template row<kGradInput, R>()) {}
 
   template <class Extent>
-  NORMOPS_INLINE Block<R> x(int64_t column, Extent extent) const {
+  NORMOPS_INLINE Block<R> h(int64_t column, Extent extent) const {
     return load<R>(input + column, extent);
   }
   template <class Extent>
   NORMOPS_INLINE Terms terms(int64_t column, Extent extent) const {
-    return {load<R>(grad_output + column, extent), x(column, extent)};
+    return {load<R>(grad_output + column, extent), h(column, extent)};
   }
   template <class Extent>
   NORMOPS_INLINE Terms summed(int64_t column, Extent extent) const {
@@ -124,7 +124,7 @@ struct BackwardTile {
   compute_t<R> rstd[kBackwardTile], minus_c[kBackwardTile];
   SumsOfRow<compute_t<R>> sums[kBackwardTile];
 
-  // Computes rstd and minus_c from the sums of x^2 and dy * w * x. The latter are used only if rows are written.
+  // Computes rstd and minus_c from the sums of h^2 and dy * w * h. The latter are used only if rows are written.
   NORMOPS_INLINE void set_sums(const double (&squares)[kBackwardTile], const double (&dots)[kBackwardTile],
                                int64_t cols, double eps) {
     compute_t<R> square_sum[kBackwardTile], dot[kBackwardTile];
@@ -142,12 +142,12 @@ struct BackwardTile {
   }
 };
 
-// Returns a term for fold_span, which adds the squares of a block of x to an accumulator.
+// Returns a term for fold_span, which adds the squares of a block of h to an accumulator.
 template <class Row>
 NORMOPS_INLINE auto squares_of_row(const Row& row) {
   return [row](int64_t column, auto extent, const auto& sum) NORMOPS_INLINE_LAMBDA {
-    const auto x = row.x(column, extent);
-    return fma(x, x, sum);
+    const auto h = row.h(column, extent);
+    return fma(h, h, sum);
   };
 }
 
@@ -182,7 +182,7 @@ template <class RowOp, class Row, class Compute>
 NORMOPS_INLINE auto dots_of_row(const Row& row, const Compute* scale, Rounding rounding) {
   return [row, scale, rounding]<class R>(int64_t column, auto extent, const Block<R>& sum) NORMOPS_INLINE_LAMBDA {
     const auto terms = row.summed(column, extent);
-    return fma(weighted<RowOp>(terms, load_packed<R>(scale + column), rounding), terms.x, sum);
+    return fma(weighted<RowOp>(terms, load_packed<R>(scale + column), rounding), terms.h, sum);
   };
 }
 
@@ -203,7 +203,7 @@ NORMOPS_INLINE auto terms_of(const Row& row, const Parts& parts, int64_t column,
   return row.paired_terms(parts, column, extent);
 }
 
-// Sums dy * w * x over a span of a row with paired columns. Each segment has separate spans. They are half as long for
+// Sums dy * w * h over a span of a row with paired columns. Each segment has separate spans. They are half as long for
 // two blocks at a time, so that no chain is longer than in a row without pairs.
 template <class RowOp, Tail kTail, class Row>
 NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired,
@@ -222,7 +222,7 @@ NORMOPS_INLINE auto fold_paired_dots(const Row& row, const RotaryColumns& paired
               const auto terms = terms_of(row, parts, column, extent);
               for (int p = 0; p < Parts::kCount; p++) {
                 const Block<R> w = load_packed<R>(scale + parts.packed(column, p));
-                sum = fma(weighted<RowOp>(terms.part[p], w, rounding), terms.part[p].x, sum);
+                sum = fma(weighted<RowOp>(terms.part[p], w, rounding), terms.part[p].h, sum);
               }
               return sum;
             });
@@ -246,8 +246,8 @@ NORMOPS_INLINE void fold_row(const RowOp& of_tile, const compute_t<typename RowO
       const Block<R> w = load_packed<R>(scale + column);
       if (prefetches) row.prefetch_written(column);
       const auto terms = row.summed(column, extent);
-      sums[0] = fma(terms.x, terms.x, sums[0]);
-      sums[1] = fma(weighted<RowOp>(terms, w, rounding), terms.x, sums[1]);
+      sums[0] = fma(terms.h, terms.h, sums[0]);
+      sums[1] = fma(weighted<RowOp>(terms, w, rounding), terms.h, sums[1]);
     });
     squares = folded[0];
     dots = folded[1];
@@ -275,7 +275,7 @@ NORMOPS_INLINE void add_sums(const Folded<R> (&folded)[kBackwardTile], int count
   }
 }
 
-// The first pass: computes the sums over each row of a tile. Sums dy * w * x only if rows are written.
+// The first pass: computes the sums over each row of a tile. Sums dy * w * h only if rows are written.
 template <class RowOp, class Casts>
 [[gnu::noinline]] void sum_tile(const CpuArgs& args, BackwardTile<RowOp>& tile, bool prefetches, Casts casts) {
   using R = typename RowOp::Element;

@@ -10,9 +10,6 @@ namespace normops::cpu {
 // The minimum number of elements per thread: waking a second thread costs about as much as processing these.
 constexpr int64_t kGrainElements = 16384;
 
-// The maximum number of rows that threads split at a time.
-constexpr int64_t kSharedRows = 8;
-
 inline int64_t grain(int64_t elements_each) {
   return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_each));
 }
@@ -70,13 +67,6 @@ class Division {
   void each_region_of_part(int64_t part, int64_t parts, const Visit& visit) const {
     each_region(part_begin(0, units(), part, parts), part_begin(0, units(), part + 1, parts), visit);
   }
-
-  // Returns the number of parts into which the columns of some rows are divided, if threads split rows.
-  int64_t parts_of_row(int64_t threads) const {
-    return part_count(std::min(rows_, kSharedRows) * cols_, kGrainElements, threads);
-  }
-  // Returns whether threads split rows: if there are fewer units than threads, and more parts of a row than units.
-  bool splits_each_row(int64_t threads) const { return units() < threads && parts_of_row(threads) > units(); }
 
   bool is_whole_strip(const Region& region) const { return region.rows == rows_; }
   bool ends_strip(const Region& region) const { return region.row + region.rows == rows_; }

@@ -1,6 +1,7 @@
-// Compiles the kernel source named by NORMOPS_KERNEL_SOURCE once per instruction set, each time into the namespace
-// normops::cpu::NORMOPS_ISA. Defines NORMOPS_CHOOSE, to be used after it. For x86-64 the build compiles each such file
-// twice, with NORMOPS_WITHOUT_AVX512 and with NORMOPS_WITHOUT_AVX2, as half the code takes half the memory.
+// Compiles the kernel source that includes this header, and that NORMOPS_KERNEL_SOURCE names, once per instruction set,
+// each time into the namespace normops::cpu::NORMOPS_ISA. Defines NORMOPS_CHOOSE, to be used after it. For x86-64 the
+// build compiles each such file twice, with NORMOPS_WITHOUT_AVX512 and with NORMOPS_WITHOUT_AVX2, as half the code
+// takes half the memory.
 //
 // Standard headers come first: their inline functions must not be compiled for a wide instruction set, as the linker
 // could keep that copy for all callers.
@@ -20,6 +21,7 @@
 
 #include "../dispatch.h"
 #include "isa.h"
+#include "kernels.h"
 #include "row_iterator.h"
 
 // Only inlined functions pass registers that are wider than the architecture's baseline.

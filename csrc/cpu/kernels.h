@@ -90,7 +90,7 @@ struct CpuArgs : KernelArgs {
   const float* channel_bias = nullptr;  // [cols], or null
   int64_t first_group = 0;              // the first one in scale and sums
   const void* scale = nullptr;          // compute [groups, packed_cols]: weight + its offset
-  void* row_scratch = nullptr;          // compute [scratch_rows, padded_cols], per thread or per split row
+  void* row_scratch = nullptr;          // compute [scratch_rows, padded_cols]
 
   // For backward kernels.
   int64_t part_rows = 0;              // of all regions of the thread
@@ -140,12 +140,6 @@ struct RmsNormKernels {
 struct BackwardKernels {
   // Computes the gradients of the region's rows, and the sums over rows that each_sum() visits for its leaves.
   void (*rows)(const CpuArgs& args, const Region& region);
-  // Two steps for one row that threads split, to be called for consecutive rows. sums() computes squares[begin:end] and
-  // dots[begin:end], the sums over these spans of x^2 and of dy * scale * x (0 if no rows are written). columns()
-  // computes columns [begin, end) of the row's gradients, and of the sums; their first leaf is the group's first one.
-  // Both are null if rows are not split.
-  void (*sums)(const CpuArgs& args, int64_t row, int64_t begin, int64_t end, double* squares, double* dots);
-  void (*columns)(const CpuArgs& args, int64_t row, double square_sum, double dot, int64_t begin, int64_t end);
 };
 
 // A sum over rows of a group, after which the last two sums are added `merges` times.
@@ -161,7 +155,7 @@ struct RmsNormBackwardKernels {
                       void* grad_weight, int64_t columns);
 };
 
-// The kernels of a norm over channels. Threads never split its rows.
+// The kernels of a norm over channels.
 struct ChannelRmsNormKernels {
   ForwardKernels forward;
   BackwardKernels backward;

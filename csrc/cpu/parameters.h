@@ -235,8 +235,7 @@ class Parameters {
 inline void run_backward(const BackwardKernels& kernels, CpuArgs args) {
   const Division division(args.rows, args.cols, args.weight.groups, args.has(kGradWeight) || args.has(kGradBias));
   args.rows_per_leaf = division.rows_per_leaf();
-  const int64_t parts = splits_each_row(kernels, division) ? 1 : part_count(division.units(), division.grain());
-  Parameters parameters(args, division, parts);
+  Parameters parameters(args, division, part_count(division.units(), division.grain()));
   run_backward(kernels, args, division, parameters);
   parameters.finish();
 }

@@ -72,12 +72,6 @@ int64_t packed_cols(const CpuArgs& args) {
   return scale_layout<RowOp>(args).packed_cols();
 }
 
-template <class RowOp>
-NORMOPS_INLINE auto* scale_of(const CpuArgs& args, int64_t group) {
-  return static_cast<const compute_t<typename RowOp::Element>*>(args.scale) +
-         (group - args.first_group) * packed_cols<RowOp>(args);
-}
-
 // Calls visit(parts, begin, end) for the segments of columns [begin, end). With pairs, these must be all columns of the
 // row, and the paired segment comes first. A SplitPair counts only the first columns of pairs.
 template <class R, Pairing pairing, class Visit>

@@ -76,15 +76,7 @@ NORMOPS_INLINE Folded<R> fold_span(int64_t begin, int64_t end, Term term) {
   return folded[0];
 }
 
-// Computes the sums over spans [begin, end) of a row that threads split.
-template <class R, class Term>
-NORMOPS_INLINE void sum_spans(int64_t cols, int64_t begin, int64_t end, double* sums, Term term) {
-  for (int64_t span = begin; span < end; span++) {
-    sums[span] = sum_of<R>(fold_span<R, Tail::looped>(span * kSpan, span_end(span * kSpan, cols), term));
-  }
-}
-
-// Returns rstd = 1 / sqrt(mean(x^2) + eps). Operations per span or row use double, which costs nothing and keeps the
+// Returns rstd = 1 / sqrt(mean(h^2) + eps). Operations per span or row use double, which costs nothing and keeps the
 // error bound of one span. The sum over the row is rounded, so that a sum that is an input gives the same rstd.
 template <class R>
 NORMOPS_INLINE compute_t<R> rstd_of(compute_t<R> square_sum, int64_t cols, double eps) {
@@ -92,7 +84,7 @@ NORMOPS_INLINE compute_t<R> rstd_of(compute_t<R> square_sum, int64_t cols, doubl
   return static_cast<compute_t<R>>(1 / std::sqrt(mean + eps));
 }
 
-// Returns -c, with c = rstd^3 * mean(dy * w * x), from the sum of these products.
+// Returns -c, with c = rstd^3 * mean(dy * w * h), from the sum of these products.
 template <class R>
 NORMOPS_INLINE compute_t<R> minus_c_of(compute_t<R> dot, compute_t<R> rstd, int64_t cols) {
   const double rstd_cubed = static_cast<double>(rstd) * rstd * rstd;

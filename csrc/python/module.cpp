@@ -5,7 +5,6 @@
 
 #include "../cpu/division.h"
 #include "../cpu/isa.h"
-#include "../cpu/kernels.h"
 #include "../operators.h"
 #include "../recompute.h"
 #include "arguments.h"
@@ -42,23 +41,10 @@ std::vector<int64_t> elements_of_parts(int64_t rows, int64_t cols, int64_t group
   using namespace normops::cpu;
   if (groups < 1 || rows % groups != 0) throw std::invalid_argument("groups: expected a divisor of rows");
   const Division division(rows, cols, groups, sums_rows);
-  std::vector<int64_t> elements;
-  if (division.splits_each_row(threads)) {
-    const int64_t spans = divide_up(cols, kSpan),
-                  parts = part_count(spans, grain(std::min(rows / groups, kSharedRows) * kSpan), threads);
-    for (int64_t part = 0; part < parts; part++) {
-      const int64_t begin = part_begin(0, spans, part, parts) * kSpan,
-                    end = part_begin(0, spans, part + 1, parts) * kSpan;
-      elements.push_back(rows * (std::min(end, cols) - begin));
-    }
-    return elements;
-  }
-  const int64_t parts = part_count(division.units(), division.grain(), threads);
-  for (int64_t part = 0; part < parts; part++) {
-    int64_t count = 0;
-    division.each_region_of_part(part, parts,
-                                 [&](const Region& region) { count += region.rows * region.groups * cols; });
-    elements.push_back(count);
+  std::vector<int64_t> elements(part_count(division.units(), division.grain(), threads));
+  for (size_t part = 0; part < elements.size(); part++) {
+    division.each_region_of_part(part, elements.size(),
+                                 [&](const Region& region) { elements[part] += region.rows * region.groups * cols; });
   }
   return elements;
 }

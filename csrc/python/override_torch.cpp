@@ -4,9 +4,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "../rms_norm.h"
 #include "../tensor_rows.h"
@@ -45,41 +43,10 @@ void copy_what_torch_copies(Tensor& input, OptionalTensor& weight) {
   if (!is_saved && is_given(weight)) weight = weight->clone();
 }
 
-// Returns the memory order of torch's product of input and rstd, outermost dimension first: TensorIterator orders it by
-// the input's strides. A stride of 0 defines no order.
-std::vector<int64_t> memory_order_of(const Tensor& input) {
-  const auto sizes = input.sym_sizes(), strides = input.sym_strides();
-  const auto compare = [&](int64_t a, int64_t b) {  // 1: b is inside of a; -1: a is inside of b; 0: unknown
-    if (TORCH_GUARD_OR_FALSE(strides[a].sym_eq(0)) || TORCH_GUARD_OR_FALSE(strides[b].sym_eq(0))) return 0;
-    if (TORCH_GUARD_OR_FALSE(strides[a].sym_lt(strides[b]))) return -1;
-    if (TORCH_GUARD_OR_FALSE(strides[a].sym_gt(strides[b]))) return 1;
-    return TORCH_GUARD_OR_FALSE(sizes[a].sym_gt(sizes[b])) ? 1 : 0;
-  };
-  std::vector<int64_t> order(input.dim());  // the innermost first
-  for (int64_t i = 0; i < input.dim(); i++) order[i] = input.dim() - 1 - i;
-  for (int64_t i = 1; i < input.dim(); i++) {
-    int64_t place = i;
-    for (int64_t inner = i - 1; inner >= 0; inner--) {
-      const int compared = compare(order[inner], order[place]);
-      if (compared < 0) break;
-      if (compared == 0) continue;
-      std::swap(order[inner], order[place]);
-      place = inner;
-    }
-  }
-  std::reverse(order.begin(), order.end());
-  return order;
-}
-
-// On the CPU, torch's rms_norm makes its result contiguous, except that it keeps the order of torch.channels_last. A
-// product that is contiguous already keeps the strides of its dimensions of size 1.
-bool keeps_order(const Tensor& input, const std::vector<int64_t>& order) {
-  if (std::is_sorted(order.begin(), order.end())) return false;
+// On the CPU, torch's rms_norm makes its result contiguous, except that it keeps the order of torch.channels_last.
+bool keeps_order(const Tensor& input) {
   const auto format = input.suggest_memory_format();
-  if (format == at::MemoryFormat::ChannelsLast || format == at::MemoryFormat::ChannelsLast3d) return true;
-  std::vector<int64_t> longer = order;
-  std::erase_if(longer, [&](int64_t dim) { return TORCH_GUARD_OR_FALSE(input.sym_size(dim).sym_eq(1)); });
-  return std::is_sorted(longer.begin(), longer.end());
+  return input.is_cpu() && (format == at::MemoryFormat::ChannelsLast || format == at::MemoryFormat::ChannelsLast3d);
 }
 
 bool differ(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
@@ -98,32 +65,20 @@ bool are_valid(const Tensor& input, c10::SymIntArrayRef normalized_shape, const 
          (!is_given(weight) || !differ(weight->sym_sizes(), normalized_shape));
 }
 
-// Calls torch's rms_norm for arguments that normops does not support: it computes the result or raises its own error.
+// Calls torch's rms_norm for arguments that normops does not support, so that it computes the result or raises its own
+// error, and for results in the order of torch.channels_last.
 Tensor rms_norm_of_torch(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                          std::optional<double> eps) {
   const bool has_our_weight = !is_given(weight) || (has_kernels_for(*weight) && weight->device() == input.device());
   const bool is_ours = has_kernels_for(input) && has_our_weight && !(eps.has_value() && std::isnan(*eps)) &&
                        are_valid(input, normalized_shape, weight) && !is_in_onnx_export(input);
-  const auto of_torch = [&] {
+  if (!is_ours || keeps_order(input)) {
     return at::compositeimplicitautograd::rms_norm_symint(input, normalized_shape, weight, eps);
-  };
-  if (!is_ours) return of_torch();
-  const auto order = input.is_cpu() ? memory_order_of(input) : std::vector<int64_t>();
-  const bool is_permuted = input.is_cpu() && keeps_order(input, order);
-  // Kernels normalize innermost dimensions.
-  for (int64_t i = 0; is_permuted && i < std::min<int64_t>(normalized_shape.size(), input.dim()); i++) {
-    const int64_t dim = input.dim() - 1 - i;
-    if (order[dim] != dim) return of_torch();
   }
-  Tensor kept_input = is_permuted ? input.permute(order) : input;
+  Tensor kept_input = input;
   OptionalTensor kept_weight = weight;
   copy_what_torch_copies(kept_input, kept_weight);
-  Tensor output =
-      std::move(call(RmsNorm{kept_input, {normalized_shape, kept_weight, eps, 0.0, kRoundOnce}, std::nullopt})[0]);
-  if (!is_permuted) return output;
-  std::vector<int64_t> back(order.size());
-  for (size_t i = 0; i < order.size(); i++) back[order[i]] = static_cast<int64_t>(i);
-  return output.permute(back);
+  return std::move(call(RmsNorm{kept_input, {normalized_shape, kept_weight, eps, 0.0, kRoundOnce}, std::nullopt})[0]);
 }
 
 }  // namespace

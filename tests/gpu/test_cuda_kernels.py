@@ -538,7 +538,7 @@ def test_pointers_of_different_tensors_are_not_subtracted(tmp_path: Path) -> Non
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.full  # takes minutes
+@pytest.mark.release  # takes minutes
 def test_operators(tmp_path: Path) -> None:
     """Tests the layers between torch and the kernels, on CUDA tensors in CPU memory."""
     fake_gpu_builds.need_cuda()

@@ -99,8 +99,6 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
   };
   const CpuArgs forward = with(args, {{kInput, &input}, {kOutput, &output}}, &scale);
   const CpuArgs add = with(forward, {{kResidual, &residual}, {kResidualOut, &residual_out}}, &residual_scale);
-  const int64_t spans = (cols + kSpan - 1) / kSpan;
-  std::vector<double> squares(spans), dots(spans);
   const auto with_held = [&](CpuArgs args, const auto& run) {
     const Memory scratch(side, compute_dtype(args.dtype()), scratch_rows(args) * padded_cols(args.dtype(), cols));
     args.row_scratch = scratch.data();
@@ -110,12 +108,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     with_held(args, [&](const auto& args) { kernels.rows(args, 0, rows); });
   };
   const auto run_backward = [&](const auto& kernels, const auto& args) {
-    with_held(args, [&](const auto& args) {
-      kernels.rows(args, all_rows);
-      if (kernels.sums == nullptr) return;
-      kernels.sums(args, rows - 1, 0, spans, squares.data(), dots.data());
-      kernels.columns(args, rows - 1, 1.0, 1.0, 0, cols);
-    });
+    with_held(args, [&](const auto& args) { kernels.rows(args, all_rows); });
   };
   run_forward(kernels.forward, forward);
   run_forward(add_rms_norm_kernels(), add);

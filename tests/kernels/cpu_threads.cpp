@@ -85,7 +85,7 @@ int main(int count, char** arguments) {
   is_racy = count > 1 && std::string_view(arguments[1]) == "racy";
   std::printf("%s\n", isa_name(current_isa()));
   for (const DType dtype : kDTypes) {
-    // Rows divided among threads, with one group, several groups, and few rows per group; then columns divided.
+    // Rows divided among threads, with one group, several groups, and few rows per group; then columns of parameters.
     for (const auto& [rows, groups, cols] :
          {std::array<int64_t, 3>{137, 1, 1030}, {330, 11, 130}, {66, 33, 1030}, {2, 1, 33000}, {18, 2, 16400}}) {
       if (!run(dtype, rows, groups, cols))

@@ -32,14 +32,6 @@ def test_backward_is_divided_evenly(rows: int, cols: int, groups: int, sums_rows
     assert max(parts) - min(parts) <= 2 * unit + (max(parts) // 8 if groups > 1 else 0)
 
 
-@pytest.mark.parametrize(("rows", "cols", "threads"), [(64, 65536, 16), (64, 65536, 32), (8, 16384, 8), (8, 4096, 2)])
-def test_columns_of_few_rows_are_divided(rows: int, cols: int, threads: int) -> None:
-    """With fewer than eight rows per thread, threads share the columns."""
-    parts = _C.elements_of_parts(rows, cols, 1, True, threads)
-    assert len(parts) == threads
-    assert max(parts) == min(parts)
-
-
 def test_groups_that_do_not_divide_the_rows_raise() -> None:
     with pytest.raises(ValueError, match="groups: expected a divisor of rows"):
         _C.elements_of_parts(8, 64, 3, True, 2)

@@ -213,7 +213,7 @@ def test_derivatives_of_order_one_and_two(function: Function, nesting: tuple[str
     check(function, nesting)
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.parametrize(("function", "nesting"), selected(FUNCTIONS, 48, OF_THREE))
 def test_third_derivatives(function: Function, nesting: tuple[str, ...]) -> None:
     check(function, nesting)

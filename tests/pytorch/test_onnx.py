@@ -172,7 +172,7 @@ class Everything(nn.Module):
         assert next(outputs, None) is None
 
 
-@pytest.mark.parametrize("first_dtype", divided(range(len(cases.DTYPES)), (1,)))
+@pytest.mark.parametrize("first_dtype", divided(range(len(cases.DTYPES)), (1,), ()))
 def test_every_operator_is_translated(first_dtype: int) -> None:
     """Exports with torch.onnx's optimizer, and for one dtype without it."""
     module = Everything(EXPORTED, first_dtype, has_all_rows=True)
@@ -185,7 +185,7 @@ def test_every_operator_is_translated(first_dtype: int) -> None:
 
 
 @every_opset
-@pytest.mark.full
+@pytest.mark.release  # a minute each
 def test_every_opset_is_supported(opset_version: int) -> None:
     module = Everything(EXPORTED, opset_version, has_all_rows=False)
     program, nodes = export(module, module.tensors, opset_version=opset_version, dynamic_shapes=None)

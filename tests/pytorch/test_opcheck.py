@@ -18,7 +18,7 @@ OPCHECK_CASES = [
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=str)
-@pytest.mark.covering(core=1)
+@pytest.mark.covering(core=1, full=1)  # ten seconds each
 def test_opcheck(case: OperatorCase, device: str) -> None:
     operator, arguments = case.operator, case.arguments(device)
     tensors = {name: value.detach() for name, value in arguments.items() if isinstance(value, Tensor)}

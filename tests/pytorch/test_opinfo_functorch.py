@@ -159,7 +159,7 @@ def test_one_or_two_transforms(info: OpInfo, dtype: torch.dtype, count: int | No
 
 
 @pytest.mark.parametrize(
-    "word", [pytest.param(word, marks=[] if word == "vmap-vjp-vjp" else pytest.mark.full) for word in TRIPLES]
+    "word", [pytest.param(word, marks=[] if word == "vmap-vjp-vjp" else pytest.mark.release) for word in TRIPLES]
 )
 @of_operators((torch.float64,), full=1)
 def test_three_transforms(info: OpInfo, dtype: torch.dtype, count: int | None, word: str) -> None:

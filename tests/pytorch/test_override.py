@@ -216,6 +216,11 @@ def permuted(sizes: tuple[int, ...], order: tuple[int, ...], gap: int = 1) -> Te
     return stored[..., ::gap].permute([order.index(dim) for dim in range(len(order))])
 
 
+def strides(tensor: Tensor) -> list[int]:
+    """Returns the strides that matter: those of dimensions longer than 1."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
 @pytest.mark.parametrize(
     "sizes", [(3, 4), (2, 3, 4), (2, 3, 4, 8), (2, 3, 2, 5, 4), (2, 1, 3, 4), (1, 3, 1, 4), (2, 3, 1)]
 )
@@ -230,7 +235,7 @@ def test_outputs_have_the_memory_format_of_torch(sizes: tuple[int, ...], normali
                 expected = F.rms_norm(expanded, shape, weight)
                 with normops.override_torch():
                     actual = F.rms_norm(expanded, shape, weight)
-                assert actual.stride() == expected.stride(), (order, gap)
+                assert strides(actual) == strides(expected), (order, gap)
                 torch.testing.assert_close(actual, expected)
 
 
