@@ -77,16 +77,24 @@ def _is_own(forward: Any, module: nn.Module) -> bool:
     return is_bound and forward.__func__ is getattr(type(module), "forward", None)
 
 
-def set_state(rounding: ModelRounding, by: By, module: nn.Module, state: dict[str, Any]) -> None:
-    """Sets the state of an unpickled module, and patches it if its norm is recognised here."""
-    from normops.adoption.patching import recognised  # imports this module
+def new_of(cls: Any, rounding: ModelRounding, by: By) -> Any:
+    """Returns an empty module. ``__setstate__`` gives it this class, and patches it if its norm is known here.
 
+    Pickles of patched modules call this. ``copy`` does, too, if another thread patches a module while it is copied.
+    """
     check_rounding(rounding)
     check_by(by)
-    module.__setstate__(state)
-    norm = recognised(module, rounding, by)
-    if isinstance(norm, Norm):
-        install([(module, norm, rounding)])
-    else:
-        title = f"a {type(module).__name__} was patched by normops when it was pickled"
-        warnings.warn(f"{title}, and is loaded unpatched: {norm}", stacklevel=2)
+
+    def __setstate__(module: Any, state: dict[str, Any]) -> None:  # noqa: N807
+        from normops.adoption.patching import recognised  # imports this module
+
+        object.__setattr__(module, "__class__", cls)
+        module.__setstate__(state)
+        norm = recognised(module, rounding, by)
+        if isinstance(norm, Norm):
+            install([(module, norm, rounding)])
+        else:
+            title = f"a {cls.__name__} was patched by normops when it was pickled"
+            warnings.warn(f"{title}, and is loaded unpatched: {norm}", stacklevel=2)
+
+    return object.__new__(type(cls)(cls.__name__, (cls,), {"__setstate__": __setstate__}))

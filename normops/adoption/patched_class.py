@@ -43,13 +43,13 @@ class Patched:
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """A pickle holds the module's own class, and the options of patch, which runs again when it is loaded."""
-        from normops.adoption.installation import own_class, set_state
+        from normops.adoption.installation import new_of, own_class
 
         if not issubclass(cls := type(self), Patched):  # another thread has unpatched it
             return object.__reduce_ex__(self, protocol)
         made = cls.normops_made
-        load = partial(set_state, made.rounding, "measurement" if made.norm.is_measured else "source")
-        return object.__new__, (own_class(self),), vars(self), None, None, load
+        by = "measurement" if made.norm.is_measured else "source"
+        return new_of, (own_class(self), made.rounding, by), vars(self)
 
 
 # Weak references: a patched class refers to the module's own class, which a program may define repeatedly.

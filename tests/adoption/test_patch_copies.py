@@ -245,6 +245,21 @@ def test_threads_that_copy_and_call_one_module(copied: Callable[[nn.Module], nn.
     assert normops.unpatch(norm) == 1
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+def test_module_that_is_patched_while_it_is_copied(
+    copied: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``copy`` looks for ``__deepcopy__``, which a module without the patch lacks, and later for ``__reduce_ex__``."""
+    norm: Any = with_itself()
+    monkeypatch.delattr(Patched, f"__{copied.__name__}__")
+    again: Any = copied(norm)
+    assert_patched(again)
+    assert again is not norm
+    assert again.method.__self__ is again.attribute is (norm if copied is copy.copy else again)
+    x = torch.randn(2, SIZE)
+    torch.testing.assert_close(again(x), LlamaNorm.forward(norm, x))
+
+
 # torch.save raises PicklingError if the class of an object changes while it is pickled.
 @pytest.mark.parametrize("name", ["copy", "deepcopy", "pickle"])
 @pytest.mark.usefixtures("frequent_switches")
@@ -311,8 +326,8 @@ class NamesAlone(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_known = module.partition(".")[0] in {"torch", "collections", LlamaNorm.__module__}
-        names = {"normops.adoption.installation": "set_state", "builtins": "object.__new__ getattr object"}
-        assert is_known or name in {**names, "functools": "partial"}.get(module, "").split(), (module, name)
+        names = {"normops.adoption.installation": "new_of", "builtins": "getattr"}
+        assert is_known or name == names.get(module), (module, name)
         return super().find_class(module, name)
 
 
