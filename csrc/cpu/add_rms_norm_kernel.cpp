@@ -5,7 +5,7 @@
 #if !defined(NORMOPS_ISA)
 #define NORMOPS_KERNEL_SOURCE "add_rms_norm_kernel.cpp"
 #include "foreach_isa.h"
-NORMOPS_CHOOSE(ForwardKernels, add_rms_norm_kernels, kAddRmsNormKernels)
+NORMOPS_CHOOSE(ForwardKernel, add_rms_norm_kernel, kAddRmsNormKernel)
 #else
 #include "forward_rows.inl"
 
@@ -71,8 +71,8 @@ struct Variants {
 
 }  // namespace
 
-extern const ForwardKernels kAddRmsNormKernels;
-const ForwardKernels kAddRmsNormKernels = ForwardKernelsOf<Variants>::kKernels;
+extern const ForwardKernel kAddRmsNormKernel;
+const ForwardKernel kAddRmsNormKernel = ForwardKernelsOf<Variants>::rows;
 
 }  // namespace normops::cpu::NORMOPS_ISA
 #endif

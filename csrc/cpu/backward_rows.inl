@@ -339,7 +339,6 @@ struct BackwardKernelsOf {
       wants_sums<RowOp>(args) ? sum_region<RowOp>(args, region) : backward_region<RowOp>(args, region);
     });
   }
-  static constexpr BackwardKernels kKernels = {rows};
 };
 
 }  // namespace

@@ -333,7 +333,7 @@ void backward_of(const CpuArgs& args, const Region& region) {
 }  // namespace
 
 extern const ChannelRmsNormKernels kChannelRmsNormKernels;
-const ChannelRmsNormKernels kChannelRmsNormKernels = {{forward_of}, {backward_of}};
+const ChannelRmsNormKernels kChannelRmsNormKernels = {forward_of, backward_of};
 
 }  // namespace normops::cpu::NORMOPS_ISA
 #endif

@@ -7,7 +7,7 @@
 #if !defined(NORMOPS_ISA)
 #define NORMOPS_KERNEL_SOURCE "gated_rms_norm_backward_kernel.cpp"
 #include "foreach_isa.h"
-NORMOPS_CHOOSE(BackwardKernels, gated_rms_norm_backward_kernels, kGatedRmsNormBackwardKernels)
+NORMOPS_CHOOSE(BackwardKernel, gated_rms_norm_backward_kernel, kGatedRmsNormBackwardKernel)
 #else
 #include "activation.inl"
 #include "backward_rows.inl"
@@ -124,8 +124,8 @@ struct Variants {
 
 }  // namespace
 
-extern const BackwardKernels kGatedRmsNormBackwardKernels;
-const BackwardKernels kGatedRmsNormBackwardKernels = BackwardKernelsOf<Variants>::kKernels;
+extern const BackwardKernel kGatedRmsNormBackwardKernel;
+const BackwardKernel kGatedRmsNormBackwardKernel = BackwardKernelsOf<Variants>::rows;
 
 }  // namespace normops::cpu::NORMOPS_ISA
 #endif

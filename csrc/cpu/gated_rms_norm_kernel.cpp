@@ -5,7 +5,7 @@
 #if !defined(NORMOPS_ISA)
 #define NORMOPS_KERNEL_SOURCE "gated_rms_norm_kernel.cpp"
 #include "foreach_isa.h"
-NORMOPS_CHOOSE(ForwardKernels, gated_rms_norm_kernels, kGatedRmsNormKernels)
+NORMOPS_CHOOSE(ForwardKernel, gated_rms_norm_kernel, kGatedRmsNormKernel)
 #else
 #include "activation.inl"
 #include "forward_rows.inl"
@@ -98,8 +98,8 @@ struct Variants {
 
 }  // namespace
 
-extern const ForwardKernels kGatedRmsNormKernels;
-const ForwardKernels kGatedRmsNormKernels = ForwardKernelsOf<Variants>::kKernels;
+extern const ForwardKernel kGatedRmsNormKernel;
+const ForwardKernel kGatedRmsNormKernel = ForwardKernelsOf<Variants>::rows;
 
 }  // namespace normops::cpu::NORMOPS_ISA
 #endif

@@ -124,22 +124,16 @@ inline int64_t scratch_rows(const CpuArgs& args) {
   return args.cols * size_of(args.dtype()) <= kMostTiledBytes ? kForwardTile : 1;
 }
 
-// The kernels of a forward.
-struct ForwardKernels {
-  // Computes output[begin:end], or square_sum[begin:end] if only sums are requested.
-  void (*rows)(const CpuArgs& args, int64_t begin, int64_t end);
-};
+// Computes output[begin:end], or square_sum[begin:end] if only sums are requested.
+using ForwardKernel = void (*)(const CpuArgs& args, int64_t begin, int64_t end);
+
+// Computes the gradients of the region's rows, and the sums over rows that each_sum() visits for its leaves.
+using BackwardKernel = void (*)(const CpuArgs& args, const Region& region);
 
 struct RmsNormKernels {
   // Computes scale[:count] = weight[:count] + weight_offset.
   void (*scale)(DType dtype, DType weight_dtype, const void* weight, double weight_offset, void* scale, int64_t count);
-  ForwardKernels forward;
-};
-
-// The kernels of a backward.
-struct BackwardKernels {
-  // Computes the gradients of the region's rows, and the sums over rows that each_sum() visits for its leaves.
-  void (*rows)(const CpuArgs& args, const Region& region);
+  ForwardKernel forward;
 };
 
 // A sum over rows of a group, after which the last two sums are added `merges` times.
@@ -149,7 +143,7 @@ struct ParameterSum {
 };
 
 struct RmsNormBackwardKernels {
-  BackwardKernels backward;
+  BackwardKernel backward;
   // Computes grad_weight[:columns] = columns [first, first + columns) of the total of these sums.
   void (*grad_weight)(DType dtype, DType weight_dtype, const ParameterSum* sums, int64_t count, int64_t first,
                       void* grad_weight, int64_t columns);
@@ -157,20 +151,20 @@ struct RmsNormBackwardKernels {
 
 // The kernels of a norm over channels.
 struct ChannelRmsNormKernels {
-  ForwardKernels forward;
-  BackwardKernels backward;
+  ForwardKernel forward;
+  BackwardKernel backward;
 };
 
 #pragma GCC visibility push(default)  // for the operators, which are in another library
 // Return the kernels for current_isa(). Operators with sums use those of rms_norm and rms_norm_backward.
 const RmsNormKernels& rms_norm_kernels();
 const RmsNormBackwardKernels& rms_norm_backward_kernels();
-const ForwardKernels& add_rms_norm_kernels();
+const ForwardKernel& add_rms_norm_kernel();
 const ChannelRmsNormKernels& channel_rms_norm_kernels();
-const ForwardKernels& gated_rms_norm_kernels();
-const BackwardKernels& gated_rms_norm_backward_kernels();
-const ForwardKernels& rms_norm_rope_kernels();
-const BackwardKernels& rms_norm_rope_backward_kernels();
+const ForwardKernel& gated_rms_norm_kernel();
+const BackwardKernel& gated_rms_norm_backward_kernel();
+const ForwardKernel& rms_norm_rope_kernel();
+const BackwardKernel& rms_norm_rope_backward_kernel();
 #pragma GCC visibility pop
 
 }  // namespace normops::cpu

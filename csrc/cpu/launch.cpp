@@ -24,25 +24,25 @@ bool exceeds_cache(const KernelArgs& args, int64_t tensors) {
   return exceeds_cache(args.rows * args.cols * tensors, args[kInput].dtype);
 }
 
-void run(const ForwardKernels& kernels, const KernelArgs& args) {
-  run_forward(kernels, {args, exceeds_cache(args, 2)}, Scale(args, args.weight.groups));
+void run(ForwardKernel kernel, const KernelArgs& args) {
+  run_forward(kernel, {args, exceeds_cache(args, 2)}, Scale(args, args.weight.groups));
 }
 
-void run(const BackwardKernels& kernels, const KernelArgs& args) {
-  run_backward(kernels, {args, exceeds_cache(args, args.has(kGate) ? 5 : 3)});
+void run(BackwardKernel kernel, const KernelArgs& args) {
+  run_backward(kernel, {args, exceeds_cache(args, args.has(kGate) ? 5 : 3)});
 }
 
-const ForwardKernels& kernels_of(const RmsNorm&) { return rms_norm_kernels().forward; }
-const ForwardKernels& kernels_of(const RmsNormStats&) { return rms_norm_kernels().forward; }
-const ForwardKernels& kernels_of(const RmsNormFromStats&) { return rms_norm_kernels().forward; }
-const ForwardKernels& kernels_of(const AddRmsNorm&) { return add_rms_norm_kernels(); }
-const ForwardKernels& kernels_of(const GatedRmsNorm&) { return gated_rms_norm_kernels(); }
-const ForwardKernels& kernels_of(const RmsNormRope&) { return rms_norm_rope_kernels(); }
-const BackwardKernels& kernels_of(const RmsNormBackward&) { return rms_norm_backward_kernels().backward; }
-const BackwardKernels& kernels_of(const RmsNormBackwardStats&) { return rms_norm_backward_kernels().backward; }
-const BackwardKernels& kernels_of(const RmsNormBackwardFromStats&) { return rms_norm_backward_kernels().backward; }
-const BackwardKernels& kernels_of(const GatedRmsNormBackward&) { return gated_rms_norm_backward_kernels(); }
-const BackwardKernels& kernels_of(const RmsNormRopeBackward&) { return rms_norm_rope_backward_kernels(); }
+ForwardKernel kernel_of(const RmsNorm&) { return rms_norm_kernels().forward; }
+ForwardKernel kernel_of(const RmsNormStats&) { return rms_norm_kernels().forward; }
+ForwardKernel kernel_of(const RmsNormFromStats&) { return rms_norm_kernels().forward; }
+ForwardKernel kernel_of(const AddRmsNorm&) { return add_rms_norm_kernel(); }
+ForwardKernel kernel_of(const GatedRmsNorm&) { return gated_rms_norm_kernel(); }
+ForwardKernel kernel_of(const RmsNormRope&) { return rms_norm_rope_kernel(); }
+BackwardKernel kernel_of(const RmsNormBackward&) { return rms_norm_backward_kernels().backward; }
+BackwardKernel kernel_of(const RmsNormBackwardStats&) { return rms_norm_backward_kernels().backward; }
+BackwardKernel kernel_of(const RmsNormBackwardFromStats&) { return rms_norm_backward_kernels().backward; }
+BackwardKernel kernel_of(const GatedRmsNormBackward&) { return gated_rms_norm_backward_kernel(); }
+BackwardKernel kernel_of(const RmsNormRopeBackward&) { return rms_norm_rope_backward_kernel(); }
 
 // Returns whether the kernels of channels support these arguments. Contiguous channels, or channels with few positions,
 // are normalized as rows instead.
@@ -102,7 +102,7 @@ struct CpuBackend {
   static void launch(const Operator& arguments, const OutputPtrs<Operator>& outputs) {
     constexpr bool kIsBackward = Operator::kTensors[0] == kGradOutput;
     const TensorArgs args(arguments, outputs, {.by_groups = kIsBackward});
-    run(kernels_of(arguments), args);
+    run(kernel_of(arguments), args);
     args.finish();
   }
   static void launch(const ChannelRmsNorm& arguments, const OutputPtrs<ChannelRmsNorm>& outputs) {

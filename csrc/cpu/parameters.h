@@ -211,6 +211,7 @@ class Parameters {
 
   int64_t own_count() const { return scale_.own_count(); }
 
+  // Sets the arguments for a region; end() is called after it.
   void begin(CpuArgs& args, Scratch& own, int64_t part, const Region& region) noexcept {
     args.first_group = region.group;
     args.scale = scale_.converted(own, region.group, region.groups);
@@ -232,11 +233,20 @@ class Parameters {
   Gradient weight_, bias_;
 };
 
-inline void run_backward(const BackwardKernels& kernels, CpuArgs args) {
+// Runs the kernel of a backward.
+inline void run_backward(BackwardKernel kernel, CpuArgs args) {
   const Division division(args.rows, args.cols, args.weight.groups, args.has(kGradWeight) || args.has(kGradBias));
   args.rows_per_leaf = division.rows_per_leaf();
   Parameters parameters(args, division, part_count(division.units(), division.grain()));
-  run_backward(kernels, args, division, parameters);
+  parallel_over_rows(args, parameters.own_count(), division.units(), division.grain(),
+                     [&](int64_t part, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
+                       args.part_rows = (end - begin) * division.rows_per_unit() * division.groups_per_strip();
+                       division.each_region(begin, end, [&](const Region& region) {
+                         parameters.begin(args, own, part, region);
+                         kernel(args, region);
+                         parameters.end(part, region);
+                       });
+                     });
   parameters.finish();
 }
 

@@ -74,7 +74,7 @@ void grad_weight(DType dtype, DType weight_dtype, const ParameterSum* sums, int6
 }  // namespace
 
 extern const RmsNormBackwardKernels kRmsNormBackwardKernels;
-const RmsNormBackwardKernels kRmsNormBackwardKernels = {BackwardKernelsOf<Variants>::kKernels, grad_weight};
+const RmsNormBackwardKernels kRmsNormBackwardKernels = {BackwardKernelsOf<Variants>::rows, grad_weight};
 
 }  // namespace normops::cpu::NORMOPS_ISA
 #endif

@@ -26,7 +26,8 @@ void scale(DType dtype, DType weight_dtype, const void* weight, double weight_of
   });
 }
 
-template <class T, bool kWithSums = false>
+// kWithSums: whether the sums of squares are inputs or outputs.
+template <class T, bool kWithSums>
 struct RmsNorm : InputRow<T> {
   static constexpr auto kTensors = [] {
     if constexpr (kWithSums) {
@@ -35,7 +36,6 @@ struct RmsNorm : InputRow<T> {
       return std::array{kInput};
     }
   }();
-  using WithSums = RmsNorm<T, true>;
 
   template <class Rows, class Shared>
   NORMOPS_INLINE RmsNorm(const Rows& rows, const Shared&, int) : InputRow<T>(rows) {}
@@ -83,8 +83,9 @@ struct Variants {
   template <class Visit>
   static void dispatch_row_op(const CpuArgs& args, Visit visit) {
     dispatch(args.dtype(), [&]<class T>() {
+      if (args.sums != Sums::compute) return visit.template operator()<RmsNorm<T, true>>();
       args.has(kBias) || args.has(kGate) ? visit.template operator()<ModulatedRmsNorm<T>>()
-                                         : visit.template operator()<RmsNorm<T>>();
+                                         : visit.template operator()<RmsNorm<T, false>>();
     });
   }
 };
@@ -92,7 +93,7 @@ struct Variants {
 }  // namespace
 
 extern const RmsNormKernels kRmsNormKernels;
-const RmsNormKernels kRmsNormKernels = {scale, ForwardKernelsOf<Variants>::kKernels};
+const RmsNormKernels kRmsNormKernels = {scale, ForwardKernelsOf<Variants>::rows};
 
 }  // namespace normops::cpu::NORMOPS_ISA
 #endif

@@ -5,7 +5,7 @@
 #if !defined(NORMOPS_ISA)
 #define NORMOPS_KERNEL_SOURCE "rms_norm_rope_backward_kernel.cpp"
 #include "foreach_isa.h"
-NORMOPS_CHOOSE(BackwardKernels, rms_norm_rope_backward_kernels, kRmsNormRopeBackwardKernels)
+NORMOPS_CHOOSE(BackwardKernel, rms_norm_rope_backward_kernel, kRmsNormRopeBackwardKernel)
 #else
 #include "backward_rows.inl"
 #include "rotation.inl"
@@ -57,8 +57,8 @@ struct Variants {
 
 }  // namespace
 
-extern const BackwardKernels kRmsNormRopeBackwardKernels;
-const BackwardKernels kRmsNormRopeBackwardKernels = {BackwardKernelsOf<Variants>::rows};
+extern const BackwardKernel kRmsNormRopeBackwardKernel;
+const BackwardKernel kRmsNormRopeBackwardKernel = BackwardKernelsOf<Variants>::rows;
 
 }  // namespace normops::cpu::NORMOPS_ISA
 #endif

@@ -5,7 +5,7 @@
 #if !defined(NORMOPS_ISA)
 #define NORMOPS_KERNEL_SOURCE "rms_norm_rope_kernel.cpp"
 #include "foreach_isa.h"
-NORMOPS_CHOOSE(ForwardKernels, rms_norm_rope_kernels, kRmsNormRopeKernels)
+NORMOPS_CHOOSE(ForwardKernel, rms_norm_rope_kernel, kRmsNormRopeKernel)
 #else
 #include "forward_rows.inl"
 #include "rotation.inl"
@@ -47,8 +47,8 @@ struct Variants {
 
 }  // namespace
 
-extern const ForwardKernels kRmsNormRopeKernels;
-const ForwardKernels kRmsNormRopeKernels = {ForwardKernelsOf<Variants>::rows};
+extern const ForwardKernel kRmsNormRopeKernel;
+const ForwardKernel kRmsNormRopeKernel = ForwardKernelsOf<Variants>::rows;
 
 }  // namespace normops::cpu::NORMOPS_ISA
 #endif

@@ -91,32 +91,15 @@ void parallel_over_rows(const CpuArgs& args, int64_t own_count, int64_t end, int
   });
 }
 
-// Runs the kernels of a forward. `scale` is weight + its offset: scale.own_count() is the scratch that a part needs for
+// Runs the kernel of a forward. `scale` is weight + its offset: scale.own_count() is the scratch that a part needs for
 // it, and scale.converted(own, group, groups) returns the scale of some groups, in that scratch or elsewhere.
 template <class Scale>
-void run_forward(const ForwardKernels& kernels, const CpuArgs& args, const Scale& scale) {
+void run_forward(ForwardKernel kernel, const CpuArgs& args, const Scale& scale) {
   const int64_t groups = args.weight.groups;
   parallel_over_rows(args, scale.own_count(), args.rows, grain(args.cols),
                      [&](int64_t, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
                        args.scale = scale.converted(own, 0, groups);
-                       kernels.rows(args, begin, end);
-                     });
-}
-
-// Runs the kernels of a backward. `parameters` are the scale, and the gradients of weight and bias.
-// parameters.own_count() is the scratch that a part needs for them. parameters.begin(args, own, part, region) sets the
-// arguments for a region; parameters.end(part, region) is called after it.
-template <class Parameters>
-void run_backward(const BackwardKernels& kernels, const CpuArgs& args, const Division& division,
-                  Parameters& parameters) {
-  parallel_over_rows(args, parameters.own_count(), division.units(), division.grain(),
-                     [&](int64_t part, CpuArgs& args, Scratch& own, int64_t begin, int64_t end) noexcept {
-                       args.part_rows = (end - begin) * division.rows_per_unit() * division.groups_per_strip();
-                       division.each_region(begin, end, [&](const Region& region) {
-                         parameters.begin(args, own, part, region);
-                         kernels.rows(args, region);
-                         parameters.end(part, region);
-                       });
+                       kernel(args, begin, end);
                      });
 }
 
