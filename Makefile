@@ -46,16 +46,16 @@ $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
 PYTEST := $(RUN) OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
 	$(BIN)/python -m pytest --numprocesses auto
 
-# The tiers of the tests (tests/tiers.py): test is core, test-full what CI runs besides, test-release the rest. The
-# Triton kernels take the place of the CPU's in processes of their own. An interpreter executes them: what is not core
-# there takes half an hour, and waits for a release.
-test: TIER := core
-test: TRITON_TIER := core
-test-full: TIER := full
+# Three tiers of tests: test runs those without a mark, test-full what CI runs besides, test-release the rest. The Triton
+# kernels take the place of the CPU's in processes of their own, where an interpreter executes them.
+CORE := not full and not release
+test: TIER := $(CORE)
+test: TRITON_TIER := triton and $(CORE)
+test-full: TIER := full and not release
 test-release: TIER := release
-test-release: TRITON_TIER := full or release
+test-release: TRITON_TIER := triton_release and $(CORE)
 test test-full test-release: install-dev
-	$(PYTEST) --dist loadfile --no-loadscope-reorder -m $(TIER)
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m '$(TIER)'
 	$(if $(TRITON_TIER),$(PYTEST) --triton -m '$(TRITON_TIER)')
 
 test-all: test
@@ -119,11 +119,11 @@ package: $(VENV)/required-dev
 	rm -rf dist build/fresh
 	$(BIN)/python -m build --no-isolation
 	$(PYTHON) -m venv build/fresh
-	build/fresh/bin/pip install --quiet --no-compile torch==$(TORCH) numpy pytest
+	build/fresh/bin/pip install --quiet --no-compile torch==$(TORCH) numpy pytest allpairspy
 	build/fresh/bin/pip install --quiet dist/*.whl
 	cd build/fresh && bin/python -m normops
 	cp -r tests reference pyproject.toml build/fresh
-	cd build/fresh && bin/python -m pytest --quiet -m core $(WHEEL_TESTS)
+	cd build/fresh && bin/python -m pytest --quiet -m '$(CORE)' $(WHEEL_TESTS)
 
 # One wheel for all of these, into wheels/: for the $(PYTHON) of this environment, with CUDA code for every architecture
 # if there is nvcc. Of each torch the headers and libraries are fetched.
@@ -149,11 +149,11 @@ try-wheels: SHELL := bash
 try-wheels:
 	set -e; ls -l wheels; for torch in $(TRIED); do \
 		echo "torch $$torch"; rm -rf build/tried; $(PYTHON) -m venv build/tried; \
-		build/tried/bin/pip install --quiet torch==$$torch numpy pytest; \
+		build/tried/bin/pip install --quiet torch==$$torch numpy pytest allpairspy; \
 		cp -r tests reference pyproject.toml build/tried; \
 		(cd build/tried; export PATH=$$PWD/bin TIMEFORMAT="seconds to install: %R"; \
 		time pip install --quiet --no-index --find-links $(CURDIR)/wheels normops; \
-		python -c '$(IMPORT)'; python -m normops; python -m pytest --quiet -m core $(WHEEL_TESTS)); \
+		python -c '$(IMPORT)'; python -m normops; python -m pytest --quiet -m '$(CORE)' $(WHEEL_TESTS)); \
 	done
 
 # A release without its publication (docs/notes/releasing.md), from a clean clone of HEAD. The first failure ends it.

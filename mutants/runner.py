@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from mutants.mutant import Mutant
 
-TIERS: Mapping[str, str] = {"core": "core", "full": "core or full"}
+TIERS: Mapping[str, str] = {"core": "not full and not release", "full": "not release"}
 """The value of pytest's -m."""
 LONGEST = 7200.0
 """The time limit in seconds of a build, and of tests without a mutant."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -204,10 +205,11 @@ def short(dtype: torch.dtype | None) -> str:
 
 
 def _sizes() -> Iterator[Case]:
+    dtypes = cycle(DTYPES)
     for cols in (0, 1, 5, 63, 64, 769, 1025, 4096):
         for rows in (0, 1, 3, 4, 7, 37):
-            for dtype in DTYPES:
-                yield Case((rows, cols), dtype, weight_dtype=dtype)
+            yield Case((rows, cols), dtype := next(dtypes), weight_dtype=dtype)
+        next(dtypes)  # another dtype for each number of rows
     for dtype in DTYPES:
         yield Case((2, 65537), dtype, weight_dtype=dtype)
         yield Case((7, 9001), dtype, weight_dtype=dtype)
@@ -247,12 +249,13 @@ def _shapes() -> Iterator[Case]:
 
 
 def _groups() -> Iterator[Case]:
+    group_dims = cycle((1, 2, 3, 1))
     for dtype in DTYPES:
         for shape in ((37, 3, 5), (5, 11, 64), (3, 2, 769), (130, 8, 16), (0, 3, 8), (3, 0, 8), (2, 2, 9001)):
             yield Case(shape, dtype, 1, dtype, group_dims=1, has_residual=True)
         for layout in LAYOUTS:
-            for dims in (1, 2, 3):
-                yield Case((5, 3, 4, 36), dtype, 1, torch.float32, EPS, 1.0, layout, layout, True, dims)
+            dims = next(group_dims)
+            yield Case((5, 3, 4, 36), dtype, 1, torch.float32, EPS, 1.0, layout, layout, True, dims)
         yield Case((7, 3, 2, 5, 4), dtype, 2, torch.bfloat16, layout=transposed, group_dims=2)
         for number, (dims, ones) in enumerate(((3, (1, 2)), (3, (0, 2)), (3, (1,)), (2, (1,)), (1, (0,)), (3, ()))):
             layout, grad_layout = LAYOUTS[number], LAYOUTS[-1 - number]

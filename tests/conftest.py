@@ -1,11 +1,9 @@
 import gc
 import os
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-import tiers
 import torch
 
 import normops
@@ -42,16 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    def take(is_taken: Callable[[pytest.Item], bool]) -> None:
-        config.hook.pytest_deselected(items=[item for item in items if not is_taken(item)])
-        items[:] = filter(is_taken, items)
-
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-    if config.getoption("--triton"):
-        take(lambda item: item.get_closest_marker("triton") is not None)
-    elif config.getoption("--device") != "cpu":  # other tests do not depend on the machine
-        take(lambda item: "device" in getattr(item, "fixturenames", ()))
-    tiers.assign(items, "triton" if config.getoption("--triton") else "covering")
+    if config.getoption("--device") != "cpu":  # other tests do not depend on the machine
+        taken = [item for item in items if "device" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+        items[:] = taken
 
 
 def _fail_if_required(report: pytest.TestReport | pytest.CollectReport) -> None:
@@ -75,18 +68,6 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     report = yield
     _fail_if_required(report)
     return report
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the total seconds of each tier's tests, so that growth is noticed."""
-    seconds: Counter[str] = Counter()
-    reports = [report for of_outcome in terminalreporter.stats.values() for report in of_outcome]
-    for report in reports:
-        if isinstance(report, pytest.TestReport):
-            seconds.update({tier: report.duration for tier in tiers.TIERS if tier in report.keywords})
-    terminalreporter.write_line(
-        "Seconds of tests: " + ", ".join(f"{tier} {seconds[tier]:.0f}" for tier in tiers.TIERS if tier in seconds)
-    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -5,6 +5,7 @@ import __future__
 import ast
 import inspect
 import linecache
+from threading import Lock
 from types import CodeType, FunctionType, ModuleType
 
 _FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -14,8 +15,17 @@ _COMPARED = (
 )
 
 
+# Parsers in several threads of CPython 3.11.7 raise "SystemError: AST constructor recursion depth mismatch".
+_parser = Lock()
+
+
 def source_of(function: FunctionType) -> ast.FunctionDef | None:
     """Returns the syntax tree that compiles to a function's code, or None if there is none."""
+    with _parser:
+        return _source_of(function)
+
+
+def _source_of(function: FunctionType) -> ast.FunctionDef | None:
     code = function.__code__
     linecache.checkcache(code.co_filename)  # the file may have changed since it was read
     lines = linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 :]

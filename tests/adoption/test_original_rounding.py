@@ -41,7 +41,6 @@ def with_gradients(module: Callable[..., Tensor], tensors: list[Tensor]) -> list
 
 @pytest.mark.parametrize("theirs", THEIRS)
 @every_half
-@pytest.mark.covering(core=1)
 def test_patched_norms_have_the_bits_of_transformers(theirs: str, dtype: torch.dtype) -> None:
     """Compares the result and the input's gradient. The float32 sum of squares may be added in another order; all other
     operations equal the model's.
@@ -67,7 +66,6 @@ def assert_of_a_statistic_nearby(y: Tensor, x: Tensor, weight: Tensor) -> None:
 
 @pytest.mark.parametrize("norm", others.NORMS)
 @every_half
-@pytest.mark.covering(core=1)
 def test_patched_norms_have_the_bits_of_third_party_norms(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
     original, patched = others.patched_pair(partial(norm, SIZE), dtype, rounding="original")
     x = inputs(dtype)[0].view(-1, 2, SIZE)

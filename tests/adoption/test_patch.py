@@ -17,6 +17,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from graphs import computed_besides_views
 from norms_of_others import Block, LlamaNorm, model
 from profiles import operators_run
+from sampling import pairwise
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from traced_graphs import trace
@@ -39,10 +40,10 @@ def uses_normops(module: nn.Module, x: Tensor) -> bool:
     return any(name.startswith("normops::") for name in operators_run(lambda: module(x)))
 
 
+@pairwise
 @pytest.mark.parametrize("norm", others.NORMS)
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.covering(core=1)
 def test_computes_the_same(norm: Callable[[int], nn.Module], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     original, patched = others.patched_pair(partial(norm, SIZE), weight_dtype)
     x = rows(8, dtype=dtype)
@@ -351,9 +352,8 @@ def test_modules_with_and_without_a_submodule_are_recognized_separately(parts: t
     assert list(others.patch(norms).patched) == [str(parts.index(False))]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("norm", others.NORMS)
-@pytest.mark.covering(core=1)
 def test_patched_norm_compiles_to_one_operator_each_way(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
     _, patched = others.patched_pair(partial(norm, SIZE), torch.float32)
     graphs = trace(patched, rows(8).requires_grad_(), dynamic=dynamic)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from alike import assert_alike
 from norms_of_others import LlamaNorm
+from sampling import marked
 from torch import nn
 
 import normops
@@ -80,9 +81,10 @@ def with_itself() -> Any:
     return norm
 
 
-@pytest.mark.parametrize("copied", [*COPIED.values(), *map(pickled, range(2, 6))], ids=[*COPIED, *"2345"])
+@pytest.mark.parametrize(
+    "copied", [*COPIED.values(), *marked(pytest.mark.full, map(pickled, range(2, 6)))], ids=[*COPIED, *"2345"]
+)
 @pytest.mark.parametrize("norm", others.NORMS, ids=lambda norm: norm.__name__)
-@pytest.mark.covering(core=1)
 def test_copies_are_patched_and_independent(
     norm: Callable[[int], nn.Module], copied: Callable[[nn.Module], nn.Module]
 ) -> None:

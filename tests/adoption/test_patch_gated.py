@@ -137,7 +137,6 @@ def test_patched_matches_original_in_float32(gated: Gated) -> None:
 
 
 @every_norm
-@pytest.mark.covering(core=1)
 def test_gradients_match_original_in_bfloat16(gated: Gated) -> None:
     original, patched = others.patched_pair(gated.make, torch.bfloat16)
     eps = torch.finfo(torch.bfloat16).eps
@@ -148,7 +147,6 @@ def test_gradients_match_original_in_bfloat16(gated: Gated) -> None:
 
 
 @every_norm
-@pytest.mark.covering(core=1)
 def test_patched_matches_original_in_all_dtypes(gated: Gated) -> None:
     original, patched = others.patched_pair(gated.make, torch.float64)
     for dtype, gate_dtype, weight_dtype in product(DTYPES, repeat=3):
@@ -164,7 +162,6 @@ def test_patched_matches_original_in_all_dtypes(gated: Gated) -> None:
 
 @every_norm
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.covering(core=1)
 def test_original_rounding_has_the_original_bits(gated: Gated, dtype: torch.dtype) -> None:
     if "otherwise" in gated.described:
         reason = 'rounds in an order that rounding="original" does not support; patch(model, rounding="once") takes it'
@@ -203,8 +200,7 @@ def test_signature_is_unchanged(gated: Gated) -> None:
 
 
 @every_norm
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.covering(core=1)
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_patched_compiles_to_one_operator_each_way(gated: Gated, dynamic: bool) -> None:
     _, patched = others.patched_pair(gated.make, torch.float32)
     tensors = (tensor.contiguous().requires_grad_() for tensor in inputs(torch.float32))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from alike import assert_alike, assert_is_what_it_was
 from calls import Calls
+from sampling import marked, pairwise
 from subclasses import KnowsTorchAlone
-from tiers import divided
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jacrev, jvp, vmap
@@ -93,8 +93,7 @@ def test_fx_trace_matches_original(norm: Callable[[int], nn.Module]) -> None:
 
 
 @every_norm
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.covering(core=1)
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_exported_program_runs_normops(norm: Callable[[int], nn.Module], strict: bool) -> None:
     patched, original = pair(norm)
     batch = torch.export.Dim("batch", min=2)
@@ -106,8 +105,7 @@ def test_exported_program_runs_normops(norm: Callable[[int], nn.Module], strict:
 
 
 @every_norm
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.covering(core=1)
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_compiled_matches_original(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
     patched, original = pair(norm)
     compiled = torch.compile(patched, backend="aot_eager", fullgraph=True, dynamic=dynamic)
@@ -182,10 +180,10 @@ def test_vmap_over_weights_matches_originals() -> None:
 # Modes.
 
 
+@pairwise
 @every_norm
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
 @every_dtype
-@pytest.mark.covering(core=1)
 def test_autocast_matches_original(norm: Callable[[int], nn.Module], dtype: torch.dtype, autocast: torch.dtype) -> None:
     patched, original = pair(norm, dtype)
     for x_dtype in (dtype, torch.float32, autocast):
@@ -209,7 +207,6 @@ def test_inference_mode_matches_original(norm: Callable[[int], nn.Module]) -> No
 
 @every_norm
 @every_dtype
-@pytest.mark.covering(core=1)
 def test_default_dtype_matches_original(norm: Callable[[int], nn.Module], dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     try:
@@ -309,11 +306,11 @@ def weight_written(module: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
+@pairwise
 @pytest.mark.parametrize("program", [residual, overwritten, scaled_in_place, weight_written])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_dtype
 @every_norm
-@pytest.mark.covering(core=1)
 def test_writes_after_the_norm_match_original(
     norm: Callable[[int], nn.Module],
     dtype: torch.dtype,
@@ -391,8 +388,11 @@ MODULES = (
 )
 
 
-# Each runs in its own process. In core, all norms and a meta tensor detect most mistakes.
-@pytest.mark.parametrize("module", divided(MODULES, MODULES[-2:], MODULES[:1]))
+# Each runs in its own process. In core, a meta tensor detects most mistakes.
+@pytest.mark.parametrize(
+    "module",
+    [MODULES[-1], *marked(pytest.mark.full, [MODULES[0], MODULES[-2]]), *marked(pytest.mark.release, MODULES[1:-2])],
+)
 def test_patching_takes_little_memory(module: str, tmp_path: Path) -> None:
     """Measures the process's peak memory in MB, which includes tensors and Python objects."""
     (tmp_path / "program.py").write_text(PROGRAM)  # gives its classes a source

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from ctypes import Structure
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import cycle, permutations
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 from assertions import assert_same_bits, same_bits
 from cuda_on_ptx import Kernels, device, targets_of
+from sampling import few, marked, pairwise
 from torch import Tensor
 
 from reference import cases, oracle
@@ -72,7 +73,6 @@ SEEDS = (1, 2)
 over_operators = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 over_dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 # The interpreter is slow.
-for_few = pytest.mark.covering(core=0, full=1)
 for_releases = pytest.mark.release
 
 
@@ -141,7 +141,7 @@ def check(
     return results
 
 
-@dataclass(frozen=True)  # not a NamedTuple, whose fields ``covering`` would treat as separate parameters
+@dataclass(frozen=True)
 class Family:
     """Rows that the same code processes."""
 
@@ -166,22 +166,20 @@ class Family:
 FAMILIES = tuple(
     Family(packs, is_plain) for packs in (5, 3000, 4100, IN_CLUSTERS, 97, 1000) for is_plain in (True, False)
 )
-over_families = pytest.mark.parametrize(
-    ("family", "dtype"),
-    # float64 has only any-width kernels.
-    [
-        (family, dtype)
-        for family in FAMILIES
-        for dtype in cases.DTYPES
-        if dtype != torch.float64 or family.packs == 4100
-    ],
+# float64 has only any-width kernels. Each operator has another dtype for a family.
+OPERATORS_OF_FAMILIES = [
+    (operator, family, dtypes[(number + index) % len(dtypes)])
+    for number, operator in enumerate(OPERATORS)
+    for index, family in enumerate(FAMILIES)
+    for dtypes in [cases.DTYPES if family.packs == 4100 else cases.DTYPES[:3]]
+]
+
+
+@pytest.mark.parametrize(
+    ("operator", "family", "dtype"),
+    [*OPERATORS_OF_FAMILIES[::2], *marked(pytest.mark.full, OPERATORS_OF_FAMILIES[1::2])],
     ids=str,
 )
-
-
-@pytest.mark.covering(core=1, full=1)
-@over_families
-@over_operators
 def test_every_family(kernels: Kernels, operator: Operator, family: Family, dtype: torch.dtype) -> None:
     """Covers every flag with plain and with general rows."""
     cols, groups = family.cols(dtype), FAMILIES.index(family) // 2 % 2
@@ -191,8 +189,8 @@ def test_every_family(kernels: Kernels, operator: Operator, family: Family, dtyp
     check(kernels, OperatorCase(operator, case, flags, {}), family.device)
 
 
-@for_few
-@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("case", few(KERNEL_CASES, others=pytest.mark.release), ids=str)
 def test_values(case: OperatorCase, kernels: Kernels, without_clusters: Kernels) -> None:
     number = zlib.crc32(str(case).encode())
     kernels = (kernels, without_clusters)[number // 6 % 2]
@@ -251,7 +249,8 @@ def test_clusters(kernels: Kernels, operator: Operator, cluster: int, is_plain: 
         check(kernels, OperatorCase(operator, case, flags, dtypes), on)
 
 
-@for_few
+@pairwise
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("packs", [40, *PACKS])
@@ -273,7 +272,6 @@ def first(kernels: Kernels, operator: Operator, **arguments: Any) -> Tensor:
     return result
 
 
-@pytest.mark.covering(core=1)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("packs", [40, PACKS[-1]])
 def test_products_in_row_mean_are_rounded(kernels: Kernels, packs: int, dtype: torch.dtype) -> None:
@@ -286,7 +284,6 @@ def test_products_in_row_mean_are_rounded(kernels: Kernels, packs: int, dtype: t
     oracle.assert_within(actual, oracle.rms_norm_backward(**of_norm).grad_input, "grad_input")
 
 
-@pytest.mark.covering(core=1)
 @pytest.mark.parametrize("packs", [1, PACKS[-1]])
 @pytest.mark.parametrize("rounding", ["once", "llama"])
 @over_dtypes
@@ -327,7 +324,8 @@ def with_each(arguments: dict[str, Any], change: Callable[[str, Tensor], Tensor]
     return arguments | {name: change(name, value) for name, value in arguments.items() if isinstance(value, Tensor)}
 
 
-@for_few
+@pairwise
+@pytest.mark.full
 @over_dtypes
 @pytest.mark.parametrize("layout", [cases.contiguous, cases.misaligned])
 @pytest.mark.parametrize("packs", [7, 40, *PACKS])
@@ -354,7 +352,8 @@ def test_groups_do_not_depend_on_each_other(
                 assert_same_bits([result], [expected[:, group]], name)
 
 
-@for_few
+@pairwise
+@pytest.mark.full
 @over_dtypes
 @pytest.mark.parametrize("packs", PACKS)
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
@@ -393,10 +392,15 @@ def test_outputs_may_alias_inputs(
             assert_same_bits(kernels.call(operator, arguments | places, targets), expected, names)
 
 
-@for_few
-@over_families
-@pytest.mark.parametrize("what", ["misaligned", "padded_rows", "batch", "multiprocessors", "order of threads"])
-@over_operators
+CHANGES = ("misaligned", "padded_rows", "batch", "multiprocessors", "order of threads")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("operator", "family", "dtype", "what"),
+    [(*each, what) for each, what in zip(OPERATORS_OF_FAMILIES, cycle(CHANGES), strict=False)],
+    ids=str,
+)
 def test_bits_do_not_depend_on_layout_batch_or_schedule(
     kernels: Kernels, operator: Operator, what: str, family: Family, dtype: torch.dtype
 ) -> None:
@@ -432,9 +436,9 @@ def test_bits_do_not_depend_on_layout_batch_or_schedule(
             assert_same_bits(call(with_each(arguments, elsewhere)), expected)
 
 
-@for_few
-@over_families
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.full
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.release)])
+@pytest.mark.parametrize(("family", "dtype"), [each[1:] for each in OPERATORS_OF_FAMILIES[: len(FAMILIES)]], ids=str)
 def test_stats_and_add_operators_have_bits_of_rms_norm(
     kernels: Kernels, without_clusters: Kernels, arch: int, family: Family, dtype: torch.dtype
 ) -> None:
@@ -464,7 +468,7 @@ def test_stats_and_add_operators_have_bits_of_rms_norm(
         assert_same_bits([output], call(RMS_NORM, input=total))
 
 
-@for_few
+@pytest.mark.full
 @over_dtypes
 def test_forward_and_backward_have_the_same_rstd(kernels: Kernels, dtype: torch.dtype) -> None:
     """With dy = x in one half of each pack, dy = -x in the other, and equal x in both, dx is dy * rstd."""
@@ -508,7 +512,7 @@ def test_partial_sums_are_bounded(kernels: Kernels) -> None:
     assert kernels.partials(torch.float32, 96, 4096, on, groups=32) == 3
 
 
-@for_few
+@pytest.mark.full
 @over_dtypes
 @pytest.mark.parametrize("variant", [v for v in variants() if "gate" in v.operator.tensors], ids=str)
 def test_extreme_gates(kernels: Kernels, variant: Variant, dtype: torch.dtype) -> None:

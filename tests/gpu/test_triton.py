@@ -16,6 +16,7 @@ import pytest
 import torch
 from assertions import assert_same_bits
 from other_process import printed
+from sampling import pairwise
 from triton_launches import (
     BF16,
     FP16,
@@ -83,11 +84,12 @@ def compiled_rope(operator: str, dtype: str, table_dtype: str, rope: Rope, arch:
 WIDTHS = {"one block": 4096, "any width": 65536}
 
 
+@pytest.mark.full
+@pairwise
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", ["bf16", "bf16, llama", "fp16", "fp16, llama", "fp32", "fp64"])
 @pytest.mark.parametrize("name", OF_ROWS)
-@pytest.mark.covering(core=1, full=2)
 def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, width: str, arch: int) -> None:
     is_double = dtype == "fp64"
     ptx = compiled(name, dtype, WIDTHS[width] // (2 if is_double else 1), arch).asm["ptx"]
@@ -98,6 +100,8 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, wid
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
 
 
+@pytest.mark.full
+@pairwise
 @pytest.mark.parametrize("arch", LANES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
@@ -113,7 +117,6 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, wid
         "rms_norm_backward_from_stats",
     ],
 )
-@pytest.mark.covering(core=1, full=2)
 def test_kernels_compile_for_amd_and_access_16_bytes(name: str, dtype: str, width: str, arch: str) -> None:
     code = compiled(name, dtype, WIDTHS[width], arch).asm["amdgcn"]
     for access in ("load", "store"):
@@ -136,15 +139,16 @@ def sums_of_two(kernel: Any) -> int:
     return len(sums)
 
 
+@pairwise
 @pytest.mark.parametrize("cols", [1, 64, 4096, 32768, 65536])
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 @pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_backward", "gated_rms_norm_backward", *STATS])
-@pytest.mark.covering(core=1, full=2)
 def test_sums_do_not_depend_on_the_layout(name: str, dtype: str, cols: int) -> None:
     count = sums_of_two(compiled(name, dtype, cols, 90))
     assert bool(count) == (cols > 1 or name not in ("add_rms_norm", *STATS))
 
 
+@pairwise
 @pytest.mark.parametrize(("cols", "parts", "backward_parts"), [(4096, 1, 1), (16384, 4, 8), (65536, 0, 0)])
 @pytest.mark.parametrize(
     ("name", "tensors"),
@@ -155,7 +159,6 @@ def test_sums_do_not_depend_on_the_layout(name: str, dtype: str, cols: int) -> N
         ("rms_norm_backward_from_stats", 3),
     ],
 )
-@pytest.mark.covering(core=1, full=2)
 def test_each_step_reads_rows_once(name: str, tensors: int, cols: int, parts: int, backward_parts: int) -> None:
     """Rows of any width: a step either computes sums, or uses given sums."""
     ttir = compiled(name, "bf16", cols, 90).asm["ttir"]
@@ -179,6 +182,8 @@ def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
     return tuple(int(re.findall(rf"\b{what}:(\d+)", usage)[0]) for what in ("REG", "STACK", "LOCAL"))
 
 
+@pytest.mark.full
+@pairwise
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "bf16, llama", "fp32", "fp64"])
 @pytest.mark.parametrize(
@@ -195,7 +200,6 @@ def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
         ("rms_norm_backward_from_stats", 64 << 10),
     ],
 )
-@pytest.mark.covering(core=1, full=2)
 def test_the_widest_rows_are_held_in_registers(name: str, bytes: int, dtype: str, arch: int, tmp_path: Path) -> None:
     """Uses the operands that need the most registers; a multiprocessor has 65536."""
     kernel = compiled(name, dtype, bytes // (8 if dtype == "fp64" else 4), arch)
@@ -225,13 +229,14 @@ HEADS = [
 ]
 
 
+@pytest.mark.full
+@pairwise
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
     "dtypes", [("bf16", "bf16"), ("bf16, llama", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")], ids="-".join
 )
 @pytest.mark.parametrize("rope", HEADS, ids=str)
 @pytest.mark.parametrize("name", ROTATED)
-@pytest.mark.covering(core=1, full=2)
 def test_heads_are_rotated_in_registers(
     name: str, rope: Rope, dtypes: tuple[str, str], arch: int, tmp_path: Path
 ) -> None:
@@ -263,11 +268,12 @@ def test_wide_rows_are_rotated_without_spills(name: str, rope: Rope, tmp_path: P
     assert (spilled, local) == (0, 0)
 
 
+@pytest.mark.full
+@pairwise
 @pytest.mark.parametrize("arch", LANES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("rope", [Rope(128, 64), Rope(128, 64, interleaved=True), Rope(128, 32)], ids=str)
 @pytest.mark.parametrize("name", ROTATED)
-@pytest.mark.covering(core=1, full=2)
 def test_heads_are_rotated_in_registers_on_amd(name: str, rope: Rope, dtype: str, arch: str) -> None:
     code = compiled_rope(name, dtype, dtype, rope, arch).asm["amdgcn"]
     if 2 * rope.pairs == rope.cols:
@@ -285,11 +291,12 @@ def compiled_over_channels(name: str, dtype: str, cols: int, arch: int | str) ->
     return kernel
 
 
+@pytest.mark.full
+@pairwise
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("cols", [3, 96, 192, 384])
 @pytest.mark.parametrize("name", OF_CHANNELS)
-@pytest.mark.covering(core=1, full=2)
 def test_channel_kernels_leave_registers_for_several_programs(
     name: str, cols: int, dtype: str, arch: int, tmp_path: Path
 ) -> None:
@@ -307,10 +314,11 @@ def test_channel_kernels_leave_registers_for_several_programs(
     assert spilled <= 8  # two registers, as ptxas stays within 128
 
 
+@pytest.mark.full
+@pairwise
 @pytest.mark.parametrize("arch", LANES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("name", OF_CHANNELS)
-@pytest.mark.covering(core=1, full=2)
 def test_channel_kernels_compile_for_amd_without_spills(name: str, dtype: str, arch: str) -> None:
     code = compiled_over_channels(name, dtype, 96, arch).asm["amdgcn"]
     for access in ("load", "store"):

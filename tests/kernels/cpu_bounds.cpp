@@ -104,20 +104,20 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     args.row_scratch = scratch.data();
     run(args);
   };
-  const auto run_forward = [&](const auto& kernels, const auto& args) {
-    with_held(args, [&](const auto& args) { kernels.rows(args, 0, rows); });
+  const auto run_forward = [&](const auto& kernel, const auto& args) {
+    with_held(args, [&](const auto& args) { kernel(args, 0, rows); });
   };
-  const auto run_backward = [&](const auto& kernels, const auto& args) {
-    with_held(args, [&](const auto& args) { kernels.rows(args, all_rows); });
+  const auto run_backward = [&](const auto& kernel, const auto& args) {
+    with_held(args, [&](const auto& args) { kernel(args, all_rows); });
   };
   run_forward(kernels.forward, forward);
-  run_forward(add_rms_norm_kernels(), add);
+  run_forward(add_rms_norm_kernel(), add);
 
   const Rows square_sum(side, compute_dtype(dtype), rows, 1, padding),
       dot(side, compute_dtype(dtype), rows, 1, padding);
   CpuArgs stats = with(args, {{kInput, &input}, {kSquareSum, &square_sum}});
   stats.sums = Sums::output;
-  kernels.forward.rows(stats, 0, rows);
+  kernels.forward(stats, 0, rows);
   CpuArgs from_stats = with(forward, {{kSquareSum, &square_sum}});
   from_stats.sums = Sums::input;
   run_forward(kernels.forward, from_stats);
@@ -139,7 +139,7 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     return result;
   };
   with_held(with_sums(backward_args(0), Sums::output),
-            [&](const CpuArgs& args) { backward_kernels.backward.rows(args, all_rows); });
+            [&](const CpuArgs& args) { backward_kernels.backward(args, all_rows); });
   for (const int wants : {1, 2, 3, 5, 7}) {
     run_backward(backward_kernels.backward, backward_args(wants));
     run_backward(backward_kernels.backward, with_sums(backward_args(wants), Sums::input));
@@ -162,13 +162,13 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     gated.gating = gating;
     for (const bool stream : {true, false}) {
       gated.non_temporal = stream;
-      run_forward(gated_rms_norm_kernels(), gated);
+      run_forward(gated_rms_norm_kernel(), gated);
     }
     for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
       CpuArgs backward = with(backward_of_input(wants & 1, wants & 4 ? &gated_sums : nullptr),
                               {{kGate, &gate}, {kGradGate, wants & 2 ? &grad_gate : nullptr}});
       backward.gating = gating;
-      run_backward(gated_rms_norm_backward_kernels(), backward);
+      run_backward(gated_rms_norm_backward_kernel(), backward);
     }
   }
   std::vector<ParameterSum> left;
@@ -193,10 +193,10 @@ void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const
     const ScaleLayout order(dtype, cols, paired);
     const Memory scale(side, compute_dtype(dtype), groups * order.packed_cols());
     const SumMemory sums(side, dtype, sum_count_at_once, groups * order.packed_cols());
-    run_forward(rms_norm_rope_kernels(), rotated(forward, scale));
+    run_forward(rms_norm_rope_kernel(), rotated(forward, scale));
     for (const int wants : {1, 2, 3}) {  // grad_input, grad_weight
       const CpuArgs backward = backward_of_input(wants & 1, wants & 2 ? &sums : nullptr);
-      run_backward(rms_norm_rope_backward_kernels(), rotated(backward, scale));
+      run_backward(rms_norm_rope_backward_kernel(), rotated(backward, scale));
     }
   });
 }
@@ -211,8 +211,8 @@ void run_channels(Side side, DType dtype, int64_t channels, int64_t positions, b
   p.set(kInput, x.data()), p.set(kOutput, output.data());
   p.set(kGradOutput, dy.data()), p.set(kGradInput, grad_input.data());
   p.args.non_temporal = true;
-  channel_rms_norm_kernels().forward.rows(p.args, 0, rows);
-  channel_rms_norm_kernels().backward.rows(p.args, {0, rows, 0, 1});
+  channel_rms_norm_kernels().forward(p.args, 0, rows);
+  channel_rms_norm_kernels().backward(p.args, {0, rows, 0, 1});
 }
 
 }  // namespace

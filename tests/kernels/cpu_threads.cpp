@@ -47,23 +47,23 @@ std::vector<std::vector<char>> results(KernelProblem& p) {
     std::fill(output->begin(), output->end(), 0);
   }
   const int64_t groups = p.groups;
-  const auto forward = [&](const ForwardKernels& kernels, const CpuArgs& args) {
-    run_forward(kernels, args, Scale(args, groups));
+  const auto forward = [&](ForwardKernel kernel, const CpuArgs& args) {
+    run_forward(kernel, args, Scale(args, groups));
     found.insert(found.end(), {p.output, p.residual_out});
   };
-  const auto backward = [&](const BackwardKernels& kernels, CpuArgs args, bool sums_rows) {
+  const auto backward = [&](BackwardKernel kernel, CpuArgs args, bool sums_rows) {
     args.tensors[kGradWeight] = sums_rows ? &p.of_grad_weight : nullptr;
-    run_backward(kernels, args);
+    run_backward(kernel, args);
     found.insert(found.end(), {p.grad_input, p.grad_gate, p.grad_weight});
   };
   forward(rms_norm_kernels().forward, p.forward);
-  forward(add_rms_norm_kernels(), p.add);
+  forward(add_rms_norm_kernel(), p.add);
   for (const bool sums_rows : {true, false}) {
     backward(rms_norm_backward_kernels().backward, p.backward, sums_rows);
     for (const Gating gating : kGatings) {
       p.gated.gating = p.gated_backward.gating = gating;
-      forward(gated_rms_norm_kernels(), p.gated);
-      backward(gated_rms_norm_backward_kernels(), p.gated_backward, sums_rows);
+      forward(gated_rms_norm_kernel(), p.gated);
+      backward(gated_rms_norm_backward_kernel(), p.gated_backward, sums_rows);
     }
   }
   return found;

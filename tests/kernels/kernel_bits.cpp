@@ -17,38 +17,38 @@ void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, in
   KernelProblem p(dtype, residual_dtype, weight_dtype, kRows * groups, cols, kRowsPerLeaf, groups);
   p.set_rounding(rounding, alpha);
   p.make_scale(dtype, 1.0);
-  rms_norm_kernels().forward.rows(p.forward, 0, kRows * groups);
+  rms_norm_kernels().forward(p.forward, 0, kRows * groups);
   const uint64_t forward = hash(p.output);
   p.make_scale(residual_dtype, 1.0);
-  add_rms_norm_kernels().rows(p.add, 0, kRows * groups);
-  rms_norm_backward_kernels().backward.rows(p.backward, p.all_rows);
+  add_rms_norm_kernel()(p.add, 0, kRows * groups);
+  rms_norm_backward_kernels().backward(p.backward, p.all_rows);
   p.sum_grad_weight(residual_dtype);
   std::vector<uint64_t> results = {forward, hash(p.output), hash(p.residual_out), hash(p.grad_input),
                                    hash(p.grad_weight)};
-  rms_norm_backward_kernels().backward.rows(p.backward_stats, p.all_rows);
+  rms_norm_backward_kernels().backward(p.backward_stats, p.all_rows);
   results.insert(results.end(), {hash(p.square_sum), hash(p.dot)});
-  rms_norm_backward_kernels().backward.rows(p.backward_from_stats, p.all_rows);
+  rms_norm_backward_kernels().backward(p.backward_from_stats, p.all_rows);
   p.sum_grad_weight(residual_dtype);
   results.insert(results.end(), {hash(p.grad_input), hash(p.grad_weight)});
   p.make_scale(dtype, 1.0);
-  rms_norm_kernels().forward.rows(p.stats, 0, kRows * groups);
-  rms_norm_kernels().forward.rows(p.from_stats, 0, kRows * groups);
+  rms_norm_kernels().forward(p.stats, 0, kRows * groups);
+  rms_norm_kernels().forward(p.from_stats, 0, kRows * groups);
   results.insert(results.end(), {hash(p.square_sum), hash(p.output)});
   std::vector<char> scratch(std::max(scratch_rows(p.gated), scratch_rows(p.gated_backward)) * 2 *
                             padded_cols(dtype, cols) * 8);
   for (const Gating gating : kGatings) {
     p.gated.gating = p.gated_backward.gating = gating;
     p.gated.row_scratch = p.gated_backward.row_scratch = scratch.data();
-    gated_rms_norm_kernels().rows(p.gated, 0, kRows * groups);
-    gated_rms_norm_backward_kernels().rows(p.gated_backward, p.all_rows);
+    gated_rms_norm_kernel()(p.gated, 0, kRows * groups);
+    gated_rms_norm_backward_kernel()(p.gated_backward, p.all_rows);
     p.sum_grad_weight(dtype);
     results.insert(results.end(), {hash(p.output), hash(p.grad_input), hash(p.grad_gate), hash(p.grad_weight)});
   }
   each_rotation(cols, [&](const RotaryColumns& paired, bool angle_of_pair) {
     p.set_rotation(paired, angle_of_pair, 3);
     p.make_scale(dtype, 1.0, paired);
-    rms_norm_rope_kernels().rows(p.rope, 0, kRows * groups);
-    rms_norm_rope_backward_kernels().rows(p.rope_backward, p.all_rows);
+    rms_norm_rope_kernel()(p.rope, 0, kRows * groups);
+    rms_norm_rope_backward_kernel()(p.rope_backward, p.all_rows);
     p.sum_grad_weight(dtype, paired);
     results.insert(results.end(), {hash(p.output), hash(p.grad_input), hash(p.grad_weight)});
   });
@@ -68,8 +68,8 @@ void run_channels(DType dtype, int64_t samples, int64_t channels, int64_t positi
   ChannelProblem p(dtype, samples, channels, positions, is_activated, scale.data(), bias.data());
   p.set(kInput, x.data()), p.set(kOutput, output.data());
   p.set(kGradOutput, dy.data()), p.set(kGradInput, grad_input.data());
-  channel_rms_norm_kernels().forward.rows(p.args, 0, rows);
-  channel_rms_norm_kernels().backward.rows(p.args, {0, rows, 0, 1});
+  channel_rms_norm_kernels().forward(p.args, 0, rows);
+  channel_rms_norm_kernels().backward(p.args, {0, rows, 0, 1});
   std::printf("channels: dtype %d activated %d [%" PRId64 ", %" PRId64 ", %" PRId64 "]:", static_cast<int>(dtype),
               is_activated, samples, channels, positions);
   for (const uint64_t result :

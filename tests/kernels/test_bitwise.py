@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from assertions import assert_same_bits
+from sampling import pairwise
 from torch import Tensor
 
 from reference import cases
@@ -55,11 +56,11 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], message:
     assert_same_bits(actual.values(), expected.values(), message)
 
 
+@pairwise
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
-@pytest.mark.covering(core=1, full=2)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_rows_are_batch_invariant(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     """A row has the same bits alone and anywhere in a batch of any size."""
     dy, x, w = problem(37, cols, dtype, device)
@@ -95,11 +96,11 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 
 
+@pairwise
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
-@pytest.mark.covering(core=1, full=2)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_bits_do_not_depend_on_memory_layout(cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     dy, x, w = problem(11, cols, dtype, device)
     expected = compute(variant, dy, x, w)
@@ -117,11 +118,11 @@ def test_bits_do_not_depend_on_dimension_order(device: str, variant: Variant) ->
     assert_same(compute(variant, turned_dy, turned_x, w), compute(variant, dy, x, w))
 
 
+@pairwise
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(1000, 64), (123, 769), (37, 4096), (2, 70000), (4000, 16)])
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.covering(core=1, full=2)
 def test_bits_do_not_depend_on_threads(rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
     assert_threads_do_not_show(variant, *problem(rows, cols, dtype, device))
 
@@ -134,11 +135,11 @@ def assert_threads_do_not_show(variant: Variant, dy: Tensor, x: Tensor, w: Tenso
         assert_same(compute(variant, dy, x, w), expected, threads)
 
 
+@pairwise
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [32768, 40003])
 @over_variants
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.covering(core=1, full=2)
 def test_bits_do_not_depend_on_threads_per_row(variant: Variant, cols: int, dtype: torch.dtype, device: str) -> None:
     """With fewer rows than threads, each row is split among threads."""
     operator = variant.operator
@@ -163,6 +164,7 @@ def test_bits_do_not_depend_on_threads_per_row(variant: Variant, cols: int, dtyp
     assert_same_bits(alone, expected)
 
 
+@pairwise
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -170,7 +172,6 @@ def test_bits_do_not_depend_on_threads_per_row(variant: Variant, cols: int, dtyp
     [(37, 3, 64), (3, 40, 1024), (130, 5, 100), (64, 17, 128), (1, 7, 769), (5, 2, 4096), (9, 2, 33000)],
 )
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.covering(core=1, full=2)
 def test_groups_do_not_depend_on_each_other(
     rows: int, groups: int, cols: int, dtype: torch.dtype, device: str, variant: Variant, runs_cpu_kernels: bool
 ) -> None:
@@ -191,11 +192,11 @@ def test_groups_do_not_depend_on_each_other(
                     assert_same_bits([alone[name]], [result[g] if is_of_weight else result[:, g]], (name, threads))
 
 
+@pairwise
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("samples", "rows", "cols"), [(3, 130, 64), (40, 3, 1024), (2, 70, 769), (3, 2, 33000)])
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.covering(core=1, full=2)
 def test_weights_per_sample_do_not_depend_on_thread_count(
     samples: int, rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant
 ) -> None:

@@ -103,7 +103,7 @@ def test_threads_may_patch_at_once() -> None:
         if isinstance(made, Tensor):
             torch.testing.assert_close(made, y)
         else:
-            assert made.patched.keys() | made.already.keys() == {"0", "1", "2"}
+            assert made.patched.keys() | made.already.keys() == {"0", "1", "2"}, made
     assert ("ignore", None, Warning, None, 0) not in warnings.filters  # recognition adds it temporarily
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from assertions import assert_same_bits
+from sampling import few, marked, pairwise
 
 from reference import cases, oracle
 from reference.cases import HALVES, Case, moved, on
@@ -25,9 +26,18 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 ops = torch.ops.normops
 
 
-@pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
-@pytest.mark.covering(core=2, full=3)
-@pytest.mark.triton(core=1, full=1)
+IN_CORE = [case for case in OPERATOR_CASES if case.case.dtype in (torch.float32, torch.bfloat16)]
+OTHERS = [case for case in OPERATOR_CASES if case.case.dtype not in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *few(IN_CORE, chosen=pytest.mark.triton),
+        *few(OTHERS, chosen=pytest.mark.triton_release, others=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_within_bounds(case: OperatorCase, device: str) -> None:
     operator, arguments = case.operator, case.arguments(device)
     results = operator.call(**arguments)
@@ -52,7 +62,7 @@ MASKED = [operator for operator in OPERATORS if operator.has_mask]
 )
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("variant", variants(MASKED), ids=str)
-@pytest.mark.triton(core=1)
+@pytest.mark.triton_release
 def test_masked_gradients_are_left_out(variant: Variant, has_weight: bool, like: Case, device: str) -> None:
     operator = variant.operator
     weight_dtype = torch.float32 if has_weight else None
@@ -106,11 +116,11 @@ def test_small_terms_are_not_lost_in_a_large_sum(device: str, runs_cpu_kernels: 
 SPECIALS = [(variant, where) for variant in variants() for where in ("input", *variant.operator.tensors)]
 
 
+@pairwise
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(("variant", "where"), SPECIALS, ids=str)
-@pytest.mark.covering(core=1, full=2)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_specials_affect_only_their_row_and_grad_weight(
     variant: Variant, where: str, dtype: torch.dtype, special: float, device: str
 ) -> None:
@@ -133,8 +143,7 @@ def test_specials_affect_only_their_row_and_grad_weight(
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("variant", variants(), ids=str)
-@pytest.mark.covering(core=1, full=2)
-@pytest.mark.triton(core=1)
+@pytest.mark.triton_release
 def test_zero_rows_give_zeros_and_finite_gradients(variant: Variant, dtype: torch.dtype, device: str) -> None:
     case = variant.at(Case((3, 50), dtype, weight_dtype=dtype, eps=1e-6))
     zeros = torch.zeros(3, 50, dtype=dtype, device=device)
@@ -146,7 +155,7 @@ def test_zero_rows_give_zeros_and_finite_gradients(variant: Variant, dtype: torc
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [3, 64, 1000])
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_negative_eps_decides_by_the_sum_under_the_root(cols: int, dtype: torch.dtype, device: str) -> None:
     """With a negative eps, the sum under the root may be positive, negative or 0."""
     x = torch.tensor([1.0, 0.25, 0.5]).to(device, dtype).unsqueeze(1).expand(3, cols)
@@ -160,7 +169,7 @@ def test_negative_eps_decides_by_the_sum_under_the_root(cols: int, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_every_half_converts_exactly(dtype: torch.dtype, device: str) -> None:
     """A row of ones normalizes to ones, so the output is the weight: each half is tested as weight and as output."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(-1, 1)
@@ -174,7 +183,7 @@ def test_every_half_converts_exactly(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) -> None:
     """float32 weights, scaled by exactly 1, are rounded like torch's own conversion."""
     generator = torch.Generator().manual_seed(5)
@@ -188,10 +197,9 @@ def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) 
     assert torch.equal(output.cpu(), numbers.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*HALVES, *marked(pytest.mark.full, (torch.float32, torch.float64))], ids=str)
 @pytest.mark.parametrize("variant", variants(), ids=str)
-@pytest.mark.covering(core=1, full=2)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_nan_of_any_payload_stays_nan(
     variant: Variant, dtype: torch.dtype, device: str, runs_cpu_kernels: bool
 ) -> None:

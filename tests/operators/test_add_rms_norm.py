@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from assertions import assert_same_bits, same_bits
+from sampling import few
 from torch import Tensor
 
 import normops
@@ -29,9 +30,10 @@ def problem(
     return Problem(input.to(device), residual.to(device), cases.values(shape[-1:], torch.float32, 3).to(device))
 
 
-@pytest.mark.parametrize("case", [c for c in cases_of(ADD_RMS_NORM) if not c.dtypes], ids=str)
-@pytest.mark.covering(core=1)
-@pytest.mark.triton(core=1, full=2)
+SUMS = [case for case in cases_of(ADD_RMS_NORM) if not case.dtypes]
+
+
+@pytest.mark.parametrize("case", few(SUMS, chosen=pytest.mark.triton_release), ids=str)
 def test_output_is_norm_of_rounded_sum(case: OperatorCase, device: str) -> None:
     """Compares bitwise; residuals of other dtypes are excluded, as the sum then has another dtype."""
     output, residual_out = case.results(device)
@@ -48,8 +50,7 @@ WIDER_SUMS = [
 
 
 @pytest.mark.parametrize("case", WIDER_SUMS, ids=str)
-@pytest.mark.covering(core=1)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_backward_accepts_16_bit_gradient_for_float32_input(case: OperatorCase, device: str) -> None:
     """rms_norm_backward with a float32 input gives the same bits for a 16-bit gradient as for the widened one."""
     widened = case.arguments(device)["grad_output"].float()

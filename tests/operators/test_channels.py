@@ -12,6 +12,7 @@ import torch
 from assertions import assert_same_bits, message_of
 from channels import arguments, channels_last, results
 from other_process import printed
+from sampling import marked
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -114,11 +115,18 @@ def test_every_dimension() -> None:
 ACTIVATIONS = ("silu", "swish", "sigmoid", "identity")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [*SHAPES, (9,), (2, 300, 1)], ids=str)
-@pytest.mark.covering(core=2, full=3)
-@pytest.mark.triton(core=1, full=2)
+VALUES = [*itertools.product([*SHAPES, (9,), (2, 300, 1)], DTYPES, ACTIVATIONS)]
+DIAGONAL = VALUES[:: len(DTYPES) * len(ACTIVATIONS) + 1]  # another dtype and activation for each shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "activation"),
+    [
+        *marked(pytest.mark.triton, DIAGONAL),
+        *marked(pytest.mark.full, [each for each in VALUES if each not in DIAGONAL]),
+    ],
+    ids=str,
+)
 def test_values(shape: tuple[int, ...], dtype: torch.dtype, activation: str, device: str) -> None:
     named = "silu" if activation == "swish" else activation
     for index, weight_dtype in enumerate((dtype, torch.float32)):
@@ -165,7 +173,7 @@ def test_bits_do_not_depend_on_batch_strides_or_alignment(device: str) -> None:
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["input", "grad_output", "weight", "bias"])
-@pytest.mark.triton(core=1)
+@pytest.mark.triton
 def test_nonfinite_values_change_only_dependent_results(where: str, special: float, device: str) -> None:
     """The sigmoid has slope 0 at infinities. Padding must not change the sums over positions."""
     shape = (2, 20, 30)
@@ -257,7 +265,7 @@ def test_nan_changes_only_its_position() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_out_and_in_place(dtype: torch.dtype) -> None:
     for layout in LAYOUTS:
         given = arguments((2, 40, 6, 11), dtype)
@@ -297,7 +305,7 @@ def test_outputs_may_overwrite_a_parameter(name: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ["identity", "silu", "sigmoid"])
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_gradients_match_the_definition(activation: str) -> None:
     given = arguments((2, 3, 4, 2), torch.float64)
     leaves = {name: given[name].to(torch.float64).requires_grad_() for name in ("input", "weight", "bias")}

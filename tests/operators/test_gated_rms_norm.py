@@ -23,7 +23,7 @@ GATES = (0.0, -0.0, 1e-30, 1.0, 1.278, 5.0, 10.0, 17.0, 50.0, 87.0, 88.0, 89.0, 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @over_gating
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_extreme_gates(gating: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     """Gates saturate in both directions, where exponentials over- or underflow, in uniform and in mixed rows."""
     gates = torch.tensor([sign * gate for gate in GATES for sign in (1, -1)], dtype=torch.float64)

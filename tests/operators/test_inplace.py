@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from assertions import assert_same_bits, message_of
+from sampling import pairwise
 from torch import Tensor
 
 from reference import cases
@@ -23,6 +24,7 @@ LAYOUTS = (
 )
 
 
+@pairwise
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -34,8 +36,7 @@ LAYOUTS = (
     ],
     ids=str,
 )
-@pytest.mark.covering(core=1, full=2)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_results_replace_inputs(
     variant: Variant, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from assertions import assert_same_bits, message_of
+from sampling import few, pairwise
 from torch import Tensor
 from traced_graphs import operators, trace
 
@@ -102,9 +103,8 @@ OUT_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", OUT_CASES, ids=str)
-@pytest.mark.covering(core=1, full=2)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.parametrize("case", few(OUT_CASES, others=pytest.mark.full), ids=str)
+@pytest.mark.triton_release
 def test_out_equals_the_functional_result(case: OperatorCase, device: str) -> None:
     """Targets have every layout that an output can have."""
     operator, targets = case.operator, case.targets(device)
@@ -146,12 +146,12 @@ class Writing:
         assert_same_bits(self.operator.results(self.operator.out(**given, **targets)), self.expected, over)
 
 
+@pairwise
 @pytest.mark.parametrize("layout", [cases.contiguous, cases.qkv_slice, cases.misaligned, cases.transposed_columns])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [5, 64, 100, 40000])
 @pytest.mark.parametrize("variant", variants(), ids=str)
-@pytest.mark.covering(core=1, full=2)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_exact_aliasing(variant: Variant, cols: int, dtype: torch.dtype, layout: cases.Layout, device: str) -> None:
     """Tests all combinations of targets and inputs."""
     shape = (2, 3, 2, cols) if cols < 1000 else (1, 1, 2, cols)
@@ -173,8 +173,7 @@ SINGLE_ROWS = [
 
 @pytest.mark.parametrize("cols", [64, 70, 40000])
 @pytest.mark.parametrize(("variant", "over"), SINGLE_ROWS, ids=str)
-@pytest.mark.covering(core=1, full=2)
-@pytest.mark.triton(core=0)
+@pytest.mark.triton_release
 def test_exact_aliasing_of_a_single_row_with_a_vector(variant: Variant, over: str, cols: int, device: str) -> None:
     """With one row, the weight has the shape of the output, and grad_weight the shape of every input."""
     operator = variant.operator

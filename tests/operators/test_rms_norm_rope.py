@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from assertions import same_bits
+from sampling import pairwise
 from torch import Tensor
 
 import normops
@@ -64,6 +65,7 @@ def test_matches_the_formula_of_transformers(
     assert_like_rms_norm(of_pairs[..., rotary_dim:], plain, runs_cpu_kernels)
 
 
+@pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", ["rms_norm_rope", "rms_norm_rope_backward"])
@@ -80,7 +82,6 @@ def test_matches_the_formula_of_transformers(
         (9001, 4500, 7),
     ],
 )
-@pytest.mark.covering(core=1)
 def test_widths_and_offsets_are_within_bounds(
     cols: int, rotary_dim: int, offset: int, name: str, interleaved: bool, dtype: torch.dtype, device: str
 ) -> None:

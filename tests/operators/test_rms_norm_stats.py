@@ -34,8 +34,7 @@ def of_norm(case: Case, **flags: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flags", ROUNDINGS, ids=lambda flags: flags["rounding"])
 @pytest.mark.parametrize("case", SOME, ids=str)
-@pytest.mark.covering(core=1)
-@pytest.mark.triton(core=0, full=1)
+@pytest.mark.triton_release
 def test_two_steps_have_the_bits_of_rms_norm(
     case: Case, flags: dict[str, str], device: str, runs_cpu_kernels: bool
 ) -> None:

@@ -104,7 +104,7 @@ def test_llama_rounding_has_the_bits_of_vllm(dtype: torch.dtype, device: str) ->
 
 @pytest.mark.parametrize("alpha", [0.22, -1.4, 0.0])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.triton(core=1)
+@pytest.mark.triton
 def test_scaled_sum_rounds_like_models_or_once(dtype: torch.dtype, alpha: float, device: str) -> None:
     """``residual + x * alpha`` is computed with a model's operations, or rounded once."""
     x, residual = (cases.values((37, COLS), dtype, seed, scale=1.0) for seed in range(2))

@@ -22,6 +22,7 @@ from bench.timing import Timing, interleave
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_small_run_of_all_operators(tmp_path: Path) -> None:
     quick = ("--turns", "2", "--seconds", "0", "--peers", "F.rms_norm", "F.layer_norm", "--dtype", "float32")
     command = ("-m", "bench", "--shapes", "4x64", "8x64", *quick, "--save", str(tmp_path))
@@ -48,6 +49,7 @@ def test_kernels_of_torch_on_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert environment.cuda_rms_norm_kernels((8, 0)) == "ATen"
 
 
+@pytest.mark.full
 def test_interleaved_operators(tmp_path: Path) -> None:
     quick = ("--turns", "2", "--seconds", "0", "--peers", "F.rms_norm", "--dtype", "float32", "--shapes", "4x64")
     operators = ("--op", "rms_norm", "rms_norm_backward")

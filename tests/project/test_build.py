@@ -11,7 +11,6 @@ import machine_code
 import pytest
 import torch
 from other_process import printed, python
-from tiers import divided
 
 import normops
 
@@ -71,7 +70,13 @@ def test_kernel_instances_are_bounded() -> None:
     assert counts == {loop: min(counts[loop], most) for loop, most in LOOPS.items()}
 
 
-@pytest.mark.parametrize("isa", divided(normops.build_info()["cpu_isas"], ("composite",)))
+@pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa, marks=() if isa == "composite" else pytest.mark.full)
+        for isa in normops.build_info()["cpu_isas"]
+    ],
+)
 def test_values_on_each_instruction_set(isa: str) -> None:
     """Repeats the oracle test on kernels that this machine would not choose, and on the composite fallback."""
     if isa == normops.build_info()["cpu_isa"]:
@@ -79,8 +84,9 @@ def test_values_on_each_instruction_set(isa: str) -> None:
     probe = python("-c", "import normops", NORMOPS_CPU_ISA=isa)
     if "that this machine runs" in probe.stderr:
         pytest.skip(f"this machine does not run {isa}")
-    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "core", "tests/kernels/test_values.py")
-    result = python(*command, cwd=ROOT, NORMOPS_CPU_ISA=isa)
+    few = "triton and not full and not release"
+    tests = ("-m", few if isa == "composite" else "not full and not release", "tests/kernels/test_values.py")
+    result = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, cwd=ROOT, NORMOPS_CPU_ISA=isa)
     assert result.returncode == 0, result.stdout
 
 

@@ -9,7 +9,7 @@ import pytest
 from baby_llama import turns
 from comparison import Result, print_results, speedup
 from other_process import python
-from tiers import divided
+from sampling import marked
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -152,7 +152,7 @@ def test_processes_must_share_batches_equally() -> None:
 SMALL = ("--hidden", "64", "--layers", "1", "--batch", "1", "--length", "32", "--rounds", "1")
 
 
-@pytest.mark.parametrize("model", divided(("qwen3", "llama"), (), ("qwen3",)))
+@pytest.mark.parametrize("model", [*marked(pytest.mark.full, ["qwen3"]), *marked(pytest.mark.release, ["llama"])])
 def test_patched_model(model: str, tmp_path: Path) -> None:
     command = ("examples/patched_model.py", "--model", model, *SMALL, "--dtype", "float32", "bfloat16")
     result = python(*command, "--no-compiled", "--out", str(tmp_path), cwd=ROOT)

@@ -47,16 +47,12 @@ def test_malformed_mutants_are_rejected(tmp_path: Path) -> None:
 TESTS = """
 import os, pytest
 from number import double
-@pytest.mark.core
 def test_zero(): assert double(0) == 0
 @pytest.mark.full
 def test_two(): assert double(2) == 4
-@pytest.mark.core
 def test_wrong(): assert double(1) == 3
-@pytest.mark.core
 @pytest.mark.skip
 def test_left_out(): pass
-@pytest.mark.core
 def test_crash():
     if double(2) != 4: os.kill(os.getpid(), 9)
 """

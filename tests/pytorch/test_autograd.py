@@ -191,9 +191,9 @@ def test_derivatives_of_input_that_is_also_weight(device: str) -> None:
     torch.testing.assert_close(derivatives[:3], derivatives[3:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dynamic", [False, True])
 @differentiable
-@pytest.mark.covering(core=0, full=1)
 def test_compiled_autograd(variant: Variant, dynamic: bool, device: str) -> None:
     torch._dynamo.reset()
     problem = Problem(variant, of((3, 5)), device)

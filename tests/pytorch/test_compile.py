@@ -85,7 +85,6 @@ def test_varying_rows_compile_once_more(norm: Callable[..., Tensor], device: str
 
 @NORMS
 @pytest.mark.parametrize("shapes", [ROWS, [(5, 16), (5, 17), (9, 64), (3, 1000)], [(2, 5, 8), (3, 7, 8), (4, 2, 9)]])
-@pytest.mark.covering(core=1)
 def test_dynamic_shapes_compile_once(norm: Callable[..., Tensor], shapes: list[tuple[int, ...]], device: str) -> None:
     first, *others = compilations(norm, shapes, device, dynamic=True)
     assert first <= 2  # torch retraces any function that has a float among its defaults
@@ -122,7 +121,6 @@ def item(norm: Callable[..., Tensor], x: Tensor, w: Tensor, rows: Tensor) -> Ten
         (with_residual, masked, "inductor"),
     ],
 )
-@pytest.mark.covering(core=1)
 def test_sizes_that_depend_on_data(
     norm: Callable[..., Tensor], select: Callable[..., Tensor], backend: str, device: str
 ) -> None:
@@ -143,7 +141,7 @@ def test_sizes_that_depend_on_data(
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("norm", "is_batched", "backend"),
     [
@@ -152,7 +150,6 @@ def test_sizes_that_depend_on_data(
         (with_residual, False, "inductor"),
     ],
 )
-@pytest.mark.covering(core=1)
 def test_derivatives_inside_compiled_function(
     norm: Callable[..., Tensor], is_batched: bool, backend: str, dynamic: bool, device: str
 ) -> None:

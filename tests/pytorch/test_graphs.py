@@ -7,6 +7,7 @@ import pytest
 import torch
 from assertions import assert_same_bits
 from graphs import assert_one_operator_each_way
+from sampling import marked
 from torch import Tensor
 from traced_graphs import TracedGraphs, operators, trace
 
@@ -30,10 +31,11 @@ def as_function(case: OperatorCase, device: str) -> tuple[Callable[..., Any], li
     return call, [tensor.requires_grad_(name not in case.operator.tables) for name, tensor in tensors.items()]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(("has_weight", "groups"), [(False, 0), (True, 0), (True, 1)])
+@pytest.mark.parametrize(
+    ("has_weight", "groups", "dynamic"),
+    [(True, 0, False), *marked(pytest.mark.full, [(False, 0, True), (True, 1, False)])],
+)
 @differentiable
-@pytest.mark.covering(core=1, full=2)
 def test_one_forward_one_backward(variant: Variant, has_weight: bool, groups: int, dynamic: bool, device: str) -> None:
     operator = variant.operator
     assert operator.gradient is not None
@@ -58,9 +60,8 @@ def test_one_forward_one_backward(variant: Variant, has_weight: bool, groups: in
         )
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.full)])
 @differentiable
-@pytest.mark.covering(core=1)
 def test_exported_program_contains_only_the_operator(variant: Variant, strict: bool) -> None:
     call, tensors = as_function(variant.at(Case((3, 8), torch.float32, weight_dtype=torch.float32)), "cpu")
 
@@ -76,9 +77,9 @@ def test_exported_program_contains_only_the_operator(variant: Variant, strict: b
         assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.full
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.release)])
 @differentiable
-@pytest.mark.covering(core=0, full=1)
 def test_inductor_equals_eager(variant: Variant, dynamic: bool, device: str) -> None:
     """The rows are slices of one projection, as a gate is in the models."""
     torch._dynamo.reset()

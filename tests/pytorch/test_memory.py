@@ -77,7 +77,6 @@ over_operators = pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
 
 @over_dtypes
 @over_operators
-@pytest.mark.covering(core=1)
 def test_saves_normalized_tensor_and_weight(operator: Operator, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     """Other tensors that gradients depend on are saved, too; an operator that returns a sum saves only the sum."""
     t = leaves(dtypes, device)
@@ -98,7 +97,6 @@ def allocations(call: Callable[[], tuple[Tensor, ...]]) -> tuple[list[int], tupl
 
 @over_dtypes
 @over_operators
-@pytest.mark.covering(core=1)
 def test_allocates_only_what_it_returns(operator: Operator, dtypes: tuple[torch.dtype, ...]) -> None:
     """Covers the forward and the backward."""
     t = leaves(dtypes, "cpu", (64, 40))
@@ -165,7 +163,6 @@ def counted(call: Callable[[], object]) -> Counter[str]:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize(("use_reentrant", "early_stop"), [(True, False), (False, False), (False, True)])
-@pytest.mark.covering(core=1)
 def test_activation_checkpointing(block: Block, use_reentrant: bool, early_stop: bool, device: str) -> None:
     t = leaves(MIXED, device)
     once = counted(lambda: block(t))
@@ -207,7 +204,6 @@ SAVED = [(), (ops.rms_norm.default,), (ops.add_rms_norm.default,), (ops.rms_norm
 
 @pytest.mark.parametrize("saved", SAVED, ids=str)
 @pytest.mark.parametrize("block", [both_norms, norm_of_sum])
-@pytest.mark.covering(core=1)
 def test_selective_checkpointing(block: Block, saved: tuple[torch._ops.OpOverload, ...], device: str) -> None:
     t = leaves(MIXED, device)
     block = followed(block)
@@ -250,7 +246,6 @@ def derivatives(block: Block, t: Problem) -> tuple[Tensor | None, ...]:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("kind", ["file", "save_on_cpu", "strided"])
-@pytest.mark.covering(core=1)
 def test_saved_tensors_hooks(block: Block, kind: str, device: str, tmp_path: Path) -> None:
     """Hooks return tensors in other memory, or with another layout."""
     names = map(str, count())

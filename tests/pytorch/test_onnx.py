@@ -12,7 +12,7 @@ import torch
 from assertions import assert_same_bits
 from norms_between_layers import Block
 from other_process import printed
-from tiers import divided
+from sampling import marked
 from torch import Tensor, nn
 
 from normops import sharding
@@ -75,10 +75,12 @@ class Sums(nn.Module):
 
 @pytest.mark.parametrize(
     ("dtype", "residual_dtype"),
-    [*((dtype, dtype) for dtype in cases.DTYPES), *((dtype, torch.float32) for dtype in HALVES)],
+    [
+        (torch.bfloat16, torch.float32),
+        *marked(pytest.mark.full, [*((dtype, dtype) for dtype in cases.DTYPES), (torch.float16, torch.float32)]),
+    ],
     ids=str,
 )
-@pytest.mark.covering(core=1)
 def test_scaled_sums_match_eager(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
     """Sums have eager mode's bits, except for a product that eager mode does not round; norms use the rounded sums."""
     dtypes = dtype, residual_dtype
@@ -172,7 +174,8 @@ class Everything(nn.Module):
         assert next(outputs, None) is None
 
 
-@pytest.mark.parametrize("first_dtype", divided(range(len(cases.DTYPES)), (1,), ()))
+@pytest.mark.full
+@pytest.mark.parametrize("first_dtype", [1, *marked(pytest.mark.release, (0, 2, 3))])
 def test_every_operator_is_translated(first_dtype: int) -> None:
     """Exports with torch.onnx's optimizer, and for one dtype without it."""
     module = Everything(EXPORTED, first_dtype, has_all_rows=True)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from sampling import few
 from torch import Tensor
 
 from reference.cases import FEW_CASES
 from reference.operators import OPERATORS, Operator, OperatorCase, other_dtypes, positional
 
-OPCHECK_CASES = [
+EVERY = [
     OperatorCase(operator, case, flags[(number + index) % len(flags)], dtypes)
     for operator in OPERATORS
     for flags in [operator.flags]
@@ -17,8 +18,12 @@ OPCHECK_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", OPCHECK_CASES, ids=str)
-@pytest.mark.covering(core=1, full=1)  # ten seconds each
+# A case takes a second.
+CORE = [each for each in EVERY if each.case is FEW_CASES[2] and not each.dtypes]
+OTHERS = few((each for each in EVERY if each not in CORE), chosen=pytest.mark.full, others=pytest.mark.release)
+
+
+@pytest.mark.parametrize("case", [*CORE, *OTHERS], ids=str)
 def test_opcheck(case: OperatorCase, device: str) -> None:
     operator, arguments = case.operator, case.arguments(device)
     tensors = {name: value.detach() for name, value in arguments.items() if isinstance(value, Tensor)}

@@ -125,6 +125,7 @@ def test_errors(info: OpInfo) -> None:
             info(sample.input, *sample.args, **sample.kwargs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("info", OPINFOS, ids=lambda info: info.name.removeprefix("normops."))
 def test_other_dtypes_raise(info: OpInfo) -> None:
     every = all_types_and_complex_and(torch.half, torch.bfloat16, torch.bool, torch.float8_e4m3fn)

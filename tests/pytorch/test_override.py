@@ -63,7 +63,6 @@ def test_override_torch_raises_no_warning() -> None:
 @pytest.mark.parametrize("eps", [None, 1e-3, -0.25])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.covering(core=1)
 def test_override_has_normops_bits(dtype: torch.dtype, weight_dtype: torch.dtype | None, eps: float | None) -> None:
     x = rows(dtype)
     weight = None if weight_dtype is None else torch.rand(64, dtype=weight_dtype)
@@ -164,7 +163,6 @@ def test_caches_distinguish_the_override(tmp_path: Path) -> None:
 @pytest.mark.parametrize("needs", [("input",), ("weight",), ("input", "weight")])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.covering(core=1)
 def test_in_place_writes_after_the_norm_work_as_with_torch(
     dtype: torch.dtype, weight_dtype: torch.dtype, needs: tuple[str, ...], written: str
 ) -> None:

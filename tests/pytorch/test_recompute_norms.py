@@ -17,6 +17,7 @@ from assertions import assert_same_bits
 from calls import Calls
 from norms_between_layers import BACKWARD, FORWARD, FUNCTIONS, first, gradients, problem
 from profiles import operators_run
+from sampling import few, pairwise
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
@@ -48,8 +49,10 @@ class Saved(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("case", [case for case in OPERATOR_CASES if case.operator in NORMS], ids=str)
-@pytest.mark.covering(core=1, full=2)
+RECOMPUTED = few((case for case in OPERATOR_CASES if case.operator in NORMS), others=pytest.mark.full)
+
+
+@pytest.mark.parametrize("case", RECOMPUTED, ids=str)
 def test_recomputed_outputs_have_the_same_bits_and_strides(case: OperatorCase, device: str) -> None:
     """Compares an output, a view and all gradients; the norm runs once more for both. The output is stored if copies of
     weight and bias would be as large."""
@@ -163,7 +166,6 @@ def test_memory_is_freed(operator: Operator) -> None:
 @pytest.mark.parametrize("context", [nullcontext, recompute_norms])
 @pytest.mark.parametrize("which", ["input", "weight", "matrix"])
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-@pytest.mark.covering(core=2)
 def test_write_to_a_saved_tensor_raises(operator: Operator, which: str, context: Context, device: str) -> None:
     """Covers tensors that the norm saves, and one that a linear layer saves."""
     t = [tensor.detach().requires_grad_() * 1 for tensor in problem(device)]
@@ -188,7 +190,6 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-@pytest.mark.covering(core=2)
 def test_output_that_was_written_to_is_stored(operator: Operator, name: str, device: str) -> None:
     t = problem(device)
     results = []
@@ -245,7 +246,6 @@ def test_each_backward_recomputes(operator: Operator, device: str) -> None:
 @pytest.mark.parametrize("context", [nullcontext, recompute_norms])
 @pytest.mark.parametrize("when", ["before", "after", "both"])
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-@pytest.mark.covering(core=2)
 def test_consumers_may_run_after_norm_backward(operator: Operator, when: str, context: Context, device: str) -> None:
     """Consumers get the output, even if they save it after the norm has freed its own saved tensors."""
     t = problem(device)
@@ -358,7 +358,6 @@ NESTED = {
 
 @pytest.mark.parametrize("name", NESTED)
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-@pytest.mark.covering(core=2)
 def test_recomputation_works_with_other_hooks(operator: Operator, name: str) -> None:
     """Runs on the CPU only: hooks change strides, which changes the bits of a matmul on a GPU."""
     t = problem("cpu")
@@ -428,7 +427,6 @@ def test_error_ends_the_block() -> None:
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("place", ["around", "inside", "both"])
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-@pytest.mark.covering(core=2)
 def test_checkpoints(operator: Operator, place: str, early_stop: bool, use_reentrant: bool, device: str) -> None:
     """The input of the checkpoint is also an output of a norm."""
     t = problem(device)
@@ -456,8 +454,7 @@ def saved_by(operator: Operator, arguments: dict[str, Any], context: Context) ->
     return len(packed)
 
 
-@pytest.mark.parametrize("case", [case for case in OPERATOR_CASES if case.operator in NORMS], ids=str)
-@pytest.mark.covering(core=1, full=2)
+@pytest.mark.parametrize("case", RECOMPUTED, ids=str)
 def test_saved_tensors_depend_only_on_the_arguments(case: OperatorCase, device: str) -> None:
     """Outer hooks receive as many tensors in a block as outside of it, with each argument frozen in turn."""
     made = case.arguments(device)
@@ -478,13 +475,13 @@ def enabled() -> Iterator[None]:
         normops._C.leave_recompute_block(outer)
 
 
+@pairwise
 @pytest.mark.parametrize("frozen", [None, "input", "weight", "bias"])
 @pytest.mark.parametrize("forward", ["inside", "outside", "body"])
 @pytest.mark.parametrize("backward", ["inside", "outside", "another thread"])
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("selective", [True, False])
 @pytest.mark.parametrize("kind", ["function", "patched"])
-@pytest.mark.covering(core=2)
 def test_checkpoints_with_frozen_arguments(
     kind: str, selective: bool, early_stop: bool, backward: str, forward: str, frozen: str | None
 ) -> None:

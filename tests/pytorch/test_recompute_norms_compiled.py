@@ -122,6 +122,7 @@ def test_blocks_and_checkpoints_around_and_in_graphs(operator: Operator, around:
             assert_same_bits(other_thread.submit(gradients, call(*t), leaves).result(), expected)
 
 
+@pytest.mark.full
 def test_compiled_autograd_restores_tensors() -> None:
     """It traces the hooks on saved tensors, whose versions have no meaning in a trace."""
     t = problem("cpu")

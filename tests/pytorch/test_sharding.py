@@ -11,7 +11,6 @@ import sharded_models  # noqa: F401
 import sharded_operators  # noqa: F401
 import sharded_rows  # noqa: F401
 from processes import CASES, run
-from tiers import divided
 from torch.multiprocessing.spawn import spawn
 
 
@@ -29,7 +28,14 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder
 
 
-@pytest.mark.parametrize("name", divided(CASES, [name for name, case in CASES.items() if case.processes == 2]))
+CORE = [
+    name
+    for name, case in CASES.items()
+    if case.processes == 2 and case.function.__module__ in ("sharded_errors", "sharded_operators")
+]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.full) for name in CASES])
 def test_case_passes_in_every_process(name: str, outcomes: Path) -> None:
     for rank in range(CASES[name].processes):
         outcome = outcomes / f"{name}.{rank}"
