@@ -42,9 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if config.getoption("--device") != "cpu":  # other tests do not depend on the machine
-        taken = [item for item in items if "device" in getattr(item, "fixturenames", ())]
-        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
-        items[:] = taken
+
+        def is_taken(item: pytest.Item) -> bool:
+            return "device" in getattr(item, "fixturenames", ())
+
+        config.hook.pytest_deselected(items=[item for item in items if not is_taken(item)])
+        items[:] = filter(is_taken, items)
 
 
 def _fail_if_required(report: pytest.TestReport | pytest.CollectReport) -> None:
