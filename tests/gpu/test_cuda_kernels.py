@@ -190,7 +190,7 @@ def test_every_family(kernels: Kernels, operator: Operator, family: Family, dtyp
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", few(KERNEL_CASES, others=pytest.mark.release), ids=str)
+@pytest.mark.parametrize("case", few(KERNEL_CASES[::5], others=pytest.mark.release), ids=str)
 def test_values(case: OperatorCase, kernels: Kernels, without_clusters: Kernels) -> None:
     number = zlib.crc32(str(case).encode())
     kernels = (kernels, without_clusters)[number // 6 % 2]

@@ -192,7 +192,7 @@ def test_derivatives_of_input_that_is_also_weight(device: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.release)])
 @differentiable
 def test_compiled_autograd(variant: Variant, dynamic: bool, device: str) -> None:
     torch._dynamo.reset()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sampling import few
+from sampling import marked
 from torch import Tensor
 
 from reference.cases import FEW_CASES
@@ -20,7 +20,7 @@ EVERY = [
 
 # A case takes a second.
 CORE = [each for each in EVERY if each.case is FEW_CASES[2] and not each.dtypes]
-OTHERS = few((each for each in EVERY if each not in CORE), chosen=pytest.mark.full, others=pytest.mark.release)
+OTHERS = marked(pytest.mark.release, [(each,) for each in EVERY if each not in CORE])
 
 
 @pytest.mark.parametrize("case", [*CORE, *OTHERS], ids=str)

@@ -49,7 +49,7 @@ class Saved(torch.autograd.Function):
         return grad, None
 
 
-RECOMPUTED = few((case for case in OPERATOR_CASES if case.operator in NORMS), others=pytest.mark.full)
+RECOMPUTED = few((case for case in OPERATOR_CASES if case.operator in NORMS), others=pytest.mark.release)
 
 
 @pytest.mark.parametrize("case", RECOMPUTED, ids=str)
