@@ -209,7 +209,7 @@ def _sizes() -> Iterator[Case]:
     for cols in (0, 1, 5, 63, 64, 769, 1025, 4096):
         for rows in (0, 1, 3, 4, 7, 37):
             yield Case((rows, cols), dtype := next(dtypes), weight_dtype=dtype)
-        next(dtypes)  # another dtype for each number of rows
+        next(dtypes)  # so that a number of rows has another dtype with the next width
     for dtype in DTYPES:
         yield Case((2, 65537), dtype, weight_dtype=dtype)
         yield Case((7, 9001), dtype, weight_dtype=dtype)
@@ -249,7 +249,7 @@ def _shapes() -> Iterator[Case]:
 
 
 def _groups() -> Iterator[Case]:
-    group_dims = cycle((1, 2, 3, 1))
+    group_dims = cycle((1, 2, 3, 1))  # four, so that each of nine layouts meets all of them in the four dtypes
     for dtype in DTYPES:
         for shape in ((37, 3, 5), (5, 11, 64), (3, 2, 769), (130, 8, 16), (0, 3, 8), (3, 0, 8), (2, 2, 9001)):
             yield Case(shape, dtype, 1, dtype, group_dims=1, has_residual=True)

@@ -189,8 +189,14 @@ def test_every_family(kernels: Kernels, operator: Operator, family: Family, dtyp
     check(kernels, OperatorCase(operator, case, flags, {}), family.device)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", few(KERNEL_CASES[::5], others=pytest.mark.release), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *few(KERNEL_CASES[::5], chosen=pytest.mark.full, others=pytest.mark.release),
+        *marked(pytest.mark.release, [case for index, case in enumerate(KERNEL_CASES) if index % 5]),
+    ],
+    ids=str,
+)
 def test_values(case: OperatorCase, kernels: Kernels, without_clusters: Kernels) -> None:
     number = zlib.crc32(str(case).encode())
     kernels = (kernels, without_clusters)[number // 6 % 2]

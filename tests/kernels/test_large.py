@@ -20,7 +20,7 @@ OTHERS = [operator for operator in OPERATORS if not operator.sums and operator n
 
 @pytest.mark.parametrize(
     "operator",
-    [*marked(pytest.mark.full, [(each,) for each in TWO]), *marked(pytest.mark.release, [(each,) for each in OTHERS])],
+    [*marked(pytest.mark.full, TWO), *marked(pytest.mark.release, OTHERS)],
     ids=str,
 )
 def test_rows_beyond_32_bit_offsets_are_correct(operator: Operator, device: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from reference.cases import FEW_CASES
 from reference.operators import OPERATORS, Operator, OperatorCase, other_dtypes, positional
 
-EVERY = [
+OPCHECK_CASES = [
     OperatorCase(operator, case, flags[(number + index) % len(flags)], dtypes)
     for operator in OPERATORS
     for flags in [operator.flags]
@@ -19,11 +19,11 @@ EVERY = [
 
 
 # A case takes a second.
-CORE = [each for each in EVERY if each.case is FEW_CASES[2] and not each.dtypes]
-OTHERS = marked(pytest.mark.release, [(each,) for each in EVERY if each not in CORE])
+CORE = [each for each in OPCHECK_CASES if each.case is FEW_CASES[2] and not each.dtypes]
+OTHERS = [each for each in OPCHECK_CASES if each not in CORE]
 
 
-@pytest.mark.parametrize("case", [*CORE, *OTHERS], ids=str)
+@pytest.mark.parametrize("case", [*CORE, *marked(pytest.mark.release, OTHERS)], ids=str)
 def test_opcheck(case: OperatorCase, device: str) -> None:
     operator, arguments = case.operator, case.arguments(device)
     tensors = {name: value.detach() for name, value in arguments.items() if isinstance(value, Tensor)}

@@ -114,13 +114,17 @@ def of_rows(
     return batched(shape, dim, compute_dtype(dtype), seed, device).abs(), dim
 
 
-# One call in seven, which leaves each shape, operator and batch dimension.
-SOME_CALLS = [(*dtypes, *call) for dtypes, call in zip(cycle(DTYPES), CALLS[::7], strict=False)]
+CALLS_IN_DTYPES = [(*dtypes, *call) for dtypes, call in zip(cycle(DTYPES), CALLS, strict=False)]
 
 
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype", "shapes", "variant", "dims"),
-    [*SOME_CALLS[::2], *marked(pytest.mark.full, SOME_CALLS[1::2])],
+    # One call in seven, which has each shape and variant, in core and full.
+    [
+        *CALLS_IN_DTYPES[::14],
+        *marked(pytest.mark.full, CALLS_IN_DTYPES[7::14]),
+        *marked(pytest.mark.release, [call for index, call in enumerate(CALLS_IN_DTYPES) if index % 7]),
+    ],
     ids=str,
 )
 def test_one_call_has_the_bits_of_each_sample(
