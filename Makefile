@@ -46,20 +46,19 @@ $(VENV)/required-dev: requirements-dev.txt $(VENV)/required
 PYTEST := $(RUN) OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
 	$(BIN)/python -m pytest --numprocesses auto
 
-# Three tiers of tests: test runs those without a mark, test-full what CI runs besides, test-release the rest. The Triton
-# kernels take the place of the CPU's in processes of their own, where an interpreter executes them.
+# Three tiers of tests: test runs those without a mark, test-full what CI runs, test-release the rest. The Triton kernels
+# take the place of the CPU's in processes of their own, where an interpreter executes them.
 CORE := not full and not release
 test: TIER := $(CORE)
-test: TRITON_TIER := triton and $(CORE)
-test-full: TIER := full and not release
+test-full: TIER := not release
+test test-full: TRITON_TIER := triton and $(CORE)
 test-release: TIER := release
 test-release: TRITON_TIER := triton_release and $(CORE)
 test test-full test-release: install-dev
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m '$(TIER)'
 	$(if $(TRITON_TIER),$(PYTEST) --triton -m '$(TRITON_TIER)')
 
-test-all: test
-	$(MAKE) test-full
+test-all: test-full
 	$(MAKE) test-release
 
 # The same with another torch, in an environment of its own: a CUDA build of several GB.
@@ -113,8 +112,8 @@ check-gpu:
 
 # An sdist, a wheel made from it, and that wheel installed into a fresh environment, where the sources are not: a part of
 # the tests runs there.
-WHEEL_TESTS := $(addprefix tests/,kernels/test_values.py operators/test_errors.py operators/test_module.py \
-	pytorch/test_autograd.py)
+WHEEL_TESTS := $(addprefix tests/,$(addprefix operators/test_,add_rms_norm.py channels.py errors.py gated_rms_norm.py \
+	module.py rms_norm_rope.py rms_norm_stats.py) pytorch/test_autograd.py)
 package: $(VENV)/required-dev
 	rm -rf dist build/fresh
 	$(BIN)/python -m build --no-isolation

@@ -43,13 +43,16 @@ class Cuda(NamedTuple):
     version: str
     archs: list[str]
     library_dirs: list[str]
+    embedded: Sequence[str] = ()
+    """Architectures whose PTX the library has, besides that of the last one, which newer GPUs compile themselves."""
 
     @property
     def arch_flags(self) -> list[str]:
-        """Flags for code for every architecture, and for PTX of the last one, which newer GPUs compile themselves."""
-        ptx = [min(int(arch), LATEST_PTX) for arch in self.archs]
-        flags = [f"-gencode=arch=compute_{of},code=sm_{arch}" for of, arch in zip(ptx, self.archs, strict=True)]
-        return [*flags, f"-gencode=arch=compute_{ptx[-1]},code=compute_{ptx[-1]}"]
+        """Flags for code for every architecture, and for PTX."""
+        ptx = {arch: min(int(arch), LATEST_PTX) for arch in self.archs}
+        flags = [f"-gencode=arch=compute_{of},code=sm_{arch}" for arch, of in ptx.items()]
+        kept = sorted({ptx[arch] for arch in (*self.embedded, self.archs[-1])})
+        return [*flags, *(f"-gencode=arch=compute_{of},code=compute_{of}" for of in kept)]
 
 
 class UnfitError(Exception):
@@ -111,7 +114,9 @@ def _examine(nvcc: str) -> tuple[Cuda, str]:
         raise UnfitError(f"expected {nvcc} to print its version and library folders, but it did not")
     known = re.findall(r"compute_(\d+)", _output(nvcc, "--list-gpu-arch"))
     archs, why = _archs(known)
-    cuda = Cuda(nvcc, version[1], archs, re.findall(r'"-L([^"]+)"', libraries[1]))
+    with_ptx = re.findall(r"(\d+)\.(\d)[af]?\+PTX", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+    embedded = [arch for arch in archs if (arch[:-1], arch[-1]) in with_ptx]
+    cuda = Cuda(nvcc, version[1], archs, re.findall(r'"-L([^"]+)"', libraries[1]), embedded)
     _try(cuda)
     return cuda, why
 
@@ -153,7 +158,7 @@ def _archs(known: Sequence[str]) -> tuple[list[str], str]:
 def _archs_of(named: str) -> list[str] | None:
     """Returns the architectures of TORCH_CUDA_ARCH_LIST in rising order; [] for ``native``; None for an invalid list.
 
-    ``+PTX`` has no effect: every build contains code for later GPUs, and no kernel uses features of 9.0a or 10.0f.
+    No kernel uses features of 9.0a or 10.0f.
     """
     if named == "all":
         return list(ALL_ARCHS)

@@ -8,6 +8,7 @@ the mutants, or if full sees less than all.
 """
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join(f"{each.area}: {each.name}\n  {each.path}\n  pytest {each.tests}" for each in chosen))
         return 0
+    if any(each.path.startswith("csrc/cuda/") for each in chosen):
+        os.environ |= {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "8.0+PTX;9.0"}
     builds = any(each.is_built for each in chosen) or not [*ROOT.glob("normops/*.so")]
     by_tier = dict[str, Outcomes]()
     left = chosen

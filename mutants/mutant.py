@@ -19,8 +19,8 @@ class Mutant(NamedTuple):
 
     @property
     def is_built(self) -> bool:
-        """Returns whether setup.py must build the fault; tests compile the CUDA kernels themselves."""
-        return self.path.startswith("csrc/") and not self.path.startswith("csrc/cuda/")
+        """Returns whether setup.py must build the fault."""
+        return self.path.startswith("csrc/")
 
     def applied(self, source: str) -> str:
         """Returns the source with the fault."""

@@ -53,7 +53,7 @@ def counts(kernels: dict[str, Kernel]) -> dict[str, list[int]]:
 
 
 def _read(path: Path) -> dict[str, Kernel]:
-    command = [_cuobjdump(), "-arch", f"sm_{ARCHITECTURE}", "-res-usage", "-sass", str(path)]
+    command = [cuobjdump(), "-arch", f"sm_{ARCHITECTURE}", "-res-usage", "-sass", str(path)]
     text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     usage = re.findall(r"Function (\w+):\s+REG:(\d+)", text)
     code = dict(part.split("\n", 1) for part in text.split("Function : ")[1:])
@@ -72,7 +72,7 @@ def _read(path: Path) -> dict[str, Kernel]:
     return found
 
 
-def _cuobjdump() -> str:
+def cuobjdump() -> str:
     """Finds cuobjdump, which requires nvdisasm in the same folder."""
     folders = [os.environ["PATH"], *(f"{os.environ.get(name)}/bin" for name in ("CUDA_HOME", "CUDA_PATH"))]
     if nvcc := shutil.which("nvcc"):  # it may be a script, so its dry run tells the folder

@@ -1,13 +1,11 @@
-"""Calls the launchers of the CUDA kernels, as nvcc compiles them, and runs the PTX that they launch.
+"""Calls the launchers of the CUDA kernels, as they were built in place, and runs the PTX that they launch.
 
 cuda_runtime_stub.cpp replaces the CUDA runtime and passes launched kernels to the interpreter in ptx.
 """
 
 import ctypes
 import math
-import os
 import re
-import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import fake_gpus
+import pytest
 import torch
+from cuda_code import cuobjdump
+from fake_gpu_builds import BUILT, RUNTIME, compiled, need_cuda, toolkit_includes
 from kept_builds import kept
 from ptx.machine import Launch, Machine
 from ptx.memory import Memory, memory_of
@@ -24,36 +25,10 @@ from ptx.program import Kernel, kernels_of
 from structures import TENSORS, read_structs
 from torch import Tensor
 
-from building.cuda import FLAGS
 from reference.cases import DTYPES, Case, compute_dtype
 from reference.operators import OPERATORS, Operator, narrower_or_wider
 
-HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "csrc"
-KERNELS, RUNTIME = HERE / "cuda_kernels.cu", HERE / "cuda_runtime_stub.cpp"
 LIBRARY = "libcuda_kernels.so"
-
-
-def nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=f"{home}/bin" if home else None)
-
-
-def toolkit_includes() -> list[str]:
-    """Returns compiler options for the headers of the CUDA toolkit, or none if it is not found."""
-    home, compiler = os.environ.get("CUDA_HOME"), nvcc()
-    folders = []
-    if compiler is not None:
-        # nvcc itself reports its folders, as in building/cuda.py: this also works for wrappers and wheels.
-        plan = subprocess.run([compiler, "--dryrun", "-c", "any.cu"], capture_output=True, text=True, check=True).stderr
-        for name, option in (("INCLUDES", "-I"), ("SYSTEM_INCLUDES", '-isystem" "')):
-            line = re.search(rf"^#\$ {name}=(.*)$", plan, re.MULTILINE)
-            folders += re.findall(rf'"{option}([^"]+)"', line[1]) if line is not None else []
-    else:
-        folders += [f"{root}/include{cccl}" for root in (home, "/usr/local/cuda") if root for cccl in ("", "/cccl")]
-    found = any((Path(folder) / "cuda_bf16.h").is_file() for folder in folders)
-    # System headers are compiled without warnings.
-    return [option for folder in folders for option in ("-isystem", folder)] if found else []
 
 
 def is_quick(case: Case) -> bool:
@@ -61,33 +36,26 @@ def is_quick(case: Case) -> bool:
     return case.dtype != torch.float64 or math.prod(case.shape[:-1]) <= 10
 
 
-def build_library(arch: int) -> Path:
-    """Links the launchers with the stub, and keeps nvcc's PTX in the library's folder."""
-    command = [
-        str(nvcc()),
-        *FLAGS,
-        f"-gencode=arch=compute_{arch},code=compute_{arch}",
-        f"-I{CSRC}/cuda",
-        "-shared",
-        "-cudart=none",
-    ]
-    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
-    sources = (KERNELS, RUNTIME)
+def build_library() -> Path:
+    """Links the launchers of the build with the stub, and returns the library, with the PTX of the build beside it."""
+    need_cuda()
+    objects = sorted(BUILT.glob("cuda/*.o"))
+    added = [compiled(source, "-O1", *toolkit_includes()) for source in ("cuda_launchers.cpp", RUNTIME)]
 
     def build(folder: Path) -> None:
-        keep = ["--keep", f"--keep-dir={folder}", "-o", str(folder / LIBRARY)]
-        subprocess.run([*command, *map(str, sources), *keep], check=True)
-        for path in folder.iterdir():
-            if path.suffix not in (".so", ".ptx"):
-                path.unlink()
+        subprocess.run(["g++", "-shared", *map(str, objects), *added, "-o", str(folder / LIBRARY)], check=True)
+        for path in objects:
+            subprocess.run([cuobjdump(), "-xptx", "all", str(path)], cwd=folder, stdout=subprocess.PIPE, check=True)
 
-    included = *CSRC.glob("*.h"), *(CSRC / "cuda").iterdir()
-    return kept(f"cuda_on_ptx.{arch}", build, (*sources, *included), *command, version) / LIBRARY
+    return kept("cuda_on_ptx", build, objects, *added) / LIBRARY
 
 
-def ptx_of(library: Path) -> dict[str, Kernel]:
-    (path,) = library.parent.glob(f"{KERNELS.stem}*.ptx")
-    return kernels_of(path.read_text())
+def ptx_of(library: Path, arch: int) -> dict[str, Kernel]:
+    """Returns the kernels that the build embeds as PTX: of its last architecture, and of those with ``+PTX``."""
+    files = [*library.parent.glob(f"*.sm_{arch}.ptx")]
+    if not files:
+        pytest.skip(f"the build has no PTX for sm_{arch}: TORCH_CUDA_ARCH_LIST='8.0+PTX;9.0' has the tested ones")
+    return {name: kernel for path in files for name, kernel in kernels_of(path.read_text()).items()}
 
 
 # The stub calls it with the kernel's name, grid, block, blocks of a cluster, bytes of shared memory, whether the kernel
@@ -255,13 +223,13 @@ class Kernels:
     """
 
     def __init__(self, arch: int) -> None:
-        library = build_library(arch)
+        library = build_library()
         self._library = ctypes.CDLL(str(library))
         self._library.stub_gpu.restype = ctypes.POINTER(fake_gpus.Gpu)
         self._arch = arch
         self._tensors: list[tuple[str, Tensor, bool]] = []
         self._memory: Memory | None = None
-        self.gpu = Gpu(ptx_of(library), self._memory_of_call)
+        self.gpu = Gpu(ptx_of(library, arch), self._memory_of_call)
         sizes = (ctypes.c_int64 * len(_structs)).in_dll(self._library, "structure_bytes")
         assert list(sizes) == [ctypes.sizeof(struct) for struct in _structs.values()]
         for operator in OPERATORS:
@@ -306,8 +274,9 @@ class Kernels:
         kind = "rope" if operator.tables else "gated" if "gate" in operator.tensors else "forward"
         of_dtype = []
         if kind == "forward" and "grad_output" in operator.tensors:
-            kind, of_dtype = "backward", [DTYPES.index(dtype)]
-        return getattr(self._library, f"{kind}_config_of")(*of_dtype, ctypes.c_int64(packs), ctypes.byref(on))
+            kind, of_dtype = "backward", [16 // dtype.itemsize, compute_dtype(dtype).itemsize]
+        function = getattr(self._library, f"{kind}_config_of")
+        return function(*map(ctypes.c_int64, [packs, *of_dtype]), ctypes.byref(on))
 
     def partials(self, dtype: torch.dtype, rows: int, cols: int, on: Structure, groups: int = 1) -> int:
         """Returns the number of partial sums that rms_norm_backward allocates per group, without running the kernel."""

@@ -122,8 +122,8 @@ def main(folder: Path, library: Path) -> None:
     torch.set_num_threads(1)
     fake_gpus.load(folder)
     device = ctypes.CDLL(str(folder / fake_gpus.DEVICE))
-    gpu = cuda_on_ptx.Gpu(cuda_on_ptx.ptx_of(library), lambda: memory_of_gpus(device))
-    ctypes.CDLL(str(library)).stub_run_kernels(gpu.run)
+    gpu = cuda_on_ptx.Gpu(cuda_on_ptx.ptx_of(library, 90), lambda: memory_of_gpus(device))
+    ctypes.CDLL(str(folder / fake_gpus.KERNELS)).stub_run_kernels(gpu.run)
     for operator in OPERATORS:
         for case in some_cases_of(operator):
             try:

@@ -6,7 +6,6 @@ The cases are in fake_gpu_cases.py.
 import shutil
 from pathlib import Path
 
-import cuda_on_ptx
 import fake_gpu_builds
 import fake_gpu_cases
 import fake_gpus
@@ -14,16 +13,15 @@ import pytest
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine"),
-    pytest.mark.skipif(not cuda_on_ptx.toolkit_includes(), reason="no headers of the CUDA toolkit on this machine"),
+    pytest.mark.skipif(not fake_gpu_builds.toolkit_includes(), reason="no headers of the CUDA toolkit on this machine"),
 ]
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with the error, if any, of each selected case."""
-    fake_gpu_builds.need_cuda()
     folder = tmp_path_factory.mktemp("fake_gpus")
-    fake_gpu_builds.build_recording(folder)
+    fake_gpu_builds.build(folder)
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     result = fake_gpu_builds.run(
         Path(fake_gpu_cases.__file__), folder, *(item.callspec.params["name"] for item in items)

@@ -41,8 +41,6 @@ from reference.operators import (
     variants,
 )
 
-pytestmark = pytest.mark.skipif(cuda_on_ptx.nvcc() is None, reason="no nvcc on this machine")
-
 
 @pytest.fixture(autouse=True)
 def without_sums_of_aten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,13 +534,14 @@ def test_extreme_gates(kernels: Kernels, variant: Variant, dtype: torch.dtype) -
 
 
 @pytest.mark.full
+@pytest.mark.skipif(fake_gpu_builds.nvcc() is None, reason="no nvcc on this machine")
 def test_pointers_of_different_tensors_are_not_subtracted(tmp_path: Path) -> None:
     """Runs on the host, where the address sanitizer aborts if pointers of cos and sin are subtracted."""
     program = tmp_path / "cuda_rotations"
-    sources = [str(cuda_on_ptx.HERE / "cuda_rotations.cu"), str(cuda_on_ptx.RUNTIME)]
-    options = ["-std=c++20", "--expt-relaxed-constexpr", "-arch=compute_80", f"-I{cuda_on_ptx.CSRC}/cuda"]
+    sources = [str(Path(__file__).with_name(name)) for name in ("cuda_rotations.cu", fake_gpu_builds.RUNTIME)]
+    options = ["-std=c++20", "--expt-relaxed-constexpr", "-arch=compute_80", f"-I{fake_gpu_builds.CSRC}/cuda"]
     options += ["-cudart=none", "-Xcompiler=-fsanitize=address,-fsanitize=pointer-subtract"]
-    subprocess.run([str(cuda_on_ptx.nvcc()), *options, *sources, "-o", str(program)], check=True)
+    subprocess.run([str(fake_gpu_builds.nvcc()), *options, *sources, "-o", str(program)], check=True)
     environment = os.environ | {"ASAN_OPTIONS": "detect_invalid_pointer_pairs=2"}
     result = subprocess.run([str(program)], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -551,9 +550,8 @@ def test_pointers_of_different_tensors_are_not_subtracted(tmp_path: Path) -> Non
 @pytest.mark.release  # takes minutes
 def test_operators(tmp_path: Path) -> None:
     """Tests the layers between torch and the kernels, on CUDA tensors in CPU memory."""
-    fake_gpu_builds.need_cuda()
-    library = cuda_on_ptx.build_library(90)
-    fake_gpu_builds.build_computing(tmp_path, library)
+    fake_gpu_builds.build(tmp_path)
+    library = cuda_on_ptx.build_library()
     result = fake_gpu_builds.run(Path(__file__).with_name("cuda_operators.py"), tmp_path, str(library))
     assert result.returncode == 0, result.stderr
 

@@ -504,6 +504,19 @@ def test_invalid_cluster_kernels_raise(name: str) -> None:
         run(ADDRESS + CLUSTER.replace(right, wrong), [aligned(64, "u4")], grid=(1, 2, 1), cluster=2)
 
 
+def test_inner_scopes_need_no_indentation() -> None:
+    """cuobjdump prints no indentation, so that the brace of an inner scope looks like the end of the kernel."""
+    result = aligned(32, "u4")
+    run(
+        "{\n.reg .b32 inner;\nmov.u32 inner, 7;\n}\nmov.u32 %r1, 3;\nld.param.u64 %rd1, [p0];\n"
+        "add.s64 %rd1, %rd1, %rd90;\nst.global.u32 [%rd1], %r1;",
+        [result],
+    )
+    assert (result == 3).all()
+    with pytest.raises(UnknownPtxError, match="a scope without end"):
+        kernels_of(".entry test()\n{\n\tret;\n")
+
+
 def test_block_that_ends_before_its_arrivals_raises() -> None:
     body = CLUSTER[: CLUSTER.index("WAIT:\n\tmbar")] + "WAIT:\n"
     with pytest.raises(PtxError, match="a block ended before all data sent to it arrived"):

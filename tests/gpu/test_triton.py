@@ -100,7 +100,7 @@ def test_kernels_compile_for_gpus_and_access_16_bytes(name: str, dtype: str, wid
     assert not re.search(r"\b(div|rem)\.[su]64", ptx)
 
 
-@pytest.mark.full
+@pytest.mark.release  # LLVM for AMD takes a minute
 @pairwise
 @pytest.mark.parametrize("arch", LANES)
 @pytest.mark.parametrize("width", WIDTHS)
@@ -268,7 +268,7 @@ def test_wide_rows_are_rotated_without_spills(name: str, rope: Rope, tmp_path: P
     assert (spilled, local) == (0, 0)
 
 
-@pytest.mark.full
+@pytest.mark.release  # LLVM for AMD takes a minute
 @pairwise
 @pytest.mark.parametrize("arch", LANES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -314,7 +314,7 @@ def test_channel_kernels_leave_registers_for_several_programs(
     assert spilled <= 8  # two registers, as ptxas stays within 128
 
 
-@pytest.mark.full
+@pytest.mark.release  # LLVM for AMD takes a minute
 @pairwise
 @pytest.mark.parametrize("arch", LANES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])

@@ -219,16 +219,25 @@ def test_max_jobs_limits_parallel_compilers(tools: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("archs", "made"),
+    ("archs", "embedded", "made"),
     [
-        (["80", "86"], {"sm_80": "80", "sm_86": "86", "compute_86": "86"}),
-        (["80", "90", "120"], {"sm_80": "80", "sm_90": "90", "sm_120": "90", "compute_90": "90"}),
-        (["120"], {"sm_120": "90", "compute_90": "90"}),
+        (["80", "86"], [], {"sm_80": "80", "sm_86": "86", "compute_86": "86"}),
+        (["80", "90", "120"], [], {"sm_80": "80", "sm_90": "90", "sm_120": "90", "compute_90": "90"}),
+        (["80", "90"], ["80", "90"], {"sm_80": "80", "sm_90": "90", "compute_80": "80", "compute_90": "90"}),
+        (["120"], ["120"], {"sm_120": "90", "compute_90": "90"}),
     ],
 )
-def test_one_ptx_from_sm_90_on(archs: list[str], made: dict[str, str]) -> None:
-    flags = Cuda("nvcc", "13.0", archs, []).arch_flags
+def test_one_ptx_from_sm_90_on(archs: list[str], embedded: list[str], made: dict[str, str]) -> None:
+    flags = Cuda("nvcc", "13.0", archs, [], embedded).arch_flags
     assert flags == [f"-gencode=arch=compute_{ptx},code={code}" for code, ptx in made.items()]
+
+
+def test_named_ptx_is_embedded(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tools / "nvcc", FAKE_NVCC.format(compile="true", version="13.0"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX;8.6 9.0a+PTX 7.5+PTX")
+    cuda, _ = find_cuda(WITH_CUDA)
+    assert cuda is not None
+    assert cuda.embedded == ["80", "90"]
 
 
 WANTED = "expected a C++20 compiler (GCC 11 or clang 17 or later)"

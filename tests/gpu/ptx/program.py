@@ -71,10 +71,21 @@ def kernels_of(text: str) -> dict[str, "Kernel"]:
     text = re.sub(r"//[^\n]*", "", text)
     shared = re.findall(r"^\.(?:extern )?\.?shared \.align (\d+) \.(\w+) ([\w$]+)(\[\d*\])?;", text, re.MULTILINE)
     found = {}
-    for entry in re.finditer(r"^(?:\.visible )?\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)^\{\n(.*?)^\}", text, re.M | re.S):
-        first_line = text.count("\n", 0, entry.start(4)) + 1
-        found[entry[1]] = Kernel(entry[1], entry[2], entry[3], entry[4], first_line, shared)
+    for entry in re.finditer(r"^(?:\.visible )?\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)^\{\n", text, re.M | re.S):
+        first_line = text.count("\n", 0, entry.end()) + 1
+        body = text[entry.end() : _end_of_scope(text, entry.end())]
+        found[entry[1]] = Kernel(entry[1], entry[2], entry[3], body, first_line, shared)
     return found
+
+
+def _end_of_scope(text: str, start: int) -> int:
+    """Returns the place of the brace that closes the scope; cuobjdump does not indent inner ones."""
+    depth = 1
+    for brace in re.compile("[{}]").finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return brace.start()
+    raise UnknownPtxError(f"a scope without end: {text[start : start + 80]}")
 
 
 class Kernel:

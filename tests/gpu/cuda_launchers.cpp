@@ -1,13 +1,7 @@
 // The CUDA kernels' launchers as C functions. Functions that return a string return an error message or null.
 #include <string>
 
-#include "add_rms_norm.cu"
-#include "gated_rms_norm.cu"
-#include "gated_rms_norm_backward.cu"
-#include "rms_norm.cu"
-#include "rms_norm_backward.cu"
-#include "rms_norm_rope.cu"
-#include "rms_norm_rope_backward.cu"
+#include "launch_config.h"
 
 namespace normops::cuda {
 namespace {
@@ -67,10 +61,8 @@ RowConfig gated_config_of(int64_t packs_of_row, const Device* device) { return g
 
 RowConfig rope_config_of(int64_t slots_of_row, const Device* device) { return rope_config(slots_of_row, *device); }
 
-RowConfig backward_config_of(DType dtype, int64_t packs_of_row, const Device* device) {
-  return dispatch(dtype, [&]<class T>() -> RowConfig {
-    return backward_config(packs_of_row, kPack<T>, sizeof(compute_t<T>), *device);
-  });
+RowConfig backward_config_of(int64_t packs_of_row, int64_t pack_elements, int64_t compute_bytes, const Device* device) {
+  return backward_config(packs_of_row, pack_elements, compute_bytes, *device);
 }
 
 }  // extern "C"
