@@ -1,16 +1,15 @@
 """Tests rms_norm over a dimension other than the last."""
 
 import copy
-import io
 from collections.abc import Callable, Iterator
 from itertools import permutations, product
 from typing import Any
 
 import pytest
 import torch
+from assertions import message_of
 from channels import channels_last
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import normops
 from normops.functional import ACTIVATIONS
@@ -46,16 +45,6 @@ def test_values(dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
     assert torch.equal(output, moved(x, 1, weight, None, **options))
 
 
-def test_memory_format() -> None:
-    for shape, memory_format in (((2, 6, 5, 3), torch.channels_last), ((2, 6, 2, 5, 3), torch.channels_last_3d)):
-        x = torch.randn(shape)
-        assert normops.rms_norm(x, 6, dim=1).is_contiguous()
-        assert normops.rms_norm(x[:, :, ::2], 6, dim=1).is_contiguous()
-        of_channels_last = x.to(memory_format=memory_format)
-        for each in (of_channels_last, of_channels_last[:, :, ::2]):
-            assert normops.rms_norm(each, 6, dim=1).is_contiguous(memory_format=memory_format)
-
-
 def layouts(shape: tuple[int, ...]) -> Iterator[Tensor]:
     """Yields tensors of all orders of dimensions in memory, and memory formats."""
     for order in permutations(range(len(shape))):
@@ -65,7 +54,7 @@ def layouts(shape: tuple[int, ...]) -> Iterator[Tensor]:
     yield torch.randn(shape).repeat_interleave(2, -1)[..., ::2]
 
 
-@pytest.mark.parametrize("shape", product((0, 1, 2), repeat=4), ids=str)
+@pytest.mark.parametrize("shape", list(product((0, 1, 2), repeat=4)), ids=str)
 def test_strides_are_those_of_fake_tensors(shape: tuple[int, ...]) -> None:
     """Both are contiguous, or contiguous with ``dim`` moved to the end, also where a dimension has size 0 or 1."""
     for x in layouts(shape):
@@ -116,22 +105,11 @@ def test_sizes_that_depend_on_data() -> None:
         assert actual.stride() == expected.stride()
 
 
-class Calls(TorchDispatchMode):
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names = names
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(op.name())
-        return op(*args, **(kwargs or {}))
-
-
 def test_channels_last_input_is_not_copied() -> None:
     x, weight = torch.randn(2, 6, 5, 3).to(memory_format=torch.channels_last), torch.randn(6)
-    called: list[str] = []
-    with Calls(called):
+    with torch.profiler.profile() as profile:
         normops.rms_norm(x, 6, weight, dim=1)
-    assert [name for name in called if name not in ("aten::permute", "aten::movedim.int")] == ["normops::rms_norm"]
+    assert not {"aten::clone", "aten::contiguous", "aten::copy_"} & {event.name for event in profile.events()}
 
 
 def test_derivatives() -> None:
@@ -144,8 +122,6 @@ def test_derivatives() -> None:
 
         assert torch.autograd.gradcheck(norm, (x, weight, bias), check_forward_ad=True, check_batched_grad=True)
         assert torch.autograd.gradgradcheck(norm, (x, weight, bias))
-        (gradient,) = torch.autograd.grad(norm(x, weight, bias).sum(), weight)
-        assert gradient.shape == weight.shape
 
 
 def test_vmap_compile_export_meta_and_autocast() -> None:
@@ -164,38 +140,25 @@ def test_vmap_compile_export_meta_and_autocast() -> None:
         assert norm(x[0]).dtype == torch.float32
 
 
+NO_DIM = "expected dim to be one of 4 dimensions of input, but got"
+OTHER_SIZE = "expected normalized_shape to be [{}], the size of dimension {} of input, but got {}"
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"dim": 4}, "rms_norm: expected dim to be one of 4 dimensions of input, but got 4"),
-        ({"dim": -5}, "rms_norm: expected dim to be one of 4 dimensions of input, but got -5"),
-        (
-            {"dim": 2},
-            "rms_norm: expected normalized_shape to be [5], the size of dimension 2 of input, but got [6]",
-        ),
-        (
-            {"normalized_shape": [6, 5]},
-            "rms_norm: expected normalized_shape to be [6], the size of dimension 1 of input, but got [6, 5]",
-        ),
-        (
-            {"weight": torch.ones(1, 6, 1)},
-            "rms_norm: expected weight to have shape [6] or [6, 1, 1], but got [1, 6, 1]",
-        ),
-        (
-            {"activation": "relu"},
-            'rms_norm: expected activation to be "silu", "swish", "sigmoid" or None, but got \'relu\'',
-        ),
-        (
-            {"bias": torch.ones(6, 5, 1)},
-            "rms_norm: expected bias to have shape [6] or [6, 1, 1], but got [6, 5, 1]",
-        ),
+        ({"dim": 4}, f"{NO_DIM} 4"),
+        ({"dim": -5}, f"{NO_DIM} -5"),
+        ({"dim": 2}, OTHER_SIZE.format(5, 2, [6])),
+        ({"normalized_shape": [6, 5]}, OTHER_SIZE.format(6, 1, [6, 5])),
+        ({"weight": torch.ones(1, 6, 1)}, "expected weight to have shape [6] or [6, 1, 1], but got [1, 6, 1]"),
+        ({"bias": torch.ones(6, 5, 1)}, "expected bias to have shape [6] or [6, 1, 1], but got [6, 5, 1]"),
+        ({"activation": "relu"}, 'expected activation to be "silu", "swish", "sigmoid" or None, but got \'relu\''),
     ],
 )
 def test_errors(changes: dict[str, Any], expected: str) -> None:
     arguments: dict[str, Any] = {"input": torch.randn(2, 6, 5, 3), "normalized_shape": 6, "dim": 1} | changes
-    with pytest.raises(RuntimeError) as error:
-        normops.rms_norm(**arguments)
-    assert str(error.value) == expected
+    assert message_of(lambda: normops.rms_norm(**arguments)) == f"rms_norm: {expected}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -226,11 +189,7 @@ def test_module() -> None:
     x = torch.randn(2, 6, 5, 3)
     assert torch.equal(norm(x), moved(x, 1, norm.weight, norm.bias))
     assert repr(norm) == "RMSNorm((6,), eps=0.01, elementwise_affine=True, bias=True, dim=1)"
-    saved = io.BytesIO()
-    torch.save(norm, saved)
-    saved.seek(0)
-    for each in (copy.deepcopy(norm), torch.load(saved, weights_only=False)):
-        assert torch.equal(each(x), norm(x))
+    assert torch.equal(copy.deepcopy(norm)(x), norm(x))
     with pytest.raises(ValueError, match=r"^dim: expected None in a module with group_size=3, but got 1$"):
         normops.RMSNorm(6, group_size=3, dim=1)
     with pytest.raises(RuntimeError, match="RMSNorm: expected no residual with a bias, a dim or an activation"):
