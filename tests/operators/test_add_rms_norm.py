@@ -11,7 +11,7 @@ from torch import Tensor
 import normops
 from reference import cases
 from reference.cases import EPS
-from reference.operators import ADD_RMS_NORM, RMS_NORM_BACKWARD, OperatorCase, cases_of
+from reference.operators import ADD_RMS_NORM, OperatorCase, cases_of
 from reference.oracle import exact_sum
 
 ops = torch.ops.normops
@@ -42,21 +42,6 @@ def test_output_is_norm_of_rounded_sum(case: OperatorCase, device: str) -> None:
     assert same_bits(output, ops.rms_norm(**arguments))
 
 
-WIDER_SUMS = [
-    c
-    for c in cases_of(RMS_NORM_BACKWARD)
-    if c.flags == {"rounding": "once"} and c.dtypes.get("grad_output", c.case.dtype) != c.case.dtype
-]
-
-
-@pytest.mark.parametrize("case", WIDER_SUMS, ids=str)
-@pytest.mark.triton_release
-def test_backward_accepts_16_bit_gradient_for_float32_input(case: OperatorCase, device: str) -> None:
-    """rms_norm_backward with a float32 input gives the same bits for a 16-bit gradient as for the widened one."""
-    widened = case.arguments(device)["grad_output"].float()
-    assert_same_bits(case.results(device), case.results(device, grad_output=widened))
-
-
 @pytest.mark.parametrize(
     "needed", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
 )
@@ -71,12 +56,8 @@ def test_grads_of_used_outputs(residual_dtype: torch.dtype, used: str, needed: t
     )
     grad_output = cases.values((3, 7, 40), torch.bfloat16, 5).to(device)
     grad_residual_out = cases.values((3, 7, 40), residual_dtype, 6).to(device)
-    chosen = {
-        "both": [(output, grad_output), (residual_out, grad_residual_out)],
-        "output": [(output, grad_output)],
-        "residual_out": [(residual_out, grad_residual_out)],
-    }[used]
-    torch.autograd.backward([tensor for tensor, _ in chosen], [gradient for _, gradient in chosen])
+    pairs = {"output": (output, grad_output), "residual_out": (residual_out, grad_residual_out)}
+    torch.autograd.backward(*zip(*(pair for name, pair in pairs.items() if used in (name, "both")), strict=True))
 
     expected_sum, expected_weight = grad_residual_out, None
     if used != "residual_out":
@@ -87,11 +68,7 @@ def test_grads_of_used_outputs(residual_dtype: torch.dtype, used: str, needed: t
         )
     expected = (expected_sum.to(torch.bfloat16), expected_sum, expected_weight)
     for leaf, reference, is_needed in zip(leaves, expected, needed, strict=True):
-        if not is_needed or reference is None:
-            assert leaf.grad is None
-        else:
-            assert leaf.grad is not None
-            assert same_bits(leaf.grad, reference)
+        assert_same_bits([leaf.grad], [reference if is_needed else None])
 
 
 @pytest.mark.parametrize("index", [0, 1])

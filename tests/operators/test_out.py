@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from assertions import assert_same_bits, message_of
-from sampling import few, pairwise
+from sampling import pairwise
 from torch import Tensor
 from traced_graphs import operators, trace
 
 from reference import cases, oracle
 from reference.cases import EPS, Case, copy_of
 from reference.operators import (
-    OPERATOR_CASES,
     OPERATORS,
     Operator,
     OperatorCase,
@@ -46,38 +45,23 @@ def test_aliasing_as_in_ggml_report_is_correct(over: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
-def test_masked_gradients_need_no_target(operator: Operator, device: str) -> None:
+def test_masked_targets_are_not_needed_and_unchanged(operator: Operator, device: str) -> None:
+    """Nor does their version change, and they may require a gradient."""
     case = rows_of_three(operator)
-    arguments, targets = case.arguments(device), case.targets(device)
+    arguments = case.arguments(device)
     for mask in operator.masks():
-        expected = case.results(device, output_mask=mask)
-        pairs = zip(targets.items(), expected, strict=True)
-        given = {name: copy_of(target) for (name, target), value in pairs if value is not None}
-        results = operator.out(**arguments, output_mask=mask, **given)
-        assert_same_bits(results, expected, mask)
-        assert all(result is given.get(name) for result, name in zip(results, targets, strict=True))
-        for name in given:
-            message = f"{operator}: expected {name} to be a tensor, but got None"
-            call = partial(operator.out, **arguments, output_mask=mask, **given | {name: None})
-            assert message_of(call) == message
-
-
-@pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
-def test_masked_targets_are_unchanged(operator: Operator) -> None:
-    """Neither their numbers nor their version change, and they may require a gradient."""
-    case = rows_of_three(operator)
-    for mask in operator.masks():
-        targets = case.targets()
+        expected, targets = case.results(device, output_mask=mask), case.targets(device)
+        wanted = {name: targets[name] for name, value in zip(targets, expected, strict=True) if value is not None}
         for target, is_wanted in zip(targets.values(), mask, strict=True):
             target.requires_grad_(not is_wanted)
-        before = {name: (target._version, target.detach().clone()) for name, target in targets.items()}
-        operator.out(**case.arguments(), output_mask=mask, **targets)
-        for name, is_wanted in zip(operator.targets, mask, strict=True):
-            version, numbers = before[name]
-            is_given = targets[name].numel() > 0
-            assert targets[name]._version == version + (is_wanted and is_given)
-            if not is_wanted:
-                assert_same_bits(targets[name].detach(), numbers)
+        versions = [target._version for target in targets.values()]
+        operator.out(**arguments, output_mask=mask, **targets)
+        assert [target._version for target in targets.values()] == [
+            version + (name in wanted) for name, version in zip(targets, versions, strict=True)
+        ]
+        results = operator.out(**arguments, output_mask=mask, **wanted)
+        assert_same_bits(results, expected, mask)
+        assert all(result is wanted.get(name) for result, name in zip(results, targets, strict=True))
 
 
 def test_masked_target_compiles() -> None:
@@ -93,26 +77,6 @@ def test_masked_target_compiles() -> None:
     assert_same_bits([torch.compile(write, fullgraph=True)(grad_output, x, weight, actual), actual], [result, expected])
     graph = trace(write, grad_output, x, weight, actual).forward
     assert operators(graph)[:1] == ["normops.rms_norm_backward.default"]
-
-
-OUT_CASES = [
-    case
-    for case in OPERATOR_CASES
-    if case.case.dtype == torch.bfloat16
-    or (case.case.dtype == torch.float32 and case.flags == case.operator.flags[0] and not case.dtypes)
-]
-
-
-@pytest.mark.parametrize("case", few(OUT_CASES, others=pytest.mark.full), ids=str)
-@pytest.mark.triton_release
-def test_out_equals_the_functional_result(case: OperatorCase, device: str) -> None:
-    """Targets have every layout that an output can have."""
-    operator, targets = case.operator, case.targets(device)
-    results = operator.results(operator.packet.out(**case.arguments(device), **targets))
-    for result, target, expected in zip(results, targets.values(), case.results(device), strict=True):
-        assert result is target
-        if expected is not None:
-            assert_same_bits([target], [expected])
 
 
 def of_rows(operator: Operator) -> list[str]:
@@ -187,43 +151,20 @@ def test_exact_aliasing_of_a_single_row_with_a_vector(variant: Variant, over: st
             writing.check({target: over})
 
 
-@pytest.mark.parametrize("operator", [operator for operator in OPERATORS if of_rows(operator)], ids=str)
-@pytest.mark.triton
-def test_inputs_and_targets_may_be_slices_of_one_tensor(operator: Operator, device: str) -> None:
-    """Operators read inputs from column slices of one tensor, and write results to column slices of another."""
-    case = Variant(operator, {}).at(Case((6, 40), torch.float32, weight_dtype=torch.float32, has_residual=True))
-    arguments = case.arguments(device)
-    rows = [name for name in operator.inputs if name not in ("weight", *operator.sums)]
-    joined = torch.cat([arguments[name] for name in rows], -1)
-    sliced = dict(zip(rows, joined.chunk(len(rows), -1), strict=True))
-    targets = case.targets(device)
-    wide = of_rows(operator)
-    memory = torch.full((6, 40 * len(wide)), torch.nan, device=device)
-    targets |= dict(zip(wide, memory.chunk(len(wide), -1), strict=True))
-    assert_same_bits(operator.results(operator.out(**arguments | sliced, **targets)), case.results(device))
-    if of_argument(wide[0]) == "input":
-        other = targets | {wide[0]: sliced[rows[-1]]}
-        assert_same_bits(operator.results(operator.out(**arguments | sliced, **other)), case.results(device))
-
-
-def refused(memory: Tensor, input: Tensor, out: Tensor) -> bool:
+def refused(input: Tensor, out: Tensor) -> bool:
     try:
         ops.rms_norm.out(input, [input.shape[-1]], None, EPS, out=out)
     except RuntimeError as error:
-        first_line = str(error).splitlines()[0]
-        assert first_line == (
-            "rms_norm: expected out to be exactly input or to share no memory with it, but got a partial overlap"
-        )
-        return True
+        return "expected out to be exactly input or to share no memory with it, but got a partial" in str(error)
     return False
 
 
 def test_overlap_of_views_with_other_strides_and_more_dimensions(device: str) -> None:
     flat = torch.ones(64, device=device)
-    assert refused(flat, flat.view(4, 16), flat.view(16, 4).t())
+    assert refused(flat.view(4, 16), flat.view(16, 4).t())
     qkv = torch.ones(2, 3, 3, 4, 8, device=device)
-    assert not refused(qkv, qkv[:, :, 0], qkv[:, :, 2])
-    assert not refused(qkv, qkv[:, :, 1], qkv[:, :, 1])
+    assert not refused(qkv[:, :, 0], qkv[:, :, 2])
+    assert not refused(qkv[:, :, 1], qkv[:, :, 1])
 
 
 def test_overlap_check_agrees_with_brute_force() -> None:
@@ -241,7 +182,7 @@ def test_overlap_check_agrees_with_brute_force() -> None:
         out = memory.as_strided((rows, cols), strides, shift)
         addresses = {r * strides[0] + c for r in range(rows) for c in range(cols)}
         overlaps = bool(addresses & {shift + a for a in addresses})
-        assert refused(memory, input, out) == overlaps, (rows, cols, strides, shift)
+        assert refused(input, out) == overlaps, (rows, cols, strides, shift)
         decided[overlaps] += 1
     assert min(decided.values()) > 50
 
@@ -262,8 +203,6 @@ def rows_of_three(operator: Operator) -> OperatorCase:
 def test_invalid_targets_raise(operator: Operator, device: str) -> None:
     case = rows_of_three(operator)
     arguments, fresh = case.arguments(device), case.targets(device)
-    memory = torch.ones(20, device=device)
-    arguments["input"] = memory[:12].view(3, 4)
 
     def message(**targets: Tensor) -> str:
         return message_of(lambda: operator.out(**arguments, **fresh | targets))
@@ -281,8 +220,6 @@ def test_invalid_targets_raise(operator: Operator, device: str) -> None:
         }
         for other, expected in others.items():
             assert message(**{name: other}) == f"{operator}: expected {name} {expected}"
-        overlapping = memory[1 : 1 + target.numel()].view(shape)
-        assert message(**{name: overlapping}) == overlap_of(operator, name, "input")
     shared = torch.empty(3, 4, device=device)
     names = list(fresh)
     for pair in ((a, b) for index, a in enumerate(names) for b in names[index + 1 :]):
