@@ -121,13 +121,22 @@ def test_bits_do_not_depend_on_dimension_order(device: str, variant: Variant) ->
 @pairwise
 @over_variants
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "cols"), [(1000, 64), (123, 769), (37, 4096), (2, 70000), (4000, 16)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((1000, 64), (123, 769), (37, 4096), (2, 70000), (4000, 16)),
+        *((3, 130, 64), (40, 3, 1024), (2, 70, 769), (3, 2, 33000)),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("restored_threads")
-def test_bits_do_not_depend_on_threads(rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant) -> None:
-    assert_threads_do_not_show(variant, *problem(rows, cols, dtype, device))
-
-
-def assert_threads_do_not_show(variant: Variant, dy: Tensor, x: Tensor, w: Tensor) -> None:
+def test_bits_do_not_depend_on_threads(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, variant: Variant
+) -> None:
+    """Samples of three dimensions have a weight each: rows of a group are consecutive."""
+    dy, x = (cases.values(shape, dtype, seed).to(device) for seed in (1, 2))
+    weight_shape = (shape[0], 1, shape[2]) if len(shape) == 3 else shape[1:]
+    w = cases.values(weight_shape, torch.float32, 3).to(device)
     torch.set_num_threads(1)
     expected = compute(variant, dy, x, w)
     for threads in THREADS:
@@ -190,19 +199,6 @@ def test_groups_do_not_depend_on_each_other(
                 is_of_weight = of_argument(name.split()[0]) == "weight"
                 if runs_cpu_kernels or not is_of_weight:
                     assert_same_bits([alone[name]], [result[g] if is_of_weight else result[:, g]], (name, threads))
-
-
-@pairwise
-@over_variants
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize(("samples", "rows", "cols"), [(3, 130, 64), (40, 3, 1024), (2, 70, 769), (3, 2, 33000)])
-@pytest.mark.usefixtures("restored_threads")
-def test_weights_per_sample_do_not_depend_on_thread_count(
-    samples: int, rows: int, cols: int, dtype: torch.dtype, device: str, variant: Variant
-) -> None:
-    """Rows of a group are consecutive."""
-    dy, x = (cases.values((samples, rows, cols), dtype, seed).to(device) for seed in (1, 2))
-    assert_threads_do_not_show(variant, dy, x, cases.values((samples, 1, cols), torch.float32, 3).to(device))
 
 
 @over_variants

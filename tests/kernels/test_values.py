@@ -7,7 +7,7 @@ from itertools import cycle, product
 import numpy as np
 import pytest
 import torch
-from assertions import assert_same_bits
+from assertions import assert_same_bits, assert_within, same_bits
 from sampling import few, marked, pairwise
 
 from reference import cases, oracle
@@ -39,17 +39,18 @@ OTHERS = [case for case in OPERATOR_CASES if case.case.dtype not in (torch.float
     ids=str,
 )
 def test_within_bounds(case: OperatorCase, device: str) -> None:
-    operator, arguments = case.operator, case.arguments(device)
+    """The functions have the same bits, and .out with targets of every layout that an output can have."""
+    operator, arguments, targets = case.operator, case.arguments(device), case.targets(device)
     results = operator.call(**arguments)
-    for name, result, bounded in zip(operator.outputs, results, case.expected(), strict=True):
-        if bounded is None:
-            assert result is None
-        else:
-            assert result.dtype == operator.dtype_of(name, arguments)
-            assert result.is_contiguous()
-            oracle.assert_within(result, bounded, name)
+    assert_within(results, case.expected())
+    for name, result in zip(operator.outputs, results, strict=True):
+        assert result is None or (result.dtype == operator.dtype_of(name, arguments) and result.is_contiguous())
     if operator.function is not None:
         assert_same_bits(operator.results(operator.function(**arguments)), results)
+    written = operator.results(operator.out(**arguments, **targets))
+    for target, result, given in zip(written, results, targets.values(), strict=True):
+        assert target is given
+        assert result is None or same_bits(target, result)
 
 
 MASKED = [operator for operator in OPERATORS if operator.has_mask]
@@ -130,11 +131,8 @@ def test_specials_affect_only_their_row_and_grad_weight(
     row[min(66, len(row) - 1)] = special
     results = variant.operator.call(**moved(device, arguments))
     others = torch.arange(9) != 4
-    for name, result, bounded in zip(variant.operator.outputs, results, case.expected(arguments), strict=True):
-        assert bounded is not None
-        # If an infinity made the bound infinite or NaN, any number is accepted.
-        bound = np.nan_to_num(bounded.bound, nan=np.inf, posinf=np.inf)
-        oracle.assert_within(result, bounded._replace(bound=bound), name)
+    assert_within(results, case.expected(arguments), accepts_infinite_bounds=True)
+    for name, result in zip(variant.operator.outputs, results, strict=True):
         if name != "grad_weight":
             assert result[others].isfinite().all()
         elif where in ("input", "grad_output"):
@@ -170,31 +168,18 @@ def test_negative_eps_decides_by_the_sum_under_the_root(cols: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.triton_release
-def test_every_half_converts_exactly(dtype: torch.dtype, device: str) -> None:
-    """A row of ones normalizes to ones, so the output is the weight: each half is tested as weight and as output."""
-    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(-1, 1)
-    finite = patterns[patterns.isfinite()].reshape(-1, 1)
-    ones = torch.ones(1, finite.numel(), dtype=torch.float32, device=device)
-    converted = ops.rms_norm(ones, (finite.numel(),), on(device, finite.reshape(-1)), 0.0)
-    assert torch.equal(converted.cpu().reshape(-1, 1), finite.to(torch.float32))
-    back = ops.rms_norm(ones.to(dtype), (finite.numel(),), on(device, finite.reshape(-1).float()), 0.0)
-    assert torch.equal(back.cpu().reshape(-1, 1).view(torch.int16), finite.view(torch.int16))
-    assert ops.rms_norm(on(device, patterns[patterns.isnan()].reshape(-1, 1)), (1,), None, 0.0).isnan().all()
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.triton_release
-def test_rounding_to_halves_is_to_nearest_even(dtype: torch.dtype, device: str) -> None:
-    """float32 weights, scaled by exactly 1, are rounded like torch's own conversion."""
-    generator = torch.Generator().manual_seed(5)
-    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator, dtype=torch.int64).to(torch.int32)
+def test_halves_convert_exactly_and_numbers_round_to_nearest_even(dtype: torch.dtype, device: str) -> None:
+    """A row of ones normalizes to ones, so the output is the weight, which torch's own conversion rounds, too."""
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(5)).to(torch.int32)
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    ties = halves.float().view(torch.int32) + (0x1000 if dtype == torch.float16 else 0x8000)
-    numbers = torch.cat([bits, ties, ties - 1, ties + 1]).view(torch.float32)
-    numbers = numbers[numbers.isfinite()]
-    ones = torch.ones(numbers.numel(), dtype=dtype, device=device)
-    output = ops.rms_norm(ones, (numbers.numel(),), on(device, numbers), 0.0)
-    assert torch.equal(output.cpu(), numbers.to(dtype))
+    exact = halves.float().view(torch.int32)
+    ties = exact + (0x1000 if dtype == torch.float16 else 0x8000)
+    numbers = torch.cat([bits, exact, ties, ties - 1, ties + 1]).view(torch.float32)
+    for weight, output_dtype in ((halves, torch.float32), (numbers, dtype)):
+        weight = weight[weight.isfinite()]
+        ones = torch.ones(weight.numel(), dtype=output_dtype, device=device)
+        output = ops.rms_norm(ones, (weight.numel(),), on(device, weight), 0.0)
+        assert same_bits(output.cpu(), weight.to(output_dtype))
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, *marked(pytest.mark.full, (torch.float32, torch.float64))], ids=str)
