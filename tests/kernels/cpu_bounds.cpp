@@ -40,164 +40,91 @@ class Memory {
   char *pages_, *data_;
 };
 
-// Rows with padding between them, but none after the last row.
-struct Rows : Memory {
-  Rows(Side side, DType dtype, int64_t rows, int64_t cols, int64_t padding, int64_t missing = 0)
-      : Memory(side, dtype, (rows - 1) * (cols + padding) + cols, missing),
-        arg{data(), dtype, {1, {rows}, {(cols + padding) * size_of(dtype)}}} {}
-  RowsArg arg;
-};
-
 struct Shape {
   int64_t rows, groups, cols, padding;
 };
 
-// The residual and the backward's input have `residual_dtype`.
 void run(Side side, DType dtype, DType residual_dtype, DType weight_dtype, const Shape& shape) {
   const auto [rows, groups, cols, padding] = shape;
-  const auto rows_of = [&](DType dtype) { return Rows(side, dtype, rows, cols, padding); };
-  const Rows input = rows_of(dtype), grad_output = rows_of(dtype), residual = rows_of(residual_dtype),
-             grad_residual = rows_of(residual_dtype), residual_out = rows_of(residual_dtype),
-             grad_input = rows_of(residual_dtype);
-  const Memory weight(side, weight_dtype, groups * cols), grad_weight(side, weight_dtype, groups * cols);
-  const Memory scale(side, compute_dtype(dtype), groups * padded_cols(dtype, cols));
-  const Memory residual_scale(side, compute_dtype(dtype), groups * padded_cols(residual_dtype, cols));
   constexpr int64_t kRowsPerLeaf = 12;
-  const Region all_rows = {0, rows / groups, 0, groups};
-  // The largest number of sums that exist at the same time.
-  const int64_t leaves = divide_up(rows / groups, kRowsPerLeaf);
-  int sum_count_at_once = 0;
-  for (int64_t leaf = 0; leaf < leaves; leaf++) sum_count_at_once = std::max(sum_count_at_once, sum_count(0, leaf) + 1);
-  struct SumMemory : Memory {
-    SumMemory(Side side, DType dtype, int64_t count, int64_t stride)
-        : Memory(side, compute_dtype(dtype), count * stride), stride(stride) {}
+  const auto make = [side](DType dtype, int64_t count) { return Memory(side, dtype, count); };
+  KernelProblem p(make, dtype, residual_dtype, weight_dtype, rows, cols, kRowsPerLeaf, groups, padding);
+  p.each([](CpuArgs& args) { args.non_temporal = true; });
+  const Memory short_output(side, dtype, p.count, 1);
+  if (is_short) p.of_output.data = short_output.data();
+
+  // The memory of parameters for kernels of a dtype; sums have room for the largest number that exists at a time.
+  struct Parameters {
+    Memory scale, sums;
     int64_t stride;
   };
-  const SumMemory sums(side, dtype, sum_count_at_once, groups * padded_cols(residual_dtype, cols));
-  const Rows output(side, dtype, rows, cols, padding, is_short);
-
-  const RmsNormKernels& kernels = rms_norm_kernels();
-  for (int64_t group = 0; group < groups; group++) {
-    const char* const of_group = weight.data() + group * cols * size_of(weight_dtype);
-    const auto convert = [&](DType dtype, const Memory& scale) {
-      char* const target = scale.data() + group * padded_cols(dtype, cols) * size_of(compute_dtype(dtype));
-      kernels.scale(dtype, weight_dtype, of_group, 1.0, target, cols);
-    };
-    convert(dtype, scale);
-    convert(residual_dtype, residual_scale);
-  }
-  CpuArgs args = {};
-  args.rows = rows, args.cols = args.size = cols;
-  args.eps = 1e-5, args.alpha = 1;
-  args.weight = {weight.data(), weight_dtype, 1, groups};
-  args.non_temporal = true, args.part_rows = rows, args.rows_per_leaf = kRowsPerLeaf;
-  using Tensors = std::initializer_list<std::pair<TensorIndex, const Rows*>>;
-  const auto with = [](CpuArgs args, Tensors tensors, const Memory* scale = nullptr) {
-    for (const auto& [index, rows] : tensors) args.tensors[index] = rows == nullptr ? nullptr : &rows->arg;
-    if (scale != nullptr) args.scale = scale->data();
-    return args;
+  int sum_count_at_once = 0;
+  for (int64_t leaf = 0; leaf < p.leaves; leaf++)
+    sum_count_at_once = std::max(sum_count_at_once, sum_count(0, leaf) + 1);
+  const auto parameters = [&](DType dtype, const RotaryColumns& paired = {}) {
+    const int64_t stride = groups * ScaleLayout(dtype, cols, paired).packed_cols();
+    return Parameters{Memory(side, compute_dtype(dtype), stride),
+                      Memory(side, compute_dtype(dtype), sum_count_at_once * stride), stride};
   };
-  const CpuArgs forward = with(args, {{kInput, &input}, {kOutput, &output}}, &scale);
-  const CpuArgs add = with(forward, {{kResidual, &residual}, {kResidualOut, &residual_out}}, &residual_scale);
-  const auto with_held = [&](CpuArgs args, const auto& run) {
+  const auto with_memory = [&](CpuArgs args, const Parameters& of, const auto& call) {
     const Memory scratch(side, compute_dtype(args.dtype()), scratch_rows(args) * padded_cols(args.dtype(), cols));
-    args.row_scratch = scratch.data();
-    run(args);
+    args.scale = of.scale.data(), args.row_scratch = scratch.data(), args.sum_stride = of.stride;
+    call(args);
   };
-  const auto run_forward = [&](const auto& kernel, const auto& args) {
-    with_held(args, [&](const auto& args) { kernel(args, 0, rows); });
+  const auto run_forward = [&](ForwardKernel kernel, const CpuArgs& args, const Parameters& of) {
+    with_memory(args, of, [&](const CpuArgs& args) { kernel(args, 0, rows); });
   };
-  const auto run_backward = [&](const auto& kernel, const auto& args) {
-    with_held(args, [&](const auto& args) { kernel(args, all_rows); });
+  using Without = std::initializer_list<TensorIndex>;
+  const auto run_backward = [&](BackwardKernel kernel, CpuArgs args, const Parameters& of, bool sums_rows,
+                                Without without) {
+    for (const TensorIndex index : without) args.tensors[index] = nullptr;
+    args.grad_weight_sums = sums_rows ? of.sums.data() : nullptr;
+    with_memory(args, of, [&](const CpuArgs& args) { kernel(args, p.all_rows); });
   };
-  run_forward(kernels.forward, forward);
-  run_forward(add_rms_norm_kernel(), add);
 
-  const Rows square_sum(side, compute_dtype(dtype), rows, 1, padding),
-      dot(side, compute_dtype(dtype), rows, 1, padding);
-  CpuArgs stats = with(args, {{kInput, &input}, {kSquareSum, &square_sum}});
-  stats.sums = Sums::output;
-  kernels.forward(stats, 0, rows);
-  CpuArgs from_stats = with(forward, {{kSquareSum, &square_sum}});
-  from_stats.sums = Sums::input;
-  run_forward(kernels.forward, from_stats);
-
-  const RmsNormBackwardKernels& backward_kernels = rms_norm_backward_kernels();
-  const auto backward_args = [&](int wants) {  // grad_input, grad_weight, grad_residual
-    CpuArgs backward = with(args,
-                            {{kGradOutput, &grad_output},
-                             {kInput, &residual},
-                             {kGradResidual, wants & 4 ? &grad_residual : nullptr},
-                             {kGradInput, wants & 1 ? &grad_input : nullptr}},
-                            &residual_scale);
-    if (wants & 2) backward.grad_weight_sums = sums.data(), backward.sum_stride = sums.stride;
-    return backward;
-  };
-  const auto with_sums = [&](const CpuArgs& args, Sums sums) {
-    CpuArgs result = with(args, {{kSquareSum, &square_sum}, {kDot, &dot}});
-    result.sums = sums;
-    return result;
-  };
-  with_held(with_sums(backward_args(0), Sums::output),
-            [&](const CpuArgs& args) { backward_kernels.backward(args, all_rows); });
-  for (const int wants : {1, 2, 3, 5, 7}) {
-    run_backward(backward_kernels.backward, backward_args(wants));
-    run_backward(backward_kernels.backward, with_sums(backward_args(wants), Sums::input));
+  const Parameters of_input = parameters(dtype), of_residual = parameters(residual_dtype);
+  p.make_scale(dtype, 1.0, {}, of_input.scale.data());
+  p.make_scale(residual_dtype, 1.0, {}, of_residual.scale.data());
+  for (const CpuArgs* args : {&p.forward, &p.stats, &p.from_stats}) {
+    run_forward(rms_norm_kernels().forward, *args, of_input);
   }
-  // The backward of operators whose input has grad_output's dtype.
-  const Rows grad_of_input = rows_of(dtype);
-  const auto backward_of_input = [&](bool wants_grad_input, const SumMemory* sums) {
-    CpuArgs backward =
-        with(args,
-             {{kGradOutput, &grad_output}, {kInput, &input}, {kGradInput, wants_grad_input ? &grad_of_input : nullptr}},
-             &scale);
-    if (sums != nullptr) backward.grad_weight_sums = sums->data(), backward.sum_stride = sums->stride;
-    return backward;
-  };
-  // The gate has the residual's dtype.
-  const Rows gate = rows_of(residual_dtype), grad_gate = rows_of(residual_dtype);
-  const SumMemory gated_sums(side, dtype, sum_count_at_once, groups * padded_cols(dtype, cols));
+  run_forward(add_rms_norm_kernel(), p.add, of_residual);
+  const BackwardKernel backward = rms_norm_backward_kernels().backward;
+  run_backward(backward, p.backward_stats, of_residual, false, {});
+  for (const CpuArgs* args : {&p.backward, &p.backward_from_stats}) {
+    for (const bool sums_rows : {false, true}) {
+      for (const Without& without : {Without{kGradResidual}, Without{}}) {
+        run_backward(backward, *args, of_residual, sums_rows, without);
+      }
+    }
+    run_backward(backward, *args, of_residual, true, {kGradResidual, kGradInput});
+  }
+  p.sum_grad_weight(residual_dtype, {}, of_residual.sums.data(),
+                    of_residual.stride * size_of(compute_dtype(residual_dtype)));
   for (const Gating gating : {Gating{Activation::silu, true}, Gating{Activation::silu, false}}) {
-    CpuArgs gated = with(forward, {{kGate, &gate}});
-    gated.gating = gating;
+    p.gated.gating = p.gated_backward.gating = gating;
     for (const bool stream : {true, false}) {
-      gated.non_temporal = stream;
-      run_forward(gated_rms_norm_kernel(), gated);
+      p.gated.non_temporal = stream;
+      run_forward(gated_rms_norm_kernel(), p.gated, of_input);
     }
-    for (const int wants : {1, 2, 4, 7}) {  // grad_input, grad_gate, grad_weight
-      CpuArgs backward = with(backward_of_input(wants & 1, wants & 4 ? &gated_sums : nullptr),
-                              {{kGate, &gate}, {kGradGate, wants & 2 ? &grad_gate : nullptr}});
-      backward.gating = gating;
-      run_backward(gated_rms_norm_backward_kernel(), backward);
-    }
+    const BackwardKernel kernel = gated_rms_norm_backward_kernel();
+    run_backward(kernel, p.gated_backward, of_input, false, {kGradGate});
+    run_backward(kernel, p.gated_backward, of_input, false, {kGradInput});
+    run_backward(kernel, p.gated_backward, of_input, true, {kGradInput, kGradGate});
+    run_backward(kernel, p.gated_backward, of_input, true, {});
   }
-  std::vector<ParameterSum> left;
-  each_sum(0, leaves, [&](int64_t, int64_t) {
-    const int64_t first = static_cast<int64_t>(left.size()) * sums.stride * size_of(compute_dtype(dtype));
-    left.push_back({sums.data() + first, left.empty() ? 0 : 1});
-  });
-  for (int64_t group = 0; group < groups; group++) {
-    const int64_t scratch = padded_cols(residual_dtype, cols);
-    backward_kernels.grad_weight(residual_dtype, weight_dtype, left.data(), static_cast<int64_t>(left.size()),
-                                 group * scratch, grad_weight.data() + group * cols * size_of(weight_dtype), cols);
-  }
-  // cos and sin have the residual's dtype; up to three rows share their angles.
+  // Up to three rows share their angles.
   each_rotation(cols, [&](const RotaryColumns& paired, bool angle_of_pair) {
-    const int64_t angles = angle_of_pair ? paired.pairs : 2 * paired.pairs, heads = rows % 3 == 0 ? 3 : 1;
-    Rows cos(side, residual_dtype, rows / heads, angles, 0), sin(side, residual_dtype, rows / heads, angles, 0);
-    cos.arg.layout = sin.arg.layout = {2, {rows / heads, heads}, {angles * size_of(residual_dtype), 0}};
-    const auto rotated = [&](CpuArgs args, const Memory& scale) {
-      args.rotation = {paired.are_interleaved, angle_of_pair, paired.offset, paired.pairs};
-      return with(args, {{kCos, &cos}, {kSin, &sin}}, &scale);
-    };
-    const ScaleLayout order(dtype, cols, paired);
-    const Memory scale(side, compute_dtype(dtype), groups * order.packed_cols());
-    const SumMemory sums(side, dtype, sum_count_at_once, groups * order.packed_cols());
-    run_forward(rms_norm_rope_kernel(), rotated(forward, scale));
-    for (const int wants : {1, 2, 3}) {  // grad_input, grad_weight
-      const CpuArgs backward = backward_of_input(wants & 1, wants & 2 ? &sums : nullptr);
-      run_backward(rms_norm_rope_backward_kernel(), rotated(backward, scale));
-    }
+    const int64_t heads = rows % 3 == 0 ? 3 : 1, angles = angle_of_pair ? paired.pairs : 2 * paired.pairs;
+    const Memory cos(side, residual_dtype, rows / heads * angles), sin(side, residual_dtype, rows / heads * angles);
+    p.set_rotation(paired, angle_of_pair, heads);
+    p.of_cos.data = cos.data(), p.of_sin.data = sin.data();
+    const Parameters of_rotated = parameters(dtype, paired);
+    run_forward(rms_norm_rope_kernel(), p.rope, of_rotated);
+    const BackwardKernel kernel = rms_norm_rope_backward_kernel();
+    run_backward(kernel, p.rope_backward, of_rotated, false, {});
+    run_backward(kernel, p.rope_backward, of_rotated, true, {kGradInput});
+    run_backward(kernel, p.rope_backward, of_rotated, true, {});
   });
 }
 

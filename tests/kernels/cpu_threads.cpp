@@ -41,7 +41,7 @@ using namespace normops;
 using namespace normops::cpu;
 
 // All results of a problem.
-std::vector<std::vector<char>> results(KernelProblem& p) {
+std::vector<std::vector<char>> results(KernelProblem<std::vector<char>>& p) {
   std::vector<std::vector<char>> found;
   for (auto* output : {&p.output, &p.residual_out, &p.grad_input, &p.grad_gate, &p.grad_weight}) {
     std::fill(output->begin(), output->end(), 0);
@@ -70,8 +70,8 @@ std::vector<std::vector<char>> results(KernelProblem& p) {
 }
 
 bool run(DType dtype, int64_t rows, int64_t groups, int64_t cols) {
-  KernelProblem p(dtype, dtype, dtype, rows, cols, rows, groups);
-  for (CpuArgs* args : {&p.forward, &p.add, &p.gated, &p.backward, &p.gated_backward}) args->weight.offset = 1;
+  KernelProblem p(random_numbers, dtype, dtype, dtype, rows, cols, rows, groups);
+  p.each([](CpuArgs& args) { args.weight.offset = 1; });
   const auto shared = results(p);
   const int threads = std::exchange(at::threads, 1);
   const auto alone = results(p);

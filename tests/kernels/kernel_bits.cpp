@@ -14,8 +14,9 @@ using namespace normops::cpu;
 void run(DType dtype, DType residual_dtype, DType weight_dtype, int64_t cols, int64_t groups = 1,
          Rounding rounding = {}, double alpha = 1) {
   constexpr int64_t kRows = 21, kRowsPerLeaf = 5;
-  KernelProblem p(dtype, residual_dtype, weight_dtype, kRows * groups, cols, kRowsPerLeaf, groups);
-  p.set_rounding(rounding, alpha);
+  KernelProblem p(random_numbers, dtype, residual_dtype, weight_dtype, kRows * groups, cols, kRowsPerLeaf, groups);
+  p.each([&](CpuArgs& args) { args.rounding = rounding; });
+  p.add.alpha = alpha;
   p.make_scale(dtype, 1.0);
   rms_norm_kernels().forward(p.forward, 0, kRows * groups);
   const uint64_t forward = hash(p.output);

@@ -51,35 +51,39 @@ inline uint64_t hash(const std::vector<char>& bytes) {
 }
 
 // Row-major problems with all of their inputs and outputs, and the kernels' arguments for them. The residual, which is
-// also the backward's input, and the gate may have a wider dtype. `rows_per_leaf` counts rows of one group.
+// also the backward's input, and the gate may have a wider dtype. `rows_per_leaf` counts rows of one group. Rows have
+// padding between them, but none after the last one. make(dtype, count) returns memory of a vector's interface.
+template <class Memory>
 struct KernelProblem {
-  KernelProblem(DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, int64_t cols,
-                int64_t rows_per_leaf, int64_t groups = 1)
+  template <class Make>
+  KernelProblem(const Make& make, DType dtype, DType residual_dtype, DType weight_dtype, int64_t rows, int64_t cols,
+                int64_t rows_per_leaf, int64_t groups = 1, int64_t padding = 0)
       : groups(groups),
         cols(cols),
         residual_dtype(residual_dtype),
         weight_dtype(weight_dtype),
-        input(random_numbers(dtype, rows * cols)),
-        grad_output(random_numbers(dtype, rows * cols)),
-        residual(random_numbers(residual_dtype, rows * cols)),
-        grad_residual(random_numbers(residual_dtype, rows * cols)),
-        gate(random_numbers(residual_dtype, rows * cols)),
-        cos(random_numbers(residual_dtype, rows * cols)),
-        sin(random_numbers(residual_dtype, rows * cols)),
-        square_sum(rows * size_of(compute_dtype(dtype))),
-        dot(square_sum.size()),
-        weight(random_numbers(weight_dtype, groups * cols)),
-        output(input.size()),
-        residual_out(residual.size()),
-        grad_input(residual.size()),
-        grad_gate(gate.size()),
-        grad_weight(weight.size()),
+        count((rows - 1) * (cols + padding) + cols),
+        input(make(dtype, count)),
+        grad_output(make(dtype, count)),
+        residual(make(residual_dtype, count)),
+        grad_residual(make(residual_dtype, count)),
+        gate(make(residual_dtype, count)),
+        cos(make(residual_dtype, rows * cols)),
+        sin(make(residual_dtype, rows * cols)),
+        square_sum(make(compute_dtype(dtype), (rows - 1) * (1 + padding) + 1)),
+        dot(make(compute_dtype(dtype), (rows - 1) * (1 + padding) + 1)),
+        weight(make(weight_dtype, groups * cols)),
+        output(make(dtype, count)),
+        residual_out(make(residual_dtype, count)),
+        grad_input(make(residual_dtype, count)),
+        grad_gate(make(residual_dtype, count)),
+        grad_weight(make(weight_dtype, groups * cols)),
         all_rows{0, rows / groups, 0, groups},
         leaves(divide_up(rows / groups, rows_per_leaf)),
         scale(groups * (padded_cols(dtype, cols) + 3 * kLongestBlock) * size_of(compute_dtype(dtype))),
         sums(most_sums(leaves) * scale.size()) {
-    const auto rows_of = [&](std::vector<char>& memory, DType dtype, int64_t cols) -> RowsArg {
-      return {memory.data(), dtype, {1, {rows}, {cols * size_of(dtype)}}};
+    const auto rows_of = [&](Memory& memory, DType dtype, int64_t cols) -> RowsArg {
+      return {memory.data(), dtype, {1, {rows}, {(cols + padding) * size_of(dtype)}}};
     };
     const DType sums_dtype = compute_dtype(dtype);
     of_input = rows_of(input, dtype, cols), of_residual = rows_of(residual, residual_dtype, cols);
@@ -124,13 +128,13 @@ struct KernelProblem {
   }
   KernelProblem(const KernelProblem&) = delete;
 
-  // Sets how intermediate results are rounded, and add_rms_norm's alpha.
-  void set_rounding(Rounding rounding, double alpha) {
-    for (CpuArgs* args : {&forward, &add, &gated, &rope, &from_stats, &backward, &gated_backward, &rope_backward,
-                          &backward_stats, &backward_from_stats}) {
-      args->rounding = rounding;
+  // Calls set(args) for the arguments of every kernel.
+  template <class Set>
+  void each(const Set& set) {
+    for (CpuArgs* args : {&forward, &add, &gated, &rope, &stats, &from_stats, &backward, &gated_backward,
+                          &rope_backward, &backward_stats, &backward_from_stats}) {
+      set(*args);
     }
-    add.alpha = alpha;
   }
 
   // Sets a rotation; each `heads` consecutive rows share their angles.
@@ -144,20 +148,24 @@ struct KernelProblem {
 
   // Computes the scale of every group for kernels of `dtype`; sum_grad_weight reduces the sums that they wrote.
   void make_scale(DType dtype, double weight_offset, const RotaryColumns& paired = {}) {
+    make_scale(dtype, weight_offset, paired, scale.data());
+  }
+  void make_scale(DType dtype, double weight_offset, const RotaryColumns& paired, char* target) {
     const ScaleLayout order(dtype, cols, paired);
     for (int64_t group = 0; group < groups; group++) {
       order.each(0, order.packed_cols(), [&](int64_t column, int64_t packed, int64_t count) {
         rms_norm_kernels().scale(
             dtype, weight_dtype, weight.data() + (group * cols + column) * size_of(weight_dtype), weight_offset,
-            scale.data() + (group * order.packed_cols() + packed) * size_of(compute_dtype(dtype)), count);
+            target + (group * order.packed_cols() + packed) * size_of(compute_dtype(dtype)), count);
       });
     }
   }
   void sum_grad_weight(DType dtype, const RotaryColumns& paired = {}) {
+    sum_grad_weight(dtype, paired, sums.data(), scale.size());
+  }
+  void sum_grad_weight(DType dtype, const RotaryColumns& paired, char* sums, int64_t stride) {
     std::vector<ParameterSum> left;
-    each_sum(0, leaves, [&](int64_t, int64_t) {
-      left.push_back({sums.data() + left.size() * scale.size(), left.empty() ? 0 : 1});
-    });
+    each_sum(0, leaves, [&](int64_t, int64_t) { left.push_back({sums + left.size() * stride, left.empty() ? 0 : 1}); });
     const ScaleLayout order(dtype, cols, paired);
     for (int64_t group = 0; group < groups; group++) {
       order.each(0, order.packed_cols(), [&](int64_t column, int64_t packed, int64_t count) {
@@ -170,8 +178,9 @@ struct KernelProblem {
 
   int64_t groups, cols;
   DType residual_dtype, weight_dtype;
-  std::vector<char> input, grad_output, residual, grad_residual, gate, cos, sin, square_sum, dot, weight, output,
-      residual_out, grad_input, grad_gate, grad_weight;
+  int64_t count;
+  Memory input, grad_output, residual, grad_residual, gate, cos, sin, square_sum, dot, weight, output, residual_out,
+      grad_input, grad_gate, grad_weight;
   Region all_rows;
   int64_t leaves;
   std::vector<char> scale, sums;
@@ -181,6 +190,9 @@ struct KernelProblem {
   CpuArgs forward, add, gated, rope, stats, from_stats;
   CpuArgs backward, gated_backward, rope_backward, backward_stats, backward_from_stats;
 };
+
+template <class Make, class... Others>
+KernelProblem(const Make&, DType, Others...) -> KernelProblem<std::invoke_result_t<Make, DType, int64_t>>;
 
 // Calls visit(paired, angle_of_pair) for rotations of rows.
 template <class Visit>
