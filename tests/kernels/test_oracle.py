@@ -3,15 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from reference import cases, oracle
-from reference.cases import EPS, Case
-from reference.operators import OPERATORS, Operator, OperatorCase
+from reference.cases import EPS
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -36,16 +34,13 @@ def forward(x: Tensor, w: Tensor, r: Tensor | None = None) -> Tensor:
 
 
 FORWARD_MUTANTS: dict[str, Forward] = {
-    "no reduction": lambda x, w: x.double() * scale(w),
     "eps dropped": lambda x, w: forward(x, w, rstd(x, 0.0)),
     "eps of another type": lambda x, w: forward(x, w, rstd(x, EPS + torch.finfo(torch.bfloat16).eps)),
     "eps outside the root": lambda x, w: forward(x, w, 1 / (mean_square(x).sqrt() + EPS)),
     "mean over one column too few": lambda x, w: forward(x, w, torch.rsqrt(mean_square(x) * 96 / 95 + EPS)),
     "last column left out of the sum": lambda x, w: forward(x, w, torch.rsqrt(mean_square(x[:, :-1]) * 95 / 96 + EPS)),
-    "mean subtracted": lambda x, w: forward(x - x.mean(-1, keepdim=True), w, rstd(x)),
     "weight left out": lambda x, w: x.double() * rstd(x),
     "offset dropped": lambda x, w: forward(x, w - OFFSET),
-    "statistics of the next row": lambda x, w: forward(x, w, rstd(x).roll(1, 0)),
     "rounded before the weight": lambda x, w: (x.double() * rstd(x)).to(x.dtype).double() * scale(w),
     "weight and offset rounded": lambda x, w: x.double() * rstd(x) * (w + OFFSET).to(torch.bfloat16).double(),
     "sum of squares in a half type": lambda x, w: forward(
@@ -104,7 +99,6 @@ GRAD_INPUT_MUTANTS: dict[str, Gradient] = {
     "computed after grad_output was overwritten": lambda dy, x, w, s: grad_input(grad_input(dy, x, w, s), x, w, s),
 }
 GRAD_WEIGHT_MUTANTS: dict[str, Gradient] = {
-    "without rstd": lambda dy, x, w, s: (dy.double() * x.double()).sum(0),
     "without the last row": lambda dy, x, w, s: products(dy, x)[:-1].sum(0),
     "scaled by the weight": lambda dy, x, w, s: products(dy, x).sum(0) * scale(w),
     "summed in bfloat16": lambda dy, x, w, s: half_sum(products(dy, x)),
@@ -155,16 +149,11 @@ rounded: Callable[[Tensor], Tensor] = Rounded.apply
 
 # Mutants with the right output are detected by the gradients, which autograd derives.
 GATED_MUTANTS: dict[str, Gated] = {
-    "sigmoid for silu": lambda x, g, w, first: gated(x, g, w, first, a=g.sigmoid()),
-    "gate left out": lambda x, g, w, first: gated(x, g, w, first, a=1 + 0 * g),
-    "gate not activated": lambda x, g, w, first: gated(x, g, w, first, a=g),
     "the other order": lambda x, g, w, first: gated(x, g, w, not first),
-    "offset dropped": lambda x, g, w, first: gated(x, g, w - OFFSET, first),
     "eps dropped": lambda x, g, w, first: gated(x, g, w, first, r=rstd(x if first else x * F.silu(g), 0.0)),
     "statistics of the other input": lambda x, g, w, first: gated(
         x, g, w, first, r=rstd(x * F.silu(g) if first else x)
     ),
-    "gate of the next row": lambda x, g, w, first: gated(x, g, w, first, a=F.silu(g.roll(1, 0))),
     "activation rounded": lambda x, g, w, first: gated(x, g, w, first, a=rounded(F.silu(g))),
     "sigmoid rounded": lambda x, g, w, first: gated(x, g, w, first, a=g * rounded(g.sigmoid())),
     "a polynomial of degree six": lambda x, g, w, first: gated(
@@ -174,7 +163,6 @@ GATED_MUTANTS: dict[str, Gated] = {
         x, g, w, first, r=rstd(x if first else x * F.silu(g)).detach()
     ),
     "slope without its second term": lambda x, g, w, first: gated(x, g, w, first, a=g * g.sigmoid().detach()),
-    "slope without its first term": lambda x, g, w, first: gated(x, g, w, first, a=g.detach() * g.sigmoid()),
     "no gradient through the gate": lambda x, g, w, first: gated(x, g.detach(), w, first) + 0 * g,
     "gradient not through the last row's gate": lambda x, g, w, first: gated(
         x, g, w, first, a=torch.cat([F.silu(g[:-1]), F.silu(g[-1:]).detach()])
@@ -199,19 +187,6 @@ def test_gated_mutants_are_rejected(name: str | None, norm_first: bool, dtype: t
         assert bounded is not None
         problems.append(oracle.violation(gradient.to(result_dtype), bounded))
     assert any(problem is not None for problem in problems) == (name is not None)
-
-
-@pytest.mark.parametrize("operator", [each for each in OPERATORS if "rounding" in each.names], ids=str)
-def test_rounding_modes_have_the_same_bounds_in_float32(operator: Operator) -> None:
-    case = Case((4, 96), torch.float32, weight_dtype=torch.float32, weight_offset=OFFSET)
-    for flags in operator.flags:
-        arguments = OperatorCase(operator, case, flags, {}).arguments()
-        once, llama = (operator.expected(arguments | {"rounding": mode}) for mode in ("once", "llama"))
-        for name, one, other in zip(operator.outputs, once, llama, strict=True):
-            assert (one is None) == (other is None)
-            if one is not None and other is not None:
-                np.testing.assert_array_equal(one.value, other.value, name)
-                np.testing.assert_array_equal(one.bound, other.bound, name)
 
 
 def test_elements_never_written_are_rejected() -> None:

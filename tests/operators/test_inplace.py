@@ -56,31 +56,28 @@ def test_results_replace_inputs(
             assert_same_bits(replaced, expected)
 
 
-def message(operator: Operator, device: str, **changes: Tensor) -> str:
-    case = Variant(operator, {}).at(Case((3, 4), torch.float32, weight_dtype=torch.float32))
-    return message_of(lambda: operator.inplace_function(**case.arguments(device) | changes))
-
-
 @over_operators
 def test_invalid_targets_raise(operator: Operator, device: str) -> None:
     x = cases.values((3, 4), torch.float32).to(device)
-    name = f"{operator}_"
+    case = Variant(operator, {}).at(Case((3, 4), torch.float32, weight_dtype=torch.float32))
+
+    def message(**changes: Tensor) -> str:
+        text = message_of(lambda: operator.inplace_function(**case.arguments(device) | changes))
+        return text.removeprefix(f"{operator}_: expected ")
+
     for replaced, target in zip(operator.replaced, operator.targets, strict=True):
-        assert message(operator, device, **{replaced: x[:1].expand(3, 4)}) == (
-            f"{name}: expected {replaced} to have no expanded dimension, but got strides [0, 1]"
-        )
-        way = "to be exactly weight or to share no memory with it, but got a partial overlap"
+        expanded = f"{replaced} to have no expanded dimension, but got strides [0, 1]"
+        assert message(**{replaced: x[:1].expand(3, 4)}) == expanded
+        overlap = f"{replaced} to be exactly weight or to share no memory with it, but got a partial overlap"
         if (target, "weight") in operator.never_over:
-            way = "and weight to share no memory, but got an overlap"
-        assert message(operator, device, **{replaced: x, "weight": x[1]}) == f"{name}: expected {replaced} {way}"
-        assert message(operator, device, **{replaced: x.int()}) == (
-            f"{name}: expected {replaced} to be float16, bfloat16, float32 or float64, but got int32"
-        )
+            overlap = f"{replaced} and weight to share no memory, but got an overlap"
+        assert message(**{replaced: x, "weight": x[1]}) == overlap
+        integers = f"{replaced} to be float16, bfloat16, float32 or float64, but got int32"
+        assert message(**{replaced: x.int()}) == integers
         for other in operator.replaced:
             if other > replaced:
-                assert message(operator, device, **{replaced: x, other: x}) == (
-                    f"{name}: expected {replaced} and {other} to share no memory, but got an overlap"
-                )
+                shared = f"{replaced} and {other} to share no memory, but got an overlap"
+                assert message(**{replaced: x, other: x}) == shared
 
 
 @pytest.mark.parametrize("cols", [64, 100, 40000])
