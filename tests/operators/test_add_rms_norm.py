@@ -57,7 +57,8 @@ def test_grads_of_used_outputs(residual_dtype: torch.dtype, used: str, needed: t
     grad_output = cases.values((3, 7, 40), torch.bfloat16, 5).to(device)
     grad_residual_out = cases.values((3, 7, 40), residual_dtype, 6).to(device)
     pairs = {"output": (output, grad_output), "residual_out": (residual_out, grad_residual_out)}
-    torch.autograd.backward(*zip(*(pair for name, pair in pairs.items() if used in (name, "both")), strict=True))
+    chosen = [pair for name, pair in pairs.items() if used in (name, "both")]
+    torch.autograd.backward([tensor for tensor, _ in chosen], [gradient for _, gradient in chosen])
 
     expected_sum, expected_weight = grad_residual_out, None
     if used != "residual_out":

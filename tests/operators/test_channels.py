@@ -115,7 +115,8 @@ def test_values(shape: tuple[int, ...], dtype: torch.dtype, activation: str, dev
         output = oracle.channel_rms_norm(**given, activation=named)
         given["grad_output"] = values(shape, dtype, 4).to(device)
         gradients = oracle.channel_rms_norm_backward(**given, activation=named)
-        assert_within(results(given, activation), (output, *gradients))
+        actual = (result if result.numel() else None for result in results(given, activation))
+        assert_within(actual, (output, *gradients))
 
 
 @pytest.mark.triton

@@ -49,11 +49,13 @@ def test_angles_of_pairs_have_the_bits_of_angles_of_columns(
 ) -> None:
     """Columns that are not rotated are those of rms_norm."""
     x, w = query(dtype, device)
-    tables = [table[:, None] for table in angles(rotary_dim // 2, dtype, device)]
+    cos, sin = (table[:, None] for table in angles(rotary_dim // 2, dtype, device))
     options: dict[str, Any] = {"interleaved": interleaved, "rotary_dim": rotary_dim}
-    of_pairs = normops.rms_norm_rope(x, *tables, D, w, EPS, **options)
-    wide = [t.repeat_interleave(2, -1) if interleaved else torch.cat([t, t], -1) for t in tables]
-    assert same_bits(normops.rms_norm_rope(x, *wide, D, w, EPS, **options), of_pairs)
+    of_pairs = normops.rms_norm_rope(x, cos, sin, D, w, EPS, **options)
+    wide_cos, wide_sin = (
+        table.repeat_interleave(2, -1) if interleaved else torch.cat([table, table], -1) for table in (cos, sin)
+    )
+    assert same_bits(normops.rms_norm_rope(x, wide_cos, wide_sin, D, w, EPS, **options), of_pairs)
     plain = normops.rms_norm(x, D, w, EPS)[..., rotary_dim:]
     assert_like_rms_norm(of_pairs[..., rotary_dim:], plain, runs_cpu_kernels)
 
