@@ -1,7 +1,6 @@
 """Tests gradients: masks, saved tensors, accumulation, compiled autograd. PyTorch's OpInfo tests check derivatives of
 every order and mode."""
 
-from collections.abc import Callable, Mapping
 from itertools import compress, product
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normops
-from reference import cases, definitions
+from reference import cases
 from reference.cases import Case
 from reference.operators import (
     DIFFERENTIABLE,
@@ -28,68 +27,31 @@ from reference.operators import (
 
 differentiable = pytest.mark.parametrize("variant", variants(DIFFERENTIABLE), ids=str)
 
-Call = Callable[..., tuple[Tensor, ...]]
-
 
 class Problem:
-    """Turns calls of a variant in float64 into functions of its tensors, with or without its tables."""
+    """A call of a variant in float64 as a function of its tensors."""
 
-    def __init__(self, variant: Variant, case: Case, device: str, *, with_tables: bool = False) -> None:
+    def __init__(self, variant: Variant, case: Case, device: str) -> None:
         self.operator = variant.operator
         arguments = variant.at(case._replace(dtype=torch.float64, has_residual=True)).arguments(device)
-        constants = () if with_tables else self.operator.tables
-        self.tensors = {
-            name: value for name, value in arguments.items() if isinstance(value, Tensor) and name not in constants
-        }
+        self.tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         self.others = {name: value for name, value in arguments.items() if name not in self.tensors}
 
-    def call(self, function: Callable[..., Any]) -> Call:
-        """Returns a function of the tensors that calls ``function`` and omits results of None."""
+    def call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Omits results of None."""
+        results = self.operator.call(**dict(zip(self.tensors, tensors, strict=True)), **self.others)
+        return tuple(result for result in results if result is not None)
 
-        def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
-            given = dict(zip(self.tensors, tensors, strict=True))
-            results = self.operator.call(function, **given, **self.others)
-            return tuple(result for result in results if result is not None)
-
-        return of_tensors
-
-    @property
-    def fused(self) -> Call:
-        assert self.operator.function is not None
-        return self.call(self.operator.function)
-
-    @property
-    def defined(self) -> Call:
-        return self.call(getattr(definitions, self.operator.name))
-
-    def leaves(self) -> tuple[Tensor, ...]:
-        return tuple(tensor.detach().clone().requires_grad_() for tensor in self.tensors.values())
-
-    def primals(self) -> tuple[Tensor, ...]:
-        return tuple(self.tensors.values())
+    def leaves(self) -> list[Tensor]:
+        """Returns copies that require gradients, except those of tables."""
+        return [
+            tensor.detach().clone().requires_grad_(name not in self.operator.tables)
+            for name, tensor in self.tensors.items()
+        ]
 
 
 def of(shape: tuple[int, ...], groups: int = 0) -> Case:
     return Case(shape, torch.float64, weight_dtype=torch.float64, weight_offset=1.0, group_dims=groups)
-
-
-@differentiable
-def test_double_backward_accumulates(variant: Variant, device: str) -> None:
-    """gradgradcheck differentiates only one gradient at a time."""
-    problem = Problem(variant, of((2, 3, 5), groups=1), device)
-    leaves = problem.leaves()
-    outputs = problem.fused(*leaves)
-    dys = [torch.randn_like(y).requires_grad_() for y in outputs]
-    gradients = torch.autograd.grad(outputs, leaves, dys, create_graph=True)
-    given = [torch.randn_like(gradient) for gradient in gradients]
-
-    def handed_on(*which: int) -> tuple[Tensor, ...]:
-        chosen, cotangents = ([each[i] for i in which] for each in (gradients, given))
-        return torch.autograd.grad(chosen, [*leaves, *dys], cotangents, retain_graph=True, materialize_grads=True)
-
-    apart = [handed_on(i) for i, gradient in enumerate(gradients) if gradient.requires_grad]
-    together = handed_on(*(i for i, gradient in enumerate(gradients) if gradient.requires_grad))
-    torch.testing.assert_close(together, tuple(sum(parts) for parts in zip(*apart, strict=True)))
 
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.has_mask], ids=str)
@@ -109,22 +71,6 @@ def test_outputs_in_forward_mode_are_contiguous(variant: Variant, device: str) -
         dual = torch.autograd.forward_ad.make_dual(arguments["input"], torch.ones_like(arguments["input"]))
         results = variant.operator.results(variant.operator.default(**arguments | {"input": dual}))
     assert all(result.is_contiguous() for result in results if result is not None)
-
-
-def test_jvp_of_jvp_of_several_norms(device: str) -> None:
-    first = [Variant(operator, operator.flags[0]) for operator in DIFFERENTIABLE[:2]]
-    single, added = (Problem(variant, of((3, 5)), device) for variant in first)
-    primals = added.primals()
-    tangents = tuple(tensor.flip(0) for tensor in primals)
-
-    def twice(norm: Call, add_norm: Call) -> object:
-        def both(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
-            y, h = add_norm(norm(x, w, residual)[0], residual, w)
-            return y * h
-
-        return torch.func.jvp(lambda *t: torch.func.jvp(both, t, tangents)[1], primals, tangents)
-
-    torch.testing.assert_close(twice(single.fused, added.fused), twice(single.defined, added.defined))
 
 
 class OutputMasks(TorchDispatchMode):
@@ -198,10 +144,10 @@ def test_compiled_autograd(variant: Variant, dynamic: bool, device: str) -> None
     torch._dynamo.reset()
     problem = Problem(variant, of((3, 5)), device)
 
-    def gradients() -> Mapping[str, Tensor | None]:
+    def gradients() -> dict[str, Tensor | None]:
         leaves = problem.leaves()
-        loss: Any = sum(result.pow(3 - index).sum() for index, result in enumerate(problem.fused(*leaves)))
-        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        loss: Any = sum(result.pow(3 - index).sum() for index, result in enumerate(problem.call(*leaves)))
+        first = torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad], create_graph=True)
         torch.stack([g.square().sum() for g in first]).sum().backward()
         return dict(zip(problem.tensors, (leaf.grad for leaf in leaves), strict=True))
 
@@ -218,9 +164,8 @@ FORWARDS = [operator for operator in OPERATORS if "backward" not in operator.nam
 @pytest.mark.parametrize("variant", variants(FORWARDS), ids=str)
 def test_only_tensors_that_gradients_need_are_saved(variant: Variant, device: str) -> None:
     """Other tensors may be written to before the backward; a write to a saved tensor raises."""
-    problem = Problem(variant, of((3, 2, 5), groups=1), device, with_tables=True)
-    norm = problem.call(variant.operator.default)
-    cotangents = [cases.copy_of(result).normal_() for result in norm(*problem.primals())]
+    problem = Problem(variant, of((3, 2, 5), groups=1), device)
+    cotangents = [cases.copy_of(result).normal_() for result in problem.call(*problem.tensors.values())]
 
     def gradients(wanted: tuple[bool, ...], *, before: int | None = None, after: int | None = None) -> list[Tensor]:
         tensors = problem.leaves()
@@ -228,7 +173,7 @@ def test_only_tensors_that_gradients_need_are_saved(variant: Variant, device: st
             tensors[before].data.mul_(1.5)
         for tensor, is_wanted in zip(tensors, wanted, strict=True):
             tensor.requires_grad_(is_wanted)
-        results = norm(*tensors)
+        results = problem.call(*tensors)
         if after is not None:
             with torch.no_grad():
                 tensors[after].mul_(1.5)
@@ -255,10 +200,10 @@ def test_only_tensors_that_gradients_need_are_saved(variant: Variant, device: st
 @pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
 def test_compiled_program_saves_only_needed_tensors(operator: Operator, device: str) -> None:
     """The weight may be written to before the backward if only its own gradient is needed."""
-    problem = Problem(Variant(operator, operator.flags[0]), of((3, 2, 5)), device, with_tables=True)
+    problem = Problem(Variant(operator, operator.flags[0]), of((3, 2, 5)), device)
     torch._dynamo.reset()
     gradients = []
-    for norm, is_written in product((problem.fused, torch.compile(problem.fused, backend="aot_eager")), (False, True)):
+    for norm, is_written in product((problem.call, torch.compile(problem.call, backend="aot_eager")), (False, True)):
         tensors = [tensor.detach() for tensor in problem.leaves()]
         weight = tensors[[*problem.tensors].index("weight")].requires_grad_()
         output = norm(*tensors)[0]

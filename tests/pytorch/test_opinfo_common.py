@@ -234,6 +234,22 @@ def test_lazy_clones_stay_lazy(info: OpInfo, dtype: torch.dtype, count: int | No
         assert all(torch.equal(tensor, before) for tensor, before in clones)
 
 
+@only_ours((torch.float32,), full=1)
+def test_opcheck(info: OpInfo, dtype: torch.dtype, count: int | None) -> None:
+    """Checks the schema, autograd, fake tensors and AOTAutograd of all overloads."""
+    packet = getattr(torch.ops.normops, info.name.removeprefix("normops."))
+    names = [argument.name for argument in packet.out._schema.arguments if argument.alias_info is not None]
+    for sample in samples_of(info, dtype, count, requires_grad=True):
+        arguments = by_name(info, sample)
+        torch.library.opcheck(packet.default, (), arguments)
+        targets = [result.detach().clone() for result in as_tuple(packet(**arguments))]
+        plain = {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in arguments.items()}
+        torch.library.opcheck(packet.out, (), plain | dict(zip(names, targets, strict=True)))
+        inplace = getattr(torch.ops.normops, f"{packet.__name__}_", None)
+        if inplace is not None:
+            torch.library.opcheck(inplace.default, (), plain)
+
+
 def test_every_operator_has_an_opinfo() -> None:
     described = {operator.name for operator in OPERATORS}
     assert described == {*normops._C.operators()}
