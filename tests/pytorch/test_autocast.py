@@ -7,7 +7,6 @@ import pytest
 import torch
 from assertions import same_bits
 from graphs import computed
-from sampling import marked
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from traced_graphs import trace
@@ -65,21 +64,6 @@ def test_eager(call: Call, autocast_dtype: torch.dtype, dtypes: tuple[torch.dtyp
         assert_same(forward_and_backward(call, dtypes, device), expected)
         with torch.autocast(device, enabled=False):
             assert_same(forward_and_backward(call, dtypes, device), expected)
-
-
-@pytest.mark.parametrize(
-    "dtypes",
-    [MIXED_DTYPES[-1], *marked(pytest.mark.full, [(each,) for each in MIXED_DTYPES[:-1]])],
-    ids=str,
-)
-@pytest.mark.parametrize("call", NORMS)
-def test_compiled(call: Call, dtypes: tuple[torch.dtype, ...], device: str) -> None:
-    expected = forward_and_backward(call, dtypes, device)
-    for function in (call, in_function(call, device, torch.bfloat16)):
-        torch._dynamo.reset()
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-        with torch.autocast(device, torch.bfloat16):
-            assert_same(forward_and_backward(compiled, dtypes, device), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

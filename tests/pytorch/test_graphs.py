@@ -11,7 +11,6 @@ from sampling import marked
 from torch import Tensor
 from traced_graphs import TracedGraphs, operators, trace
 
-from reference import cases
 from reference.cases import EPS, Case
 from reference.operators import DIFFERENTIABLE, OperatorCase, Variant, named, of_argument, other_dtypes, variants
 
@@ -75,31 +74,3 @@ def test_exported_program_contains_only_the_operator(variant: Variant, strict: b
         assert ours == operators(version.graph_module) == [f"normops.{variant.operator}.default"]
         results = (variant.operator.results(norm(*tensors)) for norm in (version.module(), call))
         assert_same_bits(*results)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.release)])
-@differentiable
-def test_inductor_equals_eager(variant: Variant, dynamic: bool, device: str) -> None:
-    """The rows are slices of one projection, as a gate is in the models."""
-    torch._dynamo.reset()
-    operator, function = variant.operator, variant.operator.function
-    assert function is not None
-    rows = [name for name in operator.inputs if name != "weight"]
-    w = cases.values((64,), torch.float32, 3).to(device).requires_grad_()
-
-    def block(projected: Tensor) -> Tensor:
-        slices = dict(zip(rows, (projected * 2).chunk(len(rows), -1), strict=True))
-        slices |= {name: variant.beside(name, slices[name].detach()) for name in operator.tables}
-        results = function(**slices, normalized_shape=64, weight=w, eps=cases.EPS, **variant.flags)
-        first, *others = results if isinstance(results, tuple) else (results,)
-        return sum(others, torch.nn.functional.silu(first) + 1)
-
-    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic)
-    for count in (5, 9):
-        results = []
-        for call in (block, compiled):
-            projected = cases.values((count, 64 * len(rows)), torch.float32).to(device).requires_grad_()
-            output = call(projected)
-            results.append((output, *torch.autograd.grad(output.square().sum(), (projected, w))))
-        torch.testing.assert_close(results[1], results[0])

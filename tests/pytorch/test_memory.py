@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
-from itertools import count
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -203,22 +201,6 @@ SAVED = [(), (ops.rms_norm.default,), (ops.add_rms_norm.default,), (ops.rms_norm
 
 
 @pytest.mark.parametrize("saved", SAVED, ids=str)
-@pytest.mark.parametrize("block", [both_norms, norm_of_sum])
-def test_selective_checkpointing(block: Block, saved: tuple[torch._ops.OpOverload, ...], device: str) -> None:
-    t = leaves(MIXED, device)
-    block = followed(block)
-    expected = gradients(block(t), t)
-    with Calls() as calls:
-        outputs = selective(block, saved)(*t)
-        assert calls.counts == {"rms_norm": 1, "add_rms_norm": 1}
-        calls.names.clear()
-        assert_same_bits(gradients(outputs, t), expected)
-    counts = calls.counts
-    assert counts.pop("rms_norm_backward") == 2
-    assert counts == {op._opname: 1 for op in SAVED[-1] if op not in saved}
-
-
-@pytest.mark.parametrize("saved", SAVED, ids=str)
 def test_selective_checkpointing_compiled(saved: tuple[torch._ops.OpOverload, ...], device: str) -> None:
     t = leaves(MIXED, device)
     block = followed(norm_of_sum)
@@ -245,22 +227,9 @@ def derivatives(block: Block, t: Problem) -> tuple[Tensor | None, ...]:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("kind", ["file", "save_on_cpu", "strided"])
-def test_saved_tensors_hooks(block: Block, kind: str, device: str, tmp_path: Path) -> None:
-    """Hooks return tensors in other memory, or with another layout."""
-    names = map(str, count())
-
-    def to_file(tensor: Tensor) -> Path:
-        path = tmp_path / next(names)
-        torch.save(tensor, path)
-        return path
-
-    hooks = {
-        "file": torch.autograd.graph.saved_tensors_hooks(to_file, torch.load),
-        "save_on_cpu": torch.autograd.graph.save_on_cpu(),
-        "strided": torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: torch.stack([t, t], -1)[..., 0]),
-    }
+def test_saved_tensors_hooks(block: Block, device: str) -> None:
+    """Hooks return tensors in other memory, with another layout."""
     expected = derivatives(block, leaves(MIXED, device))
-    with hooks[kind]:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: torch.stack([t, t], -1)[..., 0]):
         actual = derivatives(block, leaves(MIXED, device))
     assert_same_bits(actual, expected)

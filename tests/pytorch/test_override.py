@@ -250,11 +250,6 @@ def test_compiled_outputs_have_the_memory_format_of_torch(order: tuple[int, ...]
     torch.testing.assert_close((actual, actual_grad), (expected, expected_grad))
 
 
-def test_views_of_channels_last_outputs(overridden: None) -> None:
-    x = torch.randn(2, 3, 4, 8).to(memory_format=torch.channels_last)
-    assert nn.RMSNorm(8)(x).permute(0, 2, 3, 1).view(-1, 3).shape == (64, 3)
-
-
 def test_documented_script_runs_a_program(tmp_path: Path) -> None:
     """The program receives its arguments, and imports modules from its folder."""
     text = (Path(__file__).parents[2] / "docs" / "adoption.md").read_text()

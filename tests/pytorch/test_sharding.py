@@ -4,6 +4,7 @@ Importing sharded_*.py registers the cases.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sharded_errors  # noqa: F401
@@ -28,14 +29,14 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder
 
 
-CORE = [
-    name
-    for name, case in CASES.items()
-    if case.processes == 2 and case.function.__module__ in ("sharded_errors", "sharded_operators")
-]
+def marks_of(name: str) -> Any:
+    case = CASES[name]
+    if case.processes == 4 and f"{case.function.__name__}-2" in CASES:
+        return pytest.mark.release
+    return () if case.function.__module__ in ("sharded_errors", "sharded_operators") else pytest.mark.full
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.full) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_case_passes_in_every_process(name: str, outcomes: Path) -> None:
     for rank in range(CASES[name].processes):
         outcome = outcomes / f"{name}.{rank}"

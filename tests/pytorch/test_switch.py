@@ -1,9 +1,6 @@
 """Options of the process: override_torch and set_backend act when called, and restore as with blocks."""
 
 import gc
-from collections.abc import Generator
-from importlib.util import find_spec
-from threading import Barrier, Thread
 
 import pytest
 
@@ -42,21 +39,6 @@ def test_calls_act_at_once_and_last() -> None:
         assert overrides() == enabled
 
 
-def test_blocks_that_overlap_end_in_any_order() -> None:
-    def task() -> Generator[None]:
-        with normops.override_torch():
-            yield
-
-    for order in ((0, 1), (1, 0)):
-        tasks = [task(), task()]
-        for each in tasks:
-            next(each)
-        next(tasks[order[0]], None)
-        assert overrides()
-        next(tasks[order[1]], None)
-        assert not overrides()
-
-
 def test_the_latest_open_block_decides(recorded: Recorded) -> None:
     first, second, third = map(recorded.set, ("first", "second", "third"))
     with first:
@@ -68,29 +50,6 @@ def test_the_latest_open_block_decides(recorded: Recorded) -> None:
         third.__exit__(None, None, None)
         assert recorded.value == "first"
     assert recorded.value == "initial"
-
-
-def test_threads_that_overlap() -> None:
-    barrier, seen = Barrier(2), []
-
-    def run(is_first: bool) -> None:
-        for _ in range(20):
-            if is_first:
-                barrier.wait()
-            with normops.override_torch():
-                if not is_first:
-                    barrier.wait()
-                barrier.wait()
-                seen.append(overrides())
-            barrier.wait()
-
-    threads = [Thread(target=run, args=(is_first,)) for is_first in (True, False)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [True] * 40
-    assert not overrides()
 
 
 def test_a_call_inside_a_block_ends_with_it(recorded: Recorded) -> None:
@@ -185,15 +144,3 @@ def test_only_changes_of_the_state_reset_the_compiler(monkeypatch: pytest.Monkey
             assert resets == [True, False]
         assert resets == [True, False, True]
     assert resets == [True, False, True, False]
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="no triton")
-def test_backends_overlap() -> None:
-    before = normops.build_info()["cuda_backend"]
-    first, second = normops.set_backend("triton"), normops.set_backend("triton")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert normops.build_info()["cuda_backend"] == "triton"
-    second.__exit__(None, None, None)
-    assert normops.build_info()["cuda_backend"] == before
