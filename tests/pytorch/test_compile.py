@@ -48,15 +48,26 @@ def derivatives(call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[
     return output.detach(), *torch.autograd.grad(output.sum(), inputs)
 
 
-def compilations(
-    norm: Callable[..., Tensor],
-    shapes: Sequence[tuple[int, ...]],
-    device: str,
-    mark: Callable[[Tensor, int], None] | None = None,
-    *,
-    dynamic: bool | None = None,
-) -> list[int]:
-    """Returns how many graphs were compiled by the end of each call, forward and backward."""
+ROWS = [(rows, 16) for rows in (5, 9, 7, 33, 1024, 2, 3)]
+# Dynamo specializes on sizes 0 and 1 unless they are unbacked; the operators do not force it to.
+WITH_0_AND_1 = [(rows, 16) for rows in (5, 0, 1, 2, 33)]
+COLUMNS = [(5, 16), (5, 17), (9, 64), (3, 1000)]
+THREE_SIZES = [(2, 5, 8), (3, 7, 8), (4, 2, 9)]
+SIZES: dict[str, tuple[list[tuple[int, ...]], Callable[[Tensor, int], None] | None, bool | None]] = {
+    "varying": (ROWS, None, None),
+    "marked": (ROWS, torch._dynamo.mark_dynamic, None),
+    "unbacked": (WITH_0_AND_1, torch._dynamo.decorators.mark_unbacked, None),
+    "dynamic": (ROWS, None, True),
+    "dynamic columns": (COLUMNS, None, True),
+    "all dynamic": (THREE_SIZES, None, True),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@NORMS
+def test_sizes_compile_once(norm: Callable[..., Tensor], sizes: str, device: str) -> None:
+    """The second size compiles once more unless a size is marked or ``dynamic`` is set."""
+    shapes, mark, dynamic = SIZES[sizes]
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(norm, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -67,43 +78,11 @@ def compilations(
             mark(x, 0)
         assert_same_bits(derivatives(compiled, (x, w)), derivatives(norm, (x, w)))
         counts.append(backend.frame_count)
-    return counts
-
-
-ROWS = [(rows, 16) for rows in (5, 9, 7, 33, 1024, 2, 3)]
-
-
-@NORMS
-def test_marked_rows_compile_once(norm: Callable[..., Tensor], device: str) -> None:
-    assert compilations(norm, ROWS, device, torch._dynamo.mark_dynamic) == [1] * len(ROWS)
-
-
-@NORMS
-def test_varying_rows_compile_once_more(norm: Callable[..., Tensor], device: str) -> None:
-    assert compilations(norm, ROWS, device) == [1] + [2] * (len(ROWS) - 1)
-
-
-@NORMS
-@pytest.mark.parametrize("shapes", [ROWS, [(5, 16), (5, 17), (9, 64), (3, 1000)], [(2, 5, 8), (3, 7, 8), (4, 2, 9)]])
-def test_dynamic_shapes_compile_once(norm: Callable[..., Tensor], shapes: list[tuple[int, ...]], device: str) -> None:
-    first, *others = compilations(norm, shapes, device, dynamic=True)
-    assert first <= 2  # torch retraces any function that has a float among its defaults
-    assert set(others) == {first}
-
-
-@NORMS
-def test_unbacked_rows_compile_once_including_sizes_0_and_1(norm: Callable[..., Tensor], device: str) -> None:
-    """Dynamo specializes on sizes 0 and 1 unless they are unbacked; the operators do not force it to."""
-    shapes = [(rows, 16) for rows in (5, 0, 1, 2, 33)]
-    assert compilations(norm, shapes, device, torch._dynamo.decorators.mark_unbacked) == [1] * len(shapes)
+    assert counts == [1] + [2 if sizes == "varying" else 1] * (len(shapes) - 1)
 
 
 def masked(norm: Callable[..., Tensor], x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
     return norm(x[rows < rows[-1]], w)
-
-
-def nonzero(norm: Callable[..., Tensor], x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
-    return norm(x.index_select(0, (rows < rows[-1]).nonzero().squeeze(1)), w)
 
 
 def item(norm: Callable[..., Tensor], x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
@@ -116,7 +95,7 @@ def item(norm: Callable[..., Tensor], x: Tensor, w: Tensor, rows: Tensor) -> Ten
 @pytest.mark.parametrize(
     ("norm", "select", "backend"),
     [
-        *((norm, select, "aot_eager") for norm in (plain, with_residual) for select in (masked, nonzero, item)),
+        *((norm, select, "aot_eager") for norm in (plain, with_residual) for select in (masked, item)),
         (plain, item, "inductor"),
         (with_residual, masked, "inductor"),
     ],

@@ -180,6 +180,9 @@ TRACED: dict[str, Callable[[Tensor], Any]] = {
     "rms_norm_": lambda x: normops.rms_norm_(x.clone(), x.shape[-1:]),
     "add_rms_norm_": add_in_place,
     "F.rms_norm": lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:]),
+    "RMSNorm of groups": lambda x: normops.RMSNorm(16, group_size=4)(x.view(-1, 16)),
+    "RMSNorm of a sum": lambda x: normops.RMSNorm(16)(x.view(-1, 16), x.sin().view(-1, 16)),
+    "GatedRMSNorm of groups": lambda x: normops.GatedRMSNorm(16, group_size=4)(x.view(-1, 16), x.sin().view(-1, 16)),
 }
 
 
@@ -192,17 +195,3 @@ def test_traced_functions_accept_other_sizes(case: str) -> None:
     for shape in ((2, 32), (7, 32), (3, 64)):
         x = torch.randn(shape)
         assert all(map(torch.equal, traced(x), function(x)))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_modules_accept_other_sizes() -> None:
-    x = torch.randn(7, 4, 8)
-    for module, count in (
-        (normops.RMSNorm(8), 1),
-        (normops.RMSNorm(8), 2),
-        (normops.RMSNorm(8, group_size=4), 1),
-        (normops.GatedRMSNorm(8), 2),
-        (normops.GatedRMSNorm(8, group_size=4), 2),
-    ):
-        traced = torch.jit.trace(module, (torch.randn(2, 4, 8),) * count)
-        assert all(map(torch.equal, traced(*(x,) * count), module(*(x,) * count)))

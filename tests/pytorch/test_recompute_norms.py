@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -15,8 +15,7 @@ import pytest
 import torch
 from assertions import assert_same_bits
 from calls import Calls
-from norms_between_layers import BACKWARD, FORWARD, FUNCTIONS, first, gradients, problem
-from profiles import operators_run
+from norms_between_layers import FUNCTIONS, first, gradients, problem
 from sampling import few, pairwise
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -96,27 +95,22 @@ def held(call: Callable[[], object]) -> tuple[int, object]:
     return sum(changes), result
 
 
-@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-def test_forward_does_not_store_the_output(operator: Operator) -> None:
+@pytest.mark.parametrize("norm", [*FUNCTIONS, "module", "patched", "overridden"], ids=str)
+def test_forward_does_not_store_the_output(norm: Operator | str) -> None:
     """The forward stores a copy of the weight instead; other tensors are not stored twice."""
-    t = problem("cpu", (256, 64))
-    before, _ = held(lambda: block(operator, t))
-    with recompute_norms():
-        after, _ = held(lambda: block(operator, t))
-    assert before - after == 256 * 64 * 4 - t[2].nbytes
-
-
-@pytest.mark.parametrize("kind", ["module", "patched", "overridden"])
-def test_all_ways_to_call_a_norm_recompute(kind: str) -> None:
-    x = torch.randn(256, 64)
-    made = normops.RMSNorm if kind == "module" else nn.RMSNorm
-    model = nn.Sequential(nn.Linear(64, 64), made(64), nn.Linear(64, 64))
-    if kind == "patched":
-        normops.patch(model)
-    with normops.override_torch(kind == "overridden"):
-        before, _ = held(lambda: model(x))
+    call: Callable[[], object]
+    if isinstance(norm, Operator):
+        call = partial(block, norm, problem("cpu", (256, 64)))
+    else:
+        made = normops.RMSNorm if norm == "module" else nn.RMSNorm
+        model = nn.Sequential(nn.Linear(64, 64), made(64), nn.Linear(64, 64))
+        if norm == "patched":
+            normops.patch(model)
+        call = partial(model, torch.randn(256, 64))
+    with normops.override_torch(norm == "overridden"):
+        before, _ = held(call)
         with recompute_norms():
-            assert before - held(lambda: model(x))[0] == x.nbytes - 64 * 4
+            assert before - held(call)[0] == (256 - 1) * 64 * 4
 
 
 @pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
@@ -318,10 +312,7 @@ def test_threads_recompute_the_same_bits(device: str) -> None:
     with recompute_norms():
         shared = block(FUNCTIONS[0], t)
         with ThreadPoolExecutor(1) as pool:
-            # The first call also allocates memory that matmul keeps for each thread.
-            assert pool.submit(block, FUNCTIONS[0], t).result().grad_fn is not None
-            before = pool.submit(held, lambda: block(FUNCTIONS[0], t)).result()[0]
-        assert before == held(lambda: block(FUNCTIONS[0], t))[0] + t[0].nbytes - t[2].nbytes
+            assert not is_recomputed(pool.submit(normops.rms_norm, t[0], 16, t[2]).result(), 0)
     with ThreadPoolExecutor(4) as pool:
         for actual in pool.map(step, [recompute_norms] * 32):
             assert_same_bits(actual, expected)
@@ -333,26 +324,13 @@ def strided() -> AbstractContextManager[Any]:
     return saved_tensors_hooks(lambda t: torch.stack([t.detach(), t.detach()], -1), lambda t: t[..., 0])
 
 
-def both(*contexts: Context) -> Context:
-    class Both:
-        def __enter__(self) -> None:
-            self.entered = [context() for context in contexts]
-            for each in self.entered:
-                each.__enter__()
-
-        def __exit__(self, *error: Any) -> None:
-            for each in reversed(self.entered):
-                each.__exit__(*error)
-
-    return Both
-
-
-NESTED = {
-    "nested": (both(recompute_norms, recompute_norms), 1),
-    "around save_on_cpu": (both(recompute_norms, save_on_cpu), 0),
-    "in save_on_cpu": (both(save_on_cpu, recompute_norms), 1),
-    "in other hooks": (both(strided, recompute_norms), 1),
-    "three": (both(recompute_norms, strided, recompute_norms), 1),
+# Contexts from the outermost to the innermost, and the number of norms that are recomputed.
+NESTED: dict[str, tuple[tuple[Context, ...], int]] = {
+    "nested": ((recompute_norms, recompute_norms), 1),
+    "around save_on_cpu": ((recompute_norms, save_on_cpu), 0),
+    "in save_on_cpu": ((save_on_cpu, recompute_norms), 1),
+    "in other hooks": ((strided, recompute_norms), 1),
+    "three": ((recompute_norms, strided, recompute_norms), 1),
 }
 
 
@@ -362,8 +340,10 @@ def test_recomputation_works_with_other_hooks(operator: Operator, name: str) -> 
     """Runs on the CPU only: hooks change strides, which changes the bits of a matmul on a GPU."""
     t = problem("cpu")
     expected = gradients(block(operator, t), t)
-    context, recomputed = NESTED[name]
-    with context():
+    contexts, recomputed = NESTED[name]
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
         loss = block(operator, t)
     with Calls() as calls:
         assert_same_bits(gradients(loss, t), expected)
@@ -446,14 +426,6 @@ def test_checkpoints(operator: Operator, place: str, early_stop: bool, use_reent
     assert_same_bits([leaf.grad for leaf in t], expected)
 
 
-def saved_by(operator: Operator, arguments: dict[str, Any], context: Context) -> int:
-    """Returns the number of tensors that hooks around a call receive."""
-    packed = list[Tensor]()
-    with saved_tensors_hooks(packed.append, lambda kept: kept), context():
-        operator.default(**arguments)
-    return len(packed)
-
-
 @pytest.mark.parametrize("case", RECOMPUTED, ids=str)
 def test_saved_tensors_depend_only_on_the_arguments(case: OperatorCase, device: str) -> None:
     """Outer hooks receive as many tensors in a block as outside of it, with each argument frozen in turn."""
@@ -462,7 +434,13 @@ def test_saved_tensors_depend_only_on_the_arguments(case: OperatorCase, device: 
     for frozen in (None, *names):
         for name in names:
             made[name] = made[name].detach().requires_grad_(name != frozen)
-        assert saved_by(case.operator, made, enabled) == saved_by(case.operator, made, nullcontext)
+        counts = []
+        for context in (nullcontext, enabled):
+            packed = list[Tensor]()
+            with saved_tensors_hooks(packed.append, lambda kept: kept), context():
+                case.operator.default(**made)
+            counts.append(len(packed))
+        assert counts[0] == counts[1]
 
 
 @contextmanager
@@ -633,17 +611,6 @@ def test_threads_that_save_and_recompute_one_output() -> None:
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast_keeps_the_bits(dtype: torch.dtype, device: str) -> None:
-    t = problem(device, dtype=dtype)
-    results = []
-    for context in (nullcontext, recompute_norms):
-        with torch.autocast(device, torch.bfloat16), context():
-            loss = block(FUNCTIONS[0], t)
-        results.append(gradients(loss, t))
-    assert_same_bits(*results)
-
-
 def test_block_has_no_effect_without_gradients() -> None:
     t = problem("cpu")
     for mode in (torch.no_grad, torch.inference_mode):
@@ -669,22 +636,3 @@ def test_functional_transforms(device: str) -> None:
     with Calls() as calls:
         assert_same_bits(gradients(mapped, [x, weight]), gradients(loss(x, weight), [x, weight]))
     assert calls.counts["rms_norm"] == 3
-
-
-def test_block_around_compiled_code(device: str) -> None:
-    """The block affects operators between graphs; within a graph it has no effect."""
-    x, _, weight, matrix = t = problem(device, (6, 16))
-
-    def inside(x: Tensor) -> Tensor:
-        with recompute_norms():
-            return normops.rms_norm(x @ matrix, 16, weight) @ matrix
-
-    torch._dynamo.reset()
-    compiled = torch.compile(inside, backend="aot_eager", fullgraph=True)
-    results = []
-    for context in (nullcontext, recompute_norms):
-        with context():
-            loss = normops.rms_norm(compiled(x), 16) @ matrix
-        results.append(gradients(loss, t, retain_graph=True))
-    assert_same_bits(*results)
-    assert operators_run(lambda: gradients(loss, t)) == [FORWARD, BACKWARD, BACKWARD]

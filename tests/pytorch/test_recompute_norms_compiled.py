@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from assertions import assert_same_bits
 from norms_between_layers import FUNCTIONS, first, gradients, problem
 from profiles import operators_run
+from sampling import marked
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch._inductor import config
@@ -98,10 +100,15 @@ AROUND: dict[str, tuple[tuple[Around, ...], tuple[Around, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("frozen", [None, 0, 1, 2, 3])
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("operator", FUNCTIONS, ids=str)
-@pytest.mark.release
+ALL = list(product(FUNCTIONS, AROUND, (None, 0, 1, 2, 3)))
+FULL = [(FUNCTIONS[0], around, None) for around in ("a block in the graph", "a block around the graph")]
+
+
+@pytest.mark.parametrize(
+    ("operator", "around", "frozen"),
+    [*marked(pytest.mark.full, FULL), *marked(pytest.mark.release, [each for each in ALL if each not in FULL])],
+    ids=str,
+)
 def test_blocks_and_checkpoints_around_and_in_graphs(operator: Operator, around: str, frozen: int | None) -> None:
     """Freezes each argument in turn; the backward runs outside of all blocks, on this thread and on another."""
     in_graph, around_graph = AROUND[around]
