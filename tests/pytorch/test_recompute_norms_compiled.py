@@ -26,11 +26,12 @@ from reference.operators import Operator, of_rows
 
 
 def compiled_block(operator: Operator) -> Callable[..., Tensor]:
+    """Returns a norm between linear layers, whose other operations have the same bits compiled as eager."""
     norm = of_rows(operator, 16)
 
     def call(x: Tensor, other: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
         y = first(norm(x @ matrix, other, weight))
-        return (y.view(-1, 16) @ matrix.sin()).square() + (y @ matrix.cos()).view(-1, 16)
+        return (y.view(-1, 16) @ (matrix * 3)).square() + (y @ (matrix + 1)).view(-1, 16)
 
     return call
 
