@@ -6,7 +6,6 @@
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import product
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.testing import make_tensor
 from torch.testing._internal.common_dtype import floating_types_and
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import ErrorInput, OpInfo, SampleInput
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import normops
 from reference import definitions
@@ -223,37 +222,12 @@ class Operator(NamedTuple):
         mask = arguments.get("output_mask", (True,) * len(names))
         return tuple(is_wanted and arguments.get(name) is not None for name, is_wanted in zip(names, mask, strict=True))
 
-    def error_inputs(self, info: OpInfo, device: str, **kwargs: Any) -> Iterator[ErrorInput]:
-        spec = next(self.specs())
-        (width,) = spec["normalized_shape"]
-        changes: list[tuple[Arguments, str]] = [
-            ({"normalized_shape": ()}, f"expected normalized_shape to {_no_shape(spec)}, but got []"),
-            ({"weight": T((width + 1,))}, f"expected weight to have shape [{width}], the normalized_shape"),
-            ({"eps": float("nan")}, "expected eps to be a number, but got nan"),
-            ({"rounding": "twice"}, 'expected rounding to be "once" or "llama", but got "twice"'),
-            ({"activation": "relu"}, "expected activation to be "),
-            ({"row_size": 1}, "expected row_size to be that of a whole row"),
-            ({"cos": T((5,))}, "expected "),
-        ]
-        if spec.get("dim") != -1:
-            changes.append(({"dim": 1}, "expected dim to be "))
-        for change, text in changes:
-            if change.keys() <= {*self.arguments}:
-                sample = self.sample(spec | change, torch.float32, device, False)
-                yield ErrorInput(sample, error_regex=re.escape(f"{self.name}: {text}"))
-
 
 def _kept(wanted: tuple[bool, ...] | None, results: Any) -> Any:
     """Returns the wanted results. Dynamo traces it."""
     if wanted is None:
         return results
     return tuple(result for result, is_wanted in zip(results, wanted, strict=True) if is_wanted)
-
-
-def _no_shape(spec: Arguments) -> str:
-    if "dim" in spec:
-        return f"be {[*spec['normalized_shape']]}, the size of dimension {spec['dim']} of input"
-    return "have at least one dimension"
 
 
 def _text(value: object) -> str:
@@ -294,7 +268,6 @@ def info_of(operator: Operator) -> OpInfo:
         supports_forward_ad=True,
         supports_fwgrad_bwgrad=True,
         sample_inputs_func=samples,
-        error_inputs_func=operator.error_inputs,
     )
 
 

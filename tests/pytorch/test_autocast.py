@@ -76,50 +76,6 @@ def test_compiled_graphs_contain_no_conversion(operator: Operator, dtype: torch.
     assert computed(backward) == [f"normops.{operator.gradient}.default"]
 
 
-class Block(nn.Module):
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        """Applies autocast's conversions explicitly if a dtype is given."""
-        super().__init__()
-        self.up, self.norm, self.down, self.last = (
-            nn.Linear(8, 8, bias=False),
-            normops.RMSNorm(8),
-            nn.Linear(8, 8, bias=False),
-            normops.RMSNorm(8),
-        )
-        self.dtype = dtype
-
-    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        if self.dtype is None:
-            return layer(x)
-        return nn.functional.linear(x.to(self.dtype), layer.weight.to(self.dtype))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = self.norm(self.linear(self.up, x))
-        return (y, *self.last(self.linear(self.down, y), x))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("cache_enabled", [True, False])
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_model_matches_explicit_casts(dtype: torch.dtype, cache_enabled: bool, compiled: bool, device: str) -> None:
-    """Linear layers return 16 bits; the norms' weights and the residual stream stay float32."""
-    torch.manual_seed(0)
-    block, explicit = Block().to(device), Block(dtype).to(device)
-    explicit.load_state_dict(block.state_dict())
-    x = cases.values((5, 8), torch.float32).to(device)
-    torch._dynamo.reset()
-    run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
-    with torch.autocast(device, dtype, cache_enabled=cache_enabled):
-        outputs = run(x)
-    expected = explicit(x)
-    assert [y.dtype for y in outputs] == [dtype, dtype, torch.float32]
-    for y in (outputs, expected):
-        torch.autograd.backward(y, [t.detach().sin() for t in y])
-    gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (block, explicit)]
-    assert [g.dtype for g in gradients[0]] == [torch.float32] * 4
-    assert_same([*outputs, *gradients[0]], [*expected, *gradients[1]])
-
-
 def test_cuda_autocast_on_fake_tensors() -> None:
     """CUDA autocast does not affect norms of fake tensors; a linear layer shows that it is enabled."""
     before = torch.get_autocast_dtype("cuda")

@@ -49,18 +49,6 @@ def test_export(model: Block, strict: bool, tmp_path: Path, device: str) -> None
             assert torch.equal(version.module()(x), model(x))
 
 
-def test_exported_program_has_gradients(device: str) -> None:
-    """The program of torch.export still computes gradients."""
-    torch.manual_seed(0)
-    model = Block().to(device)
-    program = torch.export.export(model, (torch.ones(4, 3, 16, device=device),)).module()
-    x = cases.values((4, 3, 16), torch.float32).to(device)
-    for module in (model, program):
-        module(x).square().sum().backward()
-    for a, b in zip(model.parameters(), program.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
-
-
 @pytest.fixture(scope="module")
 def run_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds the C++ example, which never starts Python."""

@@ -1,8 +1,7 @@
 """Tests which tensors the forward saves, what both passes allocate, and what activation checkpointing recomputes."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -12,12 +11,9 @@ from calls import Calls
 from other_process import printed
 from torch import Tensor
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
-    create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-from traced_graphs import operators, trace
 
 import normops
 from reference import cases
@@ -175,46 +171,6 @@ def test_activation_checkpointing(block: Block, use_reentrant: bool, early_stop:
     # With early stop, the last operator is not recomputed if it saves only its arguments.
     spared = early_stop and block in (norm, norm_of_sum)
     assert again == once - Counter(rms_norm=int(spared))
-
-
-def selective(block: Block, saved: Collection[object]) -> Callable[..., tuple[Tensor, ...]]:
-    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return checkpoint(
-            lambda *tensors: block(Problem(*tensors)),
-            *tensors,
-            use_reentrant=False,
-            context_fn=partial(create_selective_checkpoint_contexts, policy),
-        )
-
-    return call
-
-
-def followed(block: Block) -> Block:
-    """Appends an operator whose backward needs the block's outputs."""
-    return lambda t: tuple(y * y for y in block(t))
-
-
-SAVED = [(), (ops.rms_norm.default,), (ops.add_rms_norm.default,), (ops.rms_norm.default, ops.add_rms_norm.default)]
-
-
-@pytest.mark.parametrize("saved", SAVED, ids=str)
-def test_selective_checkpointing_compiled(saved: tuple[torch._ops.OpOverload, ...], device: str) -> None:
-    t = leaves(MIXED, device)
-    block = followed(norm_of_sum)
-    expected = gradients(block(t), t)
-    forward, backward = trace(selective(block, saved), *t)
-    assert backward is not None
-    assert {str(op) for op in SAVED[-1]} <= set(operators(forward))
-    recomputed = [name for name in operators(backward) if "norm.default" in name]
-    assert recomputed == [str(op) for op in reversed(SAVED[-1]) if op not in saved]
-    for leaf in t:
-        leaf.grad = None
-    torch._dynamo.reset()
-    compiled = torch.compile(selective(block, saved), backend="aot_eager", fullgraph=True)
-    assert_same_bits(gradients(compiled(*t), t), expected)
 
 
 def derivatives(block: Block, t: Problem) -> tuple[Tensor | None, ...]:

@@ -117,14 +117,6 @@ def test_out(info: OpInfo, dtype: torch.dtype, count: int | None) -> None:
                 write(make)
 
 
-@pytest.mark.parametrize("info", WITH_OVERRIDDEN, ids=lambda info: info.name.removeprefix("normops."))
-def test_errors(info: OpInfo) -> None:
-    for error in info.error_inputs("cpu"):
-        sample = error.sample_input
-        with pytest.raises(error.error_type, match=error.error_regex):
-            info(sample.input, *sample.args, **sample.kwargs)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("info", OPINFOS, ids=lambda info: info.name.removeprefix("normops."))
 def test_other_dtypes_raise(info: OpInfo) -> None:

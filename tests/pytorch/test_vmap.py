@@ -8,7 +8,7 @@ import pytest
 import torch
 from assertions import assert_same_bits, message_of
 from calls import Calls
-from opinfos import OPINFOS, by_name, of_operators, samples_of
+from opinfos import OPINFOS, as_tuple, by_name, of_operators, samples_of
 from test_errors import ERRORS, arguments_of
 from test_opinfo_functorch import batchings, loop, problem_of, vmap
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 import normops
 from reference import cases
 from reference.cases import EPS
-from reference.operators import OPERATORS, Operator, Variant, variants
+from reference.operators import OPERATORS, Operator
 
 ops = torch.ops.normops
 
@@ -71,40 +71,26 @@ def test_tables_with_fewer_dimensions_than_the_input(dim: int | None, device: st
     assert torch.equal(torch.vmap(norm, (0, dim, dim))(x, *tables), torch.stack(expected))
 
 
-@pytest.mark.parametrize("weight_dim", [None, 0])
-@pytest.mark.parametrize("input_dim", [0, 1])
-@pytest.mark.parametrize("variant", variants(operator for operator in OPERATORS if operator.inplace), ids=str)
-def test_in_place_equals_functional(variant: Variant, input_dim: int, weight_dim: int | None, device: str) -> None:
-    def batched(shape: tuple[int, ...], dim: int | None, dtype: torch.dtype, seed: int) -> Tensor:
-        """Returns SIZE samples along ``dim``, or one tensor for all samples if ``dim`` is None."""
-        if dim is None:
-            return cases.values(shape, dtype, seed).to(device)
-        return cases.values((SIZE, *shape), dtype, seed).to(device).movedim(0, dim)
+IN_PLACE = [info for info in OPINFOS if info.inplace_variant is not None]
 
-    operator = variant.operator
-    names = ["input", *operator.tensors, "weight"]
-    dims = (*[input_dim] * (len(names) - 1), weight_dim)
 
-    def tensors() -> list[Tensor]:
-        made = [
-            batched(variant.shape_of(name, (3, 16)), input_dim, torch.bfloat16, seed)
-            for seed, name in enumerate(names[:-1])
-        ]
-        return [*made, batched((16,), weight_dim, torch.float32, 9)]
-
-    def calling(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*tensors: Tensor) -> Any:
-            given = dict(zip(names, tensors, strict=True))
-            return function(**given, normalized_shape=(16,), eps=EPS, **variant.flags)
-
-        return call
-
-    expected = operator.results(torch.vmap(calling(operator.default), dims)(*tensors()))
-    given = tensors()
-    results = operator.results(torch.vmap(calling(operator.inplace_function), dims)(*given))
-    replaced = dict(zip(names, given, strict=True))
-    assert_same_bits(results, expected)
-    assert_same_bits([replaced[name].movedim(input_dim, 0) for name in operator.replaced], expected)
+@of_operators((torch.float32, torch.bfloat16), core=100, full=100, infos=IN_PLACE)
+def test_in_place_equals_functional(info: OpInfo, dtype: torch.dtype, count: int | None) -> None:
+    in_place: Any = info.inplace_variant
+    for sample in samples_of(info, dtype, count):
+        arguments = by_name(info, sample)
+        problem = problem_of(info, sample, arguments)
+        names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+        write = lambda *tensors: as_tuple(in_place(**arguments | dict(zip(names, tensors, strict=True))))  # noqa: E731, B023
+        for dims in batchings(len(problem.tensors), each=True):
+            batch = vmap(problem, dims)
+            expected = batch.results()
+            if None in dims[: len(expected)]:
+                continue  # the first tensors are written to
+            given = [tensor.clone() for tensor in batch.tensors]
+            assert_same_bits(torch.vmap(write, dims)(*given), expected)
+            written = (tensor.movedim(dim or 0, 0) for tensor, dim, _ in zip(given, dims, expected, strict=False))
+            assert_same_bits(written, expected)
 
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator.inplace], ids=str)
