@@ -8,7 +8,7 @@ import pytest
 import torch
 from assertions import assert_same_bits, message_of
 from calls import Calls
-from opinfos import OPINFOS, as_tuple, by_name, of_operators, samples_of
+from opinfos import OPINFOS, Arguments, as_tuple, by_name, of_operators, samples_of
 from test_errors import ERRORS, arguments_of
 from test_opinfo_functorch import batchings, loop, problem_of, vmap
 from torch import Tensor
@@ -81,7 +81,10 @@ def test_in_place_equals_functional(info: OpInfo, dtype: torch.dtype, count: int
         arguments = by_name(info, sample)
         problem = problem_of(info, sample, arguments)
         names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
-        write = lambda *tensors: as_tuple(in_place(**arguments | dict(zip(names, tensors, strict=True))))  # noqa: E731, B023
+
+        def write(*tensors: Tensor, names: list[str] = names, arguments: Arguments = arguments) -> tuple[Tensor, ...]:
+            return as_tuple(in_place(**arguments | dict(zip(names, tensors, strict=True))))
+
         for dims in batchings(len(problem.tensors), each=True):
             batch = vmap(problem, dims)
             expected = batch.results()
