@@ -18,6 +18,7 @@ from torch.testing import make_tensor
 from torch.testing._internal.common_dtype import floating_types_and
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils import _pytree as pytree
 
 import normops
 from reference import definitions
@@ -263,16 +264,12 @@ def info_of(operator: Operator) -> OpInfo:
         method_variant=None,  # type: ignore[arg-type]
         operator_variant=None,  # type: ignore[arg-type]
         inplace_operator_variant=None,  # type: ignore[arg-type]
-        inplace_variant=getattr(normops, f"{operator.name}_", None) or _inplace(packet),
+        inplace_variant=getattr(normops, f"{operator.name}_", None) or getattr(ops, f"{operator.name}_", None),
         supports_inplace_autograd=False,
         supports_forward_ad=True,
         supports_fwgrad_bwgrad=True,
         sample_inputs_func=samples,
     )
-
-
-def _inplace(packet: Any) -> Any:
-    return getattr(ops, f"{str(packet).removeprefix('normops.')}_", None)
 
 
 OPERATORS = (
@@ -375,6 +372,12 @@ def call(info: OpInfo, sample: SampleInput) -> tuple[Tensor, ...]:
 
 def as_tuple(results: Any) -> tuple[Tensor, ...]:
     return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def leaves_of(sample: SampleInput) -> list[Tensor]:
+    """Returns the tensors of a sample that require a gradient."""
+    leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def samples_of(info: OpInfo, dtype: torch.dtype, count: int | None = None, **options: Any) -> Iterator[SampleInput]:

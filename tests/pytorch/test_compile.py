@@ -53,7 +53,7 @@ ROWS = [(rows, 16) for rows in (5, 9, 7, 33, 1024, 2, 3)]
 WITH_0_AND_1 = [(rows, 16) for rows in (5, 0, 1, 2, 33)]
 COLUMNS = [(5, 16), (5, 17), (9, 64), (3, 1000)]
 THREE_SIZES = [(2, 5, 8), (3, 7, 8), (4, 2, 9)]
-SIZES: dict[str, tuple[list[tuple[int, ...]], Callable[[Tensor, int], None] | None, bool | None]] = {
+SIZES: dict[str, tuple[Sequence[tuple[int, ...]], Callable[[Tensor, int], None] | None, bool | None]] = {
     "varying": (ROWS, None, None),
     "marked": (ROWS, torch._dynamo.mark_dynamic, None),
     "unbacked": (WITH_0_AND_1, torch._dynamo.decorators.mark_unbacked, None),

@@ -15,6 +15,7 @@ from opinfos import (
     as_tuple,
     by_name,
     call,
+    leaves_of,
     of_operators,
     reference_of,
     samples_of,
@@ -28,12 +29,10 @@ from torch.testing._internal import composite_compliance
 from torch.testing._internal.common_dtype import all_types_and_complex_and
 from torch.testing._internal.common_utils import noncontiguous_like
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-from torch.utils import _pytree as pytree
 
 import normops
 from reference.cases import DTYPES, HALVES
 
-WITH_OVERRIDDEN = (*OPINFOS, OVERRIDDEN)
 only_ours = partial(of_operators, infos=OPINFOS)
 
 
@@ -42,10 +41,9 @@ def gradients(
 ) -> list[Tensor | None]:
     """Returns the gradients of a sample's tensors, for gradients of the results that ``like`` makes."""
     outputs = [result for result in results if result.requires_grad]
-    leaves = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(t, Tensor)]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
     torch.manual_seed(1)
-    return list(torch.autograd.grad(outputs, wanted, [like(output) for output in outputs], allow_unused=True))
+    upstream = [like(output) for output in outputs]
+    return list(torch.autograd.grad(outputs, leaves_of(sample), upstream, allow_unused=True))
 
 
 @of_operators(DTYPES, core=100)
@@ -168,8 +166,7 @@ def test_fake_tensors_of_the_backward(info: OpInfo, dtype: torch.dtype, count: i
     for sample in samples_of(info, dtype, count, requires_grad=True):
         with CrossRefFakeMode():
             results = [result for result in call(info, sample) if result.requires_grad]
-            leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
-            wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+            wanted = leaves_of(sample)
             ones = list(map(torch.ones_like, results))
             first = torch.autograd.grad(results, wanted, ones, create_graph=True, allow_unused=True)
             if losses := [g.square().sum() for g in first if g is not None and g.requires_grad]:

@@ -3,8 +3,7 @@ torch's own helper, which its test_ops_gradients.py and test_ops_fwd_gradients.p
 
 import pytest
 import torch
-from opinfos import by_name, call, of_operators, reference_of, samples_of
-from torch import Tensor
+from opinfos import by_name, call, leaves_of, of_operators, reference_of, samples_of
 from torch.testing._internal.common_utils import TestGradients
 from torch.testing._internal.opinfo.core import OpInfo
 
@@ -46,7 +45,7 @@ def test_derivatives_of_the_reference(info: OpInfo, dtype: torch.dtype, count: i
     """First and second derivatives of every sample, at the cost of a backward each."""
     for sample in samples_of(info, dtype, count, requires_grad=True):
         arguments = by_name(info, sample)
-        leaves = [value for value in arguments.values() if isinstance(value, Tensor) and value.requires_grad]
+        leaves = leaves_of(sample)
         found = []
         for results in (call(info, sample), reference_of(info, arguments)):
             loss = torch.stack([result.sin().sum() for result in results]).sum()

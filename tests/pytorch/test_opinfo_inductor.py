@@ -3,16 +3,9 @@
 from collections.abc import Callable
 
 import torch
-from opinfos import OPINFOS, OVERRIDDEN, call, of_operators, samples_of
+from opinfos import OPINFOS, OVERRIDDEN, call, leaves_of, of_operators, samples_of
 from torch import Tensor
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-from torch.utils import _pytree as pytree
-
-
-def leaves_of(sample: SampleInput) -> list[Tensor]:
-    leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
 
 Outcome = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
 
@@ -23,9 +16,8 @@ def outcomes(function: Callable[[], list[tuple[Tensor, ...]]], samples: list[Sam
     found: list[Outcome] = []
     for sample, results in zip(samples, function(), strict=True):
         outputs = [result for result in results if result.requires_grad]
-        wanted = [leaf for leaf in leaves_of(sample) if leaf.requires_grad]
         cotangents = [torch.randn_like(output) for output in outputs]
-        gradients = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(outputs, leaves_of(sample), cotangents, retain_graph=True, allow_unused=True)
         found.append((results, gradients))
     return found
 
