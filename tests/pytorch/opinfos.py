@@ -250,6 +250,7 @@ def with_out(packet: Any) -> Callable[..., Any]:
 
 def info_of(operator: Operator) -> OpInfo:
     packet = getattr(ops, operator.name)
+    inplace: Any = getattr(normops, f"{operator.name}_", None) or getattr(ops, f"{operator.name}_", None)
 
     def samples(
         info: OpInfo, device: str, dtype: torch.dtype, requires_grad: bool, **kwargs: Any
@@ -264,7 +265,7 @@ def info_of(operator: Operator) -> OpInfo:
         method_variant=None,  # type: ignore[arg-type]
         operator_variant=None,  # type: ignore[arg-type]
         inplace_operator_variant=None,  # type: ignore[arg-type]
-        inplace_variant=getattr(normops, f"{operator.name}_", None) or getattr(ops, f"{operator.name}_", None),
+        inplace_variant=inplace,
         supports_inplace_autograd=False,
         supports_forward_ad=True,
         supports_fwgrad_bwgrad=True,
